@@ -1,0 +1,34 @@
+# make demo   set everything up and run the first recovery, on this machine's own Python sources
+# make test   set everything up, check the code, run the tests
+# VENV=...    reuse an environment instead of making .venv
+VENV    ?= .venv
+PYTHON  ?= python3
+BIN     := $(VENV)/bin
+STAMP   := $(VENV)/.qat-lora-installed
+WORKERS ?= 2
+
+.PHONY: demo test test-full check install clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[xla,hub,plot,dev]'
+	touch $@
+
+demo: install
+	$(BIN)/qat-lora demo
+
+check: install
+	$(BIN)/ruff check qat_lora scripts tests benchmarks
+	$(BIN)/ruff format --check qat_lora scripts tests benchmarks
+	$(BIN)/mypy
+
+test: check
+	$(BIN)/python -m pytest -n $(WORKERS) -m 'not slow'
+
+test-full: check
+	$(BIN)/python -m pytest -n $(WORKERS)
+
+clean:
+	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""qat-lora gives quantised language models their quality back."""

@@ -1,0 +1,223 @@
+"""Settings: frozen dataclasses, filled strictly from a recipe, flags and `key=value` words.
+
+A setting is declared once, as a dataclass field made by `option(default, help)`, beside the code it steers.
+The command line, the YAML recipes, the `config.yaml` of a run and the fingerprint are all read off that one
+declaration. Structured-config libraries do the same with their own type language on top; a plain dataclass
+needs none, is checked by the type checker, and costs the two hundred lines below.
+
+Precedence: `key=value` words over flags over the recipe over the defaults.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+
+from qat_lora.errors import ConfigError
+
+C = TypeVar("C")
+
+
+def option(default: Any, help: str, *, unit: str | None = None, alias: str | None = None) -> Any:
+    """Declare a setting: its default, one line of help, its unit and a second name that users know."""
+    metadata = {"help": help, "unit": unit, "alias": alias}
+    if isinstance(default, type) and dataclasses.is_dataclass(default):
+        return dataclasses.field(default_factory=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+class Leaf(typing.NamedTuple):
+    """One setting of a config class, nested ones included."""
+
+    path: tuple[str, ...]
+    type: Any
+    field: dataclasses.Field[Any]
+
+    @property
+    def name(self) -> str:
+        """The last part of the path; unique within a command, so it serves as the flag's name."""
+        return self.path[-1]
+
+    @property
+    def default(self) -> Any:
+        """The declared default."""
+        return self.field.default
+
+
+def leaves(cls: type, prefix: tuple[str, ...] = ()) -> Iterator[Leaf]:
+    """Yield every setting of a config class, depth first, in order of declaration."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            yield from leaves(typing.cast(type, hint), (*prefix, field.name))
+        else:
+            yield Leaf((*prefix, field.name), hint, field)
+
+
+def _allowed(value: Any, allowed: Sequence[str]) -> str:
+    near = difflib.get_close_matches(str(value), allowed, n=1)
+    return (f"did you mean {near[0]!r}? " if near else "") + "allowed: " + ", ".join(allowed)
+
+
+def _coerce(value: Any, hint: Any, where: str) -> Any:
+    """Turn a YAML or command-line value into the declared type, or say why not."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if value is None or (isinstance(value, str) and value.lower() in ("none", "null")):
+            if type(None) in args:
+                return None
+            raise ConfigError(f"{where}: may not be empty")
+        return _coerce(value, next(a for a in args if a is not type(None)), where)
+    if origin is Literal:
+        if value not in args:
+            raise ConfigError(f"{where}: {value!r} is unknown; {_allowed(value, [str(a) for a in args])}")
+        return value
+    if origin is tuple:
+        items = value.split(",") if isinstance(value, str) else value
+        if not isinstance(items, Sequence):
+            items = [items]
+        return tuple(_coerce(v.strip() if isinstance(v, str) else v, args[0], where) for v in items if v != "")
+    if hint is bool:
+        words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+        if isinstance(value, bool):
+            return value
+        if str(value).lower() in words:
+            return words[str(value).lower()]
+        raise ConfigError(f"{where}: {value!r} is not a switch; allowed: true, false")
+    if hint in (int, float):
+        try:
+            number = float(value)
+            if isinstance(value, bool) or (hint is int and number != int(number)):
+                raise ValueError
+            return int(number) if hint is int else number
+        except (TypeError, ValueError, OverflowError):
+            kind = "a whole number" if hint is int else "a number"
+            raise ConfigError(f"{where}: {value!r} is not {kind}") from None
+    if hint is str:
+        if isinstance(value, Mapping | list | tuple):
+            raise ConfigError(f"{where}: {value!r} is not a text")
+        return str(value)
+    raise TypeError(f"{where}: settings of type {hint} are not supported")  # a defect of ours
+
+
+def from_dict(cls: type[C], data: Mapping[str, Any], where: str = "") -> C:
+    """Build a config from a nested mapping; unknown names and wrong types are refused.
+
+    Raises:
+        ConfigError: names the field, what was given and what is allowed.
+    """
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{where or 'settings'}: expected `name: value` lines, got {type(data).__name__}")
+    hints = typing.get_type_hints(cls)
+    names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for key, value in data.items():
+        at = f"{where}.{key}" if where else str(key)
+        if key not in names:
+            raise ConfigError(f"{at}: no such setting; {_allowed(key, names)}")
+        hint = hints[key]
+        values[key] = (
+            from_dict(hint, value, at) if dataclasses.is_dataclass(hint) else _coerce(value, hint, at)
+        )
+    return cls(**values)
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Return a config as nested plain values, fit for YAML and JSON."""
+    plain = dataclasses.asdict(config)
+    return json.loads(json.dumps(plain))
+
+
+def _put(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    for part in path[:-1]:
+        tree = tree.setdefault(part, {})
+    tree[path[-1]] = value
+
+
+def _word_path(cls: type, key: str) -> tuple[str, ...]:
+    """Find the setting that a `key=value` word means: a dotted path, a unique last name or an alias."""
+    found = [
+        leaf
+        for leaf in leaves(cls)
+        if key in (".".join(leaf.path), leaf.name, leaf.field.metadata.get("alias"))
+        or key.replace("-", "_") == leaf.name
+    ]
+    if len(found) != 1:
+        names = sorted(".".join(leaf.path) for leaf in leaves(cls))
+        raise ConfigError(f"{key}: no such setting; {_allowed(key, names)}")
+    return found[0].path
+
+
+def resolve(
+    cls: type[C],
+    *,
+    recipe: str | Path | None = None,
+    flags: Mapping[tuple[str, ...], Any] | None = None,
+    words: Sequence[str] = (),
+) -> C:
+    """Merge recipe, flags and `key=value` words into one checked config.
+
+    Args:
+        cls: the config class.
+        recipe: a YAML file with (some of) the settings, nested or flat.
+        flags: values given on the command line, by the setting's path.
+        words: `train.lr=3e-4` or `global_batch_size=1024`.
+
+    Raises:
+        ConfigError: an unreadable recipe, an unknown name, a value that does not fit.
+    """
+    tree: dict[str, Any] = {}
+    if recipe is not None:
+        nested = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        for key, value in load_yaml(recipe).items():
+            if key in nested:
+                tree[key] = value
+            else:
+                _put(tree, _word_path(cls, str(key)), value)
+    for path, value in (flags or {}).items():
+        _put(tree, path, value)
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise ConfigError(f"{word!r}: expected a setting as name=value, for example train.lr=3e-4")
+        _put(tree, _word_path(cls, key), value)
+    return from_dict(cls, tree)
+
+
+def load_yaml(path: str | Path) -> dict[str, Any]:
+    """Read a YAML mapping.
+
+    Raises:
+        ConfigError: the file is missing, is not YAML, or holds no mapping.
+    """
+    try:
+        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"recipe {path}: cannot be read ({error.strerror})") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"recipe {path}: is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(data or {}, dict):
+        raise ConfigError(f"recipe {path}: expected `name: value` lines")
+    return data or {}
+
+
+def save_yaml(config: Any, path: str | Path) -> None:
+    """Write a config as YAML, in order of declaration."""
+    Path(path).write_text(yaml.safe_dump(to_dict(config), sort_keys=False), encoding="utf-8")
+
+
+def fingerprint(value: Any) -> str:
+    """Return the sha256 of a value's canonical JSON: equal settings, equal text, on every machine."""
+    plain = to_dict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+    text = json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,46 @@
+"""The exceptions that people meet.
+
+Every message says four things: the field, what was given, what is allowed, and how to fix it. The command
+line prints the message alone, on one line, and leaves with `exit_code`; a traceback therefore always means a
+defect of ours, never a mistake of the user's.
+"""
+
+
+class QatLoraError(Exception):
+    """Base of all errors that qat-lora raises on purpose."""
+
+    exit_code = 2
+
+
+class ConfigError(QatLoraError, ValueError):
+    """A setting, flag or recipe that does not fit."""
+
+
+class TextError(QatLoraError, ValueError):
+    """A text source that is missing, empty or in an unknown layout."""
+
+
+class ModelError(QatLoraError, ValueError):
+    """A model folder, checkpoint or tokenizer that cannot be used as asked."""
+
+
+class CacheError(QatLoraError, ValueError):
+    """A KD cache that does not fit the run (other tokenizer, vocabulary, K, L, teacher ...)."""
+
+
+class CacheDamaged(CacheError):
+    """A KD cache whose bytes are not what was written; the message names the shard."""
+
+    exit_code = 1
+
+
+class DeviceError(QatLoraError, RuntimeError):
+    """A device that was asked for and is not there."""
+
+
+class OutputExistsError(QatLoraError, FileExistsError):
+    """An output folder that belongs to another run; nothing in it was touched."""
+
+
+class MissingExtraError(QatLoraError, ImportError):
+    """An optional dependency that this feature needs; the message holds the install command."""

@@ -1,0 +1,80 @@
+"""Names and shapes that all rooms share.
+
+Shape letters, used as suffixes of variable names everywhere:
+`B` rows of a micro-batch, `L` tokens of a row, `N` positions (usually B·(L-1), flattened), `K` head entries of a
+position, `V` vocabulary, `H` hidden width, `R` adapter rank, `O`/`I` output/input features, `G` groups.
+
+A *position* p of a row sees tokens 0..p and predicts token p+1, so a row of L tokens has L-1 positions. The
+teacher's *head* at a position is its K likeliest tokens, in rank order; the *tail* is everything else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    Tensor = torch.Tensor
+
+
+Batch = dict[str, Any]
+"""One micro-batch; numpy arrays from the cache, tensors after `Runtime.feed`. Keys:
+
+* `input_ids` i32 [B, L]
+* `document_ids` i32 [B, L]: which document of the row a token belongs to; attention never crosses it
+* `target_mask` bool [B, L-1]: 1 where the prediction of token p+1 counts
+* `head_ids` i32 [B, L-1, K], `head_logits` f32 [B, L-1, K]: the head, logit minus the position's largest logit
+* `lse`, `log_tail` f32 [B, L-1]: log of the sum of exp(logit - max) over the vocabulary, and the log
+  probability of the tail; for a temperature T other than 1 under `temperature_key("lse", T)`
+"""
+
+
+def temperature_key(name: str, temperature: float) -> str:
+    """Return the array name of `lse` or `log_tail` at a temperature: `lse` at 1, `lse@2` at 2."""
+    return name if temperature == 1.0 else f"{name}@{temperature:g}"
+
+
+class SparseTeacher(NamedTuple):
+    """What a loss needs of the teacher at N positions and one temperature."""
+
+    ids_NK: Tensor
+    """int64 token ids of the head."""
+    log_probs_NK: Tensor
+    """float32 log t of the head at `temperature`, normalised over the whole vocabulary."""
+    log_tail_N: Tensor
+    """float32 log of the mass outside the head, -inf where the head is the whole vocabulary."""
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True)
+class OutputHead:
+    """The last linear map of a causal language model, and what is done to its logits.
+
+    logits = softcap · tanh(logit_scale · (h Wᵀ + b) / softcap), the tanh only where `softcap` is set. Rows of
+    `weight_VH` from `vocab_size` on are padding: their logits count as -inf.
+    """
+
+    weight_VH: Tensor
+    vocab_size: int
+    bias_V: Tensor | None = None
+    logit_scale: float = 1.0
+    softcap: float | None = None
+
+
+class LanguageModel(Protocol):
+    """A causal language model cut where the loss needs it: before the output head."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output head that are real tokens or trained rows; padding is not counted."""
+
+    def hidden(self, input_ids_BL: Tensor, document_ids_BL: Tensor) -> Tensor:
+        """Return the last hidden states [B, L, H]; attention stays inside a document."""
+
+    def head(self) -> OutputHead:
+        """Return the output head as it is now."""
+
+    def logits(self, hidden_NH: Tensor) -> Tensor:
+        """Return float32 logits [N, vocab_size]."""
