@@ -126,9 +126,7 @@ def from_dict(cls: type[C], data: Mapping[str, Any], where: str = "") -> C:
         if key not in names:
             raise ConfigError(f"{at}: no such setting; {_allowed(key, names)}")
         hint = hints[key]
-        values[key] = (
-            from_dict(hint, value, at) if dataclasses.is_dataclass(hint) else _coerce(value, hint, at)
-        )
+        values[key] = from_dict(hint, value, at) if dataclasses.is_dataclass(hint) else _coerce(value, hint, at)
     return cls(**values)
 
 
