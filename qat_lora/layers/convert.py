@@ -1,0 +1,165 @@
+"""Convert a whole model: linear layers to quantised ones, adapters onto them, and both back to dense.
+
+Which layers: every `nn.Linear` whose name the preset's rules reach, except the output head (it is tied to the
+embedding in most small models) unless a rule names it. A rule or pattern that reaches nothing raises: an
+adapter that silently sits nowhere is the worst failure a recovery tool can have.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+
+from qat_lora.errors import ConfigError, ModelError
+from qat_lora.layers.lora import Factors, LoraConfig, LoraLinear
+from qat_lora.layers.quant_linear import QuantLinear
+from qat_lora.quant.spec import MLP, Preset, QuantSpec
+
+HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)$")
+
+
+def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Yield the linear layers of a model by name, without the output head and without adapters' insides.
+
+    Raises:
+        ModelError: the model keeps its weights in GPT-2 style `Conv1D` modules.
+    """
+    for name, module in model.named_modules():
+        if type(module).__name__ == "Conv1D":
+            raise ModelError(
+                f"model: {name} is a GPT-2 style Conv1D, which PEFT and the exporters store transposed; "
+                "quantising this family is not supported. Use a Qwen, Llama or Gemma style model"
+            )
+        if isinstance(module, nn.Linear) and not HEAD.search(name):
+            yield name.removesuffix(".base"), module
+
+
+def quantise_targets(model: nn.Module, preset: Preset) -> dict[str, QuantSpec]:
+    """Return the layers that a preset quantises, with their specs, in the model's order.
+
+    Raises:
+        ConfigError: a rule that reaches no layer.
+    """
+    layers = [name for name, module in linear_layers(model) if not isinstance(module, QuantLinear)]
+    for pattern, _ in preset.rules:
+        if not any(re.search(pattern, name) for name in layers):
+            raise ConfigError(
+                f"{preset.name}: the pattern {pattern!r} matches no linear layer; there are: {_some(layers)}"
+            )
+    return {name: spec for name in layers if (spec := preset.spec_for(name)) is not None}
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") or "none"
+
+
+def make_quant_skeleton(model: nn.Module, preset: Preset) -> None:
+    """Replace the linear layers that a preset quantises by empty quantised ones, to be filled from a checkpoint."""
+    for name, spec in quantise_targets(model, preset).items():
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        bias = linear.bias is not None
+        device = linear.weight.device
+        layer = QuantLinear(linear.in_features, linear.out_features, spec, bias=bias, device=device)
+        model.set_submodule(name, layer)
+
+
+def quant_layers(model: nn.Module) -> dict[str, QuantLinear]:
+    """Return the quantised layers by the name they have without adapters."""
+    return {
+        name.removesuffix(".base"): module
+        for name, module in model.named_modules()
+        if isinstance(module, QuantLinear)
+    }
+
+
+def lora_layers(model: nn.Module) -> dict[str, LoraLinear]:
+    """Return the adapter layers by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+
+
+def add_lora(
+    model: nn.Module, config: LoraConfig, start: Mapping[str, Factors] | None = None
+) -> dict[str, LoraLinear]:
+    """Put an adapter on every target layer, freeze everything else, and return the adapters.
+
+    Args:
+        model: the student; its linear layers may be quantised or not.
+        config: rank, scaling and targets.
+        start: low-rank starts by layer name; layers without one begin with no correction.
+
+    Raises:
+        ConfigError: the target pattern matches nothing, or is no regular expression.
+        ModelError: the model has adapters already, or a start is for a layer that is not there.
+    """
+    if lora_layers(model):
+        raise ModelError("model: has recovery adapters already; load the base without them")
+    pattern = config.lora_targets or (MLP if config.mlp_only else ".")
+    try:
+        match = re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"lora_targets: {pattern!r} is not a regular expression ({error})") from None
+    layers = dict(linear_layers(model))
+    targets = [name for name in layers if match.search(name)]
+    if not targets:
+        raise ConfigError(f"lora_targets: {pattern!r} matches no linear layer; there are: {_some(list(layers))}")
+    unknown = sorted(set(start or {}) - set(layers))
+    if unknown:
+        raise ModelError(f"start: holds corrections for layers that the model lacks: {_some(unknown)}")
+    model.requires_grad_(False)
+    for name in targets:
+        layer = LoraLinear(layers[name], config.recovery_r, config.alpha, config.dropout)
+        if start and name in start:
+            layer.start_from(start[name])
+        model.set_submodule(name, layer)
+    return lora_layers(model)
+
+
+def _dense(layer: nn.Linear) -> nn.Linear:
+    """Return an ordinary linear layer with the same effective weight."""
+    dense = nn.Linear(
+        layer.in_features, layer.out_features, bias=layer.bias is not None, device=layer.weight.device
+    )
+    dense.weight.data = layer.weight.detach().clone()
+    if layer.bias is not None:
+        dense.bias.data = layer.bias.detach().clone()
+    return dense
+
+
+def merge(model: nn.Module) -> nn.Module:
+    """Fold adapters and codes into ordinary dense linear layers, in place; exact up to float rounding."""
+    for name, adapter in list(lora_layers(model).items()):
+        dense = _dense(adapter.base)
+        dense.weight.data += adapter.delta().detach().to(dense.weight.dtype)
+        model.set_submodule(name, dense)
+    for name, layer in list(quant_layers(model).items()):
+        model.set_submodule(name, _dense(layer))
+    return model
+
+
+def prepare_base(model: nn.Module, train_scales: bool) -> list[nn.Parameter]:
+    """Put every quantised layer into its training state; return the scales that train (none when frozen)."""
+    trained: list[nn.Parameter] = []
+    for layer in quant_layers(model).values():
+        if train_scales:
+            layer.train_scales()
+            trained.extend(layer.scales)
+        else:
+            layer.hold_dense()
+    return trained
+
+
+def bits_per_weight(model: nn.Module) -> dict[str, float]:
+    """Return stored bits per weight of the quantised layers: `base`, and `with_adapter` (float16 factors).
+
+    Weights are those of the quantised layers only; embeddings, norms and the head are not counted on either side.
+    """
+    layers = quant_layers(model)
+    if not layers:
+        raise ModelError("model: has no quantised layer, so bits per weight mean nothing")
+    weights = sum(layer.in_features * layer.out_features for layer in layers.values())
+    base = sum(layer.stored_bits for layer in layers.values())
+    adapter = sum(16 * (a.lora_A.numel() + a.lora_B.numel()) for a in lora_layers(model).values())
+    return {"base": base / weights, "with_adapter": (base + adapter) / weights}

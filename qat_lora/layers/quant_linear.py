@@ -1,0 +1,151 @@
+"""A linear layer whose weight is stored as packed codes and scales.
+
+The effective weight W = Q * S is formed and then used in one matrix product, however the scales are shared. The
+predecessor ran one product per rank of its low-rank scales (32 a layer) and detached the base, so that no
+gradient reached the layers below; here autograd sees an ordinary `linear`.
+
+Three states, one forward:
+
+* as loaded: packed codes only; W is formed anew in every forward. Least memory.
+* `hold_dense()`: W formed once and kept. For a frozen base: the cost of a plain linear layer.
+* `train_scales()`: code values kept unpacked, W formed once per forward, gradients reach the scales.
+
+The class is a `torch.nn.Linear` to PEFT and transformers (`weight`, `in_features`, `isinstance`), but `weight` is
+computed: writing to it is refused rather than lost.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qat_lora.errors import ModelError
+from qat_lora.quant.codes import code_values, decode, pack, packed_width, unpack
+from qat_lora.quant.initialise import QuantisedWeight
+from qat_lora.quant.scales import expand, scale_shapes
+from qat_lora.quant.spec import QuantSpec
+
+
+class QuantLinear(nn.Linear):
+    """y = x (Q * S)ᵀ + b, for x [..., I] and y [..., O].
+
+    Stored tensors: `codes` uint8 [O, ceil(I bits / 8)], `scale` (or `scale_a`, `scale_b`), `values` for look-up
+    tables, `bias` where the layer has one.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, spec: QuantSpec, *, bias: bool = False, device: Any = None
+    ) -> None:
+        nn.Module.__init__(self)  # not Linear's: that would make a dense weight
+        self.in_features = in_features
+        self.out_features = out_features
+        self.spec = spec
+        width = packed_width(in_features, spec.bits)
+        self.register_buffer("codes", torch.zeros(out_features, width, dtype=torch.uint8, device=device))
+        for name, shape in scale_shapes(spec, out_features, in_features).items():
+            self.register_parameter(name, nn.Parameter(torch.ones(shape, device=device), requires_grad=False))
+        if spec.code == "lut":
+            self.values = nn.Parameter(torch.zeros(2**spec.bits, device=device), requires_grad=False)
+        self.register_parameter(
+            "bias", nn.Parameter(torch.zeros(out_features, device=device), requires_grad=False) if bias else None
+        )
+        self._values_OI: Tensor | None = None
+        self._dense_OI: Tensor | None = None
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, spec: QuantSpec, quantised: QuantisedWeight) -> QuantLinear:
+        """Build the layer that stands for `linear` once its weight is quantised."""
+        device = linear.weight.device
+        bias = linear.bias is not None
+        layer = cls(linear.in_features, linear.out_features, spec, bias=bias, device=device)
+        layer.codes.copy_(pack(quantised.codes_OI, spec.bits))
+        for name, scale in zip(scale_shapes(spec, *quantised.codes_OI.shape), quantised.scales, strict=True):
+            layer.get_parameter(name).data.copy_(scale)
+        if spec.code == "lut":
+            layer.values.data.copy_(quantised.values)
+        if bias:
+            layer.bias.data.copy_(linear.bias.data)
+        return layer
+
+    @property
+    def scales(self) -> tuple[nn.Parameter, ...]:
+        """The stored scale parameters, in the order of `quant.scales`."""
+        return tuple(self.get_parameter(n) for n in scale_shapes(self.spec, self.out_features, self.in_features))
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The effective weight Q * S, [O, I], formed when asked for."""
+        if self._dense_OI is not None:
+            return self._dense_OI
+        values = self._code_values() if self._values_OI is None else self._values_OI
+        return values * expand(self.scales, self.spec.group_size, self.out_features, self.in_features)
+
+    @weight.setter
+    def weight(self, value: Any) -> None:
+        raise ModelError("weight: a quantised weight is made of codes and scales and cannot be assigned")
+
+    def _code_values(self) -> Tensor:
+        """Decode the packed codes to [O, I] in the scales' type."""
+        like = self.scales[0]
+        book = self.values if self.spec.code == "lut" else code_values(self.spec).to(like.device)
+        return decode(unpack(self.codes, self.spec.bits, self.in_features), book).to(like.dtype)
+
+    def hold_dense(self, dtype: torch.dtype | None = None) -> None:
+        """Form the weight once and keep it; the scales are frozen from here on."""
+        self._values_OI = self._dense_OI = None
+        for scale in self.scales:
+            scale.requires_grad_(False)
+        self._dense_OI = self.weight.detach().to(dtype or self.scales[0].dtype)
+
+    def train_scales(self) -> None:
+        """Keep code values unpacked and let the scales train (in float32)."""
+        self._dense_OI = None
+        for scale in self.scales:
+            scale.requires_grad_(True)
+        self._values_OI = self._code_values().detach()
+
+    def release(self) -> None:
+        """Drop what was kept beside the stored tensors."""
+        self._values_OI = self._dense_OI = None
+
+    def round_scales(self) -> None:
+        """Round the scales to what is stored (float16), so that what is scored is what is shipped."""
+        with torch.no_grad():
+            for scale in self.scales:
+                scale.copy_(scale.half().to(scale.dtype))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply the layer; the weight takes the input's type."""
+        weight = self.weight
+        bias = self.bias
+        if not torch.is_autocast_enabled(input.device.type) and weight.dtype != input.dtype:
+            weight = weight.to(input.dtype)
+            bias = None if bias is None else bias.to(input.dtype)
+        return nn.functional.linear(input, weight, bias)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> QuantLinear:
+        """Move or convert the stored tensors; what was kept beside them moves along."""
+        super()._apply(fn, recurse)
+        for name in ("_values_OI", "_dense_OI"):
+            kept = getattr(self, name)
+            if kept is not None:
+                setattr(self, name, fn(kept))
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.release()
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def reset_parameters(self) -> None:
+        """Do nothing: codes come from a quantiser or a checkpoint, never from a random generator."""
+
+    def extra_repr(self) -> str:
+        """Describe the layer in a printed model."""
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.spec}"
+
+    @property
+    def stored_bits(self) -> int:
+        """Bits that codes, scales and table take on disk."""
+        return self.spec.stored_bits(self.out_features, self.in_features)

@@ -1,0 +1,316 @@
+"""Hugging Face models: found, loaded strictly, cut before the output head, saved; and our quantiser registered.
+
+The only file that imports transformers' model classes. Three decisions live here:
+
+* A name is first turned into a local folder (downloaded from the Hub where it is not one), so every later step,
+  loading and hashing alike, sees files. A missing or unexpected tensor is an error: transformers only warns and
+  fills the gap with random numbers.
+* Attention masks are built by us, in the graph, as additive [B, 1, L, L] tensors from document ids. Handed a
+  2-D mask or none, transformers inspects it on the host in every forward, which on XLA is a stop of the device,
+  and would let packed documents see each other.
+* Importing this module registers `quant_method: qat-lora`, after which `AutoModelForCausalLM.from_pretrained`
+  loads our checkpoints like any other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from qat_lora.errors import ModelError
+from qat_lora.layers.convert import make_quant_skeleton, quant_layers
+from qat_lora.quant.spec import Preset
+from qat_lora.types import OutputHead
+
+QUANT_METHOD = "qat-lora"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
+
+
+@register_quantization_config(QUANT_METHOD)
+class QatLoraQuantizationConfig(QuantizationConfigMixin):
+    """The `quantization_config` of a checkpoint's config.json: the preset, rule by rule."""
+
+    def __init__(self, preset: dict[str, Any], **extra: Any) -> None:
+        self.quant_method = QUANT_METHOD  # type: ignore[assignment]
+        self.preset = preset
+        self.details = extra.get("details", {})
+
+
+@register_quantizer(QUANT_METHOD)
+class QatLoraQuantizer(HfQuantizer):
+    """Tells transformers which modules to expect in our checkpoints and in which types to save them."""
+
+    def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        make_quant_skeleton(model, Preset.from_dict(self.quantization_config.preset))
+        return model
+
+    def get_state_dict_and_metadata(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Return the state with scales and tables as float16, their stored type."""
+        state = model.state_dict()
+        for name, layer in quant_layers(model).items():
+            for part, parameter in layer.named_parameters(recurse=False):
+                if part != "bias":
+                    state[f"{name}.{part}"] = parameter.detach().half()
+        return state, {}
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        """Return True: codes and scales are ordinary tensors."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """True: adapters train on top."""
+        return True
+
+
+def resolve_model(name: str, revision: str | None = None) -> Path:
+    """Return the local folder of a model, downloading it from the Hub where `name` is not a folder.
+
+    A path whose last part does not exist but whose folder does (`runs/v2/best.pt`, the guide's spelling) means the
+    folder of that name without the suffix; a `.safetensors` file means the folder it lies in.
+
+    Raises:
+        ModelError: nothing there, no config.json, or the Hub does not give it.
+    """
+    path = Path(name).expanduser()
+    if path.suffix in (".pt", ".pth", ".safetensors"):
+        folder = path.parent if path.suffix == ".safetensors" and path.is_file() else path.with_suffix("")
+        if path.is_file() and path.suffix != ".safetensors":
+            raise ModelError(f"model: {name} is a pickled file; give the Hugging Face folder beside it instead")
+        path = folder
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"model: {path} has no config.json, so it is no Hugging Face model folder")
+        return path
+    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise ModelError(
+            f"model: there is no folder {path}; give a Hugging Face folder or a Hub name like Qwen/Qwen3-0.6B"
+        )
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(name, revision=revision, allow_patterns=PATTERNS))
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(f"model: {name} is neither a folder here nor to be had from the Hub ({reason})") from None
+
+
+def checkpoint_sha256(folder: Path) -> str:
+    """Return the sha256 over a folder's weight files, names and bytes: the identity of a base or teacher."""
+    digest = hashlib.sha256()
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"model: {folder} holds no .safetensors weights (pickled weights are not read)")
+    for file in files:
+        digest.update(file.name.encode())
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()
+
+
+def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
+    """Load the tokenizer of a model folder.
+
+    Raises:
+        ModelError: the folder has none, or only a slow one whose mapping cannot be fingerprinted.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise ModelError(f"tokenizer: {folder} has none that loads ({str(error).splitlines()[0]})") from None
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise ModelError(f"tokenizer: {folder} has no tokenizer.json; convert it to a fast tokenizer first")
+    return tokenizer
+
+
+def tokenizer_sha256(tokenizer: Any) -> str:
+    """Return the sha256 of what maps text to ids: vocabulary, merges, normaliser, splitter, added tokens.
+
+    Padding, truncation and chat template are left out: they change no id.
+    """
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    for part in ("padding", "truncation", "post_processor"):
+        backend.pop(part, None)
+    return hashlib.sha256(json.dumps(backend, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass
+class CausalLM:
+    """A causal language model cut before its output head (the `types.LanguageModel` of everything else)."""
+
+    module: Any
+    """The transformers model."""
+    folder: Path
+    """Where its files lie."""
+    vocab_limit: int | None = None
+    """Rows of the head that count, where fewer than there are (padded vocabularies)."""
+
+    @property
+    def config(self) -> Any:
+        """The text model's config."""
+        return self.module.config.get_text_config()
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output head that count."""
+        rows = int(self.module.get_output_embeddings().weight.shape[0])
+        return min(rows, self.vocab_limit or rows)
+
+    @property
+    def max_positions(self) -> int | None:
+        """Longest row the model was made for, or None where its config does not say."""
+        return getattr(self.config, "max_position_embeddings", None)
+
+    def with_vocabulary(self, rows: int) -> CausalLM:
+        """Return the same model with all head rows from `rows` on counted as padding."""
+        return replace(self, vocab_limit=rows)
+
+    def hidden(self, input_ids_BL: Tensor, document_ids_BL: Tensor) -> Tensor:
+        """Return the last hidden states [B, L, H]; attention and positions restart with every document."""
+        masks, positions = attention_inputs(self.config, document_ids_BL, self.module.dtype)
+        backbone = getattr(self.module, self.module.base_model_prefix)
+        output = backbone(input_ids=input_ids_BL, attention_mask=masks, position_ids=positions, use_cache=False)
+        return output.last_hidden_state
+
+    def head(self) -> OutputHead:
+        """Return the output head as it is now."""
+        linear = self.module.get_output_embeddings()
+        config = self.config
+        scale = 1.0
+        if getattr(config, "logits_scaling", None):  # Granite divides
+            scale = 1.0 / config.logits_scaling
+        elif getattr(config, "logit_scale", None):  # Cohere multiplies
+            scale = float(config.logit_scale)
+        softcap = getattr(config, "final_logit_softcapping", None)
+        return OutputHead(linear.weight, self.vocab_size, linear.bias, scale, softcap)
+
+    def logits(self, hidden_NH: Tensor) -> Tensor:
+        """Return float32 logits [N, vocab_size]."""
+        head = self.head()
+        bias = None if head.bias_V is None else head.bias_V[: head.vocab_size]
+        logits = (
+            nn.functional.linear(hidden_NH, head.weight_VH[: head.vocab_size], bias).float() * head.logit_scale
+        )
+        return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
+
+
+def attention_inputs(config: Any, document_ids_BL: Tensor, dtype: torch.dtype) -> tuple[Any, Tensor]:
+    """Return additive attention masks and positions for packed rows, without reading anything back.
+
+    The mask is [B, 1, L, L], or one per layer kind where the model mixes full and sliding attention; positions
+    count the earlier tokens of the same document.
+    """
+    length = document_ids_BL.shape[1]
+    index = torch.arange(length, device=document_ids_BL.device)
+    distance = index[:, None] - index[None, :]
+    same = document_ids_BL[:, :, None] == document_ids_BL[:, None, :]
+    full = same & (distance >= 0)
+    positions = full.sum(-1) - 1
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None)
+    unknown = kinds - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ModelError(f"model: attention of kind {', '.join(sorted(unknown))} is not supported")
+
+    def additive(allowed: Tensor) -> Tensor:
+        blocked = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=allowed.device)
+        return torch.where(allowed[:, None], torch.zeros_like(blocked), blocked)
+
+    masks = {}
+    for kind in kinds:
+        sliding = kind == "sliding_attention" and window
+        masks[kind] = additive(full & (distance < window) if sliding else full)
+    return (masks if len(masks) > 1 else next(iter(masks.values()))), positions
+
+
+def load_model(
+    name: str, *, revision: str | None = None, trust_remote_code: bool = False, dtype: str = "float32"
+) -> CausalLM:
+    """Load a causal language model, quantised by us or not, from a folder or the Hub.
+
+    Scales and look-up tables stay float32 whatever the dtype, so a loaded model computes exactly what was saved.
+
+    Raises:
+        ModelError: no such model, another architecture, a missing, unexpected or misshapen tensor.
+    """
+    folder = resolve_model(name, revision)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        if not config.is_encoder_decoder and getattr(config, "quantization_config", None):
+            method = dict(config.quantization_config).get("quant_method")
+            if method != QUANT_METHOD:
+                raise ModelError(f"model: {folder} is quantised by {method}; give the unquantised model")
+        attention = "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else "sdpa"
+        module, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=torch.float32,
+            trust_remote_code=trust_remote_code,
+            attn_implementation=attention,
+            output_loading_info=True,
+        )
+    except ModelError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ModelError(f"model: {folder} does not load as a causal language model ({reason})") from None
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if report.get(problem):
+            names = ", ".join(sorted(map(str, report[problem]))[:6])
+            raise ModelError(
+                f"model: {folder} has {problem.replace('_', ' ')}: {names}; the checkpoint is incomplete"
+            )
+    module.eval().requires_grad_(False)
+    cast(module, DTYPES[dtype])
+    return CausalLM(module, folder)
+
+
+def cast(module: nn.Module, dtype: torch.dtype) -> None:
+    """Convert the floating tensors of a model, except the scales and tables of quantised layers."""
+    scales = {id(p) for layer in quant_layers(module).values() for n, p in layer.named_parameters() if n != "bias"}
+    for parameter in module.parameters():
+        if parameter.is_floating_point() and id(parameter) not in scales:
+            parameter.data = parameter.data.to(dtype)
+    if hasattr(module, "config"):
+        module.config.dtype = dtype
+
+
+def save_quantised(model: CausalLM, out: Path, preset: Preset, details: dict[str, Any]) -> None:
+    """Write a quantised model as a Hugging Face folder with its tokenizer files.
+
+    Args:
+        model: holds `QuantLinear` layers and no adapters.
+        out: the folder, made if missing.
+        preset: written to config.json, from which the layers are rebuilt.
+        details: what made it (method, calibration, bits per weight), for people.
+    """
+    quantization = QatLoraQuantizationConfig(preset.to_dict(), details=details)
+    model.module.config.quantization_config = quantization
+    model.module.hf_quantizer = QatLoraQuantizer(quantization)
+    model.module.save_pretrained(out)
+    copy_tokenizer(model.folder, out)
+
+
+def copy_tokenizer(source: Path, out: Path) -> None:
+    """Copy tokenizer and chat template files as they are: saving them anew can change their bytes."""
+    for pattern in (
+        "tokenizer*",
+        "special_tokens_map.json",
+        "vocab*",
+        "merges.txt",
+        "*.jinja",
+        "added_tokens.json",
+    ):
+        for file in source.glob(pattern):
+            shutil.copyfile(file, out / file.name)

@@ -1,0 +1,68 @@
+"""Code books, and codes packed into bytes.
+
+A code book is the sorted list of values that an entry of Q may take. Encoding is a search among the midpoints
+between neighbours, so integer grids, half-integer grids and learned tables share one exact rule (ties go up),
+where rounding formulas need one special case each.
+
+Packed codes are a little-endian bit stream, each row padded to a whole byte: code i of a row occupies bits
+i*b .. i*b+b-1, lowest bit first. It holds any width from 1 to 8 without waste, also 3 bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qat_lora.quant.spec import QuantSpec
+
+
+def code_values(spec: QuantSpec) -> Tensor:
+    """Return the sorted float32 code book [2^bits] that a spec starts from."""
+    n = 2**spec.bits
+    if spec.code == "integer":
+        return torch.arange(n, dtype=torch.float32) - n // 2
+    half = torch.arange(n, dtype=torch.float32) - (n - 1) / 2
+    return half if spec.code == "half" else half / ((n - 1) / 2)
+
+
+def full_range(spec: QuantSpec) -> float:
+    """Return the code value that the largest weight of a group is mapped to by absmax scaling.
+
+    Half the width of the code book, so that both ends are used alike; for symmetric integers this is the
+    convention of compressed-tensors (7.5 at 4 bits).
+    """
+    return 1.0 if spec.code == "lut" else (2**spec.bits - 1) / 2
+
+
+def encode(x: Tensor, values: Tensor) -> Tensor:
+    """Return the uint8 index of the nearest code value for every entry of x."""
+    midpoints = ((values[1:] + values[:-1]) / 2).to(x.dtype)
+    return torch.bucketize(x, midpoints, right=True).to(torch.uint8)
+
+
+def decode(codes: Tensor, values: Tensor) -> Tensor:
+    """Return the code values of uint8 indices."""
+    return values[codes.long()]
+
+
+def packed_width(count: int, bits: int) -> int:
+    """Return the bytes of a packed row of `count` codes."""
+    return -(-count * bits // 8)
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Pack uint8 codes [O, I] into bytes [O, ceil(I * bits / 8)]."""
+    rows, count = codes.shape
+    stream = (codes[..., None] >> torch.arange(bits, dtype=torch.uint8, device=codes.device)) & 1
+    stream = torch.nn.functional.pad(stream.reshape(rows, count * bits), (0, -count * bits % 8))
+    weights = 2 ** torch.arange(8, dtype=torch.uint8, device=codes.device)
+    return (stream.reshape(rows, -1, 8) * weights).sum(-1, dtype=torch.uint8)
+
+
+def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
+    """Unpack bytes [O, ceil(I * bits / 8)] into uint8 codes [O, I]."""
+    rows = packed.shape[0]
+    stream = (packed[..., None] >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1
+    stream = stream.reshape(rows, -1)[:, : count * bits].reshape(rows, count, bits)
+    weights = 2 ** torch.arange(bits, dtype=torch.uint8, device=packed.device)
+    return (stream * weights).sum(-1, dtype=torch.uint8)

@@ -1,0 +1,124 @@
+"""Scales: from the few stored numbers to one scale for every weight, and how to choose the numbers.
+
+Scales are a tuple of tensors, one (`scale`) for tensor, channel and group sharing, two (`scale_a`, `scale_b`) for
+low-rank. `expand` is the only function that knows the shapes; it is differentiable, so training the scales
+needs nothing else.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qat_lora.quant.codes import code_values, decode, encode, full_range
+from qat_lora.quant.spec import QuantSpec
+
+Scales = tuple[Tensor, ...]
+TINY = 1e-6  # smallest scale: keeps W / S finite for rows of zeros, and is a float16 number
+CLIP_GRID = 64  # candidate clips between 0.2 and 1 times absmax
+
+
+def scale_shapes(spec: QuantSpec, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of the stored scales of an [O, I] weight."""
+    if spec.sharing == "lowrank":
+        assert spec.rank is not None
+        return {"scale_a": (out_features, spec.rank), "scale_b": (spec.rank, in_features)}
+    rows = 1 if spec.sharing == "tensor" else out_features
+    groups = -(-in_features // spec.group_size) if spec.group_size else 1
+    return {"scale": (rows, groups)}
+
+
+def expand(scales: Scales, group_size: int | None, out_features: int, in_features: int) -> Tensor:
+    """Return the scale of every weight, [O, I] (or something that broadcasts to it)."""
+    if len(scales) == 2:
+        return scales[0] @ scales[1]
+    (scale,) = scales
+    if scale.shape[1] == 1:
+        return scale
+    assert group_size is not None
+    wide = scale[:, :, None].expand(-1, -1, group_size).reshape(scale.shape[0], -1)
+    return wide[:, :in_features]
+
+
+def grouped(weight_OI: Tensor, spec: QuantSpec) -> Tensor:
+    """View a weight as [rows, G, members] of entries that share a scale; a short last group is zero-padded."""
+    out_features, in_features = weight_OI.shape
+    if spec.sharing == "tensor":
+        return weight_OI.reshape(1, 1, -1)
+    size = spec.group_size or in_features
+    return torch.nn.functional.pad(weight_OI, (0, -in_features % size)).reshape(out_features, -1, size)
+
+
+def absmax_scale(weight_OI: Tensor, spec: QuantSpec) -> Tensor:
+    """Return the scale [rows, G] that lets the largest weight of each group reach the end of the code book."""
+    return (grouped(weight_OI, spec).abs().amax(-1) / full_range(spec)).clamp_min(TINY)
+
+
+def mse_scale(weight_OI: Tensor, spec: QuantSpec, importance_I: Tensor | None = None) -> Tensor:
+    """Return the clipped scale [rows, G] with the least squared error among `CLIP_GRID` candidates.
+
+    Args:
+        weight_OI: the weight.
+        spec: the code book and sharing.
+        importance_I: mean squared input of every column; weighs the error by what it does to the output.
+    """
+    values = code_values(spec).to(weight_OI)
+    members = grouped(weight_OI, spec)
+    importance = (
+        torch.ones_like(weight_OI) if importance_I is None else importance_I.to(weight_OI).expand_as(weight_OI)
+    )
+    importance = grouped(importance, spec)
+    widest = absmax_scale(weight_OI, spec)
+    best_scale, best_error = widest, torch.full_like(widest, torch.inf)
+    for clip in torch.linspace(1.0, 0.2, CLIP_GRID).tolist():
+        scale = (widest * clip).clamp_min(TINY)
+        quantised = decode(encode(members / scale[..., None], values), values) * scale[..., None]
+        error = ((quantised - members).square() * importance).sum(-1)
+        better = error < best_error
+        best_scale = torch.where(better, scale, best_scale)
+        best_error = torch.where(better, error, best_error)
+    return best_scale
+
+
+def low_rank_scales(weight_OI: Tensor, spec: QuantSpec, sweeps: int = 4) -> Scales:
+    """Fit S = A B so that codes times S is near the weight.
+
+    Starts from the clipped scales of groups, cut to the rank by SVD; then alternates between snapping the codes
+    to the nearest and solving A and B by least squares for those codes. Without the second half the codes and
+    the factors disagree, which cost the predecessor a hundredfold perplexity.
+
+    Source: LoRDS (arXiv 2601.22716) for the form; the alternation is ours.
+    """
+    assert spec.rank is not None and spec.group_size is not None
+    out_features, in_features = weight_OI.shape
+    groups = QuantSpec(bits=spec.bits, code=spec.code, sharing="group", group_size=spec.group_size)
+    start = expand((mse_scale(weight_OI, groups),), spec.group_size, out_features, in_features)
+    u, s, vh = torch.linalg.svd(start.expand(out_features, in_features), full_matrices=False)
+    rank = min(spec.rank, s.numel())
+    root = s[:rank].sqrt()
+    a, b = u[:, :rank] * root, root[:, None] * vh[:rank]
+    values = code_values(spec).to(weight_OI)
+    for _ in range(sweeps):
+        q = decode(encode(weight_OI / away_from_zero(a @ b), values), values)
+        a = _least_squares(q, weight_OI, a, b)
+        b = _least_squares(q.T, weight_OI.T, b.T, a.T).T
+    if rank < spec.rank:
+        a = torch.nn.functional.pad(a, (0, spec.rank - rank))
+        b = torch.nn.functional.pad(b, (0, 0, 0, spec.rank - rank))
+    # Equal norms for both factors, so that neither leaves float16 and one learning rate serves both.
+    balance = (b.norm(dim=1) / a.norm(dim=0).clamp_min(1e-12)).sqrt().clamp(1e-4, 1e4)
+    return a * balance, b / balance[:, None]
+
+
+def away_from_zero(scale: Tensor) -> Tensor:
+    """Return scales with their sign but at least `TINY` in size, safe to divide by."""
+    return torch.where(scale < 0, scale.clamp_max(-TINY), scale.clamp_min(TINY))
+
+
+def _least_squares(q_OI: Tensor, weight_OI: Tensor, a_OR: Tensor, b_RI: Tensor) -> Tensor:
+    """Solve min over A of ||W - Q * (A B)||^2 row by row, pulled slightly towards the A given."""
+    gram = torch.einsum("oi,ri,si->ors", q_OI.square(), b_RI, b_RI)
+    ridge = 1e-4 * gram.diagonal(dim1=1, dim2=2).mean(-1).clamp_min(1e-12)
+    gram = gram + ridge[:, None, None] * torch.eye(b_RI.shape[0], dtype=q_OI.dtype, device=q_OI.device)
+    right = (q_OI * weight_OI) @ b_RI.T + ridge[:, None] * a_OR
+    return torch.linalg.solve(gram, right)
