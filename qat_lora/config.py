@@ -58,8 +58,8 @@ def leaves(cls: type, prefix: tuple[str, ...] = ()) -> Iterator[Leaf]:
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
-        if dataclasses.is_dataclass(hint):
-            yield from leaves(typing.cast(type, hint), (*prefix, field.name))
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            yield from leaves(hint, (*prefix, field.name))
         else:
             yield Leaf((*prefix, field.name), hint, field)
 
@@ -126,7 +126,8 @@ def from_dict(cls: type[C], data: Mapping[str, Any], where: str = "") -> C:
         if key not in names:
             raise ConfigError(f"{at}: no such setting; {_allowed(key, names)}")
         hint = hints[key]
-        values[key] = from_dict(hint, value, at) if dataclasses.is_dataclass(hint) else _coerce(value, hint, at)
+        nested = isinstance(hint, type) and dataclasses.is_dataclass(hint)
+        values[key] = from_dict(hint, value, at) if nested else _coerce(value, hint, at)
     return cls(**values)
 
 

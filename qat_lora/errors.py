@@ -44,3 +44,9 @@ class OutputExistsError(QatLoraError, FileExistsError):
 
 class MissingExtraError(QatLoraError, ImportError):
     """An optional dependency that this feature needs; the message holds the install command."""
+
+
+class InterruptedRunError(QatLoraError):
+    """A run that was asked to stop and left a checkpoint."""
+
+    exit_code = 143  # 128 + SIGTERM

@@ -17,11 +17,13 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
@@ -42,7 +44,7 @@ class QatLoraQuantizationConfig(QuantizationConfigMixin):
     """The `quantization_config` of a checkpoint's config.json: the preset, rule by rule."""
 
     def __init__(self, preset: dict[str, Any], **extra: Any) -> None:
-        self.quant_method = QUANT_METHOD  # type: ignore[assignment]
+        self.quant_method = QUANT_METHOD
         self.preset = preset
         self.details = extra.get("details", {})
 
@@ -199,9 +201,7 @@ class CausalLM:
         """Return float32 logits [N, vocab_size]."""
         head = self.head()
         bias = None if head.bias_V is None else head.bias_V[: head.vocab_size]
-        logits = (
-            nn.functional.linear(hidden_NH, head.weight_VH[: head.vocab_size], bias).float() * head.logit_scale
-        )
+        logits = nn.functional.linear(hidden_NH, head.weight_VH[: head.vocab_size], bias).float() * head.logit_scale
         return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
 
 
@@ -218,7 +218,7 @@ def attention_inputs(config: Any, document_ids_BL: Tensor, dtype: torch.dtype) -
     full = same & (distance >= 0)
     positions = full.sum(-1) - 1
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = getattr(config, "sliding_window", None)
+    window: Any = getattr(config, "sliding_window", None)
     unknown = kinds - {"full_attention", "sliding_attention"}
     if unknown:
         raise ModelError(f"model: attention of kind {', '.join(sorted(unknown))} is not supported")
@@ -229,8 +229,8 @@ def attention_inputs(config: Any, document_ids_BL: Tensor, dtype: torch.dtype) -
 
     masks = {}
     for kind in kinds:
-        sliding = kind == "sliding_attention" and window
-        masks[kind] = additive(full & (distance < window) if sliding else full)
+        sliding = kind == "sliding_attention" and window is not None
+        masks[kind] = additive(full & (distance < int(window)) if sliding else full)
     return (masks if len(masks) > 1 else next(iter(masks.values()))), positions
 
 
@@ -268,9 +268,7 @@ def load_model(
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report.get(problem):
             names = ", ".join(sorted(map(str, report[problem]))[:6])
-            raise ModelError(
-                f"model: {folder} has {problem.replace('_', ' ')}: {names}; the checkpoint is incomplete"
-            )
+            raise ModelError(f"model: {folder} has {problem.replace('_', ' ')}: {names}; the checkpoint is incomplete")
     module.eval().requires_grad_(False)
     cast(module, DTYPES[dtype])
     return CausalLM(module, folder)
@@ -314,3 +312,27 @@ def copy_tokenizer(source: Path, out: Path) -> None:
     ):
         for file in source.glob(pattern):
             shutil.copyfile(file, out / file.name)
+
+
+def save_with_scales(folder: Path, out: Path, scales: Mapping[str, Tensor]) -> Path:
+    """Copy a quantised checkpoint with other scales (stored as float16); return the new folder.
+
+    Raises:
+        ModelError: a scale that the checkpoint lacks.
+    """
+    left = set(scales)
+    out.mkdir(parents=True, exist_ok=True)
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors = load_file(file)
+        if file.name.startswith("model"):
+            mine = left & set(tensors)
+            tensors |= {name: scales[name].detach().half().cpu().contiguous() for name in mine}
+            left -= mine
+            save_file(tensors, out / file.name, metadata={"format": "pt"})
+    if left:
+        raise ModelError(f"checkpoint {folder}: lacks the scales {', '.join(sorted(left)[:4])}")
+    for file in folder.glob("*.json"):
+        if file.name in ("config.json", "generation_config.json", "model.safetensors.index.json"):
+            shutil.copyfile(file, out / file.name)
+    copy_tokenizer(folder, out)
+    return out

@@ -110,9 +110,7 @@ def quantise_model(
     """
     starts: dict[str, Factors] = {}
     targets = quantise_targets(model, preset)
-    for name, spec in tqdm(
-        targets.items(), desc=f"quantise {preset.name} ({method})", unit="layer", disable=quiet
-    ):
+    for name, spec in tqdm(targets.items(), desc=f"quantise {preset.name} ({method})", unit="layer", disable=quiet):
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         moment = (moments or {}).get(name)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+import torch
 from torch import nn
 
 from qat_lora.errors import ConfigError, ModelError
@@ -69,9 +70,7 @@ def make_quant_skeleton(model: nn.Module, preset: Preset) -> None:
 def quant_layers(model: nn.Module) -> dict[str, QuantLinear]:
     """Return the quantised layers by the name they have without adapters."""
     return {
-        name.removesuffix(".base"): module
-        for name, module in model.named_modules()
-        if isinstance(module, QuantLinear)
+        name.removesuffix(".base"): module for name, module in model.named_modules() if isinstance(module, QuantLinear)
     }
 
 
@@ -80,9 +79,7 @@ def lora_layers(model: nn.Module) -> dict[str, LoraLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
 
 
-def add_lora(
-    model: nn.Module, config: LoraConfig, start: Mapping[str, Factors] | None = None
-) -> dict[str, LoraLinear]:
+def add_lora(model: nn.Module, config: LoraConfig, start: Mapping[str, Factors] | None = None) -> dict[str, LoraLinear]:
     """Put an adapter on every target layer, freeze everything else, and return the adapters.
 
     Args:
@@ -119,9 +116,7 @@ def add_lora(
 
 def _dense(layer: nn.Linear) -> nn.Linear:
     """Return an ordinary linear layer with the same effective weight."""
-    dense = nn.Linear(
-        layer.in_features, layer.out_features, bias=layer.bias is not None, device=layer.weight.device
-    )
+    dense = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device=layer.weight.device)
     dense.weight.data = layer.weight.detach().clone()
     if layer.bias is not None:
         dense.bias.data = layer.bias.detach().clone()
@@ -139,15 +134,21 @@ def merge(model: nn.Module) -> nn.Module:
     return model
 
 
-def prepare_base(model: nn.Module, train_scales: bool) -> list[nn.Parameter]:
-    """Put every quantised layer into its training state; return the scales that train (none when frozen)."""
-    trained: list[nn.Parameter] = []
-    for layer in quant_layers(model).values():
+def prepare_base(model: nn.Module, train_scales: bool, dtype: torch.dtype | None = None) -> dict[str, nn.Parameter]:
+    """Put every quantised layer into its training state; return the scales that train (none when frozen).
+
+    Args:
+        model: the student.
+        train_scales: whether scales train; otherwise each weight is formed once, in `dtype`.
+        dtype: type of activations.
+    """
+    trained: dict[str, nn.Parameter] = {}
+    for name, layer in quant_layers(model).items():
         if train_scales:
             layer.train_scales()
-            trained.extend(layer.scales)
+            trained |= {f"{name}.{part}": scale for part, scale in layer.named_scales().items()}
         else:
-            layer.hold_dense()
+            layer.hold_dense(dtype)
     return trained
 
 

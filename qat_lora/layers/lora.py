@@ -27,9 +27,7 @@ class LoraConfig:
     recovery_alpha: float | None = option(
         None, "scaling numerator; the adapter counts alpha / rank", unit="default: rank"
     )
-    lora_targets: str = option(
-        "", "regular expression of the linear layers that get an adapter", unit="default: all"
-    )
+    lora_targets: str = option("", "regular expression of the linear layers that get an adapter", unit="default: all")
     mlp_only: bool = option(False, "adapters on the MLP layers only")
     dropout: float = option(0.0, "dropout on the adapter's input while training", unit="probability")
 
@@ -60,7 +58,7 @@ class LoraLinear(nn.Module):
         device = next(base.parameters()).device
         self.base = base
         self.scaling = alpha / rank
-        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+        self.dropout: nn.Module = nn.Dropout(dropout) if dropout else nn.Identity()
         self.lora_A = nn.Parameter(torch.empty(rank, base.in_features, dtype=torch.float32, device=device))
         self.lora_B = nn.Parameter(torch.zeros(base.out_features, rank, dtype=torch.float32, device=device))
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
@@ -69,8 +67,8 @@ class LoraLinear(nn.Module):
         """Set the adapter to the leading part of a low-rank correction; ranks beyond it keep A random, B zero."""
         rank = min(self.lora_A.shape[0], factors.a_RI.shape[0])
         with torch.no_grad():
-            self.lora_A[:rank] = factors.a_RI[:rank]
-            self.lora_B[:, :rank] = factors.b_OR[:, :rank] / self.scaling
+            self.lora_A[:rank].copy_(factors.a_RI[:rank])
+            self.lora_B[:, :rank].copy_(factors.b_OR[:, :rank] / self.scaling)
 
     def delta(self) -> Tensor:
         """Return what the adapter adds to the weight, float32 [O, I]."""
@@ -80,8 +78,7 @@ class LoraLinear(nn.Module):
         """Apply base and adapter; the adapter computes in the input's type (or autocast's)."""
         h = self.dropout(x)
         if torch.is_autocast_enabled(x.device.type):
-            a, b = self.lora_A, self.lora_B
+            low = nn.functional.linear(nn.functional.linear(h, self.lora_A), self.lora_B)
         else:
-            a, b = self.lora_A.to(x.dtype), self.lora_B.to(x.dtype)
-        low = nn.functional.linear(h, a)
-        return self.base(x) + self.scaling * nn.functional.linear(low, b)
+            low = nn.functional.linear(nn.functional.linear(h, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype))
+        return self.base(x) + self.scaling * low

@@ -35,6 +35,8 @@ class QuantLinear(nn.Linear):
     tables, `bias` where the layer has one.
     """
 
+    codes: Tensor
+
     def __init__(
         self, in_features: int, out_features: int, spec: QuantSpec, *, bias: bool = False, device: Any = None
     ) -> None:
@@ -72,10 +74,15 @@ class QuantLinear(nn.Linear):
     @property
     def scales(self) -> tuple[nn.Parameter, ...]:
         """The stored scale parameters, in the order of `quant.scales`."""
-        return tuple(self.get_parameter(n) for n in scale_shapes(self.spec, self.out_features, self.in_features))
+        return tuple(self.named_scales().values())
+
+    def named_scales(self) -> dict[str, nn.Parameter]:
+        """Return the stored scale parameters by name."""
+        names = scale_shapes(self.spec, self.out_features, self.in_features)
+        return {name: self.get_parameter(name) for name in names}
 
     @property
-    def weight(self) -> Tensor:  # type: ignore[override]
+    def weight(self) -> Tensor:
         """The effective weight Q * S, [O, I], formed when asked for."""
         if self._dense_OI is not None:
             return self._dense_OI
@@ -110,16 +117,10 @@ class QuantLinear(nn.Linear):
         """Drop what was kept beside the stored tensors."""
         self._values_OI = self._dense_OI = None
 
-    def round_scales(self) -> None:
-        """Round the scales to what is stored (float16), so that what is scored is what is shipped."""
-        with torch.no_grad():
-            for scale in self.scales:
-                scale.copy_(scale.half().to(scale.dtype))
-
     def forward(self, input: Tensor) -> Tensor:
         """Apply the layer; the weight takes the input's type."""
-        weight = self.weight
-        bias = self.bias
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
         if not torch.is_autocast_enabled(input.device.type) and weight.dtype != input.dtype:
             weight = weight.to(input.dtype)
             bias = None if bias is None else bias.to(input.dtype)

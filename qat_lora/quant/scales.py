@@ -64,9 +64,7 @@ def mse_scale(weight_OI: Tensor, spec: QuantSpec, importance_I: Tensor | None = 
     """
     values = code_values(spec).to(weight_OI)
     members = grouped(weight_OI, spec)
-    importance = (
-        torch.ones_like(weight_OI) if importance_I is None else importance_I.to(weight_OI).expand_as(weight_OI)
-    )
+    importance = torch.ones_like(weight_OI) if importance_I is None else importance_I.to(weight_OI).expand_as(weight_OI)
     importance = grouped(importance, spec)
     widest = absmax_scale(weight_OI, spec)
     best_scale, best_error = widest, torch.full_like(widest, torch.inf)

@@ -1,0 +1,279 @@
+"""Runs the teacher over rows of text and writes what it says to a cache.
+
+The teacher is a `LanguageModel`: hidden states first, logits after, for as few positions at a time as
+`chunk_bytes` allows. At 151,936 entries a batch of 8 × 1,024 tokens has 5 GB of float32 logits, and `topk` and
+`logsumexp` want copies of that; here nothing of that size exists. Shapes are the same for every batch (the last is
+filled with rows that are not written), so that a compiling device compiles once.
+
+The mass outside the head is computed from the logits outside the head. As 1 − Σ of the head it would be
+rounding noise wherever it is small, and small is the usual case.
+
+Packing, checksums and disk run in one background thread behind a short queue, hidden behind the teacher's next
+forward. An exception on either side stops both and surfaces here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import queue
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from qat_lora.cache import format as fmt
+from qat_lora.cache.writer import CacheWriter
+from qat_lora.errors import CacheError, ConfigError
+from qat_lora.types import LanguageModel, temperature_key
+
+_QUEUED_BATCHES = 2
+
+
+class Row(Protocol):
+    """One row of L tokens, as `text.packing` yields it."""
+
+    @property
+    def input_ids(self) -> np.ndarray:
+        """int32 [L]."""
+
+    @property
+    def loss_mask(self) -> np.ndarray:
+        """uint8 [L], 1 where the token counts as a target."""
+
+    @property
+    def doc_starts(self) -> np.ndarray:
+        """Boolean [L], True where a document begins."""
+
+    @property
+    def cursor(self) -> Any:
+        """JSON value: the source's position after this row."""
+
+
+class BuildReport(NamedTuple):
+    """How a build ended."""
+
+    train_rows: int
+    eval_rows: int
+    bytes_per_token: float
+    finished: bool
+    """False if it was asked to stop (SIGTERM) before the rows ended: the same call goes on from there."""
+
+
+@torch.no_grad()
+def teacher_arrays(
+    teacher: LanguageModel,
+    input_ids_BL: torch.Tensor,
+    document_ids_BL: torch.Tensor,
+    *,
+    vocab_size: int,
+    top_k: int,
+    temperatures: Sequence[float],
+    chunk_bytes: int = 64 << 20,
+) -> dict[str, torch.Tensor]:
+    """Return head and tail of a batch, on the teacher's device.
+
+    Returns:
+        `head_ids` int32 and `head_logits` float32 [B, L-1, K] in rank order, and `lse`, `log_tail` float32
+        [B, L-1] for every temperature.
+    """
+    batch, length = input_ids_BL.shape
+    hidden = teacher.hidden(input_ids_BL, document_ids_BL)[:, :-1]
+    hidden_NH = hidden.reshape(batch * (length - 1), hidden.shape[-1])
+    chunk_positions = max(1, chunk_bytes // (4 * vocab_size))
+    chunks = [
+        _sparse(teacher.logits(part)[:, :vocab_size].float(), top_k, temperatures)
+        for part in hidden_NH.split(chunk_positions)
+    ]
+    joined = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+    return {name: values.reshape(batch, length - 1, *values.shape[1:]) for name, values in joined.items()}
+
+
+def _sparse(logits_NV: torch.Tensor, top_k: int, temperatures: Sequence[float]) -> dict[str, torch.Tensor]:
+    head_NK, ids_NK = torch.topk(logits_NV, top_k, dim=-1, sorted=True)
+    top_N1 = head_NK[:, :1]
+    shifted_NV = logits_NV - top_N1
+    tail_NV = shifted_NV.scatter(-1, ids_NK, -torch.inf)
+    arrays = {"head_ids": ids_NK.to(torch.int32), "head_logits": head_NK - top_N1}
+    for temperature in temperatures:
+        lse_N = torch.logsumexp(shifted_NV / temperature, dim=-1)
+        arrays[temperature_key("lse", temperature)] = lse_N
+        arrays[temperature_key("log_tail", temperature)] = torch.logsumexp(tail_NV / temperature, dim=-1) - lse_N
+    return arrays
+
+
+def build_kd_cache(
+    teacher: LanguageModel,
+    rows: Iterable[Row],
+    writer: CacheWriter,
+    *,
+    eval_rows: Sequence[Row] = (),
+    batch_rows: int = 8,
+    device: torch.device | str = "cpu",
+    max_rows: int | None = None,
+    chunk_bytes: int = 64 << 20,
+    quiet: bool = False,
+) -> BuildReport:
+    """Run the teacher over the rows and complete the cache.
+
+    Args:
+        teacher: the model; it must be on `device` already.
+        rows: training rows from `writer.resume_state().cursor` on.
+        writer: an entered `CacheWriter`; its fingerprint says L, K, V and the temperatures.
+        eval_rows: all rows kept apart for evaluation, `fingerprint.eval_rows` of them, also when resuming.
+        batch_rows: rows of a forward.
+        device: where the token ids go.
+        max_rows: stop at this many training rows (those of earlier runs counted), and the cache is complete.
+        chunk_bytes: float32 logits held at a time.
+        quiet: no progress bar.
+
+    Raises:
+        ConfigError: a batch, K or vocabulary that the teacher cannot serve.
+        CacheError: a row of another length, logits that are NaN, a full disk.
+    """
+    fingerprint = writer.fingerprint
+    if batch_rows < 1 or (max_rows is not None and max_rows < 1):
+        raise ConfigError(f"batch_rows, max_rows: {batch_rows} and {max_rows} given; allowed: 1 or more")
+    if fingerprint.vocab_size > teacher.vocab_size:
+        raise ConfigError(
+            f"vocab_size: the cache is to hold {fingerprint.vocab_size:,} entries, the teacher "
+            f"{fingerprint.teacher} has {teacher.vocab_size:,}; allowed: as many or fewer"
+        )
+    if len(eval_rows) != fingerprint.eval_rows:
+        raise ConfigError(
+            f"eval_rows: {len(eval_rows)} rows for --eval-rows {fingerprint.eval_rows}; give all of them"
+        )
+    state = writer.resume_state()
+    if state.finished:
+        return _report(writer)
+    left = None if max_rows is None else max(0, max_rows - state.rows)
+    eval_left = [] if state.rows else eval_rows[state.eval_rows :]
+    work = itertools.chain(
+        (("eval", row) for row in eval_left), (("train", row) for row in itertools.islice(rows, left))
+    )
+    total_rows = None if left is None else left + len(eval_left)
+    with _stop_on_sigterm() as stop, _progress(fingerprint, total_rows, quiet) as bar, _Behind(writer) as behind:
+        while not stop.is_set() and (batch := list(itertools.islice(work, batch_rows))):
+            inputs = _inputs([row for _, row in batch], batch_rows, fingerprint.length)
+            ids_BL, documents_BL = (
+                torch.from_numpy(inputs[name]).to(device) for name in ("input_ids", "documents")
+            )
+            arrays = teacher_arrays(
+                teacher,
+                ids_BL,
+                documents_BL,
+                vocab_size=fingerprint.vocab_size,
+                top_k=fingerprint.top_k,
+                temperatures=fingerprint.temperatures,
+                chunk_bytes=chunk_bytes,
+            )
+            host = {name: values.cpu().numpy() for name, values in arrays.items()}
+            behind.put({**inputs, **host}, batch)
+            bar.update(len(batch) * fingerprint.length)
+    if stop.is_set():
+        writer.stop()
+    else:
+        writer.finish()
+    return _report(writer)
+
+
+def _report(writer: CacheWriter) -> BuildReport:
+    state = writer.resume_state()
+    table, length = writer.fingerprint.arrays, writer.fingerprint.length
+    return BuildReport(state.rows, state.eval_rows, fmt.row_bytes(table) / length, state.finished)
+
+
+def _inputs(rows: Sequence[Row], batch_rows: int, length: int) -> dict[str, np.ndarray]:
+    """Stack rows to [batch_rows, L], filled up with empty rows."""
+    arrays: dict[str, np.ndarray] = {
+        "input_ids": np.zeros((batch_rows, length), np.int32),
+        "loss_mask": np.zeros((batch_rows, length), np.uint8),
+        "doc_starts": np.zeros((batch_rows, length), np.bool_),
+    }
+    for place, row in enumerate(rows):
+        for name, array in arrays.items():
+            values = getattr(row, name)
+            if values.shape != (length,):
+                raise CacheError(f"{name}: a row has shape {values.shape}; this cache needs ({length},)")
+            array[place] = values
+    return arrays | {"documents": np.cumsum(arrays["doc_starts"], axis=1, dtype=np.int32)}
+
+
+class _Behind:
+    """Hands batches to the writer in one background thread; leaving waits until all are written."""
+
+    def __init__(self, writer: CacheWriter) -> None:
+        self._writer = writer
+        self._queue: queue.Queue[tuple[dict[str, np.ndarray], list[tuple[str, Row]]] | None]
+        self._queue = queue.Queue(_QUEUED_BATCHES)
+        self._error: BaseException | None = None
+        self._given_up = False
+        self._thread = threading.Thread(target=self._work, name="cache-writer", daemon=True)
+
+    def __enter__(self) -> _Behind:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._given_up = kind is not None
+        self._queue.put(None)
+        self._thread.join()
+        if kind is None:
+            self._raise()
+
+    def put(self, arrays: dict[str, np.ndarray], batch: list[tuple[str, Row]]) -> None:
+        self._raise()
+        self._queue.put((arrays, batch))
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _work(self) -> None:
+        # After an error the queue is still emptied, so that the teacher's side never waits for a dead thread.
+        while (item := self._queue.get()) is not None:
+            if self._error is not None or self._given_up:
+                continue
+            try:
+                self._append(*item)
+            except BaseException as error:  # raised again in the other thread
+                self._error = error
+
+    def _append(self, arrays: dict[str, np.ndarray], batch: list[tuple[str, Row]]) -> None:
+        first = 0
+        for split, group in itertools.groupby(batch, key=lambda item: item[0]):
+            cursors = [row.cursor for _, row in group]
+            part = slice(first, first + len(cursors))
+            self._writer.append({name: array[part] for name, array in arrays.items()}, cursors, split)
+            first = part.stop
+
+
+@contextlib.contextmanager
+def _stop_on_sigterm() -> Iterator[threading.Event]:
+    """Yield an event that SIGTERM sets; a second SIGTERM acts as it did before."""
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield event  # only the main thread may set handlers
+        return
+
+    def handler(*_: object) -> None:
+        event.set()
+        signal.signal(signal.SIGTERM, before)
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _progress(fingerprint: Any, total_rows: int | None, quiet: bool) -> Any:
+    from tqdm import tqdm
+
+    total = None if total_rows is None else total_rows * fingerprint.length
+    bar = tqdm(total=total, desc="teacher", unit="tok", unit_scale=True, disable=quiet, dynamic_ncols=True)
+    bar.set_postfix_str(f"{fmt.row_bytes(fingerprint.arrays) / fingerprint.length:.0f} bytes/token")
+    return bar

@@ -1,0 +1,144 @@
+"""Where the bytes of a KD cache lie: file names, the arrays of a shard, and the shard's header.
+
+A shard is a plain safetensors file, so that any language can map it with a JSON parser and eight bytes of
+arithmetic, and nothing in it can be executed. The alternatives lose: pickled `.pt` files run code and are read
+whole; MDS and Parquet need their library to find a row; zarr has no row access below its chunks. What
+safetensors lacks, checksums and a commit protocol, is added beside it: see `records` and `commit`.
+
+The arrays of a shard are a pure function of the fingerprint (L, K, V, temperatures) and the row count. Readers
+therefore *compute* the header they expect and refuse any other, which leaves nothing to attack in a header:
+overlapping offsets, absent arrays and odd types are all just "not what was expected".
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from qat_lora.types import temperature_key
+
+FORMAT = "qat-lora-kd-cache"
+VERSION = 1
+MANIFEST = "manifest.json"
+LOCK = ".lock"
+HEADER_LIMIT_BYTES = 1 << 20
+SIDECAR_LIMIT_BYTES = 1 << 20
+MANIFEST_LIMIT_BYTES = 64 << 20
+
+SERIES = {"train": "s", "eval": "e"}
+"""The letter of each split's shard series."""
+
+PACKED_VOCAB = 1 << 18
+"""Up to this vocabulary, ids are 16 low bits plus 2 high bits; beyond it, raw int32."""
+SHORT_VOCAB = 1 << 16
+"""Up to this vocabulary, the 2 high bits are always 0 and are left out."""
+
+_SAFETENSORS_DTYPE = {"<i4": "I32", "<u4": "U32", "<f4": "F32", "<f2": "F16", "<u2": "U16", "|u1": "U8"}
+_SHARD_NAME = re.compile(r"([se])-([0-9]{6})")
+
+
+class ArraySpec(NamedTuple):
+    """One array of a shard; the full shape is [rows, *row_shape]."""
+
+    name: str
+    dtype: np.dtype
+    row_shape: tuple[int, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that one row takes in this array."""
+        return self.dtype.itemsize * int(np.prod(self.row_shape, dtype=np.int64))
+
+
+class Placed(NamedTuple):
+    """Where an array lies in its shard file."""
+
+    spec: ArraySpec
+    shape: tuple[int, ...]
+    start: int
+    """First byte, counted from the start of the file."""
+
+
+class Layout(NamedTuple):
+    """A whole shard file: header bytes, arrays in file order, size."""
+
+    header: bytes
+    arrays: tuple[Placed, ...]
+    total_bytes: int
+
+
+def array_table(length: int, top_k: int, vocab_size: int, temperatures: Sequence[float]) -> tuple[ArraySpec, ...]:
+    """Return the arrays of a shard in file order: 4-byte types, then 2-byte, then single bytes.
+
+    That order keeps every array aligned without padding, which safetensors does not allow.
+    """
+    positions = (length - 1,)
+    head = (length - 1, top_k)
+    table: list[tuple[str, str, tuple[int, ...]]] = [("row_crc32", "<u4", ()), ("input_ids", "<i4", (length,))]
+    if vocab_size > PACKED_VOCAB:
+        table.append(("ids", "<i4", head))
+    for temperature in temperatures:
+        table.append((temperature_key("lse", temperature), "<f4", positions))
+        table.append((temperature_key("log_tail", temperature), "<f4", positions))
+    table.append(("val", "<f2", head))
+    if vocab_size <= PACKED_VOCAB:
+        table.append(("ids_lo", "<u2", head))
+    if SHORT_VOCAB < vocab_size <= PACKED_VOCAB:
+        table.append(("ids_hi", "|u1", (length - 1, -(-top_k // 4))))
+    table.append(("loss_mask", "|u1", (length,)))
+    table.append(("doc_starts", "|u1", (-(-length // 8),)))
+    return tuple(ArraySpec(name, np.dtype(dtype), shape) for name, dtype, shape in table)
+
+
+def layout(table: Sequence[ArraySpec], rows: int, fingerprint_sha256: str) -> Layout:
+    """Return the header and the array positions of a shard with `rows` rows."""
+    header: dict[str, object] = {
+        "__metadata__": {"format": FORMAT, "version": str(VERSION), "fingerprint": fingerprint_sha256}
+    }
+    offset = 0
+    places: list[tuple[ArraySpec, tuple[int, ...], int]] = []
+    for spec in table:
+        shape = (rows, *spec.row_shape)
+        end = offset + rows * spec.row_bytes
+        header[spec.name] = {
+            "dtype": _SAFETENSORS_DTYPE[spec.dtype.str],
+            "shape": list(shape),
+            "data_offsets": [offset, end],
+        }
+        places.append((spec, shape, offset))
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode("ascii")
+    text += b" " * (-len(text) % 8)
+    prefix = len(text).to_bytes(8, "little") + text
+    arrays = tuple(Placed(spec, shape, len(prefix) + start) for spec, shape, start in places)
+    return Layout(prefix, arrays, len(prefix) + offset)
+
+
+def row_bytes(table: Sequence[ArraySpec]) -> int:
+    """Return the bytes that one row takes in a shard, everything counted but the header."""
+    return sum(spec.row_bytes for spec in table)
+
+
+def default_shard_rows(table: Sequence[ArraySpec], target_bytes: int = 128 << 20) -> int:
+    """Return the rows that make a shard of about `target_bytes` (128 MB: 0.1 s to check, little to lose)."""
+    return max(1, target_bytes // row_bytes(table))
+
+
+def shard_name(split: str, index: int) -> str:
+    """Return `s-000123` (train) or `e-000123` (eval): the shard's file name without its ending."""
+    if not 0 <= index <= 999_999:
+        raise ValueError(f"shard number {index}: a series holds at most 1,000,000 shards; use larger shards")
+    return f"{SERIES[split]}-{index:06d}"
+
+
+def parse_shard_name(name: str) -> tuple[str, int] | None:
+    """Return (split, number) of a shard name, or None for any other text; so a path cannot pass."""
+    match = _SHARD_NAME.fullmatch(name)
+    if match is None:
+        return None
+    split = next(split for split, letter in SERIES.items() if letter == match[1])
+    return split, int(match[2])

@@ -1,0 +1,1 @@
+"""What leaves the tool: adapters in PEFT's layout, merged dense models."""

@@ -1,0 +1,146 @@
+"""The recovery adapter as a PEFT folder: `adapter_config.json` and `adapter_model.safetensors`.
+
+PEFT, transformers and vLLM load it as it is. What none of them checks is the base: an adapter corrects the errors
+of one set of codes and scales, and on any other it does damage without a word. So the base's fingerprint is
+stored beside (`qat_lora.json`) and our loader refuses another base.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from qat_lora.errors import ModelError
+from qat_lora.layers.convert import add_lora, lora_layers
+from qat_lora.layers.lora import Factors, LoraConfig
+
+PREFIX = "base_model.model."
+CONFIG, WEIGHTS, NOTE = "adapter_config.json", "adapter_model.safetensors", "qat_lora.json"
+STARTS = "adapter_start.safetensors"
+
+
+@dataclass(frozen=True)
+class AdapterInfo:
+    """What an adapter folder says about itself."""
+
+    folder: Path
+    base: str
+    base_sha256: str | None
+    lora: LoraConfig
+
+
+def save_adapter(model: nn.Module, lora: LoraConfig, out: Path, base: Path, base_sha256: str) -> None:
+    """Write the adapters of a model as a PEFT folder, factors as float16.
+
+    Args:
+        model: has adapters.
+        lora: their configuration.
+        out: the folder, made if missing.
+        base: folder of the quantised checkpoint that the adapter belongs to.
+        base_sha256: its fingerprint.
+
+    Raises:
+        ModelError: the model has no adapters.
+    """
+    layers = lora_layers(model)
+    if not layers:
+        raise ModelError("model: has no recovery adapters to save")
+    out.mkdir(parents=True, exist_ok=True)
+    tensors = {}
+    for name, layer in layers.items():
+        for factor in ("lora_A", "lora_B"):
+            half = layer.get_parameter(factor).detach().half()
+            tensors[f"{PREFIX}{name}.{factor}.weight"] = half.cpu().contiguous()
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": lora.recovery_r,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": sorted(layers),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "modules_to_save": None,
+        "use_rslora": False,
+        "use_dora": False,
+    }
+    save_file(tensors, out / WEIGHTS, metadata={"format": "pt"})
+    (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    note = {"base_sha256": base_sha256, "mlp_only": lora.mlp_only, "lora_targets": lora.lora_targets}
+    (out / NOTE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
+
+
+def read_adapter(folder: Path) -> AdapterInfo:
+    """Read what an adapter folder says, without its weights.
+
+    Raises:
+        ModelError: it is no PEFT LoRA folder.
+    """
+    try:
+        config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        if config["peft_type"] != "LORA":
+            raise ModelError(f"adapter: {folder} is of kind {config['peft_type']}; only LORA is supported")
+        note = json.loads((folder / NOTE).read_text(encoding="utf-8")) if (folder / NOTE).is_file() else {}
+        lora = LoraConfig(
+            recovery_r=int(config["r"]),
+            recovery_alpha=float(config["lora_alpha"]),
+            lora_targets="|".join(f"^{name.replace('.', chr(92) + '.')}$" for name in config["target_modules"]),
+        )
+        return AdapterInfo(folder, config["base_model_name_or_path"], note.get("base_sha256"), lora)
+    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ModelError(f"adapter: {folder} is no PEFT folder ({error})") from None
+
+
+def load_adapter(model: nn.Module, folder: Path, base_sha256: str) -> LoraConfig:
+    """Put a saved adapter onto its base model, in place.
+
+    Raises:
+        ModelError: another base, or tensors that do not fit the layers.
+    """
+    info = read_adapter(folder)
+    if info.base_sha256 is not None and info.base_sha256 != base_sha256:
+        raise ModelError(
+            f"adapter: {folder} was trained on another base (fingerprint {info.base_sha256[:12]}, this one is "
+            f"{base_sha256[:12]}); load it on {info.base}"
+        )
+    saved = load_file(folder / WEIGHTS)
+    layers = add_lora(model, info.lora)
+    wanted = {f"{PREFIX}{name}.{factor}.weight" for name in layers for factor in ("lora_A", "lora_B")}
+    if wanted != set(saved):
+        names = ", ".join(sorted(wanted ^ set(saved))[:4])
+        raise ModelError(f"adapter: {folder} does not fit the model's layers: {names}")
+    with torch.no_grad():
+        for name, layer in layers.items():
+            for factor in ("lora_A", "lora_B"):
+                tensor, target = saved[f"{PREFIX}{name}.{factor}.weight"], layer.get_parameter(factor)
+                if tensor.shape != target.shape:
+                    had, wants = tuple(tensor.shape), tuple(target.shape)
+                    raise ModelError(f"adapter: {name}.{factor} has shape {had}, the model wants {wants}")
+                target.copy_(tensor)
+    return info.lora
+
+
+def save_starts(starts: dict[str, Factors], out: Path) -> None:
+    """Write adapter starts beside a quantised checkpoint, float16, most important columns first."""
+    tensors = {}
+    for name, factors in starts.items():
+        tensors[f"{name}.lora_A"] = factors.a_RI.half().cpu().contiguous()
+        tensors[f"{name}.lora_B"] = factors.b_OR.half().cpu().contiguous()
+    save_file(tensors, out / STARTS)
+
+
+def load_starts(folder: Path) -> dict[str, Factors]:
+    """Read adapter starts, {} where the checkpoint has none."""
+    if not (folder / STARTS).is_file():
+        return {}
+    tensors = load_file(folder / STARTS)
+    names = {key.rsplit(".", 1)[0] for key in tensors}
+    return {n: Factors(tensors[f"{n}.lora_A"].float(), tensors[f"{n}.lora_B"].float()) for n in sorted(names)}

@@ -1,0 +1,28 @@
+"""A merged dense model: codes, scales and adapter folded into ordinary weights, loadable by anything.
+
+The size advantage is gone; what stays is the recovered quality, for tools that know neither our codes nor
+adapters. Nothing is re-quantised: a delta smaller than half a code step would be rounded away.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from qat_lora.errors import ModelError
+from qat_lora.layers.convert import lora_layers, merge, quant_layers
+
+
+def save_merged(module: Any, out: Path) -> None:
+    """Merge a transformers model in place and write it as an ordinary folder, without tokenizer files.
+
+    Raises:
+        ModelError: nothing to merge.
+    """
+    if not quant_layers(module) and not lora_layers(module):
+        raise ModelError("model: has neither quantised layers nor adapters, so there is nothing to merge")
+    merge(module)
+    module.hf_quantizer = None
+    if hasattr(module.config, "quantization_config"):
+        del module.config.quantization_config
+    module.save_pretrained(out)

@@ -1,0 +1,103 @@
+"""Losses on full logits: for evaluation, for small vocabularies, and for code that has the logits anyway.
+
+Plain log_softmax and products. `F.kl_div` is avoided on purpose: its argument order, its four reductions
+(`mean` divides by the vocabulary too) and its NaN at teacher probability zero are a well-known source of silently
+wrong distillation, and it was one of the operators that fell back to the CPU on XLA.
+
+Everything is computed in float32, or in float64 for float64 inputs. Padded vocabulary entries: slice them off on
+both sides, or set both sides to -inf.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qat_lora.losses.estimators import weighted
+
+
+def _wide(*tensors: Tensor) -> torch.dtype:
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+def _same_shape(student: Tensor, teacher: Tensor, what: str) -> None:
+    if student.shape != teacher.shape:
+        raise ValueError(
+            f"{what}: student {tuple(student.shape)} and teacher {tuple(teacher.shape)} differ; both must have "
+            "one shape, so slice padded vocabulary entries off the wider one"
+        )
+
+
+def _sum_where(loss: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Add up the positions that count; the others may hold anything."""
+    if mask is None:
+        mask = torch.ones_like(loss, dtype=torch.bool)
+    if mask.shape != loss.shape:
+        raise ValueError(f"mask {tuple(mask.shape)}: expected {tuple(loss.shape)}, one entry a position")
+    mask = mask.bool()
+    return torch.where(mask, loss, torch.zeros_like(loss)).sum(), mask.sum(dtype=torch.float32)
+
+
+def kd_soft_ce(student_logits: Tensor, teacher_logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """Return the mean soft cross-entropy -Σ softmax(teacher/T) · log_softmax(student/T), times T², as a scalar.
+
+    Both arguments have the same shape [..., V], the vocabulary last; the mean is over all leading positions, so
+    drop masked ones first or use `fused_linear_kd`. The gradient goes to the student only. The minimum is the
+    teacher's entropy times T², not zero. Static shapes, no host read: safe on XLA.
+
+    Raises:
+        ValueError: shapes differ, or the temperature is not positive.
+    """
+    _same_shape(student_logits, teacher_logits, "kd_soft_ce")
+    if not temperature > 0:
+        raise ValueError(f"temperature {temperature}: expected a number above 0")
+    wide = _wide(student_logits, teacher_logits)
+    teacher = torch.softmax(teacher_logits.detach().to(wide) / temperature, dim=-1)
+    log_student = torch.log_softmax(student_logits.to(wide) / temperature, dim=-1)
+    return -weighted(teacher, log_student).sum(-1).mean() * temperature**2
+
+
+def cross_entropy_sum(logits: Tensor, targets: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return -log softmax(logits)[target] added up over positions, and how many counted.
+
+    Args:
+        logits: [..., V].
+        targets: integers [...]; where masked they may hold anything.
+        mask: True where a position counts, [...].
+    """
+    keep = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask.bool()
+    log_probs = torch.log_softmax(logits.to(_wide(logits)), dim=-1)
+    ids = targets.long().masked_fill(~keep, 0)
+    return _sum_where(-log_probs.gather(-1, ids[..., None])[..., 0], keep)
+
+
+def kl_sum(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    mask: Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return KL(teacher ‖ student) over the whole vocabulary added up over positions, and how many counted.
+
+    Args:
+        student_logits: [..., V].
+        teacher_logits: [..., V].
+        mask: True where a position counts, [...].
+        dtype: torch.float64 for a reference value; by default float32, or float64 if an argument is.
+    """
+    _same_shape(student_logits, teacher_logits, "kl_sum")
+    wide = dtype or _wide(student_logits, teacher_logits)
+    log_teacher = torch.log_softmax(teacher_logits.to(wide), dim=-1)
+    log_student = torch.log_softmax(student_logits.to(wide), dim=-1)
+    return _sum_where(weighted(log_teacher.exp(), log_teacher - log_student).sum(-1), mask)
+
+
+def hidden_mse_sum(student: Tensor, teacher: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return squared differences of hidden states [..., H], mean over H, summed over positions, and the count."""
+    _same_shape(student, teacher, "hidden_mse_sum")
+    wide = _wide(student, teacher)
+    if mask is not None:  # before the square: a NaN in padding would come back through its derivative
+        keep = mask.bool()[..., None]
+        student, teacher = student.masked_fill(~keep, 0), teacher.masked_fill(~keep, 0)
+    return _sum_where((student.to(wide) - teacher.detach().to(wide)).square().mean(-1), mask)

@@ -1,0 +1,71 @@
+"""Output folders: new, resumed, already complete, or somebody else's.
+
+Every command that writes a folder claims it first with the settings that decide its content. The same settings
+again mean "go on" or "it is there"; other settings are refused, naming the first that differs. Only
+`--overwrite` removes anything, and only a folder that a claim of ours marks.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from qat_lora.errors import OutputExistsError
+
+MARK = "qat_lora_run.json"
+
+
+def claim(out: Path, command: str, settings: Mapping[str, Any], overwrite: bool) -> bool:
+    """Take a folder for a run; return True where an equal run has completed there.
+
+    Args:
+        out: the folder, made if missing.
+        command: what runs, for example `recover`.
+        settings: JSON values that decide the content.
+        overwrite: remove an earlier run of ours first.
+
+    Raises:
+        OutputExistsError: the folder holds another run, or files that are not ours.
+    """
+    settings = json.loads(json.dumps({"command": command, **settings}))
+    mark = out / MARK
+    if out.is_file():
+        raise OutputExistsError(f"--out {out}: is a file; give a folder")
+    if out.is_dir() and any(out.iterdir()):
+        if not mark.is_file():
+            raise OutputExistsError(f"--out {out}: holds files that no qat-lora run made; choose another folder")
+        if overwrite:
+            shutil.rmtree(out)
+        else:
+            was = json.loads(mark.read_text(encoding="utf-8"))
+            for name in sorted(settings.keys() | was["settings"].keys()):
+                here, there = settings.get(name), was["settings"].get(name)
+                if here != there:
+                    raise OutputExistsError(
+                        f"--out {out}: holds another run: {name} was {_short(there)}, now {_short(here)}; "
+                        "choose another --out, or --overwrite to start again"
+                    )
+            return bool(was["complete"])
+    out.mkdir(parents=True, exist_ok=True)
+    _write(mark, settings, complete=False)
+    return False
+
+
+def complete(out: Path) -> None:
+    """Mark the run in a claimed folder as complete."""
+    mark = out / MARK
+    _write(mark, json.loads(mark.read_text(encoding="utf-8"))["settings"], complete=True)
+
+
+def _write(mark: Path, settings: Mapping[str, Any], complete: bool) -> None:
+    draft = mark.with_suffix(".tmp")
+    draft.write_text(json.dumps({"settings": settings, "complete": complete}, indent=1), encoding="utf-8")
+    draft.replace(mark)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,59 @@
+"""Callbacks that wait for values on their way from the device, in the order they were asked for.
+
+Reading a loss where it is computed stops the device until the host has looked at it. Here the copy to the host
+is only started; the callback runs at one of the next calls into the runtime, once the copy is there. It always
+runs on the thread that drives the runtime, so a callback may print, write a file or raise like any other code:
+that is why not `xm.add_step_closure(run_async=True)`, which calls it from a thread of its own, loses what it
+raises, and cannot be waited for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+HostValue = float | int | bool | np.ndarray
+"""A tensor on the host: a plain number for a tensor without dimensions, a numpy array otherwise."""
+
+
+def host_value(tensor: torch.Tensor) -> HostValue:
+    """Return a CPU tensor as a number or an array of its own; bfloat16, which numpy lacks, as float32."""
+    tensor = tensor.detach()
+    if str(tensor.dtype) == "torch.bfloat16":
+        tensor = tensor.float()
+    return tensor.item() if tensor.ndim == 0 else tensor.numpy().copy()
+
+
+class _Call(NamedTuple):
+    fn: Callable[..., None]
+    is_ready: Callable[[], bool]
+    values: Callable[[], Sequence[Any]]
+
+
+class DeferredCalls:
+    """A queue of callbacks, each with a way to ask for its values and one to wait for them."""
+
+    def __init__(self) -> None:
+        self._calls: deque[_Call] = deque()
+
+    def add(self, fn: Callable[..., None], is_ready: Callable[[], bool], values: Callable[[], Sequence[Any]]) -> None:
+        """Append a callback; `values()` waits for the host values, `is_ready()` says whether it would."""
+        self._calls.append(_Call(fn, is_ready, values))
+
+    def run_ready(self) -> None:
+        """Run the callbacks whose values are there, and none that was asked for after one still waiting."""
+        while self._calls and self._calls[0].is_ready():
+            call = self._calls.popleft()
+            call.fn(*call.values())
+
+    def run_all(self) -> None:
+        """Run every callback, waiting for its values."""
+        while self._calls:
+            call = self._calls.popleft()
+            call.fn(*call.values())

@@ -1,0 +1,244 @@
+"""The runtime of plain PyTorch: CPU, CUDA or MPS; one process, or one of a `torch.distributed` group.
+
+Only a few small tensors are trained, so gradients are averaged by one explicit all-reduce per optimizer step.
+That replaces DistributedDataParallel, its buckets, its `no_sync` and its second copy of the forward call, and
+it is the same arithmetic on every runtime.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from qat_lora.errors import DeviceError
+from qat_lora.runtime.deferred import DeferredCalls, host_value
+from qat_lora.runtime.feeding import host_tensors, prefetch
+from qat_lora.runtime.placement import move_module
+from qat_lora.runtime.saving import save_tensors
+from qat_lora.types import Batch
+
+if TYPE_CHECKING:
+    from qat_lora.runtime.base import M
+
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+_GROUP_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def checkpoint_function() -> Callable[..., Any]:
+    """Return the function that recomputes a layer in the backward pass instead of keeping its activations."""
+    from torch.utils.checkpoint import checkpoint
+
+    return functools.partial(checkpoint, use_reentrant=False)
+
+
+def mean_form(value: torch.Tensor) -> torch.Tensor:
+    """Return a detached tensor that can hold a mean: counts become float32 (exact up to 2^24)."""
+    value = value.detach()
+    return value if value.is_floating_point() else value.float()
+
+
+class NativeRuntime:
+    """CPU, CUDA or MPS through PyTorch itself; a `qat_lora.runtime.base.Runtime`.
+
+    With the variables that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK ...) this process is one replica of a
+    group, over gloo on CPU and NCCL on CUDA; without them it is alone.
+    """
+
+    def __init__(self, kind: Literal["cpu", "cuda", "mps"]) -> None:
+        self.rank = int(os.environ.get("RANK", 0))
+        self.replicas = int(os.environ.get("WORLD_SIZE", 1))
+        self.device = torch.device(kind)
+        if kind == "cuda":
+            self.device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))
+        if self.replicas > 1:
+            self._check_group(kind)
+        self._deferred = DeferredCalls()
+        self._copy_stream: torch.cuda.Stream | None = None
+
+    def _check_group(self, kind: str) -> None:
+        if kind not in _BACKENDS:
+            raise DeviceError(
+                f"device {kind}: WORLD_SIZE={self.replicas} asks for a process group, which exists for "
+                f"{' and '.join(_BACKENDS)} only; start one process, or choose another device"
+            )
+        missing = [name for name in _GROUP_VARIABLES if name not in os.environ]
+        if missing:
+            raise DeviceError(
+                f"WORLD_SIZE={self.replicas}: a process group also needs {', '.join(missing)}; start through "
+                "`torchrun --nproc-per-node N`, or unset WORLD_SIZE"
+            )
+        if kind == "cuda" and (self.device.index or 0) >= torch.cuda.device_count():
+            raise DeviceError(
+                f"LOCAL_RANK={self.device.index}: this machine shows {torch.cuda.device_count()} CUDA devices; "
+                "start at most one process for each"
+            )
+
+    @property
+    def is_main(self) -> bool:
+        """True in the process of rank 0."""
+        return self.rank == 0
+
+    @property
+    def description(self) -> str:
+        """`CPU · 2 threads`, `NVIDIA H200 · 1 GPU`, `Apple GPU (MPS)`; with the processes, if several."""
+        if self.device.type == "cuda":
+            return f"{torch.cuda.get_device_name(self.device)} · {_count(self.replicas, 'GPU')}"
+        if self.device.type == "mps":
+            return "Apple GPU (MPS)"
+        threads = f"CPU · {_count(torch.get_num_threads(), 'thread')}"
+        return threads if self.replicas == 1 else f"{threads} · {_count(self.replicas, 'process', 'processes')}"
+
+    def launch(self, main: Callable[[], Any]) -> Any:
+        """Run `main` in this process, inside the process group where there is one.
+
+        The group is joined here and left here, also when `main` raises. Every deferred callback has run when
+        this returns.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if self.replicas > 1:
+            device_id = self.device if self.device.type == "cuda" else None
+            dist.init_process_group(_BACKENDS[self.device.type], device_id=device_id)
+        try:
+            result = main()
+            self._deferred.run_all()
+            return result
+        finally:
+            if self.replicas > 1:
+                dist.destroy_process_group()
+
+    def place(self, module: M) -> M:
+        """Move a module here, shared weights stay shared.
+
+        Raises:
+            DeviceError: the parameter count changed.
+        """
+        return move_module(module, self.device)
+
+    def feed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield this replica's batches as tensors on the device; the next one is read and sent meanwhile.
+
+        The caller passes the rows of this replica only: reading everyone's rows in every process would
+        multiply the traffic to the cache.
+        """
+        with contextlib.closing(prefetch(batches, self._send)) as ready:
+            for batch, sent in ready:
+                yield self._receive(batch, sent)
+
+    def _send(self, batch: Batch) -> tuple[Batch, Any]:
+        """Make the tensors and, on CUDA, start their copy on a stream of its own; runs in the feeding thread."""
+        tensors = host_tensors(batch)
+        if self.device.type != "cuda":
+            return tensors, None
+        if self._copy_stream is None:
+            self._copy_stream = torch.cuda.Stream(self.device)
+        with torch.cuda.stream(self._copy_stream):
+            for name, value in tensors.items():
+                if isinstance(value, torch.Tensor):
+                    # Pinned memory is what makes the copy asynchronous; torch keeps it until the copy is done.
+                    tensors[name] = value.pin_memory().to(self.device, non_blocking=True)
+            return tensors, self._copy_stream.record_event()
+
+    def _receive(self, batch: Batch, sent: Any) -> Batch:
+        """Let the computing stream wait for the copy, and tell the allocator who uses it; no host wait."""
+        if self.device.type == "cuda":
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(sent)
+            for value in batch.values():
+                if isinstance(value, torch.Tensor):
+                    value.record_stream(stream)
+        elif self.device.type == "mps":
+            return {k: v.to(self.device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+        return batch
+
+    def autocast(self, dtype: torch.dtype) -> Any:
+        """Return `torch.autocast` for bfloat16, an empty context for float32."""
+        if dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=dtype)
+
+    def cut(self) -> None:
+        """Nothing: eager operations are dispatched as they are called."""
+
+    def reduce_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Average the gradients over the replicas by one all-reduce of one flat float32 tensor.
+
+        Every trainable parameter takes part on every replica; one without a gradient counts as zero, since the
+        replicas have to agree on the layout even if a batch did not reach a parameter on one of them.
+        """
+        if self.replicas == 1:
+            return
+        trained = [p for p in parameters if p.requires_grad]
+        if not trained:
+            return
+        for parameter in trained:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [p.grad for p in trained if p.grad is not None]
+        flat = torch.cat([g.detach().float().reshape(-1) for g in gradients])
+        dist.all_reduce(flat)
+        flat /= self.replicas
+        for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+    def all_reduce_mean(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the mean of a tensor over the replicas, on the device; integers as float32."""
+        value = mean_form(value)
+        if self.replicas == 1:
+            return value
+        total = value.clone()
+        dist.all_reduce(total)
+        return total / self.replicas
+
+    def step_end(self) -> None:
+        """Run the deferred callbacks whose values have arrived; waits for nothing."""
+        self._deferred.run_ready()
+
+    def defer(self, fn: Callable[..., None], *tensors: torch.Tensor) -> None:
+        """Call `fn` with numbers (no dimensions) or numpy arrays, in the order of the calls.
+
+        CPU: now. CUDA: at a later `defer`, `step_end`, `barrier` or the end of `launch`, when the copy that is
+        started here has arrived. MPS: now, waiting for the device, since its asynchronous copies promise no
+        order that could be relied on.
+        """
+        if self.device.type != "cuda":
+            fn(*[host_value(t.detach().cpu()) for t in tensors])
+            return
+        pinned = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
+        for host, tensor in zip(pinned, tensors, strict=True):
+            host.copy_(tensor.detach(), non_blocking=True)
+        copied = torch.cuda.current_stream(self.device).record_event()
+
+        def values() -> list[Any]:
+            copied.synchronize()
+            return [host_value(host) for host in pinned]
+
+        self._deferred.add(fn, copied.query, values)
+        self._deferred.run_ready()
+
+    def barrier(self, tag: str) -> None:
+        """Run what was deferred, then wait until every process is here. `tag` names the place in stack dumps."""
+        self._deferred.run_all()
+        if self.replicas > 1:
+            dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
+
+    def save(self, state: dict[str, torch.Tensor], path: str | Path) -> None:
+        """Write tensors as safetensors, atomically, in the main process; all wait until it is there."""
+        if self.is_main:
+            save_tensors(state, path)
+        self.barrier(f"save {Path(path).name}")
+
+    def compile_report(self) -> dict[str, int | float]:
+        """Nothing is compiled here: empty."""
+        return {}
+
+
+def _count(number: int, noun: str, plural: str = "") -> str:
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"

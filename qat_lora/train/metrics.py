@@ -1,0 +1,100 @@
+"""The log of a run: `metrics.jsonl`, the progress bar, and the training curve as a picture.
+
+One JSON object per optimizer step. The values arrive in batches of `log_steps` (they stay on the device until
+then), so the file's last lines may lag by that much; a resumed run cuts the file back to its checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tqdm import tqdm
+
+from qat_lora.extras import pyplot
+
+
+class MetricsLog:
+    """Writes metrics and shows progress; a context manager."""
+
+    def __init__(self, path: Path, max_steps: int, start_step: int, quiet: bool, description: str) -> None:
+        self.path = path
+        kept = [line for line in read_metrics(path) if line["step"] <= start_step]
+        path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        self._bar = tqdm(total=max_steps, initial=start_step, desc=description, unit="step", disable=quiet)
+        self._since = time.perf_counter()
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.close()
+
+    def write(self, steps: Sequence[int], lrs: Sequence[float], names: Sequence[str], rows: Any) -> None:
+        """Append one line per step.
+
+        Args:
+            steps: 1-based numbers of the optimizer steps.
+            lrs: their learning rates.
+            names: names of the columns of `rows`.
+            rows: numbers [steps, names].
+        """
+        now = time.perf_counter()
+        tokens = float(sum(row[names.index("tokens")] for row in rows))
+        rate = tokens / max(now - self._since, 1e-9)
+        self._since = now
+        with self.path.open("a", encoding="utf-8") as file:
+            for step, lr, row in zip(steps, lrs, rows, strict=True):
+                values = {name: float(value) for name, value in zip(names, row, strict=True)}
+                line = {"step": step, **values, "lr": lr, "tokens_per_s": round(rate, 1)}
+                file.write(json.dumps(line) + "\n")
+        self._bar.set_postfix_str(f"loss {float(rows[-1][names.index('loss')]):.4f}, {rate:,.0f} tokens/s")
+        self._bar.update(len(steps))
+
+    def pause(self) -> None:
+        """Leave the time until now out of the next tokens/s (saving, evaluating)."""
+        self._since = time.perf_counter()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a metrics file, [] where there is none; a line cut short by a kill is dropped."""
+    lines = []
+    if path.exists():
+        for text in path.read_text(encoding="utf-8").splitlines():
+            try:
+                lines.append(json.loads(text))
+            except json.JSONDecodeError:
+                break
+    return lines
+
+
+def append_line(path: Path, line: dict[str, Any]) -> None:
+    """Append one JSON object to a file of lines."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def plot_curve(metrics: Path, evaluations: Path, out: Path) -> None:
+    """Draw training loss and evaluation KL over the steps of a run as PNG."""
+    plt = pyplot()
+    figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
+    draw_curve(axis, metrics, evaluations)
+    figure.savefig(out, dpi=120)
+    plt.close(figure)
+
+
+def draw_curve(axis: Any, metrics: Path, evaluations: Path) -> None:
+    """Draw the curve on an axis of matplotlib."""
+    train, evaluated = read_metrics(metrics), read_metrics(evaluations)
+    axis.plot([x["step"] for x in train], [x["loss"] for x in train], lw=0.8, alpha=0.6, label="training loss")
+    if evaluated:
+        axis.plot([x["step"] for x in evaluated], [x["kl"] for x in evaluated], "o-", ms=3, label="evaluation KL")
+    axis.set(xlabel="optimizer step", ylabel="nats per token", ylim=(0, None), title="training")
+    axis.legend()
+    axis.grid(alpha=0.3)

@@ -1,0 +1,73 @@
+"""One micro-batch and one optimizer step: the arithmetic of training, without a loop around it.
+
+Every micro-batch backpropagates the *sum* of its losses. Gradients and token counts are both averaged over
+replicas and gradients divided by the count once, so the update is that of one big batch exactly, however many
+micro-batches, replicas or masked tokens there are. Dividing by each micro-batch's own count, as most trainers
+do, weighs tokens of short batches more.
+
+Nothing here reads a value back from the device: losses, counts and the gradient norm stay tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from qat_lora.losses.objective import ObjectiveConfig, objective_loss
+from qat_lora.runtime.base import Runtime
+from qat_lora.types import Batch, LanguageModel
+
+Sums = dict[str, Tensor]
+"""Running sums of one optimizer step: `loss`, `tokens` and one per loss term."""
+
+
+def micro_batch(
+    model: LanguageModel,
+    batch: Batch,
+    objective: ObjectiveConfig,
+    weights: Mapping[str, float],
+) -> Sums:
+    """Run forward and backward on one micro-batch; gradients add up in the parameters.
+
+    Returns:
+        Detached sums over the batch's counted tokens.
+    """
+    hidden_BLH = model.hidden(batch["input_ids"], batch["document_ids"])
+    result = objective_loss(hidden_BLH, model.head(), batch, objective, weights)
+    result.loss_sum.backward()
+    sums = {"loss": result.loss_sum.detach(), "tokens": result.token_count.detach()}
+    return sums | {f"loss_{name}": value.detach() for name, value in result.terms.items()}
+
+
+def add_sums(total: Sums | None, sums: Sums) -> Sums:
+    """Add one micro-batch's sums to those of its step."""
+    return sums if total is None else {name: total[name] + value for name, value in sums.items()}
+
+
+def optimizer_step(
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[nn.Parameter],
+    sums: Sums,
+    clip_grad_norm: float,
+    runtime: Runtime,
+) -> Sums:
+    """Average over replicas, divide by the tokens, clip, update, and clear the gradients.
+
+    Returns:
+        Mean loss and terms per token, the tokens of the global batch, and the gradient norm before clipping.
+    """
+    runtime.reduce_gradients(parameters)
+    sums = {name: runtime.all_reduce_mean(value.float()) for name, value in sums.items()}
+    tokens = sums["tokens"].clamp_min(1.0)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients])) / tokens
+    factor = (clip_grad_norm / (norm + 1e-6)).clamp_max(1.0) / tokens
+    for gradient in gradients:
+        gradient.mul_(factor)
+    optimizer.step()
+    for gradient in gradients:  # kept and zeroed, not dropped: a gradient that appears anew is a new graph on XLA
+        gradient.zero_()
+    means = {name: value / tokens for name, value in sums.items() if name != "tokens"}
+    return means | {"tokens": sums["tokens"] * runtime.replicas, "grad_norm": norm}

@@ -1,0 +1,202 @@
+"""Every changed, cut, swapped or malicious file is refused, and the message names the shard."""
+
+import hashlib
+import os
+import shutil
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from qat_lora.cache import format as fmt
+from qat_lora.cache.dataset import KDCacheDataset
+from qat_lora.cache.describe import describe
+from qat_lora.cache.reader import CacheReader, check_header
+from qat_lora.cache.records import Manifest, Sidecar, parse, render
+from qat_lora.cache.store import check_shard_bytes, read_manifest
+from qat_lora.cache.verify import verify_cache
+from qat_lora.errors import CacheDamaged, CacheError
+
+
+@pytest.fixture
+def cache(tmp_path, fingerprint, random_rows, write_cache):
+    fp = fingerprint()
+    return write_cache(tmp_path / "c", fp, random_rows(fp, 4), shard_rows=2, eval_rows=random_rows(fp, 1, seed=9))
+
+
+def _flips(data):
+    for bit in range(8 * len(data)):
+        changed = bytearray(data)
+        changed[bit // 8] ^= 1 << bit % 8
+        yield bytes(changed)
+
+
+@pytest.mark.parametrize(("name", "record"), [("manifest.json", Manifest), ("s-000001.json", Sidecar)])
+def test_every_bit_flip_in_a_record(cache, name, record):
+    for changed in _flips((cache / name).read_bytes()):
+        with pytest.raises(CacheDamaged, match=name):
+            parse(record, changed, name)
+
+
+def test_every_bit_flip_in_a_shard(cache):
+    file = cache / "s-000001.safetensors"
+    good, entry = file.read_bytes(), read_manifest(cache).train[1]
+    silent = 0  # positive control: what the container itself lets through
+    for number, changed in enumerate(_flips(good)):
+        with open(file, "r+b") as opened:  # not write_bytes: to truncate and grow costs a millisecond
+            opened.write(changed)
+        with pytest.raises(CacheDamaged, match="s-000001"):
+            check_shard_bytes(cache, entry)
+        if number >= 8 * (len(good) - 20):
+            load_file(file)
+            silent += 1
+    assert silent == 160
+    file.write_bytes(good)
+    check_shard_bytes(cache, entry)
+
+
+def test_damage_is_seen_through_the_front_doors(cache):
+    rng = np.random.default_rng(0)
+    for name in sorted(os.listdir(cache)):
+        if name == ".lock":
+            continue
+        file = cache / name
+        good = file.read_bytes()
+        for place in rng.integers(0, 8 * len(good), 12):
+            changed = bytearray(good)
+            changed[place // 8] ^= 1 << place % 8
+            file.write_bytes(changed)
+            for opened in (verify_cache, KDCacheDataset):
+                with pytest.raises(CacheDamaged, match=name.split(".")[0]):
+                    opened(cache)
+        file.write_bytes(good)
+    report = verify_cache(cache)
+    assert (report.shards, report.rows, report.strangers) == (3, 5, ())
+
+
+def test_truncation_and_growth_of_every_file(cache):
+    for name in ("manifest.json", "s-000001.json", "e-000000.safetensors"):
+        file = cache / name
+        good = file.read_bytes()
+        for data in [good[:n] for n in range(0, len(good), 7)] + [good + b"\0", good + good]:
+            file.write_bytes(data)
+            with pytest.raises(CacheDamaged, match=name.split(".")[0]):
+                CacheReader(cache, verify=False)
+        file.write_bytes(good)
+
+
+def test_swapped_zeroed_missing_and_foreign_files(cache, tmp_path, fingerprint, random_rows, write_cache):
+    first, second = cache / "s-000000.safetensors", cache / "s-000001.safetensors"
+    a, b = first.read_bytes(), second.read_bytes()
+    assert len(a) == len(b)
+
+    def refused(name):
+        with pytest.raises(CacheDamaged, match=name):
+            verify_cache(cache)
+        with pytest.raises(CacheDamaged, match=name):
+            CacheReader(cache)
+
+    first.write_bytes(b)
+    second.write_bytes(a)
+    refused("s-000000")
+    first.write_bytes(a)
+    second.write_bytes(b[:-64] + bytes(64))
+    refused("s-000001")
+    second.unlink()
+    refused("s-000001")
+    second.write_bytes(b)
+    verify_cache(cache)
+    other = write_cache(tmp_path / "o", fingerprint(seed=1), random_rows(fingerprint(), 4), shard_rows=2)
+    for ending in ("json", "safetensors"):
+        shutil.copy(other / f"s-000001.{ending}", cache / f"s-000001.{ending}")
+    refused("s-000001")
+
+
+def test_links_pipes_and_paths_are_not_followed(cache, tmp_path):
+    shard = cache / "s-000000.safetensors"
+    shutil.move(shard, tmp_path / "elsewhere")
+    shard.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CacheDamaged, match="s-000000"):
+        CacheReader(cache)
+    shard.unlink()
+    os.mkfifo(shard)
+    with pytest.raises(CacheDamaged, match="s-000000.*regular"):
+        CacheReader(cache)
+    shard.unlink()
+    shutil.move(tmp_path / "elsewhere", shard)
+    manifest = read_manifest(cache)
+    for name in ("../s-000000", "/etc/passwd", "s-000000.safetensors", "e-000000", ""):
+        entry = manifest.train[0].__class__(**{**vars(manifest.train[0]), "shard": name})
+        fake = Manifest(fingerprint=manifest.fingerprint, train=(entry,))
+        (cache / "manifest.json").write_bytes(render(fake))
+        with pytest.raises(CacheDamaged, match="manifest.json"):
+            CacheReader(cache)
+    double = Manifest(fingerprint=manifest.fingerprint, train=(manifest.train[0], manifest.train[0]))
+    (cache / "manifest.json").write_bytes(render(double))
+    with pytest.raises(CacheDamaged, match="once each"):
+        CacheReader(cache)
+
+
+def test_headers_are_compared_not_trusted(cache, fingerprint):
+    fp = fingerprint()
+    plan = fmt.layout(fp.arrays, 2, fp.sha256)
+    good = (cache / "s-000000.safetensors").read_bytes()
+    check_header(good, plan, "x")
+    size = len(plan.header) - 8
+    text = plan.header[8:].decode()
+    for bad in (
+        (10 << 30).to_bytes(8, "little") + good[8:],
+        b"\xff" * 8 + good[8:],
+        b"",
+        good[:8],
+        plan.header[:8] + text.replace('"F16"', '"F32"', 1).encode(),
+        plan.header[:8] + text.replace('"data_offsets":[0,8]', '"data_offsets":[8,0]', 1).encode(),
+        plan.header[:8] + text.replace('"version":"1"', '"format":"1"', 1).encode(),
+        plan.header[:8] + b"[" * size,
+    ):
+        with pytest.raises(CacheDamaged, match="x"):
+            check_header(bad, plan, "x")
+
+
+def test_unfinished_and_absent_caches_are_refused(cache, tmp_path):
+    (cache / "manifest.json").unlink()
+    for path in (cache, tmp_path / "nowhere"):
+        for opened in (verify_cache, KDCacheDataset, describe):
+            with pytest.raises(CacheError, match="no manifest.json"):
+                opened(path)
+
+
+def test_a_writer_that_was_wrong_is_found_by_the_row_checks(cache):
+    """Right sha256 everywhere, but a row's bytes are not those of its CRC."""
+    file = cache / "s-000000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+    manifest = read_manifest(cache)
+    sidecar = parse(Sidecar, (cache / "s-000000.json").read_bytes(), "")
+    digest = hashlib.sha256(data).hexdigest()
+    text = render(Sidecar(**{**vars(sidecar), "sha256": digest}))
+    (cache / "s-000000.json").write_bytes(text)
+    changed = {"sha256": digest, "sidecar_sha256": hashlib.sha256(text).hexdigest()}
+    entry = manifest.train[0].__class__(**{**vars(manifest.train[0]), **changed})
+    forged = Manifest(fingerprint=manifest.fingerprint, train=(entry, manifest.train[1]), eval=manifest.eval)
+    (cache / "manifest.json").write_bytes(render(forged))
+    with pytest.raises(CacheDamaged, match="s-000000: row . does not have its checksum"):
+        verify_cache(cache)
+
+
+def test_describe_counts_everything(cache, fingerprint):
+    found = describe(cache, show_tokens=3)
+    assert found["splits"]["train"] == {
+        "shards": 2,
+        "rows": 4,
+        "tokens": 20,
+        "bytes": sum(os.path.getsize(cache / f"s-00000{i}.safetensors") for i in range(2)),
+    }
+    assert found["splits"]["eval"]["rows"] == 1
+    assert found["fingerprint"]["vocab_size"] == 31
+    batch = KDCacheDataset(cache).rows(range(4))
+    mass = np.exp(batch["log_tail"][batch["target_mask"]].astype(np.float64))
+    assert found["tail_mass"]["mean"] == pytest.approx(mass.mean())
+    assert found["tail_mass"]["p100"] == pytest.approx(mass.max())
+    assert np.shape(found["rows"][0]["top_ids"]) == (3, 3)

@@ -1,0 +1,341 @@
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from qat_lora.cache import commit
+from qat_lora.cache.dataset import KDCacheDataset
+from qat_lora.cache.records import to_json
+from qat_lora.cache.verify import verify_cache
+from qat_lora.cache.writer import CacheWriter
+from qat_lora.errors import CacheDamaged, CacheError, OutputExistsError
+
+
+def _files(folder):
+    return {p.name: p.read_bytes() for p in sorted(Path(folder).iterdir()) if p.name != ".lock"}
+
+
+def _part(rows, start, end):
+    return {name: array[start:end] for name, array in rows.items()}
+
+
+# One small process without torch forks a child for every failpoint, so that a kill is a real SIGKILL and cheap.
+KILLS = r"""
+import json, os, signal, sys
+from pathlib import Path
+import numpy as np
+from qat_lora.cache.commit import FAILPOINT_STEPS, failpoint
+from qat_lora.cache.records import Fingerprint
+from qat_lora.cache.writer import CacheWriter
+assert "torch" not in sys.modules
+
+work = Path(sys.argv[1])
+L, K = 5, 3
+fp = Fingerprint(tokenizer_sha256="1", vocab_size=31, teacher="t", teacher_sha256="2", chat_template_sha256=None,
+                 dataset="d", packing="p", length=L, top_k=K, eval_rows=2)
+
+def row(i):
+    rng = np.random.default_rng(i)
+    return {"input_ids": rng.integers(0, 31, (1, L)), "loss_mask": np.ones((1, L)), "doc_starts": np.ones((1, L)),
+            "head_ids": rng.integers(0, 31, (1, L - 1, K)), "lse": rng.random((1, L - 1)),
+            "head_logits": -np.sort(rng.random((1, L - 1, K))), "log_tail": -rng.random((1, L - 1))}
+
+def ours(out):
+    with CacheWriter(out, fp, 3) as writer:
+        done = writer.resume_state()
+        if done.finished:
+            return
+        if not done.rows:
+            for i in range(done.eval_rows, 2):
+                writer.append(row(100 + i), [None], "eval")
+        for i in range(done.cursor["row"] if done.cursor else 0, 7):
+            writer.append(row(i), [{"row": i + 1}])
+
+def naive(out):
+    out.mkdir(exist_ok=True)
+    first = len(list(out.glob("shard*")))
+    for shard in range(first, 3):
+        with open(out / f"shard{shard}", "wb") as file:
+            for i in range(3 * shard, min(7, 3 * shard + 3)):
+                file.write(row(i)["lse"].tobytes())
+                file.flush()
+                failpoint("naive-row")
+    (out / "meta.json").write_text("7")
+
+def files(out):
+    return {p.name: p.read_bytes() for p in out.iterdir() if p.name != ".lock"} if out.exists() else {}
+
+def run(build, out, point):
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            if point:
+                os.environ["QAT_LORA_FAILPOINT"] = point
+            build(out)
+            code = 0
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    return "killed" if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL else os.WEXITSTATUS(status)
+
+def campaign(build, name, plans):
+    assert run(build, work / name, None) == 0
+    whole, broken, early = files(work / name), [], []
+    for number, plan in enumerate(plans):
+        out = work / f"{name}{number}"
+        for point in plan:
+            assert run(build, out, point) == "killed", plan
+            sealed = point.startswith("manifest") and point.split("-")[1].split(":")[0] in ("linked", "durable")
+            if ("manifest.json" in files(out)) != sealed:
+                early.append(plan)
+        if run(build, out, None) != 0 or files(out) != whole:
+            broken.append(plan)
+    return {"kills": sum(map(len, plans)), "broken": broken, "early": early, "files": sorted(whole)}
+
+steps = FAILPOINT_STEPS
+once = [[f"{kind}-{step}:{n}"] for kind in ("shard", "sidecar") for step in steps for n in (1, 2, 3, 4)]
+once += [[f"manifest-{step}"] for step in steps]
+thrice = [[f"shard-{a}:1", f"sidecar-{b}:2", f"shard-{a}:1"] for a in ("started", "linked") for b in steps[:4]]
+print(json.dumps({
+    "ours": campaign(ours, "ours", once + thrice),
+    "naive": campaign(naive, "naive", [[f"naive-row:{n}"] for n in (1, 2, 4, 5)]),
+}))
+"""
+
+
+def test_killed_at_every_step_and_resumed_gives_the_same_bytes(tmp_path):
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", KILLS, str(tmp_path)], capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    ours, naive = result["ours"], result["naive"]
+    assert ours["kills"] == 4 * 6 * 2 + 6 + 3 * 8
+    assert ours["broken"] == [] and ours["early"] == []
+    assert [name for name in ours["files"] if name.endswith("safetensors")] == [
+        "e-000000.safetensors",
+        "s-000000.safetensors",
+        "s-000001.safetensors",
+        "s-000002.safetensors",
+    ]
+    assert len(naive["broken"]) == 4  # positive control: the kills do land where a plain writer is hurt
+
+
+def test_two_writers_in_one_folder(tmp_path, fingerprint):
+    with CacheWriter(tmp_path, fingerprint()) as first:
+        with (
+            pytest.raises(OutputExistsError, match=f"another builder.*process {os.getpid()}"),
+            CacheWriter(tmp_path, fingerprint()),
+        ):
+            pass
+        first.stop()
+    with CacheWriter(tmp_path, fingerprint()) as later:  # the lock file alone blocks nobody
+        later.stop()
+
+
+def test_another_cache_in_the_folder_is_left_alone(tmp_path, fingerprint, random_rows, write_cache):
+    fp = fingerprint()
+    write_cache(tmp_path, fp, random_rows(fp, 4))
+    before = _files(tmp_path)
+    changes = {
+        "tokenizer_sha256": "44" * 32,
+        "vocab_size": 32,
+        "teacher": "other",
+        "teacher_sha256": "55" * 32,
+        "chat_template_sha256": "66" * 32,
+        "dataset": "letters",
+        "packing": "best fit",
+        "length": 6,
+        "top_k": 2,
+        "temperatures": (1.0, 2.0),
+        "seed": 1,
+        "eval_rows": 1,
+        "builder": "another stack",
+    }
+    assert {*changes, "value_dtype", "optional_arrays"} == set(to_json(fp))
+    for finished in (True, False):
+        if not finished:
+            (tmp_path / "manifest.json").unlink()
+            del before["manifest.json"]
+        for name, value in changes.items():
+            with (
+                pytest.raises(OutputExistsError, match=rf"{name} is .* there, .* was asked.*--overwrite"),
+                CacheWriter(tmp_path, fingerprint(**{name: value})),
+            ):
+                pass
+    assert _files(tmp_path) == before
+    (tmp_path / "notes.txt").write_text("mine")
+    with CacheWriter(tmp_path, fingerprint(top_k=2), overwrite=True) as writer:
+        assert writer.resume_state() == (0, None, 0, False)
+        writer.stop()
+    assert _files(tmp_path) == {"notes.txt": b"mine"}
+
+
+def test_a_finished_cache_takes_no_more(tmp_path, fingerprint, random_rows, write_cache):
+    fp = fingerprint()
+    rows = random_rows(fp, 4)
+    write_cache(tmp_path, fp, rows)
+    before = _files(tmp_path)
+    with CacheWriter(tmp_path, fp) as writer:
+        assert writer.resume_state() == (4, {"row": 4}, 0, True)
+        with pytest.raises(CacheError, match="complete"):
+            writer.append(rows, [None] * 4)
+    assert _files(tmp_path) == before
+
+
+def test_an_exception_leaves_no_manifest(tmp_path, fingerprint, random_rows):
+    fp = fingerprint()
+    rows = random_rows(fp, 5)
+    with pytest.raises(ZeroDivisionError), CacheWriter(tmp_path, fp, 2) as writer:
+        writer.append(rows, [1, 2, 3, 4, 5])
+        raise ZeroDivisionError
+    assert sorted(_files(tmp_path)) == [f"s-00000{i}.{end}" for i in (0, 1) for end in ("json", "safetensors")]
+    with CacheWriter(tmp_path, fp, 2) as writer:
+        assert writer.resume_state() == (4, 4, 0, False)
+        writer.append(_part(rows, 4, 5), [5])
+    assert len(KDCacheDataset(tmp_path)) == 5
+    assert KDCacheDataset(tmp_path).rows(range(5))["input_ids"][:, 0].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_batches_and_shards_need_not_divide(tmp_path, fingerprint, random_rows, write_cache):
+    fp = fingerprint()
+    rows = random_rows(fp, 11)
+    whole = [_files(write_cache(tmp_path / f"{n}", fp, rows, 4, batch_rows=n)) for n in (1, 3, 11)]
+    assert whole[0] == whole[1] == whole[2]
+
+
+def test_no_rows_no_cache(tmp_path, fingerprint, random_rows):
+    fp = fingerprint()
+    with pytest.raises(CacheError, match="no training row"), CacheWriter(tmp_path, fp):
+        pass
+    with pytest.raises(CacheError, match="eval-rows"), CacheWriter(tmp_path, fp) as writer:
+        writer.append(random_rows(fp, 1), [None], "eval")
+    assert "manifest.json" not in _files(tmp_path)
+
+
+def test_eval_rows_come_first(tmp_path, fingerprint, random_rows):
+    fp = fingerprint()
+    with CacheWriter(tmp_path, fp) as writer:
+        writer.append(random_rows(fp, 2, seed=1), [None] * 2, "eval")
+        writer.append(random_rows(fp, 2), [None] * 2)
+        with pytest.raises(CacheError, match="evaluation rows come first"):
+            writer.append(random_rows(fp, 1), [None], "eval")
+    held = KDCacheDataset(tmp_path, split="eval").rows([0, 1])
+    np.testing.assert_array_equal(held["input_ids"], random_rows(fp, 2, seed=1)["input_ids"])
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES, errno.EIO])
+@pytest.mark.parametrize("call", ["fsync", "link"])
+@pytest.mark.parametrize("when", range(4))
+def test_a_full_disk_costs_one_shard_and_says_so(
+    tmp_path, monkeypatch, fingerprint, random_rows, write_cache, code, call, when
+):
+    """The operating system refuses the n-th fsync or link; the same build then completes."""
+    fp = fingerprint()
+    rows = random_rows(fp, 5)
+    whole = _files(write_cache(tmp_path / "whole", fp, rows, 2))
+    real, calls = getattr(os, call), []
+
+    def failing(*arguments, **names):
+        calls.append(1)
+        if len(calls) == when + 2:  # the first fsync belongs to opening
+            raise OSError(code, os.strerror(code))
+        return real(*arguments, **names)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(commit.os, call, failing)
+        with pytest.raises(CacheError, match=rf"cannot be written \({os.strerror(code)}\).*rows are safe"):
+            write_cache(tmp_path / "c", fp, rows, 2)
+    left = _files(tmp_path / "c")
+    assert not any(name.endswith(".tmp") for name in left)
+    assert "manifest.json" not in left
+    with CacheWriter(tmp_path / "c", fp, 2) as writer:
+        done = writer.resume_state()
+        writer.append(_part(rows, done.rows, 5), [{"row": i + 1} for i in range(done.rows, 5)])
+    assert _files(tmp_path / "c") == whole
+
+
+def test_file_systems_without_links(tmp_path, monkeypatch, fingerprint, random_rows, write_cache):
+    fp = fingerprint()
+
+    def no_links(*_):
+        raise OSError(errno.EOPNOTSUPP, "no links")
+
+    monkeypatch.setattr(commit.os, "link", no_links)
+    write_cache(tmp_path / "c", fp, random_rows(fp, 5))
+    verify_cache(tmp_path / "c")
+    with pytest.raises(FileExistsError):
+        commit.write_new(tmp_path / "c" / "manifest.json", [b""], "manifest")
+
+
+def test_a_hole_in_the_series_is_not_papered_over(tmp_path, fingerprint, random_rows, write_cache):
+    fp = fingerprint()
+    write_cache(tmp_path, fp, random_rows(fp, 6), 2)
+    (tmp_path / "manifest.json").unlink()
+    kept = (tmp_path / "s-000001.json").read_bytes()
+    (tmp_path / "s-000001.json").unlink()
+    with pytest.raises(CacheDamaged, match="s-000001.json: is missing"), CacheWriter(tmp_path, fp, 2):
+        pass
+    (tmp_path / "s-000001.json").write_bytes(kept)
+    file = tmp_path / "s-000001.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)  # the right size, so only reading it back at the end can tell
+    with pytest.raises(CacheDamaged, match="s-000001"), CacheWriter(tmp_path, fp, 2):
+        pass
+    assert not (tmp_path / "manifest.json").exists()
+
+
+def test_what_a_row_must_be(tmp_path, fingerprint, random_rows):
+    fp = fingerprint()
+    good = random_rows(fp, 2)
+
+    def refused(match, **changes):
+        rows = {name: array for name, array in {**good, **changes}.items() if array is not None}
+        with pytest.raises(CacheError, match=match):
+            writer.append(rows, [None, None])
+
+    def put(name, value):
+        array = good[name].astype(np.float64)
+        array[1, 2] = value
+        return {name: array}
+
+    with CacheWriter(tmp_path, fp) as writer:
+        refused("lse: shape", lse=good["lse"][:, 1:])
+        refused("log_tail: shape absent", log_tail=None)
+        refused("head_ids: shape", head_ids=good["head_ids"][..., :2])
+        refused("head ids: .* vocab_size", **put("head_ids", 31))
+        refused("row 1, position 2 are NaN", **put("lse", np.nan))
+        refused("row 1, position 2 are NaN", **put("lse", np.inf))
+        refused("row 1, position 2 are NaN", **put("log_tail", np.nan))
+        refused("input_ids: a negative", **put("input_ids", -1))
+        with pytest.raises(CacheError, match="cursors: 1 for 2"):
+            writer.append(good, [None])
+        assert writer.resume_state().rows == 0
+        writer.stop()
+
+
+def test_a_cursor_that_copies_the_text_is_refused_before_the_shard(tmp_path, fingerprint, random_rows):
+    fp = fingerprint()
+    with pytest.raises(CacheError, match="cursor: .*1 MB"), CacheWriter(tmp_path, fp, 1) as writer:
+        writer.append(random_rows(fp, 1), ["x" * (1 << 20)])
+    assert _files(tmp_path) == {}
+
+
+def test_files_can_be_read_by_those_whom_umask_allows(tmp_path, fingerprint, random_rows, write_cache):
+    fp = fingerprint()
+    for mask, mode in ((0o022, 0o644), (0o077, 0o600)):
+        before = os.umask(mask)
+        try:
+            out = write_cache(tmp_path / f"{mask}", fp, random_rows(fp, 2))
+        finally:
+            os.umask(before)
+        modes = {path.stat().st_mode & 0o777 for path in out.iterdir() if path.name != ".lock"}
+        assert modes == {mode}

@@ -1,0 +1,315 @@
+"""The fused pass against dense autograd, and what it must not do: hold logits, serve a frozen head, read back."""
+
+import numpy as np
+import pytest
+import torch
+from losses_oracle import dense_ghost, dense_head, make_teacher
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from qat_lora.losses.estimators import renorm
+from qat_lora.losses.fused import fused_linear_kd
+from qat_lora.losses.teacher import sparse_teacher_from_logits
+from qat_lora.losses.terms import HeadTerm, label_term
+from qat_lora.types import OutputHead, SparseTeacher
+
+
+def problem(count=9, vocab=31, width=6, k=5, padding=0, temperature=1.0, dtype=torch.float64, seed=0):
+    rng = np.random.default_rng(seed)
+    _, teacher = make_teacher(rng, count, vocab, k, temperature)
+    hidden = torch.tensor(rng.normal(size=(count, width)), dtype=dtype)
+    weight = torch.tensor(rng.normal(size=(vocab + padding, width)), dtype=dtype)
+    bias = torch.tensor(rng.normal(size=vocab + padding), dtype=dtype)
+    labels = torch.tensor(rng.integers(0, vocab, size=count))
+    if dtype != torch.float64:
+        teacher = SparseTeacher(
+            teacher.ids_NK, teacher.log_probs_NK.float(), teacher.log_tail_N.float(), teacher.temperature
+        )
+    return hidden, weight, bias, teacher, labels
+
+
+@pytest.mark.parametrize("padding", [0, 7])
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize(
+    "scale,cap,with_bias", [(1.0, None, False), (0.25, None, True), (1.0, 3.0, True), (0.5, 2.0, False)]
+)
+def test_equals_dense_autograd(scale, cap, with_bias, temperature, padding):
+    hidden, weight, bias, teacher, labels = problem(padding=padding, temperature=temperature)
+    leaves = [hidden, weight, bias] if with_bias else [hidden, weight]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    head = OutputHead(weight, 31, bias if with_bias else None, scale, cap)
+    terms = [HeadTerm(teacher, weight=0.8), label_term(labels, 0.3)]
+    result = fused_linear_kd(hidden, head, terms, chunk_tokens=4)
+    logits = dense_head(hidden, weight, 31, bias if with_bias else None, scale, cap)
+    kd = dense_ghost(logits, teacher).sum()
+    ce = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+    dense = 0.8 * kd + 0.3 * ce
+    assert result.loss_sum.item() == pytest.approx(dense.item(), rel=1e-11)
+    assert result.terms["kd"].item() == pytest.approx(kd.item(), rel=1e-11)
+    assert result.terms["ce"].item() == pytest.approx(ce.item(), rel=1e-11)
+    assert result.token_count.item() == 9
+    actual = torch.autograd.grad(result.loss_sum * 1.7, leaves)
+    expected = torch.autograd.grad(dense * 1.7, leaves)
+    for got, want in zip(actual, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("count", [1, 3, 127])
+@pytest.mark.parametrize("vocab,k", [(31, 1), (31, 31), (1009, 64)])
+def test_odd_shapes_equal_dense_autograd(count, vocab, k):
+    hidden, weight, _, teacher, _ = problem(count, vocab, k=k)
+    hidden.requires_grad_()
+    result = fused_linear_kd(hidden, OutputHead(weight, vocab), [HeadTerm(teacher, renorm)], chunk_tokens=50)
+    log_p = (hidden @ weight.T).gather(1, teacher.ids_NK).log_softmax(-1)
+    log_t = teacher.log_probs_NK.log_softmax(-1)
+    dense = (log_t.exp() * (log_t - log_p)).sum()
+    assert result.loss_sum.item() == pytest.approx(dense.item(), rel=1e-10)
+    (got,), (want,) = torch.autograd.grad(result.loss_sum, hidden), torch.autograd.grad(dense, hidden)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-11)
+
+
+def test_two_temperatures_and_two_heads_in_one_call():
+    hidden, weight, _, soft, labels = problem(temperature=2.0)
+    other = problem(k=3, seed=1)[3]
+    hidden.requires_grad_()
+    terms = [HeadTerm(soft, name="kd"), HeadTerm(other, name="anchor", weight=0.5), label_term(labels, 0.1)]
+    result = fused_linear_kd(hidden, OutputHead(weight, 31), terms, chunk_tokens=2)
+    logits = hidden @ weight.T
+    dense = (
+        dense_ghost(logits, soft).sum()
+        + 0.5 * dense_ghost(logits, other).sum()
+        + 0.1 * torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+    )
+    assert result.loss_sum.item() == pytest.approx(dense.item(), rel=1e-11)
+    (got,), (want,) = torch.autograd.grad(result.loss_sum, hidden), torch.autograd.grad(dense, hidden)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+def test_ragged_mask_equals_leaving_the_positions_out_whatever_they_hold():
+    hidden, weight, _, teacher, labels = problem()
+    mask = torch.tensor([1, 0, 1, 1, 0, 0, 1, 0, 1], dtype=torch.bool)
+    dirty = hidden.masked_fill(~mask[:, None], float("nan")).requires_grad_()
+    ids = teacher.ids_NK.masked_fill(~mask[:, None], -100)
+    log_t = teacher.log_probs_NK.masked_fill(~mask[:, None], float("nan"))
+    spoiled = SparseTeacher(ids, log_t, teacher.log_tail_N.masked_fill(~mask, float("inf")))
+    bad_labels = labels.masked_fill(~mask, -100)
+    weight.requires_grad_()
+    head = OutputHead(weight, 31)
+    result = fused_linear_kd(dirty, head, [HeadTerm(spoiled), label_term(bad_labels)], mask, chunk_tokens=4)
+    kept = SparseTeacher(*(x[mask] for x in teacher[:3]))
+    clean = hidden[mask].clone().requires_grad_()
+    expected = fused_linear_kd(clean, head, [HeadTerm(kept), label_term(labels[mask])])
+    assert result.loss_sum.item() == pytest.approx(expected.loss_sum.item(), rel=1e-13)
+    assert result.token_count.item() == 5
+    got, got_weight = torch.autograd.grad(result.loss_sum, [dirty, weight])
+    want, want_weight = torch.autograd.grad(expected.loss_sum, [clean, weight])
+    torch.testing.assert_close(got[mask], want, rtol=0, atol=1e-13)
+    assert (got[~mask] == 0).all()
+    torch.testing.assert_close(got_weight, want_weight, rtol=0, atol=1e-12)
+
+
+def test_nothing_counts_gives_exactly_zero():
+    hidden, weight, _, teacher, labels = problem(dtype=torch.float32)
+    hidden.requires_grad_()
+    mask = torch.zeros(9, dtype=torch.bool)
+    result = fused_linear_kd(hidden, OutputHead(weight, 31), [HeadTerm(teacher), label_term(labels)], mask)
+    result.loss_sum.backward()
+    assert result.loss_sum.item() == 0 == result.token_count.item()
+    assert (hidden.grad == 0).all()
+
+
+@pytest.mark.parametrize("parts", [2, 3, 9])
+def test_any_split_of_a_batch_adds_up_to_the_same(parts):
+    hidden, weight, _, teacher, labels = problem(count=36, vocab=1009, width=16, k=8, dtype=torch.float32)
+    mask = torch.rand(36, generator=torch.Generator().manual_seed(0)) < 0.6
+    weight = (weight * 0.3).requires_grad_()
+
+    def run(rows):
+        piece = SparseTeacher(*(x[rows] for x in teacher[:3]))
+        source = hidden[rows].clone().requires_grad_()
+        result = fused_linear_kd(
+            source, OutputHead(weight, 1009), [HeadTerm(piece), label_term(labels[rows])], mask[rows]
+        )
+        result.loss_sum.backward()
+        return result.loss_sum.detach(), result.token_count, source.grad
+
+    loss, count, gradient = run(slice(None))
+    whole, weight.grad = weight.grad / count, None
+    size = 36 // parts
+    pieces = [run(slice(i * size, (i + 1) * size)) for i in range(parts)]
+    assert sum(c for _, c, _ in pieces) == count
+    torch.testing.assert_close(sum(x for x, _, _ in pieces) / count, loss / count, rtol=1e-6, atol=0)
+    torch.testing.assert_close(torch.cat([g for _, _, g in pieces]) / count, gradient / count, rtol=0, atol=1e-6)
+    torch.testing.assert_close(weight.grad / count, whole, rtol=0, atol=1e-6)
+
+
+def test_chunk_size_does_not_change_the_result():
+    hidden, weight, _, teacher, _ = problem(count=127)
+    losses = [
+        fused_linear_kd(hidden, OutputHead(weight, 31), [HeadTerm(teacher)], chunk_tokens=c).loss_sum.item()
+        for c in (1, 3, 64, 126, 127, 1000)
+    ]
+    np.testing.assert_allclose(losses, losses[0], rtol=1e-12)
+
+
+class Watch(TorchDispatchMode):
+    """Records the largest tensor made and every operator called."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest, self.operators = 0, set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.operators.add(func.overloadpacket.__name__)
+        if isinstance(out, torch.Tensor) and func.overloadpacket.__name__ not in ("t", "slice", "detach"):
+            self.largest = max(self.largest, out.numel())
+        return out
+
+
+@pytest.mark.parametrize("train_head", [False, True])
+def test_holds_no_logits_does_no_work_for_a_frozen_head_and_reads_nothing_back(train_head):
+    count, vocab, width = 40, 1009, 8
+    hidden, weight, bias, teacher, labels = problem(count, vocab, width, dtype=torch.float32)
+    hidden.requires_grad_()
+    weight.requires_grad_(train_head)
+    mask = torch.arange(count) % 3 > 0
+    terms = [HeadTerm(teacher), label_term(labels, torch.tensor(0.2))]
+    with Watch() as watch, FlopCounterMode(display=False) as flops:
+        result = fused_linear_kd(hidden, OutputHead(weight, vocab, bias), terms, mask, chunk_tokens=5)
+        result.loss_sum.backward()
+    product = 2 * count * vocab * width
+    assert flops.get_total_flops() == product * 2
+    assert ("addmm_" in watch.operators) == train_head  # in place, which the flop counter does not see
+    assert watch.largest <= max(5 * vocab, (vocab * width) if train_head else 0)
+    assert not watch.operators & {
+        "_local_scalar_dense",
+        "nonzero",
+        "masked_select",
+        "index",
+        "is_nonzero",
+        "unique",
+    }
+    assert (weight.grad is not None) == train_head
+    assert hidden.grad is not None
+
+
+def test_without_gradients_only_the_projection_is_computed():
+    hidden, weight, _, teacher, _ = problem(dtype=torch.float32)
+    with FlopCounterMode(display=False) as flops:
+        result = fused_linear_kd(hidden, OutputHead(weight, 31), [HeadTerm(teacher)])
+    assert flops.get_total_flops() == 2 * 9 * 31 * 6
+    assert not result.loss_sum.requires_grad
+
+
+def test_default_chunk_keeps_logits_below_the_limit():
+    hidden, weight, _, teacher, _ = problem(count=40, vocab=1009, dtype=torch.float32)
+    with Watch() as watch:
+        fused_linear_kd(hidden, OutputHead(weight, 1009), [HeadTerm(teacher)], chunk_bytes=4 * 1009 * 7)
+    assert watch.largest <= 7 * 1009
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_inside_activation_checkpointing(reentrant):
+    hidden, weight, _, teacher, _ = problem()
+    first = torch.randn(6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+    def block(x):
+        return fused_linear_kd(torch.tanh(x @ first), OutputHead(weight, 31), [HeadTerm(teacher)]).loss_sum
+
+    hidden.requires_grad_()
+    plain = torch.autograd.grad(block(hidden), [hidden, first])
+    first.grad = None
+    checkpoint(block, hidden, use_reentrant=reentrant).backward()
+    torch.testing.assert_close(hidden.grad, plain[0])
+    torch.testing.assert_close(first.grad, plain[1])
+
+
+def test_bfloat16_is_near_float64_and_sums_in_float32():
+    hidden, weight, _, teacher, _ = problem(count=40, vocab=1009, width=32, dtype=torch.float32)
+    hidden, weight = hidden.bfloat16().requires_grad_(), (weight * 0.3).bfloat16()
+    result = fused_linear_kd(hidden, OutputHead(weight, 1009), [HeadTerm(teacher)])
+    result.loss_sum.backward()
+    exact = hidden.detach().double().requires_grad_()
+    dense = dense_ghost(exact @ weight.double().T, teacher).sum()
+    dense.backward()
+    assert result.loss_sum.dtype == torch.float32
+    assert hidden.grad.dtype == torch.bfloat16
+    assert result.loss_sum.item() == pytest.approx(dense.item(), rel=2e-3)
+    error = (hidden.grad.double() - exact.grad).norm() / exact.grad.norm()
+    assert error < 1e-2
+
+
+def test_trained_bfloat16_head_gets_its_gradient_summed_in_float32():
+    hidden, weight, bias, teacher, _ = problem(count=120, dtype=torch.float32)
+    low = weight.bfloat16().requires_grad_()
+    low_bias = bias.bfloat16().requires_grad_()
+    terms = [HeadTerm(teacher)]
+    fused_linear_kd(hidden.bfloat16(), OutputHead(low, 31, low_bias), terms, chunk_tokens=1).loss_sum.backward()
+    exact, exact_bias = low.detach().double().requires_grad_(), low_bias.detach().double().requires_grad_()
+    dense_ghost(hidden.bfloat16().double() @ exact.T + exact_bias, teacher).sum().backward()
+    assert low.grad.dtype == low_bias.grad.dtype == torch.bfloat16
+    assert (low.grad.double() - exact.grad).norm() / exact.grad.norm() < 1e-2
+    assert (low_bias.grad.double() - exact_bias.grad).norm() / exact_bias.grad.norm() < 1e-2
+
+
+def test_under_autocast_projects_in_its_dtype_and_keeps_the_softmax_wide():
+    hidden, weight, _, teacher, _ = problem(count=40, vocab=1009, width=32, dtype=torch.float32)
+    weight = weight * 0.3
+    hidden.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        result = fused_linear_kd(hidden, OutputHead(weight, 1009), [HeadTerm(teacher)])
+    result.loss_sum.backward()
+    assert result.loss_sum.dtype == hidden.grad.dtype == torch.float32
+    low = hidden.detach().bfloat16().requires_grad_()
+    expected = fused_linear_kd(low, OutputHead(weight.bfloat16(), 1009), [HeadTerm(teacher)])
+    expected.loss_sum.backward()
+    assert result.loss_sum.item() == expected.loss_sum.item()
+    torch.testing.assert_close(hidden.grad, low.grad.float(), rtol=0, atol=0)
+
+
+def test_weight_as_number_and_as_tensor_are_the_same():
+    hidden, weight, _, teacher, _ = problem()
+    hidden.requires_grad_()
+    head = OutputHead(weight, 31)
+    gradients = [
+        torch.autograd.grad(fused_linear_kd(hidden, head, [HeadTerm(teacher, weight=w)]).loss_sum, hidden)[0]
+        for w in (0.3, torch.tensor(0.3, dtype=torch.float64))
+    ]
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+
+def test_descent_recovers_a_student_from_a_sparse_teacher():
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(57, 12, generator=generator)
+    truth = torch.randn(20, 12, generator=generator)
+    teacher = sparse_teacher_from_logits(truth @ weight.T, 16)
+    student = (truth + torch.randn(20, 12, generator=generator)).requires_grad_()
+    optimizer = torch.optim.Adam([student], lr=0.05)
+    losses = []
+    for _ in range(150):
+        result = fused_linear_kd(student, OutputHead(weight, 57), [HeadTerm(teacher)])
+        optimizer.zero_grad()
+        result.loss_sum.backward()
+        optimizer.step()
+        losses.append(result.loss_sum.item())
+    assert losses[-1] < 1e-2 * losses[0]
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (dict(hidden=torch.zeros(2, 3, 6)), "flatten"),
+        (dict(terms=[]), "none given"),
+        (dict(mask=torch.ones(4, dtype=torch.bool)), "mask"),
+        (dict(vocab=99), "vocab_size 99"),
+        (dict(terms=[label_term(torch.zeros(4))]), "term ce"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(change, message):
+    hidden, weight, _, teacher, _ = problem(dtype=torch.float32)
+    given = dict(hidden=hidden, terms=[HeadTerm(teacher)], mask=None, vocab=31) | change
+    with pytest.raises(ValueError, match=message):
+        fused_linear_kd(given["hidden"], OutputHead(weight, given["vocab"]), given["terms"], given["mask"])

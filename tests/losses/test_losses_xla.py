@@ -1,0 +1,77 @@
+"""On XLA: the same numbers, no operator sent to the host, one graph however the weights change."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("torch_xla")
+
+PROGRAM = """
+import json, torch, torch_xla
+import torch_xla.debug.metrics as met
+from qat_lora.losses.objective import ObjectiveConfig, objective_loss
+from qat_lora.losses.teacher import sparse_teacher_from_logits
+from qat_lora.types import OutputHead
+
+rows, length, vocab, width, k = 2, 9, 211, 16, 8
+config = ObjectiveConfig(ce_weight=0.3, hard_top1_weight=1.0, hard_top1_end=0.0)
+
+def batch(seed):
+    g = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, length - 1, vocab, generator=g) * 3
+    logits = logits - logits.amax(-1, keepdim=True)
+    teacher = sparse_teacher_from_logits(logits.reshape(-1, vocab), k)
+    shape = (rows, length - 1)
+    return {
+        "input_ids": torch.randint(0, vocab, (rows, length), generator=g).int(),
+        "target_mask": torch.rand(shape, generator=g) < 0.7,
+        "head_ids": teacher.ids_NK.reshape(*shape, k).int(),
+        "head_logits": logits.gather(-1, teacher.ids_NK.reshape(*shape, k)),
+        "lse": logits.logsumexp(-1),
+        "log_tail": teacher.log_tail_N.reshape(shape),
+    }
+
+def step(data, device, autocast, seed, progress):
+    g = torch.Generator().manual_seed(100 + seed)
+    hidden = torch.randn(rows, length, width, generator=g).to(device).requires_grad_()
+    weight = torch.randn(vocab + 5, width, generator=torch.Generator().manual_seed(9)).to(device)
+    data = {name: value.to(device) for name, value in data.items()}
+    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+        head = OutputHead(weight, vocab, None, 1.0, 30.0)
+        result = objective_loss(hidden, head, data, config, config.weights_at(progress))
+    result.loss_sum.backward()
+    if device.type == "xla":
+        torch_xla.sync()
+    return result.loss_sum.detach().cpu(), hidden.grad.cpu()
+
+xla, cpu = torch_xla.device(), torch.device("cpu")
+out = {"loss": [], "gradient": [], "graphs": []}
+for autocast in (False, True):
+    for seed in range(4):
+        data = batch(seed)
+        got = step(data, xla, autocast, seed, seed / 3)
+        want = step(data, cpu, autocast, seed, seed / 3)
+        out["loss"].append(abs((got[0] - want[0]) / want[0]).item())
+        out["gradient"].append(((got[1] - want[1]).norm() / want[1].norm()).item())
+        out["graphs"].append((met.metric_data("CompileTime") or [0])[0])
+out["fallback"] = [name for name in met.counter_names() if name.startswith("aten::")]
+print(json.dumps(out))
+"""
+
+
+@pytest.mark.xla
+def test_same_numbers_one_graph_and_no_fallback():
+    environment = os.environ | {"PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    out = json.loads(done.stdout.splitlines()[-1])
+    assert max(out["loss"][:4]) < 1e-5
+    assert max(out["gradient"][:4]) < 1e-5
+    assert max(out["loss"][4:]) < 1e-2  # bfloat16 products
+    assert max(out["gradient"][4:]) < 2e-2
+    assert out["graphs"][0] == out["graphs"][3], "a float32 step compiled again"
+    assert out["graphs"][4] == out["graphs"][7], "an autocast step compiled again"
+    assert out["fallback"] == []
