@@ -210,7 +210,7 @@ def _calibration_batches(options: QuantizeOptions, model: CausalLM) -> Iterator[
     batch_rows = 8
     if options.kd_cache_dir is not None:
         dataset = KDCacheDataset(options.kd_cache_dir)
-        dataset.check_student(tokenizer_sha256(load_tokenizer(model.folder)), model.vocab_size, model.max_positions)
+        _check_fits(dataset, model)
         rows = min(options.calibration_rows, len(dataset))
         return dataset.batches(0, math.ceil(rows / batch_rows), batch_rows, seed=options.run.seed)
     _fits_positions(model, options.calibration_length)

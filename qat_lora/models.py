@@ -17,15 +17,23 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -336,3 +344,50 @@ def save_with_scales(folder: Path, out: Path, scales: Mapping[str, Tensor]) -> P
             shutil.copyfile(file, out / file.name)
     copy_tokenizer(folder, out)
     return out
+
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+def make_tokenizer(texts: Iterable[str], vocab_size: int, out: Path) -> None:
+    """Train a byte-level BPE tokenizer and write it as a Hugging Face tokenizer; id 0 begins and ends documents."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT)
+    wrapped.save_pretrained(out)
+
+
+def make_qwen3(
+    folder: Path,
+    vocab_size: int,
+    *,
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    mlp: int,
+    positions: int = 1024,
+) -> CausalLM:
+    """Make an untrained Qwen3 model with tied embeddings; `folder` is where it will be saved."""
+    config = Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=hidden // heads,
+        intermediate_size=mlp,
+        max_position_embeddings=positions,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return CausalLM(Qwen3ForCausalLM(config), folder)

@@ -143,9 +143,7 @@ def build_kd_cache(
             f"{fingerprint.teacher} has {teacher.vocab_size:,}; allowed: as many or fewer"
         )
     if len(eval_rows) != fingerprint.eval_rows:
-        raise ConfigError(
-            f"eval_rows: {len(eval_rows)} rows for --eval-rows {fingerprint.eval_rows}; give all of them"
-        )
+        raise ConfigError(f"eval_rows: {len(eval_rows)} rows for --eval-rows {fingerprint.eval_rows}; give all of them")
     state = writer.resume_state()
     if state.finished:
         return _report(writer)
@@ -158,9 +156,7 @@ def build_kd_cache(
     with _stop_on_sigterm() as stop, _progress(fingerprint, total_rows, quiet) as bar, _Behind(writer) as behind:
         while not stop.is_set() and (batch := list(itertools.islice(work, batch_rows))):
             inputs = _inputs([row for _, row in batch], batch_rows, fingerprint.length)
-            ids_BL, documents_BL = (
-                torch.from_numpy(inputs[name]).to(device) for name in ("input_ids", "documents")
-            )
+            ids_BL, documents_BL = (torch.from_numpy(inputs[name]).to(device) for name in ("input_ids", "documents"))
             arrays = teacher_arrays(
                 teacher,
                 ids_BL,

@@ -32,9 +32,7 @@ def pack_ids(ids: np.ndarray, vocab_size: int) -> Arrays:
         CacheError: an id outside the vocabulary.
     """
     if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
-        raise CacheError(
-            f"head ids: from {ids.min()} to {ids.max()}; allowed: 0 to vocab_size - 1 = {vocab_size - 1}"
-        )
+        raise CacheError(f"head ids: from {ids.min()} to {ids.max()}; allowed: 0 to vocab_size - 1 = {vocab_size - 1}")
     if vocab_size > PACKED_VOCAB:
         return {"ids": ids.astype("<i4")}
     arrays = {"ids_lo": (ids & 0xFFFF).astype("<u2")}

@@ -119,9 +119,7 @@ class KDCacheDataset:
     def global_batch(self, step: int, global_batch_rows: int, seed: int) -> np.ndarray:
         """Return the row numbers of a step, int64 [global_batch_rows], padded with -1 at an epoch's end."""
         if global_batch_rows < 1 or step < 0:
-            raise CacheError(
-                f"global batch: {global_batch_rows} rows at step {step}; allowed: 1 or more, from step 0"
-            )
+            raise CacheError(f"global batch: {global_batch_rows} rows at step {step}; allowed: 1 or more, from step 0")
         epoch, within = divmod(step, self.steps_per_epoch(global_batch_rows))
         start = within * global_batch_rows
         positions = np.arange(start, min(start + global_batch_rows, len(self)))
@@ -152,9 +150,7 @@ class KDCacheDataset:
             for micro in order.reshape(accumulation, replicas, batch_rows)[:, replica]:
                 yield self.rows(micro)
 
-    def check_student(
-        self, tokenizer_sha256: str | None, vocab_size: int, max_positions: int | None = None
-    ) -> None:
+    def check_student(self, tokenizer_sha256: str | None, vocab_size: int, max_positions: int | None = None) -> None:
         """Check that a student can learn from this cache.
 
         Args:

@@ -14,9 +14,7 @@ from qat_lora.cache.records import to_json
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
 
 
-def describe(
-    path: str | Path, *, sample_rows: int = 64, show_rows: int = 2, show_tokens: int = 16
-) -> dict[str, Any]:
+def describe(path: str | Path, *, sample_rows: int = 64, show_rows: int = 2, show_tokens: int = 16) -> dict[str, Any]:
     """Return a cache's fingerprint, sizes, tail-mass quantiles and the start of a few rows, as plain JSON values.
 
     Shards are not checked (`verify_cache` does that), so this is quick on any size.

@@ -135,9 +135,7 @@ class CacheReader:
             places = np.flatnonzero((shard_of == shard) & (wanted >= 0))
             arrays = self._arrays(split, int(shard))
             inside = wanted[places] - (self._ends[split][shard] - len(arrays["input_ids"]))
-            part = decode_rows(
-                {name: array[inside] for name, array in arrays.items()}, fingerprint, k, temperatures
-            )
+            part = decode_rows({name: array[inside] for name, array in arrays.items()}, fingerprint, k, temperatures)
             for name, values in part.items():
                 batch[name][places] = values
         return batch

@@ -145,9 +145,7 @@ class CacheWriter:
         self._flush()
         if not self._rows("train"):
             kept = f" (all {self._rows('eval')} rows went to the evaluation split)" if self._rows("eval") else ""
-            raise CacheError(
-                f"--out {self.out}: no training row to store{kept}; give more text or fewer --eval-rows"
-            )
+            raise CacheError(f"--out {self.out}: no training row to store{kept}; give more text or fewer --eval-rows")
         for entry in (*self._entries["eval"], *self._entries["train"]):
             check_shard_bytes(self.out, entry, progress)
         manifest = Manifest(
@@ -217,9 +215,7 @@ class CacheWriter:
             )
 
     def _delete(self) -> None:
-        (self.out / fmt.MANIFEST).unlink(
-            missing_ok=True
-        )  # first: what remains after a kill is an unfinished build
+        (self.out / fmt.MANIFEST).unlink(missing_ok=True)  # first: what remains after a kill is an unfinished build
         for ending in ("json", "safetensors"):
             for path in self.out.glob(f"*.{ending}"):
                 if fmt.parse_shard_name(path.stem):
@@ -229,9 +225,7 @@ class CacheWriter:
         """Remove what a killed build left: temporary files, and shards that were never committed."""
         committed = {entry.shard for entries in self._entries.values() for entry in entries}
         for path in sorted(self.out.iterdir()):
-            orphan = (
-                path.suffix == ".safetensors" and fmt.parse_shard_name(path.stem) and path.stem not in committed
-            )
+            orphan = path.suffix == ".safetensors" and fmt.parse_shard_name(path.stem) and path.stem not in committed
             if orphan or _TEMPORARY.fullmatch(path.name):
                 path.unlink()
         sync_folder(self.out)

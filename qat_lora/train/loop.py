@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from qat_lora.cache.dataset import KDCacheDataset
 from qat_lora.config import option
@@ -25,7 +24,7 @@ from qat_lora.runtime.base import Runtime
 from qat_lora.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from qat_lora.train.metrics import MetricsLog, append_line, read_metrics
 from qat_lora.train.optim import OptimConfig, build_optimizer, lr_factor, set_lr
-from qat_lora.train.step import Sums, add_sums, micro_batch, optimizer_step
+from qat_lora.train.step import Sums, add_sums, micro_batch, optimizer_step, zero_sums
 from qat_lora.types import LanguageModel
 
 
@@ -89,7 +88,7 @@ class LoopHooks:
     evaluate: Callable[[], float] | None
     """Mean KL on the evaluation split, lower is better; None where the cache has none."""
     export: Callable[[str], None]
-    """Write the student as it is now under the run's folder, as `best` or `last`."""
+    """Write the student as it is now under the run's folder, as `start`, `best` or `last`."""
 
 
 def train(
@@ -173,17 +172,18 @@ def train(
         MetricsLog(out / "metrics.jsonl", loop.max_steps, start, quiet, "recover") as log,
     ):
         if start == 0:
+            hooks.export("start")
             evaluate(0)
             log.pause()
         pending: list[tuple[int, float, Sums]] = []
+        zeros = zero_sums(objective, runtime.device)
         for step in range(start + 1, loop.max_steps + 1):
             weights = objective.weights_at((step - 1) / max(1, loop.max_steps - 1))
-            sums: Sums | None = None
+            sums = zeros
             for _ in range(accumulation):
                 batch = next(batches)
                 sums = add_sums(sums, micro_batch(trainee.model, batch, objective, weights))
                 runtime.cut()
-            assert sums is not None
             lr = set_lr(optimizer, lr_factor(optim, step - 1, loop.max_steps))
             means = optimizer_step(optimizer, parameters, sums, optim.clip_grad_norm, runtime)
             pending.append((step, lr, means))
@@ -214,9 +214,13 @@ def _flush(pending: list[tuple[int, float, Sums]], log: MetricsLog, runtime: Run
     steps = [step for step, _, _ in pending]
     lrs = [lr for _, lr, _ in pending]
     names = list(pending[0][2])
-    rows: Tensor = torch.stack([torch.stack([means[name].float() for name in names]) for _, _, means in pending])
-    if runtime.is_main:
-        runtime.defer(lambda values: log.write(steps, lrs, names, values), rows)
+
+    def write(*values: Any) -> None:
+        flat = [float(value) for value in values]
+        log.write(steps, lrs, names, [flat[i : i + len(names)] for i in range(0, len(flat), len(names))])
+
+    if runtime.is_main:  # each value by itself: stacking them on the device would be one more graph
+        runtime.defer(write, *(means[name] for _, _, means in pending for name in names))
 
 
 @contextmanager

@@ -36,7 +36,9 @@ class MetricsLog:
     ) -> None:
         self._bar.close()
 
-    def write(self, steps: Sequence[int], lrs: Sequence[float], names: Sequence[str], rows: Any) -> None:
+    def write(
+        self, steps: Sequence[int], lrs: Sequence[float], names: Sequence[str], rows: Sequence[Sequence[float]]
+    ) -> None:
         """Append one line per step.
 
         Args:
@@ -46,15 +48,15 @@ class MetricsLog:
             rows: numbers [steps, names].
         """
         now = time.perf_counter()
-        tokens = float(sum(row[names.index("tokens")] for row in rows))
+        tokens = sum(row[names.index("tokens")] for row in rows)
         rate = tokens / max(now - self._since, 1e-9)
         self._since = now
         with self.path.open("a", encoding="utf-8") as file:
             for step, lr, row in zip(steps, lrs, rows, strict=True):
-                values = {name: float(value) for name, value in zip(names, row, strict=True)}
+                values = dict(zip(names, row, strict=True))
                 line = {"step": step, **values, "lr": lr, "tokens_per_s": round(rate, 1)}
                 file.write(json.dumps(line) + "\n")
-        self._bar.set_postfix_str(f"loss {float(rows[-1][names.index('loss')]):.4f}, {rate:,.0f} tokens/s")
+        self._bar.set_postfix_str(f"loss {rows[-1][names.index('loss')]:.4f}, {rate:,.0f} tokens/s")
         self._bar.update(len(steps))
 
     def pause(self) -> None:

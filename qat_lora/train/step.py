@@ -41,9 +41,19 @@ def micro_batch(
     return sums | {f"loss_{name}": value.detach() for name, value in result.terms.items()}
 
 
-def add_sums(total: Sums | None, sums: Sums) -> Sums:
+def zero_sums(objective: ObjectiveConfig, device: torch.device) -> Sums:
+    """Return what a step's sums start from.
+
+    Made once and used by every step: sums that began as the first micro-batch's own would give it another graph
+    on XLA than the micro-batches after it. One tensor per name, since aliased inputs make one more graph.
+    """
+    names = ["loss", "tokens", *(f"loss_{term}" for term in objective.weights_at(0.0))]
+    return {name: torch.zeros((), device=device) for name in names}
+
+
+def add_sums(total: Sums, sums: Sums) -> Sums:
     """Add one micro-batch's sums to those of its step."""
-    return sums if total is None else {name: total[name] + value for name, value in sums.items()}
+    return {name: value + sums[name] for name, value in total.items()}
 
 
 def optimizer_step(
