@@ -4,6 +4,9 @@
 VENV    ?= .venv
 PYTHON  ?= python3
 BIN     := $(VENV)/bin
+# PyTorch/XLA has wheels for Linux only; everything else runs without it.
+EXTRAS  ?= $(if $(filter Linux,$(shell uname -s)),xla$(comma))hub,plot,dev
+comma   := ,
 STAMP   := $(VENV)/.qat-lora-installed
 WORKERS ?= 2
 
@@ -13,7 +16,7 @@ install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[xla,hub,plot,dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[$(EXTRAS)]'
 	touch $@
 
 demo: install

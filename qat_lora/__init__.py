@@ -1,1 +1,59 @@
-"""qat-lora gives quantised language models their quality back."""
+"""qat-lora gives quantised language models their quality back.
+
+The public names, loaded when they are first used, so that `import qat_lora` costs neither PyTorch nor transformers:
+
+* `build_kd_cache`, `quantize_model`, `train_recovery_lora`: the commands as functions (`qat_lora.api`);
+* `KDCacheDataset`: a KD cache as training data;
+* `fused_linear_kd`, `kd_soft_ce`: the losses, from hidden states in chunks and from dense logits;
+* `QuantSpec`: how one weight matrix is stored;
+* `is_xla_device`, `xla_mark_step`: for scripts of one's own that may run on PyTorch/XLA.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qat_lora.api import build_kd_cache, quantize_model, train_recovery_lora
+    from qat_lora.cache.dataset import KDCacheDataset
+    from qat_lora.losses.dense import kd_soft_ce
+    from qat_lora.losses.fused import fused_linear_kd
+    from qat_lora.quant.spec import QuantSpec
+    from qat_lora.runtime.xla import is_xla_device, xla_mark_step
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "KDCacheDataset",
+    "QuantSpec",
+    "build_kd_cache",
+    "fused_linear_kd",
+    "is_xla_device",
+    "kd_soft_ce",
+    "quantize_model",
+    "train_recovery_lora",
+    "xla_mark_step",
+]
+
+_HOMES = {
+    "KDCacheDataset": "qat_lora.cache.dataset",
+    "QuantSpec": "qat_lora.quant.spec",
+    "build_kd_cache": "qat_lora.api",
+    "fused_linear_kd": "qat_lora.losses.fused",
+    "is_xla_device": "qat_lora.runtime.xla",
+    "kd_soft_ce": "qat_lora.losses.dense",
+    "quantize_model": "qat_lora.api",
+    "train_recovery_lora": "qat_lora.api",
+    "xla_mark_step": "qat_lora.runtime.xla",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'qat_lora' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

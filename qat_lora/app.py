@@ -303,11 +303,13 @@ def _cache_evaluation(options: RecoverOptions, model: CausalLM, runtime: Runtime
     split = KDCacheDataset(cache, k=options.head_k, split="eval")
     objective = ObjectiveConfig(loss_chunk_mb=options.objective.loss_chunk_mb)
     rows = options.loop.batch_size
+    # Made once, and two: zeros made in every evaluation, or one tensor in both places, are more graphs on XLA.
+    no_loss, no_tokens = (torch.zeros((), device=runtime.device) for _ in range(2))
 
     def evaluate() -> float:
         was_training = model.module.training
         model.module.eval()
-        total = count = torch.zeros((), device=runtime.device)
+        total, count = no_loss, no_tokens
         with torch.no_grad():
             for batch in runtime.feed(split.batches(0, split.steps_per_epoch(rows), rows)):
                 hidden = model.hidden(batch["input_ids"], batch["document_ids"])

@@ -5,18 +5,24 @@ Heavy imports (torch, transformers) happen inside a command, so `--help` answers
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import importlib
 import json
 import os
 import sys
 import typing
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import click
 
+import qat_lora
 from qat_lora.config import Leaf, leaves, resolve
 from qat_lora.errors import QatLoraError
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
 # command words -> (option class, function, module of the function, one line of help)
 COMMANDS: dict[str, tuple[str, str, str, str]] = {
@@ -36,21 +42,28 @@ def _flag(leaf: Leaf) -> click.Option:
     names = ["--" + leaf.name.replace("_", "-")]
     if alias := leaf.field.metadata["alias"]:
         names.append("--" + alias.replace("_", "-"))
-    unit = leaf.field.metadata["unit"]
-    note = f" [{unit}]" if unit else ""
-    default = leaf.default
-    if isinstance(default, tuple):
-        default = ",".join(format(v, "g") if isinstance(v, float) else str(v) for v in default)
-    if default not in (None, "", False):
-        note += f" [default: {default}]"
     kind = typing.get_args(leaf.type) if typing.get_origin(leaf.type) is typing.Literal else None
-    common: dict[str, Any] = {"help": leaf.field.metadata["help"] + note, "default": None}
+    common: dict[str, Any] = {"help": _help(leaf), "default": None}
     if leaf.type is bool:
         return click.Option([*names, leaf.name], is_flag=True, flag_value="true", type=str, **common)
     if typing.get_origin(leaf.type) is tuple:
         return click.Option([*names, leaf.name], multiple=True, metavar="LIST", **common)
     metavar = "[" + "|".join(kind) + "]" if kind else _metavar(leaf.type)
     return click.Option([*names, leaf.name], type=str, metavar=metavar, **common)
+
+
+def _help(leaf: Leaf) -> str:
+    """Return a setting's line of help, with its unit and its default."""
+    text, unit, default = leaf.field.metadata["help"], leaf.field.metadata["unit"], leaf.default
+    if isinstance(default, tuple):
+        default = ",".join(format(v, "g") if isinstance(v, float) else str(v) for v in default)
+    notes = [unit] if unit else []
+    if "(required)" not in text and "default" not in f"{text} {unit}":
+        shown = (
+            {False: "off", "": "none", None: "none"}.get(default, default) if default != 0 or leaf.type is bool else 0
+        )
+        notes.append(f"default: {shown}")
+    return f"{text} [{'; '.join(notes)}]" if notes else text
 
 
 def _metavar(hint: Any) -> str:
@@ -67,6 +80,14 @@ def _run(words: str, options: Any) -> Any:
     return run(function, options, module)
 
 
+def _plain(result: Any) -> Any:
+    """Return what a command returned as JSON values: a folder with what its result.json says, a text by name."""
+    if isinstance(result, Path):
+        file = result / "result.json"
+        return {"out": str(result), **(json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {})}
+    return {"text": result} if isinstance(result, str) else result
+
+
 def _command(words: str) -> click.Command:
     class_name, _, _, help_line = COMMANDS[words]
 
@@ -80,7 +101,7 @@ def _command(words: str) -> click.Command:
                 self.params = [settings, recipe, *map(_flag, leaves(_options(class_name)))]
             return super().get_params(ctx)
 
-        def invoke(self, ctx: click.Context) -> Any:
+        def invoke(self, ctx: click.Context) -> None:
             given = dict(ctx.params)
             recipe, extra = given.pop("recipe"), given.pop("words")
             cls = _options(class_name)
@@ -93,8 +114,7 @@ def _command(words: str) -> click.Command:
             options = resolve(cls, recipe=recipe, flags=flags, words=extra)
             result = _run(words, options)
             if options.run.json:
-                click.echo(json.dumps(result, default=str))
-            return result
+                click.echo(json.dumps(_plain(result), default=str))
 
     epilog = "Any setting can also be given as NAME=VALUE, for example train.lr=3e-4."
     return Lazy(words.split()[-1], help=help_line, epilog=epilog)
@@ -104,36 +124,57 @@ def _options(class_name: str) -> Any:
     return getattr(importlib.import_module("qat_lora.options"), class_name)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.version_option(package_name="qat-lora")
-def cli() -> None:
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}, invoke_without_command=True
+)
+@click.version_option(qat_lora.__version__)
+@click.pass_context
+def cli(ctx: click.Context) -> None:
     """Give quantised language models their quality back."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
 
 
-@cli.group()
-def cache() -> None:
+@cli.group(invoke_without_command=True)
+@click.pass_context
+def cache(ctx: click.Context) -> None:
     """Build, inspect and verify KD caches."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
 
 
 @cache.command("verify")
 @click.argument("path")
-@click.option("--quiet", is_flag=True, help="no progress bar")
-def verify(path: str, quiet: bool) -> None:
+@click.option("--quiet", is_flag=True, help="no progress bar [default: off]")
+@click.option("--json", "as_json", is_flag=True, help="print the result as JSON [default: off]")
+def verify(path: str, quiet: bool, as_json: bool) -> None:
     """Read every byte of a cache; exit code 1 and the shard's name on any damage."""
+    from tqdm import tqdm
+
+    from qat_lora.cache.store import read_manifest
     from qat_lora.cache.verify import verify_cache
 
-    report = verify_cache(path, None)
-    if not quiet:
-        click.echo(report)
+    manifest = read_manifest(path)
+    total = sum(shard.bytes for shard in (*manifest.eval, *manifest.train))
+    with tqdm(total=total, desc="verify", unit="B", unit_scale=True, disable=quiet) as bar:
+        report = verify_cache(path, lambda _, read: bar.update(read))
+    if as_json:
+        click.echo(json.dumps({"intact": True, **dataclasses.asdict(report)}))
+        return
+    strangers = f"; files that are not its own: {', '.join(report.strangers)}" if report.strangers else ""
+    size = f"{report.bytes / 1e6:,.1f} MB in {report.seconds:.1f} s"
+    click.echo(f"{path}: intact: {report.shards} shards, {report.rows:,} rows, {size}{strangers}")
 
 
 @cache.command("info")
 @click.argument("path")
-def info(path: str) -> None:
-    """Show what is in a cache, as JSON."""
-    from qat_lora.cache.describe import describe
+@click.option("--json", "as_json", is_flag=True, help="print it as JSON [default: off]")
+def info(path: str, as_json: bool) -> None:
+    """Show what is in a cache: sizes, origin, the mass that the head misses, a few rows."""
+    from qat_lora.cache.describe import describe, render
 
-    click.echo(json.dumps(describe(path), indent=2, default=str))
+    description = describe(path)
+    click.echo(json.dumps(description, indent=2, default=str) if as_json else render(description))
 
 
 @cli.command()
@@ -152,18 +193,26 @@ for _words in COMMANDS:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; errors of ours become one line and their exit code."""
+    """Run the command line; errors of ours, of the usage and of the disk become one line and an exit code."""
     try:
-        cli(args=arguments, standalone_mode=False)
+        cli(args=arguments, prog_name="qat-lora", standalone_mode=False)
     except QatLoraError as error:
-        click.echo(f"error: {error}", err=True)
-        raise SystemExit(error.exit_code) from None
-    except click.ClickException as error:
-        error.show()
-        raise SystemExit(2) from None
+        _fail(str(error), error.exit_code)
+    except click.UsageError as error:
+        command = error.ctx.command_path if error.ctx else "qat-lora"
+        _fail(f"{error.format_message().rstrip('.')} (see `{command} --help`)", 2)
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        _fail(f"{error.filename or 'output'}: {error.strerror}; make room, give permission or choose another --out", 2)
     except (click.Abort, KeyboardInterrupt):
         click.echo("stopped", err=True)
         raise SystemExit(130) from None
+
+
+def _fail(message: str, exit_code: int) -> NoReturn:
+    click.echo(f"error: {' '.join(message.split())}", err=True)
+    raise SystemExit(exit_code) from None
 
 
 def run_script(words: str) -> None:

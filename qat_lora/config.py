@@ -14,6 +14,7 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import math
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -95,19 +96,28 @@ def _coerce(value: Any, hint: Any, where: str) -> Any:
             return words[str(value).lower()]
         raise ConfigError(f"{where}: {value!r} is not a switch; allowed: true, false")
     if hint in (int, float):
-        try:
-            number = float(value)
-            if isinstance(value, bool) or (hint is int and number != int(number)):
-                raise ValueError
-            return int(number) if hint is int else number
-        except (TypeError, ValueError, OverflowError):
-            kind = "a whole number" if hint is int else "a number"
-            raise ConfigError(f"{where}: {value!r} is not {kind}") from None
+        number = _number(value)
+        if number is None or (hint is int and number != int(number)):
+            raise ConfigError(f"{where}: {value!r} is not {'a whole number' if hint is int else 'a finite number'}")
+        return hint(number)
     if hint is str:
         if isinstance(value, Mapping | list | tuple):
             raise ConfigError(f"{where}: {value!r} is not a text")
         return str(value)
     raise TypeError(f"{where}: settings of type {hint} are not supported")  # a defect of ours
+
+
+def _number(value: Any) -> int | float | None:
+    """Read a number, whole ones exactly at any size; None for anything else, infinities and NaN included."""
+    if isinstance(value, bool):
+        return None
+    for kind in (int, float):
+        try:
+            number = kind(value) if isinstance(value, str) else value
+            return number if math.isfinite(number) else None
+        except (TypeError, ValueError, OverflowError):
+            continue
+    return None
 
 
 def from_dict(cls: type[C], data: Mapping[str, Any], where: str = "") -> C:
@@ -143,8 +153,12 @@ def _put(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
     tree[path[-1]] = value
 
 
-def _word_path(cls: type, key: str) -> tuple[str, ...]:
-    """Find the setting that a `key=value` word means: a dotted path, a unique last name or an alias."""
+def setting_path(cls: type, key: str) -> tuple[str, ...]:
+    """Return the path of the setting that a word means: a dotted path, a unique last name or an alias.
+
+    Raises:
+        ConfigError: no setting, or more than one, has that name.
+    """
     found = [
         leaf
         for leaf in leaves(cls)
@@ -177,19 +191,22 @@ def resolve(
     """
     tree: dict[str, Any] = {}
     if recipe is not None:
-        nested = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        groups = {leaf.path[0] for leaf in leaves(cls) if len(leaf.path) > 1}
         for key, value in load_yaml(recipe).items():
-            if key in nested:
-                tree[key] = value
+            if key not in groups:
+                _put(tree, setting_path(cls, str(key)), value)
+            elif isinstance(value, Mapping | None):
+                for name, inner in (value or {}).items():
+                    _put(tree, (key, str(name)), inner)
             else:
-                _put(tree, _word_path(cls, str(key)), value)
+                raise ConfigError(f"recipe {recipe}: {key} is a group of settings; expected `name: value` lines in it")
     for path, value in (flags or {}).items():
         _put(tree, path, value)
     for word in words:
         key, equals, value = word.partition("=")
         if not equals:
             raise ConfigError(f"{word!r}: expected a setting as name=value, for example train.lr=3e-4")
-        _put(tree, _word_path(cls, key), value)
+        _put(tree, setting_path(cls, key), value)
     return from_dict(cls, tree)
 
 
@@ -203,6 +220,8 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
         data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"recipe {path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"recipe {path}: is not UTF-8 text; give a YAML file") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"recipe {path}: is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data or {}, dict):

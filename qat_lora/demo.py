@@ -31,7 +31,7 @@ from qat_lora.evaluate.score import recovery
 from qat_lora.generate import continue_text
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.losses.dense import cross_entropy_sum
-from qat_lora.models import CausalLM, load_model, load_tokenizer, make_qwen3, make_tokenizer
+from qat_lora.models import CausalLM, load_model, load_tokenizer, make_qwen3, make_tokenizer, save_model
 from qat_lora.options import (
     CacheBuildOptions,
     DemoOptions,
@@ -52,12 +52,12 @@ from qat_lora.train.optim import OptimConfig
 LENGTH = 128  # tokens of a row
 VOCABULARY = 1024
 HELD_OUT_FILES = 30
-TEACHER_STEPS, TEACHER_ROWS = 1200, 16
+TEACHER_STEPS, TEACHER_ROWS = 2000, 16
 MUON_LR, ADAMW_LR = 1e-2, 5e-3
 CACHE_ROWS, TOP_K = 4000, 64
 RECOVERY_STEPS, RECOVERY_ROWS, RANK = 250, 16, 16
 EVAL_ROWS = 256
-PROMPT = "def read_file(path):\n    "
+PROMPT = "    def __init__(self, name, value=None):\n        self."
 
 
 def demo(options: DemoOptions, runtime: Runtime) -> dict[str, Any]:
@@ -186,8 +186,8 @@ def _train_teacher(text: TextConfig, out: Path, runtime: Runtime, run: RunConfig
             optimizer.zero_grad()
         runtime.step_end()
         if step % 50 == 49:
-            bar.set_postfix_str(f"loss {float(loss_sum / tokens):.3f}")
-    model.module.to("cpu").save_pretrained(out)
+            bar.set_postfix_str(f"loss {float(loss_sum.detach() / tokens):.3f}")
+    save_model(model.module.to("cpu"), out)
     outputs.complete(out)
     return out
 
@@ -250,8 +250,9 @@ def _write_report(
     (out / "report.txt").write_text("\n".join(shown) + "\n", encoding="utf-8")
     blocks = [f"```python\n# {name}\n{PROMPT}{text}\n```" for name, text in continued.items()]
     explained = (
-        "Held-out files of Python's standard library. *quantised*: 2-bit round to nearest, absmax scales, groups of 64. "
-        "*calibrated*: the student as recovery finds it. *recovered*: after training adapter and scales on the KD cache."
+        "Scored on held-out files of Python's standard library. *quantised*: 2-bit round to nearest, absmax scales, "
+        "groups of 64. *calibrated*: the student as recovery finds it, untrained. *recovered*: adapter and scales "
+        "trained from the KD cache."
     )
     markdown = ["# qat-lora demo", explained, markdown_table(table), "\n".join(f"* {x}" for x in lines)]
     markdown += ["![scores and training curve](report.png)", *blocks]
@@ -267,5 +268,13 @@ def _samples(folders: dict[str, Path], runtime: Runtime) -> dict[str, str]:
     for name, folder in folders.items():
         model = load_model(str(folder)) if name == "teacher" else open_student(str(folder), HubConfig()).model
         runtime.place(model.module)
-        texts[name] = continue_text(model, load_tokenizer(model.folder), PROMPT, 48, device=runtime.device)
+        texts[name] = continue_text(
+            model,
+            load_tokenizer(model.folder),
+            PROMPT,
+            64,
+            device=runtime.device,
+            temperature=0.5,
+            generator=torch.Generator().manual_seed(0),
+        )
     return texts

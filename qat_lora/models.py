@@ -17,7 +17,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils import logging as hf_logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qat_lora.errors import ModelError
@@ -155,6 +157,18 @@ def tokenizer_sha256(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(backend, sort_keys=True).encode()).hexdigest()
 
 
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Keep transformers' own progress bars for weights off the terminal, without changing them for others."""
+    was = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was:
+            hf_logging.enable_progress_bar()
+
+
 @dataclass
 class CausalLM:
     """A causal language model cut before its output head (the `types.LanguageModel` of everything else)."""
@@ -260,14 +274,15 @@ def load_model(
             if method != QUANT_METHOD:
                 raise ModelError(f"model: {folder} is quantised by {method}; give the unquantised model")
         attention = "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else "sdpa"
-        module, report = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            dtype=torch.float32,
-            trust_remote_code=trust_remote_code,
-            attn_implementation=attention,
-            output_loading_info=True,
-        )
+        with _without_bars():
+            module, report = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=torch.float32,
+                trust_remote_code=trust_remote_code,
+                attn_implementation=attention,
+                output_loading_info=True,
+            )
     except ModelError:
         raise
     except Exception as error:
@@ -304,8 +319,14 @@ def save_quantised(model: CausalLM, out: Path, preset: Preset, details: dict[str
     quantization = QatLoraQuantizationConfig(preset.to_dict(), details=details)
     model.module.config.quantization_config = quantization
     model.module.hf_quantizer = QatLoraQuantizer(quantization)
-    model.module.save_pretrained(out)
+    save_model(model.module, out)
     copy_tokenizer(model.folder, out)
+
+
+def save_model(module: Any, out: Path) -> None:
+    """Write a transformers model's config and weights."""
+    with _without_bars():
+        module.save_pretrained(out)
 
 
 def copy_tokenizer(source: Path, out: Path) -> None:

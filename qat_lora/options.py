@@ -30,8 +30,13 @@ class RunConfig:
     tpu: bool = option(False, "same as --device tpu")
     dtype: Literal["float32", "bfloat16"] = option("float32", "type of weights and activations")
     seed: int = option(0, "seed of everything random")
-    quiet: bool = option(False, "no progress bars")
-    json: bool = option(False, "print the result as JSON")
+    quiet: bool = option(False, "no progress bars, no status lines")
+    json: bool = option(False, "print the result as JSON, and nothing else, to standard output")
+
+    def __post_init__(self) -> None:
+        at_least(self, seed=0)
+        if self.seed >= 2**63:
+            raise ConfigError(f"seed: {self.seed} is too large; allowed: 0 to 2^63 - 1")
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class CacheBuildOptions:
     teacher: str | None = option(None, "full-precision teacher: Hugging Face folder or Hub name (required)")
     text: TextConfig = option(TextConfig, "the text")
     length: int = option(1024, "tokens of a row", unit="tokens", alias="max_length")
-    top_k: int = option(128, "teacher's likeliest tokens that are kept at every position", alias="topk")
+    top_k: int = option(128, "teacher's likeliest tokens that are kept at every position", unit="tokens", alias="topk")
     temperatures: tuple[float, ...] = option((1.0,), "temperatures that training may use later", unit="list")
     num_rows: int | None = option(None, "stop after this many training rows; default: all text", unit="rows")
     eval_rows: int = option(0, "rows kept apart as evaluation split, whole documents", unit="rows")
@@ -61,6 +66,9 @@ class CacheBuildOptions:
     def __post_init__(self) -> None:
         required(self, "teacher")
         required(self.text, "dataset")
+        at_least(self, length=2, top_k=1, num_rows=1, eval_rows=0, teacher_batch_size=1, shard_rows=1)
+        if not self.temperatures or min(self.temperatures) <= 0:
+            raise ConfigError("temperatures: allowed: one or more numbers above 0, for example 1,2")
 
 
 @dataclass(frozen=True)
@@ -75,12 +83,13 @@ class QuantizeOptions:
     kd_cache_dir: str | None = option(None, "calibrate on the rows of this KD cache instead of --dataset")
     calibration_rows: int = option(128, "rows of calibration text", unit="rows")
     calibration_length: int = option(256, "tokens of a calibration row (with --dataset)", unit="tokens")
-    start_rank: int = option(64, "rank up to which adapter starts are stored with the checkpoint; 0: none")
+    start_rank: int = option(64, "rank up to which adapter starts are stored with the checkpoint; 0: none", unit="rank")
     hub: HubConfig = option(HubConfig, "models")
     run: RunConfig = option(RunConfig, "run")
 
     def __post_init__(self) -> None:
         required(self, "model")
+        at_least(self, calibration_rows=1, calibration_length=2, start_rank=0)
 
 
 @dataclass(frozen=True)
@@ -90,7 +99,7 @@ class RecoverOptions:
     checkpoint: str | None = option(None, "quantised student: folder made by `qat-lora quantize`")
     model: str | None = option(None, "student where there is no --checkpoint: Hugging Face folder or Hub name")
     kd_cache_dir: str | None = option(None, "KD cache with the teacher's logits (required)", alias="cache_dir")
-    head_k: int | None = option(None, "use only the first entries of the cached head; default: all")
+    head_k: int | None = option(None, "use only the first entries of the cached head; default: all", unit="tokens")
     train_scales: bool = option(False, "train the quantiser's scales too (saved with the adapter)")
     start: Literal["auto", "zero"] = option("auto", "adapter start: from the quantisation error if stored, or zero")
     lora: LoraConfig = option(LoraConfig, "adapter")
@@ -103,6 +112,7 @@ class RecoverOptions:
 
     def __post_init__(self) -> None:
         required(self, "kd_cache_dir")
+        at_least(self, head_k=1)
         if self.checkpoint is None and self.model is None:
             raise ConfigError("checkpoint: missing; give --checkpoint FOLDER (or --model for an unquantised student)")
 
@@ -125,6 +135,7 @@ class EvalOptions:
     def __post_init__(self) -> None:
         required(self, "teacher")
         required(self.text, "dataset")
+        at_least(self, length=2, eval_rows=0, batch_size=1)
 
 
 @dataclass(frozen=True)
@@ -154,6 +165,7 @@ class GenerateOptions:
     def __post_init__(self) -> None:
         required(self, "student")
         required(self, "prompt")
+        at_least(self, max_new_tokens=1, gen_temperature=0)
 
 
 @dataclass(frozen=True)
@@ -171,3 +183,15 @@ def required(config: object, name: str) -> None:
     """
     if getattr(config, name) is None:
         raise ConfigError(f"{name}: missing; give --{name.replace('_', '-')}")
+
+
+def at_least(config: object, **bounds: int) -> None:
+    """Refuse numbers below a bound; a setting that is None passes.
+
+    Raises:
+        ConfigError: names the setting and what is allowed.
+    """
+    for name, bound in bounds.items():
+        value = getattr(config, name)
+        if value is not None and value < bound:
+            raise ConfigError(f"{name}: {value} is too small; allowed: {bound} or more")

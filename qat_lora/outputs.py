@@ -8,6 +8,7 @@ again mean "go on" or "it is there"; other settings are refused, naming the firs
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -57,7 +58,16 @@ def claim(out: Path, command: str, settings: Mapping[str, Any], overwrite: bool)
 def complete(out: Path) -> None:
     """Mark the run in a claimed folder as complete."""
     mark = out / MARK
+    _open_to_others(out)
     _write(mark, json.loads(mark.read_text(encoding="utf-8"))["settings"], complete=True)
+
+
+def _open_to_others(out: Path) -> None:
+    """Give files that safetensors made private (0600) the mode that the user's umask gives all others."""
+    umask = os.umask(0)
+    os.umask(umask)
+    for file in out.rglob("*.safetensors"):
+        file.chmod(0o666 & ~umask)
 
 
 def _write(mark: Path, settings: Mapping[str, Any], complete: bool) -> None:

@@ -72,3 +72,28 @@ def _show(reader: CacheReader, row: int, tokens: int) -> dict[str, Any]:
         "top_ids": batch["head_ids"][0][:tokens].tolist(),
         "top_probabilities": np.round(probabilities[:tokens], 4).tolist(),
     }
+
+
+def render(description: dict[str, Any]) -> str:
+    """Return what `describe` found as text for a terminal."""
+    held = description["fingerprint"]
+    temperatures = ", ".join(f"{t:g}" for t in held["temperatures"])
+    lines = [
+        f"{description['path']}: rows of {held['length']:,} tokens, the teacher's {held['top_k']} likeliest at each",
+        *(
+            f"{n:<12} {s['rows']:>9,} rows {s['shards']:>6,} shards {s['bytes'] / 1e6:>12,.1f} MB"
+            for n, s in description["splits"].items()
+        ),
+        f"teacher      {held['teacher']} (vocabulary {held['vocab_size']:,}), temperatures {temperatures}",
+        f"text         {held['dataset']}",
+        f"packing      {held['packing']}",
+        f"size         {description['bytes_per_token']:.0f} bytes a token",
+        f"targets      {description['target_fraction']:.1%} of the positions count",
+        "tail mass    " + ", ".join(f"{name} {value:.2g}" for name, value in description["tail_mass"].items()),
+        f"fingerprint  {description['fingerprint_sha256']}",
+    ]
+    for row in description["rows"]:
+        lines.append(f"row {row['row']}: tokens {' '.join(map(str, row['input_ids']))}")
+        first, sure = row["top_ids"][0], row["top_probabilities"][0]
+        lines.append("  after the first: " + ", ".join(f"{i} ({p:.1%})" for i, p in zip(first, sure, strict=True)))
+    return "\n".join(lines)

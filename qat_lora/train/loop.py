@@ -135,6 +135,8 @@ def train(
         saved = load_checkpoint(found[-1], trainee.trained, optimizer, fingerprint)
         state = {name: saved[name] for name in state}
     start = int(state["step"])
+    zeros = zero_sums(objective, runtime.device)
+    runtime.cut()  # optimizer state, gradients and zeros are there now, not part of the first micro-batch's graph
     batches = runtime.feed(
         dataset.batches(
             start_step=start,
@@ -176,7 +178,6 @@ def train(
             evaluate(0)
             log.pause()
         pending: list[tuple[int, float, Sums]] = []
-        zeros = zero_sums(objective, runtime.device)
         for step in range(start + 1, loop.max_steps + 1):
             weights = objective.weights_at((step - 1) / max(1, loop.max_steps - 1))
             sums = zeros

@@ -1,8 +1,9 @@
 """Optimizer and learning-rate schedule, counted in optimizer steps.
 
-AdamW with one group per kind of tensor, because adapters and scales want different learning rates. Two details
+AdamW with one group per kind of tensor, because adapters and scales want different learning rates. Three details
 matter on XLA and harm nowhere: the moments exist before the first step (a state that appears in step 1 changes
-the graph of step 2), and warm-up starts at 1/n, not at 0 (PyTorch/XLA compiles exact zeros into the graph).
+the graph of step 2), warm-up starts at 1/n, not at 0 (PyTorch/XLA compiles exact zeros into the graph), and the
+numbers that change from step to step are tensors (see `AdamW`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -52,6 +53,53 @@ def lr_factor(config: OptimConfig, step: int, max_steps: int) -> float:
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
+class AdamW(torch.optim.Optimizer):
+    """AdamW whose step-dependent numbers go to the device as data.
+
+    torch's own hands them over as Python scalars, which PyTorch/XLA compiles into the graph where they are 0 or 1,
+    and merges where two are equal: with beta2 = 0.99 that is another graph in step 2 (the square root of
+    1 - beta2 equals 1 - beta1 in step 1 only) and again near step 1600 (1 - beta2^t rounds to 1). Its `capturable`
+    form computes them on the device, but not on a CPU.
+
+    The state of every parameter is `step` (on the host), `exp_avg` and `exp_avg_sq`, as in torch's.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], betas: tuple[float, float], eps: float = 1e-8) -> None:
+        super().__init__(groups, {"betas": betas, "eps": eps})
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Update every parameter from its gradient; all of a group's steps are equal."""
+        for group in self.param_groups:
+            parameters, (beta1, beta2) = group["params"], group["betas"]
+            gradients = [parameter.grad for parameter in parameters]
+            states = [self.state[parameter] for parameter in parameters]
+            means, squares = [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]
+            torch._foreach_add_([s["step"] for s in states], 1.0)
+            count = int(states[0]["step"])
+            keep = 1 - group["lr"] * group["weight_decay"]
+            numbers = (keep, math.sqrt(1 - beta2**count), -group["lr"] / (1 - beta1**count))
+            keep_0, root_0, rate_0 = torch.tensor(numbers).to(parameters[0].device).unbind()
+            torch._foreach_lerp_(means, gradients, 1 - beta1)
+            torch._foreach_mul_(squares, beta2)
+            torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+            updates = torch._foreach_sqrt(squares)
+            torch._foreach_div_(updates, root_0)
+            torch._foreach_add_(updates, group["eps"])
+            updates = torch._foreach_div(means, updates)
+            torch._foreach_mul_(updates, rate_0)
+            if group["weight_decay"]:
+                torch._foreach_mul_(parameters, keep_0)
+            torch._foreach_add_(parameters, updates)
+
+
 def build_optimizer(
     config: OptimConfig, adapter: Iterable[nn.Parameter], scales: Iterable[nn.Parameter] = ()
 ) -> torch.optim.Optimizer:
@@ -67,15 +115,10 @@ def build_optimizer(
     groups = [group for group in groups if group["params"]]
     if not groups:
         raise ConfigError("nothing to train: no adapter and no scales")
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, config.adam_beta2))
+    optimizer = AdamW(groups, betas=(0.9, config.adam_beta2))
     for group in optimizer.param_groups:
         group["peak_lr"] = group["lr"]
         for parameter in group["params"]:
-            optimizer.state[parameter] = {
-                "step": torch.tensor(0.0),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
             parameter.grad = torch.zeros_like(parameter)
     return optimizer
 

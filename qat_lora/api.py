@@ -1,0 +1,81 @@
+"""The commands as Python functions, with a command's settings as keywords.
+
+    folder = qat_lora.quantize_model(model="Qwen/Qwen3-0.6B", preset="q4_r32", kd_cache_dir="caches/wikitext103")
+
+Every setting of the command line is a keyword, under the name or the alias that it has there and with the same
+checks and defaults, since both are read off the same option class; `recipe` names a YAML file. What comes back is
+the folder that was written. To quantise a module in memory, use `qat_lora.layers.calibrate.quantise_model`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qat_lora.config import resolve, setting_path
+from qat_lora.errors import ConfigError
+from qat_lora.launch import run
+
+if TYPE_CHECKING:
+    from qat_lora.options import CacheBuildOptions, QuantizeOptions, RecoverOptions
+
+
+def build_kd_cache(options: CacheBuildOptions | None = None, /, **settings: Any) -> Path:
+    """Write a teacher's logits to a KD cache; the same as `qat-lora cache build`.
+
+    Args:
+        options: all settings as one object, or
+        **settings: some by name, for example `teacher`, `dataset`, `length`, `top_k`, `out`, `recipe`.
+
+    Returns:
+        The folder of the finished cache.
+
+    Raises:
+        QatLoraError: with a message for people.
+    """
+    return run("build_cache", _options("CacheBuildOptions", options, settings))
+
+
+def quantize_model(options: QuantizeOptions | None = None, /, **settings: Any) -> Path:
+    """Quantise a model and prepare its adapter start; the same as `qat-lora quantize`.
+
+    Args:
+        options: all settings as one object, or
+        **settings: some by name, for example `model`, `preset`, `init`, `kd_cache_dir`, `out`, `recipe`.
+
+    Returns:
+        The folder of the quantised model.
+
+    Raises:
+        QatLoraError: with a message for people.
+    """
+    return run("quantize", _options("QuantizeOptions", options, settings))
+
+
+def train_recovery_lora(options: RecoverOptions | None = None, /, **settings: Any) -> Path:
+    """Train a recovery adapter from a KD cache; the same as `qat-lora recover`.
+
+    Args:
+        options: all settings as one object, or
+        **settings: some by name, for example `checkpoint`, `kd_cache_dir`, `recovery_r`, `max_steps`, `recipe`.
+
+    Returns:
+        The run's folder; its `best` is the adapter.
+
+    Raises:
+        QatLoraError: with a message for people.
+    """
+    return run("recover", _options("RecoverOptions", options, settings))
+
+
+def _options(class_name: str, options: Any, settings: dict[str, Any]) -> Any:
+    cls = getattr(importlib.import_module("qat_lora.options"), class_name)
+    if options is None:
+        recipe = settings.pop("recipe", None)
+        return resolve(cls, recipe=recipe, flags={setting_path(cls, name): v for name, v in settings.items()})
+    if settings:
+        raise ConfigError(f"{next(iter(settings))}: give either {class_name} or settings by name, not both")
+    if not isinstance(options, cls):
+        raise ConfigError(f"options: expected {class_name}, got {type(options).__name__}")
+    return options

@@ -1,0 +1,48 @@
+"""What all tests share: one thread, and a tiny teacher with text."""
+
+import random
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+WORDS = "the a model layer weight token of to and in loss cache quant scale code row head tail".split()
+
+
+class Tiny(NamedTuple):
+    teacher: Path
+    text: Path
+    held_out: Path
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread():
+    torch.set_num_threads(1)
+
+
+def write_text(folder: Path, documents: int, seed: int) -> Path:
+    folder.mkdir()
+    draw = random.Random(seed)
+    for i in range(documents):
+        lines = [" ".join(draw.choices(WORDS, k=draw.randint(4, 12))) + "." for _ in range(draw.randint(5, 30))]
+        (folder / f"{i:03d}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> Tiny:
+    from qat_lora.models import make_qwen3, make_tokenizer
+
+    root = tmp_path_factory.mktemp("tiny")
+    text, held_out = write_text(root / "text", 24, 0), write_text(root / "held-out", 6, 1)
+    teacher = root / "teacher"
+    make_tokenizer((file.read_text() for file in sorted(text.iterdir())), 320, teacher)
+    torch.manual_seed(0)
+    model = make_qwen3(teacher, 320, hidden=64, layers=2, heads=2, kv_heads=1, mlp=96, positions=256)
+    with torch.no_grad():  # as made, attention is nearly uniform and quantisation hardly shows
+        for name, parameter in model.module.named_parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(4.0 if "embed" not in name else 2.0)
+    model.module.save_pretrained(teacher)
+    return Tiny(teacher, text, held_out)

@@ -1,0 +1,60 @@
+"""Packing against Python's big integers, encoding against a search over the whole code book."""
+
+import numpy as np
+import pytest
+import torch
+
+from qat_lora.quant.codes import code_values, decode, encode, full_range, pack, packed_width, unpack
+from qat_lora.quant.spec import QuantSpec
+
+
+def spec(bits, code):
+    return QuantSpec(bits=bits, code=code, sharing="tensor")
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("count", [1, 3, 7, 13, 33])
+def test_packed_rows_are_little_endian_big_integers(bits, count):
+    codes = np.random.default_rng(bits * 100 + count).integers(0, 2**bits, (3, count), dtype=np.uint8)
+    width = (count * bits + 7) // 8
+    expected = []
+    for row in codes.tolist():
+        number = sum(code << (bits * i) for i, code in enumerate(row))
+        expected.append(list(number.to_bytes(width, "little")))
+    packed = pack(torch.from_numpy(codes), bits)
+    assert packed_width(count, bits) == width
+    assert packed.dtype == torch.uint8 and packed.tolist() == expected
+    assert torch.equal(unpack(packed, bits, count), torch.from_numpy(codes))
+
+
+def test_code_books_by_hand():
+    assert code_values(spec(2, "half")).tolist() == [-1.5, -0.5, 0.5, 1.5]
+    assert code_values(spec(3, "integer")).tolist() == [-4, -3, -2, -1, 0, 1, 2, 3]
+    assert code_values(spec(2, "lut")).tolist() == pytest.approx([-1, -1 / 3, 1 / 3, 1])
+    assert (full_range(spec(4, "integer")), full_range(spec(2, "half")), full_range(spec(4, "lut"))) == (7.5, 1.5, 1)
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("code", ["half", "integer", "lut"])
+def test_encode_finds_the_nearest_of_all_values(bits, code):
+    values = code_values(spec(bits, code))
+    x = torch.randn(40, 50, generator=torch.Generator().manual_seed(bits), dtype=torch.float64) * values[-1]
+    distance = np.abs(x.numpy()[..., None] - values.double().numpy())
+    codes = encode(x, values)
+    assert codes.dtype == torch.uint8
+    assert np.array_equal(codes.numpy(), distance.argmin(-1))
+    assert np.array_equal(decode(codes, values).numpy(), values.numpy()[distance.argmin(-1)])
+
+
+def test_an_uneven_table_is_searched_too():
+    values = torch.tensor([-1.0, -0.9, 0.1, 4.0])
+    x = torch.linspace(-2, 5, 701, dtype=torch.float64)
+    nearest = [min(range(4), key=lambda i: abs(float(values[i].double()) - v)) for v in x.tolist()]
+    assert encode(x, values).tolist() == nearest
+
+
+def test_ties_go_up_and_what_is_outside_is_clipped():
+    integers, halves = code_values(spec(3, "integer")), code_values(spec(2, "half"))
+    assert decode(encode(torch.tensor([-3.5, -0.5, 0.5, 2.5]), integers), integers).tolist() == [-3, 0, 1, 3]
+    assert decode(encode(torch.tensor([-1.0, 0.0, 1.0]), halves), halves).tolist() == [-0.5, 0.5, 1.5]
+    assert encode(torch.tensor([-1e9, -float("inf"), 1e9, float("inf")]), halves).tolist() == [0, 0, 3, 3]

@@ -1,0 +1,124 @@
+"""Bits per weight by hand, refusals that name what is allowed, and presets that survive config.json."""
+
+import json
+
+import pytest
+
+from qat_lora.errors import ConfigError
+from qat_lora.quant.spec import PRESETS, Preset, QuantSpec, preset
+
+ROWS, COLUMNS = 96, 704  # 704 = 5 * 128 + 64 = 11 * 64
+MLP_LAYER, ATTENTION_LAYER = "model.layers.0.mlp.up_proj", "model.layers.0.self_attn.q_proj"
+
+
+def lut_bits(bits, rank):
+    return (bits * ROWS * COLUMNS + 16 * (ROWS * rank + rank * COLUMNS) + 16 * 2**bits) / (ROWS * COLUMNS)
+
+
+BY_HAND = {  # bits per weight of an MLP and of an attention layer of 96 x 704
+    "w2g64": (2.25, 2.25),
+    "w3g128": (3 + 16 * 6 / 704, 3 + 16 * 6 / 704),
+    "w4g128": (4 + 16 * 6 / 704, 4 + 16 * 6 / 704),
+    "apple2": (2 + 16 / (96 * 704), 2 + 16 / (96 * 704)),
+    "q4_r32": (lut_bits(4, 32), lut_bits(4, 32)),
+    "q4a4": (lut_bits(4, 4), lut_bits(4, 4)),
+    "q2a2": (lut_bits(2, 32), lut_bits(2, 32)),
+    "q2a4": (lut_bits(2, 32), lut_bits(4, 8)),
+}
+
+
+def test_every_preset_is_counted_by_hand():
+    assert set(BY_HAND) == set(PRESETS)
+    for name, expected in BY_HAND.items():
+        for layer, bits in zip((MLP_LAYER, ATTENTION_LAYER), expected, strict=True):
+            spec = preset(name).spec_for(layer)
+            assert spec is not None
+            assert spec.stored_bits(ROWS, COLUMNS) / (ROWS * COLUMNS) == pytest.approx(bits, rel=1e-12), name
+
+
+@pytest.mark.parametrize(("columns", "groups"), [(704, 6), (128, 1), (1, 1), (129, 2), (256, 2)])
+def test_a_short_last_group_has_a_scale_of_its_own(columns, groups):
+    spec = QuantSpec(bits=4, code="integer", sharing="group", group_size=128)
+    assert spec.scale_count(7, columns) == 7 * groups
+
+
+def test_counts_of_the_other_sharings():
+    assert QuantSpec(bits=2, code="half", sharing="tensor").scale_count(5, 9) == 1
+    assert QuantSpec(bits=2, code="half", sharing="channel").scale_count(5, 9) == 5
+    assert QuantSpec(bits=2, code="half", sharing="lowrank", group_size=4, rank=3).scale_count(5, 9) == 3 * 14
+
+
+def test_an_unknown_preset_is_refused_with_the_list():
+    with pytest.raises(ConfigError) as refused:
+        preset("w5g128")
+    assert all(name in str(refused.value) for name in PRESETS)
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("bits", {"bits": 1}),
+        ("bits", {"bits": 9}),
+        ("bits", {"bits": 2.5}),
+        ("bits", {"bits": "4"}),
+        ("code", {"code": "nf4"}),
+        ("sharing", {"sharing": "block"}),
+        ("group_size", {"group_size": None}),
+        ("group_size", {"group_size": 0}),
+        ("group_size", {"sharing": "channel"}),
+        ("group_size", {"sharing": "lowrank", "rank": 4, "group_size": None}),
+        ("rank", {"rank": 4}),
+        ("rank", {"sharing": "lowrank"}),
+        ("rank", {"sharing": "lowrank", "rank": 0}),
+    ],
+)
+def test_a_spec_that_means_nothing_is_refused_by_field(field, change):
+    sound = {"bits": 4, "code": "integer", "sharing": "group", "group_size": 128}
+    QuantSpec(**sound)
+    with pytest.raises(ConfigError, match=f"^{field}: "):
+        QuantSpec(**(sound | change))
+
+
+def test_refused_names_come_with_what_is_allowed():
+    with pytest.raises(ConfigError, match="half, integer, lut"):
+        QuantSpec(bits=4, code="nf4", sharing="channel")
+    with pytest.raises(ConfigError, match="tensor, channel, group, lowrank"):
+        QuantSpec(bits=4, code="half", sharing="block")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_survive_json(name):
+    kept = preset(name, keep=(r"layers\.0\.",))
+    again = Preset.from_dict(json.loads(json.dumps(kept.to_dict())))
+    assert again == kept
+    assert again.spec_for(MLP_LAYER) is None
+    assert again.spec_for(MLP_LAYER.replace("0", "1")) == preset(name).spec_for(MLP_LAYER)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {},
+        {"name": "x"},
+        {"name": "x", "rules": [[".", {"bits": 2}]]},
+        {"name": "x", "rules": [[".", {"bits": 2, "code": "half", "sharing": "tensor", "colour": "red"}]]},
+        {"name": "x", "rules": [[".", {"bits": 99, "code": "half", "sharing": "tensor"}]]},
+        {"name": "x", "rules": [["(", None]]},
+        {"name": "x", "rules": 3},
+    ],
+)
+def test_a_foreign_mapping_is_refused(data):
+    with pytest.raises(ConfigError, match="not a preset of qat-lora"):
+        Preset.from_dict(data)
+
+
+def test_a_keep_pattern_must_be_a_regular_expression():
+    with pytest.raises(ConfigError, match="keep: .* is not a regular expression"):
+        preset("w2g64", keep=("(",))
+
+
+def test_the_first_rule_that_is_found_decides():
+    q2a4 = preset("q2a4")
+    mlp, attention = q2a4.spec_for(MLP_LAYER), q2a4.spec_for(ATTENTION_LAYER)
+    assert (mlp.bits, mlp.rank, attention.bits, attention.rank) == (2, 32, 4, 8)
+    assert q2a4.spec_for("lm_head") is None
