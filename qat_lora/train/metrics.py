@@ -1,7 +1,8 @@
 """The log of a run: `metrics.jsonl`, the progress bar, and the training curve as a picture.
 
 One JSON object per optimizer step. The values arrive in batches of `log_steps` (they stay on the device until
-then), so the file's last lines may lag by that much; a resumed run cuts the file back to its checkpoint.
+then), so the file's last lines may lag by that much; a resumed run cuts the file back to its checkpoint, which the
+loop never writes before the lines up to it.
 """
 
 from __future__ import annotations
@@ -19,12 +20,10 @@ from qat_lora.extras import pyplot
 
 
 class MetricsLog:
-    """Writes metrics and shows progress; a context manager."""
+    """Appends metrics and shows progress; a context manager."""
 
     def __init__(self, path: Path, max_steps: int, start_step: int, quiet: bool, description: str) -> None:
         self.path = path
-        kept = [line for line in read_metrics(path) if line["step"] <= start_step]
-        path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         self._bar = tqdm(total=max_steps, initial=start_step, desc=description, unit="step", disable=quiet)
         self._since = time.perf_counter()
 
@@ -76,6 +75,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def cut_back(path: Path, last_step: int) -> None:
+    """Drop the lines after a step from a file of lines, if there is one; the old file or the new, whatever happens."""
+    if path.exists():
+        kept = [line for line in read_metrics(path) if line["step"] <= last_step]
+        draft = path.with_suffix(".tmp")
+        draft.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        draft.replace(path)
+
+
 def append_line(path: Path, line: dict[str, Any]) -> None:
     """Append one JSON object to a file of lines."""
     with path.open("a", encoding="utf-8") as file:
@@ -97,6 +105,7 @@ def draw_curve(axis: Any, metrics: Path, evaluations: Path) -> None:
     axis.plot([x["step"] for x in train], [x["loss"] for x in train], lw=0.8, alpha=0.6, label="training loss")
     if evaluated:
         axis.plot([x["step"] for x in evaluated], [x["kl"] for x in evaluated], "o-", ms=3, label="evaluation KL")
-    axis.set(xlabel="optimizer step", ylabel="nats per token", ylim=(0, None), title="training")
+    axis.set(xlabel="optimizer step", ylabel="nats per token", ylim=(0, None))
+    axis.set_title("training", fontsize=10)
     axis.legend()
     axis.grid(alpha=0.3)
