@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import time
 from pathlib import Path
 
@@ -42,7 +43,13 @@ def main() -> None:
     arguments = parser.parse_args()
     out = Path(arguments.out)
     started = time.perf_counter()
-    seen = TextConfig(dataset=arguments.library, files_from=arguments.trained_on, format="text")
+    # Mixed, because a cache of the first rows should hold all kinds of text, not the first folders only.
+    files = Path(arguments.trained_on).read_text(encoding="utf-8").split("\n")
+    random.Random(arguments.seed).shuffle(files)
+    mixed = out / "trained-on.txt"
+    out.mkdir(parents=True, exist_ok=True)
+    mixed.write_text("\n".join(files) + "\n", encoding="utf-8")
+    seen = TextConfig(dataset=arguments.library, files_from=str(mixed), format="text")
     unseen = TextConfig(dataset=arguments.library, files_from=arguments.held_out, format="text")
 
     def part(name: str) -> RunConfig:

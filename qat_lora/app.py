@@ -21,7 +21,9 @@ from torch import nn
 from qat_lora import outputs
 from qat_lora.cache.build import build_kd_cache
 from qat_lora.cache.dataset import KDCacheDataset
+from qat_lora.cache.forecast import forecast
 from qat_lora.cache.records import Fingerprint
+from qat_lora.cache.shares import Share
 from qat_lora.cache.store import read_manifest
 from qat_lora.cache.writer import CacheWriter
 from qat_lora.config import save_yaml, to_dict
@@ -29,7 +31,7 @@ from qat_lora.errors import ConfigError, InterruptedRunError
 from qat_lora.evaluate.report import markdown_table, plot_scores, save_json, table_rows, text_table
 from qat_lora.evaluate.score import score
 from qat_lora.export.adapter import load_starts, save_adapter, save_starts
-from qat_lora.export.merged import save_merged
+from qat_lora.export.merged import check_mergeable, save_merged
 from qat_lora.layers.calibrate import quantise_model, second_moments
 from qat_lora.layers.convert import (
     add_lora,
@@ -64,8 +66,9 @@ from qat_lora.quant.spec import preset
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.select import status_line
 from qat_lora.students import open_student
-from qat_lora.text.packing import make_encoder, pack_rows, share, take_eval
+from qat_lora.text.packing import PackedRow, make_encoder, pack_rows, share, take_eval
 from qat_lora.text.sources import Document, TextConfig, describe_source, open_documents
+from qat_lora.train.folders import whole_folder
 from qat_lora.train.loop import LoopHooks, Trainee, train
 from qat_lora.train.metrics import plot_curve
 from qat_lora.types import Batch
@@ -76,14 +79,14 @@ def _say(run: RunConfig, line: str) -> None:
         print(line, flush=True)
 
 
-def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Path:
-    """Build (or go on building) a KD cache; return its folder.
+def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
+    """Build (or go on building) a KD cache; return its folder, or with `dry_run` the forecast as a dict.
 
     Raises:
         QatLoraError: see the rooms; nothing in an existing cache is lost.
         InterruptedRunError: SIGTERM; what is committed stays.
     """
-    run, text = options.run, options.text
+    run, text, part = options.run, options.text, Share.parse(options.builder)
     default = f"caches/{Path(str(text.dataset)).name.replace('.', '-')}_L{options.length}_K{options.top_k}"
     out = Path(run.out or default)
     teacher = _load(str(options.teacher), options.hub, run.dtype)
@@ -97,7 +100,8 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Path:
         teacher_sha256=checkpoint_sha256(teacher.folder),
         chat_template_sha256=hashlib.sha256(str(template).encode()).hexdigest() if template else None,
         dataset=describe_source(text) + (f" first {options.num_rows} rows" if options.num_rows else ""),
-        packing="documents with bos and eos; attention and positions restart at each",
+        packing="documents with bos and eos; attention and positions restart at each"
+        + (f"; dealt out to {part.builders} builders" if part.builders > 1 else ""),
         length=options.length,
         top_k=options.top_k,
         temperatures=tuple(sorted(set(options.temperatures))),
@@ -111,28 +115,50 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Path:
     def documents(start: int) -> Iterator[Document]:
         return open_documents(text, start)
 
-    with CacheWriter(out, fingerprint, options.shard_rows, overwrite=run.overwrite) as writer:
+    evaluation, first = take_eval(documents, encode, options.length, options.eval_rows)
+    rest = share(documents, first, part.builder, part.builders)
+    max_rows = options.num_rows and part.of(options.num_rows)
+    rest(0)  # refuses a blank text before the folder is made
+    if options.dry_run:
+        runtime.place(teacher.module)
+        cost = forecast(
+            teacher,
+            pack_rows(rest(0), encode, options.length),
+            fingerprint,
+            out,
+            eval_rows=0 if part.builder else options.eval_rows,
+            batch_rows=options.teacher_batch_size,
+            device=runtime.device,
+            max_rows=max_rows,
+            shard_rows=options.shard_rows,
+            quiet=run.quiet,
+        )
+        if not run.json:
+            print(cost.lines(), flush=True)
+        return cost._asdict()
+    with CacheWriter(out, fingerprint, options.shard_rows, overwrite=run.overwrite, share=part) as writer:
         done = writer.resume_state()
         if done.finished:
             _say(run, f"{out} is complete already")
             return out
         runtime.place(teacher.module)
-        evaluation, first = take_eval(documents, encode, options.length, options.eval_rows)
         cursor = done.cursor if done.rows else None
-        rest = share(documents, first)(cursor["document"] if cursor else 0)
         report = build_kd_cache(
             teacher,
-            pack_rows(rest, encode, options.length, cursor),
+            pack_rows(rest(cursor["document"] if cursor else 0), encode, options.length, cursor),
             writer,
-            eval_rows=evaluation,
+            eval_rows=[] if part.builder else evaluation,
             batch_rows=options.teacher_batch_size,
             device=runtime.device,
-            max_rows=options.num_rows,
+            max_rows=max_rows,
             quiet=run.quiet,
         )
     if not report.finished:
         raise InterruptedRunError(f"stopped after {report.train_rows} rows; the same command goes on from there")
     _say(run, f"{report.train_rows} rows, {report.bytes_per_token:.0f} bytes a token, written to {out}")
+    if report.waiting_for:
+        others = ", ".join(map(str, report.waiting_for))
+        _say(run, f"builder {part} has ended; the cache is complete when these have too: {others} of {part.builders}")
     return out
 
 
@@ -147,13 +173,20 @@ def _check_fits(dataset: KDCacheDataset, model: CausalLM) -> None:
 
 def _fits_positions(model: CausalLM, length: int) -> None:
     if model.max_positions is not None and length > model.max_positions:
-        raise ConfigError(f"length: {length} tokens are more than the model's {model.max_positions} positions")
+        limit = model.max_positions
+        raise ConfigError(f"length: {length} tokens are more than the model's {limit} positions; give {limit} or less")
 
 
 def _text_batches(text: TextConfig, tokenizer: Any, length: int, rows: int, batch_rows: int) -> Iterator[Batch]:
-    """Yield packed rows of a text as numpy batches of one fixed shape; missing rows of the last are masked."""
+    """Return packed rows of a text as numpy batches of one fixed shape; missing rows of the last are masked.
+
+    A text that is missing or blank is refused here, not at the first batch.
+    """
     packed = pack_rows(open_documents(text), make_encoder(tokenizer), length)
-    taken = itertools.islice(packed, rows or None)
+    return _stacked(itertools.islice(packed, rows or None), length, batch_rows)
+
+
+def _stacked(taken: Iterator[PackedRow], length: int, batch_rows: int) -> Iterator[Batch]:
     while chunk := list(itertools.islice(taken, batch_rows)):
         batch = {
             "input_ids": np.zeros((batch_rows, length), np.int32),
@@ -180,17 +213,18 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
         raise ConfigError(f"model: {options.model} is quantised already; give the full-precision model")
     targets = quantise_targets(model.module, chosen)
     settings = to_dict(options) | {"run": {"seed": run.seed}, "model_sha256": checkpoint_sha256(model.folder)}
+    batches = _calibration_batches(options, model) if options.init != "absmax" and has_text else None
     if outputs.claim(out, "quantize", settings, run.overwrite):
         _say(run, f"{out} is complete already")
         return out
     runtime.place(model.module)
     _say(run, f"{runtime.description} · {chosen.name}, {len(targets)} layers · {out}")
     moments = None
-    if options.init != "absmax" and has_text:
+    if batches is not None:
         moments = second_moments(
             model.module,
             targets,
-            runtime.feed(_calibration_batches(options, model)),
+            runtime.feed(batches),
             lambda batch: model.hidden(batch["input_ids"], batch["document_ids"]),
         )
     starts = quantise_model(model.module, chosen, options.init, moments, options.start_rank, run.quiet)
@@ -201,6 +235,7 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
     if starts:
         save_starts(starts, out)
     save_yaml(options, out / "config.yaml")
+    save_json({"preset": chosen.name, "layers": len(targets), **details}, out / "result.json")
     outputs.complete(out)
     _say(run, f"{bits:.2f} bits per weight in {len(targets)} layers, written to {out}")
     return out
@@ -241,13 +276,13 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
         "global_batch_rows": effective,
         **{key: plain[key] for key in ("head_k", "train_scales", "start", "lora", "objective", "train")},
     }
+    starts = load_starts(model.folder) if options.start == "auto" else {}
+    torch.manual_seed(run.seed)
+    add_lora(model.module, options.lora, starts)
     if outputs.claim(out, "recover", settings, run.overwrite):
         _say(run, f"{out} is complete already")
         return out
     save_yaml(options, out / "config.yaml")
-    starts = load_starts(model.folder) if options.start == "auto" else {}
-    torch.manual_seed(run.seed)
-    add_lora(model.module, options.lora, starts)
     runtime.place(model.module)
     trainee = _trainee(model, options.train_scales)
     _say(run, status_line(runtime, DTYPES[run.dtype], effective))
@@ -287,12 +322,15 @@ def _trainee(model: CausalLM, train_scales: bool) -> Trainee:
 
 
 def _export_student(trainee: Trainee, options: RecoverOptions, folder: Path) -> None:
-    """Write the student as an adapter folder; with trained scales, their base beside it."""
+    """Write the student as an adapter folder; with trained scales, their base in it. All of it appears together."""
     assert isinstance(trainee.model, CausalLM)
     base = trainee.model.folder
-    if trainee.scales:
-        base = save_with_scales(base, folder / "base", trainee.scales)
-    save_adapter(trainee.model.module, options.lora, folder, base, checkpoint_sha256(base))
+    with whole_folder(folder) as draft:
+        sha256 = checkpoint_sha256(base)
+        if trainee.scales:
+            sha256 = checkpoint_sha256(save_with_scales(base, draft / "base", trainee.scales))
+            base = folder / "base"
+        save_adapter(trainee.model.module, options.lora, draft, base, sha256)
 
 
 def _cache_evaluation(options: RecoverOptions, model: CausalLM, runtime: Runtime) -> Callable[[], float] | None:
@@ -343,18 +381,19 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
     rows = min([teacher.vocab_size, *(s.model.vocab_size for s in opened.values())])
     out = Path(run.out or "runs/eval")
     identity = {name: student.sha256 for name, student in opened.items()}
-    settings = to_dict(options) | {"run": {"dtype": run.dtype}, "weights": identity}
+    text = describe_source(options.text)
+    settings = to_dict(options) | {"run": {"dtype": run.dtype}, "weights": identity, "text": text}
+    texts = _text_batches(options.text, tokenizer, options.length, options.eval_rows, options.batch_size)
     if outputs.claim(out, "eval", settings, run.overwrite):
         _say(run, f"{out} is complete already")
-        return json.loads((out / "scores.json").read_text(encoding="utf-8"))
+        known = json.loads((out / "scores.json").read_text(encoding="utf-8"))
+        _say(run, text_table(table_rows(known)))
+        return known
     models = {name: student.model.with_vocabulary(rows) for name, student in opened.items()}
     for model in (teacher, *models.values()):
         runtime.place(model.module)
     _say(run, f"{runtime.description} · {run.dtype} · {len(models) + 1} models")
-    batches = runtime.feed(
-        _text_batches(options.text, tokenizer, options.length, options.eval_rows, options.batch_size)
-    )
-    results = score(teacher.with_vocabulary(rows), models, batches, run.quiet)
+    results = score(teacher.with_vocabulary(rows), models, runtime.feed(texts), run.quiet)
     scores: dict[str, Any] = {}
     for name, result in results.items():
         scores[name] = result.as_dict()
@@ -373,8 +412,9 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
     """Write a student in a form that other tools load; return the folder."""
     run = options.run
     student = open_student(str(options.student), options.hub)
+    check_mergeable(student.model.module)
     out = Path(run.out or f"runs/export_{Path(str(options.student)).name}_{options.form}")
-    settings = {"form": options.form, "student": str(options.student)}
+    settings = {"form": options.form, "student": str(options.student), "weights": student.sha256}
     if not outputs.claim(out, "export", settings, run.overwrite):
         save_merged(student.model.module, out)
         copy_tokenizer(student.model.folder, out)

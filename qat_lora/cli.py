@@ -22,7 +22,7 @@ import qat_lora
 from qat_lora.config import Leaf, leaves, resolve
 from qat_lora.errors import QatLoraError
 
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 
 # command words -> (option class, function, module of the function, one line of help)
 COMMANDS: dict[str, tuple[str, str, str, str]] = {
@@ -34,6 +34,7 @@ COMMANDS: dict[str, tuple[str, str, str, str]] = {
     "export": ("ExportOptions", "export", "qat_lora.app", "Write a student in a form other tools load."),
     "generate": ("GenerateOptions", "generate", "qat_lora.generate", "Continue a prompt."),
     "smoke": ("SmokeOptions", "smoke", "qat_lora.diagnose.smoke", "Check device, data, training and checkpoints."),
+    "estimate": ("EstimateOptions", "estimate", "qat_lora.diagnose.estimate", "Estimate the memory a run will need."),
 }
 
 
@@ -54,14 +55,16 @@ def _flag(leaf: Leaf) -> click.Option:
 
 def _help(leaf: Leaf) -> str:
     """Return a setting's line of help, with its unit and its default."""
-    text, unit, default = leaf.field.metadata["help"], leaf.field.metadata["unit"], leaf.default
+    unit, default = leaf.field.metadata["unit"], leaf.default
+    text, _, stated = leaf.field.metadata["help"].partition("; default: ")
     if isinstance(default, tuple):
         default = ",".join(format(v, "g") if isinstance(v, float) else str(v) for v in default)
     notes = [unit] if unit else []
-    if "(required)" not in text and "default" not in f"{text} {unit}":
-        shown = (
-            {False: "off", "": "none", None: "none"}.get(default, default) if default != 0 or leaf.type is bool else 0
-        )
+    if stated:
+        notes.append(f"default: {stated}")
+    elif "(required)" not in text and "default" not in f"{text} {unit}":
+        words = {"False": "off", "True": "on", "None": "none", "": "none"}
+        shown = words.get(str(default), default)
         notes.append(f"default: {shown}")
     return f"{text} [{'; '.join(notes)}]" if notes else text
 
@@ -157,7 +160,11 @@ def verify(path: str, quiet: bool, as_json: bool) -> None:
     manifest = read_manifest(path)
     total = sum(shard.bytes for shard in (*manifest.eval, *manifest.train))
     with tqdm(total=total, desc="verify", unit="B", unit_scale=True, disable=quiet) as bar:
-        report = verify_cache(path, lambda _, read: bar.update(read))
+
+        def advance(_shard: str, read: int) -> None:
+            bar.update(read)
+
+        report = verify_cache(path, advance)
     if as_json:
         click.echo(json.dumps({"intact": True, **dataclasses.asdict(report)}))
         return

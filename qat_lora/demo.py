@@ -42,6 +42,7 @@ from qat_lora.options import (
     RunConfig,
 )
 from qat_lora.runtime.base import Runtime
+from qat_lora.runtime.precision import fast_dtype
 from qat_lora.students import open_student
 from qat_lora.text.packing import PackedRow, make_encoder, pack_rows
 from qat_lora.text.sources import TextConfig, open_documents
@@ -174,7 +175,7 @@ def _train_teacher(text: TextConfig, out: Path, runtime: Runtime, run: RunConfig
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_lr"] * factor
-        with runtime.autocast(_fast_dtype(runtime)):
+        with runtime.autocast(fast_dtype(runtime.device)):
             hidden = model.hidden(batch["input_ids"], batch["document_ids"])
             logits = model.logits(hidden[:, :-1].flatten(0, 1))
         targets, mask = batch["input_ids"][:, 1:].reshape(-1), batch["target_mask"].reshape(-1)
@@ -190,22 +191,6 @@ def _train_teacher(text: TextConfig, out: Path, runtime: Runtime, run: RunConfig
     save_model(model.module.to("cpu"), out)
     outputs.complete(out)
     return out
-
-
-def _fast_dtype(runtime: Runtime) -> torch.dtype:
-    """Return bfloat16 where the hardware multiplies it faster than float32."""
-    if runtime.device.type == "cpu":
-        return torch.bfloat16 if _has_bf16_dot() else torch.float32
-    return torch.bfloat16
-
-
-def _has_bf16_dot() -> bool:
-    """Tell whether this CPU has bfloat16 dot-product instructions (without them bfloat16 is emulated, and slow)."""
-    try:
-        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return False
-    return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
 def _optimizers(model: CausalLM) -> list[torch.optim.Optimizer]:

@@ -8,6 +8,7 @@ everywhere, and it needs nothing of transformers' generation machinery.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -42,11 +43,16 @@ def continue_ids(
         generator: of the draws, on the CPU.
 
     Raises:
-        ConfigError: an empty prompt, or one that leaves no room within the model's positions.
+        ConfigError: an empty prompt, one that leaves no room within the model's positions, or a length or
+            temperature that means nothing.
     """
     total = len(prompt_ids) + max_new_tokens
     if not prompt_ids:
         raise ConfigError("prompt: is empty; give at least one word")
+    if max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens: {max_new_tokens} is below 1")
+    if not 0 <= temperature < math.inf:
+        raise ConfigError(f"gen_temperature: {temperature} is not allowed; give 0 (likeliest token) or a number above")
     if model.max_positions is not None and total > model.max_positions:
         raise ConfigError(f"max_new_tokens: prompt and continuation take {total} of {model.max_positions} positions")
     ids = torch.zeros(1, total, dtype=torch.int64)
@@ -55,7 +61,8 @@ def continue_ids(
     written: list[int] = []
     for position in range(len(prompt_ids) - 1, total - 1):
         hidden = model.hidden(ids.to(device), documents)
-        logits = model.logits(hidden[0, position : position + 1]).cpu()[0]
+        row = torch.tensor([position]).to(device)  # as data: a slice would write the number into the graph
+        logits = model.logits(hidden[0].index_select(0, row)).cpu()[0]
         if temperature > 0:
             token = int(torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator))
         else:

@@ -96,7 +96,8 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
         ModelError: nothing there, no config.json, or the Hub does not give it.
     """
     path = Path(name).expanduser()
-    if path.suffix in (".pt", ".pth", ".safetensors"):
+    is_file_name = path.suffix in (".pt", ".pth", ".safetensors")
+    if is_file_name:
         folder = path.parent if path.suffix == ".safetensors" and path.is_file() else path.with_suffix("")
         if path.is_file() and path.suffix != ".safetensors":
             raise ModelError(f"model: {name} is a pickled file; give the Hugging Face folder beside it instead")
@@ -105,7 +106,7 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
         if not (path / "config.json").is_file():
             raise ModelError(f"model: {path} has no config.json, so it is no Hugging Face model folder")
         return path
-    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
+    if path.exists() or is_file_name or name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ModelError(
             f"model: there is no folder {path}; give a Hugging Face folder or a Hub name like Qwen/Qwen3-0.6B"
         )
@@ -119,16 +120,24 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
 
 
 def checkpoint_sha256(folder: Path) -> str:
-    """Return the sha256 over a folder's weight files, names and bytes: the identity of a base or teacher."""
+    """Return the sha256 over a folder's weight files, names and bytes: the identity of a base or teacher.
+
+    Where there are files of model weights, others (adapter starts, a second format) are left out: what is beside the
+    weights must not make a base another one.
+    """
     digest = hashlib.sha256()
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ModelError(f"model: {folder} holds no .safetensors weights (pickled weights are not read)")
-    for file in files:
+    for file in sorted(folder.glob("model*.safetensors")) or _weight_files(folder):
         digest.update(file.name.encode())
         with file.open("rb") as stream:
             digest.update(hashlib.file_digest(stream, "sha256").digest())
     return digest.hexdigest()
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"model: {folder} holds no .safetensors weights (pickled weights are not read)")
+    return files
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
@@ -140,9 +149,16 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
-        raise ModelError(f"tokenizer: {folder} has none that loads ({str(error).splitlines()[0]})") from None
-    if getattr(tokenizer, "backend_tokenizer", None) is None:
-        raise ModelError(f"tokenizer: {folder} has no tokenizer.json; convert it to a fast tokenizer first")
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ModelError(
+            f"tokenizer: {folder} has none that loads ({reason}); copy the tokenizer.json that belongs to the model"
+        ) from None
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    # Where the files are missing, transformers makes a tokenizer of special tokens alone, which drops all text.
+    if backend is None or set(backend.get_vocab(with_added_tokens=False)) <= set(tokenizer.all_special_tokens):
+        raise ModelError(
+            f"tokenizer: {folder} has no tokenizer.json that can be used; copy the one that belongs to the model"
+        )
     return tokenizer
 
 
@@ -158,14 +174,19 @@ def tokenizer_sha256(tokenizer: Any) -> str:
 
 
 @contextmanager
-def _without_bars() -> Iterator[None]:
-    """Keep transformers' own progress bars for weights off the terminal, without changing them for others."""
-    was = hf_logging.is_progress_bar_enabled()
+def _quiet() -> Iterator[None]:
+    """Keep transformers' own progress bars and warnings off the terminal, without changing them for others.
+
+    What it warns of while loading (missing and unexpected tensors) is an error here, with a line of its own.
+    """
+    had_bars, verbosity = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
     hf_logging.disable_progress_bar()
+    hf_logging.set_verbosity_error()
     try:
         yield
     finally:
-        if was:
+        hf_logging.set_verbosity(verbosity)
+        if had_bars:
             hf_logging.enable_progress_bar()
 
 
@@ -239,8 +260,10 @@ def attention_inputs(config: Any, document_ids_BL: Tensor, dtype: torch.dtype) -
     same = document_ids_BL[:, :, None] == document_ids_BL[:, None, :]
     full = same & (distance >= 0)
     positions = full.sum(-1) - 1
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     window: Any = getattr(config, "sliding_window", None)
+    # Mistral, Mixtral, Phi 3 and Starcoder 2 name no kinds: with a window, all their layers slide.
+    one_kind = "full_attention" if window is None else "sliding_attention"
+    kinds = set(getattr(config, "layer_types", None) or [one_kind])
     unknown = kinds - {"full_attention", "sliding_attention"}
     if unknown:
         raise ModelError(f"model: attention of kind {', '.join(sorted(unknown))} is not supported")
@@ -267,6 +290,7 @@ def load_model(
         ModelError: no such model, another architecture, a missing, unexpected or misshapen tensor.
     """
     folder = resolve_model(name, revision)
+    _weight_files(folder)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         if not config.is_encoder_decoder and getattr(config, "quantization_config", None):
@@ -274,13 +298,15 @@ def load_model(
             if method != QUANT_METHOD:
                 raise ModelError(f"model: {folder} is quantised by {method}; give the unquantised model")
         attention = "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else "sdpa"
-        with _without_bars():
+        with _quiet():
             module, report = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=config,
                 dtype=torch.float32,
                 trust_remote_code=trust_remote_code,
                 attn_implementation=attention,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,  # reported below, by name
                 output_loading_info=True,
             )
     except ModelError:
@@ -290,11 +316,22 @@ def load_model(
         raise ModelError(f"model: {folder} does not load as a causal language model ({reason})") from None
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report.get(problem):
-            names = ", ".join(sorted(map(str, report[problem]))[:6])
-            raise ModelError(f"model: {folder} has {problem.replace('_', ' ')}: {names}; the checkpoint is incomplete")
+            names = ", ".join(sorted(map(_tensor_name, report[problem]))[:6])
+            kind = problem.removesuffix("_keys")
+            raise ModelError(
+                f"model: {folder} has {kind} tensors: {names}; the checkpoint does not fit its config.json"
+            )
     module.eval().requires_grad_(False)
     cast(module, DTYPES[dtype])
     return CausalLM(module, folder)
+
+
+def _tensor_name(key: Any) -> str:
+    """Return a tensor's name, with both shapes where transformers reports (name, in the file, in the model)."""
+    if isinstance(key, str):
+        return key
+    name, stored, wanted = key
+    return f"{name} (shape {tuple(stored)}, the model wants {tuple(wanted)})"
 
 
 def cast(module: nn.Module, dtype: torch.dtype) -> None:
@@ -325,7 +362,7 @@ def save_quantised(model: CausalLM, out: Path, preset: Preset, details: dict[str
 
 def save_model(module: Any, out: Path) -> None:
     """Write a transformers model's config and weights."""
-    with _without_bars():
+    with _quiet():
         module.save_pretrained(out)
 
 
@@ -347,17 +384,20 @@ def save_with_scales(folder: Path, out: Path, scales: Mapping[str, Tensor]) -> P
     """Copy a quantised checkpoint with other scales (stored as float16); return the new folder.
 
     Raises:
-        ModelError: a scale that the checkpoint lacks.
+        ModelError: a scale that the checkpoint lacks, or of another shape.
     """
     left = set(scales)
     out.mkdir(parents=True, exist_ok=True)
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in sorted(folder.glob("model*.safetensors")):
         tensors = load_file(file)
-        if file.name.startswith("model"):
-            mine = left & set(tensors)
-            tensors |= {name: scales[name].detach().half().cpu().contiguous() for name in mine}
-            left -= mine
-            save_file(tensors, out / file.name, metadata={"format": "pt"})
+        for name in sorted(left & set(tensors)):
+            scale = scales[name].detach().cpu().half().contiguous()
+            if scale.shape != tensors[name].shape:
+                had, wants = tuple(scale.shape), tuple(tensors[name].shape)
+                raise ModelError(f"scales: {name} has shape {had}, the checkpoint {folder} has {wants}")
+            tensors[name] = scale
+            left.remove(name)
+        save_file(tensors, out / file.name, metadata={"format": "pt"})
     if left:
         raise ModelError(f"checkpoint {folder}: lacks the scales {', '.join(sorted(left)[:4])}")
     for file in folder.glob("*.json"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from qat_lora.cache.shares import Share
 from qat_lora.config import option
 from qat_lora.errors import ConfigError
 from qat_lora.layers.lora import LoraConfig
@@ -60,6 +61,8 @@ class CacheBuildOptions:
     eval_rows: int = option(0, "rows kept apart as evaluation split, whole documents", unit="rows")
     teacher_batch_size: int = option(8, "rows of a teacher forward", unit="rows", alias="batch_size")
     shard_rows: int | None = option(None, "rows of a shard; default: about 128 MB", unit="rows")
+    builder: str = option("0/1", "i/n: this is builder i of n that fill --out together, each with every n-th document")
+    dry_run: bool = option(False, "time a few batches, print hours, bytes and free disk, and write nothing")
     hub: HubConfig = option(HubConfig, "models")
     run: RunConfig = option(RunConfig, "run")
 
@@ -69,6 +72,11 @@ class CacheBuildOptions:
         at_least(self, length=2, top_k=1, num_rows=1, eval_rows=0, teacher_batch_size=1, shard_rows=1)
         if not self.temperatures or min(self.temperatures) <= 0:
             raise ConfigError("temperatures: allowed: one or more numbers above 0, for example 1,2")
+        share = Share.parse(self.builder)
+        if self.num_rows is not None and not share.of(self.num_rows):
+            raise ConfigError(
+                f"num_rows: {self.num_rows} leaves builder {share} nothing; give more rows or fewer builders"
+            )
 
 
 @dataclass(frozen=True)
@@ -173,6 +181,45 @@ class DemoOptions:
     """`qat-lora demo`."""
 
     run: RunConfig = option(RunConfig, "run")
+
+
+@dataclass(frozen=True)
+class SmokeOptions:
+    """`qat-lora smoke`."""
+
+    run_training: bool = option(False, "also train for some epochs and check that the loss falls")
+    train_epochs: int = option(2, "passes over the little cache, with --run-training", unit="epochs")
+    run: RunConfig = option(RunConfig, "run")
+
+    def __post_init__(self) -> None:
+        if self.train_epochs < 2:
+            raise ConfigError(f"train_epochs: {self.train_epochs} has no first and last to compare; give 2 or more")
+
+
+@dataclass(frozen=True)
+class EstimateOptions:
+    """`qat-lora estimate`."""
+
+    model: str | None = option(None, "model folder or Hub name; only its config.json is read (required)")
+    preset: str | None = option(None, "how weights are stored; default: as the model's config says", alias="config")
+    keep: tuple[str, ...] = option((), "patterns of layers that stay unquantised", unit="regular expressions")
+    train_scales: bool = option(False, "the quantiser's scales train too")
+    lora: LoraConfig = option(LoraConfig, "adapter")
+    length: int = option(1024, "tokens of a row", unit="tokens", alias="max_length")
+    head_k: int = option(128, "entries of the cached head", unit="tokens")
+    batch_size: int = option(4, "rows of a micro-batch on one replica", unit="rows")
+    accumulation_steps: int = option(1, "micro-batches of an optimizer step", unit="micro-batches")
+    loss_chunk_mb: int = option(32, "logits held at once while the loss is computed", unit="MiB")
+    attention: Literal["fused", "plain"] = option(
+        "fused", "fused: no scores are kept (CUDA, CPU); plain: all of them are (PyTorch/XLA)"
+    )
+    run: RunConfig = option(RunConfig, "run")
+
+    def __post_init__(self) -> None:
+        required(self, "model")
+        for name in ("length", "head_k", "batch_size", "accumulation_steps", "loss_chunk_mb"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: {getattr(self, name)} is below 1")
 
 
 def required(config: object, name: str) -> None:

@@ -35,24 +35,32 @@ def claim(out: Path, command: str, settings: Mapping[str, Any], overwrite: bool)
     mark = out / MARK
     if out.is_file():
         raise OutputExistsError(f"--out {out}: is a file; give a folder")
-    if out.is_dir() and any(out.iterdir()):
+    if out.is_dir() and any(path != _draft(mark) for path in out.iterdir()):
         if not mark.is_file():
             raise OutputExistsError(f"--out {out}: holds files that no qat-lora run made; choose another folder")
         if overwrite:
-            shutil.rmtree(out)
+            _empty(out)
         else:
-            was = json.loads(mark.read_text(encoding="utf-8"))
-            for name in sorted(settings.keys() | was["settings"].keys()):
+            was = _read(mark)
+            for name in ("command", *sorted(settings.keys() | was["settings"].keys())):
                 here, there = settings.get(name), was["settings"].get(name)
                 if here != there:
                     raise OutputExistsError(
                         f"--out {out}: holds another run: {name} was {_short(there)}, now {_short(here)}; "
                         "choose another --out, or --overwrite to start again"
                     )
-            return bool(was["complete"])
+            return was["complete"]
     out.mkdir(parents=True, exist_ok=True)
     _write(mark, settings, complete=False)
     return False
+
+
+def _read(mark: Path) -> dict[str, Any]:
+    try:
+        was = json.loads(mark.read_text(encoding="utf-8"))
+        return {"settings": dict(was["settings"]), "complete": bool(was["complete"])}
+    except (ValueError, KeyError, TypeError):
+        raise OutputExistsError(f"--out {mark.parent}: {MARK} in it is damaged; --overwrite starts again") from None
 
 
 def complete(out: Path) -> None:
@@ -70,8 +78,22 @@ def _open_to_others(out: Path) -> None:
         file.chmod(0o666 & ~umask)
 
 
+def _empty(out: Path) -> None:
+    """Remove all but the mark, which first stops being anybody's: a kill in here leaves no run that looks whole."""
+    _write(out / MARK, {}, complete=False)
+    for path in out.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != MARK:
+            path.unlink()
+
+
+def _draft(mark: Path) -> Path:
+    return mark.with_suffix(".tmp")
+
+
 def _write(mark: Path, settings: Mapping[str, Any], complete: bool) -> None:
-    draft = mark.with_suffix(".tmp")
+    draft = _draft(mark)
     draft.write_text(json.dumps({"settings": settings, "complete": complete}, indent=1), encoding="utf-8")
     draft.replace(mark)
 

@@ -41,7 +41,13 @@ def base_folder(adapter: Path) -> Path:
     for folder in (adapter / "base", Path(named), adapter / named):
         if (folder / "config.json").is_file():
             return folder
-    return resolve_model(named)
+    try:
+        return resolve_model(named)
+    except ModelError:
+        raise ModelError(
+            f"adapter: {adapter} belongs to the base {named}, which is not there; put that folder back, or copy it "
+            f"to {adapter / 'base'}"
+        ) from None
 
 
 def open_student(name: str, hub: HubConfig, dtype: str = "float32") -> Student:
@@ -56,10 +62,7 @@ def open_student(name: str, hub: HubConfig, dtype: str = "float32") -> Student:
     else:
         base = base_folder(adapter)
         model = load_model(str(base), trust_remote_code=hub.trust_remote_code, dtype=dtype)
-        try:
-            load_adapter(model.module, adapter, checkpoint_sha256(model.folder))
-        except FileNotFoundError as error:
-            raise ModelError(f"adapter: {adapter} lacks {error.filename}; the folder is incomplete") from None
+        load_adapter(model.module, adapter, checkpoint_sha256(model.folder))
     bits, sha256 = None, checkpoint_sha256(model.folder)
     if quant_layers(model.module):
         key = "with_adapter" if lora_layers(model.module) else "base"

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from qat_lora.cache import format as fmt
+from qat_lora.cache.records import Fingerprint
 from qat_lora.cache.writer import CacheWriter
 from qat_lora.errors import CacheError, ConfigError
 from qat_lora.types import LanguageModel, temperature_key
@@ -61,6 +62,8 @@ class BuildReport(NamedTuple):
     bytes_per_token: float
     finished: bool
     """False if it was asked to stop (SIGTERM) before the rows ended: the same call goes on from there."""
+    waiting_for: tuple[int, ...] = ()
+    """Builders of the same cache that have not ended; the last of them writes the manifest."""
 
 
 @torch.no_grad()
@@ -123,10 +126,11 @@ def build_kd_cache(
         teacher: the model; it must be on `device` already.
         rows: training rows from `writer.resume_state().cursor` on.
         writer: an entered `CacheWriter`; its fingerprint says L, K, V and the temperatures.
-        eval_rows: all rows kept apart for evaluation, `fingerprint.eval_rows` of them, also when resuming.
+        eval_rows: all rows kept apart for evaluation, `fingerprint.eval_rows` of them, also when resuming; none in
+            builders other than the first, whose they are.
         batch_rows: rows of a forward.
         device: where the token ids go.
-        max_rows: stop at this many training rows (those of earlier runs counted), and the cache is complete.
+        max_rows: stop at this many training rows of this builder (those of earlier runs counted): it has ended.
         chunk_bytes: float32 logits held at a time.
         quiet: no progress bar.
 
@@ -142,8 +146,12 @@ def build_kd_cache(
             f"vocab_size: the cache is to hold {fingerprint.vocab_size:,} entries, the teacher "
             f"{fingerprint.teacher} has {teacher.vocab_size:,}; allowed: as many or fewer"
         )
-    if len(eval_rows) != fingerprint.eval_rows:
-        raise ConfigError(f"eval_rows: {len(eval_rows)} rows for --eval-rows {fingerprint.eval_rows}; give all of them")
+    wanted = 0 if writer.share.builder else fingerprint.eval_rows
+    if len(eval_rows) != wanted:
+        raise ConfigError(
+            f"eval_rows: {len(eval_rows)} rows for --eval-rows {fingerprint.eval_rows} in builder {writer.share}; "
+            f"allowed: {wanted}"
+        )
     state = writer.resume_state()
     if state.finished:
         return _report(writer)
@@ -155,19 +163,8 @@ def build_kd_cache(
     total_rows = None if left is None else left + len(eval_left)
     with _stop_on_sigterm() as stop, _progress(fingerprint, total_rows, quiet) as bar, _Behind(writer) as behind:
         while not stop.is_set() and (batch := list(itertools.islice(work, batch_rows))):
-            inputs = _inputs([row for _, row in batch], batch_rows, fingerprint.length)
-            ids_BL, documents_BL = (torch.from_numpy(inputs[name]).to(device) for name in ("input_ids", "documents"))
-            arrays = teacher_arrays(
-                teacher,
-                ids_BL,
-                documents_BL,
-                vocab_size=fingerprint.vocab_size,
-                top_k=fingerprint.top_k,
-                temperatures=fingerprint.temperatures,
-                chunk_bytes=chunk_bytes,
-            )
-            host = {name: values.cpu().numpy() for name, values in arrays.items()}
-            behind.put({**inputs, **host}, batch)
+            arrays = run_batch(teacher, [row for _, row in batch], fingerprint, batch_rows, device, chunk_bytes)
+            behind.put(arrays, batch)
             bar.update(len(batch) * fingerprint.length)
     if stop.is_set():
         writer.stop()
@@ -176,10 +173,38 @@ def build_kd_cache(
     return _report(writer)
 
 
+def run_batch(
+    teacher: LanguageModel,
+    rows: Sequence[Row],
+    fingerprint: Fingerprint,
+    batch_rows: int,
+    device: torch.device | str,
+    chunk_bytes: int = 64 << 20,
+) -> dict[str, np.ndarray]:
+    """Run the teacher over at most `batch_rows` rows.
+
+    Returns:
+        The arrays that `codec.encode_rows` takes, [batch_rows, ...] whatever the number of rows.
+    """
+    inputs = _inputs(rows, batch_rows, fingerprint.length)
+    ids_BL, documents_BL = (torch.from_numpy(inputs[name]).to(device) for name in ("input_ids", "documents"))
+    arrays = teacher_arrays(
+        teacher,
+        ids_BL,
+        documents_BL,
+        vocab_size=fingerprint.vocab_size,
+        top_k=fingerprint.top_k,
+        temperatures=fingerprint.temperatures,
+        chunk_bytes=chunk_bytes,
+    )
+    return {**inputs, **{name: values.cpu().numpy() for name, values in arrays.items()}}
+
+
 def _report(writer: CacheWriter) -> BuildReport:
     state = writer.resume_state()
     table, length = writer.fingerprint.arrays, writer.fingerprint.length
-    return BuildReport(state.rows, state.eval_rows, fmt.row_bytes(table) / length, state.finished)
+    bytes_per_token = fmt.row_bytes(table) / length
+    return BuildReport(state.rows, state.eval_rows, bytes_per_token, not writer.stopped, writer.waiting_for())
 
 
 def _inputs(rows: Sequence[Row], batch_rows: int, length: int) -> dict[str, np.ndarray]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from qat_lora.errors import OutputExistsError
 
 FAILPOINT_STEPS = ("opened", "started", "written", "synced", "linked", "durable")
-"""Steps of one commit, each a failpoint `<kind>-<step>` for the kinds shard, sidecar and manifest."""
+"""Steps of one commit, each a failpoint `<kind>-<step>` for the kinds shard, sidecar, part and manifest."""
 
 _reached: Counter[str] = Counter()
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
@@ -109,18 +109,48 @@ def exclusive(path: Path) -> Iterator[None]:
     """
     import fcntl
 
+    with _locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB) as descriptor:
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()}\n".encode())
+        yield
+
+
+@contextlib.contextmanager
+def sharing(path: Path) -> Iterator[None]:
+    """Hold a lock that others may share until leaving, but none may have for itself.
+
+    Raises:
+        OutputExistsError: another process holds it for itself.
+    """
+    import fcntl
+
+    with _locked(path, fcntl.LOCK_SH | fcntl.LOCK_NB):
+        yield
+
+
+@contextlib.contextmanager
+def in_turn(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock until leaving, after waiting for whoever has it."""
+    import fcntl
+
+    with _locked(path, fcntl.LOCK_EX):
+        yield
+
+
+@contextlib.contextmanager
+def _locked(path: Path, operation: int) -> Iterator[int]:
+    import fcntl
+
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, operation)
         except BlockingIOError:
             holder = os.read(descriptor, 32).decode("ascii", "replace").strip() or "unknown"
             raise OutputExistsError(
                 f"--out {path.parent}: another builder is writing there (process {holder}); wait for it, stop it, "
                 "or choose another --out"
             ) from None
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"{os.getpid()}\n".encode())
-        yield
+        yield descriptor
     finally:
         os.close(descriptor)

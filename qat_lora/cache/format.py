@@ -39,6 +39,7 @@ SHORT_VOCAB = 1 << 16
 
 _SAFETENSORS_DTYPE = {"<i4": "I32", "<u4": "U32", "<f4": "F32", "<f2": "F16", "<u2": "U16", "|u1": "U8"}
 _SHARD_NAME = re.compile(r"([se])-([0-9]{6})")
+_PART_NAME = re.compile(r"b-[0-9]{6}\.json")
 
 
 class ArraySpec(NamedTuple):
@@ -133,6 +134,16 @@ def shard_name(split: str, index: int) -> str:
     if not 0 <= index <= 999_999:
         raise ValueError(f"shard number {index}: a series holds at most 1,000,000 shards; use larger shards")
     return f"{SERIES[split]}-{index:06d}"
+
+
+def part_name(builder: int) -> str:
+    """Return `b-000001.json`: the file in which one of several builders says that it has ended."""
+    return f"b-{builder:06d}.json"
+
+
+def is_part_name(name: str) -> bool:
+    """Return whether a file name is one of `part_name`."""
+    return _PART_NAME.fullmatch(name) is not None
 
 
 def parse_shard_name(name: str) -> tuple[str, int] | None:

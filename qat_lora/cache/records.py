@@ -119,6 +119,23 @@ class Sidecar:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Part:
+    """The end of one builder's work where several share a cache."""
+
+    format: str = fmt.FORMAT
+    version: int = fmt.VERSION
+    builder: int
+    builders: int
+    train_shards: int
+    eval_shards: int
+    fingerprint: Fingerprint
+
+    def shards(self, split: str) -> int:
+        """Return how many shards of a split the builder wrote."""
+        return {"train": self.train_shards, "eval": self.eval_shards}[split]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShardEntry:
     """A shard as the manifest lists it."""
 

@@ -47,18 +47,24 @@ def read_manifest(path: str | Path) -> Manifest:
     return manifest
 
 
-def read_sidecars(path: Path, split: str) -> Iterator[tuple[Sidecar, ShardEntry]]:
-    """Yield the committed shards of a split in order, sizes checked.
-
-    Raises:
-        CacheDamaged: a gap in the series, a sidecar or shard that is not what was written.
-    """
-    numbers = sorted(
+def committed(path: Path, split: str) -> list[int]:
+    """Return the numbers of the shards that have a sidecar, rising."""
+    return sorted(
         parsed[1]
         for file in path.glob(f"{fmt.SERIES[split]}-*.json")
         if (parsed := fmt.parse_shard_name(file.stem)) is not None
     )
-    for expected, number in enumerate(numbers):
+
+
+def read_sidecars(path: Path, split: str, builder: int = 0, builders: int = 1) -> Iterator[tuple[Sidecar, ShardEntry]]:
+    """Yield a builder's committed shards of a split in order, sizes checked.
+
+    Raises:
+        CacheDamaged: a gap in the series, a sidecar or shard that is not what was written.
+    """
+    numbers = [number for number in committed(path, split) if number % builders == builder]
+    for index, number in enumerate(numbers):
+        expected = index * builders + builder
         name = fmt.shard_name(split, number)
         if number != expected:
             missing = fmt.shard_name(split, expected)

@@ -52,7 +52,7 @@ def verify_cache(path: str | Path, progress: Progress | None = None) -> VerifyRe
     folder = Path(path)
     manifest = read_manifest(folder)
     entries = (*manifest.eval, *manifest.train)
-    known = {fmt.MANIFEST, fmt.LOCK}
+    known = {fmt.MANIFEST}
     for entry in entries:
         check_entry(folder, entry, manifest.fingerprint)
         check_shard_bytes(folder, entry, progress)
@@ -64,8 +64,12 @@ def verify_cache(path: str | Path, progress: Progress | None = None) -> VerifyRe
         rows=sum(entry.rows for entry in entries),
         bytes=sum(entry.bytes for entry in entries),
         seconds=time.perf_counter() - begun,
-        strangers=tuple(sorted(file.name for file in folder.iterdir() if file.name not in known)),
+        strangers=tuple(sorted(file.name for file in folder.iterdir() if not _is_ours(file.name, known))),
     )
+
+
+def _is_ours(name: str, known: set[str]) -> bool:
+    return name in known or fmt.is_part_name(name) or name.startswith(fmt.LOCK)
 
 
 def check_rows(path: Path, entry: ShardEntry, fingerprint: Fingerprint) -> None:

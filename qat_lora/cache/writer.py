@@ -4,7 +4,8 @@ A shard is committed by its sidecar, which also holds the source's position afte
 is therefore a look at the last sidecar: no replay of the text, no counters that can disagree with the data (the
 predecessor's `--resume` restored its counter and started the text again, so its caches held everything twice).
 The manifest is written last and only by a build that ran to its end: leaving the `with` block by an exception
-writes none, where other dataset writers happily seal half a dataset.
+writes none, where other dataset writers happily seal half a dataset. Several builders can fill one folder: see
+`shares`.
 
 Evaluation rows come first, as a shard series of their own (`e-`), then the training rows (`s-`). A cache is a pure
 function of its rows: no dates, no host names, so equal builds have equal bytes.
@@ -24,16 +25,17 @@ import numpy as np
 
 from qat_lora.cache import format as fmt
 from qat_lora.cache.codec import Arrays, encode_rows
-from qat_lora.cache.commit import exclusive, sync_folder, write_new
-from qat_lora.cache.records import Fingerprint, Manifest, ShardEntry, Sidecar, render
-from qat_lora.cache.store import Progress, check_shard_bytes, read_manifest, read_sidecars
-from qat_lora.errors import CacheDamaged, CacheError, OutputExistsError
+from qat_lora.cache.commit import in_turn, sync_folder, temporary, write_new
+from qat_lora.cache.records import Fingerprint, Manifest, Part, ShardEntry, Sidecar, render
+from qat_lora.cache.shares import Share, gather, missing_parts, read_part
+from qat_lora.cache.store import Progress, check_shard_bytes, committed, read_manifest, read_sidecar, read_sidecars
+from qat_lora.errors import CacheDamaged, CacheError, ConfigError, OutputExistsError
 
-_TEMPORARY = re.compile(r"\.([se]-[0-9]{6}\.(safetensors|json)|manifest\.json)\.tmp")
+_TEMPORARY = re.compile(r"\.([seb]-[0-9]{6})\.(safetensors|json)\.tmp")
 
 
 class ResumeState(NamedTuple):
-    """Where a build stands: rows safely on disk, and the source's position after them."""
+    """Where a builder stands: its rows safely on disk, and the source's position after them."""
 
     rows: int
     """Training rows committed."""
@@ -42,10 +44,11 @@ class ResumeState(NamedTuple):
     eval_rows: int
     """Evaluation rows committed; they are few and counted, not found by a cursor."""
     finished: bool
+    """Whether the cache has its manifest."""
 
 
 class CacheWriter:
-    """Appends rows to a cache folder; a context manager that holds the folder's lock.
+    """Appends rows to a cache folder; a context manager that holds the folder's lock (a builder's own, if several).
 
     Args:
         out: the cache folder, made if absent. A folder with the same fingerprint is resumed.
@@ -53,6 +56,10 @@ class CacheWriter:
         shard_rows: rows of a shard; default: about 128 MB.
         info: notes for people, kept in the manifest.
         overwrite: delete an existing cache in `out` first (its own files only).
+        share: which of several builders this is.
+
+    Raises:
+        ConfigError: `overwrite` with several builders.
     """
 
     def __init__(
@@ -63,11 +70,19 @@ class CacheWriter:
         *,
         info: Mapping[str, Any] | None = None,
         overwrite: bool = False,
+        share: Share | None = None,
     ) -> None:
+        self.share = share or Share()
+        if overwrite and self.share.builders > 1:
+            raise ConfigError(
+                f"overwrite: builder {self.share} would delete what the other builders have written; delete {out} "
+                "yourself before starting them, or choose another --out"
+            )
         self.out = Path(out)
         self.fingerprint = fingerprint
         self.shard_rows = shard_rows or fmt.default_shard_rows(fingerprint.arrays)
         self.finished = False
+        self._ended = False
         self.stopped = False
         self._info = dict(info or {})
         self._overwrite = overwrite
@@ -94,18 +109,22 @@ class CacheWriter:
         """Return what is committed: give `cursor` to the row source and go on from there."""
         return ResumeState(self._rows("train"), self._cursor, self._rows("eval"), self.finished)
 
+    def waiting_for(self) -> tuple[int, ...]:
+        """Return the other builders that must end before there is a manifest."""
+        return () if self.finished else missing_parts(self.out, self.share.builders, self.fingerprint)
+
     def append(self, rows: Mapping[str, np.ndarray], cursors: Sequence[Any], split: str = "train") -> None:
         """Add n rows; every full shard is committed before this returns.
 
         Args:
             rows: arrays as `codec.encode_rows` takes them.
             cursors: n JSON values: the source's position after each row.
-            split: `eval` (only before the first training row) or `train`.
+            split: `eval` (only before the first training row, only in builder 0) or `train`.
 
         Raises:
             CacheError: rows that do not fit the fingerprint, a full disk.
         """
-        if self.finished or self.stopped:
+        if self.finished or self._ended or self.stopped:
             raise CacheError(f"--out {self.out}: is complete or was stopped; nothing can be added to it")
         if len(cursors) != len(rows["input_ids"]):
             raise CacheError(f"cursors: {len(cursors)} for {len(rows['input_ids'])} rows; give one a row")
@@ -130,11 +149,16 @@ class CacheWriter:
         self.stopped = True
         self._pending, self._pending_rows = [], 0
 
-    def finish(self, progress: Progress | None = None) -> Manifest:
+    def finish(self, progress: Progress | None = None) -> Manifest | None:
         """Commit the last, partial shard, read every shard back and write the manifest.
+
+        Where several builders share the cache, the last to finish writes it.
 
         Args:
             progress: called with (shard, bytes read) while reading back.
+
+        Returns:
+            The manifest, None while other builders are at work.
 
         Raises:
             CacheError: no training row was written.
@@ -143,18 +167,48 @@ class CacheWriter:
         if self.finished:
             return read_manifest(self.out)
         self._flush()
-        if not self._rows("train"):
-            kept = f" (all {self._rows('eval')} rows went to the evaluation split)" if self._rows("eval") else ""
-            raise CacheError(f"--out {self.out}: no training row to store{kept}; give more text or fewer --eval-rows")
+        if self.share.builders == 1:
+            self._check_rows(self._entries)
         for entry in (*self._entries["eval"], *self._entries["train"]):
             check_shard_bytes(self.out, entry, progress)
+        if self.share.builders == 1:
+            return self._wrap(lambda: self._seal(self._entries))
+        return self._wrap(self._end)
+
+    def _check_rows(self, entries: Mapping[str, Sequence[ShardEntry]]) -> None:
+        train, held = (sum(entry.rows for entry in entries[split]) for split in ("train", "eval"))
+        if not train:
+            kept = f" (all {held} rows went to the evaluation split)" if held else ""
+            raise CacheError(f"--out {self.out}: no training row to store{kept}; give more text or fewer --eval-rows")
+
+    def _end(self) -> Manifest | None:
+        """Say that this builder has ended; as the last to do so, write the manifest."""
+        if not self._ended:
+            part = Part(
+                builder=self.share.builder,
+                builders=self.share.builders,
+                train_shards=len(self._entries["train"]),
+                eval_shards=len(self._entries["eval"]),
+                fingerprint=self.fingerprint,
+            )
+            write_new(self.out / fmt.part_name(self.share.builder), [render(part)], "part")
+            self._ended = True
+        with in_turn(self.out / f"{fmt.LOCK}.manifest"):
+            if (self.out / fmt.MANIFEST).exists():
+                self.finished = True
+                return read_manifest(self.out)
+            if self.waiting_for():
+                return None
+            temporary(self.out / fmt.MANIFEST).unlink(missing_ok=True)  # of a builder that was killed right here
+            entries = gather(self.out, self.share.builders, self.fingerprint)
+            self._check_rows(entries)
+            return self._seal(entries)
+
+    def _seal(self, entries: Mapping[str, Sequence[ShardEntry]]) -> Manifest:
         manifest = Manifest(
-            fingerprint=self.fingerprint,
-            train=tuple(self._entries["train"]),
-            eval=tuple(self._entries["eval"]),
-            info=self._info,
+            fingerprint=self.fingerprint, train=tuple(entries["train"]), eval=tuple(entries["eval"]), info=self._info
         )
-        self._wrap(lambda: write_new(self.out / fmt.MANIFEST, [render(manifest)], "manifest"))
+        write_new(self.out / fmt.MANIFEST, [render(manifest)], "manifest")
         self.finished = True
         return manifest
 
@@ -177,7 +231,7 @@ class CacheWriter:
     def _open(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(exclusive(self.out / fmt.LOCK))
+            stack.enter_context(self.share.locked(self.out))
             if self._overwrite:
                 self._delete()
             else:
@@ -192,7 +246,8 @@ class CacheWriter:
             self._require_same(manifest.fingerprint)
             self.finished = True
         for split in ("eval", "train"):
-            for sidecar, entry in read_sidecars(self.out, split):
+            self._require_same_builders(split)
+            for sidecar, entry in read_sidecars(self.out, split, *self.share):
                 self._require_same(sidecar.fingerprint)
                 if sidecar.first_row != self._rows(split):
                     raise CacheDamaged(
@@ -202,8 +257,21 @@ class CacheWriter:
                 self._entries[split].append(entry)
                 if split == "train":
                     self._cursor = sidecar.cursor
-        if self._entries["train"]:
+        if self._entries["train"] or self.share.builder:
             self._pending_split = "train"
+        part = read_part(self.out, self.share, self.fingerprint)
+        self._ended = part is not None
+
+    def _require_same_builders(self, split: str) -> None:
+        """One shard tells how the whole folder is divided, whoever wrote it."""
+        for number in committed(self.out, split)[:1]:
+            sidecar, _ = read_sidecar(self.out, fmt.shard_name(split, number))
+            self._require_same(sidecar.fingerprint)
+            if sidecar.builders != self.share.builders:
+                raise OutputExistsError(
+                    f"--out {self.out}: is filled by {sidecar.builders} builders, and this is builder {self.share}; "
+                    "nothing was touched: give the same number of builders, or choose another --out"
+                )
 
     def _require_same(self, found: Fingerprint) -> None:
         different = found.difference(self.fingerprint)
@@ -218,16 +286,20 @@ class CacheWriter:
         (self.out / fmt.MANIFEST).unlink(missing_ok=True)  # first: what remains after a kill is an unfinished build
         for ending in ("json", "safetensors"):
             for path in self.out.glob(f"*.{ending}"):
-                if fmt.parse_shard_name(path.stem):
+                if fmt.parse_shard_name(path.stem) or fmt.is_part_name(path.name):
                     path.unlink()
 
     def _sweep(self) -> None:
-        """Remove what a killed build left: temporary files, and shards that were never committed."""
-        committed = {entry.shard for entries in self._entries.values() for entry in entries}
+        """Remove what this builder left when it was killed: temporary files, shards that were never committed."""
+        kept = {entry.shard for entries in self._entries.values() for entry in entries}
         for path in sorted(self.out.iterdir()):
-            orphan = path.suffix == ".safetensors" and fmt.parse_shard_name(path.stem) and path.stem not in committed
-            if orphan or _TEMPORARY.fullmatch(path.name):
+            match = _TEMPORARY.fullmatch(path.name)
+            name = match[1] if match else path.stem
+            orphan = path.suffix == ".safetensors" and fmt.parse_shard_name(name) and name not in kept
+            if (orphan or match) and self.share.owns(int(name[2:])):
                 path.unlink()
+        if self.share.builders == 1 or self.finished:  # else another builder may be writing it now
+            temporary(self.out / fmt.MANIFEST).unlink(missing_ok=True)
         sync_folder(self.out)
 
     def _flush(self) -> None:
@@ -236,7 +308,7 @@ class CacheWriter:
 
     def _commit(self) -> None:
         split, rows = self._pending_split, self._pending_rows
-        name = fmt.shard_name(split, len(self._entries[split]))
+        name = self.share.shard_name(split, len(self._entries[split]))
         plan = fmt.layout(self.fingerprint.arrays, rows, self.fingerprint.sha256)
 
         def chunks() -> Iterator[bytes | memoryview]:
@@ -251,6 +323,8 @@ class CacheWriter:
             rows=rows,
             bytes=plan.total_bytes,
             sha256="",
+            builder=self.share.builder,
+            builders=self.share.builders,
             cursor=self._pending_cursor,
             fingerprint=self.fingerprint,
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,14 +65,15 @@ def plot_scores(
     panels = 3 if draw_training else 2
     figure, axes = plt.subplots(1, panels, figsize=(4.6 * panels, 4.2), layout="constrained")
     names = list(scores)
-    colours = dict(zip(names, plt.get_cmap("tab10").colors, strict=False))
+    colours = dict(zip(names, itertools.cycle(plt.get_cmap("tab10").colors), strict=False))
     students = [name for name in names if scores[name].get("kl")]
     for axis, key, who, title in (
         (axes[0], "ppl", names, "held-out perplexity (lower is better)"),
         (axes[1], "kl", students, "held-out KL to the teacher, nats per token"),
     ):
         values = [scores[name][key] for name in who]
-        bars = axis.bar(who, values, color=[colours[name] for name in who])
+        heights = [value if math.isfinite(value) else 0.0 for value in values]  # a ruined model: its label says so
+        bars = axis.bar(who, heights, color=[colours[name] for name in who])
         axis.bar_label(bars, [f"{value:,.3g}" for value in values])
         axis.set_title(title, fontsize=10)
         axis.tick_params(axis="x", rotation=15)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from qat_lora.errors import TextError
 from qat_lora.losses.dense import cross_entropy_sum, kl_sum
 from qat_lora.types import Batch, LanguageModel
 
@@ -37,8 +38,8 @@ class Score:
 
     @property
     def ppl(self) -> float:
-        """Perplexity, exp(nll)."""
-        return math.exp(self.nll)
+        """Perplexity, exp(nll); infinite where that is beyond a float."""
+        return math.inf if self.nll > 700 else math.exp(self.nll)
 
     def as_dict(self) -> dict[str, float]:
         """Return the score as plain numbers."""
@@ -55,6 +56,9 @@ def score(
         students: by name; vocabularies must be the teacher's.
         batches: `input_ids`, `document_ids` and `target_mask` as tensors on the models' device.
         quiet: no progress bar.
+
+    Raises:
+        TextError: no token counts, so there is nothing to take a mean of.
     """
     models = {"teacher": teacher, **students}
     sums: dict[str, list[Tensor]] = {name: [torch.zeros((), dtype=torch.float64)] * 3 for name in models}
@@ -81,7 +85,9 @@ def score(
                     )
                     sums[name] = [total + value.double().cpu() for total, value in zip(sums[name], values, strict=True)]
     tokens = int(count)
-    means = {name: [float(total) / max(tokens, 1) for total in totals] for name, totals in sums.items()}
+    if not tokens:
+        raise TextError("dataset: the held-out text has no token to score; give more text")
+    means = {name: [float(total) / tokens for total in totals] for name, totals in sums.items()}
     return {name: Score(nll, kl, top1, tokens) for name, (nll, kl, top1) in means.items()}
 
 

@@ -8,13 +8,15 @@ stored beside (`qat_lora.json`) and our loader refuses another base.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from qat_lora.errors import ModelError
 from qat_lora.layers.convert import add_lora, lora_layers
@@ -23,6 +25,9 @@ from qat_lora.layers.lora import Factors, LoraConfig
 PREFIX = "base_model.model."
 CONFIG, WEIGHTS, NOTE = "adapter_config.json", "adapter_model.safetensors", "qat_lora.json"
 STARTS = "adapter_start.safetensors"
+# Settings of PEFT that change what an adapter computes and that ours never have, with the values that mean "off".
+OFF: dict[str, tuple[Any, ...]] = {"use_dora": (False,), "use_rslora": (False,), "bias": ("none",), "fan_in_fan_out": (False,)}
+OFF |= {"modules_to_save": (None, []), "rank_pattern": (None, {}), "alpha_pattern": (None, {})}
 
 
 @dataclass(frozen=True)
@@ -55,8 +60,8 @@ def save_adapter(model: nn.Module, lora: LoraConfig, out: Path, base: Path, base
     tensors = {}
     for name, layer in layers.items():
         for factor in ("lora_A", "lora_B"):
-            half = layer.get_parameter(factor).detach().half()
-            tensors[f"{PREFIX}{name}.{factor}.weight"] = half.cpu().contiguous()
+            half = layer.get_parameter(factor).detach().cpu().half()  # on the host: no graphs of its own on XLA
+            tensors[f"{PREFIX}{name}.{factor}.weight"] = half.contiguous()
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -82,28 +87,43 @@ def read_adapter(folder: Path) -> AdapterInfo:
     """Read what an adapter folder says, without its weights.
 
     Raises:
-        ModelError: it is no PEFT LoRA folder.
+        ModelError: it is no PEFT LoRA folder, or one with settings that we would compute wrongly.
     """
     try:
         config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         if config["peft_type"] != "LORA":
             raise ModelError(f"adapter: {folder} is of kind {config['peft_type']}; only LORA is supported")
+        for name, allowed in OFF.items():
+            if config.get(name, allowed[0]) not in allowed:
+                raise ModelError(f"adapter: {folder} has {name} = {config[name]!r}, which is not supported")
+        targets = config["target_modules"]
+        if not isinstance(targets, list):
+            raise ModelError(f"adapter: {folder} has target_modules = {targets!r}; only a list of names is supported")
         note = json.loads((folder / NOTE).read_text(encoding="utf-8")) if (folder / NOTE).is_file() else {}
         lora = LoraConfig(
             recovery_r=int(config["r"]),
             recovery_alpha=float(config["lora_alpha"]),
-            lora_targets="|".join(f"^{name.replace('.', chr(92) + '.')}$" for name in config["target_modules"]),
+            lora_targets="|".join(rf"(^|\.){re.escape(name)}$" for name in targets),  # a name or its end, as in PEFT
         )
         return AdapterInfo(folder, config["base_model_name_or_path"], note.get("base_sha256"), lora)
-    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+    except ModelError:
+        raise
+    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise ModelError(f"adapter: {folder} is no PEFT folder ({error})") from None
+
+
+def _read_tensors(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"adapter: {file} cannot be read ({error}); the folder is incomplete or damaged") from None
 
 
 def load_adapter(model: nn.Module, folder: Path, base_sha256: str) -> LoraConfig:
     """Put a saved adapter onto its base model, in place.
 
     Raises:
-        ModelError: another base, or tensors that do not fit the layers.
+        ModelError: another base, tensors that do not fit the layers, or a missing or damaged file.
     """
     info = read_adapter(folder)
     if info.base_sha256 is not None and info.base_sha256 != base_sha256:
@@ -111,7 +131,7 @@ def load_adapter(model: nn.Module, folder: Path, base_sha256: str) -> LoraConfig
             f"adapter: {folder} was trained on another base (fingerprint {info.base_sha256[:12]}, this one is "
             f"{base_sha256[:12]}); load it on {info.base}"
         )
-    saved = load_file(folder / WEIGHTS)
+    saved = _read_tensors(folder / WEIGHTS)
     layers = add_lora(model, info.lora)
     wanted = {f"{PREFIX}{name}.{factor}.weight" for name in layers for factor in ("lora_A", "lora_B")}
     if wanted != set(saved):
@@ -132,15 +152,22 @@ def save_starts(starts: dict[str, Factors], out: Path) -> None:
     """Write adapter starts beside a quantised checkpoint, float16, most important columns first."""
     tensors = {}
     for name, factors in starts.items():
-        tensors[f"{name}.lora_A"] = factors.a_RI.half().cpu().contiguous()
-        tensors[f"{name}.lora_B"] = factors.b_OR.half().cpu().contiguous()
+        tensors[f"{name}.lora_A"] = factors.a_RI.cpu().half().contiguous()
+        tensors[f"{name}.lora_B"] = factors.b_OR.cpu().half().contiguous()
     save_file(tensors, out / STARTS)
 
 
 def load_starts(folder: Path) -> dict[str, Factors]:
-    """Read adapter starts, {} where the checkpoint has none."""
+    """Read adapter starts, {} where the checkpoint has none.
+
+    Raises:
+        ModelError: the file is damaged.
+    """
     if not (folder / STARTS).is_file():
         return {}
-    tensors = load_file(folder / STARTS)
-    names = {key.rsplit(".", 1)[0] for key in tensors}
-    return {n: Factors(tensors[f"{n}.lora_A"].float(), tensors[f"{n}.lora_B"].float()) for n in sorted(names)}
+    tensors = _read_tensors(folder / STARTS)
+    names = sorted({key.rsplit(".", 1)[0] for key in tensors})
+    try:
+        return {n: Factors(tensors[f"{n}.lora_A"].float(), tensors[f"{n}.lora_B"].float()) for n in names}
+    except KeyError as error:
+        raise ModelError(f"start: {folder / STARTS} lacks {error}; quantise the model again") from None

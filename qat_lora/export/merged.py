@@ -9,8 +9,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from qat_lora.errors import ModelError
 from qat_lora.layers.convert import lora_layers, merge, quant_layers
+from qat_lora.models import save_model
+
+
+def check_mergeable(module: nn.Module) -> None:
+    """Raise a ModelError if there is nothing to merge."""
+    if not quant_layers(module) and not lora_layers(module):
+        raise ModelError("model: has neither quantised layers nor adapters, so there is nothing to merge")
 
 
 def save_merged(module: Any, out: Path) -> None:
@@ -19,10 +28,9 @@ def save_merged(module: Any, out: Path) -> None:
     Raises:
         ModelError: nothing to merge.
     """
-    if not quant_layers(module) and not lora_layers(module):
-        raise ModelError("model: has neither quantised layers nor adapters, so there is nothing to merge")
+    check_mergeable(module)
     merge(module)
     module.hf_quantizer = None
     if hasattr(module.config, "quantization_config"):
         del module.config.quantization_config
-    module.save_pretrained(out)
+    save_model(module, out)

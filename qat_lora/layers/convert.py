@@ -1,7 +1,7 @@
 """Convert a whole model: linear layers to quantised ones, adapters onto them, and both back to dense.
 
-Which layers: every `nn.Linear` whose name the preset's rules reach, except the output head (it is tied to the
-embedding in most small models) unless a rule names it. A rule or pattern that reaches nothing raises: an
+Which layers: every `nn.Linear` whose name the preset's rules reach, but never the output head, which is tied to the
+embedding in most small models. A rule or pattern that reaches nothing raises: an
 adapter that silently sits nowhere is the worst failure a recovery tool can have.
 """
 
@@ -114,21 +114,21 @@ def add_lora(model: nn.Module, config: LoraConfig, start: Mapping[str, Factors] 
     return lora_layers(model)
 
 
-def _dense(layer: nn.Linear) -> nn.Linear:
-    """Return an ordinary linear layer with the same effective weight."""
-    dense = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device=layer.weight.device)
-    dense.weight.data = layer.weight.detach().clone()
+def _dense(layer: nn.Linear, delta_OI: torch.Tensor | float = 0.0) -> nn.Linear:
+    """Return an ordinary linear layer with the same effective weight plus `delta_OI`, rounded once."""
+    weight = layer.weight.detach()
+    # On meta: no random start, which would cost time and shift the random numbers of what follows.
+    dense = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+    dense.weight = nn.Parameter((weight.float() + delta_OI).to(weight.dtype))
     if layer.bias is not None:
-        dense.bias.data = layer.bias.detach().clone()
+        dense.bias = nn.Parameter(layer.bias.detach().clone())
     return dense
 
 
 def merge(model: nn.Module) -> nn.Module:
     """Fold adapters and codes into ordinary dense linear layers, in place; exact up to float rounding."""
     for name, adapter in list(lora_layers(model).items()):
-        dense = _dense(adapter.base)
-        dense.weight.data += adapter.delta().detach().to(dense.weight.dtype)
-        model.set_submodule(name, dense)
+        model.set_submodule(name, _dense(adapter.base, adapter.delta().detach()))
     for name, layer in list(quant_layers(model).items()):
         model.set_submodule(name, _dense(layer))
     return model

@@ -23,7 +23,7 @@ from qat_lora.errors import ConfigError
 class LoraConfig:
     """Shape of the recovery adapter."""
 
-    recovery_r: int = option(16, "rank of the recovery adapter")
+    recovery_r: int = option(16, "rank of the recovery adapter", unit="rank")
     recovery_alpha: float | None = option(
         None, "scaling numerator; the adapter counts alpha / rank", unit="default: rank"
     )
@@ -34,6 +34,8 @@ class LoraConfig:
     def __post_init__(self) -> None:
         if self.recovery_r < 1:
             raise ConfigError(f"recovery_r: {self.recovery_r} is not a rank; give 1 or more (8 or 16 are usual)")
+        if self.recovery_alpha is not None and self.recovery_alpha <= 0:
+            raise ConfigError(f"recovery_alpha: {self.recovery_alpha} is not allowed; give a number above 0")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout: {self.dropout} is not a probability below 1")
 
@@ -62,6 +64,7 @@ class LoraLinear(nn.Module):
         self.lora_A = nn.Parameter(torch.empty(rank, base.in_features, dtype=torch.float32, device=device))
         self.lora_B = nn.Parameter(torch.zeros(base.out_features, rank, dtype=torch.float32, device=device))
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
+        self.train(base.training)  # a module is born in training mode: dropout in a model that is being scored
 
     def start_from(self, factors: Factors) -> None:
         """Set the adapter to the leading part of a low-rank correction; ranks beyond it keep A random, B zero."""

@@ -11,11 +11,13 @@ Three states, one forward:
 * `train_scales()`: code values kept unpacked, W formed once per forward, gradients reach the scales.
 
 The class is a `torch.nn.Linear` to PEFT and transformers (`weight`, `in_features`, `isinstance`), but `weight` is
-computed: writing to it is refused rather than lost.
+computed: assigning it, or its `data`, is refused rather than lost. (PEFT merges by `weight.data += delta`; on a
+computed tensor that would give back a model without its adapter, and no word of it.)
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -27,12 +29,29 @@ from qat_lora.quant.initialise import QuantisedWeight
 from qat_lora.quant.scales import expand, scale_shapes
 from qat_lora.quant.spec import QuantSpec
 
+COMPUTED = (
+    "weight: a quantised weight is made of codes and scales and cannot be assigned or merged into; "
+    "`qat-lora export` writes merged dense models"
+)
+
+
+class ComputedWeight(Tensor):
+    """A quantised weight as others see it: an ordinary tensor, save that nothing can be written to its `data`."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # results are plain tensors
+
+    def _refuse(self, *_: Any) -> Any:
+        raise ModelError(COMPUTED)
+
+    data = property(_refuse, _refuse)
+
 
 class QuantLinear(nn.Linear):
     """y = x (Q * S)ᵀ + b, for x [..., I] and y [..., O].
 
     Stored tensors: `codes` uint8 [O, ceil(I bits / 8)], `scale` (or `scale_a`, `scale_b`), `values` for look-up
-    tables, `bias` where the layer has one.
+    tables, `bias` where the layer has one. Scales and tables are float32 whatever the default type is, so that
+    loading a model in bfloat16 rounds activations only.
     """
 
     codes: Tensor
@@ -47,14 +66,16 @@ class QuantLinear(nn.Linear):
         width = packed_width(in_features, spec.bits)
         self.register_buffer("codes", torch.zeros(out_features, width, dtype=torch.uint8, device=device))
         for name, shape in scale_shapes(spec, out_features, in_features).items():
-            self.register_parameter(name, nn.Parameter(torch.ones(shape, device=device), requires_grad=False))
+            self.register_parameter(name, self._stored(torch.ones(shape, dtype=torch.float32, device=device)))
         if spec.code == "lut":
-            self.values = nn.Parameter(torch.zeros(2**spec.bits, device=device), requires_grad=False)
-        self.register_parameter(
-            "bias", nn.Parameter(torch.zeros(out_features, device=device), requires_grad=False) if bias else None
-        )
+            self.values = self._stored(torch.zeros(2**spec.bits, dtype=torch.float32, device=device))
+        self.register_parameter("bias", self._stored(torch.zeros(out_features, device=device)) if bias else None)
         self._values_OI: Tensor | None = None
         self._dense_OI: Tensor | None = None
+
+    @staticmethod
+    def _stored(tensor: Tensor) -> nn.Parameter:
+        return nn.Parameter(tensor, requires_grad=False)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, spec: QuantSpec, quantised: QuantisedWeight) -> QuantLinear:
@@ -68,8 +89,8 @@ class QuantLinear(nn.Linear):
         if spec.code == "lut":
             layer.values.data.copy_(quantised.values)
         if bias:
-            layer.bias.data.copy_(linear.bias.data)
-        return layer
+            layer.bias.data = linear.bias.data.clone()
+        return layer.train(linear.training)
 
     @property
     def scales(self) -> tuple[nn.Parameter, ...]:
@@ -84,14 +105,23 @@ class QuantLinear(nn.Linear):
     @property
     def weight(self) -> Tensor:
         """The effective weight Q * S, [O, I], formed when asked for."""
+        return self._effective().as_subclass(ComputedWeight)
+
+    @weight.setter
+    def weight(self, value: Any) -> None:
+        raise ModelError(COMPUTED)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Add a parameter; assigning one to `weight` comes here, past the property."""
+        if name == "weight":
+            raise ModelError(COMPUTED)
+        super().register_parameter(name, param)
+
+    def _effective(self) -> Tensor:
         if self._dense_OI is not None:
             return self._dense_OI
         values = self._code_values() if self._values_OI is None else self._values_OI
         return values * expand(self.scales, self.spec.group_size, self.out_features, self.in_features)
-
-    @weight.setter
-    def weight(self, value: Any) -> None:
-        raise ModelError("weight: a quantised weight is made of codes and scales and cannot be assigned")
 
     def _code_values(self) -> Tensor:
         """Decode the packed codes to [O, I] in the scales' type."""
@@ -104,7 +134,7 @@ class QuantLinear(nn.Linear):
         self._values_OI = self._dense_OI = None
         for scale in self.scales:
             scale.requires_grad_(False)
-        self._dense_OI = self.weight.detach().to(dtype or self.scales[0].dtype)
+        self._dense_OI = self._effective().detach().to(dtype or self.scales[0].dtype)
 
     def train_scales(self) -> None:
         """Keep code values unpacked and let the scales train (in float32)."""
@@ -118,10 +148,14 @@ class QuantLinear(nn.Linear):
         self._values_OI = self._dense_OI = None
 
     def forward(self, input: Tensor) -> Tensor:
-        """Apply the layer; the weight takes the input's type."""
-        weight: Tensor = self.weight
+        """Apply the layer; the weight takes the input's type, or autocast's."""
+        device = input.device.type
+        autocast = torch.is_autocast_enabled(device)
+        # Autocast would multiply the factors of low-rank scales in bfloat16: another weight than `hold_dense` keeps.
+        with torch.autocast(device, enabled=False) if autocast else contextlib.nullcontext():
+            weight = self._effective()
         bias: Tensor | None = self.bias
-        if not torch.is_autocast_enabled(input.device.type) and weight.dtype != input.dtype:
+        if not autocast and weight.dtype != input.dtype:
             weight = weight.to(input.dtype)
             bias = None if bias is None else bias.to(input.dtype)
         return nn.functional.linear(input, weight, bias)

@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from qat_lora.config import option
@@ -59,11 +60,7 @@ class ObjectiveConfig:
             )
 
     def weights_at(self, progress: float) -> dict[str, float]:
-        """Return the weight of every term at a progress of training from 0 to 1; same names at any progress.
-
-        A weight that changes keeps a millionth away from 0 and 1: XLA compiles exactly these two numbers into the
-        graph, and takes every other one as an input.
-        """
+        """Return the weight of every term at a progress of training from 0 to 1; same names at any progress."""
         progress = min(max(progress, 0.0), 1.0)
         start = self.hard_top1_weight
         end = start if self.hard_top1_end is None else self.hard_top1_end
@@ -73,9 +70,17 @@ class ObjectiveConfig:
         if self.ce_weight > 0:
             weights["ce"] = self.ce_weight
         if start > 0 or end > 0:
-            now = start + (end - start) * progress
-            weights["hard_top1"] = now + 1e-6 if start != end and now in (0.0, 1.0) else now
+            weights["hard_top1"] = start + (end - start) * progress
         return weights
+
+
+def weight_tensors(weights: Mapping[str, float], device: torch.device) -> dict[str, Tensor]:
+    """Return weights as data on a device, tensors of one entry.
+
+    As Python numbers, and as tensors without dimensions, PyTorch/XLA compiles them into the graph where they are 0
+    or 1, and merges them with any other equal number, so an annealed weight would compile anew on its way.
+    """
+    return {name: torch.tensor([value]).to(device) for name, value in weights.items()}
 
 
 def objective_loss(
@@ -94,12 +99,13 @@ def objective_loss(
         head: the student's output head.
         batch: tensors with the keys of `qat_lora.types.Batch`, on the device of the hidden states.
         config: which terms there are.
-        weights: what `config.weights_at` returned for this step, as numbers or 0-d tensors; by default those at 0.
+        weights: what `config.weights_at` returned for this step, as numbers or `weight_tensors`; by default those at 0.
 
     Raises:
         CacheError: the batch lacks the temperature, or the teacher's head.
     """
     weights = config.weights_at(0.0) if weights is None else weights
+    weights = {name: w.reshape(()) if isinstance(w, Tensor) else w for name, w in weights.items()}
     names = config.weights_at(0.0)
     if ("kd" in names or "hard_top1" in names) and "head_ids" not in batch:
         raise CacheError("head_ids: the batch holds no teacher; train from a KD cache, or set only ce_weight above 0")

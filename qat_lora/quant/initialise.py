@@ -34,6 +34,7 @@ from qat_lora.quant.spec import QuantSpec
 Method = Literal["absmax", "mse", "gptq"]
 METHODS: tuple[str, ...] = get_args(Method)
 DAMPING = 0.01  # added to the second moment's diagonal, as a share of its mean: GPTQ's own default
+LARGEST = 32_000.0  # weight whose scale is surely a float16 number, with every code book and scale search
 BLOCK = 128  # columns rounded before their joint error is pushed on: fewer, larger matrix products
 
 
@@ -65,12 +66,14 @@ def quantise_weight(
         second_moment_II: mean of x xᵀ over calibration tokens; needed by `gptq`, used for importance by `mse`.
 
     Raises:
-        ConfigError: unknown method, `gptq` without calibration, or a weight that is not finite.
+        ConfigError: unknown method, `gptq` without calibration, or a weight that is not finite or too large.
     """
     if method not in METHODS:
         raise ConfigError(f"init: {method!r} is unknown; allowed: {', '.join(METHODS)}")
     if not torch.isfinite(weight_OI).all():
         raise ConfigError("weight: holds NaN or infinite entries; check the checkpoint")
+    if weight_OI.abs().max() > LARGEST:
+        raise ConfigError(f"weight: holds entries above {LARGEST:g}, whose scales float16 cannot hold")
     if method == "gptq":
         if second_moment_II is None:
             raise ConfigError("init: gptq needs calibration text; give --dataset, or choose mse or absmax")

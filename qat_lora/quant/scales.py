@@ -15,7 +15,9 @@ from qat_lora.quant.spec import QuantSpec
 
 Scales = tuple[Tensor, ...]
 TINY = 1e-6  # smallest scale: keeps W / S finite for rows of zeros, and is a float16 number
-CLIP_GRID = 64  # candidate clips between 0.2 and 1 times absmax
+# Candidate clips between 0.2 and 1 times absmax. Scales above absmax lower the weighted error (by 3 % at 4 bits, normal
+# weights, uneven importance) but not the KL of the model: 0.99 to 1.01 times as large on a saturated teacher.
+CLIP_GRID = 64
 
 
 def scale_shapes(spec: QuantSpec, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:

@@ -14,7 +14,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from qat_lora.errors import ConfigError
 
@@ -45,8 +45,14 @@ class QuantSpec:
     rank: int | None = None
 
     def __post_init__(self) -> None:
-        if not 2 <= self.bits <= 8:
-            raise ConfigError(f"bits: {self.bits} is not supported; allowed: 2 to 8")
+        if self.bits not in range(2, 9):
+            raise ConfigError(f"bits: {self.bits!r} is not supported; allowed: 2 to 8")
+        for field, given, allowed in (
+            ("code", self.code, get_args(Code)),
+            ("sharing", self.sharing, get_args(Sharing)),
+        ):
+            if given not in allowed:  # config.json is read by people and written by others
+                raise ConfigError(f"{field}: {given!r} is unknown; allowed: {', '.join(allowed)}")
         needs_group = self.sharing in ("group", "lowrank")
         if needs_group != (self.group_size is not None) or (needs_group and (self.group_size or 0) < 1):
             raise ConfigError(f"group_size: {self.group_size} does not fit scales by {self.sharing}")
@@ -106,8 +112,10 @@ class Preset:
         """
         try:
             rules = tuple((str(p), None if s is None else QuantSpec(**s)) for p, s in data["rules"])
+            for pattern, _ in rules:
+                re.compile(pattern)
             return cls(str(data["name"]), rules)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, re.error) as error:
             raise ConfigError(f"preset: {dict(data)!r} is not a preset of qat-lora ({error})") from None
 
 

@@ -1,16 +1,14 @@
 """Training checkpoints: everything a run needs to go on as if it had never stopped.
 
 A checkpoint is a folder `step-000100` with the trained tensors and the optimizer's state as safetensors and a
-JSON of counters, random state and the fingerprint of the run. It is written under another name, flushed to disk,
-and renamed: a folder with the right name is therefore complete, whatever was killed when. Old ones are removed
-only after the new one is in place. No pickle is read or written.
+JSON of counters, random state and the fingerprint of the run. It appears whole or not at all (`folders`), with
+`COMPLETE` written last for tools that copy folders. Old ones are removed only after the new one is in place, by
+rename first, so that no half-removed one looks complete. No pickle is read or written.
 """
 
 from __future__ import annotations
 
-import base64
 import json
-import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -18,10 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from qat_lora.errors import ConfigError, ModelError
+from qat_lora.runtime.randomness import random_states, set_random_states
+from qat_lora.train.folders import discard, whole_folder
 
 NAME = re.compile(r"^step-(\d{6,})$")
 
@@ -42,26 +43,18 @@ def save_checkpoint(
 ) -> Path:
     """Write the checkpoint after optimizer step `step`, then remove all but the newest `keep`."""
     final = folder / f"step-{step:06d}"
-    draft = folder / f".{final.name}.{os.getpid()}"
-    if draft.exists():
-        shutil.rmtree(draft)
-    draft.mkdir(parents=True)
-    save_file({name: p.detach().cpu().contiguous() for name, p in trained.items()}, draft / "trained.safetensors")
-    save_file(_optimizer_tensors(trained, optimizer), draft / "optimizer.safetensors")
-    random_state = base64.b64encode(bytes(torch.get_rng_state().tolist())).decode()
-    text = json.dumps({**state, "step": step, "torch_rng": random_state}, indent=1)
-    (draft / "state.json").write_text(text, encoding="utf-8")
-    (draft / "COMPLETE").write_text("", encoding="utf-8")
-    for path in (*draft.iterdir(), draft):
-        _fsync(path)
-    if final.exists():  # the same step of an earlier try; equal by construction
-        shutil.rmtree(final)
-    draft.rename(final)
-    _fsync(folder)
-    for stale in folder.glob(".step-*"):
-        shutil.rmtree(stale, ignore_errors=True)
+    if final not in checkpoints(folder):  # else the same step of an earlier try; equal by construction
+        with whole_folder(final) as draft:
+            tensors = {name: p.detach().cpu().contiguous() for name, p in trained.items()}
+            save_file(tensors, draft / "trained.safetensors")
+            save_file(_optimizer_tensors(trained, optimizer), draft / "optimizer.safetensors")
+            text = json.dumps({**state, "step": step, "random": random_states()}, indent=1)
+            (draft / "state.json").write_text(text, encoding="utf-8")
+            (draft / "COMPLETE").write_text("", encoding="utf-8")
     for old in checkpoints(folder)[:-keep]:
-        shutil.rmtree(old)
+        discard(old)
+    for stale in folder.glob(".step-*"):  # what a kill left
+        shutil.rmtree(stale, ignore_errors=True)
     return final
 
 
@@ -75,18 +68,25 @@ def load_checkpoint(
 
     Raises:
         ConfigError: the checkpoint belongs to other settings; the message names the field.
-        ModelError: its tensors are not the ones that train now.
+        ModelError: its tensors are not the ones that train now, or a file is missing or damaged.
     """
-    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    for field, value in fingerprint.items():
-        if state.get("fingerprint", {}).get(field) != value:
-            was = state.get("fingerprint", {}).get(field)
+    try:
+        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        tensors, moments = load_file(path / "trained.safetensors"), load_file(path / "optimizer.safetensors")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ModelError(
+            f"checkpoint {path}: cannot be read ({error}); remove that folder to go on from the one before it"
+        ) from None
+    before, now = state["fingerprint"], json.loads(json.dumps(dict(fingerprint)))
+    for field in sorted(before.keys() | now.keys()):
+        if before.get(field) != now.get(field):
             raise ConfigError(
-                f"{field}: the run to resume has {was!r}, this one {value!r}; choose another --out, or --overwrite"
+                f"{field}: the run to resume has {before.get(field)!r}, this one {now.get(field)!r}; "
+                "choose another --out, or --overwrite"
             )
-    _copy_into({name: p.data for name, p in trained.items()}, load_file(path / "trained.safetensors"), path)
-    _copy_into(_optimizer_views(trained, optimizer), load_file(path / "optimizer.safetensors"), path)
-    torch.set_rng_state(torch.tensor(list(base64.b64decode(state["torch_rng"])), dtype=torch.uint8))
+    _copy_into({name: p.data for name, p in trained.items()}, tensors, path)
+    _copy_into(_optimizer_views(trained, optimizer), moments, path)
+    set_random_states(state["random"])
     return state
 
 
@@ -113,11 +113,3 @@ def _copy_into(targets: Mapping[str, Tensor], saved: Mapping[str, Tensor], path:
                     f"checkpoint {path}: {name} has shape {tuple(saved[name].shape)}, not {tuple(target.shape)}"
                 )
             target.copy_(saved[name])
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

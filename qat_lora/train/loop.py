@@ -19,10 +19,11 @@ from torch import nn
 from qat_lora.cache.dataset import KDCacheDataset
 from qat_lora.config import option
 from qat_lora.errors import ConfigError, InterruptedRunError
-from qat_lora.losses.objective import ObjectiveConfig
+from qat_lora.losses.objective import ObjectiveConfig, weight_tensors
 from qat_lora.runtime.base import Runtime
 from qat_lora.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
-from qat_lora.train.metrics import MetricsLog, append_line, read_metrics
+from qat_lora.train.folders import settle
+from qat_lora.train.metrics import MetricsLog, append_line, cut_back
 from qat_lora.train.optim import OptimConfig, build_optimizer, lr_factor, set_lr
 from qat_lora.train.step import Sums, add_sums, micro_batch, optimizer_step, zero_sums
 from qat_lora.types import LanguageModel
@@ -41,14 +42,18 @@ class LoopConfig:
     log_steps: int = option(10, "optimizer steps between fetches of the log values", unit="steps")
     eval_steps: int = option(50, "optimizer steps between evaluations on the cache's evaluation split", unit="steps")
     save_steps: int = option(100, "optimizer steps between checkpoints", unit="steps")
-    keep_checkpoints: int = option(2, "complete checkpoints that are kept")
+    keep_checkpoints: int = option(2, "complete checkpoints that are kept", unit="checkpoints")
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "accumulation_steps", "max_steps", "log_steps", "eval_steps", "save_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: {getattr(self, name)} is below 1")
+        if self.global_batch_size is not None and self.global_batch_size < 1:
+            raise ConfigError(f"global_batch_size: {self.global_batch_size} is below 1")
         if self.keep_checkpoints < 1:
-            raise ConfigError("keep_checkpoints: 0 would leave nothing to resume from; give 1 or more")
+            raise ConfigError(
+                f"keep_checkpoints: {self.keep_checkpoints} would leave nothing to resume from; give 1 or more"
+            )
 
     def accumulation(self, replicas: int) -> int:
         """Return micro-batches per step for a number of replicas.
@@ -88,7 +93,10 @@ class LoopHooks:
     evaluate: Callable[[], float] | None
     """Mean KL on the evaluation split, lower is better; None where the cache has none."""
     export: Callable[[str], None]
-    """Write the student as it is now under the run's folder, as `start`, `best` or `last`."""
+    """Write the student as it is now under the run's folder, as `start`, `best` or `last`, by `whole_folder`."""
+
+
+EXPORTS = ("start", "best", "last")
 
 
 def train(
@@ -130,11 +138,17 @@ def train(
     parameters = list(trainee.trained.values())
     optimizer = build_optimizer(optim, trainee.adapter.values(), trainee.scales.values())
     state: dict[str, Any] = {"step": 0, "best_step": None, "best_kl": None}
-    folder = out / "checkpoints"
-    if found := checkpoints(folder):
+    folder, metrics, evaluations = out / "checkpoints", out / "metrics.jsonl", out / "evaluations.jsonl"
+    found = checkpoints(folder)
+    if found:
         saved = load_checkpoint(found[-1], trainee.trained, optimizer, fingerprint)
         state = {name: saved[name] for name in state}
     start = int(state["step"])
+    if runtime.is_main:
+        for file in (metrics, evaluations):
+            cut_back(file, start if found else -1)
+        for name in EXPORTS:
+            settle(out / name)
     zeros = zero_sums(objective, runtime.device)
     runtime.cut()  # optimizer state, gradients and zeros are there now, not part of the first micro-batch's graph
     batches = runtime.feed(
@@ -148,13 +162,9 @@ def train(
             replicas=runtime.replicas,
         )
     )
-    evaluations = out / "evaluations.jsonl"
-    kept = [line for line in read_metrics(evaluations) if line["step"] <= start]
-    evaluations.unlink(missing_ok=True)
-    for line in kept:
-        append_line(evaluations, line)
 
     def save(step: int) -> None:
+        runtime.barrier("metrics")  # the lines up to here are on disk first: a resumed run could not write them again
         if runtime.is_main:
             content = {**state, "step": step, "fingerprint": dict(fingerprint)}
             save_checkpoint(folder, step, trainee.trained, optimizer, content, loop.keep_checkpoints)
@@ -164,22 +174,28 @@ def train(
         if hooks.evaluate is None:
             return
         kl = hooks.evaluate()
-        append_line(evaluations, {"step": step, "kl": kl})
+        if runtime.is_main:
+            append_line(evaluations, {"step": step, "kl": kl})
         if state["best_kl"] is None or kl < state["best_kl"]:
             state.update(best_kl=kl, best_step=step)
-            hooks.export("best")
+            export("best")
+
+    def export(name: str) -> None:
+        if runtime.is_main:
+            hooks.export(name)
 
     with (
         stop_signals() as stopped,
-        MetricsLog(out / "metrics.jsonl", loop.max_steps, start, quiet, "recover") as log,
+        MetricsLog(metrics, loop.max_steps, start, quiet or not runtime.is_main, "recover") as log,
     ):
         if start == 0:
-            hooks.export("start")
+            export("start")
             evaluate(0)
             log.pause()
         pending: list[tuple[int, float, Sums]] = []
         for step in range(start + 1, loop.max_steps + 1):
-            weights = objective.weights_at((step - 1) / max(1, loop.max_steps - 1))
+            progress = (step - 1) / max(1, loop.max_steps - 1)
+            weights = weight_tensors(objective.weights_at(progress), runtime.device)
             sums = zeros
             for _ in range(accumulation):
                 batch = next(batches)
@@ -189,29 +205,33 @@ def train(
             means = optimizer_step(optimizer, parameters, sums, optim.clip_grad_norm, runtime)
             pending.append((step, lr, means))
             last = step == loop.max_steps
-            if step % loop.log_steps == 0 or last or stopped:
+            saving = step % loop.save_steps == 0 or last
+            if step % loop.log_steps == 0 or saving:
                 _flush(pending, log, runtime)
-                pending = []
             runtime.step_end()
             if step % loop.eval_steps == 0 or last:
                 evaluate(step)
                 log.pause()
-            if step % loop.save_steps == 0 or last or stopped:
+            stop = bool(stopped)  # looked at once: a signal that comes while saving is for the next step
+            if saving or stop:
+                _flush(pending, log, runtime)
                 save(step)
                 log.pause()
-            if stopped and not last:
+            if stop and not last:
                 raise InterruptedRunError(
                     f"stopped by {stopped[0]} after step {step} of {loop.max_steps}; "
                     f"the checkpoint is complete, the same command goes on from it"
                 )
-    hooks.export("last")
-    if hooks.evaluate is None and start < loop.max_steps:
-        hooks.export("best")
+    export("last")
+    if hooks.evaluate is None:
+        export("best")
     return {**state, "step": loop.max_steps, "resumed_from": start}
 
 
 def _flush(pending: list[tuple[int, float, Sums]], log: MetricsLog, runtime: Runtime) -> None:
-    """Send the values of the steps since the last flush to the log, through the runtime's deferred callback."""
+    """Send the values of the pending steps to the log, through the runtime's deferred callback, and forget them."""
+    if not pending:
+        return
     steps = [step for step, _, _ in pending]
     lrs = [lr for _, lr, _ in pending]
     names = list(pending[0][2])
@@ -222,6 +242,7 @@ def _flush(pending: list[tuple[int, float, Sums]], log: MetricsLog, runtime: Run
 
     if runtime.is_main:  # each value by itself: stacking them on the device would be one more graph
         runtime.defer(write, *(means[name] for _, _, means in pending for name in names))
+    pending.clear()
 
 
 @contextmanager

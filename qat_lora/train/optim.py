@@ -35,8 +35,12 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         for name in ("lr", "scale_lr", "clip_grad_norm"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name}: {getattr(self, name)} is not above 0")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name}: {getattr(self, name)} is not allowed; give a number above 0")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ConfigError(f"weight_decay: {self.weight_decay} is not allowed; give 0 (none) or a number above")
+        if not 0 <= self.adam_beta2 < 1:
+            raise ConfigError(f"adam_beta2: {self.adam_beta2} is not from 0 to below 1")
         if self.warmup_steps < 0:
             raise ConfigError(f"warmup_steps: {self.warmup_steps} is below 0")
         if not 0 <= self.min_lr_ratio <= 1:
@@ -75,7 +79,7 @@ class AdamW(torch.optim.Optimizer):
                 }
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter from its gradient; all of a group's steps are equal."""
         for group in self.param_groups:
             parameters, (beta1, beta2) = group["params"], group["betas"]

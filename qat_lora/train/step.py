@@ -27,7 +27,7 @@ def micro_batch(
     model: LanguageModel,
     batch: Batch,
     objective: ObjectiveConfig,
-    weights: Mapping[str, float],
+    weights: Mapping[str, Tensor],
 ) -> Sums:
     """Run forward and backward on one micro-batch; gradients add up in the parameters.
 

@@ -164,7 +164,7 @@ def test_a_teacher_that_fails_and_one_that_is_stopped_lose_one_shard_at_most(tmp
     assert _build(tmp_path / "c", fp, Teacher(31)).finished
     assert _files(tmp_path / "c") == whole
     idle = Teacher(31)
-    assert _build(tmp_path / "c", fp, idle) == (11, 3, stopped.bytes_per_token, True)
+    assert _build(tmp_path / "c", fp, idle) == (11, 3, stopped.bytes_per_token, True, ())
     assert idle.calls == 0
 
 

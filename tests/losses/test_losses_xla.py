@@ -12,7 +12,7 @@ pytest.importorskip("torch_xla")
 PROGRAM = """
 import json, torch, torch_xla
 import torch_xla.debug.metrics as met
-from qat_lora.losses.objective import ObjectiveConfig, objective_loss
+from qat_lora.losses.objective import ObjectiveConfig, objective_loss, weight_tensors
 from qat_lora.losses.teacher import sparse_teacher_from_logits
 from qat_lora.types import OutputHead
 
@@ -41,7 +41,7 @@ def step(data, device, autocast, seed, progress):
     data = {name: value.to(device) for name, value in data.items()}
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
         head = OutputHead(weight, vocab, None, 1.0, 30.0)
-        result = objective_loss(hidden, head, data, config, config.weights_at(progress))
+        result = objective_loss(hidden, head, data, config, weight_tensors(config.weights_at(progress), device))
     result.loss_sum.backward()
     if device.type == "xla":
         torch_xla.sync()

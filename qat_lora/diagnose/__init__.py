@@ -1,0 +1,1 @@
+"""What is wrong here, does it work, will it fit: `doctor`, `smoke` and `estimate`."""

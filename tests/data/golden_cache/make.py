@@ -1,0 +1,191 @@
+"""Writes the golden caches beside this file, byte by byte from docs/cache-format.md, with the standard library only.
+
+It shares no code with qat_lora, so a change of the reader, the writer or the page that breaks caches which people
+already have is seen. The committed files must not change within version 1 of the format; to make them again:
+
+    python tests/data/golden_cache/make.py
+
+`short`, `packed` and `wide` are the three ways ids are stored; `packed` has two temperatures, shards of unequal
+size and an evaluation split. `expected.json` holds what a reader must return, for all entries and for fewer.
+"""
+
+import hashlib
+import json
+import math
+import random
+import struct
+import sys
+import zlib
+from pathlib import Path
+
+CACHES = {
+    "short": {"vocab_size": 300, "length": 4, "top_k": 3, "temperatures": [1.0], "train": [2], "eval": []},
+    "packed": {"vocab_size": 151936, "length": 9, "top_k": 5, "temperatures": [1.0, 2.0], "train": [3, 1], "eval": [1]},
+    "wide": {"vocab_size": 300000, "length": 3, "top_k": 4, "temperatures": [0.5, 1.0], "train": [1], "eval": []},
+}
+FEWER = 2
+TYPES = {"U32": "I", "I32": "i", "F32": "f", "F16": "e", "U16": "H", "U8": "B"}
+
+
+def as_stored(value, code):
+    """Round a number to what a file of type `code` gives back."""
+    return struct.unpack("<" + code, struct.pack("<" + code, value))[0]
+
+
+def suffix(temperature):
+    return "" if temperature == 1 else f"@{temperature:g}"
+
+
+def draw_row(draw, setting):
+    """Invent one row as the values a reader must return: plain lists, already rounded to the stored types."""
+    length, top_k, vocab = setting["length"], setting["top_k"], setting["vocab_size"]
+    starts = [1] + [int(draw.random() < 0.3) for _ in range(length - 1)]
+    row = {
+        "input_ids": [draw.randrange(vocab) for _ in range(length)],
+        "loss_mask": [0] + [int(draw.random() < 0.7) for _ in range(length - 1)],
+        "doc_starts": starts,
+        "document_ids": [sum(starts[: i + 1]) for i in range(length)],
+        "head_ids": [[vocab - 1, *draw.sample(range(vocab - 1), top_k - 1)] for _ in range(length - 1)],
+        "head_logits": [
+            [0.0, *sorted((as_stored(-12 * draw.random(), "e") for _ in range(top_k - 1)), reverse=True)]
+            for _ in range(length - 1)
+        ],
+    }
+    for temperature in setting["temperatures"]:
+        lse, tail = "lse" + suffix(temperature), "log_tail" + suffix(temperature)
+        row[lse], row[tail] = [], []
+        for values in row["head_logits"]:
+            head = sum(math.exp(value / temperature) for value in values)
+            outside = draw.choice([1e-30, 1e-3, 0.7])
+            row[lse].append(as_stored(math.log(head + outside), "f"))
+            row[tail].append(as_stored(math.log(outside) - math.log(head + outside), "f"))
+    return row
+
+
+def with_fewer(row, setting):
+    """Return what a reader that serves FEWER entries must return as log_tail."""
+    served = {}
+    for temperature in setting["temperatures"]:
+        end = suffix(temperature)
+        served["log_tail" + end] = [
+            round(math.log(math.exp(tail) + sum(math.exp(value / temperature - lse) for value in values[FEWER:])), 9)
+            for values, lse, tail in zip(row["head_logits"], row["lse" + end], row["log_tail" + end], strict=True)
+        ]
+    return served
+
+
+def flat(values):
+    return [item for value in values for item in flat(value)] if isinstance(values, list) else [values]
+
+
+def bits_of(values, width):
+    """Put small numbers into bytes, lowest bits first."""
+    packed = [0] * -(-len(values) * width // 8)
+    for i, value in enumerate(values):
+        packed[i * width // 8] |= value << i * width % 8
+    return packed
+
+
+def arrays_of(row, setting):
+    """Return (name, safetensors type, shape without N, numbers) in file order, row_crc32 left out."""
+    length, top_k, vocab = setting["length"], setting["top_k"], setting["vocab_size"]
+    positions, head = [length - 1], [length - 1, top_k]
+    yield "input_ids", "I32", [length], row["input_ids"]
+    if vocab > 262144:
+        yield "ids", "I32", head, flat(row["head_ids"])
+    for temperature in setting["temperatures"]:
+        for name in ("lse", "log_tail"):
+            yield name + suffix(temperature), "F32", positions, row[name + suffix(temperature)]
+    yield "val", "F16", head, flat(row["head_logits"])
+    if vocab <= 262144:
+        yield "ids_lo", "U16", head, [i % 65536 for i in flat(row["head_ids"])]
+    if 65536 < vocab <= 262144:
+        high = [bits_of([i // 65536 for i in ids], 2) for ids in row["head_ids"]]
+        yield "ids_hi", "U8", [length - 1, -(-top_k // 4)], flat(high)
+    yield "loss_mask", "U8", [length], row["loss_mask"]
+    yield "doc_starts", "U8", [-(-length // 8)], bits_of(row["doc_starts"], 1)
+
+
+def shard_bytes(rows, setting, fingerprint_hash):
+    described = [list(arrays_of(row, setting)) for row in rows]
+    blobs = [[struct.pack(f"<{len(n)}{TYPES[t]}", *n) for _, t, _, n in arrays] for arrays in described]
+    sums = b"".join(struct.pack("<I", zlib.crc32(b"".join(row))) for row in blobs)
+    parts = [("row_crc32", "U32", [], sums)]
+    for place, (name, kind, shape, _) in enumerate(described[0]):
+        parts.append((name, kind, shape, b"".join(row[place] for row in blobs)))
+    header = {"__metadata__": {"format": "qat-lora-kd-cache", "version": "1", "fingerprint": fingerprint_hash}}
+    offset = 0
+    for name, kind, shape, data in parts:
+        offsets = [offset, offset + len(data)]
+        header[name] = {"dtype": kind, "shape": [len(rows), *shape], "data_offsets": offsets}
+        offset += len(data)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text + b"".join(data for *_, data in parts)
+
+
+def sealed(record):
+    body = json.dumps(record, indent=2)[:-2] + ',\n  "checksum": "'
+    return body.encode() + hashlib.sha256(body.encode()).hexdigest().encode() + b'"\n}\n'
+
+
+def write_cache(folder, setting, seed):
+    """Write one cache; return the rows of both splits."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = random.Random(seed)
+    fingerprint = {
+        "tokenizer_sha256": "ab" * 32,
+        "vocab_size": setting["vocab_size"],
+        "teacher": "golden",
+        "teacher_sha256": "cd" * 32,
+        "chat_template_sha256": None,
+        "dataset": "invented",
+        "packing": "none",
+        "length": setting["length"],
+        "top_k": setting["top_k"],
+        "temperatures": setting["temperatures"],
+        "value_dtype": "float16",
+        "seed": 7,
+        "eval_rows": sum(setting["eval"]),
+        "builder": "standard library",
+        "optional_arrays": [],
+    }
+    canonical = json.dumps({"version": 1, **fingerprint}, sort_keys=True, separators=(",", ":"))
+    common = {"format": "qat-lora-kd-cache", "version": 1}
+    manifest, rows = {**common, "fingerprint": fingerprint, "train": [], "eval": [], "info": {}}, {}
+    for split in ("eval", "train"):
+        rows[split] = []
+        for number, count in enumerate(setting[split]):
+            name = f"{split[0].replace('t', 's')}-{number:06d}"
+            part = [draw_row(draw, setting) for _ in range(count)]
+            data = shard_bytes(part, setting, hashlib.sha256(canonical.encode()).hexdigest())
+            entry = {"shard": name, "rows": count, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            place = {
+                "first_row": len(rows[split]),
+                "builder": 0,
+                "builders": 1,
+                "cursor": {"row": len(rows[split]) + count},
+            }
+            sidecar = sealed({**common, **entry, **place, "fingerprint": fingerprint})
+            (folder / f"{name}.safetensors").write_bytes(data)
+            (folder / f"{name}.json").write_bytes(sidecar)
+            manifest[split].append({**entry, "sidecar_sha256": hashlib.sha256(sidecar).hexdigest()})
+            rows[split] += part
+    (folder / "manifest.json").write_bytes(sealed(manifest))
+    return rows
+
+
+def main(out):
+    expected = {}
+    for seed, (name, setting) in enumerate(CACHES.items()):
+        rows = write_cache(out / name, setting, seed)
+        expected[name] = {
+            "temperatures": setting["temperatures"],
+            "fewer": FEWER,
+            **{split: [{"all": row, "fewer": with_fewer(row, setting)} for row in rows[split]] for split in rows},
+        }
+    (out / "expected.json").write_text(json.dumps(expected, separators=(",", ":")) + "\n", encoding="ascii")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent)

@@ -1,0 +1,110 @@
+"""Scores against numpy in float64; recovery by hand."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from qat_lora.errors import TextError
+from qat_lora.evaluate import score as score_module
+from qat_lora.evaluate.score import Score, recovery, score
+
+VOCABULARY, WIDTH, LENGTH = 37, 6, 9
+
+
+class Table:
+    """A language model that is a table: the hidden state of a token is its row."""
+
+    vocab_size = VOCABULARY
+
+    def __init__(self, seed, spread=2.0):
+        draw = np.random.default_rng(seed)
+        self.embed = (draw.normal(size=(VOCABULARY, WIDTH)) * spread).astype(np.float32)
+        self.output = draw.normal(size=(VOCABULARY, WIDTH)).astype(np.float32)
+
+    def hidden(self, input_ids_BL, document_ids_BL):
+        return torch.from_numpy(self.embed)[input_ids_BL]
+
+    def logits(self, hidden_NH):
+        return hidden_NH @ torch.from_numpy(self.output).T
+
+
+def batches(counts=(3, 3, 2), masked=0.4):
+    draw = np.random.default_rng(9)
+    for rows in counts:
+        yield {
+            "input_ids": torch.from_numpy(draw.integers(0, VOCABULARY, (rows, LENGTH))),
+            "document_ids": torch.zeros(rows, LENGTH, dtype=torch.int32),
+            "target_mask": torch.from_numpy(draw.random((rows, LENGTH - 1)) >= masked),
+        }
+
+
+def oracle(teacher, student):
+    """nll, KL and agreement position by position from the models' arrays, in float64."""
+    nll, kl, same = [], [], []
+    for batch in batches():
+        ids, mask = batch["input_ids"].numpy(), batch["target_mask"].numpy()
+        for b, p in zip(*mask.nonzero(), strict=True):
+            logs = []
+            for model in (teacher, student):
+                logits = model.output.astype(np.float64) @ model.embed[ids[b, p]].astype(np.float64)
+                logs.append(logits - logits.max() - np.log(np.exp(logits - logits.max()).sum()))
+            log_t, log_s = logs
+            nll.append(-log_s[ids[b, p + 1]])
+            kl.append((np.exp(log_t) * (log_t - log_s)).sum())
+            same.append(log_t.argmax() == log_s.argmax())
+    return math.fsum(nll) / len(nll), math.fsum(kl) / len(kl), sum(same) / len(same), len(nll)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 10_000])
+def test_scores_are_those_of_the_definition(monkeypatch, chunk):
+    monkeypatch.setattr(score_module, "CHUNK_BYTES", 4 * VOCABULARY * chunk)
+    teacher, near, far = Table(1), Table(1, spread=1.7), Table(2)
+    found = score(teacher, {"near": near, "far": far, "self": teacher}, batches(), quiet=True)
+    assert list(found) == ["teacher", "near", "far", "self"]
+    for name, model in {"teacher": teacher, "near": near, "far": far}.items():
+        nll, kl, top1, tokens = oracle(teacher, model)
+        assert found[name].tokens == tokens
+        assert found[name].nll == pytest.approx(nll, abs=1e-6)
+        assert found[name].kl == pytest.approx(kl, abs=1e-6)
+        assert found[name].top1 == pytest.approx(top1, abs=1e-12)
+        assert found[name].ppl == pytest.approx(math.exp(nll), rel=1e-6)
+    assert found["teacher"].kl == 0.0 and found["teacher"].top1 == 1.0
+    assert found["self"] == found["teacher"]
+    assert 0 < found["near"].kl < found["far"].kl and found["far"].top1 < 1
+
+
+def test_masked_positions_may_hold_anything():
+    class Broken(Table):
+        def hidden(self, input_ids_BL, document_ids_BL):
+            hidden = super().hidden(input_ids_BL, document_ids_BL).clone()
+            hidden[:, :-1][~self.mask] = math.nan
+            return hidden
+
+    (batch,) = batches((4,))
+    Broken.mask = batch["target_mask"]
+    with_nan = score(Broken(1), {"s": Broken(2)}, [batch], quiet=True)
+    assert with_nan == score(Table(1), {"s": Table(2)}, [batch], quiet=True)
+
+
+@pytest.mark.parametrize("none", [[], list(batches((2,), masked=1.0))])
+def test_no_token_to_score_is_an_error_and_not_a_perfect_score(none):
+    with pytest.raises(TextError, match="no token to score"):
+        score(Table(1), {}, none, quiet=True)
+
+
+def test_a_ruined_student_has_infinite_perplexity():
+    assert Score(nll=1e4, kl=9e3, top1=0.0, tokens=3).as_dict()["ppl"] == math.inf
+    assert math.isnan(Score(nll=math.nan, kl=math.nan, top1=0.0, tokens=3).ppl)
+
+
+def test_recovery_by_hand():
+    quantised, recovered, teacher = {"nll": 4.0, "kl": 0.8}, {"nll": 3.2, "kl": 0.1}, {"nll": 3.0}
+    found = recovery(quantised, recovered, teacher)
+    assert found["gap_recovered_log"] == pytest.approx(0.8) and found["kl_recovered"] == pytest.approx(0.875)
+    by_ppl = math.log(math.exp(4) / math.exp(3.2)) / math.log(math.exp(4) / math.exp(3))
+    assert found["gap_recovered_log"] == pytest.approx(by_ppl)
+    assert recovery(quantised, quantised, teacher) == {"gap_recovered_log": 0.0, "kl_recovered": 0.0}
+    undamaged = recovery({"nll": 3.0, "kl": 0.0}, recovered, teacher)
+    assert all(math.isnan(value) for value in undamaged.values())

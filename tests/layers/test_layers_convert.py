@@ -1,0 +1,180 @@
+"""Converting whole models: what is reached, what is refused, and that merging changes nothing."""
+
+import pytest
+import torch
+from torch import nn
+
+from qat_lora.errors import ConfigError, ModelError
+from qat_lora.layers.calibrate import quantise_model
+from qat_lora.layers.convert import (
+    add_lora,
+    bits_per_weight,
+    lora_layers,
+    make_quant_skeleton,
+    merge,
+    prepare_base,
+    quant_layers,
+    quantise_targets,
+)
+from qat_lora.layers.lora import Factors, LoraConfig
+from qat_lora.quant.spec import PRESETS, Preset, preset
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.self_attn = nn.ModuleDict({"q_proj": nn.Linear(16, 24), "o_proj": nn.Linear(24, 16, bias=False)})
+        self.mlp = nn.ModuleDict({"up_proj": nn.Linear(16, 40), "down_proj": nn.Linear(40, 16)})
+
+    def forward(self, x):
+        x = x + self.self_attn["o_proj"](torch.tanh(self.self_attn["q_proj"](x)))
+        return x + self.mlp["down_proj"](torch.relu(self.mlp["up_proj"](x)))
+
+
+class Toy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = nn.ModuleDict({"embed": nn.Embedding(11, 16), "layers": nn.ModuleList([Block(), Block()])})
+        self.lm_head = nn.Linear(16, 11, bias=False)
+
+    def forward(self, ids):
+        x = self.model["embed"](ids)
+        for block in self.model["layers"]:
+            x = block(x)
+        return self.lm_head(x)
+
+
+NAMES = [f"model.layers.{i}.{part}" for i in (0, 1) for part in ("self_attn.q_proj", "self_attn.o_proj")]
+NAMES = sorted(NAMES + [f"model.layers.{i}.mlp.{part}" for i in (0, 1) for part in ("up_proj", "down_proj")])
+IDS = torch.arange(22).reshape(2, 11) % 11
+
+
+def toy():
+    torch.manual_seed(0)
+    return Toy()
+
+
+def adapted(name="w2g64", config=None):
+    model = toy()
+    quantise_model(model, preset(name), "mse", quiet=True)
+    for i, layer in enumerate(add_lora(model, config or LoraConfig(recovery_r=3, recovery_alpha=2.0)).values()):
+        nn.init.normal_(layer.lora_B, std=0.1 * (i + 1))
+    return model
+
+
+def test_every_linear_layer_but_the_head_is_reached():
+    assert sorted(quantise_targets(toy(), preset("w4g128"))) == NAMES
+    model = toy()
+    quantise_model(model, preset("w4g128"), "mse", quiet=True)
+    assert sorted(quant_layers(model)) == NAMES and type(model.lm_head) is nn.Linear
+    assert sorted(lora_layers(adapted())) == NAMES and sorted(quant_layers(adapted())) == NAMES
+
+
+def test_rules_decide_layer_by_layer():
+    specs = quantise_targets(toy(), preset("q2a4", keep=(r"layers\.0\.mlp\.up_proj",)))
+    assert sorted(specs) == sorted(set(NAMES) - {"model.layers.0.mlp.up_proj"})
+    assert {name: spec.bits for name, spec in specs.items()} == {name: 2 if "mlp" in name else 4 for name in specs}
+
+
+@pytest.mark.parametrize("keep", [r"layers\.7\.", "lm_head"])
+def test_a_rule_that_reaches_nothing_raises_with_what_there_is(keep):
+    with pytest.raises(ConfigError, match="matches no linear layer; there are: model.layers.0"):
+        quantise_targets(toy(), preset("w4g128", keep=(keep,)))
+
+
+def test_an_adapter_pattern_that_reaches_nothing_raises_and_leaves_the_model_alone():
+    for pattern, reason in (("experts", "matches no linear layer"), ("(", "no.* a regular expression")):
+        model = toy()
+        with pytest.raises(ConfigError, match=f"lora_targets: .*{reason}"):
+            add_lora(model, LoraConfig(lora_targets=pattern))
+        assert not lora_layers(model) and all(p.requires_grad for p in model.parameters())
+
+
+def test_adapters_go_where_the_pattern_says():
+    model = toy()
+    layers = add_lora(model, LoraConfig(mlp_only=True))
+    assert sorted(layers) == [name for name in NAMES if "mlp" in name]
+    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trainable == {f"{name}.lora_{x}" for name in layers for x in "AB"}
+    assert sorted(add_lora(toy(), LoraConfig(lora_targets=r"1\.self_attn"))) == [n for n in NAMES if "1.self_attn" in n]
+    with pytest.raises(ModelError, match="adapters already"):
+        add_lora(model, LoraConfig())
+
+
+def test_a_start_for_a_layer_that_is_not_there_is_refused():
+    start = {"model.layers.9.mlp.up_proj": Factors(torch.zeros(1, 16), torch.zeros(40, 1))}
+    with pytest.raises(ModelError, match="layers that the model lacks: model.layers.9.mlp.up_proj"):
+        add_lora(toy(), LoraConfig(), start)
+
+
+def test_conv1d_models_are_refused():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=8, n_layer=1, n_head=1, n_positions=16))
+    with pytest.raises(ModelError, match="Conv1D.*Use a Qwen, Llama or Gemma style model"):
+        quantise_targets(model, preset("w4g128"))
+    with pytest.raises(ModelError, match="Conv1D"):
+        add_lora(model, LoraConfig())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("train_scales", [None, False, True])
+def test_merging_changes_nothing(name, train_scales):
+    model = adapted(name).eval()
+    if train_scales is not None:
+        prepare_base(model, train_scales)
+    with torch.no_grad():
+        expected = model(IDS)
+        merged = merge(model)(IDS)
+    assert not quant_layers(model) and not lora_layers(model)
+    assert {type(m) for n, m in model.named_modules() if n in NAMES} == {nn.Linear}
+    assert torch.allclose(merged, expected, atol=1e-5)
+    assert set(model.state_dict()) == set(toy().state_dict())
+
+
+def test_merging_adapters_on_an_unquantised_bfloat16_base_rounds_once():
+    model = toy().to(torch.bfloat16)
+    weight = model.model["layers"][0].mlp["up_proj"].weight.detach().clone()
+    layer = add_lora(model, LoraConfig(recovery_r=2))["model.layers.0.mlp.up_proj"]
+    nn.init.normal_(layer.lora_B)
+    delta = layer.delta().detach().double()
+    merge(model)
+    merged = model.model["layers"][0].mlp["up_proj"].weight
+    assert torch.equal(merged, (weight.double() + delta).float().bfloat16())
+
+
+def test_merging_draws_no_random_numbers():
+    model = adapted()
+    before = torch.get_rng_state()
+    merge(model)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_prepare_base_says_what_trains():
+    model = adapted("q4a4")
+    trained = prepare_base(model, train_scales=True)
+    assert set(trained) == {f"{name}.{part}" for name in NAMES for part in ("scale_a", "scale_b")}
+    assert all(p.requires_grad for p in trained.values())
+    assert prepare_base(model, train_scales=False, dtype=torch.bfloat16) == {}
+    assert not any(p.requires_grad for p in trained.values())
+    assert {layer.weight.dtype for layer in quant_layers(model).values()} == {torch.bfloat16}
+
+
+def test_bits_per_weight_by_hand():
+    weights = 2 * (16 * 24 + 24 * 16 + 16 * 40 + 40 * 16)
+    groups = 2 * (24 + 16 + 40 + 16)  # every row is narrower than a group of 64, so it has one scale
+    factors = 2 * 3 * ((16 + 24) + (24 + 16) + (16 + 40) + (40 + 16))
+    bits = bits_per_weight(adapted("w2g64"))
+    assert bits["base"] == pytest.approx(2 + 16 * groups / weights, rel=1e-12)
+    assert bits["with_adapter"] == pytest.approx(2 + 16 * (groups + factors) / weights, rel=1e-12)
+    with pytest.raises(ModelError, match="no quantised layer"):
+        bits_per_weight(toy())
+
+
+def test_a_skeleton_takes_the_state_of_the_model_it_stands_for():
+    chosen: Preset = preset("q2a4", keep=(r"layers\.1\.mlp\.up_proj",))
+    model, skeleton = toy(), toy()
+    quantise_model(model, chosen, "absmax", quiet=True)
+    make_quant_skeleton(skeleton, chosen)
+    skeleton.load_state_dict(model.state_dict())
+    assert torch.equal(skeleton(IDS), model(IDS))

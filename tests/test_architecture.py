@@ -1,0 +1,175 @@
+"""Imports point one way, devices stay in one room, and every module has a test: read off the syntax trees."""
+
+import ast
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = ("runtime", "layers", "losses", "cache", "text")
+# A module may import modules of its own rank or below; rooms not each other.
+RANKS = {
+    0: ("types", "errors"),
+    1: ("quant", "config", "extras"),
+    2: ROOMS,
+    3: ("train", "evaluate", "export", "models", "students", "options", "outputs"),
+    4: ("app", "launch", "demo", "diagnose", "generate"),
+    5: ("cli", "api", "__init__"),
+    6: ("scripts", "notebooks"),
+}
+RANK = {part: rank for rank, parts in RANKS.items() for part in parts}
+DEVICES = {"cpu", "cuda", "mps", "tpu", "xla"}
+LONGEST = 500  # lines
+# Asking which device names exist is the job of these two; they branch on no device to compute.
+MAY_NAME_DEVICES = ("diagnose",)
+
+
+def modules() -> dict[str, str]:
+    """Return the source of every Python file and notebook that is checked, by path from the root."""
+    found = {}
+    for folder in ("qat_lora", "scripts"):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            found[file.relative_to(ROOT).as_posix()] = file.read_text(encoding="utf-8")
+    for file in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
+        source = "\n".join("".join(cell["source"]) + "\n" for cell in cells if cell["cell_type"] == "code")
+        found[file.relative_to(ROOT).as_posix()] = '"""A notebook."""\n' + source
+    return found
+
+
+def part_of(path: str) -> str:
+    """Return what the arrows are drawn between: a room, a top-level module, `scripts` or `notebooks`."""
+    top, *rest = path.removesuffix(".py").split("/")
+    return rest[0] if top == "qat_lora" else top
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Yield the dotted names that a module imports, anywhere in it, also as texts given to importlib."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("qat_lora."):
+            yield node.value
+
+
+def problems(path: str, source: str) -> list[str]:
+    """Return what is wrong with a module, one line each."""
+    tree = ast.parse(source)
+    here = part_of(path)
+    names = set(imported(tree))
+    tops = {name.split(".")[0] for name in names}
+    found = []
+    for name in sorted(name for name in names if name.startswith("qat_lora.")):
+        there = name.split(".")[1]
+        if there not in RANK:
+            continue  # a name of the package itself, such as qat_lora.quantize_model
+        if RANK[there] > RANK[here]:
+            found.append(f"{path} imports {name}: that arrow points up")
+        if here in ROOMS and there in ROOMS and here != there:
+            found.append(f"{path} imports {name}: rooms do not import each other")
+    if any(name.startswith(".") for name in names):
+        found.append(f"{path}: relative import")
+    if "torch_xla" in tops and path != "qat_lora/runtime/xla.py":
+        found.append(f"{path} imports torch_xla: only runtime/xla.py may")
+    if "transformers" in tops and path != "qat_lora/models.py":
+        found.append(f"{path} imports transformers: only models.py may")
+    if tops & {"pickle", "cPickle", "dill", "joblib"}:
+        found.append(f"{path} imports pickle")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            dotted = f"{node.value.id}.{node.attr}"
+            if dotted in ("sys.path", "torch.load"):
+                found.append(f"{path}:{node.lineno}: {dotted}")
+        if isinstance(node, ast.Compare) and here not in ("runtime", *MAY_NAME_DEVICES):
+            texts = {n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+            if texts & DEVICES:
+                found.append(f"{path}:{node.lineno}: branches on a device name outside runtime/")
+        if isinstance(node, ast.match_case) and here != "runtime":
+            texts = {n.value for n in ast.walk(node.pattern) if isinstance(n, ast.Constant)}
+            if texts & DEVICES:
+                found.append(f"{path}: branches on a device name outside runtime/")
+    if not ast.get_docstring(tree):
+        found.append(f"{path}: no module docstring")
+    if source.count("\n") > LONGEST:
+        found.append(f"{path}: more than {LONGEST} lines")
+    return found
+
+
+@pytest.mark.parametrize("path", modules())
+def test_module(path):
+    assert problems(path, modules()[path]) == []
+
+
+OFFENDERS = {
+    "imports qat_lora.app: that arrow points up": ("qat_lora/losses/x.py", "import qat_lora.app"),
+    "imports qat_lora.text.packing: rooms": ("qat_lora/cache/x.py", "def f():\n    from qat_lora.text import packing"),
+    "rooms do not import each other": ("qat_lora/losses/x.py", "from qat_lora import cache"),
+    "that arrow points up": ("qat_lora/train/x.py", "import importlib\nimportlib.import_module('qat_lora.app')"),
+    "relative import": ("qat_lora/cache/x.py", "from . import format"),
+    "torch_xla": ("qat_lora/runtime/native.py", "import torch_xla.core.xla_model as xm"),
+    "transformers": ("qat_lora/app.py", "from transformers import AutoConfig"),
+    "pickle": ("qat_lora/train/x.py", "import pickle"),
+    "sys.path": ("scripts/x.py", "import sys\nsys.path.insert(0, '.')"),
+    "torch.load": ("qat_lora/train/x.py", "import torch\ntorch.load('x')"),
+    "branches on a device name": ("qat_lora/app.py", "def f(d):\n    if d.type in ('cuda', 'mps'):\n        pass"),
+    "no module docstring": ("qat_lora/app.py", "#"),
+    "more than 500 lines": ("qat_lora/app.py", "\n" * 501),
+}
+
+
+@pytest.mark.parametrize("message", OFFENDERS)
+def test_offending_source_is_flagged(message):
+    path, source = OFFENDERS[message]
+    assert any(message in line for line in problems(path, source)), problems(path, source)
+    fine = '"""Text."""\nfrom qat_lora.quant.spec import QuantSpec\nfrom qat_lora.errors import ConfigError\n'
+    assert problems("qat_lora/layers/x.py", fine) == []
+
+
+def test_every_part_has_a_rank():
+    assert {part_of(path) for path in modules()} <= set(RANK)
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Return which modules of the package each one imports when it is imported itself."""
+    sources = {path: source for path, source in modules().items() if path.startswith("qat_lora/")}
+    names = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in sources}
+    graph = {}
+    for name, path in names.items():
+        body = [node for node in ast.parse(sources[path]).body if isinstance(node, ast.Import | ast.ImportFrom)]
+        graph[name] = {n for node in body for n in imported(node) if n in names and n != "qat_lora"}
+    return graph
+
+
+def test_no_circles():
+    graph = import_graph()
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, " -> ".join((*trail, name))
+        if name not in done:
+            for other in graph[name]:
+                visit(other, (*trail, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+    assert len(done) > 40
+
+
+def test_every_module_has_its_tests():
+    """For `a/b.py` some file under tests/ imports `qat_lora.a.b`."""
+    tested = set()
+    for file in (ROOT / "tests").rglob("*.py"):
+        tested |= set(imported(ast.parse(file.read_text(encoding="utf-8"))))
+    names = {
+        path.removesuffix(".py").replace("/", ".")
+        for path in modules()
+        if path.startswith("qat_lora/") and not path.endswith("__init__.py")
+    }
+    assert sorted(names - tested) == []

@@ -1,0 +1,166 @@
+"""Settings: one declaration, strict filling from recipe, flags and words, and a fingerprint that does not move."""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+import yaml
+
+from qat_lora.config import fingerprint, from_dict, leaves, load_yaml, option, resolve, save_yaml, setting_path, to_dict
+from qat_lora.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Inner:
+    lr: float = option(3e-4, "rate")
+    steps: int = option(10, "steps", unit="steps", alias="max_steps")
+
+
+@dataclass(frozen=True)
+class Outer:
+    name: str | None = option(None, "a name")
+    rows: int | None = option(None, "rows", unit="rows")
+    kind: Literal["a", "b"] = option("a", "kind")
+    on: bool = option(False, "switch")
+    many: tuple[float, ...] = option((1.0,), "list")
+    words: tuple[str, ...] = option((), "list")
+    train: Inner = option(Inner, "inner")
+
+
+def recipe(tmp_path, text):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def test_words_win_over_flags_win_over_the_recipe_win_over_defaults(tmp_path):
+    file = recipe(tmp_path, "name: recipe\ntrain:\n  lr: 3e-5\n  steps: 3\n")
+    assert resolve(Outer) == Outer()
+    assert resolve(Outer, recipe=file) == Outer(name="recipe", train=Inner(3e-5, 3))
+    flags = {("train", "lr"): "1e-2", ("train", "steps"): "4"}
+    assert resolve(Outer, recipe=file, flags=flags).train == Inner(1e-2, 4)
+    assert resolve(Outer, recipe=file, flags=flags, words=["train.lr=0.5"]).train == Inner(0.5, 4)
+
+
+@pytest.mark.parametrize("word", ["train.steps=7", "steps=7", "max_steps=7"])
+def test_a_word_names_a_setting_by_path_name_or_alias(word):
+    assert resolve(Outer, words=[word]).train.steps == 7
+
+
+def test_a_recipe_may_be_flat_nested_or_both(tmp_path):
+    assert resolve(Outer, recipe=recipe(tmp_path, "max_steps: 5\ntrain:\n  lr: 1\n")).train == Inner(1.0, 5)
+    assert resolve(Outer, recipe=recipe(tmp_path, "train.steps: 5\ntrain:\n")).train.steps == 5
+    assert resolve(Outer, recipe=recipe(tmp_path, "# nothing\n")) == Outer()
+
+
+@pytest.mark.parametrize(
+    ("word", "path", "expected"),
+    [
+        ("rows=1e3", ("rows",), 1000),
+        ("rows=12345678901234567891", ("rows",), 12345678901234567891),  # floats would round it
+        ("rows=none", ("rows",), None),
+        ("on=yes", ("on",), True),
+        ("on=0", ("on",), False),
+        ("many=1,2.5", ("many",), (1.0, 2.5)),
+        ("many=", ("many",), ()),
+        ("words=x, y", ("words",), ("x", "y")),
+        ("name=12", ("name",), "12"),
+        ("name=a=b", ("name",), "a=b"),
+        ("lr=-1", ("train", "lr"), -1.0),
+    ],
+)
+def test_values_take_the_declared_type(word, path, expected):
+    value = resolve(Outer, words=[word])
+    for part in path:
+        value = getattr(value, part)
+    assert value == expected and type(value) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("rows=1.5", "rows: '1.5' is not a whole number"),
+        ("rows=many", "rows: 'many' is not a whole number"),
+        ("rows=1e400", "rows: '1e400' is not a whole number"),
+        ("lr=nan", "train.lr: 'nan' is not a finite number"),
+        ("lr=inf", "train.lr: 'inf' is not a finite number"),
+        ("lr=", "train.lr: '' is not a finite number"),
+        ("lr=none", "train.lr: 'none' is not a finite number"),
+        ("kind=c", "kind: 'c' is unknown; allowed: a, b"),
+        ("on=maybe", "on: 'maybe' is not a switch; allowed: true, false"),
+        ("nmae=x", "nmae: no such setting; did you mean 'name'? allowed: "),
+        ("train=x", "train: no such setting"),
+        ("x", "'x': expected a setting as name=value, for example train.lr=3e-4"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(word, says):
+    with pytest.raises(ConfigError) as caught:
+        resolve(Outer, words=[word])
+    assert str(caught.value).startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("train: 3\n", "train is a group of settings"),
+        ("train: [1]\n", "train is a group of settings"),
+        ("train:\n  nope: 3\n", "train.nope: no such setting"),
+        ("nope: 3\n", "nope: no such setting"),
+        ("- 1\n", "expected `name: value` lines"),
+        ("a: b: c\n", "is not valid YAML"),
+        ("name: [a]\n", "is not a text"),
+        ("rows: true\n", "rows: True is not a whole number"),
+    ],
+)
+def test_a_recipe_that_does_not_fit_is_refused(text, says, tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        resolve(Outer, recipe=recipe(tmp_path, text), flags={("train", "lr"): "1"})
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_unreadable_recipe_is_refused(tmp_path):
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe\x00")
+    for file, says in [
+        (tmp_path / "none.yaml", "cannot be read"),
+        (tmp_path, "cannot be read"),
+        (binary, "is not UTF-8 text"),
+    ]:
+        with pytest.raises(ConfigError, match=says):
+            load_yaml(file)
+
+
+def test_yaml_round_trip(tmp_path):
+    config = Outer(name="x", many=(1.0, 2.0), train=Inner(steps=3))
+    save_yaml(config, tmp_path / "config.yaml")
+    assert resolve(Outer, recipe=tmp_path / "config.yaml") == config
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["train"] == {"lr": 3e-4, "steps": 3}
+    assert from_dict(Outer, to_dict(config)) == config
+
+
+def test_leaves_are_every_setting_in_order():
+    assert [".".join(leaf.path) for leaf in leaves(Outer)] == [
+        *("name", "rows", "kind", "on", "many", "words"),
+        *("train.lr", "train.steps"),
+    ]
+    assert setting_path(Outer, "max_steps") == ("train", "steps")
+
+
+def test_a_name_that_two_settings_have_must_be_given_in_full():
+    @dataclass(frozen=True)
+    class Two:
+        one: Inner = option(Inner, "one")
+        two: Inner = option(Inner, "two")
+
+    with pytest.raises(ConfigError, match="lr: no such setting"):
+        setting_path(Two, "lr")
+    assert setting_path(Two, "two.lr") == ("two", "lr")
+
+
+def test_the_fingerprint_is_the_sha256_of_canonical_json():
+    expected = hashlib.sha256(b'{"lr":0.5,"steps":2}').hexdigest()
+    assert fingerprint(Inner(0.5, 2)) == expected == fingerprint({"steps": 2, "lr": 0.5})
+    assert fingerprint(Inner(0.5, 3)) != expected
+    with pytest.raises(ValueError, match="JSON"):
+        fingerprint({"lr": float("nan")})

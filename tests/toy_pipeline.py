@@ -1,0 +1,79 @@
+"""The pipeline at toy size, through the functions that the commands call."""
+
+from dataclasses import replace
+
+from qat_lora.layers.lora import LoraConfig
+from qat_lora.options import CacheBuildOptions, EvalOptions, ExportOptions, QuantizeOptions, RecoverOptions, RunConfig
+from qat_lora.runtime.select import select_runtime
+from qat_lora.text.sources import TextConfig
+from qat_lora.train.loop import LoopConfig
+from qat_lora.train.optim import OptimConfig
+
+
+def call(name, options, **changed):
+    """Run a function of the app on the CPU, in this process."""
+    runtime = select_runtime("cpu")
+    from qat_lora import app
+
+    return runtime.launch(lambda: getattr(app, name)(replace(options, **changed), runtime))
+
+
+def part(out, **changed):
+    return RunConfig(out=str(out), device="cpu", quiet=True, **changed)
+
+
+def cache_options(tiny, out, **changed):
+    options = CacheBuildOptions(
+        teacher=str(tiny.teacher),
+        text=TextConfig(dataset=str(tiny.text)),
+        length=32,
+        top_k=64,
+        num_rows=96,
+        eval_rows=12,
+        teacher_batch_size=16,
+        run=part(out),
+    )
+    return replace(options, **changed)
+
+
+def quantize_options(tiny, out, cache=None, **changed):
+    """With a cache: calibrated, adapter starts stored; without: plain rounding with the absmax scale."""
+    options = QuantizeOptions(
+        model=str(tiny.teacher),
+        preset="w2g64",
+        init="gptq" if cache else "absmax",
+        kd_cache_dir=str(cache) if cache else None,
+        calibration_rows=64,
+        start_rank=2 if cache else 0,
+        run=part(out),
+    )
+    return replace(options, **changed)
+
+
+def recover_options(student, cache, out, **changed):
+    options = RecoverOptions(
+        checkpoint=str(student),
+        kd_cache_dir=str(cache),
+        lora=LoraConfig(recovery_r=2),
+        train=OptimConfig(lr=2e-3, scale_lr=2e-3, warmup_steps=1),
+        loop=LoopConfig(batch_size=16, max_steps=8, log_steps=3, eval_steps=2, save_steps=4),
+        run=part(out),
+    )
+    return replace(options, **changed)
+
+
+def eval_options(tiny, students, out, **changed):
+    options = EvalOptions(
+        teacher=str(tiny.teacher),
+        students=tuple(f"{name}={folder}" for name, folder in students.items()),
+        text=TextConfig(dataset=str(tiny.held_out)),
+        length=32,
+        eval_rows=0,
+        batch_size=8,
+        run=part(out),
+    )
+    return replace(options, **changed)
+
+
+def export_options(student, out, **changed):
+    return replace(ExportOptions(student=str(student), run=part(out)), **changed)

@@ -1,0 +1,289 @@
+"""The loop: resumed anywhere it is the uninterrupted run, bit for bit; signals, exports, evaluations, log."""
+
+import json
+import os
+import shutil
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from train_toys import SETTINGS, Toy, evaluation, run
+
+from qat_lora.errors import ConfigError, InterruptedRunError
+from qat_lora.train.checkpoint import checkpoints
+from qat_lora.train.loop import LoopConfig
+from qat_lora.train.metrics import read_metrics
+
+
+def lines(path):
+    """Metrics without the one column that measures time."""
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "tokens_per_s"} for line in found]
+
+
+def outcome(out):
+    """Everything a run leaves that must not depend on interruptions."""
+    newest = checkpoints(out / "checkpoints")[-1]
+    tensors = {
+        f"{part}/{k}": v
+        for part in ("trained", "optimizer")
+        for k, v in load_file(newest / f"{part}.safetensors").items()
+    }
+    exports = {name: torch.load(out / name / "weights.pt", weights_only=True) for name in ("start", "best", "last")}
+    tensors |= {f"{name}/{k}": v for name, weights in exports.items() for k, v in weights.items()}
+    state = json.loads((newest / "state.json").read_text())
+    return tensors, state, lines(out / "metrics.jsonl"), lines(out / "evaluations.jsonl")
+
+
+def assert_same(out, other):
+    (tensors, *rest), (tensors_2, *rest_2) = outcome(out), outcome(other)
+    assert rest == rest_2
+    assert tensors.keys() == tensors_2.keys()
+    assert all(torch.equal(value, tensors_2[name]) for name, value in tensors.items())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of ten steps that nothing interrupts, with a checkpoint of every step."""
+    out = tmp_path_factory.mktemp("loop") / "whole"
+    return out, run(out, keep_checkpoints=100)
+
+
+def test_the_whole_run(whole):
+    out, (result, toy) = whole
+    assert result["step"] == 10 and result["resumed_from"] == 0
+    metrics = lines(out / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == list(range(1, 11))
+    assert set(metrics[0]) == {"step", "loss", "loss_kd", "loss_hard_top1", "tokens", "grad_norm", "lr"}
+    assert metrics[0]["lr"] == pytest.approx(0.05 / 3) and metrics[2]["lr"] == pytest.approx(0.05)
+    assert [line["step"] for line in lines(out / "evaluations.jsonl")] == [0, 3, 6, 9, 10]
+    last = torch.load(out / "last" / "weights.pt", weights_only=True)
+    assert all(torch.equal(last[name], p) for name, p in toy.trainee().trained.items())
+    start = torch.load(out / "start" / "weights.pt", weights_only=True)
+    assert all(torch.equal(start[name], p) for name, p in Toy().trainee().trained.items())
+
+
+def test_best_is_the_export_with_the_lowest_evaluation(whole):
+    out, (result, _) = whole
+    found = {line["step"]: line["kl"] for line in lines(out / "evaluations.jsonl")}
+    assert result["best_kl"] == min(found.values()) == found[result["best_step"]]
+    toy = Toy()
+    toy.load_state_dict(torch.load(out / "best" / "weights.pt", weights_only=True), strict=False)
+    assert evaluation(toy) == result["best_kl"]
+
+
+@pytest.mark.parametrize("step", range(1, 11))
+def test_resumed_at_any_step_it_is_the_uninterrupted_run(whole, tmp_path, step):
+    out = tmp_path / "resumed"
+    shutil.copytree(whole[0], out)
+    for path in checkpoints(out / "checkpoints")[step:]:
+        shutil.rmtree(path)
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 11, "loss')  # a kill in the middle of a line
+    result, _ = run(out, keep_checkpoints=100)
+    assert result["resumed_from"] == step
+    assert_same(out, whole[0])
+
+
+def test_another_start_of_the_random_numbers_is_noticed(whole, tmp_path):
+    """The positive control: dropout draws, so a resume that lost the random state would differ."""
+    out = tmp_path / "resumed"
+    shutil.copytree(whole[0], out)
+    for path in checkpoints(out / "checkpoints")[5:]:
+        shutil.rmtree(path)
+    state = checkpoints(out / "checkpoints")[-1] / "state.json"
+    content = json.loads(state.read_text())
+    content["random"] = json.loads((whole[0] / "checkpoints/step-000004/state.json").read_text())["random"]
+    state.write_text(json.dumps(content))
+    run(out, keep_checkpoints=100)
+    with pytest.raises(AssertionError):
+        assert_same(out, whole[0])
+
+
+def stopping(steps, number=signal.SIGTERM):
+    """A toy that gets a signal in the middle of the given steps (two forwards a step, both counted)."""
+    toy, calls = Toy(dropout=0.3), []
+
+    def before_forward():
+        calls.append(toy.training)
+        if toy.training and sum(calls) in [2 * step for step in steps]:
+            os.kill(os.getpid(), number)
+
+    toy.before_forward = before_forward
+    return toy
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("stops", [[1], [5], [9], [3, 4], [1, 5], [2, 3, 3]])
+def test_stopped_once_twice_thrice_it_is_the_uninterrupted_run(whole, tmp_path, stops, number):
+    out, done = tmp_path / "run", 0
+    for steps in stops:
+        handler = signal.getsignal(number)
+        with pytest.raises(InterruptedRunError, match=f"{number.name} after step {done + steps} of 10") as caught:
+            run(out, stopping([steps], number), save_steps=100, log_steps=4)
+        assert caught.value.exit_code == 143
+        assert signal.getsignal(number) is handler
+        done += steps
+        if done >= 10:
+            break
+        assert checkpoints(out / "checkpoints")[-1].name == f"step-{done:06d}"
+        assert [line["step"] for line in lines(out / "metrics.jsonl")] == list(range(1, done + 1))
+    result, _ = run(out, save_steps=100)
+    assert result["resumed_from"] == done
+    assert_same(out, whole[0])
+
+
+def test_stopped_in_an_evaluation_the_log_has_every_step(whole, tmp_path):
+    """The signal comes after the step's own look at the log: what is pending then must not be lost."""
+    toy = Toy(dropout=0.3)
+    forwards = []
+
+    def before_forward():
+        if not toy.training:
+            forwards.append(1)
+            if len(forwards) == 2:  # the evaluation of step 3; log lines are due at 4
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    toy.before_forward = before_forward
+    with pytest.raises(InterruptedRunError, match="after step 3"):
+        run(tmp_path / "run", toy, save_steps=100)
+    run(tmp_path / "run", save_steps=100)
+    assert_same(tmp_path / "run", whole[0])
+
+
+def test_stopped_while_saving_the_next_step_still_leaves_a_checkpoint(whole, tmp_path, monkeypatch):
+    from qat_lora.train import loop
+
+    saved = []
+
+    def save(folder, step, *rest):
+        saved.append(step)
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(folder, step, *rest)
+
+    real = loop.save_checkpoint
+    monkeypatch.setattr(loop, "save_checkpoint", save)
+    with pytest.raises(InterruptedRunError, match="after step 5"):
+        run(tmp_path / "run", save_steps=4)
+    assert saved == [4, 5]
+    run(tmp_path / "run", save_steps=4)
+    assert_same(tmp_path / "run", whole[0])
+
+
+def test_a_kill_between_two_log_intervals_loses_no_line(whole, tmp_path):
+    """Checkpoints at 3, 6, 9 and log intervals of 4: the lines up to a checkpoint are there before it is."""
+    toy = Toy(dropout=0.3)
+
+    class Killed(BaseException):
+        pass
+
+    calls = []
+
+    def before_forward():
+        calls.append(toy.training)
+        if sum(calls) == 15:  # in step 8; the checkpoint of step 6 is the newest
+            raise Killed
+
+    toy.before_forward = before_forward
+    with pytest.raises(Killed):
+        run(tmp_path / "run", toy, save_steps=3)
+    assert run(tmp_path / "run", save_steps=3)[0]["resumed_from"] == 6
+    assert_same(tmp_path / "run", whole[0])
+
+
+def test_killed_before_the_first_checkpoint_it_starts_again(whole, tmp_path):
+    toy = Toy(dropout=0.3)
+
+    def before_forward():
+        if toy.training:
+            raise KeyboardInterrupt
+
+    toy.before_forward = before_forward
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "run", toy)
+    assert [line["step"] for line in lines(tmp_path / "run" / "evaluations.jsonl")] == [0]
+    run(tmp_path / "run")
+    assert_same(tmp_path / "run", whole[0])
+
+
+@pytest.mark.parametrize("gone", ["best", "last"])
+def test_killed_after_the_last_checkpoint_the_exports_come_anyway(tmp_path, gone):
+    """Without an evaluation split `best` is the last state, and is exported after the last checkpoint."""
+    out = tmp_path / "run"
+    run(out, evaluate=False)
+    shutil.rmtree(out / gone)
+    result, toy = run(out, evaluate=False)
+    assert result["resumed_from"] == 10 and result["best_kl"] is None
+    for name in ("best", "last"):
+        weights = torch.load(out / name / "weights.pt", weights_only=True)
+        assert all(torch.equal(weights[k], p) for k, p in toy.trainee().trained.items())
+
+
+def test_an_export_set_aside_by_a_kill_is_back_after_the_resume(whole, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(whole[0], out)
+    (out / "best").rename(out / ".best.old")  # killed between the two renames of a replacement
+    run(out, keep_checkpoints=100)
+    assert_same(out, whole[0])
+
+
+def test_a_worse_evaluation_after_a_resume_leaves_best_alone(tmp_path):
+    out = tmp_path / "run"
+    with pytest.raises(InterruptedRunError):
+        run(out, stopping([7]))
+    state_file = checkpoints(out / "checkpoints")[-1] / "state.json"
+    state = json.loads(state_file.read_text())
+    state_file.write_text(json.dumps({**state, "best_kl": 1e-9}))
+    before = (out / "best" / "weights.pt").stat()
+    result, _ = run(out)
+    assert result["best_kl"] == 1e-9 and result["best_step"] == state["best_step"]
+    assert (out / "best" / "weights.pt").stat() == before
+
+
+def test_checkpoints_are_kept_by_number(tmp_path):
+    run(tmp_path / "run", save_steps=3, keep_checkpoints=2)
+    assert [path.name for path in checkpoints(tmp_path / "run" / "checkpoints")] == ["step-000009", "step-000010"]
+
+
+def test_other_settings_are_refused_and_nothing_changes(whole, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(whole[0], out)
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    with pytest.raises(ConfigError, match="^cache: the run to resume has 'abc', this one 'xyz'"):
+        run(out, settings={**SETTINGS, "cache": "xyz"})
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+
+
+def test_only_the_main_process_writes(tmp_path, monkeypatch):
+    from qat_lora.runtime.native import NativeRuntime
+
+    monkeypatch.setattr(NativeRuntime, "is_main", property(lambda self: False))
+    run(tmp_path / "run")
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_global_batch_sets_the_accumulation():
+    assert LoopConfig(batch_size=4, global_batch_size=32).accumulation(1) == 8
+    assert LoopConfig(batch_size=4, global_batch_size=32).accumulation(4) == 2
+    assert LoopConfig(batch_size=4, accumulation_steps=3).accumulation(4) == 3
+    with pytest.raises(ConfigError, match=r"global_batch_size: 30 is not a multiple of .* 4 x 2 = 8"):
+        LoopConfig(batch_size=4, global_batch_size=30).accumulation(2)
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["batch_size", "accumulation_steps", "global_batch_size", "max_steps", "log_steps", "eval_steps", "save_steps"]
+    + ["keep_checkpoints"],
+)
+@pytest.mark.parametrize("value", [0, -4])
+def test_counts_below_one_are_refused_by_name(field, value):
+    with pytest.raises(ConfigError, match=f"^{field}: {value} "):
+        LoopConfig(**{field: value})
+
+
+def test_read_metrics_of_a_torn_file(tmp_path):
+    (tmp_path / "m.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert read_metrics(tmp_path / "m.jsonl") == [{"step": 1}, {"step": 2}]
+    assert read_metrics(tmp_path / "none.jsonl") == []

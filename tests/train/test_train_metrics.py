@@ -1,0 +1,63 @@
+"""The log's files and the picture of the training curve."""
+
+import json
+
+import pytest
+
+from qat_lora.train.metrics import MetricsLog, append_line, cut_back, plot_curve, read_metrics
+
+
+def write_steps(path, steps):
+    with MetricsLog(path, 10, steps[0] - 1, True, "test") as log:
+        names = ["loss", "tokens", "grad_norm"]
+        log.write(steps, [0.1 * s for s in steps], names, [[1.0 / s, 100.0 + s, 2.0] for s in steps])
+
+
+def test_one_json_object_a_step(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, [1, 2, 3])
+    write_steps(path, [4])
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in found] == [1, 2, 3, 4]
+    assert found[1]["loss"] == 0.5 and found[1]["tokens"] == 102.0 and found[1]["lr"] == 0.2
+    assert all(line["tokens_per_s"] > 0 for line in found)
+    assert found[0]["tokens_per_s"] == found[2]["tokens_per_s"]  # one rate for what arrived together
+
+
+def test_the_rate_leaves_pauses_out(tmp_path, monkeypatch):
+    now = iter([100.0, 110.0, 112.0])
+    monkeypatch.setattr("qat_lora.train.metrics.time.perf_counter", lambda: next(now))
+    with MetricsLog(tmp_path / "m.jsonl", 10, 0, True, "test") as log:  # 100
+        log.pause()  # 110
+        log.write([1], [0.1], ["loss", "tokens"], [[1.0, 50.0]])  # 112
+    assert read_metrics(tmp_path / "m.jsonl")[0]["tokens_per_s"] == 25.0
+
+
+@pytest.mark.parametrize(("last", "kept"), [(-1, []), (0, [0]), (2, [0, 1, 2]), (9, [0, 1, 2, 3])])
+def test_cut_back_drops_what_comes_after_a_step(tmp_path, last, kept):
+    path = tmp_path / "metrics.jsonl"
+    for step in range(4):
+        append_line(path, {"step": step, "kl": 0.25})
+    with path.open("a") as file:
+        file.write('{"step": 4, "kl')
+    cut_back(path, last)
+    assert [line["step"] for line in read_metrics(path)] == kept
+    append_line(path, {"step": 8})
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [*kept, 8]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_cut_back_makes_no_file(tmp_path):
+    cut_back(tmp_path / "metrics.jsonl", 3)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("evaluated", [True, False])
+def test_the_curve_is_a_picture(tmp_path, evaluated):
+    pytest.importorskip("matplotlib")
+    write_steps(tmp_path / "m.jsonl", list(range(1, 8)))
+    if evaluated:
+        append_line(tmp_path / "e.jsonl", {"step": 0, "kl": 0.3})
+    plot_curve(tmp_path / "m.jsonl", tmp_path / "e.jsonl", tmp_path / "curve.png")
+    image = (tmp_path / "curve.png").read_bytes()
+    assert image[:8] == b"\x89PNG\r\n\x1a\n" and int.from_bytes(image[16:20], "big") == 840

@@ -1,0 +1,93 @@
+"""Schedule values by hand, the optimizer against torch's, refusals."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from qat_lora.errors import ConfigError
+from qat_lora.train.optim import OptimConfig, build_optimizer, lr_factor, set_lr
+
+
+def test_schedule_by_hand():
+    cosine = OptimConfig(warmup_steps=4, min_lr_ratio=0.2)
+    values = [lr_factor(cosine, step, 9) for step in range(9)]
+    half = math.sqrt(0.5) / 2
+    by_hand = [0.25, 0.5, 0.75, 1.0, 1.0, 0.2 + 0.8 * (0.5 + half), 0.6, 0.2 + 0.8 * (0.5 - half), 0.2]
+    assert values == pytest.approx(by_hand, abs=1e-12)
+    constant = OptimConfig(warmup_steps=2, schedule="constant")
+    assert [lr_factor(constant, step, 5) for step in range(5)] == [0.5, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [(0, 1), (0, 2), (1, 1), (5, 5), (9, 5), (4, 5)])
+def test_schedule_at_its_edges_stays_above_zero_and_at_most_one(warmup, steps):
+    factors = [lr_factor(OptimConfig(warmup_steps=warmup), step, steps) for step in range(steps)]
+    assert all(0 < factor <= 1 for factor in factors)
+
+
+def test_the_last_step_has_the_least_rate():
+    config = OptimConfig(warmup_steps=20, min_lr_ratio=0.1)
+    assert lr_factor(config, 999, 1000) == pytest.approx(0.1)
+    assert lr_factor(config, 5000, 1000) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_the_optimizer_is_adamw_with_two_groups(decay):
+    torch.manual_seed(0)
+    adapter = [nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(5))]
+    scales = [nn.Parameter(torch.randn(6))]
+    twins = [nn.Parameter(p.detach().double()) for p in adapter + scales]
+    config = OptimConfig(lr=0.1, scale_lr=0.03, weight_decay=decay, adam_beta2=0.97)
+    ours = build_optimizer(config, adapter, scales)
+    groups = [
+        {"params": twins[:2], "lr": 0.1, "weight_decay": decay},
+        {"params": twins[2:], "lr": 0.03, "weight_decay": 0.0},
+    ]
+    theirs = torch.optim.AdamW(groups, betas=(0.9, 0.97))
+    for step in range(30):
+        factor = lr_factor(OptimConfig(warmup_steps=5), step, 30)
+        assert set_lr(ours, factor) == pytest.approx(0.1 * factor)
+        for group, peak in zip(theirs.param_groups, (0.1, 0.03), strict=True):
+            group["lr"] = peak * factor
+        for parameter, twin in zip(adapter + scales, twins, strict=True):
+            gradient = torch.randn(parameter.shape) * 10.0 ** (step % 5 - 3)
+            parameter.grad.copy_(gradient)
+            twin.grad = gradient.double()
+        ours.step()
+        theirs.step()
+    for parameter, twin in zip(adapter + scales, twins, strict=True):
+        torch.testing.assert_close(parameter.detach().double(), twin.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_state_and_gradients_exist_before_the_first_step_and_keep_their_names():
+    parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
+    optimizer = build_optimizer(OptimConfig(), parameters[:1], parameters[1:])
+    before = {id(value) for p in parameters for value in optimizer.state[p].values()}
+    assert all(p.grad is not None and not p.grad.any() for p in parameters)
+    optimizer.step()
+    assert {id(value) for p in parameters for value in optimizer.state[p].values()} == before
+    assert all(set(optimizer.state[p]) == {"step", "exp_avg", "exp_avg_sq"} for p in parameters)
+
+
+def test_scales_alone_and_adapters_alone_train():
+    one = nn.Parameter(torch.ones(1))
+    assert len(build_optimizer(OptimConfig(), [one]).param_groups) == 1
+    assert build_optimizer(OptimConfig(scale_lr=7), [], [one]).param_groups[0]["peak_lr"] == 7
+    with pytest.raises(ConfigError, match="nothing to train"):
+        build_optimizer(OptimConfig(), [])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[(name, bad) for name in ("lr", "scale_lr", "clip_grad_norm") for bad in (0, -1, math.nan, math.inf)],
+        *[("weight_decay", bad) for bad in (-0.1, math.nan, math.inf)],
+        *[("adam_beta2", bad) for bad in (-0.1, 1.0, 1.5, math.nan)],
+        *[("min_lr_ratio", bad) for bad in (-0.1, 1.1, math.nan)],
+        ("warmup_steps", -1),
+    ],
+)
+def test_values_that_cannot_work_are_refused_by_name(field, value):
+    with pytest.raises(ConfigError, match=f"^{field}: "):
+        OptimConfig(**{field: value})

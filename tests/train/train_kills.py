@@ -1,0 +1,107 @@
+"""Train a toy in forked processes and kill them for real; run as a script by `test_train_kills.py`.
+
+Forked from a process that has imported torch and started no thread, a life costs milliseconds instead of seconds.
+"""
+
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from train_toys import Toy, run
+
+from qat_lora.errors import QatLoraError
+from qat_lora.train.checkpoint import checkpoints
+from qat_lora.train.loop import stop_signals
+
+STEPS = {"max_steps": 60, "log_steps": 7, "eval_steps": 5, "keep_checkpoints": 2}
+
+
+def fork(work):
+    """Run `work` in a forked process that leaves with the exit code the command line would have."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        work()
+        os._exit(0)
+    except QatLoraError as error:
+        os._exit(error.exit_code)
+    except BaseException as error:
+        print("child:", repr(error), file=sys.stderr, flush=True)
+        os._exit(99)
+
+
+def wait(child):
+    """Return the exit code, negative for the signal that ended it."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def kill(out, count):
+    """Start, resume and kill a run, `count` times, begun anew when it gets through; return the exit codes."""
+    draw, codes = random.Random(count), []
+    for life in range(count):
+        before = checkpoints(out / "checkpoints")
+        if before and before[-1].name == f"step-{STEPS['max_steps']:06d}":
+            shutil.rmtree(out)
+            before = []
+        child = fork(lambda: run(out, save_steps=1, **STEPS))
+        deadline = time.monotonic() + 60
+        while checkpoints(out / "checkpoints") == before:
+            assert time.monotonic() < deadline, f"life {life} made no checkpoint"
+            time.sleep(0.001)
+        time.sleep(draw.random() * 0.03)
+        os.kill(child, signal.SIGKILL)
+        codes.append(wait(child))
+    return codes
+
+
+def second_signal(pipe):
+    """Take a first SIGTERM, go on as a long step would, and be there for the second."""
+    with stop_signals() as stopped:
+        os.write(pipe, b"1")
+        while not stopped:
+            time.sleep(0.001)
+        os.write(pipe, b"2")
+        time.sleep(60)
+
+
+def finish(out):
+    assert wait(fork(lambda: run(out, save_steps=1, **STEPS))) == 0
+
+
+def main(root, kills):
+    torch.set_num_threads(1)
+    run(root / "whole", save_steps=1, **STEPS)  # in this process: what torch imports late is then there for all lives
+    codes = kill(root / "killed", kills)
+    assert set(codes) <= {0, -signal.SIGKILL} and codes.count(-signal.SIGKILL) > kills // 2, codes
+    finish(root / "killed")
+
+    out = root / "stopped"
+    child = fork(lambda: run(out, slow(), save_steps=100, **STEPS))
+    while not (out / "evaluations.jsonl").exists():
+        time.sleep(0.001)
+    os.kill(child, signal.SIGTERM)
+    assert wait(child) == 143
+    finish(out)
+
+    reader, writer = os.pipe()
+    child = fork(lambda: second_signal(writer))
+    for _ in range(2):
+        os.read(reader, 1)
+        os.kill(child, signal.SIGTERM)
+    assert wait(child) == -signal.SIGTERM
+
+
+def slow():
+    toy = Toy(dropout=0.3)
+    toy.before_forward = lambda: time.sleep(0.01)
+    return toy
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

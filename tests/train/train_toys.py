@@ -1,0 +1,133 @@
+"""A toy student, toy rows and a run over them, small enough to train a hundred times in a test."""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import nn
+
+from qat_lora.losses.objective import ObjectiveConfig
+from qat_lora.runtime.select import select_runtime
+from qat_lora.train.folders import whole_folder
+from qat_lora.train.loop import LoopConfig, LoopHooks, Trainee, train
+from qat_lora.train.optim import OptimConfig
+from qat_lora.types import OutputHead
+
+VOCABULARY, WIDTH, RANK, LENGTH, HEAD, POOL = 23, 8, 2, 7, 5, 40
+
+
+class Toy(nn.Module):
+    """A frozen embedding and head, between them a trained low-rank map with dropout and a trained scale."""
+
+    def __init__(self, dropout=0.0, dtype=torch.float32):
+        super().__init__()
+        draw = torch.Generator().manual_seed(3)
+
+        def normal(*shape):
+            return torch.randn(*shape, generator=draw, dtype=torch.float64).to(dtype)
+
+        self.embed = nn.Parameter(normal(VOCABULARY, WIDTH), requires_grad=False)
+        self.table = nn.Parameter(normal(VOCABULARY, WIDTH), requires_grad=False)
+        self.a = nn.Parameter(normal(RANK, WIDTH) * 0.3)
+        self.b = nn.Parameter(normal(WIDTH, RANK) * 0.3)
+        self.scale = nn.Parameter(1 + normal(WIDTH) * 0.1)
+        self.dropout = nn.Dropout(dropout)
+        self.before_forward = lambda: None
+
+    vocab_size = VOCABULARY
+
+    def hidden(self, input_ids_BL, document_ids_BL):
+        self.before_forward()
+        x = self.embed[input_ids_BL] * self.scale
+        return x + self.dropout(x) @ self.a.T @ self.b.T
+
+    def head(self):
+        return OutputHead(self.table, VOCABULARY)
+
+    def trainee(self):
+        return Trainee(self, {"a": self.a, "b": self.b}, {"scale": self.scale})
+
+
+def row(number):
+    """One cached row, a pure function of its number; -1 is a masked row."""
+    draw = np.random.default_rng(max(number, 0))
+    logits = draw.normal(size=(LENGTH - 1, VOCABULARY)) * 2
+    log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    ids = np.argsort(-log_probs, axis=-1)[:, :HEAD]
+    head = np.take_along_axis(log_probs, ids, -1)
+    best = head[:, :1]
+    return {
+        "input_ids": draw.integers(0, VOCABULARY, LENGTH).astype(np.int32),
+        "document_ids": np.zeros(LENGTH, np.int32),
+        "target_mask": (draw.random(LENGTH - 1) < 0.6) & (number >= 0),
+        "head_ids": ids.astype(np.int32),
+        "head_logits": (head - best).astype(np.float32),
+        "lse": (-best[:, 0]).astype(np.float32),
+        "log_tail": np.log1p(-np.exp(head).sum(-1)).astype(np.float32),
+    }
+
+
+def rows(numbers):
+    made = [row(number) for number in numbers]
+    return {name: np.stack([r[name] for r in made]) for name in made[0]}
+
+
+def tensors(numbers):
+    batch = {name: torch.from_numpy(value) for name, value in rows(numbers).items()}
+    return batch | {name: batch[name].long() for name in ("input_ids", "head_ids")}
+
+
+class ToyData:
+    """Rows in order, like a KD cache's training split; every seventh row is masked."""
+
+    def batches(self, start_step, steps, batch_rows, accumulation=1, seed=0, replica=0, replicas=1):
+        for step in range(start_step, start_step + steps):
+            first = step * batch_rows * accumulation
+            for micro in range(accumulation):
+                numbers = range(first + micro * batch_rows, first + (micro + 1) * batch_rows)
+                yield rows([-1 if n % 7 == 3 else n % POOL for n in numbers])
+
+
+LOOP = LoopConfig(batch_size=2, accumulation_steps=2, max_steps=10, log_steps=4, eval_steps=3, save_steps=1)
+OPTIM = OptimConfig(lr=0.05, scale_lr=0.02, warmup_steps=3, clip_grad_norm=0.5, weight_decay=0.01)
+SETTINGS = {"seed": 5, "cache": "abc", "nested": {"r": 2}, "list": (1, 2)}
+
+
+def evaluation(toy):
+    """KL-like number of the student as it is now; no randomness."""
+    toy.eval()
+    with torch.no_grad():
+        batch = tensors(range(30, 36))
+        logits = toy.hidden(batch["input_ids"], batch["document_ids"])[:, :-1] @ toy.table.T
+        value = -torch.log_softmax(logits, -1).gather(-1, batch["head_ids"][..., :1]).mean()
+    toy.train()
+    return float(value)
+
+
+def run(out, toy=None, *, settings=SETTINGS, evaluate=True, data=None, objective=None, **changed):
+    """Train a fresh toy under `out`, or go on there; return (result, toy)."""
+    runtime = select_runtime("cpu")
+    torch.manual_seed(11)
+    toy = toy or Toy(dropout=0.3)
+    out.mkdir(exist_ok=True)
+
+    def export(name):
+        with whole_folder(out / name) as draft:
+            torch.save({k: v.detach() for k, v in toy.trainee().trained.items()}, draft / "weights.pt")
+
+    def main():
+        return train(
+            toy.trainee(),
+            data or ToyData(),
+            objective or ObjectiveConfig(hard_top1_weight=0.2, hard_top1_end=0.0),
+            OPTIM,
+            replace(LOOP, **changed),
+            LoopHooks((lambda: evaluation(toy)) if evaluate else None, export),
+            runtime,
+            out=out,
+            seed=5,
+            fingerprint=settings,
+            quiet=True,
+        )
+
+    return runtime.launch(main), toy
