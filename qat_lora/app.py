@@ -27,7 +27,7 @@ from qat_lora.cache.shares import Share
 from qat_lora.cache.store import read_manifest
 from qat_lora.cache.writer import CacheWriter
 from qat_lora.config import save_yaml, to_dict
-from qat_lora.errors import ConfigError, InterruptedRunError
+from qat_lora.errors import ConfigError, InterruptedRunError, MissingExtraError
 from qat_lora.evaluate.report import markdown_table, plot_scores, save_json, table_rows, text_table
 from qat_lora.evaluate.score import score
 from qat_lora.export.adapter import load_starts, save_adapter, save_starts
@@ -77,6 +77,14 @@ from qat_lora.types import Batch
 def _say(run: RunConfig, line: str) -> None:
     if not (run.quiet or run.json):
         print(line, flush=True)
+
+
+def _picture(run: RunConfig, draw: Callable[[], None]) -> None:
+    """Draw a picture if matplotlib is there; without it a run is complete all the same."""
+    try:
+        draw()
+    except MissingExtraError as error:
+        _say(run, f"no picture: {error}")
 
 
 def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
@@ -305,7 +313,7 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
         quiet=run.quiet,
     )
     save_json(result, out / "result.json")
-    plot_curve(out / "metrics.jsonl", out / "evaluations.jsonl", out / "curve.png")
+    _picture(run, lambda: plot_curve(out / "metrics.jsonl", out / "evaluations.jsonl", out / "curve.png"))
     outputs.complete(out)
     _say(run, f"{result['step']} steps, best adapter (step {result['best_step']}) in {out / 'best'}")
     return out
@@ -393,7 +401,7 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
     for model in (teacher, *models.values()):
         runtime.place(model.module)
     _say(run, f"{runtime.description} · {run.dtype} · {len(models) + 1} models")
-    results = score(teacher.with_vocabulary(rows), models, runtime.feed(texts), run.quiet)
+    results = score(teacher.with_vocabulary(rows), models, runtime.feed(texts), run.quiet, runtime.cut)
     scores: dict[str, Any] = {}
     for name, result in results.items():
         scores[name] = result.as_dict()
@@ -402,7 +410,7 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
     table = table_rows(scores)
     save_json(scores, out / "scores.json")
     (out / "scores.md").write_text(markdown_table(table) + "\n", encoding="utf-8")
-    plot_scores(scores, out / "scores.png")
+    _picture(run, lambda: plot_scores(scores, out / "scores.png"))
     outputs.complete(out)
     _say(run, text_table(table))
     return scores

@@ -68,7 +68,7 @@ def demo(options: DemoOptions, runtime: Runtime) -> dict[str, Any]:
     out = Path(run.out or "runs/demo")
     if outputs.claim(out, "demo", {"seed": run.seed, "recipe": _recipe()}, run.overwrite):
         report = json.loads((out / "report.json").read_text(encoding="utf-8"))
-        print((out / "report.txt").read_text(encoding="utf-8"))
+        _show(out, run)
         return report
     library, held_out, trained_on = _list_files(out)
     seen = TextConfig(dataset=str(library), files_from=str(trained_on), format="text")
@@ -123,8 +123,13 @@ def demo(options: DemoOptions, runtime: Runtime) -> dict[str, Any]:
     report["seconds"] = round(time.perf_counter() - started, 1)
     _write_report(report, scores, {"teacher": teacher, **students}, out, runtime)
     outputs.complete(out)
-    print((out / "report.txt").read_text(encoding="utf-8"))
+    _show(out, run)
     return report
+
+
+def _show(out: Path, run: RunConfig) -> None:
+    if not run.json:  # JSON goes alone to standard output
+        print((out / "report.txt").read_text(encoding="utf-8"))
 
 
 def _recipe() -> dict[str, Any]:

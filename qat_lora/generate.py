@@ -20,7 +20,7 @@ from qat_lora.runtime.base import Runtime
 from qat_lora.students import open_student
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference_mode, whose tensors PyTorch/XLA cannot use
 def continue_ids(
     model: CausalLM,
     prompt_ids: list[int],

@@ -23,6 +23,7 @@ from qat_lora.errors import (
     CacheError,
     ConfigError,
     InterruptedRunError,
+    MissingExtraError,
     ModelError,
     OutputExistsError,
     QatLoraError,
@@ -317,3 +318,23 @@ def test_what_contradicts_itself(done, tiny, tmp_path):
         recover_options(done["student"], done["cache"], out, lora=nowhere),
     )
     assert not out.exists()
+
+
+def test_without_matplotlib_runs_complete_and_say_what_is_missing(done, tiny, tmp_path, monkeypatch, capsys):
+    def missing(module, extra):
+        raise MissingExtraError(f"{module} is not installed: pip install 'qat-lora[{extra}]'")
+
+    monkeypatch.setattr("qat_lora.extras.require", missing)
+
+    def loud(name):
+        return replace(part(tmp_path / name), quiet=False)
+
+    short = LoopConfig(batch_size=16, max_steps=1)
+    options = recover_options(done["student"], done["cache"], None, loop=short, run=loud("run"))
+    call("recover", options)
+    call("evaluate", eval_options(tiny, {"r": tmp_path / "run"}, None, run=loud("eval")))
+    assert capsys.readouterr().out.count("no picture: matplotlib is not installed: pip install 'qat-lora[plot]'") == 2
+    assert not (tmp_path / "run" / "curve.png").exists() and (tmp_path / "eval" / "scores.json").exists()
+    before = state_of(tmp_path)
+    call("recover", options)  # complete
+    assert state_of(tmp_path) == before

@@ -20,7 +20,10 @@ EVAL = "eval --teacher {teacher} --dataset {held_out} --length 32"
 
 BAD: dict[str, tuple[str, str]] = {
     # what a person did: (the command line, what the message must say)
-    "no such model folder": (f"{BUILD} --teacher {{root}}/nothing", "nothing; give a Hugging Face folder or a Hub name"),
+    "no such model folder": (
+        f"{BUILD} --teacher {{root}}/nothing",
+        "nothing; give a Hugging Face folder or a Hub name",
+    ),
     "a folder without a model": (f"{BUILD} --teacher {{text}}", "has no config.json"),
     "broken config.json": (f"{BUILD} --teacher {{bad_config}}", "config.json' is not a valid JSON file"),
     "a config of no model": (f"{BUILD} --teacher {{no_type}}", "does not load as a causal language model"),
@@ -72,7 +75,10 @@ BAD: dict[str, tuple[str, str]] = {
     "no cache there": ("recover --checkpoint {student} --kd-cache-dir {root}/nothing", "it is no finished KD cache"),
     "text as cache": ("recover --checkpoint {student} --kd-cache-dir {text}", "it is no finished KD cache"),
     "no checkpoint": ("recover --kd-cache-dir {cache}", "checkpoint: missing; give --checkpoint FOLDER"),
-    "no such checkpoint": ("recover --checkpoint {root}/a/best.pt --kd-cache-dir {cache}", "there is no folder {root}/a"),
+    "no such checkpoint": (
+        "recover --checkpoint {root}/a/best.pt --kd-cache-dir {cache}",
+        "there is no folder {root}/a",
+    ),
     "a pickled checkpoint": ("recover --checkpoint {pickled} --kd-cache-dir {cache}", "best.pt is a pickled file"),
     "rank 0": (f"{RECOVER} --recovery-r 0", "recovery_r: 0 is not a rank; give 1 or more"),
     "negative alpha": (f"{RECOVER} --recovery-alpha -1", "recovery_alpha: -1.0 is not allowed"),
@@ -102,7 +108,10 @@ BAD: dict[str, tuple[str, str]] = {
     "no TPU here": (f"{RECOVER} --device tpu", "--device tpu: "),
     "no TPU here, the guide's way": (f"{RECOVER} --tpu", "--tpu: "),
     "two devices": (f"{RECOVER} --tpu --device cpu", "they contradict each other; give one of the two"),
-    "unknown device": (f"{RECOVER} --device gpu", "run.device: 'gpu' is unknown; did you mean 'tpu'? allowed: auto, cpu"),
+    "unknown device": (
+        f"{RECOVER} --device gpu",
+        "run.device: 'gpu' is unknown; did you mean 'tpu'? allowed: auto, cpu",
+    ),
     "unknown word": (f"{RECOVER} train.lrr=1", "train.lrr: no such setting; did you mean 'train.lr'?"),
     "unknown flag": (f"{RECOVER} --lrr 1", "No such option '--lrr'"),
     "a stray word": (f"{RECOVER} runs/x", "'runs/x': expected a setting as name=value"),

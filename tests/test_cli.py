@@ -126,11 +126,11 @@ def test_the_guides_words(resolved):
 def test_the_guides_flags(resolved):
     """The commands of the user's guide, DESIGN section 3."""
     build = "cache build --teacher T --dataset D --dataset-config C --split S --text-field F --format text"
-    options = resolved(*build.split(), *"--length 1024 --top-k 128 --out O".split())
+    options = resolved(*build.split(), *["--length", "1024", "--top-k", "128", "--out", "O"])
     assert (options.text.dataset_config, options.text.split, options.text.text_field) == ("C", "S", "F")
     assert (options.length, options.top_k, options.run.out) == (1024, 128, "O")
     train = "recover --tpu --model M --checkpoint runs/v2_q4/best.pt --kd-cache-dir C --recovery-r 8 --batch-size 4"
-    options = resolved(*train.split(), *"--accumulation-steps 8 --max-steps 1000".split())
+    options = resolved(*train.split(), *["--accumulation-steps", "8", "--max-steps", "1000"])
     assert options.run.tpu and options.checkpoint == "runs/v2_q4/best.pt" and options.lora.recovery_r == 8
     assert (options.loop.batch_size, options.loop.accumulation_steps, options.loop.max_steps) == (4, 8, 1000)
 

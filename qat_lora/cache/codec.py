@@ -4,6 +4,9 @@ An id below 2^18 is kept as 16 low bits in one array and 2 high bits, four to a 
 against 32, still mapped and sliced without unpacking what is not asked for. Delta-coded or compressed ids would be
 smaller still and would lose that. A value is the logit minus the position's largest, in fp16, where its rounding
 costs a mean KL of 2e-6 to 7e-6 nats; bfloat16, of the same size, would cost fifty times that.
+
+Decoding looks bits up in tables, four ids at a time: shifts and masks over whole arrays read every number several
+times and are six times slower.
 """
 
 from __future__ import annotations
@@ -21,8 +24,12 @@ from qat_lora.types import Batch, temperature_key
 
 Arrays = dict[str, np.ndarray]
 _FP16_LOWEST = -65504.0
-_PAIRS = (np.arange(256, dtype=np.uint8)[:, None] >> np.array([0, 2, 4, 6], np.uint8)) & 3
+_PAIRS = (np.arange(256)[:, None] >> np.array([0, 2, 4, 6])) & 3
 """The four 2-bit numbers in a byte, lowest bits first."""
+_HIGH_IDS = (_PAIRS << 16).astype(np.int32)
+"""What a byte of `ids_hi` adds to four ids."""
+_FP16 = np.arange(1 << 16, dtype="<u2").view("<f2").astype(np.float32)
+"""Every fp16 number by its bits."""
 
 
 def pack_ids(ids: np.ndarray, vocab_size: int) -> Arrays:
@@ -45,15 +52,19 @@ def pack_ids(ids: np.ndarray, vocab_size: int) -> Arrays:
     return arrays
 
 
-def unpack_ids(arrays: Mapping[str, np.ndarray], k: int) -> np.ndarray:
-    """Return the first k head ids [..., k] of every position as int32."""
-    if "ids" in arrays:
-        return np.asarray(arrays["ids"][..., :k], np.int32)
-    ids = arrays["ids_lo"][..., :k].astype(np.int32)
-    if "ids_hi" in arrays:
-        packed = arrays["ids_hi"][..., : -(-k // 4)]
-        high = _PAIRS[packed].reshape(*packed.shape[:-1], -1)[..., :k]
-        ids |= high.astype(np.int32) << 16
+def unpack_ids(arrays: Mapping[str, np.ndarray], k: int, out: np.ndarray | None = None) -> np.ndarray:
+    """Return the first k head ids [..., k] of every position as int32, in `out` (contiguous) if it is given."""
+    low = arrays["ids" if "ids" in arrays else "ids_lo"][..., :k]
+    ids = np.empty(low.shape, np.int32) if out is None else out
+    if "ids_hi" not in arrays:
+        np.copyto(ids, low)
+        return ids
+    packed = arrays["ids_hi"][..., : -(-k // 4)]
+    if k % 4:
+        ids[...] = np.take(_HIGH_IDS, packed, axis=0, mode="clip").reshape(*packed.shape[:-1], -(-k // 4) * 4)[..., :k]
+    else:
+        np.take(_HIGH_IDS, packed, axis=0, mode="clip", out=ids.reshape(*packed.shape, 4))
+    ids |= low
     return ids
 
 
@@ -117,32 +128,48 @@ def row_checksums(arrays: Mapping[str, np.ndarray], table: Sequence[ArraySpec]) 
     return sums
 
 
-def decode_rows(
-    arrays: Mapping[str, np.ndarray], fingerprint: Fingerprint, k: int, temperatures: Sequence[float]
-) -> Batch:
-    """Turn the arrays of n rows into a batch with the first k of K head entries.
+def empty_batch(count: int, fingerprint: Fingerprint, k: int, temperatures: Sequence[float]) -> Batch:
+    """Return the arrays of a batch, not filled in."""
+    length = fingerprint.length
+    positions = (count, length - 1)
+    batch: dict[str, Any] = {
+        "input_ids": np.empty((count, length), np.int32),
+        "document_ids": np.empty((count, length), np.int32),
+        "target_mask": np.empty(positions, np.bool_),
+        "head_ids": np.empty((*positions, k), np.int32),
+        "head_logits": np.empty((*positions, k), np.float32),
+    }
+    for temperature in temperatures:
+        for name in ("lse", "log_tail"):
+            batch[temperature_key(name, temperature)] = np.empty(positions, np.float32)
+    return batch
+
+
+def decode_row(
+    arrays: Mapping[str, np.ndarray], fingerprint: Fingerprint, k: int, temperatures: Sequence[float], out: Batch
+) -> None:
+    """Write one row with the first k of K head entries into `out`: views of a batch, without the row dimension.
+
+    Straight from the mapped file to its place: gathering rows first, then decoding them, touches three times the
+    fresh memory, and the page faults of that cost more than the decoding.
 
     With k < K the dropped entries join the tail, at every temperature, so that head and tail still sum to one.
     """
-    length, top_k = fingerprint.length, fingerprint.top_k
-    starts = np.unpackbits(arrays["doc_starts"], axis=1, count=length, bitorder="little")
-    batch: Batch = {
-        "input_ids": arrays["input_ids"].astype(np.int32),
-        "document_ids": np.cumsum(starts, axis=1, dtype=np.int32),
-        "target_mask": arrays["loss_mask"][:, 1:] != 0,
-        "head_ids": unpack_ids(arrays, k),
-        "head_logits": arrays["val"][..., :k].astype(np.float32),
-    }
+    starts = np.unpackbits(arrays["doc_starts"], count=fingerprint.length, bitorder="little")
+    np.copyto(out["input_ids"], arrays["input_ids"])
+    np.cumsum(starts, dtype=np.int32, out=out["document_ids"])
+    np.not_equal(arrays["loss_mask"][1:], 0, out=out["target_mask"])
+    unpack_ids(arrays, k, out["head_ids"])
+    np.take(_FP16, arrays["val"][..., :k].view("<u2"), mode="clip", out=out["head_logits"])
+    top_k = fingerprint.top_k
     dropped = arrays["val"][..., k:].astype(np.float64) if k < top_k else None
     for temperature in temperatures:
         lse_key, tail_key = (temperature_key(name, temperature) for name in ("lse", "log_tail"))
-        lse, log_tail = arrays[lse_key].astype(np.float32), arrays[tail_key].astype(np.float32)
+        lse, log_tail = arrays[lse_key], arrays[tail_key]
         if dropped is not None:
             # Both in log space: a tail of 1e-30 next to a dropped 1e-3 must not be rounded away first.
-            extra = _logsumexp(dropped / temperature) - lse
-            log_tail = np.logaddexp(log_tail.astype(np.float64), extra).astype(np.float32)
-        batch[lse_key], batch[tail_key] = lse, log_tail
-    return batch
+            log_tail = np.logaddexp(log_tail.astype(np.float64), _logsumexp(dropped / temperature) - lse)
+        out[lse_key][...], out[tail_key][...] = lse, log_tail
 
 
 def _logsumexp(values: np.ndarray) -> np.ndarray:
@@ -150,19 +177,13 @@ def _logsumexp(values: np.ndarray) -> np.ndarray:
     return top + np.log(np.exp(values - top[..., None]).sum(axis=-1))
 
 
-def masked_rows(count: int, fingerprint: Fingerprint, k: int, temperatures: Sequence[float]) -> Batch:
-    """Return rows that no loss counts, with a uniform teacher so that masked arithmetic stays finite."""
-    length, vocab_size = fingerprint.length, fingerprint.vocab_size
-    positions = (count, length - 1)
-    batch: dict[str, Any] = {
-        "input_ids": np.zeros((count, length), np.int32),
-        "document_ids": np.zeros((count, length), np.int32),
-        "target_mask": np.zeros(positions, bool),
-        "head_ids": np.broadcast_to(np.arange(k, dtype=np.int32), (*positions, k)).copy(),
-        "head_logits": np.zeros((*positions, k), np.float32),
-    }
-    tail = np.log1p(-k / vocab_size) if k < vocab_size else -np.inf
+def mask_row(fingerprint: Fingerprint, k: int, temperatures: Sequence[float], out: Batch) -> None:
+    """Write a row that no loss counts, with a uniform teacher so that masked arithmetic stays finite."""
+    vocab_size = fingerprint.vocab_size
+    for name in ("input_ids", "document_ids", "target_mask", "head_logits"):
+        out[name][...] = 0
+    out["head_ids"][...] = np.arange(k)
     for temperature in temperatures:
-        batch[temperature_key("lse", temperature)] = np.full(positions, np.log(vocab_size), np.float32)
-        batch[temperature_key("log_tail", temperature)] = np.full(positions, tail, np.float32)
-    return batch
+        out[temperature_key("lse", temperature)][...] = np.log(vocab_size)
+        tail = np.log1p(-k / vocab_size) if k < vocab_size else -np.inf
+        out[temperature_key("log_tail", temperature)][...] = tail

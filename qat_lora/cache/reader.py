@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from qat_lora.cache import format as fmt
-from qat_lora.cache.codec import decode_rows, masked_rows
+from qat_lora.cache.codec import decode_row, empty_batch, mask_row
 from qat_lora.cache.records import Fingerprint, ShardEntry, open_regular, strict_json
 from qat_lora.cache.store import Progress, check_shard_bytes, read_manifest, read_sidecar
 from qat_lora.errors import CacheDamaged, CacheError
@@ -43,23 +43,36 @@ def check_header(data: bytes | memoryview, plan: fmt.Layout, where: str) -> None
         raise CacheDamaged(f"{where}: its header describes other arrays than the cache's fingerprint demands")
 
 
-def map_shard(path: Path, entry: ShardEntry, fingerprint: Fingerprint, *, preload: bool = False) -> dict:
-    """Return the arrays of a shard, as views of the mapped file or of a copy in memory.
+def map_file(path: Path, entry: ShardEntry, *, preload: bool = False) -> bytes | mmap.mmap:
+    """Return the bytes of a shard, mapped or read into memory.
 
     Raises:
-        CacheDamaged: the file's size or header is not what was written.
+        CacheDamaged: the file is missing or its size is not what was written.
     """
     file = path / f"{entry.shard}.safetensors"
-    plan = fmt.layout(fingerprint.arrays, entry.rows, fingerprint.sha256)
     try:
         with open_regular(file) as opened:
             size = opened.seek(0, 2)
-            if size != plan.total_bytes or size != entry.bytes:
-                raise CacheDamaged(f"{file}: has {size:,} bytes, {plan.total_bytes:,} were written")
+            if size != entry.bytes:
+                raise CacheDamaged(f"{file}: has {size:,} bytes, {entry.bytes:,} were written")
             opened.seek(0)
-            data = opened.read() if preload else mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+            return opened.read() if preload else mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
         raise CacheDamaged(f"{file}: is missing") from None
+
+
+def shard_arrays(
+    data: bytes | mmap.mmap, path: Path, entry: ShardEntry, fingerprint: Fingerprint
+) -> dict[str, np.ndarray]:
+    """Return the arrays of a shard as views of its bytes.
+
+    Raises:
+        CacheDamaged: size or header are not what the fingerprint demands.
+    """
+    file = path / f"{entry.shard}.safetensors"
+    plan = fmt.layout(fingerprint.arrays, entry.rows, fingerprint.sha256)
+    if len(data) != plan.total_bytes:
+        raise CacheDamaged(f"{file}: has {len(data):,} bytes; its {entry.rows} rows take {plan.total_bytes:,}")
     check_header(memoryview(data), plan, str(file))
     return {
         placed.spec.name: np.frombuffer(
@@ -106,7 +119,8 @@ class CacheReader:
         key = (split, number)
         if key not in self._shards:
             entry = self.manifest.shards(split)[number]
-            self._shards[key] = map_shard(self.path, entry, self.fingerprint, preload=self._preload)
+            data = map_file(self.path, entry, preload=self._preload)
+            self._shards[key] = shard_arrays(data, self.path, entry, self.fingerprint)
             if len(self._shards) > _MAPPED_SHARDS and not self._preload:
                 self._shards.popitem(last=False)
         self._shards.move_to_end(key)
@@ -129,15 +143,16 @@ class CacheReader:
         wanted = np.asarray(indices, np.int64)
         if wanted.ndim != 1 or ((wanted < -1) | (wanted >= self.rows(split))).any():
             raise CacheError(f"rows: {wanted.tolist()!r}; allowed: 0 to {self.rows(split) - 1}, or -1 for padding")
-        batch = masked_rows(len(wanted), fingerprint, k, temperatures)
-        shard_of = np.searchsorted(self._ends[split], wanted, side="right")
-        for shard in np.unique(shard_of[wanted >= 0]):
-            places = np.flatnonzero((shard_of == shard) & (wanted >= 0))
+        batch = empty_batch(len(wanted), fingerprint, k, temperatures)
+        ends = self._ends[split]
+        for place, (row, shard) in enumerate(zip(wanted, np.searchsorted(ends, wanted, side="right"), strict=True)):
+            out = {name: array[place] for name, array in batch.items()}
+            if row < 0:
+                mask_row(fingerprint, k, temperatures, out)
+                continue
             arrays = self._arrays(split, int(shard))
-            inside = wanted[places] - (self._ends[split][shard] - len(arrays["input_ids"]))
-            part = decode_rows({name: array[inside] for name, array in arrays.items()}, fingerprint, k, temperatures)
-            for name, values in part.items():
-                batch[name][places] = values
+            inside = row - ends[shard]  # counted from the shard's end
+            decode_row({name: array[inside] for name, array in arrays.items()}, fingerprint, k, temperatures, out)
         return batch
 
 

@@ -129,9 +129,14 @@ def check_shard_bytes(path: Path, entry: ShardEntry, progress: Progress | None =
             digest.update(chunk)
             if progress is not None:
                 progress(entry.shard, len(chunk))
-    if digest.hexdigest() != entry.sha256:
+    check_digest(path, entry, digest.hexdigest())
+
+
+def check_digest(path: Path, entry: ShardEntry, sha256: str) -> None:
+    """Raise CacheDamaged unless a shard's sha256 is what was written."""
+    if sha256 != entry.sha256:
         raise CacheDamaged(
-            f"{file}: its sha256 is {digest.hexdigest()[:16]}…, {entry.sha256[:16]}… was written; "
+            f"{path}/{entry.shard}.safetensors: its sha256 is {sha256[:16]}…, {entry.sha256[:16]}… was written; "
             f"restore it from a copy, or delete manifest.json and {entry.shard} and those after it, "
             "and build again"
         )

@@ -9,7 +9,7 @@ for a few thousand positions at a time only.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,48 +47,73 @@ class Score:
 
 
 def score(
-    teacher: LanguageModel, students: Mapping[str, LanguageModel], batches: Iterable[Batch], quiet: bool = False
+    teacher: LanguageModel,
+    students: Mapping[str, LanguageModel],
+    batches: Iterable[Batch],
+    quiet: bool = False,
+    cut: Callable[[], None] = lambda: None,
 ) -> dict[str, Score]:
     """Score a teacher and any number of students; the teacher's score comes under the name `teacher`.
+
+    On XLA that is two graphs in all, of the hidden states and of a chunk: chunks have one shape, their positions come
+    as data, and nothing is read that was not computed by then (else it would be computed again for every read).
 
     Args:
         teacher: the reference.
         students: by name; vocabularies must be the teacher's.
         batches: `input_ids`, `document_ids` and `target_mask` as tensors on the models' device.
         quiet: no progress bar.
+        cut: dispatches queued work, `Runtime.cut`.
 
     Raises:
         TextError: no token counts, so there is nothing to take a mean of.
     """
     models = {"teacher": teacher, **students}
-    sums: dict[str, list[Tensor]] = {name: [torch.zeros((), dtype=torch.float64)] * 3 for name in models}
-    count = torch.zeros((), dtype=torch.float64)
-    chunk = max(1, CHUNK_BYTES // (4 * teacher.vocab_size))
-    with torch.inference_mode():
+    sums = {name: torch.zeros(4, dtype=torch.float64) for name in models}
+    most = max(1, CHUNK_BYTES // (4 * teacher.vocab_size))
+    with torch.no_grad():  # not inference_mode, whose tensors PyTorch/XLA cannot use
         for batch in tqdm(batches, desc="evaluate", unit="batch", disable=quiet):
             ids, mask = batch["input_ids"], batch["target_mask"].reshape(-1)
             targets = ids[:, 1:].reshape(-1)
             hidden = {
                 name: model.hidden(ids, batch["document_ids"])[:, :-1].flatten(0, 1) for name, model in models.items()
             }
-            count = count + mask.sum().double().cpu()
-            for start in range(0, targets.numel(), chunk):
-                part = slice(start, start + chunk)
-                reference = teacher.logits(hidden["teacher"][part])
-                best = reference.argmax(-1)
-                for name, model in models.items():
-                    logits = reference if name == "teacher" else model.logits(hidden[name][part])
-                    values = (
-                        cross_entropy_sum(logits, targets[part], mask[part])[0],
-                        kl_sum(logits, reference, mask[part])[0],
-                        ((logits.argmax(-1) == best) & mask[part]).sum(),
-                    )
-                    sums[name] = [total + value.double().cpu() for total, value in zip(sums[name], values, strict=True)]
-    tokens = int(count)
+            cut()
+            count = targets.numel()
+            chunk = min(most, count)
+            for start in range(0, count, chunk):
+                rows = torch.arange(start, start + chunk)
+                at, inside = rows.clamp_max(count - 1).to(ids.device), (rows < count).to(ids.device)
+                values = _score_chunk(models, hidden, targets, mask, at, inside)
+                cut()
+                for name, value in values.items():
+                    sums[name] += value.cpu().double()
+    tokens = int(sums["teacher"][3])
     if not tokens:
         raise TextError("dataset: the held-out text has no token to score; give more text")
-    means = {name: [float(total) / tokens for total in totals] for name, totals in sums.items()}
+    means = {name: (total[:3] / tokens).tolist() for name, total in sums.items()}
     return {name: Score(nll, kl, top1, tokens) for name, (nll, kl, top1) in means.items()}
+
+
+def _score_chunk(
+    models: Mapping[str, LanguageModel],
+    hidden_NH: Mapping[str, Tensor],
+    targets_N: Tensor,
+    mask_N: Tensor,
+    at: Tensor,
+    inside: Tensor,
+) -> dict[str, Tensor]:
+    """Return each model's sums of loss, KL and agreement, and the tokens that count, at the positions `at`."""
+    targets, mask = targets_N[at], mask_N[at] & inside
+    reference = models["teacher"].logits(hidden_NH["teacher"][at])
+    best = reference.argmax(-1)
+    values = {}
+    for name, model in models.items():
+        logits = reference if name == "teacher" else model.logits(hidden_NH[name][at])
+        same = ((logits.argmax(-1) == best) & mask).sum(dtype=torch.float32)
+        loss, count = cross_entropy_sum(logits, targets, mask)
+        values[name] = torch.stack([loss, kl_sum(logits, reference, mask)[0], same, count])
+    return values
 
 
 def recovery(

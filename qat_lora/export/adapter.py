@@ -26,7 +26,12 @@ PREFIX = "base_model.model."
 CONFIG, WEIGHTS, NOTE = "adapter_config.json", "adapter_model.safetensors", "qat_lora.json"
 STARTS = "adapter_start.safetensors"
 # Settings of PEFT that change what an adapter computes and that ours never have, with the values that mean "off".
-OFF: dict[str, tuple[Any, ...]] = {"use_dora": (False,), "use_rslora": (False,), "bias": ("none",), "fan_in_fan_out": (False,)}
+OFF: dict[str, tuple[Any, ...]] = {
+    "use_dora": (False,),
+    "use_rslora": (False,),
+    "bias": ("none",),
+    "fan_in_fan_out": (False,),
+}
 OFF |= {"modules_to_save": (None, []), "rank_pattern": (None, {}), "alpha_pattern": (None, {})}
 
 

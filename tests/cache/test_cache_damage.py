@@ -1,8 +1,12 @@
 """Every changed, cut, swapped or malicious file is refused, and the message names the shard."""
 
 import hashlib
+import importlib.util
+import json
+import math
 import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +19,7 @@ from qat_lora.cache.reader import CacheReader, check_header
 from qat_lora.cache.records import Manifest, Sidecar, parse, render
 from qat_lora.cache.store import check_shard_bytes, read_manifest
 from qat_lora.cache.verify import verify_cache
+from qat_lora.cli import main
 from qat_lora.errors import CacheDamaged, CacheError
 
 
@@ -200,3 +205,104 @@ def test_describe_counts_everything(cache, fingerprint):
     assert found["tail_mass"]["mean"] == pytest.approx(mass.mean())
     assert found["tail_mass"]["p100"] == pytest.approx(mass.max())
     assert np.shape(found["rows"][0]["top_ids"]) == (3, 3)
+
+
+def test_rules_of_the_format_are_checked_where_every_checksum_is_right(tmp_path, monkeypatch):
+    """A writer that is wrong but seals what it wrote: the one that made the golden caches, given bad values."""
+    path = Path(__file__).parents[1] / "data" / "golden_cache" / "make.py"
+    spec = importlib.util.spec_from_file_location("golden_make", path)
+    make = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(make)
+    draw_row, bits_of = make.draw_row, make.bits_of
+    monkeypatch.setattr(make, "bits_of", lambda values, width: bits_of([value & 3 for value in values], width))
+
+    def spoil(change):
+        def draw(*arguments):
+            row = draw_row(*arguments)
+            change(row)
+            return row
+
+        return draw
+
+    def put(name, value, *place):
+        def change(row):
+            target = row[name]
+            for index in place[:-1]:
+                target = target[index]
+            target[place[-1]] = value
+
+        return change
+
+    wide = make.CACHES["wide"] | {"vocab_size": 2**18 + 5}
+    packed = make.CACHES["packed"]
+    short = make.CACHES["short"]
+    cases = [
+        (packed, put("loss_mask", 1, 0), None),  # positive control: allowed, and so are these
+        (packed, put("head_ids", 151935, 2, 3), None),
+        (packed, put("head_logits", [0.0, -0.0, -0.0, -1.0, -65504.0], 1), None),
+        (packed, put("log_tail", -math.inf, 0), None),
+        (packed, put("head_ids", 151936, 2, 3), "vocabulary"),
+        (packed, put("head_ids", 262143, 2, 3), "vocabulary"),
+        (short, put("head_ids", 300, 2, 1), "vocabulary"),
+        (wide, put("head_ids", 2**18 + 5, 1, 1), "vocabulary"),
+        (wide, put("head_ids", -1, 1, 1), "vocabulary"),
+        (packed, put("head_logits", [-0.5, -1.0, -1.0, -1.0, -2.0], 1), "rank order"),
+        (packed, put("head_logits", [0.5, -1.0, -1.0, -1.0, -2.0], 1), "rank order"),
+        (packed, put("head_logits", [0.0, -1.0, -0.5, -1.0, -2.0], 1), "rank order"),
+        (packed, put("head_logits", [0.0, 6e-8, -0.5, -1.0, -2.0], 1), "rank order"),
+        (packed, put("head_logits", [0.0, -0.5, -1.0, -2.0, -math.inf], 1), "rank order"),
+        (packed, put("head_logits", [0.0, -0.5, -1.0, -2.0, math.nan], 1), "rank order"),
+        (packed, put("head_logits", [0.0, math.nan, -1.0, -2.0, -3.0], 1), "rank order"),
+        (packed, put("head_logits", [math.nan, -0.1, -1.0, -2.0, -3.0], 1), "rank order"),
+        (packed, put("lse", math.nan, 0), "finite lse"),
+        (packed, put("lse@2", math.inf, 7), "finite lse"),
+        (packed, put("lse", -0.5, 3), "finite lse"),
+        (packed, put("log_tail", math.nan, 0), "log_tail"),
+        (packed, put("log_tail@2", 0.5, 0), "log_tail"),
+        (packed, put("loss_mask", 2, 0), "loss_mask"),
+    ]
+    for number, (setting, change, promise) in enumerate(cases):
+        monkeypatch.setattr(make, "draw_row", spoil(change))
+        make.write_cache(tmp_path / f"{number}", setting, 0)
+        if promise is None:
+            verify_cache(tmp_path / f"{number}")
+        else:
+            with pytest.raises(CacheDamaged, match=f"-00000.: rows 0 to .*{promise}"):
+                verify_cache(tmp_path / f"{number}")
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_the_first_damaged_shard_is_named_and_all_bytes_are_told(
+    tmp_path, fingerprint, random_rows, write_cache, threads
+):
+    fp = fingerprint()
+    cache = write_cache(tmp_path / "c", fp, random_rows(fp, 24), shard_rows=2)
+    told = {}
+
+    def progress(shard, read):
+        told[shard] = told.get(shard, 0) + read
+
+    report = verify_cache(cache, progress, threads=threads)
+    assert told == {file.stem: file.stat().st_size for file in cache.glob("*.safetensors")}
+    assert report.bytes == sum(told.values()) and report.shards == 12
+    for name in ("s-000009", "s-000003", "s-000007"):
+        file = cache / f"{name}.safetensors"
+        file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+    with pytest.raises(CacheDamaged, match="s-000003"):
+        verify_cache(cache, threads=threads)
+
+
+def test_verify_on_the_command_line(cache, capsys):
+    main(["cache", "verify", str(cache)])
+    shown = capsys.readouterr()
+    assert "intact: 3 shards, 5 rows" in shown.out and "verify" in shown.err and "100%" in shown.err
+    main(["cache", "verify", str(cache), "--quiet", "--json"])
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["intact"] is True and shown.err == ""
+    file = cache / "s-000001.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+    with pytest.raises(SystemExit) as left:
+        main(["cache", "verify", str(cache), "--quiet"])
+    assert left.value.code == 1
+    shown = capsys.readouterr()
+    assert shown.err.startswith("error: ") and "s-000001" in shown.err and shown.err.count("\n") == 1
