@@ -30,7 +30,7 @@ from qat_lora.config import save_yaml, to_dict
 from qat_lora.errors import ConfigError, InterruptedRunError, MissingExtraError
 from qat_lora.evaluate.report import markdown_table, plot_scores, save_json, table_rows, text_table
 from qat_lora.evaluate.score import score
-from qat_lora.export.adapter import load_starts, save_adapter, save_starts
+from qat_lora.export.adapter import load_starts, save_adapter, save_starts, starts_sha256
 from qat_lora.export.merged import check_mergeable, save_merged
 from qat_lora.layers.calibrate import quantise_model, second_moments
 from qat_lora.layers.convert import (
@@ -277,6 +277,7 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
     effective = loop.batch_size * loop.accumulation(runtime.replicas) * runtime.replicas
     settings = {
         "base_sha256": checkpoint_sha256(model.folder),
+        "starts_sha256": starts_sha256(model.folder),
         "cache": dataset.manifest.fingerprint.sha256,
         "dtype": run.dtype,
         "seed": run.seed,
@@ -389,6 +390,7 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
     rows = min([teacher.vocab_size, *(s.model.vocab_size for s in opened.values())])
     out = Path(run.out or "runs/eval")
     identity = {name: student.sha256 for name, student in opened.items()}
+    identity["teacher"] = checkpoint_sha256(teacher.folder)
     text = describe_source(options.text)
     settings = to_dict(options) | {"run": {"dtype": run.dtype}, "weights": identity, "text": text}
     texts = _text_batches(options.text, tokenizer, options.length, options.eval_rows, options.batch_size)

@@ -175,12 +175,21 @@ def verify(path: str, quiet: bool, as_json: bool) -> None:
 
 @cache.command("info")
 @click.argument("path")
+@click.option("--tokenizer", metavar="FOLDER", help="the teacher's folder; then rows are shown as text [default: ids]")
+@click.option("--plot", metavar="FILE", help="draw the mass that the head misses as PNG [default: no plot]")
 @click.option("--json", "as_json", is_flag=True, help="print it as JSON [default: off]")
-def info(path: str, as_json: bool) -> None:
+def info(path: str, tokenizer: str | None, plot: str | None, as_json: bool) -> None:
     """Show what is in a cache: sizes, origin, the mass that the head misses, a few rows."""
-    from qat_lora.cache.describe import describe, render
+    from qat_lora.cache.describe import describe, plot_tail_mass, render
 
-    description = describe(path)
+    decode = None
+    if tokenizer is not None:
+        from qat_lora.app import cache_decoder
+
+        decode = cache_decoder(path, tokenizer)
+    description = describe(path, decode=decode)
+    if plot is not None:
+        plot_tail_mass(path, plot)
     click.echo(json.dumps(description, indent=2, default=str) if as_json else render(description))
 
 

@@ -46,6 +46,12 @@ class MissingExtraError(QatLoraError, ImportError):
     """An optional dependency that this feature needs; the message holds the install command."""
 
 
+class DivergedError(QatLoraError):
+    """A training whose loss is no number any more."""
+
+    exit_code = 1
+
+
 class InterruptedRunError(QatLoraError):
     """A run that was asked to stop and left a checkpoint."""
 

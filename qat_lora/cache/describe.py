@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +11,31 @@ import numpy as np
 from qat_lora.cache import format as fmt
 from qat_lora.cache.reader import CacheReader
 from qat_lora.cache.records import to_json
+from qat_lora.extras import pyplot
 
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
+SAMPLE_ROWS = 64
+"""Training rows, evenly spread, from which the tail mass is taken."""
+_SHOWN_CHOICES = 3
+_SMALLEST_MASS = 1e-6
+"""Left end of the plot; positions with less are drawn there."""
+
+Decode = Callable[[list[int]], str]
+"""Token ids to text."""
 
 
-def describe(path: str | Path, *, sample_rows: int = 64, show_rows: int = 2, show_tokens: int = 16) -> dict[str, Any]:
+def describe(
+    path: str | Path, *, show_rows: int = 2, show_tokens: int = 16, decode: Decode | None = None
+) -> dict[str, Any]:
     """Return a cache's fingerprint, sizes, tail-mass quantiles and the start of a few rows, as plain JSON values.
 
     Shards are not checked (`verify_cache` does that), so this is quick on any size.
 
     Args:
         path: the cache folder.
-        sample_rows: training rows, evenly spread, from which the tail mass is taken.
         show_rows: rows of which the beginning is shown.
         show_tokens: positions shown of each.
+        decode: of the cache's tokenizer; then the rows are shown as text too.
 
     Raises:
         CacheError: no finished cache.
@@ -38,13 +50,9 @@ def describe(path: str | Path, *, sample_rows: int = 64, show_rows: int = 2, sho
         size = sum(shard.bytes for shard in shards)
         splits[split] = {"shards": len(shards), "rows": rows, "tokens": rows * held.length, "bytes": size}
     tokens = sum(split["tokens"] for split in splits.values())
-    chosen = np.unique(np.linspace(0, reader.rows("train") - 1, sample_rows).astype(np.int64))
-    tails, targets = [], 0
-    for row in chosen:
-        batch = reader.read("train", [row], None, (1.0,))
-        tails.append(np.exp(batch["log_tail"][batch["target_mask"]], dtype=np.float64))
-        targets += int(batch["target_mask"].sum())
-    mass = np.concatenate(tails) if targets else np.zeros(1)
+    chosen = _sample(reader)
+    mass = _tail_mass(reader, chosen)
+    counted = mass if mass.size else np.zeros(1)
     return {
         "path": str(path),
         "fingerprint": to_json(held),
@@ -54,24 +62,66 @@ def describe(path: str | Path, *, sample_rows: int = 64, show_rows: int = 2, sho
         "bytes_per_token": sum(split["bytes"] for split in splits.values()) / tokens,
         "bytes_per_token_by_array": {spec.name: spec.row_bytes / held.length for spec in held.arrays},
         "sampled_rows": len(chosen),
-        "target_fraction": targets / (len(chosen) * (held.length - 1)),
+        "target_fraction": mass.size / (len(chosen) * (held.length - 1)),
         "tail_mass": {
-            "mean": float(mass.mean()),
-            **{f"p{q * 100:g}": float(np.quantile(mass, q)) for q in QUANTILES},
+            "mean": float(counted.mean()),
+            **{f"p{q * 100:g}": float(np.quantile(counted, q)) for q in QUANTILES},
         },
-        "rows": [_show(reader, int(row), show_tokens) for row in chosen[:show_rows]],
+        "rows": [_show(reader, int(row), show_tokens, decode) for row in chosen[:show_rows]],
     }
 
 
-def _show(reader: CacheReader, row: int, tokens: int) -> dict[str, Any]:
-    batch = reader.read("train", [row], min(3, reader.fingerprint.top_k), (1.0,))
+def _sample(reader: CacheReader) -> np.ndarray:
+    return np.unique(np.linspace(0, reader.rows("train") - 1, SAMPLE_ROWS).astype(np.int64))
+
+
+def _tail_mass(reader: CacheReader, rows: np.ndarray) -> np.ndarray:
+    """Return the probability outside the head at every position of some rows that counts."""
+    masses = []
+    for row in rows:
+        batch = reader.read("train", [row], None, (1.0,))
+        masses.append(np.exp(batch["log_tail"][batch["target_mask"]], dtype=np.float64))
+    return np.concatenate(masses)
+
+
+def _show(reader: CacheReader, row: int, tokens: int, decode: Decode | None) -> dict[str, Any]:
+    batch = reader.read("train", [row], min(_SHOWN_CHOICES, reader.fingerprint.top_k), (1.0,))
     probabilities = np.exp(batch["head_logits"][0] - batch["lse"][0][:, None])
-    return {
+    shown = {
         "row": row,
         "input_ids": batch["input_ids"][0][:tokens].tolist(),
         "top_ids": batch["head_ids"][0][:tokens].tolist(),
         "top_probabilities": np.round(probabilities[:tokens], 4).tolist(),
     }
+    if decode is not None:
+        shown["tokens"] = [decode([token]) for token in shown["input_ids"]]
+        shown["top_tokens"] = [[decode([token]) for token in choices] for choices in shown["top_ids"]]
+    return shown
+
+
+def plot_tail_mass(path: str | Path, out: str | Path) -> None:
+    """Draw how much probability the head misses, as a histogram over positions, as PNG.
+
+    Raises:
+        CacheError: no finished cache.
+        MissingExtraError: matplotlib is not installed.
+    """
+    plt = pyplot()
+    reader = CacheReader(path, verify=False)
+    mass = _tail_mass(reader, _sample(reader))
+    figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
+    edges = np.geomspace(_SMALLEST_MASS, 1, 61)
+    axis.hist(np.clip(mass, _SMALLEST_MASS, 1), bins=edges, weights=np.full(mass.size, 100 / max(1, mass.size)))
+    if mass.size:
+        for value, name, style in ((mass.mean(), "mean", "-"), (np.median(mass), "median", "--")):
+            axis.axvline(max(value, _SMALLEST_MASS), color="black", lw=0.8, ls=style, label=f"{name} {value:.2g}")
+        axis.legend()
+    axis.set(xscale="log", xlim=(_SMALLEST_MASS, 1), ylabel="% of positions")
+    axis.set_xlabel(f"probability outside the {reader.fingerprint.top_k} stored entries (1e-6 or less: first bar)")
+    axis.set_title(f"tail mass of {Path(path).name}, {mass.size:,} positions", fontsize=10)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(out, dpi=120)
+    plt.close(figure)
 
 
 def render(description: dict[str, Any]) -> str:
@@ -93,7 +143,24 @@ def render(description: dict[str, Any]) -> str:
         f"fingerprint  {description['fingerprint_sha256']}",
     ]
     for row in description["rows"]:
-        lines.append(f"row {row['row']}: tokens {' '.join(map(str, row['input_ids']))}")
-        first, sure = row["top_ids"][0], row["top_probabilities"][0]
-        lines.append("  after the first: " + ", ".join(f"{i} ({p:.1%})" for i, p in zip(first, sure, strict=True)))
+        lines += _row_lines(row)
     return "\n".join(lines)
+
+
+def _row_lines(row: dict[str, Any]) -> list[str]:
+    if "tokens" not in row:
+        first = ", ".join(_choices(map(str, row["top_ids"][0]), row["top_probabilities"][0]))
+        return [f"row {row['row']}: tokens {' '.join(map(str, row['input_ids']))}", f"  after the first: {first}"]
+    lines = [f"row {row['row']}: token, and what the teacher expects after it"]
+    for token, choices, sure in zip(row["tokens"], row["top_tokens"], row["top_probabilities"], strict=False):
+        lines.append(f"  {_quoted(token):<20} " + ", ".join(_choices(map(_quoted, choices), sure)))
+    return lines
+
+
+def _choices(names: Any, probabilities: list[float]) -> list[str]:
+    return [f"{name} ({p:.1%})" for name, p in zip(names, probabilities, strict=True)]
+
+
+def _quoted(token: str) -> str:
+    """Return a token as one printable line: text from a cache must not steer the terminal."""
+    return '"' + "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in token) + '"'

@@ -7,6 +7,7 @@ stored beside (`qat_lora.json`) and our loader refuses another base.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from dataclasses import dataclass
@@ -160,6 +161,12 @@ def save_starts(starts: dict[str, Factors], out: Path) -> None:
         tensors[f"{name}.lora_A"] = factors.a_RI.cpu().half().contiguous()
         tensors[f"{name}.lora_B"] = factors.b_OR.cpu().half().contiguous()
     save_file(tensors, out / STARTS)
+
+
+def starts_sha256(folder: Path) -> str | None:
+    """Return the identity of a checkpoint's adapter starts, None where it has none."""
+    file = folder / STARTS
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
 
 
 def load_starts(folder: Path) -> dict[str, Factors]:

@@ -7,6 +7,7 @@ an evaluation or an export *is* comes in as a function: the loop only decides wh
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from torch import nn
 
 from qat_lora.cache.dataset import KDCacheDataset
 from qat_lora.config import option
-from qat_lora.errors import ConfigError, InterruptedRunError
+from qat_lora.errors import ConfigError, DivergedError, InterruptedRunError
 from qat_lora.losses.objective import ObjectiveConfig, weight_tensors
 from qat_lora.runtime.base import Runtime
 from qat_lora.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
@@ -133,6 +134,7 @@ def train(
 
     Raises:
         InterruptedRunError: SIGTERM or SIGINT; a checkpoint was written first.
+        DivergedError: the loss is NaN or infinite; no checkpoint of that is written.
     """
     accumulation = loop.accumulation(runtime.replicas)
     parameters = list(trainee.trained.values())
@@ -238,7 +240,14 @@ def _flush(pending: list[tuple[int, float, Sums]], log: MetricsLog, runtime: Run
 
     def write(*values: Any) -> None:
         flat = [float(value) for value in values]
-        log.write(steps, lrs, names, [flat[i : i + len(names)] for i in range(0, len(flat), len(names))])
+        rows = [flat[i : i + len(names)] for i in range(0, len(flat), len(names))]
+        log.write(steps, lrs, names, rows)
+        for step, row in zip(steps, rows, strict=True):
+            if not math.isfinite(row[names.index("loss")]):
+                raise DivergedError(
+                    f"loss: {row[names.index('loss')]} at step {step}; checkpoints and exports from before it are "
+                    "sound. Lower --lr (or --scale-lr), or raise --warmup-steps, and start again with --overwrite"
+                )
 
     if runtime.is_main:  # each value by itself: stacking them on the device would be one more graph
         runtime.defer(write, *(means[name] for _, _, means in pending for name in names))

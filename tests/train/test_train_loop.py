@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from train_toys import SETTINGS, Toy, evaluation, run
 
-from qat_lora.errors import ConfigError, InterruptedRunError
+from qat_lora.errors import ConfigError, DivergedError, InterruptedRunError
 from qat_lora.train.checkpoint import checkpoints
 from qat_lora.train.loop import LoopConfig
 from qat_lora.train.metrics import read_metrics
@@ -287,3 +287,21 @@ def test_read_metrics_of_a_torn_file(tmp_path):
     (tmp_path / "m.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
     assert read_metrics(tmp_path / "m.jsonl") == [{"step": 1}, {"step": 2}]
     assert read_metrics(tmp_path / "none.jsonl") == []
+
+
+class PoisonedToy(Toy):
+    """From the seventh batch on its hidden states are NaN."""
+
+    calls = 0
+
+    def hidden(self, input_ids_BL, document_ids_BL):
+        self.calls += 1
+        return super().hidden(input_ids_BL, document_ids_BL) * (float("nan") if self.calls > 12 else 1.0)
+
+
+def test_a_loss_that_is_no_number_stops_the_run_before_it_reaches_a_checkpoint(tmp_path):
+    out = tmp_path / "poisoned"
+    with pytest.raises(DivergedError, match=r"loss: nan at step \d+; checkpoints .* sound. Lower --lr"):
+        run(out, PoisonedToy(dropout=0.3), evaluate=False, log_steps=1, save_steps=1)
+    newest = load_file(checkpoints(out / "checkpoints")[-1] / "trained.safetensors")
+    assert all(torch.isfinite(value).all() for value in newest.values())
