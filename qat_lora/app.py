@@ -27,7 +27,7 @@ from qat_lora.cache.shares import Share
 from qat_lora.cache.store import read_manifest
 from qat_lora.cache.writer import CacheWriter
 from qat_lora.config import save_yaml, to_dict
-from qat_lora.errors import ConfigError, InterruptedRunError, MissingExtraError
+from qat_lora.errors import CacheError, ConfigError, InterruptedRunError, MissingExtraError
 from qat_lora.evaluate.report import markdown_table, plot_scores, save_json, table_rows, text_table
 from qat_lora.evaluate.score import score
 from qat_lora.export.adapter import load_starts, save_adapter, save_starts, starts_sha256
@@ -172,6 +172,23 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
 
 def _load(name: str, hub: HubConfig, dtype: str) -> CausalLM:
     return load_model(name, revision=hub.revision, trust_remote_code=hub.trust_remote_code, dtype=dtype)
+
+
+def cache_decoder(cache: str, folder: str) -> Callable[[list[int]], str]:
+    """Return what turns a cache's token ids into text.
+
+    Raises:
+        ModelError: the folder has no tokenizer.
+        CacheError: it is not the tokenizer that the cache was made with.
+    """
+    tokenizer = load_tokenizer(Path(folder))
+    held = read_manifest(cache).fingerprint.tokenizer_sha256
+    if tokenizer_sha256(tokenizer) != held:
+        raise CacheError(
+            f"tokenizer: the one in {folder} is {tokenizer_sha256(tokenizer)[:16]}…, the cache {cache} was made with "
+            f"{held[:16]}…; give the folder of its teacher or leave --tokenizer out"
+        )
+    return lambda ids: tokenizer.decode(ids)
 
 
 def _check_fits(dataset: KDCacheDataset, model: CausalLM) -> None:

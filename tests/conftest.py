@@ -7,7 +7,26 @@ from typing import NamedTuple
 import pytest
 import torch
 
-WORDS = "the a model layer weight token of to and in loss cache quant scale code row head tail".split()
+WORDS = [
+    "the",
+    "a",
+    "model",
+    "layer",
+    "weight",
+    "token",
+    "of",
+    "to",
+    "and",
+    "in",
+    "loss",
+    "cache",
+    "quant",
+    "scale",
+    "code",
+    "row",
+    "head",
+    "tail",
+]
 
 
 class Tiny(NamedTuple):

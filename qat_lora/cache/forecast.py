@@ -48,9 +48,9 @@ class Forecast(NamedTuple):
         return "\n".join(
             (
                 f"rows      {self.rows:,} for training, {self.eval_rows:,} for evaluation, {self.tokens:,} tokens",
-                f"time      {self.hours:,.2f} hours at {self.tokens_per_second:,.0f} tokens a second",
-                f"size      {self.bytes / 1e9:,.3f} GB, {self.bytes_per_token:.0f} bytes a token",
-                f"free      {self.free_bytes / 1e9:,.3f} GB, {room}",
+                f"time      {self.hours:,.3g} hours at {self.tokens_per_second:,.0f} tokens a second",
+                f"size      {self.bytes / 1e6:,.1f} MB, {self.bytes_per_token:.0f} bytes a token",
+                f"free      {self.free_bytes / 1e6:,.1f} MB, {room}",
             )
         )
 

@@ -111,7 +111,10 @@ class CacheWriter:
 
     def waiting_for(self) -> tuple[int, ...]:
         """Return the other builders that must end before there is a manifest."""
-        return () if self.finished else missing_parts(self.out, self.share.builders, self.fingerprint)
+        if self.finished:
+            return ()
+        missing = missing_parts(self.out, self.share.builders, self.fingerprint)
+        return tuple(builder for builder in missing if builder != self.share.builder)
 
     def append(self, rows: Mapping[str, np.ndarray], cursors: Sequence[Any], split: str = "train") -> None:
         """Add n rows; every full shard is committed before this returns.
@@ -229,6 +232,7 @@ class CacheWriter:
             ) from error
 
     def _open(self) -> None:
+        self._refuse_foreign()
         self.out.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.share.locked(self.out))
@@ -281,6 +285,13 @@ class CacheWriter:
                 f"--out {self.out}: holds another cache: {name} is {there!r} there, {asked!r} was asked for; "
                 "nothing was touched: choose another --out, or add --overwrite to start again"
             )
+
+    def _refuse_foreign(self) -> None:
+        """Refuse a folder that holds files and no sign of a cache: a mistyped --out."""
+        names = [path.name for path in self.out.iterdir()] if self.out.is_dir() else []
+        ours = (fmt.MANIFEST, fmt.LOCK)
+        if names and not any(name.startswith(ours) or fmt.parse_shard_name(name) for name in names):
+            raise OutputExistsError(f"--out {self.out}: holds files and no KD cache; choose another folder")
 
     def _delete(self) -> None:
         (self.out / fmt.MANIFEST).unlink(missing_ok=True)  # first: what remains after a kill is an unfinished build

@@ -159,7 +159,7 @@ def test_a_teacher_that_fails_and_one_that_is_stopped_lose_one_shard_at_most(tmp
         tmp_path / "c", fp, Teacher(31, act=lambda number: number == 1 and os.kill(os.getpid(), signal.SIGTERM))
     )
     assert signal.getsignal(signal.SIGTERM) is before
-    assert not stopped.finished
+    assert not stopped.finished and stopped.waiting_for == ()
     assert "manifest.json" not in _files(tmp_path / "c")
     assert _build(tmp_path / "c", fp, Teacher(31)).finished
     assert _files(tmp_path / "c") == whole

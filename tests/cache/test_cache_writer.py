@@ -339,3 +339,10 @@ def test_files_can_be_read_by_those_whom_umask_allows(tmp_path, fingerprint, ran
             os.umask(before)
         modes = {path.stat().st_mode & 0o777 for path in out.iterdir() if path.name != ".lock"}
         assert modes == {mode}
+
+
+def test_a_folder_of_other_files_is_refused_and_left_alone(tmp_path, fingerprint):
+    (tmp_path / "thesis.txt").write_text("do not touch")
+    with pytest.raises(OutputExistsError, match="holds files and no KD cache"), CacheWriter(tmp_path, fingerprint()):
+        raise AssertionError("opened")
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]

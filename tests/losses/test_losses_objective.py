@@ -127,9 +127,7 @@ def test_batch_without_a_teacher():
 
 def test_annealing_is_linear_and_keeps_the_names():
     config = ObjectiveConfig(hard_top1_weight=1.0, hard_top1_end=0.0, ce_weight=0.1)
-    assert [config.weights_at(x)["hard_top1"] for x in (-1, 0, 0.25, 1, 2)] == pytest.approx(
-        [1.0, 1.0, 0.75, 0.0, 0.0]
-    )
+    assert [config.weights_at(x)["hard_top1"] for x in (-1, 0, 0.25, 1, 2)] == pytest.approx([1.0, 1.0, 0.75, 0.0, 0.0])
     assert {tuple(config.weights_at(x)) for x in (0, 0.5, 1)} == {("kd", "ce", "hard_top1")}
     assert ObjectiveConfig(hard_top1_weight=1.0).weights_at(0.0)["hard_top1"] == 1.0
     assert ObjectiveConfig(hard_top1_weight=0.3).weights_at(0.9)["hard_top1"] == 0.3
