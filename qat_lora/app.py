@@ -19,6 +19,8 @@ import torch
 from torch import nn
 
 from qat_lora import outputs
+from qat_lora.cache.audit import audit, check_teacher, summary
+from qat_lora.cache.audit import table_rows as audit_rows
 from qat_lora.cache.build import build_kd_cache
 from qat_lora.cache.dataset import KDCacheDataset
 from qat_lora.cache.forecast import forecast
@@ -54,6 +56,7 @@ from qat_lora.models import (
     tokenizer_sha256,
 )
 from qat_lora.options import (
+    AuditOptions,
     CacheBuildOptions,
     EvalOptions,
     ExportOptions,
@@ -172,6 +175,28 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
 
 def _load(name: str, hub: HubConfig, dtype: str) -> CausalLM:
     return load_model(name, revision=hub.revision, trust_remote_code=hub.trust_remote_code, dtype=dtype)
+
+
+def audit_cache(options: AuditOptions, runtime: Runtime) -> dict[str, Any]:
+    """Run the teacher again on some rows of a cache and report how far the cache is from it; with --out, kept there."""
+    run, path = options.run, str(options.kd_cache_dir)
+    held = read_manifest(path).fingerprint  # refuses what is no cache before a model is loaded
+    teacher = _load(str(options.teacher), options.hub, run.dtype)
+    sha256 = checkpoint_sha256(teacher.folder)
+    check_teacher(held, path, sha256, teacher.vocab_size)
+    out = Path(run.out) if run.out else None
+    settings = {"cache": held.sha256, "rows": options.rows, "dtype": run.dtype, "device": runtime.device.type}
+    if out and outputs.claim(out, "cache audit", settings, run.overwrite):
+        report = json.loads((out / "audit.json").read_text(encoding="utf-8"))
+    else:
+        runtime.place(teacher.module)
+        _say(run, f"{runtime.description} · {run.dtype} · {path} · built with {held.builder}")
+        report = audit(teacher, path, sha256, rows=options.rows, device=runtime.device)
+        if out:
+            save_json(report, out / "audit.json")
+            outputs.complete(out)
+    _say(run, f"{text_table(audit_rows(report))}\n{summary(report)}")
+    return report
 
 
 def cache_decoder(cache: str, folder: str) -> Callable[[list[int]], str]:

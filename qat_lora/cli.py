@@ -28,6 +28,7 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROF
 COMMANDS: dict[str, tuple[str, str, str, str]] = {
     "demo": ("DemoOptions", "demo", "qat_lora.demo", "Train, damage and recover a small model on this machine."),
     "cache build": ("CacheBuildOptions", "build_cache", "qat_lora.app", "Write a teacher's logits to a KD cache."),
+    "cache audit": ("AuditOptions", "audit_cache", "qat_lora.app", "Compare a cache with what its teacher says."),
     "quantize": ("QuantizeOptions", "quantize", "qat_lora.app", "Quantise a model and prepare its adapter start."),
     "recover": ("RecoverOptions", "recover", "qat_lora.app", "Train a recovery adapter from a KD cache."),
     "eval": ("EvalOptions", "evaluate", "qat_lora.app", "Score models against a teacher on held-out text."),
@@ -36,6 +37,9 @@ COMMANDS: dict[str, tuple[str, str, str, str]] = {
     "smoke": ("SmokeOptions", "smoke", "qat_lora.diagnose.smoke", "Check device, data, training and checkpoints."),
     "estimate": ("EstimateOptions", "estimate", "qat_lora.diagnose.estimate", "Estimate the memory a run will need."),
 }
+
+# command words -> the setting that a first word without a name means
+FIRST_WORD = {"cache audit": "kd_cache_dir"}
 
 
 def _flag(leaf: Leaf) -> click.Option:
@@ -99,8 +103,9 @@ def _command(words: str) -> click.Command:
 
         def get_params(self, ctx: click.Context) -> list[click.Parameter]:
             if not self.params:
+                first = "[PATH] " if words in FIRST_WORD else ""
                 recipe = click.Option(["--recipe"], metavar="FILE", help="YAML file with settings; flags win over it")
-                settings = click.Argument(["words"], nargs=-1, metavar="[NAME=VALUE]...")
+                settings = click.Argument(["words"], nargs=-1, metavar=f"{first}[NAME=VALUE]...")
                 self.params = [settings, recipe, *map(_flag, leaves(_options(class_name)))]
             return super().get_params(ctx)
 
@@ -114,6 +119,8 @@ def _command(words: str) -> click.Command:
                 for name, value in given.items()
                 if value not in (None, ())
             }
+            if words in FIRST_WORD and extra and "=" not in extra[0]:
+                flags[paths[FIRST_WORD[words]]], *extra = extra
             options = resolve(cls, recipe=recipe, flags=flags, words=extra)
             result = _run(words, options)
             if options.run.json:
@@ -141,9 +148,15 @@ def cli(ctx: click.Context) -> None:
 @cli.group(invoke_without_command=True)
 @click.pass_context
 def cache(ctx: click.Context) -> None:
-    """Build, inspect and verify KD caches."""
+    """Build, inspect, verify, audit and export KD caches."""
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
+
+
+def _byte_bar(words: str, total_bytes: int, quiet: bool) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total_bytes, desc=words, unit="B", unit_scale=True, disable=quiet)
 
 
 @cache.command("verify")
@@ -152,19 +165,13 @@ def cache(ctx: click.Context) -> None:
 @click.option("--json", "as_json", is_flag=True, help="print the result as JSON [default: off]")
 def verify(path: str, quiet: bool, as_json: bool) -> None:
     """Read every byte of a cache; exit code 1 and the shard's name on any damage."""
-    from tqdm import tqdm
-
     from qat_lora.cache.store import read_manifest
     from qat_lora.cache.verify import verify_cache
 
     manifest = read_manifest(path)
     total = sum(shard.bytes for shard in (*manifest.eval, *manifest.train))
-    with tqdm(total=total, desc="verify", unit="B", unit_scale=True, disable=quiet) as bar:
-
-        def advance(_shard: str, read: int) -> None:
-            bar.update(read)
-
-        report = verify_cache(path, advance)
+    with _byte_bar("verify", total, quiet) as bar:
+        report = verify_cache(path, lambda _shard, read: bar.update(read))
     if as_json:
         click.echo(json.dumps({"intact": True, **dataclasses.asdict(report)}))
         return
@@ -191,6 +198,27 @@ def info(path: str, tokenizer: str | None, plot: str | None, as_json: bool) -> N
     if plot is not None:
         plot_tail_mass(path, plot)
     click.echo(json.dumps(description, indent=2, default=str) if as_json else render(description))
+
+
+@cache.command("export")
+@click.argument("path")
+@click.option("--parquet", is_flag=True, help="the form: one Parquet file, a record a row (required)")
+@click.option("--out", metavar="FILE", required=True, help="the file, which must not exist (required)")
+@click.option("--split", type=click.Choice(["train", "eval"]), default="train", help="its rows [default: train]")
+@click.option("--quiet", is_flag=True, help="no progress bar [default: off]")
+@click.option("--json", "as_json", is_flag=True, help="print the result as JSON [default: off]")
+def export_cache(path: str, parquet: bool, out: str, split: str, quiet: bool, as_json: bool) -> None:
+    """Write a cache's rows in a form that other tools read."""
+    if not parquet:
+        raise click.UsageError("no form given: give --parquet", click.get_current_context())
+    from qat_lora.cache.parquet import export_parquet
+    from qat_lora.cache.store import read_manifest
+
+    total = sum(shard.bytes for shard in read_manifest(path).shards(split))
+    with _byte_bar("export", total, quiet) as bar:
+        result = export_parquet(path, out, split, progress=lambda _shard, read: bar.update(read))
+    rows, size = result["rows"], result["bytes"] / 1e6
+    click.echo(json.dumps(result) if as_json else f"{rows:,} rows, {size:,.1f} MB, written to {out}")
 
 
 @cli.command()

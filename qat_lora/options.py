@@ -80,6 +80,22 @@ class CacheBuildOptions:
 
 
 @dataclass(frozen=True)
+class AuditOptions:
+    """`qat-lora cache audit`."""
+
+    kd_cache_dir: str | None = option(None, "the KD cache, also as first word (required)", alias="cache_dir")
+    teacher: str | None = option(None, "the teacher that made it: Hugging Face folder or Hub name (required)")
+    rows: int = option(8, "training rows to look at, evenly spread", unit="rows")
+    hub: HubConfig = option(HubConfig, "models")
+    run: RunConfig = option(RunConfig, "run")
+
+    def __post_init__(self) -> None:
+        required(self, "kd_cache_dir")
+        required(self, "teacher")
+        at_least(self, rows=1)
+
+
+@dataclass(frozen=True)
 class QuantizeOptions:
     """`qat-lora quantize`."""
 

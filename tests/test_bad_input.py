@@ -122,6 +122,13 @@ BAD: dict[str, tuple[str, str]] = {
     "unknown command": ("recovr --checkpoint x", "No such command 'recovr'"),
     "unknown cache command": ("cache look x", "No such command 'look'"),
     "no cache to verify": ("cache verify {root}/nothing", "it is no finished KD cache"),
+    "no cache to audit": ("cache audit {root}/nothing --teacher {teacher}", "it is no finished KD cache"),
+    "audit nothing": ("cache audit --teacher {teacher}", "kd_cache_dir: missing; give --kd-cache-dir"),
+    "audit without a teacher": ("cache audit {cache}", "teacher: missing; give --teacher"),
+    "another teacher, auditing": ("cache audit {cache} --teacher {stranger}", "an audit needs the same teacher"),
+    "an audit of no rows": ("cache audit {cache} --teacher {teacher} --rows 0", "rows: 0 is too small; allowed: 1"),
+    "an audit of two caches": ("cache audit {cache} x --teacher {teacher}", "'x': expected a setting as name=value"),
+    "no cache to export": ("cache export --parquet {root}/nothing --out x", "it is no finished KD cache"),
     "verify nothing": ("cache verify", "Missing argument 'PATH' (see `qat-lora cache verify --help`)"),
 }
 

@@ -70,7 +70,7 @@ def write_new(path: Path, chunks: Iterable[bytes | memoryview], kind: str) -> tu
             file.flush()
             os.fsync(file.fileno())
         failpoint(f"{kind}-synced")
-        _publish(partial, path)
+        publish(partial, path)
         failpoint(f"{kind}-linked")
     finally:
         partial.unlink(missing_ok=True)
@@ -79,7 +79,12 @@ def write_new(path: Path, chunks: Iterable[bytes | memoryview], kind: str) -> tu
     return size, digest.hexdigest()
 
 
-def _publish(partial: Path, path: Path) -> None:
+def publish(partial: Path, path: Path) -> None:
+    """Give a file its final name, beside the old one where links exist.
+
+    Raises:
+        FileExistsError: `path` is there already; it was not touched.
+    """
     try:
         os.link(partial, path)
     except OSError as error:
