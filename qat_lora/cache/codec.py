@@ -3,7 +3,8 @@
 An id below 2^18 is kept as 16 low bits in one array and 2 high bits, four to a byte, in another: 18 bits
 against 32, still mapped and sliced without unpacking what is not asked for. Delta-coded or compressed ids would be
 smaller still and would lose that. A value is the logit minus the position's largest, in fp16, where its rounding
-costs a mean KL of 2e-6 to 7e-6 nats; bfloat16, of the same size, would cost fifty times that.
+costs a mean KL below 1e-7 nats on our teachers (`qat-lora cache audit`); bfloat16, of the same size, has an eighth of
+its precision.
 
 Decoding looks bits up in tables, four ids at a time: shifts and masks over whole arrays read every number several
 times and are six times slower.
