@@ -3,6 +3,7 @@
 With a vocabulary of 150k, the logits of a few rows of text outweigh the model. So the last linear map belongs to
 the loss: positions go through it a chunk at a time, and because the gradient of every term is known in closed form
 (`estimators`), each chunk becomes its hidden-state gradient on the spot and is forgotten. Backward only scales.
+A frozen head on a CPU is walked through by blocks of the vocabulary instead (`sweep`), to the same result.
 Compared with recomputing chunks under autograd (activation checkpointing of the head) this saves one of three
 matrix products and all of autograd's [chunk, vocabulary] temporaries; compared with a kernel library it also runs
 on CPU and XLA, knows the tail, and does no work for a head that is frozen.
@@ -23,8 +24,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qat_lora.losses.estimators import log_add, weighted
-from qat_lora.losses.terms import HeadTerm, PointTerm, Term
+from qat_lora.losses.groups import Group, group_terms, safe_ids, shares
+from qat_lora.losses.sweep import sweep_vocabulary
+from qat_lora.losses.terms import HeadTerm, Term
 from qat_lora.types import OutputHead
 
 CHUNK_BYTES = 32 * 2**20
@@ -39,15 +41,6 @@ class LossSum(NamedTuple):
     """0-d float32: positions that counted."""
     terms: dict[str, Tensor]
     """Each term's sum by name, T² included and weight not, detached: for logging."""
-
-
-class _Group(NamedTuple):
-    """Terms that can share one softmax: equal temperature and at most one head."""
-
-    temperature: float
-    ids_NK: Tensor | None
-    heads: list[tuple[int, HeadTerm]]
-    points: list[tuple[int, PointTerm]]
 
 
 def fused_linear_kd(
@@ -70,7 +63,8 @@ def fused_linear_kd(
         terms: what to add up; ids must be below `vocab_size`, and distinct within a head.
         mask_N: True where a position counts; elsewhere hidden states and targets may hold anything.
         chunk_tokens: positions that are projected at once; by default as many as fit `chunk_bytes`.
-        chunk_bytes: size of one chunk of float32 logits. Two to three of them exist at the peak.
+        chunk_bytes: size of one chunk of float32 logits. Two to three of them exist at the peak; the sweep of a
+            frozen head on a CPU holds as many logits, in the dtype of the products, once.
 
     Raises:
         ValueError: no terms, or shapes that don't fit each other.
@@ -121,11 +115,22 @@ class _FusedLinearKD(torch.autograd.Function):
         real_V = None if bias_V is None else bias_V[:vocab].to(wide)
         d_weight = torch.zeros(weight_VH.shape, dtype=wide, device=weight_VH.device) if want_weight else None
         d_bias = torch.zeros(bias_V.shape, dtype=wide, device=bias_V.device) if want_bias else None  # type: ignore[union-attr]
-        groups, scales = _group(terms), [term.weight * term.temperature**2 for term in terms]
+        groups, scales = group_terms(terms), [term.weight * term.temperature**2 for term in terms]
 
         d_hidden: list[Tensor] = []
         sums: list[list[Tensor]] = [[] for _ in terms]
-        for start in range(0, masked_NH.shape[0], chunk_tokens):
+        # Where a processor's caches decide, a frozen head takes the walk that suits them (`sweep`), with as many
+        # logits at a time. Its many small steps would make a long XLA graph.
+        plain = len(groups) == 1 and head.softcap is None
+        swept = plain and not want_weight and not want_bias and masked_NH.is_cpu
+        if swept:
+            block_vocab = max(1, chunk_tokens * vocab // max(1, masked_NH.shape[0]))
+            losses, pull_NH = sweep_vocabulary(
+                masked_NH, real_VH, real_V, head.logit_scale, groups[0], scales, mask_N, wide, block_vocab, want_hidden
+            )
+            sums = [[losses[index]] for index in range(len(terms))]
+            d_hidden += [] if pull_NH is None else [pull_NH.to(hidden_NH.dtype)]
+        for start in range(0, 0 if swept else masked_NH.shape[0], chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             hidden_CH = masked_NH[rows]
             logits_CV, slope_CV = _project(hidden_CH, real_VH, real_V, head, wide, want)
@@ -168,27 +173,6 @@ class _FusedLinearKD(torch.autograd.Function):
         return (*grads, None, None, None, None, None)
 
 
-def _group(terms: Sequence[Term]) -> list[_Group]:
-    """Sort terms into as few softmax passes as their temperatures and heads allow."""
-    groups: list[_Group] = []
-    for index, term in enumerate(terms):
-        if isinstance(term, HeadTerm):
-            ids = term.teacher.ids_NK
-            same = [g for g in groups if g.temperature == term.temperature and g.ids_NK is ids]
-            group = same[0] if same else _Group(term.temperature, ids, [], [])
-            group.heads.append((index, term))
-            if not same:
-                groups.append(group)
-    for index, term in enumerate(terms):
-        if isinstance(term, PointTerm):
-            near = [g for g in groups if g.temperature == term.temperature]
-            if not near:
-                near = [_Group(term.temperature, None, [], [])]
-                groups += near
-            near[0].points.append((index, term))
-    return groups
-
-
 def _project(
     hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, head: OutputHead, wide: torch.dtype, want: bool
 ) -> tuple[Tensor, Tensor | None]:
@@ -214,75 +198,34 @@ def _soften(logits_CV: Tensor, temperature: float, *, in_place: bool) -> Tensor:
 
 def _softmax_chunk(
     z_CV: Tensor,
-    group: _Group,
+    group: Group,
     scales: Sequence[float | Tensor],
     rows: slice,
     mask_C: Tensor,
     want: bool,
 ) -> tuple[dict[int, Tensor], Tensor | None]:
     """Return each term's loss sum and the gradient with respect to the unsoftened logits; overwrites `z_CV`."""
-    at = [(index, term, _ids(term.ids_ND, rows, mask_C)) for index, term in group.points]
-    point_z = [z_CV.gather(1, ids_CD) for _, _, ids_CD in at]
-
-    ids_CK = None if group.ids_NK is None else _ids(group.ids_NK, rows, mask_C)
-    if ids_CK is not None:
+    point_ids = [safe_ids(term.ids_ND, rows, mask_C) for _, term in group.points]
+    point_z = [z_CV.gather(1, ids_CD) for ids_CD in point_ids]
+    head_z_CK = None
+    if group.ids_NK is not None:
+        ids_CK = safe_ids(group.ids_NK, rows, mask_C)
         head_z_CK = z_CV.gather(1, ids_CK)
         z_CV.scatter_(1, ids_CK, float("-inf"))
     top_C1 = z_CV.amax(1, keepdim=True)  # of the tail, so that its largest entry becomes exp(0)
     top_C1 = torch.where(top_C1 == float("-inf"), torch.zeros_like(top_C1), top_C1)  # an empty tail
     tail_CV = z_CV.sub_(top_C1).exp_()
     sum_C = tail_CV.sum(1)
-    log_tail_C = top_C1[:, 0] + sum_C.log()
-    log_total_C = log_tail_C if ids_CK is None else log_add(head_z_CK.logsumexp(1), log_tail_C)
-    log_rest_C = log_tail_C - log_total_C
-
-    losses: dict[int, Tensor] = {}
-    tail_C = torch.zeros_like(sum_C)
-    if ids_CK is not None:
-        log_p_CK = head_z_CK - log_total_C[:, None]
-        head_CK = torch.zeros_like(log_p_CK)
-    for index, distance in group.heads:
-        teacher = distance.teacher
-        estimate = distance.estimator(
-            log_p_CK,
-            log_rest_C,
-            teacher.log_probs_NK[rows].to(z_CV.dtype),
-            teacher.log_tail_N[rows].to(z_CV.dtype),
-        )
-        losses[index] = _keep(estimate.loss_N, mask_C).sum()
-        tail_C = tail_C + scales[index] * estimate.tail_N
-        head_CK = head_CK + scales[index] * estimate.head_NK
-    point_grads = []
-    for (index, points, ids_CD), z_CD in zip(at, point_z, strict=True):
-        weights_CD = points.weights_ND[rows].to(z_CV.dtype)
-        losses[index] = _keep(weighted(weights_CD, log_total_C[:, None] - z_CD).sum(1), mask_C).sum()
-        mass_C = scales[index] * weights_CD.sum(1)
-        tail_C = tail_C + mass_C * log_rest_C.exp()
-        if ids_CK is not None:
-            head_CK = head_CK + mass_C[:, None] * log_p_CK.exp()
-        point_grads.append((ids_CD, -scales[index] * weights_CD))
+    part = shares(group, head_z_CK, point_z, top_C1[:, 0] + sum_C.log(), scales, rows, mask_C)
     if not want:
-        return losses, None
-
-    back = 1 / group.temperature  # d(z/T)/dz; with the T² of `scales` a softened term is scaled by T
-    share_C = _keep(tail_C, mask_C) * back / sum_C.clamp_min(1)  # sum_C >= 1, or 0 for an empty tail
+        return part.losses, None
+    share_C = part.tail_C / sum_C.clamp_min(1)  # the sum is at least 1, or 0 for an empty tail
     grad_CV = tail_CV.mul_(share_C[:, None])
-    if ids_CK is not None:
-        grad_CV.scatter_(1, ids_CK, _keep(head_CK, mask_C) * back)
-    for ids_CD, grad_CD in point_grads:
-        grad_CV.scatter_add_(1, ids_CD, _keep(grad_CD, mask_C) * back)
-    return losses, grad_CV
-
-
-def _ids(ids_NK: Tensor, rows: slice, mask_C: Tensor) -> Tensor:
-    """Return a chunk's ids, with a harmless one where masked."""
-    return ids_NK[rows].long().masked_fill(~mask_C[:, None], 0)
-
-
-def _keep(value: Tensor, mask_C: Tensor) -> Tensor:
-    """Zero the masked rows, whatever they hold."""
-    mask = mask_C if value.dim() == 1 else mask_C[:, None]
-    return torch.where(mask, value, torch.zeros_like(value))
+    if part.head_CK is not None:
+        grad_CV.scatter_(1, ids_CK, part.head_CK)
+    for ids_CD, grad_CD in zip(point_ids, part.points, strict=True):
+        grad_CV.scatter_add_(1, ids_CD, grad_CD)
+    return part.losses, grad_CV
 
 
 def _check(hidden_NH: Tensor, head: OutputHead, terms: Sequence[Term], mask_N: Tensor | None) -> None:
