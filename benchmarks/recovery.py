@@ -43,7 +43,7 @@ def main() -> None:
     arguments = parser.parse_args()
     out = Path(arguments.out)
     started = time.perf_counter()
-    # Mixed, because a cache of the first rows should hold all kinds of text, not the first folders only.
+    # Mixed, so that seeds draw different samples of the text (a sorted list did no worse: docs/log.md).
     files = Path(arguments.trained_on).read_text(encoding="utf-8").split("\n")
     random.Random(arguments.seed).shuffle(files)
     mixed = out / "trained-on.txt"

@@ -24,6 +24,9 @@ DEVICES = {"cpu", "cuda", "mps", "tpu", "xla"}
 LONGEST = 500  # lines
 # Asking which device names exist is the job of these two; they branch on no device to compute.
 MAY_NAME_DEVICES = ("diagnose",)
+DEVICE_FLAGS = {"is_cpu", "is_cuda", "is_mps", "is_xla"}
+# The one exception, known and counted: which of two equal walks the loss takes. It should come from the runtime.
+MAY_ASK_A_TENSOR = {"qat_lora/losses/fused.py": 1}
 
 
 def modules() -> dict[str, str]:
@@ -81,6 +84,9 @@ def problems(path: str, source: str) -> list[str]:
         found.append(f"{path} imports transformers: only models.py may")
     if tops & {"pickle", "cPickle", "dill", "joblib"}:
         found.append(f"{path} imports pickle")
+    asked = sum(isinstance(node, ast.Attribute) and node.attr in DEVICE_FLAGS for node in ast.walk(tree))
+    if here != "runtime" and asked > MAY_ASK_A_TENSOR.get(path, 0):
+        found.append(f"{path}: asks a tensor for its device outside runtime/")
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             dotted = f"{node.value.id}.{node.attr}"
@@ -118,6 +124,7 @@ OFFENDERS = {
     "sys.path": ("scripts/x.py", "import sys\nsys.path.insert(0, '.')"),
     "torch.load": ("qat_lora/train/x.py", "import torch\ntorch.load('x')"),
     "branches on a device name": ("qat_lora/app.py", "def f(d):\n    if d.type in ('cuda', 'mps'):\n        pass"),
+    "asks a tensor": ("qat_lora/layers/x.py", "def f(x):\n    return 1 if x.is_cuda else 2"),
     "no module docstring": ("qat_lora/app.py", "#"),
     "more than 500 lines": ("qat_lora/app.py", "\n" * 501),
 }
