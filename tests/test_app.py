@@ -338,3 +338,14 @@ def test_without_matplotlib_runs_complete_and_say_what_is_missing(done, tiny, tm
     before = state_of(tmp_path)
     call("recover", options)  # complete
     assert state_of(tmp_path) == before
+
+
+def test_the_package_offers_every_command():
+    """`launch.run` finds a command by its name in the package, wherever it lives."""
+    from qat_lora import app
+    from qat_lora.app import caches, evaluation, exporting, quantising, recovery, shared
+
+    commands = {caches: "build_cache", quantising: "quantize", recovery: "recover", evaluation: "evaluate"}
+    for home, name in {**commands, exporting: "export"}.items():
+        assert getattr(app, name) is getattr(home, name)
+    assert not hasattr(app, shared.say.__name__)

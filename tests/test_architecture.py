@@ -119,14 +119,14 @@ OFFENDERS = {
     "that arrow points up": ("qat_lora/train/x.py", "import importlib\nimportlib.import_module('qat_lora.app')"),
     "relative import": ("qat_lora/cache/x.py", "from . import format"),
     "torch_xla": ("qat_lora/runtime/native.py", "import torch_xla.core.xla_model as xm"),
-    "transformers": ("qat_lora/app.py", "from transformers import AutoConfig"),
+    "transformers": ("qat_lora/app/x.py", "from transformers import AutoConfig"),
     "pickle": ("qat_lora/train/x.py", "import pickle"),
     "sys.path": ("scripts/x.py", "import sys\nsys.path.insert(0, '.')"),
     "torch.load": ("qat_lora/train/x.py", "import torch\ntorch.load('x')"),
-    "branches on a device name": ("qat_lora/app.py", "def f(d):\n    if d.type in ('cuda', 'mps'):\n        pass"),
+    "branches on a device name": ("qat_lora/app/x.py", "def f(d):\n    if d.type in ('cuda', 'mps'):\n        pass"),
     "asks a tensor": ("qat_lora/layers/x.py", "def f(x):\n    return 1 if x.is_cuda else 2"),
-    "no module docstring": ("qat_lora/app.py", "#"),
-    "more than 500 lines": ("qat_lora/app.py", "\n" * 501),
+    "no module docstring": ("qat_lora/app/x.py", "#"),
+    "more than 500 lines": ("qat_lora/app/x.py", "\n" * 501),
 }
 
 

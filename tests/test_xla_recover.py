@@ -46,7 +46,7 @@ def counted_launch(self, main):
     def run():
         global runtime
         runtime = self
-        app, loop = importlib.import_module("qat_lora.app"), importlib.import_module("qat_lora.train.loop")
+        app, loop = importlib.import_module("qat_lora.app.recovery"), importlib.import_module("qat_lora.train.loop")
         make = app._cache_evaluation
         app._cache_evaluation = lambda *args: counted("evaluate", make(*args))
         app._export_student = counted("export", app._export_student)

@@ -1,0 +1,151 @@
+"""The commands that make and question a KD cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qat_lora import outputs
+from qat_lora.app.shared import fits_positions, load, say
+from qat_lora.cache.audit import audit, check_teacher, summary
+from qat_lora.cache.audit import table_rows as audit_rows
+from qat_lora.cache.build import build_kd_cache
+from qat_lora.cache.forecast import forecast
+from qat_lora.cache.records import Fingerprint
+from qat_lora.cache.shares import Share
+from qat_lora.cache.store import read_manifest
+from qat_lora.cache.writer import CacheWriter
+from qat_lora.errors import CacheError, InterruptedRunError
+from qat_lora.evaluate.report import save_json, text_table
+from qat_lora.models import checkpoint_sha256, load_tokenizer, tokenizer_sha256
+from qat_lora.options import AuditOptions, CacheBuildOptions
+from qat_lora.runtime.base import Runtime
+from qat_lora.text.packing import make_encoder, pack_rows, share, take_eval
+from qat_lora.text.sources import Document, describe_source, open_documents
+
+
+def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
+    """Build (or go on building) a KD cache; return its folder, or with `dry_run` the forecast as a dict.
+
+    Raises:
+        QatLoraError: see the rooms; nothing in an existing cache is lost.
+        InterruptedRunError: SIGTERM; what is committed stays.
+    """
+    run, text, part = options.run, options.text, Share.parse(options.builder)
+    default = f"caches/{Path(str(text.dataset)).name.replace('.', '-')}_L{options.length}_K{options.top_k}"
+    out = Path(run.out or default)
+    teacher = load(str(options.teacher), options.hub, run.dtype)
+    fits_positions(teacher, options.length)
+    tokenizer = load_tokenizer(teacher.folder, options.hub.trust_remote_code)
+    template = getattr(tokenizer, "chat_template", None)
+    fingerprint = Fingerprint(
+        tokenizer_sha256=tokenizer_sha256(tokenizer),
+        vocab_size=teacher.vocab_size,
+        teacher=str(options.teacher),
+        teacher_sha256=checkpoint_sha256(teacher.folder),
+        chat_template_sha256=hashlib.sha256(str(template).encode()).hexdigest() if template else None,
+        dataset=describe_source(text) + (f" first {options.num_rows} rows" if options.num_rows else ""),
+        packing="documents with bos and eos; attention and positions restart at each"
+        + (f"; dealt out to {part.builders} builders" if part.builders > 1 else ""),
+        length=options.length,
+        top_k=options.top_k,
+        temperatures=tuple(sorted(set(options.temperatures))),
+        seed=run.seed,
+        eval_rows=options.eval_rows,
+        builder=f"torch {torch.__version__}, {runtime.device.type}, {run.dtype}",
+    )
+    encode = make_encoder(tokenizer)
+    say(run, f"{runtime.description} · {run.dtype} · cache in {out}")
+
+    def documents(start: int) -> Iterator[Document]:
+        return open_documents(text, start)
+
+    evaluation, first = take_eval(documents, encode, options.length, options.eval_rows)
+    rest = share(documents, first, part.builder, part.builders)
+    max_rows = options.num_rows and part.of(options.num_rows)
+    rest(0)  # refuses a blank text before the folder is made
+    if options.dry_run:
+        runtime.place(teacher.module)
+        cost = forecast(
+            teacher,
+            pack_rows(rest(0), encode, options.length),
+            fingerprint,
+            out,
+            eval_rows=0 if part.builder else options.eval_rows,
+            batch_rows=options.teacher_batch_size,
+            device=runtime.device,
+            max_rows=max_rows,
+            shard_rows=options.shard_rows,
+            quiet=run.quiet,
+        )
+        if not run.json:
+            print(cost.lines(), flush=True)
+        return cost._asdict()
+    with CacheWriter(out, fingerprint, options.shard_rows, overwrite=run.overwrite, share=part) as writer:
+        done = writer.resume_state()
+        if done.finished:
+            say(run, f"{out} is complete already")
+            return out
+        runtime.place(teacher.module)
+        cursor = done.cursor if done.rows else None
+        report = build_kd_cache(
+            teacher,
+            pack_rows(rest(cursor["document"] if cursor else 0), encode, options.length, cursor),
+            writer,
+            eval_rows=[] if part.builder else evaluation,
+            batch_rows=options.teacher_batch_size,
+            device=runtime.device,
+            max_rows=max_rows,
+            quiet=run.quiet,
+        )
+    if not report.finished:
+        raise InterruptedRunError(f"stopped after {report.train_rows} rows; the same command goes on from there")
+    say(run, f"{report.train_rows} rows, {report.bytes_per_token:.0f} bytes a token, written to {out}")
+    if report.waiting_for:
+        others = ", ".join(map(str, report.waiting_for))
+        say(run, f"builder {part} has ended; the cache is complete when these have too: {others} of {part.builders}")
+    return out
+
+
+def audit_cache(options: AuditOptions, runtime: Runtime) -> dict[str, Any]:
+    """Run the teacher again on some rows of a cache and report how far the cache is from it; with --out, kept there."""
+    run, path = options.run, str(options.kd_cache_dir)
+    held = read_manifest(path).fingerprint  # refuses what is no cache before a model is loaded
+    teacher = load(str(options.teacher), options.hub, run.dtype)
+    sha256 = checkpoint_sha256(teacher.folder)
+    check_teacher(held, path, sha256, teacher.vocab_size)
+    out = Path(run.out) if run.out else None
+    settings = {"cache": held.sha256, "rows": options.rows, "dtype": run.dtype, "device": runtime.device.type}
+    if out and outputs.claim(out, "cache audit", settings, run.overwrite):
+        report = json.loads((out / "audit.json").read_text(encoding="utf-8"))
+    else:
+        runtime.place(teacher.module)
+        say(run, f"{runtime.description} · {run.dtype} · {path} · built with {held.builder}")
+        report = audit(teacher, path, sha256, rows=options.rows, device=runtime.device)
+        if out:
+            save_json(report, out / "audit.json")
+            outputs.complete(out)
+    say(run, f"{text_table(audit_rows(report))}\n{summary(report)}")
+    return report
+
+
+def cache_decoder(cache: str, folder: str) -> Callable[[list[int]], str]:
+    """Return what turns a cache's token ids into text.
+
+    Raises:
+        ModelError: the folder has no tokenizer.
+        CacheError: it is not the tokenizer that the cache was made with.
+    """
+    tokenizer = load_tokenizer(Path(folder))
+    held = read_manifest(cache).fingerprint.tokenizer_sha256
+    if tokenizer_sha256(tokenizer) != held:
+        raise CacheError(
+            f"tokenizer: the one in {folder} is {tokenizer_sha256(tokenizer)[:16]}…, the cache {cache} was made with "
+            f"{held[:16]}…; give the folder of its teacher or leave --tokenizer out"
+        )
+    return lambda ids: tokenizer.decode(ids)

@@ -1,0 +1,75 @@
+"""What several commands need: status lines, pictures that may be left out, models, batches of text.
+
+A helper comes here when a second command needs it; what one command needs stays beside it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from qat_lora.cache.dataset import KDCacheDataset
+from qat_lora.errors import ConfigError, MissingExtraError
+from qat_lora.models import CausalLM, load_model, load_tokenizer, tokenizer_sha256
+from qat_lora.options import HubConfig, RunConfig
+from qat_lora.text.packing import PackedRow, make_encoder, pack_rows
+from qat_lora.text.sources import TextConfig, open_documents
+from qat_lora.types import Batch
+
+
+def say(run: RunConfig, line: str) -> None:
+    """Print a status line, unless the user wants quiet or JSON."""
+    if not (run.quiet or run.json):
+        print(line, flush=True)
+
+
+def picture(run: RunConfig, draw: Callable[[], None]) -> None:
+    """Draw a picture if matplotlib is there; without it a run is complete all the same."""
+    try:
+        draw()
+    except MissingExtraError as error:
+        say(run, f"no picture: {error}")
+
+
+def load(name: str, hub: HubConfig, dtype: str) -> CausalLM:
+    """Load a model by folder or Hub name, as the user's Hub settings say."""
+    return load_model(name, revision=hub.revision, trust_remote_code=hub.trust_remote_code, dtype=dtype)
+
+
+def fits_positions(model: CausalLM, length: int) -> None:
+    """Raise ConfigError for rows longer than the model has positions."""
+    if model.max_positions is not None and length > model.max_positions:
+        limit = model.max_positions
+        raise ConfigError(f"length: {length} tokens are more than the model's {limit} positions; give {limit} or less")
+
+
+def check_fits(dataset: KDCacheDataset, model: CausalLM) -> None:
+    """Raise CacheError unless the model can learn from the cache."""
+    tokenizer = load_tokenizer(model.folder)
+    dataset.check_student(tokenizer_sha256(tokenizer), model.vocab_size, model.max_positions)
+
+
+def text_batches(text: TextConfig, tokenizer: Any, length: int, rows: int, batch_rows: int) -> Iterator[Batch]:
+    """Return packed rows of a text as numpy batches of one fixed shape; missing rows of the last are masked.
+
+    A text that is missing or blank is refused here, not at the first batch.
+    """
+    packed = pack_rows(open_documents(text), make_encoder(tokenizer), length)
+    return _stacked(itertools.islice(packed, rows or None), length, batch_rows)
+
+
+def _stacked(taken: Iterator[PackedRow], length: int, batch_rows: int) -> Iterator[Batch]:
+    while chunk := list(itertools.islice(taken, batch_rows)):
+        batch = {
+            "input_ids": np.zeros((batch_rows, length), np.int32),
+            "document_ids": np.zeros((batch_rows, length), np.int32),
+            "target_mask": np.zeros((batch_rows, length - 1), np.bool_),
+        }
+        for i, row in enumerate(chunk):
+            batch["input_ids"][i] = row.input_ids
+            batch["document_ids"][i] = np.cumsum(row.doc_starts) - 1
+            batch["target_mask"][i] = row.loss_mask[1:] > 0
+        yield batch
