@@ -436,6 +436,7 @@ def make_qwen3(
     kv_heads: int,
     mlp: int,
     positions: int = 1024,
+    head_dim: int | None = None,
 ) -> CausalLM:
     """Make an untrained Qwen3 model with tied embeddings; `folder` is where it will be saved."""
     config = Qwen3Config(
@@ -444,7 +445,7 @@ def make_qwen3(
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        head_dim=hidden // heads,
+        head_dim=head_dim or hidden // heads,
         intermediate_size=mlp,
         max_position_embeddings=positions,
         tie_word_embeddings=True,

@@ -1,0 +1,129 @@
+"""What building a KD cache costs beside the teacher's bare forward.
+
+Claim: the builder (hidden states, logits in chunks, top-K, log-sum-exp of head and tail, packing, checksums, disk)
+runs at 0.93 or more of the throughput of a bare forward to logits of the same teacher, on a random model of the shape
+of Qwen3-0.6B with the real vocabulary of 151,936. Both sides take the same rows in turns within one run, so that a
+busy machine slows both; the ratio is that of the medians.
+
+    python benchmarks/cache_build_speed.py --machine "two cores of ..." --out benchmarks/results/cache_build_speed.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import transformers
+
+from qat_lora.cache.build import build_kd_cache
+from qat_lora.cache.records import Fingerprint
+from qat_lora.cache.writer import CacheWriter
+from qat_lora.models import CausalLM, make_qwen3
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class Row(NamedTuple):
+    """One row of random tokens."""
+
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+    doc_starts: np.ndarray
+    cursor: int
+
+
+def main() -> None:
+    """Measure both sides in turns, print and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--machine", default=platform.machine(), help="named in the result")
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--vocab", type=int, default=151_936)
+    parser.add_argument("--top-k", type=int, default=64)
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a row")
+    parser.add_argument("--batch", type=int, default=2, help="rows of a forward")
+    parser.add_argument("--batches", type=int, default=3, help="batches of a build")
+    parser.add_argument("--repeats", type=int, default=3, help="builds, and as many rounds of bare forwards")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
+    parser.add_argument("--out", help="JSON file for the result")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    shape = {"hidden": 1024, "layers": arguments.layers, "heads": 16, "kv_heads": 8, "mlp": 3072, "head_dim": 128}
+    teacher = make_qwen3(Path("unsaved"), arguments.vocab, **shape)
+    teacher.module.to(DTYPES[arguments.dtype]).eval()
+    rows = random_rows(arguments.batch * arguments.batches, arguments.length, arguments.vocab)
+    held = Fingerprint(
+        tokenizer_sha256="0" * 64,
+        vocab_size=arguments.vocab,
+        teacher="random",
+        teacher_sha256="0" * 64,
+        chat_template_sha256=None,
+        dataset="random",
+        packing="random",
+        length=arguments.length,
+        top_k=arguments.top_k,
+    )
+    bare(teacher, rows[: arguments.batch], arguments.batch)  # warm
+    sides: dict[str, list[float]] = {"bare": [], "builder": []}
+    for _ in range(arguments.repeats):
+        sides["bare"].append(bare(teacher, rows, arguments.batch))
+        with tempfile.TemporaryDirectory() as folder:
+            sides["builder"].append(build(teacher, rows, Path(folder), held, arguments.batch))
+    tokens = len(rows) * arguments.length
+    speed = {name: tokens / statistics.median(seconds) for name, seconds in sides.items()}
+    result = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": arguments.machine,
+        "versions": f"Python {platform.python_version()}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}",
+        "threads": torch.get_num_threads(),
+        "load_before": round(os.getloadavg()[0], 2),
+        **{name: getattr(arguments, name) for name in ("layers", "vocab", "top_k", "length", "batch", "dtype")},
+        "seconds": {name: [round(s, 3) for s in seconds] for name, seconds in sides.items()},
+        "tokens_per_s": {name: round(value, 1) for name, value in speed.items()},
+        "builder_over_bare": round(speed["builder"] / speed["bare"], 4),
+    }
+    text = json.dumps(result, indent=1)
+    print(text)
+    if arguments.out:
+        Path(arguments.out).write_text(text + "\n", encoding="utf-8")
+
+
+def random_rows(count: int, length: int, vocab: int) -> list[Row]:
+    """Return rows of random tokens, each one document."""
+    generator = np.random.default_rng(0)
+    starts = np.arange(length) == 0
+    return [
+        Row(generator.integers(0, vocab, length).astype(np.int32), np.ones(length, np.uint8), starts, index)
+        for index in range(count)
+    ]
+
+
+@torch.no_grad()
+def bare(teacher: CausalLM, rows: list[Row], batch: int) -> float:
+    """Return the seconds of transformers' own forward to logits."""
+    begun = time.perf_counter()
+    for start in range(0, len(rows), batch):
+        ids_BL = torch.from_numpy(np.stack([row.input_ids for row in rows[start : start + batch]])).long()
+        teacher.module(input_ids=ids_BL, use_cache=False)
+    return time.perf_counter() - begun
+
+
+def build(teacher: CausalLM, rows: list[Row], folder: Path, held: Fingerprint, batch: int) -> float:
+    """Return the seconds of a whole cache build, its last fsync included."""
+    begun = time.perf_counter()
+    with CacheWriter(folder, held, shard_rows=max(1, len(rows) // 2)) as writer:
+        build_kd_cache(teacher, rows, writer, batch_rows=batch, quiet=True)
+    return time.perf_counter() - begun
+
+
+if __name__ == "__main__":
+    main()
