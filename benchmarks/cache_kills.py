@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from qat_lora.cache import writer as writer_module
+from qat_lora.cache import commit
 from qat_lora.cache.build import build_kd_cache
 from qat_lora.cache.codec import encode_rows
 from qat_lora.cache.commit import failpoint
@@ -152,7 +152,7 @@ def build(writer: Any) -> None:
 
 def ours(out: Path, report: int) -> None:
     """Build with the writer of the package, telling of each file that begins (B) and ends (E)."""
-    write_new = writer_module.write_new
+    write_new = commit.write_new
 
     def marked(*arguments: Any) -> tuple[int, str]:
         os.write(report, b"B%d\n" % time.monotonic_ns())
@@ -160,7 +160,7 @@ def ours(out: Path, report: int) -> None:
         os.write(report, b"E%d\n" % time.monotonic_ns())
         return result
 
-    writer_module.write_new = marked
+    commit.write_new = marked
     with CacheWriter(out, HELD, SHARD_ROWS) as writer:
         build(writer)
 

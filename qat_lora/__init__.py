@@ -6,7 +6,11 @@ The public names, loaded when they are first used, so that `import qat_lora` cos
 * `KDCacheDataset`: a KD cache as training data;
 * `fused_linear_kd`, `kd_soft_ce`: the losses, from hidden states in chunks and from dense logits;
 * `QuantSpec`: how one weight matrix is stored;
+* `notebook_launch`: a function of one's own on several chips, from a notebook;
 * `is_xla_device`, `xla_mark_step`: for scripts of one's own that may run on PyTorch/XLA.
+
+After the import, before or after that of transformers, `AutoModelForCausalLM.from_pretrained` and PEFT load our
+checkpoints too (`qat_lora.registration`).
 """
 
 from __future__ import annotations
@@ -14,9 +18,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from qat_lora.registration import register_with_transformers
+
 if TYPE_CHECKING:
     from qat_lora.api import build_kd_cache, quantize_model, train_recovery_lora
     from qat_lora.cache.dataset import KDCacheDataset
+    from qat_lora.launch import notebook_launch
     from qat_lora.losses.dense import kd_soft_ce
     from qat_lora.losses.fused import fused_linear_kd
     from qat_lora.quant.spec import QuantSpec
@@ -31,6 +38,7 @@ __all__ = [
     "fused_linear_kd",
     "is_xla_device",
     "kd_soft_ce",
+    "notebook_launch",
     "quantize_model",
     "train_recovery_lora",
     "xla_mark_step",
@@ -43,6 +51,7 @@ _HOMES = {
     "fused_linear_kd": "qat_lora.losses.fused",
     "is_xla_device": "qat_lora.runtime.xla",
     "kd_soft_ce": "qat_lora.losses.dense",
+    "notebook_launch": "qat_lora.launch",
     "quantize_model": "qat_lora.api",
     "train_recovery_lora": "qat_lora.api",
     "xla_mark_step": "qat_lora.runtime.xla",
@@ -57,3 +66,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+register_with_transformers()

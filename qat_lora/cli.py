@@ -31,15 +31,22 @@ COMMANDS: dict[str, tuple[str, str, str, str]] = {
     "cache audit": ("AuditOptions", "audit_cache", "qat_lora.app", "Compare a cache with what its teacher says."),
     "quantize": ("QuantizeOptions", "quantize", "qat_lora.app", "Quantise a model and prepare its adapter start."),
     "recover": ("RecoverOptions", "recover", "qat_lora.app", "Train a recovery adapter from a KD cache."),
+    "qat": ("QatOptions", "qat", "qat_lora.app", "Train a quantised model's own scales, tables, norms or weights."),
     "eval": ("EvalOptions", "evaluate", "qat_lora.app", "Score models against a teacher on held-out text."),
     "export": ("ExportOptions", "export", "qat_lora.app", "Write a student in a form other tools load."),
     "generate": ("GenerateOptions", "generate", "qat_lora.generate", "Continue a prompt."),
+    "chat": ("ChatOptions", "chat", "qat_lora.app.chatting", "Talk with a model on the terminal."),
+    "push": ("PushOptions", "push", "qat_lora.app.pushing", "Upload an exported folder to the Hugging Face Hub."),
     "smoke": ("SmokeOptions", "smoke", "qat_lora.diagnose.smoke", "Check device, data, training and checkpoints."),
     "estimate": ("EstimateOptions", "estimate", "qat_lora.diagnose.estimate", "Estimate the memory a run will need."),
 }
 
-# command words -> the setting that a first word without a name means
-FIRST_WORD = {"cache audit": "kd_cache_dir"}
+# command words -> the settings that first words without a name mean, and how --help calls those words
+FIRST_WORDS = {
+    "cache audit": {"kd_cache_dir": "PATH"},
+    "chat": {"student": "STUDENT"},
+    "push": {"folder": "FOLDER", "repo": "REPO"},
+}
 
 
 def _flag(leaf: Leaf) -> click.Option:
@@ -88,11 +95,13 @@ def _run(words: str, options: Any) -> Any:
 
 
 def _plain(result: Any) -> Any:
-    """Return what a command returned as JSON values: a folder with what its result.json says, a text by name."""
+    """Return what a command returned as JSON values: a folder or URL with what its result.json says, a text by name."""
     if isinstance(result, Path):
         file = result / "result.json"
         return {"out": str(result), **(json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {})}
-    return {"text": result} if isinstance(result, str) else result
+    if isinstance(result, str):
+        return {"text": result}
+    return result if result is None or isinstance(result, dict) else {"out": str(result)}
 
 
 def _command(words: str) -> click.Command:
@@ -103,7 +112,7 @@ def _command(words: str) -> click.Command:
 
         def get_params(self, ctx: click.Context) -> list[click.Parameter]:
             if not self.params:
-                first = "[PATH] " if words in FIRST_WORD else ""
+                first = "".join(f"[{FIRST_WORDS[words][name]}] " for name in FIRST_WORDS.get(words, ()))
                 recipe = click.Option(["--recipe"], metavar="FILE", help="YAML file with settings; flags win over it")
                 settings = click.Argument(["words"], nargs=-1, metavar=f"{first}[NAME=VALUE]...")
                 self.params = [settings, recipe, *map(_flag, leaves(_options(class_name)))]
@@ -119,11 +128,12 @@ def _command(words: str) -> click.Command:
                 for name, value in given.items()
                 if value not in (None, ())
             }
-            if words in FIRST_WORD and extra and "=" not in extra[0]:
-                flags[paths[FIRST_WORD[words]]], *extra = extra
+            for name in FIRST_WORDS.get(words, ()):
+                if extra and "=" not in extra[0]:
+                    flags[paths[name]], *extra = extra
             options = resolve(cls, recipe=recipe, flags=flags, words=extra)
             result = _run(words, options)
-            if options.run.json:
+            if options.run.json and os.environ.get("RANK", "0") == "0":  # under torchrun every process comes here
                 click.echo(json.dumps(_plain(result), default=str))
 
     epilog = "Any setting can also be given as NAME=VALUE, for example train.lr=3e-4."
@@ -148,12 +158,12 @@ def cli(ctx: click.Context) -> None:
 @cli.group(invoke_without_command=True)
 @click.pass_context
 def cache(ctx: click.Context) -> None:
-    """Build, inspect, verify, audit and export KD caches."""
+    """Build, inspect, verify, audit, export and pack KD caches."""
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 
 
-def _byte_bar(words: str, total_bytes: int, quiet: bool) -> Any:
+def _byte_bar(words: str, total_bytes: int | None, quiet: bool) -> Any:
     from tqdm import tqdm
 
     return tqdm(total=total_bytes, desc=words, unit="B", unit_scale=True, disable=quiet)
@@ -219,6 +229,40 @@ def export_cache(path: str, parquet: bool, out: str, split: str, quiet: bool, as
         result = export_parquet(path, out, split, progress=lambda _shard, read: bar.update(read))
     rows, size = result["rows"], result["bytes"] / 1e6
     click.echo(json.dumps(result) if as_json else f"{rows:,} rows, {size:,.1f} MB, written to {out}")
+
+
+def _transport(words: str, source: str, out: str, quiet: bool, as_json: bool) -> None:
+    """Pack or unpack a cache and say what it takes."""
+    from qat_lora.cache import pack
+
+    work = {"pack": pack.pack_cache, "unpack": pack.unpack_cache}[words]
+    with _byte_bar(words, None, quiet or as_json) as bar:
+        report = work(source, out, lambda _shard, done: bar.update(done))
+    if as_json:
+        click.echo(json.dumps(report._asdict()))
+        return
+    sizes = f"{report.cache_bytes / 1e6:,.1f} MB as a cache, {report.packed_bytes / 1e6:,.1f} MB packed"
+    click.echo(f"{out}: {report.shards} shards, {sizes} ({report.packed_bytes_per_token:.0f} bytes a token)")
+
+
+@cache.command("pack")
+@click.argument("source", metavar="CACHE")
+@click.argument("out", metavar="OUT")
+@click.option("--quiet", is_flag=True, help="no progress bar [default: off]")
+@click.option("--json", "as_json", is_flag=True, help="print the result as JSON [default: off]")
+def pack_command(source: str, out: str, quiet: bool, as_json: bool) -> None:
+    """Make a cache smaller for moving it, without loss; unpack it before training from it."""
+    _transport("pack", source, out, quiet, as_json)
+
+
+@cache.command("unpack")
+@click.argument("source", metavar="PACKED")
+@click.argument("out", metavar="OUT")
+@click.option("--quiet", is_flag=True, help="no progress bar [default: off]")
+@click.option("--json", "as_json", is_flag=True, help="print the result as JSON [default: off]")
+def unpack_command(source: str, out: str, quiet: bool, as_json: bool) -> None:
+    """Write the cache that was packed, bit for bit."""
+    _transport("unpack", source, out, quiet, as_json)
 
 
 @cli.command()

@@ -52,6 +52,24 @@ class DivergedError(QatLoraError):
     exit_code = 1
 
 
+class RecompiledError(QatLoraError):
+    """A training that compiled more graphs after its first step than the user allows."""
+
+    exit_code = 1
+
+
+class OutOfMemoryError(QatLoraError, MemoryError):
+    """A run that needed more memory than the device has; the message says what to lower."""
+
+    exit_code = 1
+
+
+class ReplicaError(QatLoraError):
+    """A process of a group that ended, so that the others cannot go on."""
+
+    exit_code = 1
+
+
 class InterruptedRunError(QatLoraError):
     """A run that was asked to stop and left a checkpoint."""
 

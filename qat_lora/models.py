@@ -1,6 +1,6 @@
-"""Hugging Face models: found, loaded strictly, cut before the output head, saved; and our quantiser registered.
+"""Hugging Face models: found, loaded strictly, cut before the output head, saved.
 
-The only file that imports transformers' model classes. Three decisions live here:
+The only file that imports transformers' model classes. Two decisions live here:
 
 * A name is first turned into a local folder (downloaded from the Hub where it is not one), so every later step,
   loading and hashing alike, sees files. A missing or unexpected tensor is an error: transformers only warns and
@@ -8,8 +8,6 @@ The only file that imports transformers' model classes. Three decisions live her
 * Attention masks are built by us, in the graph, as additive [B, 1, L, L] tensors from document ids. Handed a
   2-D mask or none, transformers inspects it on the host in every forward, which on XLA is a stop of the device,
   and would let packed documents see each other.
-* Importing this module registers `quant_method: qat-lora`, after which `AutoModelForCausalLM.from_pretrained`
-  loads our checkpoints like any other.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,62 +33,24 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
-from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils import logging as hf_logging
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qat_lora.errors import ModelError
-from qat_lora.layers.convert import make_quant_skeleton, quant_layers
+from qat_lora.layers.convert import quant_layers
 from qat_lora.quant.spec import Preset
+from qat_lora.quantizer import QUANT_METHOD, QatLoraQuantizationConfig, QatLoraQuantizer
 from qat_lora.types import OutputHead
 
-QUANT_METHOD = "qat-lora"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
-
-
-@register_quantization_config(QUANT_METHOD)
-class QatLoraQuantizationConfig(QuantizationConfigMixin):
-    """The `quantization_config` of a checkpoint's config.json: the preset, rule by rule."""
-
-    def __init__(self, preset: dict[str, Any], **extra: Any) -> None:
-        self.quant_method = QUANT_METHOD
-        self.preset = preset
-        self.details = extra.get("details", {})
-
-
-@register_quantizer(QUANT_METHOD)
-class QatLoraQuantizer(HfQuantizer):
-    """Tells transformers which modules to expect in our checkpoints and in which types to save them."""
-
-    def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
-        make_quant_skeleton(model, Preset.from_dict(self.quantization_config.preset))
-        return model
-
-    def get_state_dict_and_metadata(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Return the state with scales and tables as float16, their stored type."""
-        state = model.state_dict()
-        for name, layer in quant_layers(model).items():
-            for part, parameter in layer.named_parameters(recurse=False):
-                if part != "bias":
-                    state[f"{name}.{part}"] = parameter.detach().half()
-        return state, {}
-
-    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-        """Return True: codes and scales are ordinary tensors."""
-        return True
-
-    @property
-    def is_trainable(self) -> bool:
-        """True: adapters train on top."""
-        return True
 
 
 def resolve_model(name: str, revision: str | None = None) -> Path:
     """Return the local folder of a model, downloading it from the Hub where `name` is not a folder.
 
     A path whose last part does not exist but whose folder does (`runs/v2/best.pt`, the guide's spelling) means the
-    folder of that name without the suffix; a `.safetensors` file means the folder it lies in.
+    folder of that name without the suffix; a `.safetensors` file means the folder it lies in; the folder of a
+    `qat-lora qat` run means its `best`.
 
     Raises:
         ModelError: nothing there, no config.json, or the Hub does not give it.
@@ -103,6 +63,8 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
             raise ModelError(f"model: {name} is a pickled file; give the Hugging Face folder beside it instead")
         path = folder
     if path.is_dir():
+        if not (path / "config.json").is_file() and (path / "best" / "config.json").is_file():
+            path = path / "best"
         if not (path / "config.json").is_file():
             raise ModelError(f"model: {path} has no config.json, so it is no Hugging Face model folder")
         return path
@@ -221,6 +183,30 @@ class CausalLM:
         """Return the same model with all head rows from `rows` on counted as padding."""
         return replace(self, vocab_limit=rows)
 
+    def checkpoint_gradients(self, function: Callable[..., Any]) -> None:
+        """Let every layer be computed again in the backward pass instead of keeping its activations.
+
+        Args:
+            function: `Runtime.checkpoint_function`; transformers' own switch takes torch's, which fails on XLA.
+
+        Raises:
+            ModelError: no layer of this architecture can do so.
+        """
+        layers = [layer for layer in self.module.modules() if hasattr(layer, "gradient_checkpointing")]
+        if not layers:
+            raise ModelError(f"gradient_checkpointing: {type(self.module).__name__} has no layers that offer it")
+        for layer in layers:
+            layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, function
+
+    def norms(self) -> dict[str, nn.Parameter]:
+        """Return the parameters of all norms by name."""
+        return {
+            f"{name}.{part}": parameter
+            for name, module in self.module.named_modules()
+            if type(module).__name__.endswith("Norm")
+            for part, parameter in module.named_parameters(recurse=False)
+        }
+
     def hidden(self, input_ids_BL: Tensor, document_ids_BL: Tensor) -> Tensor:
         """Return the last hidden states [B, L, H]; attention and positions restart with every document."""
         masks, positions = attention_inputs(self.config, document_ids_BL, self.module.dtype)
@@ -244,7 +230,9 @@ class CausalLM:
         """Return float32 logits [N, vocab_size]."""
         head = self.head()
         bias = None if head.bias_V is None else head.bias_V[: head.vocab_size]
-        logits = nn.functional.linear(hidden_NH, head.weight_VH[: head.vocab_size], bias).float() * head.logit_scale
+        logits = nn.functional.linear(hidden_NH, head.weight_VH[: head.vocab_size], bias).float()
+        if head.logit_scale != 1.0:
+            logits = logits * head.logit_scale
         return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
 
 
@@ -280,11 +268,17 @@ def attention_inputs(config: Any, document_ids_BL: Tensor, dtype: torch.dtype) -
 
 
 def load_model(
-    name: str, *, revision: str | None = None, trust_remote_code: bool = False, dtype: str = "float32"
+    name: str,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    dtype: str = "float32",
+    device_map: str | Mapping[str, str | int] | None = None,
 ) -> CausalLM:
     """Load a causal language model, quantised by us or not, from a folder or the Hub.
 
-    Scales and look-up tables stay float32 whatever the dtype, so a loaded model computes exactly what was saved.
+    Scales and look-up tables stay float32 whatever the dtype, so a loaded model computes exactly what was saved. A
+    device map belongs to `spread.load_spread`.
 
     Raises:
         ModelError: no such model, another architecture, a missing, unexpected or misshapen tensor.
@@ -302,7 +296,8 @@ def load_model(
             module, report = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=config,
-                dtype=torch.float32,
+                dtype=torch.float32 if device_map is None else DTYPES[dtype],
+                device_map=device_map,
                 trust_remote_code=trust_remote_code,
                 attn_implementation=attention,
                 use_safetensors=True,
@@ -322,7 +317,8 @@ def load_model(
                 f"model: {folder} has {kind} tensors: {names}; the checkpoint does not fit its config.json"
             )
     module.eval().requires_grad_(False)
-    cast(module, DTYPES[dtype])
+    if device_map is None:  # else its tensors came in this type, and some are not in memory
+        cast(module, DTYPES[dtype])
     return CausalLM(module, folder)
 
 
@@ -380,26 +376,26 @@ def copy_tokenizer(source: Path, out: Path) -> None:
             shutil.copyfile(file, out / file.name)
 
 
-def save_with_scales(folder: Path, out: Path, scales: Mapping[str, Tensor]) -> Path:
-    """Copy a quantised checkpoint with other scales (stored as float16); return the new folder.
+def save_with_tensors(folder: Path, out: Path, tensors: Mapping[str, Tensor]) -> Path:
+    """Copy a checkpoint with some tensors replaced, in the types that they have there; return the new folder.
 
     Raises:
-        ModelError: a scale that the checkpoint lacks, or of another shape.
+        ModelError: a tensor that the checkpoint lacks, or of another shape.
     """
-    left = set(scales)
+    left = set(tensors)
     out.mkdir(parents=True, exist_ok=True)
     for file in sorted(folder.glob("model*.safetensors")):
-        tensors = load_file(file)
-        for name in sorted(left & set(tensors)):
-            scale = scales[name].detach().cpu().half().contiguous()
-            if scale.shape != tensors[name].shape:
-                had, wants = tuple(scale.shape), tuple(tensors[name].shape)
-                raise ModelError(f"scales: {name} has shape {had}, the checkpoint {folder} has {wants}")
-            tensors[name] = scale
+        stored = load_file(file)
+        for name in sorted(left & set(stored)):
+            new = tensors[name].detach().cpu().to(stored[name].dtype).contiguous()
+            if new.shape != stored[name].shape:
+                had, wants = tuple(new.shape), tuple(stored[name].shape)
+                raise ModelError(f"tensors: {name} has shape {had}, the checkpoint {folder} has {wants}")
+            stored[name] = new
             left.remove(name)
-        save_file(tensors, out / file.name, metadata={"format": "pt"})
+        save_file(stored, out / file.name, metadata={"format": "pt"})
     if left:
-        raise ModelError(f"checkpoint {folder}: lacks the scales {', '.join(sorted(left)[:4])}")
+        raise ModelError(f"checkpoint {folder}: lacks the tensors {', '.join(sorted(left)[:4])}")
     for file in folder.glob("*.json"):
         if file.name in ("config.json", "generation_config.json", "model.safetensors.index.json"):
             shutil.copyfile(file, out / file.name)

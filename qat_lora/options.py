@@ -11,12 +11,25 @@ from typing import Literal
 from qat_lora.cache.shares import Share
 from qat_lora.config import option
 from qat_lora.errors import ConfigError
+from qat_lora.evaluate.health import HealthConfig
+from qat_lora.evaluate.tasks import TasksConfig
+from qat_lora.layers.fit import StartMethod
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.quant.initialise import Method
+from qat_lora.runtime.chips import ChipsConfig
+from qat_lora.text.protocols import Protocol
 from qat_lora.text.sources import TextConfig
+from qat_lora.train.blockwise import BlockwiseConfig
 from qat_lora.train.loop import LoopConfig
 from qat_lora.train.optim import OptimConfig
+
+DeviceMap = Literal["none", "auto", "balanced", "balanced_low_0", "sequential"]
+"""How a teacher's modules are dealt out to devices, in accelerate's words; `none`: to the one device of the run."""
+DEVICE_MAP_HELP = "spread a large teacher over GPUs, then host memory, then disk, by this rule of accelerate"
+
+QAT_PARTS = ("scales", "lut", "weights", "norms", "embeddings", "head")
+"""What `qat` can train."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +42,7 @@ class RunConfig:
         "auto", "where to compute; auto takes TPU, CUDA, MPS, CPU in this order", alias="device_type"
     )
     tpu: bool = option(False, "same as --device tpu")
+    chips: ChipsConfig = option(ChipsConfig, "how many chips")
     dtype: Literal["float32", "bfloat16"] = option("float32", "type of weights and activations")
     seed: int = option(0, "seed of everything random")
     quiet: bool = option(False, "no progress bars, no status lines")
@@ -57,10 +71,17 @@ class CacheBuildOptions:
     length: int = option(1024, "tokens of a row", unit="tokens", alias="max_length")
     top_k: int = option(128, "teacher's likeliest tokens that are kept at every position", unit="tokens", alias="topk")
     temperatures: tuple[float, ...] = option((1.0,), "temperatures that training may use later", unit="list")
+    value_dtype: Literal["float16", "uint8"] = option(
+        "float16", "how the likeliest tokens' logits are stored; uint8: half the size, mean KL about 1e-5"
+    )
+    tail_draws: int = option(0, "tokens drawn from the teacher's tail at every position, for hybrid", unit="tokens")
+    draws: int = option(0, "tokens drawn from the whole teacher at every position, for sampled", unit="tokens")
+    hidden: bool = option(False, "store hidden states and the output head, for full; instead of logits with --top-k 0")
     num_rows: int | None = option(None, "stop after this many training rows; default: all text", unit="rows")
     eval_rows: int = option(0, "rows kept apart as evaluation split, whole documents", unit="rows")
     teacher_batch_size: int = option(8, "rows of a teacher forward", unit="rows", alias="batch_size")
     shard_rows: int | None = option(None, "rows of a shard; default: about 128 MB", unit="rows")
+    device_map: DeviceMap = option("none", DEVICE_MAP_HELP)
     builder: str = option("0/1", "i/n: this is builder i of n that fill --out together, each with every n-th document")
     dry_run: bool = option(False, "time a few batches, print hours, bytes and free disk, and write nothing")
     hub: HubConfig = option(HubConfig, "models")
@@ -69,7 +90,10 @@ class CacheBuildOptions:
     def __post_init__(self) -> None:
         required(self, "teacher")
         required(self.text, "dataset")
-        at_least(self, length=2, top_k=1, num_rows=1, eval_rows=0, teacher_batch_size=1, shard_rows=1)
+        at_least(self, length=2, top_k=0 if self.hidden else 1, num_rows=1, eval_rows=0, teacher_batch_size=1)
+        at_least(self, shard_rows=1, tail_draws=0, draws=0)
+        if self.tail_draws and not self.top_k:
+            raise ConfigError("tail_draws: there is no tail without a head; give --top-k 1 or more, or --draws instead")
         if not self.temperatures or min(self.temperatures) <= 0:
             raise ConfigError("temperatures: allowed: one or more numbers above 0, for example 1,2")
         share = Share.parse(self.builder)
@@ -86,6 +110,8 @@ class AuditOptions:
     kd_cache_dir: str | None = option(None, "the KD cache, also as first word (required)", alias="cache_dir")
     teacher: str | None = option(None, "the teacher that made it: Hugging Face folder or Hub name (required)")
     rows: int = option(8, "training rows to look at, evenly spread", unit="rows")
+    text: str | None = option(None, "evaluation text, file or folder: how much of it the cache has already shown")
+    device_map: DeviceMap = option("none", DEVICE_MAP_HELP)
     hub: HubConfig = option(HubConfig, "models")
     run: RunConfig = option(RunConfig, "run")
 
@@ -102,7 +128,25 @@ class QuantizeOptions:
     model: str | None = option(None, "full-precision model: Hugging Face folder or Hub name (required)")
     preset: str = option("w2g64", "how weights are stored", alias="config")
     keep: tuple[str, ...] = option((), "patterns of layers that stay unquantised", unit="regular expressions")
-    init: Method = option("gptq", "start: absmax or mse rounding, or gptq (error-compensated; needs text)")
+    override: tuple[str, ...] = option(
+        (), "layers that another preset stores, the first match decides", unit="list of PATTERN=PRESET"
+    )
+    quantize_head: str | None = option(None, "preset of the output head (not with tied embeddings); default: kept")
+    init: Method = option(
+        "descent",
+        "start of codes: absmax or mse rounding; with text also awq (clipping), gptq and descent (compensated)",
+    )
+    calibrate_on: Literal["student", "teacher"] = option(
+        "student",
+        "inputs that awq, gptq and descent fit a layer to: as quantised layers before it put out, or as teacher",
+    )
+    metric: Literal["fisher", "outputs"] = option(
+        "fisher", "cost of an error: to the model's predictions (needs a backward pass) or to the layer's own outputs"
+    )
+    joint_rank: int | None = option(
+        None, "rank of the adapter that codes are chosen together with, 0: none; default: 16 with descent", unit="rank"
+    )
+    start_method: StartMethod = option("qera", "adapter start: qera (in the metric) or svd (of the plain weight error)")
     text: TextConfig = option(TextConfig, "calibration text")
     kd_cache_dir: str | None = option(None, "calibrate on the rows of this KD cache instead of --dataset")
     calibration_rows: int = option(128, "rows of calibration text", unit="rows")
@@ -113,7 +157,9 @@ class QuantizeOptions:
 
     def __post_init__(self) -> None:
         required(self, "model")
-        at_least(self, calibration_rows=1, calibration_length=2, start_rank=0)
+        at_least(self, calibration_rows=1, calibration_length=2, start_rank=0, joint_rank=0)
+        if (self.joint_rank or 0) > self.start_rank:
+            raise ConfigError(f"joint_rank: {self.joint_rank} is more than --start-rank {self.start_rank} stores")
 
 
 @dataclass(frozen=True)
@@ -122,9 +168,23 @@ class RecoverOptions:
 
     checkpoint: str | None = option(None, "quantised student: folder made by `qat-lora quantize`")
     model: str | None = option(None, "student where there is no --checkpoint: Hugging Face folder or Hub name")
-    kd_cache_dir: str | None = option(None, "KD cache with the teacher's logits (required)", alias="cache_dir")
+    learn: Literal["kd", "kd+ce", "ce", "sft"] = option(
+        "kd",
+        "from what: kd, kd+ce (a KD cache; ce: and its next tokens), ce (--dataset alone), sft (answers of chats)",
+        alias="objective",
+    )
+    kd_cache_dir: str | None = option(
+        None, "KD cache with the teacher's logits; needed for kd and kd+ce", alias="cache_dir"
+    )
     head_k: int | None = option(None, "use only the first entries of the cached head; default: all", unit="tokens")
+    text: TextConfig = option(TextConfig, "the text, for ce and sft")
+    length: int = option(
+        1024, "tokens of a row, for ce and sft (a cache has its own)", unit="tokens", alias="max_length"
+    )
+    num_rows: int | None = option(None, "train on this many rows at most, for ce and sft; default: all", unit="rows")
+    eval_rows: int = option(0, "rows kept apart for evaluation, whole documents, for ce and sft", unit="rows")
     train_scales: bool = option(False, "train the quantiser's scales too (saved with the adapter)")
+    train_norms: bool = option(False, "train the norms too (saved with the adapter; needs float32 weights)")
     start: Literal["auto", "zero"] = option("auto", "adapter start: from the quantisation error if stored, or zero")
     lora: LoraConfig = option(LoraConfig, "adapter")
     objective: ObjectiveConfig = option(ObjectiveConfig, "objective")
@@ -134,11 +194,71 @@ class RecoverOptions:
     hub: HubConfig = option(HubConfig, "models")
     run: RunConfig = option(RunConfig, "run")
 
+    @property
+    def uses_cache(self) -> bool:
+        """True if a teacher is learned from."""
+        return self.learn in ("kd", "kd+ce")
+
     def __post_init__(self) -> None:
-        required(self, "kd_cache_dir")
-        at_least(self, head_k=1)
+        if self.uses_cache:
+            required(self, "kd_cache_dir")
+        else:
+            required(self.text, "dataset")
+        for given, name in ((self.text.dataset, "dataset"), (self.kd_cache_dir, "kd_cache_dir")):
+            if given is not None and (name == "dataset") == self.uses_cache:
+                raise ConfigError(f"{name}: nothing reads it with --objective {self.learn}; leave it out")
+        at_least(self, head_k=1, length=2, num_rows=1, eval_rows=0)
         if self.checkpoint is None and self.model is None:
             raise ConfigError("checkpoint: missing; give --checkpoint FOLDER (or --model for an unquantised student)")
+        for name, on in (("train_norms", self.train_norms), ("autocast", self.loop.autocast)):
+            if on and self.run.dtype != "float32":
+                raise ConfigError(f"{name}: needs float32 weights; leave out --dtype {self.run.dtype}")
+
+
+@dataclass(frozen=True)
+class QatOptions:
+    """`qat-lora qat`."""
+
+    from_scratch: bool = option(False, "quantise the full-precision --model first; without it, go on from --checkpoint")
+    checkpoint: str | None = option(None, "quantised student to go on from: folder made by `quantize` or `qat`")
+    model: str | None = option(
+        None, "full-precision model, required with --from-scratch; with --checkpoint, where trained weights start"
+    )
+    preset: str = option("q4_r32", "how weights are stored (with --from-scratch)", alias="config")
+    keep: tuple[str, ...] = option((), "patterns of layers that stay unquantised", unit="regular expressions")
+    init: Method = option("gptq", "start of codes and scales (with --from-scratch), calibrated on the cache's rows")
+    calibration_rows: int = option(128, "rows of the cache for calibration and blocks", unit="rows")
+    kd_cache_dir: str | None = option(None, "KD cache with the teacher's logits (required)", alias="cache_dir")
+    head_k: int | None = option(None, "use only the first entries of the cached head; default: all", unit="tokens")
+    train_parts: tuple[str, ...] = option(
+        ("scales",), "what trains: scales, lut, weights, norms, embeddings, head", unit="list"
+    )
+    mergeable: bool = option(False, "train a low-rank change inside the rounding too, which is no adapter in the end")
+    mergeable_r: int = option(16, "rank of that change", unit="rank")
+    blockwise: BlockwiseConfig = option(BlockwiseConfig, "block by block")
+    objective: ObjectiveConfig = option(ObjectiveConfig, "objective")
+    train: OptimConfig = option(OptimConfig, "optimizer")
+    loop: LoopConfig = option(LoopConfig, "loop")
+    preload: bool = option(False, "hold the cache in memory instead of mapping the files")
+    hub: HubConfig = option(HubConfig, "models")
+    run: RunConfig = option(RunConfig, "run")
+
+    def __post_init__(self) -> None:
+        required(self, "kd_cache_dir")
+        at_least(self, head_k=1, calibration_rows=1, mergeable_r=1)
+        if self.from_scratch:
+            required(self, "model")
+            if self.checkpoint is not None:
+                raise ConfigError("checkpoint: --from-scratch makes its own start; give one of the two")
+        elif self.checkpoint is None:
+            raise ConfigError("checkpoint: missing; give --checkpoint FOLDER, or --from-scratch and --model")
+        if not self.from_scratch and self.blockwise.blockwise_steps and self.model is None:
+            raise ConfigError("blockwise_steps: needs the full-precision model; give --model")
+        unknown = sorted(set(self.train_parts) - set(QAT_PARTS))
+        if unknown or not (self.train_parts or self.mergeable):
+            raise ConfigError(f"train_parts: {', '.join(unknown) or 'nothing'}; allowed: {', '.join(QAT_PARTS)}")
+        if self.mergeable and "weights" in self.train_parts:
+            raise ConfigError("mergeable: the weights train already; leave out --mergeable or weights in --train-parts")
 
 
 @dataclass(frozen=True)
@@ -150,16 +270,40 @@ class EvalOptions:
         (), "what to score: model, adapter or run folders, each as NAME=FOLDER or FOLDER", alias="models"
     )
     text: TextConfig = option(TextConfig, "held-out text")
-    length: int = option(1024, "tokens of a row", unit="tokens")
-    eval_rows: int = option(64, "rows to score; 0: all", unit="rows")
+    domain: tuple[str, ...] = option((), "more texts, scored apart and together: NAME=PATH, files or folders")
+    protocol: Protocol = option(
+        "packed", "how text becomes rows: packed as in training, sliding windows, or the papers' blocks of 2048 tokens"
+    )
+    length: int = option(1024, "tokens of a row (blocks2048 has its own)", unit="tokens")
+    stride: int | None = option(
+        None, "tokens from a window to the next, with sliding; default: half of --length", unit="tokens"
+    )
+    eval_rows: int = option(64, "rows to score of each text; 0: all", unit="rows")
     batch_size: int = option(4, "rows of a forward", unit="rows")
+    resamples: int = option(1000, "bootstrap draws for the 95 % intervals", unit="draws")
+    kd_cache_dir: str | None = option(
+        None, "training cache: say how much of the text it has already shown", alias="cache_dir"
+    )
+    teacher_tokens_per_s: float | None = option(
+        None, "speed of the teacher's forward: say when the cache pays against a live teacher", unit="tokens/s"
+    )
+    build_tokens_per_s: float | None = option(None, "speed of the cache build; default: the teacher's", unit="tokens/s")
+    health: HealthConfig = option(HealthConfig, "generation")
+    harness: TasksConfig = option(TasksConfig, "tasks")
     hub: HubConfig = option(HubConfig, "models")
     run: RunConfig = option(RunConfig, "run")
 
     def __post_init__(self) -> None:
         required(self, "teacher")
-        required(self.text, "dataset")
-        at_least(self, length=2, eval_rows=0, batch_size=1)
+        if not self.domain:
+            required(self.text, "dataset")
+        at_least(self, length=2, eval_rows=0, batch_size=1, resamples=100)
+        if self.stride is not None and self.protocol != "sliding":
+            raise ConfigError(f"stride: means nothing with --protocol {self.protocol}; it belongs to sliding")
+        for name in ("teacher_tokens_per_s", "build_tokens_per_s"):
+            value = getattr(self, name)
+            if value is not None and (value <= 0 or self.kd_cache_dir is None or self.teacher_tokens_per_s is None):
+                raise ConfigError(f"{name}: {value}; give a speed above 0, with --kd-cache-dir and the teacher's speed")
 
 
 @dataclass(frozen=True)
@@ -167,12 +311,33 @@ class ExportOptions:
     """`qat-lora export`."""
 
     student: str | None = option(None, "model, adapter or run folder (required)", alias="model")
-    form: Literal["merged"] = option("merged", "merged: dense weights with codes and adapter folded in")
+    form: Literal["merged", "adapter", "compressed-tensors", "gguf"] = option(
+        "merged",
+        "merged: dense weights with codes and adapter folded in; adapter: PEFT adapter with its quantised base; "
+        "compressed-tensors: packed base (vLLM, transformers), adapter beside it; gguf: base and adapter for llama.cpp",
+    )
+    container_bits: int | None = option(
+        None,
+        "bits of packed codes, with compressed-tensors; default: the fewest of 2, 4, 8 that are exact",
+        unit="bits",
+    )
+    exact_only: bool = option(False, "with gguf: layers that no block holds exactly are written dense, not rounded")
+    text: TextConfig = option(TextConfig, "text to measure what rounding costs")
+    length: int = option(256, "tokens of a row of that text", unit="tokens")
+    eval_rows: int = option(16, "rows of that text", unit="rows")
+    scores: str | None = option(None, "folder of a `qat-lora eval` run whose scores the model card shows")
+    license: str | None = option(None, "licence that the model card names, for example apache-2.0")
     hub: HubConfig = option(HubConfig, "models")
     run: RunConfig = option(RunConfig, "run")
 
     def __post_init__(self) -> None:
         required(self, "student")
+        at_least(self, length=2, eval_rows=1)
+        if self.container_bits is not None and not 2 <= self.container_bits <= 8:
+            raise ConfigError(f"container_bits: {self.container_bits} is not supported; allowed: 2 to 8")
+        for name, form in (("container_bits", "compressed-tensors"), ("exact_only", "gguf")):
+            if getattr(self, name) and self.form != form:
+                raise ConfigError(f"{name}: means nothing with --form {self.form}; it belongs to --form {form}")
 
 
 @dataclass(frozen=True)
@@ -180,7 +345,9 @@ class GenerateOptions:
     """`qat-lora generate`."""
 
     student: str | None = option(None, "model, adapter or run folder (required)", alias="model")
-    prompt: str | None = option(None, "text to continue (required)")
+    prompt: str | None = option(None, "text to continue")
+    prompts: str | None = option(None, "file with one prompt a line, instead of --prompt")
+    chat: bool = option(False, "the prompt is a question: write it as the tokenizer's chat template says")
     max_new_tokens: int = option(64, "length of the continuation", unit="tokens")
     gen_temperature: float = option(0.0, "0 takes the likeliest token; above, tokens are drawn")
     hub: HubConfig = option(HubConfig, "models")
@@ -188,8 +355,40 @@ class GenerateOptions:
 
     def __post_init__(self) -> None:
         required(self, "student")
-        required(self, "prompt")
+        if (self.prompt is None) == (self.prompts is None):
+            raise ConfigError("prompt: give --prompt TEXT or --prompts FILE, one of the two")
         at_least(self, max_new_tokens=1, gen_temperature=0)
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """`qat-lora chat`."""
+
+    student: str | None = option(None, "model, adapter or run folder, also as first word (required)", alias="model")
+    system: str = option("", "system message that the chat begins with")
+    max_new_tokens: int = option(256, "longest answer", unit="tokens")
+    gen_temperature: float = option(0.7, "0 takes the likeliest token; above, tokens are drawn")
+    hub: HubConfig = option(HubConfig, "models")
+    run: RunConfig = option(RunConfig, "run")
+
+    def __post_init__(self) -> None:
+        required(self, "student")
+        at_least(self, max_new_tokens=1, gen_temperature=0)
+
+
+@dataclass(frozen=True)
+class PushOptions:
+    """`qat-lora push`."""
+
+    folder: str | None = option(None, "folder made by `qat-lora export`, also as first word (required)")
+    repo: str | None = option(None, "OWNER/NAME on the Hub, also as second word (required)")
+    dry_run: bool = option(False, "list and check the files, and upload nothing")
+    private: bool = option(False, "make a new repository private")
+    run: RunConfig = option(RunConfig, "run")
+
+    def __post_init__(self) -> None:
+        required(self, "folder")
+        required(self, "repo")
 
 
 @dataclass(frozen=True)
@@ -225,7 +424,16 @@ class EstimateOptions:
     head_k: int = option(128, "entries of the cached head", unit="tokens")
     batch_size: int = option(4, "rows of a micro-batch on one replica", unit="rows")
     accumulation_steps: int = option(1, "micro-batches of an optimizer step", unit="micro-batches")
+    gradient_checkpointing: bool = option(False, "layers are computed again in the backward pass")
     loss_chunk_mb: int = option(32, "logits held at once while the loss is computed", unit="MiB")
+    max_steps: int = option(1000, "optimizer steps, for time and cost", unit="steps")
+    devices: tuple[str, ...] = option(
+        (), "devices to estimate time and cost for, such as v6e-1,h100; default: all that are known", alias="for"
+    )
+    utilisation: float = option(0.3, "share of the device's peak rate that is reached", unit="share")
+    table: bool = option(
+        False, "print the memory for batch sizes and lengths, with and without --gradient-checkpointing"
+    )
     attention: Literal["fused", "plain"] = option(
         "fused", "fused: no scores are kept (CUDA, CPU); plain: all of them are (PyTorch/XLA)"
     )
@@ -233,9 +441,12 @@ class EstimateOptions:
 
     def __post_init__(self) -> None:
         required(self, "model")
-        for name in ("length", "head_k", "batch_size", "accumulation_steps", "loss_chunk_mb"):
+        for name in ("length", "batch_size", "accumulation_steps", "loss_chunk_mb", "max_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: {getattr(self, name)} is below 1")
+        at_least(self, head_k=0)
+        if not 0 < self.utilisation <= 1:
+            raise ConfigError(f"utilisation: {self.utilisation} is not a share; give a number above 0, at most 1")
 
 
 def required(config: object, name: str) -> None:

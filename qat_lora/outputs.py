@@ -7,16 +7,47 @@ again mean "go on" or "it is there"; other settings are refused, naming the firs
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from qat_lora.errors import OutputExistsError
 
 MARK = "qat_lora_run.json"
+
+
+@contextlib.contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """Hold a run's folder (made if missing) so that no other process of ours works there; freed even by a kill.
+
+    The lock is `flock` on the folder itself: nothing is left behind, and nothing is to be cleaned up. A file system
+    that cannot lock a folder (some network ones) gives no protection.
+
+    Raises:
+        OutputExistsError: another process holds it, or the folder is a file.
+    """
+    import fcntl
+
+    if out.is_file():
+        raise OutputExistsError(f"--out {out}: is a file; give a folder")
+    out.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise OutputExistsError(
+                    f"--out {out}: another process is working there; wait for it, stop it, or choose another --out"
+                ) from None
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def claim(out: Path, command: str, settings: Mapping[str, Any], overwrite: bool) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qat_lora.errors import ModelError
-from qat_lora.export.adapter import CONFIG, load_adapter, read_adapter
+from qat_lora.export.adapter import CONFIG, check_tokenizer, load_adapter, read_adapter
 from qat_lora.layers.convert import bits_per_weight, lora_layers, prepare_base, quant_layers
 from qat_lora.models import CausalLM, checkpoint_sha256, load_model, resolve_model
 from qat_lora.options import HubConfig
@@ -62,6 +62,7 @@ def open_student(name: str, hub: HubConfig, dtype: str = "float32") -> Student:
     else:
         base = base_folder(adapter)
         model = load_model(str(base), trust_remote_code=hub.trust_remote_code, dtype=dtype)
+        check_tokenizer(adapter, model.folder)
         load_adapter(model.module, adapter, checkpoint_sha256(model.folder))
     bits, sha256 = None, checkpoint_sha256(model.folder)
     if quant_layers(model.module):

@@ -11,7 +11,7 @@ teacher's *head* at a position is its K likeliest tokens, in rank order; the *ta
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,22 @@ Batch = dict[str, Any]
 * `head_ids` i32 [B, L-1, K], `head_logits` f32 [B, L-1, K]: the head, logit minus the position's largest logit
 * `lse`, `log_tail` f32 [B, L-1]: log of the sum of exp(logit - max) over the vocabulary, and the log
   probability of the tail; for a temperature T other than 1 under `temperature_key("lse", T)`
+
+and, where the cache was built with them:
+
+* `tail_draw_ids` i32 [B, L-1, D] (`--tail-draws D`): tokens drawn from the teacher's tail at T = 1, with repetition;
+  all 0 where the tail is empty (`log_tail` is -inf), where they must get weight 0
+* `draw_ids` i32 [B, L-1, D] (`--draws D`): tokens drawn from the whole teacher at T = 1, with repetition
+* `teacher_hidden` f16 (float32 after `Runtime.feed`) [B, L-1, H] (`--hidden`): the teacher's last hidden states; its
+  output head comes from `KDCacheDataset.teacher_head`. A cache built with `--top-k 0` has these and no head, `lse`
+  or `log_tail`
+
+Rows of padding have `target_mask` 0 everywhere, a uniform teacher, draws of 0 and hidden states of 0.
 """
+
+
+LossWalk = Literal["positions", "vocabulary"]
+"""How the loss walks through the logits: `positions` serves every case, `vocabulary` is faster on CPUs."""
 
 
 def temperature_key(name: str, temperature: float) -> str:

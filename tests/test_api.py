@@ -15,7 +15,7 @@ from qat_lora.options import QuantizeOptions, RunConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 PUBLIC = (
-    "KDCacheDataset QuantSpec build_kd_cache fused_linear_kd is_xla_device kd_soft_ce quantize_model "
+    "KDCacheDataset QuantSpec build_kd_cache fused_linear_kd is_xla_device kd_soft_ce notebook_launch quantize_model "
     "train_recovery_lora xla_mark_step"
 )
 

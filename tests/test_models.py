@@ -19,7 +19,7 @@ from qat_lora.models import (
     load_tokenizer,
     resolve_model,
     save_quantised,
-    save_with_scales,
+    save_with_tensors,
     tokenizer_sha256,
 )
 from qat_lora.quant.spec import PRESETS, preset
@@ -286,7 +286,8 @@ def test_saved_and_loaded_is_the_same_bit_for_bit(name, tiny, tmp_path):
     stored = load_file(out / "model.safetensors")
     for layer in quant_layers(model.module):
         kinds = {key.rsplit(".")[-1]: t.dtype for key, t in stored.items() if key.startswith(layer + ".")}
-        assert kinds.pop("codes") == torch.uint8 and set(kinds.values()) == {torch.float16}
+        assert kinds.pop("codes") == torch.uint8 and kinds.pop("zeros", torch.uint8) == torch.uint8
+        assert set(kinds.values()) == {torch.float16}
     # Saving what was loaded gives the same bytes again: nothing is quantised anew.
     save_quantised(again, tmp_path / "again", preset(name), {"init": "mse"})
     assert checkpoint_sha256(tmp_path / "again") == checkpoint_sha256(out)
@@ -300,6 +301,19 @@ def test_biases_and_kept_layers_survive(tiny, tmp_path):
     save_quantised(model, tmp_path / "q", chosen, {})
     again = load_model(str(tmp_path / "q"))
     assert torch.equal(logits_of(again), logits_of(model)) and len(quant_layers(again.module)) == 14
+
+
+def test_overrides_and_a_quantised_head_survive(tiny, tmp_path):
+    source = make(tmp_path / "dense", "llama", tiny, tie_word_embeddings=False)
+    model = load_model(str(source))
+    chosen = preset("w2g64", override=(r"layers\.0\.mlp=w4g64a", "q_proj=nf4g64"), head="w4g128")
+    quantise_model(model.module, chosen, "mse", quiet=True)
+    bits = {name: layer.spec.bits for name, layer in quant_layers(model.module).items()}
+    assert len(bits) == 22 and bits["lm_head"] == bits["model.layers.0.mlp.up_proj"] == 4
+    assert bits["model.layers.1.self_attn.q_proj"] == 4 and bits["model.layers.1.mlp.up_proj"] == 2
+    save_quantised(model, tmp_path / "q", chosen, {})
+    again = load_model(str(tmp_path / "q"))
+    assert torch.equal(logits_of(again), logits_of(model)) and len(quant_layers(again.module)) == 22
 
 
 @pytest.mark.parametrize("name", ["w2g64", "q4a4"])
@@ -325,13 +339,13 @@ def test_a_bfloat16_model_can_be_saved_and_loaded(tiny, quantised, tmp_path):
     assert torch.equal(logits_of(again), logits_of(model))
 
 
-def test_save_with_scales_changes_the_scales_only(quantised, tmp_path):
+def test_save_with_tensors_changes_those_only(quantised, tmp_path):
     model = load_model(str(quantised))
     scales = prepare_base(model.module, train_scales=True)
     with torch.no_grad():
         for scale in scales.values():
             scale.mul_(1.25)
-    out = save_with_scales(quantised, tmp_path / "out", scales)
+    out = save_with_tensors(quantised, tmp_path / "out", scales)
     before, after = load_file(quantised / "model.safetensors"), load_file(out / "model.safetensors")
     assert set(before) == set(after)
     for name, tensor in before.items():
@@ -348,12 +362,12 @@ def test_save_with_scales_changes_the_scales_only(quantised, tmp_path):
     assert same_tokens[0] == same_tokens[1]
 
 
-def test_scales_that_the_checkpoint_lacks_are_refused(quantised, tmp_path):
-    with pytest.raises(ModelError, match="lacks the scales model.layers.9.x.scale"):
-        save_with_scales(quantised, tmp_path / "out", {"model.layers.9.x.scale": torch.ones(1, 1)})
+def test_tensors_that_the_checkpoint_lacks_are_refused(quantised, tmp_path):
+    with pytest.raises(ModelError, match="lacks the tensors model.layers.9.x.scale"):
+        save_with_tensors(quantised, tmp_path / "out", {"model.layers.9.x.scale": torch.ones(1, 1)})
     name = "model.layers.0.mlp.up_proj.scale"
     with pytest.raises(ModelError, match=rf"{name} has shape \(1, 1\)"):
-        save_with_scales(quantised, tmp_path / "out", {name: torch.ones(1, 1)})
+        save_with_tensors(quantised, tmp_path / "out", {name: torch.ones(1, 1)})
 
 
 # Fingerprints

@@ -174,3 +174,35 @@ def test_completing_keeps_the_settings(tmp_path):
     assert mark["complete"] and mark["settings"] == {"command": "eval", **json.loads(json.dumps(SETTINGS))}
     assert outputs.claim(tmp_path, "eval", SETTINGS, False)
     shutil.rmtree(tmp_path)
+
+
+def hold(folder, ready, end):
+    with outputs.alone(folder):
+        ready.set()
+        end.wait(30)
+
+
+def test_a_folder_is_worked_in_by_one_process_at_a_time(tmp_path):
+    """Two claims without the lock are the control: both say that the run is theirs."""
+    import multiprocessing
+
+    out = tmp_path / "new" / "run"
+    context = multiprocessing.get_context("fork")
+    ready, end = context.Event(), context.Event()
+    other = context.Process(target=hold, args=(out, ready, end))
+    other.start()
+    try:
+        assert ready.wait(30)
+        with pytest.raises(OutputExistsError, match="another process is working there"), outputs.alone(out):
+            pass
+        assert outputs.claim(out, "recover", {"a": 1}, False) is False
+        assert outputs.claim(out, "recover", {"a": 1}, False) is False
+        other.kill()
+        other.join()
+        with outputs.alone(out):  # a kill frees it
+            assert {path.name for path in out.iterdir()} == {outputs.MARK}  # and nothing is left behind
+    finally:
+        other.kill()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputExistsError, match="is a file"), outputs.alone(tmp_path / "file"):
+        pass

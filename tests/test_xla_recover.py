@@ -15,7 +15,7 @@ from qat_lora.train.metrics import read_metrics
 ROOT = Path(__file__).resolve().parents[1]
 STEPS, LOG, EVALUATE, ACCUMULATION = 12, 4, 6, 2
 GUIDE = f"--recovery-r 4 --batch-size 2 --accumulation-steps {ACCUMULATION} --max-steps {STEPS} --log-steps {LOG} "
-GUIDE += f"--eval-steps {EVALUATE} --save-steps 6"
+GUIDE += f"--eval-steps {EVALUATE} --save-steps 6 --start zero --lr 3e-3 --warmup-steps 2"
 
 # Runs the command in process and writes what the runtime counted: a report at the end of every optimizer step, and
 # what evaluations, exports and checkpoints spent in between.
@@ -47,8 +47,8 @@ def counted_launch(self, main):
         global runtime
         runtime = self
         app, loop = importlib.import_module("qat_lora.app.recovery"), importlib.import_module("qat_lora.train.loop")
-        make = app._cache_evaluation
-        app._cache_evaluation = lambda *args: counted("evaluate", make(*args))
+        make = app.evaluation
+        app.evaluation = lambda *args: counted("evaluate", make(*args))
         app._export_student = counted("export", app._export_student)
         loop.save_checkpoint = counted("save", loop.save_checkpoint)
         return main()
@@ -76,9 +76,13 @@ def recover(folder: Path, *flags: str) -> list[str]:
     return ["recover", *flags, "--checkpoint", student, "--kd-cache-dir", cache, *GUIDE.split(), "--quiet"]
 
 
-@pytest.fixture(scope="module")
-def runs(tiny, tmp_path_factory):
+VARIANTS = {"plain": [], "costly": ["--gradient-checkpointing", "--ema", "0.9", "--train-norms", "--train-scales"]}
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def runs(request, tiny, tmp_path_factory):
     """The same run on the CPU and, in a process of its own, on XLA; returns their folders and XLA's counts."""
+    extra = VARIANTS[request.param]
     folder = tmp_path_factory.mktemp("xla-recover")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("USE_TORCH_XLA", "0")
@@ -88,11 +92,11 @@ def runs(tiny, tmp_path_factory):
         main(["cache", "build", "--teacher", str(tiny.teacher), *cache.split()])
         student = f"--kd-cache-dir {folder / 'cache'} --out {folder / 'student'} --device cpu --quiet"
         main(["quantize", "--model", str(tiny.teacher), *student.split()])
-        main([*recover(folder, "--device", "cpu"), "--out", str(folder / "cpu")])
+        main([*recover(folder, "--device", "cpu", *extra), "--out", str(folder / "cpu")])
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PJRT", "XLA", "TPU", "USE_TORCH_XLA"))}
     environment |= {"PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     counts = folder / "counts.json"
-    arguments = [str(counts), *recover(folder, "--tpu"), "--out", str(folder / "xla")]
+    arguments = [str(counts), *recover(folder, "--tpu", *extra), "--out", str(folder / "xla")]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *arguments], env=environment, capture_output=True, text=True, timeout=300
     )

@@ -7,7 +7,8 @@ functions, through `launch.run`, and nothing below them.
 from qat_lora.app.caches import audit_cache, build_cache, cache_decoder
 from qat_lora.app.evaluation import evaluate
 from qat_lora.app.exporting import export
+from qat_lora.app.qat import qat
 from qat_lora.app.quantising import quantize
 from qat_lora.app.recovery import recover
 
-__all__ = ["audit_cache", "build_cache", "cache_decoder", "evaluate", "export", "quantize", "recover"]
+__all__ = ["audit_cache", "build_cache", "cache_decoder", "evaluate", "export", "qat", "quantize", "recover"]

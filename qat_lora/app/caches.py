@@ -11,38 +11,47 @@ from typing import Any
 import torch
 
 from qat_lora import outputs
+from qat_lora.app.replicas import as_builder, fetch
 from qat_lora.app.shared import fits_positions, load, say
+from qat_lora.cache import overlap
 from qat_lora.cache.audit import audit, check_teacher, summary
 from qat_lora.cache.audit import table_rows as audit_rows
 from qat_lora.cache.build import build_kd_cache
 from qat_lora.cache.forecast import forecast
-from qat_lora.cache.records import Fingerprint
+from qat_lora.cache.head import head_file
+from qat_lora.cache.location import LocalFolder, locate
+from qat_lora.cache.records import Fingerprint, optional_arrays
 from qat_lora.cache.shares import Share
 from qat_lora.cache.store import read_manifest
 from qat_lora.cache.writer import CacheWriter
 from qat_lora.errors import CacheError, InterruptedRunError
 from qat_lora.evaluate.report import save_json, text_table
-from qat_lora.models import checkpoint_sha256, load_tokenizer, tokenizer_sha256
+from qat_lora.models import CausalLM, checkpoint_sha256, load_tokenizer, tokenizer_sha256
 from qat_lora.options import AuditOptions, CacheBuildOptions
 from qat_lora.runtime.base import Runtime
+from qat_lora.spread import SpreadCausalLM, load_spread
 from qat_lora.text.packing import make_encoder, pack_rows, share, take_eval
-from qat_lora.text.sources import Document, describe_source, open_documents
+from qat_lora.text.sources import Document, TextConfig, describe_source, open_documents
 
 
 def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
-    """Build (or go on building) a KD cache; return its folder, or with `dry_run` the forecast as a dict.
+    """Build (or go on building) a KD cache; return its folder (an `ObjectFolder` for a URL), or with `dry_run` a dict.
 
     Raises:
         QatLoraError: see the rooms; nothing in an existing cache is lost.
         InterruptedRunError: SIGTERM; what is committed stays.
     """
+    options = as_builder(options, runtime)
     run, text, part = options.run, options.text, Share.parse(options.builder)
     default = f"caches/{Path(str(text.dataset)).name.replace('.', '-')}_L{options.length}_K{options.top_k}"
-    out = Path(run.out or default)
-    teacher = load(str(options.teacher), options.hub, run.dtype)
+    place = locate(run.out or default)
+    out = place.path if isinstance(place, LocalFolder) else place
+    fetch(runtime, str(options.teacher), options.hub)
+    teacher = _teacher(options, runtime)
     fits_positions(teacher, options.length)
     tokenizer = load_tokenizer(teacher.folder, options.hub.trust_remote_code)
     template = getattr(tokenizer, "chat_template", None)
+    head = head_file(teacher.head()) if options.hidden else None
     fingerprint = Fingerprint(
         tokenizer_sha256=tokenizer_sha256(tokenizer),
         vocab_size=teacher.vocab_size,
@@ -55,6 +64,10 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
         length=options.length,
         top_k=options.top_k,
         temperatures=tuple(sorted(set(options.temperatures))),
+        value_dtype=options.value_dtype,
+        optional_arrays=optional_arrays(
+            options.tail_draws, options.draws, head.width if head else 0, head.sha256 if head else None
+        ),
         seed=run.seed,
         eval_rows=options.eval_rows,
         builder=f"torch {torch.__version__}, {runtime.device.type}, {run.dtype}",
@@ -70,7 +83,7 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
     max_rows = options.num_rows and part.of(options.num_rows)
     rest(0)  # refuses a blank text before the folder is made
     if options.dry_run:
-        runtime.place(teacher.module)
+        _place(teacher, runtime)
         cost = forecast(
             teacher,
             pack_rows(rest(0), encode, options.length),
@@ -81,17 +94,19 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
             device=runtime.device,
             max_rows=max_rows,
             shard_rows=options.shard_rows,
+            head_bytes=sum(map(len, head.parts)) if head else 0,
+            piece_bytes=runtime.piece_bytes,
             quiet=run.quiet,
         )
         if not run.json:
             print(cost.lines(), flush=True)
         return cost._asdict()
-    with CacheWriter(out, fingerprint, options.shard_rows, overwrite=run.overwrite, share=part) as writer:
+    with CacheWriter(out, fingerprint, options.shard_rows, overwrite=run.overwrite, share=part, head=head) as writer:
         done = writer.resume_state()
         if done.finished:
             say(run, f"{out} is complete already")
             return out
-        runtime.place(teacher.module)
+        _place(teacher, runtime)
         cursor = done.cursor if done.rows else None
         report = build_kd_cache(
             teacher,
@@ -101,6 +116,7 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
             batch_rows=options.teacher_batch_size,
             device=runtime.device,
             max_rows=max_rows,
+            piece_bytes=runtime.piece_bytes,
             quiet=run.quiet,
         )
     if not report.finished:
@@ -116,22 +132,54 @@ def audit_cache(options: AuditOptions, runtime: Runtime) -> dict[str, Any]:
     """Run the teacher again on some rows of a cache and report how far the cache is from it; with --out, kept there."""
     run, path = options.run, str(options.kd_cache_dir)
     held = read_manifest(path).fingerprint  # refuses what is no cache before a model is loaded
-    teacher = load(str(options.teacher), options.hub, run.dtype)
+    teacher = _teacher(options, runtime)
     sha256 = checkpoint_sha256(teacher.folder)
     check_teacher(held, path, sha256, teacher.vocab_size)
     out = Path(run.out) if run.out else None
     settings = {"cache": held.sha256, "rows": options.rows, "dtype": run.dtype, "device": runtime.device.type}
+    seen = None
+    if options.text is not None:
+        tokenizer = load_tokenizer(teacher.folder, options.hub.trust_remote_code)
+        text = TextConfig(dataset=options.text)
+        rows = list(pack_rows(open_documents(text), make_encoder(tokenizer), held.length))
+        seen = overlap.overlap(path, {Path(options.text).name: rows}, tokenizer_sha256(tokenizer))
+        settings["overlap"] = seen
     if out and outputs.claim(out, "cache audit", settings, run.overwrite):
         report = json.loads((out / "audit.json").read_text(encoding="utf-8"))
     else:
-        runtime.place(teacher.module)
+        _place(teacher, runtime)
         say(run, f"{runtime.description} · {run.dtype} · {path} · built with {held.builder}")
         report = audit(teacher, path, sha256, rows=options.rows, device=runtime.device)
+        if seen:
+            report["overlap"] = seen
         if out:
             save_json(report, out / "audit.json")
             outputs.complete(out)
     say(run, f"{text_table(audit_rows(report))}\n{summary(report)}")
+    if seen:
+        say(run, overlap.summary(seen))
     return report
+
+
+def _teacher(options: CacheBuildOptions | AuditOptions, runtime: Runtime) -> CausalLM:
+    """Load the teacher; with a device map it is spread over devices at once."""
+    if options.device_map == "none":
+        return load(str(options.teacher), options.hub, options.run.dtype)
+    runtime.check_spread()
+    hub = options.hub
+    return load_spread(
+        str(options.teacher),
+        options.device_map,
+        revision=hub.revision,
+        trust_remote_code=hub.trust_remote_code,
+        dtype=options.run.dtype,
+    )
+
+
+def _place(teacher: CausalLM, runtime: Runtime) -> None:
+    """Move the teacher to the device, unless it has been spread over several."""
+    if not isinstance(teacher, SpreadCausalLM):
+        runtime.place(teacher.module)
 
 
 def cache_decoder(cache: str, folder: str) -> Callable[[list[int]], str]:

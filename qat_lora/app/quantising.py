@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from qat_lora import outputs
 from qat_lora.app.shared import check_fits, fits_positions, load, say, text_batches
 from qat_lora.cache.dataset import KDCacheDataset
@@ -14,10 +16,14 @@ from qat_lora.errors import ConfigError
 from qat_lora.evaluate.report import save_json
 from qat_lora.export.adapter import save_starts
 from qat_lora.layers.calibrate import quantise_model, second_moments
-from qat_lora.layers.convert import bits_per_weight, quant_layers, quantise_targets
+from qat_lora.layers.convert import HEAD, bits_per_weight, quant_layers, quantise_targets, rule_bits
+from qat_lora.layers.in_order import Plan, quantise_in_order
+from qat_lora.layers.lora import Factors
+from qat_lora.layers.sensitivity import drawn_log_likelihood, sensitivities
 from qat_lora.models import CausalLM, checkpoint_sha256, load_tokenizer, save_quantised
 from qat_lora.options import QuantizeOptions
-from qat_lora.quant.spec import preset
+from qat_lora.quant.initialise import NEED_TEXT
+from qat_lora.quant.spec import Preset, preset
 from qat_lora.runtime.base import Runtime
 from qat_lora.types import Batch
 
@@ -25,11 +31,13 @@ from qat_lora.types import Batch
 def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
     """Quantise a model, with the adapter starts beside it; return its folder."""
     run = options.run
-    chosen = preset(options.preset, options.keep)
+    chosen = preset(options.preset, options.keep, options.override, options.quantize_head)
     out = Path(run.out or f"runs/{Path(str(options.model)).name}_{options.preset}")
     has_text = bool(options.text.dataset or options.kd_cache_dir)
-    if options.init == "gptq" and not has_text:
-        raise ConfigError("init: gptq needs calibration text; give --dataset or --kd-cache-dir, or choose --init mse")
+    if options.init in NEED_TEXT and not has_text:
+        raise ConfigError(
+            f"init: {options.init} needs calibration text; give --dataset or --kd-cache-dir, or choose --init mse"
+        )
     model = load(str(options.model), options.hub, "float32")
     if quant_layers(model.module):
         raise ConfigError(f"model: {options.model} is quantised already; give the full-precision model")
@@ -41,26 +49,80 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
         return out
     runtime.place(model.module)
     say(run, f"{runtime.description} · {chosen.name}, {len(targets)} layers · {out}")
-    moments = None
-    if batches is not None:
-        moments = second_moments(
-            model.module,
-            targets,
-            runtime.feed(batches),
-            lambda batch: model.hidden(batch["input_ids"], batch["document_ids"]),
-        )
-    starts = quantise_model(model.module, chosen, options.init, moments, options.start_rank, run.quiet)
-    bits = bits_per_weight(model.module)["base"]
+    starts = _fit(options, model, chosen, list(runtime.feed(batches)) if batches is not None else None)
+    bits = {name: round(value, 4) for name, value in bits_per_weight(model.module).items()}
+    rules = rule_bits(model.module, chosen)
     model.module.to("cpu")
-    details = {"init": options.init, "bits_per_weight": round(bits, 4), "model": str(options.model)}
+    details = {
+        "init": options.init,
+        "bits_per_weight": bits["base"],
+        "bits_per_weight_model": bits["model"],
+        "joint_rank": _joint_rank(options),
+        "model": str(options.model),
+    }
     save_quantised(model, out, chosen, details)
     if starts:
         save_starts(starts, out)
     save_yaml(options, out / "config.yaml")
-    save_json({"preset": chosen.name, "layers": len(targets), **details}, out / "result.json")
+    save_json({"preset": chosen.name, "layers": len(targets), **details, "rules": rules}, out / "result.json")
     outputs.complete(out)
-    say(run, f"{bits:.2f} bits per weight in {len(targets)} layers, written to {out}")
+    if len(rules) > 1:
+        for rule in rules:
+            say(run, f"  {rule['bits_per_weight'] or 'kept':>6}  {rule['layers']:>4} layers  {rule['pattern']}")
+    say(run, f"{bits['base']:.2f} bits per weight in {len(targets)} layers, {bits['model']:.2f} in the model, at {out}")
     return out
+
+
+def _joint_rank(options: QuantizeOptions) -> int:
+    """Return the rank that codes are chosen together with: recovery's usual one where the start is searched anyway."""
+    if options.joint_rank is not None:
+        return options.joint_rank
+    return min(16, options.start_rank) if options.init == "descent" else 0
+
+
+def _fit(options: QuantizeOptions, model: CausalLM, chosen: Preset, batches: list[Batch] | None) -> dict[str, Factors]:
+    """Quantise the model in place, by the batches where there are any; return the adapter starts."""
+    quiet, joint_rank = options.run.quiet, _joint_rank(options)
+    if batches is None:
+        return quantise_model(
+            model.module,
+            chosen,
+            options.init,
+            start_rank=options.start_rank,
+            quiet=quiet,
+            joint_rank=joint_rank,
+            start_method=options.start_method,
+        )
+    targets = quantise_targets(model.module, chosen)
+    costs = None
+    if options.metric == "fisher" and options.init in NEED_TEXT:
+        draws = torch.Generator().manual_seed(options.run.seed)
+
+        def log_likelihood(batch: Batch) -> torch.Tensor:
+            hidden = model.hidden(batch["input_ids"], batch["document_ids"])
+            return drawn_log_likelihood(model.logits(hidden.flatten(0, 1)), draws)
+
+        inside = [name for name in targets if not HEAD.search(name)]
+        costs = sensitivities(model.module, inside, batches, log_likelihood, quiet)
+
+    def forward(batch: Batch) -> torch.Tensor:
+        return model.hidden(batch["input_ids"], batch["document_ids"])
+
+    if options.calibrate_on == "student" and options.init in NEED_TEXT:
+        plan = Plan(options.init, options.start_rank, joint_rank, options.start_method)
+        return quantise_in_order(model.module, chosen, plan, batches, forward, costs, quiet)
+    moments = second_moments(model.module, targets, batches, forward, costs)
+    return quantise_model(
+        model.module,
+        chosen,
+        options.init,
+        moments,
+        options.start_rank,
+        quiet,
+        costs=costs,
+        joint_rank=joint_rank,
+        start_method=options.start_method,
+    )
 
 
 def _calibration_batches(options: QuantizeOptions, model: CausalLM) -> Iterator[Batch]:

@@ -58,10 +58,11 @@ def text_batches(text: TextConfig, tokenizer: Any, length: int, rows: int, batch
     A text that is missing or blank is refused here, not at the first batch.
     """
     packed = pack_rows(open_documents(text), make_encoder(tokenizer), length)
-    return _stacked(itertools.islice(packed, rows or None), length, batch_rows)
+    return batches_of(itertools.islice(packed, rows or None), length, batch_rows)
 
 
-def _stacked(taken: Iterator[PackedRow], length: int, batch_rows: int) -> Iterator[Batch]:
+def batches_of(taken: Iterator[PackedRow], length: int, batch_rows: int) -> Iterator[Batch]:
+    """Return rows as numpy batches of one fixed shape; missing rows of the last are masked."""
     while chunk := list(itertools.islice(taken, batch_rows)):
         batch = {
             "input_ids": np.zeros((batch_rows, length), np.int32),

@@ -13,28 +13,37 @@ cache gives, for its first k entries, their probabilities and the mass of all ot
   that can be rebuilt from the cache alone. That it is much larger is no defect: a loss that treats the tail as one
   outcome does not use this spread. It says what such a loss cannot see.
 
+A cache with hidden states has one more line, K = V: KL(p ‖ q) over the whole vocabulary, where q is the teacher's
+stored output head at the stored states. And a cache with float16 values shows beside them what `--value-dtype uint8`
+would have cost, from the same entries.
+
 Where the teacher now runs on another device, number format or batch than when the cache was built, its last bits differ
 and `kl_stored` includes that. `same_ids` and `same_values` tell: the shares of positions at which all K ids, and all
-K fp16 values, are those that this run would store.
+K values, are those that this run would store; `same_hidden` says it of hidden states.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from qat_lora.cache import format as fmt
+from qat_lora.cache.codec import decode_values, encode_values
+from qat_lora.cache.head import read_head
+from qat_lora.cache.location import Place
 from qat_lora.cache.reader import CacheReader
 from qat_lora.cache.records import Fingerprint
 from qat_lora.errors import CacheError
-from qat_lora.types import Batch, LanguageModel
+from qat_lora.types import Batch, LanguageModel, OutputHead
 
 SMALLEST_K = 4
+Figures = dict[tuple[str, str, int], torch.Tensor]
+"""Values of N positions by name, encoding and k; shares of the whole cache have neither of these."""
 COLUMNS = (
-    ("k", "K", "d"),
+    ("k", "K", ",d"),
+    ("encoding", "stored as", "s"),
     ("bytes_per_token", "bytes/token", ",.1f"),
     ("kl_stored", "KL stored", ".2e"),
     ("kl_stored_max", "largest", ".2e"),
@@ -46,7 +55,7 @@ COLUMNS = (
 @torch.no_grad()
 def audit(
     teacher: LanguageModel,
-    path: str | Path,
+    path: Place,
     teacher_sha256: str,
     *,
     rows: int = 8,
@@ -59,15 +68,16 @@ def audit(
 
     Args:
         teacher: the model, on `device` already.
-        path: the cache folder.
+        path: the cache folder or URL.
         teacher_sha256: of the model's weights.
         rows: how many rows; all, if there are fewer.
         device: where the token ids go.
         chunk_bytes: float64 logits held at a time.
 
     Returns:
-        JSON values: `rows`, `positions`, `same_ids`, `same_values`, `mass_defect` (largest |sum - 1|), and `by_k`, a
-        list of dicts with `k`, `bytes_per_token` and the figures described above (nats).
+        JSON values: `rows`, `positions`, `same_ids`, `same_values`, `same_hidden`, `mass_defect` (largest |sum - 1|),
+        and `by_k`, a list of dicts with `k`, `encoding`, `bytes_per_token` and the figures described above (nats);
+        `others` is such a list for encodings other than the cache's `value_dtype`.
 
     Raises:
         CacheError: no finished cache, another teacher, no position that counts in these rows.
@@ -76,34 +86,38 @@ def audit(
     held = reader.fingerprint
     check_teacher(held, path, teacher_sha256, teacher.vocab_size)
     chosen = np.unique(np.linspace(0, reader.rows("train") - 1, rows).astype(np.int64))
-    ks = head_sizes(held.top_k)
-    parts = [_audit_row(teacher, reader, int(row), ks, device, chunk_bytes) for row in chosen]
-    values = {name: np.concatenate([part[name] for part in parts], axis=-1) for name in parts[0]}
-    positions = values["same_ids"].size
+    head = read_head(path, held) if held.contents.hidden else None
+    parts = [_audit_row(teacher, reader, int(row), head, device, chunk_bytes) for row in chosen]
+    values = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    positions = next(iter(values.values())).size
     if not positions:
         raise CacheError(f"{path}: none of the {len(chosen)} rows looked at has a target; give more --rows")
-    by_k = [
+    defect = ("mass_defect", held.value_dtype)
+    lines = [
         {
             "k": k,
-            "bytes_per_token": _bytes_per_token(held, k),
-            "kl_stored": float(values["kl_stored"][i].mean()),
-            "kl_stored_max": float(values["kl_stored"][i].max()),
-            "tail_mass": float(values["tail_mass"][i].mean()),
-            "kl_even_tail": float(values["kl_even_tail"][i].mean()),
+            "encoding": encoding,
+            "bytes_per_token": _bytes_per_token(held, k, encoding),
+            "kl_stored": float(kl.mean()),
+            "kl_stored_max": float(kl.max()),
+            "tail_mass": float(values["tail_mass", encoding, k].mean()),
+            "kl_even_tail": float(values["kl_even_tail", encoding, k].mean()),
         }
-        for i, k in enumerate(ks)
+        for (name, encoding, k), kl in values.items()
+        if name == "kl_stored"
     ]
+    defects = [float(v.max()) for (name, encoding, _), v in values.items() if (name, encoding) == defect]
     return {
         "rows": len(chosen),
         "positions": positions,
-        "same_ids": float(values["same_ids"].mean()),
-        "same_values": float(values["same_values"].mean()),
-        "mass_defect": float(values["mass_defect"].max()),
-        "by_k": by_k,
+        **{name: float(v.mean()) for (name, _, _), v in values.items() if name.startswith("same_")},
+        "mass_defect": max(defects, default=0.0),
+        "by_k": [line for line in lines if line["encoding"] == held.value_dtype],
+        "others": [line for line in lines if line["encoding"] != held.value_dtype],
     }
 
 
-def check_teacher(held: Fingerprint, path: str | Path, teacher_sha256: str, vocab_size: int) -> None:
+def check_teacher(held: Fingerprint, path: Place, teacher_sha256: str, vocab_size: int) -> None:
     """Raise CacheError unless a model is the one that a cache was made by."""
     if teacher_sha256 != held.teacher_sha256 or vocab_size < held.vocab_size:
         raise CacheError(
@@ -113,8 +127,8 @@ def check_teacher(held: Fingerprint, path: str | Path, teacher_sha256: str, voca
 
 
 def head_sizes(top_k: int) -> list[int]:
-    """Return 4, 8, 16, … below K, and K."""
-    sizes = [top_k]
+    """Return 4, 8, 16, … below K, and K; nothing for K = 0."""
+    sizes = [top_k] if top_k else []
     k = SMALLEST_K
     while k < top_k:
         sizes.insert(-1, k)
@@ -122,67 +136,123 @@ def head_sizes(top_k: int) -> list[int]:
     return sizes
 
 
-def _bytes_per_token(held: Fingerprint, k: int) -> float:
-    """Return what a cache of the same rows with K = k takes, records apart."""
-    return fmt.row_bytes(fmt.array_table(held.length, k, held.vocab_size, held.temperatures)) / held.length
+def _bytes_per_token(held: Fingerprint, k: int, encoding: str) -> float:
+    """Return what a cache of the same rows with K = k in this encoding takes, records and output head apart."""
+    own = held.contents._replace(tail_draws=0, draws=0)
+    if encoding == "hidden":
+        return fmt.row_bytes(fmt.array_table(own._replace(top_k=0))) / held.length
+    return fmt.row_bytes(fmt.array_table(own._replace(top_k=k, value_dtype=encoding, hidden=0))) / held.length
 
 
 def _audit_row(
-    teacher: LanguageModel, reader: CacheReader, row: int, ks: list[int], device: torch.device | str, chunk_bytes: int
-) -> dict[str, np.ndarray]:
-    """Return the figures of a row's targets: arrays [n], or [len(ks), n] where they depend on k."""
+    teacher: LanguageModel,
+    reader: CacheReader,
+    row: int,
+    head: OutputHead | None,
+    device: torch.device | str,
+    chunk_bytes: int,
+) -> dict[tuple[str, str, int], np.ndarray]:
+    """Return the figures of a row's targets, arrays [n]."""
     held = reader.fingerprint
-    stored = {k: reader.read("train", [row], k, (1.0,)) for k in ks}
-    whole = stored[held.top_k]
+    stored = {(held.value_dtype, k): reader.read("train", [row], k, (1.0,)) for k in head_sizes(held.top_k)}
+    whole = reader.read("train", [row], None, (1.0,))
+    if held.top_k and held.value_dtype == "float16":
+        stored |= {("uint8", k): _as_uint8(batch, whole) for (_, k), batch in list(stored.items())}
     ids_BL, documents_BL = (torch.from_numpy(whole[name]).to(device) for name in ("input_ids", "document_ids"))
     hidden_NH = teacher.hidden(ids_BL, documents_BL)[0, :-1]
     parts, start = [], 0
     for hidden in hidden_NH.split(max(1, chunk_bytes // (8 * held.vocab_size))):
         logits_NV = teacher.logits(hidden)[:, : held.vocab_size].float().cpu()  # not every device has float64
         part = slice(start, start + len(hidden))
-        parts.append(_compare(logits_NV, {k: _positions(batch, part) for k, batch in stored.items()}))
         start = part.stop
+        log_p_NV = torch.log_softmax(logits_NV.double(), dim=-1)
+        figures: Figures = {}
+        if held.top_k:
+            truth = _truth(log_p_NV, torch.from_numpy(whole["head_ids"][0, part]).long())
+            for (encoding, k), batch in stored.items():
+                found = _compare(truth, _positions(batch, part), k)
+                figures |= {(name, encoding, k): values for name, values in found.items()}
+            figures |= _same(logits_NV, whole, part, held)
+        if head is not None:
+            figures |= _compare_hidden(log_p_NV, hidden.float().cpu(), whole["teacher_hidden"][0, part], head)
+        parts.append(figures)
     counts = whole["target_mask"][0]
-    return {name: torch.cat([p[name] for p in parts], dim=-1).numpy()[..., counts] for name in parts[0]}
+    return {name: torch.cat([p[name] for p in parts]).numpy()[counts] for name in parts[0]}
+
+
+def _as_uint8(batch: Batch, whole: Batch) -> Batch:
+    """Return a batch whose values went through `uint8` codes, made for all K entries as a builder would."""
+    k = batch["head_logits"].shape[-1]
+    values = decode_values(encode_values(whole["head_logits"], "uint8"), whole["head_logits"].shape[-1])
+    return {**batch, "head_logits": values[..., :k]}
 
 
 def _positions(batch: Batch, part: slice) -> dict[str, torch.Tensor]:
-    names = ("head_ids", "head_logits", "lse", "log_tail")
-    return {name: torch.from_numpy(batch[name][0, part]) for name in names}
+    names = ("head_logits", "lse", "log_tail")
+    return {name: torch.from_numpy(batch[name][0, part]).double() for name in names}
 
 
-def _compare(logits_NV: torch.Tensor, stored: dict[int, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return the figures of N positions."""
-    vocab_size, top_k = logits_NV.shape[-1], max(stored)
-    ids_NK = stored[top_k]["head_ids"].long()
-    log_p_NV = torch.log_softmax(logits_NV.double(), dim=-1)
-    head_NK = log_p_NV.gather(-1, ids_NK)
+class _Truth(NamedTuple):
+    """The teacher now, as far as heads of any k need it."""
+
+    head_NK: torch.Tensor
+    """Log-probabilities of the K stored entries."""
+    tail_N: torch.Tensor
+    """Log-probability of all others."""
+    tail_plogp_N: torch.Tensor
+    """Sum of p log p over all others."""
+    vocab_size: int
+
+
+def _truth(log_p_NV: torch.Tensor, ids_NK: torch.Tensor) -> _Truth:
     outside_NV = log_p_NV.scatter(-1, ids_NK, -torch.inf)
     tail_N = torch.logsumexp(outside_NV, dim=-1)
-    tail_plogp_N = _plogp(outside_NV).sum(-1)
-    figures: dict[str, list[torch.Tensor]] = {"kl_stored": [], "tail_mass": [], "kl_even_tail": [], "mass_defect": []}
-    for k, read in stored.items():
-        dropped_NK = head_NK[:, k:]
-        log_tail_N = torch.logsumexp(torch.cat([tail_N[:, None], dropped_NK], dim=-1), dim=-1)
-        log_p = torch.cat([head_NK[:, :k], log_tail_N[:, None]], dim=-1)
-        head = read["head_logits"].double() - read["lse"].double()[:, None]
-        log_q = torch.cat([head, read["log_tail"].double()[:, None]], dim=-1)
-        log_sum = torch.logsumexp(log_q, dim=-1, keepdim=True)
-        terms = log_p.exp() * (log_p - log_q + log_sum)
-        kl = torch.where(log_p > -torch.inf, terms, 0.0).sum(-1)
-        # Within the tail: sum of p log p, less what "anything else" as one outcome has of it, against 1 / (V - k).
-        inside = tail_plogp_N + _plogp(dropped_NK).sum(-1) - _plogp(log_tail_N)
-        figures["kl_stored"].append(kl)
-        figures["tail_mass"].append(log_tail_N.exp())
-        figures["kl_even_tail"].append(kl + inside + log_tail_N.exp() * np.log(max(1, vocab_size - k)))
-        figures["mass_defect"].append((log_sum.exp() - 1).abs()[:, 0])
-    fresh = torch.topk(logits_NV, top_k, dim=-1)
-    values = (fresh.values - fresh.values[:, :1]).clamp(min=-65504.0).half()
+    return _Truth(log_p_NV.gather(-1, ids_NK), tail_N, _plogp(outside_NV).sum(-1), log_p_NV.shape[-1])
+
+
+def _compare(truth: _Truth, read: dict[str, torch.Tensor], k: int) -> dict[str, torch.Tensor]:
+    """Return the figures of N positions for the first k of K entries."""
+    dropped_NK = truth.head_NK[:, k:]
+    log_tail_N = torch.logsumexp(torch.cat([truth.tail_N[:, None], dropped_NK], dim=-1), dim=-1)
+    log_p = torch.cat([truth.head_NK[:, :k], log_tail_N[:, None]], dim=-1)
+    log_q = torch.cat([read["head_logits"] - read["lse"][:, None], read["log_tail"][:, None]], dim=-1)
+    log_sum = torch.logsumexp(log_q, dim=-1, keepdim=True)
+    terms = log_p.exp() * (log_p - log_q + log_sum)
+    kl = torch.where(log_p > -torch.inf, terms, 0.0).sum(-1)
+    # Within the tail: sum of p log p, less what "anything else" as one outcome has of it, against 1 / (V - k).
+    inside = truth.tail_plogp_N + _plogp(dropped_NK).sum(-1) - _plogp(log_tail_N)
     return {
-        **{name: torch.stack(lists) for name, lists in figures.items()},
-        "same_ids": (fresh.indices == ids_NK).all(-1),
-        "same_values": (values == stored[top_k]["head_logits"].half()).all(-1),
+        "kl_stored": kl,
+        "tail_mass": log_tail_N.exp(),
+        "kl_even_tail": kl + inside + log_tail_N.exp() * np.log(max(1, truth.vocab_size - k)),
+        "mass_defect": (log_sum.exp() - 1).abs()[:, 0],
     }
+
+
+def _same(logits_NV: torch.Tensor, whole: Batch, part: slice, held: Fingerprint) -> Figures:
+    """Say at which positions this run would store the same head."""
+    fresh = torch.topk(logits_NV, held.top_k, dim=-1)
+    logits = (fresh.values - fresh.values[:, :1]).numpy()
+    values = decode_values(encode_values(logits, held.value_dtype), held.top_k)
+    return {
+        ("same_ids", "", 0): torch.from_numpy((fresh.indices.numpy() == whole["head_ids"][0, part]).all(-1)).double(),
+        ("same_values", "", 0): torch.from_numpy((values == whole["head_logits"][0, part]).all(-1)).double(),
+    }
+
+
+def _compare_hidden(log_p_NV: torch.Tensor, fresh_NH: torch.Tensor, stored: np.ndarray, head: OutputHead) -> Figures:
+    """Return the figures of N positions that were stored as hidden states: a head of the whole vocabulary."""
+    stored_NH = torch.from_numpy(stored)
+    bias = None if head.bias_V is None else head.bias_V.float()
+    logits_NV = torch.nn.functional.linear(stored_NH.float(), head.weight_VH.float(), bias) * head.logit_scale
+    if head.softcap is not None:
+        logits_NV = head.softcap * torch.tanh(logits_NV / head.softcap)
+    kl = (log_p_NV.exp() * (log_p_NV - torch.log_softmax(logits_NV.double(), dim=-1))).sum(-1)
+    vocab_size = log_p_NV.shape[-1]
+    figures = {"kl_stored": kl, "tail_mass": torch.zeros_like(kl), "kl_even_tail": kl}
+    same = (fresh_NH.half() == stored_NH).all(-1).double()
+    by_name = {(name, "hidden", vocab_size): values for name, values in figures.items()}
+    return by_name | {("same_hidden", "", 0): same}
 
 
 def _plogp(log_p: torch.Tensor) -> torch.Tensor:
@@ -191,13 +261,16 @@ def _plogp(log_p: torch.Tensor) -> torch.Tensor:
 
 def table_rows(report: dict[str, Any]) -> list[list[str]]:
     """Return header and rows of text cells, one row a K."""
-    body = [[format(row[key], form) for key, _, form in COLUMNS] for row in report["by_k"]]
+    lines = [*report["by_k"], *report.get("others", [])]
+    body = [[format(row[key], form) for key, _, form in COLUMNS] for row in lines]
     return [[title for _, title, _ in COLUMNS], *body]
 
 
 def summary(report: dict[str, Any]) -> str:
     """Return one line on what was looked at."""
+    kinds = {"same_ids": "ids", "same_values": "values", "same_hidden": "hidden states"}
+    same = ", ".join(f"{words} at {report[name]:.1%}" for name, words in kinds.items() if name in report)
     return (
-        f"{report['positions']:,} positions in {report['rows']} rows; ids as stored at {report['same_ids']:.1%}, "
-        f"values at {report['same_values']:.1%}; head and tail sum to 1 within {report['mass_defect']:.1e}"
+        f"{report['positions']:,} positions in {report['rows']} rows; as stored: {same}; head and tail sum to 1 "
+        f"within {report['mass_defect']:.1e}"
     )

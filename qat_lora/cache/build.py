@@ -2,11 +2,8 @@
 
 The teacher is a `LanguageModel`: hidden states first, logits after, for as few positions at a time as
 `chunk_bytes` allows. At 151,936 entries a batch of 8 × 1,024 tokens has 5 GB of float32 logits, and `topk` and
-`logsumexp` want copies of that; here nothing of that size exists. Shapes are the same for every batch (the last is
-filled with rows that are not written), so that a compiling device compiles once.
-
-The mass outside the head is computed from the logits outside the head. As 1 − Σ of the head it would be
-rounding noise wherever it is small, and small is the usual case.
+`logsumexp` want copies of that; here nothing of that size exists (`sparse` takes a chunk's logits apart). Shapes are
+the same for every batch (the last is filled with rows that are not written), so that a compiling device compiles once.
 
 Packing, checksums and disk run in one background thread behind a short queue, hidden behind the teacher's next
 forward. An exception on either side stops both and surfaces here.
@@ -19,19 +16,23 @@ import itertools
 import queue
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from qat_lora.cache import format as fmt
+from qat_lora.cache.codec import DRAWN
 from qat_lora.cache.records import Fingerprint
+from qat_lora.cache.sparse import sparse_arrays
+from qat_lora.cache.uniforms import row_uniforms
 from qat_lora.cache.writer import CacheWriter
 from qat_lora.errors import CacheError, ConfigError
-from qat_lora.types import LanguageModel, temperature_key
+from qat_lora.types import LanguageModel
 
 _QUEUED_BATCHES = 2
+CHUNK_BYTES = 64 << 20
 
 
 class Row(Protocol):
@@ -75,37 +76,50 @@ def teacher_arrays(
     vocab_size: int,
     top_k: int,
     temperatures: Sequence[float],
-    chunk_bytes: int = 64 << 20,
+    uniforms: Mapping[str, torch.Tensor] | None = None,
+    keep_hidden: bool = False,
+    chunk_bytes: int = CHUNK_BYTES,
+    piece_bytes: int | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return head and tail of a batch, on the teacher's device.
 
+    Args:
+        teacher: the model.
+        input_ids_BL: rows of tokens.
+        document_ids_BL: which document of its row a token belongs to.
+        vocab_size: V.
+        top_k: K; 0 for no head and no sums.
+        temperatures: of the sums.
+        uniforms: what is to be drawn, `tail_draw_ids` or `draw_ids`, and the random numbers [B, L-1, D, 2] for it.
+        keep_hidden: whether to return hidden states.
+        chunk_bytes: float32 logits held at a time.
+        piece_bytes: float32 logits worked on at a time (`sparse`); None for a chunk.
+
     Returns:
-        `head_ids` int32 and `head_logits` float32 [B, L-1, K] in rank order, and `lse`, `log_tail` float32
-        [B, L-1] for every temperature.
+        `head_ids` int32 and `head_logits` float32 [B, L-1, K] in rank order, `lse`, `log_tail` float32 [B, L-1] for
+        every temperature; where they are asked for `tail_draw_ids`, `draw_ids` int32 [B, L-1, D] and
+        `teacher_hidden` float32 [B, L-1, H].
     """
     batch, length = input_ids_BL.shape
     hidden = teacher.hidden(input_ids_BL, document_ids_BL)[:, :-1]
+    kept = {"teacher_hidden": hidden.float()} if keep_hidden else {}
+    if not (top_k or uniforms):
+        return kept
     hidden_NH = hidden.reshape(batch * (length - 1), hidden.shape[-1])
     chunk_positions = max(1, chunk_bytes // (4 * vocab_size))
+    flat = {name: numbers.flatten(0, 1).split(chunk_positions) for name, numbers in (uniforms or {}).items()}
     chunks = [
-        _sparse(teacher.logits(part)[:, :vocab_size].float(), top_k, temperatures)
-        for part in hidden_NH.split(chunk_positions)
+        sparse_arrays(
+            teacher.logits(part)[:, :vocab_size],
+            top_k,
+            temperatures,
+            {name: parts[number] for name, parts in flat.items()},
+            piece_bytes,
+        )
+        for number, part in enumerate(hidden_NH.split(chunk_positions))
     ]
     joined = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
-    return {name: values.reshape(batch, length - 1, *values.shape[1:]) for name, values in joined.items()}
-
-
-def _sparse(logits_NV: torch.Tensor, top_k: int, temperatures: Sequence[float]) -> dict[str, torch.Tensor]:
-    head_NK, ids_NK = torch.topk(logits_NV, top_k, dim=-1, sorted=True)
-    top_N1 = head_NK[:, :1]
-    shifted_NV = logits_NV - top_N1
-    tail_NV = shifted_NV.scatter(-1, ids_NK, -torch.inf)
-    arrays = {"head_ids": ids_NK.to(torch.int32), "head_logits": head_NK - top_N1}
-    for temperature in temperatures:
-        lse_N = torch.logsumexp(shifted_NV / temperature, dim=-1)
-        arrays[temperature_key("lse", temperature)] = lse_N
-        arrays[temperature_key("log_tail", temperature)] = torch.logsumexp(tail_NV / temperature, dim=-1) - lse_N
-    return arrays
+    return kept | {name: values.reshape(batch, length - 1, *values.shape[1:]) for name, values in joined.items()}
 
 
 def build_kd_cache(
@@ -117,7 +131,8 @@ def build_kd_cache(
     batch_rows: int = 8,
     device: torch.device | str = "cpu",
     max_rows: int | None = None,
-    chunk_bytes: int = 64 << 20,
+    chunk_bytes: int = CHUNK_BYTES,
+    piece_bytes: int | None = None,
     quiet: bool = False,
 ) -> BuildReport:
     """Run the teacher over the rows and complete the cache.
@@ -132,6 +147,7 @@ def build_kd_cache(
         device: where the token ids go.
         max_rows: stop at this many training rows of this builder (those of earlier runs counted): it has ended.
         chunk_bytes: float32 logits held at a time.
+        piece_bytes: float32 logits worked on at a time (`Runtime.piece_bytes`); None for a chunk.
         quiet: no progress bar.
 
     Raises:
@@ -163,7 +179,8 @@ def build_kd_cache(
     total_rows = None if left is None else left + len(eval_left)
     with _stop_on_sigterm() as stop, _progress(fingerprint, total_rows, quiet) as bar, _Behind(writer) as behind:
         while not stop.is_set() and (batch := list(itertools.islice(work, batch_rows))):
-            arrays = run_batch(teacher, [row for _, row in batch], fingerprint, batch_rows, device, chunk_bytes)
+            taken = [row for _, row in batch]
+            arrays = run_batch(teacher, taken, fingerprint, batch_rows, device, chunk_bytes, piece_bytes)
             behind.put(arrays, batch)
             bar.update(len(batch) * fingerprint.length)
     if stop.is_set():
@@ -179,7 +196,8 @@ def run_batch(
     fingerprint: Fingerprint,
     batch_rows: int,
     device: torch.device | str,
-    chunk_bytes: int = 64 << 20,
+    chunk_bytes: int = CHUNK_BYTES,
+    piece_bytes: int | None = None,
 ) -> dict[str, np.ndarray]:
     """Run the teacher over at most `batch_rows` rows.
 
@@ -188,14 +206,23 @@ def run_batch(
     """
     inputs = _inputs(rows, batch_rows, fingerprint.length)
     ids_BL, documents_BL = (torch.from_numpy(inputs[name]).to(device) for name in ("input_ids", "documents"))
+    held = fingerprint.contents
+    numbers = {
+        DRAWN[name]: row_uniforms(fingerprint.seed, name, rows, batch_rows, held.length, size)
+        for name, size in held.id_lists.items()
+        if name in DRAWN
+    }
     arrays = teacher_arrays(
         teacher,
         ids_BL,
         documents_BL,
-        vocab_size=fingerprint.vocab_size,
-        top_k=fingerprint.top_k,
-        temperatures=fingerprint.temperatures,
+        vocab_size=held.vocab_size,
+        top_k=held.top_k,
+        temperatures=held.temperatures,
+        uniforms={name: torch.from_numpy(values).to(device) for name, values in numbers.items()},
+        keep_hidden=held.hidden > 0,
         chunk_bytes=chunk_bytes,
+        piece_bytes=piece_bytes,
     )
     return {**inputs, **{name: values.cpu().numpy() for name, values in arrays.items()}}
 

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 
 from qat_lora.cache import format as fmt
+from qat_lora.cache.location import Place
 from qat_lora.cache.reader import CacheReader
 from qat_lora.cache.records import to_json
+from qat_lora.errors import CacheError
 from qat_lora.extras import pyplot
 
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
@@ -24,15 +26,13 @@ Decode = Callable[[list[int]], str]
 """Token ids to text."""
 
 
-def describe(
-    path: str | Path, *, show_rows: int = 2, show_tokens: int = 16, decode: Decode | None = None
-) -> dict[str, Any]:
+def describe(path: Place, *, show_rows: int = 2, show_tokens: int = 16, decode: Decode | None = None) -> dict[str, Any]:
     """Return a cache's fingerprint, sizes, tail-mass quantiles and the start of a few rows, as plain JSON values.
 
     Shards are not checked (`verify_cache` does that), so this is quick on any size.
 
     Args:
-        path: the cache folder.
+        path: the cache folder or URL.
         show_rows: rows of which the beginning is shown.
         show_tokens: positions shown of each.
         decode: of the cache's tokenizer; then the rows are shown as text too.
@@ -66,7 +66,9 @@ def describe(
         "tail_mass": {
             "mean": float(counted.mean()),
             **{f"p{q * 100:g}": float(np.quantile(counted, q)) for q in QUANTILES},
-        },
+        }
+        if held.top_k
+        else None,
         "rows": [_show(reader, int(row), show_tokens, decode) for row in chosen[:show_rows]],
     }
 
@@ -76,38 +78,40 @@ def _sample(reader: CacheReader) -> np.ndarray:
 
 
 def _tail_mass(reader: CacheReader, rows: np.ndarray) -> np.ndarray:
-    """Return the probability outside the head at every position of some rows that counts."""
+    """Return the probability outside the head at every position of some rows that counts: 1 where there is none."""
     masses = []
     for row in rows:
         batch = reader.read("train", [row], None, (1.0,))
-        masses.append(np.exp(batch["log_tail"][batch["target_mask"]], dtype=np.float64))
+        tails = batch.get("log_tail", np.zeros(batch["target_mask"].shape))
+        masses.append(np.exp(tails[batch["target_mask"]], dtype=np.float64))
     return np.concatenate(masses)
 
 
 def _show(reader: CacheReader, row: int, tokens: int, decode: Decode | None) -> dict[str, Any]:
     batch = reader.read("train", [row], min(_SHOWN_CHOICES, reader.fingerprint.top_k), (1.0,))
-    probabilities = np.exp(batch["head_logits"][0] - batch["lse"][0][:, None])
-    shown = {
-        "row": row,
-        "input_ids": batch["input_ids"][0][:tokens].tolist(),
-        "top_ids": batch["head_ids"][0][:tokens].tolist(),
-        "top_probabilities": np.round(probabilities[:tokens], 4).tolist(),
-    }
+    shown = {"row": row, "input_ids": batch["input_ids"][0][:tokens].tolist()}
+    if "head_ids" in batch:
+        probabilities = np.exp(batch["head_logits"][0] - batch["lse"][0][:, None])
+        shown["top_ids"] = batch["head_ids"][0][:tokens].tolist()
+        shown["top_probabilities"] = np.round(probabilities[:tokens], 4).tolist()
     if decode is not None:
         shown["tokens"] = [decode([token]) for token in shown["input_ids"]]
+    if decode is not None and "top_ids" in shown:
         shown["top_tokens"] = [[decode([token]) for token in choices] for choices in shown["top_ids"]]
     return shown
 
 
-def plot_tail_mass(path: str | Path, out: str | Path) -> None:
+def plot_tail_mass(path: Place, out: str | Path) -> None:
     """Draw how much probability the head misses, as a histogram over positions, as PNG.
 
     Raises:
-        CacheError: no finished cache.
+        CacheError: no finished cache, or one without a head.
         MissingExtraError: matplotlib is not installed.
     """
     plt = pyplot()
     reader = CacheReader(path, verify=False)
+    if not reader.fingerprint.top_k:
+        raise CacheError(f"{path}: holds hidden states instead of a head, so no mass is outside it; leave --plot out")
     mass = _tail_mass(reader, _sample(reader))
     figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
     edges = np.geomspace(_SMALLEST_MASS, 1, 61)
@@ -118,7 +122,7 @@ def plot_tail_mass(path: str | Path, out: str | Path) -> None:
         axis.legend()
     axis.set(xscale="log", xlim=(_SMALLEST_MASS, 1), ylabel="% of positions")
     axis.set_xlabel(f"probability outside the {reader.fingerprint.top_k} stored entries (1e-6 or less: first bar)")
-    axis.set_title(f"tail mass of {Path(path).name}, {mass.size:,} positions", fontsize=10)
+    axis.set_title(f"tail mass of {Path(str(path)).name}, {mass.size:,} positions", fontsize=10)
     axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(out, dpi=120)
     plt.close(figure)
@@ -129,7 +133,7 @@ def render(description: dict[str, Any]) -> str:
     held = description["fingerprint"]
     temperatures = ", ".join(f"{t:g}" for t in held["temperatures"])
     lines = [
-        f"{description['path']}: rows of {held['length']:,} tokens, the teacher's {held['top_k']} likeliest at each",
+        f"{description['path']}: rows of {held['length']:,} tokens, {_stored(held)} at each",
         *(
             f"{n:<12} {s['rows']:>9,} rows {s['shards']:>6,} shards {s['bytes'] / 1e6:>12,.1f} MB"
             for n, s in description["splits"].items()
@@ -139,7 +143,7 @@ def render(description: dict[str, Any]) -> str:
         f"packing      {held['packing']}",
         f"size         {description['bytes_per_token']:.0f} bytes a token",
         f"targets      {description['target_fraction']:.1%} of the positions count",
-        "tail mass    " + ", ".join(f"{name} {value:.2g}" for name, value in description["tail_mass"].items()),
+        *_mass_line(description["tail_mass"]),
         f"fingerprint  {description['fingerprint_sha256']}",
     ]
     for row in description["rows"]:
@@ -147,7 +151,25 @@ def render(description: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _stored(held: dict[str, Any]) -> str:
+    """Say in words what a position has."""
+    parts = [f"the teacher's {held['top_k']} likeliest ({held['value_dtype']})"] if held["top_k"] else []
+    words = {"tail_draws": "{} draws from the tail", "draws": "{} draws", "hidden": "its hidden state ({} wide)"}
+    for name, size, *_ in (text.split(":") for text in held["optional_arrays"]):
+        parts.append(words[name].format(size))
+    return ", ".join(parts)
+
+
+def _mass_line(masses: dict[str, float] | None) -> list[str]:
+    if masses is None:
+        return []
+    return ["tail mass    " + ", ".join(f"{name} {value:.2g}" for name, value in masses.items())]
+
+
 def _row_lines(row: dict[str, Any]) -> list[str]:
+    if "top_ids" not in row:
+        words = map(_quoted, row["tokens"]) if "tokens" in row else map(str, row["input_ids"])
+        return [f"row {row['row']}: tokens {' '.join(words)}"]
     if "tokens" not in row:
         first = ", ".join(_choices(map(str, row["top_ids"][0]), row["top_probabilities"][0]))
         return [f"row {row['row']}: tokens {' '.join(map(str, row['input_ids']))}", f"  after the first: {first}"]

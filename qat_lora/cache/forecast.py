@@ -9,18 +9,16 @@ layout of a shard is a pure function of its rows.
 from __future__ import annotations
 
 import itertools
-import os
-import shutil
 import statistics
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from qat_lora.cache import format as fmt
 from qat_lora.cache.build import Row, run_batch
+from qat_lora.cache.location import Place, locate
 from qat_lora.cache.records import Fingerprint
 from qat_lora.errors import TextError
 from qat_lora.types import LanguageModel
@@ -39,18 +37,22 @@ class Forecast(NamedTuple):
     hours: float
     bytes: int
     bytes_per_token: float
-    free_bytes: int
-    """On the file system of the cache folder."""
+    free_bytes: int | None
+    """On the file system of the cache folder; None on an object store, which tells of no end."""
 
     def lines(self) -> str:
         """Return it as text for a terminal."""
-        room = "enough" if self.free_bytes > self.bytes else "NOT ENOUGH: choose another --out or fewer --num-rows"
+        room = "unknown: an object store tells of no limit"
+        if self.free_bytes is not None:
+            enough = self.free_bytes > self.bytes
+            verdict = "enough" if enough else "NOT ENOUGH: choose another --out or fewer --num-rows"
+            room = f"{self.free_bytes / 1e6:,.1f} MB, {verdict}"
         return "\n".join(
             (
                 f"rows      {self.rows:,} for training, {self.eval_rows:,} for evaluation, {self.tokens:,} tokens",
                 f"time      {self.hours:,.3g} hours at {self.tokens_per_second:,.0f} tokens a second",
                 f"size      {self.bytes / 1e6:,.1f} MB, {self.bytes_per_token:.0f} bytes a token",
-                f"free      {self.free_bytes / 1e6:,.1f} MB, {room}",
+                f"free      {room}",
             )
         )
 
@@ -59,13 +61,15 @@ def forecast(
     teacher: LanguageModel,
     rows: Iterable[Row],
     fingerprint: Fingerprint,
-    out: str | Path,
+    out: Place,
     *,
     eval_rows: int = 0,
     batch_rows: int = 8,
     device: torch.device | str = "cpu",
     max_rows: int | None = None,
     shard_rows: int | None = None,
+    head_bytes: int = 0,
+    piece_bytes: int | None = None,
     quiet: bool = False,
 ) -> Forecast:
     """Time a few batches and say what building the rows will take.
@@ -74,12 +78,14 @@ def forecast(
         teacher: the model, on `device` already.
         rows: the training rows from their beginning. Without `max_rows` all of them are packed, to be counted.
         fingerprint: what the cache is to hold.
-        out: the cache folder; it need not exist and is not made.
+        out: the cache folder or URL; it need not exist and is not made.
         eval_rows: rows of the evaluation split that this build writes.
         batch_rows: rows of a forward.
         device: where the token ids go.
         max_rows: the build stops there.
         shard_rows: rows of a shard; default as in `CacheWriter`.
+        head_bytes: of the output head that is stored once.
+        piece_bytes: as in `build_kd_cache`.
         quiet: no progress bar while counting.
 
     Raises:
@@ -91,20 +97,20 @@ def forecast(
     first = list(itertools.islice(rest, min(batch_rows, max_rows or batch_rows)))
     if not first:
         raise TextError("text: has no row to time; give more text")
-    run_batch(teacher, first, fingerprint, batch_rows, device)  # compiles, fills caches
+    run_batch(teacher, first, fingerprint, batch_rows, device, piece_bytes=piece_bytes)  # compiles, fills caches
     seen, durations, ended = len(first), [], False
     for _ in range(TIMED_BATCHES):
         begun = time.perf_counter()
         batch = list(itertools.islice(rest, batch_rows))
         ended = len(batch) < batch_rows
-        run_batch(teacher, batch or first, fingerprint, batch_rows, device)
+        run_batch(teacher, batch or first, fingerprint, batch_rows, device, piece_bytes=piece_bytes)
         durations.append(time.perf_counter() - begun)
         seen += len(batch)
     if max_rows is None:
         seen += sum(1 for _ in tqdm(rest, desc="count", unit="row", disable=quiet, dynamic_ncols=True))
     count = seen if max_rows is None else min(seen, max_rows) if ended else max_rows
     per_shard = shard_rows or fmt.default_shard_rows(fingerprint.arrays)
-    size = sum(_split_bytes(fingerprint, part, per_shard) for part in (count, eval_rows))
+    size = head_bytes + sum(_split_bytes(fingerprint, part, per_shard) for part in (count, eval_rows))
     tokens = (count + eval_rows) * fingerprint.length
     rate = batch_rows * fingerprint.length / statistics.median(durations)
     return Forecast(
@@ -115,7 +121,7 @@ def forecast(
         hours=tokens / rate / 3600,
         bytes=size,
         bytes_per_token=size / tokens,
-        free_bytes=shutil.disk_usage(_existing(Path(out))).free,
+        free_bytes=locate(out).free_bytes(),
     )
 
 
@@ -124,8 +130,3 @@ def _split_bytes(fingerprint: Fingerprint, rows: int, per_shard: int) -> int:
     full, rest = divmod(rows, per_shard)
     sizes = (fmt.layout(fingerprint.arrays, n, fingerprint.sha256).total_bytes if n else 0 for n in (per_shard, rest))
     return full * next(sizes) + next(sizes)
-
-
-def _existing(path: Path) -> Path:
-    path = Path(os.path.abspath(path))
-    return next(folder for folder in (path, *path.parents) if folder.exists())

@@ -5,9 +5,9 @@ arithmetic, and nothing in it can be executed. The alternatives lose: pickled `.
 whole; MDS and Parquet need their library to find a row; zarr has no row access below its chunks. What
 safetensors lacks, checksums and a commit protocol, is added beside it: see `records` and `commit`.
 
-The arrays of a shard are a pure function of the fingerprint (L, K, V, temperatures) and the row count. Readers
-therefore *compute* the header they expect and refuse any other, which leaves nothing to attack in a header:
-overlapping offsets, absent arrays and odd types are all just "not what was expected".
+The arrays of a shard are a pure function of the fingerprint (its `Contents`) and the row count. Readers therefore
+*compute* the header they expect and refuse any other, which leaves nothing to attack in a header: overlapping
+offsets, absent arrays and odd types are all just "not what was expected".
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ FORMAT = "qat-lora-kd-cache"
 VERSION = 1
 MANIFEST = "manifest.json"
 LOCK = ".lock"
+HEAD = "teacher_head.safetensors"
+"""The teacher's output head, in caches that hold its hidden states."""
 HEADER_LIMIT_BYTES = 1 << 20
 SIDECAR_LIMIT_BYTES = 1 << 20
 MANIFEST_LIMIT_BYTES = 64 << 20
@@ -72,26 +74,58 @@ class Layout(NamedTuple):
     total_bytes: int
 
 
-def array_table(length: int, top_k: int, vocab_size: int, temperatures: Sequence[float]) -> tuple[ArraySpec, ...]:
+class Contents(NamedTuple):
+    """What a shard holds of every position, as far as it decides the arrays."""
+
+    length: int
+    """L: tokens of a row."""
+    top_k: int
+    """K: head entries of a position; 0 where hidden states are stored instead of logits."""
+    vocab_size: int
+    temperatures: Sequence[float] = (1.0,)
+    value_dtype: str = "float16"
+    tail_draws: int = 0
+    """Tokens drawn from the tail of a position."""
+    draws: int = 0
+    """Tokens drawn from the whole teacher."""
+    hidden: int = 0
+    """H: width of the teacher's hidden states; 0 where none are stored."""
+
+    @property
+    def id_lists(self) -> dict[str, int]:
+        """The lists of token ids that a position has, by array name, and their lengths."""
+        lists = {"ids": self.top_k, "tail_draws": self.tail_draws, "draws": self.draws}
+        return {name: entries for name, entries in lists.items() if entries}
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """The arrays of normalisers: `lse` and `log_tail` for each temperature; none without a head."""
+        if not self.top_k:
+            return ()
+        return tuple(temperature_key(name, t) for t in self.temperatures for name in ("lse", "log_tail"))
+
+
+def array_table(held: Contents) -> tuple[ArraySpec, ...]:
     """Return the arrays of a shard in file order: 4-byte types, then 2-byte, then single bytes.
 
     That order keeps every array aligned without padding, which safetensors does not allow.
     """
-    positions = (length - 1,)
-    head = (length - 1, top_k)
-    table: list[tuple[str, str, tuple[int, ...]]] = [("row_crc32", "<u4", ()), ("input_ids", "<i4", (length,))]
-    if vocab_size > PACKED_VOCAB:
-        table.append(("ids", "<i4", head))
-    for temperature in temperatures:
-        table.append((temperature_key("lse", temperature), "<f4", positions))
-        table.append((temperature_key("log_tail", temperature), "<f4", positions))
-    table.append(("val", "<f2", head))
-    if vocab_size <= PACKED_VOCAB:
-        table.append(("ids_lo", "<u2", head))
-    if SHORT_VOCAB < vocab_size <= PACKED_VOCAB:
-        table.append(("ids_hi", "|u1", (length - 1, -(-top_k // 4))))
-    table.append(("loss_mask", "|u1", (length,)))
-    table.append(("doc_starts", "|u1", (-(-length // 8),)))
+    positions = held.length - 1
+    wide, packed = held.vocab_size > PACKED_VOCAB, SHORT_VOCAB < held.vocab_size <= PACKED_VOCAB
+    lists = held.id_lists.items()
+    table: list[tuple[str, str, tuple[int, ...]]] = [("row_crc32", "<u4", ()), ("input_ids", "<i4", (held.length,))]
+    table += [(name, "<i4", (positions, entries)) for name, entries in lists if wide]
+    table += [(name, "<f4", (positions,)) for name in held.sums]
+    if held.top_k:
+        floats, codes = ("val", "<f2", (positions, held.top_k)), ("val_range", "<f2", (positions,))
+        table.append(floats if held.value_dtype == "float16" else codes)
+    if held.hidden:
+        table.append(("hidden", "<f2", (positions, held.hidden)))
+    table += [(f"{name}_lo", "<u2", (positions, entries)) for name, entries in lists if not wide]
+    if held.top_k and held.value_dtype == "uint8":
+        table.append(("val", "|u1", (positions, held.top_k)))
+    table += [(f"{name}_hi", "|u1", (positions, -(-entries // 4))) for name, entries in lists if packed]
+    table += [("loss_mask", "|u1", (held.length,)), ("doc_starts", "|u1", (-(-held.length // 8),))]
     return tuple(ArraySpec(name, np.dtype(dtype), shape) for name, dtype, shape in table)
 
 

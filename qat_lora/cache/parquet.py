@@ -1,7 +1,7 @@
 """A cache as one Parquet file, for tools that know nothing of our format: DuckDB, pandas, polars, datasets.
 
 Nothing is lost or derived: every array of a shard becomes a column, one record a row of the cache, ids unpacked and
-document starts spelled out, values in the float16 in which they are stored. The cache itself is not Parquet because a
+document starts spelled out, fp16 values as they are stored. The cache itself is not Parquet because a
 trainer asks for single rows in random order, and Parquet decodes a whole group of them to find one.
 
 Groups of rows are written as they are read, from shards that are checked first, so memory does not grow with the cache.
@@ -18,21 +18,21 @@ from typing import Any
 import numpy as np
 
 from qat_lora.cache import format as fmt
-from qat_lora.cache.codec import unpack_ids
+from qat_lora.cache.codec import DRAWN, decode_values, unpack_ids
 from qat_lora.cache.commit import publish, sync_folder, temporary
+from qat_lora.cache.location import Location, Place, locate
 from qat_lora.cache.reader import check_entry, map_file, shard_arrays
 from qat_lora.cache.records import Fingerprint, to_json
-from qat_lora.cache.store import Progress, check_shard_bytes, read_manifest
+from qat_lora.cache.store import Progress, check_loaded, read_manifest
 from qat_lora.errors import CacheError, OutputExistsError
 from qat_lora.extras import require
-from qat_lora.types import temperature_key
 
 GROUP_BYTES = 32 << 20
 """Stored bytes that make a row group, about; a group does not reach over the end of a shard."""
 
 
 def export_parquet(
-    path: str | Path,
+    path: Place,
     out: str | Path,
     split: str = "train",
     *,
@@ -42,12 +42,14 @@ def export_parquet(
     """Write a split of a cache to a Parquet file, which appears when it is whole.
 
     Columns, all of fixed-size lists, for rows of L tokens and K head entries: `input_ids` int32 [L], `loss_mask` uint8
-    [L], `doc_starts` bool [L], `head_ids` int32 [L-1, K], `head_logits` float16 [L-1, K] (logit minus the position's
-    largest), `lse` and `log_tail` float32 [L-1], with `lse@2` and so on for other temperatures. The log-probability
-    of an entry is `head_logits` / T - `lse`. The file's metadata holds the fingerprint as JSON.
+    [L], `doc_starts` bool [L], `head_ids` int32 [L-1, K], `head_logits` [L-1, K] (logit minus the position's largest;
+    float16, or float32 where the cache stores it as uint8 codes), `lse` and `log_tail` float32 [L-1], with `lse@2` and
+    so on for other temperatures; where the cache has them `tail_draw_ids` and `draw_ids` int32 [L-1, D] and
+    `teacher_hidden` float16 [L-1, H]. The log-probability of an entry is `head_logits` / T - `lse`. The file's metadata
+    holds the fingerprint as JSON; the teacher's output head is not copied: it lies in the cache's folder.
 
     Args:
-        path: the cache folder.
+        path: the cache folder or URL.
         out: the file.
         split: `train` or `eval`.
         group_bytes: about how many stored bytes make a row group.
@@ -63,7 +65,7 @@ def export_parquet(
         OutputExistsError: there is a file of that name.
     """
     arrow, parquet = require("pyarrow", "hub"), require("pyarrow.parquet", "hub")
-    path, out = Path(path), Path(out)
+    path, out = locate(path), Path(out)
     manifest = read_manifest(path)
     if not manifest.rows(split):
         raise CacheError(f"{path}: has no rows in the {split} split; build it with --eval-rows to have one")
@@ -93,15 +95,16 @@ def export_parquet(
     return {"out": str(out), "split": split, "rows": manifest.rows(split), "row_groups": groups, "bytes": size}
 
 
-def _groups(path: Path, split: str, group_bytes: int, progress: Progress | None) -> Iterator[dict[str, np.ndarray]]:
+def _groups(path: Location, split: str, group_bytes: int, progress: Progress | None) -> Iterator[dict[str, np.ndarray]]:
     """Yield the columns of some rows at a time, each array [rows, ...]."""
     manifest = read_manifest(path)
     held = manifest.fingerprint
     step = max(1, group_bytes // fmt.row_bytes(held.arrays))
     for entry in manifest.shards(split):
         check_entry(path, entry, held)
-        check_shard_bytes(path, entry, progress)
-        arrays = shard_arrays(map_file(path, entry), path, entry, held)
+        data = map_file(path, entry, preload=path.far)
+        check_loaded(path, entry, data, progress)
+        arrays = shard_arrays(data, path, entry, held)
         for start in range(0, entry.rows, step):
             yield _columns({name: array[start : start + step] for name, array in arrays.items()}, held)
 
@@ -112,23 +115,34 @@ def _columns(arrays: Mapping[str, np.ndarray], held: Fingerprint) -> dict[str, n
         "input_ids": arrays["input_ids"],
         "loss_mask": arrays["loss_mask"],
         "doc_starts": starts.astype(np.bool_),
-        "head_ids": unpack_ids(arrays, held.top_k),
-        "head_logits": arrays["val"],
     }
-    return columns | {name: arrays[name] for name in _sums(held)}
-
-
-def _sums(held: Fingerprint) -> list[str]:
-    return [temperature_key(name, t) for t in held.temperatures for name in ("lse", "log_tail")]
+    contents = held.contents
+    if contents.top_k:
+        stored = contents.value_dtype == "float16"
+        columns["head_ids"] = unpack_ids(arrays, contents.top_k)
+        columns["head_logits"] = arrays["val"] if stored else decode_values(arrays, contents.top_k)
+    for name, size in contents.id_lists.items():
+        if name in DRAWN:
+            columns[DRAWN[name]] = unpack_ids(arrays, size, name=name)
+    if contents.hidden:
+        columns["teacher_hidden"] = arrays["hidden"]
+    return columns | {name: arrays[name] for name in contents.sums}
 
 
 def _schema(arrow: Any, held: Fingerprint) -> Any:
+    contents = held.contents
     tokens, positions = held.length, held.length - 1
-    head = {"head_ids": arrow.int32(), "head_logits": arrow.float16()}
+    lists: dict[str, tuple[Any, int]] = {}
+    if contents.top_k:
+        values = arrow.float16() if contents.value_dtype == "float16" else arrow.float32()
+        lists = {"head_ids": (arrow.int32(), contents.top_k), "head_logits": (values, contents.top_k)}
+    lists |= {DRAWN[name]: (arrow.int32(), size) for name, size in contents.id_lists.items() if name in DRAWN}
+    if contents.hidden:
+        lists["teacher_hidden"] = (arrow.float16(), contents.hidden)
     row = {"input_ids": arrow.int32(), "loss_mask": arrow.uint8(), "doc_starts": arrow.bool_()}
     fields = [(name, arrow.list_(kind, tokens)) for name, kind in row.items()]
-    fields += [(name, arrow.list_(arrow.list_(kind, held.top_k), positions)) for name, kind in head.items()]
-    fields += [(name, arrow.list_(arrow.float32(), positions)) for name in _sums(held)]
+    fields += [(name, arrow.list_(arrow.list_(kind, size), positions)) for name, (kind, size) in lists.items()]
+    fields += [(name, arrow.list_(arrow.float32(), positions)) for name in contents.sums]
     return arrow.schema(fields, metadata={fmt.FORMAT: json.dumps(to_json(held))})
 
 

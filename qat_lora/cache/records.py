@@ -10,10 +10,12 @@ checksums over a prefix of the bytes do not.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
 import os
+import re
 import stat
 import typing
 from collections.abc import Mapping
@@ -28,6 +30,40 @@ from qat_lora.errors import CacheDamaged, CacheError, ConfigError
 R = TypeVar("R")
 _SEAL = '"checksum": "'
 _SEAL_END = '"\n}\n'
+VALUE_DTYPES = ("float16", "uint8")
+_OPTIONAL = re.compile(r"(tail_draws|draws):([1-9][0-9]{0,5})|(hidden):([1-9][0-9]{0,6}):([0-9a-f]{64})")
+_OPTIONAL_ORDER = ("tail_draws", "draws", "hidden")
+
+
+def optional_arrays(
+    tail_draws: int = 0, draws: int = 0, hidden: int = 0, head_sha256: str | None = None
+) -> tuple[str, ...]:
+    """Return the names by which a fingerprint says what is stored beyond the standard arrays.
+
+    Args:
+        tail_draws: tokens drawn from the tail of each position; 0: none.
+        draws: tokens drawn from the whole teacher; 0: none.
+        hidden: width H of the stored hidden states; 0: none.
+        head_sha256: of the file with the teacher's output head, where hidden states are stored.
+    """
+    counts = {"tail_draws": tail_draws, "draws": draws}
+    names = [f"{name}:{count}" for name, count in counts.items() if count]
+    return (*names, f"hidden:{hidden}:{head_sha256}") if hidden else tuple(names)
+
+
+def _parse_optional(names: tuple[str, ...]) -> dict[str, tuple[int, str | None]]:
+    """Return size and hash by name; names that are unknown, repeated or out of order are refused."""
+    found: dict[str, tuple[int, str | None]] = {}
+    for text in names:
+        match = _OPTIONAL.fullmatch(text)
+        name = (match[1] or match[3]) if match else ""
+        if not match or any(_OPTIONAL_ORDER.index(name) <= _OPTIONAL_ORDER.index(earlier) for earlier in found):
+            raise ConfigError(
+                f"optional_arrays: {names!r} does not fit; allowed, in this order: tail_draws:8, draws:32, "
+                "hidden:1024:<sha256 of the teacher's output head>; a newer qat-lora may know more"
+            )
+        found[name] = (int(match[2] or match[4]), match[5])
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,24 +86,28 @@ class Fingerprint:
     length: int
     """L: tokens of a row."""
     top_k: int
-    """K: head entries of a position."""
+    """K: head entries of a position; 0 where hidden states are stored instead of logits."""
     temperatures: tuple[float, ...] = (1.0,)
     value_dtype: str = "float16"
+    """How head values are stored: `float16`, or `uint8` (codes and a range a position)."""
     seed: int = 0
     eval_rows: int = 0
     builder: str = ""
     """Software and number format that ran the teacher: another stack gives other last bits."""
     optional_arrays: tuple[str, ...] = ()
-    """Arrays beyond the standard ones; this version knows none and refuses a cache that has any."""
+    """What is stored beyond the standard arrays; `optional_arrays` makes the names."""
 
     def __post_init__(self) -> None:
+        extras = _parse_optional(self.optional_arrays)
+        fewest = 0 if "hidden" in extras else 1
+        heads = f"1 to vocab_size = {self.vocab_size}, or 0 with --hidden"
         rules = [
             ("length", self.length, 2 <= self.length < 1 << 24, "2 or more tokens: a row of 1 predicts nothing"),
             ("vocab_size", self.vocab_size, 1 <= self.vocab_size < 1 << 31, "1 to 2^31 - 1"),
-            ("top_k", self.top_k, 1 <= self.top_k <= self.vocab_size, f"1 to vocab_size = {self.vocab_size}"),
-            ("value_dtype", self.value_dtype, self.value_dtype == "float16", "float16"),
+            ("top_k", self.top_k, fewest <= self.top_k <= self.vocab_size, heads),
+            ("value_dtype", self.value_dtype, self.value_dtype in VALUE_DTYPES, " or ".join(VALUE_DTYPES)),
             ("eval_rows", self.eval_rows, self.eval_rows >= 0, "0 or more"),
-            ("optional_arrays", self.optional_arrays, not self.optional_arrays, "none in this version"),
+            ("tail_draws", self.optional_arrays, self.top_k or "tail_draws" not in extras, "none where --top-k is 0"),
         ]
         for name, given, fits, allowed in rules:
             if not fits:
@@ -81,9 +121,20 @@ class Fingerprint:
             )
 
     @property
+    def contents(self) -> fmt.Contents:
+        """What a shard holds of every position."""
+        sizes = {name: size for name, (size, _) in _parse_optional(self.optional_arrays).items()}
+        return fmt.Contents(self.length, self.top_k, self.vocab_size, self.temperatures, self.value_dtype, **sizes)
+
+    @property
+    def head_sha256(self) -> str | None:
+        """The sha256 of the teacher's output head in the folder; None where the cache holds no hidden states."""
+        return _parse_optional(self.optional_arrays).get("hidden", (0, None))[1]
+
+    @property
     def arrays(self) -> tuple[fmt.ArraySpec, ...]:
         """The arrays of every shard."""
-        return fmt.array_table(self.length, self.top_k, self.vocab_size, self.temperatures)
+        return fmt.array_table(self.contents)
 
     @property
     def sha256(self) -> str:
@@ -181,7 +232,7 @@ def render(record: Any) -> bytes:
     return (body + hashlib.sha256(body.encode()).hexdigest() + _SEAL_END).encode()
 
 
-def read_bounded(path: Path, limit_bytes: int) -> bytes:
+def read_bounded(path: str | Path, limit_bytes: int) -> bytes:
     """Read a small regular file, following no link.
 
     Raises:
@@ -195,7 +246,7 @@ def read_bounded(path: Path, limit_bytes: int) -> bytes:
     return data
 
 
-def open_regular(path: Path) -> typing.BinaryIO:
+def open_regular(path: str | Path) -> typing.BinaryIO:
     """Open a regular file for reading; a link, pipe or device is refused rather than followed.
 
     Raises:
@@ -262,8 +313,13 @@ def strict_json(text: str) -> Any:
     return json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
 
 
+@functools.cache
+def _hints(cls: Any) -> dict[str, Any]:
+    return typing.get_type_hints(cls)  # once: a manifest has an entry for every shard
+
+
 def _build(cls: type[R], tree: Mapping[str, Any], where: str) -> R:
-    hints = typing.get_type_hints(cls)
+    hints = _hints(typing.cast(Any, cls))
     if tree.keys() != hints.keys():
         odd = sorted(tree.keys() ^ hints.keys())
         raise ValueError(f"{where}: keys that should not be there, or are missing: {', '.join(map(repr, odd))}")

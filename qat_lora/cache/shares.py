@@ -15,12 +15,11 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 from qat_lora.cache import format as fmt
-from qat_lora.cache.commit import exclusive, sharing
-from qat_lora.cache.records import Fingerprint, Part, ShardEntry, parse, read_bounded
+from qat_lora.cache.location import Location
+from qat_lora.cache.records import Fingerprint, Part, ShardEntry, parse
 from qat_lora.cache.store import read_sidecars
 from qat_lora.errors import CacheDamaged, ConfigError, OutputExistsError
 
@@ -62,7 +61,7 @@ class Share(NamedTuple):
         return rows * (self.builder + 1) // self.builders - rows * self.builder // self.builders
 
     @contextlib.contextmanager
-    def locked(self, folder: Path) -> Iterator[None]:
+    def locked(self, folder: Location) -> Iterator[None]:
         """Keep out the same builder a second time, and builders that divide the work differently.
 
         Raises:
@@ -70,23 +69,24 @@ class Share(NamedTuple):
         """
         with contextlib.ExitStack() as stack:
             if self.builders == 1:
-                stack.enter_context(exclusive(folder / fmt.LOCK))
+                stack.enter_context(folder.exclusive(fmt.LOCK))
             else:
-                stack.enter_context(sharing(folder / fmt.LOCK))
-                stack.enter_context(exclusive(folder / f"{fmt.LOCK}.{self.builder}"))
+                stack.enter_context(folder.sharing(fmt.LOCK))
+                stack.enter_context(folder.exclusive(f"{fmt.LOCK}.{self.builder}"))
             yield
 
 
-def read_part(folder: Path, share: Share, fingerprint: Fingerprint) -> Part | None:
+def read_part(folder: Location, share: Share, fingerprint: Fingerprint) -> Part | None:
     """Return a builder's record of having ended, None while it has not.
 
     Raises:
         CacheDamaged: it is not what was written.
         OutputExistsError: it belongs to another cache, or to a build by another number of builders.
     """
-    file = folder / fmt.part_name(share.builder)
+    name = fmt.part_name(share.builder)
+    file = f"{folder}/{name}"
     try:
-        part = parse(Part, read_bounded(file, fmt.SIDECAR_LIMIT_BYTES), str(file))
+        part = parse(Part, folder.read(name, fmt.SIDECAR_LIMIT_BYTES), file)
     except FileNotFoundError:
         return None
     if part.builder != share.builder:
@@ -99,12 +99,12 @@ def read_part(folder: Path, share: Share, fingerprint: Fingerprint) -> Part | No
     return part
 
 
-def missing_parts(folder: Path, builders: int, fingerprint: Fingerprint) -> tuple[int, ...]:
+def missing_parts(folder: Location, builders: int, fingerprint: Fingerprint) -> tuple[int, ...]:
     """Return the builders that have not ended."""
     return tuple(i for i in range(builders) if read_part(folder, Share(i, builders), fingerprint) is None)
 
 
-def gather(folder: Path, builders: int, fingerprint: Fingerprint) -> dict[str, list[ShardEntry]]:
+def gather(folder: Location, builders: int, fingerprint: Fingerprint) -> dict[str, list[ShardEntry]]:
     """Return all builders' shards in row order; every builder must have ended.
 
     Raises:

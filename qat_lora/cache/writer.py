@@ -17,7 +17,6 @@ import contextlib
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -25,13 +24,23 @@ import numpy as np
 
 from qat_lora.cache import format as fmt
 from qat_lora.cache.codec import Arrays, encode_rows
-from qat_lora.cache.commit import in_turn, sync_folder, temporary, write_new
+from qat_lora.cache.head import HeadFile, check_head, write_head
+from qat_lora.cache.location import Place, locate
 from qat_lora.cache.records import Fingerprint, Manifest, Part, ShardEntry, Sidecar, render
 from qat_lora.cache.shares import Share, gather, missing_parts, read_part
-from qat_lora.cache.store import Progress, check_shard_bytes, committed, read_manifest, read_sidecar, read_sidecars
+from qat_lora.cache.store import (
+    Progress,
+    check_shard_bytes,
+    check_shard_size,
+    committed,
+    read_manifest,
+    read_sidecar,
+    read_sidecars,
+)
 from qat_lora.errors import CacheDamaged, CacheError, ConfigError, OutputExistsError
 
 _TEMPORARY = re.compile(r"\.([seb]-[0-9]{6})\.(safetensors|json)\.tmp")
+_MANIFEST_TEMPORARY = f".{fmt.MANIFEST}.tmp"
 
 
 class ResumeState(NamedTuple):
@@ -51,12 +60,13 @@ class CacheWriter:
     """Appends rows to a cache folder; a context manager that holds the folder's lock (a builder's own, if several).
 
     Args:
-        out: the cache folder, made if absent. A folder with the same fingerprint is resumed.
+        out: the cache folder or URL, made if absent. A folder with the same fingerprint is resumed.
         fingerprint: what the cache will hold.
         shard_rows: rows of a shard; default: about 128 MB.
         info: notes for people, kept in the manifest.
         overwrite: delete an existing cache in `out` first (its own files only).
         share: which of several builders this is.
+        head: the teacher's output head, for a cache that holds hidden states; written before the first row.
 
     Raises:
         ConfigError: `overwrite` with several builders.
@@ -64,13 +74,14 @@ class CacheWriter:
 
     def __init__(
         self,
-        out: str | Path,
+        out: Place,
         fingerprint: Fingerprint,
         shard_rows: int | None = None,
         *,
         info: Mapping[str, Any] | None = None,
         overwrite: bool = False,
         share: Share | None = None,
+        head: HeadFile | None = None,
     ) -> None:
         self.share = share or Share()
         if overwrite and self.share.builders > 1:
@@ -78,7 +89,7 @@ class CacheWriter:
                 f"overwrite: builder {self.share} would delete what the other builders have written; delete {out} "
                 "yourself before starting them, or choose another --out"
             )
-        self.out = Path(out)
+        self.out = locate(out)
         self.fingerprint = fingerprint
         self.shard_rows = shard_rows or fmt.default_shard_rows(fingerprint.arrays)
         self.finished = False
@@ -86,6 +97,7 @@ class CacheWriter:
         self.stopped = False
         self._info = dict(info or {})
         self._overwrite = overwrite
+        self._head = head
         self._stack = contextlib.ExitStack()
         self._entries: dict[str, list[ShardEntry]] = {"train": [], "eval": []}
         self._pending: list[Arrays] = []
@@ -172,8 +184,12 @@ class CacheWriter:
         self._flush()
         if self.share.builders == 1:
             self._check_rows(self._entries)
+        check_head(self.out, self.fingerprint, whole=not self.out.far)
         for entry in (*self._entries["eval"], *self._entries["train"]):
-            check_shard_bytes(self.out, entry, progress)
+            if self.out.far:  # was read back when it was put: no second transfer of everything
+                check_shard_size(self.out, entry)
+            else:
+                check_shard_bytes(self.out, entry, progress)
         if self.share.builders == 1:
             return self._wrap(lambda: self._seal(self._entries))
         return self._wrap(self._end)
@@ -194,24 +210,28 @@ class CacheWriter:
                 eval_shards=len(self._entries["eval"]),
                 fingerprint=self.fingerprint,
             )
-            write_new(self.out / fmt.part_name(self.share.builder), [render(part)], "part")
+            self.out.write_new(fmt.part_name(self.share.builder), [render(part)], "part")
             self._ended = True
-        with in_turn(self.out / f"{fmt.LOCK}.manifest"):
-            if (self.out / fmt.MANIFEST).exists():
+        with self.out.in_turn(f"{fmt.LOCK}.manifest"):
+            if self.out.has(fmt.MANIFEST):
                 self.finished = True
                 return read_manifest(self.out)
             if self.waiting_for():
                 return None
-            temporary(self.out / fmt.MANIFEST).unlink(missing_ok=True)  # of a builder that was killed right here
+            self.out.delete(_MANIFEST_TEMPORARY)  # of a builder that was killed right here
             entries = gather(self.out, self.share.builders, self.fingerprint)
             self._check_rows(entries)
-            return self._seal(entries)
+            try:
+                return self._seal(entries)
+            except OutputExistsError:  # on an object store nothing keeps two builders from ending at once
+                self.finished = True
+                return read_manifest(self.out)
 
     def _seal(self, entries: Mapping[str, Sequence[ShardEntry]]) -> Manifest:
         manifest = Manifest(
             fingerprint=self.fingerprint, train=tuple(entries["train"]), eval=tuple(entries["eval"]), info=self._info
         )
-        write_new(self.out / fmt.MANIFEST, [render(manifest)], "manifest")
+        self.out.write_new(fmt.MANIFEST, [render(manifest)], "manifest")
         self.finished = True
         return manifest
 
@@ -233,7 +253,7 @@ class CacheWriter:
 
     def _open(self) -> None:
         self._refuse_foreign()
-        self.out.mkdir(parents=True, exist_ok=True)
+        self.out.make()
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.share.locked(self.out))
             if self._overwrite:
@@ -241,11 +261,19 @@ class CacheWriter:
             else:
                 self._load()
             self._sweep()
+            if self.fingerprint.head_sha256 is not None and not self.finished:
+                self._keep_head()
             self._stack = stack.pop_all()
+
+    def _keep_head(self) -> None:
+        """Write the teacher's output head, or check the one that is there; of several builders one at a time."""
+        with self.out.in_turn(f"{fmt.LOCK}.manifest") if self.share.builders > 1 else contextlib.nullcontext():
+            self.out.delete(f".{fmt.HEAD}.tmp")  # of a builder that was killed right here
+            write_head(self.out, self.fingerprint, self._head)
 
     def _load(self) -> None:
         """Take over what is committed; raises before anything in the folder is changed."""
-        if (self.out / fmt.MANIFEST).exists() or (self.out / fmt.MANIFEST).is_symlink():
+        if self.out.has(fmt.MANIFEST):
             manifest = read_manifest(self.out)
             self._require_same(manifest.fingerprint)
             self.finished = True
@@ -288,30 +316,31 @@ class CacheWriter:
 
     def _refuse_foreign(self) -> None:
         """Refuse a folder that holds files and no sign of a cache: a mistyped --out."""
-        names = [path.name for path in self.out.iterdir()] if self.out.is_dir() else []
-        ours = (fmt.MANIFEST, fmt.LOCK)
+        names = self.out.names()
+        ours = (fmt.MANIFEST, fmt.LOCK, fmt.HEAD)
         if names and not any(name.startswith(ours) or fmt.parse_shard_name(name) for name in names):
             raise OutputExistsError(f"--out {self.out}: holds files and no KD cache; choose another folder")
 
     def _delete(self) -> None:
-        (self.out / fmt.MANIFEST).unlink(missing_ok=True)  # first: what remains after a kill is an unfinished build
-        for ending in ("json", "safetensors"):
-            for path in self.out.glob(f"*.{ending}"):
-                if fmt.parse_shard_name(path.stem) or fmt.is_part_name(path.name):
-                    path.unlink()
+        self.out.delete(fmt.MANIFEST)  # first: what remains after a kill is an unfinished build
+        self.out.delete(fmt.HEAD)
+        for name in self.out.names():
+            stem, _, ending = name.rpartition(".")
+            if ending in ("json", "safetensors") and (fmt.parse_shard_name(stem) or fmt.is_part_name(name)):
+                self.out.delete(name)
 
     def _sweep(self) -> None:
         """Remove what this builder left when it was killed: temporary files, shards that were never committed."""
         kept = {entry.shard for entries in self._entries.values() for entry in entries}
-        for path in sorted(self.out.iterdir()):
-            match = _TEMPORARY.fullmatch(path.name)
-            name = match[1] if match else path.stem
-            orphan = path.suffix == ".safetensors" and fmt.parse_shard_name(name) and name not in kept
+        for file in self.out.names():
+            match = _TEMPORARY.fullmatch(file)
+            name = match[1] if match else file.removesuffix(".safetensors")
+            orphan = name != file and fmt.parse_shard_name(name) and name not in kept
             if (orphan or match) and self.share.owns(int(name[2:])):
-                path.unlink()
+                self.out.delete(file)
         if self.share.builders == 1 or self.finished:  # else another builder may be writing it now
-            temporary(self.out / fmt.MANIFEST).unlink(missing_ok=True)
-        sync_folder(self.out)
+            self.out.delete(_MANIFEST_TEMPORARY)
+        self.out.settle()
 
     def _flush(self) -> None:
         if self._pending_rows:
@@ -340,9 +369,9 @@ class CacheWriter:
             fingerprint=self.fingerprint,
         )
         _check_sidecar(render(sidecar), name)  # before the shard: a cursor that cannot be stored must not cost it
-        size, digest = write_new(self.out / f"{name}.safetensors", chunks(), "shard")
+        size, digest = self.out.write_new(f"{name}.safetensors", chunks(), "shard")
         text = render(Sidecar(**{**_shallow(sidecar), "sha256": digest, "bytes": size}))
-        write_new(self.out / f"{name}.json", [text], "sidecar")
+        self.out.write_new(f"{name}.json", [text], "sidecar")
         self._entries[split].append(
             ShardEntry(
                 shard=name, rows=rows, bytes=size, sha256=digest, sidecar_sha256=hashlib.sha256(text).hexdigest()

@@ -1,18 +1,21 @@
-"""How much memory a recovery run will need, from a model's config.json alone.
+"""How much memory, time and money a recovery run will need, from a model's config.json alone.
 
 The model is built on torch's meta device, which has shapes and no memory, and taken through the same calls that
 a run makes: quantised layers, adapters, which tensors train. What is *held* (weights, adapter, gradients,
-optimizer state) is then counted, not modelled. What comes and goes in a step (activations, head chunk) is a
-formula over the config, and the printed table says so.
+optimizer state) is then counted, not modelled. What comes and goes in a step (activations, working memory) is a
+formula over the config, and the printed table says so. Time is arithmetic over an assumed share of a device's peak
+rate (`diagnose/devices.py`), which only a measurement on that device can replace.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from qat_lora import models
+from qat_lora.diagnose.devices import Device, named
 from qat_lora.errors import ModelError
 from qat_lora.layers.convert import add_lora, lora_layers, make_quant_skeleton, quant_layers
 from qat_lora.options import EstimateOptions
@@ -20,48 +23,124 @@ from qat_lora.quant.spec import Preset, preset
 from qat_lora.runtime.base import Runtime
 
 GIB = 2**30
-BOARDS_GB = {"v5e chip": 16, "v6e chip": 32, "H100": 80}
 NOTE = (
-    "An estimate. Weights, adapter, gradients and optimizer state are counted on the model's real shapes, and tests\n"
-    "compare them with a built model. Activations and head chunk are formulas for Qwen and Llama style layers without\n"
-    "gradient checkpointing, compared with what autograd keeps on a CPU for a toy model only. What the allocator and\n"
-    "XLA's compiler add is not in it, and nothing of it has been measured on a TPU yet."
+    "An estimate. Weights, adapter, gradients and optimizer state are counted on the model's real shapes. Activations\n"
+    "and working memory are formulas for Qwen and Llama style layers; tests compare the sum with the measured peak\n"
+    "of a step on a CPU. What the allocator and XLA's compiler add is not in it, and nothing of it has been measured\n"
+    "on a TPU yet. Time assumes a share of the peak rate; prices are list prices as of mid-2025, to be checked."
 )
 
 
 def estimate(options: EstimateOptions, runtime: Runtime) -> dict[str, Any]:
-    """Return (and print, unless `--json`) parameter counts and bytes of a run on one replica.
+    """Return (and print, unless `--json`) parameter counts, bytes of a run on one replica, time and cost.
 
     Raises:
         ModelError: no config.json, or an architecture that transformers does not know.
-        ConfigError: an unknown preset, or patterns that match no layer.
+        ConfigError: an unknown preset or device, or patterns that match no layer.
     """
+    devices = named(options.devices)
     config, module = _skeleton(options)
-    held = _held_bytes(module, options)
-    step = {
-        "activations": options.batch_size * options.length * _activation_bytes_per_token(config, options),
-        # Logits, their gradient and one temporary exist at once, and not more than there are positions.
-        "head chunk": 3 * min(options.loss_chunk_mb * 2**20, 4 * options.batch_size * options.length * _rows(module)),
+    parts = _parts(config, module, options)
+    counts = _counts(module, options)
+    flops = flops_per_token(config, module, options)
+    total = sum(parts.values())
+    report = {
+        **counts,
+        "bytes": parts,
+        "total_bytes": total,
+        "effective_batch": options.batch_size * options.accumulation_steps * runtime.replicas,
+        "flops_per_token": flops,
+        "devices": {device.name: _on(device, options, flops, total) for device in devices},
+    }
+    if options.table:
+        report["table"] = _memory_table(config, module, options)
+    if not options.run.json:
+        print(_text(report, options, runtime.replicas))
+    return report
+
+
+def memory(options: EstimateOptions) -> dict[str, int]:
+    """Return the parts of a run's memory on one replica, in bytes by name; their sum is the peak of a step."""
+    return _parts(*_skeleton(options), options)
+
+
+def _parts(config: Any, module: torch.nn.Module, options: EstimateOptions) -> dict[str, int]:
+    tokens = options.batch_size * options.length
+    layer, other = _activation_bytes_per_token(config, options)
+    layers, width = config.num_hidden_layers, models.DTYPES[options.run.dtype].itemsize
+    # Logits and their gradient in float32, a copy in the products' type; not more than there are positions. A frozen
+    # head on a CPU is walked through by vocabulary and needs less.
+    logits = min(options.loss_chunk_mb * 2**20, 4 * tokens * _rows(module))
+    head_chunk = 2 * logits + (logits // 2 if width < 4 else 0) + tokens * config.hidden_size * (4 + width)
+    backward = tokens * _backward_bytes_per_token(config, options)
+    if options.gradient_checkpointing:  # a layer's input is kept, and one layer is computed again at a time
+        activations, backward = layers * width * config.hidden_size + other, backward + tokens * layer
+    else:
+        activations = layers * layer + other
+    return {
+        **_held_bytes(module, options),
+        "activations": tokens * activations,
+        "working memory": max(head_chunk, backward),
         "cached head": options.batch_size * (options.length - 1) * options.head_k * (8 + 4) * 2,  # one ahead
     }
+
+
+def _counts(module: torch.nn.Module, options: EstimateOptions) -> dict[str, int]:
     quantised = quant_layers(module)
     weights = sum(layer.in_features * layer.out_features for layer in quantised.values())
     adapter = sum(a.lora_A.numel() + a.lora_B.numel() for a in lora_layers(module).values())
     scales = sum(s.numel() for layer in quantised.values() for s in layer.scales)
     dense = sum(p.numel() for p in module.parameters()) - adapter
     dense -= sum(p.numel() for layer in quantised.values() for name, p in layer.named_parameters() if name != "bias")
-    report = {
+    return {
         "parameters": dense + weights,
         "quantised": weights,
         "trained": adapter + (scales if options.train_scales else 0),
         "stored_bytes_of_quantised": sum(layer.stored_bits for layer in quantised.values()) // 8,
-        "bytes": {**held, **step},
-        "total_bytes": sum(held.values()) + sum(step.values()),
-        "effective_batch": options.batch_size * options.accumulation_steps * runtime.replicas,
     }
-    if not options.run.json:
-        print(_table(report, options, runtime.replicas))
-    return report
+
+
+def flops_per_token(config: Any, module: Any, options: EstimateOptions) -> int:
+    """Return the floating-point operations of one token of training: 4 N for what is frozen, 6 N for what trains.
+
+    A frozen weight is multiplied once forward and once for the gradient of its input; one that trains (or whose scales
+    do) once more for its own. Attention is counted in full, not causal; checkpointing adds the layers' forward again.
+    """
+    linear = sum(m.in_features * m.out_features for m in module.modules() if isinstance(m, torch.nn.Linear))
+    head = _rows(module) * config.hidden_size
+    adapter = sum(a.lora_A.numel() + a.lora_B.numel() for a in lora_layers(module).values())
+    linear -= head if isinstance(module.get_output_embeddings(), torch.nn.Linear) else 0
+    quantised = sum(layer.in_features * layer.out_features for layer in quant_layers(module).values())
+    attention = 4 * options.length * _queries(config) * config.num_hidden_layers
+    forward = 2 * (linear + adapter) + attention
+    trained = adapter + (quantised if options.train_scales else 0)
+    again = forward if options.gradient_checkpointing else 0
+    return forward + 2 * linear + 2 * adapter + 2 * attention + 2 * trained + 4 * head + again
+
+
+def _on(device: Device, options: EstimateOptions, flops: int, total: int) -> dict[str, Any]:
+    """Return what a run takes on a device: each chip computes its own micro-batches of every step."""
+    tokens = options.max_steps * options.accumulation_steps * options.batch_size * options.length
+    hours = tokens * flops / (device.tflops * 1e12 * options.utilisation) / 3600
+    return {
+        "fits": total < 0.9 * device.memory_gb * 1e9,
+        "tokens": tokens * device.chips,
+        "hours": hours,
+        "usd": hours * device.chips * device.usd_per_hour,
+    }
+
+
+def _memory_table(config: Any, module: torch.nn.Module, options: EstimateOptions) -> list[dict[str, Any]]:
+    """Return the peak for halves and doubles of batch and length, with and without gradient checkpointing."""
+    rows = []
+    for batch_size in sorted({max(1, options.batch_size // 4), options.batch_size, options.batch_size * 4}):
+        for length in sorted({max(2, options.length // 2), options.length, options.length * 2}):
+            peaks = {}
+            for name, again in (("kept", False), ("checkpointed", True)):
+                asked = replace(options, batch_size=batch_size, length=length, gradient_checkpointing=again)
+                peaks[name] = sum(_parts(config, module, asked).values())
+            rows.append({"batch_size": batch_size, "length": length, **peaks})
+    return rows
 
 
 def _skeleton(options: EstimateOptions) -> tuple[Any, torch.nn.Module]:
@@ -116,30 +195,46 @@ def _rows(module: Any) -> int:
     return int(module.get_output_embeddings().weight.shape[0])
 
 
-def _activation_bytes_per_token(config: Any, options: EstimateOptions) -> int:
-    """Return what autograd keeps for the backward pass, for one token of a row, over all layers.
+def _queries(config: Any) -> int:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return config.num_attention_heads * head_dim
+
+
+def _widths(config: Any) -> tuple[int, int, int, int]:
+    """Return hidden size, MLP width, and the sizes of a token's queries and keys in a layer."""
+    hidden, heads, queries = config.hidden_size, config.num_attention_heads, _queries(config)
+    mlp = getattr(config, "intermediate_size", None) or 4 * hidden
+    return hidden, mlp, queries, queries // heads * (getattr(config, "num_key_value_heads", None) or heads)
+
+
+def _activation_bytes_per_token(config: Any, options: EstimateOptions) -> tuple[int, int]:
+    """Return what autograd keeps for the backward pass, for one token of a row: of a layer, and outside the layers.
 
     With a frozen base a linear layer keeps its input only for its adapter's A, once for layers that share it, and
     the product A x; norms keep their input in float32. After the layers: the last norm, and the mask.
     """
     width = models.DTYPES[options.run.dtype].itemsize
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    mlp = getattr(config, "intermediate_size", None) or 4 * hidden
-    head_dim = getattr(config, "head_dim", None) or hidden // heads
-    queries, keys = heads * head_dim, (getattr(config, "num_key_value_heads", None) or heads) * head_dim
+    hidden, mlp, queries, keys = _widths(config)
     inputs = 2 * hidden + mlp + 7 * options.lora.recovery_r
     if options.attention == "fused":
         attention = width * 4 * queries  # queries, keys and values for every head, and the result
     else:  # in float32 whatever the model computes in, with the scores beside them
-        attention = 4 * (3 * queries + heads * options.length) + width * queries
+        attention = 4 * (3 * queries + config.num_attention_heads * options.length) + width * queries
     gated = 3 * mlp
     normed = 2 * hidden + (queries + keys if "3" in config.model_type else 0)  # Qwen3 and Gemma 3 norm both
     layer = width * (inputs + gated) + attention + 4 * normed
     # Formed weights of trained scales belong to the micro-batch, not to a token; they are left out.
-    return config.num_hidden_layers * layer + (4 + width) * hidden + width * options.length
+    return layer, (4 + width) * hidden + width * options.length
 
 
-def _table(report: dict[str, Any], options: EstimateOptions, replicas: int) -> str:
+def _backward_bytes_per_token(config: Any, options: EstimateOptions) -> int:
+    """Return what the backward pass of a layer needs for itself, for one token: gradients of its widest tensors."""
+    width = models.DTYPES[options.run.dtype].itemsize
+    hidden, mlp, _, _ = _widths(config)
+    return width * (3 * mlp + 2 * hidden)
+
+
+def _text(report: dict[str, Any], options: EstimateOptions, replicas: int) -> str:
     lines = [f"{options.model}: {report['parameters']:,} parameters, {report['quantised']:,} of them quantised"]
     if report["quantised"]:
         lines[0] += f" ({report['stored_bytes_of_quantised'] / GIB:.3f} GiB stored)"
@@ -151,6 +246,18 @@ def _table(report: dict[str, Any], options: EstimateOptions, replicas: int) -> s
     lines.append("")
     lines += [f"{name:<18}{size / GIB:>9.3f} GiB" for name, size in report["bytes"].items()]
     lines.append(f"{'together':<18}{report['total_bytes'] / GIB:>9.3f} GiB")
-    fits = [name for name, size in BOARDS_GB.items() if report["total_bytes"] < 0.9 * size * 1e9]
-    lines.append(f"fits with a tenth to spare: {', '.join(fits) or 'none of ' + ', '.join(BOARDS_GB)}")
+    if options.table:
+        lines += ["", "batch x length      GiB   with --gradient-checkpointing"]
+        for row in report["table"]:
+            size = f"{row['batch_size']} x {row['length']}"
+            lines.append(f"{size:<14}{row['kept'] / GIB:>9.2f}{row['checkpointed'] / GIB:>12.2f}")
+    lines += [
+        "",
+        f"{options.max_steps} steps at {options.utilisation:.0%} of the peak rate, {report['flops_per_token']:.3g} "
+        "operations a token",
+    ]
+    for name, there in report["devices"].items():
+        cost = f"{there['usd']:,.2f} USD" if there["usd"] else "-"
+        fits = "fits" if there["fits"] else "does not fit"
+        lines.append(f"{name:<12}{fits:<14}{there['hours']:>9.2f} h{cost:>16}{there['tokens']:>18,} tokens")
     return "\n".join([*lines, "", NOTE])

@@ -4,21 +4,26 @@ Perplexity alone can be fooled: a model fitted to the evaluation text's domain g
 moves away from its teacher. So each student is also measured by KL(teacher || student) over the *full*
 vocabulary and by how often both have the same likeliest token. Every model sees the same tokens; logits exist
 for a few thousand positions at a time only.
+
+Five numbers a position leave the device, and the host adds them up in float64 by row (`tally.py`): sums on the device
+would be float32 and could not say how far one row of text is from the next.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from qat_lora.errors import TextError
-from qat_lora.losses.dense import cross_entropy_sum, kl_sum
+from qat_lora.evaluate.tally import COLUMNS, Tally, add_up
+from qat_lora.losses.estimators import weighted
 from qat_lora.types import Batch, LanguageModel
 
 CHUNK_BYTES = 64 << 20  # float32 logits of one model held at once
@@ -35,6 +40,10 @@ class Score:
     top1: float
     """Share of positions where student and teacher have the same likeliest token."""
     tokens: int
+    accuracy: float = math.nan
+    """Share of positions where the likeliest token is the text's."""
+    ece: float = math.nan
+    """Expected calibration error of the likeliest token, 15 bins."""
 
     @property
     def ppl(self) -> float:
@@ -43,7 +52,15 @@ class Score:
 
     def as_dict(self) -> dict[str, float]:
         """Return the score as plain numbers."""
-        return {"ppl": self.ppl, "nll": self.nll, "kl": self.kl, "top1": self.top1, "tokens": self.tokens}
+        means = {"ppl": self.ppl, "nll": self.nll, "kl": self.kl, "top1": self.top1, "tokens": self.tokens}
+        return means | {"accuracy": self.accuracy, "ece": self.ece}
+
+
+def score_of(tally: Tally) -> Score:
+    """Return the means of a tally."""
+    found = tally.figures
+    found.pop("ppl")
+    return Score(**found)
 
 
 def score(
@@ -55,6 +72,21 @@ def score(
 ) -> dict[str, Score]:
     """Score a teacher and any number of students; the teacher's score comes under the name `teacher`.
 
+    See `measure` for arguments and errors.
+    """
+    return {name: score_of(tally) for name, tally in measure(teacher, students, batches, quiet, cut).items()}
+
+
+def measure(
+    teacher: LanguageModel,
+    students: Mapping[str, LanguageModel],
+    batches: Iterable[Batch],
+    quiet: bool = False,
+    cut: Callable[[], None] = lambda: None,
+    what: str = "evaluate",
+) -> dict[str, Tally]:
+    """Add up losses, KL and calibration of a teacher (under the name `teacher`) and its students, row by row.
+
     On XLA that is two graphs in all, of the hidden states and of a chunk: chunks have one shape, their positions come
     as data, and nothing is read that was not computed by then (else it would be computed again for every read).
 
@@ -64,35 +96,58 @@ def score(
         batches: `input_ids`, `document_ids` and `target_mask` as tensors on the models' device.
         quiet: no progress bar.
         cut: dispatches queued work, `Runtime.cut`.
+        what: shown at the progress bar.
 
     Raises:
         TextError: no token counts, so there is nothing to take a mean of.
     """
     models = {"teacher": teacher, **students}
-    sums = {name: torch.zeros(4, dtype=torch.float64) for name in models}
-    most = max(1, CHUNK_BYTES // (4 * teacher.vocab_size))
+    found: dict[str, list[np.ndarray]] = {name: [] for name in models}
     with torch.no_grad():  # not inference_mode, whose tensors PyTorch/XLA cannot use
-        for batch in tqdm(batches, desc="evaluate", unit="batch", disable=quiet):
-            ids, mask = batch["input_ids"], batch["target_mask"].reshape(-1)
-            targets = ids[:, 1:].reshape(-1)
-            hidden = {
-                name: model.hidden(ids, batch["document_ids"])[:, :-1].flatten(0, 1) for name, model in models.items()
-            }
-            cut()
-            count = targets.numel()
-            chunk = min(most, count)
-            for start in range(0, count, chunk):
-                rows = torch.arange(start, start + chunk)
-                at, inside = rows.clamp_max(count - 1).to(ids.device), (rows < count).to(ids.device)
-                values = _score_chunk(models, hidden, targets, mask, at, inside)
-                cut()
-                for name, value in values.items():
-                    sums[name] += value.cpu().double()
-    tokens = int(sums["teacher"][3])
-    if not tokens:
+        bar = tqdm(batches, desc=what, unit="batch", disable=quiet)
+        for batch, parts in _one_behind(_walk(models, batch, cut) for batch in bar):
+            rows, positions = batch["target_mask"].shape
+            sums = {name: np.zeros((rows, COLUMNS)) for name in models}
+            for start, values in parts:
+                counted_N, values_MFN = values[0].cpu().numpy(), values[1].cpu().numpy()
+                row_N = (start + counted_N.nonzero()[0]) // positions
+                for name, values_FN in zip(models, values_MFN, strict=True):
+                    sums[name] += add_up(row_N, values_FN[:, counted_N], rows)
+            for name, lines in sums.items():
+                found[name].append(lines[lines[:, 0] > 0])
+    tallies = {name: Tally(np.concatenate([np.zeros((0, COLUMNS)), *lines])) for name, lines in found.items()}
+    if not len(tallies["teacher"].rows):
         raise TextError("dataset: the held-out text has no token to score; give more text")
-    means = {name: (total[:3] / tokens).tolist() for name, total in sums.items()}
-    return {name: Score(nll, kl, top1, tokens) for name, (nll, kl, top1) in means.items()}
+    return tallies
+
+
+def _one_behind(items: Iterable[Any]) -> Iterator[Any]:
+    """Yield each item when the next one has been made: the device works while the host reads."""
+    waiting: list[Any] = []
+    for item in items:
+        waiting.append(item)
+        if len(waiting) > 1:
+            yield waiting.pop(0)
+    yield from waiting
+
+
+def _walk(
+    models: Mapping[str, LanguageModel], batch: Batch, cut: Callable[[], None]
+) -> tuple[Batch, list[tuple[int, tuple[Tensor, Tensor]]]]:
+    """Queue the work of a batch; return it with, by first position, what `_score_chunk` returns."""
+    ids, mask = batch["input_ids"], batch["target_mask"].reshape(-1)
+    targets = ids[:, 1:].reshape(-1)
+    hidden = {name: model.hidden(ids, batch["document_ids"])[:, :-1].flatten(0, 1) for name, model in models.items()}
+    cut()
+    count = targets.numel()
+    chunk = min(count, max(1, CHUNK_BYTES // (4 * models["teacher"].vocab_size)))
+    parts = []
+    for start in range(0, count, chunk):
+        rows = torch.arange(start, start + chunk)
+        at, inside = rows.clamp_max(count - 1).to(ids.device), (rows < count).to(ids.device)
+        parts.append((start, _score_chunk(models, hidden, targets, mask, at, inside)))
+        cut()
+    return batch, parts
 
 
 def _score_chunk(
@@ -102,18 +157,25 @@ def _score_chunk(
     mask_N: Tensor,
     at: Tensor,
     inside: Tensor,
-) -> dict[str, Tensor]:
-    """Return each model's sums of loss, KL and agreement, and the tokens that count, at the positions `at`."""
-    targets, mask = targets_N[at], mask_N[at] & inside
-    reference = models["teacher"].logits(hidden_NH["teacher"][at])
-    best = reference.argmax(-1)
-    values = {}
+) -> tuple[Tensor, Tensor]:
+    """Return which of the positions `at` count, [N], and the numbers that `add_up` takes for each model, [M, 5, N]."""
+    mask = mask_N[at] & inside
+    targets = targets_N[at].long().masked_fill(~mask, 0)
+    reference = torch.log_softmax(models["teacher"].logits(hidden_NH["teacher"][at]), dim=-1)
+    probabilities, best = reference.exp(), reference.argmax(-1)
+    values = []
     for name, model in models.items():
-        logits = reference if name == "teacher" else model.logits(hidden_NH[name][at])
-        same = ((logits.argmax(-1) == best) & mask).sum(dtype=torch.float32)
-        loss, count = cross_entropy_sum(logits, targets, mask)
-        values[name] = torch.stack([loss, kl_sum(logits, reference, mask)[0], same, count])
-    return values
+        if name == "teacher":
+            log_probs, kl = reference, torch.zeros_like(reference[:, 0])
+        else:
+            log_probs = torch.log_softmax(model.logits(hidden_NH[name][at]), dim=-1)
+            kl = weighted(probabilities, reference - log_probs).sum(-1)
+        own = log_probs.argmax(-1)
+        picked = log_probs.gather(-1, torch.stack([targets, own], dim=-1))
+        values.append(
+            torch.stack([-picked[:, 0], kl, (own == best).float(), picked[:, 1].exp(), (own == targets).float()])
+        )
+    return mask, torch.stack(values)
 
 
 def recovery(

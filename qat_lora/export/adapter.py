@@ -7,6 +7,7 @@ stored beside (`qat_lora.json`) and our loader refuses another base.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from qat_lora.errors import ModelError
 from qat_lora.layers.convert import add_lora, lora_layers
 from qat_lora.layers.lora import Factors, LoraConfig
+from qat_lora.models import load_tokenizer, tokenizer_sha256
 
 PREFIX = "base_model.model."
 CONFIG, WEIGHTS, NOTE = "adapter_config.json", "adapter_model.safetensors", "qat_lora.json"
@@ -44,6 +46,7 @@ class AdapterInfo:
     base: str
     base_sha256: str | None
     lora: LoraConfig
+    tokenizer_sha256: str | None = None
 
 
 def save_adapter(model: nn.Module, lora: LoraConfig, out: Path, base: Path, base_sha256: str) -> None:
@@ -85,8 +88,32 @@ def save_adapter(model: nn.Module, lora: LoraConfig, out: Path, base: Path, base
     }
     save_file(tensors, out / WEIGHTS, metadata={"format": "pt"})
     (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    note = {"base_sha256": base_sha256, "mlp_only": lora.mlp_only, "lora_targets": lora.lora_targets}
+    note: dict[str, Any] = {"base_sha256": base_sha256, "mlp_only": lora.mlp_only, "lora_targets": lora.lora_targets}
+    if (base / "tokenizer.json").is_file():
+        note["tokenizer_sha256"] = _tokenizer_of(base)
     (out / NOTE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
+
+
+@functools.cache  # a run saves many adapters of one base
+def _tokenizer_of(base: Path) -> str:
+    return tokenizer_sha256(load_tokenizer(base))
+
+
+def check_tokenizer(adapter: Path, base: Path) -> None:
+    """Refuse a base whose tokenizer is not the one that the adapter was trained with; where none is noted, take it.
+
+    Raises:
+        ModelError: another tokenizer, which would feed the model other tokens than it knows.
+    """
+    wanted = read_adapter(adapter).tokenizer_sha256
+    if wanted is None:
+        return
+    found = tokenizer_sha256(load_tokenizer(base))
+    if found != wanted:
+        raise ModelError(
+            f"adapter: {adapter} was trained with another tokenizer (fingerprint {wanted[:12]}, the one in {base} is "
+            f"{found[:12]}); put back the tokenizer files that the base came with"
+        )
 
 
 def read_adapter(folder: Path) -> AdapterInfo:
@@ -111,7 +138,9 @@ def read_adapter(folder: Path) -> AdapterInfo:
             recovery_alpha=float(config["lora_alpha"]),
             lora_targets="|".join(rf"(^|\.){re.escape(name)}$" for name in targets),  # a name or its end, as in PEFT
         )
-        return AdapterInfo(folder, config["base_model_name_or_path"], note.get("base_sha256"), lora)
+        return AdapterInfo(
+            folder, config["base_model_name_or_path"], note.get("base_sha256"), lora, note.get("tokenizer_sha256")
+        )
     except ModelError:
         raise
     except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:

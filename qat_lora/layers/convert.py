@@ -1,14 +1,15 @@
 """Convert a whole model: linear layers to quantised ones, adapters onto them, and both back to dense.
 
-Which layers: every `nn.Linear` whose name the preset's rules reach, but never the output head, which is tied to the
-embedding in most small models. A rule or pattern that reaches nothing raises: an
-adapter that silently sits nowhere is the worst failure a recovery tool can have.
+Which layers: every `nn.Linear` whose name the preset's rules reach, and the output head only where the preset has a
+spec for it (tied to the embedding, as in most small models, it cannot have codes of its own). A rule or pattern that
+reaches nothing raises: an adapter that silently sits nowhere is the worst failure a recovery tool can have.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,8 +22,8 @@ from qat_lora.quant.spec import MLP, Preset, QuantSpec
 HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)$")
 
 
-def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield the linear layers of a model by name, without the output head and without adapters' insides.
+def linear_layers(model: nn.Module, heads: bool = False) -> Iterator[tuple[str, nn.Linear]]:
+    """Yield the linear layers of a model by name, without adapters' insides; or its output head instead.
 
     Raises:
         ModelError: the model keeps its weights in GPT-2 style `Conv1D` modules.
@@ -33,7 +34,7 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
                 f"model: {name} is a GPT-2 style Conv1D, which PEFT and the exporters store transposed; "
                 "quantising this family is not supported. Use a Qwen, Llama or Gemma style model"
             )
-        if isinstance(module, nn.Linear) and not HEAD.search(name):
+        if isinstance(module, nn.Linear) and bool(HEAD.search(name)) == heads:
             yield name.removesuffix(".base"), module
 
 
@@ -41,7 +42,7 @@ def quantise_targets(model: nn.Module, preset: Preset) -> dict[str, QuantSpec]:
     """Return the layers that a preset quantises, with their specs, in the model's order.
 
     Raises:
-        ConfigError: a rule that reaches no layer.
+        ConfigError: a rule that reaches no layer, or a head that is to be quantised and is not there or tied.
     """
     layers = [name for name, module in linear_layers(model) if not isinstance(module, QuantLinear)]
     for pattern, _ in preset.rules:
@@ -49,7 +50,23 @@ def quantise_targets(model: nn.Module, preset: Preset) -> dict[str, QuantSpec]:
             raise ConfigError(
                 f"{preset.name}: the pattern {pattern!r} matches no linear layer; there are: {_some(layers)}"
             )
-    return {name: spec for name in layers if (spec := preset.spec_for(name)) is not None}
+    targets = {name: spec for name in layers if (spec := preset.spec_for(name)) is not None}
+    return targets if preset.head is None else targets | {_head(model): preset.head}
+
+
+def _head(model: nn.Module) -> str:
+    """Return the name of the output head if it can have codes of its own."""
+    heads = dict(linear_layers(model, heads=True))
+    if len(heads) != 1:
+        raise ConfigError(f"quantize_head: the model has no single output head; found: {_some(list(heads))}")
+    ((name, head),) = heads.items()
+    tables = [] if isinstance(head, QuantLinear) else [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    if any(table.weight is head.weight for table in tables):
+        raise ConfigError(
+            f"quantize_head: {name} is tied to the embedding, which is looked up row by row and stays as it is; "
+            "leave --quantize-head out, or untie the model first"
+        )
+    return name
 
 
 def _some(names: list[str]) -> str:
@@ -88,7 +105,7 @@ def add_lora(model: nn.Module, config: LoraConfig, start: Mapping[str, Factors] 
         start: low-rank starts by layer name; layers without one begin with no correction.
 
     Raises:
-        ConfigError: the target pattern matches nothing, or is no regular expression.
+        ConfigError: the target pattern matches nothing, or is no regular expression; a rank beyond a layer's size.
         ModelError: the model has adapters already, or a start is for a layer that is not there.
     """
     if lora_layers(model):
@@ -105,6 +122,13 @@ def add_lora(model: nn.Module, config: LoraConfig, start: Mapping[str, Factors] 
     unknown = sorted(set(start or {}) - set(layers))
     if unknown:
         raise ModelError(f"start: holds corrections for layers that the model lacks: {_some(unknown)}")
+    for name in targets:
+        most = min(layers[name].in_features, layers[name].out_features)
+        if config.recovery_r > most:
+            raise ConfigError(
+                f"recovery_r: {config.recovery_r} is more than {name} can have ({layers[name].in_features} inputs, "
+                f"{layers[name].out_features} outputs); give {most} or less, or choose other --lora-targets"
+            )
     model.requires_grad_(False)
     for name in targets:
         layer = LoraLinear(layers[name], config.recovery_r, config.alpha, config.dropout)
@@ -153,9 +177,10 @@ def prepare_base(model: nn.Module, train_scales: bool, dtype: torch.dtype | None
 
 
 def bits_per_weight(model: nn.Module) -> dict[str, float]:
-    """Return stored bits per weight of the quantised layers: `base`, and `with_adapter` (float16 factors).
+    """Return stored bits per weight: `base`, `with_adapter` (float16 factors) and `model`.
 
-    Weights are those of the quantised layers only; embeddings, norms and the head are not counted on either side.
+    Weights of the first two are those of the quantised layers only. `model` counts all of it without adapters:
+    embeddings, norms and whatever else is not quantised at 16 bits, tied tensors once.
     """
     layers = quant_layers(model)
     if not layers:
@@ -163,4 +188,35 @@ def bits_per_weight(model: nn.Module) -> dict[str, float]:
     weights = sum(layer.in_features * layer.out_features for layer in layers.values())
     base = sum(layer.stored_bits for layer in layers.values())
     adapter = sum(16 * (a.lora_A.numel() + a.lora_B.numel()) for a in lora_layers(model).values())
-    return {"base": base / weights, "with_adapter": (base + adapter) / weights}
+    inside = {id(p) for a in lora_layers(model).values() for p in (a.lora_A, a.lora_B)}
+    inside |= {id(p) for layer in layers.values() for n, p in layer.named_parameters() if n != "bias"}
+    others = sum(p.numel() for p in model.parameters() if id(p) not in inside)
+    return {
+        "base": base / weights,
+        "with_adapter": (base + adapter) / weights,
+        "model": (base + 16 * others) / (weights + others),
+    }
+
+
+def rule_bits(model: nn.Module, preset: Preset) -> list[dict[str, Any]]:
+    """Return, for every rule of a preset and for the head, its layers and their stored bits per weight."""
+    layers = {name: m for name, m in linear_layers(model)}
+    first = {
+        name: next((i for i, (pattern, _) in enumerate(preset.rules) if re.search(pattern, name)), -1)
+        for name in layers
+    }
+    rules = []
+    for i, (pattern, _) in enumerate(preset.rules):
+        mine = [layer for name, layer in layers.items() if first[name] == i]
+        rules.append({"pattern": pattern, "layers": len(mine), "bits_per_weight": _mean_bits(mine)})
+    if preset.head is not None:
+        heads = [head for _, head in linear_layers(model, heads=True)]
+        rules.append({"pattern": "output head", "layers": len(heads), "bits_per_weight": _mean_bits(heads)})
+    return rules
+
+
+def _mean_bits(layers: list[nn.Linear]) -> float | None:
+    """Return the stored bits per weight of layers that are all quantised, None for others."""
+    quantised = [layer for layer in layers if isinstance(layer, QuantLinear)]
+    weights = sum(layer.in_features * layer.out_features for layer in quantised)
+    return round(sum(layer.stored_bits for layer in quantised) / weights, 4) if weights else None

@@ -4,11 +4,16 @@ The effective weight W = Q * S is formed and then used in one matrix product, ho
 predecessor ran one product per rank of its low-rank scales (32 a layer) and detached the base, so that no
 gradient reached the layers below; here autograd sees an ordinary `linear`.
 
-Three states, one forward:
+Five states, one forward:
 
 * as loaded: packed codes only; W is formed anew in every forward. Least memory.
 * `hold_dense()`: W formed once and kept. For a frozen base: the cost of a plain linear layer.
 * `train_scales()`: code values kept unpacked, W formed once per forward, gradients reach the scales.
+* `train_table()`: codes kept unpacked, and gradients reach the look-up table.
+* `train_weight()`: codes train too, through a float weight that every forward rounds (`latent`).
+
+Whatever trains, the forward uses scales and tables as they will be stored, in float16: `stored()` is at any moment
+the layer that computes, bit for bit, and `settle()` makes it that.
 
 The class is a `torch.nn.Linear` to PEFT and transformers (`weight`, `in_features`, `isinstance`), but `weight` is
 computed: assigning it, or its `data`, is refused rather than lost. (PEFT merges by `weight.data += delta`; on a
@@ -18,15 +23,18 @@ computed tensor that would give back a model without its adapter, and no word of
 from __future__ import annotations
 
 import contextlib
+import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from qat_lora.errors import ModelError
-from qat_lora.quant.codes import code_values, decode, pack, packed_width, unpack
-from qat_lora.quant.initialise import QuantisedWeight
-from qat_lora.quant.scales import expand, scale_shapes
+from qat_lora.layers.latent import Latent, LookUp, as_stored, nearest_start
+from qat_lora.quant.codes import code_values, decode, nearest, pack, packed_width, unpack
+from qat_lora.quant.fake import fake_quantise
+from qat_lora.quant.initialise import QuantisedWeight, pack_zeros, unpack_zeros, zeros_shape
+from qat_lora.quant.scales import away_from_zero, expand, scale_shapes
 from qat_lora.quant.spec import QuantSpec
 
 COMPUTED = (
@@ -49,12 +57,13 @@ class ComputedWeight(Tensor):
 class QuantLinear(nn.Linear):
     """y = x (Q * S)ᵀ + b, for x [..., I] and y [..., O].
 
-    Stored tensors: `codes` uint8 [O, ceil(I bits / 8)], `scale` (or `scale_a`, `scale_b`), `values` for look-up
-    tables, `bias` where the layer has one. Scales and tables are float32 whatever the default type is, so that
-    loading a model in bfloat16 rounds activations only.
+    Stored tensors: `codes` uint8 [O, ceil(I bits / 8)], `scale` (or `scale_a`, `scale_b`), `zeros` packed like codes
+    where they are asymmetric, `values` for look-up tables, `bias` where the layer has one. Scales and tables are
+    float32 whatever the default type is, so that loading a model in bfloat16 rounds activations only.
     """
 
     codes: Tensor
+    zeros: Tensor
 
     def __init__(
         self, in_features: int, out_features: int, spec: QuantSpec, *, bias: bool = False, device: Any = None
@@ -67,10 +76,15 @@ class QuantLinear(nn.Linear):
         self.register_buffer("codes", torch.zeros(out_features, width, dtype=torch.uint8, device=device))
         for name, shape in scale_shapes(spec, out_features, in_features).items():
             self.register_parameter(name, self._stored(torch.ones(shape, dtype=torch.float32, device=device)))
+        if spec.code == "asymmetric":
+            shape = zeros_shape(spec, out_features, in_features)
+            self.register_buffer("zeros", torch.zeros(shape, dtype=torch.uint8, device=device))
         if spec.code == "lut":
             self.values = self._stored(torch.zeros(2**spec.bits, dtype=torch.float32, device=device))
         self.register_parameter("bias", self._stored(torch.zeros(out_features, device=device)) if bias else None)
+        self.latent: Latent | None = None
         self._values_OI: Tensor | None = None
+        self._codes_OI: Tensor | None = None
         self._dense_OI: Tensor | None = None
 
     @staticmethod
@@ -86,6 +100,8 @@ class QuantLinear(nn.Linear):
         layer.codes.copy_(pack(quantised.codes_OI, spec.bits))
         for name, scale in zip(scale_shapes(spec, *quantised.codes_OI.shape), quantised.scales, strict=True):
             layer.get_parameter(name).data.copy_(scale)
+        if quantised.zeros is not None:
+            layer.zeros.copy_(pack_zeros(quantised.zeros, spec.bits))
         if spec.code == "lut":
             layer.values.data.copy_(quantised.values)
         if bias:
@@ -120,32 +136,116 @@ class QuantLinear(nn.Linear):
     def _effective(self) -> Tensor:
         if self._dense_OI is not None:
             return self._dense_OI
-        values = self._code_values() if self._values_OI is None else self._values_OI
-        return values * expand(self.scales, self.spec.group_size, self.out_features, self.in_features)
+        scale = self._scale()
+        if self.latent is not None:
+            return fake_quantise(self.latent(), scale, self.spec, self._book(), self._zero())
+        if self._codes_OI is not None:
+            return LookUp.apply(self._book(), self._codes_OI) * scale
+        return (self._code_values() if self._values_OI is None else self._values_OI) * scale
+
+    def _scale(self) -> Tensor:
+        """Return the scale of every weight, [O, I] or what broadcasts to it."""
+        stored = tuple(as_stored(scale) for scale in self.scales)
+        return expand(stored, self.spec.group_size, self.out_features, self.in_features)
+
+    def _book(self) -> Tensor:
+        """Return the code book in the scales' type; a table that trains beside its codes may change its order."""
+        if self.spec.code != "lut":
+            return code_values(self.spec).to(self.scales[0])
+        book = as_stored(self.values)
+        return book if self.latent is None else book.sort().values
+
+    def _zero(self) -> Tensor | None:
+        """Return the zero point of every weight, [O, I] or what broadcasts to it; None where codes have none."""
+        if self.spec.code != "asymmetric":
+            return None
+        zeros = unpack_zeros(self.zeros, self.spec, self.in_features)
+        return expand((zeros,), self.spec.group_size, self.out_features, self.in_features)
 
     def _code_values(self) -> Tensor:
-        """Decode the packed codes to [O, I] in the scales' type."""
-        like = self.scales[0]
-        book = self.values if self.spec.code == "lut" else code_values(self.spec).to(like.device)
-        return decode(unpack(self.codes, self.spec.bits, self.in_features), book).to(like.dtype)
+        """Decode the packed codes to [O, I] in the scales' type, zero points taken off."""
+        chosen, zero = decode(unpack(self.codes, self.spec.bits, self.in_features), self._book().detach()), self._zero()
+        return chosen if zero is None else chosen - zero
 
     def hold_dense(self, dtype: torch.dtype | None = None) -> None:
         """Form the weight once and keep it; the scales are frozen from here on."""
-        self._values_OI = self._dense_OI = None
-        for scale in self.scales:
-            scale.requires_grad_(False)
+        self.settle()
         self._dense_OI = self._effective().detach().to(dtype or self.scales[0].dtype)
 
     def train_scales(self) -> None:
-        """Keep code values unpacked and let the scales train (in float32)."""
+        """Let the scales train (in float32); code values are kept unpacked, unless codes or table train as well."""
         self._dense_OI = None
         for scale in self.scales:
             scale.requires_grad_(True)
-        self._values_OI = self._code_values().detach()
+        if self.latent is None and self._codes_OI is None:
+            self._values_OI = self._code_values().detach()
+
+    def train_table(self) -> None:
+        """Let the look-up table train (in float32).
+
+        Raises:
+            ModelError: the layer has none.
+        """
+        if self.spec.code != "lut":
+            raise ModelError(f"lut: a layer with {self.spec.code} codes has no look-up table to train")
+        self._dense_OI = self._values_OI = None
+        self.values.requires_grad_(True)
+        if self.latent is None:
+            self._codes_OI = unpack(self.codes, self.spec.bits, self.in_features)
+
+    def train_weight(self, weight_OI: Tensor | None = None, rank: int = 0, alpha: float | None = None) -> Latent:
+        """Let the codes train through a float weight, or through a low-rank change of it; return that.
+
+        Args:
+            weight_OI: the full-precision weight; without it, the start lies in the middle of every code's cell.
+            rank: of the change that trains; 0: the whole weight does.
+            alpha: the change counts alpha / rank; default: rank.
+        """
+        self._dense_OI = self._values_OI = self._codes_OI = None
+        with torch.no_grad():
+            codes = unpack(self.codes, self.spec.bits, self.in_features)
+            if weight_OI is None:
+                start = self._effective()
+            else:
+                zero, scale = self._zero(), self._scale()
+                shift = 0.0 if zero is None else zero * scale
+                start = nearest_start(weight_OI.to(codes.device) + shift, codes, scale, self._book()) - shift
+        self.latent = Latent(start.detach().clone(), rank, alpha)
+        return self.latent
+
+    def stored(self) -> dict[str, Tensor]:
+        """Return the tensors that stand for the layer as it computes now: packed codes, float16 scales and table.
+
+        Computed on the host: on XLA this makes no graphs of its own.
+        """
+        tensors = {name: scale.detach().cpu().half() for name, scale in self.named_scales().items()}
+        if self.latent is None:
+            table = {"values": self.values.detach().cpu().half()} if self.spec.code == "lut" else {}
+            return {"codes": self.codes.cpu(), **tensors, **table}
+        here = copy.deepcopy(self).cpu()
+        assert here.latent is not None
+        with torch.no_grad():
+            position, zero, book = here.latent() / away_from_zero(here._scale()), here._zero(), here._book()
+            position = position if zero is None else position + zero
+            table = {"values": book.half()} if self.spec.code == "lut" else {}
+            return {"codes": pack(nearest(position, book, self.spec)[1], self.spec.bits), **tensors, **table}
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """End all training: codes, scales and table become what is stored, and nothing trains any more."""
+        if self.latent is not None:
+            for name, tensor in self.stored().items():
+                (self.codes if name == "codes" else self.get_parameter(name)).copy_(tensor)
+            self.latent = None
+        self.release()
+        for name, parameter in self.named_parameters(recurse=False):
+            parameter.requires_grad_(False)
+            if name != "bias":
+                parameter.copy_(as_stored(parameter))
 
     def release(self) -> None:
         """Drop what was kept beside the stored tensors."""
-        self._values_OI = self._dense_OI = None
+        self._values_OI = self._codes_OI = self._dense_OI = None
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the layer; the weight takes the input's type, or autocast's."""
@@ -163,7 +263,7 @@ class QuantLinear(nn.Linear):
     def _apply(self, fn: Any, recurse: bool = True) -> QuantLinear:
         """Move or convert the stored tensors; what was kept beside them moves along."""
         super()._apply(fn, recurse)
-        for name in ("_values_OI", "_dense_OI"):
+        for name in ("_values_OI", "_codes_OI", "_dense_OI"):
             kept = getattr(self, name)
             if kept is not None:
                 setattr(self, name, fn(kept))

@@ -93,11 +93,18 @@ def kl_sum(
     return _sum_where(weighted(log_teacher.exp(), log_teacher - log_student).sum(-1), mask)
 
 
-def hidden_mse_sum(student: Tensor, teacher: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return squared differences of hidden states [..., H], mean over H, summed over positions, and the count."""
-    _same_shape(student, teacher, "hidden_mse_sum")
+def hidden_error_sum(student: Tensor, teacher: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the relative squared error of hidden states [..., H], summed over positions, and how many counted.
+
+    At a position: mean over H of (student - teacher)², divided by the mean over H of teacher². Models differ in the
+    scale of their hidden states by orders of magnitude, also within a row (massive activations); relative, 1 is what a
+    student of zeros would have, everywhere, so that a weight means the same for every model.
+    """
+    _same_shape(student, teacher, "hidden_error_sum")
     wide = _wide(student, teacher)
     if mask is not None:  # before the square: a NaN in padding would come back through its derivative
         keep = mask.bool()[..., None]
         student, teacher = student.masked_fill(~keep, 0), teacher.masked_fill(~keep, 0)
-    return _sum_where((student.to(wide) - teacher.detach().to(wide)).square().mean(-1), mask)
+    teacher = teacher.detach().to(wide)
+    scale = teacher.square().mean(-1).clamp_min(torch.finfo(torch.float32).tiny)
+    return _sum_where((student.to(wide) - teacher).square().mean(-1) / scale, mask)

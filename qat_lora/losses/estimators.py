@@ -19,12 +19,10 @@ Derivations: docs/numerics.md. `log_rest` is the student's log(1 - b), `log_m` t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-EstimatorName = Literal["ghost", "renorm", "reverse"]
 
 
 class Estimate(NamedTuple):
@@ -93,5 +91,5 @@ def head_part(log_p_NK: Tensor, log_rest_N: Tensor, log_t_NK: Tensor, log_m_N: T
     return Estimate(loss_N, mass_N[:, None] * log_p_NK.exp() - t_NK, mass_N * log_rest_N.exp())
 
 
-ESTIMATORS: dict[EstimatorName, Estimator] = {"ghost": ghost, "renorm": renorm, "reverse": reverse}
+ESTIMATORS: dict[str, Estimator] = {"ghost": ghost, "renorm": renorm, "reverse": reverse}
 """The estimators that need nothing beyond the head and the tail's mass, by the name used in settings."""

@@ -1,9 +1,9 @@
-"""Terms that share a softmax: what each of them gives once the mass of the tail is known.
+"""What is walked through, and terms that share a softmax: what each gives once the mass of the tail is known.
 
-However the logits are walked through (`fused`: positions in chunks, `sweep`: vocabulary in blocks), a softmax ends up
-as three things: the logits at a head's ids, the logits at the points' ids, and the log of the sum over the rest.
-From these, all of size [positions, K], come every loss and every gradient; only the tail's gradient has to be
-spread over the vocabulary, in proportion to the exponentials that the walk already holds.
+However the logits are walked through (`chunks`: positions, `sweep`: vocabulary), a softmax ends up as three things: the
+logits at a head's ids, the logits at the points' ids, and the log of the sum over the rest. From these, all of size
+[positions, K], come every loss and every gradient; only the tail's gradient has to be spread over the vocabulary, in
+proportion to the exponentials that the walk already holds. A `DenseTerm` alone needs every logit (`chunks`).
 """
 
 from __future__ import annotations
@@ -15,16 +15,53 @@ import torch
 from torch import Tensor
 
 from qat_lora.losses.estimators import log_add, weighted
-from qat_lora.losses.terms import HeadTerm, PointTerm, Term
+from qat_lora.losses.terms import DenseTerm, HeadTerm, PointTerm, Term
 
 
 class Group(NamedTuple):
-    """Terms that can share one softmax: equal temperature and at most one head."""
+    """Terms that can share one softmax: equal temperature, and one head or none; beside a dense term, none."""
 
     temperature: float
     ids_NK: Tensor | None
     heads: list[tuple[int, HeadTerm]]
     points: list[tuple[int, PointTerm]]
+    dense: list[tuple[int, DenseTerm]]
+
+
+class Task(NamedTuple):
+    """One call of the fused loss, made ready for a walk: real vocabulary only, masked positions blanked."""
+
+    hidden_NH: Tensor
+    """In the dtype of the products, zero where masked."""
+    weight_VH: Tensor
+    """In the same dtype."""
+    bias_V: Tensor | None
+    logit_scale: float
+    softcap: float | None
+    groups: list[Group]
+    scales: list[float | Tensor]
+    """weight · T² of each term."""
+    mask_N: Tensor
+    wide: torch.dtype
+    """Of softmax and sums: float32, or float64 for float64 products."""
+    want_hidden: bool
+    want_weight: bool
+    want_bias: bool
+
+    @property
+    def wanted(self) -> bool:
+        """True if any gradient is."""
+        return self.want_hidden or self.want_weight or self.want_bias
+
+
+class Walked(NamedTuple):
+    """What a walk brings back; gradients that nobody wants are None."""
+
+    sums: dict[int, Tensor]
+    """A sum for each term's index, without weight and T²."""
+    hidden_NH: Tensor | None
+    weight_VH: Tensor | None
+    bias_V: Tensor | None
 
 
 class Shares(NamedTuple):
@@ -47,15 +84,17 @@ def group_terms(terms: Sequence[Term]) -> list[Group]:
         if isinstance(term, HeadTerm):
             ids = term.teacher.ids_NK
             same = [g for g in groups if g.temperature == term.temperature and g.ids_NK is ids]
-            group = same[0] if same else Group(term.temperature, ids, [], [])
+            group = same[0] if same else Group(term.temperature, ids, [], [], [])
             group.heads.append((index, term))
             if not same:
                 groups.append(group)
+        elif isinstance(term, DenseTerm):
+            groups.append(Group(term.temperature, None, [], [], [(index, term)]))
     for index, term in enumerate(terms):
         if isinstance(term, PointTerm):
             near = [g for g in groups if g.temperature == term.temperature]
             if not near:
-                near = [Group(term.temperature, None, [], [])]
+                near = [Group(term.temperature, None, [], [], [])]
                 groups += near
             near[0].points.append((index, term))
     return groups

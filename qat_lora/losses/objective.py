@@ -1,7 +1,9 @@
 """The training objective: a weighted sum of named terms, from one config and one pass over the logits.
 
-`kd` is the distance to the cached teacher, `ce` the cross-entropy with the text's next token, `hard_top1` the
-cross-entropy with the teacher's likeliest token. Only `kd` is softened, so only `kd` carries T².
+`kd` is the distance to the cached teacher (`cached`), `ce` the cross-entropy with the text's next token, `hard_top1`
+that with the teacher's likeliest token, `hidden` the relative squared error of the last hidden states. Only `kd` is
+softened, so only `kd` carries T². `anchor`, the distance to the student as it was before training, has rows of its
+own: `train/anchor.py` runs it as a micro-batch through the same function.
 
 Which terms exist is decided by the config alone; what they weigh at a step comes in separately, because a weight
 that annealed to nothing and took its term along would change the compiled graph.
@@ -12,17 +14,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from qat_lora.config import option
 from qat_lora.errors import CacheError, ConfigError
-from qat_lora.losses.estimators import ESTIMATORS, EstimatorName
+from qat_lora.losses.cached import OPTIONAL_ARRAYS, EstimatorName, cached_terms, check_estimator, wanted
+from qat_lora.losses.dense import hidden_error_sum
 from qat_lora.losses.fused import LossSum, fused_linear_kd
-from qat_lora.losses.teacher import sparse_teacher_from_batch
-from qat_lora.losses.terms import HeadTerm, Term, label_term
-from qat_lora.types import Batch, OutputHead
+from qat_lora.losses.terms import Term, label_term
+from qat_lora.types import Batch, LossWalk, OutputHead
 
 ObjectiveResult = LossSum
 
@@ -32,7 +35,12 @@ class ObjectiveConfig:
     """What a recovery run minimises."""
 
     estimator: EstimatorName = option(
-        "ghost", "distance to the cached teacher: ghost (tail as one bucket), renorm (head only) or reverse (KL)"
+        "ghost",
+        "distance to the cached teacher: ghost (tail as one bucket), renorm (head only), reverse (KL), hybrid (head "
+        "and draws from the tail), sampled (draws only) or full (exact, from hidden states)",
+    )
+    draws: int | None = option(
+        None, "with hybrid and sampled: use only the first of the cached draws; default: all", unit="draws"
     )
     temperature: float = option(1.0, "softening of student and teacher; the cache must have been built with it")
     kd_weight: float = option(1.0, "weight of the distance to the cached teacher")
@@ -41,23 +49,52 @@ class ObjectiveConfig:
         0.0, "weight of the cross-entropy with the teacher's likeliest token, at the start"
     )
     hard_top1_end: float | None = option(None, "that weight at the end of training, linear in between; none: constant")
+    hidden_weight: float = option(0.0, "weight of the relative squared error of the last hidden states")
+    anchor_weight: float = option(
+        0.0, "weight of the distance to the student as it was before training", alias="anchor_kl_weight"
+    )
+    anchor_samples: int = option(32, "training rows on which that student is remembered", unit="rows")
     loss_chunk_mb: int = option(32, "logits held at once while the loss is computed", unit="MiB")
+    loss_walk: Literal["auto", LossWalk] = option(
+        "auto",
+        "how the logits are walked through: positions, vocabulary (frozen heads on CPUs), or as the device likes",
+    )
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature > 0):
             raise ConfigError(f"temperature: {self.temperature} is not allowed; give a number above 0, such as 1 or 2")
-        if self.estimator not in ESTIMATORS:
-            raise ConfigError(f"estimator: {self.estimator!r} is unknown; allowed: {', '.join(ESTIMATORS)}")
-        for name in ("kd_weight", "ce_weight", "hard_top1_weight", "hard_top1_end"):
+        check_estimator(self.estimator, self.temperature)
+        weights = ("kd_weight", "ce_weight", "hard_top1_weight", "hard_top1_end", "hidden_weight", "anchor_weight")
+        for name in weights:
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{name}: {value} is not allowed; give 0 (off) or a number above 0")
-        if self.loss_chunk_mb < 1:
-            raise ConfigError(f"loss_chunk_mb: {self.loss_chunk_mb} is not allowed; give 1 or more")
-        if not self.weights_at(0.0):
+        for name in ("loss_chunk_mb", "draws", "anchor_samples"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}: {value} is not allowed; give 1 or more")
+        if not self.weights_at(0.0).keys() - {"anchor"}:
             raise ConfigError(
-                "kd_weight, ce_weight, hard_top1_weight: all are 0, which leaves nothing to learn; set one above 0"
+                "kd_weight, ce_weight, hard_top1_weight, hidden_weight: all are 0, which leaves nothing to learn; set "
+                "one above 0"
             )
+
+    @property
+    def optional_arrays(self) -> tuple[str, ...]:
+        """Keys of a batch that these terms need and that a cache has on request only."""
+        names = OPTIONAL_ARRAYS.get(self.estimator, ()) if self.kd_weight > 0 else ()
+        return (*names, *(("teacher_hidden",) if self.hidden_weight > 0 and "teacher_hidden" not in names else ()))
+
+    @property
+    def cached_temperatures(self) -> tuple[float, ...]:
+        """Temperatures whose normalisers are read: 1 for evaluations, and its own; the exact KL makes its own."""
+        uses = self.kd_weight > 0 and self.estimator != "full"
+        return tuple(sorted({1.0, self.temperature})) if uses else (1.0,)
+
+    @property
+    def needs_teacher_head(self) -> bool:
+        """True if the teacher's output head has to be there."""
+        return self.kd_weight > 0 and self.estimator == "full"
 
     def weights_at(self, progress: float) -> dict[str, float]:
         """Return the weight of every term at a progress of training from 0 to 1; same names at any progress."""
@@ -71,6 +108,10 @@ class ObjectiveConfig:
             weights["ce"] = self.ce_weight
         if start > 0 or end > 0:
             weights["hard_top1"] = start + (end - start) * progress
+        if self.hidden_weight > 0:
+            weights["hidden"] = self.hidden_weight
+        if self.anchor_weight > 0:
+            weights["anchor"] = self.anchor_weight
         return weights
 
 
@@ -89,6 +130,7 @@ def objective_loss(
     batch: Batch,
     config: ObjectiveConfig,
     weights: Mapping[str, float | Tensor] | None = None,
+    teacher_head: OutputHead | None = None,
 ) -> ObjectiveResult:
     """Return the objective of a micro-batch, added up over the positions that its `target_mask` keeps.
 
@@ -98,29 +140,46 @@ def objective_loss(
         hidden_BLH: the student's last hidden states.
         head: the student's output head.
         batch: tensors with the keys of `qat_lora.types.Batch`, on the device of the hidden states.
-        config: which terms there are.
+        config: which terms there are; `anchor` is not for this batch and left out.
         weights: what `config.weights_at` returned for this step, as numbers or `weight_tensors`; by default those at 0.
+        teacher_head: the teacher's output head, for estimator `full`, on the same device.
 
     Raises:
-        CacheError: the batch lacks the temperature, or the teacher's head.
+        CacheError: the batch lacks the temperature, or an array that a term needs; names the build flag.
     """
     weights = config.weights_at(0.0) if weights is None else weights
     weights = {name: w.reshape(()) if isinstance(w, Tensor) else w for name, w in weights.items()}
     names = config.weights_at(0.0)
-    if ("kd" in names or "hard_top1" in names) and "head_ids" not in batch:
+    needs_head = "hard_top1" in names or ("kd" in names and config.estimator not in ("sampled", "full"))
+    if needs_head and "head_ids" not in batch:
         raise CacheError("head_ids: the batch holds no teacher; train from a KD cache, or set only ce_weight above 0")
+    hidden_NH = hidden_BLH[:, :-1].reshape(-1, hidden_BLH.shape[-1])
+    mask_N = batch["target_mask"].reshape(-1)
     terms: list[Term] = []
     if "kd" in names:
-        teacher = sparse_teacher_from_batch(batch, config.temperature)
-        terms.append(HeadTerm(teacher, ESTIMATORS[config.estimator], weights["kd"], "kd"))
+        terms += cached_terms(batch, config.estimator, config.temperature, config.draws, weights["kd"], teacher_head)
     if "ce" in names:
         terms.append(label_term(batch["input_ids"][:, 1:].reshape(-1), weights["ce"], "ce"))
     if "hard_top1" in names:
         terms.append(label_term(batch["head_ids"][..., 0].reshape(-1), weights["hard_top1"], "hard_top1"))
-    return fused_linear_kd(
-        hidden_BLH[:, :-1].reshape(-1, hidden_BLH.shape[-1]),
-        head,
-        terms,
-        batch["target_mask"].reshape(-1),
-        chunk_bytes=config.loss_chunk_mb * 2**20,
-    )
+    parts: list[LossSum] = []
+    if terms:
+        walk = "positions" if config.loss_walk == "auto" else config.loss_walk
+        chunk_bytes = config.loss_chunk_mb * 2**20
+        parts.append(fused_linear_kd(hidden_NH, head, terms, mask_N, chunk_bytes=chunk_bytes, walk=walk))
+    if "hidden" in names:
+        parts.append(_hidden_error(hidden_NH, batch, mask_N, weights["hidden"]))
+    loss_sum = parts[0].loss_sum if len(parts) == 1 else parts[0].loss_sum + parts[1].loss_sum
+    return LossSum(loss_sum, parts[0].token_count, {name: x for part in parts for name, x in part.terms.items()})
+
+
+def _hidden_error(hidden_NH: Tensor, batch: Batch, mask_N: Tensor, weight: float | Tensor) -> LossSum:
+    """Return the `hidden` term."""
+    teacher_NH = wanted(batch, "teacher_hidden", "hidden_weight")
+    if teacher_NH.shape != hidden_NH.shape:
+        raise ConfigError(
+            f"hidden_weight: the teacher's hidden states are {teacher_NH.shape[-1]} wide, the student's "
+            f"{hidden_NH.shape[-1]}; only equal widths can be compared, so set it to 0"
+        )
+    error_sum, count = hidden_error_sum(hidden_NH, teacher_NH, mask_N)
+    return LossSum(error_sum * weight, count, {"hidden": error_sum.detach()})

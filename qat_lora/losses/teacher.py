@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from qat_lora.errors import CacheError
+from qat_lora.losses.chunks import project
 from qat_lora.losses.estimators import log_add
-from qat_lora.types import Batch, SparseTeacher, temperature_key
+from qat_lora.types import Batch, OutputHead, SparseTeacher, temperature_key
 
 
 def sparse_teacher_from_batch(batch: Batch, temperature: float = 1.0) -> SparseTeacher:
@@ -49,7 +50,7 @@ def sparse_teacher_from_batch(batch: Batch, temperature: float = 1.0) -> SparseT
 def sparse_teacher_from_logits(logits_NV: Tensor, k: int, temperature: float = 1.0) -> SparseTeacher:
     """Return the k likeliest entries of each position and the exact log mass of the others.
 
-    Used for the anchor (the student before training) and by tests. Holds one copy of the logits: pass chunks.
+    Holds one copy of the logits: pass chunks.
     Slice padding off first.
 
     Raises:
@@ -63,3 +64,23 @@ def sparse_teacher_from_logits(logits_NV: Tensor, k: int, temperature: float = 1
     log_tail_N = z_NV.scatter(-1, top.indices, float("-inf")).logsumexp(-1)
     log_total_N = log_add(top.values.logsumexp(-1), log_tail_N)
     return SparseTeacher(top.indices, top.values - log_total_N[:, None], log_tail_N - log_total_N, temperature)
+
+
+@torch.no_grad()
+def sparse_teacher_from_hidden(
+    hidden_NH: Tensor, head: OutputHead, k: int, chunk_bytes: int, temperature: float = 1.0
+) -> SparseTeacher:
+    """Return the same from hidden states and output head, with `chunk_bytes` of float32 logits at a time.
+
+    Where the vocabulary has fewer than k entries, all of them are kept.
+    """
+    vocab = head.vocab_size
+    weight_VH = head.weight_VH[:vocab]
+    wide = torch.float64 if weight_VH.dtype == torch.float64 else torch.float32
+    bias_V = None if head.bias_V is None else head.bias_V[:vocab].to(wide)
+    parts = []
+    for hidden_CH in hidden_NH.to(weight_VH.dtype).split(max(1, chunk_bytes // (4 * vocab))):
+        logits_CV, _ = project(hidden_CH, weight_VH, bias_V, head.logit_scale, head.softcap, wide, False)
+        parts.append(sparse_teacher_from_logits(logits_CV, min(k, vocab), temperature))
+    ids, log_probs, log_tail = (torch.cat([part[i] for part in parts]) for i in range(3))  # type: ignore[misc]
+    return SparseTeacher(ids, log_probs, log_tail, temperature)

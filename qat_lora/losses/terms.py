@@ -1,9 +1,10 @@
 """The terms of an objective: what `fused_linear_kd` is asked to add up.
 
-Two kinds cover every loss. A `HeadTerm` compares the student with a teacher's head and tail mass, by one of the
+Three kinds cover every loss. A `HeadTerm` compares the student with a teacher's head and tail mass, by one of the
 estimators. A `PointTerm` is a cross-entropy -Σ w log p at a few given ids: a label (`ce`, `hard_top1`), draws from
 the teacher (`sampled`), or draws from its tail beside an exact head (`hybrid`). Point ids may repeat and may
-coincide with the head: every entry counts.
+coincide with the head: every entry counts. A `DenseTerm` is the exact KL (`full`) to a teacher whose logits are made
+on the way, from its hidden states and output head.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qat_lora.losses.estimators import Estimator, ghost, head_part
-from qat_lora.types import SparseTeacher
+from qat_lora.types import OutputHead, SparseTeacher
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +44,21 @@ class PointTerm:
     temperature: float = 1.0
 
 
-Term = HeadTerm | PointTerm
+@dataclass(frozen=True, eq=False)
+class DenseTerm:
+    """The forward KL over the whole vocabulary, softened by a temperature and scaled by weight · T².
+
+    The teacher gets no gradient. Its head has the student's vocabulary; its width is its own.
+    """
+
+    hidden_NH: Tensor
+    head: OutputHead
+    weight: float | Tensor = 1.0
+    name: str = "kd"
+    temperature: float = 1.0
+
+
+Term = HeadTerm | PointTerm | DenseTerm
 
 
 def label_term(labels_N: Tensor, weight: float | Tensor = 1.0, name: str = "ce") -> PointTerm:

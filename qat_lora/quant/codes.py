@@ -14,13 +14,19 @@ import torch
 from torch import Tensor
 
 from qat_lora.quant.spec import QuantSpec
+from qat_lora.quant.tables import normal_table
 
 
 def code_values(spec: QuantSpec) -> Tensor:
-    """Return the sorted float32 code book [2^bits] that a spec starts from."""
+    """Return the sorted float32 code book [2^bits] that a spec starts from; k-means tables start from even ones.
+
+    Asymmetric codes count from 0: the zero point, which every group has its own, is subtracted beside the book.
+    """
     n = 2**spec.bits
-    if spec.code == "integer":
-        return torch.arange(n, dtype=torch.float32) - n // 2
+    if spec.code in ("integer", "asymmetric"):
+        return torch.arange(n, dtype=torch.float32) - (n // 2 if spec.code == "integer" else 0)
+    if spec.table == "normal":
+        return normal_table(spec.bits)
     half = torch.arange(n, dtype=torch.float32) - (n - 1) / 2
     return half if spec.code == "half" else half / ((n - 1) / 2)
 
@@ -37,7 +43,24 @@ def full_range(spec: QuantSpec) -> float:
 def encode(x: Tensor, values: Tensor) -> Tensor:
     """Return the uint8 index of the nearest code value for every entry of x."""
     midpoints = ((values[1:] + values[:-1]) / 2).to(x.dtype)
-    return torch.bucketize(x, midpoints, right=True).to(torch.uint8)
+    return torch.bucketize(x.contiguous(), midpoints, right=True).to(torch.uint8)
+
+
+def nearest(x: Tensor, values: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
+    """Return the nearest code value of every entry of x, and its uint8 index; the same codes as `encode`.
+
+    In operations that compile on every device (a search among midpoints does not on XLA): even code books round,
+    tables are compared with their midpoints one by one.
+    """
+    if spec.code == "lut":
+        codes = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
+        for midpoint in (values[1:] + values[:-1]) / 2:
+            codes += x >= midpoint
+        return values[codes.long()], codes
+    below = x.floor()
+    index = below - values[0].floor() + (0.0 if spec.code == "half" else (x - below >= 0.5).to(x.dtype))
+    codes = index.clamp(0, 2**spec.bits - 1)
+    return codes + values[0], codes.to(torch.uint8)
 
 
 def decode(codes: Tensor, values: Tensor) -> Tensor:

@@ -1,41 +1,48 @@
-"""From a full-precision weight to codes and scales: three starts, each exact about what it minimises.
+"""From a full-precision weight to codes and scales: five starts, each exact about what it minimises.
 
 * `absmax`: scale from the largest weight, round to nearest. What most tools mean by "quantised"; the yardstick.
-* `mse`: the clip that loses least squared weight error, round to nearest.
+* `mse`: the clip that loses least squared weight error, each input weighed by its second moment where text is given.
+* `awq`: the clip that disturbs the outputs least, group by group (AWQ's clip search), round to nearest.
 * `gptq`: error-compensated rounding. Column by column, the rounding error is pushed onto the columns not yet
-  rounded, along the inverse second moment of the inputs, so that the *output* changes least. At 2 bits this is
-  worth more than everything that training with few tokens can do afterwards.
+  rounded, along the inverse second moment of the inputs, so that the *output* changes least.
+* `descent`: from there, coordinate descent over the codes in turn with least-squares scales, until output errors
+  fall no more. At 2 bits this is worth more than everything that training with few tokens can do afterwards.
 
-All arithmetic is float64 on the way: the inverse of a nearly singular second moment is where float32 versions
-of GPTQ break, and one layer at a time the cost does not matter.
-
-Source: Frantar et al., GPTQ (arXiv 2210.17323), with scales chosen by importance-weighted clipping.
+Source: AWQ (arXiv 2306.00978) for the clip search; the others are named in `compensate`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from qat_lora.errors import ConfigError
-from qat_lora.quant.codes import code_values, decode, encode
+from qat_lora.quant.asymmetric import range_scale
+from qat_lora.quant.codes import code_values, pack, packed_width, unpack
+from qat_lora.quant.compensate import BLOCK, Grid, damped, descend, gptq, make_grid, refit_scales
 from qat_lora.quant.scales import (
+    Cost,
     Scales,
     absmax_scale,
     away_from_zero,
+    clip_scale,
     expand,
+    importance_cost,
     low_rank_scales,
     mse_scale,
+    output_cost,
 )
 from qat_lora.quant.spec import QuantSpec
+from qat_lora.quant.tables import kmeans_table
 
-Method = Literal["absmax", "mse", "gptq"]
+Method = Literal["absmax", "mse", "awq", "gptq", "descent"]
 METHODS: tuple[str, ...] = get_args(Method)
-DAMPING = 0.01  # added to the second moment's diagonal, as a share of its mean: GPTQ's own default
+NEED_TEXT = ("awq", "gptq", "descent")
 LARGEST = 32_000.0  # weight whose scale is surely a float16 number, with every code book and scale search
-BLOCK = 128  # columns rounded before their joint error is pushed on: fewer, larger matrix products
+ROUNDS, SWEEPS = 3, 2  # of scale refits, and of descent after each
 
 
 class QuantisedWeight(NamedTuple):
@@ -47,11 +54,21 @@ class QuantisedWeight(NamedTuple):
     """float32 code book."""
     scales: Scales
     """float16 numbers held as float32."""
+    zeros: Tensor | None = None
+    """Whole zero points [rows, G] as float32, with asymmetric codes."""
+
+    def grid(self, spec: QuantSpec) -> Grid:
+        """Return what the codes mean, in float64."""
+        out_features, in_features = self.codes_OI.shape
+        return make_grid(self.values, self.scales, self.zeros, spec.group_size, (out_features, in_features))
 
     def dense(self, spec: QuantSpec) -> Tensor:
-        """Return codes times scales, float32 [O, I]."""
+        """Return codes times scales, float32 [O, I], computed as `QuantLinear` does."""
         out_features, in_features = self.codes_OI.shape
-        return decode(self.codes_OI, self.values) * expand(self.scales, spec.group_size, out_features, in_features)
+        chosen = self.values[self.codes_OI.long()]
+        if self.zeros is not None:
+            chosen = chosen - expand((self.zeros,), spec.group_size, out_features, in_features)
+        return chosen * expand(self.scales, spec.group_size, out_features, in_features)
 
 
 def quantise_weight(
@@ -62,11 +79,12 @@ def quantise_weight(
     Args:
         weight_OI: the weight, any float type.
         spec: how to store it.
-        method: `absmax`, `mse` or `gptq`.
-        second_moment_II: mean of x xᵀ over calibration tokens; needed by `gptq`, used for importance by `mse`.
+        method: one of `METHODS`.
+        second_moment_II: mean of x xᵀ over calibration tokens; needed by `awq`, `gptq` and `descent`, used for
+            importance by `mse`.
 
     Raises:
-        ConfigError: unknown method, `gptq` without calibration, or a weight that is not finite or too large.
+        ConfigError: unknown method, one that lacks its calibration, or a weight that is not finite or too large.
     """
     if method not in METHODS:
         raise ConfigError(f"init: {method!r} is unknown; allowed: {', '.join(METHODS)}")
@@ -74,24 +92,88 @@ def quantise_weight(
         raise ConfigError("weight: holds NaN or infinite entries; check the checkpoint")
     if weight_OI.abs().max() > LARGEST:
         raise ConfigError(f"weight: holds entries above {LARGEST:g}, whose scales float16 cannot hold")
-    if method == "gptq":
-        if second_moment_II is None:
-            raise ConfigError("init: gptq needs calibration text; give --dataset, or choose mse or absmax")
-        return _gptq(weight_OI.double(), spec, second_moment_II.double())
+    if method in NEED_TEXT and second_moment_II is None:
+        raise ConfigError(f"init: {method} needs calibration text; give --dataset, or choose mse or absmax")
     weight = weight_OI.float()
-    importance = None if second_moment_II is None or method == "absmax" else second_moment_II.diagonal().float()
-    scales = _scales(weight, spec, method, importance)
-    per_weight = away_from_zero(expand(scales, spec.group_size, *weight.shape))
-    values = _half(code_values(spec)).to(weight.device)
-    return QuantisedWeight(encode(weight / per_weight, values), values, scales)
+    moment = None if method == "absmax" or second_moment_II is None else second_moment_II.float()
+    values = _table(weight, spec, moment)
+    if method in ("gptq", "descent"):
+        assert second_moment_II is not None
+        start = _compensated(weight, spec, second_moment_II, values)
+        return start if method == "gptq" else refine(weight, spec, start, second_moment_II)
+    scales, zeros = _scales(weight, spec, method, moment, values)
+    grid = _float_grid(values, scales, zeros, spec, weight)
+    return QuantisedWeight(grid.round(weight), values, scales, zeros)
 
 
-def _scales(weight_OI: Tensor, spec: QuantSpec, method: Method, importance_I: Tensor | None) -> Scales:
+def refine(
+    weight_OI: Tensor, spec: QuantSpec, start: QuantisedWeight, second_moment_II: Tensor, rounds: int = ROUNDS
+) -> QuantisedWeight:
+    """Return a start after rounds of refitted scales and coordinate descent; the output error never rises.
+
+    Low-rank scales stay as they are: the least-squares problem of a row is no longer small.
+    """
+    moment, now = damped(second_moment_II), start
+    for _ in range(rounds):
+        if spec.sharing != "lowrank":
+            fitted = refit_scales(weight_OI, moment, now.grid(spec), now.codes_OI, now.scales[0], spec)
+            now = now._replace(scales=(fitted,))
+        now = now._replace(codes_OI=descend(weight_OI, moment, now.grid(spec), now.codes_OI, SWEEPS))
+    return now
+
+
+def pack_zeros(zeros: Tensor, bits: int) -> Tensor:
+    """Return zero points [rows, G] as packed bytes."""
+    return pack(zeros.to(torch.uint8), bits)
+
+
+def unpack_zeros(packed: Tensor, spec: QuantSpec, in_features: int) -> Tensor:
+    """Return the zero points [rows, G] of packed bytes, float32."""
+    return unpack(packed, spec.bits, _groups(spec, in_features)).float()
+
+
+def zeros_shape(spec: QuantSpec, out_features: int, in_features: int) -> tuple[int, int]:
+    """Return the shape of the packed zero points of an asymmetric [O, I] weight."""
+    rows = 1 if spec.sharing == "tensor" else out_features
+    return rows, packed_width(_groups(spec, in_features), spec.bits)
+
+
+def _groups(spec: QuantSpec, in_features: int) -> int:
+    return -(-in_features // spec.group_size) if spec.group_size else 1
+
+
+def _table(weight_OI: Tensor, spec: QuantSpec, moment_II: Tensor | None) -> Tensor:
+    """Return the code book: fixed, or fitted to the weights in turn with the scales of their groups."""
+    values = code_values(spec).to(weight_OI.device)
+    if spec.table != "kmeans":
+        return _half(values)
+    groups = dataclasses.replace(spec, sharing="group", rank=None) if spec.sharing == "lowrank" else spec
+    importance = torch.ones_like(weight_OI) if moment_II is None else moment_II.diagonal().expand_as(weight_OI)
+    for _ in range(3):
+        scale = mse_scale(weight_OI, groups, importance, values)
+        wide = expand((scale,), groups.group_size, *weight_OI.shape)
+        values = kmeans_table(weight_OI / wide, importance * wide.square(), values)
+        values = values / values.abs().max().clamp_min(1e-6)  # scales are searched from the table's end at 1
+    return _half(values)
+
+
+def _scales(
+    weight_OI: Tensor, spec: QuantSpec, method: Method, moment_II: Tensor | None, values: Tensor
+) -> tuple[Scales, Tensor | None]:
+    """Return stored scales and zero points of a weight, or of the columns that share a group's."""
+    importance = None if moment_II is None else moment_II.diagonal()
     if spec.sharing == "lowrank":
-        return tuple(_half(s) for s in low_rank_scales(weight_OI, spec))
-    if method == "absmax":
-        return (_half(absmax_scale(weight_OI, spec)),)
-    return (_half(mse_scale(weight_OI, spec, importance_I)),)
+        return tuple(_half(s) for s in low_rank_scales(weight_OI, spec, importance_I=importance, values=values)), None
+    cost: Cost | None = None
+    if method == "awq":
+        assert moment_II is not None
+        cost = output_cost(weight_OI, spec, moment_II)
+    elif method != "absmax":
+        cost = importance_cost(weight_OI, spec, importance)
+    if spec.code == "asymmetric":
+        scale, zeros = range_scale(weight_OI, spec, cost)
+        return (_half(scale),), zeros
+    return (_half(absmax_scale(weight_OI, spec) if cost is None else clip_scale(weight_OI, spec, cost, values)),), None
 
 
 def _half(tensor: Tensor) -> Tensor:
@@ -99,48 +181,31 @@ def _half(tensor: Tensor) -> Tensor:
     return tensor.half().float()
 
 
-def _gptq(weight_OI: Tensor, spec: QuantSpec, second_moment_II: Tensor) -> QuantisedWeight:
-    weight = weight_OI.clone()
-    out_features, in_features = weight.shape
-    importance = second_moment_II.diagonal()
-    size = spec.group_size if spec.sharing == "group" else None
-    scale_columns = None
-    if size is None:  # scales that span columns are fixed before rounding begins
-        scales = _scales(weight.float(), spec, "gptq", importance.float())
-        per_weight = away_from_zero(expand(scales, spec.group_size, out_features, in_features)).double()
-        scale_columns = per_weight.expand(out_features, in_features)
-    inverse_root = _inverse_root(second_moment_II)
-    values = _half(code_values(spec)).to(weight)
-    codes = torch.zeros(weight.shape, dtype=torch.uint8, device=weight.device)
-    group_scales: list[Tensor] = []
-    step = size or BLOCK
-    for start in range(0, in_features, step):
-        stop = min(start + step, in_features)
-        if size is not None:  # a group's scale is chosen from the weights as compensation has left them
-            block = QuantSpec(bits=spec.bits, code=spec.code, sharing="channel")
-            scale = _half(mse_scale(weight[:, start:stop].float(), block, importance[start:stop].float()))
-            group_scales.append(scale)
-            columns = scale.double().expand(-1, stop - start)
-        else:
-            assert scale_columns is not None
-            columns = scale_columns[:, start:stop]
-        errors = torch.zeros_like(weight[:, start:stop])
-        for j in range(start, stop):
-            code = encode(weight[:, j] / columns[:, j - start], values)
-            codes[:, j] = code
-            rounded = decode(code, values) * columns[:, j - start]
-            error = (weight[:, j] - rounded) / inverse_root[j, j]
-            weight[:, j + 1 : stop] -= error[:, None] * inverse_root[j, j + 1 : stop]
-            errors[:, j - start] = error
-        weight[:, stop:] -= errors @ inverse_root[start:stop, stop:]
-    if size is not None:
-        scales = (torch.cat(group_scales, dim=1),)
-    return QuantisedWeight(codes, values.float(), scales)
+def _float_grid(values: Tensor, scales: Scales, zeros: Tensor | None, spec: QuantSpec, weight_OI: Tensor) -> Grid:
+    """Return the grid in the weight's own type: rounding to nearest needs no more."""
+    shape = weight_OI.shape[0], weight_OI.shape[1]
+    zero = None if zeros is None else expand((zeros,), spec.group_size, *shape)
+    return Grid(values, away_from_zero(expand(scales, spec.group_size, *shape)), zero)
 
 
-def _inverse_root(second_moment_II: Tensor) -> Tensor:
-    """Return the upper Cholesky factor of the damped inverse second moment."""
-    damped = second_moment_II.clone()
-    mean = damped.diagonal().mean().clamp_min(1e-12)
-    damped.diagonal().add_(DAMPING * mean)
-    return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True)
+def _compensated(weight_OI: Tensor, spec: QuantSpec, second_moment_II: Tensor, values: Tensor) -> QuantisedWeight:
+    """Return the GPTQ start; the scale of a group is chosen from its weights as compensation has left them."""
+    moment, damped_II = second_moment_II.float(), damped(second_moment_II)
+    if spec.sharing != "group":  # scales that span columns are fixed before rounding begins
+        scales, zeros = _scales(weight_OI, spec, "gptq", moment, values)
+        whole = QuantisedWeight(torch.zeros_like(weight_OI, dtype=torch.uint8), values, scales, zeros)
+        grid = whole.grid(spec)
+        codes = gptq(weight_OI.double(), damped_II, BLOCK, lambda start, stop, _: grid.columns(start, stop))
+        return whole._replace(codes_OI=codes)
+    assert spec.group_size is not None
+    one_group = dataclasses.replace(spec, sharing="channel", group_size=None)
+    found: list[tuple[Tensor, Tensor | None]] = []
+
+    def grid_of(start: int, stop: int, members: Tensor) -> Grid:
+        (scale,), zero = _scales(members.float(), one_group, "gptq", moment[start:stop, start:stop], values)
+        found.append((scale, zero))
+        return make_grid(values, (scale,), zero, None, (members.shape[0], members.shape[1]))
+
+    codes = gptq(weight_OI.double(), damped_II, spec.group_size, grid_of)
+    zeros = torch.cat([zero for _, zero in found if zero is not None], 1) if spec.code == "asymmetric" else None
+    return QuantisedWeight(codes, values, (torch.cat([scale for scale, _ in found], 1),), zeros)

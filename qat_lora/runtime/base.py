@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 if TYPE_CHECKING:
     import torch
 
-    from qat_lora.types import Batch
+    from qat_lora.types import Batch, LossWalk
 
 M = TypeVar("M", bound="torch.nn.Module")
 
@@ -28,6 +28,15 @@ class Runtime(Protocol):
     """This process, 0-based: names files and logs."""
     replicas: int
     """Data-parallel copies of the model over all processes (not the process count under SPMD)."""
+    loss_walk: LossWalk
+    """Which of two equal walks through the logits is the faster here (`losses/fused.py`)."""
+    piece_bytes: int | None
+    """How much of a large intermediate result elementwise work should take at a time to stay in the processor's cache;
+    None where every piece costs a kernel launch or a graph node."""
+
+    @property
+    def processes(self) -> int:
+        """Processes that read data, `rank` of them being this one; each feeds the rows of replicas / processes."""
 
     @property
     def is_main(self) -> bool:
@@ -43,20 +52,32 @@ class Runtime(Protocol):
     def place(self, module: M) -> M:
         """Move a module here and tie again the weights that were tied; the parameter count must not change."""
 
+    def check_spread(self) -> None:
+        """Raise DeviceError where a loader must not spread one model over several devices instead of `place`."""
+
     def feed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the batches as tensors on the device (this replica's rows), transfer overlapped with work."""
 
     def autocast(self, dtype: torch.dtype) -> Any:
         """Return a context manager that runs matrix products in `dtype` (nothing for float32)."""
 
+    def checkpoint_function(self) -> Callable[..., Any]:
+        """Return what computes a layer again in the backward pass instead of keeping its activations."""
+
     def cut(self) -> None:
         """End a micro-batch: queued work may be dispatched now."""
 
     def reduce_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Average gradients over replicas, once per optimizer step."""
+        """Average gradients over replicas, once per optimizer step; under SPMD that divides the sum that they are."""
 
     def all_reduce_mean(self, value: torch.Tensor) -> torch.Tensor:
-        """Average a tensor over replicas; stays on the device."""
+        """Average a sum over rows over replicas; stays on the device."""
+
+    def agree(self, flag: bool) -> bool:
+        """Return True in every process if the flag is set in any; all call it at the same place, no device waits."""
+
+    def shard_frozen(self, module: torch.nn.Module) -> None:
+        """Spread frozen weights over the devices of this process, where that was asked for; else nothing."""
 
     def step_end(self) -> None:
         """End an optimizer step."""

@@ -2,7 +2,8 @@
 
 Only a few small tensors are trained, so gradients are averaged by one explicit all-reduce per optimizer step.
 That replaces DistributedDataParallel, its buckets, its `no_sync` and its second copy of the forward call, and
-it is the same arithmetic on every runtime.
+it is the same arithmetic on every runtime. It is not overlapped with the backward pass: what DDP would hide is one
+exchange of some megabytes per optimizer step, a thousandth of the step (docs/tpu.md has the model).
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ import torch
 import torch.distributed as dist
 
 from qat_lora.errors import DeviceError
+from qat_lora.runtime import collectives
 from qat_lora.runtime.deferred import DeferredCalls, host_value
 from qat_lora.runtime.feeding import host_tensors, prefetch
 from qat_lora.runtime.placement import move_module
 from qat_lora.runtime.saving import save_tensors
-from qat_lora.types import Batch
+from qat_lora.types import Batch, LossWalk
 
 if TYPE_CHECKING:
     from qat_lora.runtime.base import M
@@ -55,10 +57,13 @@ class NativeRuntime:
         self.rank = int(os.environ.get("RANK", 0))
         self.replicas = int(os.environ.get("WORLD_SIZE", 1))
         self.device = torch.device(kind)
+        self.loss_walk: LossWalk = "vocabulary" if kind == "cpu" else "positions"
+        self.piece_bytes = 2 << 20 if kind == "cpu" else None  # two cores' second-level cache
         if kind == "cuda":
             self.device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))
         if self.replicas > 1:
             self._check_group(kind)
+        self._control: dist.ProcessGroup | None = None
         self._deferred = DeferredCalls()
         self._copy_stream: torch.cuda.Stream | None = None
 
@@ -72,7 +77,7 @@ class NativeRuntime:
         if missing:
             raise DeviceError(
                 f"WORLD_SIZE={self.replicas}: a process group also needs {', '.join(missing)}; start through "
-                "`torchrun --nproc-per-node N`, or unset WORLD_SIZE"
+                "--num-chips N or `torchrun --nproc-per-node N`, or unset WORLD_SIZE"
             )
         if kind == "cuda" and (self.device.index or 0) >= torch.cuda.device_count():
             raise DeviceError(
@@ -84,6 +89,11 @@ class NativeRuntime:
     def is_main(self) -> bool:
         """True in the process of rank 0."""
         return self.rank == 0
+
+    @property
+    def processes(self) -> int:
+        """As many as replicas."""
+        return self.replicas
 
     @property
     def description(self) -> str:
@@ -105,7 +115,10 @@ class NativeRuntime:
             torch.cuda.set_device(self.device)
         if self.replicas > 1:
             device_id = self.device if self.device.type == "cuda" else None
-            dist.init_process_group(_BACKENDS[self.device.type], device_id=device_id)
+            with collectives.joining():
+                dist.init_process_group(_BACKENDS[self.device.type], device_id=device_id)
+                # What hosts decide does not pass through the GPU: no host ever waits for a device to decide.
+                self._control = dist.new_group(backend="gloo") if self.device.type == "cuda" else None
         try:
             result = main()
             self._deferred.run_all()
@@ -121,6 +134,18 @@ class NativeRuntime:
             DeviceError: the parameter count changed.
         """
         return move_module(module, self.device)
+
+    def check_spread(self) -> None:
+        """Refuse to spread a model where other processes would spread theirs over the same devices.
+
+        Raises:
+            DeviceError: several processes.
+        """
+        if self.replicas > 1:
+            raise DeviceError(
+                f"device_map: {self.replicas} processes would each spread the model over all devices; run one process, "
+                "or leave out --device-map"
+            )
 
     def feed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield this replica's batches as tensors on the device; the next one is read and sent meanwhile.
@@ -164,38 +189,31 @@ class NativeRuntime:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=dtype)
 
+    def checkpoint_function(self) -> Callable[..., Any]:
+        """Return torch's own, in the form that is not re-entrant."""
+        return checkpoint_function()
+
     def cut(self) -> None:
         """Nothing: eager operations are dispatched as they are called."""
 
     def reduce_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Average the gradients over the replicas by one all-reduce of one flat float32 tensor.
-
-        Every trainable parameter takes part on every replica; one without a gradient counts as zero, since the
-        replicas have to agree on the layout even if a batch did not reach a parameter on one of them.
-        """
-        if self.replicas == 1:
-            return
+        """Average the gradients over the replicas by one all-reduce of one flat float32 tensor."""
         trained = [p for p in parameters if p.requires_grad]
-        if not trained:
-            return
-        for parameter in trained:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        gradients = [p.grad for p in trained if p.grad is not None]
-        flat = torch.cat([g.detach().float().reshape(-1) for g in gradients])
-        dist.all_reduce(flat)
-        flat /= self.replicas
-        for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(part.view_as(gradient))
+        if self.replicas > 1 and trained:
+            gradients, flat = collectives.flat_gradients(trained)
+            collectives.put_back(gradients, collectives.mean(flat))
 
     def all_reduce_mean(self, value: torch.Tensor) -> torch.Tensor:
         """Return the mean of a tensor over the replicas, on the device; integers as float32."""
         value = mean_form(value)
-        if self.replicas == 1:
-            return value
-        total = value.clone()
-        dist.all_reduce(total)
-        return total / self.replicas
+        return value if self.replicas == 1 else collectives.mean(value)
+
+    def agree(self, flag: bool) -> bool:
+        """Return True on every replica if the flag is set on any; through the hosts, whatever the device."""
+        return flag if self.replicas == 1 else collectives.agree(flag, self._control)
+
+    def shard_frozen(self, module: torch.nn.Module) -> None:
+        """Nothing: every replica has its own copy."""
 
     def step_end(self) -> None:
         """Run the deferred callbacks whose values have arrived; waits for nothing."""
@@ -227,7 +245,8 @@ class NativeRuntime:
         """Run what was deferred, then wait until every process is here. `tag` names the place in stack dumps."""
         self._deferred.run_all()
         if self.replicas > 1:
-            dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
+            with collectives.among_peers():
+                dist.barrier(self._control)
 
     def save(self, state: dict[str, torch.Tensor], path: str | Path) -> None:
         """Write tensors as safetensors, atomically, in the main process; all wait until it is there."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal, cast
 import torch
 
 from qat_lora.errors import ConfigError, DeviceError
+from qat_lora.runtime.chips import ChipsConfig, Plan, count_tpu_chips, plan_chips
 
 if TYPE_CHECKING:
     from qat_lora.runtime.base import Runtime
@@ -161,7 +162,27 @@ def _choose_xla(device: str, asked: str, found: Found) -> Choice:
     return Choice("xla", backend)
 
 
-def select_runtime(device: str = "auto", tpu: bool = False) -> Runtime:
+def plan_run(device: str = "auto", tpu: bool = False, chips: ChipsConfig | None = None) -> Plan:
+    """Decide on how many chips a run starts, and how; touches no device and sets nothing.
+
+    Raises:
+        ConfigError: an unknown device, or a number of chips that is not possible; the possible ones are named.
+        DeviceError: the device is not there; the message says what is.
+    """
+    found = look()
+    choice = choose(device, tpu, found)
+    return plan_chips(
+        chips or ChipsConfig(),
+        choice.kind,
+        choice.backend,
+        os.environ,
+        cores=os.cpu_count() or 1,
+        gpus=found.cuda_devices,
+        tpu_chips=count_tpu_chips() if choice.backend == "TPU" else 0,
+    )
+
+
+def select_runtime(device: str = "auto", tpu: bool = False, chips: ChipsConfig | None = None) -> Runtime:
     """Return the runtime for a device; call it before anything imports transformers.
 
     transformers imports torch_xla wherever that is installed, which takes seconds, prints a warning and settles
@@ -171,14 +192,20 @@ def select_runtime(device: str = "auto", tpu: bool = False) -> Runtime:
     Args:
         device: one of `DEVICES`.
         tpu: the `--tpu` flag, the same as `device="tpu"`.
+        chips: how several chips are driven; how many there are is settled before, by `plan_run`.
 
     Raises:
         ConfigError: an unknown device, or `tpu` beside another one.
         DeviceError: the device is not there; the message says what is.
     """
     choice = choose(device, tpu, look())
+    chips = chips or ChipsConfig()
     if choice.note:
         logging.getLogger(__name__).warning(choice.note)
+    if choice.kind == "xla" and chips.parallel == "spmd":
+        from qat_lora.runtime.xla_spmd import XlaSpmdRuntime
+
+        return XlaSpmdRuntime(choice.backend, chips.shard_base)
     if choice.kind == "xla":
         from qat_lora.runtime.xla import XlaRuntime
 

@@ -1,7 +1,12 @@
-"""The runtime of PyTorch/XLA: one TPU chip, or XLA on the CPU. The only file that imports torch_xla.
+"""The runtime of PyTorch/XLA: a TPU chip in each of one or more processes, or XLA on the CPU.
 
-PyTorch/XLA is to be replaced, so all that we know about it is here, and it is imported inside functions: this
-module can be imported where torch_xla is not installed.
+PyTorch/XLA is to be replaced, so all that we know about it is here and in `xla_spmd.py` (one process over all chips)
+and `xla_spawn.py` (which starts a process a chip); it is imported inside functions, so these modules can be imported
+where torch_xla is not installed.
+
+Gradients are averaged by one `xm.reduce_gradients` a step, before clipping, and `optimizer.step()` follows it:
+`xm.optimizer_step` would reduce a second time. XLA on the CPU has no exchange between processes; there, in a group
+that torchrun started, gloo carries the gradients: slow, and enough to try everything else.
 
 How a step is cut into graphs. XLA traces what is called and compiles it at a sync; a graph that was seen before
 runs at once. `cut` syncs after every micro-batch, the last one included, and `step_end` after the optimizer, so
@@ -28,16 +33,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from qat_lora.errors import DeviceError, MissingExtraError
+from qat_lora.runtime import collectives
+from qat_lora.runtime.chips import RUNS_ON_REAL_CHIPS
 from qat_lora.runtime.deferred import DeferredCalls, host_value
 from qat_lora.runtime.feeding import host_tensors, prefetch
 from qat_lora.runtime.native import mean_form
 from qat_lora.runtime.placement import move_module
 from qat_lora.runtime.saving import save_tensors
-from qat_lora.types import Batch
+from qat_lora.types import Batch, LossWalk
 
 if TYPE_CHECKING:
     from qat_lora.runtime.base import M
 
+PORT_VARIABLE = "QAT_LORA_GROUP_PORT"
+"""Where the processes of one host meet; not MASTER_PORT, which torch_xla reads for itself."""
 _COUNTERS = {
     "graphs_compiled": "UncachedCompile",
     "graph_cache_hits": "CachedCompile",
@@ -66,6 +75,17 @@ def xla_mark_step() -> None:
         torch_xla.sync()
 
 
+def device_peak_bytes(device: torch.device) -> int | None:
+    """Return the most device memory in use so far, None where the backend does not count it (XLA on the CPU)."""
+    import torch_xla.core.xla_model as xm
+
+    try:
+        info = xm.get_memory_info(device)
+    except RuntimeError:
+        return None
+    return int(info.get("peak_bytes_used") or info["bytes_used"])
+
+
 def checkpoint_function() -> Callable[..., Any]:
     """Return the function that recomputes a layer in the backward pass instead of keeping its activations.
 
@@ -90,12 +110,15 @@ def checkpoint_function() -> Callable[..., Any]:
 
 
 class XlaRuntime:
-    """One XLA device in this process; a `qat_lora.runtime.base.Runtime`.
+    """One XLA device in this process, alone or in a group; a `qat_lora.runtime.base.Runtime`.
 
     Args:
         backend: `TPU` or `CPU`, as in PJRT_DEVICE. Written there at once if nothing is, because whatever imports
             torch_xla first (transformers may) settles the backend of the process.
     """
+
+    loss_walk: LossWalk = "positions"  # the other one's many small steps would make a long graph
+    piece_bytes: int | None = None
 
     def __init__(self, backend: str) -> None:
         self.backend = os.environ.setdefault("PJRT_DEVICE", backend)
@@ -103,6 +126,8 @@ class XlaRuntime:
         self.replicas = 1
         self.device = torch.device("xla")
         self._chip = ""
+        self._over_hosts = False
+        self._control: torch.distributed.ProcessGroup | None = None
         self._deferred = DeferredCalls()
         self._unread: list[tuple[Future[list[Any]], tuple[torch.Tensor, ...], list[int]]] = []
         self._reader: ThreadPoolExecutor | None = None
@@ -115,11 +140,24 @@ class XlaRuntime:
         return self.rank == 0
 
     @property
+    def processes(self) -> int:
+        """As many as replicas."""
+        return self.replicas
+
+    @property
     def description(self) -> str:
-        """`TPU v6e detected · 1 chip` (the version is known inside `launch`), `XLA on CPU · 1 device`."""
+        """`TPU v6e detected · 1 chip` (known inside `launch`), `XLA on CPU · 1 device`; and how, if several."""
+        plural = "s" if self.replicas > 1 else ""
         if self.backend == "TPU":
-            return f"{self._chip or 'TPU'} detected · {self.replicas} chip{'s' if self.replicas > 1 else ''}"
-        return f"XLA on {self.backend} · {self.replicas} device{'s' if self.replicas > 1 else ''}"
+            line = f"{self._chip or 'TPU'} detected · {self.replicas} chip{plural}"
+        else:
+            line = f"XLA on {self.backend} · {self.replicas} device{plural}"
+        return line if self.replicas == 1 else f"{line} · {self._way()}"
+
+    def _way(self) -> str:
+        if self._over_hosts:
+            return "a process each, exchange by gloo"
+        return f"spawn (run on {RUNS_ON_REAL_CHIPS['spawn']} real chips so far)"
 
     def launch(self, main: Callable[[], Any]) -> Any:
         """Run `main` in this process; every deferred callback has run when this returns.
@@ -137,6 +175,13 @@ class XlaRuntime:
                 return result
             finally:
                 self._unread.clear()
+                self._close()
+
+    def _close(self) -> None:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
     def _open(self) -> None:
         """Start the backend and learn what it is; only here, since nothing may touch it before `launch`."""
@@ -150,6 +195,7 @@ class XlaRuntime:
                 "pip install 'qat-lora[xla]' elsewhere"
             ) from None
         try:
+            self._before_device()
             self.device = torch_xla.device()
         except (RuntimeError, OSError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -164,8 +210,42 @@ class XlaRuntime:
                 f"PJRT_DEVICE={self.backend}: this process already runs XLA on {running}, and a process has one "
                 "backend; start a new process"
             )
+        self._chip = self._chip_here(xm)
+        self._join()
+
+    def _chip_here(self, xm: Any) -> str:
+        return _chip_name(xm.xla_device_kind(self.device))
+
+    def _before_device(self) -> None:
+        """Under torchrun on a TPU, let torch_xla tell libtpu which chip is this process's."""
+        import torch.distributed as dist
+
+        if self.backend == "TPU" and dist.is_torchelastic_launched():
+            import torch_xla.distributed.xla_backend  # noqa: F401
+
+            dist.init_process_group("xla", init_method="xla://")
+
+    def _join(self) -> None:
+        """Learn this process's place, and meet the others by gloo."""
+        import torch.distributed as dist
+        import torch_xla.runtime as xr
+
         self.rank, self.replicas = xr.global_ordinal(), xr.world_size()
-        self._chip = _chip_name(xm.xla_device_kind(self.device))
+        group = int(os.environ.get("WORLD_SIZE", 1))
+        if self.backend == "CPU" and group > 1:
+            self.rank, self.replicas, self._over_hosts = int(os.environ["RANK"]), group, True
+            with collectives.joining():
+                dist.init_process_group("gloo")
+        elif self.replicas > 1:
+            # One host: at the port that `xla_spawn` chose. Several, or torchrun: torch_xla knows where.
+            with collectives.joining():
+                if dist.is_initialized():
+                    self._control = dist.new_group(backend="gloo")
+                elif xr.world_size() == xr.local_device_count():
+                    where = f"tcp://127.0.0.1:{os.environ[PORT_VARIABLE]}"
+                    dist.init_process_group("gloo", where, rank=self.rank, world_size=self.replicas)
+                else:
+                    dist.init_process_group("gloo", init_method="xla://")
 
     def place(self, module: M) -> M:
         """Move a module here, shared weights stay shared; its parameters are new objects, so do this first.
@@ -178,6 +258,18 @@ class XlaRuntime:
         module = move_module(module, self.device)
         torch_xla.sync()  # what a custom move computed must not become part of the first step's graph
         return module
+
+    def check_spread(self) -> None:
+        """Refuse to spread a model module by module.
+
+        Raises:
+            DeviceError: always.
+        """
+        raise DeviceError(
+            "device_map: accelerate moves tensors between devices at every module, and PyTorch/XLA compiles what runs "
+            "on one device, so each module would be a program and a transfer of its own; leave out --device-map, "
+            "or build the cache with --device cuda or cpu"
+        )
 
     def feed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield this replica's batches as tensors on the device; the next one is read and sent meanwhile.
@@ -201,27 +293,49 @@ class XlaRuntime:
         """Return `torch.autocast('xla')` for bfloat16, an empty context for float32."""
         return contextlib.nullcontext() if dtype == torch.float32 else torch.autocast("xla", dtype=dtype)
 
+    def checkpoint_function(self) -> Callable[..., Any]:
+        """Return the module's `checkpoint_function`."""
+        return checkpoint_function()
+
     def cut(self) -> None:
         """Compile (if new) and start the micro-batch; call it after every one, the last included."""
         self._sync()
 
     def reduce_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Average the gradients over the replicas by one all-reduce in the graph; nothing for one replica."""
-        if self.replicas == 1:
+        trained = [p for p in parameters if p.requires_grad]
+        if self.replicas == 1 or not trained:
+            return
+        if self._over_hosts:
+            gradients, flat = collectives.flat_gradients(trained)
+            collectives.put_back(gradients, self._mean_over_hosts(flat))
             return
         import torch_xla.core.xla_model as xm
 
         # It takes an optimizer only to find the parameters in; this one exists for that.
-        xm.reduce_gradients(torch.optim.SGD(list(parameters), lr=0.0))
+        xm.reduce_gradients(torch.optim.SGD(trained, lr=0.0))
 
     def all_reduce_mean(self, value: torch.Tensor) -> torch.Tensor:
         """Return the mean of a tensor over the replicas, on the device; integers as float32."""
         value = mean_form(value)
         if self.replicas == 1:
             return value
+        if self._over_hosts:
+            return self._mean_over_hosts(value)
         import torch_xla.core.xla_model as xm
 
         return xm.all_reduce(xm.REDUCE_SUM, value, scale=1.0 / self.replicas)
+
+    def _mean_over_hosts(self, value: torch.Tensor) -> torch.Tensor:
+        self._sync()
+        return collectives.mean(value.cpu()).to(self.device)
+
+    def agree(self, flag: bool) -> bool:
+        """Return True in every process if the flag is set in any; through the hosts, so no device waits."""
+        return flag if self.replicas == 1 else collectives.agree(flag, self._control)
+
+    def shard_frozen(self, module: torch.nn.Module) -> None:
+        """Nothing: every process has its own copy."""
 
     def step_end(self) -> None:
         """Compile (if new) and start the optimizer step, then run the deferred callbacks that can be."""
@@ -242,9 +356,11 @@ class XlaRuntime:
         self._deferred.add(fn, future.done, future.result)
 
     def barrier(self, tag: str) -> None:
-        """Run what was deferred, then wait until every process is here."""
+        """Run what was deferred, then wait until every process is here: `xm.rendezvous`."""
         self._flush()
-        if self.replicas > 1:
+        if self._over_hosts:
+            collectives.agree(False)
+        elif self.replicas > 1:
             import torch_xla.core.xla_model as xm
 
             xm.rendezvous(tag)

@@ -8,26 +8,29 @@ an evaluation or an export *is* comes in as a function: the loop only decides wh
 from __future__ import annotations
 
 import math
-import signal
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import nn
 
-from qat_lora.cache.dataset import KDCacheDataset
 from qat_lora.config import option
 from qat_lora.errors import ConfigError, DivergedError, InterruptedRunError
 from qat_lora.losses.objective import ObjectiveConfig, weight_tensors
 from qat_lora.runtime.base import Runtime
+from qat_lora.runtime.signals import stop_signals
+from qat_lora.train import compiling
+from qat_lora.train.anchor import anchor_batches, anchor_micro_batch
 from qat_lora.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from qat_lora.train.folders import settle
 from qat_lora.train.metrics import MetricsLog, append_line, cut_back
-from qat_lora.train.optim import OptimConfig, build_optimizer, lr_factor, set_lr
+from qat_lora.train.optim import KINDS, OptimConfig, averaged, build_optimizer, lr_factor, set_lr
 from qat_lora.train.step import Sums, add_sums, micro_batch, optimizer_step, zero_sums
-from qat_lora.types import LanguageModel
+from qat_lora.train.trackers import check_trackers, open_trackers
+from qat_lora.types import Batch, LanguageModel, OutputHead
 
 
 @dataclass(frozen=True)
@@ -43,14 +46,37 @@ class LoopConfig:
     log_steps: int = option(10, "optimizer steps between fetches of the log values", unit="steps")
     eval_steps: int = option(50, "optimizer steps between evaluations on the cache's evaluation split", unit="steps")
     save_steps: int = option(100, "optimizer steps between checkpoints", unit="steps")
+    save_minutes: float = option(
+        5.0, "minutes after which a checkpoint is due anyway (looked at every log interval); 0: never", unit="minutes"
+    )
     keep_checkpoints: int = option(2, "complete checkpoints that are kept", unit="checkpoints")
+    early_stop: int | None = option(
+        None, "stop after this many evaluations without a better one; default: never", unit="evaluations"
+    )
+    gradient_checkpointing: bool = option(
+        False, "compute each layer again in the backward pass instead of keeping its activations"
+    )
+    autocast: bool = option(
+        False, "float32 weights, matrix products in bfloat16 (--dtype bfloat16: all floats are bfloat16)"
+    )
+    max_recompiles: int | None = option(
+        None,
+        "graphs that may be compiled after step 1 before the run fails; default: any, with a warning",
+        unit="graphs",
+    )
+    log_to: tuple[str, ...] = option((), "send the numbers on to tensorboard, wandb or both", unit="list")
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "accumulation_steps", "max_steps", "log_steps", "eval_steps", "save_steps"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: {getattr(self, name)} is below 1")
-        if self.global_batch_size is not None and self.global_batch_size < 1:
-            raise ConfigError(f"global_batch_size: {self.global_batch_size} is below 1")
+        names = ("batch_size", "accumulation_steps", "max_steps", "log_steps", "eval_steps", "save_steps")
+        for name in (*names, "global_batch_size", "early_stop"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}: {value} is below 1")
+        for name in ("save_minutes", "max_recompiles"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ConfigError(f"{name}: {value} is not allowed; give 0 or more")
+        check_trackers(self.log_to)
         if self.keep_checkpoints < 1:
             raise ConfigError(
                 f"keep_checkpoints: {self.keep_checkpoints} would leave nothing to resume from; give 1 or more"
@@ -78,13 +104,25 @@ class Trainee:
     """What is trained, by name."""
 
     model: LanguageModel
-    adapter: dict[str, nn.Parameter]
-    scales: dict[str, nn.Parameter]
+    groups: dict[str, dict[str, nn.Parameter]]
+    """By kind (`optim.KINDS`), which decides their learning rate and weight decay."""
+
+    def __post_init__(self) -> None:
+        assert set(self.groups) <= set(KINDS), f"kinds {set(self.groups) - set(KINDS)} have no learning rate"
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
         """All tensors that train."""
-        return self.adapter | self.scales
+        return {name: tensor for tensors in self.groups.values() for name, tensor in tensors.items()}
+
+
+class TrainingRows(Protocol):
+    """What is trained on: a KD cache or a text, as rows in an order that `qat_lora.order` computes."""
+
+    def batches(
+        self, start_step: int, steps: int, batch_rows: int, accumulation: int, seed: int, replica: int, replicas: int
+    ) -> Iterator[Batch]:
+        """Yield this replica's micro-batches, `accumulation` for each of `steps` steps."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +130,11 @@ class LoopHooks:
     """What the loop calls but does not know."""
 
     evaluate: Callable[[], float] | None
-    """Mean KL on the evaluation split, lower is better; None where the cache has none."""
+    """Mean loss on the evaluation split (KL for a cache), lower is better; None where there is none."""
     export: Callable[[str], None]
     """Write the student as it is now under the run's folder, as `start`, `best` or `last`, by `whole_folder`."""
+    metric: str = "kl"
+    """What `evaluate` measures, as it is called in files."""
 
 
 EXPORTS = ("start", "best", "last")
@@ -102,7 +142,7 @@ EXPORTS = ("start", "best", "last")
 
 def train(
     trainee: Trainee,
-    dataset: KDCacheDataset,
+    dataset: TrainingRows,
     objective: ObjectiveConfig,
     optim: OptimConfig,
     loop: LoopConfig,
@@ -113,12 +153,14 @@ def train(
     seed: int,
     fingerprint: Mapping[str, Any],
     quiet: bool = False,
+    teacher_head: OutputHead | None = None,
+    anchor: Batch | None = None,
 ) -> dict[str, Any]:
     """Train until `max_steps`, from the newest complete checkpoint under `out` if there is one.
 
     Args:
         trainee: model and trained tensors, placed on the runtime's device.
-        dataset: the KD cache's training split.
+        dataset: the training rows.
         objective: loss terms and weights.
         optim: learning rates and schedule.
         loop: lengths and portions.
@@ -128,24 +170,35 @@ def train(
         seed: of the row order.
         fingerprint: settings that a resumed run must share.
         quiet: no progress bar.
+        teacher_head: the teacher's output head, on the device, for estimator `full`.
+        anchor: what the student says before step 1 (`anchor.remember`), for the term `anchor`.
 
     Returns:
-        `step`, `best_step`, `best_kl`, `resumed_from`.
+        `step`, `best_step`, `best_kl` (or what is measured), `stopped_early`, `resumed_from`.
 
     Raises:
+        ConfigError: an early stop without evaluations, or a checkpoint of other settings.
         InterruptedRunError: SIGTERM or SIGINT; a checkpoint was written first.
         DivergedError: the loss is NaN or infinite; no checkpoint of that is written.
+        RecompiledError: more graphs were compiled after the first step than `max_recompiles`.
     """
+    if loop.early_stop and hooks.evaluate is None:
+        raise ConfigError("early_stop: there is no evaluation split to stop by; make one with --eval-rows")
     accumulation = loop.accumulation(runtime.replicas)
     parameters = list(trainee.trained.values())
-    optimizer = build_optimizer(optim, trainee.adapter.values(), trainee.scales.values())
-    state: dict[str, Any] = {"step": 0, "best_step": None, "best_kl": None}
+    optimizer = build_optimizer(optim, trainee.groups)
+    best = f"best_{hooks.metric}"
+    state: dict[str, Any] = {"step": 0, "best_step": None, best: None, "evaluations_since_best": 0}
     folder, metrics, evaluations = out / "checkpoints", out / "metrics.jsonl", out / "evaluations.jsonl"
     found = checkpoints(folder)
     if found:
         saved = load_checkpoint(found[-1], trainee.trained, optimizer, fingerprint)
         state = {name: saved[name] for name in state}
     start = int(state["step"])
+    if runtime.agree(bool(found)) != bool(found):
+        raise ConfigError(f"--out {out}: not every process sees its checkpoints; give a folder that all hosts share")
+    if runtime.rank:  # the first process draws what a run alone draws, the others their own
+        torch.manual_seed(seed + 1_000_003 * runtime.rank + start)
     if runtime.is_main:
         for file in (metrics, evaluations):
             cut_back(file, start if found else -1)
@@ -157,13 +210,19 @@ def train(
         dataset.batches(
             start_step=start,
             steps=loop.max_steps - start,
-            batch_rows=loop.batch_size,
+            batch_rows=loop.batch_size * (runtime.replicas // runtime.processes),
             accumulation=accumulation,
             seed=seed,
             replica=runtime.rank,
-            replicas=runtime.replicas,
+            replicas=runtime.processes,
         )
     )
+
+    anchors = None
+    if anchor is not None:
+        rows = loop.batch_size * (runtime.replicas // runtime.processes)
+        steps = loop.max_steps - start
+        anchors = runtime.feed(anchor_batches(anchor, start, steps, rows, runtime.rank, runtime.processes))
 
     def save(step: int) -> None:
         runtime.barrier("metrics")  # the lines up to here are on disk first: a resumed run could not write them again
@@ -175,59 +234,101 @@ def train(
     def evaluate(step: int) -> None:
         if hooks.evaluate is None:
             return
-        kl = hooks.evaluate()
+        with averaged(optimizer):
+            value = hooks.evaluate()
         if runtime.is_main:
-            append_line(evaluations, {"step": step, "kl": kl})
-        if state["best_kl"] is None or kl < state["best_kl"]:
-            state.update(best_kl=kl, best_step=step)
+            append_line(evaluations, {"step": step, hooks.metric: value})
+            log.track(step, {f"evaluation/{hooks.metric}": value})
+        state["evaluations_since_best"] += 1
+        if state[best] is None or value < state[best]:
+            state.update({best: value, "best_step": step, "evaluations_since_best": 0})
             export("best")
 
     def export(name: str) -> None:
         if runtime.is_main:
-            hooks.export(name)
+            with averaged(optimizer):
+                hooks.export(name)
 
+    def is_exhausted() -> bool:
+        return loop.early_stop is not None and state["evaluations_since_best"] >= loop.early_stop
+
+    trackers = open_trackers(loop.log_to, out, start, fingerprint) if runtime.is_main else []
     with (
         stop_signals() as stopped,
-        MetricsLog(metrics, loop.max_steps, start, quiet or not runtime.is_main, "recover") as log,
+        MetricsLog(metrics, loop.max_steps, start, quiet or not runtime.is_main, runtime.device, trackers) as log,
     ):
+        watch = compiling.CompileWatch(runtime, loop.max_recompiles, log.say)
         if start == 0:
             export("start")
             evaluate(0)
             log.pause()
         pending: list[tuple[int, float, Sums]] = []
-        for step in range(start + 1, loop.max_steps + 1):
+        saved_at, step = time.monotonic(), start
+        while step < loop.max_steps and not is_exhausted():
+            step += 1
+            watch.begin()
             progress = (step - 1) / max(1, loop.max_steps - 1)
             weights = weight_tensors(objective.weights_at(progress), runtime.device)
             sums = zeros
             for _ in range(accumulation):
                 batch = next(batches)
-                sums = add_sums(sums, micro_batch(trainee.model, batch, objective, weights))
+                watch.batch(batch)
+                with runtime.autocast(torch.bfloat16 if loop.autocast else torch.float32):
+                    sums = add_sums(sums, micro_batch(trainee.model, batch, objective, weights, teacher_head))
+                watch.mark(compiling.TRACED)
+                runtime.cut()
+                watch.mark(compiling.COMPILED)
+            if anchors is not None:
+                with runtime.autocast(torch.bfloat16 if loop.autocast else torch.float32):
+                    sums = anchor_micro_batch(trainee.model, next(anchors), objective, weights, sums, runtime)
                 runtime.cut()
             lr = set_lr(optimizer, lr_factor(optim, step - 1, loop.max_steps))
             means = optimizer_step(optimizer, parameters, sums, optim.clip_grad_norm, runtime)
+            watch.mark(compiling.OPTIMIZER_TRACED)
             pending.append((step, lr, means))
             last = step == loop.max_steps
             saving = step % loop.save_steps == 0 or last
+            if step % loop.log_steps == 0:
+                saving = saving or _is_time_to_save(loop, saved_at, runtime)
             if step % loop.log_steps == 0 or saving:
                 _flush(pending, log, runtime)
             runtime.step_end()
+            watch.mark(compiling.OPTIMIZER_COMPILED)
+            watch.end(step)
             if step % loop.eval_steps == 0 or last:
                 evaluate(step)
                 log.pause()
-            stop = bool(stopped)  # looked at once: a signal that comes while saving is for the next step
-            if saving or stop:
+                last = last or is_exhausted()
+            # Looked at once: a signal that comes while saving is for the next step. All processes stop after the same.
+            stop = runtime.agree(bool(stopped))
+            if saving or stop or last:
                 _flush(pending, log, runtime)
                 save(step)
+                saved_at = time.monotonic()
                 log.pause()
             if stop and not last:
+                by = stopped[0] if stopped else "a signal to another process"
                 raise InterruptedRunError(
-                    f"stopped by {stopped[0]} after step {step} of {loop.max_steps}; "
+                    f"stopped by {by} after step {step} of {loop.max_steps}; "
                     f"the checkpoint is complete, the same command goes on from it"
                 )
     export("last")
     if hooks.evaluate is None:
         export("best")
-    return {**state, "step": loop.max_steps, "resumed_from": start}
+    return {
+        "step": step,
+        "best_step": state["best_step"],
+        best: state[best],
+        "stopped_early": step < loop.max_steps,
+        "resumed_from": start,
+    }
+
+
+def _is_time_to_save(loop: LoopConfig, saved_at: float, runtime: Runtime) -> bool:
+    """Tell whether the last checkpoint is too old; all replicas get the same answer, a yes if one of them says so."""
+    if not loop.save_minutes:
+        return False
+    return runtime.agree(time.monotonic() - saved_at > 60 * loop.save_minutes)
 
 
 def _flush(pending: list[tuple[int, float, Sums]], log: MetricsLog, runtime: Runtime) -> None:
@@ -252,26 +353,3 @@ def _flush(pending: list[tuple[int, float, Sums]], log: MetricsLog, runtime: Run
     if runtime.is_main:  # each value by itself: stacking them on the device would be one more graph
         runtime.defer(write, *(means[name] for _, _, means in pending for name in names))
     pending.clear()
-
-
-@contextmanager
-def stop_signals() -> Iterator[list[str]]:
-    """Collect the names of stop signals that arrive; the second one ends the process at once."""
-    received: list[str] = []
-
-    def handle(number: int, _frame: Any) -> None:
-        if received:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        received.append(signal.Signals(number).name)
-
-    try:
-        old = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
-    except ValueError:  # not the main thread: signals are somebody else's business
-        yield received
-        return
-    try:
-        yield received
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)

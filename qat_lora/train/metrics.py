@@ -8,23 +8,36 @@ loop never writes before the lines up to it.
 from __future__ import annotations
 
 import json
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from qat_lora.extras import pyplot
+from qat_lora.runtime.memory import peak_memory_bytes
+from qat_lora.train.trackers import Tracker
 
 
 class MetricsLog:
     """Appends metrics and shows progress; a context manager."""
 
-    def __init__(self, path: Path, max_steps: int, start_step: int, quiet: bool, description: str) -> None:
+    def __init__(
+        self,
+        path: Path,
+        max_steps: int,
+        start_step: int,
+        quiet: bool,
+        device: torch.device,
+        trackers: Sequence[Tracker] = (),
+    ) -> None:
         self.path = path
-        self._bar = tqdm(total=max_steps, initial=start_step, desc=description, unit="step", disable=quiet)
+        self._bar = tqdm(total=max_steps, initial=start_step, desc="train", unit="step", disable=quiet)
+        self._device, self._trackers = device, trackers
         self._since = time.perf_counter()
 
     def __enter__(self) -> MetricsLog:
@@ -34,6 +47,18 @@ class MetricsLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bar.close()
+        for tracker in self._trackers:
+            tracker.close()
+
+    def say(self, line: str) -> None:
+        """Print a line above the bar, unless the run is quiet."""
+        if not self._bar.disable:
+            self._bar.write(line, file=sys.stderr)
+
+    def track(self, step: int, values: Mapping[str, float]) -> None:
+        """Send numbers to the trackers."""
+        for tracker in self._trackers:
+            tracker.log(step, values)
 
     def write(
         self, steps: Sequence[int], lrs: Sequence[float], names: Sequence[str], rows: Sequence[Sequence[float]]
@@ -55,8 +80,14 @@ class MetricsLog:
                 values = dict(zip(names, row, strict=True))
                 line = {"step": step, **values, "lr": lr, "tokens_per_s": round(rate, 1)}
                 file.write(json.dumps(line) + "\n")
-        self._bar.set_postfix_str(f"loss {rows[-1][names.index('loss')]:.4f}, {rate:,.0f} tokens/s")
-        self._bar.update(len(steps))
+                self.track(step, {f"train/{name}": value for name, value in line.items() if name != "step"})
+        if not self._bar.disable:
+            terms = [n for n in names if n.startswith("loss_")]
+            shown = ["loss", *(terms if len(terms) > 1 else [])]  # one term alone is the loss
+            losses = [f"{name.removeprefix('loss_')} {rows[-1][names.index(name)]:.4f}" for name in shown]
+            used = f"{peak_memory_bytes(self._device) / 2**30:.1f} GiB"
+            self._bar.set_postfix_str(", ".join([*losses, f"{rate:,.0f} tokens/s", used]))
+            self._bar.update(len(steps))
 
     def pause(self) -> None:
         """Leave the time until now out of the next tokens/s (saving, evaluating)."""
@@ -104,7 +135,9 @@ def draw_curve(axis: Any, metrics: Path, evaluations: Path) -> None:
     train, evaluated = read_metrics(metrics), read_metrics(evaluations)
     axis.plot([x["step"] for x in train], [x["loss"] for x in train], lw=0.8, alpha=0.6, label="training loss")
     if evaluated:
-        axis.plot([x["step"] for x in evaluated], [x["kl"] for x in evaluated], "o-", ms=3, label="evaluation KL")
+        metric = next(name for name in evaluated[0] if name != "step")
+        values = [x[metric] for x in evaluated]
+        axis.plot([x["step"] for x in evaluated], values, "o-", ms=3, label=f"evaluation {metric.upper()}")
     axis.set(xlabel="optimizer step", ylabel="nats per token", ylim=(0, None))
     axis.set_title("training", fontsize=10)
     axis.legend()

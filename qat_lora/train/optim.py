@@ -4,43 +4,71 @@ AdamW with one group per kind of tensor, because adapters and scales want differ
 matter on XLA and harm nowhere: the moments exist before the first step (a state that appears in step 1 changes
 the graph of step 2), warm-up starts at 1/n, not at 0 (PyTorch/XLA compiles exact zeros into the graph), and the
 numbers that change from step to step are tensors (see `AdamW`).
+
+The moving average of the trained tensors (EMA) is part of the optimizer, not a copy of the model beside the loop: it
+is updated in the optimizer's graph, and saved and resumed with the moments by the same lines.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from qat_lora.config import option
 from qat_lora.errors import ConfigError
+
+
+class Kind(NamedTuple):
+    """How tensors of one kind are trained."""
+
+    rate: str
+    """The setting that is their peak learning rate."""
+    decays: bool
+    """Whether weight decay pulls them to 0: it would shrink a scale or a norm, whose rest is not there."""
+
+
+KINDS = {
+    "adapter": Kind("lr", True),
+    "weights": Kind("lr", True),
+    "scales": Kind("scale_lr", False),
+    "lut": Kind("scale_lr", False),
+    "norms": Kind("norm_lr", False),
+}
+"""Kinds of trained tensors: LoRA factors, latent weights, the quantiser's scales and tables, norms."""
 
 
 @dataclass(frozen=True)
 class OptimConfig:
     """How the trained tensors move."""
 
-    lr: float = option(3e-4, "peak learning rate of the adapter")
-    scale_lr: float = option(3e-4, "peak learning rate of the quantiser's scales, where they train")
+    lr: float = option(3e-4, "peak learning rate of the adapter (and of weights, where they train)")
+    scale_lr: float = option(3e-4, "peak learning rate of the quantiser's scales and tables, where they train")
+    norm_lr: float = option(1e-4, "peak learning rate of norms, where they train")
     schedule: Literal["cosine", "constant"] = option("cosine", "learning rate after warm-up")
     warmup_steps: int = option(20, "optimizer steps of linear warm-up, from 1/n of the peak", unit="steps")
     min_lr_ratio: float = option(0.1, "learning rate at the end, as a share of the peak (cosine)")
-    weight_decay: float = option(0.0, "decoupled weight decay of the adapter; scales have none")
+    weight_decay: float = option(0.0, "decoupled weight decay of adapter and weights; scales and norms have none")
     clip_grad_norm: float = option(1.0, "largest gradient norm over all trained tensors")
     adam_beta2: float = option(0.99, "decay of the second moment; short runs want less than 0.999")
+    ema: float = option(
+        0.0, "decay of a moving average of what trains, evaluated and exported in its place; 0: none, 0.999 is usual"
+    )
 
     def __post_init__(self) -> None:
-        for name in ("lr", "scale_lr", "clip_grad_norm"):
+        for name in ("lr", "scale_lr", "norm_lr", "clip_grad_norm"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name}: {getattr(self, name)} is not allowed; give a number above 0")
         if not 0 <= self.weight_decay < math.inf:
             raise ConfigError(f"weight_decay: {self.weight_decay} is not allowed; give 0 (none) or a number above")
-        if not 0 <= self.adam_beta2 < 1:
-            raise ConfigError(f"adam_beta2: {self.adam_beta2} is not from 0 to below 1")
+        for name in ("adam_beta2", "ema"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"{name}: {getattr(self, name)} is not from 0 to below 1")
         if self.warmup_steps < 0:
             raise ConfigError(f"warmup_steps: {self.warmup_steps} is below 0")
         if not 0 <= self.min_lr_ratio <= 1:
@@ -65,11 +93,14 @@ class AdamW(torch.optim.Optimizer):
     1 - beta2 equals 1 - beta1 in step 1 only) and again near step 1600 (1 - beta2^t rounds to 1). Its `capturable`
     form computes them on the device, but not on a CPU.
 
-    The state of every parameter is `step` (on the host), `exp_avg` and `exp_avg_sq`, as in torch's.
+    The state of every parameter is `step` (on the host), `exp_avg` and `exp_avg_sq`, as in torch's, and with an `ema`
+    the parameter's `average` (see `averaged`).
     """
 
-    def __init__(self, groups: list[dict[str, Any]], betas: tuple[float, float], eps: float = 1e-8) -> None:
-        super().__init__(groups, {"betas": betas, "eps": eps})
+    def __init__(
+        self, groups: list[dict[str, Any]], betas: tuple[float, float], eps: float = 1e-8, ema: float = 0.0
+    ) -> None:
+        super().__init__(groups, {"betas": betas, "eps": eps, "ema": ema})
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter] = {
@@ -77,6 +108,8 @@ class AdamW(torch.optim.Optimizer):
                     "exp_avg": torch.zeros_like(parameter),
                     "exp_avg_sq": torch.zeros_like(parameter),
                 }
+                if ema:
+                    self.state[parameter]["average"] = parameter.detach().clone()
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -89,8 +122,10 @@ class AdamW(torch.optim.Optimizer):
             torch._foreach_add_([s["step"] for s in states], 1.0)
             count = int(states[0]["step"])
             keep = 1 - group["lr"] * group["weight_decay"]
-            numbers = (keep, math.sqrt(1 - beta2**count), -group["lr"] / (1 - beta1**count))
-            keep_0, root_0, rate_0 = torch.tensor(numbers).to(parameters[0].device).unbind()
+            # The bias-corrected average as a recursion: its first step takes the parameter as it is.
+            share = (1 - group["ema"]) / (1 - group["ema"] ** count)
+            numbers = (keep, math.sqrt(1 - beta2**count), -group["lr"] / (1 - beta1**count), share)
+            keep_0, root_0, rate_0, share_0 = torch.tensor(numbers).to(parameters[0].device).unbind()
             torch._foreach_lerp_(means, gradients, 1 - beta1)
             torch._foreach_mul_(squares, beta2)
             torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
@@ -102,24 +137,35 @@ class AdamW(torch.optim.Optimizer):
             if group["weight_decay"]:
                 torch._foreach_mul_(parameters, keep_0)
             torch._foreach_add_(parameters, updates)
+            if group["ema"]:
+                averages = [s["average"] for s in states]
+                steps = torch._foreach_sub(parameters, averages)
+                torch._foreach_mul_(steps, share_0)
+                torch._foreach_add_(averages, steps)
 
 
-def build_optimizer(
-    config: OptimConfig, adapter: Iterable[nn.Parameter], scales: Iterable[nn.Parameter] = ()
-) -> torch.optim.Optimizer:
-    """Return AdamW over adapter and scales, its state already there.
+def build_optimizer(config: OptimConfig, groups: Mapping[str, Mapping[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """Return AdamW over the trained tensors, its state already there.
+
+    Args:
+        config: learning rates and decay.
+        groups: the tensors by name, by kind (`KINDS`).
 
     Raises:
         ConfigError: nothing to train.
     """
-    groups = [
-        {"params": list(adapter), "lr": config.lr, "weight_decay": config.weight_decay},
-        {"params": list(scales), "lr": config.scale_lr, "weight_decay": 0.0},
+    made = [
+        {
+            "params": list(tensors.values()),
+            "lr": getattr(config, KINDS[kind].rate),
+            "weight_decay": config.weight_decay if KINDS[kind].decays else 0.0,
+        }
+        for kind, tensors in groups.items()
+        if tensors
     ]
-    groups = [group for group in groups if group["params"]]
-    if not groups:
-        raise ConfigError("nothing to train: no adapter and no scales")
-    optimizer = AdamW(groups, betas=(0.9, config.adam_beta2))
+    if not made:
+        raise ConfigError("nothing to train: no adapter, no scales, nothing else")
+    optimizer = AdamW(made, betas=(0.9, config.adam_beta2), ema=config.ema)
     for group in optimizer.param_groups:
         group["peak_lr"] = group["lr"]
         for parameter in group["params"]:
@@ -132,3 +178,23 @@ def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> float:
     for group in optimizer.param_groups:
         group["lr"] = group["peak_lr"] * factor
     return optimizer.param_groups[0]["lr"]
+
+
+@contextmanager
+def averaged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Put the moving averages in the place of the trained tensors, where there are any; back again at the end.
+
+    The tensors change places and nothing is computed, so XLA sees the graph that it knows.
+    """
+    pairs = [(p, state) for p, state in optimizer.state.items() if "average" in state]
+
+    def exchange() -> None:
+        for parameter, state in pairs:
+            raw: Tensor = parameter.data
+            parameter.data, state["average"] = state["average"], raw
+
+    exchange()
+    try:
+        yield
+    finally:
+        exchange()

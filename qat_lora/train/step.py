@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from qat_lora.losses.objective import ObjectiveConfig, objective_loss
 from qat_lora.runtime.base import Runtime
-from qat_lora.types import Batch, LanguageModel
+from qat_lora.types import Batch, LanguageModel, OutputHead
 
 Sums = dict[str, Tensor]
 """Running sums of one optimizer step: `loss`, `tokens` and one per loss term."""
@@ -28,6 +28,7 @@ def micro_batch(
     batch: Batch,
     objective: ObjectiveConfig,
     weights: Mapping[str, Tensor],
+    teacher_head: OutputHead | None = None,
 ) -> Sums:
     """Run forward and backward on one micro-batch; gradients add up in the parameters.
 
@@ -35,7 +36,7 @@ def micro_batch(
         Detached sums over the batch's counted tokens.
     """
     hidden_BLH = model.hidden(batch["input_ids"], batch["document_ids"])
-    result = objective_loss(hidden_BLH, model.head(), batch, objective, weights)
+    result = objective_loss(hidden_BLH, model.head(), batch, objective, weights, teacher_head)
     result.loss_sum.backward()
     sums = {"loss": result.loss_sum.detach(), "tokens": result.token_count.detach()}
     return sums | {f"loss_{name}": value.detach() for name, value in result.terms.items()}
@@ -52,8 +53,8 @@ def zero_sums(objective: ObjectiveConfig, device: torch.device) -> Sums:
 
 
 def add_sums(total: Sums, sums: Sums) -> Sums:
-    """Add one micro-batch's sums to those of its step."""
-    return {name: value + sums[name] for name, value in total.items()}
+    """Add one micro-batch's sums to those of its step; a term that the micro-batch lacks stays as it is."""
+    return {name: value + sums[name] if name in sums else value for name, value in total.items()}
 
 
 def optimizer_step(
@@ -69,7 +70,8 @@ def optimizer_step(
         Mean loss and terms per token, the tokens of the global batch, and the gradient norm before clipping.
     """
     runtime.reduce_gradients(parameters)
-    sums = {name: runtime.all_reduce_mean(value.float()) for name, value in sums.items()}
+    together = runtime.all_reduce_mean(torch.stack([value.float() for value in sums.values()]))  # one exchange for all
+    sums = dict(zip(sums, together.unbind(), strict=True))
     tokens = sums["tokens"].clamp_min(1.0)
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients])) / tokens

@@ -37,6 +37,9 @@ def _random_rows(fp, count, seed=0):
         "head_logits": np.take_along_axis(shifted, order, -1).astype(np.float32),
     }
     rows["input_ids"][:, 0] = np.arange(count)
+    for name, size in (("tail_draw_ids", fp.contents.tail_draws), ("draw_ids", fp.contents.draws)):
+        if size:
+            rows[name] = rng.integers(0, fp.vocab_size, (count, fp.length - 1, size)).astype(np.int32)
     tail = shifted.copy()
     np.put_along_axis(tail, order, -np.inf, -1)
     for temperature in fp.temperatures:

@@ -130,10 +130,11 @@ def test_no_target_in_the_rows(tmp_path, fingerprint, random_rows, write_cache):
 
 def test_head_sizes_and_table():
     assert [head_sizes(k) for k in (1, 4, 5, 64)] == [[1], [4], [4, 5], [4, 8, 16, 32, 64]]
-    row = dict.fromkeys(("bytes_per_token", "kl_stored", "kl_stored_max", "tail_mass", "kl_even_tail"), 0.5) | {"k": 4}
+    row = dict.fromkeys(("bytes_per_token", "kl_stored", "kl_stored_max", "tail_mass", "kl_even_tail"), 0.5)
+    row |= {"k": 4, "encoding": "uint8"}
     report = {"positions": 9, "rows": 1, "same_ids": 1.0, "same_values": 0.5, "mass_defect": 1e-4, "by_k": [row]}
     header, body = table_rows(report)
-    assert header[0] == "K" and body == ["4", "0.5", "5.00e-01", "5.00e-01", "0.5000", "0.5000"]
+    assert header[0] == "K" and body == ["4", "uint8", "0.5", "5.00e-01", "5.00e-01", "0.5000", "0.5000"]
     assert "values at 50.0%" in summary(report)
 
 
@@ -144,7 +145,7 @@ def test_the_command(tiny, tmp_path, capfd):
     line = ["cache", "audit", str(tmp_path / "c"), "--teacher", str(tiny.teacher), "--device", "cpu"]
     main([*line, "--rows", "3"])
     out = capfd.readouterr().out
-    assert "KL stored" in out and "in 3 rows; ids as stored at 100.0%" in out
+    assert "KL stored" in out and "in 3 rows; as stored: ids at 100.0%" in out
     main([*line, "--json", "--out", str(tmp_path / "a")])
     printed = json.loads(capfd.readouterr().out)
     assert printed == json.loads((tmp_path / "a" / "audit.json").read_text())

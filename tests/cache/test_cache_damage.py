@@ -23,9 +23,16 @@ from qat_lora.cli import main
 from qat_lora.errors import CacheDamaged, CacheError
 
 
+@pytest.fixture(
+    params=[{}, {"value_dtype": "uint8", "optional_arrays": ("tail_draws:2", "draws:1")}], ids=["plain", "all"]
+)
+def settings(request):
+    return request.param
+
+
 @pytest.fixture
-def cache(tmp_path, fingerprint, random_rows, write_cache):
-    fp = fingerprint()
+def cache(tmp_path, fingerprint, random_rows, write_cache, settings):
+    fp = fingerprint(**settings)
     return write_cache(tmp_path / "c", fp, random_rows(fp, 4), shard_rows=2, eval_rows=random_rows(fp, 1, seed=9))
 
 
@@ -90,7 +97,7 @@ def test_truncation_and_growth_of_every_file(cache):
         file.write_bytes(good)
 
 
-def test_swapped_zeroed_missing_and_foreign_files(cache, tmp_path, fingerprint, random_rows, write_cache):
+def test_swapped_zeroed_missing_and_foreign_files(cache, tmp_path, settings, fingerprint, random_rows, write_cache):
     first, second = cache / "s-000000.safetensors", cache / "s-000001.safetensors"
     a, b = first.read_bytes(), second.read_bytes()
     assert len(a) == len(b)
@@ -111,7 +118,8 @@ def test_swapped_zeroed_missing_and_foreign_files(cache, tmp_path, fingerprint, 
     refused("s-000001")
     second.write_bytes(b)
     verify_cache(cache)
-    other = write_cache(tmp_path / "o", fingerprint(seed=1), random_rows(fingerprint(), 4), shard_rows=2)
+    other_fp = fingerprint(**settings, seed=1)
+    other = write_cache(tmp_path / "o", other_fp, random_rows(other_fp, 4), shard_rows=2)
     for ending in ("json", "safetensors"):
         shutil.copy(other / f"s-000001.{ending}", cache / f"s-000001.{ending}")
     refused("s-000001")
@@ -142,8 +150,8 @@ def test_links_pipes_and_paths_are_not_followed(cache, tmp_path):
         CacheReader(cache)
 
 
-def test_headers_are_compared_not_trusted(cache, fingerprint):
-    fp = fingerprint()
+def test_headers_are_compared_not_trusted(cache, fingerprint, settings):
+    fp = fingerprint(**settings)
     plan = fmt.layout(fp.arrays, 2, fp.sha256)
     good = (cache / "s-000000.safetensors").read_bytes()
     check_header(good, plan, "x")
@@ -236,6 +244,7 @@ def test_rules_of_the_format_are_checked_where_every_checksum_is_right(tmp_path,
     wide = make.CACHES["wide"] | {"vocab_size": 2**18 + 5}
     packed = make.CACHES["packed"]
     short = make.CACHES["short"]
+    codes, hidden = make.CACHES["codes"], make.CACHES["hidden"]
     cases = [
         (packed, put("loss_mask", 1, 0), None),  # positive control: allowed, and so are these
         (packed, put("head_ids", 151935, 2, 3), None),
@@ -260,6 +269,18 @@ def test_rules_of_the_format_are_checked_where_every_checksum_is_right(tmp_path,
         (packed, put("log_tail", math.nan, 0), "log_tail"),
         (packed, put("log_tail@2", 0.5, 0), "log_tail"),
         (packed, put("loss_mask", 2, 0), "loss_mask"),
+        (codes, put("draw_ids", 151935, 2, 3), None),
+        (codes, put("head_logits", [0.0, -0.0, -64.0, -64.0, -64.0], 1), None),
+        (codes, put("draw_ids", 151936, 2, 3), "draws inside the vocabulary"),
+        (codes, put("tail_draw_ids", 262143, 0, 0), "tail_draws inside the vocabulary"),
+        (codes, put("head_logits", [0.0, -3.0, -1.0, -4.0, -5.0], 1), "rank order"),
+        (codes, put("head_logits", [-0.1, -3.0, -3.0, -4.0, -5.0], 1), "rank order"),
+        (codes, put("head_logits", [0.0, -3.0, -3.0, -4.0, -65.0], 1), "val_range"),
+        (codes, put("head_logits", [0.0, 3.0, 3.0, 4.0, 5.0], 1), "val_range"),
+        (hidden, put("teacher_hidden", 65504.0, 1, 1), None),
+        (hidden, put("teacher_hidden", math.inf, 1, 1), "hidden"),
+        (hidden, put("teacher_hidden", math.nan, 0, 2), "hidden"),
+        (hidden, put("draw_ids", 300, 0, 0), "draws inside the vocabulary"),
     ]
     for number, (setting, change, promise) in enumerate(cases):
         monkeypatch.setattr(make, "draw_row", spoil(change))

@@ -1,8 +1,9 @@
 import numpy as np
 import pytest
 
-from qat_lora.cache.dataset import KDCacheDataset, permuted
-from qat_lora.errors import CacheError
+from qat_lora.cache.dataset import KDCacheDataset
+from qat_lora.errors import CacheError, ConfigError
+from qat_lora.order import permuted
 
 
 @pytest.fixture
@@ -134,7 +135,7 @@ def test_requests_that_the_cache_cannot_serve(dataset):
         KDCacheDataset(dataset.path, split="test")
     with pytest.raises(CacheError, match="rows"):
         dataset.rows([29])
-    with pytest.raises(CacheError, match="replica"):
+    with pytest.raises(ConfigError, match="replica"):
         next(dataset.batches(0, 1, 2, replica=2, replicas=2))
 
 

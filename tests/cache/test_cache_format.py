@@ -95,11 +95,12 @@ def test_ids_at_the_edges_of_each_packing():
 
 
 def test_bytes_per_token_meet_the_target():
-    def figure(top_k):
-        return fmt.row_bytes(fmt.array_table(1024, top_k, 151_936, (1.0,))) / 1024
+    def figure(top_k, value_dtype="float16"):
+        return fmt.row_bytes(fmt.array_table(fmt.Contents(1024, top_k, 151_936, value_dtype=value_dtype))) / 1024
 
     assert figure(64) <= 290  # 384 in int32 + fp16, for the candidates alone
     assert figure(128) <= 560
+    assert figure(64, "uint8") <= 224 <= 226  # the aim leaves 2 bytes for sidecars and headers
 
 
 def test_values_below_fp16_stay_finite_and_minus_infinity_too(tmp_path, fingerprint, random_rows, write_cache):
@@ -139,8 +140,15 @@ def test_k_slice_moves_the_dropped_mass_to_the_tail(tmp_path, fingerprint, rando
         ({"length": 1}, "length"),
         ({"top_k": 32}, "top_k"),
         ({"top_k": 0}, "top_k"),
-        ({"value_dtype": "uint8"}, "value_dtype"),
+        ({"value_dtype": "uint4"}, "value_dtype"),
         ({"optional_arrays": ("tail",)}, "optional_arrays"),
+        ({"optional_arrays": ("draws:0",)}, "optional_arrays"),
+        ({"optional_arrays": ("draws:4", "tail_draws:4")}, "optional_arrays"),
+        ({"optional_arrays": ("draws:4", "draws:4")}, "optional_arrays"),
+        ({"optional_arrays": ("hidden:4",)}, "optional_arrays"),
+        ({"optional_arrays": ("hidden:4:../etc",)}, "optional_arrays"),
+        ({"top_k": 0, "optional_arrays": ("draws:4",)}, "top_k"),
+        ({"top_k": 0, "optional_arrays": ("tail_draws:4", "hidden:4:" + "0" * 64)}, "tail_draws"),
         ({"temperatures": (2.0,)}, "temperatures"),
         ({"temperatures": (2.0, 1.0)}, "temperatures"),
         ({"temperatures": (1.0, math.nan)}, "temperatures"),

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from qat_lora.cache.dataset import KDCacheDataset
+from qat_lora.cache.head import HeadFile
 from qat_lora.cache.reader import CacheReader
 from qat_lora.cache.store import read_manifest
 from qat_lora.cache.verify import verify_cache
@@ -44,7 +45,10 @@ def test_every_value_is_read_back(name, split):
     assert set(batch) == exact | {"target_mask"} == set(part)
     for key in exact:
         np.testing.assert_array_equal(batch[key], rows[key], err_msg=key)
-        if key not in tails:
+        if key == "tail_draw_ids":  # some become entries that fewer leave in the tail, as chance decides
+            dropped = rows["head_ids"][..., fewer:]
+            assert ((part[key] == rows[key]) | (part[key][..., None] == dropped[..., None, :]).any(-1)).all()
+        elif key not in tails:
             shown = rows[key][..., :fewer] if key.startswith("head_") else rows[key]
             np.testing.assert_array_equal(part[key], shown, err_msg=key)
     np.testing.assert_array_equal(batch["target_mask"], rows["loss_mask"][:, 1:] == 1)
@@ -58,7 +62,11 @@ def test_our_writer_gives_the_same_shards(name, tmp_path):
     """The reverse: the golden rows, written by us, are the golden bytes."""
     verify_cache(GOLDEN / name)
     manifest = read_manifest(GOLDEN / name)
-    with CacheWriter(tmp_path, manifest.fingerprint) as writer:
+    head = None
+    if manifest.fingerprint.head_sha256:
+        data = (GOLDEN / name / "teacher_head.safetensors").read_bytes()
+        head = HeadFile(manifest.fingerprint.contents.hidden, manifest.fingerprint.head_sha256, (data,))
+    with CacheWriter(tmp_path, manifest.fingerprint, head=head) as writer:
         for split in ("eval", "train"):
             rows, first = _rows(split, name), 0
             for entry in manifest.shards(split):
@@ -72,10 +80,19 @@ def test_our_writer_gives_the_same_shards(name, tmp_path):
         assert (tmp_path / shard).read_bytes() == (GOLDEN / name / shard).read_bytes(), shard
 
 
+def test_the_golden_head():
+    expected = EXPECTED["hidden"]["head"]
+    head = KDCacheDataset(GOLDEN / "hidden").teacher_head()
+    assert (head.vocab_size, head.logit_scale, head.softcap) == (300, expected["logit_scale"], expected["softcap"])
+    assert head.weight_VH.shape == (300, 3)
+    np.testing.assert_array_equal(head.weight_VH[[0, -1]], np.float32(expected["weight_rows"]))
+    np.testing.assert_array_equal(head.bias_V[[0, -1]], np.float32(expected["bias_ends"]))
+
+
 def test_the_committed_files_are_what_the_script_writes(tmp_path):
     subprocess.run([sys.executable, "-I", str(GOLDEN / "make.py"), str(tmp_path)], check=True, timeout=60)
     made = {str(file.relative_to(tmp_path)): file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
-    assert len(made) == 1 + 3 * 3 + 2 * 2
+    assert len(made) == 1 + 5 * 3 + 2 * 2 + 1
     for name, data in made.items():
         assert (GOLDEN / name).read_bytes() == data, name
     assert sum(map(len, made.values())) < 40_000

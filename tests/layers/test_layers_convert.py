@@ -15,6 +15,7 @@ from qat_lora.layers.convert import (
     prepare_base,
     quant_layers,
     quantise_targets,
+    rule_bits,
 )
 from qat_lora.layers.lora import Factors, LoraConfig
 from qat_lora.quant.spec import PRESETS, Preset, preset
@@ -178,3 +179,51 @@ def test_a_skeleton_takes_the_state_of_the_model_it_stands_for():
     make_quant_skeleton(skeleton, chosen)
     skeleton.load_state_dict(model.state_dict())
     assert torch.equal(skeleton(IDS), model(IDS))
+
+
+def test_a_rank_beyond_a_layer_is_refused_and_nothing_is_changed():
+    model = nn.Sequential()
+    model.add_module("wide", nn.Linear(64, 48))
+    model.add_module("narrow", nn.Linear(48, 8))
+    with pytest.raises(ConfigError, match=r"^recovery_r: 9 is more than narrow can have \(48 inputs, 8 outputs\)"):
+        add_lora(model, LoraConfig(recovery_r=9))
+    assert not lora_layers(model) and all(p.requires_grad for p in model.parameters())
+    assert len(add_lora(model, LoraConfig(recovery_r=8))) == 2
+
+
+def test_bits_are_counted_by_rule_and_for_the_whole_model():
+    model = toy()
+    chosen = preset("w2g64", keep=(r"layers\.0\.self_attn",), override=(r"mlp\.down_proj=w4g64a",), head="nf4g64")
+    quantise_model(model, chosen, "mse", quiet=True)
+    rules = rule_bits(model, chosen)
+    assert [(r["pattern"], r["layers"]) for r in rules] == [
+        (r"layers\.0\.self_attn", 2),
+        (r"mlp\.down_proj", 2),
+        (".", 4),
+        ("output head", 1),
+    ]
+    down = 4 * 640 + 16 * 20  # 40 inputs: one scale and one zero point a channel
+    up, wide, narrow = 2 * 640 + 40 * 16, 2 * 384 + 24 * 16, 2 * 384 + 16 * 16
+    head = 4 * 176 + 11 * 16 + 256
+    assert rules[0]["bits_per_weight"] is None
+    assert rules[1]["bits_per_weight"] == pytest.approx(down / 640)
+    assert rules[2]["bits_per_weight"] == pytest.approx((2 * up + wide + narrow) / (2 * 640 + 2 * 384), abs=1e-4)
+    assert rules[3]["bits_per_weight"] == pytest.approx(head / 176, abs=1e-4)
+    base = 2 * down + 2 * up + wide + narrow + head
+    weights = 4 * 640 + 2 * 384 + 176
+    others = 2 * 384 + 11 * 16 + 2 * (24 + 40 + 16)  # kept layers, the embedding, biases
+    counted = bits_per_weight(model)
+    assert counted["base"] == pytest.approx(base / weights)
+    assert counted["model"] == pytest.approx((base + 16 * others) / (weights + others))
+
+
+def test_the_head_is_quantised_only_where_it_stands_alone():
+    model = toy()
+    assert "lm_head" in quantise_targets(model, preset("w2g64", head="w4g128"))
+    assert "lm_head" not in quantise_targets(model, preset("w2g64"))
+    model.lm_head.weight = model.model["embed"].weight
+    with pytest.raises(ConfigError, match="quantize_head: lm_head is tied to the embedding"):
+        quantise_targets(model, preset("w2g64", head="w4g128"))
+    del model.lm_head
+    with pytest.raises(ConfigError, match="quantize_head: the model has no single output head; found: none"):
+        quantise_targets(model, preset("w2g64", head="w4g128"))

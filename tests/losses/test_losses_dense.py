@@ -7,7 +7,7 @@ import pytest
 import torch
 from losses_oracle import log_softmax, numpy_loss
 
-from qat_lora.losses.dense import cross_entropy_sum, hidden_mse_sum, kd_soft_ce, kl_sum
+from qat_lora.losses.dense import cross_entropy_sum, hidden_error_sum, kd_soft_ce, kl_sum
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0, 0.5])
@@ -80,17 +80,27 @@ def test_cross_entropy_sum():
     assert count.item() == 3
 
 
-def test_hidden_mse_sum():
+def test_hidden_error_sum():
     rng = np.random.default_rng(3)
     student, teacher = rng.normal(size=(4, 6)), rng.normal(size=(4, 6))
     mask = torch.tensor([True, False, True, True])
     dirty = torch.tensor(student)
     dirty[1] = math.nan
     dirty.requires_grad_()
-    total, count = hidden_mse_sum(dirty, torch.tensor(teacher), mask)
-    expected = sum(sum((student[i, j] - teacher[i, j]) ** 2 for j in range(6)) / 6 for i in (0, 2, 3))
+    total, count = hidden_error_sum(dirty, torch.tensor(teacher), mask)
+    expected = sum(
+        sum((student[i, j] - teacher[i, j]) ** 2 for j in range(6)) / sum(teacher[i, j] ** 2 for j in range(6))
+        for i in (0, 2, 3)
+    )
     assert total.item() == pytest.approx(expected, rel=1e-12)
     assert count.item() == 3
     total.backward()
     assert (dirty.grad[1] == 0).all()
     assert torch.isfinite(dirty.grad).all()
+    clean = torch.tensor(student)
+    times_ten, _ = hidden_error_sum(10 * clean, 10 * torch.tensor(teacher), mask)
+    assert times_ten.item() == pytest.approx(expected, rel=1e-12)  # one meaning at any scale
+    assert hidden_error_sum(torch.zeros(4, 6), torch.tensor(teacher))[0].item() == pytest.approx(4)
+    nothing = torch.zeros(4, 6, requires_grad=True)
+    hidden_error_sum(nothing, torch.zeros(4, 6))[0].backward()
+    assert torch.isfinite(nothing.grad).all()

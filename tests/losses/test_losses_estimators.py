@@ -13,7 +13,7 @@ from qat_lora.losses.teacher import sparse_teacher_from_logits
 from qat_lora.losses.terms import HeadTerm, PointTerm, hybrid_terms, label_term, sampled_term
 from qat_lora.types import OutputHead, SparseTeacher
 
-SHAPES = [(1, 31, 1), (3, 31, 7), (127, 31, 30), (3, 1009, 64), (2, 31, 31), (1, 1009, 1009)]
+SHAPES = [(1, 31, 1), (3, 31, 7), (127, 31, 30), (3, 1009, 64), (2, 31, 31), (1, 1009, 1009), (2, 8192, 64)]
 
 
 def loss_and_gradient(logits_NV, terms, mask=None):
@@ -38,7 +38,7 @@ def test_value_is_the_definition(name, shape, temperature):
 
 
 @pytest.mark.parametrize("name", ["ghost", "reverse"])
-@pytest.mark.parametrize("vocab", [31, 1009])
+@pytest.mark.parametrize("vocab", [31, 1009, 8192])
 def test_whole_vocabulary_is_the_dense_kl(name, vocab):
     rng = np.random.default_rng(1)
     teacher_logits, teacher = make_teacher(rng, 3, vocab, vocab)

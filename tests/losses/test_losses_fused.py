@@ -1,5 +1,7 @@
 """The fused pass against dense autograd, and what it must not do: hold logits, serve a frozen head, read back."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from qat_lora.losses.estimators import renorm
 from qat_lora.losses.fused import fused_linear_kd
 from qat_lora.losses.teacher import sparse_teacher_from_logits
-from qat_lora.losses.terms import HeadTerm, label_term
+from qat_lora.losses.terms import DenseTerm, HeadTerm, label_term, sampled_term
 from qat_lora.types import OutputHead, SparseTeacher
 
 
@@ -29,22 +31,25 @@ def problem(count=9, vocab=31, width=6, k=5, padding=0, temperature=1.0, dtype=t
     return hidden, weight, bias, teacher, labels
 
 
+@pytest.mark.parametrize("walk", ["positions", "vocabulary"])
 @pytest.mark.parametrize("padding", [0, 7])
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize(
     "scale,cap,with_bias", [(1.0, None, False), (0.25, None, True), (1.0, 3.0, True), (0.5, 2.0, False)]
 )
-def test_equals_dense_autograd(scale, cap, with_bias, temperature, padding):
+def test_equals_dense_autograd(scale, cap, with_bias, temperature, padding, walk):
     hidden, weight, bias, teacher, labels = problem(padding=padding, temperature=temperature)
     leaves = [hidden, weight, bias] if with_bias else [hidden, weight]
     for leaf in leaves:
         leaf.requires_grad_()
     head = OutputHead(weight, 31, bias if with_bias else None, scale, cap)
     terms = [HeadTerm(teacher, weight=0.8), label_term(labels, 0.3)]
-    result = fused_linear_kd(hidden, head, terms, chunk_tokens=4)
+    if temperature != 1:  # one softmax, so that the vocabulary is walked
+        terms[1] = sampled_term(labels[:, None], torch.ones(9, 1), 0.3, temperature, "ce")
+    result = fused_linear_kd(hidden, head, terms, chunk_tokens=4, walk=walk)
     logits = dense_head(hidden, weight, 31, bias if with_bias else None, scale, cap)
     kd = dense_ghost(logits, teacher).sum()
-    ce = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+    ce = torch.nn.functional.cross_entropy(logits / temperature, labels, reduction="sum") * temperature**2
     dense = 0.8 * kd + 0.3 * ce
     assert result.loss_sum.item() == pytest.approx(dense.item(), rel=1e-11)
     assert result.terms["kd"].item() == pytest.approx(kd.item(), rel=1e-11)
@@ -68,6 +73,111 @@ def test_odd_shapes_equal_dense_autograd(count, vocab, k):
     assert result.loss_sum.item() == pytest.approx(dense.item(), rel=1e-10)
     (got,), (want,) = torch.autograd.grad(result.loss_sum, hidden), torch.autograd.grad(dense, hidden)
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-11)
+
+
+def dense_term(count, vocab, padding=0, temperature=1.0, weight=1.0, seed=3):
+    """A teacher of another width, with bias, logit scale and soft-cap; and its logits."""
+    rng = np.random.default_rng(seed)
+    hidden = torch.tensor(rng.normal(size=(count, 4)))
+    head = OutputHead(
+        torch.tensor(rng.normal(size=(vocab + padding, 4))), vocab, torch.tensor(rng.normal(size=vocab + padding)), 2, 9
+    )
+    logits = dense_head(hidden, head.weight_VH, vocab, head.bias_V, 2.0, 9.0)
+    return DenseTerm(hidden, head, weight, temperature=temperature), logits
+
+
+@pytest.mark.parametrize("walk", ["positions", "vocabulary"])
+@pytest.mark.parametrize("temperature", [1.0, 1.7])
+@pytest.mark.parametrize("count,vocab,chunk", [(1, 31, 1), (3, 1009, 2), (127, 31, 50), (3, 8192, 3)])
+def test_full_kl_equals_dense_autograd_beside_labels_and_another_head(count, vocab, chunk, temperature, walk):
+    hidden, weight, bias, anchor, labels = problem(count, vocab, padding=7)
+    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
+    term, teacher_logits = dense_term(count, vocab, 2, temperature, 0.8)
+    points = sampled_term(labels[:, None], torch.ones(count, 1), 0.2, temperature, "same")
+    terms = [term, label_term(labels, 0.3), points, HeadTerm(anchor, weight=0.1, name="anchor")]
+    result = fused_linear_kd(hidden, OutputHead(weight, vocab, bias, 0.5, 3.0), terms, chunk_tokens=chunk, walk=walk)
+    logits = dense_head(hidden, weight, vocab, bias, 0.5, 3.0)
+    log_p, log_t = (x.div(temperature).log_softmax(-1) for x in (logits, teacher_logits))
+    kl = (log_t.exp() * (log_t - log_p)).sum() * temperature**2
+    ce = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+    same = -log_p.gather(1, labels[:, None]).sum() * temperature**2
+    dense = 0.8 * kl + 0.3 * ce + 0.2 * same + 0.1 * dense_ghost(logits, anchor).sum()
+    assert result.terms["kd"].item() == pytest.approx(kl.item(), rel=1e-10)
+    assert result.loss_sum.item() == pytest.approx(dense.item(), rel=1e-10)
+    actual, expected = torch.autograd.grad(result.loss_sum, leaves), torch.autograd.grad(dense, leaves)
+    for got, want in zip(actual, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+
+
+def test_full_kl_gradcheck_and_no_gradient_for_the_teacher():
+    hidden, weight, _, _, _ = problem(3, 13, 4)
+    term, _ = dense_term(3, 13, temperature=1.3)
+    term.hidden_NH.requires_grad_()
+    term.head.weight_VH.requires_grad_()
+
+    def loss(h, w):
+        return fused_linear_kd(h, OutputHead(w, 13), [term], chunk_tokens=2).loss_sum
+
+    assert torch.autograd.gradcheck(loss, (hidden.requires_grad_(), weight.requires_grad_()))
+    loss(hidden, weight).backward()
+    assert term.hidden_NH.grad is None is term.head.weight_VH.grad
+
+
+def test_full_kl_of_one_and_the_same_model_is_zero_and_extreme_logits_stay_finite():
+    hidden, weight, bias, _, _ = problem(dtype=torch.float32)
+    head = OutputHead(weight, 31, bias)
+    same = fused_linear_kd(hidden.requires_grad_(), head, [DenseTerm(hidden.detach(), head)])
+    (gradient,) = torch.autograd.grad(same.loss_sum, hidden)
+    assert abs(same.loss_sum.item()) < 1e-5 and gradient.abs().max() < 1e-5
+    bias[:5] = -math.inf  # on both sides: no token
+    none = fused_linear_kd(hidden, head, [DenseTerm(hidden.detach(), head)])
+    (gradient,) = torch.autograd.grad(none.loss_sum, hidden)
+    assert abs(none.loss_sum.item()) < 1e-5 and torch.isfinite(gradient).all()
+    wild = (hidden.detach() * 3e3).requires_grad_()
+    far = fused_linear_kd(wild, OutputHead(weight, 31), [DenseTerm(hidden.detach() * -3e3, head)])
+    (gradient,) = torch.autograd.grad(far.loss_sum, wild)
+    assert torch.isfinite(far.loss_sum) and torch.isfinite(gradient).all()
+
+
+def test_full_kl_with_half_precision_teacher_and_student_is_near_float64():
+    hidden, weight, _, _, _ = problem(count=40, vocab=1009, width=32, dtype=torch.float32)
+    weight = (weight * 0.3).bfloat16()
+    teacher = (hidden + 0.3 * hidden.roll(1, 0)).half()  # as a cache keeps it
+    low = hidden.bfloat16().requires_grad_()
+    result = fused_linear_kd(low, OutputHead(weight, 1009), [DenseTerm(teacher, OutputHead(weight, 1009))])
+    result.loss_sum.backward()
+    exact = low.detach().double().requires_grad_()
+    log_p = (exact @ weight.double().T).log_softmax(-1)
+    log_t = (teacher.double() @ weight.double().T).log_softmax(-1)
+    dense = (log_t.exp() * (log_t - log_p)).sum()
+    dense.backward()
+    assert result.loss_sum.dtype == torch.float32
+    assert result.loss_sum.item() == pytest.approx(dense.item(), rel=1e-2)
+    assert (low.grad.double() - exact.grad).norm() / exact.grad.norm() < 2e-2
+
+
+def test_full_kl_holds_a_chunk_of_each_sides_logits_and_splits_like_any_term():
+    hidden, weight, _, _, _ = problem(count=40, vocab=1009, dtype=torch.float32)
+    term, _ = dense_term(40, 1009)
+    hidden.requires_grad_()
+    mask = torch.arange(40) % 3 > 0
+    with Watch() as watch:
+        whole = fused_linear_kd(hidden, OutputHead(weight, 1009), [term], mask, chunk_bytes=4 * 1009 * 8)
+        whole.loss_sum.backward()
+    assert watch.largest <= 4 * 1009
+    assert not watch.operators & READS
+    gradient, hidden.grad = hidden.grad, None
+    parts = [
+        fused_linear_kd(
+            hidden[rows], OutputHead(weight, 1009), [DenseTerm(term.hidden_NH[rows], term.head)], mask[rows]
+        )
+        for rows in (slice(0, 13), slice(13, 40))
+    ]
+    (parts[0].loss_sum + parts[1].loss_sum).backward()
+    count = mask.sum()
+    torch.testing.assert_close(hidden.grad / count, gradient / count, rtol=0, atol=1e-6)
+    together = sum(part.loss_sum for part in parts)
+    torch.testing.assert_close(together.detach(), whole.loss_sum.detach(), rtol=1e-6, atol=0)
 
 
 def test_two_temperatures_and_two_heads_in_one_call():
@@ -120,8 +230,9 @@ def test_nothing_counts_gives_exactly_zero():
     assert (hidden.grad == 0).all()
 
 
+@pytest.mark.parametrize("walk", ["positions", "vocabulary"])
 @pytest.mark.parametrize("parts", [2, 3, 9])
-def test_any_split_of_a_batch_adds_up_to_the_same(parts):
+def test_any_split_of_a_batch_adds_up_to_the_same(parts, walk):
     hidden, weight, _, teacher, labels = problem(count=36, vocab=1009, width=16, k=8, dtype=torch.float32)
     mask = torch.rand(36, generator=torch.Generator().manual_seed(0)) < 0.6
     weight = (weight * 0.3).requires_grad_()
@@ -130,7 +241,7 @@ def test_any_split_of_a_batch_adds_up_to_the_same(parts):
         piece = SparseTeacher(*(x[rows] for x in teacher[:3]))
         source = hidden[rows].clone().requires_grad_()
         result = fused_linear_kd(
-            source, OutputHead(weight, 1009), [HeadTerm(piece), label_term(labels[rows])], mask[rows]
+            source, OutputHead(weight, 1009), [HeadTerm(piece), label_term(labels[rows])], mask[rows], walk=walk
         )
         result.loss_sum.backward()
         return result.loss_sum.detach(), result.token_count, source.grad
@@ -154,6 +265,9 @@ def test_chunk_size_does_not_change_the_result():
     np.testing.assert_allclose(losses, losses[0], rtol=1e-12)
 
 
+READS = {"_local_scalar_dense", "nonzero", "masked_select", "index", "is_nonzero", "unique"}
+
+
 class Watch(TorchDispatchMode):
     """Records the largest tensor made and every operator called."""
 
@@ -169,8 +283,9 @@ class Watch(TorchDispatchMode):
         return out
 
 
+@pytest.mark.parametrize("walk", ["positions", "vocabulary"])
 @pytest.mark.parametrize("train_head", [False, True])
-def test_holds_no_logits_does_no_work_for_a_frozen_head_and_reads_nothing_back(train_head):
+def test_holds_no_logits_does_no_work_for_a_frozen_head_and_reads_nothing_back(train_head, walk):
     count, vocab, width = 40, 1009, 8
     hidden, weight, bias, teacher, labels = problem(count, vocab, width, dtype=torch.float32)
     hidden.requires_grad_()
@@ -178,20 +293,15 @@ def test_holds_no_logits_does_no_work_for_a_frozen_head_and_reads_nothing_back(t
     mask = torch.arange(count) % 3 > 0
     terms = [HeadTerm(teacher), label_term(labels, torch.tensor(0.2))]
     with Watch() as watch, FlopCounterMode(display=False) as flops:
-        result = fused_linear_kd(hidden, OutputHead(weight, vocab, bias), terms, mask, chunk_tokens=5)
+        result = fused_linear_kd(hidden, OutputHead(weight, vocab, bias), terms, mask, chunk_tokens=5, walk=walk)
         result.loss_sum.backward()
     product = 2 * count * vocab * width
-    assert flops.get_total_flops() == product * 2
-    assert ("addmm_" in watch.operators) == train_head  # in place, which the flop counter does not see
+    twice = train_head and walk == "vocabulary"
+    assert flops.get_total_flops() == product * (4 if twice else 2)
+    if not twice:
+        assert ("addmm_" in watch.operators) == train_head  # in place, which the flop counter does not see
     assert watch.largest <= max(5 * vocab, (vocab * width) if train_head else 0)
-    assert not watch.operators & {
-        "_local_scalar_dense",
-        "nonzero",
-        "masked_select",
-        "index",
-        "is_nonzero",
-        "unique",
-    }
+    assert not watch.operators & READS
     assert (weight.grad is not None) == train_head
     assert hidden.grad is not None
 
@@ -306,6 +416,8 @@ def test_descent_recovers_a_student_from_a_sparse_teacher():
         (dict(mask=torch.ones(4, dtype=torch.bool)), "mask"),
         (dict(vocab=99), "vocab_size 99"),
         (dict(terms=[label_term(torch.zeros(4))]), "term ce"),
+        (dict(terms=[dense_term(8, 31)[0]]), "term kd.*9 positions"),
+        (dict(terms=[dense_term(9, 30)[0]]), "teacher's vocabulary has 30"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(change, message):

@@ -1,6 +1,7 @@
 """The objective: what it reads from a batch, how it shifts and masks, and what it refuses."""
 
 import math
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -9,11 +10,12 @@ from losses_oracle import numpy_loss
 
 from qat_lora.config import from_dict
 from qat_lora.errors import CacheError, ConfigError
+from qat_lora.losses.cached import EstimatorName
 from qat_lora.losses.objective import ObjectiveConfig, objective_loss
 from qat_lora.losses.teacher import sparse_teacher_from_batch
 from qat_lora.types import OutputHead
 
-ROWS, LENGTH, VOCAB, K, WIDTH = 2, 6, 41, 5, 8
+ROWS, LENGTH, VOCAB, K, WIDTH, DRAWS = 2, 6, 41, 5, 8, 7
 
 
 def cached_batch(rng, temperatures=(1.0,), half=False):
@@ -29,6 +31,18 @@ def cached_batch(rng, temperatures=(1.0,), half=False):
         "head_ids": torch.tensor(ids, dtype=torch.int32),
         "head_logits": torch.tensor(head.astype(np.float16) if half else head).float(),
     }
+    table = rng.normal(size=(VOCAB, VOCAB)) + 4 * np.eye(
+        VOCAB
+    )  # a teacher as wide as its vocabulary, so that any logits
+    batch["teacher_hidden"] = torch.tensor(np.linalg.solve(table, logits[..., None])[..., 0])  # are its own
+    batch["teacher_table"] = torch.tensor(table)
+    probs = np.exp(shifted) / np.exp(shifted).sum(-1, keepdims=True)
+    outside = probs.copy()
+    np.put_along_axis(outside, ids, 0, -1)
+    for name, p in {"draw_ids": probs, "tail_draw_ids": outside}.items():
+        flat = (p / p.sum(-1, keepdims=True)).reshape(-1, VOCAB)
+        drawn = np.stack([rng.choice(VOCAB, size=DRAWS, p=row) for row in flat])
+        batch[name] = torch.tensor(drawn.reshape(ROWS, LENGTH - 1, DRAWS), dtype=torch.int32)
     for t in temperatures:
         weights = np.exp(shifted / t)
         outside = weights.copy()
@@ -42,6 +56,15 @@ def cached_batch(rng, temperatures=(1.0,), half=False):
 def student(rng):
     hidden = torch.tensor(rng.normal(size=(ROWS, LENGTH, WIDTH)), dtype=torch.float32, requires_grad=True)
     return hidden, OutputHead(torch.tensor(rng.normal(size=(VOCAB + 3, WIDTH)), dtype=torch.float32), VOCAB)
+
+
+def teacher_head(batch):
+    return OutputHead(batch["teacher_table"], VOCAB)
+
+
+def log_probs(hidden, head):
+    logits = (hidden.detach().double() @ head.weight_VH.double().T)[..., :VOCAB].numpy()
+    return logits - np.logaddexp.reduce(logits, axis=-1)[..., None]
 
 
 def kept_positions(batch):
@@ -74,11 +97,115 @@ def test_every_term_at_every_kept_position(estimator, temperature):
     assert not any(term.requires_grad for term in result.terms.values())
 
 
-def test_gradient_reaches_kept_positions_only_and_never_the_last():
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_full_is_the_dense_kl_at_any_temperature(temperature):
+    rng = np.random.default_rng(10)
+    logits, batch = cached_batch(rng)
+    hidden, head = student(rng)
+    config = ObjectiveConfig(estimator="full", temperature=temperature, ce_weight=0.5)
+    sparse_free = {name: value for name, value in batch.items() if name not in ("head_ids", "head_logits", "lse")}
+    result = objective_loss(hidden, head, sparse_free, config, teacher_head=teacher_head(batch))
+    own = (hidden.detach().double() @ head.weight_VH.double().T)[..., :VOCAB].numpy()
+    kept = kept_positions(batch)
+    expected = sum(numpy_loss("full", own[at], logits[at], K, temperature) for at in kept) * temperature**2
+    assert result.terms["kd"].item() == pytest.approx(expected, rel=2e-5)
+    ce = -sum(log_probs(hidden, head)[b, p, int(batch["input_ids"][b, p + 1])] for b, p in kept)
+    assert result.loss_sum.item() == pytest.approx(expected + 0.5 * ce, rel=2e-5)
+
+
+@pytest.mark.parametrize("draws", [None, 1, 3])
+def test_draws_weigh_what_they_stand_for(draws):
+    rng = np.random.default_rng(11)
+    logits, batch = cached_batch(rng)
+    hidden, head = student(rng)
+    log_p, used = log_probs(hidden, head), draws or DRAWS
+    hybrid = sampled = 0.0
+    for at in kept_positions(batch):
+        log_t = logits[at] - np.logaddexp.reduce(logits[at])
+        order = np.argsort(-log_t)
+        mass = np.exp(log_t[order[K:]]).sum()
+        hybrid += sum(np.exp(log_t[j]) * (log_t[j] - log_p[at][j]) for j in order[:K])
+        hybrid -= sum(mass / used * log_p[at][j] for j in batch["tail_draw_ids"][at][:used].tolist())
+        sampled -= sum(log_p[at][j] / used for j in batch["draw_ids"][at][:used].tolist())
+    for name, expected in {"hybrid": hybrid, "sampled": sampled}.items():
+        result = objective_loss(hidden, head, batch, ObjectiveConfig(estimator=name, draws=draws))
+        assert result.terms["kd"].item() == pytest.approx(expected, rel=2e-5)
+
+
+def test_draws_of_an_empty_tail_count_for_nothing():
+    rng = np.random.default_rng(12)
+    _, batch = cached_batch(rng)
+    hidden, head = student(rng)
+    batch["log_tail"] = torch.full_like(batch["log_tail"], -math.inf)
+    batch["tail_draw_ids"] = torch.zeros_like(batch["tail_draw_ids"])
+    first = objective_loss(hidden, head, batch, ObjectiveConfig(estimator="hybrid")).loss_sum
+    batch["tail_draw_ids"] += 3
+    assert objective_loss(hidden, head, batch, ObjectiveConfig(estimator="hybrid")).loss_sum == first
+
+
+def test_hidden_error_is_relative_to_the_teacher():
+    rng = np.random.default_rng(13)
+    _, batch = cached_batch(rng)
+    hidden, head = student(rng)
+    batch["teacher_hidden"] = torch.tensor(rng.normal(size=(ROWS, LENGTH - 1, WIDTH)) * 50).half()
+    config = ObjectiveConfig(kd_weight=0.0, hidden_weight=0.5)
+    result = objective_loss(hidden, head, batch, config)
+    result.loss_sum.backward()
+    own, teacher = hidden.detach().double().numpy(), batch["teacher_hidden"].double().numpy()
+    expected = sum(((own[at] - teacher[at]) ** 2).sum() / (teacher[at] ** 2).sum() for at in kept_positions(batch))
+    assert set(result.terms) == {"hidden"}
+    assert result.terms["hidden"].item() == pytest.approx(expected, rel=1e-6)
+    assert result.loss_sum.item() == pytest.approx(0.5 * expected, rel=1e-6)
+    assert torch.equal(hidden.grad[:, :-1].abs().sum(-1) > 0, batch["target_mask"])
+    with pytest.raises(ConfigError, match=r"hidden_weight: .* 41 wide.*8"):
+        objective_loss(hidden, head, cached_batch(rng)[1], config)
+    both = objective_loss(hidden, head, batch, ObjectiveConfig(hidden_weight=0.5))
+    assert both.loss_sum.item() == pytest.approx((both.terms["kd"] + 0.5 * both.terms["hidden"]).item())
+
+
+@pytest.mark.parametrize(
+    "settings,missing,message",
+    [
+        ({"estimator": "hybrid"}, "tail_draw_ids", r"tail_draw_ids.*--tail-draws 8"),
+        ({"estimator": "sampled"}, "draw_ids", r"draw_ids.*--draws 32"),
+        ({"estimator": "full"}, "teacher_hidden", r"teacher_hidden.*--hidden"),
+        ({"hidden_weight": 1.0}, "teacher_hidden", r"teacher_hidden.*hidden_weight.*--hidden"),
+        ({"estimator": "full"}, "", r"teacher_head.*--hidden"),
+        ({"estimator": "sampled", "draws": 8}, "", r"draws: 8 .* holds 7.*--draws 8"),
+        ({"estimator": "hybrid", "draws": 9}, "", r"draws: 9 .* holds 7.*--tail-draws 9"),
+    ],
+)
+def test_what_the_cache_lacks_is_named_with_its_flag(settings, missing, message):
+    rng = np.random.default_rng(14)
+    _, batch = cached_batch(rng)
+    hidden, head = student(rng)
+    config = ObjectiveConfig(**settings)
+    assert not missing or missing in config.optional_arrays
+    batch.pop(missing, None)
+    with pytest.raises(CacheError, match=message):
+        objective_loss(hidden, head, batch, config)
+
+
+def test_the_anchor_is_no_term_of_the_cached_batch():
+    rng = np.random.default_rng(15)
+    _, batch = cached_batch(rng)
+    hidden, head = student(rng)
+    config = ObjectiveConfig(anchor_weight=0.5)
+    assert set(config.weights_at(0.3)) == {"kd", "anchor"}
+    assert set(objective_loss(hidden, head, batch, config).terms) == {"kd"}
+
+
+@pytest.mark.parametrize("settings", [{}, {"estimator": "full"}, {"estimator": "hybrid"}, {"hidden_weight": 1.0}])
+def test_gradient_reaches_kept_positions_only_and_never_the_last(settings):
     rng = np.random.default_rng(1)
     _, batch = cached_batch(rng)
     hidden, head = student(rng)
-    objective_loss(hidden, head, batch, ObjectiveConfig()).loss_sum.backward()
+    head_of_teacher = teacher_head(batch)
+    if "hidden_weight" in settings:
+        batch["teacher_hidden"] = torch.tensor(rng.normal(size=(ROWS, LENGTH - 1, WIDTH)))
+    batch["teacher_hidden"][~batch["target_mask"]] = math.nan
+    result = objective_loss(hidden, head, batch, ObjectiveConfig(**settings), teacher_head=head_of_teacher)
+    result.loss_sum.backward()
     moved = hidden.grad.abs().sum(-1) > 0
     assert torch.equal(moved[:, :-1], batch["target_mask"])
     assert not moved[:, -1].any()
@@ -89,11 +216,14 @@ def test_all_masked_batch_of_zeros_gives_exactly_zero():
     _, batch = cached_batch(rng)
     hidden, head = student(rng)
     empty = {name: torch.zeros_like(value) for name, value in batch.items()}
-    config = ObjectiveConfig(ce_weight=1.0, hard_top1_weight=1.0)
-    result = objective_loss(hidden, head, empty, config)
-    result.loss_sum.backward()
-    assert result.loss_sum.item() == 0 == result.token_count.item()
-    assert (hidden.grad == 0).all()
+    empty["teacher_hidden"] = torch.zeros(ROWS, LENGTH - 1, WIDTH)
+    for estimator in get_args(EstimatorName):
+        config = ObjectiveConfig(estimator=estimator, ce_weight=1.0, hard_top1_weight=1.0, hidden_weight=1.0)
+        table = OutputHead(torch.zeros(VOCAB, WIDTH), VOCAB)
+        result = objective_loss(hidden, head, empty, config, teacher_head=table)
+        (gradient,) = torch.autograd.grad(result.loss_sum, hidden)
+        assert result.loss_sum.item() == 0 == result.token_count.item(), estimator
+        assert (gradient == 0).all()
 
 
 def test_half_precision_head_loses_no_mass():
@@ -158,6 +288,13 @@ def test_weights_of_a_step_are_used_as_numbers_or_tensors():
         ({"kd_weight": 0.0}, "nothing to learn"),
         ({"loss_chunk_mb": 0}, "loss_chunk_mb"),
         ({"estimator": "gost"}, "ghost"),
+        ({"estimator": "hybrid", "temperature": 2.0}, "temperature 1"),
+        ({"estimator": "sampled", "temperature": 2.0}, "temperature 1"),
+        ({"hidden_weight": -1.0}, "hidden_weight"),
+        ({"anchor_weight": math.inf}, "anchor_weight"),
+        ({"kd_weight": 0.0, "anchor_weight": 1.0}, "nothing to learn"),
+        ({"anchor_samples": 0}, "anchor_samples"),
+        ({"draws": 0}, "draws"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings, field):

@@ -10,14 +10,14 @@ import pytest
 pytest.importorskip("torch_xla")
 
 PROGRAM = """
-import json, torch, torch_xla
+import json, sys, torch, torch_xla
 import torch_xla.debug.metrics as met
 from qat_lora.losses.objective import ObjectiveConfig, objective_loss, weight_tensors
 from qat_lora.losses.teacher import sparse_teacher_from_logits
 from qat_lora.types import OutputHead
 
 rows, length, vocab, width, k = 2, 9, 211, 16, 8
-config = ObjectiveConfig(ce_weight=0.3, hard_top1_weight=1.0, hard_top1_end=0.0)
+teacher_head = OutputHead(torch.randn(vocab + 3, width, generator=torch.Generator().manual_seed(8)), vocab)
 
 def batch(seed):
     g = torch.Generator().manual_seed(seed)
@@ -32,46 +32,63 @@ def batch(seed):
         "head_logits": logits.gather(-1, teacher.ids_NK.reshape(*shape, k)),
         "lse": logits.logsumexp(-1),
         "log_tail": teacher.log_tail_N.reshape(shape),
+        "tail_draw_ids": torch.randint(0, vocab, (*shape, 3), generator=g).int(),
+        "draw_ids": torch.randint(0, vocab, (*shape, 5), generator=g).int(),
+        "teacher_hidden": torch.randn(*shape, width, generator=g).half(),
     }
 
-def step(data, device, autocast, seed, progress):
+def step(config, data, device, autocast, seed, progress):
     g = torch.Generator().manual_seed(100 + seed)
     hidden = torch.randn(rows, length, width, generator=g).to(device).requires_grad_()
     weight = torch.randn(vocab + 5, width, generator=torch.Generator().manual_seed(9)).to(device)
     data = {name: value.to(device) for name, value in data.items()}
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
         head = OutputHead(weight, vocab, None, 1.0, 30.0)
-        result = objective_loss(hidden, head, data, config, weight_tensors(config.weights_at(progress), device))
+        own = OutputHead(teacher_head.weight_VH.to(device), vocab)
+        result = objective_loss(hidden, head, data, config, weight_tensors(config.weights_at(progress), device), own)
     result.loss_sum.backward()
     if device.type == "xla":
         torch_xla.sync()
     return result.loss_sum.detach().cpu(), hidden.grad.cpu()
 
 xla, cpu = torch_xla.device(), torch.device("cpu")
-out = {"loss": [], "gradient": [], "graphs": []}
-for autocast in (False, True):
-    for seed in range(4):
-        data = batch(seed)
-        got = step(data, xla, autocast, seed, seed / 3)
-        want = step(data, cpu, autocast, seed, seed / 3)
-        out["loss"].append(abs((got[0] - want[0]) / want[0]).item())
-        out["gradient"].append(((got[1] - want[1]).norm() / want[1].norm()).item())
-        out["graphs"].append((met.metric_data("CompileTime") or [0])[0])
-out["fallback"] = [name for name in met.counter_names() if name.startswith("aten::")]
-print(json.dumps(out))
+for settings in json.loads(sys.argv[1]):
+    config = ObjectiveConfig(**settings)
+    out = {"loss": [], "gradient": [], "graphs": []}
+    for autocast in (False, True):
+        for seed in range(4):
+            data = batch(seed)
+            got = step(config, data, xla, autocast, seed, seed / 3)
+            want = step(config, data, cpu, autocast, seed, seed / 3)
+            out["loss"].append(abs((got[0] - want[0]) / want[0]).item())
+            out["gradient"].append(((got[1] - want[1]).norm() / want[1].norm()).item())
+            out["graphs"].append((met.metric_data("CompileTime") or [0])[0])
+    out["fallback"] = [name for name in met.counter_names() if name.startswith("aten::")]
+    print(json.dumps(out))
 """
+
+
+SETTINGS = [
+    {"ce_weight": 0.3, "hard_top1_weight": 1.0, "hard_top1_end": 0.0},
+    {"estimator": "full", "temperature": 2.0, "hidden_weight": 0.1, "hard_top1_weight": 1.0, "hard_top1_end": 0.0},
+    {"estimator": "hybrid", "draws": 2, "ce_weight": 0.3},
+    {"estimator": "sampled"},
+]
 
 
 @pytest.mark.xla
 def test_same_numbers_one_graph_and_no_fallback():
     environment = os.environ | {"PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-c", PROGRAM, json.dumps(SETTINGS)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    out = json.loads(done.stdout.splitlines()[-1])
-    assert max(out["loss"][:4]) < 1e-5
-    assert max(out["gradient"][:4]) < 1e-5
-    assert max(out["loss"][4:]) < 1e-2  # bfloat16 products
-    assert max(out["gradient"][4:]) < 2e-2
-    assert out["graphs"][0] == out["graphs"][3], "a float32 step compiled again"
-    assert out["graphs"][4] == out["graphs"][7], "an autocast step compiled again"
-    assert out["fallback"] == []
+    lines = done.stdout.splitlines()[-len(SETTINGS) :]
+    for settings, line in zip(SETTINGS, lines, strict=True):
+        out = json.loads(line)
+        assert max(out["loss"][:4]) < 1e-5, settings
+        assert max(out["gradient"][:4]) < 1e-5, settings
+        assert max(out["loss"][4:]) < 1e-2, settings  # bfloat16 products
+        assert max(out["gradient"][4:]) < 2e-2, settings
+        assert out["graphs"][0] == out["graphs"][3], f"a float32 step compiled again: {settings}"
+        assert out["graphs"][4] == out["graphs"][7], f"an autocast step compiled again: {settings}"
+        assert out["fallback"] == []

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from qat_lora.errors import ConfigError
-from qat_lora.quant.initialise import METHODS, quantise_weight
+from qat_lora.quant.initialise import METHODS, NEED_TEXT, quantise_weight
 from qat_lora.quant.spec import PRESETS, QuantSpec
 
 BOOKS = {
@@ -14,6 +14,8 @@ BOOKS = {
     ("lut", 2): np.array([-1, -1 / 3, 1 / 3, 1]).astype(np.float16).astype(np.float64),
 }
 SPECS = {
+    "asymmetric": QuantSpec(bits=3, code="asymmetric", sharing="group", group_size=16),
+    "kmeans": QuantSpec(bits=2, code="lut", sharing="group", group_size=16, table="kmeans"),
     "group": QuantSpec(bits=2, code="half", sharing="group", group_size=16),
     "channel": QuantSpec(bits=3, code="integer", sharing="channel"),
     "tensor": QuantSpec(bits=2, code="half", sharing="tensor"),
@@ -34,11 +36,11 @@ def weight_of(rows, columns, seed=1):
 
 def wide_scales(result, spec, rows, columns):
     parts = [s.double().numpy() for s in result.scales]
+    if spec.sharing == "group":
+        return np.repeat(parts[0], spec.group_size, axis=1)[:, :columns]
     if len(parts) == 2:
         # As stored and multiplied in float32: a code on an edge must not turn on the order of a sum.
         return (result.scales[0] @ result.scales[1]).double().numpy()
-    if spec.sharing == "group":
-        return np.repeat(parts[0], spec.group_size, axis=1)[:, :columns]
     return np.broadcast_to(parts[0], (rows, columns))
 
 
@@ -99,8 +101,11 @@ def test_each_start_disturbs_fresh_outputs_less_than_the_one_before(sharing):
     moment = torch.from_numpy(seen.T @ seen / len(seen)).float()
     error = {m: output_error(quantise_weight(weight, spec, m, moment).dense(spec), weight, fresh) for m in METHODS}
     assert error["gptq"] < 0.6 * error["mse"], error
+    assert error["descent"] < 0.95 * error["gptq"], error
     if sharing != "lowrank":  # whose scales are fitted the same way for all starts
         assert error["mse"] < error["absmax"], error
+    if sharing in ("group", "channel"):
+        assert error["awq"] < error["mse"], error
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -115,7 +120,11 @@ def test_scales_are_float16_numbers_and_codes_fit_every_preset(name, method):
     assert result.codes_OI.dtype == torch.uint8 and int(result.codes_OI.max()) < 2**spec.bits
     dense = result.dense(spec)
     assert dense.shape == weight.shape and torch.isfinite(dense).all()
-    expected = result.values.numpy()[result.codes_OI.numpy()] * wide_scales(result, spec, 10, 150)
+    chosen = result.values.numpy()[result.codes_OI.numpy()]
+    if spec.code == "asymmetric":
+        chosen = chosen - np.repeat(result.zeros.numpy(), spec.group_size, axis=1)[:, :150]
+        assert set(np.unique(result.zeros.numpy())) <= set(range(2**spec.bits))
+    expected = chosen * wide_scales(result, spec, 10, 150)
     assert np.allclose(dense.numpy(), expected, rtol=1e-5, atol=1e-7)
 
 
@@ -145,10 +154,11 @@ def test_any_float_type_is_taken_and_left_unchanged(dtype):
 
 def test_refusals():
     weight, spec = weight_of(4, 32), SPECS["group"]
-    with pytest.raises(ConfigError, match="gptq needs calibration text"):
-        quantise_weight(weight, spec, "gptq")
-    with pytest.raises(ConfigError, match="absmax, mse, gptq"):
-        quantise_weight(weight, spec, "awq")
+    for method in NEED_TEXT:
+        with pytest.raises(ConfigError, match=f"{method} needs calibration text"):
+            quantise_weight(weight, spec, method)
+    with pytest.raises(ConfigError, match="absmax, mse, awq, gptq, descent"):
+        quantise_weight(weight, spec, "hqq")
     for bad in (float("nan"), float("inf")):
         broken = weight.clone()
         broken[1, 2] = bad
@@ -156,3 +166,16 @@ def test_refusals():
             quantise_weight(broken, spec, "mse")
     with pytest.raises(ConfigError, match="float16"):
         quantise_weight(weight * 1e6, spec, "mse")
+
+
+def test_a_kmeans_table_is_the_layers_own_and_beats_an_even_one():
+    weight = (
+        torch.distributions.Laplace(0.0, 1.0).icdf(torch.linspace(0.001, 0.999, 64 * 96)).reshape(96, 64).T.contiguous()
+    )
+    even = QuantSpec(bits=3, code="lut", sharing="channel")
+    fitted = QuantSpec(bits=3, code="lut", sharing="channel", table="kmeans")
+    normal = QuantSpec(bits=3, code="lut", sharing="channel", table="normal")
+    results = {s.table: quantise_weight(weight, s, "mse") for s in (even, normal, fitted)}
+    error = {s.table: float((results[s.table].dense(s) - weight).square().mean()) for s in (even, normal, fitted)}
+    assert error["kmeans"] < 0.95 * error["normal"] < 0.9 * error["even"], error
+    assert results["kmeans"].values.abs().max() == 1 and (results["kmeans"].values.diff() > 0).all()

@@ -19,6 +19,8 @@ BY_HAND = {  # bits per weight of an MLP and of an attention layer of 96 x 704
     "w2g64": (2.25, 2.25),
     "w3g128": (3 + 16 * 6 / 704, 3 + 16 * 6 / 704),
     "w4g128": (4 + 16 * 6 / 704, 4 + 16 * 6 / 704),
+    "w4g64a": (4 + 20 / 64, 4 + 20 / 64),
+    "nf4g64": (4.25 + 256 / (96 * 704), 4.25 + 256 / (96 * 704)),
     "apple2": (2 + 16 / (96 * 704), 2 + 16 / (96 * 704)),
     "q4_r32": (lut_bits(4, 32), lut_bits(4, 32)),
     "q4a4": (lut_bits(4, 4), lut_bits(4, 4)),
@@ -70,6 +72,9 @@ def test_an_unknown_preset_is_refused_with_the_list():
         ("rank", {"rank": 4}),
         ("rank", {"sharing": "lowrank"}),
         ("rank", {"sharing": "lowrank", "rank": 0}),
+        ("table", {"table": "normal"}),
+        ("table", {"code": "lut", "table": "nf4"}),
+        ("sharing", {"code": "asymmetric", "sharing": "lowrank", "rank": 4}),
     ],
 )
 def test_a_spec_that_means_nothing_is_refused_by_field(field, change):
@@ -80,7 +85,7 @@ def test_a_spec_that_means_nothing_is_refused_by_field(field, change):
 
 
 def test_refused_names_come_with_what_is_allowed():
-    with pytest.raises(ConfigError, match="half, integer, lut"):
+    with pytest.raises(ConfigError, match="half, integer, asymmetric, lut"):
         QuantSpec(bits=4, code="nf4", sharing="channel")
     with pytest.raises(ConfigError, match="tensor, channel, group, lowrank"):
         QuantSpec(bits=4, code="half", sharing="block")
@@ -122,3 +127,45 @@ def test_the_first_rule_that_is_found_decides():
     mlp, attention = q2a4.spec_for(MLP_LAYER), q2a4.spec_for(ATTENTION_LAYER)
     assert (mlp.bits, mlp.rank, attention.bits, attention.rank) == (2, 32, 4, 8)
     assert q2a4.spec_for("lm_head") is None
+
+
+def test_overrides_come_before_the_preset_and_after_what_is_kept():
+    chosen = preset("w2g64", keep=(r"layers\.1\.",), override=(r"layers\.(0|27)\.=w4g128", r"down_proj=w3g128"))
+    bits = {
+        "model.layers.0.mlp.down_proj": 4,  # the first override that is found
+        "model.layers.27.self_attn.q_proj": 4,
+        "model.layers.2.mlp.down_proj": 3,
+        "model.layers.2.mlp.up_proj": 2,
+    }
+    assert {name: chosen.spec_for(name).bits for name in bits} == bits
+    assert chosen.spec_for("model.layers.1.mlp.down_proj") is None
+    assert chosen.head is None
+    with_head = preset("w2g64", override=("a=b=w4g128",), head="nf4g64")
+    assert with_head.rules[0][0] == "a=b" and with_head.head.table == "normal"
+    for kept in (chosen, with_head):
+        assert Preset.from_dict(json.loads(json.dumps(kept.to_dict()))) == kept
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("w4g128", "is not PATTERN=PRESET"),
+        ("=w4g128", "is not PATTERN=PRESET"),
+        ("mlp=w9", "'w9' is unknown; allowed: w2g64"),
+        ("(=w4g128", "is not a regular expression"),
+        ("mlp=q2a4", "a rule each for MLP and attention; allowed: w2g64"),
+    ],
+)
+def test_an_override_that_means_nothing_is_refused(word, reason):
+    with pytest.raises(ConfigError, match=f"override: .*{reason}"):
+        preset("w2g64", override=(word,))
+    with pytest.raises(ConfigError, match="quantize_head: "):
+        preset("w2g64", head="w9")
+
+
+def test_configs_written_before_tables_and_heads_still_load():
+    old = {
+        "name": "x",
+        "rules": [[".", {"bits": 4, "code": "lut", "sharing": "channel", "group_size": None, "rank": None}]],
+    }
+    assert Preset.from_dict(old) == Preset("x", ((".", QuantSpec(bits=4, code="lut", sharing="channel")),))

@@ -24,6 +24,7 @@ from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.native import NativeRuntime
 from qat_lora.runtime.select import status_line
 from qat_lora.runtime.xla import XlaRuntime, is_xla_device, xla_mark_step
+from qat_lora.train.step import optimizer_step
 
 
 def raises(kind, action) -> str:
@@ -252,6 +253,37 @@ def check_all_reduce_mean(runtime, folder):
     torch.testing.assert_close(value.cpu(), torch.tensor([1.0, 2.0]) * (runtime.rank + 1))  # left as it was
     tokens = torch.tensor(3 + runtime.rank).to(runtime.device)
     torch.testing.assert_close(runtime.all_reduce_mean(tokens).cpu(), torch.tensor(3 + (n - 1) / 2))
+
+
+def check_an_optimizer_step_on_four_chips_reduces_once(runtime, folder):
+    """The whole step's graph: one exchange of the gradients, one of the sums, and the factor 1/4 in each."""
+    if not isinstance(runtime, XlaRuntime):
+        return
+    import torch_xla
+    import torch_xla.runtime as xr
+
+    parameters = [nn.Parameter(torch.ones(n).to(runtime.device)) for n in (3, 5)]
+    optimizer = torch.optim.AdamW(parameters, lr=0.1)
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    sums = {name: torch.ones((), device=runtime.device) * i for i, name in enumerate(("loss", "tokens"), 2)}
+    runtime.cut()
+    world_size, replicas = xr.world_size, runtime.replicas
+    try:
+        xr.world_size, runtime.replicas = lambda: 4, 4
+        optimizer_step(optimizer, parameters, sums, 1.0, runtime)
+        hlo = torch_xla._XLAC._get_xla_tensors_hlo(parameters)
+    finally:
+        xr.world_size, runtime.replicas = world_size, replicas
+        runtime.step_end()
+    assert hlo.count(" all-reduce(") == 2, hlo
+    assert "constant(0.25)" in hlo, hlo
+
+
+def check_agree_is_any(runtime, folder):
+    assert runtime.agree(True) is True and runtime.agree(False) is False
+    assert runtime.agree(runtime.rank == runtime.replicas - 1) is True
+    assert runtime.processes == runtime.replicas
 
 
 # --- defer ------------------------------------------------------------------------------------------------------

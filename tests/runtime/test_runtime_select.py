@@ -11,9 +11,11 @@ import torch
 
 from qat_lora.errors import ConfigError, DeviceError, MissingExtraError
 from qat_lora.runtime import select
+from qat_lora.runtime.chips import ChipsConfig
 from qat_lora.runtime.native import NativeRuntime
 from qat_lora.runtime.select import Choice, Found, choose, find_tpu, look, select_runtime, status_line
 from qat_lora.runtime.xla import XlaRuntime, _chip_name, is_xla_device, xla_mark_step
+from qat_lora.runtime.xla_spmd import XlaSpmdRuntime
 
 ROOT = Path(__file__).resolve().parents[2]
 LAPTOP = {}
@@ -132,6 +134,11 @@ def test_select_makes_the_runtime_and_writes_the_choice_to_the_environment(clean
     assert isinstance(runtime, XlaRuntime)
     assert os.environ["PJRT_DEVICE"] == "CPU"
     assert runtime.description == "XLA on CPU · 1 device"
+    runtime = select_runtime("xla", chips=ChipsConfig(parallel="spmd", shard_base=True))
+    assert isinstance(runtime, XlaSpmdRuntime)
+    runtime.replicas = 4
+    way = "SPMD, frozen weights sharded (run on 0 real chips so far)"
+    assert runtime.description == f"XLA on CPU · 4 devices · {way}"
 
 
 def test_select_warns_of_an_unused_tpu(clean_environment, caplog):

@@ -21,7 +21,9 @@ from qat_lora.train.optim import OptimConfig, build_optimizer
 def trained(value=0.0):
     """Two tensors and an optimizer that has made a step; all of it a function of `value`."""
     parameters = {"a": nn.Parameter(torch.full((2, 3), value)), "b.scale": nn.Parameter(torch.full((4,), -value))}
-    optimizer = build_optimizer(OptimConfig(), [parameters["a"]], [parameters["b.scale"]])
+    optimizer = build_optimizer(
+        OptimConfig(), {"adapter": {"a": parameters["a"]}, "scales": {"b.scale": parameters["b.scale"]}}
+    )
     for parameter in parameters.values():
         parameter.grad.fill_(value)
     optimizer.step()

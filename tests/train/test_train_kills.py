@@ -11,20 +11,19 @@ from test_train_loop import assert_same
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks processes to kill them")
 
 
-def kill(tmp_path, kills):
+def kill(tmp_path, kills, stops):
     script = Path(__file__).with_name("train_kills.py")
-    done = subprocess.run(
-        [sys.executable, "-W", "error", script, tmp_path, str(kills)], capture_output=True, text=True, timeout=300
-    )
+    command = [sys.executable, "-W", "error", script, tmp_path, str(kills), str(stops)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     for name in ("killed", "stopped"):
         assert_same(tmp_path / name, tmp_path / "whole")
 
 
-def test_killed_at_random_moments_it_is_the_uninterrupted_run(tmp_path):
-    kill(tmp_path, 10)
+def test_killed_and_stopped_at_random_moments_it_is_the_uninterrupted_run(tmp_path):
+    kill(tmp_path, 10, 3)
 
 
 @pytest.mark.slow
-def test_killed_a_hundred_times(tmp_path):
-    kill(tmp_path, 100)
+def test_killed_a_hundred_times_and_stopped_thirty_times(tmp_path):
+    kill(tmp_path, 100, 30)

@@ -4,11 +4,12 @@ import json
 import os
 import shutil
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from train_toys import SETTINGS, Toy, evaluation, run
+from train_toys import OPTIM, SETTINGS, Toy, evaluation, run
 
 from qat_lora.errors import ConfigError, DivergedError, InterruptedRunError
 from qat_lora.train.checkpoint import checkpoints
@@ -275,7 +276,7 @@ def test_global_batch_sets_the_accumulation():
 @pytest.mark.parametrize(
     "field",
     ["batch_size", "accumulation_steps", "global_batch_size", "max_steps", "log_steps", "eval_steps", "save_steps"]
-    + ["keep_checkpoints"],
+    + ["keep_checkpoints", "early_stop"],
 )
 @pytest.mark.parametrize("value", [0, -4])
 def test_counts_below_one_are_refused_by_name(field, value):
@@ -305,3 +306,93 @@ def test_a_loss_that_is_no_number_stops_the_run_before_it_reaches_a_checkpoint(t
         run(out, PoisonedToy(dropout=0.3), evaluate=False, log_steps=1, save_steps=1)
     newest = load_file(checkpoints(out / "checkpoints")[-1] / "trained.safetensors")
     assert all(torch.isfinite(value).all() for value in newest.values())
+
+
+AVERAGED = replace(OPTIM, ema=0.8)
+
+
+@pytest.fixture(scope="module")
+def averaged_whole(tmp_path_factory):
+    out = tmp_path_factory.mktemp("ema") / "whole"
+    return out, run(out, keep_checkpoints=100, optim=AVERAGED)
+
+
+def test_what_is_evaluated_and_exported_is_the_average(averaged_whole, whole):
+    """Recomputed from the raw tensors of every checkpoint, in float64."""
+    out, (_, toy) = averaged_whole
+    raw = [load_file(path / "trained.safetensors") for path in checkpoints(out / "checkpoints")]
+    plain = load_file(checkpoints(whole[0] / "checkpoints")[-1] / "trained.safetensors")
+    assert all(torch.equal(raw[-1][name], value) for name, value in plain.items()), "the average changes no step"
+    exported = torch.load(out / "last" / "weights.pt", weights_only=True)
+    found = {line["step"]: line["kl"] for line in lines(out / "evaluations.jsonl")}
+    for name, value in exported.items():
+        mean = sum(0.2 * 0.8 ** (10 - step) * raw[step - 1][name].double() for step in range(1, 11)) / (1 - 0.8**10)
+        torch.testing.assert_close(value.double(), mean, rtol=1e-5, atol=1e-6)
+        assert not torch.equal(value, raw[-1][name])
+        assert torch.equal(toy.get_parameter(name), raw[-1][name])  # after the run the raw tensors are back
+    last = Toy()
+    last.load_state_dict(exported, strict=False)
+    assert evaluation(last) == found[10]
+
+
+@pytest.mark.parametrize("step", [1, 4, 9])
+def test_resumed_the_average_is_the_uninterrupted_one(averaged_whole, tmp_path, step):
+    out = tmp_path / "resumed"
+    shutil.copytree(averaged_whole[0], out)
+    for path in checkpoints(out / "checkpoints")[step:]:
+        shutil.rmtree(path)
+    run(out, keep_checkpoints=100, optim=AVERAGED)
+    assert_same(out, averaged_whole[0])
+
+
+def falling_until(best_step):
+    """An evaluation that is best at a step: the loop cannot know what the values come from."""
+    values = iter([10.0 - n if n <= best_step else 10.0 + n for n in range(100)])
+    return lambda: next(values)
+
+
+@pytest.mark.parametrize("patience", [1, 2])
+def test_early_stop_ends_the_run_with_a_checkpoint_and_its_exports(tmp_path, patience):
+    out = tmp_path / "run"
+    changed = {"evaluate": falling_until(2), "early_stop": patience, "eval_steps": 1, "save_steps": 100}
+    result, toy = run(out, **changed)
+    stop = 2 + patience
+    assert result == {"step": stop, "best_step": 2, "best_kl": 8.0, "stopped_early": True, "resumed_from": 0}
+    assert [path.name for path in checkpoints(out / "checkpoints")] == [f"step-{stop:06d}"]
+    assert [line["step"] for line in lines(out / "metrics.jsonl")] == list(range(1, stop + 1))
+    last = torch.load(out / "last" / "weights.pt", weights_only=True)
+    assert all(torch.equal(last[name], p) for name, p in toy.trainee().trained.items())
+    again, _ = run(out, **{**changed, "evaluate": lambda: 0.0})  # killed before it was marked complete
+    assert again == {**result, "resumed_from": stop}
+
+
+def test_early_stop_needs_evaluations(tmp_path):
+    with pytest.raises(ConfigError, match="^early_stop: .*--eval-rows"):
+        run(tmp_path / "run", evaluate=False, early_stop=2)
+
+
+def test_a_checkpoint_is_due_after_some_minutes(tmp_path, monkeypatch):
+    """Looked at every log interval, of two steps here, on a clock that a step takes a minute on."""
+    from qat_lora.train import loop
+
+    now, real = [0.0], loop.optimizer_step
+
+    def step(*args):
+        now[0] += 60
+        return real(*args)
+
+    monkeypatch.setattr(loop, "optimizer_step", step)
+    monkeypatch.setattr(loop.time, "monotonic", lambda: now[0])
+    changed = {"save_steps": 100, "keep_checkpoints": 100, "log_steps": 2}
+    run(tmp_path / "run", save_minutes=2.5, **changed)
+    assert [path.name[-2:] for path in checkpoints(tmp_path / "run" / "checkpoints")] == ["04", "08", "10"]
+    run(tmp_path / "never", save_minutes=0, **changed)
+    assert [path.name[-2:] for path in checkpoints(tmp_path / "never" / "checkpoints")] == ["10"]
+
+
+def test_autocast_reaches_every_micro_batch(tmp_path):
+    toy, seen = Toy(dropout=0.3), []
+    toy.before_forward = lambda: seen.append((toy.training, torch.is_autocast_enabled("cpu")))
+    run(tmp_path / "run", toy, autocast=True)
+    assert [on for training, on in seen if training] == [True] * 20
+    assert all(value.dtype == torch.float32 for value in toy.trainee().trained.values())

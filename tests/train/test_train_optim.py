@@ -7,7 +7,12 @@ import torch
 from torch import nn
 
 from qat_lora.errors import ConfigError
-from qat_lora.train.optim import OptimConfig, build_optimizer, lr_factor, set_lr
+from qat_lora.train.optim import OptimConfig, averaged, build_optimizer, lr_factor, set_lr
+
+
+def groups(**tensors):
+    """Trained tensors by kind, named by their number."""
+    return {kind: {f"{kind}{i}": p for i, p in enumerate(listed)} for kind, listed in tensors.items()}
 
 
 def test_schedule_by_hand():
@@ -39,12 +44,12 @@ def test_the_optimizer_is_adamw_with_two_groups(decay):
     scales = [nn.Parameter(torch.randn(6))]
     twins = [nn.Parameter(p.detach().double()) for p in adapter + scales]
     config = OptimConfig(lr=0.1, scale_lr=0.03, weight_decay=decay, adam_beta2=0.97)
-    ours = build_optimizer(config, adapter, scales)
-    groups = [
+    ours = build_optimizer(config, groups(adapter=adapter, scales=scales))
+    theirs_groups = [
         {"params": twins[:2], "lr": 0.1, "weight_decay": decay},
         {"params": twins[2:], "lr": 0.03, "weight_decay": 0.0},
     ]
-    theirs = torch.optim.AdamW(groups, betas=(0.9, 0.97))
+    theirs = torch.optim.AdamW(theirs_groups, betas=(0.9, 0.97))
     for step in range(30):
         factor = lr_factor(OptimConfig(warmup_steps=5), step, 30)
         assert set_lr(ours, factor) == pytest.approx(0.1 * factor)
@@ -62,7 +67,7 @@ def test_the_optimizer_is_adamw_with_two_groups(decay):
 
 def test_state_and_gradients_exist_before_the_first_step_and_keep_their_names():
     parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
-    optimizer = build_optimizer(OptimConfig(), parameters[:1], parameters[1:])
+    optimizer = build_optimizer(OptimConfig(), groups(adapter=parameters[:1], scales=parameters[1:]))
     before = {id(value) for p in parameters for value in optimizer.state[p].values()}
     assert all(p.grad is not None and not p.grad.any() for p in parameters)
     optimizer.step()
@@ -72,18 +77,61 @@ def test_state_and_gradients_exist_before_the_first_step_and_keep_their_names():
 
 def test_scales_alone_and_adapters_alone_train():
     one = nn.Parameter(torch.ones(1))
-    assert len(build_optimizer(OptimConfig(), [one]).param_groups) == 1
-    assert build_optimizer(OptimConfig(scale_lr=7), [], [one]).param_groups[0]["peak_lr"] == 7
+    assert len(build_optimizer(OptimConfig(), groups(adapter=[one])).param_groups) == 1
+    assert build_optimizer(OptimConfig(scale_lr=7), groups(adapter=[], scales=[one])).param_groups[0]["peak_lr"] == 7
     with pytest.raises(ConfigError, match="nothing to train"):
-        build_optimizer(OptimConfig(), [])
+        build_optimizer(OptimConfig(), groups(adapter=[]))
+
+
+def test_each_kind_has_its_rate_and_only_weights_decay():
+    config = OptimConfig(lr=1.0, scale_lr=2.0, norm_lr=3.0, weight_decay=0.5)
+    kinds = {kind: [nn.Parameter(torch.ones(1))] for kind in ("adapter", "weights", "scales", "lut", "norms")}
+    made = build_optimizer(config, groups(**kinds)).param_groups
+    assert [group["peak_lr"] for group in made] == [1.0, 1.0, 2.0, 2.0, 3.0]
+    assert [group["weight_decay"] for group in made] == [0.5, 0.5, 0, 0, 0]
+
+
+@pytest.mark.parametrize("decay", [0.5, 0.99])
+def test_the_average_is_the_bias_corrected_one(decay):
+    """Against the textbook form in float64: m = d m + (1 - d) p from zero, divided by 1 - d^t."""
+    torch.manual_seed(1)
+    parameter = nn.Parameter(torch.randn(5))
+    optimizer = build_optimizer(OptimConfig(lr=0.1, ema=decay), groups(adapter=[parameter]))
+    start = parameter.detach().clone()
+    with averaged(optimizer):
+        assert torch.equal(parameter, start)  # before the first step the average is the start
+    m = torch.zeros(5, dtype=torch.float64)
+    for step in range(1, 8):
+        parameter.grad.copy_(torch.randn(5))
+        optimizer.step()
+        raw = parameter.detach().clone()
+        m = decay * m + (1 - decay) * raw.double()
+        with averaged(optimizer):
+            torch.testing.assert_close(parameter.detach().double(), m / (1 - decay**step), rtol=1e-5, atol=1e-6)
+            assert torch.equal(optimizer.state[parameter]["average"], raw)
+        assert torch.equal(parameter, raw)
+
+
+def test_an_error_while_averaged_puts_the_raw_tensors_back():
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = build_optimizer(OptimConfig(ema=0.9), groups(adapter=[parameter]))
+    parameter.data.fill_(3.0)
+    with pytest.raises(RuntimeError), averaged(optimizer):
+        assert (parameter == 1).all()
+        raise RuntimeError
+    assert (parameter == 3).all()
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *[(name, bad) for name in ("lr", "scale_lr", "clip_grad_norm") for bad in (0, -1, math.nan, math.inf)],
+        *[
+            (name, bad)
+            for name in ("lr", "scale_lr", "norm_lr", "clip_grad_norm")
+            for bad in (0, -1, math.nan, math.inf)
+        ],
         *[("weight_decay", bad) for bad in (-0.1, math.nan, math.inf)],
-        *[("adam_beta2", bad) for bad in (-0.1, 1.0, 1.5, math.nan)],
+        *[(name, bad) for name in ("adam_beta2", "ema") for bad in (-0.1, 1.0, 1.5, math.nan)],
         *[("min_lr_ratio", bad) for bad in (-0.1, 1.1, math.nan)],
         ("warmup_steps", -1),
     ],

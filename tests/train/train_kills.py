@@ -3,6 +3,7 @@
 Forked from a process that has imported torch and started no thread, a life costs milliseconds instead of seconds.
 """
 
+import json
 import os
 import random
 import shutil
@@ -15,8 +16,8 @@ import torch
 from train_toys import Toy, run
 
 from qat_lora.errors import QatLoraError
+from qat_lora.runtime.signals import stop_signals
 from qat_lora.train.checkpoint import checkpoints
-from qat_lora.train.loop import stop_signals
 
 STEPS = {"max_steps": 60, "log_steps": 7, "eval_steps": 5, "keep_checkpoints": 2}
 
@@ -60,6 +61,26 @@ def kill(out, count):
     return codes
 
 
+def stop(out, count):
+    """Start, resume and stop a run by SIGTERM at random moments, `count` times; return what that took, in seconds."""
+    draw, took = random.Random(count), []
+    while len(took) < count:
+        newest = checkpoints(out / "checkpoints")
+        if newest and newest[-1].name == f"step-{STEPS['max_steps']:06d}":
+            shutil.rmtree(out)
+        child = fork(lambda: run(out, slow(), save_steps=1000, **STEPS))
+        while not (out / "evaluations.jsonl").exists():
+            time.sleep(0.001)
+        time.sleep(draw.random() * 0.3)
+        begun = time.monotonic()
+        os.kill(child, signal.SIGTERM)
+        code = wait(child)
+        assert code in (143, 0), code
+        if code == 143:  # else it was through already
+            took.append(time.monotonic() - begun)
+    return took
+
+
 def second_signal(pipe):
     """Take a first SIGTERM, go on as a long step would, and be there for the second."""
     with stop_signals() as stopped:
@@ -74,27 +95,26 @@ def finish(out):
     assert wait(fork(lambda: run(out, save_steps=1, **STEPS))) == 0
 
 
-def main(root, kills):
+def main(root, kills, stops):
     torch.set_num_threads(1)
     run(root / "whole", save_steps=1, **STEPS)  # in this process: what torch imports late is then there for all lives
     codes = kill(root / "killed", kills)
     assert set(codes) <= {0, -signal.SIGKILL} and codes.count(-signal.SIGKILL) > kills // 2, codes
     finish(root / "killed")
 
-    out = root / "stopped"
-    child = fork(lambda: run(out, slow(), save_steps=100, **STEPS))
-    while not (out / "evaluations.jsonl").exists():
-        time.sleep(0.001)
-    os.kill(child, signal.SIGTERM)
-    assert wait(child) == 143
-    finish(out)
+    took = stop(root / "stopped", stops)
+    assert max(took) < 15, took
+    finish(root / "stopped")
 
     reader, writer = os.pipe()
     child = fork(lambda: second_signal(writer))
-    for _ in range(2):
-        os.read(reader, 1)
-        os.kill(child, signal.SIGTERM)
+    os.read(reader, 1)
+    os.kill(child, signal.SIGTERM)
+    os.read(reader, 1)
+    time.sleep(1.1)  # within a second it would be the same request, passed on by a launcher
+    os.kill(child, signal.SIGTERM)
     assert wait(child) == -signal.SIGTERM
+    print(json.dumps({"kills": codes.count(-signal.SIGKILL), "stops": len(took), "slowest_stop_s": max(took)}))
 
 
 def slow():
@@ -104,4 +124,4 @@ def slow():
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -45,7 +45,7 @@ class Toy(nn.Module):
         return OutputHead(self.table, VOCABULARY)
 
     def trainee(self):
-        return Trainee(self, {"a": self.a, "b": self.b}, {"scale": self.scale})
+        return Trainee(self, {"adapter": {"a": self.a, "b": self.b}, "scales": {"scale": self.scale}})
 
 
 def row(number):
@@ -104,7 +104,7 @@ def evaluation(toy):
     return float(value)
 
 
-def run(out, toy=None, *, settings=SETTINGS, evaluate=True, data=None, objective=None, **changed):
+def run(out, toy=None, *, settings=SETTINGS, evaluate=True, data=None, objective=None, optim=OPTIM, **changed):
     """Train a fresh toy under `out`, or go on there; return (result, toy)."""
     runtime = select_runtime("cpu")
     torch.manual_seed(11)
@@ -115,14 +115,16 @@ def run(out, toy=None, *, settings=SETTINGS, evaluate=True, data=None, objective
         with whole_folder(out / name) as draft:
             torch.save({k: v.detach() for k, v in toy.trainee().trained.items()}, draft / "weights.pt")
 
+    measure = evaluate if callable(evaluate) else (lambda: evaluation(toy)) if evaluate else None
+
     def main():
         return train(
             toy.trainee(),
             data or ToyData(),
             objective or ObjectiveConfig(hard_top1_weight=0.2, hard_top1_end=0.0),
-            OPTIM,
+            optim,
             replace(LOOP, **changed),
-            LoopHooks((lambda: evaluation(toy)) if evaluate else None, export),
+            LoopHooks(measure, export),
             runtime,
             out=out,
             seed=5,

@@ -6,7 +6,8 @@ already have is seen. The committed files must not change within version 1 of th
     python tests/data/golden_cache/make.py
 
 `short`, `packed` and `wide` are the three ways ids are stored; `packed` has two temperatures, shards of unequal
-size and an evaluation split. `expected.json` holds what a reader must return, for all entries and for fewer.
+size and an evaluation split. `codes` has values as codes, and drawn tokens; `hidden` has hidden states instead of a
+head. `expected.json` holds what a reader must return, for all entries and for fewer.
 """
 
 import hashlib
@@ -22,6 +23,10 @@ CACHES = {
     "short": {"vocab_size": 300, "length": 4, "top_k": 3, "temperatures": [1.0], "train": [2], "eval": []},
     "packed": {"vocab_size": 151936, "length": 9, "top_k": 5, "temperatures": [1.0, 2.0], "train": [3, 1], "eval": [1]},
     "wide": {"vocab_size": 300000, "length": 3, "top_k": 4, "temperatures": [0.5, 1.0], "train": [1], "eval": []},
+    "codes": {"vocab_size": 151936, "length": 6, "top_k": 5, "temperatures": [1.0], "train": [2], "eval": []}
+    | {"value_dtype": "uint8", "tail_draws": 3, "draws": 5},
+    "hidden": {"vocab_size": 300, "length": 5, "top_k": 0, "temperatures": [1.0], "train": [2], "eval": []}
+    | {"draws": 2, "hidden": 3},
 }
 FEWER = 2
 TYPES = {"U32": "I", "I32": "i", "F32": "f", "F16": "e", "U16": "H", "U8": "B"}
@@ -45,13 +50,29 @@ def draw_row(draw, setting):
         "loss_mask": [0] + [int(draw.random() < 0.7) for _ in range(length - 1)],
         "doc_starts": starts,
         "document_ids": [sum(starts[: i + 1]) for i in range(length)],
-        "head_ids": [[vocab - 1, *draw.sample(range(vocab - 1), top_k - 1)] for _ in range(length - 1)],
-        "head_logits": [
+    }
+    if top_k:
+        row["head_ids"] = [[vocab - 1, *draw.sample(range(vocab - 1), top_k - 1)] for _ in range(length - 1)]
+    if setting.get("value_dtype") == "uint8":
+        codes = [[0, *sorted(draw.randrange(256) for _ in range(top_k - 2)), 255] for _ in range(length - 1)]
+        ranges = [as_stored(20 * draw.random(), "e") for _ in codes]
+        row["head_logits"] = [
+            [as_stored(width * -as_stored((c / 255) ** 1.5, "f"), "f") for c in of_position]
+            for width, of_position in zip(ranges, codes, strict=True)
+        ]
+    elif top_k:
+        row["head_logits"] = [
             [0.0, *sorted((as_stored(-12 * draw.random(), "e") for _ in range(top_k - 1)), reverse=True)]
             for _ in range(length - 1)
-        ],
-    }
-    for temperature in setting["temperatures"]:
+        ]
+    for name in ("tail_draws", "draws"):
+        if name in setting:
+            drawn = [[draw.randrange(vocab) for _ in range(setting[name])] for _ in range(length - 1)]
+            row[f"{name[:-1]}_ids"] = drawn
+    if "hidden" in setting:
+        states = [[as_stored(draw.gauss(0, 9), "e") for _ in range(setting["hidden"])] for _ in range(length - 1)]
+        row["teacher_hidden"] = states
+    for temperature in setting["temperatures"] if top_k else []:
         lse, tail = "lse" + suffix(temperature), "log_tail" + suffix(temperature)
         row[lse], row[tail] = [], []
         for values in row["head_logits"]:
@@ -65,7 +86,7 @@ def draw_row(draw, setting):
 def with_fewer(row, setting):
     """Return what a reader that serves FEWER entries must return as log_tail."""
     served = {}
-    for temperature in setting["temperatures"]:
+    for temperature in setting["temperatures"] if setting["top_k"] else []:
         end = suffix(temperature)
         served["log_tail" + end] = [
             round(math.log(math.exp(tail) + sum(math.exp(value / temperature - lse) for value in values[FEWER:])), 9)
@@ -90,20 +111,54 @@ def arrays_of(row, setting):
     """Return (name, safetensors type, shape without N, numbers) in file order, row_crc32 left out."""
     length, top_k, vocab = setting["length"], setting["top_k"], setting["vocab_size"]
     positions, head = [length - 1], [length - 1, top_k]
+    keys = {"ids": "head_ids", "tail_draws": "tail_draw_ids", "draws": "draw_ids"}
+    lists = {name: row[key] for name, key in keys.items() if key in row}
+    codes = setting.get("value_dtype") == "uint8"
     yield "input_ids", "I32", [length], row["input_ids"]
     if vocab > 262144:
-        yield "ids", "I32", head, flat(row["head_ids"])
-    for temperature in setting["temperatures"]:
+        for name, ids in lists.items():
+            yield name, "I32", [length - 1, len(ids[0])], flat(ids)
+    for temperature in setting["temperatures"] if top_k else []:
         for name in ("lse", "log_tail"):
             yield name + suffix(temperature), "F32", positions, row[name + suffix(temperature)]
-    yield "val", "F16", head, flat(row["head_logits"])
+    if top_k and not codes:
+        yield "val", "F16", head, flat(row["head_logits"])
+    if codes:
+        yield "val_range", "F16", positions, [-values[-1] for values in row["head_logits"]]
+    if "hidden" in setting:
+        yield "hidden", "F16", [length - 1, setting["hidden"]], flat(row["teacher_hidden"])
     if vocab <= 262144:
-        yield "ids_lo", "U16", head, [i % 65536 for i in flat(row["head_ids"])]
+        for name, ids in lists.items():
+            yield f"{name}_lo", "U16", [length - 1, len(ids[0])], [i % 65536 for i in flat(ids)]
+    if codes:
+        parts = [value / values[-1] for values in row["head_logits"] for value in values]
+        yield "val", "U8", head, [round(255 * part ** (1 / 1.5)) for part in parts]
     if 65536 < vocab <= 262144:
-        high = [bits_of([i // 65536 for i in ids], 2) for ids in row["head_ids"]]
-        yield "ids_hi", "U8", [length - 1, -(-top_k // 4)], flat(high)
+        for name, ids in lists.items():
+            high = [bits_of([i // 65536 for i in of_position], 2) for of_position in ids]
+            yield f"{name}_hi", "U8", [length - 1, -(-len(ids[0]) // 4)], flat(high)
     yield "loss_mask", "U8", [length], row["loss_mask"]
     yield "doc_starts", "U8", [-(-length // 8)], bits_of(row["doc_starts"], 1)
+
+
+def head_bytes(draw, setting):
+    """Invent an output head with bias, scale and softcap; return its file and what a reader must return."""
+    vocab, width = setting["vocab_size"], setting["hidden"]
+    weight = [[as_stored(draw.gauss(0, 1), "f") for _ in range(width)] for _ in range(vocab)]
+    bias = [as_stored(draw.gauss(0, 1), "f") for _ in range(vocab)]
+    metadata = {"format": "qat-lora-kd-cache", "version": "1", "logit_scale": "0.25", "softcap": "30.0"}
+    ends = [4 * vocab * width, 4 * vocab * (width + 1)]
+    header = {
+        "__metadata__": metadata,
+        "weight": {"dtype": "F32", "shape": [vocab, width], "data_offsets": [0, ends[0]]},
+        "bias": {"dtype": "F32", "shape": [vocab], "data_offsets": ends},
+    }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    numbers = flat(weight) + bias
+    data = struct.pack("<Q", len(text)) + text + struct.pack(f"<{len(numbers)}f", *numbers)
+    ends_of = {"weight_rows": [weight[0], weight[-1]], "bias_ends": [bias[0], bias[-1]]}
+    return data, {"logit_scale": 0.25, "softcap": 30.0, **ends_of}
 
 
 def shard_bytes(rows, setting, fingerprint_hash):
@@ -133,6 +188,11 @@ def write_cache(folder, setting, seed):
     """Write one cache; return the rows of both splits."""
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(seed)
+    names = [f"{name}:{setting[name]}" for name in ("tail_draws", "draws") if name in setting]
+    if "hidden" in setting:
+        head, _ = head_bytes(random.Random(0), setting)
+        (folder / "teacher_head.safetensors").write_bytes(head)
+        names.append(f"hidden:{setting['hidden']}:{hashlib.sha256(head).hexdigest()}")
     fingerprint = {
         "tokenizer_sha256": "ab" * 32,
         "vocab_size": setting["vocab_size"],
@@ -144,11 +204,11 @@ def write_cache(folder, setting, seed):
         "length": setting["length"],
         "top_k": setting["top_k"],
         "temperatures": setting["temperatures"],
-        "value_dtype": "float16",
+        "value_dtype": setting.get("value_dtype", "float16"),
         "seed": 7,
         "eval_rows": sum(setting["eval"]),
         "builder": "standard library",
-        "optional_arrays": [],
+        "optional_arrays": names,
     }
     canonical = json.dumps({"version": 1, **fingerprint}, sort_keys=True, separators=(",", ":"))
     common = {"format": "qat-lora-kd-cache", "version": 1}
@@ -181,7 +241,8 @@ def main(out):
         rows = write_cache(out / name, setting, seed)
         expected[name] = {
             "temperatures": setting["temperatures"],
-            "fewer": FEWER,
+            "fewer": FEWER if setting["top_k"] else None,
+            **({"head": head_bytes(random.Random(0), setting)[1]} if "hidden" in setting else {}),
             **{split: [{"all": row, "fewer": with_fewer(row, setting)} for row in rows[split]] for split in rows},
         }
     (out / "expected.json").write_text(json.dumps(expected, separators=(",", ":")) + "\n", encoding="ascii")

@@ -1,0 +1,255 @@
+"""Do the tools that people use read what we write, and compute what we compute?
+
+Claim: one recovered student, exported in every form, gives our logits in PEFT (1e-5 of the largest), as a dense model
+(1e-5) and in transformers with compressed-tensors (1e-3, where codes have an exact form), our weights in the gguf
+reader (equal), and our perplexity in llama.cpp (1 %) and in `lm_eval --model hf` (1e-4). A consumer that is not
+installed is a line that says so. vLLM needs a GPU host and is not among them.
+
+    pip install 'qat-lora[export,evals]' llama-cpp-python -c constraints.txt
+    python benchmarks/consumers.py --student RUN --text FILE --out DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from qat_lora.export.gguf_file import gguf_name, row_order
+from qat_lora.launch import run
+from qat_lora.layers.convert import quant_layers
+from qat_lora.models import load_tokenizer
+from qat_lora.options import ExportOptions, HubConfig, RunConfig
+from qat_lora.students import Student, open_student
+
+PACKAGES = ("torch", "transformers", "peft", "compressed-tensors", "gguf", "llama-cpp-python", "lm-eval")
+Row = tuple[str, str, float, float]
+"""Consumer, what is compared, difference, what is allowed."""
+
+
+class Case:
+    """The student, a text, and what we say about it."""
+
+    def __init__(self, student: str, text: Path, out: Path, tokens: int) -> None:
+        self.name, self.out = student, out
+        self.student: Student = open_student(student, HubConfig())
+        model = self.student.model
+        self.tokenizer = load_tokenizer(model.folder)
+        longest = min(tokens, (model.max_positions or tokens + 1) - 1)
+        content = text.read_text(encoding="utf-8")
+        ids = self.tokenizer(content, add_special_tokens=False)["input_ids"][:longest]
+        self.text = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        self.ids = self.tokenizer(self.text, add_special_tokens=False)["input_ids"]
+        self.logits = self.ours([self.tokenizer.eos_token_id, *self.ids])  # of every token of the text, and one more
+
+    def ours(self, ids: list[int]) -> torch.Tensor:
+        """Return our logits [L, V]."""
+        model = self.student.model
+        with torch.no_grad():
+            hidden = model.hidden(torch.tensor([ids]), torch.zeros(1, len(ids), dtype=torch.int32))
+            return model.logits(hidden[0])
+
+    def nll(self, logits: torch.Tensor) -> float:
+        """Return the summed negative log likelihood of the text, in nats."""
+        targets = torch.tensor(self.ids)
+        return float(torch.nn.functional.cross_entropy(logits[: len(self.ids)].double(), targets, reduction="sum"))
+
+    def gap(self, model: Any) -> float:
+        """Return the largest difference of a transformers model's logits from ours, as a share of the largest logit.
+
+        Merging sums the adapter into the weight, so float32 rounds elsewhere than in our forward: by a few units in the
+        last place of the largest logit, which an absolute bound would call an error on a model with large logits.
+        """
+        with torch.no_grad():
+            logits = model(torch.tensor([[self.tokenizer.eos_token_id, *self.ids]])).logits[0].float()
+        difference = (logits[:, : self.logits.shape[1]] - self.logits).abs().max()
+        return float(difference / self.logits.abs().max().clamp_min(1.0))
+
+    def export(self, form: str, **settings: Any) -> Path:
+        """Export the student, through the function that the command calls."""
+        out = self.out / form
+        options = RunConfig(out=str(out), quiet=True, device="cpu", overwrite=True)
+        return run("export", ExportOptions(student=self.name, form=form, run=options, **settings))  # type: ignore[arg-type]
+
+
+def dense(case: Case) -> Iterator[Row]:
+    """Transformers on the merged folder."""
+    model = AutoModelForCausalLM.from_pretrained(case.export("merged"))
+    yield "transformers, merged", "logits, share of the largest", case.gap(model), 1e-5
+
+
+def peft(case: Case) -> Iterator[Row]:
+    """PEFT on the pair."""
+    from peft import PeftModel
+
+    folder = case.export("adapter")
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    yield (
+        "PEFT, adapter + base",
+        "logits, share of the largest",
+        case.gap(PeftModel.from_pretrained(base, folder).eval()),
+        1e-5,
+    )
+
+
+def compressed(case: Case) -> Iterator[Row]:
+    """Transformers and PEFT on the packed base."""
+    import compressed_tensors  # noqa: F401
+    from peft import PeftModel
+
+    folder = case.export("compressed-tensors")
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    case.gap(base)  # compressed-tensors unpacks in the first forward
+    model = PeftModel.from_pretrained(base, folder / "adapter").eval() if (folder / "adapter").is_dir() else base
+    rounded = json.loads((folder / "result.json").read_text(encoding="utf-8"))["layers_rounded"]
+    what = "logits, share of the largest" + (f" ({rounded} layers rounded)" if rounded else "")
+    yield "transformers + compressed-tensors", what, case.gap(model), math.inf if rounded else 1e-3
+
+
+def gguf_reader(case: Case) -> Iterator[Row]:
+    """The gguf package's reader, every quantised layer."""
+    import gguf
+
+    folder = case.export("gguf")
+    tensors = {t.name: gguf.dequantize(t.data, t.tensor_type) for t in gguf.GGUFReader(folder / "base.gguf").tensors}
+    worst = 0.0
+    for name, layer in quant_layers(case.student.model.module).items():
+        order = row_order(case.student.model, name)
+        weight = layer.weight.detach().float()
+        weight = weight if order is None else weight[order]
+        worst = max(worst, float((torch.from_numpy(tensors[f"{gguf_name(name)}.weight"].copy()) - weight).abs().max()))
+    rounded = json.loads((folder / "result.json").read_text(encoding="utf-8"))["layers_rounded"]
+    what = f"weights ({rounded} layers rounded)" if rounded else "weights"
+    yield "gguf reader", what, worst, math.inf if rounded else 0.0
+
+
+def llama_cpp(case: Case) -> Iterator[Row]:
+    """llama.cpp on base and adapter."""
+    from llama_cpp import Llama
+
+    folder = case.export("gguf")
+    lora = folder / "adapter.gguf"
+    ids = [case.tokenizer.eos_token_id, *case.ids]
+    llama = Llama(
+        str(folder / "base.gguf"),
+        lora_path=str(lora) if lora.is_file() else None,
+        n_ctx=-(-len(ids) // 256) * 256,
+        n_threads=1,
+        logits_all=True,
+        verbose=False,
+    )
+    same = llama.tokenize(case.text.encode(), add_bos=False) == case.ids
+    yield "llama.cpp", "tokens (0: the same)", 0.0 if same else 1.0, 0.0
+    llama.eval(ids)
+    theirs = case.nll(torch.from_numpy(llama.scores[: len(ids)].copy())[:, : case.logits.shape[1]])
+    yield "llama.cpp", "perplexity, relative", relative_ppl(theirs, case), 0.01
+
+
+def lm_eval(case: Case) -> Iterator[Row]:
+    """`lm_eval --model hf` on the merged folder, with a task of one local file."""
+    importlib.metadata.version("lm-eval")
+    folder, root = case.export("merged"), case.out / "lm_eval"
+    (root / "tasks").mkdir(parents=True, exist_ok=True)
+    data = root / "text.jsonl"
+    data.write_text(json.dumps({"page": case.text}) + "\n", encoding="utf-8")
+    (root / "tasks" / "local.yaml").write_text(LOCAL_TASK.format(data=data.absolute()), encoding="utf-8")
+    model = f"pretrained={folder},dtype=float32"
+    command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args", model, "--tasks", "local_text"]
+    command += ["--include_path", root / "tasks", "--device", "cpu", "--batch_size", "1", "--output_path", root / "out"]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "USE_TORCH_XLA": "0", "HF_HOME": str(root / "home")}
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **offline})
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().splitlines()[-1])
+    newest = max((root / "out").rglob("results*.json"), key=lambda file: file.stat().st_mtime)
+    found = json.loads(newest.read_text(encoding="utf-8"))["results"]["local_text"]["bits_per_byte,none"]
+    theirs = found * len(case.text.encode()) * math.log(2)
+    yield "lm_eval --model hf", "perplexity, relative", relative_ppl(theirs, case), 1e-4
+
+
+LOCAL_TASK = """task: local_text
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {data}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{{{page}}}}"
+metric_list:
+  - metric: bits_per_byte
+"""
+
+
+def relative_ppl(theirs_nats: float, case: Case) -> float:
+    """Return how far another sum of log likelihoods is from ours, as a share of the perplexity."""
+    return abs(math.expm1((theirs_nats - case.nll(case.logits)) / len(case.ids)))
+
+
+CONSUMERS: tuple[Callable[[Case], Iterator[Row]], ...] = (dense, peft, compressed, gguf_reader, llama_cpp, lm_eval)
+
+
+def judged(consumer: Callable[[Case], Iterator[Row]], case: Case) -> Iterator[dict[str, Any]]:
+    """Run one consumer; a missing package or a failure becomes a row."""
+    start = time.perf_counter()
+    try:
+        for name, what, difference, allowed in consumer(case):
+            verdict = "ok" if difference <= allowed else "TOO FAR"
+            yield {"consumer": name, "compared": what, "difference": difference, "allowed": allowed, "verdict": verdict}
+    except (ImportError, importlib.metadata.PackageNotFoundError) as error:
+        yield {"consumer": consumer.__name__, "verdict": f"not installed ({error})"}
+    except Exception as error:  # one consumer that breaks must not hide the others
+        yield {"consumer": consumer.__name__, "verdict": f"FAILED: {type(error).__name__}: {error}"}
+    print(f"{consumer.__name__}: {time.perf_counter() - start:.1f} s", file=sys.stderr)
+
+
+def version(package: str) -> str:
+    """Return a package's version."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def main() -> None:
+    """Export one student in every form, let every consumer read it, print and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--student", required=True, help="run, adapter or quantised folder")
+    parser.add_argument("--text", type=Path, required=True, help="a text file; its beginning is scored")
+    parser.add_argument("--out", type=Path, required=True, help="output folder")
+    parser.add_argument("--tokens", type=int, default=255, help="tokens of the text")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    case = Case(given.student, given.text, given.out, given.tokens)
+    rows = [row for consumer in CONSUMERS for row in judged(consumer, case)]
+    result = {
+        "student": Path(given.student).name,
+        "tokens": len(case.ids),
+        "perplexity": math.exp(case.nll(case.logits) / len(case.ids)),
+        "versions": {package: version(package) for package in PACKAGES},
+        "not_run": ["vLLM (needs a GPU host)"],
+        "rows": [{k: v if v != math.inf else None for k, v in row.items()} for row in rows],
+    }
+    given.out.mkdir(parents=True, exist_ok=True)
+    (given.out / "consumers.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print("| consumer | compared | difference | allowed | |\n|---|---|---:|---:|---|")
+    for row in rows:
+        numbers = [f"{row[key]:.3g}" if key in row else "" for key in ("difference", "allowed")]
+        print(f"| {row['consumer']} | {row.get('compared', '')} | {' | '.join(numbers)} | {row['verdict']} |")
+    if any(row["verdict"].startswith(("TOO", "FAILED")) for row in rows):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

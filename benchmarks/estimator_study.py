@@ -1,0 +1,380 @@
+"""Which distance to the teacher a quantised student learns best from: held-out KL at equal tokens and at equal bytes.
+
+One cache (`--top-k 128`, draws, hidden states) and one quantised student (w2g64, GPTQ, adapter start) serve every run:
+a smaller head is a slice, fewer draws are a slice, `hybrid` behind a smaller head draws again (`cache/redraw.py`). A
+run is `recover` with one estimator, K or D, and seed; all other settings are equal, the learning rate too. What counts
+is the adapter after the last step (not the best: choosing would favour noisy runs), scored as `qat-lora eval` does, by
+the KL over the whole vocabulary on text that neither training nor cache saw.
+
+What is fair. *Equal tokens*: every run sees as many rows, of `--pool` times as many in the cache, so a seed is
+another sample of text, of draws, and another order. *Equal bytes*: K entries cost an id and a value each and two sums a
+position, D draws an id each; hybrid both; hidden states 2 H whatever K is; `ce` nothing. So `sampled` runs with the D
+that take the bytes of each K, and the plot has bytes on its axis. Repeated draws could be stored once with a count;
+what that would take, one byte a count, has a column of its own. Bytes depend on the vocabulary (ids above 65,536 take
+18 bits instead of 16) and `full` on the width, so on a large model the columns shift: they are this teacher's.
+
+What is not fair, and known: one learning rate for all. Noisy gradients (`sampled` with few draws, `ce`) would rather
+have a smaller one; run again with another `--lr` before reading much into them.
+
+    python benchmarks/estimator_study.py --teacher DIR --train-text DIR --train-files LIST \
+        --held-out-text DIR --held-out-files LIST --out DIR --seeds 0,1,2
+
+Interrupt it at will: runs that stand in `DIR/runs.jsonl` are not made again, one that was interrupted is resumed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import shutil
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from qat_lora.cache.dataset import KDCacheDataset
+from qat_lora.cache.format import Contents, array_table, row_bytes
+from qat_lora.extras import pyplot
+from qat_lora.launch import run
+from qat_lora.layers.lora import LoraConfig
+from qat_lora.losses.objective import ObjectiveConfig
+from qat_lora.options import CacheBuildOptions, EvalOptions, QuantizeOptions, RecoverOptions, RunConfig
+from qat_lora.text.sources import TextConfig
+from qat_lora.train.loop import LoopConfig
+from qat_lora.train.optim import OptimConfig
+
+HEADS = ("ghost", "renorm", "hybrid")
+ALONE = ("sampled", "full", "ce")
+SETTINGS = ("preset", "length", "rank", "batch", "steps", "lr", "scale_lr", "tail_draws", "pool", "eval_rows", "dtype")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of the study."""
+
+    estimator: str
+    k: int | None = None
+    draws: int | None = None
+
+    @property
+    def name(self) -> str:
+        """For folders and tables."""
+        return "-".join(
+            [self.estimator, *([f"k{self.k}"] if self.k else []), *([f"d{self.draws}"] if self.draws else [])]
+        )
+
+    def objective(self) -> ObjectiveConfig:
+        """Return the settings of the loss."""
+        if self.estimator == "ce":
+            return ObjectiveConfig(kd_weight=0.0, ce_weight=1.0)
+        return ObjectiveConfig(estimator=self.estimator, draws=self.draws)  # type: ignore[arg-type]
+
+
+def main() -> None:
+    """Make cache and student, run what is missing, print and write table and plot."""
+    arguments = parse()
+    torch.set_num_threads(arguments.threads)
+    out = Path(arguments.out)
+    out.mkdir(parents=True, exist_ok=True)
+    seen, unseen = texts(arguments, out)
+    cases = list(all_cases(arguments))
+    cache = build(arguments, seen, out, max((c.draws or 1 for c in cases if c.estimator == "sampled"), default=1))
+    student = run(
+        "quantize",
+        QuantizeOptions(
+            model=arguments.teacher,
+            preset=arguments.preset,
+            init="gptq",
+            kd_cache_dir=str(cache),
+            start_rank=arguments.rank,
+            run=part(arguments, out / "student"),
+        ),
+    )
+    costs = {case: cost(case, cache) for case in cases}
+    settings = {name: getattr(arguments, name) for name in SETTINGS}
+    lines = out / "runs.jsonl"
+    start = scored(arguments, unseen, student, out / "scores" / "start")
+    for seed in arguments.seeds:
+        for case in cases:
+            identity = {"case": case.name, "seed": seed, "settings": settings}
+            if any(identity.items() <= line.items() for line in read(lines)):
+                continue
+            begun = time.perf_counter()
+            folder = recover(arguments, case, seed, cache, student, out / "runs" / f"{case.name}-s{seed}")
+            result = scored(arguments, unseen, folder / "last", out / "scores" / f"{case.name}-s{seed}")
+            seconds = round(time.perf_counter() - begun, 1)
+            line = {**identity, "estimator": case.estimator, "k": case.k, "draws": case.draws, **result, **costs[case]}
+            append(lines, {**line, "seconds": seconds, "load": round(os.getloadavg()[0], 2)})
+            print(f"{case.name} seed {seed}: KL {result['kl']:.4f}, {seconds:.0f} s", flush=True)
+            shutil.rmtree(folder)
+            report(arguments, settings, start, lines, out)
+    report(arguments, settings, start, lines, out)
+    print((out / "estimator_study.md").read_text(encoding="utf-8"))
+
+
+def parse() -> argparse.Namespace:
+    """Return the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--teacher", required=True, help="Hugging Face folder")
+    parser.add_argument("--train-text", required=True, help="file or folder of the training text")
+    parser.add_argument("--train-files", help="list of the training files, relative to that folder")
+    parser.add_argument("--held-out-text", required=True, help="file or folder of the held-out text")
+    parser.add_argument("--held-out-files", help="list of the held-out files, relative to that folder")
+    parser.add_argument("--out", required=True, help="output folder")
+    parser.add_argument("--machine", default=platform.machine(), help="named in the result")
+    parser.add_argument("--estimators", type=words, default=(*HEADS, *ALONE), help="of " + ",".join((*HEADS, *ALONE)))
+    parser.add_argument("--k", type=numbers, default=(2, 4, 8, 32, 128), help="head entries; the largest is cached")
+    parser.add_argument("--draws", type=numbers, default=(), help="draws of sampled; default: equal bytes with each K")
+    parser.add_argument("--tail-draws", type=int, default=8, help="draws of hybrid")
+    parser.add_argument("--seeds", type=numbers, default=(0, 1, 2))
+    parser.add_argument("--preset", default="w2g64")
+    parser.add_argument("--length", type=int, default=256, help="tokens of a row")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=16, help="rows of a step")
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--scale-lr", type=float, default=1e-3)
+    parser.add_argument("--pool", type=float, default=2.0, help="rows of the cache for each row that a run sees")
+    parser.add_argument("--eval-rows", type=int, default=96)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--threads", type=int, default=2)
+    return parser.parse_args()
+
+
+def words(text: str) -> tuple[str, ...]:
+    """Read a list of estimators."""
+    chosen = tuple(text.split(","))
+    unknown = set(chosen) - {*HEADS, *ALONE}
+    if unknown:
+        raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}")
+    return chosen
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Read a list of whole numbers."""
+    return tuple(int(word) for word in text.split(","))
+
+
+def all_cases(arguments: argparse.Namespace) -> Iterator[Case]:
+    """Yield the points, those of one K together."""
+    for k in arguments.k:
+        for estimator in HEADS:
+            if estimator in arguments.estimators:
+                yield Case(estimator, k, arguments.tail_draws if estimator == "hybrid" else None)
+    if "sampled" in arguments.estimators:
+        # An fp16 value is as large as a draw's 16-bit id, the two sums of a position as large as four.
+        for draws in arguments.draws or tuple(2 * k + 4 for k in arguments.k):
+            yield Case("sampled", draws=draws)
+    for estimator in ("full", "ce"):
+        if estimator in arguments.estimators:
+            yield Case(estimator)
+
+
+def part(arguments: argparse.Namespace, out: Path, seed: int = 0) -> RunConfig:
+    """Return where a part of the study goes."""
+    return RunConfig(out=str(out), device="cpu", dtype=arguments.dtype, seed=seed, quiet=True)
+
+
+def texts(arguments: argparse.Namespace, out: Path) -> tuple[TextConfig, TextConfig]:
+    """Return training and held-out text; a list of training files is mixed, so that the cache is a fair sample."""
+    listed = None
+    if arguments.train_files:
+        files = Path(arguments.train_files).read_text(encoding="utf-8").split("\n")
+        random.Random(0).shuffle(files)
+        listed = out / "train-files.txt"
+        listed.write_text("\n".join(files) + "\n", encoding="utf-8")
+    seen = TextConfig(dataset=arguments.train_text, files_from=str(listed) if listed else None, format="text")
+    return seen, TextConfig(dataset=arguments.held_out_text, files_from=arguments.held_out_files, format="text")
+
+
+def build(arguments: argparse.Namespace, seen: TextConfig, out: Path, draws: int) -> Path:
+    """Return the one cache, made or completed."""
+    return run(
+        "build_cache",
+        CacheBuildOptions(
+            teacher=arguments.teacher,
+            text=seen,
+            length=arguments.length,
+            top_k=max(arguments.k),
+            tail_draws=arguments.tail_draws,
+            draws=draws,
+            hidden=True,
+            num_rows=int(arguments.steps * arguments.batch * arguments.pool),
+            teacher_batch_size=16,
+            run=part(arguments, out / "cache"),
+        ),
+    )
+
+
+def recover(arguments: argparse.Namespace, case: Case, seed: int, cache: Path, student: Path, out: Path) -> Path:
+    """Train one run; return its folder."""
+    return run(
+        "recover",
+        RecoverOptions(
+            checkpoint=str(student),
+            kd_cache_dir=str(cache),
+            head_k=case.k,
+            train_scales=True,
+            lora=LoraConfig(recovery_r=arguments.rank),
+            objective=case.objective(),
+            train=OptimConfig(lr=arguments.lr, scale_lr=arguments.scale_lr, warmup_steps=10, min_lr_ratio=0.05),
+            loop=LoopConfig(batch_size=arguments.batch, max_steps=arguments.steps, eval_steps=arguments.steps),
+            run=part(arguments, out, seed),
+        ),
+    )
+
+
+def scored(arguments: argparse.Namespace, unseen: TextConfig, student: Path, out: Path) -> dict[str, float]:
+    """Return held-out KL, perplexity and agreement of one student."""
+    scores = run(
+        "evaluate",
+        EvalOptions(
+            teacher=arguments.teacher,
+            students=(f"student={student}",),
+            text=unseen,
+            length=arguments.length,
+            eval_rows=arguments.eval_rows,
+            batch_size=16,
+            run=part(arguments, out),
+        ),
+    )
+    return {name: scores["student"][name] for name in ("kl", "ppl", "top1")}
+
+
+def cost(case: Case, cache: Path) -> dict[str, float]:
+    """Return the teacher's bytes a token in a cache made for this case alone, and with repeated draws counted."""
+    dataset = KDCacheDataset(cache, k=1, verify=False)
+    held = dataset.manifest.fingerprint.contents
+    needs = {"full": {"hidden": held.hidden}, "sampled": {"draws": case.draws}, "hybrid": {"tail_draws": case.draws}}
+    alone = Contents(held.length, case.k or 0, held.vocab_size, **needs.get(case.estimator, {}))
+    text = Contents(held.length, 0, held.vocab_size)
+    stored = (row_bytes(array_table(alone)) - row_bytes(array_table(text))) / held.length
+    counted = stored
+    key = {"sampled": "draw_ids", "hybrid": "tail_draw_ids"}.get(case.estimator)
+    if key and case.draws:
+        drawn = np.sort(
+            dataset.rows(range(min(8, len(dataset))))[key][..., : case.draws].reshape(-1, case.draws), axis=1
+        )
+        distinct = 1 + (np.diff(drawn, axis=1) != 0).sum(1).mean()
+        id_bytes = (stored - row_bytes_of_head(case, held) / held.length) / case.draws
+        counted = stored + distinct * (id_bytes + 1) - case.draws * id_bytes
+    return {"bytes_per_token": round(stored, 1), "bytes_counted": round(min(stored, counted), 1)}
+
+
+def row_bytes_of_head(case: Case, held: Contents) -> int:
+    """Return what a row's head entries and sums take."""
+    with_head = row_bytes(array_table(Contents(held.length, case.k or 0, held.vocab_size)))
+    return with_head - row_bytes(array_table(Contents(held.length, 0, held.vocab_size)))
+
+
+def read(lines: Path) -> list[dict[str, Any]]:
+    """Return the runs so far; a last line that an interruption cut off is left out."""
+    found = []
+    for line in lines.read_text(encoding="utf-8").splitlines() if lines.exists() else []:
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return found
+
+
+def append(lines: Path, line: dict[str, Any]) -> None:
+    """Write a run's line and have it on disk before its folder goes."""
+    broken = lines.exists() and not lines.read_bytes().endswith(b"\n")
+    with open(lines, "a", encoding="utf-8") as file:
+        file.write(("\n" if broken else "") + json.dumps(line) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def report(
+    arguments: argparse.Namespace, settings: dict[str, Any], start: dict[str, float], lines: Path, out: Path
+) -> None:
+    """Write means and spreads as JSON and Markdown, and the plot where matplotlib is installed."""
+    grouped: dict[str, list[dict[str, Any]]] = {}
+    for line in read(lines):
+        if line["settings"] == settings:
+            grouped.setdefault(line["case"], []).append(line)
+    rows = []
+    for name, group in grouped.items():
+        values = [line["kl"] for line in group]
+        rows.append(
+            {
+                "case": name,
+                **{key: group[0][key] for key in ("estimator", "k", "draws", "bytes_per_token", "bytes_counted")},
+                "seeds": len(group),
+                "kl_mean": round(statistics.mean(values), 5),
+                "kl_sd": round(statistics.stdev(values), 5) if len(values) > 1 else None,
+                "ppl_mean": round(statistics.mean(line["ppl"] for line in group), 4),
+                "top1_mean": round(statistics.mean(line["top1"] for line in group), 5),
+            }
+        )
+    tokens = arguments.steps * arguments.batch * arguments.length
+    result = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": arguments.machine,
+        "versions": f"Python {platform.python_version()}, torch {torch.__version__}",
+        "teacher": Path(arguments.teacher).name,
+        "settings": settings,
+        "training_tokens": tokens,
+        "start": start,
+        "runs": rows,
+    }
+    (out / "estimator_study.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    (out / "estimator_study.md").write_text(table(rows, start, tokens), encoding="utf-8")
+    try:
+        plot(rows, out / "estimator_study.png")
+    except ImportError as error:  # the extra `plot` is not installed
+        print(f"no plot: {error}")
+
+
+def table(rows: list[dict[str, Any]], start: dict[str, float], tokens: int) -> str:
+    """Return the runs as a Markdown table."""
+    text = f"{tokens:,} training tokens; held-out KL before training {start['kl']:.4f}; mean ± standard deviation.\n\n"
+    text += (
+        "| estimator | K | draws | teacher bytes/token | draws counted | seeds | held-out KL | perplexity | top-1 |\n"
+    )
+    text += "|---|---|---|---|---|---|---|---|---|\n"
+    for row in rows:
+        spread = f" ± {row['kl_sd']:.4f}" if row["kl_sd"] is not None else ""
+        text += f"| {row['estimator']} | {row['k'] or ''} | {row['draws'] or ''} | {row['bytes_per_token']:.0f} | "
+        text += f"{row['bytes_counted']:.0f} | {row['seeds']} | {row['kl_mean']:.4f}{spread} | "
+        text += f"{row['ppl_mean']:.3f} | {row['top1_mean']:.4f} |\n"
+    return text
+
+
+def plot(rows: list[dict[str, Any]], file: Path) -> None:
+    """Draw held-out KL over bytes a token, with error bars; `ce`, which needs none, as a line across."""
+    plt = pyplot()
+    figure, axis = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    for estimator in (*HEADS, "sampled", "full"):
+        points = sorted((r for r in rows if r["estimator"] == estimator), key=lambda r: r["bytes_per_token"])
+        if points:
+            bars = [r["kl_sd"] or 0.0 for r in points]
+            place = [r["bytes_per_token"] for r in points]
+            axis.errorbar(place, [r["kl_mean"] for r in points], bars, fmt="o-", ms=4, capsize=3, label=estimator)
+    for row in rows:
+        if row["estimator"] == "ce":
+            axis.axhline(row["kl_mean"], color="grey", ls="--", lw=1, label="ce (no teacher)")
+    places = sorted({round(row["bytes_per_token"]) for row in rows if row["estimator"] != "ce"})
+    axis.set_xscale("log")
+    axis.set_xticks(places, [str(x) for x in places], fontsize=8)
+    axis.minorticks_off()
+    axis.set(xlabel="teacher's bytes per token in the cache", ylabel="held-out KL to the teacher (nats)")
+    axis.set_title("recovery at equal tokens, by what the cache holds", fontsize=10)
+    axis.legend()
+    axis.grid(alpha=0.3)
+    figure.savefig(file, dpi=140)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""What an objective needs before step 1 and outside the loop: the walk of the device, a teacher's head, an anchor.
+
+The commands that train call `check_arrays` before a model is loaded, and `prepare` when the student is as it will be
+before its first step, also where a checkpoint will be loaded over it afterwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from qat_lora.cache.dataset import KDCacheDataset
+from qat_lora.errors import ConfigError
+from qat_lora.losses.cached import EstimatorName, wanted
+from qat_lora.losses.objective import ObjectiveConfig
+from qat_lora.models import CausalLM
+from qat_lora.runtime.base import Runtime
+from qat_lora.train.anchor import remember
+from qat_lora.train.loop import LoopConfig
+from qat_lora.types import Batch, OutputHead
+
+
+class Prepared(NamedTuple):
+    """An objective, ready for `train`."""
+
+    objective: ObjectiveConfig
+    teacher_head: OutputHead | None
+    """On the device."""
+    anchor: Batch | None
+    """What the student says before step 1."""
+
+
+def check_arrays(dataset: KDCacheDataset, objective: ObjectiveConfig) -> None:
+    """Refuse a cache that lacks what the objective reads.
+
+    Raises:
+        CacheError: names the array and the build flag.
+    """
+    if objective.optional_arrays:
+        held = {name: torch.empty(1, 1) for name in dataset.rows([0])}
+        for name in objective.optional_arrays:
+            wanted(held, name, f"estimator {objective.estimator}" if objective.kd_weight > 0 else "hidden_weight")
+
+
+def prepare(
+    objective: ObjectiveConfig, dataset: Any, model: CausalLM, loop: LoopConfig, seed: int, runtime: Runtime
+) -> Prepared:
+    """Return what `train` takes; the model is placed and holds the weights that it has before step 1.
+
+    Args:
+        objective: as the user set it.
+        dataset: the training rows: a KD cache, or a text where no cache is needed.
+        model: the student.
+        loop: batch size and autocast.
+        seed: of the run.
+        runtime: where the model is.
+
+    Raises:
+        ConfigError: more anchor rows than there are training rows.
+    """
+    if objective.loss_walk == "auto":
+        objective = replace(objective, loss_walk=runtime.loss_walk)
+    head = None
+    if objective.needs_teacher_head:
+        held = dataset.teacher_head()
+        bias_V = None if held.bias_V is None else held.bias_V.to(runtime.device)
+        head = replace(held, weight_VH=held.weight_VH.to(runtime.device), bias_V=bias_V)
+    anchor = None
+    if objective.anchor_weight > 0:
+        if objective.anchor_samples > len(dataset):
+            raise ConfigError(
+                f"anchor_samples: {objective.anchor_samples} rows are more than the {len(dataset)} that there are to "
+                f"train on; give at most {len(dataset)}"
+            )
+        was_training = model.module.training
+        model.module.eval()
+        with runtime.autocast(torch.bfloat16 if loop.autocast else torch.float32):
+            anchor = remember(model, dataset, objective, loop.batch_size, seed, runtime)
+        model.module.train(was_training)
+    return Prepared(objective, head, anchor)
+
+
+def evaluation_objective(objective: ObjectiveConfig) -> ObjectiveConfig:
+    """Return the distance to the teacher at temperature 1 that evaluations report: exact where training's is."""
+    estimator: EstimatorName = "full" if objective.needs_teacher_head else "ghost"
+    return ObjectiveConfig(estimator=estimator, loss_chunk_mb=objective.loss_chunk_mb, loss_walk=objective.loss_walk)

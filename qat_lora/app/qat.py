@@ -1,0 +1,285 @@
+"""The command that trains a quantised model itself: scales, tables, norms, weights through their quantiser.
+
+The same loop as for a recovery adapter, with other tensors to train, and a quantised model as result instead of an
+adapter. What comes before the loop is kept as folders under the run's own, each a model that loads by itself:
+`quantised` (with `--from-scratch`) and `blockwise` (with `--blockwise-steps`). An interrupted run finds them there
+and goes on after them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qat_lora import outputs
+from qat_lora.app.lessons import cache_evaluation_rows, rows_evaluation
+from qat_lora.app.objectives import check_arrays, evaluation_objective, prepare
+from qat_lora.app.quantising import quantize
+from qat_lora.app.replicas import decide, fetch
+from qat_lora.app.shared import check_fits, load, picture, say
+from qat_lora.cache.dataset import KDCacheDataset
+from qat_lora.config import save_yaml, to_dict
+from qat_lora.errors import ConfigError, ModelError
+from qat_lora.evaluate.report import save_json
+from qat_lora.layers.convert import bits_per_weight, linear_layers, quant_layers, quantise_targets
+from qat_lora.models import DTYPES, CausalLM, checkpoint_sha256, save_with_tensors
+from qat_lora.options import QatOptions, QuantizeOptions, RunConfig
+from qat_lora.quant.spec import QuantSpec, preset
+from qat_lora.runtime.base import Runtime
+from qat_lora.runtime.select import status_line
+from qat_lora.train.blockwise import reconstruct
+from qat_lora.train.folders import whole_folder
+from qat_lora.train.loop import LoopHooks, Trainee, train
+from qat_lora.train.metrics import plot_curve
+
+BATCH_ROWS = 8  # of a calibration batch
+
+
+def qat(options: QatOptions, runtime: Runtime) -> Path:
+    """Train a quantised model from a KD cache; return the run's folder, whose `best` is the model."""
+    run, loop = options.run, options.loop
+    start = options.preset if options.from_scratch else Path(str(options.checkpoint)).with_suffix("").name
+    out = Path(run.out or f"runs/v2_{start.split('_')[0]}")
+    temperatures = options.objective.cached_temperatures
+    dataset = KDCacheDataset(str(options.kd_cache_dir), options.preload, options.head_k, temperatures=temperatures)
+    check_arrays(dataset, options.objective)
+    for name in filter(None, (options.model, options.checkpoint)):
+        fetch(runtime, name, options.hub)
+    full = None if options.model is None else load(options.model, options.hub, "float32")
+    student = None if options.from_scratch else load(str(options.checkpoint), options.hub, "float32")
+    check_fits(dataset, student or _given(full))
+    _check(options, full, student)
+    effective = loop.batch_size * loop.accumulation(runtime.replicas) * runtime.replicas
+    plain = to_dict(options)
+    decisive: tuple[str, ...] = ("preset", "keep", "init", "calibration_rows") if options.from_scratch else ()
+    decisive += ("head_k", "train_parts", "mergeable", "mergeable_r", "blockwise", "objective", "train")
+    settings = {
+        "model_sha256": full and checkpoint_sha256(full.folder),
+        "checkpoint_sha256": student and checkpoint_sha256(student.folder),
+        "cache": dataset.manifest.fingerprint.sha256,
+        "dtype": run.dtype,
+        "seed": run.seed,
+        "autocast": loop.autocast,
+        "max_steps": loop.max_steps,
+        "early_stop": loop.early_stop,
+        "global_batch_rows": effective,
+        **{key: plain[key] for key in decisive},
+    }
+    with outputs.alone(out) if runtime.is_main else contextlib.nullcontext():
+        if decide(runtime, lambda: outputs.claim(out, "qat", settings, run.overwrite)):
+            say(run, f"{out} is complete already")
+            return out
+        if runtime.is_main:
+            save_yaml(options, out / "config.yaml")
+        folder = _start(options, out, dataset, student, full, runtime)
+        say(run, status_line(runtime, DTYPES[run.dtype], effective))
+        result = _train(options, dataset, folder, full, settings, runtime, out)
+        runtime.barrier("before_final_save")
+        if runtime.is_main:
+            save_json(result, out / "result.json")
+            picture(run, lambda: plot_curve(out / "metrics.jsonl", out / "evaluations.jsonl", out / "curve.png"))
+            outputs.complete(out)
+    say(run, f"{result['step']} steps, best model (step {result['best_step']}) in {out / 'best'}")
+    return out
+
+
+def _train(
+    options: QatOptions,
+    dataset: KDCacheDataset,
+    folder: Path,
+    full: CausalLM | None,
+    settings: dict[str, Any],
+    runtime: Runtime,
+    out: Path,
+) -> dict[str, Any]:
+    """Load the student that training begins with, put it into its training state, and run the loop."""
+    run, loop = options.run, options.loop
+    model = load(str(folder), options.hub, run.dtype)
+    model = model.with_vocabulary(dataset.manifest.fingerprint.vocab_size)
+    runtime.place(model.module)
+    torch.manual_seed(run.seed)
+    trainee = Trainee(model, _trained(model, options, full))
+    if loop.gradient_checkpointing:
+        model.checkpoint_gradients(runtime.checkpoint_function())
+    runtime.shard_frozen(model.module)
+    runtime.barrier("before_warmup")
+    counts = {kind: sum(p.numel() for p in tensors.values()) for kind, tensors in trainee.groups.items()}
+    say(run, f"{', '.join(f'{count:,} {kind}' for kind, count in counts.items())} train · {out}")
+    prepared = prepare(options.objective, dataset, model, loop, run.seed, runtime)
+    rows = cache_evaluation_rows(str(options.kd_cache_dir), options.head_k)
+    distance, head = evaluation_objective(prepared.objective), prepared.teacher_head
+    result = train(
+        trainee,
+        dataset,
+        prepared.objective,
+        options.train,
+        loop,
+        LoopHooks(
+            None if rows is None else rows_evaluation(rows, distance, model, loop, runtime, head),
+            lambda name: _export(trainee, out / name),
+        ),
+        runtime,
+        out=out,
+        seed=run.seed,
+        fingerprint={**settings, "base_sha256": checkpoint_sha256(folder)},
+        quiet=run.quiet,
+        teacher_head=prepared.teacher_head,
+        anchor=prepared.anchor,
+    )
+    return {**result, "bits_per_weight": round(bits_per_weight(model.module)["base"], 4)}
+
+
+def _given(model: CausalLM | None) -> CausalLM:
+    assert model is not None  # `--from-scratch` requires it
+    return model
+
+
+def _check(options: QatOptions, full: CausalLM | None, student: CausalLM | None) -> None:
+    """Refuse what cannot be trained, before anything is written.
+
+    Raises:
+        ConfigError: names the setting.
+        ModelError: the full-precision model is not the one that the student was made of.
+    """
+    specs: dict[str, QuantSpec]
+    if student is None:
+        if quant_layers(_given(full).module):
+            raise ConfigError(f"model: {options.model} is quantised already; give it as --checkpoint")
+        specs = quantise_targets(_given(full).module, preset(options.preset, options.keep))
+    else:
+        specs = {name: layer.spec for name, layer in quant_layers(student.module).items()}
+        if not specs:
+            raise ConfigError(f"checkpoint: {options.checkpoint} has no quantised layers; give --from-scratch --model")
+    if full is not None and student is not None:
+        dense = dict(linear_layers(full.module))
+        for name, layer in quant_layers(student.module).items():
+            shape = (layer.out_features, layer.in_features)
+            if name not in dense or tuple(dense[name].weight.shape) != shape or name in quant_layers(full.module):
+                raise ModelError(
+                    f"model: {options.model} has no full-precision {name} of shape {shape}, as --checkpoint"
+                )
+    parts = set(options.train_parts)
+    if "lut" in parts and not any(spec.code == "lut" for spec in specs.values()):
+        raise ConfigError("train_parts: lut: no layer has a look-up table; choose a preset with one, such as q4_r32")
+    if options.run.dtype != "float32" and parts & {"norms", "embeddings", "head"}:
+        raise ConfigError(
+            "train_parts: norms, embeddings and head lose small updates in bfloat16; give --dtype float32 --autocast"
+        )
+    if "head" in parts:
+        module = (student or _given(full)).module
+        if module.get_output_embeddings().weight is module.get_input_embeddings().weight:
+            raise ConfigError(
+                "train_parts: the head is the embedding in this model; give embeddings, which trains both"
+            )
+
+
+def _start(
+    options: QatOptions,
+    out: Path,
+    dataset: KDCacheDataset,
+    student: CausalLM | None,
+    full: CausalLM | None,
+    runtime: Runtime,
+) -> Path:
+    """Return the folder of the student that training begins with, made where it is not there yet."""
+    folder = out / "quantised" if student is None else student.folder
+    if runtime.is_main and student is None:
+        run = RunConfig(out=str(folder), seed=options.run.seed, quiet=options.run.quiet, json=options.run.json)
+        quantize(
+            QuantizeOptions(
+                model=options.model,
+                preset=options.preset,
+                keep=options.keep,
+                init=options.init,
+                kd_cache_dir=options.kd_cache_dir,
+                calibration_rows=options.calibration_rows,
+                start_rank=0,
+                hub=options.hub,
+                run=run,
+            ),
+            runtime,
+        )
+    if options.blockwise.blockwise_steps:
+        if runtime.is_main and not (out / "blockwise").is_dir():
+            _reconstruct(options, load(str(folder), options.hub, "float32"), _given(full), dataset, runtime, out)
+        folder = out / "blockwise"
+    runtime.barrier("qat start")
+    return folder
+
+
+def _reconstruct(
+    options: QatOptions, student: CausalLM, full: CausalLM, dataset: KDCacheDataset, runtime: Runtime, out: Path
+) -> None:
+    """Reconstruct the student block by block and write it to the run's folder `blockwise`."""
+    runtime.place(student.module)
+    runtime.place(full.module)
+    steps = -(-min(options.calibration_rows, len(dataset)) // BATCH_ROWS)
+    shares = reconstruct(
+        student.module,
+        full.module,
+        lambda batch: full.hidden(batch["input_ids"], batch["document_ids"]),
+        runtime.feed(dataset.batches(0, steps, BATCH_ROWS, seed=options.run.seed)),
+        options.blockwise,
+        runtime,
+        options.run.quiet,
+    )
+    full.module.to("cpu")
+    tensors = _stored(student.module)
+    with whole_folder(out / "blockwise") as draft:
+        save_with_tensors(student.folder, draft, tensors)
+        save_json({"layers": shares}, draft / "result.json")
+    before, after = (sum(share[key] for share in shares) / len(shares) for key in ("before", "after"))
+    say(options.run, f"block by block: error of a layer's output {before:.4f} -> {after:.4f} of its square, on average")
+
+
+def _trained(model: CausalLM, options: QatOptions, full: CausalLM | None) -> dict[str, dict[str, nn.Parameter]]:
+    """Put the student into its training state and return what trains, by kind."""
+    parts, rank = set(options.train_parts), options.mergeable_r if options.mergeable else 0
+    dense = {} if full is None else dict(linear_layers(full.module))
+    groups: dict[str, dict[str, nn.Parameter]] = {kind: {} for kind in ("adapter", "weights", "scales", "lut")}
+    module, frozen_dtype = model.module, torch.bfloat16 if options.loop.autocast else DTYPES[options.run.dtype]
+    for name, layer in quant_layers(module).items():
+        if "weights" in parts or rank:
+            weight = dense[name].weight.detach() if dense else None
+            latent = layer.train_weight(weight, rank)
+            groups["adapter" if rank else "weights"] |= {f"{name}.{k}": p for k, p in latent.trained().items()}
+        if "lut" in parts and layer.spec.code == "lut":
+            layer.train_table()
+            groups["lut"][f"{name}.values"] = layer.values
+        if "scales" in parts:
+            layer.train_scales()
+            groups["scales"] |= {f"{name}.{part}": scale for part, scale in layer.named_scales().items()}
+        if not any(parameter.requires_grad for parameter in layer.parameters()):
+            layer.hold_dense(frozen_dtype)
+    groups["norms"] = model.norms() if "norms" in parts else {}
+    ends = {"embeddings": module.get_input_embeddings(), "head": module.get_output_embeddings()}
+    chosen = {id(parameter) for part in parts & set(ends) for parameter in ends[part].parameters()}
+    groups["weights"] |= {name: p for name, p in module.named_parameters() if id(p) in chosen}
+    for parameter in (*groups["norms"].values(), *groups["weights"].values()):
+        parameter.requires_grad_(True)
+    module.train()
+    return {kind: tensors for kind, tensors in groups.items() if tensors}
+
+
+def _stored(module: nn.Module) -> dict[str, Tensor]:
+    """Return the quantised layers' tensors as they will be on disk, by their names there."""
+    return {
+        f"{name}.{part}": tensor
+        for name, layer in quant_layers(module).items()
+        for part, tensor in layer.stored().items()
+    }
+
+
+def _export(trainee: Trainee, folder: Path) -> None:
+    """Write the student as an ordinary quantised checkpoint that computes, bit for bit, what it computes now."""
+    model = trainee.model
+    assert isinstance(model, CausalLM)
+    whole = {name: parameter for name, parameter in model.module.named_parameters() if parameter.requires_grad}
+    inner = tuple(f"{name}." for name in quant_layers(model.module))
+    tensors = {name: parameter for name, parameter in whole.items() if not name.startswith(inner)}
+    with whole_folder(folder) as draft:
+        save_with_tensors(model.folder, draft, {**_stored(model.module), **tensors})

@@ -1,0 +1,42 @@
+"""What a command does differently when it runs in several processes: who fetches, who claims, which share is whose.
+
+Only the main process writes shared files and decides; the others learn the decision by `Runtime.agree`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from qat_lora.cache.shares import Share
+from qat_lora.errors import ConfigError
+from qat_lora.models import resolve_model
+from qat_lora.options import CacheBuildOptions, HubConfig
+from qat_lora.runtime.base import Runtime
+
+
+def fetch(runtime: Runtime, name: str, hub: HubConfig) -> None:
+    """Let the main process download a model that is not here yet, while the others wait for the files."""
+    if runtime.is_main:
+        resolve_model(name, hub.revision)
+    runtime.barrier("model_download")
+
+
+def decide(runtime: Runtime, question: Callable[[], bool]) -> bool:
+    """Let the main process answer (or raise, which ends all); return its answer in every process."""
+    return runtime.agree(runtime.is_main and question())
+
+
+def as_builder(options: CacheBuildOptions, runtime: Runtime) -> CacheBuildOptions:
+    """Return the options of this process's share of a cache: chip r of N of builder i/n is builder (i N + r)/(n N).
+
+    Raises:
+        ConfigError: one process drives several chips.
+    """
+    if runtime.replicas != runtime.processes:
+        raise ConfigError("parallel: a cache is built by a process a chip, which share nothing; leave spmd out")
+    if runtime.processes == 1:
+        return options
+    share = Share.parse(options.builder)
+    mine = Share(share.builder * runtime.processes + runtime.rank, share.builders * runtime.processes)
+    return replace(options, builder=str(mine))

@@ -1,0 +1,132 @@
+"""Long greedy generation, and whether it still behaves: what teacher-forced scores cannot see.
+
+KL and perplexity look one token ahead along a given text. A student can be near its teacher there and still, left to
+itself, circle in a loop that it never leaves; distillation restores the one before the other. So all models continue
+the same prompts, taking the likeliest token each time, and are compared with what the *teacher* does on them: greedy
+text of small models repeats itself anyway, and only the difference is damage.
+
+All prompts have one length and walk in one batch of one shape, the position being data: one graph on XLA, and nothing
+is read before the end. There is no key-value cache, so a token costs a forward of the whole row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from qat_lora.config import option
+from qat_lora.errors import ConfigError, TextError
+from qat_lora.types import LanguageModel
+
+GRAM = 4  # tokens; of the repetition rate
+
+
+@dataclass(frozen=True)
+class HealthConfig:
+    """How generation is looked at."""
+
+    generate: int = option(0, "prompts of the text that every model continues greedily; 0: none", unit="prompts")
+    generate_tokens: int = option(256, "length of a continuation", unit="tokens")
+    prompt_tokens: int = option(32, "length of a prompt", unit="tokens")
+
+    def __post_init__(self) -> None:
+        for name, least in (("generate", 0), ("generate_tokens", GRAM), ("prompt_tokens", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}: {getattr(self, name)} is too small; allowed: {least} or more")
+
+
+def take_prompts(rows: Iterable[Any], config: HealthConfig) -> np.ndarray:
+    """Return the first tokens of the first document of rows, int64 [prompts, prompt tokens].
+
+    Args:
+        rows: with `input_ids`, `loss_mask` and `doc_starts`, like `text.packing.PackedRow`; those whose first
+            document is too short are passed over.
+        config: how many and how long.
+
+    Raises:
+        TextError: no row will do.
+    """
+    prompts: list[np.ndarray] = []
+    for row in rows:
+        ends = row.doc_starts[1:].nonzero()[0] + 1
+        if (ends[0] if len(ends) else len(row.input_ids)) >= config.prompt_tokens:
+            prompts.append(row.input_ids[: config.prompt_tokens].astype(np.int64))
+        if len(prompts) == config.generate:
+            break
+    if not prompts:
+        raise TextError(
+            f"prompt_tokens: no row of the text begins with {config.prompt_tokens} tokens of one document; give fewer"
+        )
+    return np.stack(prompts)
+
+
+@torch.no_grad()  # not inference_mode, whose tensors PyTorch/XLA cannot use
+def continue_greedily(
+    model: LanguageModel,
+    prompts_BP: np.ndarray,
+    new_tokens: int,
+    device: torch.device,
+    cut: Callable[[], None] = lambda: None,
+    quiet: bool = True,
+) -> np.ndarray:
+    """Return the likeliest continuation of each prompt, int64 [B, new_tokens]; an end token stops nothing.
+
+    Args:
+        model: on `device`.
+        prompts_BP: token ids.
+        new_tokens: to add to each.
+        device: where the model is.
+        cut: dispatches queued work, `Runtime.cut`.
+        quiet: no progress bar.
+    """
+    rows, known = prompts_BP.shape
+    ids_BL = torch.zeros(rows, known + new_tokens, dtype=torch.int64)
+    ids_BL[:, :known] = torch.from_numpy(prompts_BP)
+    ids_BL = ids_BL.to(device)
+    documents_BL = torch.zeros(ids_BL.shape, dtype=torch.int32).to(device)
+    for position in tqdm(range(known, known + new_tokens), desc="generate", unit="token", disable=quiet):
+        ids_BL = _next(model, ids_BL, documents_BL, torch.tensor([position]).to(device))
+        cut()
+    return ids_BL[:, known:].cpu().numpy()
+
+
+def _next(model: LanguageModel, ids_BL: Tensor, documents_BL: Tensor, position: Tensor) -> Tensor:
+    """Return the rows with one more token; the position is data, so that no graph has a number in it."""
+    hidden_BH = model.hidden(ids_BL, documents_BL).index_select(1, position - 1)[:, 0]
+    return ids_BL.index_copy(1, position, model.logits(hidden_BH).argmax(-1, keepdim=True))
+
+
+def health(continuations: Sequence[Sequence[int]], eos_id: int | None) -> dict[str, float]:
+    """Return figures of continuations, each cut at its end token first.
+
+    `repetition` is the share of a continuation's 4-grams that occurred in it before, averaged; `distinct_1` and
+    `distinct_2` are different tokens and pairs over all tokens and pairs (Li et al. 2016, arXiv:1510.03055);
+    `termination` is the share that reached the end token; `tokens` the mean length. Continuations of fewer than four
+    tokens repeat nothing.
+    """
+    texts, ended = [], 0
+    for ids in continuations:
+        ids = list(ids)
+        if eos_id is not None and eos_id in ids:
+            ids, ended = ids[: ids.index(eos_id)], ended + 1
+        texts.append(ids)
+    grams = {n: [[tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)] for ids in texts] for n in (1, 2, GRAM)}
+    repeated = [1 - len(set(of)) / len(of) if of else 0.0 for of in grams[GRAM]]
+
+    def distinct(n: int) -> float:
+        every = [gram for of in grams[n] for gram in of]
+        return len(set(every)) / len(every) if every else 0.0
+
+    return {
+        "repetition": float(np.mean(repeated)),
+        "distinct_1": distinct(1),
+        "distinct_2": distinct(2),
+        "termination": ended / len(texts),
+        "tokens": float(np.mean([len(ids) for ids in texts])),
+    }

@@ -1,0 +1,114 @@
+"""Downstream tasks by the lm-eval harness, on a model that is already loaded here.
+
+The harness's own loader would need an export first, and would read an adapter on a packed base not at all. Its
+Hugging Face model class takes a module instead of a name, so teacher, quantised and recovered students are scored by
+the same code that scores everybody else's models, from the same weights as all other figures of the report.
+
+The harness forms batches of changing shapes: on XLA every new one is compiled, so tasks belong on a CPU or a GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from qat_lora.config import option
+from qat_lora.errors import ConfigError
+from qat_lora.extras import require
+
+
+@dataclass(frozen=True)
+class TasksConfig:
+    """Which tasks of the lm-eval harness to run."""
+
+    tasks: tuple[str, ...] = option((), "tasks of the lm-eval harness, for example arc_easy,hellaswag")
+    tasks_path: str | None = option(None, "folder with task files of your own (YAML of the harness)")
+    task_limit: int | None = option(None, "examples of each task; default: all", unit="examples")
+    task_shots: int | None = option(None, "worked examples before each question; default: as the task says")
+
+    def __post_init__(self) -> None:
+        for name, least in (("task_limit", 1), ("task_shots", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name}: {value} is too small; allowed: {least} or more")
+
+
+def check_tasks(config: TasksConfig) -> Any:
+    """Return the harness's task manager, before any model is loaded.
+
+    Raises:
+        MissingExtraError: lm-eval is not installed.
+        ConfigError: it knows no such task.
+    """
+    require("lm_eval", "evals")
+    manager = require("lm_eval.tasks", "evals").TaskManager(include_path=config.tasks_path)
+    unknown = [name for name in config.tasks if not manager.match_tasks([name])]
+    if unknown:
+        raise ConfigError(
+            f"tasks: the harness knows no {', '.join(unknown)}; `lm-eval ls tasks` lists them, "
+            "--tasks-path names a folder with your own"
+        )
+    return manager
+
+
+def run_tasks(
+    module: Any,
+    tokenizer: Any,
+    config: TasksConfig,
+    manager: Any,
+    *,
+    batch_size: int,
+    max_length: int | None,
+    seed: int = 0,
+) -> dict[str, dict[str, float]]:
+    """Return the harness's metrics by task, `acc` and `acc_stderr` for example.
+
+    Args:
+        module: a transformers model, on its device.
+        tokenizer: its tokenizer.
+        config: the tasks.
+        manager: of `check_tasks`.
+        batch_size: sequences of a forward.
+        max_length: most tokens of a sequence; None: as the model says.
+        seed: of the few-shot examples.
+
+    Raises:
+        ConfigError: a task does not run; with the harness's reason.
+    """
+    harness = require("lm_eval", "evals")
+    log = logging.getLogger("lm_eval")
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # the harness's and its libraries' own
+        log.setLevel(logging.ERROR)
+        model = require("lm_eval.models.huggingface", "evals").HFLM(
+            pretrained=module, tokenizer=tokenizer, backend="causal", batch_size=batch_size, max_length=max_length
+        )
+        try:
+            found = harness.simple_evaluate(
+                model=model,
+                tasks=list(config.tasks),
+                task_manager=manager,
+                limit=config.task_limit,
+                num_fewshot=config.task_shots,
+                bootstrap_iters=0,
+                log_samples=False,
+                fewshot_random_seed=seed,
+            )
+        except Exception as error:  # a task is a program of its author, and its data come from elsewhere
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            raise ConfigError(f"tasks: {', '.join(config.tasks)} did not run ({reason})") from None
+    return {task: _numbers(metrics) for task, metrics in found["results"].items()}
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of a task, which the harness names `metric,filter`; a filter other than `none` stays."""
+    return {
+        name.removesuffix(",none"): float(value)
+        for name, value in metrics.items()
+        if "," in name and isinstance(value, int | float)
+    }

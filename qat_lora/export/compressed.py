@@ -1,0 +1,118 @@
+"""The packed base in vLLM's and transformers' format: `compressed-tensors`, pack-quantized.
+
+Written here tensor by tensor rather than through the library's `compress`, which quantises a dense weight and would
+round our codes a second time. Its packing function and its config schema are used, so what is written is what it
+reads back.
+
+Widths are chosen among 2, 4 and 8 bits unless the user names one: those do not cross a 32-bit word, and every
+version of the library packs them alike. The layout of 3 bits changed (ten codes to a word up to 0.15, no gaps in
+0.20), so a 3-bit folder loads only with a version that packs as the one that wrote it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from qat_lora.errors import ModelError
+from qat_lora.export.integers import Integers, as_integers, needed_bits, other_tensors
+from qat_lora.extras import require
+from qat_lora.layers.convert import linear_layers, quant_layers
+from qat_lora.models import DTYPES
+
+PORTABLE = (2, 4, 8)  # bits that every version of compressed-tensors packs alike
+REFIT_BITS = 4
+VLLM_GROUPS = (32, 64, 128)
+
+
+def to_integers(module: Any, container_bits: int | None) -> dict[str, Integers]:
+    """Return every quantised layer in the form of its container.
+
+    Args:
+        module: the model.
+        container_bits: bits of all containers; None: the least portable width that is exact, 4 where none is.
+
+    Raises:
+        ModelError: the model has no quantised layer.
+        ConfigError: `container_bits` is too small for exact codes.
+    """
+    layers = quant_layers(module)
+    if not layers:
+        raise ModelError("model: has no quantised layer to pack; quantise it first with `qat-lora quantize`")
+    found = {}
+    for name, layer in layers.items():
+        needed = needed_bits(layer.spec) or REFIT_BITS
+        bits = container_bits or next(width for width in PORTABLE if width >= needed)
+        found[name] = as_integers(layer, bits)
+    return found
+
+
+def save_compressed(module: Any, found: dict[str, Integers], out: Path, dtype: str) -> None:
+    """Write a model's packed base, without tokenizer files and without its adapter.
+
+    Args:
+        module: the model.
+        found: its quantised layers, from `to_integers`.
+        out: an existing folder.
+        dtype: type of all other tensors, `float32` or `bfloat16`.
+
+    Raises:
+        MissingExtraError: compressed-tensors is not installed.
+    """
+    packing = require("compressed_tensors.compressors.pack_quantized.helpers", "export")
+    tensors = other_tensors(module, DTYPES[dtype])
+    for name, integers in found.items():
+        shape = integers.codes_OI.shape
+        tensors[f"{name}.weight_packed"] = packing.pack_to_int32(integers.codes_OI.cpu(), integers.bits).contiguous()
+        tensors[f"{name}.weight_scale"] = integers.steps_OG.cpu().half().contiguous()
+        tensors[f"{name}.weight_shape"] = torch.tensor(shape, dtype=torch.int64)
+    config = module.config.to_dict()
+    config["quantization_config"] = _quantization_config(module, found)
+    config["dtype"] = dtype
+    config["architectures"] = [type(module).__name__]
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _quantization_config(module: Any, found: dict[str, Integers]) -> dict[str, Any]:
+    """Return the library's own dump of the schema, one group of layers for every form."""
+    schema = require("compressed_tensors.quantization", "export")
+    forms: dict[tuple[int, int | None], list[str]] = {}
+    for name, integers in found.items():
+        whole_row = integers.steps_OG.shape[1] == 1
+        forms.setdefault((integers.bits, None if whole_row else integers.group_size), []).append(name)
+    groups = {}
+    for i, ((bits, group), names) in enumerate(forms.items()):
+        weights = schema.QuantizationArgs(
+            num_bits=bits, symmetric=True, group_size=group, strategy="group" if group else "channel"
+        )
+        targets = ["Linear"] if len(forms) == 1 else sorted(names)
+        scheme = schema.QuantizationScheme(targets=targets, weights=weights, format="pack-quantized")
+        groups[f"group_{i}"] = scheme
+    plain = [name for name, _ in linear_layers(module) if name not in found]
+    config = schema.QuantizationConfig(
+        config_groups=groups,
+        format="pack-quantized",
+        quantization_status="compressed",
+        ignore=["lm_head", *sorted(plain)],
+    )
+    return json.loads(config.model_dump_json())
+
+
+def notes(found: dict[str, Integers]) -> list[str]:
+    """Return what a user must know about where the folder loads."""
+    lines = ["checked with transformers and the compressed-tensors schema; not run in vLLM"]
+    if odd := sorted({integers.bits for integers in found.values()} - set(PORTABLE)):
+        version = require("compressed_tensors", "export").__version__
+        lines.append(
+            f"{'/'.join(map(str, odd))}-bit codes are packed as compressed-tensors {version} does; other versions may "
+            "read them wrongly"
+        )
+    sizes = {i.group_size for i in found.values() if i.steps_OG.shape[1] > 1} - set(VLLM_GROUPS)
+    if sizes or {integers.bits for integers in found.values()} - {4, 8}:
+        lines.append("vLLM's common kernels (Marlin) take 4 and 8 bits, groups of 32, 64, 128 or whole rows only")
+    return lines

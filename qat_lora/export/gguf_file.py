@@ -1,0 +1,242 @@
+"""Base and adapter as GGUF files for llama.cpp.
+
+The block that is chosen for codes is Q4_0: 32 integers of -8 to 7 and one float16 step. Our codes of up to 3 bits
+half-integer or 4 bits integer are such integers once `integers` has written them so, and a group of 64 or 128 is two
+or four blocks with the same step: exact, at 4.5 bits. The smaller blocks are not exact: Q2_K and Q3_K round steps to 4
+and 6 bits, which on a recovered student undoes part of the recovery. (llama.cpp rounds *activations* to 8 bits in its
+product with Q4_0 on a CPU; that is its arithmetic, and the weights in the file are ours bit for bit.)
+
+Layers that no Q4_0 holds exactly (look-up tables, low-rank scales, zero points) are rounded to it, with the error
+stated, or, if the user wants that, written dense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qat_lora.errors import ModelError
+from qat_lora.export.gguf_vocab import vocabulary
+from qat_lora.export.integers import Integers, as_integers, needed_bits, other_tensors
+from qat_lora.extras import require
+from qat_lora.layers.convert import lora_layers, quant_layers
+from qat_lora.models import DTYPES, CausalLM
+
+BLOCK = 32
+Q4_BITS = 4
+ARCHITECTURES = {"qwen3": "qwen3", "llama": "llama"}
+"""transformers' `model_type` to GGUF's architecture, for models whose layers are named as below."""
+OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+INSIDE = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def check_architecture(model: CausalLM) -> str:
+    """Return GGUF's name of a model's architecture.
+
+    Raises:
+        ModelError: one that we do not write, or settings of it that we would write wrongly.
+    """
+    config = model.config
+    if config.model_type not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise ModelError(f"model: GGUF export of {config.model_type} is not supported; allowed: {known}")
+    if any(name.endswith(".bias") for name, _ in model.module.named_parameters()):
+        raise ModelError("model: has biases, which GGUF export does not write")
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    if rope.get("rope_type", "default") != "default":
+        raise ModelError(f"model: positions scaled by {rope['rope_type']} are not supported by GGUF export")
+    if getattr(config, "use_sliding_window", False):
+        raise ModelError("model: sliding attention is not supported by GGUF export")
+    return ARCHITECTURES[config.model_type]
+
+
+def gguf_name(layer: str) -> str:
+    """Return GGUF's name of a layer.
+
+    Raises:
+        ModelError: a layer that these architectures do not have.
+    """
+    if layer in OUTSIDE:
+        return OUTSIDE[layer]
+    parts = layer.split(".", 3)
+    if len(parts) == 4 and parts[:2] == ["model", "layers"] and parts[3] in INSIDE:
+        return f"blk.{parts[2]}.{INSIDE[parts[3]]}"
+    raise ModelError(f"model: GGUF has no name for the layer {layer}")
+
+
+def to_blocks(model: CausalLM, exact_only: bool = False) -> dict[str, Integers | None]:
+    """Return every quantised layer as Q4_0 would hold it, None where it is to be written dense.
+
+    Args:
+        model: holds the layers.
+        exact_only: write dense what Q4_0 does not hold exactly.
+    """
+    found: dict[str, Integers | None] = {}
+    for name, layer in quant_layers(model.module).items():
+        needed = needed_bits(layer.spec)
+        fits = layer.in_features % BLOCK == 0 and (needed or Q4_BITS) <= Q4_BITS
+        integers = as_integers(layer, Q4_BITS) if fits else None
+        if integers is not None and (integers.group_size % BLOCK or (exact_only and integers.error)):
+            integers = None
+        found[name] = integers
+    return found
+
+
+def q4_0(codes_OI: Tensor, steps_OG: Tensor, group_size: int) -> np.ndarray:
+    """Return the bytes [O, I / 32 * 18] of Q4_0 blocks: a float16 step, then 32 nibbles, low half first."""
+    rows, width = codes_OI.shape
+    shifted = (codes_OI.numpy().astype(np.int16) + 8).astype(np.uint8).reshape(rows, width // BLOCK, 2, BLOCK // 2)
+    nibbles = shifted[:, :, 0] | (shifted[:, :, 1] << 4)
+    steps = steps_OG.repeat_interleave(group_size // BLOCK, dim=1).numpy().astype(np.float16)
+    return np.concatenate([steps[..., None].view(np.uint8), nibbles], axis=-1).reshape(rows, -1)
+
+
+def row_order(model: CausalLM, layer: str) -> Tensor | None:
+    """Return the order of a layer's rows in GGUF, None where it is ours.
+
+    llama.cpp turns neighbouring pairs of a Llama head, transformers the two halves of it.
+    """
+    config = model.config
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(layer.rsplit(".", 1)[-1])
+    if config.model_type != "llama" or heads is None:
+        return None
+    rows = heads * _head_width(config)
+    return torch.arange(rows).reshape(heads, 2, -1).transpose(1, 2).reshape(-1)
+
+
+def _head_width(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def save_base(
+    model: CausalLM, found: dict[str, Integers | None], tokenizer: Any, file: Path, dtype: str, name: str
+) -> None:
+    """Write a model without its adapter as one GGUF file.
+
+    Args:
+        model: the model.
+        found: its quantised layers, from `to_blocks`.
+        tokenizer: the model's.
+        file: the new file.
+        dtype: type of embeddings, head and dense layers, `float32` or `bfloat16`; norms are always float32.
+        name: what the file says the model is called.
+
+    Raises:
+        ModelError: an architecture or tokenizer that cannot be written.
+        MissingExtraError: gguf is not installed.
+    """
+    gguf = require("gguf", "export")
+    architecture = check_architecture(model)
+    rows = int(model.module.get_input_embeddings().weight.shape[0])
+    vocab = vocabulary(tokenizer, rows)
+    writer = gguf.GGUFWriter(file, architecture)
+    _describe(writer, model, name)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(vocab.splitting)
+    writer.add_token_list(vocab.tokens)
+    writer.add_token_types(vocab.kinds)
+    writer.add_token_merges(vocab.merges)
+    for index, add in (
+        (tokenizer.bos_token_id, writer.add_bos_token_id),
+        (tokenizer.eos_token_id, writer.add_eos_token_id),
+        (tokenizer.pad_token_id, writer.add_pad_token_id),
+    ):
+        if index is not None:
+            add(index)
+    writer.add_add_bos_token(False)
+    if getattr(tokenizer, "chat_template", None):
+        writer.add_chat_template(tokenizer.chat_template)
+    for tensor_name, array, kind in _tensors(gguf, model, found, dtype):
+        writer.add_tensor(tensor_name, array, raw_dtype=kind)
+    _finish(writer)
+
+
+def _describe(writer: Any, model: CausalLM, name: str) -> None:
+    config = model.config
+    width = _head_width(config)
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    writer.add_name(name)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(float(rope.get("rope_theta", getattr(config, "rope_theta", 10000.0))))
+    writer.add_rope_dimension_count(width)
+    writer.add_key_length(width)
+    writer.add_value_length(width)
+    writer.add_vocab_size(int(model.module.get_input_embeddings().weight.shape[0]))
+
+
+def _tensors(
+    gguf: Any, model: CausalLM, found: dict[str, Integers | None], dtype: str
+) -> Iterator[tuple[str, np.ndarray, Any]]:
+    kinds = gguf.GGMLQuantizationType
+    dense = {name: layer.weight.detach().float() for name, layer in quant_layers(model.module).items()}
+    plain = {key.removesuffix(".weight"): t for key, t in other_tensors(model.module, torch.float32).items()}
+    for name in (*plain, *dense):
+        order = row_order(model, name)
+        integers = found.get(name)
+        if integers is not None:
+            codes, steps = integers.codes_OI.cpu(), integers.steps_OG.cpu()
+            if order is not None:
+                codes, steps = codes[order], steps[order]
+            yield f"{gguf_name(name)}.weight", q4_0(codes, steps, integers.group_size), kinds.Q4_0
+            continue
+        tensor = (dense[name] if name in dense else plain[name]).cpu()
+        tensor = tensor if order is None else tensor[order]
+        if tensor.ndim == 1 or DTYPES[dtype] == torch.float32:
+            yield f"{gguf_name(name)}.weight", tensor.contiguous().numpy(), None
+        else:
+            array = tensor.to(DTYPES[dtype]).contiguous().view(torch.uint8).numpy()
+            yield f"{gguf_name(name)}.weight", array, kinds.BF16
+
+
+def save_lora(model: CausalLM, file: Path, name: str) -> None:
+    """Write a model's adapter as one GGUF file, factors as float32 (llama.cpp's `--lora`).
+
+    Raises:
+        MissingExtraError: gguf is not installed.
+    """
+    gguf = require("gguf", "export")
+    layers = lora_layers(model.module)
+    writer = gguf.GGUFWriter(file, check_architecture(model))
+    writer.add_type("adapter")
+    writer.add_name(name)
+    writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+    scalings = {layer.scaling * layer.lora_A.shape[0] for layer in layers.values()}
+    (alpha,) = scalings  # one adapter, one alpha
+    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(alpha))
+    for layer_name, layer in layers.items():
+        order = row_order(model, layer_name)
+        a, b = layer.lora_A.detach().float().cpu(), layer.lora_B.detach().float().cpu()
+        b = b if order is None else b[order]
+        writer.add_tensor(f"{gguf_name(layer_name)}.weight.lora_a", a.contiguous().numpy())
+        writer.add_tensor(f"{gguf_name(layer_name)}.weight.lora_b", b.contiguous().numpy())
+    _finish(writer)
+
+
+def _finish(writer: Any) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -1,0 +1,264 @@
+"""Quantise decoder block by decoder block, each layer on the inputs that the quantised layers before it produce.
+
+Chosen on the full-precision model's inputs, every layer's error is small and all of them add up. Here two streams of
+activations go up the model side by side, the full-precision one x and the student's y, both kept for all calibration
+rows at one depth. A layer of the student should put out W x but is given y, so its weight to aim at is not W but
+
+    W* = W E[x yᵀ] E[y yᵀ]⁻¹,
+
+the least-squares map from what it gets to what it should give; codes and adapter start are then chosen for W* on
+E[y yᵀ]. Layers that come before thus leave their errors to those that follow, and each gives back what it can. The
+plain GPTQ practice (W on the student's inputs) knows of the errors but aims past them; on our saturated teacher it
+won nothing, and W* a sixth of the KL.
+
+One block is held twice, at full precision and quantised; a block runs once for every distinct input of its layers.
+
+Source: GPTAQ (arXiv 2504.02692) for asymmetric calibration; the target W* is its least-squares form.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from qat_lora.errors import ModelError
+from qat_lora.layers.convert import quantise_targets
+from qat_lora.layers.fit import StartMethod, fit_layer
+from qat_lora.layers.lora import Factors
+from qat_lora.layers.quant_linear import QuantLinear
+from qat_lora.layers.sensitivity import Sensitivity
+from qat_lora.quant.compensate import damped
+from qat_lora.quant.initialise import Method
+from qat_lora.quant.spec import Preset, QuantSpec
+
+BLOCK_NAME = re.compile(r"^(?P<stack>(?:[^.\d]\w*\.)*?)(?P<number>\d+)\.")
+
+
+class _Stop(Exception):
+    """Ends a forward whose rest is not needed."""
+
+
+class _Stream:
+    """Hidden states of all batches at one depth, with what every block is called with beside them."""
+
+    def __init__(self, states: list[Tensor]) -> None:
+        self.states = states
+
+    def run(self, block: nn.Module, calls: list[dict[str, Any]], number: int) -> Tensor:
+        """Return a block's output for one batch."""
+        output = block(self.states[number], **calls[number])
+        return output[0] if isinstance(output, tuple) else output
+
+    def input_of(self, layer: nn.Module, block: nn.Module, calls: list[dict[str, Any]], number: int) -> Tensor:
+        """Return what a layer of the block is given for one batch, [tokens, I]."""
+        seen: list[Tensor] = []
+
+        def stop(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            seen.append(args[0])
+            raise _Stop
+
+        handle = layer.register_forward_pre_hook(stop)
+        try:
+            self.run(block, calls, number)
+        except _Stop:
+            pass
+        finally:
+            handle.remove()
+        return seen[0].reshape(-1, seen[0].shape[-1]).float()
+
+
+class Plan(NamedTuple):
+    """How layers are to be fitted; the arguments of `fit_layer` that are the same for all."""
+
+    method: Method
+    start_rank: int = 0
+    joint_rank: int = 0
+    start_method: StartMethod = "qera"
+
+
+@torch.no_grad()
+def quantise_in_order(
+    model: nn.Module,
+    preset: Preset,
+    plan: Plan,
+    batches: Sequence[Any],
+    forward: Callable[[Any], Tensor],
+    costs: dict[str, Sensitivity] | None = None,
+    quiet: bool = False,
+) -> dict[str, Factors]:
+    """Quantise every layer that the preset reaches, in place; return the adapter starts by layer name.
+
+    The errors that later layers see are those with the adapter start of rank `plan.joint_rank` in place.
+
+    Args:
+        model: the full-precision model; its blocks must be called one after the other, hidden states first.
+        preset: which layers, and how.
+        plan: how.
+        batches: calibration batches, read several times.
+        forward: runs the model on one batch and returns the last hidden states.
+        costs: sensitivities by layer name, of the same batches.
+        quiet: no progress bar.
+
+    Raises:
+        ModelError: the layers do not lie in one stack of blocks.
+        ConfigError: a pattern without a match, or what `fit_layer` refuses.
+    """
+    targets = quantise_targets(model, preset)
+    blocks, outside = _blocks(targets)
+    starts: dict[str, Factors] = {}
+    with tqdm(total=len(targets), desc=f"quantise {preset.name} ({plan.method})", unit="layer", disable=quiet) as bar:
+        if blocks:
+            stack = [model.get_submodule(name) for name in blocks]
+            states, calls = _capture(stack, batches, forward)
+            exact, student = _Stream(list(states)), _Stream(list(states))
+            for (name, layers), block, call in zip(blocks.items(), stack, calls, strict=True):
+                inside = {layer.removeprefix(name + "."): layer for layer in layers}
+                reference = copy.deepcopy(block)
+                exact_next, quantised = _block(
+                    block, reference, inside, targets, plan, exact, student, call, costs, starts, bar.update
+                )
+                student.states = [student.run(block, call, i) for i in range(len(batches))]
+                exact.states = exact_next
+                for path, layer in quantised.items():
+                    block.set_submodule(path, layer)
+                call.clear()
+        for name in outside:  # the output head: it gets what the quantised model puts out
+            linear = model.get_submodule(name)
+            assert isinstance(linear, nn.Linear)
+            moment = torch.zeros(linear.in_features, linear.in_features, device=linear.weight.device)
+            for batch in batches:
+                x = forward(batch).reshape(-1, linear.in_features).float()
+                moment += x.T @ x / (x.shape[0] * len(batches))
+            fit = fit_layer(linear.weight.data, targets[name], plan.method, moment)
+            model.set_submodule(name, QuantLinear.from_linear(linear, targets[name], fit.quantised))
+            bar.update()
+    return starts
+
+
+def _blocks(targets: dict[str, QuantSpec]) -> tuple[dict[str, list[str]], list[str]]:
+    """Return the layers by block, in order, and those outside of all blocks."""
+    found: dict[str, list[str]] = {}
+    outside: list[str] = []
+    for name in targets:
+        match = BLOCK_NAME.match(name)
+        if match:
+            found.setdefault(name[: match.end() - 1], []).append(name)
+        else:
+            outside.append(name)
+    stacks = {name.rsplit(".", 1)[0] for name in found}
+    if len(stacks) > 1:
+        raise ModelError(
+            f"model: its layers lie in several stacks of blocks ({', '.join(sorted(stacks))}), which cannot be "
+            "calibrated in order; give --calibrate-on teacher"
+        )
+    return dict(sorted(found.items(), key=lambda item: int(item[0].rsplit(".", 1)[1]))), outside
+
+
+def _capture(
+    stack: list[nn.Module], batches: Sequence[Any], forward: Callable[[Any], Any]
+) -> tuple[list[Tensor], list[list[dict[str, Any]]]]:
+    """Return the hidden states that enter the first block, by batch, and the other arguments by block and batch."""
+    states: list[Tensor] = []
+    calls: list[list[dict[str, Any]]] = [[] for _ in stack]
+
+    def watch(number: int) -> Callable[..., None]:
+        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if len(args) != 1:
+                raise ModelError(
+                    "model: its blocks are not called with hidden states alone and named arguments, so it cannot be "
+                    "calibrated in order; give --calibrate-on teacher"
+                )
+            if number == 0:
+                states.append(args[0].detach())
+            calls[number].append(kwargs)
+
+        return hook
+
+    handles = [block.register_forward_pre_hook(watch(i), with_kwargs=True) for i, block in enumerate(stack)]
+    try:
+        for batch in batches:
+            forward(batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return states, calls
+
+
+def _block(
+    block: nn.Module,
+    reference: nn.Module,
+    inside: dict[str, str],
+    targets: dict[str, QuantSpec],
+    plan: Plan,
+    exact: _Stream,
+    student: _Stream,
+    calls: list[dict[str, Any]],
+    costs: dict[str, Sensitivity] | None,
+    starts: dict[str, Factors],
+    done: Callable[[], Any],
+) -> tuple[list[Tensor], dict[str, QuantLinear]]:
+    """Fit the layers of a block, leaving them dense and corrected; return the next exact states and the layers."""
+    quantised: dict[str, QuantLinear] = {}
+    for paths in _stages(reference, list(inside), exact, calls):
+        sums: dict[str, list[Tensor]] = {}
+        for i in range(len(calls)):
+            x = exact.input_of(reference.get_submodule(paths[0]), reference, calls, i)
+            y = student.input_of(block.get_submodule(paths[0]), block, calls, i)
+            for path in paths:
+                counts = y.new_ones(len(y)) if costs is None else costs[inside[path]].tokens[i]
+                weighted = y * counts[:, None]
+                parts = [weighted.T @ y, x.T @ weighted, counts.sum()]
+                known = sums.get(path)
+                sums[path] = parts if known is None else [a + b for a, b in zip(known, parts, strict=True)]
+        for path in paths:
+            linear, name = block.get_submodule(path), inside[path]
+            assert isinstance(linear, nn.Linear)
+            moment, cross = sums[path][0] / sums[path][2], sums[path][1] / sums[path][2]
+            wanted = aimed_weight(linear.weight.data, moment, cross)
+            outputs = None if costs is None else costs[name].outputs_OO
+            fit = fit_layer(
+                wanted, targets[name], plan.method, moment, outputs, plan.start_rank, plan.joint_rank, plan.start_method
+            )
+            dense = fit.quantised.dense(targets[name])
+            if fit.factors is not None:
+                starts[name] = fit.factors
+                dense = dense + fit.factors.b_OR[:, : plan.joint_rank] @ fit.factors.a_RI[: plan.joint_rank]
+            quantised[path] = QuantLinear.from_linear(linear, targets[name], fit.quantised)
+            linear.weight.data = dense.to(linear.weight.dtype)
+            done()
+    return [exact.run(reference, calls, i) for i in range(len(calls))], quantised
+
+
+def aimed_weight(weight_OI: Tensor, moment_II: Tensor, cross_II: Tensor) -> Tensor:
+    """Return W* = W + W (E[x yᵀ] - E[y yᵀ]) E[y yᵀ]⁻¹, with E[y yᵀ] damped where it is inverted.
+
+    Args:
+        weight_OI: the full-precision weight.
+        moment_II: E[y yᵀ] of the student's inputs y.
+        cross_II: E[x yᵀ], x being the full-precision inputs.
+    """
+    weight = weight_OI.double()
+    change = weight @ (cross_II.double() - moment_II.double())
+    return (weight + torch.linalg.solve(damped(moment_II), change, left=False)).float()
+
+
+def _stages(block: nn.Module, paths: list[str], stream: _Stream, calls: list[dict[str, Any]]) -> list[list[str]]:
+    """Return the layers of a block in the order in which they run, those with the same input together."""
+    order: list[tuple[str, Tensor]] = []
+    handles = [
+        block.get_submodule(path).register_forward_pre_hook(lambda _m, args, path=path: order.append((path, args[0])))
+        for path in paths
+    ]
+    try:
+        stream.run(block, calls, 0)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [[path for path, _ in group] for _, group in itertools.groupby(order, key=lambda item: id(item[1]))]

@@ -1,0 +1,116 @@
+"""Weights that train inside their own quantiser: a float weight, rounded in every forward, straight-through behind.
+
+Scales can train while codes stay; codes can not, since a rounding has no slope. So a float weight is kept beside
+them, the *latent* weight, and the layer computes with FQ(W), the nearest code times its scale, whose gradients
+`quant.fake` defines.
+
+* `Latent(weight)`: the weight itself trains (quantisation-aware training as in EfficientQAT, ParetoQ).
+* `Latent(weight, rank)`: the weight is frozen and W + B A is rounded (LR-QAT). As few numbers train as in an
+  adapter beside the layer, but nothing has to be merged later: the codes of W + B A *are* the result, bit for bit.
+  An adapter beside the layer is stronger at equal rank, since it stays in floats, and costs bits and time for ever.
+
+A latent weight starts at the point of its code's cell that is nearest to the full-precision weight, not at that
+weight itself: rounding W again would throw the codes of an error-compensated start away before the first step.
+
+Source: LR-QAT (arXiv 2406.06385) for the low-rank form.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qat_lora.quant.codes import decode
+from qat_lora.quant.scales import away_from_zero
+
+MARGIN = (
+    0.2  # of half a cell: a start on the border itself would cross it in the first step, with every other one there
+)
+
+
+class Latent(nn.Module):
+    """A float weight [O, I] that is about to be rounded, or a frozen one and the low-rank change that trains."""
+
+    def __init__(self, weight_OI: Tensor, rank: int = 0, alpha: float | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight_OI, requires_grad=not rank)
+        self.rank, self.scaling = rank, (alpha or rank) / max(rank, 1)
+        if rank:
+            out_features, in_features = weight_OI.shape
+            self.lora_A = nn.Parameter(weight_OI.new_empty(rank, in_features))
+            self.lora_B = nn.Parameter(weight_OI.new_zeros(out_features, rank))
+            nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Return what trains, by name."""
+        if self.rank:
+            return {"lora_A": self.lora_A, "lora_B": self.lora_B}
+        return {"latent": self.weight}
+
+    def forward(self) -> Tensor:
+        """Return the weight as it is before rounding."""
+        if not self.rank:
+            return self.weight
+        return torch.addmm(self.weight, self.lora_B, self.lora_A, alpha=self.scaling)
+
+
+def nearest_start(weight_OI: Tensor, codes_OI: Tensor, scale_OI: Tensor, book: Tensor) -> Tensor:
+    """Return the point nearest to a weight that is rounded to the given codes, float32 [O, I].
+
+    Args:
+        weight_OI: the full-precision weight.
+        codes_OI: uint8 codes of the start.
+        scale_OI: scale of every weight, or what broadcasts to it.
+        book: sorted code values.
+    """
+    scale = away_from_zero(scale_OI)
+    gaps = book.diff() / 2
+    below = torch.cat([gaps.new_full((1,), torch.inf), gaps])[codes_OI.long()] * (1 - MARGIN)
+    above = torch.cat([gaps, gaps.new_full((1,), torch.inf)])[codes_OI.long()] * (1 - MARGIN)
+    centre = book[codes_OI.long()]
+    position = (weight_OI.float() / scale).clamp(centre - below, centre + above)
+    return position * scale
+
+
+class LookUp(torch.autograd.Function):
+    """Code values of given codes, with a gradient for the table; autograd's own sorts [O, I] numbers for that."""
+
+    @staticmethod
+    def forward(ctx: Any, book: Tensor, codes_OI: Tensor) -> Tensor:
+        """Return the values [O, I]."""
+        ctx.save_for_backward(codes_OI)
+        ctx.entries = len(book)
+        return decode(codes_OI, book)
+
+    @staticmethod
+    def backward(ctx: Any, grad_OI: Tensor) -> tuple[Tensor, None]:
+        """Return the table's gradient."""
+        return sum_by_code(grad_OI, ctx.saved_tensors[0], ctx.entries), None
+
+
+def sum_by_code(grad_OI: Tensor, codes_OI: Tensor, entries: int) -> Tensor:
+    """Return the sum of a gradient over the weights of each code, [entries]; by rows first, which run in parallel."""
+    by_row = grad_OI.new_zeros(grad_OI.shape[0], entries)
+    return by_row.scatter_add_(1, codes_OI.long(), grad_OI).sum(0)
+
+
+class AsStored(torch.autograd.Function):
+    """Round to float16, the stored type, with the gradient straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        """Return float16 numbers in the tensor's own type."""
+        return tensor.half().to(tensor.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """Return the gradient as it is."""
+        return grad
+
+
+def as_stored(tensor: Tensor) -> Tensor:
+    """Return what will be on disk of a scale or table, so that training sees the numbers that are saved."""
+    return AsStored.apply(tensor)

@@ -1,0 +1,97 @@
+"""The order in which rows are trained on: a pure function of seed, epoch and step.
+
+There is no iterator state to save or to lose: the global batch of step 41,000 is computed, not replayed, so a run
+resumes at any step at once, with another number of replicas if need be. Loaders that shuffle through a buffer or
+split files among workers can do neither, and repeat or drop rows when counts do not divide; here the last global
+batch of an epoch is filled with row -1 (fully masked), so every row counts exactly once and no shape ever changes.
+
+The order is a keyed bijection of 0..N-1 (a Feistel network with cycle walking), evaluated only at the rows of the
+batch: a stored permutation of ten million rows would cost 80 MB and a second per process and epoch, and NumPy does
+not promise that its shuffles stay the same between releases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from qat_lora.errors import ConfigError
+
+_ROUNDS = 8
+_U64 = (1 << 64) - 1
+
+
+def _mix(value: int) -> int:
+    """One step of splitmix64 on a Python number."""
+    value = (value + 0x9E3779B97F4A7C15) & _U64
+    value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & _U64
+    value = ((value ^ value >> 27) * 0x94D049BB133111EB) & _U64
+    return value ^ value >> 31
+
+
+def _mix_array(values: np.ndarray) -> np.ndarray:
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return values ^ values >> np.uint64(31)
+
+
+def permuted(positions: np.ndarray, rows: int, seed: int, epoch: int) -> np.ndarray:
+    """Return which row stands at each position of an epoch: a bijection of 0..rows-1, keyed by (seed, epoch)."""
+    half = np.uint64(max(1, -(-(rows - 1).bit_length() // 2)))
+    low = np.uint64((1 << int(half)) - 1)
+    key = _mix(_mix(seed & _U64) ^ epoch)
+    keys = []
+    for _ in range(_ROUNDS):
+        key = _mix(key)
+        keys.append(np.uint64(key))
+    result = np.asarray(positions, np.uint64).copy()
+    outside = np.ones(len(result), bool)
+    while outside.any():  # the network permutes 0..4^half-1; walk until back among the rows
+        left, right = result[outside] >> half, result[outside] & low
+        for round_key in keys:
+            left, right = right, left ^ (_mix_array(right ^ round_key) & low)
+        result[outside] = left << half | right
+        outside = result >= rows
+    return result.astype(np.int64)
+
+
+def steps_per_epoch(rows: int, global_batch_rows: int) -> int:
+    """Return the steps in which every row is seen once."""
+    return -(-rows // global_batch_rows)
+
+
+def global_batch(rows: int, step: int, global_batch_rows: int, seed: int) -> np.ndarray:
+    """Return the row numbers of a step, int64 [global_batch_rows], padded with -1 at an epoch's end."""
+    epoch, within = divmod(step, steps_per_epoch(rows, global_batch_rows))
+    start = within * global_batch_rows
+    positions = np.arange(start, min(start + global_batch_rows, rows))
+    batch = np.full(global_batch_rows, -1, np.int64)
+    batch[: len(positions)] = permuted(positions, rows, seed, epoch)
+    return batch
+
+
+def micro_batches(
+    rows: int,
+    start_step: int,
+    steps: int,
+    batch_rows: int,
+    accumulation: int,
+    seed: int,
+    replica: int,
+    replicas: int,
+) -> Iterator[np.ndarray]:
+    """Yield the row numbers of a replica's micro-batches, `accumulation` for each step from `start_step` on.
+
+    The global batch has batch_rows · accumulation · replicas rows, in an order that does not depend on how that
+    product is made up; micro-batch a of replica r takes its rows [(a · replicas + r) · batch_rows, +batch_rows).
+
+    Raises:
+        ConfigError: a replica that does not exist.
+    """
+    if not 0 <= replica < replicas:
+        raise ConfigError(f"replica: {replica} of {replicas}; allowed: 0 to {replicas - 1}")
+    for step in range(start_step, start_step + steps):
+        order = global_batch(rows, step, batch_rows * accumulation * replicas, seed)
+        yield from order.reshape(accumulation, replicas, batch_rows)[:, replica]

@@ -1,0 +1,91 @@
+"""What the processes of a group tell each other through the host, by gloo.
+
+The control plane of every group, whatever carries the gradients: a stop request, a decision of the main process. It
+needs no device, so it never stops one, and it works where XLA has no collectives (on the CPU). There it carries the
+gradients too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from qat_lora.errors import ReplicaError
+
+
+@contextlib.contextmanager
+def among_peers() -> Iterator[None]:
+    """Turn what torch says about a lost process into `ReplicaError`."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # gloo has no type of its own
+        reason = str(error).strip().splitlines()[0]
+        raise ReplicaError(
+            f"process {os.environ.get('RANK', '?')}: another process of this run ended or cannot be reached ({reason})"
+        ) from error
+
+
+@contextlib.contextmanager
+def joining() -> Iterator[None]:
+    """Join or make groups without gloo's remarks, which it prints to standard output, where results belong."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        with among_peers():
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def agree(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
+    """Return True in every process if the flag is set in any; all call it at the same place."""
+    value = torch.tensor([float(flag)])
+    with among_peers():
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
+    return bool(value.item())
+
+
+def mean(value: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Return the mean of a tensor over the processes, as a new tensor on its device."""
+    total = value.clone()
+    with among_peers():
+        dist.all_reduce(total, group=group)
+    return total / dist.get_world_size(group)
+
+
+def flat_gradients(parameters: Sequence[torch.nn.Parameter]) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Return the gradients of what trains and a flat float32 copy of them; a missing gradient becomes zero.
+
+    Every trainable parameter takes part in every process: they have to agree on the layout even if a batch did not
+    reach a parameter in one of them.
+    """
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return gradients, torch.cat([g.detach().float().reshape(-1) for g in gradients])
+
+
+def put_back(gradients: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
+    """Copy a flat tensor's parts into the gradients that it was made of."""
+    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+def free_port() -> int:
+    """Return a TCP port of this machine that nobody listens at."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]

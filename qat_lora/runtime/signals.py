@@ -1,0 +1,82 @@
+"""Stop signals as a list that is looked at between steps, instead of an exception anywhere.
+
+A launcher and the processes that it started may both get a signal and the launcher passes its own on, so the same
+request can arrive twice; a second one counts only when it comes a second later.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SAME_REQUEST_S = 1.0
+_standing: list[list[str]] = []
+"""The list of `install_for_good`, if that was called in this process."""
+
+
+def _handler(received: list[str]) -> Any:
+    first_s = 0.0
+
+    def handle(number: int, _frame: Any) -> None:
+        nonlocal first_s
+        if not received:
+            first_s = time.monotonic()
+            received.append(signal.Signals(number).name)
+        elif time.monotonic() - first_s > _SAME_REQUEST_S:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    return handle
+
+
+def install_for_good() -> None:
+    """Collect stop signals from now on: for workers whose work runs in a thread, where handlers cannot be set."""
+    received: list[str] = []
+    _standing[:] = [received]
+    for number in STOP_SIGNALS:
+        signal.signal(number, _handler(received))
+
+
+@contextmanager
+def stop_signals() -> Iterator[list[str]]:
+    """Collect the names of stop signals that arrive; a second one, later, ends the process at once."""
+    received: list[str] = []
+    if threading.current_thread() is not threading.main_thread():  # there signals are somebody else's business
+        yield _standing[0] if _standing else received
+        return
+    old = {number: signal.signal(number, _handler(received)) for number in STOP_SIGNALS}
+    try:
+        yield received
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def passed_on(pids: Any) -> Iterator[list[str]]:
+    """Pass stop signals of this process on to the processes that `pids()` returns; yield the names of those seen."""
+    received: list[str] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+
+    def handle(number: int, _frame: Any) -> None:
+        received.append(signal.Signals(number).name)
+        for pid in pids():
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
+
+    old = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
+    try:
+        yield received
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)

@@ -1,0 +1,92 @@
+"""How a held-out text becomes rows to score: a perplexity means nothing without the name of its protocol.
+
+Three protocols, since published numbers follow three habits and differ by several percent on the same model and text:
+
+* `packed` (`packing.py`): documents one behind the other, cut every L tokens, attention restarting with every document.
+  What students are trained on. Tokens at the start of a row have little context, so it scores worst.
+* `sliding`: each document is walked through in windows of L tokens, moved on by a stride, and only the tokens that no
+  earlier window scored count: every token is scored once, with at least L - stride tokens before it where the document
+  has them. The perplexity of transformers' guide; nearest to what a model can do, and L / stride times the work.
+* `blocks2048`: the convention of the quantisation papers (GPTQ and after): all documents joined by a blank line,
+  encoded once as the tokenizer does by itself, cut into blocks of 2,048 tokens that ignore documents, and a last block
+  that is not full left out. Only numbers of this protocol compare with those tables, and then only on their text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+import numpy as np
+
+from qat_lora.errors import ConfigError, TextError
+from qat_lora.text.packing import Encode, PackedRow
+from qat_lora.text.sources import Document
+
+Protocol = Literal["packed", "sliding", "blocks2048"]
+BLOCK = 2048  # tokens of a row of `blocks2048`
+
+
+def sliding_rows(documents: Iterable[Document], encode: Encode, length: int, stride: int) -> Iterator[PackedRow]:
+    """Yield one row a window; its mask counts the tokens that no earlier window of the document held.
+
+    Args:
+        documents: the text.
+        encode: see `make_encoder`.
+        length: L, tokens of a window.
+        stride: tokens from one window's start to the next's.
+
+    Raises:
+        ConfigError: a stride below 1 or above L - 1, which would leave tokens without any context.
+    """
+    if not 1 <= stride < length:
+        raise ConfigError(f"stride: {stride} does not fit; allowed: 1 to {length - 1}, below the tokens of a row")
+    return _slide(documents, encode, length, stride)
+
+
+def _slide(documents: Iterable[Document], encode: Encode, length: int, stride: int) -> Iterator[PackedRow]:
+    for document in documents:
+        ids, mask = encode(document)
+        done = 0
+        for start in range(0, len(ids), stride):
+            end = min(start + length, len(ids))
+            row = _row(ids[start:end], length)
+            row.loss_mask[done - start : end - start] = mask[done:end]
+            row.loss_mask[0] = 0  # nothing comes before it
+            yield row
+            done = end
+            if end == len(ids):
+                break
+
+
+def block_rows(documents: Iterable[Document], tokenizer: Any, length: int = BLOCK) -> Iterator[PackedRow]:
+    """Yield the full blocks of the joined text, every token but each block's first counted.
+
+    Raises:
+        TextError: chats, which this protocol does not know, or less text than one block.
+    """
+    texts = []
+    for document in documents:
+        if document.text is None:
+            raise TextError(f"protocol: blocks2048 joins plain texts, and {document.name} is a chat; use packed")
+        texts.append(document.text)
+    ids = tokenizer("\n\n".join(texts), verbose=False)["input_ids"]
+    if len(ids) < length:
+        raise TextError(f"protocol: blocks of {length} tokens need that much text, this has {len(ids)}; use packed")
+    return (_block(ids[start : start + length], length) for start in range(0, len(ids) - length + 1, length))
+
+
+def _block(ids: list[int], length: int) -> PackedRow:
+    row = _row(ids, length)
+    row.loss_mask[1:] = 1
+    return row
+
+
+def _row(ids: list[int], length: int) -> PackedRow:
+    """Return a row of one document, nothing counted; what is left over is a document of padding."""
+    row = PackedRow(np.zeros(length, np.int32), np.zeros(length, np.uint8), np.zeros(length, np.bool_), {})
+    row.input_ids[: len(ids)] = ids
+    row.doc_starts[0] = True
+    if len(ids) < length:
+        row.doc_starts[len(ids)] = True
+    return row

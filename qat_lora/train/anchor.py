@@ -1,0 +1,115 @@
+"""The anchor: some training rows on which the student is held near what it was before training.
+
+What the student said on them is remembered before step 1 as the K likeliest tokens, the sum over all and the tail, in
+the arrays of a KD cache's batch, so that the loss of the cache serves the anchor too. (Remembering the *teacher's* head
+would be a second KD term under another name; keeping the old student beside the new one costs a second model.)
+
+Every optimizer step sees one more micro-batch, of as many rows as the others, in turn. Its weight is per token: the
+step minimises mean over the cache's tokens + weight · mean over the anchor's tokens, so its gradient is scaled by
+tokens / anchor tokens before it joins sums that are divided by tokens. All of that stays on the device.
+
+Nothing is stored with a checkpoint: whoever resumes has built the student from its start again, just before it loads
+the checkpoint, and remembers that. The rows come from the run's seed; dropout is off and no random number is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qat_lora.losses.objective import ObjectiveConfig
+from qat_lora.losses.teacher import sparse_teacher_from_hidden
+from qat_lora.order import micro_batches
+from qat_lora.runtime.base import Runtime
+from qat_lora.train.step import Sums, micro_batch
+from qat_lora.types import Batch, LanguageModel
+
+if TYPE_CHECKING:
+    from qat_lora.train.loop import TrainingRows
+
+ANCHOR_K = 64
+"""Tokens remembered at every position; the others are one bucket."""
+_ORDER = 0x616E63686F72
+"""Mixed into the seed, so that the anchor's rows are not just those of the first steps."""
+_TEXT = ("input_ids", "document_ids", "target_mask")
+
+
+@torch.no_grad()
+def remember(
+    model: LanguageModel,
+    dataset: TrainingRows,
+    objective: ObjectiveConfig,
+    batch_rows: int,
+    seed: int,
+    runtime: Runtime,
+) -> Batch:
+    """Return what the model says now on some training rows: numpy arrays with the keys of a cache's batch.
+
+    Args:
+        model: the student before its first step, in evaluation mode, placed.
+        dataset: the training rows.
+        objective: how many rows, and how large a chunk of logits.
+        batch_rows: rows of a forward.
+        seed: of the run; it draws the rows.
+        runtime: where the model is. Every process remembers all rows.
+    """
+    samples = objective.anchor_samples
+    steps = -(-samples // batch_rows)
+    drawn = dataset.batches(0, steps, batch_rows, 1, seed ^ _ORDER, 0, 1)
+    kept: list[Batch] = []
+    for batch in runtime.feed({name: batch[name] for name in _TEXT} for batch in drawn):
+        hidden_BLH = model.hidden(batch["input_ids"], batch["document_ids"])[:, :-1]
+        chunk_bytes = objective.loss_chunk_mb * 2**20
+        teacher = sparse_teacher_from_hidden(hidden_BLH.flatten(0, 1), model.head(), ANCHOR_K, chunk_bytes)
+        arrays = {
+            "head_ids": teacher.ids_NK.int(),
+            "head_logits": teacher.log_probs_NK - teacher.log_probs_NK[:, :1],
+            "lse": -teacher.log_probs_NK[:, 0],
+            "log_tail": teacher.log_tail_N,
+        }
+        shape = hidden_BLH.shape[:2]
+        arrays = {name: value.reshape(*shape, *value.shape[1:]) for name, value in arrays.items()}
+        runtime.cut()
+        kept.append({name: value.cpu().numpy() for name, value in (batch | arrays).items()})
+    return {name: np.concatenate([rows[name] for rows in kept])[:samples] for name in kept[0]}
+
+
+def anchor_batches(
+    rows: Batch, start_step: int, steps: int, batch_rows: int, replica: int, replicas: int
+) -> Iterator[Batch]:
+    """Yield this replica's anchor micro-batch of each step: all rows, again and again; a round ends masked."""
+    count = len(rows["input_ids"])
+    for numbers in micro_batches(count, start_step, steps, batch_rows, 1, 0, replica, replicas):
+        batch = {name: value[numbers] for name, value in rows.items()}
+        batch["target_mask"] = batch["target_mask"] & (numbers >= 0)[:, None]
+        yield batch
+
+
+def anchor_micro_batch(
+    model: LanguageModel,
+    batch: Batch,
+    objective: ObjectiveConfig,
+    weights: Mapping[str, Tensor],
+    sums: Sums,
+    runtime: Runtime,
+) -> Sums:
+    """Run forward and backward on anchor rows, after the step's other micro-batches; return the step's sums with it.
+
+    Args:
+        model: the student.
+        batch: of `anchor_batches`, on the device.
+        objective: of the run: chunk and walk.
+        weights: of this step, with `anchor`.
+        sums: of the step's micro-batches.
+        runtime: averages both token counts.
+    """
+    counts = torch.stack([sums["tokens"].float(), batch["target_mask"].sum(dtype=torch.float32)])
+    tokens, own_tokens = runtime.all_reduce_mean(counts).unbind()
+    ratio = tokens / own_tokens.clamp_min(1.0)
+    distance = ObjectiveConfig(loss_chunk_mb=objective.loss_chunk_mb, loss_walk=objective.loss_walk)
+    own = micro_batch(model, batch, distance, {"kd": weights["anchor"] * ratio})
+    return sums | {"loss": sums["loss"] + own["loss"], "loss_anchor": sums["loss_anchor"] + own["loss_kd"] * ratio}

@@ -1,0 +1,210 @@
+"""Block-wise reconstruction: codes and scales of one decoder layer at a time, by what the layer puts out.
+
+Before the whole model trains on the teacher's logits, each decoder layer in turn learns to give the full-precision
+layer's output *from the inputs that the quantised layers before it produce*, so it also makes up for what they lost.
+A layer's own output is a target of thousands of numbers a token where the logits are one distribution, and only one
+layer's weights, gradients and moments are in memory: at 2 bits this is the step that moves codes at all in a budget
+of a few thousand rows. End-to-end training then only has to fit scales or adapters.
+
+Source: BRECQ (arXiv 2102.05426); Block-AP of EfficientQAT (arXiv 2407.11062).
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from qat_lora.config import option
+from qat_lora.errors import ConfigError, ModelError
+from qat_lora.layers.convert import linear_layers, quant_layers
+from qat_lora.runtime.base import Runtime
+from qat_lora.train.optim import AdamW
+from qat_lora.types import Batch
+
+BLOCK = re.compile(r"^(.+?)\.\d+\.")
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments of one block's forward, beside the hidden states that come first."""
+
+
+@dataclass(frozen=True)
+class BlockwiseConfig:
+    """How long and how fast every decoder layer is reconstructed."""
+
+    blockwise_steps: int = option(
+        0, "optimizer steps for each decoder layer alone, before the model trains as a whole; 0: none", unit="steps"
+    )
+    blockwise_lr: float = option(1e-4, "peak learning rate of the weights in it")
+    blockwise_scale_lr: float = option(1e-4, "peak learning rate of the scales in it")
+
+    def __post_init__(self) -> None:
+        if self.blockwise_steps < 0:
+            raise ConfigError(f"blockwise_steps: {self.blockwise_steps} is below 0")
+        for name in ("blockwise_lr", "blockwise_scale_lr"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name}: {getattr(self, name)} is not allowed; give a number above 0")
+
+
+def blocks_of(module: nn.Module) -> str:
+    """Return the name of the list of decoder layers: the one that all quantised layers lie in.
+
+    Raises:
+        ModelError: they lie in several lists, or in none.
+    """
+    names = [*quant_layers(module)]
+    lists = {found.group(1) if (found := BLOCK.match(name)) else name for name in names}
+    lists = {name for name in lists if isinstance(module.get_submodule(name), nn.ModuleList)}
+    if len(lists) != 1 or not all(name.startswith(f"{next(iter(lists))}.") for name in names):
+        there = ", ".join(sorted(lists)) or "none"
+        raise ModelError(
+            f"blockwise_steps: needs one list of decoder layers that holds all quantised ones; found {there}"
+        )
+    return lists.pop()
+
+
+def reconstruct(
+    student: nn.Module,
+    full: nn.Module,
+    forward: Callable[[Batch], Any],
+    batches: Iterable[Batch],
+    config: BlockwiseConfig,
+    runtime: Runtime,
+    quiet: bool = False,
+) -> list[dict[str, float]]:
+    """Train the codes and scales of a quantised model block by block, in place; packed codes again at the end.
+
+    A block that training did not bring nearer keeps its start.
+
+    Args:
+        student: the quantised model, placed, in float32.
+        full: the model it was made of, likewise.
+        forward: runs `full` on one batch.
+        batches: calibration batches of one shape, on the device.
+        config: steps and learning rates.
+        runtime: where this runs.
+        quiet: no progress bar.
+
+    Returns:
+        For every block the mean squared error of its output `before` and `after`, as a share of the output's own.
+
+    Raises:
+        ModelError: no list of decoder layers that holds all quantised layers, or no rows.
+    """
+    where = blocks_of(student)
+    with torch.no_grad():
+        hidden, calls = _first_inputs(full.get_submodule(where), forward, batches, runtime)
+    if not hidden:
+        raise ModelError("blockwise_steps: there are no calibration rows")
+    exact, shares = list(hidden), []
+    pairs = list(zip(student.get_submodule(where).children(), full.get_submodule(where).children(), strict=True))
+    with tqdm(total=len(pairs) * config.blockwise_steps, desc="block by block", unit="step", disable=quiet) as bar:
+        for index, (block, model) in enumerate(pairs):
+            kept = [call[index] for call in calls]
+            with torch.no_grad():
+                exact = _push(model, exact, kept, runtime)
+                started = _push(block, hidden, kept, runtime)
+            before, start = _error(started, exact), copy.deepcopy(block.state_dict())
+            _fit(block, model, hidden, exact, kept, config, runtime, bar)
+            with torch.no_grad():
+                fitted = _push(block, hidden, kept, runtime)
+            after = _error(fitted, exact)
+            if after >= before:  # too few steps for its learning rate: codes that were found by calibration were better
+                block.load_state_dict(start)
+            hidden, after = (fitted, after) if after < before else (started, before)
+            shares.append({"before": before, "after": after})
+            bar.set_postfix_str(f"layer {index}: error {before:.3f} -> {after:.3f}")
+    return shares
+
+
+def _first_inputs(
+    blocks: Any, forward: Callable[[Batch], Any], batches: Iterable[Batch], runtime: Runtime
+) -> tuple[list[Tensor], list[list[Call]]]:
+    """Return the hidden states that enter the first block, and by batch and block what else a block is called with."""
+    hidden: list[Tensor] = []
+    calls: list[list[Call]] = []
+
+    def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module is blocks[0]:
+            hidden.append(args[0])
+        calls[-1].append((args[1:], kwargs))
+
+    handles = [block.register_forward_pre_hook(watch, with_kwargs=True) for block in blocks]
+    try:
+        for batch in batches:
+            calls.append([])
+            forward(batch)
+            runtime.cut()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return hidden, calls
+
+
+def _run(block: nn.Module, hidden: Tensor, call: Call) -> Tensor:
+    args, kwargs = call
+    output = block(hidden, *args, **kwargs)
+    return output if isinstance(output, Tensor) else output[0]
+
+
+def _push(block: nn.Module, hidden: list[Tensor], calls: list[Call], runtime: Runtime) -> list[Tensor]:
+    """Run every batch through a block."""
+    out = []
+    for states, call in zip(hidden, calls, strict=True):
+        out.append(_run(block, states, call))
+        runtime.cut()
+    return out
+
+
+def _error(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    wrong = torch.stack([(a.float() - b.float()).square().sum() for a, b in zip(ours, theirs, strict=True)]).sum()
+    return float(wrong / torch.stack([b.float().square().sum() for b in theirs]).sum())
+
+
+def _fit(
+    block: nn.Module,
+    model: nn.Module,
+    hidden: list[Tensor],
+    exact: list[Tensor],
+    calls: list[Call],
+    config: BlockwiseConfig,
+    runtime: Runtime,
+    bar: Any,
+) -> None:
+    """Train one block's weights and scales on the mean squared error of its output."""
+    dense = dict(linear_layers(model))
+    weights: list[nn.Parameter] = []
+    scales: list[nn.Parameter] = []
+    layers = quant_layers(block)
+    for name, layer in layers.items():
+        weights.append(layer.train_weight(dense[name].weight.detach()).weight)
+        layer.train_scales()
+        scales += layer.scales
+    groups = [{"params": weights, "lr": config.blockwise_lr}, {"params": scales, "lr": config.blockwise_scale_lr}]
+    optimizer = AdamW([{**group, "weight_decay": 0.0} for group in groups], betas=(0.9, 0.99))
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    for parameter in (*weights, *scales):
+        parameter.grad = torch.zeros_like(parameter)
+    for step in range(config.blockwise_steps):
+        index = step % len(hidden)
+        difference = _run(block, hidden[index], calls[index]).float() - exact[index].float()
+        (difference.square().sum() / exact[index].float().square().sum()).backward()
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["lr"] = peak * (
+                1 - step / config.blockwise_steps
+            )  # to zero, or weights beside a border keep crossing it
+        optimizer.step()
+        for parameter in (*weights, *scales):
+            assert parameter.grad is not None
+            parameter.grad.zero_()
+        runtime.cut()
+        bar.update()
+    for layer in layers.values():
+        for parameter in layer.parameters():
+            parameter.grad = None
+        layer.settle()

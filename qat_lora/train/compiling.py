@@ -1,0 +1,94 @@
+"""What the runtime compiles while training, told to the user: how long the first step takes, and surprises later.
+
+A graph compiler is silent for minutes in step 1, and a recompile in step 700 looks like a slow machine. So step 1 is
+reported phase by phase, and a graph that is compiled later is a warning that names what changed, or an error with
+`--max-recompiles`. Only training steps are watched: what an evaluation compiles is its own. A runtime that compiles
+nothing (empty `compile_report`) is never asked again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from qat_lora.errors import RecompiledError
+from qat_lora.runtime.base import Runtime
+from qat_lora.types import Batch
+
+TRACED, COMPILED = "forward and backward traced", "compiled"
+OPTIMIZER_TRACED, OPTIMIZER_COMPILED = "optimizer traced", "compiled "
+
+
+class CompileWatch:
+    """Follows the steps of a run.
+
+    Args:
+        runtime: what compiles.
+        most: graphs that may be compiled after the first step; None for any number, with a warning.
+        say: prints a line.
+    """
+
+    def __init__(self, runtime: Runtime, most: int | None, say: Callable[[str], None]) -> None:
+        self._runtime, self._most, self._say = runtime, most, say
+        self._active = bool(runtime.compile_report())
+        self._is_first, self._late = True, 0
+        self._graphs, self._since = 0, 0.0
+        self._phases: dict[str, float] = {}
+        self._known: dict[str, tuple[int, ...]] = {}
+        self._changed: dict[str, str] = {}
+
+    def begin(self) -> None:
+        """A training step begins."""
+        if self._active:
+            self._graphs, self._since = int(self._runtime.compile_report()["graphs_compiled"]), time.perf_counter()
+            self._changed.clear()
+
+    def batch(self, batch: Batch) -> None:
+        """A micro-batch is about to be computed."""
+        if not self._active:
+            return
+        shapes = {name: tuple(value.shape) for name, value in batch.items() if hasattr(value, "shape")}
+        self._known = self._known or shapes
+        for name in shapes.keys() | self._known.keys():
+            before, now = self._known.get(name), shapes.get(name)
+            if before != now:
+                self._changed[name] = f"{name} was {_shape(before)}, now {_shape(now)}"
+
+    def mark(self, phase: str) -> None:
+        """A phase of the step has ended; those of the first step are reported, each once."""
+        if self._active and self._is_first:
+            now = time.perf_counter()
+            self._phases.setdefault(phase, now - self._since)
+            self._since = now
+
+    def end(self, step: int) -> None:
+        """A training step has ended.
+
+        Raises:
+            RecompiledError: more graphs than allowed were compiled after the first step.
+        """
+        if not self._active:
+            return
+        report = self._runtime.compile_report()
+        new = int(report["graphs_compiled"]) - self._graphs
+        if self._is_first:
+            phases = ", ".join(f"{name.strip()} {seconds:.1f} s" for name, seconds in self._phases.items())
+            self._say(f"[step {step}] {phases} · {report['graphs_compiled']:.0f} graphs so far")
+            self._is_first = False
+            return
+        if not new:
+            return
+        self._late += new
+        what = "; ".join(self._changed.values()) or (
+            "no shape of the batch changed; a number that changes from step to step may be compiled in, "
+            "PT_XLA_DEBUG_LEVEL=2 names the line"
+        )
+        message = f"step {step} compiled {new} graph{'s' if new > 1 else ''} more: {what}"
+        if self._most is not None and self._late > self._most:
+            raise RecompiledError(f"max_recompiles: {self._most}, but {message}")
+        logging.getLogger(__name__).warning(message)
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "not there" if shape is None else str(list(shape))

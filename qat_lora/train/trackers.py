@@ -1,0 +1,95 @@
+"""Where numbers go beside the run's own files: TensorBoard and Weights & Biases, on request.
+
+`metrics.jsonl` is the record; these are views of it, written by the main process from values that are on the host
+anyway. A resumed run goes on in the same place: TensorBoard is told from which step on to forget, Weights & Biases
+finds the run by an id that is kept in the run's folder.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from qat_lora.errors import ConfigError
+from qat_lora.extras import require
+
+
+class Tracker(Protocol):
+    """A place that numbers are sent to."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Take the numbers of an optimizer step."""
+
+    def close(self) -> None:
+        """Send what is left."""
+
+
+class TensorBoard:
+    """Event files under `tensorboard/` in the run's folder; see them with `tensorboard --logdir`."""
+
+    def __init__(self, out: Path, start_step: int, settings: Mapping[str, Any]) -> None:
+        require("tensorboard", "log")
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(out / "tensorboard"), purge_step=start_step + 1 if start_step else None)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Add one scalar per number."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run in the project `qat-lora`; WANDB_MODE=offline writes under `wandb/` in the run's folder only."""
+
+    def __init__(self, out: Path, start_step: int, settings: Mapping[str, Any]) -> None:
+        self._wandb = require("wandb", "log")
+        file = out / "wandb_id.txt"
+        if not file.exists():
+            file.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
+        self._run = self._wandb.init(
+            project="qat-lora",
+            name=out.name,
+            dir=str(out),
+            id=file.read_text(encoding="utf-8").strip(),
+            resume="allow",
+            config=dict(settings),
+            settings=self._wandb.Settings(silent=True),
+        )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Send the numbers; steps that the service has already are ignored by it."""
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+TRACKERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+
+
+def check_trackers(names: tuple[str, ...]) -> None:
+    """Refuse a tracker that does not exist.
+
+    Raises:
+        ConfigError: names what is allowed.
+    """
+    for name in names:
+        if name not in TRACKERS:
+            raise ConfigError(f"log_to: {name!r} is unknown; allowed: {', '.join(TRACKERS)}")
+
+
+def open_trackers(names: tuple[str, ...], out: Path, start_step: int, settings: Mapping[str, Any]) -> list[Tracker]:
+    """Open trackers by name for a run that goes on after `start_step`.
+
+    Raises:
+        MissingExtraError: its package is not installed.
+    """
+    return [TRACKERS[name](out, start_step, settings) for name in names]

@@ -1,0 +1,108 @@
+"""The report card: every part there or left out, for usual and for odd scores; a page that stands alone."""
+
+import copy
+import math
+import re
+
+import pytest
+
+from qat_lora.evaluate import card
+from qat_lora.evaluate.break_even import break_even
+from qat_lora.evaluate.plots import plot_report
+from qat_lora.evaluate.tally import BINS
+
+
+def model(kl, bits=None):
+    means = {"ppl": 10.0 + kl, "nll": 2.3, "kl": kl, "top1": 0.7, "tokens": 99, "accuracy": 0.4, "ece": 0.05}
+    return means | {
+        "bits_per_weight": bits,
+        "interval": {name: [value * 0.9, value * 1.1] for name, value in means.items()},
+    }
+
+
+def report(students=2, texts=2, **parts):
+    models = {"teacher": model(0.0), **{f"student {i} <b>": model(0.5 * i, 2.25) for i in range(1, students + 1)}}
+    bins = {"tokens": [30.0] * BINS, "confidence": [0.5] * BINS, "accuracy": [0.4] * BINS}
+    difference = {"difference": -0.1, "interval": [-0.2, 0.1], "clear": False}
+    names = [name for name in models if name != "teacher"]
+    return {
+        "schema": card.SCHEMA,
+        "setup": {
+            "teacher": "t",
+            "protocol": "sliding",
+            "length": 64,
+            "stride": 32,
+            "dtype": "float32",
+            "device": "CPU",
+            "resamples": 1000,
+        },
+        "texts": {f"text {i}": {"rows": 30, "tokens": 99} for i in range(texts)},
+        "models": models,
+        "calibration": dict.fromkeys(models, bins),
+        "pairs": [{"first": names[0], "second": b, "kl": difference, "nll": difference} for b in names[1:]],
+        "domains": {f"text {i}": models for i in range(texts)},
+        "generation": None,
+        "overlap": None,
+        "break_even": None,
+        "tasks": None,
+        **parts,
+    }
+
+
+GENERATION = {
+    name: {"repetition": 0.5, "distinct_1": 0.1, "distinct_2": 0.2, "termination": 0.0, "tokens": 64.0}
+    for name in ("teacher", "student 1 <b>", "student 2 <b>")
+}
+FULL = report(
+    generation=GENERATION,
+    overlap={"run": 13, "tokens": 99, "seen": 50, "share": 0.5, "by_text": {"text 0": 0.5}, "cache_tokens": 1000},
+    break_even=break_even(1000, 10.0, None, {"student 1 <b>": 500}),
+    tasks={name: {"arc": {"acc": 0.25, "acc_stderr": 0.1}} for name in GENERATION},
+)
+
+
+def ruined():
+    odd = report()
+    of = odd["models"]["student 1 <b>"]
+    of |= {"ppl": math.inf, "kl": math.nan, "ece": math.nan, "interval": dict.fromkeys(of["interval"], [math.nan] * 2)}
+    odd["calibration"] = copy.deepcopy(odd["calibration"])
+    odd["calibration"]["student 1 <b>"] |= {"tokens": [0.0] * BINS, "confidence": [None] * BINS}
+    return odd
+
+
+REPORTS = {"full": FULL, "one text": report(texts=1), "teacher alone": report(students=0), "ruined": ruined()}
+REPORTS |= {"fifteen": report(students=15, texts=1), "one student": report(students=1)}
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_every_report_has_its_page_tables_and_picture(tmp_path, name):
+    pytest.importorskip("matplotlib")
+    found = REPORTS[name]
+    plot_report(found, tmp_path / "s.png")
+    png = (tmp_path / "s.png").read_bytes()
+    assert png[:8] == b"\x89PNG\r\n\x1a\n"
+    page, text = card.page(found, png), card.markdown(found, "s.png")
+    assert "student 1 <b>" not in page and page.count("<table>") == len(card.tables(found))
+    assert not re.search(r'(src|href)="(?!data:)', page) and "<script" not in page
+    assert page.count("<tr>") == sum(len(rows) for _, rows in card.tables(found))
+    assert text.count("\n## ") == len(card.tables(found)) + bool(found["break_even"])
+    assert "![" not in card.markdown(found, None) and "<img" not in card.page(found, None)
+
+
+def test_tables_and_notes_of_the_full_report():
+    headings = [heading.split(" (")[0].split(",")[0] for heading, _ in card.tables(FULL)]
+    assert headings == ["Scores", "Differences between students", "By text", "Greedy generation", "Tasks"]
+    first = card.score_rows(FULL["models"])
+    assert first[1] == ["teacher", "10.00", "9.00–11.00", "-", "-", "-", "40.0%", "5.0%", "-"]
+    assert first[2][3:5] == ["0.5000", "0.4500–0.5500"] and first[2][-1] == "2.25"
+    assert card.pair_rows(FULL["pairs"])[1][1] == "-0.1000 (-0.2000 to +0.1000), not clear"
+    assert card.task_rows(FULL["tasks"]) == [
+        ["task", "metric", *GENERATION],
+        ["arc", "acc", "0.2500", "0.2500", "0.2500"],
+    ]
+    notes = card.notes(FULL)
+    assert "windows of 64 tokens moved on by 32" in notes[1] and notes[-1].startswith("Warning: 50.0%")
+    assert "not looked at" in card.notes(report())[-1]
+    few = report()
+    few["texts"] = {"t": {"rows": 3, "tokens": 9}}
+    assert any(line.startswith("Warning: 3 rows are few") for line in card.notes(few))

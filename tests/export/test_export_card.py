@@ -1,0 +1,82 @@
+"""The card says what is known, and neither guesses nor tells where things lay."""
+
+import json
+
+import pytest
+import yaml
+
+from qat_lora.errors import ConfigError, ModelError
+from qat_lora.export.adapter import CONFIG
+from qat_lora.export.card import Card, Origin, read_origin, read_scores, render, shown
+from qat_lora.export.pair import save_pair, save_settings
+
+
+def card(**changed):
+    facts = {
+        "name": "tiny", "form": "merged", "origin": Origin(), "base_sha256": "f" * 64, "bits_per_weight": None,
+        "result": {"layers_rounded": 3, "nothing": None}, "command": "qat-lora export",
+    }  # fmt: skip
+    return render(Card(**{**facts, **changed}))
+
+
+def test_unknown_is_said():
+    text = card()
+    assert text.count("unknown") == 3 and "| licence | not given" in text and "None were given" in text
+    assert "| layers rounded | 3 |" in text and "nothing" not in text
+    front = yaml.safe_load(text.split("---\n")[1])
+    assert front["license"] == "other" and "base_model" not in front
+
+
+def test_a_hub_model_is_named():
+    front = yaml.safe_load(card(origin=Origin(model="Qwen/Qwen3-0.6B")).split("---\n")[1])
+    assert front["base_model"] == "Qwen/Qwen3-0.6B"
+
+
+@pytest.mark.parametrize("form", ["merged", "adapter", "compressed-tensors", "gguf"])
+def test_every_form_says_how_it_is_used(form):
+    assert "FOLDER" in card(form=form, notes=["not run in vLLM"]) and "* not run in vLLM" in card(
+        notes=["not run in vLLM"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "wanted"),
+    [
+        ("/home/me/model", "model"),
+        ("./runs/a", "a"),
+        ("a/b/c", "c"),
+        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+        ("x", "x"),
+    ],
+)
+def test_paths_are_cut(path, wanted):
+    assert shown(path) == wanted
+
+
+def test_origin_without_run_or_cache(tmp_path):
+    class Config:
+        quantization_config = {"preset": {"name": "w2g64"}, "details": {"model": str(tmp_path)}}
+
+    adapter = tmp_path / "run" / "best"
+    adapter.mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").write_text("kd_cache_dir: /gone\n")
+    assert read_origin(Config(), adapter) == Origin(tmp_path.name, "unknown", "unknown", "w2g64")
+    assert read_origin(object(), None) == Origin()
+
+
+@pytest.mark.parametrize("content", [None, "", "[1]", '{"teacher": 1}'])
+def test_scores_that_are_none(tmp_path, content):
+    if content is not None:
+        (tmp_path / "scores.json").write_text(content)
+    with pytest.raises(ConfigError, match="scores: .*qat-lora eval"):
+        read_scores(str(tmp_path))
+
+
+def test_a_pair_of_strangers_is_refused(adapted, student, tiny, tmp_path):
+    _, adapter = adapted
+    with pytest.raises(ModelError, match="belongs to another base"):
+        save_pair(adapter, tiny.teacher, tmp_path / "pair")
+    (tmp_path / "new").mkdir()
+    save_settings(adapter, tmp_path / "new", "..", "a" * 64)
+    assert json.loads((tmp_path / "new" / CONFIG).read_text())["base_model_name_or_path"] == ".."
+    assert json.loads((tmp_path / "new" / "qat_lora.json").read_text())["base_sha256"] == "a" * 64

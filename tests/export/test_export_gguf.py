@@ -1,0 +1,178 @@
+"""GGUF files hold our weights bit for bit, and llama.cpp computes with them what we compute."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from toy_pipeline import call, export_options
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from qat_lora.errors import ModelError
+from qat_lora.export.adapter import save_adapter
+from qat_lora.export.gguf_file import gguf_name, q4_0, row_order
+from qat_lora.export.gguf_vocab import SPLITS, vocabulary
+from qat_lora.layers.calibrate import quantise_model
+from qat_lora.layers.convert import add_lora, lora_layers, quant_layers
+from qat_lora.layers.lora import LoraConfig
+from qat_lora.models import checkpoint_sha256, copy_tokenizer, load_model, load_tokenizer, save_quantised
+from qat_lora.options import HubConfig
+from qat_lora.quant.spec import preset
+from qat_lora.students import open_student
+
+gguf = pytest.importorskip("gguf")
+TEXT = "the model of a layer and the weight in the cache. a token to the loss, quant scale code row head tail.\n" * 3
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama"])
+def teacher(request, tiny, tmp_path_factory):
+    """The tiny teacher, and a Llama of its size."""
+    if request.param == "qwen3":
+        return tiny.teacher
+    folder = tmp_path_factory.mktemp("llama") / "teacher"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=320, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=96, max_position_embeddings=256, tie_word_embeddings=False, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(4.0)
+    model.save_pretrained(folder)
+    copy_tokenizer(tiny.teacher, folder)
+    return folder
+
+
+def adapted(teacher, name, root):
+    """A quantised student with a random adapter; return the adapter's folder."""
+    model = load_model(str(teacher))
+    quantise_model(model.module, preset(name), "mse", quiet=True)
+    save_quantised(model, root / "base", preset(name), {})
+    torch.manual_seed(1)
+    config = LoraConfig(recovery_r=3, recovery_alpha=5.0)
+    for layer in add_lora(model.module, config).values():
+        layer.lora_B.data = torch.randn_like(layer.lora_B) * 0.1
+    save_adapter(model.module, config, root / "adapter", root / "base", checkpoint_sha256(root / "base"))
+    return root / "adapter"
+
+
+def read(file):
+    reader = gguf.GGUFReader(file)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    return reader, tensors, {name: gguf.dequantize(t.data, t.tensor_type) for name, t in tensors.items()}
+
+
+def unpermuted(model, name, array):
+    order = row_order(model, name)
+    if order is None:
+        return array
+    back = np.empty_like(array)
+    back[order.numpy()] = array
+    return back
+
+
+@pytest.mark.parametrize("name", ["w2g64", "w3g128", "w4g128", "apple2"])
+def test_tensors_are_ours_after_dequantisation(teacher, name, tmp_path):
+    adapter = adapted(teacher, name, tmp_path)
+    out = call("export", export_options(adapter, tmp_path / "out", form="gguf"))
+    model = open_student(str(adapter), HubConfig()).model
+    _, tensors, dense = read(out / "base.gguf")
+    layers = quant_layers(model.module)
+    for layer, module in layers.items():
+        found = f"{gguf_name(layer)}.weight"
+        assert tensors[found].tensor_type.name == "Q4_0"
+        assert np.array_equal(unpermuted(model, layer, dense[found]), module.weight.numpy())
+    assert np.array_equal(dense["token_embd.weight"], model.module.get_input_embeddings().weight.numpy())
+    assert ("output.weight" in dense) == (model.config.model_type == "llama")
+    reader, _, factors = read(out / "adapter.gguf")
+    assert reader.get_field("adapter.lora.alpha").contents() == 5.0
+    for layer, module in lora_layers(model.module).items():
+        a, b = (factors[f"{gguf_name(layer)}.weight.lora_{x}"] for x in "ab")
+        assert np.array_equal(a, module.lora_A.detach().numpy())
+        assert np.array_equal(unpermuted(model, layer, b), module.lora_B.detach().numpy())
+    assert len(factors) == 2 * len(lora_layers(model.module)) == 28
+
+
+@pytest.mark.parametrize(("name", "worst"), [("q4_r32", 0.15), ("q2a4", 0.15)])
+def test_what_no_block_holds_is_rounded_with_its_error_or_dense(tiny, name, worst, tmp_path):
+    adapter = adapted(tiny.teacher, name, tmp_path)
+    rounded = call("export", export_options(adapter, tmp_path / "rounded", form="gguf"))
+    exact = call("export", export_options(adapter, tmp_path / "exact", form="gguf", exact_only=True))
+    layers = quant_layers(open_student(str(adapter), HubConfig()).model.module)
+    result = json.loads((rounded / "result.json").read_text())
+    assert result["layers_rounded"] == 14
+    (_, _, dense), (_, kinds, whole) = read(rounded / "base.gguf"), read(exact / "base.gguf")
+    errors = []
+    for layer, module in layers.items():
+        weight, key = module.weight.detach().numpy().astype(np.float64), f"{gguf_name(layer)}.weight"
+        errors.append(np.linalg.norm(dense[key] - weight) / np.linalg.norm(weight))
+        assert kinds[key].tensor_type.name == "F32" and np.array_equal(whole[key], module.weight.detach().numpy())
+    assert result["weight_error_worst"] == pytest.approx(max(errors), abs=1e-4) and max(errors) < worst
+    assert "stored dense" in (exact / "README.md").read_text()
+
+
+def test_blocks_by_hand():
+    codes = (torch.arange(64) % 16 - 8).to(torch.int8).reshape(1, 64)
+    block = q4_0(codes, torch.tensor([[0.5]]), 64)
+    assert block.shape == (1, 36) and block.dtype == np.uint8
+    assert block[0, :2].view(np.float16)[0] == 0.5 == block[0, 18:20].view(np.float16)[0]
+    assert [int(byte) & 15 for byte in block[0, 2:18]] == list(range(16))
+
+
+def test_the_vocabulary(tiny):
+    tokenizer = load_tokenizer(tiny.teacher)
+    found = vocabulary(tokenizer, 330)
+    assert found.splitting == "gpt-2" and len(found.tokens) == len(found.kinds) == 330
+    assert found.tokens[0] == "<|endoftext|>" and found.kinds[0] == 3 and set(found.kinds[320:]) == {5}
+    assert all(merge.count(" ") == 1 for merge in found.merges)
+    assert set(SPLITS.values()) == {"qwen2", "llama-bpe"}
+    with pytest.raises(ModelError, match="another model"):
+        vocabulary(tokenizer, 300)
+
+
+def test_others_are_refused_by_name(tiny, tmp_path):
+    config = Qwen2Config(
+        vocab_size=320, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=96,
+    )  # fmt: skip
+    Qwen2ForCausalLM(config).save_pretrained(tmp_path / "qwen2")
+    copy_tokenizer(tiny.teacher, tmp_path / "qwen2")
+    with pytest.raises(ModelError, match="qwen2 is not supported; allowed: qwen3, llama"):
+        call("export", export_options(tmp_path / "qwen2", tmp_path / "out", form="gguf"))
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ModelError, match="no name for the layer model.layers.0.extra"):
+        gguf_name("model.layers.0.extra")
+
+
+def nll(logits, ids):
+    logits = torch.as_tensor(logits, dtype=torch.float64)
+    return float(torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:])))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of a package built elsewhere
+@pytest.mark.parametrize(("name", "close"), [("w2g64", 0.01), ("q4_r32", 1e-4)], ids=["Q4_0", "dense"])
+def test_llama_cpp_has_our_perplexity(teacher, name, close, tmp_path):
+    """Dense layers agree as far as float32 does; with Q4_0, llama.cpp rounds activations to 8 bits."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    adapter = adapted(teacher, name, tmp_path)
+    out = call("export", export_options(adapter, tmp_path / "out", form="gguf", exact_only=True))
+    model = open_student(str(adapter), HubConfig()).model
+    ids = load_tokenizer(model.folder)(TEXT)["input_ids"]
+    with torch.no_grad():
+        hidden = model.hidden(torch.tensor([ids]), torch.zeros(1, len(ids), dtype=torch.int32))
+        ours = nll(model.logits(hidden[0]), ids)
+    theirs = []
+    for lora in (str(out / "adapter.gguf"), None):
+        llama = llama_cpp.Llama(
+            str(out / "base.gguf"), lora_path=lora, n_ctx=256, n_threads=1, logits_all=True, verbose=False
+        )
+        assert llama.tokenize(TEXT.encode(), add_bos=False) == ids
+        llama.eval(ids)
+        theirs.append(nll(llama.scores[: len(ids)].copy(), ids))
+        llama.close()
+    assert math.expm1(abs(theirs[0] - ours)) < close
+    assert math.expm1(abs(theirs[1] - ours)) > 0.01  # the control: without the adapter it is another model

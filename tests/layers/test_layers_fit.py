@@ -1,0 +1,87 @@
+"""A layer's codes and start: optimal in the metric given, and better together than one after the other."""
+
+import numpy as np
+import pytest
+import torch
+
+from qat_lora.errors import ConfigError
+from qat_lora.layers.fit import Metric, error_factors, fit_layer
+from qat_lora.quant.spec import QuantSpec
+
+SPEC = QuantSpec(bits=2, code="half", sharing="group", group_size=16)
+
+
+def moment_of(size, seed, tokens=600):
+    draw = np.random.default_rng(seed)
+    x = draw.normal(size=(tokens, size)) * np.geomspace(4, 0.3, size) @ np.linalg.qr(draw.normal(size=(size, size)))[0]
+    return x.T @ x / tokens
+
+
+def cost(error, inputs, outputs):
+    return float(np.trace(outputs @ error @ inputs @ error.T))
+
+
+@pytest.mark.parametrize("rank", [1, 5])
+def test_the_correction_is_the_best_in_both_metrics(rank):
+    """The bound is Eckart-Young's: the tail of the singular values between both Cholesky roots."""
+    error = np.random.default_rng(0).normal(size=(20, 16))
+    inputs, outputs = moment_of(16, 1), moment_of(20, 2)
+    given = torch.from_numpy(inputs), torch.from_numpy(outputs)
+    factors = error_factors(torch.from_numpy(error), given[0], rank, given[1])
+    floors = [m + f * np.diag(m).mean() * np.eye(len(m)) for m, f in ((inputs, 1e-4), (outputs, 1e-2))]
+    roots = [np.linalg.cholesky(m) for m in floors]
+    values = np.linalg.svd(roots[1].T @ error @ roots[0], compute_uv=False)
+    left = error - factors.b_OR.double().numpy() @ factors.a_RI.double().numpy()
+    assert cost(left, *floors) == pytest.approx(np.square(values[rank:]).sum(), rel=1e-4)
+    one_sided = error_factors(torch.from_numpy(error), given[0], rank)
+    other = error - one_sided.b_OR.double().numpy() @ one_sided.a_RI.double().numpy()
+    assert cost(left, *floors) < 0.95 * cost(other, *floors)
+    uncorrected = Metric.of(torch.from_numpy(error), *given).correction(torch.from_numpy(error), 8, rank)[1]
+    assert uncorrected == pytest.approx(np.square(values[rank:]).sum(), rel=1e-9)
+
+
+def test_a_diagonal_counts_as_the_matrix_that_it_is_the_diagonal_of():
+    error, inputs = torch.randn(12, 16, generator=torch.Generator().manual_seed(0)), torch.from_numpy(moment_of(16, 1))
+    outputs = torch.rand(12, generator=torch.Generator().manual_seed(1)) + 0.1
+    ours, theirs = (error_factors(error, inputs, 3, given) for given in (outputs, outputs.diag()))
+    assert torch.allclose(ours.b_OR @ ours.a_RI, theirs.b_OR @ theirs.a_RI, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["mse", "gptq", "descent"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_codes_and_adapter_found_together_leave_less(method, whole):
+    weight = torch.randn(48, 64, generator=torch.Generator().manual_seed(3)) * 0.1
+    weight += torch.randn(48, 4, generator=torch.Generator().manual_seed(4)) @ torch.randn(4, 64) * 0.05
+    inputs, outputs = moment_of(64, 1), moment_of(48, 2) if whole else None
+    given = torch.from_numpy(inputs), None if outputs is None else torch.from_numpy(outputs)
+    left = {}
+    for joint in (0, 6):
+        fit = fit_layer(weight, SPEC, method, *given, start_rank=10, joint_rank=joint)
+        assert fit.factors.a_RI.shape == (10, 64)
+        corrected = fit.quantised.dense(SPEC) + fit.factors.b_OR[:, :6] @ fit.factors.a_RI[:6]
+        left[joint] = cost((weight - corrected).double().numpy(), inputs, np.eye(48) if outputs is None else outputs)
+    assert left[6] < 0.95 * left[0], left
+
+
+def test_without_any_metric_joint_fitting_is_loftq_and_never_worse_than_its_first_turn():
+    weight = torch.randn(32, 48, generator=torch.Generator().manual_seed(3))
+    errors = []
+    for joint in (0, 4):
+        fit = fit_layer(weight, SPEC, "absmax", start_rank=4, joint_rank=joint, start_method="svd")
+        errors.append(float((weight - fit.quantised.dense(SPEC) - fit.factors.b_OR @ fit.factors.a_RI).norm()))
+    assert errors[1] < errors[0]
+
+
+def test_plain_svd_ignores_the_metric():
+    weight, inputs = torch.randn(12, 16, generator=torch.Generator().manual_seed(0)), torch.from_numpy(moment_of(16, 1))
+    fit = fit_layer(weight, SPEC, "mse", inputs, start_rank=3, start_method="svd")
+    u, s, vh = np.linalg.svd((weight - fit.quantised.dense(SPEC)).double().numpy(), full_matrices=False)
+    assert np.allclose((fit.factors.b_OR @ fit.factors.a_RI).numpy(), (u[:, :3] * s[:3]) @ vh[:3], atol=1e-5)
+
+
+def test_refusals():
+    weight = torch.randn(12, 16)
+    with pytest.raises(ConfigError, match="joint_rank: 4 is more than the 2 columns"):
+        fit_layer(weight, SPEC, "mse", start_rank=2, joint_rank=4)
+    with pytest.raises(ConfigError, match="start_method: 'pissa' is unknown; allowed: svd, qera"):
+        fit_layer(weight, SPEC, "mse", start_rank=2, start_method="pissa")

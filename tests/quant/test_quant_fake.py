@@ -1,0 +1,172 @@
+"""Fake-quantisation against formulas worked out one weight at a time in float64, and against finite differences."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from qat_lora.quant.codes import code_values, decode, encode, nearest
+from qat_lora.quant.fake import fake_quantise, fake_quantise_range, lsq_factor, round_through, scale_gradient
+from qat_lora.quant.scales import expand, scale_shapes
+from qat_lora.quant.spec import QuantSpec
+
+BOOKS = [("half", 2), ("half", 4), ("integer", 3), ("integer", 4), ("lut", 2), ("lut", 4)]
+
+
+def spec_of(code, bits, sharing="group"):
+    sizes = {"group": {"group_size": 4}, "lowrank": {"group_size": 4, "rank": 2}}.get(sharing, {})
+    return QuantSpec(bits=bits, code=code, sharing=sharing, **sizes)
+
+
+def draw(*shape, seed=0):
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape))
+
+
+def book_of(spec):
+    """An uneven table for `lut`; the fixed grids for the others."""
+    if spec.code != "lut":
+        return code_values(spec).double()
+    return torch.from_numpy(np.sort(np.random.default_rng(9).normal(size=2**spec.bits)))
+
+
+def by_hand(weight, scale, gradient, book, low, high):
+    """LSQ one weight at a time: (ŵ, dL/dw, dL/ds, dL/dv)."""
+    out, dw, ds, dv = np.zeros_like(weight), np.zeros_like(weight), np.zeros_like(weight), np.zeros_like(book)
+    for i in np.ndindex(weight.shape):
+        ratio = weight[i] / scale[i]
+        k = int(np.abs(book - ratio).argmin())
+        out[i] = book[k] * scale[i]
+        is_inside = low <= ratio <= high
+        dw[i] = gradient[i] if is_inside else 0.0
+        ds[i] = gradient[i] * (book[k] - ratio if is_inside else book[k])
+        dv[k] += gradient[i] * scale[i]
+    return out, dw, ds, dv
+
+
+@pytest.mark.parametrize(("code", "bits"), BOOKS)
+@pytest.mark.parametrize("sharing", ["tensor", "channel", "group", "lowrank"])
+def test_values_and_gradients_are_lsq(code, bits, sharing):
+    spec = spec_of(code, bits, sharing)
+    weight = draw(5, 11).requires_grad_()
+    stored = [
+        (draw(*shape, seed=i).abs() * 0.4 + 0.05).requires_grad_()
+        for i, shape in enumerate(scale_shapes(spec, 5, 11).values())
+    ]
+    book = book_of(spec).requires_grad_(code == "lut")
+    wide = expand(tuple(stored), spec.group_size, 5, 11)
+    gradient = draw(5, 11, seed=7)
+    out = fake_quantise(weight, wide, spec, book)
+    out.backward(gradient)
+    per_weight = wide.detach().expand(5, 11).numpy()
+    ends = (book.detach().numpy()[0], book.detach().numpy()[-1])
+    low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1)) if code == "half" else ends
+    expected = by_hand(weight.detach().numpy(), per_weight, gradient.numpy(), book.detach().numpy(), low, high)
+    assert np.array_equal(out.detach().numpy(), expected[0])
+    assert np.allclose(weight.grad.numpy(), expected[1], atol=1e-12)
+    assert 0 < np.mean(expected[1] == 0) < 1, "the draw must hold clipped and free weights"
+    again = [s.detach().requires_grad_() for s in stored]
+    (expand(tuple(again), spec.group_size, 5, 11).expand(5, 11) * torch.from_numpy(expected[2])).sum().backward()
+    for ours, theirs in zip(stored, again, strict=True):
+        assert torch.allclose(ours.grad, theirs.grad, atol=1e-12)
+    if code == "lut":
+        assert np.allclose(book.grad.numpy(), expected[3], atol=1e-12)
+
+
+@pytest.mark.parametrize(("code", "bits"), BOOKS)
+def test_where_codes_stand_still_gradients_are_derivatives(code, bits):
+    """With respect to the table always, and to the scale of clipped weights, rounding takes no part."""
+    spec = spec_of(code, bits, "channel")
+    book = book_of(spec).requires_grad_(code == "lut")
+    far = (10 * draw(3, 6).sign() * 2**bits).requires_grad_(False)
+    scale = (draw(3, 1, seed=1).abs() + 0.5).requires_grad_()
+    assert torch.autograd.gradcheck(lambda s: fake_quantise(far, s, spec, book.detach()), scale)
+    if code == "lut":
+        weight = draw(3, 6)
+        assert torch.autograd.gradcheck(lambda v: fake_quantise(weight, scale.detach(), spec, v), book)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("code", "bits"), [*BOOKS, ("integer", 8), ("half", 8)])
+def test_the_forward_is_what_will_be_saved_to_the_last_bit(code, bits, dtype):
+    spec = spec_of(code, bits, "channel")
+    weight, scale = draw(40, 64).to(dtype), (draw(40, 1, seed=2).abs() / 2**bits + 1e-3).to(dtype)
+    weight[0, :8] = scale[0] * torch.tensor([0.0, -0.0, 0.5, -0.5, 1.5, 0.49999997, -1e-12, 1e9], dtype=dtype)
+    values = book_of(spec).to(dtype)
+    codes = encode(weight / scale, values)
+    assert torch.equal(nearest(weight / scale, values, spec)[1], codes)
+    assert torch.equal(fake_quantise(weight, scale, spec, values), decode(codes, values) * scale)
+
+
+def test_two_bits_let_outer_weights_train_that_a_plain_range_would_freeze():
+    spec = spec_of("half", 2, "tensor")
+    weight = torch.tensor([[-2.1, -1.9, -1.6, 1.6, 1.9, 2.1]], dtype=torch.float64, requires_grad=True)
+    fake_quantise(weight, torch.ones(1, 1, dtype=torch.float64), spec, code_values(spec)).sum().backward()
+    assert weight.grad.tolist() == [[0, 1, 1, 1, 1, 0]]
+
+
+def test_lsq_factor_counts_the_weights_that_share_a_number():
+    assert lsq_factor(spec_of("integer", 4), 5, 8) == pytest.approx(1 / math.sqrt(4 * 7))
+    assert lsq_factor(spec_of("half", 2, "tensor"), 5, 8) == pytest.approx(1 / math.sqrt(40 * 1.5))
+    assert lsq_factor(spec_of("lut", 4, "lowrank"), 5, 8) == pytest.approx(1 / math.sqrt(40 / 26))
+    x = draw(3).requires_grad_()
+    y = scale_gradient(x, 0.25)
+    assert torch.equal(y, x)
+    y.sum().backward()
+    assert x.grad.tolist() == [0.25] * 3
+
+
+def frozen_range(weight, low, high, bits, rounded, shift, codes):
+    """The range quantiser with its rounding errors, and who is clipped, held fixed: it has true derivatives."""
+    most = 2**bits - 1
+    scale = (high - low) / most
+    zero = -low / scale + shift
+    code = np.where(codes < 0, 0, np.where(codes > most, most, weight / scale + rounded + zero))
+    return scale * (code - zero)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_range_learning_is_the_derivative_with_rounding_errors_held_fixed(bits):
+    weight, gradient = draw(4, 9).numpy(), draw(4, 9, seed=5).numpy()
+    low, high = np.array([[-1.3], [-0.4], [-0.9], [-2.0]]), np.array([[0.8], [1.1], [0.5], [1.7]])
+    tensors = [torch.from_numpy(x).requires_grad_() for x in (weight, low, high)]
+    out = fake_quantise_range(*tensors, bits)
+    out.backward(torch.from_numpy(gradient))
+    scale = (high - low) / (2**bits - 1)
+    rounded = np.round(weight / scale) - weight / scale
+    shift = np.round(-low / scale) + low / scale
+    frozen = (bits, rounded, shift, np.round(weight / scale) + np.round(-low / scale))
+    assert np.allclose(out.detach().numpy(), frozen_range(weight, low, high, *frozen), atol=1e-12)
+    step = 1e-6
+    for at, array in enumerate((weight, low, high)):
+        for i in np.ndindex(array.shape):
+            moved = []
+            for sign in (1, -1):
+                arrays = [x.copy() for x in (weight, low, high)]
+                arrays[at][i] += sign * step
+                moved.append((gradient * frozen_range(*arrays, *frozen)).sum())
+            assert tensors[at].grad.numpy()[i] == pytest.approx((moved[0] - moved[1]) / (2 * step), abs=1e-6)
+    levels = [len(np.unique(row.round(9))) for row in out.detach().numpy()]
+    assert max(levels) <= 2**bits
+
+
+def test_rounding_passes_gradients_on():
+    x = torch.tensor([0.2, 1.5, -2.7], requires_grad=True)
+    y = round_through(x)
+    y.backward(torch.tensor([1.0, 2.0, 3.0]))
+    assert y.tolist() == [0, 2, -3] and x.grad.tolist() == [1, 2, 3]
+
+
+def test_fixed_zero_points_shift_the_range():
+    spec, weight = QuantSpec(bits=3, code="asymmetric", sharing="channel"), draw(4, 12).requires_grad_()
+    scale, zero = torch.full((4, 1), 0.3, dtype=torch.float64, requires_grad=True), torch.tensor([[0.0], [2], [5], [7]])
+    out = fake_quantise(weight, scale, spec, code_values(spec), zero.double())
+    gradient = draw(4, 12, seed=3)
+    out.backward(gradient)
+    slopes = []
+    for o, z in enumerate((0, 2, 5, 7)):
+        book = np.arange(8.0) - z
+        hand = by_hand(weight.detach().numpy()[o], np.full(12, 0.3), gradient.numpy()[o], book, book[0], book[-1])
+        assert np.allclose(out.detach().numpy()[o], hand[0]) and np.allclose(weight.grad.numpy()[o], hand[1])
+        slopes.append(hand[2].sum())
+    assert np.allclose(scale.grad.numpy()[:, 0], slopes)

@@ -1,0 +1,65 @@
+"""Out of memory, on every device in its own words, answered with what to lower."""
+
+import re
+
+import pytest
+import torch
+from toy_pipeline import cache_options, call, quantize_options, recover_options
+
+from qat_lora.app.memory import is_out_of_memory, memory_advice
+from qat_lora.errors import CacheError, OutOfMemoryError, QatLoraError
+from qat_lora.options import EstimateOptions
+from qat_lora.runtime.memory import peak_memory_bytes
+from qat_lora.train.loop import LoopConfig
+
+ERRORS = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    RuntimeError("MPS backend out of memory (MPS allocated: 17.9 GB)"),
+    RuntimeError("Bad StatusOr access: RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in hbm."),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried 3 bytes"),
+    MemoryError(),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: str(error)[:12] or "host")
+def test_every_device_is_understood(tiny, error):
+    with pytest.raises(OutOfMemoryError) as caught, memory_advice(EstimateOptions(model=str(tiny.teacher))):
+        raise error
+    message = str(caught.value)
+    assert isinstance(caught.value, QatLoraError) and caught.value.__cause__ is error
+    assert message.startswith(f"out of memory ({str(error)[:20]}") or not str(error)
+    assert "--gradient-checkpointing, or --batch-size 2 --accumulation-steps 2" in message
+    assert re.search(r"activations \d+\.\d\d GiB", message)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes do not match"), CacheError("out of memory"), KeyError("x")])
+def test_other_errors_pass_as_they_are(tiny, error):
+    assert not is_out_of_memory(error) or isinstance(error, QatLoraError)
+    with pytest.raises(type(error)) as caught, memory_advice(EstimateOptions(model=str(tiny.teacher))):
+        raise error
+    assert caught.value is error
+
+
+def test_a_model_that_cannot_be_estimated_gets_the_general_answer(tmp_path):
+    with pytest.raises(OutOfMemoryError, match="Lower --batch-size"), memory_advice(EstimateOptions(str(tmp_path))):
+        raise MemoryError
+
+
+def test_a_run_that_does_not_fit_says_what_to_lower(tiny, tmp_path, monkeypatch):
+    from qat_lora.train import loop
+
+    cache = call("build_cache", cache_options(tiny, tmp_path / "cache", num_rows=16, eval_rows=0))
+    student = call("quantize", quantize_options(tiny, tmp_path / "student"))
+
+    def starved(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.")
+
+    monkeypatch.setattr(loop, "micro_batch", starved)
+    config = LoopConfig(batch_size=8, max_steps=2, gradient_checkpointing=True)
+    with pytest.raises(OutOfMemoryError, match="9.00 GiB.*--batch-size 4 --accumulation-steps 2") as caught:
+        call("recover", recover_options(student, cache, tmp_path / "run", loop=config))
+    assert caught.value.exit_code == 1 and "--gradient-checkpointing," not in str(caught.value)
+
+
+def test_peak_memory_of_a_process_is_that_of_the_process():
+    assert 2**25 < peak_memory_bytes(torch.device("cpu")) < 2**38
