@@ -121,7 +121,7 @@ def build(teacher: CausalLM, rows: list[Row], folder: Path, held: Fingerprint, b
     """Return the seconds of a whole cache build, its last fsync included."""
     begun = time.perf_counter()
     with CacheWriter(folder, held, shard_rows=max(1, len(rows) // 2)) as writer:
-        build_kd_cache(teacher, rows, writer, batch_rows=batch, piece_bytes=2 << 20, quiet=True)
+        build_kd_cache(teacher, rows, writer, batch_rows=batch, piece_bytes=16 << 20, quiet=True)
     return time.perf_counter() - begun
 
 

@@ -182,7 +182,7 @@ def _train_teacher(text: TextConfig, out: Path, runtime: Runtime, run: RunConfig
                 group["lr"] = group["peak_lr"] * factor
         with runtime.autocast(fast_dtype(runtime.device)):
             hidden = model.hidden(batch["input_ids"], batch["document_ids"])
-            logits = model.logits(hidden[:, :-1].flatten(0, 1))
+            logits = model.logits(hidden[:, :-1].flatten(0, 1)).float()
         targets, mask = batch["input_ids"][:, 1:].reshape(-1), batch["target_mask"].reshape(-1)
         loss_sum, tokens = cross_entropy_sum(logits, targets, mask)
         (loss_sum / tokens).backward()

@@ -70,7 +70,7 @@ def stream_ids(
     for position in range(len(prompt_ids) - 1, total - 1):
         hidden = model.hidden(ids.to(device), documents)
         row = torch.tensor([position]).to(device)  # as data: a slice would write the number into the graph
-        logits = model.logits(hidden[0].index_select(0, row)).cpu()[0]
+        logits = model.logits(hidden[0].index_select(0, row)).float().cpu()[0]
         if temperature > 0:
             token = int(torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator))
         else:

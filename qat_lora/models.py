@@ -227,13 +227,13 @@ class CausalLM:
         return OutputHead(linear.weight, self.vocab_size, linear.bias, scale, softcap)
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
-        """Return float32 logits [N, vocab_size]."""
+        """Return logits [N, vocab_size], in the model's type, or in float32 where they are scaled or capped."""
         head = self.head()
         bias = None if head.bias_V is None else head.bias_V[: head.vocab_size]
-        logits = nn.functional.linear(hidden_NH, head.weight_VH[: head.vocab_size], bias).float()
+        logits = nn.functional.linear(hidden_NH, head.weight_VH[: head.vocab_size], bias)
         if head.logit_scale != 1.0:
-            logits = logits * head.logit_scale
-        return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
+            logits = logits.float() * head.logit_scale
+        return logits if head.softcap is None else head.softcap * torch.tanh(logits.float() / head.softcap)
 
 
 def attention_inputs(config: Any, document_ids_BL: Tensor, dtype: torch.dtype) -> tuple[Any, Tensor]:

@@ -44,11 +44,12 @@ class SpreadCausalLM(CausalLM):
         return head
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
-        """Return float32 logits [N, vocab_size], on the device of the hidden states."""
+        """Return logits as `CausalLM.logits` does, on the device of the hidden states."""
         head = super().head()
         logits = self.module.get_output_embeddings()(hidden_NH)[:, : head.vocab_size].to(hidden_NH.device)
-        logits = logits.float() * head.logit_scale
-        return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
+        if head.logit_scale != 1.0:
+            logits = logits.float() * head.logit_scale
+        return logits if head.softcap is None else head.softcap * torch.tanh(logits.float() / head.softcap)
 
 
 def load_spread(

@@ -92,4 +92,4 @@ class LanguageModel(Protocol):
         """Return the output head as it is now."""
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
-        """Return float32 logits [N, vocab_size]."""
+        """Return logits [N, vocab_size], in the type in which the model computes them."""

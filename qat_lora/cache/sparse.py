@@ -1,8 +1,8 @@
 """From a teacher's logits to what a cache keeps of them: the head, the sums over head and tail, draws.
 
 `topk` and two `logsumexp` over 151,936 entries cost a CPU half as much as the forward of a 0.6 B teacher that made the
-logits. Two things bring that to a few per cent. The largest entry of every short stretch of the vocabulary is found
-first, and only the K stretches with the largest ones are ranked: the K largest logits are all in them. And on a device
+logits. Two things bring that to a few per cent. The vocabulary is divided into small groups, the largest entry of each
+is found, and only the K groups with the largest ones are ranked: the K largest logits are all in them. And on a device
 whose cache is small beside the logits (`piece_bytes`), all passes over a few positions follow one another in it.
 
 The tail's sum runs over the tail alone, relative to its own largest entry. As 1 - Σ of the head it would be rounding
@@ -20,24 +20,21 @@ from torch import Tensor
 from qat_lora.cache.draws import draw
 from qat_lora.types import temperature_key
 
-_WIDTH_STEP = 16  # entries of one vector instruction
-
 
 def top_entries(logits_NV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k largest entries of each row and their int64 indices, largest first, as `torch.topk` does."""
     count, vocab = logits_NV.shape
-    width = math.isqrt(vocab // k) // _WIDTH_STEP * _WIDTH_STEP
-    stretches = vocab // width if width else 0
-    if stretches < 2 * k:
+    size = math.isqrt(vocab // k)
+    groups = vocab // max(1, size)
+    if groups < 2 * k:
         return torch.topk(logits_NV, k, dim=-1, sorted=True)
-    whole = stretches * width
-    body_NSW = logits_NV[:, :whole].unflatten(1, (stretches, width))
-    chosen_NK1 = torch.topk(body_NSW.amax(-1), k, dim=-1, sorted=False).indices[..., None]
-    offsets_W = torch.arange(width, device=logits_NV.device)
-    rest = torch.arange(whole, vocab, device=logits_NV.device).expand(count, -1)
-    values = torch.cat([body_NSW.gather(1, chosen_NK1.expand(-1, -1, width)).flatten(1), logits_NV[:, whole:]], 1)
-    indices = torch.cat([(chosen_NK1 * width + offsets_W).flatten(1), rest], 1)
-    top = torch.topk(values, k, dim=-1, sorted=True)
+    # Group g holds the entries g, g + groups, g + 2 groups ...: so its largest is found by whole vectors.
+    body_NSG = logits_NV[:, : size * groups].unflatten(1, (size, groups))
+    chosen_NK = torch.topk(body_NSG.amax(1), k, dim=-1, sorted=False).indices
+    steps_S1 = groups * torch.arange(size, device=logits_NV.device)[:, None]
+    rest = torch.arange(size * groups, vocab, device=logits_NV.device).expand(count, -1)
+    indices = torch.cat([(chosen_NK[:, None] + steps_S1).flatten(1), rest], 1)
+    top = torch.topk(logits_NV.gather(1, indices), k, dim=-1, sorted=True)
     return top.values, indices.gather(1, top.indices)
 
 
@@ -48,10 +45,10 @@ def sparse_arrays(
     uniforms: Mapping[str, Tensor],
     piece_bytes: int | None = None,
 ) -> dict[str, Tensor]:
-    """Return what is kept of some positions' logits, which are overwritten.
+    """Return what is kept of some positions' logits, which may be overwritten.
 
     Args:
-        logits_NV: float32 logits of the real vocabulary.
+        logits_NV: logits of the real vocabulary, any float type.
         top_k: K; 0 for draws only.
         temperatures: of the sums.
         uniforms: random numbers [N, D, 2] for `tail_draw_ids` and `draw_ids`, as far as they are to be drawn.
@@ -59,11 +56,15 @@ def sparse_arrays(
     """
     vocab = logits_NV.shape[-1]
     rows = len(logits_NV) if piece_bytes is None else max(1, piece_bytes // (4 * vocab))
+    wide = logits_NV.dtype == torch.float32
+    # One buffer for all pieces: fresh memory costs a page fault for every 4 kB.
+    buffer_RV = logits_NV[:0] if wide else logits_NV.new_empty(min(rows, len(logits_NV)), vocab, dtype=torch.float32)
     pieces = []
     for start in range(0, len(logits_NV), rows):
-        part = slice(start, start + rows)
-        numbers = {name: values[part] for name, values in uniforms.items()}
-        pieces.append(_piece(logits_NV[part], top_k, temperatures, numbers))
+        part_RV = logits_NV[start : start + rows]
+        numbers = {name: values[start : start + rows] for name, values in uniforms.items()}
+        part_RV = part_RV if wide else buffer_RV[: len(part_RV)].copy_(part_RV)
+        pieces.append(_piece(part_RV, top_k, temperatures, numbers))
     return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
 
 
@@ -74,14 +75,15 @@ def _piece(
     arrays = {"draw_ids": draw(logits_NV, uniforms["draw_ids"])} if "draw_ids" in uniforms else {}
     if not top_k:
         return arrays
-    head_NK, ids_NK = top_entries(logits_NV, top_k)
+    ranked, indices = top_entries(logits_NV, min(top_k + 1, logits_NV.shape[-1]))  # one more: the tail's largest
+    head_NK, ids_NK = ranked[:, :top_k], indices[:, :top_k].contiguous()
     shifted_NK = head_NK - head_NK[:, :1]
     arrays |= {"head_ids": ids_NK.to(torch.int32), "head_logits": shifted_NK}
     tail_NV = logits_NV.scatter_(-1, ids_NK, -torch.inf)
     if "tail_draw_ids" in uniforms:
         arrays["tail_draw_ids"] = draw(tail_NV, uniforms["tail_draw_ids"])
-    largest_N1 = tail_NV.amax(-1, keepdim=True)
-    largest_N1 = torch.where(largest_N1 == -torch.inf, head_NK[:, :1], largest_N1)  # an empty tail stays empty
+    largest_N1 = ranked[:, -1:]
+    largest_N1 = torch.where(largest_N1 == -torch.inf, head_NK[:, :1], largest_N1)  # a tail of -inf stays one
     tail_NV.sub_(largest_N1)
     for number, temperature in enumerate(temperatures):
         last = number == len(temperatures) - 1

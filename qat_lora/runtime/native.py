@@ -58,7 +58,7 @@ class NativeRuntime:
         self.replicas = int(os.environ.get("WORLD_SIZE", 1))
         self.device = torch.device(kind)
         self.loss_walk: LossWalk = "vocabulary" if kind == "cpu" else "positions"
-        self.piece_bytes = 2 << 20 if kind == "cpu" else None  # two cores' second-level cache
+        self.piece_bytes = 16 << 20 if kind == "cpu" else None  # the last-level cache; less, and calls cost more
         if kind == "cuda":
             self.device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))
         if self.replicas > 1:
