@@ -276,6 +276,20 @@ def doctor() -> None:
         raise SystemExit(1)
 
 
+@cli.command("bench", context_settings={"ignore_unknown_options": True})
+@click.argument("name", required=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def bench_command(name: str | None, arguments: tuple[str, ...]) -> None:
+    """List the committed benchmark results, or run the benchmark NAME with its own arguments."""
+    from qat_lora.diagnose.bench import benchmarks_folder, render, run_benchmark, table_rows
+
+    folder = benchmarks_folder()
+    if name is None:
+        click.echo(render(table_rows(folder)))
+    elif code := run_benchmark(folder, name, arguments):
+        raise SystemExit(code)
+
+
 for _words in COMMANDS:
     (cache if _words.startswith("cache ") else cli).add_command(_command(_words))
 

@@ -155,7 +155,13 @@ def test_what_cannot_be_is_refused_before_anything_is_written(done, tiny, tmp_pa
     refused(ConfigError, ["domain", "'a'"], options, domain=(f"a={tiny.text}", f"a={tiny.held_out}"))
     refused(ConfigError, ["teacher_tokens_per_s"], options, teacher_tokens_per_s=5.0)
     refused(TextError, ["none.txt"], options, domain=(f"a={tmp_path / 'none.txt'}",))
-    refused(TextError, ["prompt_tokens", "33"], options, health=HealthConfig(generate=1, prompt_tokens=33))
+    refused(
+        TextError,
+        ["prompt_tokens", "33"],
+        options,
+        health=HealthConfig(generate=1, generate_tokens=4, prompt_tokens=33),
+    )
+    refused(ConfigError, ["generate_tokens", "288", "256"], options, health=HealthConfig(generate=1))
     refused(CacheError, ["no-cache"], options, kd_cache_dir=str(tmp_path / "no-cache"))
     assert not out.exists()
 

@@ -19,7 +19,7 @@ def main():
     from qat_lora.evaluate import score as score_module
     from qat_lora.generate import continue_ids
     from qat_lora.models import load_model
-    score_module.CHUNK_BYTES = 4 * 320 * 7  # seven positions: many chunks, the last one short
+    score_module.CHUNK_ROWS, score_module.CHUNK_BYTES = 1, 4 * 320 * 7  # 7 positions: many chunks, a short one
     cpu, cpu_2, xla, xla_2 = (load_model(sys.argv[1]) for _ in range(4))
     for model in (cpu_2, xla_2):
         model.module.model.layers[0].mlp.up_proj.weight.data.mul_(0.8)

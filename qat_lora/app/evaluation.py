@@ -39,6 +39,11 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
     manager = check_tasks(options.harness) if options.harness.tasks else None
     teacher = load(str(options.teacher), options.hub, run.dtype)
     fits_positions(teacher, _length(options))
+    written, positions = options.health.prompt_tokens + options.health.generate_tokens, teacher.max_positions
+    if options.health.generate and positions is not None and written > positions:
+        raise ConfigError(
+            f"generate_tokens: prompt and continuation take {written} of {positions} positions; give fewer"
+        )
     tokenizer = load_tokenizer(teacher.folder, options.hub.trust_remote_code)
     students = _open_students(options, tokenizer)
     texts = _texts(options)

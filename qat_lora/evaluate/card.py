@@ -103,7 +103,7 @@ def notes(report: Mapping[str, Any]) -> list[str]:
     texts = ", ".join(f"{name} ({of['rows']:,} rows, {of['tokens']:,} tokens)" for name, of in report["texts"].items())
     lines = [
         f"Text: {texts}.",
-        f"Protocol: {setup['protocol']}: {PROTOCOLS[setup['protocol']].format(**setup)}. {setup['dtype']} on "
+        f"Protocol: {setup['protocol']} ({PROTOCOLS[setup['protocol']].format(**setup)}). {setup['dtype']} on "
         f"{setup['device']}. Intervals: 95 %, {setup['resamples']:,} bootstrap draws of rows, the same for all models.",
     ]
     rows = sum(of["rows"] for of in report["texts"].values())

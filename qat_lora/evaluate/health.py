@@ -93,7 +93,7 @@ def continue_greedily(
     for position in tqdm(range(known, known + new_tokens), desc="generate", unit="token", disable=quiet):
         ids_BL = _next(model, ids_BL, documents_BL, torch.tensor([position]).to(device))
         cut()
-    return ids_BL[:, known:].cpu().numpy()
+    return ids_BL.cpu().numpy()[:, known:]  # sliced on the device, it would be one more graph
 
 
 def _next(model: LanguageModel, ids_BL: Tensor, documents_BL: Tensor, position: Tensor) -> Tensor:

@@ -23,10 +23,14 @@ from tqdm import tqdm
 
 from qat_lora.errors import TextError
 from qat_lora.evaluate.tally import COLUMNS, Tally, add_up
-from qat_lora.losses.estimators import weighted
 from qat_lora.types import Batch, LanguageModel
 
-CHUNK_BYTES = 64 << 20  # float32 logits of one model held at once
+CHUNK_BYTES = 4 << 20
+"""Float32 logits of one model held at once. Larger blocks are fresh pages of the system each time on a CPU, and filling
+them costs more than the arithmetic."""
+CHUNK_ROWS = 128
+"""Positions of a chunk all the same: fewer, and a large output head is read from memory for too little work."""
+LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,7 @@ def _walk(
     hidden = {name: model.hidden(ids, batch["document_ids"])[:, :-1].flatten(0, 1) for name, model in models.items()}
     cut()
     count = targets.numel()
-    chunk = min(count, max(1, CHUNK_BYTES // (4 * models["teacher"].vocab_size)))
+    chunk = min(count, chunk_positions(models["teacher"].vocab_size))
     parts = []
     for start in range(0, count, chunk):
         rows = torch.arange(start, start + chunk)
@@ -148,6 +152,11 @@ def _walk(
         parts.append((start, _score_chunk(models, hidden, targets, mask, at, inside)))
         cut()
     return batch, parts
+
+
+def chunk_positions(vocab_size: int) -> int:
+    """Return for how many positions logits are held at once."""
+    return max(CHUNK_ROWS, CHUNK_BYTES // (4 * vocab_size))
 
 
 def _score_chunk(
@@ -162,20 +171,34 @@ def _score_chunk(
     mask = mask_N[at] & inside
     targets = targets_N[at].long().masked_fill(~mask, 0)
     reference = torch.log_softmax(models["teacher"].logits(hidden_NH["teacher"][at]), dim=-1)
-    probabilities, best = reference.exp(), reference.argmax(-1)
-    values = []
+    probabilities = reference.exp()
+    loss, highest, best = _own(reference, targets)
+    values = [
+        torch.stack([loss, torch.zeros_like(loss), torch.ones_like(loss), highest.exp(), (best == targets).float()])
+    ]
     for name, model in models.items():
-        if name == "teacher":
-            log_probs, kl = reference, torch.zeros_like(reference[:, 0])
-        else:
+        if name != "teacher":
             log_probs = torch.log_softmax(model.logits(hidden_NH[name][at]), dim=-1)
-            kl = weighted(probabilities, reference - log_probs).sum(-1)
-        own = log_probs.argmax(-1)
-        picked = log_probs.gather(-1, torch.stack([targets, own], dim=-1))
-        values.append(
-            torch.stack([-picked[:, 0], kl, (own == best).float(), picked[:, 1].exp(), (own == targets).float()])
-        )
+            loss, highest, own = _own(log_probs, targets)
+            kl = _kl_in_place(log_probs, reference, probabilities)
+            values.append(torch.stack([loss, kl, (own == best).float(), highest.exp(), (own == targets).float()]))
     return mask, torch.stack(values)
+
+
+def _own(log_probs_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss of N targets, and the log-probability and the id of the likeliest token; max beats argmax."""
+    return -log_probs_NV.gather(-1, targets_N[:, None])[:, 0], *log_probs_NV.max(-1)
+
+
+def _kl_in_place(log_probs_NV: Tensor, reference_NV: Tensor, probabilities_NV: Tensor) -> Tensor:
+    """Return the KL of N positions in the memory of the student's log-probabilities, which are lost.
+
+    The difference is bounded so that what the teacher gives nothing to counts nothing, even if the student gives it
+    nothing either: 0 times infinity is no number. Products and a sum, since a TPU would round a product of matrices to
+    bfloat16.
+    """
+    apart = log_probs_NV.sub_(reference_NV).clamp_(-LARGEST, LARGEST)
+    return -apart.mul_(probabilities_NV).sum(-1)
 
 
 def recovery(

@@ -29,7 +29,9 @@ class TasksConfig:
     tasks: tuple[str, ...] = option((), "tasks of the lm-eval harness, for example arc_easy,hellaswag")
     tasks_path: str | None = option(None, "folder with task files of your own (YAML of the harness)")
     task_limit: int | None = option(None, "examples of each task; default: all", unit="examples")
-    task_shots: int | None = option(None, "worked examples before each question; default: as the task says")
+    task_shots: int | None = option(
+        None, "worked examples before each question; default: as the task says", unit="examples"
+    )
 
     def __post_init__(self) -> None:
         for name, least in (("task_limit", 1), ("task_shots", 0)):

@@ -8,7 +8,7 @@ import torch
 
 from qat_lora.errors import TextError
 from qat_lora.evaluate import score as score_module
-from qat_lora.evaluate.score import Score, recovery, score
+from qat_lora.evaluate.score import Score, measure, recovery, score
 
 VOCABULARY, WIDTH, LENGTH = 37, 6, 9
 
@@ -41,8 +41,8 @@ def batches(counts=(3, 3, 2), masked=0.4):
 
 
 def oracle(teacher, student):
-    """nll, KL and agreement position by position from the models' arrays, in float64."""
-    nll, kl, same = [], [], []
+    """nll, KL, agreement, tokens, accuracy and calibration error position by position, in float64."""
+    nll, kl, same, likely = [], [], [], []
     for batch in batches():
         ids, mask = batch["input_ids"].numpy(), batch["target_mask"].numpy()
         for b, p in zip(*mask.nonzero(), strict=True):
@@ -54,21 +54,28 @@ def oracle(teacher, student):
             nll.append(-log_s[ids[b, p + 1]])
             kl.append((np.exp(log_t) * (log_t - log_s)).sum())
             same.append(log_t.argmax() == log_s.argmax())
-    return math.fsum(nll) / len(nll), math.fsum(kl) / len(kl), sum(same) / len(same), len(nll)
+            likely.append((np.exp(log_s.max()), log_s.argmax() == ids[b, p + 1]))
+    right = sum(hit for _, hit in likely) / len(likely)
+    bins = [[of for of in likely if int(of[0] * 15) == b] for b in range(15)]
+    ece = sum(abs(sum(hit - confidence for confidence, hit in of)) for of in bins) / len(likely)
+    return math.fsum(nll) / len(nll), math.fsum(kl) / len(kl), sum(same) / len(same), len(nll), right, ece
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 10_000])
 def test_scores_are_those_of_the_definition(monkeypatch, chunk):
     monkeypatch.setattr(score_module, "CHUNK_BYTES", 4 * VOCABULARY * chunk)
+    monkeypatch.setattr(score_module, "CHUNK_ROWS", 1)
     teacher, near, far = Table(1), Table(1, spread=1.7), Table(2)
     found = score(teacher, {"near": near, "far": far, "self": teacher}, batches(), quiet=True)
     assert list(found) == ["teacher", "near", "far", "self"]
     for name, model in {"teacher": teacher, "near": near, "far": far}.items():
-        nll, kl, top1, tokens = oracle(teacher, model)
+        nll, kl, top1, tokens, accuracy, ece = oracle(teacher, model)
         assert found[name].tokens == tokens
         assert found[name].nll == pytest.approx(nll, abs=1e-6)
         assert found[name].kl == pytest.approx(kl, abs=1e-6)
         assert found[name].top1 == pytest.approx(top1, abs=1e-12)
+        assert found[name].accuracy == pytest.approx(accuracy, abs=1e-12)
+        assert found[name].ece == pytest.approx(ece, abs=1e-6)
         assert found[name].ppl == pytest.approx(math.exp(nll), rel=1e-6)
     assert found["teacher"].kl == 0.0 and found["teacher"].top1 == 1.0
     assert found["self"] == found["teacher"]
@@ -92,6 +99,41 @@ def test_masked_positions_may_hold_anything():
 def test_no_token_to_score_is_an_error_and_not_a_perfect_score(none):
     with pytest.raises(TextError, match="no token to score"):
         score(Table(1), {}, none, quiet=True)
+
+
+def test_rows_are_kept_apart_and_empty_ones_left_out():
+    """Each row alone has the figures that it has among others, whatever batch and chunk it came in."""
+    teacher, student = Table(1), Table(2)
+    whole = measure(teacher, {"s": student}, batches(masked=0.85), quiet=True)["s"].rows
+    alone = []
+    for batch in batches(masked=0.85):
+        for b in range(len(batch["input_ids"])):
+            one = {name: value[b : b + 1] for name, value in batch.items()}
+            if one["target_mask"].any():
+                alone.append(measure(teacher, {"s": student}, [one], quiet=True)["s"].rows)
+    assert len(whole) == len(alone) < 8
+    np.testing.assert_allclose(whole, np.concatenate(alone), rtol=1e-5, atol=1e-6)
+
+
+def test_tokens_that_both_or_only_the_student_rule_out():
+    """A student that gives nothing to what the teacher all but rules out is not infinitely far from it."""
+
+    class Cut(Table):
+        def __init__(self, seed, bias):
+            super().__init__(seed)
+            self.bias = bias
+
+        def logits(self, hidden_NH):
+            logits = super().logits(hidden_NH)
+            logits[:, 0] = self.bias
+            return logits
+
+    def kl(bias):
+        return score(Cut(1, -500.0), {"s": Cut(2, bias)}, list(batches()), quiet=True)["s"].kl
+
+    assert kl(-math.inf) == pytest.approx(kl(-500.0), abs=1e-6)
+    swapped = score(Cut(1, 0.0), {"s": Cut(2, -math.inf)}, list(batches()), quiet=True)["s"].kl
+    assert swapped > 1e30
 
 
 def test_a_ruined_student_has_infinite_perplexity():

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from qat_lora.quant.compensate import Grid, damped, descend, gptq, output_error
 from qat_lora.quant.initialise import quantise_weight, refine
 from qat_lora.quant.spec import QuantSpec
 
@@ -79,3 +80,22 @@ def test_refitted_scales_are_the_least_squares_solution():
             assert np.allclose(once.scales[0][o].numpy(), expected, rtol=1e-3)
             solved += 1
     assert solved >= 2
+
+
+def test_descent_never_raises_a_rows_error_and_ends_where_it_stays():
+    """Row by row, in the metric that it is given; rows are problems of their own, so their order means nothing."""
+    weight, (_, moment) = weight_of(9, 150).double(), correlated(150)
+    metric = damped(torch.from_numpy(moment))
+    grid = Grid(torch.tensor([-1.5, -0.5, 0.5, 1.5], dtype=torch.float64), torch.full((9, 150), 0.8).double())
+    codes = gptq(weight, metric, 150, lambda *_: grid)
+    errors = [output_error(weight, grid.dense(codes), metric)]
+    for _ in range(30):
+        codes = descend(weight, metric, grid, codes, sweeps=1)
+        errors.append(output_error(weight, grid.dense(codes), metric))
+        assert (errors[-1] <= errors[-2] * (1 + 1e-9)).all()
+    assert torch.equal(descend(weight, metric, grid, codes, sweeps=5), codes)
+    assert (errors[-1] < errors[0]).all()
+    order = torch.randperm(9, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(
+        descend(weight[order], metric, grid, gptq(weight[order], metric, 150, lambda *_: grid), 30), codes[order]
+    )

@@ -1,0 +1,103 @@
+"""What scoring costs beside the bare forwards that it makes.
+
+Claim: `qat-lora eval` (teacher and one student: loss, full-vocabulary KL, top-1, calibration, summed up by row) runs at
+0.90 or more of the throughput of the bare forwards of the same two models to logits, on random models of the shape of
+Qwen3-0.6B with the real vocabulary of 151,936. Both sides take the same rows in turns within one run, so that a busy
+machine slows both; the ratio is that of the medians. The bare side computes its logits in the same chunks as scoring
+does, and drops them.
+
+    python benchmarks/eval_speed.py --machine "two cores of ..." --out benchmarks/results/eval_speed.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from pathlib import Path
+
+import torch
+import transformers
+
+from qat_lora.evaluate import score
+from qat_lora.models import CausalLM, make_qwen3
+from qat_lora.types import Batch
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def main() -> None:
+    """Measure both sides in turns, print and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--machine", default=platform.machine(), help="named in the result")
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--vocab", type=int, default=151_936)
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a row")
+    parser.add_argument("--batch", type=int, default=1, help="rows of a forward")
+    parser.add_argument("--batches", type=int, default=2, help="batches of a round")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds of each side")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
+    parser.add_argument("--out", help="JSON file for the result")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    shape = {"hidden": arguments.hidden, "layers": arguments.layers, "heads": arguments.hidden // 64}
+    shape |= {"kv_heads": max(1, arguments.hidden // 128), "mlp": 3 * arguments.hidden, "head_dim": 128}
+    teacher, student = (make_qwen3(Path("unsaved"), arguments.vocab, **shape) for _ in range(2))
+    for model in (teacher, student):
+        model.module.to(DTYPES[arguments.dtype]).eval()
+    batches = [random_batch(arguments.batch, arguments.length, arguments.vocab) for _ in range(arguments.batches)]
+    bare([teacher, student], batches[:1])  # warm
+    sides: dict[str, list[float]] = {"bare": [], "eval": []}
+    for _ in range(arguments.repeats):
+        sides["bare"].append(bare([teacher, student], batches))
+        begun = time.perf_counter()
+        score.measure(teacher, {"student": student}, batches, quiet=True)
+        sides["eval"].append(time.perf_counter() - begun)
+    tokens = arguments.batch * arguments.batches * arguments.length
+    speed = {name: tokens / statistics.median(seconds) for name, seconds in sides.items()}
+    names = ("layers", "hidden", "vocab", "length", "batch", "batches", "dtype")
+    result = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": arguments.machine,
+        "versions": f"Python {platform.python_version()}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}",
+        "threads": torch.get_num_threads(),
+        "load_before": round(os.getloadavg()[0], 2),
+        **{name: getattr(arguments, name) for name in names},
+        "seconds": {name: [round(s, 3) for s in seconds] for name, seconds in sides.items()},
+        "tokens_per_s": {name: round(value, 1) for name, value in speed.items()},
+        "eval_over_bare": round(speed["eval"] / speed["bare"], 4),
+    }
+    text = json.dumps(result, indent=1)
+    print(text)
+    if arguments.out:
+        Path(arguments.out).write_text(text + "\n", encoding="utf-8")
+
+
+def random_batch(rows: int, length: int, vocab: int) -> Batch:
+    """Return rows of random tokens, each one document."""
+    return {
+        "input_ids": torch.randint(0, vocab, (rows, length)),
+        "document_ids": torch.zeros(rows, length, dtype=torch.int32),
+        "target_mask": torch.ones(rows, length - 1, dtype=torch.bool),
+    }
+
+
+@torch.no_grad()
+def bare(models: list[CausalLM], batches: list[Batch]) -> float:
+    """Return the seconds of the models' forwards to logits."""
+    begun = time.perf_counter()
+    for batch in batches:
+        for model in models:
+            hidden_NH = model.hidden(batch["input_ids"], batch["document_ids"])[:, :-1].flatten(0, 1)
+            for part_NH in hidden_NH.split(score.chunk_positions(model.vocab_size)):
+                model.logits(part_NH)
+    return time.perf_counter() - begun
+
+
+if __name__ == "__main__":
+    main()
