@@ -19,8 +19,8 @@ from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.chips import ChipsConfig, Plan
 from qat_lora.runtime.select import plan_run, select_runtime
 
-ON_SEVERAL_CHIPS = ("build_cache", "recover", "qat")
-"""Commands that divide their work among replicas."""
+ON_SEVERAL_CHIPS = {"build_cache": "cache build", "recover": "recover", "qat": "qat"}
+"""Commands that divide their work among replicas: function -> words that users type."""
 
 
 def run(command: str, options: Any, module: str = "qat_lora.app") -> Any:
@@ -40,7 +40,7 @@ def run(command: str, options: Any, module: str = "qat_lora.app") -> Any:
     if several and command not in ON_SEVERAL_CHIPS:
         raise ConfigError(
             f"num_chips: this command works on one chip; leave --num-chips and --parallel out, and start it once "
-            f"(several chips are for {', '.join(ON_SEVERAL_CHIPS)})"
+            f"(several chips are for {', '.join(ON_SEVERAL_CHIPS.values())})"
         )
     return start(plan, functools.partial(work_here, command, options, module))
 

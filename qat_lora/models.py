@@ -42,6 +42,8 @@ from qat_lora.quantizer import QUANT_METHOD, QatLoraQuantizationConfig, QatLoraQ
 from qat_lora.types import OutputHead
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+FILE_SUFFIXES = (".pt", ".pth", ".safetensors")
+"""Of names that mean a file; any other dot belongs to a folder's name, as in Qwen3-0.6B."""
 PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
 
 
@@ -56,7 +58,7 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
         ModelError: nothing there, no config.json, or the Hub does not give it.
     """
     path = Path(name).expanduser()
-    is_file_name = path.suffix in (".pt", ".pth", ".safetensors")
+    is_file_name = path.suffix in FILE_SUFFIXES
     if is_file_name:
         folder = path.parent if path.suffix == ".safetensors" and path.is_file() else path.with_suffix("")
         if path.is_file() and path.suffix != ".safetensors":

@@ -62,6 +62,10 @@ class HubConfig:
     trust_remote_code: bool = option(False, "run Python code that comes with the model")
 
 
+TAIL_DRAWS = 8
+"""A sample of the tail for 18 bytes a token: with it, `hybrid` on 2 entries beats `ghost` on 32 (docs/numerics.md)."""
+
+
 @dataclass(frozen=True)
 class CacheBuildOptions:
     """`qat-lora cache build`."""
@@ -74,9 +78,16 @@ class CacheBuildOptions:
     value_dtype: Literal["float16", "uint8"] = option(
         "float16", "how the likeliest tokens' logits are stored; uint8: half the size, mean KL about 1e-5"
     )
-    tail_draws: int = option(0, "tokens drawn from the teacher's tail at every position, for hybrid", unit="tokens")
+    tail_draws: int | None = option(
+        None,
+        "tokens drawn from the teacher's tail at every position, for hybrid; default: 8, and 0 with --top-k 0",
+        unit="tokens",
+    )
     draws: int = option(0, "tokens drawn from the whole teacher at every position, for sampled", unit="tokens")
     hidden: bool = option(False, "store hidden states and the output head, for full; instead of logits with --top-k 0")
+    vocab_size: int | None = option(
+        None, "rows of the teacher's head that count, for students with less padding; default: all", unit="tokens"
+    )
     num_rows: int | None = option(None, "stop after this many training rows; default: all text", unit="rows")
     eval_rows: int = option(0, "rows kept apart as evaluation split, whole documents", unit="rows")
     teacher_batch_size: int = option(8, "rows of a teacher forward", unit="rows", alias="batch_size")
@@ -91,7 +102,7 @@ class CacheBuildOptions:
         required(self, "teacher")
         required(self.text, "dataset")
         at_least(self, length=2, top_k=0 if self.hidden else 1, num_rows=1, eval_rows=0, teacher_batch_size=1)
-        at_least(self, shard_rows=1, tail_draws=0, draws=0)
+        at_least(self, shard_rows=1, tail_draws=0, draws=0, vocab_size=1)
         if self.tail_draws and not self.top_k:
             raise ConfigError("tail_draws: there is no tail without a head; give --top-k 1 or more, or --draws instead")
         if not self.temperatures or min(self.temperatures) <= 0:
@@ -101,6 +112,11 @@ class CacheBuildOptions:
             raise ConfigError(
                 f"num_rows: {self.num_rows} leaves builder {share} nothing; give more rows or fewer builders"
             )
+
+    @property
+    def draws_from_tail(self) -> int:
+        """What `tail_draws` means where it is not given."""
+        return (TAIL_DRAWS if self.top_k else 0) if self.tail_draws is None else self.tail_draws
 
 
 @dataclass(frozen=True)
@@ -160,6 +176,8 @@ class QuantizeOptions:
         at_least(self, calibration_rows=1, calibration_length=2, start_rank=0, joint_rank=0)
         if (self.joint_rank or 0) > self.start_rank:
             raise ConfigError(f"joint_rank: {self.joint_rank} is more than --start-rank {self.start_rank} stores")
+        if self.text.dataset is not None and self.kd_cache_dir is not None:
+            raise ConfigError("dataset: calibration reads --kd-cache-dir; give one of the two")
 
 
 @dataclass(frozen=True)
@@ -252,6 +270,8 @@ class QatOptions:
                 raise ConfigError("checkpoint: --from-scratch makes its own start; give one of the two")
         elif self.checkpoint is None:
             raise ConfigError("checkpoint: missing; give --checkpoint FOLDER, or --from-scratch and --model")
+        elif self.keep:
+            raise ConfigError("keep: belongs to --from-scratch; a checkpoint's layers are as they were made")
         if not self.from_scratch and self.blockwise.blockwise_steps and self.model is None:
             raise ConfigError("blockwise_steps: needs the full-precision model; give --model")
         unknown = sorted(set(self.train_parts) - set(QAT_PARTS))

@@ -1,14 +1,16 @@
 """Out of memory, on every device in its own words, answered with what to lower."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
-from toy_pipeline import cache_options, call, quantize_options, recover_options
+from toy_pipeline import cache_options, call, part, quantize_options, recover_options
 
 from qat_lora.app.memory import is_out_of_memory, memory_advice
 from qat_lora.errors import CacheError, OutOfMemoryError, QatLoraError
-from qat_lora.options import EstimateOptions
+from qat_lora.losses.objective import ObjectiveConfig
+from qat_lora.options import EstimateOptions, QatOptions
 from qat_lora.runtime.memory import peak_memory_bytes
 from qat_lora.train.loop import LoopConfig
 
@@ -59,6 +61,13 @@ def test_a_run_that_does_not_fit_says_what_to_lower(tiny, tmp_path, monkeypatch)
     with pytest.raises(OutOfMemoryError, match="9.00 GiB.*--batch-size 4 --accumulation-steps 2") as caught:
         call("recover", recover_options(student, cache, tmp_path / "run", loop=config))
     assert caught.value.exit_code == 1 and "--gradient-checkpointing," not in str(caught.value)
+    qat = QatOptions(checkpoint=str(student), kd_cache_dir=str(cache), run=part(tmp_path / "qat"), loop=config)
+    with pytest.raises(OutOfMemoryError, match="9.00 GiB.*Lower --batch-size"):
+        call("qat", qat)
+    monkeypatch.undo()
+    smaller = replace(config, batch_size=4, accumulation_steps=2)  # what the message says is the same run
+    less = ObjectiveConfig(loss_chunk_mb=16)
+    call("recover", recover_options(student, cache, tmp_path / "run", loop=smaller, objective=less))
 
 
 def test_peak_memory_of_a_process_is_that_of_the_process():

@@ -79,10 +79,11 @@ def test_an_anchored_run_interrupted_is_the_same_run(made, monkeypatch):
 @pytest.mark.parametrize(
     "objective,message",
     [
-        ({"estimator": "full"}, "--hidden"),
+        ({"estimator": "full"}, "estimator full needs it.*--hidden"),
+        ({"estimator": "full", "hidden_weight": 1.0}, "estimator full needs it.*--hidden"),
         ({"estimator": "hybrid"}, "--tail-draws 8"),
         ({"estimator": "sampled"}, "--draws 32"),
-        ({"hidden_weight": 1.0}, "--hidden"),
+        ({"hidden_weight": 1.0}, "hidden_weight needs it.*--hidden"),
     ],
 )
 def test_a_cache_without_the_array_is_refused_before_a_model_is_loaded(made, objective, message, monkeypatch):
@@ -90,6 +91,22 @@ def test_a_cache_without_the_array_is_refused_before_a_model_is_loaded(made, obj
     with pytest.raises(CacheError, match=message):
         call("recover", options(made, "refused", cache=made[2], **objective))
     assert not (made[0] / "refused").exists()
+
+
+@pytest.mark.parametrize(
+    "objective,user,advice",
+    [
+        ({"estimator": "ghost"}, "estimator ghost", "give --estimator full"),
+        ({"estimator": "full", "hard_top1_weight": 1.0}, "hard_top1_weight", "set it to 0"),
+    ],
+)
+def test_a_cache_of_hidden_states_alone_is_refused_before_a_model_is_loaded(
+    made, tiny, objective, user, advice, tmp_path, monkeypatch
+):
+    cache = call("build_cache", cache_options(tiny, tmp_path / "cache", top_k=0, hidden=True, num_rows=4, eval_rows=0))
+    monkeypatch.setattr("qat_lora.app.recovery.load", lambda *_: pytest.fail("a model was loaded"))
+    with pytest.raises(CacheError, match=f"{user} needs .*--top-k 0; {advice}"):
+        call("recover", options(made, "headless", cache=cache, **objective))
 
 
 def test_more_anchor_rows_than_rows_are_refused(made):
@@ -105,6 +122,7 @@ def test_what_is_prepared_and_what_evaluates(made):
     assert auto.anchor is None and auto.teacher_head.vocab_size == dataset.manifest.fingerprint.vocab_size
     asked = prepare(ObjectiveConfig(loss_walk="positions"), dataset, None, None, 0, runtime)
     assert asked.objective.loss_walk == "positions" and asked.teacher_head is None
-    report = evaluation_objective(ObjectiveConfig(estimator="full", temperature=2.0, ce_weight=1.0))
+    assert asked.objective.estimator == "hybrid"  # what `auto` means for a cache with draws from the tail
+    report = evaluation_objective(ObjectiveConfig(temperature=2.0, ce_weight=1.0), auto.teacher_head)
     assert (report.estimator, report.temperature, report.ce_weight) == ("full", 1.0, 0.0)
-    assert evaluation_objective(ObjectiveConfig(estimator="renorm")).estimator == "ghost"
+    assert evaluation_objective(ObjectiveConfig(estimator="renorm"), None).estimator == "ghost"

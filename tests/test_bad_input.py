@@ -136,7 +136,7 @@ BAD: dict[str, tuple[str, str]] = {
 }
 
 TAKEN = {
-    "of another quantise run": (f"{QUANTIZE} --seed 1", "student", "holds another run: run was"),
+    "of another quantise run": (f"{QUANTIZE} --seed 1", "student", "holds another run: seed was"),
     "of another command": (f"{QUANTIZE}", "run", "holds another run: command was"),
     "of a cache": (f"{QUANTIZE}", "cache", "holds files that no qat-lora run made; choose another folder"),
     "with strangers' files": (RECOVER, "text", "holds files that no qat-lora run made; choose another folder"),

@@ -152,6 +152,29 @@ def test_torch_xla_launches_one_process(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+TOUCHED = """
+import torch, torch_xla
+from qat_lora.errors import DeviceError
+from qat_lora.runtime.xla_spawn import spawn
+
+torch.ones(2, device=torch_xla.device()).cpu()
+for method in ("spawn", "fork"):
+    try:
+        spawn(print, method)
+    except DeviceError as error:
+        print(error)
+"""
+
+
+@pytest.mark.xla
+@pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="needs the xla extra")
+def test_a_notebook_that_has_touched_the_device_is_told_to_restart():
+    environment = {**os.environ, "PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", TOUCHED], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("restart the notebook's kernel") == 2
+
+
 def test_a_process_a_chip_needs_torch_xla(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_xla", None)
     with pytest.raises(MissingExtraError, match="pip install 'qat-lora"):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from toy_pipeline import cache_options, call, eval_options, part, quantize_options, recover_options
+from transformers import AutoModelForCausalLM
 
 from qat_lora.errors import ConfigError, InterruptedRunError, ModelError, OutputExistsError
 from qat_lora.options import QatOptions
@@ -142,8 +143,6 @@ def test_blocks_are_reconstructed(trained):
 
 def test_the_result_loads_in_transformers_and_goes_on_in_recover(tiny, work, tmp_path):
     """Also under the name that the user's guide gives it."""
-    from transformers import AutoModelForCausalLM
-
     cache, _ = work
     run = call("qat", options(tiny, cache, tmp_path / "v2_q4"))
     model = AutoModelForCausalLM.from_pretrained(run / "best")
@@ -210,6 +209,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_written(tiny, work
         (["checkpoint", "one of the two"], {"checkpoint": "somewhere"}),
         (["checkpoint", "--from-scratch"], {"from_scratch": False}),
         (["model"], {"model": None}),
+        (["keep", "--from-scratch"], {"from_scratch": False, "checkpoint": "x", "keep": ("q_proj",)}),
         (["train_parts", "biases", "scales"], {"train_parts": ("scales", "biases")}),
         (["train_parts", "nothing"], {"train_parts": ()}),
         (["mergeable"], {"train_parts": ("weights",), "mergeable": True}),
@@ -223,6 +223,22 @@ def test_settings_that_contradict_one_another(tiny, words, changed):
     with pytest.raises(ConfigError) as caught:
         options(tiny, "cache", "out", **changed)
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_quantised_head_trains_like_any_layer(tiny, work, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(tiny.teacher)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    model.config.tie_word_embeddings = False
+    shutil.copytree(tiny.teacher, tmp_path / "untied")
+    model.save_pretrained(tmp_path / "untied")
+    own = tiny._replace(teacher=tmp_path / "untied")
+    wanted = quantize_options(own, tmp_path / "student", work[0], quantize_head="w4g128", calibrate_on="teacher")
+    go_on = {"from_scratch": False, "checkpoint": str(call("quantize", wanted))}
+    refused(ConfigError, ["head is quantised"], own, work[0], tmp_path / "out", train_parts=("head",), **go_on)
+    fast = OptimConfig(lr=1e-2, warmup_steps=1)
+    run = call("qat", options(own, work[0], tmp_path / "run", train_parts=("weights",), train=fast, **go_on))
+    before, after = (load_file(run / name / "model.safetensors")["lm_head.codes"] for name in ("start", "last"))
+    assert not torch.equal(before, after)
 
 
 def test_bfloat16_trains_scales_in_float32(tiny, work, tmp_path):

@@ -7,11 +7,15 @@ import yaml
 
 from qat_lora import cli
 from qat_lora.config import leaves, resolve
+from qat_lora.diagnose.devices import named
+from qat_lora.diagnose.estimate import memory
+from qat_lora.options import EstimateOptions
 from qat_lora.quant.spec import PRESETS
 from qat_lora.runtime.select import Found, choose
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+PLACES = ("v6e-1", "v6e-4", "v5e-8", "h100", "laptop")
 
 
 def command_of(recipe: Path) -> str:
@@ -28,9 +32,10 @@ def resolved(recipe: Path):
 
 def test_there_are_recipes_for_each_documented_use():
     names = {recipe.stem for recipe in RECIPES}
-    places = ("tpu", "gpu", "laptop")
-    assert {f"recover_qwen3-0.6b_{p}_{place}" for p in ("q4_r32", "w2g64") for place in places} < names
-    assert {"quantize_qwen3-0.6b_q4_r32", "quantize_qwen3-0.6b_w2g64", "cache_wikitext103_L1024_K128"} < names
+    presets = ("q4_r32", "w2g64")
+    assert {f"recover_qwen3-0.6b_{preset}_{place}" for preset in presets for place in PLACES} < names
+    assert {f"quantize_qwen3-0.6b_{preset}" for preset in presets} < names
+    assert {"cache_wikitext103_L1024_K128", "cache_openhermes_L128_K128"} < names
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
@@ -66,3 +71,37 @@ def test_a_recipes_device_can_be_had_and_changed_by_flag(recipe):
     assert choose(device, False, there).kind == {"tpu": "xla"}.get(device, device)
     cls = cli._options("RecoverOptions")
     assert resolve(cls, recipe=recipe, flags={("run", "device"): "cpu"}).run.device == "cpu"
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    """A folder with the config.json of Qwen3-0.6B and nothing else."""
+    folder = tmp_path_factory.mktemp("Qwen3-0.6B")
+    (folder / "config.json").write_bytes((ROOT / "tests/data/qwen3-0.6b.json").read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize("preset", ["q4_r32", "w2g64"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_recipe_builds_and_fits_the_place_that_it_names(place, preset, qwen3):
+    """Every shape on the meta device; the estimate of memory is compared with the device's."""
+    recipe = resolved(ROOT / "recipes" / f"recover_qwen3-0.6b_{preset}_{place}.yaml")
+    (device,) = named((place,))
+    loop, steps_rows = recipe.loop, 8 if place == "laptop" else 32
+    assert loop.accumulation(device.chips) * loop.batch_size * device.chips == steps_rows
+    assert (recipe.run.chips.num_chips == "all") == (device.chips > 1)
+    quantise = resolved(ROOT / "recipes" / f"quantize_qwen3-0.6b_{preset}.yaml")
+    assert quantise.joint_rank == recipe.lora.recovery_r and quantise.preset == preset
+    parts = memory(
+        EstimateOptions(
+            model=str(qwen3),
+            preset=preset,
+            train_scales=recipe.train_scales,
+            lora=recipe.lora,
+            batch_size=loop.batch_size,
+            gradient_checkpointing=loop.gradient_checkpointing,
+            attention="plain" if recipe.run.device == "tpu" else "fused",
+            run=recipe.run,
+        )
+    )
+    assert sum(parts.values()) < 0.9 * device.memory_gb * 1e9

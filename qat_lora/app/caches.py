@@ -24,7 +24,7 @@ from qat_lora.cache.records import Fingerprint, optional_arrays
 from qat_lora.cache.shares import Share
 from qat_lora.cache.store import read_manifest
 from qat_lora.cache.writer import CacheWriter
-from qat_lora.errors import CacheError, InterruptedRunError
+from qat_lora.errors import CacheError, ConfigError, InterruptedRunError
 from qat_lora.evaluate.report import save_json, text_table
 from qat_lora.models import CausalLM, checkpoint_sha256, load_tokenizer, tokenizer_sha256
 from qat_lora.options import AuditOptions, CacheBuildOptions
@@ -50,6 +50,7 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
     teacher = _teacher(options, runtime)
     fits_positions(teacher, options.length)
     tokenizer = load_tokenizer(teacher.folder, options.hub.trust_remote_code)
+    teacher = _with_vocabulary(teacher, tokenizer, options.vocab_size)
     template = getattr(tokenizer, "chat_template", None)
     head = head_file(teacher.head()) if options.hidden else None
     fingerprint = Fingerprint(
@@ -66,7 +67,7 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
         temperatures=tuple(sorted(set(options.temperatures))),
         value_dtype=options.value_dtype,
         optional_arrays=optional_arrays(
-            options.tail_draws, options.draws, head.width if head else 0, head.sha256 if head else None
+            options.draws_from_tail, options.draws, head.width if head else 0, head.sha256 if head else None
         ),
         seed=run.seed,
         eval_rows=options.eval_rows,
@@ -126,6 +127,25 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
         others = ", ".join(map(str, report.waiting_for))
         say(run, f"builder {part} has ended; the cache is complete when these have too: {others} of {part.builders}")
     return out
+
+
+def _with_vocabulary(teacher: CausalLM, tokenizer: Any, rows: int | None) -> CausalLM:
+    """Return the teacher with the first rows of its head alone, as if the others were not there.
+
+    Models of one family have one tokenizer and unlike padding (Qwen2.5: 151,936 and 152,064 rows).
+
+    Raises:
+        ConfigError: more rows than there are, or too few for the tokenizer.
+    """
+    if rows is None:
+        return teacher
+    fewest = max(tokenizer.get_vocab().values()) + 1
+    if not fewest <= rows <= teacher.vocab_size:
+        raise ConfigError(
+            f"vocab_size: {rows} is not allowed; the tokenizer's ids take {fewest}, the teacher's output head has "
+            f"{teacher.vocab_size} rows: give a number between these"
+        )
+    return teacher.with_vocabulary(rows)
 
 
 def audit_cache(options: AuditOptions, runtime: Runtime) -> dict[str, Any]:

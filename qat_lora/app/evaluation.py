@@ -57,7 +57,8 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
     identity = {name: student.sha256 for name, student in students.items()}
     identity["teacher"] = checkpoint_sha256(teacher.folder)
     sources = {name: describe_source(text) for name, text in texts.items()}
-    settings = to_dict(options) | {"run": {"dtype": run.dtype}, "weights": identity, "text": sources, "overlap": seen}
+    decisive = {"dtype": run.dtype, "seed": run.seed}
+    settings = to_dict(options) | {"run": decisive, "weights": identity, "text": sources, "overlap": seen}
     if outputs.claim(out, "eval", settings, run.overwrite):
         say(run, f"{out} is complete already")
         report = json.loads((out / "report.json").read_text(encoding="utf-8"))

@@ -140,7 +140,7 @@ def evaluation(
         chunk, walk = lessons.objective.loss_chunk_mb, lessons.objective.loss_walk
         objective = ObjectiveConfig(kd_weight=0.0, ce_weight=1.0, loss_chunk_mb=chunk, loss_walk=walk)
     else:
-        objective = evaluation_objective(lessons.objective)
+        objective = evaluation_objective(lessons.objective, head)
     return rows_evaluation(lessons.evaluation, objective, model, loop, runtime, head)
 
 

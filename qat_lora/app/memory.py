@@ -24,8 +24,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def memory_advice(options: EstimateOptions) -> Iterator[None]:
+def memory_advice(options: EstimateOptions | None = None) -> Iterator[None]:
     """Turn an out-of-memory error into one that says which parts are largest and which flag makes each smaller.
+
+    Without settings to estimate from it gives the general answer.
 
     Raises:
         OutOfMemoryError: in the place of the device's own error.
@@ -39,11 +41,14 @@ def memory_advice(options: EstimateOptions) -> Iterator[None]:
         raise OutOfMemoryError(f"out of memory ({reason}). {_advice(options)}") from error
 
 
-def _advice(options: EstimateOptions) -> str:
+def _advice(options: EstimateOptions | None) -> str:
+    general = "Lower --batch-size and raise --accumulation-steps, or give --gradient-checkpointing"
+    if options is None:
+        return general
     try:
         parts = memory(options)
     except QatLoraError:  # a model that cannot be estimated still gets the general answer
-        return "Lower --batch-size and raise --accumulation-steps, or give --gradient-checkpointing"
+        return general
     total = sum(parts.values())
     largest = sorted(parts.items(), key=lambda part: -part[1])[:3]
     lines = [f"{name} {size / GIB:.2f} GiB{_lower(name, options)}" for name, size in largest]

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 
 from qat_lora.cache.dataset import KDCacheDataset
-from qat_lora.errors import ConfigError
-from qat_lora.losses.cached import EstimatorName, wanted
+from qat_lora.config import to_dict
+from qat_lora.errors import CacheError, ConfigError
+from qat_lora.losses.cached import OPTIONAL_ARRAYS, EstimatorName, choose_estimator, wanted
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.models import CausalLM
 from qat_lora.runtime.base import Runtime
@@ -32,16 +33,31 @@ class Prepared(NamedTuple):
     """What the student says before step 1."""
 
 
+def identity(objective: ObjectiveConfig) -> dict[str, Any]:
+    """Return what makes an objective another one, for a run's settings: not how its logits are held and walked.
+
+    A run that ran out of memory is told to lower `loss_chunk_mb`, and has to go on where it was.
+    """
+    return {name: value for name, value in to_dict(objective).items() if name not in ("loss_chunk_mb", "loss_walk")}
+
+
 def check_arrays(dataset: KDCacheDataset, objective: ObjectiveConfig) -> None:
     """Refuse a cache that lacks what the objective reads.
 
     Raises:
         CacheError: names the array and the build flag.
     """
+    if objective.head_user and not dataset.k:
+        advice = "give --estimator full" if objective.head_user.startswith("estimator") else "set it to 0"
+        raise CacheError(
+            f"top_k: {objective.head_user} needs the teacher's likeliest tokens, and the KD cache was built with "
+            f"--top-k 0; {advice}, or build one with --top-k 64"
+        )
     if objective.optional_arrays:
         held = {name: torch.empty(1, 1) for name in dataset.rows([0])}
+        own = OPTIONAL_ARRAYS.get(objective.estimator, ()) if objective.kd_weight > 0 else ()
         for name in objective.optional_arrays:
-            wanted(held, name, f"estimator {objective.estimator}" if objective.kd_weight > 0 else "hidden_weight")
+            wanted(held, name, f"estimator {objective.estimator}" if name in own else "hidden_weight")
 
 
 def prepare(
@@ -62,8 +78,12 @@ def prepare(
     """
     if objective.loss_walk == "auto":
         objective = replace(objective, loss_walk=runtime.loss_walk)
+    if objective.kd_weight > 0:
+        name = choose_estimator(objective.estimator, dataset.rows([0]), objective.temperature)
+        objective = replace(objective, estimator=name)
     head = None
-    if objective.needs_teacher_head:
+    headless = isinstance(dataset, KDCacheDataset) and not dataset.k  # then evaluations need the teacher's head
+    if objective.needs_teacher_head or headless:
         held = dataset.teacher_head()
         bias_V = None if held.bias_V is None else held.bias_V.to(runtime.device)
         head = replace(held, weight_VH=held.weight_VH.to(runtime.device), bias_V=bias_V)
@@ -82,7 +102,11 @@ def prepare(
     return Prepared(objective, head, anchor)
 
 
-def evaluation_objective(objective: ObjectiveConfig) -> ObjectiveConfig:
-    """Return the distance to the teacher at temperature 1 that evaluations report: exact where training's is."""
-    estimator: EstimatorName = "full" if objective.needs_teacher_head else "ghost"
+def evaluation_objective(objective: ObjectiveConfig, teacher_head: OutputHead | None) -> ObjectiveConfig:
+    """Return the distance to the teacher at temperature 1 that evaluations report.
+
+    It is exact where the teacher's output head is there, and else `ghost`, a lower bound that is blind to the tail's
+    shape: comparable within a run, not between heads of different K.
+    """
+    estimator: EstimatorName = "ghost" if teacher_head is None else "full"
     return ObjectiveConfig(estimator=estimator, loss_chunk_mb=objective.loss_chunk_mb, loss_walk=objective.loss_walk)

@@ -17,15 +17,17 @@ from torch import Tensor, nn
 
 from qat_lora import outputs
 from qat_lora.app.lessons import cache_evaluation_rows, rows_evaluation
-from qat_lora.app.objectives import check_arrays, evaluation_objective, prepare
+from qat_lora.app.memory import memory_advice
+from qat_lora.app.objectives import check_arrays, evaluation_objective, identity, prepare
 from qat_lora.app.quantising import quantize
 from qat_lora.app.replicas import decide, fetch
-from qat_lora.app.shared import check_fits, load, picture, say
+from qat_lora.app.shared import cached_calibration_rows, check_fits, load, picture, run_name, say
 from qat_lora.cache.dataset import KDCacheDataset
 from qat_lora.config import save_yaml, to_dict
 from qat_lora.errors import ConfigError, ModelError
 from qat_lora.evaluate.report import save_json
 from qat_lora.layers.convert import bits_per_weight, linear_layers, quant_layers, quantise_targets
+from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.models import DTYPES, CausalLM, checkpoint_sha256, save_with_tensors
 from qat_lora.options import QatOptions, QuantizeOptions, RunConfig
 from qat_lora.quant.spec import QuantSpec, preset
@@ -36,13 +38,11 @@ from qat_lora.train.folders import whole_folder
 from qat_lora.train.loop import LoopHooks, Trainee, train
 from qat_lora.train.metrics import plot_curve
 
-BATCH_ROWS = 8  # of a calibration batch
-
 
 def qat(options: QatOptions, runtime: Runtime) -> Path:
     """Train a quantised model from a KD cache; return the run's folder, whose `best` is the model."""
     run, loop = options.run, options.loop
-    start = options.preset if options.from_scratch else Path(str(options.checkpoint)).with_suffix("").name
+    start = options.preset if options.from_scratch else run_name(str(options.checkpoint))
     out = Path(run.out or f"runs/v2_{start.split('_')[0]}")
     temperatures = options.objective.cached_temperatures
     dataset = KDCacheDataset(str(options.kd_cache_dir), options.preload, options.head_k, temperatures=temperatures)
@@ -55,8 +55,10 @@ def qat(options: QatOptions, runtime: Runtime) -> Path:
     _check(options, full, student)
     effective = loop.batch_size * loop.accumulation(runtime.replicas) * runtime.replicas
     plain = to_dict(options)
-    decisive: tuple[str, ...] = ("preset", "keep", "init", "calibration_rows") if options.from_scratch else ()
-    decisive += ("head_k", "train_parts", "mergeable", "mergeable_r", "blockwise", "objective", "train")
+    decisive: tuple[str, ...] = ("preset", "keep", "init") if options.from_scratch else ()
+    if options.from_scratch or options.blockwise.blockwise_steps:
+        decisive += ("calibration_rows",)
+    decisive += ("head_k", "train_parts", "mergeable", "mergeable_r", "blockwise", "train")
     settings = {
         "model_sha256": full and checkpoint_sha256(full.folder),
         "checkpoint_sha256": student and checkpoint_sha256(student.folder),
@@ -67,6 +69,7 @@ def qat(options: QatOptions, runtime: Runtime) -> Path:
         "max_steps": loop.max_steps,
         "early_stop": loop.early_stop,
         "global_batch_rows": effective,
+        "objective": identity(options.objective),
         **{key: plain[key] for key in decisive},
     }
     with outputs.alone(out) if runtime.is_main else contextlib.nullcontext():
@@ -77,7 +80,10 @@ def qat(options: QatOptions, runtime: Runtime) -> Path:
             save_yaml(options, out / "config.yaml")
         folder = _start(options, out, dataset, student, full, runtime)
         say(run, status_line(runtime, DTYPES[run.dtype], effective))
-        result = _train(options, dataset, folder, full, settings, runtime, out)
+        student = None  # `_train` loads what it trains; float32 copies that nobody needs would take twice its memory
+        full = full if options.mergeable or "weights" in options.train_parts else None
+        with memory_advice():
+            result = _train(options, dataset, folder, full, settings, runtime, out)
         runtime.barrier("before_final_save")
         if runtime.is_main:
             save_json(result, out / "result.json")
@@ -111,7 +117,8 @@ def _train(
     say(run, f"{', '.join(f'{count:,} {kind}' for kind, count in counts.items())} train · {out}")
     prepared = prepare(options.objective, dataset, model, loop, run.seed, runtime)
     rows = cache_evaluation_rows(str(options.kd_cache_dir), options.head_k)
-    distance, head = evaluation_objective(prepared.objective), prepared.teacher_head
+    head = prepared.teacher_head
+    distance = evaluation_objective(prepared.objective, head)
     result = train(
         trainee,
         dataset,
@@ -155,7 +162,7 @@ def _check(options: QatOptions, full: CausalLM | None, student: CausalLM | None)
         if not specs:
             raise ConfigError(f"checkpoint: {options.checkpoint} has no quantised layers; give --from-scratch --model")
     if full is not None and student is not None:
-        dense = dict(linear_layers(full.module))
+        dense = _dense_layers(full)
         for name, layer in quant_layers(student.module).items():
             shape = (layer.out_features, layer.in_features)
             if name not in dense or tuple(dense[name].weight.shape) != shape or name in quant_layers(full.module):
@@ -171,6 +178,10 @@ def _check(options: QatOptions, full: CausalLM | None, student: CausalLM | None)
         )
     if "head" in parts:
         module = (student or _given(full)).module
+        if isinstance(module.get_output_embeddings(), QuantLinear):
+            raise ConfigError(
+                "train_parts: the head is quantised in this model, so scales, lut and weights train it; leave out head"
+            )
         if module.get_output_embeddings().weight is module.get_input_embeddings().weight:
             raise ConfigError(
                 "train_parts: the head is the embedding in this model; give embeddings, which trains both"
@@ -217,12 +228,11 @@ def _reconstruct(
     """Reconstruct the student block by block and write it to the run's folder `blockwise`."""
     runtime.place(student.module)
     runtime.place(full.module)
-    steps = -(-min(options.calibration_rows, len(dataset)) // BATCH_ROWS)
     shares = reconstruct(
         student.module,
         full.module,
         lambda batch: full.hidden(batch["input_ids"], batch["document_ids"]),
-        runtime.feed(dataset.batches(0, steps, BATCH_ROWS, seed=options.run.seed)),
+        runtime.feed(cached_calibration_rows(dataset, options.calibration_rows, options.run.seed)),
         options.blockwise,
         runtime,
         options.run.quiet,
@@ -239,7 +249,7 @@ def _reconstruct(
 def _trained(model: CausalLM, options: QatOptions, full: CausalLM | None) -> dict[str, dict[str, nn.Parameter]]:
     """Put the student into its training state and return what trains, by kind."""
     parts, rank = set(options.train_parts), options.mergeable_r if options.mergeable else 0
-    dense = {} if full is None else dict(linear_layers(full.module))
+    dense = {} if full is None else _dense_layers(full)
     groups: dict[str, dict[str, nn.Parameter]] = {kind: {} for kind in ("adapter", "weights", "scales", "lut")}
     module, frozen_dtype = model.module, torch.bfloat16 if options.loop.autocast else DTYPES[options.run.dtype]
     for name, layer in quant_layers(module).items():
@@ -263,6 +273,11 @@ def _trained(model: CausalLM, options: QatOptions, full: CausalLM | None) -> dic
         parameter.requires_grad_(True)
     module.train()
     return {kind: tensors for kind, tensors in groups.items() if tensors}
+
+
+def _dense_layers(full: CausalLM) -> dict[str, nn.Linear]:
+    """Return the linear layers of the full-precision model by name, with its output head."""
+    return {name: layer for heads in (False, True) for name, layer in linear_layers(full.module, heads)}
 
 
 def _stored(module: nn.Module) -> dict[str, Tensor]:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from qat_lora import outputs
-from qat_lora.app.shared import check_fits, fits_positions, load, say, text_batches
+from qat_lora.app.shared import (
+    CALIBRATION_BATCH_ROWS,
+    cached_calibration_rows,
+    calibration_rows,
+    check_fits,
+    fits_positions,
+    load,
+    say,
+    text_batches,
+)
 from qat_lora.cache.dataset import KDCacheDataset
+from qat_lora.cache.store import read_manifest
 from qat_lora.config import save_yaml, to_dict
 from qat_lora.errors import ConfigError
 from qat_lora.evaluate.report import save_json
@@ -25,7 +34,11 @@ from qat_lora.options import QuantizeOptions
 from qat_lora.quant.initialise import NEED_TEXT
 from qat_lora.quant.spec import Preset, preset
 from qat_lora.runtime.base import Runtime
+from qat_lora.text.sources import describe_source
 from qat_lora.types import Batch
+
+NO_PART_OF_THE_RESULT = ("model", "text", "kd_cache_dir", "hub", "run")
+"""Settings that say where things lie; what lies there counts instead."""
 
 
 def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
@@ -42,8 +55,10 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
     if quant_layers(model.module):
         raise ConfigError(f"model: {options.model} is quantised already; give the full-precision model")
     targets = quantise_targets(model.module, chosen)
-    settings = to_dict(options) | {"run": {"seed": run.seed}, "model_sha256": checkpoint_sha256(model.folder)}
     batches = _calibration_batches(options, model) if options.init != "absmax" and has_text else None
+    settings = {name: value for name, value in to_dict(options).items() if name not in NO_PART_OF_THE_RESULT}
+    settings |= {"seed": run.seed, "model_sha256": checkpoint_sha256(model.folder)}
+    settings["calibration"] = None if batches is None else _calibration_identity(options)
     if outputs.claim(out, "quantize", settings, run.overwrite):
         say(run, f"{out} is complete already")
         return out
@@ -125,13 +140,19 @@ def _fit(options: QuantizeOptions, model: CausalLM, chosen: Preset, batches: lis
     )
 
 
+def _calibration_identity(options: QuantizeOptions) -> str:
+    """Return what the calibration text is, wherever it lies."""
+    if options.kd_cache_dir is not None:
+        return read_manifest(options.kd_cache_dir).fingerprint.sha256
+    return describe_source(options.text)
+
+
 def _calibration_batches(options: QuantizeOptions, model: CausalLM) -> Iterator[Batch]:
-    batch_rows = 8
+    rows, length = options.calibration_rows, options.calibration_length
     if options.kd_cache_dir is not None:
         dataset = KDCacheDataset(options.kd_cache_dir)
         check_fits(dataset, model)
-        rows = min(options.calibration_rows, len(dataset))
-        return dataset.batches(0, math.ceil(rows / batch_rows), batch_rows, seed=options.run.seed)
-    fits_positions(model, options.calibration_length)
+        return cached_calibration_rows(dataset, rows, options.run.seed)
+    fits_positions(model, length)
     tokenizer = load_tokenizer(model.folder, options.hub.trust_remote_code)
-    return text_batches(options.text, tokenizer, options.calibration_length, options.calibration_rows, batch_rows)
+    return calibration_rows(text_batches(options.text, tokenizer, length, rows, CALIBRATION_BATCH_ROWS), rows)

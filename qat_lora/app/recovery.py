@@ -12,9 +12,9 @@ from torch import nn
 from qat_lora import outputs
 from qat_lora.app.lessons import Lessons, cache_lessons, evaluation, text_lessons
 from qat_lora.app.memory import memory_advice
-from qat_lora.app.objectives import prepare
+from qat_lora.app.objectives import identity, prepare
 from qat_lora.app.replicas import decide, fetch
-from qat_lora.app.shared import load, picture, say
+from qat_lora.app.shared import load, picture, run_name, say
 from qat_lora.config import save_yaml, to_dict
 from qat_lora.errors import ConfigError
 from qat_lora.evaluate.report import save_json
@@ -33,7 +33,7 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
     """Train a recovery adapter from a KD cache or a text; return the run's folder."""
     run, loop = options.run, options.loop
     student = str(options.checkpoint or options.model)
-    out = Path(run.out or f"runs/recovery_{Path(student).with_suffix('').name}")
+    out = Path(run.out or f"runs/recovery_{run_name(student)}")
     lessons = cache_lessons(options) if options.uses_cache else None
     fetch(runtime, student, options.hub)
     model = load(student, options.hub, run.dtype)
@@ -74,7 +74,7 @@ def _settings(options: RecoverOptions, lessons: Lessons, model: CausalLM, effect
         "base_sha256": checkpoint_sha256(model.folder),
         "starts_sha256": starts_sha256(model.folder),
         **lessons.identity,
-        "objective": to_dict(lessons.objective),
+        "objective": identity(lessons.objective),
         "dtype": options.run.dtype,
         "autocast": loop.autocast,
         "seed": options.run.seed,

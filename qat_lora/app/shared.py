@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from qat_lora.cache.dataset import KDCacheDataset
 from qat_lora.errors import ConfigError, MissingExtraError
-from qat_lora.models import CausalLM, load_model, load_tokenizer, tokenizer_sha256
+from qat_lora.models import FILE_SUFFIXES, CausalLM, load_model, load_tokenizer, tokenizer_sha256
 from qat_lora.options import HubConfig, RunConfig
 from qat_lora.text.packing import PackedRow, make_encoder, pack_rows
 from qat_lora.text.sources import TextConfig, open_documents
@@ -39,6 +40,12 @@ def load(name: str, hub: HubConfig, dtype: str) -> CausalLM:
     return load_model(name, revision=hub.revision, trust_remote_code=hub.trust_remote_code, dtype=dtype)
 
 
+def run_name(model: str) -> str:
+    """Return what a run is called after the model it begins with: its last part, without the suffix of a file."""
+    path = Path(model)
+    return path.stem if path.suffix in FILE_SUFFIXES else path.name
+
+
 def fits_positions(model: CausalLM, length: int) -> None:
     """Raise ConfigError for rows longer than the model has positions."""
     if model.max_positions is not None and length > model.max_positions:
@@ -59,6 +66,29 @@ def text_batches(text: TextConfig, tokenizer: Any, length: int, rows: int, batch
     """
     packed = pack_rows(open_documents(text), make_encoder(tokenizer), length)
     return batches_of(itertools.islice(packed, rows or None), length, batch_rows)
+
+
+CALIBRATION_BATCH_ROWS = 8
+CALIBRATION_KEYS = ("input_ids", "document_ids", "target_mask")
+
+
+def calibration_rows(batches: Iterator[Batch], rows: int) -> Iterator[Batch]:
+    """Return at most `rows` rows of batches, what calibration reads of them, without rows of padding.
+
+    A loss masks padding; statistics of activations would count it like text.
+    """
+    for batch in batches:
+        real = np.flatnonzero(batch["target_mask"].any(axis=1))[:rows]
+        rows -= len(real)
+        if len(real):
+            yield {name: batch[name][real] for name in CALIBRATION_KEYS}
+
+
+def cached_calibration_rows(dataset: KDCacheDataset, rows: int, seed: int) -> Iterator[Batch]:
+    """Return some rows of a cache for calibration; all where it has fewer."""
+    batch_rows = CALIBRATION_BATCH_ROWS
+    steps = -(-min(rows, len(dataset)) // batch_rows)
+    return calibration_rows(dataset.batches(0, steps, batch_rows, seed=seed), rows)
 
 
 def batches_of(taken: Iterator[PackedRow], length: int, batch_rows: int) -> Iterator[Batch]:

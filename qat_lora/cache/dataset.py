@@ -22,7 +22,8 @@ class KDCacheDataset:
     Args:
         path: the cache folder, or a URL such as gs://bucket/cache, as text.
         preload: keep the encoded shards in memory; otherwise the files are mapped.
-        k: serve the first k of K head entries; the rest joins the tail. Draws and hidden states are served as stored.
+        k: serve the first k of K head entries; the rest joins the tail, and tail draws are made again to match
+            (`redraw`). Draws from the whole teacher and hidden states are served as stored.
         split: `train` or `eval`.
         temperatures: at which `lse` and `log_tail` are served; each must be in the cache.
         verify: check every shard's sha256 when opening.
@@ -121,7 +122,7 @@ class KDCacheDataset:
         if vocab_size < held.vocab_size:
             raise CacheError(
                 f"vocab_size: the student has {vocab_size:,} entries, the cache {self.path} speaks of "
-                f"{held.vocab_size:,}; allowed: as many or more: build the cache for the student's vocabulary"
+                f"{held.vocab_size:,}; allowed: as many or more: build the cache with --vocab-size {vocab_size}"
             )
         if max_positions is not None and max_positions < held.length:
             raise CacheError(

@@ -29,10 +29,14 @@ def draw(log_weights_NV: Tensor, uniforms_ND2: Tensor) -> Tensor:
     Returns:
         int32 [N, D]; 0 where no token can be drawn.
     """
-    vocab_size = log_weights_NV.shape[-1]
-    width = math.isqrt(vocab_size - 1) + 1 if vocab_size > 1 else 1
     largest_N1 = log_weights_NV.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
-    weights_NV = torch.exp(log_weights_NV - largest_N1)
+    return draw_weighted(torch.exp(log_weights_NV - largest_N1), uniforms_ND2)
+
+
+def draw_weighted(weights_NV: Tensor, uniforms_ND2: Tensor) -> Tensor:
+    """Draw tokens as `draw` does, in proportion to weights of which the largest is 1."""
+    vocab_size = weights_NV.shape[-1]
+    width = math.isqrt(vocab_size - 1) + 1 if vocab_size > 1 else 1
     weights_NV = torch.nn.functional.pad(weights_NV, (0, -vocab_size % width))
     blocks_NGS = weights_NV.reshape(len(weights_NV), -1, width)
     masses_NG = blocks_NGS.sum(-1)

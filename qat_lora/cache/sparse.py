@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from qat_lora.cache.draws import draw
+from qat_lora.cache.draws import draw, draw_weighted
 from qat_lora.types import temperature_key
 
 
@@ -80,8 +80,6 @@ def _piece(
     shifted_NK = head_NK - head_NK[:, :1]
     arrays |= {"head_ids": ids_NK.to(torch.int32), "head_logits": shifted_NK}
     tail_NV = logits_NV.scatter_(-1, ids_NK, -torch.inf)
-    if "tail_draw_ids" in uniforms:
-        arrays["tail_draw_ids"] = draw(tail_NV, uniforms["tail_draw_ids"])
     largest_N1 = ranked[:, -1:]
     largest_N1 = torch.where(largest_N1 == -torch.inf, head_NK[:, :1], largest_N1)  # a tail of -inf stays one
     tail_NV.sub_(largest_N1)
@@ -90,7 +88,10 @@ def _piece(
         softened_NV = tail_NV if last else tail_NV.clone()
         if temperature != 1.0:
             softened_NV.div_(temperature)
-        log_tail_N = (largest_N1 - head_NK[:, :1])[:, 0] / temperature + softened_NV.exp_().sum(-1).log()
+        weights_NV = softened_NV.exp_()
+        if temperature == 1.0 and "tail_draw_ids" in uniforms:
+            arrays["tail_draw_ids"] = draw_weighted(weights_NV, uniforms["tail_draw_ids"])
+        log_tail_N = (largest_N1 - head_NK[:, :1])[:, 0] / temperature + weights_NV.sum(-1).log()
         # Not logaddexp, whose last bit depends on the place in the vector: a resumed build must give the same bytes.
         lse_N = torch.logsumexp(torch.cat([shifted_NK / temperature, log_tail_N[:, None]], 1), dim=-1)
         arrays[temperature_key("lse", temperature)] = lse_N

@@ -38,7 +38,8 @@ def second_moments(
         model: the full-precision model.
         names: linear layers to watch.
         batches: calibration batches.
-        forward: runs the model on one batch.
+        forward: runs the model on one batch; where the output head is among the names, it returns the last hidden
+            states, which are the head's input (running the head would cost the logits of a whole batch).
         costs: by layer, how much each token counts; without them all count alike.
     """
     sums: dict[str, Tensor] = {}
@@ -62,12 +63,16 @@ def second_moments(
 
         return hook
 
-    handles = [model.get_submodule(name).register_forward_pre_hook(watch(name)) for name in names]
+    hooks = {name: watch(name) for name in names}
+    heads = {name: hooks.pop(name) for name in list(hooks) if HEAD.search(name)}
+    handles = [model.get_submodule(name).register_forward_pre_hook(hook) for name, hook in hooks.items()]
     try:
         with torch.no_grad():
             for number, batch in enumerate(batches):
                 last["batch"] = number
-                forward(batch)
+                hidden = forward(batch)
+                for name, hook in heads.items():
+                    hook(model.get_submodule(name), (hidden,))
     finally:
         for handle in handles:
             handle.remove()

@@ -7,12 +7,16 @@
 | sampled | draws from the whole teacher | `--draws D` |
 | full | last hidden states, and the teacher's output head | `--hidden` |
 
+`auto` is `hybrid` where the cache has draws from the tail, and `ghost` elsewhere: our study (`docs/numerics.md`) found
+`hybrid` the better at every K, and more so the fewer entries the head has.
+
 Draws are only right at the temperature at which they were drawn, which is 1: at another one each would have to be
 weighted by the ratio of the two distributions at its token, whose spread undoes what drawing saves.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Literal, get_args
 
 import torch
@@ -24,7 +28,7 @@ from qat_lora.losses.teacher import sparse_teacher_from_batch
 from qat_lora.losses.terms import DenseTerm, HeadTerm, Term, hybrid_terms, sampled_term
 from qat_lora.types import Batch, OutputHead
 
-EstimatorName = Literal["ghost", "renorm", "reverse", "hybrid", "sampled", "full"]
+EstimatorName = Literal["auto", "ghost", "renorm", "reverse", "hybrid", "sampled", "full"]
 
 OPTIONAL_ARRAYS: dict[str, tuple[str, ...]] = {
     "hybrid": ("tail_draw_ids",),
@@ -52,6 +56,13 @@ def check_estimator(name: str, temperature: float) -> None:
         )
 
 
+def choose_estimator(name: EstimatorName, arrays: Container[str], temperature: float) -> EstimatorName:
+    """Return the estimator that `auto` means for a cache with these arrays; any other name as it is."""
+    if name != "auto":
+        return name
+    return "hybrid" if "tail_draw_ids" in arrays and temperature == 1.0 else "ghost"
+
+
 def wanted(batch: Batch, key: str, user: str) -> Tensor:
     """Return an optional array of a batch.
 
@@ -67,7 +78,7 @@ def wanted(batch: Batch, key: str, user: str) -> Tensor:
 
 def cached_terms(
     batch: Batch,
-    estimator: str,
+    estimator: EstimatorName,
     temperature: float,
     draws: int | None,
     weight: float | Tensor,
@@ -78,6 +89,7 @@ def cached_terms(
     Raises:
         CacheError: the batch lacks an array, a temperature, or enough draws.
     """
+    estimator = choose_estimator(estimator, batch, temperature)
     if estimator == "full":
         hidden_NH = wanted(batch, "teacher_hidden", "estimator full")
         if teacher_head is None:

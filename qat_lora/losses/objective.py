@@ -35,9 +35,10 @@ class ObjectiveConfig:
     """What a recovery run minimises."""
 
     estimator: EstimatorName = option(
-        "ghost",
+        "auto",
         "distance to the cached teacher: ghost (tail as one bucket), renorm (head only), reverse (KL), hybrid (head "
-        "and draws from the tail), sampled (draws only) or full (exact, from hidden states)",
+        "and draws from the tail), sampled (draws only), full (exact, from hidden states), or auto (hybrid where the "
+        "cache has draws from the tail, else ghost)",
     )
     draws: int | None = option(
         None, "with hybrid and sampled: use only the first of the cached draws; default: all", unit="draws"
@@ -73,6 +74,10 @@ class ObjectiveConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}: {value} is not allowed; give 1 or more")
+        if self.draws is not None and self.estimator not in ("hybrid", "sampled"):
+            raise ConfigError(
+                f"draws: for estimators hybrid and sampled only, and it is {self.estimator}; leave it out, or name one"
+            )
         if not self.weights_at(0.0).keys() - {"anchor"}:
             raise ConfigError(
                 "kd_weight, ce_weight, hard_top1_weight, hidden_weight: all are 0, which leaves nothing to learn; set "
@@ -90,6 +95,13 @@ class ObjectiveConfig:
         """Temperatures whose normalisers are read: 1 for evaluations, and its own; the exact KL makes its own."""
         uses = self.kd_weight > 0 and self.estimator != "full"
         return tuple(sorted({1.0, self.temperature})) if uses else (1.0,)
+
+    @property
+    def head_user(self) -> str | None:
+        """The term that reads the teacher's likeliest tokens, as its setting is called; None where none does."""
+        if self.kd_weight > 0 and self.estimator not in ("sampled", "full"):
+            return f"estimator {self.estimator}"
+        return "hard_top1_weight" if "hard_top1" in self.weights_at(0.0) else None
 
     @property
     def needs_teacher_head(self) -> bool:
@@ -150,9 +162,11 @@ def objective_loss(
     weights = config.weights_at(0.0) if weights is None else weights
     weights = {name: w.reshape(()) if isinstance(w, Tensor) else w for name, w in weights.items()}
     names = config.weights_at(0.0)
-    needs_head = "hard_top1" in names or ("kd" in names and config.estimator not in ("sampled", "full"))
-    if needs_head and "head_ids" not in batch:
-        raise CacheError("head_ids: the batch holds no teacher; train from a KD cache, or set only ce_weight above 0")
+    if config.head_user and "head_ids" not in batch:
+        raise CacheError(
+            f"head_ids: {config.head_user} needs the teacher's likeliest tokens, and the batch holds none; train from "
+            "a KD cache built with --top-k 1 or more, or set only ce_weight above 0"
+        )
     hidden_NH = hidden_BLH[:, :-1].reshape(-1, hidden_BLH.shape[-1])
     mask_N = batch["target_mask"].reshape(-1)
     terms: list[Term] = []

@@ -8,6 +8,7 @@ gradients too.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import socket
 import sys
@@ -17,6 +18,11 @@ import torch
 import torch.distributed as dist
 
 from qat_lora.errors import ReplicaError
+
+PATIENCE = datetime.timedelta(days=2)
+"""How long a process waits for others in a collective. Torch's 10 to 30 minutes would end a run whose main process
+quantises or downloads meanwhile; a peer that has died is noticed by other means, within seconds (`signals`, `workers`).
+"""
 
 
 @contextlib.contextmanager

@@ -116,9 +116,11 @@ class NativeRuntime:
         if self.replicas > 1:
             device_id = self.device if self.device.type == "cuda" else None
             with collectives.joining():
-                dist.init_process_group(_BACKENDS[self.device.type], device_id=device_id)
+                dist.init_process_group(_BACKENDS[self.device.type], device_id=device_id, timeout=collectives.PATIENCE)
                 # What hosts decide does not pass through the GPU: no host ever waits for a device to decide.
-                self._control = dist.new_group(backend="gloo") if self.device.type == "cuda" else None
+                self._control = (
+                    dist.new_group(backend="gloo", timeout=collectives.PATIENCE) if self.device.type == "cuda" else None
+                )
         try:
             result = main()
             self._deferred.run_all()

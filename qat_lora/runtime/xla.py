@@ -235,17 +235,19 @@ class XlaRuntime:
         if self.backend == "CPU" and group > 1:
             self.rank, self.replicas, self._over_hosts = int(os.environ["RANK"]), group, True
             with collectives.joining():
-                dist.init_process_group("gloo")
+                dist.init_process_group("gloo", timeout=collectives.PATIENCE)
         elif self.replicas > 1:
             # One host: at the port that `xla_spawn` chose. Several, or torchrun: torch_xla knows where.
             with collectives.joining():
                 if dist.is_initialized():
-                    self._control = dist.new_group(backend="gloo")
+                    self._control = dist.new_group(backend="gloo", timeout=collectives.PATIENCE)
                 elif xr.world_size() == xr.local_device_count():
                     where = f"tcp://127.0.0.1:{os.environ[PORT_VARIABLE]}"
-                    dist.init_process_group("gloo", where, rank=self.rank, world_size=self.replicas)
+                    dist.init_process_group(
+                        "gloo", where, rank=self.rank, world_size=self.replicas, timeout=collectives.PATIENCE
+                    )
                 else:
-                    dist.init_process_group("gloo", init_method="xla://")
+                    dist.init_process_group("gloo", init_method="xla://", timeout=collectives.PATIENCE)
 
     def place(self, module: M) -> M:
         """Move a module here, shared weights stay shared; its parameters are new objects, so do this first.

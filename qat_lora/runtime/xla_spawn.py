@@ -15,11 +15,11 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, Literal
 
-from qat_lora.errors import MissingExtraError
+from qat_lora.errors import DeviceError, MissingExtraError
 from qat_lora.runtime.collectives import free_port
 from qat_lora.runtime.signals import install_for_good, passed_on
 from qat_lora.runtime.workers import Board, attend
-from qat_lora.runtime.xla import PORT_VARIABLE
+from qat_lora.runtime.xla import PORT_VARIABLE, is_xla_device
 
 _inherited: list[Callable[[], Any]] = []
 """What forked workers run: they have it already, while whatever goes through the pool is pickled."""
@@ -46,9 +46,8 @@ class _Worker:
 def spawn(work: Callable[[], Any], start_method: Literal["spawn", "fork"] = "spawn") -> Any:
     """Run `work` in a process for every chip that the variables of libtpu leave; return the main one's result.
 
-    Nothing in this process may have touched an XLA device.
-
     Raises:
+        DeviceError: this process has used an XLA device itself, which its children would crash on.
         QatLoraError: what a process raised first, or that one was killed.
     """
     try:
@@ -57,6 +56,11 @@ def spawn(work: Callable[[], Any], start_method: Literal["spawn", "fork"] = "spa
         raise MissingExtraError(
             f"device xla: torch_xla cannot be imported ({error}); pip install 'qat-lora[tpu]' on a TPU"
         ) from None
+    if is_xla_device():
+        raise DeviceError(
+            "num_chips: this process has used an XLA device already, and the processes that it starts cannot; restart "
+            "the notebook's kernel (or the program) and start the chips first, or use --parallel spmd"
+        )
     os.environ[PORT_VARIABLE] = str(free_port())
     _inherited[:] = [work] if start_method == "fork" else []
     with tempfile.TemporaryDirectory(prefix="qat-lora-run-") as folder:

@@ -76,7 +76,7 @@ class XlaSpmdRuntime(XlaRuntime):
         self._mesh = xs.Mesh(np.arange(self.replicas), (self.replicas,), (AXIS,))
         if self._processes > 1:
             with collectives.joining():
-                dist.init_process_group("gloo", init_method="xla://")
+                dist.init_process_group("gloo", init_method="xla://", timeout=collectives.PATIENCE)
 
     def place(self, module: M) -> M:
         """Move a module here, replicated, or with `shard_base` its frozen weights spread over the devices.

@@ -110,6 +110,6 @@ def anchor_micro_batch(
     counts = torch.stack([sums["tokens"].float(), batch["target_mask"].sum(dtype=torch.float32)])
     tokens, own_tokens = runtime.all_reduce_mean(counts).unbind()
     ratio = tokens / own_tokens.clamp_min(1.0)
-    distance = ObjectiveConfig(loss_chunk_mb=objective.loss_chunk_mb, loss_walk=objective.loss_walk)
+    distance = ObjectiveConfig("ghost", loss_chunk_mb=objective.loss_chunk_mb, loss_walk=objective.loss_walk)
     own = micro_batch(model, batch, distance, {"kd": weights["anchor"] * ratio})
     return sums | {"loss": sums["loss"] + own["loss"], "loss_anchor": sums["loss_anchor"] + own["loss_kd"] * ratio}

@@ -137,6 +137,14 @@ def test_an_untied_head_is_quantised_on_request():
     assert quant_layers(model)["lm_head"].spec.table == "normal" and "lm_head" not in starts
 
 
+def test_the_heads_moment_comes_from_hidden_states_without_running_it():
+    model, text = toy(blocks=1), batches(2)
+    model.lm_head.forward = None
+    states = torch.cat([model.hidden(batch).reshape(-1, 24) for batch in text])
+    moments = second_moments(model, ["blocks.0.up", "lm_head"], text, model.hidden)
+    assert torch.allclose(moments["lm_head"], states.T @ states / len(states), rtol=1e-4, atol=1e-5)
+
+
 def test_models_that_are_no_stack_of_blocks_are_refused():
     class Two(nn.Module):
         def __init__(self):

@@ -10,7 +10,7 @@ from losses_oracle import numpy_loss
 
 from qat_lora.config import from_dict
 from qat_lora.errors import CacheError, ConfigError
-from qat_lora.losses.cached import EstimatorName
+from qat_lora.losses.cached import EstimatorName, choose_estimator
 from qat_lora.losses.objective import ObjectiveConfig, objective_loss
 from qat_lora.losses.teacher import sparse_teacher_from_batch
 from qat_lora.types import OutputHead
@@ -295,8 +295,19 @@ def test_weights_of_a_step_are_used_as_numbers_or_tensors():
         ({"kd_weight": 0.0, "anchor_weight": 1.0}, "nothing to learn"),
         ({"anchor_samples": 0}, "anchor_samples"),
         ({"draws": 0}, "draws"),
+        ({"draws": 4}, "draws: for estimators hybrid and sampled only"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings, field):
     with pytest.raises(ConfigError, match=field):
         from_dict(ObjectiveConfig, settings)
+
+
+def test_auto_is_hybrid_where_there_are_draws_from_the_tail_and_ghost_elsewhere():
+    for arrays, temperature, chosen in (
+        ({}, 1.0, "ghost"),
+        ({"tail_draw_ids"}, 1.0, "hybrid"),
+        ({"tail_draw_ids"}, 2.0, "ghost"),
+    ):
+        assert choose_estimator("auto", arrays, temperature) == chosen
+    assert choose_estimator("renorm", {"tail_draw_ids"}, 1.0) == "renorm"
