@@ -365,6 +365,9 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
         if row["estimator"] == "ce":
             axis.axhline(row["kl_mean"], color="grey", ls="--", lw=1, label="ce (no teacher)")
     places = sorted({round(row["bytes_per_token"]) for row in rows if row["estimator"] != "ce"})
+    for place, after in zip(places, places[1:], strict=False):
+        if after < 1.2 * place:  # their labels would overlap
+            places.remove(after)
     axis.set_xscale("log")
     axis.set_xticks(places, [str(x) for x in places], fontsize=8)
     axis.minorticks_off()
