@@ -28,6 +28,7 @@ import numpy as np
 
 from qat_lora.cache import store
 from qat_lora.cache.dataset import KDCacheDataset
+from qat_lora.cache.location import Location
 from qat_lora.cache.records import Fingerprint
 from qat_lora.cache.writer import CacheWriter
 
@@ -145,7 +146,11 @@ def fresh_process(folder: Path, step: int) -> list[float]:
 def open_verified(folder: Path, threads: int | None) -> float:
     """Return the seconds that opening with every byte checked takes."""
     real = store.at_once
-    with mock.patch("qat_lora.cache.reader.at_once", lambda place, action, items: real(place, action, items, threads)):
+
+    def at_once(place: Location, action: Any, items: Any, chosen: int | None = None) -> Any:
+        return real(place, action, items, threads or chosen)
+
+    with mock.patch("qat_lora.cache.reader.at_once", at_once):
         begun = time.perf_counter()
         KDCacheDataset(folder)
         return round(time.perf_counter() - begun, 3)
