@@ -5,7 +5,7 @@ VENV    ?= .venv
 PYTHON  ?= python3
 BIN     := $(VENV)/bin
 # PyTorch/XLA has wheels for Linux only; everything else runs without it.
-EXTRAS  ?= $(if $(filter Linux,$(shell uname -s)),xla$(comma))hub,plot,dev
+EXTRAS  ?= $(if $(filter Linux,$(shell uname -s)),xla$(comma))hub,plot,transport,export,dev
 comma   := ,
 STAMP   := $(VENV)/.qat-lora-installed
 WORKERS ?= 2
