@@ -1,16 +1,18 @@
-# make demo   set everything up and run the first recovery, on this machine's own Python sources
-# make test   set everything up, check the code, run the tests
-# VENV=...    reuse an environment instead of making .venv
+# make demo        set everything up and run the first recovery, on this machine's own Python sources
+# make test        set everything up, check the code, run the tests
+# make docs        build the documentation site in build/docs; a warning is an error
+# make notebooks   run the notebooks at toy size and write the outputs into them
+# VENV=...         reuse an environment instead of making .venv
 VENV    ?= .venv
 PYTHON  ?= python3
 BIN     := $(VENV)/bin
 # PyTorch/XLA has wheels for Linux only; everything else runs without it.
-EXTRAS  ?= $(if $(filter Linux,$(shell uname -s)),xla$(comma))hub,plot,transport,export,dev
+EXTRAS  ?= $(if $(filter Linux,$(shell uname -s)),xla$(comma))hub,plot,log,transport,export,docs,dev
 comma   := ,
 STAMP   := $(VENV)/.qat-lora-installed
 WORKERS ?= 2
 
-.PHONY: demo test test-full check install clean
+.PHONY: demo test test-full notebooks check docs install clean
 
 install: $(STAMP)
 
@@ -23,8 +25,8 @@ demo: install
 	$(BIN)/qat-lora demo
 
 check: install
-	$(BIN)/ruff check qat_lora scripts tests benchmarks
-	$(BIN)/ruff format --check qat_lora scripts tests benchmarks
+	$(BIN)/ruff check qat_lora scripts tests benchmarks docs
+	$(BIN)/ruff format --check qat_lora scripts tests benchmarks docs
 	$(BIN)/mypy
 
 test: check
@@ -32,6 +34,12 @@ test: check
 
 test-full: check
 	$(BIN)/python -m pytest -n $(WORKERS)
+
+notebooks: install
+	$(BIN)/python tests/test_notebooks.py
+
+docs: install
+	$(BIN)/python -m sphinx -q -W --keep-going -d build/docs-trees docs build/docs
 
 clean:
 	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -5,7 +5,8 @@ two gloo processes pinned to one core each do at least 0.85 times twice the toke
 Each process trains the same number of rows a step in every run (weak scaling, as chips are added), on a toy with the
 shape of the real work: a frozen base, large products, a small trained part. The runs alternate, so that what else the
 machine does meets both; the medians are compared. On a busy machine the ratio means nothing: `load_before` is
-recorded.
+recorded. `modelled_efficiency` is what the scaling model of docs/tpu.md says of this machine, from the measured step of
+one process and the measured time of the exchange alone: what `efficiency` lacks to it, shared caches and memory cost.
 
     python benchmarks/scaling.py --machine "two cores of ..." --out benchmarks/results/scaling.json
     python benchmarks/scaling.py --model        the table of docs/tpu.md: computed from data sheets, not measured
@@ -193,24 +194,28 @@ def main() -> None:
             runs[count].append(run_group(work, count, 1))
     alone, pair = (statistics.median(r["tokens_per_s"] for r in runs[count]) for count in (1, 2))
     trained, sent = runs[2][0]["trained"], runs[2][0]["bytes_per_step"]
+    step_s = statistics.median(r["s_per_step"] for r in runs[1])
+    own_exchange_s, large_exchange_s = (
+        run_group(functools.partial(exchange_s, numbers, 20), 2, 1) for numbers in (trained, 1_000_000)
+    )
+    arguments = {name: getattr(given, name) for name in (*shape, "rows", "accumulation", "steps", "repeats")}
     result = {
         "date": time.strftime("%Y-%m-%d"),
         "machine": given.machine,
         "versions": f"Python {platform.python_version()}, torch {torch.__version__}",
+        "command": "python benchmarks/scaling.py " + " ".join(f"--{name} {value}" for name, value in arguments.items()),
         "load_before": load,
-        **shape,
-        "rows": given.rows,
-        "accumulation": given.accumulation,
+        **arguments,
         "length": LENGTH,
-        "steps": given.steps,
-        "repeats": given.repeats,
         "trained_parameters": trained,
         "bytes_per_step": sent,
         "bytes_per_step_over_4_x_trained": round(sent / (4 * trained), 4),
-        "exchange_of_4_mb_s": run_group(functools.partial(exchange_s, 1_000_000, 20), 2, 1),
+        "exchange_s": own_exchange_s,
+        "exchange_of_4_mb_s": large_exchange_s,
         "tokens_per_s_one_process": round(alone, 1),
         "tokens_per_s_two_processes": round(pair, 1),
         "efficiency": round(pair / (2 * alone), 3),
+        "modelled_efficiency": round(step_s / (step_s + own_exchange_s), 3),
         "s_per_step": {str(count): [round(r["s_per_step"], 4) for r in runs[count]] for count in runs},
     }
     text = json.dumps(result, indent=1)

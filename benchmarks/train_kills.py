@@ -3,7 +3,8 @@
 Claim: whenever a run dies, also in the middle of a checkpoint, one complete checkpoint loads and the same command goes
 on to the bit-identical result of an uninterrupted run; SIGTERM leaves a checkpoint and exit code 143 within 15 seconds.
 The program behind it is that of the tests (tests/train/train_kills.py: a toy student, forked runs that save at every
-step, SIGKILL and SIGTERM at random times); this one counts more of them and keeps the result.
+step, SIGKILL and SIGTERM at random times); this one counts more of them and keeps the result, also what was counted by
+the time a run of it is ended itself (`complete` is false then).
 
     python benchmarks/train_kills.py --kills 100 --stops 30 --machine "two cores of ..." --out FILE
 """
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -45,6 +47,12 @@ def differences(run: Path, whole: Path) -> list[str]:
     return found
 
 
+def keep(out: Path | None, result: dict[str, Any]) -> None:
+    """Write the result so far, where a file was given."""
+    if out:
+        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> int:
     """Run the program and write the result; exit code 1 where a run was not recovered exactly."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -54,30 +62,30 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     arguments = parser.parse_args()
     begun = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        command = [sys.executable, str(PROGRAM), folder, str(arguments.kills), str(arguments.stops)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            sys.stderr.write(done.stderr)
-            return 1
-        different = {name: differences(root / name, root / "whole") for name in ("killed", "stopped")}
-    result = {
-        **json.loads(done.stdout.splitlines()[-1]),
-        "differences": different,
-        "recovered_exactly": not any(different.values()),
-        "seconds": round(time.perf_counter() - begun, 1),
+    result: dict[str, Any] = {
+        "complete": False,
         "machine": arguments.machine,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d"),
         "command": f"python benchmarks/train_kills.py --kills {arguments.kills} --stops {arguments.stops}",
     }
-    text = json.dumps(result, indent=1)
-    print(text)
-    if arguments.out:
-        arguments.out.write_text(text + "\n", encoding="utf-8")
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        command = [sys.executable, str(PROGRAM), folder, str(arguments.kills), str(arguments.stops)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as program:
+            assert program.stdout is not None
+            for line in program.stdout:  # a line of counts every few runs
+                result |= {**json.loads(line), "seconds": round(time.perf_counter() - begun, 1)}
+                print(line.rstrip(), file=sys.stderr, flush=True)
+                keep(arguments.out, result)
+        if program.returncode:
+            return 1
+        different = {name: differences(root / name, root / "whole") for name in ("killed", "stopped")}
+    result |= {"complete": True, "differences": different, "recovered_exactly": not any(different.values())}
+    print(json.dumps(result, indent=1))
+    keep(arguments.out, result)
     return 0 if result["recovered_exactly"] else 1
 
 

@@ -131,6 +131,7 @@ def cached_step(arguments: argparse.Namespace, ready: Callable[[], None]) -> Cal
     """Return our step."""
     runtime = select_runtime("cpu")
     made, trained = student(arguments)
+    made.tile_attention()
     optimizer = build_optimizer(OptimConfig(), {"adapter": trained})
     ready()
     objective = ObjectiveConfig(loss_walk=runtime.loss_walk)

@@ -2,7 +2,8 @@
 
 The public names, loaded when they are first used, so that `import qat_lora` costs neither PyTorch nor transformers:
 
-* `build_kd_cache`, `quantize_model`, `train_recovery_lora`: the commands as functions (`qat_lora.api`);
+* `build_kd_cache`, `quantize_model`, `train_recovery_lora`, `evaluate_models`, `generate_text`, `export_student`: the
+  commands as functions (`qat_lora.api`);
 * `KDCacheDataset`: a KD cache as training data;
 * `fused_linear_kd`, `kd_soft_ce`: the losses, from hidden states in chunks and from dense logits;
 * `QuantSpec`: how one weight matrix is stored;
@@ -21,7 +22,14 @@ from typing import TYPE_CHECKING, Any
 from qat_lora.registration import register_with_transformers
 
 if TYPE_CHECKING:
-    from qat_lora.api import build_kd_cache, quantize_model, train_recovery_lora
+    from qat_lora.api import (
+        build_kd_cache,
+        evaluate_models,
+        export_student,
+        generate_text,
+        quantize_model,
+        train_recovery_lora,
+    )
     from qat_lora.cache.dataset import KDCacheDataset
     from qat_lora.launch import notebook_launch
     from qat_lora.losses.dense import kd_soft_ce
@@ -35,7 +43,10 @@ __all__ = [
     "KDCacheDataset",
     "QuantSpec",
     "build_kd_cache",
+    "evaluate_models",
+    "export_student",
     "fused_linear_kd",
+    "generate_text",
     "is_xla_device",
     "kd_soft_ce",
     "notebook_launch",
@@ -48,7 +59,10 @@ _HOMES = {
     "KDCacheDataset": "qat_lora.cache.dataset",
     "QuantSpec": "qat_lora.quant.spec",
     "build_kd_cache": "qat_lora.api",
+    "evaluate_models": "qat_lora.api",
+    "export_student": "qat_lora.api",
     "fused_linear_kd": "qat_lora.losses.fused",
+    "generate_text": "qat_lora.api",
     "is_xla_device": "qat_lora.runtime.xla",
     "kd_soft_ce": "qat_lora.losses.dense",
     "notebook_launch": "qat_lora.launch",

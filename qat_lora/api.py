@@ -4,7 +4,8 @@
 
 Every setting of the command line is a keyword, under the name or the alias that it has there and with the same
 checks and defaults, since both are read off the same option class; `recipe` names a YAML file. What comes back is
-the folder that was written. To quantise a module in memory, use `qat_lora.layers.calibrate.quantise_model`.
+the folder that was written, or the scores or the text that were asked for. To quantise a module in memory, use
+`qat_lora.layers.calibrate.quantise_model`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from qat_lora.errors import ConfigError
 from qat_lora.launch import run
 
 if TYPE_CHECKING:
-    from qat_lora.options import CacheBuildOptions, QuantizeOptions, RecoverOptions
+    from qat_lora.options import (
+        CacheBuildOptions,
+        EvalOptions,
+        ExportOptions,
+        GenerateOptions,
+        QuantizeOptions,
+        RecoverOptions,
+    )
 
 
 def build_kd_cache(options: CacheBuildOptions | None = None, /, **settings: Any) -> Path:
@@ -67,6 +75,54 @@ def train_recovery_lora(options: RecoverOptions | None = None, /, **settings: An
         QatLoraError: with a message for people.
     """
     return run("recover", _options("RecoverOptions", options, settings))
+
+
+def evaluate_models(options: EvalOptions | None = None, /, **settings: Any) -> dict[str, Any]:
+    """Score students beside their teacher on held-out text; the same as `qat-lora eval`.
+
+    Args:
+        options: all settings as one object, or
+        **settings: some by name, for example `teacher`, `students`, `dataset`, `out`, `recipe`.
+
+    Returns:
+        Perplexity, KL to the teacher, agreement and more, by model; report card and picture are in `out`.
+
+    Raises:
+        QatLoraError: with a message for people.
+    """
+    return run("evaluate", _options("EvalOptions", options, settings))
+
+
+def generate_text(options: GenerateOptions | None = None, /, **settings: Any) -> str | list[dict[str, str]]:
+    """Continue a prompt, or every line of a file, with a student; the same as `qat-lora generate`.
+
+    Args:
+        options: all settings as one object, or
+        **settings: some by name, for example `student`, `prompt`, `chat`, `max_new_tokens`.
+
+    Returns:
+        The text; for a file of prompts a list of prompts and texts.
+
+    Raises:
+        QatLoraError: with a message for people.
+    """
+    return run("generate", _options("GenerateOptions", options, settings), "qat_lora.app.generating")
+
+
+def export_student(options: ExportOptions | None = None, /, **settings: Any) -> Path:
+    """Write a student in a form that other tools load; the same as `qat-lora export`.
+
+    Args:
+        options: all settings as one object, or
+        **settings: some by name, for example `student`, `form`, `out`.
+
+    Returns:
+        The folder that was written.
+
+    Raises:
+        QatLoraError: with a message for people.
+    """
+    return run("export", _options("ExportOptions", options, settings))
 
 
 def _options(class_name: str, options: Any, settings: dict[str, Any]) -> Any:

@@ -34,7 +34,7 @@ COMMANDS: dict[str, tuple[str, str, str, str]] = {
     "qat": ("QatOptions", "qat", "qat_lora.app", "Train a quantised model's own scales, tables, norms or weights."),
     "eval": ("EvalOptions", "evaluate", "qat_lora.app", "Score models against a teacher on held-out text."),
     "export": ("ExportOptions", "export", "qat_lora.app", "Write a student in a form other tools load."),
-    "generate": ("GenerateOptions", "generate", "qat_lora.generate", "Continue a prompt."),
+    "generate": ("GenerateOptions", "generate", "qat_lora.app.generating", "Continue a prompt."),
     "chat": ("ChatOptions", "chat", "qat_lora.app.chatting", "Talk with a model on the terminal."),
     "push": ("PushOptions", "push", "qat_lora.app.pushing", "Upload an exported folder to the Hugging Face Hub."),
     "smoke": ("SmokeOptions", "smoke", "qat_lora.diagnose.smoke", "Check device, data, training and checkpoints."),
@@ -104,6 +104,12 @@ def _plain(result: Any) -> Any:
     return result if result is None or isinstance(result, dict) else {"out": str(result)}
 
 
+def _is_first() -> bool:
+    from qat_lora.runtime.group import place_in_group
+
+    return place_in_group().rank == 0
+
+
 def _command(words: str) -> click.Command:
     class_name, _, _, help_line = COMMANDS[words]
 
@@ -118,7 +124,8 @@ def _command(words: str) -> click.Command:
                 self.params = [settings, recipe, *map(_flag, leaves(_options(class_name)))]
             return super().get_params(ctx)
 
-        def invoke(self, ctx: click.Context) -> None:
+        def options(self, ctx: click.Context) -> Any:
+            """Return the options that a command line means."""
             given = dict(ctx.params)
             recipe, extra = given.pop("recipe"), given.pop("words")
             cls = _options(class_name)
@@ -131,9 +138,12 @@ def _command(words: str) -> click.Command:
             for name in FIRST_WORDS.get(words, ()):
                 if extra and "=" not in extra[0]:
                     flags[paths[name]], *extra = extra
-            options = resolve(cls, recipe=recipe, flags=flags, words=extra)
+            return resolve(cls, recipe=recipe, flags=flags, words=extra)
+
+        def invoke(self, ctx: click.Context) -> None:
+            options = self.options(ctx)
             result = _run(words, options)
-            if options.run.json and os.environ.get("RANK", "0") == "0":  # under torchrun every process comes here
+            if options.run.json and _is_first():  # under torchrun every process comes here
                 click.echo(json.dumps(_plain(result), default=str))
 
     epilog = "Any setting can also be given as NAME=VALUE, for example train.lr=3e-4."
@@ -265,27 +275,46 @@ def unpack_command(source: str, out: str, quiet: bool, as_json: bool) -> None:
     _transport("unpack", source, out, quiet, as_json)
 
 
-@cli.command()
-def doctor() -> None:
-    """Check Python, packages, devices, variables and disk; exit code 1 where something needs fixing."""
+@cli.command(context_settings={"ignore_unknown_options": True})
+@click.argument("planned", nargs=-1, type=click.UNPROCESSED, metavar="[COMMAND ...]")
+def doctor(planned: tuple[str, ...]) -> None:
+    """Check Python, packages, devices, variables, Hub and room, also for a planned COMMAND (recover or quantize).
+
+    Exit code 1 where something needs fixing.
+    """
     from qat_lora.diagnose.doctor import examine, render
 
-    findings = examine(os.environ)
+    findings = examine(os.environ, _needs(planned) if planned else None)
     click.echo(render(findings))
     if any(finding.fix for finding in findings):
         raise SystemExit(1)
+
+
+def _needs(planned: Sequence[str]) -> Any:
+    """Return what a command line would take of the machine."""
+    from qat_lora.launch import PLANNED
+    from qat_lora.runtime.select import select_runtime
+
+    if planned[0] not in PLANNED:
+        allowed = " or ".join(PLANNED)
+        raise click.UsageError(f"doctor: {' '.join(planned)!r} is not planned from shapes; give {allowed}, or nothing")
+    select_runtime("cpu")  # before transformers is imported, as for every command
+    from qat_lora.app.planning import needs
+
+    command = _command(planned[0])
+    return needs(planned[0], command.options(command.make_context(planned[0], list(planned[1:]))))  # type: ignore[attr-defined]
 
 
 @cli.command("bench", context_settings={"ignore_unknown_options": True})
 @click.argument("name", required=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def bench_command(name: str | None, arguments: tuple[str, ...]) -> None:
-    """List the committed benchmark results, or run the benchmark NAME with its own arguments."""
-    from qat_lora.diagnose.bench import benchmarks_folder, render, run_benchmark, table_rows
+    """Show what was claimed, asked and reached in one table, or run the benchmark NAME with its own arguments."""
+    from qat_lora.diagnose.bench import benchmarks_folder, render, run_benchmark
 
     folder = benchmarks_folder()
     if name is None:
-        click.echo(render(table_rows(folder)))
+        click.echo(render(folder))
     elif code := run_benchmark(folder, name, arguments):
         raise SystemExit(code)
 

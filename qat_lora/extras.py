@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 from qat_lora.errors import MissingExtraError
@@ -25,10 +26,12 @@ def require(module: str, extra: str) -> Any:
 
 
 def pyplot() -> Any:
-    """Return matplotlib.pyplot, drawing to files only.
+    """Return matplotlib.pyplot, drawing to files only; in a notebook its own backend stays, for the user's figures.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    require("matplotlib", "plot").use("Agg")
+    matplotlib = require("matplotlib", "plot")
+    if "ipykernel" not in sys.modules:
+        matplotlib.use("Agg")
     return require("matplotlib.pyplot", "plot")

@@ -1,26 +1,23 @@
 """Continue a prompt with shapes that never change, and hand the text out as it grows.
 
 Growing inputs, and caches that grow with them, give a compiling device a new graph per token. Here the row has
-its final length from the start, what is not yet written is padding behind the last token, and every step runs the
-same forward; causal attention keeps padding out. For short continuations of small models that is fast enough
-everywhere, and it needs nothing of transformers' generation machinery. Several prompts share one row length, so they
-share the graph too.
+its final length from the start, and what is not yet written is padding behind the last token. One forward goes over the
+whole row, and from then on a token costs the forward of one token (`decoding.py`). That needs nothing of transformers'
+generation machinery, and several prompts that share one row length share the two graphs too.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from qat_lora.decoding import begin, step
 from qat_lora.errors import ConfigError, TextError
-from qat_lora.models import CausalLM, load_tokenizer
-from qat_lora.options import GenerateOptions
-from qat_lora.runtime.base import Runtime
-from qat_lora.students import open_student
+from qat_lora.models import CausalLM
 from qat_lora.text.chat import Message
 
 PENDING = "\ufffd"  # what a tokenizer writes for bytes that are not yet a whole character
@@ -37,6 +34,7 @@ def stream_ids(
     temperature: float = 0.0,
     generator: torch.Generator | None = None,
     row_length: int | None = None,
+    cut: Callable[[], None] = lambda: None,
 ) -> Iterator[int]:
     """Yield the ids that follow a prompt, until `max_new_tokens` or the end token.
 
@@ -49,6 +47,7 @@ def stream_ids(
         temperature: 0 takes the likeliest token, above 0 draws.
         generator: of the draws, on the CPU.
         row_length: tokens of the row; the default is what prompt and continuation take.
+        cut: dispatches queued work, `Runtime.cut`.
 
     Raises:
         ConfigError: an empty prompt, one that leaves no room within the model's positions, or a length or
@@ -63,22 +62,27 @@ def stream_ids(
         raise ConfigError(f"gen_temperature: {temperature} is not allowed; give 0 (likeliest token) or a number above")
     if model.max_positions is not None and total > model.max_positions:
         raise ConfigError(f"max_new_tokens: prompt and continuation take {total} of {model.max_positions} positions")
-    width = max(total, row_length or 0)
-    ids = torch.zeros(1, width, dtype=torch.int64)
+    ids = torch.zeros(1, max(total, row_length or 0), dtype=torch.int64)
     ids[0, : len(prompt_ids)] = torch.tensor(prompt_ids)
-    documents = torch.zeros(1, width, dtype=torch.int32, device=device)
-    for position in range(len(prompt_ids) - 1, total - 1):
-        hidden = model.hidden(ids.to(device), documents)
-        row = torch.tensor([position]).to(device)  # as data: a slice would write the number into the graph
-        logits = model.logits(hidden[0].index_select(0, row)).float().cpu()[0]
-        if temperature > 0:
-            token = int(torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator))
-        else:
-            token = int(logits.argmax())
+    last = torch.tensor([len(prompt_ids) - 1]).to(device)  # as data: a slice would write the number into the graph
+    hidden_B1H, cache = begin(model, ids.to(device))
+    hidden_B1H = hidden_B1H.index_select(1, last)
+    for position in range(len(prompt_ids), total):
+        scores = model.logits(hidden_B1H[:, 0])
+        cut()  # before it is read: a read alone would leave the cache to be computed again
+        token = _choose(scores.cpu()[0].float(), temperature, generator)
         if token == eos_id:
             return
         yield token
-        ids[0, position + 1] = token
+        if position + 1 < total:
+            hidden_B1H = step(model, torch.tensor([[token]]).to(device), torch.tensor([position]).to(device), cache)
+
+
+def _choose(logits_V: Tensor, temperature: float, generator: torch.Generator | None) -> int:
+    """Return the likeliest token at temperature 0, a drawn one above."""
+    if temperature == 0:
+        return int(logits_V.argmax())
+    return int(torch.multinomial(torch.softmax(logits_V / temperature, -1), 1, generator=generator))
 
 
 def continue_ids(model: CausalLM, prompt_ids: list[int], max_new_tokens: int, **settings: Any) -> list[int]:
@@ -137,59 +141,3 @@ def continue_text(model: CausalLM, tokenizer: Any, prompt: str, max_new_tokens: 
     ids = plain_prompt(tokenizer, prompt)
     new = continue_ids(model, ids, max_new_tokens, eos_id=tokenizer.eos_token_id, **settings)
     return tokenizer.decode(new, clean_up_tokenization_spaces=False)
-
-
-def generate(options: GenerateOptions, runtime: Runtime) -> str | list[dict[str, str]]:
-    """Continue one prompt, or every line of a file, with a model, adapter or run folder.
-
-    Returns:
-        The text; for a file of prompts a list of prompts and texts.
-    """
-    run = options.run
-    prompts = [str(options.prompt)] if options.prompts is None else _lines(Path(options.prompts))
-    model = open_student(str(options.student), options.hub, run.dtype).model
-    tokenizer = load_tokenizer(model.folder, options.hub.trust_remote_code)
-    encode = (lambda text: chat_prompt(tokenizer, [_user(text)])) if options.chat else None
-    encoded = [encode(prompt) if encode else plain_prompt(tokenizer, prompt) for prompt in prompts]
-    runtime.place(model.module)
-    show = _printer(run.quiet or run.json)
-    texts = []
-    for prompt, ids in zip(prompts, encoded, strict=True):
-        show(f"{prompt}\n" if options.chat else prompt)
-        new = stream_ids(
-            model,
-            ids,
-            options.max_new_tokens,
-            device=runtime.device,
-            eos_id=tokenizer.eos_token_id,
-            temperature=options.gen_temperature,
-            generator=torch.Generator().manual_seed(run.seed),
-            row_length=max(map(len, encoded)) + options.max_new_tokens,
-        )
-        pieces = []
-        for piece in stream_text(tokenizer, new):
-            show(piece)
-            pieces.append(piece)
-        show("\n")
-        texts.append("".join(pieces))
-    if options.prompts is None:
-        return texts[0]
-    return [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
-
-
-def _user(text: str) -> Message:
-    return {"role": "user", "content": text}
-
-
-def _lines(file: Path) -> list[str]:
-    try:
-        found = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise TextError(f"prompts: {file} cannot be read as text ({error})") from None
-    if not found:
-        raise TextError(f"prompts: {file} holds no line with text; give one prompt a line")
-    return found
-
-
-def _printer(silent: bool) -> Callable[[str], None]:
-    return (lambda piece: None) if silent else (lambda piece: print(piece, end="", flush=True))

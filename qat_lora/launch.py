@@ -17,10 +17,13 @@ from typing import Any
 from qat_lora.errors import ConfigError
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.chips import ChipsConfig, Plan
+from qat_lora.runtime.group import group_size
 from qat_lora.runtime.select import plan_run, select_runtime
 
 ON_SEVERAL_CHIPS = {"build_cache": "cache build", "recover": "recover", "qat": "qat"}
 """Commands that divide their work among replicas: function -> words that users type."""
+PLANNED = ("quantize", "recover")
+"""Commands whose `--dry-run` needs shapes alone, and so not the device that they name."""
 
 
 def run(command: str, options: Any, module: str = "qat_lora.app") -> Any:
@@ -35,8 +38,11 @@ def run(command: str, options: Any, module: str = "qat_lora.app") -> Any:
         QatLoraError: with a message for people; the first cause, if one of several processes failed.
     """
     asked = options.run
+    if command in PLANNED and options.dry_run:
+        runtime = select_runtime("cpu")
+        return runtime.launch(lambda: getattr(importlib.import_module(module), command)(options, runtime))
     plan = plan_run(asked.device, asked.tpu, asked.chips)
-    several = plan.chips != 1 or asked.chips.parallel == "spmd" or int(os.environ.get("WORLD_SIZE", 1)) > 1
+    several = plan.chips != 1 or asked.chips.parallel == "spmd" or group_size() > 1
     if several and command not in ON_SEVERAL_CHIPS:
         raise ConfigError(
             f"num_chips: this command works on one chip; leave --num-chips and --parallel out, and start it once "
@@ -48,7 +54,7 @@ def run(command: str, options: Any, module: str = "qat_lora.app") -> Any:
 def start(plan: Plan, work: Callable[[], Any], start_method: Any = "spawn") -> Any:
     """Call `work` here or in every process of a plan; return what it returned in the main one."""
     for name, value in plan.variables.items():
-        os.environ.setdefault(name, value)
+        os.environ[name] = os.environ.get(name) or value  # empty is unset
     if plan.start == "group":
         from qat_lora.runtime.workers import run_group
 

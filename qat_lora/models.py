@@ -5,9 +5,7 @@ The only file that imports transformers' model classes. Two decisions live here:
 * A name is first turned into a local folder (downloaded from the Hub where it is not one), so every later step,
   loading and hashing alike, sees files. A missing or unexpected tensor is an error: transformers only warns and
   fills the gap with random numbers.
-* Attention masks are built by us, in the graph, as additive [B, 1, L, L] tensors from document ids. Handed a
-  2-D mask or none, transformers inspects it on the host in every forward, which on XLA is a stop of the device,
-  and would let packed documents see each other.
+* Attention masks are made by us (`masks.py`) from document ids, or packed documents would see each other.
 """
 
 from __future__ import annotations
@@ -26,6 +24,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -33,10 +33,16 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as hf_logging
 
-from qat_lora.errors import ModelError
-from qat_lora.layers.convert import quant_layers
+from qat_lora.errors import ModelError, QatLoraError
+from qat_lora.extras import require
+from qat_lora.layers.attention import tiled_or
+from qat_lora.layers.convert import quant_layers, tied_embedding
+from qat_lora.layers.wide import computing_dtype
+from qat_lora.masks import attention_inputs
 from qat_lora.quant.spec import Preset
 from qat_lora.quantizer import QUANT_METHOD, QatLoraQuantizationConfig, QatLoraQuantizer
 from qat_lora.types import OutputHead
@@ -44,6 +50,9 @@ from qat_lora.types import OutputHead
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FILE_SUFFIXES = (".pt", ".pth", ".safetensors")
 """Of names that mean a file; any other dot belongs to a folder's name, as in Qwen3-0.6B."""
+PACKED = "compressed-tensors"
+TILED = "qat_lora_tiled"
+"""Name of our attention among transformers' own."""
 PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
 
 
@@ -67,6 +76,11 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
     if path.is_dir():
         if not (path / "config.json").is_file() and (path / "best" / "config.json").is_file():
             path = path / "best"
+        if (path / "base.gguf").is_file():
+            raise ModelError(
+                f"model: {path} is a GGUF export, which llama.cpp reads; `qat-lora chat` and `generate` ask it to; "
+                "here give the run that it was made from, or an export in another form"
+            )
         if not (path / "config.json").is_file():
             raise ModelError(f"model: {path} has no config.json, so it is no Hugging Face model folder")
         return path
@@ -200,6 +214,13 @@ class CausalLM:
         for layer in layers:
             layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, function
 
+    def tile_attention(self) -> None:
+        """Let attention be computed in tiles (`layers/attention.py`), faster on CPUs than transformers' `sdpa`."""
+        if self.config._attn_implementation == "sdpa":
+            AttentionInterface.register(TILED, tiled_or(ALL_ATTENTION_FUNCTIONS["sdpa"]))
+            AttentionMaskInterface.register(TILED, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+            self.module.set_attn_implementation(TILED)
+
     def norms(self) -> dict[str, nn.Parameter]:
         """Return the parameters of all norms by name."""
         return {
@@ -211,7 +232,7 @@ class CausalLM:
 
     def hidden(self, input_ids_BL: Tensor, document_ids_BL: Tensor) -> Tensor:
         """Return the last hidden states [B, L, H]; attention and positions restart with every document."""
-        masks, positions = attention_inputs(self.config, document_ids_BL, self.module.dtype)
+        masks, positions = attention_inputs(self.config, document_ids_BL, computing_dtype(self.module))
         backbone = getattr(self.module, self.module.base_model_prefix)
         output = backbone(input_ids=input_ids_BL, attention_mask=masks, position_ids=positions, use_cache=False)
         return output.last_hidden_state
@@ -231,42 +252,11 @@ class CausalLM:
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """Return logits [N, vocab_size], in the model's type, or in float32 where they are scaled or capped."""
         head = self.head()
-        bias = None if head.bias_V is None else head.bias_V[: head.vocab_size]
-        logits = nn.functional.linear(hidden_NH, head.weight_VH[: head.vocab_size], bias)
+        bias = None if head.bias_V is None else head.bias_V[: head.vocab_size].to(hidden_NH.dtype)
+        logits = nn.functional.linear(hidden_NH, head.weight_VH[: head.vocab_size].to(hidden_NH.dtype), bias)
         if head.logit_scale != 1.0:
             logits = logits.float() * head.logit_scale
         return logits if head.softcap is None else head.softcap * torch.tanh(logits.float() / head.softcap)
-
-
-def attention_inputs(config: Any, document_ids_BL: Tensor, dtype: torch.dtype) -> tuple[Any, Tensor]:
-    """Return additive attention masks and positions for packed rows, without reading anything back.
-
-    The mask is [B, 1, L, L], or one per layer kind where the model mixes full and sliding attention; positions
-    count the earlier tokens of the same document.
-    """
-    length = document_ids_BL.shape[1]
-    index = torch.arange(length, device=document_ids_BL.device)
-    distance = index[:, None] - index[None, :]
-    same = document_ids_BL[:, :, None] == document_ids_BL[:, None, :]
-    full = same & (distance >= 0)
-    positions = full.sum(-1) - 1
-    window: Any = getattr(config, "sliding_window", None)
-    # Mistral, Mixtral, Phi 3 and Starcoder 2 name no kinds: with a window, all their layers slide.
-    one_kind = "full_attention" if window is None else "sliding_attention"
-    kinds = set(getattr(config, "layer_types", None) or [one_kind])
-    unknown = kinds - {"full_attention", "sliding_attention"}
-    if unknown:
-        raise ModelError(f"model: attention of kind {', '.join(sorted(unknown))} is not supported")
-
-    def additive(allowed: Tensor) -> Tensor:
-        blocked = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=allowed.device)
-        return torch.where(allowed[:, None], torch.zeros_like(blocked), blocked)
-
-    masks = {}
-    for kind in kinds:
-        sliding = kind == "sliding_attention" and window is not None
-        masks[kind] = additive(full & (distance < int(window)) if sliding else full)
-    return (masks if len(masks) > 1 else next(iter(masks.values()))), positions
 
 
 def load_model(
@@ -276,13 +266,17 @@ def load_model(
     trust_remote_code: bool = False,
     dtype: str = "float32",
     device_map: str | Mapping[str, str | int] | None = None,
+    dequantize: bool = False,
 ) -> CausalLM:
     """Load a causal language model, quantised by us or not, from a folder or the Hub.
 
-    Scales and look-up tables stay float32 whatever the dtype, so a loaded model computes exactly what was saved. A
-    device map belongs to `spread.load_spread`.
+    Scales and look-up tables stay float32 whatever the dtype (`auto`: as in the files), so it computes what was saved.
+    Tensors that the files hold in that type stay memory-mapped, so the processes of a host share them until each has
+    placed its own. A device map belongs to `spread.load_spread`. With `dequantize`, a folder in the form of
+    compressed-tensors is read as the dense weights that it stands for.
 
     Raises:
+        MissingExtraError: compressed-tensors is not installed.
         ModelError: no such model, another architecture, a missing, unexpected or misshapen tensor.
     """
     folder = resolve_model(name, revision)
@@ -291,14 +285,17 @@ def load_model(
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         if not config.is_encoder_decoder and getattr(config, "quantization_config", None):
             method = dict(config.quantization_config).get("quant_method")
-            if method != QUANT_METHOD:
+            if method == PACKED and dequantize:
+                require("compressed_tensors", "export")
+                config.quantization_config = {**dict(config.quantization_config), "dequantize": True}
+            elif method != QUANT_METHOD:
                 raise ModelError(f"model: {folder} is quantised by {method}; give the unquantised model")
         attention = "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else "sdpa"
         with _quiet():
             module, report = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=config,
-                dtype=torch.float32 if device_map is None else DTYPES[dtype],
+                dtype=DTYPES.get(dtype, dtype),
                 device_map=device_map,
                 trust_remote_code=trust_remote_code,
                 attn_implementation=attention,
@@ -306,7 +303,7 @@ def load_model(
                 ignore_mismatched_sizes=True,  # reported below, by name
                 output_loading_info=True,
             )
-    except ModelError:
+    except QatLoraError:
         raise
     except Exception as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
@@ -319,8 +316,6 @@ def load_model(
                 f"model: {folder} has {kind} tensors: {names}; the checkpoint does not fit its config.json"
             )
     module.eval().requires_grad_(False)
-    if device_map is None:  # else its tensors came in this type, and some are not in memory
-        cast(module, DTYPES[dtype])
     return CausalLM(module, folder)
 
 
@@ -338,6 +333,8 @@ def cast(module: nn.Module, dtype: torch.dtype) -> None:
     for parameter in module.parameters():
         if parameter.is_floating_point() and id(parameter) not in scales:
             parameter.data = parameter.data.to(dtype)
+    if (table := tied_embedding(module)) is not None:
+        module.get_submodule(table).to(dtype)
     if hasattr(module, "config"):
         module.config.dtype = dtype
 
@@ -351,6 +348,8 @@ def save_quantised(model: CausalLM, out: Path, preset: Preset, details: dict[str
         preset: written to config.json, from which the layers are rebuilt.
         details: what made it (method, calibration, bits per weight), for people.
     """
+    if tied_embedding(model.module) is not None:
+        preset, model.config.tie_word_embeddings = replace(preset, tied=True), False
     quantization = QatLoraQuantizationConfig(preset.to_dict(), details=details)
     model.module.config.quantization_config = quantization
     model.module.hf_quantizer = QatLoraQuantizer(quantization)

@@ -5,7 +5,7 @@ The command line is read off these classes (`cli.py`), so a flag, its default, i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from qat_lora.cache.shares import Share
@@ -13,10 +13,11 @@ from qat_lora.config import option
 from qat_lora.errors import ConfigError
 from qat_lora.evaluate.health import HealthConfig
 from qat_lora.evaluate.tasks import TasksConfig
+from qat_lora.layers.choices import CodesConfig
 from qat_lora.layers.fit import StartMethod
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.losses.objective import ObjectiveConfig
-from qat_lora.quant.initialise import Method
+from qat_lora.quant.fake import Gradient
 from qat_lora.runtime.chips import ChipsConfig
 from qat_lora.text.protocols import Protocol
 from qat_lora.text.sources import TextConfig
@@ -28,7 +29,7 @@ DeviceMap = Literal["none", "auto", "balanced", "balanced_low_0", "sequential"]
 """How a teacher's modules are dealt out to devices, in accelerate's words; `none`: to the one device of the run."""
 DEVICE_MAP_HELP = "spread a large teacher over GPUs, then host memory, then disk, by this rule of accelerate"
 
-QAT_PARTS = ("scales", "lut", "weights", "norms", "embeddings", "head")
+QAT_PARTS = ("scales", "ranges", "lut", "weights", "norms", "embeddings", "head")
 """What `qat` can train."""
 
 
@@ -138,36 +139,23 @@ class AuditOptions:
 
 
 @dataclass(frozen=True)
-class QuantizeOptions:
+class QuantizeOptions(CodesConfig):
     """`qat-lora quantize`."""
 
     model: str | None = option(None, "full-precision model: Hugging Face folder or Hub name (required)")
     preset: str = option("w2g64", "how weights are stored", alias="config")
-    keep: tuple[str, ...] = option((), "patterns of layers that stay unquantised", unit="regular expressions")
-    override: tuple[str, ...] = option(
-        (), "layers that another preset stores, the first match decides", unit="list of PATTERN=PRESET"
-    )
-    quantize_head: str | None = option(None, "preset of the output head (not with tied embeddings); default: kept")
-    init: Method = option(
-        "descent",
-        "start of codes: absmax or mse rounding; with text also awq (clipping), gptq and descent (compensated)",
-    )
-    calibrate_on: Literal["student", "teacher"] = option(
-        "student",
-        "inputs that awq, gptq and descent fit a layer to: as quantised layers before it put out, or as teacher",
-    )
-    metric: Literal["fisher", "outputs"] = option(
-        "fisher", "cost of an error: to the model's predictions (needs a backward pass) or to the layer's own outputs"
-    )
     joint_rank: int | None = option(
         None, "rank of the adapter that codes are chosen together with, 0: none; default: 16 with descent", unit="rank"
     )
-    start_method: StartMethod = option("qera", "adapter start: qera (in the metric) or svd (of the plain weight error)")
+    start_method: StartMethod = option(
+        "qera",
+        "adapter start: qera (in the metric), svd (of the plain weight error), best (by layer, on rows kept apart)",
+    )
     text: TextConfig = option(TextConfig, "calibration text")
     kd_cache_dir: str | None = option(None, "calibrate on the rows of this KD cache instead of --dataset")
-    calibration_rows: int = option(128, "rows of calibration text", unit="rows")
     calibration_length: int = option(256, "tokens of a calibration row (with --dataset)", unit="tokens")
     start_rank: int = option(64, "rank up to which adapter starts are stored with the checkpoint; 0: none", unit="rank")
+    dry_run: bool = option(False, "print layers, bits and bytes from shapes alone, and write nothing")
     hub: HubConfig = option(HubConfig, "models")
     run: RunConfig = option(RunConfig, "run")
 
@@ -209,6 +197,9 @@ class RecoverOptions:
     train: OptimConfig = option(OptimConfig, "optimizer")
     loop: LoopConfig = option(LoopConfig, "loop")
     preload: bool = option(False, "hold the cache in memory instead of mapping the files")
+    dry_run: bool = option(
+        False, "print parameters, memory, steps and batch from shapes alone, without the device, and write nothing"
+    )
     hub: HubConfig = option(HubConfig, "models")
     run: RunConfig = option(RunConfig, "run")
 
@@ -234,22 +225,23 @@ class RecoverOptions:
 
 
 @dataclass(frozen=True)
-class QatOptions:
+class QatOptions(CodesConfig):
     """`qat-lora qat`."""
 
-    from_scratch: bool = option(False, "quantise the full-precision --model first; without it, go on from --checkpoint")
-    checkpoint: str | None = option(None, "quantised student to go on from: folder made by `quantize` or `qat`")
     model: str | None = option(
         None, "full-precision model, required with --from-scratch; with --checkpoint, where trained weights start"
     )
-    preset: str = option("q4_r32", "how weights are stored (with --from-scratch)", alias="config")
-    keep: tuple[str, ...] = option((), "patterns of layers that stay unquantised", unit="regular expressions")
-    init: Method = option("gptq", "start of codes and scales (with --from-scratch), calibrated on the cache's rows")
+    preset: str | None = option(None, "how weights are stored (with --from-scratch); default: q4_r32", alias="config")
     calibration_rows: int = option(128, "rows of the cache for calibration and blocks", unit="rows")
+    from_scratch: bool = option(False, "quantise the full-precision --model first; without it, go on from --checkpoint")
+    checkpoint: str | None = option(None, "quantised student to go on from: folder made by `quantize` or `qat`")
     kd_cache_dir: str | None = option(None, "KD cache with the teacher's logits (required)", alias="cache_dir")
     head_k: int | None = option(None, "use only the first entries of the cached head; default: all", unit="tokens")
     train_parts: tuple[str, ...] = option(
-        ("scales",), "what trains: scales, lut, weights, norms, embeddings, head", unit="list"
+        ("scales",), "what trains: scales, ranges, lut, weights, norms, embeddings, head", unit="list"
+    )
+    weight_gradient: Gradient = option(
+        "lsq", "gradient of trained weights beyond the range: none (lsq) or as inside it (ste)"
     )
     mergeable: bool = option(False, "train a low-rank change inside the rounding too, which is no adapter in the end")
     mergeable_r: int = option(16, "rank of that change", unit="rank")
@@ -270,8 +262,8 @@ class QatOptions:
                 raise ConfigError("checkpoint: --from-scratch makes its own start; give one of the two")
         elif self.checkpoint is None:
             raise ConfigError("checkpoint: missing; give --checkpoint FOLDER, or --from-scratch and --model")
-        elif self.keep:
-            raise ConfigError("keep: belongs to --from-scratch; a checkpoint's layers are as they were made")
+        else:
+            self._refuse_making()
         if not self.from_scratch and self.blockwise.blockwise_steps and self.model is None:
             raise ConfigError("blockwise_steps: needs the full-precision model; give --model")
         unknown = sorted(set(self.train_parts) - set(QAT_PARTS))
@@ -279,6 +271,17 @@ class QatOptions:
             raise ConfigError(f"train_parts: {', '.join(unknown) or 'nothing'}; allowed: {', '.join(QAT_PARTS)}")
         if self.mergeable and "weights" in self.train_parts:
             raise ConfigError("mergeable: the weights train already; leave out --mergeable or weights in --train-parts")
+        if self.weight_gradient != "lsq" and not (self.mergeable or "weights" in self.train_parts):
+            raise ConfigError(f"weight_gradient: {self.weight_gradient} steers --train-parts weights and --mergeable")
+
+    def _refuse_making(self) -> None:
+        """Refuse settings that say how a student is made where one is given."""
+        read = {"model"} | ({"calibration_rows"} if self.blockwise.blockwise_steps else set())
+        for field in fields(CodesConfig):
+            if field.name not in read and getattr(self, field.name) != getattr(QatOptions, field.name):
+                raise ConfigError(
+                    f"{field.name}: belongs to --from-scratch; a checkpoint's layers are as they were made"
+                )
 
 
 @dataclass(frozen=True)
@@ -439,6 +442,7 @@ class EstimateOptions:
     preset: str | None = option(None, "how weights are stored; default: as the model's config says", alias="config")
     keep: tuple[str, ...] = option((), "patterns of layers that stay unquantised", unit="regular expressions")
     train_scales: bool = option(False, "the quantiser's scales train too")
+    train_norms: bool = option(False, "the norms train too")
     lora: LoraConfig = option(LoraConfig, "adapter")
     length: int = option(1024, "tokens of a row", unit="tokens", alias="max_length")
     head_k: int = option(128, "entries of the cached head", unit="tokens")
@@ -454,8 +458,8 @@ class EstimateOptions:
     table: bool = option(
         False, "print the memory for batch sizes and lengths, with and without --gradient-checkpointing"
     )
-    attention: Literal["fused", "plain"] = option(
-        "fused", "fused: no scores are kept (CUDA, CPU); plain: all of them are (PyTorch/XLA)"
+    attention: Literal["fused", "plain", "xla"] = option(
+        "fused", "fused: no scores are kept (CUDA, CPU); plain: all of them are; xla: that, and what XLA keeps besides"
     )
     run: RunConfig = option(RunConfig, "run")
 

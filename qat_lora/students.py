@@ -1,12 +1,19 @@
-"""Open whatever a user may name as a model: a plain folder, a quantised one, an adapter, or a run's output."""
+"""Open whatever a user may name as a model: a plain folder, a quantised one, an adapter, a run's output, an export.
+
+Exports are opened as what they hold, not as what they were made from: that shows what another tool will compute. A
+folder of compressed-tensors is unpacked into dense weights, its adapter put on; GGUF is left to llama.cpp.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
 
 from qat_lora.errors import ModelError
 from qat_lora.export.adapter import CONFIG, check_tokenizer, load_adapter, read_adapter
+from qat_lora.export.compressed import is_packed, read_packed
 from qat_lora.layers.convert import bits_per_weight, lora_layers, prepare_base, quant_layers
 from qat_lora.models import CausalLM, checkpoint_sha256, load_model, resolve_model
 from qat_lora.options import HubConfig
@@ -18,14 +25,14 @@ class Student:
 
     model: CausalLM
     bits_per_weight: float | None
-    """Of the quantised layers, adapter included; None for an unquantised model."""
+    """Of the quantised layers, adapter included; None for an unquantised model and for one in another container."""
     sha256: str
     """Identity of its weights, adapter included."""
 
 
 def adapter_folder(name: str) -> Path | None:
-    """Return the adapter folder that a name means (an adapter, or a run with `best`), None for other models."""
-    for folder in (Path(name).expanduser(), Path(name).expanduser() / "best"):
+    """Return the adapter folder that a name means: itself, a run's `best`, an export's `adapter`; None for others."""
+    for folder in (Path(name).expanduser(), Path(name).expanduser() / "best", Path(name).expanduser() / "adapter"):
         if (folder / CONFIG).is_file():
             return folder
     return None
@@ -38,7 +45,7 @@ def base_folder(adapter: Path) -> Path:
         ModelError: none of them is there.
     """
     named = read_adapter(adapter).base
-    for folder in (adapter / "base", Path(named), adapter / named):
+    for folder in (adapter / "base", adapter / named, Path(named)):
         if (folder / "config.json").is_file():
             return folder
     try:
@@ -58,10 +65,10 @@ def open_student(name: str, hub: HubConfig, dtype: str = "float32") -> Student:
     """
     adapter = adapter_folder(name)
     if adapter is None:
-        model = load_model(name, revision=hub.revision, trust_remote_code=hub.trust_remote_code, dtype=dtype)
+        model = _load(name, hub, dtype)
     else:
         base = base_folder(adapter)
-        model = load_model(str(base), trust_remote_code=hub.trust_remote_code, dtype=dtype)
+        model = _load(str(base), replace(hub, revision=None), dtype)
         check_tokenizer(adapter, model.folder)
         load_adapter(model.module, adapter, checkpoint_sha256(model.folder))
     bits, sha256 = None, checkpoint_sha256(model.folder)
@@ -71,3 +78,15 @@ def open_student(name: str, hub: HubConfig, dtype: str = "float32") -> Student:
         prepare_base(model.module, train_scales=False, dtype=model.module.dtype)
     model.module.requires_grad_(False)
     return Student(model, bits, sha256 + (checkpoint_sha256(adapter) if adapter else ""))
+
+
+def _load(name: str, hub: HubConfig, dtype: str) -> CausalLM:
+    """Load a model without adapter; weights that another tool's container holds are formed in float32 here."""
+    model = load_model(
+        name, revision=hub.revision, trust_remote_code=hub.trust_remote_code, dtype=dtype, dequantize=True
+    )
+    if is_packed(model.folder):
+        with torch.no_grad():
+            for layer, weight in read_packed(model.folder):
+                model.module.get_parameter(f"{layer}.weight").copy_(weight)
+    return model

@@ -1,4 +1,4 @@
-"""The public names: there, documented, typed, and the three jobs as functions."""
+"""The public names: there, documented, typed, and the jobs as functions."""
 
 import ast
 import inspect
@@ -15,8 +15,8 @@ from qat_lora.options import QuantizeOptions, RunConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 PUBLIC = (
-    "KDCacheDataset QuantSpec build_kd_cache fused_linear_kd is_xla_device kd_soft_ce notebook_launch quantize_model "
-    "train_recovery_lora xla_mark_step"
+    "KDCacheDataset QuantSpec build_kd_cache evaluate_models export_student fused_linear_kd generate_text "
+    "is_xla_device kd_soft_ce notebook_launch quantize_model train_recovery_lora xla_mark_step"
 )
 
 
@@ -43,7 +43,7 @@ def test_the_version_is_the_projects():
     assert qat_lora.__version__ == project["version"]
 
 
-def test_the_three_jobs_as_functions(tiny, tmp_path):
+def test_the_jobs_as_functions(tiny, tmp_path):
     common = {"device": "cpu", "quiet": True}
     cache = qat_lora.build_kd_cache(
         teacher=tiny.teacher, dataset=tiny.text, length=32, top_k=8, num_rows=16, out=tmp_path / "cache", **common
@@ -59,6 +59,15 @@ def test_the_three_jobs_as_functions(tiny, tmp_path):
         recipe=tmp_path / "recipe.yaml", cache_dir=cache, recovery_r=4, max_steps=2, out=tmp_path / "run", **common
     )
     assert json.loads((run / "result.json").read_text())["step"] == 2 and (run / "last").is_dir()
+    scores = qat_lora.evaluate_models(
+        teacher=tiny.teacher, students=[f"a={run}"], dataset=tiny.held_out, length=32, eval_rows=4, resamples=100,
+        out=tmp_path / "scores", **common,
+    )  # fmt: skip
+    assert scores["teacher"]["kl"] == 0 < scores["a"]["kl"]
+    text = qat_lora.generate_text(student=run, prompt="the row", max_new_tokens=2, **common)
+    assert isinstance(text, str)
+    exported = qat_lora.export_student(student=run, form="adapter", out=tmp_path / "exported", **common)
+    assert exported == tmp_path / "exported" and (exported / "base" / "config.json").is_file()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file
 from toy_pipeline import cache_options, call, quantize_options, recover_options
 
-from qat_lora.app.objectives import evaluation_objective, prepare
+from qat_lora.app.objectives import check_arrays, evaluation_objective, prepare
+from qat_lora.cache.codec import OPTIONAL
 from qat_lora.cache.dataset import KDCacheDataset
 from qat_lora.errors import CacheError, ConfigError
 from qat_lora.losses.objective import ObjectiveConfig
@@ -91,6 +92,34 @@ def test_a_cache_without_the_array_is_refused_before_a_model_is_loaded(made, obj
     with pytest.raises(CacheError, match=message):
         call("recover", options(made, "refused", cache=made[2], **objective))
     assert not (made[0] / "refused").exists()
+
+
+@pytest.mark.parametrize("estimator,draws,flag", [("hybrid", 5, "--tail-draws 5"), ("sampled", 13, "--draws 13")])
+def test_more_draws_than_there_are_are_refused_before_a_model_is_loaded(made, estimator, draws, flag, monkeypatch):
+    monkeypatch.setattr("qat_lora.app.recovery.load", lambda *_: pytest.fail("a model was loaded"))
+    with pytest.raises(CacheError, match=f"draws: {draws} are asked for, the KD cache holds {draws - 1}; .*{flag}"):
+        call("recover", options(made, "too-many-draws", estimator=estimator, draws=draws))
+
+
+@pytest.mark.parametrize(
+    "objective,served",
+    [
+        ({}, {"tail_draw_ids"}),
+        ({"temperature": 1.0, "estimator": "ghost"}, set()),
+        ({"estimator": "sampled", "hidden_weight": 1.0}, {"draw_ids", "teacher_hidden"}),
+        ({"estimator": "full"}, {"teacher_hidden"}),
+        ({"kd_weight": 0.0, "ce_weight": 1.0}, set()),
+    ],
+)
+def test_a_batch_carries_only_what_the_objective_reads(made, objective, served, monkeypatch):
+    dataset = KDCacheDataset(made[1], k=4)
+    check_arrays(dataset, ObjectiveConfig(**objective))
+    monkeypatch.setattr("qat_lora.cache.codec.redraw", lambda *_: pytest.fail("drawn again for nobody"))
+    if "tail_draw_ids" not in served:
+        assert set(dataset.rows([0, -1])) & set(OPTIONAL) == served
+    else:
+        with pytest.raises(pytest.fail.Exception):
+            dataset.rows([0])
 
 
 @pytest.mark.parametrize(

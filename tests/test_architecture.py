@@ -18,6 +18,8 @@ RANKS = {
         "train",
         "evaluate",
         "export",
+        "decoding",
+        "masks",
         "models",
         "quantizer",
         "registration",
@@ -26,7 +28,7 @@ RANKS = {
         "options",
         "outputs",
     ),
-    4: ("app", "launch", "demo", "diagnose", "generate"),
+    4: ("app", "launch", "demo", "diagnose", "generate", "speakers"),
     5: ("cli", "api", "__init__"),
     6: ("scripts", "notebooks"),
 }

@@ -67,7 +67,6 @@ BAD: dict[str, tuple[str, str]] = {
     "unknown preset": (f"{QUANTIZE} --preset w9", f"preset: 'w9' is unknown; allowed: {', '.join(PRESETS)}"),
     "unknown start": ("quantize --model {teacher} --init foo", "init: 'foo' is unknown; allowed: absmax, mse, awq"),
     "an override that is no pair": (f"{QUANTIZE} --override w4g128", "override: 'w4g128' is not PATTERN=PRESET"),
-    "a tied head": (f"{QUANTIZE} --quantize-head w4g128", "lm_head is tied to the embedding"),
     "a joint rank without its start": (f"{QUANTIZE} --joint-rank 9 --start-rank 4", "more than --start-rank 4 stores"),
     "gptq without text": ("quantize --model {teacher}", "give --dataset or --kd-cache-dir, or choose --init mse"),
     "a pattern without a match": (f"{QUANTIZE} --keep nothing", "'nothing' matches no linear layer; there are: model."),

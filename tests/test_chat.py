@@ -7,10 +7,12 @@ import pytest
 import torch
 from toy_pipeline import part
 
+from qat_lora import decoding
 from qat_lora.app.chatting import NO_TEMPLATE, chat
+from qat_lora.app.generating import generate
 from qat_lora.errors import ConfigError, TextError
-from qat_lora.generate import chat_prompt, continue_ids, generate, plain_prompt, stream_ids, stream_text
-from qat_lora.models import CausalLM, copy_tokenizer, load_model, load_tokenizer
+from qat_lora.generate import chat_prompt, continue_ids, plain_prompt, stream_ids, stream_text
+from qat_lora.models import copy_tokenizer, load_model, load_tokenizer
 from qat_lora.options import ChatOptions, GenerateOptions
 from qat_lora.runtime.select import select_runtime
 
@@ -70,8 +72,8 @@ def test_many_prompts_share_one_shape(plain, tmp_path, monkeypatch):
     prompts = ["the model", "a", "layer of the weight, and the token in the loss"]
     (tmp_path / "p.txt").write_text("\n\n".join(prompts) + "\n")
     shapes = set()
-    hidden = CausalLM.hidden
-    monkeypatch.setattr(CausalLM, "hidden", lambda self, ids, docs: shapes.add(ids.shape) or hidden(self, ids, docs))
+    begin = decoding.begin
+    monkeypatch.setattr("qat_lora.generate.begin", lambda model, ids: shapes.add(ids.shape) or begin(model, ids))
     one = GenerateOptions(student=str(plain), prompt="x", max_new_tokens=6, run=part("unused"))
     many = run(generate, replace(one, prompt=None, prompts=str(tmp_path / "p.txt")))
     assert len(shapes) == 1 and [item["prompt"] for item in many] == prompts

@@ -57,6 +57,15 @@ def test_the_report_holds_what_the_schema_says(done):
     assert call("evaluate", done["options"]) == done["scores"], "the second time it is read"
 
 
+def test_in_bfloat16_too(done, tiny):
+    """The same figures but for the rounding of the forwards; with log-probabilities in bfloat16 KL is far off."""
+    options = eval_options(tiny, {"rough": done["rough"]}, done["root"] / "bf16", eval_rows=20)
+    whole = call("evaluate", options)["rough"]
+    options = replace(options, run=replace(options.run, out=str(done["root"] / "bf16-2"), dtype="bfloat16"))
+    half = call("evaluate", options)["rough"]
+    assert half["kl"] == pytest.approx(whole["kl"], rel=0.02) and half["nll"] == pytest.approx(whole["nll"], abs=0.01)
+
+
 def test_texts_are_scored_apart_and_together(done, tiny):
     report = json.loads((done["root"] / "eval" / "report.json").read_text())
     names = [sorted(tiny.held_out.iterdir())[0].name, "seen", "new"]

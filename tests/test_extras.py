@@ -1,6 +1,7 @@
 """Optional dependencies: the module where it is there, the install command where it is not."""
 
 import json
+import sys
 
 import pytest
 
@@ -22,6 +23,13 @@ def test_a_missing_module_names_the_extra_to_install():
 def test_plots_go_to_files_only():
     pytest.importorskip("matplotlib")
     assert pyplot().get_backend().lower() == "agg"
+
+
+def test_a_notebook_keeps_its_backend(monkeypatch):
+    matplotlib = pytest.importorskip("matplotlib")
+    monkeypatch.setitem(sys.modules, "ipykernel", None)
+    monkeypatch.setattr(matplotlib, "use", lambda backend: pytest.fail(f"switched to {backend}"))
+    assert pyplot()
 
 
 def test_the_extras_that_messages_name_exist():

@@ -1,4 +1,4 @@
-"""Generation is the argmax of transformers' own forward, token by token, with one input shape."""
+"""Generation is the argmax of transformers' own forward, token by token, with two input shapes."""
 
 import shutil
 from dataclasses import replace
@@ -8,9 +8,10 @@ import torch
 from toy_pipeline import part
 from transformers import AutoModelForCausalLM
 
+from qat_lora.app.generating import generate
 from qat_lora.errors import ConfigError, ModelError
-from qat_lora.generate import continue_ids, continue_text, generate
-from qat_lora.models import CausalLM, load_model, load_tokenizer
+from qat_lora.generate import continue_ids, continue_text
+from qat_lora.models import load_model, load_tokenizer
 from qat_lora.options import GenerateOptions
 from qat_lora.runtime.select import select_runtime
 
@@ -55,23 +56,15 @@ def test_equals_transformers_step_by_step(lively, model, prompt):
     assert len(set(wanted)) > 5
 
 
-def test_shapes_never_change(model, monkeypatch):
+def test_one_forward_of_the_row_and_then_one_of_a_token(model):
     shapes = []
-    hidden, logits = CausalLM.hidden, CausalLM.logits
 
-    def seen_hidden(self, ids, documents):
-        shapes.append(("hidden", tuple(ids.shape), ids.dtype, tuple(documents.shape), documents.dtype))
-        return hidden(self, ids, documents)
+    def seen(module, args, given):
+        shapes.append((tuple(given["input_ids"].shape), tuple(given["attention_mask"].shape)))
 
-    def seen_logits(self, hidden_NH):
-        shapes.append(("logits", tuple(hidden_NH.shape), hidden_NH.dtype))
-        return logits(self, hidden_NH)
-
-    monkeypatch.setattr(CausalLM, "hidden", seen_hidden)
-    monkeypatch.setattr(CausalLM, "logits", seen_logits)
-    continue_ids(model, PROMPT, 9, device=CPU)
-    assert len(shapes) == 18 and len(set(shapes)) == 2
-    assert shapes[0][1] == (1, 13)
+    model.module.model.register_forward_pre_hook(seen, with_kwargs=True)
+    assert len(continue_ids(model, PROMPT, 9, device=CPU)) == 9
+    assert shapes == [((1, 13), (1, 1, 13, 13))] + 8 * [((1, 1), (1, 1, 1, 13))]
 
 
 def test_ends_at_the_end_token_which_is_not_returned(model):

@@ -42,8 +42,13 @@ def main():
     found["scores"] = [[value.as_dict() for value in result.values()] for result in (wanted, scores)]
     before = runtime.compile_report()["graphs_compiled"]
     places = ((cpu, torch.device("cpu")), (xla, runtime.device))
-    found["texts"] = [continue_ids(model, [5, 17, 200], 9, device=device) for model, device in places]
-    found["generate graphs"] = runtime.compile_report()["graphs_compiled"] - before
+    prompts = [5, 17, 200], [3, 8, 1, 2, 9]
+    found["graphs of a text"] = []
+    for prompt in prompts:
+        settings = {"row_length": 16, "cut": runtime.cut}
+        texts = [continue_ids(model, prompt, 9, device=device, **settings) for model, device in places]
+        found.setdefault("texts", []).append(texts)
+        found["graphs of a text"].append(runtime.compile_report()["graphs_compiled"] - before)
     return found
 
 print(json.dumps(runtime.launch(main)))
@@ -63,6 +68,7 @@ def test_same_values_and_few_graphs(tiny):
     found = json.loads(done.stdout.splitlines()[-1])
     for wanted, score in zip(*found["scores"], strict=True):
         assert score == pytest.approx(wanted, abs=1e-5, rel=1e-6)
-    assert found["texts"][0] == found["texts"][1] and len(found["texts"][0]) == 9
-    assert found["generate graphs"] == 1
+    for on_cpu, on_xla in found["texts"]:
+        assert on_cpu == on_xla and len(on_cpu) == 9
+    assert found["graphs of a text"] == [2, 2]  # of the row and of a token; a second prompt adds none
     assert found["score graphs"] == 2

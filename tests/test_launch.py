@@ -59,7 +59,7 @@ def test_a_missing_device_stops_before_any_import(monkeypatch):
     monkeypatch.setattr(launch, "plan_run", none)
     monkeypatch.setattr(launch, "importlib", None)
     with pytest.raises(DeviceError):
-        launch.run("recover", SimpleNamespace(run=RunConfig()))
+        launch.run("recover", SimpleNamespace(run=RunConfig(), dry_run=False))
 
 
 @pytest.mark.parametrize("chips", [ChipsConfig("2"), ChipsConfig(parallel="spmd")])
@@ -67,7 +67,7 @@ def test_a_command_for_one_chip_refuses_several(monkeypatch, chips):
     monkeypatch.setattr(launch, "importlib", None)
     device = "cpu" if chips.num_chips else "xla"
     with pytest.raises(ConfigError, match="num_chips: this command works on one chip"):
-        launch.run("quantize", SimpleNamespace(run=RunConfig(device=device, chips=chips)))
+        launch.run("quantize", SimpleNamespace(run=RunConfig(device=device, chips=chips), dry_run=False))
 
 
 NOTEBOOK = """

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from qat_lora.layers.calibrate import quantise_model
 from qat_lora.layers.convert import prepare_base, quant_layers
 from qat_lora.models import (
     checkpoint_sha256,
+    copy_tokenizer,
     load_model,
     load_tokenizer,
     resolve_model,
@@ -337,6 +339,22 @@ def test_a_bfloat16_model_can_be_saved_and_loaded(tiny, quantised, tmp_path):
     save_quantised(model, tmp_path / "low", preset("w2g64"), {})
     again = load_model(str(tmp_path / "low"), dtype="bfloat16")
     assert torch.equal(logits_of(again), logits_of(model))
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").is_file(), reason="reads Linux's list of mapped files")
+@pytest.mark.parametrize(
+    ("stored", "dtype"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")]
+)
+def test_weights_of_the_files_own_type_are_not_copied(tiny, tmp_path, stored, dtype):
+    """Processes that load the same files then share one copy; a conversion, the control, cannot be shared."""
+    module = AutoModelForCausalLM.from_pretrained(tiny.teacher, dtype=getattr(torch, stored))
+    module.save_pretrained(tmp_path)
+    copy_tokenizer(tiny.teacher, tmp_path)
+    model = load_model(str(tmp_path), dtype=dtype)
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    pages = [[int(n, 16) for n in line[0].split("-")] for line in lines if line[-1].startswith(str(tmp_path))]
+    mapped = [any(a <= p.data_ptr() < b for a, b in pages) for p in model.module.parameters()]
+    assert mapped == [stored == dtype] * len(mapped) and mapped
 
 
 def test_save_with_tensors_changes_those_only(quantised, tmp_path):

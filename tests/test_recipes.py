@@ -1,5 +1,7 @@
-"""Every recipe resolves with the command that its first line names, and the chain of recipes fits together."""
+"""Every recipe resolves with the command that its first line names, passes its `--dry-run`, and they are one chain."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,9 +10,8 @@ import yaml
 from qat_lora import cli
 from qat_lora.config import leaves, resolve
 from qat_lora.diagnose.devices import named
-from qat_lora.diagnose.estimate import memory
-from qat_lora.options import EstimateOptions
-from qat_lora.quant.spec import PRESETS
+from qat_lora.models import QUANT_METHOD
+from qat_lora.quant.spec import PRESETS, preset
 from qat_lora.runtime.select import Found, choose
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,35 +74,73 @@ def test_a_recipes_device_can_be_had_and_changed_by_flag(recipe):
     assert resolve(cls, recipe=recipe, flags={("run", "device"): "cpu"}).run.device == "cpu"
 
 
-@pytest.fixture(scope="module")
-def qwen3(tmp_path_factory):
-    """A folder with the config.json of Qwen3-0.6B and nothing else."""
-    folder = tmp_path_factory.mktemp("Qwen3-0.6B")
-    (folder / "config.json").write_bytes((ROOT / "tests/data/qwen3-0.6b.json").read_bytes())
-    return folder
+@pytest.fixture
+def planned(tmp_path, monkeypatch, capfd):
+    """Return the function from a command line to what its `--dry-run` says, where Hub names are folders here."""
+    config = json.loads((ROOT / "tests/data/qwen3-0.6b.json").read_text())
+    for name in ("q4_r32", "w2g64"):
+        stored = {"quant_method": QUANT_METHOD, "preset": preset(name, ()).to_dict()}
+        write(tmp_path / f"runs/Qwen3-0.6B_{name}/config.json", config | {"quantization_config": stored})
+    write(tmp_path / "Qwen/Qwen3-0.6B/config.json", config)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("USE_TORCH_XLA", "0")
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+
+    def plan(recipe: Path, *more: object) -> dict:
+        before = sorted(tmp_path.rglob("*"))
+        cli.main([*command_of(recipe).split(), "--recipe", str(recipe), "--dry-run", "--json", *map(str, more)])
+        assert sorted(tmp_path.rglob("*")) == before, "a dry run wrote something"
+        return json.loads(capfd.readouterr().out)
+
+    return plan
 
 
-@pytest.mark.parametrize("preset", ["q4_r32", "w2g64"])
+def write(file: Path, config: dict) -> None:
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("name", ["q4_r32", "w2g64"])
 @pytest.mark.parametrize("place", PLACES)
-def test_a_recipe_builds_and_fits_the_place_that_it_names(place, preset, qwen3):
-    """Every shape on the meta device; the estimate of memory is compared with the device's."""
-    recipe = resolved(ROOT / "recipes" / f"recover_qwen3-0.6b_{preset}_{place}.yaml")
-    (device,) = named((place,))
-    loop, steps_rows = recipe.loop, 8 if place == "laptop" else 32
-    assert loop.accumulation(device.chips) * loop.batch_size * device.chips == steps_rows
+def test_a_recovery_recipe_builds_and_fits_the_place_that_it_names(place, name, planned):
+    """Every shape on the meta device, wherever this runs; the estimate of memory is compared with the device's."""
+    file = ROOT / "recipes" / f"recover_qwen3-0.6b_{name}_{place}.yaml"
+    recipe, (device,) = resolved(file), named((place,))
     assert (recipe.run.chips.num_chips == "all") == (device.chips > 1)
-    quantise = resolved(ROOT / "recipes" / f"quantize_qwen3-0.6b_{preset}.yaml")
-    assert quantise.joint_rank == recipe.lora.recovery_r and quantise.preset == preset
-    parts = memory(
-        EstimateOptions(
-            model=str(qwen3),
-            preset=preset,
-            train_scales=recipe.train_scales,
-            lora=recipe.lora,
-            batch_size=loop.batch_size,
-            gradient_checkpointing=loop.gradient_checkpointing,
-            attention="plain" if recipe.run.device == "tpu" else "fused",
-            run=recipe.run,
-        )
+    quantise = resolved(ROOT / "recipes" / f"quantize_qwen3-0.6b_{name}.yaml")
+    assert quantise.joint_rank == recipe.lora.recovery_r and quantise.preset == name
+    plan = planned(file, "--num-chips", device.chips)
+    rows, rank = (8 if place == "laptop" else 32), recipe.lora.recovery_r
+    assert (plan["replicas"], plan["effective_batch"], plan["steps"]) == (device.chips, rows, recipe.loop.max_steps)
+    assert plan["tokens"] == rows * 1024 * recipe.loop.max_steps
+    assert (plan["parameters"], plan["quantised"]) == (596_049_920, 440_401_920)
+    assert plan["trained"] == rank * 630_784 + (6_881_280 if recipe.train_scales else 0)
+    assert plan["total_bytes"] < 0.9 * device.memory_gb * 1e9
+    assert plan["devices"][place]["fits"] and plan["devices"][place]["hours"] > 0
+    (about_the_cache,) = plan["assumed"]
+    assert about_the_cache.startswith("caches/wikitext103_L1024_K128 is not there yet: rows of 1,024 tokens and 128 e")
+
+
+@pytest.mark.parametrize(("name", "bits"), [("q4_r32", 4.73), ("w2g64", 2.25)])
+def test_a_quantising_recipe_builds(name, bits, planned):
+    plan = planned(ROOT / "recipes" / f"quantize_qwen3-0.6b_{name}.yaml")
+    assert plan["layers"] == 196 and plan["quantised"] == 440_401_920
+    assert plan["bits_per_weight"] == pytest.approx(bits, abs=0.01)
+
+
+@pytest.mark.parametrize("recipe", [r for r in RECIPES if r.stem.startswith("cache")], ids=lambda r: r.stem)
+def test_a_cache_recipe_runs_with_another_teacher_and_text(recipe, planned, tiny, tmp_path):
+    """The forecast times a real teacher, so a tiny one stands in, and text that the machine has."""
+    chats = tmp_path / "chats.jsonl"
+    turns = [{"from": "human", "value": "row"}, {"from": "gpt", "value": "the scale of a row and the loss of it"}]
+    chats.write_text(200 * (json.dumps({"conversations": turns}) + "\n"))
+    teacher = shutil.copytree(tiny.teacher, tmp_path / "teacher")
+    (teacher / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
+    text = tiny.text if "wikitext" in recipe.stem else chats
+    own = resolved(recipe)
+    plan = planned(
+        recipe,
+        *("--teacher", teacher, "--dataset", text, "--format", "auto", "--device", "cpu", "--dtype", "float32"),
+        *("--length", min(own.length, 128), "--num-rows", 8, "--eval-rows", 1, "--teacher-batch-size", 2),
     )
-    assert sum(parts.values()) < 0.9 * device.memory_gb * 1e9
+    assert plan["rows"] == 8

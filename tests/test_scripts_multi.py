@@ -7,13 +7,16 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from toy_pipeline import call, quantize_options, recover_options
 
+from qat_lora.app.qat import qat
 from qat_lora.app.replicas import as_builder, decide, fetch
 from qat_lora.cache.verify import verify_cache
-from qat_lora.errors import ConfigError, ModelError
+from qat_lora.errors import CacheError, ConfigError, ModelError
+from qat_lora.options import QatOptions
 from qat_lora.runtime.select import select_runtime
 from qat_lora.train.loop import LoopConfig
 from qat_lora.train.metrics import read_metrics
@@ -133,3 +136,11 @@ def test_a_chip_is_a_builder(tiny):
     assert as_builder(cache_options(tiny, "out"), select_runtime("cpu")).builder == "0/1"
     with pytest.raises(ConfigError, match="leave spmd out"):
         as_builder(cache_options(tiny, "out"), Spmd())
+
+
+@pytest.mark.parametrize(("processes", "replicas", "refused"), [(2, 8, True), (1, 8, False), (8, 8, False)])
+def test_qat_refuses_spmd_over_hosts_before_anything_is_read(processes, replicas, refused):
+    runtime = SimpleNamespace(processes=processes, replicas=replicas, rank=0, is_main=True)
+    options = QatOptions(from_scratch=True, model="m", kd_cache_dir="nowhere")
+    with pytest.raises(ConfigError if refused else CacheError, match="spmd over 2 hosts" if refused else "nowhere"):
+        qat(options, runtime)

@@ -51,7 +51,7 @@ def batch_table(folder: Path) -> list[str]:
     ]
     for preset in ("q4_r32", "w2g64"):
         asked = replace(student(folder, preset), attention="plain")
-        config, module = estimates._skeleton(asked)
+        config, module = estimates.skeleton(asked)
         for chip, memory_gb in (("v5e-1, v5e-8", 16), ("v6e-1, v6e-4, v6e-8", 32)):
             cells = []
             for length in LENGTHS:
@@ -77,7 +77,7 @@ def cost_table(folder: Path) -> list[str]:
     ]
     lines.append("|---|---|---|---|---|---|")
     asked = {preset: student(folder, preset) for preset in ("q4_r32", "w2g64")}
-    built = {preset: estimates._skeleton(options) for preset, options in asked.items()}
+    built = {preset: estimates.skeleton(options) for preset, options in asked.items()}
     for kind, chips, rows, again in PLACES:
         (device,) = named((f"{kind}-{chips}" if kind.startswith("v") else kind,))
         cells = [device.name, f"{rows}, {'yes' if again else 'no'}"]

@@ -198,8 +198,11 @@ def _teacher(options: CacheBuildOptions | AuditOptions, runtime: Runtime) -> Cau
 
 def _place(teacher: CausalLM, runtime: Runtime) -> None:
     """Move the teacher to the device, unless it has been spread over several."""
-    if not isinstance(teacher, SpreadCausalLM):
-        runtime.place(teacher.module)
+    if isinstance(teacher, SpreadCausalLM):
+        return
+    runtime.place(teacher.module)
+    if runtime.piece_bytes is not None:
+        teacher.tile_attention()
 
 
 def cache_decoder(cache: str, folder: str) -> Callable[[list[int]], str]:

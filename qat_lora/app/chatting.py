@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
 from qat_lora.app.shared import say
 from qat_lora.errors import ConfigError
-from qat_lora.generate import chat_prompt, has_template, plain_prompt, stream_ids, stream_text
-from qat_lora.models import load_tokenizer
 from qat_lora.options import ChatOptions
 from qat_lora.runtime.base import Runtime
-from qat_lora.students import open_student
+from qat_lora.speakers import Speaker, open_speaker
 from qat_lora.text.chat import Message
 
 ROW_STEP = 128
@@ -34,19 +31,17 @@ def chat(options: ChatOptions, runtime: Runtime) -> list[Message]:
     Lines that are commands: /new forgets the conversation, /exit ends.
     """
     run = options.run
-    model = open_student(str(options.student), options.hub, run.dtype).model
-    tokenizer = load_tokenizer(model.folder, options.hub.trust_remote_code)
-    templated = has_template(tokenizer)
+    speaker = open_speaker(str(options.student), options.hub, run, runtime)
+    templated = speaker.templated
     if options.system and not templated:
         raise ConfigError("system: this tokenizer has no chat template, so there is no place for it; leave it out")
-    runtime.place(model.module)
-    room = (model.max_positions or sys.maxsize) - options.max_new_tokens
+    room = (speaker.positions or sys.maxsize) - options.max_new_tokens
     if room < 1:
-        raise ConfigError(f"max_new_tokens: {options.max_new_tokens} leave no room in {model.max_positions} positions")
+        raise ConfigError(f"max_new_tokens: {options.max_new_tokens} leave no room in {speaker.positions} positions")
     beginning: list[Message] = [{"role": "system", "content": options.system}] if options.system else []
     messages = list(beginning)
     generator = torch.Generator().manual_seed(run.seed)
-    say(run, f"{runtime.description} · {options.student} · /new begins again, /exit ends")
+    say(run, f"{speaker.description} · {options.student} · /new begins again, /exit ends")
     if not templated:
         say(run, NO_TEMPLATE)
     silent = run.quiet or run.json
@@ -57,10 +52,10 @@ def chat(options: ChatOptions, runtime: Runtime) -> list[Message]:
             messages = list(beginning)
             continue
         said = [*(messages if templated else []), {"role": "user", "content": line}]
-        ids = _encode(tokenizer, said)
+        ids = _encode(speaker, said)
         while len(ids) > room and len(said) > len(beginning) + 1:
             del said[len(beginning) : len(beginning) + 2]
-            ids = _encode(tokenizer, said)
+            ids = _encode(speaker, said)
         if len(ids) > room:
             say(run, f"note: that is {len(ids)} tokens, and there is room for {room}; say it shorter")
             continue
@@ -68,18 +63,9 @@ def chat(options: ChatOptions, runtime: Runtime) -> list[Message]:
             say(run, "note: the chat is longer than the model's positions; its oldest turns are forgotten")
         messages = said
         width = -(-(len(ids) + options.max_new_tokens) // ROW_STEP) * ROW_STEP
-        new = stream_ids(
-            model,
-            ids,
-            options.max_new_tokens,
-            device=runtime.device,
-            eos_id=tokenizer.eos_token_id,
-            temperature=options.gen_temperature,
-            generator=generator,
-            row_length=min(width, model.max_positions or width),
-        )
         answer = ""
-        for piece in stream_text(tokenizer, new):
+        row_length = min(width, speaker.positions or width)
+        for piece in speaker.stream(ids, options.max_new_tokens, options.gen_temperature, generator, row_length):
             answer += piece
             if not silent:
                 print(piece, end="", flush=True)
@@ -88,11 +74,9 @@ def chat(options: ChatOptions, runtime: Runtime) -> list[Message]:
     return messages
 
 
-def _encode(tokenizer: Any, messages: list[Message]) -> list[int]:
+def _encode(speaker: Speaker, messages: list[Message]) -> list[int]:
     """Return the ids up to the answer; without a template, of the last line alone."""
-    if has_template(tokenizer):
-        return chat_prompt(tokenizer, messages)
-    return plain_prompt(tokenizer, messages[-1]["content"])
+    return speaker.encode_chat(messages) if speaker.templated else speaker.encode_text(messages[-1]["content"])
 
 
 def _typed(silent: bool) -> Iterator[str]:

@@ -149,7 +149,9 @@ def _report(
     tallies: dict[str, dict[str, Tally]] = {}
     for text, of in rows.items():
         batches = runtime.feed(batches_of(iter(of), length, options.batch_size))
-        tallies[text] = measure(models["teacher"], students, batches, run.quiet, runtime.cut, f"evaluate {text}")
+        tallies[text] = measure(
+            models["teacher"], students, batches, run.quiet, runtime.cut, f"evaluate {text}", runtime.piece_bytes
+        )
     whole = {name: join([of[name] for of in tallies.values()]) for name in models}
     drawn = bootstrap(list(tallies.values()), options.resamples, run.seed)
     domains = {text: _figures(of, bootstrap([of], options.resamples, run.seed)) for text, of in tallies.items()}

@@ -27,6 +27,7 @@ from qat_lora.export.gguf_vocab import vocabulary
 from qat_lora.export.integers import Integers, with_integers
 from qat_lora.export.merged import check_mergeable, save_merged
 from qat_lora.export.pair import copy_generation, save_pair, save_settings
+from qat_lora.export.vllm_rules import check_vllm
 from qat_lora.extras import require
 from qat_lora.layers.convert import lora_layers, quant_layers
 from qat_lora.models import checkpoint_sha256, copy_tokenizer, load_tokenizer
@@ -44,6 +45,8 @@ class Plan:
     found: Mapping[str, Integers | None] = field(default_factory=dict)
     """Quantised layers in the form of their container."""
     notes: list[str] = field(default_factory=list)
+    check: Callable[[Path], list[str]] = lambda out: []
+    """Further notes, found in what was written."""
 
 
 def export(options: ExportOptions, runtime: Runtime) -> Path:
@@ -66,19 +69,20 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
     base_sha256 = checkpoint_sha256(student.model.folder)
     with whole_folder(out) as draft:
         plan.write(draft)
+        said = [*plan.notes, *plan.check(draft)]
         copy_tokenizer(student.model.folder, draft)
         if options.form in ("merged", "compressed-tensors"):
             copy_generation(student.model.folder, draft)
         result["weights_mb"] = round(sum(_sizes(draft)) / 1e6, 3)
         card = Card(
             name, options.form, origin, base_sha256, student.bits_per_weight, result, _command(options, name),
-            plan.notes, scores, options.license,
+            said, scores, options.license,
         )  # fmt: skip
         (draft / "README.md").write_text(render(card), encoding="utf-8")
         save_json({"form": options.form, "bits_per_weight": student.bits_per_weight, **result}, draft / "result.json")
         shutil.copyfile(out / outputs.MARK, draft / outputs.MARK)
         outputs.complete(draft)
-    for line in (*(f"{key.replace('_', ' ')}: {value}" for key, value in result.items()), *plan.notes):
+    for line in (*(f"{key.replace('_', ' ')}: {value}" for key, value in result.items()), *said):
         say(run, line)
     say(run, f"written to {out}")
     return out
@@ -108,7 +112,7 @@ def _compressed(options: ExportOptions, student: Student, adapter: Path | None, 
             shutil.copyfile(adapter / WEIGHTS, out / "adapter" / WEIGHTS)
             save_settings(adapter, out / "adapter", "..", checkpoint_sha256(out))
 
-    return Plan(write, found, notes(found))
+    return Plan(write, found, notes(found), check_vllm)
 
 
 def _gguf(options: ExportOptions, student: Student, adapter: Path | None, tokenizer: Any) -> Plan:
@@ -174,7 +178,8 @@ def _rounding_kl(
     batches = text_batches(options.text, tokenizer, options.length, options.eval_rows, 4)
     for model in (student.model, rounded):
         runtime.place(model.module)
-    scores = score(student.model, {"rounded": rounded}, runtime.feed(batches), options.run.quiet, runtime.cut)
+    held_out = runtime.feed(batches)
+    scores = score(student.model, {"rounded": rounded}, held_out, options.run.quiet, runtime.cut, runtime.piece_bytes)
     student.model.module.to("cpu")
     return {
         "kl_of_rounding": round(scores["rounded"].kl, 6),

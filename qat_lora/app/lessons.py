@@ -79,8 +79,12 @@ def cache_lessons(options: RecoverOptions) -> Lessons:
 
 
 def cache_evaluation_rows(path: str, head_k: int | None) -> KDCacheDataset | None:
-    """Return a cache's evaluation split, None where it has none."""
-    return KDCacheDataset(path, k=head_k, split="eval") if read_manifest(path).rows("eval") else None
+    """Return a cache's evaluation split without its draws, which no evaluation reads; None where it has none."""
+    if not read_manifest(path).rows("eval"):
+        return None
+    rows = KDCacheDataset(path, k=head_k, split="eval")
+    rows.leave_out_all_but(["teacher_hidden"])
+    return rows
 
 
 def text_lessons(options: RecoverOptions, model: CausalLM) -> Lessons:

@@ -14,7 +14,14 @@ import torch
 from qat_lora.cache.dataset import KDCacheDataset
 from qat_lora.config import to_dict
 from qat_lora.errors import CacheError, ConfigError
-from qat_lora.losses.cached import OPTIONAL_ARRAYS, EstimatorName, choose_estimator, wanted
+from qat_lora.losses.cached import (
+    DRAW_FLAGS,
+    OPTIONAL_ARRAYS,
+    EstimatorName,
+    choose_estimator,
+    first_draws,
+    wanted,
+)
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.models import CausalLM
 from qat_lora.runtime.base import Runtime
@@ -42,10 +49,10 @@ def identity(objective: ObjectiveConfig) -> dict[str, Any]:
 
 
 def check_arrays(dataset: KDCacheDataset, objective: ObjectiveConfig) -> None:
-    """Refuse a cache that lacks what the objective reads.
+    """Refuse a cache that lacks what the objective reads, and let it serve nothing else.
 
     Raises:
-        CacheError: names the array and the build flag.
+        CacheError: names the array and the build flag, or how many draws there are.
     """
     if objective.head_user and not dataset.k:
         advice = "give --estimator full" if objective.head_user.startswith("estimator") else "set it to 0"
@@ -53,11 +60,14 @@ def check_arrays(dataset: KDCacheDataset, objective: ObjectiveConfig) -> None:
             f"top_k: {objective.head_user} needs the teacher's likeliest tokens, and the KD cache was built with "
             f"--top-k 0; {advice}, or build one with --top-k 64"
         )
-    if objective.optional_arrays:
-        held = {name: torch.empty(1, 1) for name in dataset.rows([0])}
-        own = OPTIONAL_ARRAYS.get(objective.estimator, ()) if objective.kd_weight > 0 else ()
-        for name in objective.optional_arrays:
-            wanted(held, name, f"estimator {objective.estimator}" if name in own else "hidden_weight")
+    held = {name: torch.empty(1, 1, *array.shape[2:]) for name, array in dataset.rows([0]).items()}
+    objective = replace(objective, estimator=choose_estimator(objective.estimator, held, objective.temperature))
+    own = OPTIONAL_ARRAYS.get(objective.estimator, ()) if objective.kd_weight > 0 else ()
+    for name in objective.optional_arrays:
+        array = wanted(held, name, f"estimator {objective.estimator}" if name in own else "hidden_weight")
+        if name in DRAW_FLAGS:
+            first_draws(array, objective.draws, DRAW_FLAGS[name])
+    dataset.leave_out_all_but(objective.optional_arrays)
 
 
 def prepare(

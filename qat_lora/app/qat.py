@@ -9,6 +9,7 @@ and goes on after them.
 from __future__ import annotations
 
 import contextlib
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ from qat_lora.app.lessons import cache_evaluation_rows, rows_evaluation
 from qat_lora.app.memory import memory_advice
 from qat_lora.app.objectives import check_arrays, evaluation_objective, identity, prepare
 from qat_lora.app.quantising import quantize
-from qat_lora.app.replicas import decide, fetch
-from qat_lora.app.shared import cached_calibration_rows, check_fits, load, picture, run_name, say
+from qat_lora.app.replicas import decide, fetch, refuse_spmd_over_hosts
+from qat_lora.app.shared import cached_calibration_rows, check_fits, kept, load, picture, run_name, say
 from qat_lora.cache.dataset import KDCacheDataset
 from qat_lora.config import save_yaml, to_dict
 from qat_lora.errors import ConfigError, ModelError
 from qat_lora.evaluate.report import save_json
-from qat_lora.layers.convert import bits_per_weight, linear_layers, quant_layers, quantise_targets
+from qat_lora.layers.choices import CodesConfig
+from qat_lora.layers.convert import bits_per_weight, linear_layers, quant_layers, quantise_targets, tied_embedding
 from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.models import DTYPES, CausalLM, checkpoint_sha256, save_with_tensors
 from qat_lora.options import QatOptions, QuantizeOptions, RunConfig
@@ -38,11 +40,15 @@ from qat_lora.train.folders import whole_folder
 from qat_lora.train.loop import LoopHooks, Trainee, train
 from qat_lora.train.metrics import plot_curve
 
+MAKING = tuple(field.name for field in fields(CodesConfig) if field.name not in ("model", "preset"))
+"""Settings that say how `--from-scratch` makes its student, beside the model and the preset."""
+
 
 def qat(options: QatOptions, runtime: Runtime) -> Path:
     """Train a quantised model from a KD cache; return the run's folder, whose `best` is the model."""
+    refuse_spmd_over_hosts(runtime)
     run, loop = options.run, options.loop
-    start = options.preset if options.from_scratch else run_name(str(options.checkpoint))
+    start = _preset_name(options) if options.from_scratch else run_name(str(options.checkpoint))
     out = Path(run.out or f"runs/v2_{start.split('_')[0]}")
     temperatures = options.objective.cached_temperatures
     dataset = KDCacheDataset(str(options.kd_cache_dir), options.preload, options.head_k, temperatures=temperatures)
@@ -55,10 +61,10 @@ def qat(options: QatOptions, runtime: Runtime) -> Path:
     _check(options, full, student)
     effective = loop.batch_size * loop.accumulation(runtime.replicas) * runtime.replicas
     plain = to_dict(options)
-    decisive: tuple[str, ...] = ("preset", "keep", "init") if options.from_scratch else ()
-    if options.from_scratch or options.blockwise.blockwise_steps:
+    decisive: tuple[str, ...] = MAKING if options.from_scratch else ()
+    if options.blockwise.blockwise_steps and not options.from_scratch:
         decisive += ("calibration_rows",)
-    decisive += ("head_k", "train_parts", "mergeable", "mergeable_r", "blockwise", "train")
+    decisive += ("head_k", "train_parts", "weight_gradient", "mergeable", "mergeable_r", "blockwise", "train")
     settings = {
         "model_sha256": full and checkpoint_sha256(full.folder),
         "checkpoint_sha256": student and checkpoint_sha256(student.folder),
@@ -70,6 +76,7 @@ def qat(options: QatOptions, runtime: Runtime) -> Path:
         "early_stop": loop.early_stop,
         "global_batch_rows": effective,
         "objective": identity(options.objective),
+        "preset": _preset_name(options) if options.from_scratch else None,
         **{key: plain[key] for key in decisive},
     }
     with outputs.alone(out) if runtime.is_main else contextlib.nullcontext():
@@ -89,7 +96,7 @@ def qat(options: QatOptions, runtime: Runtime) -> Path:
             save_json(result, out / "result.json")
             picture(run, lambda: plot_curve(out / "metrics.jsonl", out / "evaluations.jsonl", out / "curve.png"))
             outputs.complete(out)
-    say(run, f"{result['step']} steps, best model (step {result['best_step']}) in {out / 'best'}")
+    say(run, f"{result['step']} steps, {kept(result, 'model')} in {out / 'best'}")
     return out
 
 
@@ -107,6 +114,8 @@ def _train(
     model = load(str(folder), options.hub, run.dtype)
     model = model.with_vocabulary(dataset.manifest.fingerprint.vocab_size)
     runtime.place(model.module)
+    if runtime.piece_bytes is not None:
+        model.tile_attention()
     torch.manual_seed(run.seed)
     trainee = Trainee(model, _trained(model, options, full))
     if loop.gradient_checkpointing:
@@ -140,6 +149,11 @@ def _train(
     return {**result, "bits_per_weight": round(bits_per_weight(model.module)["base"], 4)}
 
 
+def _preset_name(options: QatOptions) -> str:
+    """Return the preset of a student that is to be made; the guide's where none is given."""
+    return options.preset or "q4_r32"
+
+
 def _given(model: CausalLM | None) -> CausalLM:
     assert model is not None  # `--from-scratch` requires it
     return model
@@ -156,7 +170,8 @@ def _check(options: QatOptions, full: CausalLM | None, student: CausalLM | None)
     if student is None:
         if quant_layers(_given(full).module):
             raise ConfigError(f"model: {options.model} is quantised already; give it as --checkpoint")
-        specs = quantise_targets(_given(full).module, preset(options.preset, options.keep))
+        chosen = preset(_preset_name(options), options.keep, options.override, options.quantize_head)
+        specs = quantise_targets(_given(full).module, chosen)
     else:
         specs = {name: layer.spec for name, layer in quant_layers(student.module).items()}
         if not specs:
@@ -172,10 +187,14 @@ def _check(options: QatOptions, full: CausalLM | None, student: CausalLM | None)
     parts = set(options.train_parts)
     if "lut" in parts and not any(spec.code == "lut" for spec in specs.values()):
         raise ConfigError("train_parts: lut: no layer has a look-up table; choose a preset with one, such as q4_r32")
+    if "ranges" in parts and not any(spec.code == "asymmetric" for spec in specs.values()):
+        raise ConfigError("train_parts: ranges: no layer has zero points; choose a preset with them, such as w4g64a")
     if options.run.dtype != "float32" and parts & {"norms", "embeddings", "head"}:
         raise ConfigError(
             "train_parts: norms, embeddings and head lose small updates in bfloat16; give --dtype float32 --autocast"
         )
+    if "embeddings" in parts and student is not None and tied_embedding(student.module) is not None:
+        raise ConfigError("train_parts: the embedding is the quantised head in this model; leave out embeddings")
     if "head" in parts:
         module = (student or _given(full)).module
         if isinstance(module.get_output_embeddings(), QuantLinear):
@@ -202,12 +221,10 @@ def _start(
         run = RunConfig(out=str(folder), seed=options.run.seed, quiet=options.run.quiet, json=options.run.json)
         quantize(
             QuantizeOptions(
+                **{name: getattr(options, name) for name in MAKING},
                 model=options.model,
-                preset=options.preset,
-                keep=options.keep,
-                init=options.init,
+                preset=_preset_name(options),
                 kd_cache_dir=options.kd_cache_dir,
-                calibration_rows=options.calibration_rows,
                 start_rank=0,
                 hub=options.hub,
                 run=run,
@@ -255,12 +272,14 @@ def _trained(model: CausalLM, options: QatOptions, full: CausalLM | None) -> dic
     for name, layer in quant_layers(module).items():
         if "weights" in parts or rank:
             weight = dense[name].weight.detach() if dense else None
-            latent = layer.train_weight(weight, rank)
+            latent = layer.train_weight(weight, rank, gradient=options.weight_gradient)
             groups["adapter" if rank else "weights"] |= {f"{name}.{k}": p for k, p in latent.trained().items()}
         if "lut" in parts and layer.spec.code == "lut":
             layer.train_table()
             groups["lut"][f"{name}.values"] = layer.values
-        if "scales" in parts:
+        if "ranges" in parts and layer.spec.code == "asymmetric":
+            groups["scales"] |= {f"{name}.range.{end}": p for end, p in layer.train_range().named_parameters()}
+        elif "scales" in parts:
             layer.train_scales()
             groups["scales"] |= {f"{name}.{part}": scale for part, scale in layer.named_scales().items()}
         if not any(parameter.requires_grad for parameter in layer.parameters()):

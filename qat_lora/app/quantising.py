@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from qat_lora import outputs
+from qat_lora.app.planning import plan_quantising
 from qat_lora.app.shared import (
     CALIBRATION_BATCH_ROWS,
     cached_calibration_rows,
@@ -29,7 +31,8 @@ from qat_lora.layers.convert import HEAD, bits_per_weight, quant_layers, quantis
 from qat_lora.layers.in_order import Plan, quantise_in_order
 from qat_lora.layers.lora import Factors
 from qat_lora.layers.sensitivity import drawn_log_likelihood, sensitivities
-from qat_lora.models import CausalLM, checkpoint_sha256, load_tokenizer, save_quantised
+from qat_lora.layers.wide import widen
+from qat_lora.models import CausalLM, cast, checkpoint_sha256, load_tokenizer, save_quantised
 from qat_lora.options import QuantizeOptions
 from qat_lora.quant.initialise import NEED_TEXT
 from qat_lora.quant.spec import Preset, preset
@@ -37,12 +40,14 @@ from qat_lora.runtime.base import Runtime
 from qat_lora.text.sources import describe_source
 from qat_lora.types import Batch
 
-NO_PART_OF_THE_RESULT = ("model", "text", "kd_cache_dir", "hub", "run")
+NO_PART_OF_THE_RESULT = ("model", "text", "kd_cache_dir", "dry_run", "hub", "run")
 """Settings that say where things lie; what lies there counts instead."""
 
 
-def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
-    """Quantise a model, with the adapter starts beside it; return its folder."""
+def quantize(options: QuantizeOptions, runtime: Runtime) -> Any:
+    """Quantise a model, with the adapter starts beside it; return its folder, or with `dry_run` a dict."""
+    if options.dry_run:
+        return plan_quantising(options)
     run = options.run
     chosen = preset(options.preset, options.keep, options.override, options.quantize_head)
     out = Path(run.out or f"runs/{Path(str(options.model)).name}_{options.preset}")
@@ -51,7 +56,8 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
         raise ConfigError(
             f"init: {options.init} needs calibration text; give --dataset or --kd-cache-dir, or choose --init mse"
         )
-    model = load(str(options.model), options.hub, "float32")
+    model = load(str(options.model), options.hub, "auto")
+    widen(model.module)
     if quant_layers(model.module):
         raise ConfigError(f"model: {options.model} is quantised already; give the full-precision model")
     targets = quantise_targets(model.module, chosen)
@@ -62,12 +68,14 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
     if outputs.claim(out, "quantize", settings, run.overwrite):
         say(run, f"{out} is complete already")
         return out
+    runtime = runtime.for_loops()
     runtime.place(model.module)
     say(run, f"{runtime.description} · {chosen.name}, {len(targets)} layers · {out}")
     starts = _fit(options, model, chosen, list(runtime.feed(batches)) if batches is not None else None)
     bits = {name: round(value, 4) for name, value in bits_per_weight(model.module).items()}
     rules = rule_bits(model.module, chosen)
     model.module.to("cpu")
+    cast(model.module, torch.float32)  # what is not quantised; of a wide model this is not much
     details = {
         "init": options.init,
         "bits_per_weight": bits["base"],
@@ -123,10 +131,13 @@ def _fit(options: QuantizeOptions, model: CausalLM, chosen: Preset, batches: lis
     def forward(batch: Batch) -> torch.Tensor:
         return model.hidden(batch["input_ids"], batch["document_ids"])
 
+    kept = _held_out(options, len(batches))
     if options.calibrate_on == "student" and options.init in NEED_TEXT:
-        plan = Plan(options.init, options.start_rank, joint_rank, options.start_method)
+        plan = Plan(options.init, options.start_rank, joint_rank, options.start_method, kept)
         return quantise_in_order(model.module, chosen, plan, batches, forward, costs, quiet)
-    moments = second_moments(model.module, targets, batches, forward, costs)
+    moments = second_moments(model.module, targets, batches[: len(batches) - kept], forward, costs)
+    later = None if costs is None else {n: c._replace(tokens=c.tokens[len(batches) - kept :]) for n, c in costs.items()}
+    fresh = second_moments(model.module, targets, batches[len(batches) - kept :], forward, later)
     return quantise_model(
         model.module,
         chosen,
@@ -137,7 +148,23 @@ def _fit(options: QuantizeOptions, model: CausalLM, chosen: Preset, batches: lis
         costs=costs,
         joint_rank=joint_rank,
         start_method=options.start_method,
+        fresh=fresh,
     )
+
+
+def _held_out(options: QuantizeOptions, batches: int) -> int:
+    """Return how many batches of calibration rows only compare adapter starts: none, or an eighth.
+
+    Raises:
+        ConfigError: there is only one batch.
+    """
+    if options.start_method != "best" or not options.start_rank:
+        return 0
+    if batches < 2:
+        raise ConfigError(
+            f"start_method: best keeps rows apart, so it needs more than {CALIBRATION_BATCH_ROWS} calibration rows"
+        )
+    return max(1, batches // 8)
 
 
 def _calibration_identity(options: QuantizeOptions) -> str:

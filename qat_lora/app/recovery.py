@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,15 +14,16 @@ from qat_lora import outputs
 from qat_lora.app.lessons import Lessons, cache_lessons, evaluation, text_lessons
 from qat_lora.app.memory import memory_advice
 from qat_lora.app.objectives import identity, prepare
+from qat_lora.app.planning import estimate_options, plan_recovery
 from qat_lora.app.replicas import decide, fetch
-from qat_lora.app.shared import load, picture, run_name, say
+from qat_lora.app.shared import kept, load, picture, run_name, say
 from qat_lora.config import save_yaml, to_dict
 from qat_lora.errors import ConfigError
 from qat_lora.evaluate.report import save_json
 from qat_lora.export.adapter import load_starts, save_adapter, starts_sha256
 from qat_lora.layers.convert import add_lora, lora_layers, prepare_base, quant_layers
 from qat_lora.models import DTYPES, CausalLM, checkpoint_sha256, save_with_tensors
-from qat_lora.options import EstimateOptions, RecoverOptions
+from qat_lora.options import RecoverOptions
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.select import status_line
 from qat_lora.train.folders import whole_folder
@@ -29,8 +31,10 @@ from qat_lora.train.loop import LoopHooks, Trainee, train
 from qat_lora.train.metrics import plot_curve
 
 
-def recover(options: RecoverOptions, runtime: Runtime) -> Path:
-    """Train a recovery adapter from a KD cache or a text; return the run's folder."""
+def recover(options: RecoverOptions, runtime: Runtime) -> Any:
+    """Train a recovery adapter from a KD cache or a text; return the run's folder, or with `dry_run` a dict."""
+    if options.dry_run:
+        return plan_recovery(options)
     run, loop = options.run, options.loop
     student = str(options.checkpoint or options.model)
     out = Path(run.out or f"runs/recovery_{run_name(student)}")
@@ -54,7 +58,7 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
             save_yaml(options, out / "config.yaml")
         say(run, status_line(runtime, DTYPES[run.dtype], effective))
         begin = "from the quantisation error" if starts else "at zero"
-        with memory_advice(_estimate_options(options, lessons, model)):
+        with memory_advice(estimate_options(options, str(model.folder), lessons.length, lessons.head_k)):
             result = _train(options, lessons, model, settings, runtime, out, f"adapters start {begin} · {out}")
         runtime.barrier("before_final_save")
         if runtime.is_main:
@@ -62,7 +66,7 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
             picture(run, lambda: plot_curve(out / "metrics.jsonl", out / "evaluations.jsonl", out / "curve.png"))
             outputs.complete(out)
     stopped = " (stopped early)" if result["stopped_early"] else ""
-    say(run, f"{result['step']} steps{stopped}, best adapter (step {result['best_step']}) in {out / 'best'}")
+    say(run, f"{result['step']} steps{stopped}, {kept(result, 'adapter')} in {out / 'best'}")
     return out
 
 
@@ -97,6 +101,8 @@ def _train(
     """Place the student, prepare what its objective needs, and run the loop."""
     run, loop = options.run, options.loop
     runtime.place(model.module)
+    if runtime.piece_bytes is not None:
+        model.tile_attention()
     trainee = _trainee(model, options)
     if loop.gradient_checkpointing:
         model.checkpoint_gradients(runtime.checkpoint_function())
@@ -152,20 +158,3 @@ def _export_student(trainee: Trainee, options: RecoverOptions, folder: Path) -> 
             sha256 = checkpoint_sha256(save_with_tensors(base, draft / "base", changed))
             base = folder / "base"
         save_adapter(trainee.model.module, options.lora, draft, base, sha256)
-
-
-def _estimate_options(options: RecoverOptions, lessons: Lessons, model: CausalLM) -> EstimateOptions:
-    """Return the settings from which the memory of this run is estimated, should it run out."""
-    loop = options.loop
-    return EstimateOptions(
-        model=str(model.folder),
-        train_scales=options.train_scales,
-        lora=options.lora,
-        length=lessons.length,
-        head_k=lessons.head_k,
-        batch_size=loop.batch_size,
-        accumulation_steps=loop.accumulation_steps,
-        gradient_checkpointing=loop.gradient_checkpointing,
-        loss_chunk_mb=lessons.objective.loss_chunk_mb,
-        run=options.run,
-    )

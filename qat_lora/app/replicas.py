@@ -27,6 +27,22 @@ def decide(runtime: Runtime, question: Callable[[], bool]) -> bool:
     return runtime.agree(runtime.is_main and question())
 
 
+def refuse_spmd_over_hosts(runtime: Runtime) -> None:
+    """Refuse several hosts that drive their chips as one mesh, for a command whose main process computes alone.
+
+    A program of such a mesh runs only once every host has started it, so what one host computes by itself, quantising
+    at the start and writing codes at the end, would wait for ever.
+
+    Raises:
+        ConfigError: several processes, each with several replicas.
+    """
+    if runtime.processes > 1 and runtime.replicas != runtime.processes:
+        raise ConfigError(
+            f"parallel: spmd over {runtime.processes} hosts cannot run qat, whose first process computes alone at the "
+            "start and at every export; leave --parallel out (a process a chip), or use one host"
+        )
+
+
 def as_builder(options: CacheBuildOptions, runtime: Runtime) -> CacheBuildOptions:
     """Return the options of this process's share of a cache: chip r of N of builder i/n is builder (i N + r)/(n N).
 

@@ -157,7 +157,9 @@ def _audit_row(
     stored = {(held.value_dtype, k): reader.read("train", [row], k, (1.0,)) for k in head_sizes(held.top_k)}
     whole = reader.read("train", [row], None, (1.0,))
     if held.top_k and held.value_dtype == "float16":
-        stored |= {("uint8", k): _as_uint8(batch, whole) for (_, k), batch in list(stored.items())}
+        stored |= {
+            ("uint8", k): _as_uint8(batch, whole, max(held.temperatures)) for (_, k), batch in list(stored.items())
+        }
     ids_BL, documents_BL = (torch.from_numpy(whole[name]).to(device) for name in ("input_ids", "document_ids"))
     hidden_NH = teacher.hidden(ids_BL, documents_BL)[0, :-1]
     parts, start = [], 0
@@ -180,11 +182,10 @@ def _audit_row(
     return {name: torch.cat([p[name] for p in parts]).numpy()[counts] for name in parts[0]}
 
 
-def _as_uint8(batch: Batch, whole: Batch) -> Batch:
+def _as_uint8(batch: Batch, whole: Batch, temperature: float) -> Batch:
     """Return a batch whose values went through `uint8` codes, made for all K entries as a builder would."""
-    k = batch["head_logits"].shape[-1]
-    values = decode_values(encode_values(whole["head_logits"], "uint8"), whole["head_logits"].shape[-1])
-    return {**batch, "head_logits": values[..., :k]}
+    stored = encode_values(whole["head_logits"], "uint8", temperature)
+    return {**batch, "head_logits": decode_values(stored, batch["head_logits"].shape[-1])}
 
 
 def _positions(batch: Batch, part: slice) -> dict[str, torch.Tensor]:
@@ -233,7 +234,7 @@ def _same(logits_NV: torch.Tensor, whole: Batch, part: slice, held: Fingerprint)
     """Say at which positions this run would store the same head."""
     fresh = torch.topk(logits_NV, held.top_k, dim=-1)
     logits = (fresh.values - fresh.values[:, :1]).numpy()
-    values = decode_values(encode_values(logits, held.value_dtype), held.top_k)
+    values = decode_values(encode_values(logits, held.value_dtype, max(held.temperatures)), held.top_k)
     return {
         ("same_ids", "", 0): torch.from_numpy((fresh.indices.numpy() == whole["head_ids"][0, part]).all(-1)).double(),
         ("same_values", "", 0): torch.from_numpy((values == whole["head_logits"][0, part]).all(-1)).double(),

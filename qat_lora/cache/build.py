@@ -32,7 +32,7 @@ from qat_lora.errors import CacheError, ConfigError
 from qat_lora.types import LanguageModel
 
 _QUEUED_BATCHES = 2
-CHUNK_BYTES = 256 << 20  # a matrix product with fewer rows than this gives (441 at V = 151,936) is slow on a CPU
+CHUNK_BYTES = 512 << 20  # a matrix product with fewer rows than this gives (883 at V = 151,936) is slow on a CPU
 
 
 class Row(Protocol):
@@ -105,21 +105,35 @@ def teacher_arrays(
     kept = {"teacher_hidden": hidden.float()} if keep_hidden else {}
     if not (top_k or uniforms):
         return kept
-    hidden_NH = hidden.reshape(batch * (length - 1), hidden.shape[-1])
-    chunk_positions = max(1, chunk_bytes // (4 * vocab_size))
-    flat = {name: numbers.flatten(0, 1).split(chunk_positions) for name, numbers in (uniforms or {}).items()}
+    rows, part = _chunk_shape(batch, length - 1, max(1, chunk_bytes // (4 * vocab_size)))
+
+    def chunks_of(values: torch.Tensor) -> list[torch.Tensor]:
+        return [chunk for group in values.split(rows) for chunk in group.flatten(0, 1).split(rows * part)]
+
+    numbers = {name: chunks_of(values) for name, values in (uniforms or {}).items()}
     chunks = [
         sparse_arrays(
-            teacher.logits(part)[:, :vocab_size],
+            teacher.logits(part_NH)[:, :vocab_size],
             top_k,
             temperatures,
-            {name: parts[number] for name, parts in flat.items()},
+            {name: parts[number] for name, parts in numbers.items()},
             piece_bytes,
         )
-        for number, part in enumerate(hidden_NH.split(chunk_positions))
+        for number, part_NH in enumerate(chunks_of(hidden))
     ]
     joined = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
     return kept | {name: values.reshape(batch, length - 1, *values.shape[1:]) for name, values in joined.items()}
+
+
+def _chunk_shape(batch: int, positions: int, most: int) -> tuple[int, int]:
+    """Return rows and positions of a chunk of at most `most` positions: whole rows, or equal parts of one.
+
+    Every row is cut in the same way, wherever it stands in its batch: the shape of a matrix product can decide the
+    last bit of what it gives.
+    """
+    if most < positions:
+        return 1, -(-positions // -(-positions // most))
+    return max(rows for rows in range(1, 1 + min(batch, most // positions)) if batch % rows == 0), positions
 
 
 def build_kd_cache(
@@ -224,7 +238,29 @@ def run_batch(
         chunk_bytes=chunk_bytes,
         piece_bytes=piece_bytes,
     )
-    return {**inputs, **{name: values.cpu().numpy() for name, values in arrays.items()}}
+    return {**inputs, **fetched(arrays)}
+
+
+def fetched(arrays: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """Return arrays of a device as NumPy's, in one transfer.
+
+    A device that collects work until something is read (XLA) would run the whole teacher again for every array.
+    """
+    # As float32, ids in two halves that it holds exactly: reading the bits as another type ends a graph on XLA.
+    parts = [part for values in arrays.values() for part in _as_floats(values)]
+    numbers = iter(torch.cat([part.flatten() for part in parts]).cpu().split([part.numel() for part in parts]))
+    found = {}
+    for name, values in arrays.items():
+        flat = next(numbers)
+        if not values.is_floating_point():
+            flat = flat.to(values.dtype) + (next(numbers).to(values.dtype) << 16)
+        found[name] = flat.reshape(values.shape).numpy()
+    return found
+
+
+def _as_floats(values: torch.Tensor) -> list[torch.Tensor]:
+    """Return float32 tensors that hold an array: itself, or the low and high 16 bits of ids."""
+    return [values] if values.is_floating_point() else [(values & 0xFFFF).float(), (values >> 16).float()]
 
 
 def _report(writer: CacheWriter) -> BuildReport:

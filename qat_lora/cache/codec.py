@@ -18,28 +18,35 @@ times and are six times slower.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from qat_lora.cache.format import PACKED_VOCAB, SHORT_VOCAB, ArraySpec
 from qat_lora.cache.records import Fingerprint
-from qat_lora.cache.redraw import redraw
+from qat_lora.cache.redraw import redraw, redraw_uniforms
 from qat_lora.errors import CacheError
 from qat_lora.types import Batch, temperature_key
 
 Arrays = dict[str, np.ndarray]
 _FP16_LOWEST = -65504.0
 _FP16_LARGEST = np.float32(65504.0)
-DEEPEST = 64.0
-"""Nats below the likeliest entry at which `uint8` values end: e^-64 is nothing, and one -inf would use up all codes."""
+LARGEST_RANGE = 64.0
+"""Nats below the likeliest entry at which `uint8` values end at the latest."""
+DEEPEST = 20.0
+"""The same at temperature 1, e^-20 = 2e-9 being as good as nothing; it grows with the largest temperature. With one
+entry at -64 and the range up to it, the others would share half of the codes, for a KL of 3e-4 instead of 7e-5."""
 _DEPTHS = (0.0 - (np.arange(256) / 255) ** 1.5).astype(np.float32)
 """What part of the range below the likeliest entry each `uint8` code stands for."""
 _CODE_ENDS = ((np.arange(255) + 0.5) / 255) ** 1.5
 """Where one code ends and the next begins, as part of the range: half way in codes, not in nats."""
+_BLOCK_ENTRIES = 12 << 10
+"""Entries of the head that are worked on at a time where some are dropped: as float64, less than malloc maps anew."""
 DRAWN = {"tail_draws": "tail_draw_ids", "draws": "draw_ids"}
 """Lists of drawn tokens: name in a shard, key in a batch."""
+OPTIONAL = (*DRAWN.values(), "teacher_hidden")
+"""Keys of a batch that only caches built for them have."""
 _PAIRS = (np.arange(256)[:, None] >> np.array([0, 2, 4, 6])) & 3
 """The four 2-bit numbers in a byte, lowest bits first."""
 _HIGH_IDS = (_PAIRS << 16).astype(np.int32)
@@ -87,11 +94,18 @@ def unpack_ids(
     return ids
 
 
-def encode_values(head_logits: np.ndarray, value_dtype: str) -> Arrays:
-    """Return the array or arrays that hold head values [..., K], at most 0 and falling."""
+def encode_values(head_logits: np.ndarray, value_dtype: str, temperature: float = 1.0) -> Arrays:
+    """Return the array or arrays that hold head values [..., K], at most 0 and falling.
+
+    Args:
+        head_logits: the values.
+        value_dtype: of the fingerprint.
+        temperature: the largest at which they are used.
+    """
     if value_dtype == "float16":
         return {"val": np.maximum(head_logits, _FP16_LOWEST).astype("<f2")}
-    depths = np.minimum(-head_logits.astype(np.float64), DEEPEST)
+    deepest = min(LARGEST_RANGE, DEEPEST * max(1.0, temperature))
+    depths = np.minimum(-head_logits.astype(np.float64), deepest)
     ranges = depths[..., -1].astype("<f2")
     parts = depths / np.maximum(ranges.astype(np.float64), 1e-30)[..., None]
     return {"val": np.searchsorted(_CODE_ENDS, parts).astype(np.uint8), "val_range": ranges}
@@ -148,7 +162,7 @@ def encode_rows(rows: Mapping[str, np.ndarray], fingerprint: Fingerprint) -> Arr
         **{name: rows[name].astype("<f4") for name in keys},
     }
     if top_k:
-        arrays |= encode_values(rows["head_logits"], held.value_dtype)
+        arrays |= encode_values(rows["head_logits"], held.value_dtype, max(held.temperatures))
         arrays |= pack_ids(rows["head_ids"], held.vocab_size)
     for name in drawn:
         arrays |= pack_ids(rows[DRAWN[name]], held.vocab_size, name)
@@ -192,8 +206,14 @@ def row_checksums(arrays: Mapping[str, np.ndarray], table: Sequence[ArraySpec]) 
     return sums
 
 
-def empty_batch(count: int, fingerprint: Fingerprint, k: int, temperatures: Sequence[float]) -> Batch:
-    """Return the arrays of a batch, not filled in."""
+def empty_batch(
+    count: int,
+    fingerprint: Fingerprint,
+    k: int,
+    temperatures: Sequence[float],
+    optional: Container[str] = OPTIONAL,
+) -> Batch:
+    """Return the arrays of a batch, not filled in; of the optional ones that there are, those named in `optional`."""
     held = fingerprint.contents
     positions = (count, held.length - 1)
     batch: dict[str, Any] = {
@@ -208,9 +228,9 @@ def empty_batch(count: int, fingerprint: Fingerprint, k: int, temperatures: Sequ
             for name in ("lse", "log_tail"):
                 batch[temperature_key(name, temperature)] = np.empty(positions, np.float32)
     for name, size in held.id_lists.items():
-        if name in DRAWN:
+        if name in DRAWN and DRAWN[name] in optional:
             batch[DRAWN[name]] = np.empty((*positions, size), np.int32)
-    if held.hidden:
+    if held.hidden and "teacher_hidden" in optional:
         batch["teacher_hidden"] = np.empty((*positions, held.hidden), np.float16)
     return batch
 
@@ -239,24 +259,45 @@ def decode_row(
         return
     unpack_ids(arrays, k, out["head_ids"])
     if k < top_k:
-        values = decode_values(arrays, top_k)
-        np.copyto(out["head_logits"], values[..., :k])
-        dropped = values[..., k:].astype(np.float64)
-        if "tail_draw_ids" in out and "lse" in arrays:
-            ids = unpack_ids(arrays, top_k)[..., k:]
-            log_probs = dropped - arrays["lse"].astype(np.float64)[..., None]
-            text = (arrays["input_ids"], starts)
-            redraw(out["tail_draw_ids"], ids, log_probs, arrays["log_tail"], text, fingerprint.seed)
-    else:
-        decode_values(arrays, k, out["head_logits"])
-        dropped = None
-    for temperature in temperatures:
-        lse_key, tail_key = (temperature_key(name, temperature) for name in ("lse", "log_tail"))
-        lse, log_tail = arrays[lse_key], arrays[tail_key]
-        if dropped is not None:
+        _decode_fewer(arrays, fingerprint, k, temperatures, starts, out)
+        return
+    decode_values(arrays, k, out["head_logits"])
+    for name in (temperature_key(name, temperature) for temperature in temperatures for name in ("lse", "log_tail")):
+        out[name][...] = arrays[name]
+
+
+def _decode_fewer(
+    arrays: Mapping[str, np.ndarray],
+    fingerprint: Fingerprint,
+    k: int,
+    temperatures: Sequence[float],
+    starts: np.ndarray,
+    out: Batch,
+) -> None:
+    """Write values, sums and draws from the tail for the first k of K entries, some positions at a time.
+
+    Arrays of a whole row would be fresh memory at every step of the sums, and cost more in page faults than the sums.
+    """
+    top_k, positions = fingerprint.top_k, len(out["head_ids"])
+    draws = out.get("tail_draw_ids")
+    if draws is not None:
+        numbers = redraw_uniforms((arrays["input_ids"], starts), fingerprint.seed, top_k - k, draws.shape[1])
+    names = [name for name in arrays if name.startswith(("val", "ids", "lse", "log_tail"))]
+    step = max(1, _BLOCK_ENTRIES // top_k)
+    for part in (slice(start, start + step) for start in range(0, positions, step)):
+        block = {name: arrays[name][part] for name in names}
+        values = decode_values(block, top_k)
+        np.copyto(out["head_logits"][part], values[:, :k])
+        dropped = values[:, k:].astype(np.float64)
+        if draws is not None:
+            ids, log_probs = unpack_ids(block, top_k)[:, k:], dropped - block["lse"].astype(np.float64)[:, None]
+            redraw(draws[part], ids, log_probs, block["log_tail"], numbers[part])
+        for temperature in temperatures:
+            lse_key, tail_key = (temperature_key(name, temperature) for name in ("lse", "log_tail"))
+            lse, log_tail = block[lse_key], block[tail_key].astype(np.float64)
+            out[lse_key][part] = lse
             # Both in log space: a tail of 1e-30 next to a dropped 1e-3 must not be rounded away first.
-            log_tail = np.logaddexp(log_tail.astype(np.float64), _logsumexp(dropped / temperature) - lse)
-        out[lse_key][...], out[tail_key][...] = lse, log_tail
+            out[tail_key][part] = np.logaddexp(log_tail, _logsumexp(dropped / temperature) - lse)
 
 
 def _logsumexp(values: np.ndarray) -> np.ndarray:

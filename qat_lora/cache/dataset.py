@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from qat_lora import order
+from qat_lora.cache.codec import OPTIONAL
 from qat_lora.cache.head import read_head
 from qat_lora.cache.location import Place
 from qat_lora.cache.reader import CacheReader, check_request
@@ -51,6 +52,7 @@ class KDCacheDataset:
         self.path = self._reader.path
         self.split = split
         self.temperatures = tuple(temperatures)
+        self._optional: tuple[str, ...] = OPTIONAL
         self.k = check_request(self._reader.fingerprint, k, self.temperatures)
         if not len(self):
             raise CacheError(f"{path}: has no rows in the {split} split; build it with --eval-rows to have one")
@@ -60,12 +62,19 @@ class KDCacheDataset:
         """What the cache says about itself."""
         return self._reader.manifest
 
+    def leave_out_all_but(self, optional: Sequence[str]) -> None:
+        """Serve, of the arrays that a cache has on request only (`codec.OPTIONAL`), just these from now on.
+
+        What nobody reads costs time all the same: tail draws are made again for every row where k < K.
+        """
+        self._optional = tuple(optional)
+
     def __len__(self) -> int:
         return self._reader.rows(self.split)
 
     def rows(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """Return rows as numpy arrays (see `types.Batch`), in the order asked; -1 gives a fully masked row."""
-        return self._reader.read(self.split, indices, self.k, self.temperatures)
+        return self._reader.read(self.split, indices, self.k, self.temperatures, self._optional)
 
     def teacher_head(self) -> OutputHead:
         """Return the teacher's output head, tensors on the CPU, for a cache that was built with `--hidden`.

@@ -13,12 +13,12 @@ import hashlib
 import math
 import mmap
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import numpy as np
 
 from qat_lora.cache import format as fmt
-from qat_lora.cache.codec import decode_row, empty_batch, mask_row
+from qat_lora.cache.codec import OPTIONAL, decode_row, empty_batch, mask_row
 from qat_lora.cache.head import check_head
 from qat_lora.cache.location import Location, Place, locate
 from qat_lora.cache.records import Fingerprint, ShardEntry, strict_json
@@ -163,9 +163,14 @@ class CacheReader:
         return int(ends[-1]) if len(ends) else 0
 
     def read(
-        self, split: str, indices: Sequence[int] | np.ndarray, k: int | None, temperatures: Sequence[float]
+        self,
+        split: str,
+        indices: Sequence[int] | np.ndarray,
+        k: int | None,
+        temperatures: Sequence[float],
+        optional: Container[str] = OPTIONAL,
     ) -> Batch:
-        """Decode rows, in the order asked; index -1 gives a fully masked row.
+        """Decode rows, in the order asked; index -1 gives a fully masked row, an optional array not named is left out.
 
         Raises:
             CacheError: a row that is not there, k outside 1..K, a temperature that is not stored.
@@ -175,7 +180,7 @@ class CacheReader:
         wanted = np.asarray(indices, np.int64)
         if wanted.ndim != 1 or ((wanted < -1) | (wanted >= self.rows(split))).any():
             raise CacheError(f"rows: {wanted.tolist()!r}; allowed: 0 to {self.rows(split) - 1}, or -1 for padding")
-        batch = empty_batch(len(wanted), fingerprint, k, temperatures)
+        batch = empty_batch(len(wanted), fingerprint, k, temperatures, optional)
         ends = self._ends[split]
         for place, (row, shard) in enumerate(zip(wanted, np.searchsorted(ends, wanted, side="right"), strict=True)):
             out = {name: array[place] for name, array in batch.items()}

@@ -21,32 +21,44 @@ class _Row(NamedTuple):
     doc_starts: np.ndarray
 
 
+def redraw_uniforms(row: tuple[np.ndarray, np.ndarray], seed: int, dropped: int, draws: int) -> np.ndarray:
+    """Return the numbers that decide, float32 [L-1, draws] in [0, 1).
+
+    Args:
+        row: the row's `input_ids` and `doc_starts`.
+        seed: of the cache.
+        dropped: K - k.
+        draws: D.
+    """
+    return row_uniforms(seed, f"tail_draws/{dropped}", [_Row(*row)], 1, len(row[0]), draws)[0, ..., 0]
+
+
 def redraw(
     draws: np.ndarray,
     dropped_ids: np.ndarray,
     dropped_log_probs: np.ndarray,
     log_tail: np.ndarray,
-    row: tuple[np.ndarray, np.ndarray],
-    seed: int,
+    uniforms: np.ndarray,
 ) -> None:
     """Turn draws from the tail behind K entries into draws from the tail behind the first k, in place.
 
     Args:
-        draws: int32 [L-1, D], as stored.
-        dropped_ids: entries k..K of the head, [L-1, K-k].
+        draws: int32 [N, D], as stored, of some positions.
+        dropped_ids: entries k..K of the head, [N, K-k].
         dropped_log_probs: their log probabilities.
-        log_tail: log probability of the stored tail, [L-1].
-        row: the row's `input_ids` and `doc_starts`.
-        seed: of the cache.
+        log_tail: log probability of the stored tail, [N].
+        uniforms: of these positions, from `redraw_uniforms`.
     """
     positions, count = draws.shape
     dropped = dropped_ids.shape[1]
-    masses = np.concatenate([np.exp(dropped_log_probs), np.exp(log_tail.astype(np.float64))[:, None]], axis=1)
-    ends = np.cumsum(masses, axis=1)
-    name = f"tail_draws/{dropped}"
-    uniforms = row_uniforms(seed, name, [_Row(*row)], 1, positions + 1, count)[0, ..., 0].astype(np.float64)
+    # Entries before positions: then sums and comparisons run over whole vectors.
+    ends_EN = np.empty((dropped + 1, positions))
+    ends_EN[:-1] = np.exp(dropped_log_probs).T
+    np.exp(log_tail, out=ends_EN[-1], dtype=np.float64)
+    np.cumsum(ends_EN, axis=0, out=ends_EN)
+    chosen_DN = uniforms.T * ends_EN[-1]
+    few = np.min_scalar_type(dropped)
     for number in range(count):
-        reached = (ends <= uniforms[:, number, None] * ends[:, -1:]).sum(axis=1)
-        hit = np.minimum(reached, dropped - 1)
-        entry = np.take_along_axis(dropped_ids, hit[:, None], axis=1)[:, 0]
-        draws[:, number] = np.where(reached < dropped, entry, draws[:, number])
+        reached = (ends_EN[:-1] <= chosen_DN[number]).sum(axis=0, dtype=few)
+        moved = np.flatnonzero(reached < dropped)
+        draws[moved, number] = dropped_ids[moved, reached[moved]]

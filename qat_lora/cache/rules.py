@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from qat_lora.cache.codec import DEEPEST, unpack_ids
+from qat_lora.cache.codec import LARGEST_RANGE, unpack_ids
 from qat_lora.cache.records import Fingerprint
 
 _LOWEST_FP16 = np.uint16(0xFBFF)
@@ -40,7 +40,7 @@ def promises(part: Mapping[str, np.ndarray], fingerprint: Fingerprint) -> dict[s
         )
         kept["log_tail of 0 or less"] = all(bool((part[name] < _ROUNDING).all()) for name in held.sums[1::2])
     if "val_range" in part:
-        kept["val_range from 0 to 64"] = bool(((part["val_range"] >= 0) & (part["val_range"] <= DEEPEST)).all())
+        kept["val_range from 0 to 64"] = bool(((part["val_range"] >= 0) & (part["val_range"] <= LARGEST_RANGE)).all())
     if held.hidden:
         kept["finite hidden states"] = bool(((part["hidden"].view("<u2") & 0x7C00) != 0x7C00).all())
     return kept

@@ -20,22 +20,25 @@ from torch import Tensor
 from qat_lora.cache.draws import draw, draw_weighted
 from qat_lora.types import temperature_key
 
+_RANKED = 16
+"""Entries for each one wanted up to which ranking all of them is quicker than dividing them up."""
+
 
 def top_entries(logits_NV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k largest entries of each row and their int64 indices, largest first, as `torch.topk` does."""
     count, vocab = logits_NV.shape
-    size = math.isqrt(vocab // k)
-    groups = vocab // max(1, size)
-    if groups < 2 * k:
+    if vocab < _RANKED * k:
         return torch.topk(logits_NV, k, dim=-1, sorted=True)
+    size = math.isqrt(vocab // k)
+    groups = vocab // size
     # Group g holds the entries g, g + groups, g + 2 groups ...: so its largest is found by whole vectors.
     body_NSG = logits_NV[:, : size * groups].unflatten(1, (size, groups))
-    chosen_NK = torch.topk(body_NSG.amax(1), k, dim=-1, sorted=False).indices
+    chosen_NK = top_entries(body_NSG.amax(1), k)[1]
     steps_S1 = groups * torch.arange(size, device=logits_NV.device)[:, None]
     rest = torch.arange(size * groups, vocab, device=logits_NV.device).expand(count, -1)
     indices = torch.cat([(chosen_NK[:, None] + steps_S1).flatten(1), rest], 1)
-    top = torch.topk(logits_NV.gather(1, indices), k, dim=-1, sorted=True)
-    return top.values, indices.gather(1, top.indices)
+    values, places = top_entries(logits_NV.gather(1, indices), k)
+    return values, indices.gather(1, places)
 
 
 def sparse_arrays(
@@ -55,43 +58,49 @@ def sparse_arrays(
         piece_bytes: float32 logits that are worked on at a time; None for all at once.
     """
     vocab = logits_NV.shape[-1]
-    rows = len(logits_NV) if piece_bytes is None else max(1, piece_bytes // (4 * vocab))
-    wide = logits_NV.dtype == torch.float32
-    # One buffer for all pieces: fresh memory costs a page fault for every 4 kB.
-    buffer_RV = logits_NV[:0] if wide else logits_NV.new_empty(min(rows, len(logits_NV)), vocab, dtype=torch.float32)
+    if piece_bytes is None:
+        return _piece(logits_NV.float(), top_k, temperatures, uniforms)
+    rows = min(len(logits_NV), max(1, piece_bytes // (4 * vocab)))
+    # Two buffers for all pieces: fresh memory costs a page fault for every 4 kB, more than what is done in it.
+    copy_RV, weights_RV = (logits_NV.new_empty(rows, vocab, dtype=torch.float32) for _ in ("logits", "weights"))
     pieces = []
     for start in range(0, len(logits_NV), rows):
         part_RV = logits_NV[start : start + rows]
+        count = len(part_RV)
         numbers = {name: values[start : start + rows] for name, values in uniforms.items()}
-        part_RV = part_RV if wide else buffer_RV[: len(part_RV)].copy_(part_RV)
-        pieces.append(_piece(part_RV, top_k, temperatures, numbers))
+        part_RV = part_RV if part_RV.dtype == torch.float32 else copy_RV[:count].copy_(part_RV)
+        pieces.append(_piece(part_RV, top_k, temperatures, numbers, weights_RV[:count]))
     return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
 
 
 def _piece(
-    logits_NV: Tensor, top_k: int, temperatures: Sequence[float], uniforms: Mapping[str, Tensor]
+    logits_NV: Tensor,
+    top_k: int,
+    temperatures: Sequence[float],
+    uniforms: Mapping[str, Tensor],
+    weights_NV: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Return the arrays of a piece."""
+    """Return the arrays of a piece; `weights_NV` is memory to work in."""
     arrays = {"draw_ids": draw(logits_NV, uniforms["draw_ids"])} if "draw_ids" in uniforms else {}
     if not top_k:
         return arrays
-    ranked, indices = top_entries(logits_NV, min(top_k + 1, logits_NV.shape[-1]))  # one more: the tail's largest
+    vocab = logits_NV.shape[-1]
+    ranked, indices = top_entries(logits_NV, min(top_k + 1, vocab))  # one more: the tail's largest
     head_NK, ids_NK = ranked[:, :top_k], indices[:, :top_k].contiguous()
     shifted_NK = head_NK - head_NK[:, :1]
     arrays |= {"head_ids": ids_NK.to(torch.int32), "head_logits": shifted_NK}
+    largest_N1 = ranked[:, -1:] if top_k < vocab else torch.full_like(ranked[:, -1:], -torch.inf)
     tail_NV = logits_NV.scatter_(-1, ids_NK, -torch.inf)
-    largest_N1 = ranked[:, -1:]
-    largest_N1 = torch.where(largest_N1 == -torch.inf, head_NK[:, :1], largest_N1)  # a tail of -inf stays one
-    tail_NV.sub_(largest_N1)
-    for number, temperature in enumerate(temperatures):
-        last = number == len(temperatures) - 1
-        softened_NV = tail_NV if last else tail_NV.clone()
-        if temperature != 1.0:
-            softened_NV.div_(temperature)
-        weights_NV = softened_NV.exp_()
+    for temperature in temperatures:
+        # softmax and not exp: on a CPU it costs half of the subtraction and the exp that it takes the place of. What
+        # its rounding leaves out of one, the sum puts back.
+        softened_NV = tail_NV if temperature == 1.0 else tail_NV / temperature
+        weights_NV = torch.softmax(softened_NV, dim=-1, out=weights_NV)
         if temperature == 1.0 and "tail_draw_ids" in uniforms:
             arrays["tail_draw_ids"] = draw_weighted(weights_NV, uniforms["tail_draw_ids"])
-        log_tail_N = (largest_N1 - head_NK[:, :1])[:, 0] / temperature + weights_NV.sum(-1).log()
+        log_sum_N = (weights_NV.sum(-1) / weights_NV.gather(-1, indices[:, -1:])[:, 0]).log()
+        log_tail_N = (largest_N1 - head_NK[:, :1])[:, 0] / temperature + log_sum_N
+        log_tail_N = torch.where(largest_N1[:, 0] == -torch.inf, -torch.inf, log_tail_N)
         # Not logaddexp, whose last bit depends on the place in the vector: a resumed build must give the same bytes.
         lse_N = torch.logsumexp(torch.cat([shifted_NK / temperature, log_tail_N[:, None]], 1), dim=-1)
         arrays[temperature_key("lse", temperature)] = lse_N

@@ -47,6 +47,23 @@ def named(names: tuple[str, ...]) -> list[Device]:
     return [_named(name) for name in names or DEFAULT]
 
 
+def likely(device: str, chips: int) -> list[Device]:
+    """Return what a run on `--device` may be on: the usual chips or cards of that kind, as many as it takes.
+
+    Several processes on one CPU share it, so for them there is none whose time is known.
+    """
+    if device in ("tpu", "xla"):
+        return [_named(f"{kind}-{chips}") for kind in ("v5e", "v6e")]
+    if device == "cuda":
+        return [_named(kind if chips == 1 else f"{kind}-{chips}") for kind in ("a100", "h100", "h200")]
+    return [_named("laptop")] if chips == 1 else []
+
+
+def keeps_scores(device: str) -> bool:
+    """Tell whether attention scores stay in memory on `--device` for the backward pass, as on PyTorch/XLA."""
+    return device in ("tpu", "xla")
+
+
 def _named(name: str) -> Device:
     match = re.fullmatch(r"([a-z0-9]+?)(?:-([1-9]\d*))?", name.lower())
     if match is None or match[1] not in KNOWN:

@@ -3,7 +3,7 @@
 Gathering facts and judging them are apart: every `_check_*` is a pure function of plain values, so each fault has
 a test that needs no broken machine. Version limits are not repeated here; they are read off the package's own
 metadata, which pip used too. Nothing is started: torch_xla is not imported, because that takes the TPU away from
-a program that is running on it.
+a program that is running on it. What lies outside this machine and on its accelerators is asked in `surroundings.py`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from qat_lora.diagnose.surroundings import Accelerator, HubState, accelerators, hub_state, libtpu_specifier
 from qat_lora.errors import QatLoraError
 from qat_lora.runtime.select import Found, choose, look
 
@@ -28,12 +30,19 @@ BACKENDS = ("TPU", "CPU")  # values of PJRT_DEVICE that our XLA runtime starts
 MARKS = {"ok": "✓", "note": "–", "problem": "✗"}
 
 _DEAD = {
-    "TPU_NUM_DEVICES": "nothing reads it; unset it, and leave chips out with TPU_VISIBLE_CHIPS",
     "XLA_USE_BF16": "it is deprecated and changes every float32 behind the program's back; unset it, give "
     "--dtype bfloat16",
     "XLA_DOWNCAST_BF16": "it is deprecated and changes every float32 behind the program's back; unset it, give "
     "--dtype bfloat16",
 }
+_NOTED = {
+    "TPU_VISIBLE_CHIPS": "with several processes each would take these chips, so --num-chips N is refused beside it",
+    "XLA_PERSISTENT_CACHE_PATH": "PyTorch/XLA 2.9 fails to read back what it writes there; every start compiles anew",
+    "PT_XLA_DEBUG": "reports on every execution: slower",
+    "XLA_IR_DEBUG": "tracing is slower",
+    "XLA_HLO_DEBUG": "tracing is slower",
+}
+_NUMBERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CPU_NUM_DEVICES")
 
 
 class Finding(NamedTuple):
@@ -47,11 +56,23 @@ class Finding(NamedTuple):
     """What to do; only for problems, and for all of them."""
 
 
-def examine(environ: Mapping[str, str]) -> list[Finding]:
+class Needs(NamedTuple):
+    """What a planned run takes, in bytes."""
+
+    what: str
+    """The run, for people."""
+    memory: int
+    """On the device; with a CPU, of the host."""
+    host: int
+    disk: int
+
+
+def examine(environ: Mapping[str, str], needs: Needs | None = None) -> list[Finding]:
     """Look at everything; changes nothing and starts nothing.
 
     Args:
         environ: the environment to judge, usually `os.environ`.
+        needs: of the run that is planned; without it, disk and memory are held against a small run.
     """
     found = look(environ)
     versions = {_key(d.metadata["Name"]): d.version for d in importlib.metadata.distributions()}
@@ -66,13 +87,23 @@ def examine(environ: Mapping[str, str]) -> list[Finding]:
         _check_python(platform.python_version()),
         *package,
         *_check_packages(required, versions),
-        _check_xla_fit(versions, found),
+        _check_xla_fit(versions, found, libtpu_specifier()),
         *_check_device(found, nvidia_driver=Path("/proc/driver/nvidia/version").exists()),
+        *_check_accelerators(accelerators(environ, found), needs),
         *_check_variables(environ, found),
-        _check_disk(shutil.disk_usage(Path.cwd()).free / GIB, Path.cwd()),
-        _check_ram(_free_ram_gib()),
+        _check_disk(shutil.disk_usage(Path.cwd()).free / GIB, Path.cwd(), needs),
+        _check_ram(_free_ram_gib(), needs),
+        _check_hub(hub_state(environ)),
         *_check_extras(required, extras, versions),
     ]
+
+
+def on_host(device: str, tpu: bool) -> bool:
+    """Tell whether a run's memory is the host's; False too where its device is not here."""
+    try:
+        return choose(device, tpu, look()).kind in ("cpu", "mps")
+    except QatLoraError:
+        return False
 
 
 def render(findings: Sequence[Finding]) -> str:
@@ -111,8 +142,8 @@ def _check_packages(required: Sequence[Requirement], versions: Mapping[str, str]
     return findings
 
 
-def _check_xla_fit(versions: Mapping[str, str], found: Found) -> Finding:
-    """torch_xla is compiled against one minor version of torch and crashes with others."""
+def _check_xla_fit(versions: Mapping[str, str], found: Found, libtpu_wanted: str = "") -> Finding:
+    """torch_xla is compiled against one minor version of torch and one of libtpu, and crashes with others."""
     xla, torch = versions.get("torch-xla"), versions.get("torch")
     extra = "tpu" if found.tpu else "xla"
     if xla is None:
@@ -127,6 +158,9 @@ def _check_xla_fit(versions: Mapping[str, str], found: Found) -> Finding:
     libtpu = versions.get("libtpu")
     if found.tpu and libtpu is None:
         return Finding("torch_xla", "problem", f"{xla} without libtpu ({found.tpu})", "pip install 'qat-lora[tpu]'")
+    if libtpu is not None and not SpecifierSet(libtpu_wanted).contains(libtpu, prereleases=True):
+        wrong = f"{xla} with libtpu {libtpu}, but it was made for libtpu{libtpu_wanted}"
+        return Finding("torch_xla", "problem", wrong, f"pip install 'libtpu{libtpu_wanted}'")
     return Finding("torch_xla", "ok", f"{xla}" + (f", libtpu {libtpu}" if libtpu else ""))
 
 
@@ -150,10 +184,56 @@ def _check_device(found: Found, nvidia_driver: bool) -> list[Finding]:
     return [*findings, Finding("device", "ok", f"--device auto takes {taken}; found: {found}")]
 
 
+def _check_accelerators(there: Sequence[Accelerator], needs: Needs | None) -> list[Finding]:
+    """Say how many chips there are, how much memory each has, and whether the planned run fits one."""
+    findings = []
+    for chip in there:
+        text = f"{chip.number} x {chip.name}"
+        if chip.memory_gib is None:
+            findings.append(Finding("chips", "note", f"{text}; `qat-lora smoke` says what they are"))
+            continue
+        text += f", {chip.memory_gib:.0f} GiB of memory each"
+        if needs is not None and needs.memory > 0.9 * chip.memory_gib * GIB:
+            wanted = f"{text}; {needs.what} is estimated to need {needs.memory / GIB:.1f} GiB"
+            fix = "lower --batch-size and raise --accumulation-steps, or give --gradient-checkpointing"
+            findings.append(Finding("chips", "problem", wanted, fix))
+        else:
+            findings.append(Finding("chips", "ok", text))
+    return findings
+
+
+def _check_hub(state: HubState) -> Finding:
+    """The Hub is needed for names only; whoever has folders needs none, so this is never a problem."""
+    login = "logged in" if state.token else "not logged in (gated models and push need `hf auth login`)"
+    if state.offline:
+        return Finding("hub", "note", "HF_HUB_OFFLINE is set: only folders and what was fetched before")
+    if state.error:
+        return Finding("hub", "note", f"cannot be reached ({state.error}): give folders instead of names; {login}")
+    return Finding("hub", "ok", f"reached; {login}")
+
+
 def _check_variables(environ: Mapping[str, str], found: Found) -> list[Finding]:
     """Name the variables that do nothing, harm, or hold a value that nothing understands."""
     findings = [
         Finding(name, "problem", f"is set to {environ[name]!r}", fix) for name, fix in _DEAD.items() if name in environ
+    ]
+    chips = environ.get("TPU_NUM_DEVICES")
+    if chips is not None and (chips == "all" or (chips.isdecimal() and int(chips))):
+        found_text = (
+            f"is set to {chips!r}: taken as --num-chips {chips} and translated into the variables that libtpu reads; "
+            "torch_xla itself never reads it, so in other programs it does nothing"
+        )
+        findings.append(Finding("TPU_NUM_DEVICES", "note", found_text))
+    elif chips is not None:
+        fix = "unset it, or set it to a number of chips; dead in torch_xla, and taken as --num-chips here"
+        findings.append(Finding("TPU_NUM_DEVICES", "problem", f"is set to {chips!r}, which is no number of chips", fix))
+    for name in (n for n in _NUMBERS if n in environ and not environ[n].isdecimal()):
+        fix = f"unset {name}, or start through torchrun, which sets it"
+        findings.append(Finding(name, "problem", f"is set to {environ[name]!r}, which is no number", fix))
+    findings += [
+        Finding(name, "note", f"is set to {environ[name]!r}: {text}")
+        for name, text in _NOTED.items()
+        if environ.get(name)
     ]
     for name in sorted(n for n in environ if n.startswith("XRT_")):
         fix = "torch_xla no longer reads it; unset it (PJRT_DEVICE took its place)"
@@ -169,18 +249,23 @@ def _check_variables(environ: Mapping[str, str], found: Found) -> list[Finding]:
     return findings or [Finding("variables", "ok", "none that is dead or wrong")]
 
 
-def _check_disk(free_gib: float, folder: Path) -> Finding:
+def _check_disk(free_gib: float, folder: Path, needs: Needs | None = None) -> Finding:
     text = f"{free_gib:.1f} GiB free in {folder}"
-    if free_gib < LOW_DISK_GIB:
-        return Finding("disk", "problem", text, f"free some space (a cache wants {LOW_DISK_GIB} GiB and more)")
-    return Finding("disk", "ok", text)
+    wanted = LOW_DISK_GIB if needs is None else needs.disk / GIB
+    reason = f"a cache wants {LOW_DISK_GIB} GiB and more" if needs is None else f"{needs.what} wants {wanted:.1f} GiB"
+    if free_gib < wanted:
+        return Finding("disk", "problem", text, f"free some space, or choose another --out ({reason})")
+    return Finding("disk", "ok", text if needs is None else f"{text}; {reason}")
 
 
-def _check_ram(free_gib: float | None) -> Finding:
+def _check_ram(free_gib: float | None, needs: Needs | None = None) -> Finding:
     if free_gib is None:
         return Finding("memory", "note", "this system does not say how much is free")
     text = f"{free_gib:.1f} GiB free"
-    if free_gib < LOW_RAM_GIB:
+    wanted = LOW_RAM_GIB if needs is None else needs.host / GIB
+    if needs is not None:
+        text += f"; {needs.what} is estimated to need {wanted:.1f} GiB of it"
+    if free_gib < wanted:
         return Finding("memory", "problem", text, "end other programs; `qat-lora estimate` says what a run needs")
     return Finding("memory", "ok", text)
 
@@ -189,7 +274,7 @@ def _check_extras(required: Sequence[Requirement], extras: Sequence[str], versio
     """Say which optional features are there; none has to be."""
     findings = []
     for extra in extras:
-        if extra in ("dev", "tpu", "xla"):  # for developers; judged as torch_xla
+        if extra in ("dev", "docs", "tpu", "xla"):  # for developers; judged as torch_xla
             continue
         names = [r.name for r in required if r.marker is not None and r.marker.evaluate({"extra": extra})]
         missing = [name for name in names if _key(name) not in versions]

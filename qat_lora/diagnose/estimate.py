@@ -9,7 +9,9 @@ rate (`diagnose/devices.py`), which only a measurement on that device can replac
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,18 +41,10 @@ def estimate(options: EstimateOptions, runtime: Runtime) -> dict[str, Any]:
         ConfigError: an unknown preset or device, or patterns that match no layer.
     """
     devices = named(options.devices)
-    config, module = _skeleton(options)
-    parts = _parts(config, module, options)
-    counts = _counts(module, options)
-    flops = flops_per_token(config, module, options)
-    total = sum(parts.values())
+    config, module = skeleton(options)
     report = {
-        **counts,
-        "bytes": parts,
-        "total_bytes": total,
+        **summary(config, module, options, devices),
         "effective_batch": options.batch_size * options.accumulation_steps * runtime.replicas,
-        "flops_per_token": flops,
-        "devices": {device.name: _on(device, options, flops, total) for device in devices},
     }
     if options.table:
         report["table"] = _memory_table(config, module, options)
@@ -59,9 +53,25 @@ def estimate(options: EstimateOptions, runtime: Runtime) -> dict[str, Any]:
     return report
 
 
+def summary(
+    config: Any, module: torch.nn.Module, options: EstimateOptions, devices: Sequence[Device]
+) -> dict[str, Any]:
+    """Return parameter counts, bytes on one replica, and time and cost on devices, for what `skeleton` built."""
+    parts = _parts(config, module, options)
+    flops = flops_per_token(config, module, options)
+    total = sum(parts.values())
+    return {
+        **_counts(module, options),
+        "bytes": parts,
+        "total_bytes": total,
+        "flops_per_token": flops,
+        "devices": {device.name: _on(device, options, flops, total) for device in devices},
+    }
+
+
 def memory(options: EstimateOptions) -> dict[str, int]:
     """Return the parts of a run's memory on one replica, in bytes by name; their sum is the peak of a step."""
-    return _parts(*_skeleton(options), options)
+    return _parts(*skeleton(options), options)
 
 
 def _parts(config: Any, module: torch.nn.Module, options: EstimateOptions) -> dict[str, int]:
@@ -95,7 +105,7 @@ def _counts(module: torch.nn.Module, options: EstimateOptions) -> dict[str, int]
     return {
         "parameters": dense + weights,
         "quantised": weights,
-        "trained": adapter + (scales if options.train_scales else 0),
+        "trained": adapter + (scales if options.train_scales else 0) + sum(p.numel() for p in _norms(module, options)),
         "stored_bytes_of_quantised": sum(layer.stored_bits for layer in quantised.values()) // 8,
     }
 
@@ -143,15 +153,29 @@ def _memory_table(config: Any, module: torch.nn.Module, options: EstimateOptions
     return rows
 
 
-def _skeleton(options: EstimateOptions) -> tuple[Any, torch.nn.Module]:
-    """Build the student on the meta device; return its text config and the model."""
+def meta_model(name: str) -> tuple[Any, torch.nn.Module]:
+    """Build a model on the meta device as its config.json says, without its quantisation; return config and model.
+
+    Raises:
+        ModelError: no config.json, or an architecture that transformers does not know.
+    """
     try:
-        config = models.AutoConfig.from_pretrained(str(options.model))
+        config = models.AutoConfig.from_pretrained(name)
         with torch.device("meta"):
-            module = models.AutoModelForCausalLM.from_config(config)
+            return config, models.AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"model: {options.model} has no config.json that transformers can build ({reason})") from None
+        raise ModelError(f"model: {name} has no config.json that transformers can build ({reason})") from None
+
+
+def skeleton(options: EstimateOptions) -> tuple[Any, torch.nn.Module]:
+    """Build the student on the meta device; return its text config and the model.
+
+    Raises:
+        ModelError: no config.json, an architecture that transformers does not know, or quantised twice.
+        ConfigError: an unknown preset, or patterns that match no layer.
+    """
+    config, module = meta_model(str(options.model))
     stored = getattr(config, "quantization_config", None)
     if stored is not None and not isinstance(stored, dict):
         stored = stored.to_dict()
@@ -176,7 +200,8 @@ def _held_bytes(module: torch.nn.Module, options: EstimateOptions) -> dict[str, 
     width = models.DTYPES[options.run.dtype].itemsize
     adapters, quantised = lora_layers(module), quant_layers(module)
     adapter = [p for layer in adapters.values() for p in (layer.lora_A, layer.lora_B)]
-    trained = [*adapter, *([s for q in quantised.values() for s in q.scales] if options.train_scales else [])]
+    scales = [s for q in quantised.values() for s in q.scales] if options.train_scales else []
+    trained = [*adapter, *scales, *_norms(module, options)]
     mine = {id(p) for p in adapter}
     stored = {id(t): t for t in (*module.parameters(), *module.buffers()) if id(t) not in mine}
     # A frozen base is formed once in the activations' type, a training one keeps its code values in the scales'.
@@ -189,6 +214,11 @@ def _held_bytes(module: torch.nn.Module, options: EstimateOptions) -> dict[str, 
         "gradients": 4 * count,
         "optimizer state": 8 * count,
     }
+
+
+def _norms(module: torch.nn.Module, options: EstimateOptions) -> list[torch.nn.Parameter]:
+    """Return the norms' parameters, where they train."""
+    return list(models.CausalLM(module, Path()).norms().values()) if options.train_norms else []
 
 
 def _rows(module: Any) -> int:
@@ -218,9 +248,11 @@ def _activation_bytes_per_token(config: Any, options: EstimateOptions) -> tuple[
     inputs = 2 * hidden + mlp + 7 * options.lora.recovery_r
     if options.attention == "fused":
         attention = width * 4 * queries  # queries, keys and values for every head, and the result
-    else:  # in float32 whatever the model computes in, with the scores beside them
-        attention = 4 * (3 * queries + config.num_attention_heads * options.length) + width * queries
-    gated = 3 * mlp
+    else:  # in float32 whatever the model computes in, with the scores beside them; XLA keeps the masked ones too
+        scores = config.num_attention_heads * options.length * (2 if options.attention == "xla" else 1)
+        attention = 4 * (3 * queries + scores) + width * queries
+    # XLA keeps what autograd would compute again: the sigmoid, and both halves of what base and adapter add up to.
+    gated = (6 if options.attention == "xla" else 3) * mlp
     normed = 2 * hidden + (queries + keys if "3" in config.model_type else 0)  # Qwen3 and Gemma 3 norm both
     layer = width * (inputs + gated) + attention + 4 * normed
     # Formed weights of trained scales belong to the micro-batch, not to a token; they are left out.

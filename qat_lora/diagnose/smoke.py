@@ -28,7 +28,7 @@ from qat_lora.cache.verify import verify_cache
 from qat_lora.errors import QatLoraError
 from qat_lora.export.adapter import PREFIX, WEIGHTS
 from qat_lora.layers.lora import LoraConfig
-from qat_lora.models import make_qwen3, make_tokenizer
+from qat_lora.models import make_qwen3, make_tokenizer, save_model
 from qat_lora.options import CacheBuildOptions, HubConfig, QuantizeOptions, RecoverOptions, RunConfig, SmokeOptions
 from qat_lora.runtime.base import Runtime
 from qat_lora.students import open_student
@@ -158,7 +158,7 @@ def _data(bench: _Bench) -> str:
         for parameter in model.module.parameters():
             if parameter.ndim == 2:
                 parameter.mul_(4.0)
-    model.module.save_pretrained(teacher)
+    save_model(model.module, teacher)
     cache = app.build_cache(
         CacheBuildOptions(
             teacher=str(teacher),

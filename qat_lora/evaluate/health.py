@@ -5,15 +5,15 @@ itself, circle in a loop that it never leaves; distillation restores the one bef
 the same prompts, taking the likeliest token each time, and are compared with what the *teacher* does on them: greedy
 text of small models repeats itself anyway, and only the difference is damage.
 
-All prompts have one length and walk in one batch of one shape, the position being data: one graph on XLA, and nothing
-is read before the end. There is no key-value cache, so a token costs a forward of the whole row.
+All prompts have one length and walk in one batch of one shape, the position being data: two graphs on XLA, of the row
+and of a token (`decoding.py`), and nothing is read before the end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,8 +21,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from qat_lora.config import option
+from qat_lora.decoding import begin, step
 from qat_lora.errors import ConfigError, TextError
-from qat_lora.types import LanguageModel
+
+if TYPE_CHECKING:
+    from qat_lora.models import CausalLM
 
 GRAM = 4  # tokens; of the repetition rate
 
@@ -68,7 +71,7 @@ def take_prompts(rows: Iterable[Any], config: HealthConfig) -> np.ndarray:
 
 @torch.no_grad()  # not inference_mode, whose tensors PyTorch/XLA cannot use
 def continue_greedily(
-    model: LanguageModel,
+    model: CausalLM,
     prompts_BP: np.ndarray,
     new_tokens: int,
     device: torch.device,
@@ -89,17 +92,21 @@ def continue_greedily(
     ids_BL = torch.zeros(rows, known + new_tokens, dtype=torch.int64)
     ids_BL[:, :known] = torch.from_numpy(prompts_BP)
     ids_BL = ids_BL.to(device)
-    documents_BL = torch.zeros(ids_BL.shape, dtype=torch.int32).to(device)
-    for position in tqdm(range(known, known + new_tokens), desc="generate", unit="token", disable=quiet):
-        ids_BL = _next(model, ids_BL, documents_BL, torch.tensor([position]).to(device))
+    hidden_BLH, cache = begin(model, ids_BL)
+    position = torch.tensor([known]).to(device)
+    ids_BL = _with_next(model, ids_BL, hidden_BLH.index_select(1, position - 1), position)
+    cut()
+    for after in tqdm(range(known + 1, known + new_tokens), desc="generate", unit="token", disable=quiet):
+        position = torch.tensor([after]).to(device)
+        hidden_B1H = step(model, ids_BL.index_select(1, position - 1), position - 1, cache)
+        ids_BL = _with_next(model, ids_BL, hidden_B1H, position)
         cut()
     return ids_BL.cpu().numpy()[:, known:]  # sliced on the device, it would be one more graph
 
 
-def _next(model: LanguageModel, ids_BL: Tensor, documents_BL: Tensor, position: Tensor) -> Tensor:
+def _with_next(model: CausalLM, ids_BL: Tensor, hidden_B1H: Tensor, position: Tensor) -> Tensor:
     """Return the rows with one more token; the position is data, so that no graph has a number in it."""
-    hidden_BH = model.hidden(ids_BL, documents_BL).index_select(1, position - 1)[:, 0]
-    return ids_BL.index_copy(1, position, model.logits(hidden_BH).argmax(-1, keepdim=True))
+    return ids_BL.index_copy(1, position, model.logits(hidden_B1H[:, 0]).argmax(-1, keepdim=True))
 
 
 def health(continuations: Sequence[Sequence[int]], eos_id: int | None) -> dict[str, float]:

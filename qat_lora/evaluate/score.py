@@ -3,7 +3,9 @@
 Perplexity alone can be fooled: a model fitted to the evaluation text's domain gets a better perplexity while it
 moves away from its teacher. So each student is also measured by KL(teacher || student) over the *full*
 vocabulary and by how often both have the same likeliest token. Every model sees the same tokens; logits exist
-for a few thousand positions at a time only.
+for a few thousand positions at a time only. They come in the model's own type and are taken apart in float32: in
+bfloat16 the rounding of log-probabilities alone is larger than the KL of a good 4-bit student. On a CPU all passes over
+a few positions follow one another in its cache (`piece_bytes`), or filling memory costs more than the arithmetic.
 
 Five numbers a position leave the device, and the host adds them up in float64 by row (`tally.py`): sums on the device
 would be float32 and could not say how far one row of text is from the next.
@@ -14,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,8 +28,7 @@ from qat_lora.evaluate.tally import COLUMNS, Tally, add_up
 from qat_lora.types import Batch, LanguageModel
 
 CHUNK_BYTES = 4 << 20
-"""Float32 logits of one model held at once. Larger blocks are fresh pages of the system each time on a CPU, and filling
-them costs more than the arithmetic."""
+"""Float32 logits of one model held at once."""
 CHUNK_ROWS = 128
 """Positions of a chunk all the same: fewer, and a large output head is read from memory for too little work."""
 LARGEST = torch.finfo(torch.float32).max
@@ -73,12 +74,14 @@ def score(
     batches: Iterable[Batch],
     quiet: bool = False,
     cut: Callable[[], None] = lambda: None,
+    piece_bytes: int | None = None,
 ) -> dict[str, Score]:
     """Score a teacher and any number of students; the teacher's score comes under the name `teacher`.
 
     See `measure` for arguments and errors.
     """
-    return {name: score_of(tally) for name, tally in measure(teacher, students, batches, quiet, cut).items()}
+    tallies = measure(teacher, students, batches, quiet, cut, piece_bytes=piece_bytes)
+    return {name: score_of(tally) for name, tally in tallies.items()}
 
 
 def measure(
@@ -88,6 +91,7 @@ def measure(
     quiet: bool = False,
     cut: Callable[[], None] = lambda: None,
     what: str = "evaluate",
+    piece_bytes: int | None = None,
 ) -> dict[str, Tally]:
     """Add up losses, KL and calibration of a teacher (under the name `teacher`) and its students, row by row.
 
@@ -101,6 +105,7 @@ def measure(
         quiet: no progress bar.
         cut: dispatches queued work, `Runtime.cut`.
         what: shown at the progress bar.
+        piece_bytes: of intermediate results, `Runtime.piece_bytes`; None for a chunk at a time.
 
     Raises:
         TextError: no token counts, so there is nothing to take a mean of.
@@ -109,7 +114,7 @@ def measure(
     found: dict[str, list[np.ndarray]] = {name: [] for name in models}
     with torch.no_grad():  # not inference_mode, whose tensors PyTorch/XLA cannot use
         bar = tqdm(batches, desc=what, unit="batch", disable=quiet)
-        for batch, parts in _one_behind(_walk(models, batch, cut) for batch in bar):
+        for batch, parts in _one_behind(_walk(models, batch, cut, piece_bytes) for batch in bar):
             rows, positions = batch["target_mask"].shape
             sums = {name: np.zeros((rows, COLUMNS)) for name in models}
             for start, values in parts:
@@ -136,7 +141,7 @@ def _one_behind(items: Iterable[Any]) -> Iterator[Any]:
 
 
 def _walk(
-    models: Mapping[str, LanguageModel], batch: Batch, cut: Callable[[], None]
+    models: Mapping[str, LanguageModel], batch: Batch, cut: Callable[[], None], piece_bytes: int | None
 ) -> tuple[Batch, list[tuple[int, tuple[Tensor, Tensor]]]]:
     """Queue the work of a batch; return it with, by first position, what `_score_chunk` returns."""
     ids, mask = batch["input_ids"], batch["target_mask"].reshape(-1)
@@ -149,7 +154,7 @@ def _walk(
     for start in range(0, count, chunk):
         rows = torch.arange(start, start + chunk)
         at, inside = rows.clamp_max(count - 1).to(ids.device), (rows < count).to(ids.device)
-        parts.append((start, _score_chunk(models, hidden, targets, mask, at, inside)))
+        parts.append((start, _score_chunk(models, hidden, targets, mask, at, inside, piece_bytes)))
         cut()
     return batch, parts
 
@@ -166,39 +171,63 @@ def _score_chunk(
     mask_N: Tensor,
     at: Tensor,
     inside: Tensor,
+    piece_bytes: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Return which of the positions `at` count, [N], and the numbers that `add_up` takes for each model, [M, 5, N]."""
     mask = mask_N[at] & inside
     targets = targets_N[at].long().masked_fill(~mask, 0)
-    reference = torch.log_softmax(models["teacher"].logits(hidden_NH["teacher"][at]), dim=-1)
-    probabilities = reference.exp()
-    loss, highest, best = _own(reference, targets)
-    values = [
-        torch.stack([loss, torch.zeros_like(loss), torch.ones_like(loss), highest.exp(), (best == targets).float()])
-    ]
-    for name, model in models.items():
-        if name != "teacher":
-            log_probs = torch.log_softmax(model.logits(hidden_NH[name][at]), dim=-1)
-            loss, highest, own = _own(log_probs, targets)
-            kl = _kl_in_place(log_probs, reference, probabilities)
-            values.append(torch.stack([loss, kl, (own == best).float(), highest.exp(), (own == targets).float()]))
-    return mask, torch.stack(values)
+    logits = [model.logits(hidden_NH[name][at]) for name, model in models.items()]  # the teacher's come first
+    count, vocab = logits[0].shape
+    rows = count if piece_bytes is None else min(count, max(1, piece_bytes // (_BUFFERS * 4 * vocab)))
+    # One set of buffers for all pieces: fresh memory costs a page fault for every 4 kB.
+    buffers = logits[0].new_empty(_BUFFERS, rows, vocab, dtype=torch.float32)
+    pieces = []
+    for start in range(0, count, rows):
+        part = slice(start, start + rows)
+        pieces.append(_score_piece([of[part] for of in logits], targets[part], buffers[:, : count - start]))
+    return mask, torch.cat(pieces, -1)
 
 
-def _own(log_probs_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss of N targets, and the log-probability and the id of the likeliest token; max beats argmax."""
-    return -log_probs_NV.gather(-1, targets_N[:, None])[:, 0], *log_probs_NV.max(-1)
+_BUFFERS = 4
 
 
-def _kl_in_place(log_probs_NV: Tensor, reference_NV: Tensor, probabilities_NV: Tensor) -> Tensor:
-    """Return the KL of N positions in the memory of the student's log-probabilities, which are lost.
+def _score_piece(logits_NV: list[Tensor], targets_N: Tensor, buffers: Tensor) -> Tensor:
+    """Return the numbers of N positions for each model, [M, 5, N].
 
-    The difference is bounded so that what the teacher gives nothing to counts nothing, even if the student gives it
-    nothing either: 0 times infinity is no number. Products and a sum, since a TPU would round a product of matrices to
-    bfloat16.
+    With z the logits less their largest and Z the sum of exp z, KL(t || s) = sum(exp z_t (z_t - z_s)) / Z_t - log Z_t +
+    log Z_s: every exponential is taken once. The difference is bounded so that what the teacher gives nothing to counts
+    nothing, even if the student gives it nothing either: 0 times infinity is no number. Products and a sum, since a TPU
+    would round a product of matrices to bfloat16.
     """
-    apart = log_probs_NV.sub_(reference_NV).clamp_(-LARGEST, LARGEST)
-    return -apart.mul_(probabilities_NV).sum(-1)
+    reference, weights, other, scratch = buffers
+    teacher = _own(reference.copy_(logits_NV[0]), targets_N, weights)
+    found = [teacher.numbers(torch.zeros_like(teacher.loss), torch.ones_like(teacher.loss), targets_N)]
+    for logits in logits_NV[1:]:
+        student = _own(other.copy_(logits), targets_N, scratch)
+        apart = other.sub_(reference).clamp_(-LARGEST, LARGEST).mul_(weights).sum(-1)
+        kl = student.sum.log() - teacher.sum.log() - apart / teacher.sum
+        found.append(student.numbers(kl, (student.best == teacher.best).float(), targets_N))
+    return torch.stack(found)
+
+
+class _Own(NamedTuple):
+    """What a model says of N positions by itself."""
+
+    loss: Tensor
+    sum: Tensor
+    """Of exp(logit - largest logit): the likeliest token's probability is 1 / sum."""
+    best: Tensor
+
+    def numbers(self, kl: Tensor, same: Tensor, targets_N: Tensor) -> Tensor:
+        """Return the numbers that `add_up` takes, [5, N]."""
+        return torch.stack([self.loss, kl, same, 1 / self.sum, (self.best == targets_N).float()])
+
+
+def _own(logits_NV: Tensor, targets_N: Tensor, weights_NV: Tensor) -> _Own:
+    """Subtract from each row of logits its largest, in place, and set `weights_NV` to their exponentials."""
+    largest, best = logits_NV.max(-1, keepdim=True)  # beats argmax
+    total = weights_NV.copy_(logits_NV.sub_(largest)).exp_().sum(-1)
+    return _Own(total.log() - logits_NV.gather(-1, targets_N[:, None])[:, 0], total, best[:, 0])
 
 
 def recovery(

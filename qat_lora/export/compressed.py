@@ -2,7 +2,8 @@
 
 Written here tensor by tensor rather than through the library's `compress`, which quantises a dense weight and would
 round our codes a second time. Its packing function and its config schema are used, so what is written is what it
-reads back.
+reads back. Reading it for ourselves is ours as well: transformers multiplies codes and steps in float16, which rounds
+what the file holds exactly.
 
 Widths are chosen among 2, 4 and 8 bits unless the user names one: those do not cross a 32-bit word, and every
 version of the library packs them alike. The layout of 3 bits changed (ten codes to a word up to 0.15, no gaps in
@@ -12,21 +13,22 @@ version of the library packs them alike. The layout of 3 bits changed (ten codes
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from qat_lora.errors import ModelError
 from qat_lora.export.integers import Integers, as_integers, needed_bits, other_tensors
 from qat_lora.extras import require
 from qat_lora.layers.convert import linear_layers, quant_layers
-from qat_lora.models import DTYPES
+from qat_lora.models import DTYPES, PACKED
 
 PORTABLE = (2, 4, 8)  # bits that every version of compressed-tensors packs alike
 REFIT_BITS = 4
-VLLM_GROUPS = (32, 64, 128)
 
 
 def to_integers(module: Any, container_bits: int | None) -> dict[str, Integers]:
@@ -103,16 +105,38 @@ def _quantization_config(module: Any, found: dict[str, Integers]) -> dict[str, A
     return json.loads(config.model_dump_json())
 
 
+def read_packed(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights that a folder of compressed-tensors holds packed, by layer name, float32 [O, I].
+
+    Raises:
+        MissingExtraError: compressed-tensors is not installed.
+    """
+    groups = json.loads((folder / "config.json").read_text(encoding="utf-8"))["quantization_config"]["config_groups"]
+    bits = {target: group["weights"]["num_bits"] for group in groups.values() for target in group["targets"]}
+    packing = require("compressed_tensors.compressors.pack_quantized.helpers", "export")
+    for file in sorted(folder.glob("model*.safetensors")):
+        tensors = load_file(file)
+        for name in sorted(key.removesuffix(".weight_packed") for key in tensors if key.endswith(".weight_packed")):
+            shape = torch.Size(tensors[f"{name}.weight_shape"].tolist())
+            width = bits.get(name, bits.get("Linear"))
+            codes_OI = packing.unpack_from_int32(tensors[f"{name}.weight_packed"], width, shape)
+            steps_OG = tensors[f"{name}.weight_scale"].float()
+            yield name, codes_OI.float() * steps_OG.repeat_interleave(shape[1] // steps_OG.shape[1], dim=1)
+
+
+def is_packed(folder: Path) -> bool:
+    """Return whether a model folder is in the form of compressed-tensors."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return (config.get("quantization_config") or {}).get("quant_method") == PACKED
+
+
 def notes(found: dict[str, Integers]) -> list[str]:
     """Return what a user must know about where the folder loads."""
-    lines = ["checked with transformers and the compressed-tensors schema; not run in vLLM"]
+    lines = ["checked with transformers and the compressed-tensors schema"]
     if odd := sorted({integers.bits for integers in found.values()} - set(PORTABLE)):
         version = require("compressed_tensors", "export").__version__
         lines.append(
             f"{'/'.join(map(str, odd))}-bit codes are packed as compressed-tensors {version} does; other versions may "
             "read them wrongly"
         )
-    sizes = {i.group_size for i in found.values() if i.steps_OG.shape[1] > 1} - set(VLLM_GROUPS)
-    if sizes or {integers.bits for integers in found.values()} - {4, 8}:
-        lines.append("vLLM's common kernels (Marlin) take 4 and 8 bits, groups of 32, 64, 128 or whole rows only")
     return lines

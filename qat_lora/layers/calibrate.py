@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from qat_lora.layers.convert import HEAD, quantise_targets
+from qat_lora.layers.convert import HEAD, put_quantised, quantise_targets
 from qat_lora.layers.fit import StartMethod, fit_layer
 from qat_lora.layers.lora import Factors
 from qat_lora.layers.quant_linear import QuantLinear
@@ -91,6 +91,7 @@ def quantise_model(
     costs: dict[str, Sensitivity] | None = None,
     joint_rank: int = 0,
     start_method: StartMethod = "qera",
+    fresh: dict[str, Tensor] | None = None,
 ) -> dict[str, Factors]:
     """Quantise every layer that the preset reaches, in place; return the adapter starts by layer name.
 
@@ -104,6 +105,7 @@ def quantise_model(
         costs: sensitivities by layer name.
         joint_rank: rank of the adapter that codes are chosen together with; 0: codes first.
         start_method: metric of the adapter start.
+        fresh: second moments over held-out rows by layer name, for the start method `best`.
 
     Raises:
         ConfigError: a pattern without a match, or a method without the calibration it needs.
@@ -116,8 +118,9 @@ def quantise_model(
         outputs = None if costs is None or name not in costs else costs[name].outputs_OO
         moment = (moments or {}).get(name)
         ranks = (0, 0) if HEAD.search(name) else (start_rank, joint_rank)  # no adapter sits on the head
-        fit = fit_layer(linear.weight.data, spec, method, moment, outputs, *ranks, start_method)
+        held_out = (fresh or {}).get(name)
+        fit = fit_layer(linear.weight.data, spec, method, moment, outputs, *ranks, start_method, held_out)
         if fit.factors is not None:
             starts[name] = fit.factors
-        model.set_submodule(name, QuantLinear.from_linear(linear, spec, fit.quantised))
+        put_quantised(model, name, QuantLinear.from_linear(linear, spec, fit.quantised))
     return starts

@@ -1,8 +1,8 @@
 """Convert a whole model: linear layers to quantised ones, adapters onto them, and both back to dense.
 
 Which layers: every `nn.Linear` whose name the preset's rules reach, and the output head only where the preset has a
-spec for it (tied to the embedding, as in most small models, it cannot have codes of its own). A rule or pattern that
-reaches nothing raises: an adapter that silently sits nowhere is the worst failure a recovery tool can have.
+spec for it; tied to the embedding, as in most small models, it takes the embedding along (`tied`). A rule or pattern
+that reaches nothing raises: an adapter that silently sits nowhere is the worst failure a recovery tool can have.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import nn
 from qat_lora.errors import ConfigError, ModelError
 from qat_lora.layers.lora import Factors, LoraConfig, LoraLinear
 from qat_lora.layers.quant_linear import QuantLinear
+from qat_lora.layers.tied import TiedEmbedding, embedding_of, tie_embedding, untie_embedding
 from qat_lora.quant.spec import MLP, Preset, QuantSpec
 
 HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)$")
@@ -42,7 +43,7 @@ def quantise_targets(model: nn.Module, preset: Preset) -> dict[str, QuantSpec]:
     """Return the layers that a preset quantises, with their specs, in the model's order.
 
     Raises:
-        ConfigError: a rule that reaches no layer, or a head that is to be quantised and is not there or tied.
+        ConfigError: a rule that reaches no layer, or a head that is to be quantised and is not there.
     """
     layers = [name for name, module in linear_layers(model) if not isinstance(module, QuantLinear)]
     for pattern, _ in preset.rules:
@@ -55,17 +56,11 @@ def quantise_targets(model: nn.Module, preset: Preset) -> dict[str, QuantSpec]:
 
 
 def _head(model: nn.Module) -> str:
-    """Return the name of the output head if it can have codes of its own."""
+    """Return the name of the output head."""
     heads = dict(linear_layers(model, heads=True))
     if len(heads) != 1:
         raise ConfigError(f"quantize_head: the model has no single output head; found: {_some(list(heads))}")
-    ((name, head),) = heads.items()
-    tables = [] if isinstance(head, QuantLinear) else [m for m in model.modules() if isinstance(m, nn.Embedding)]
-    if any(table.weight is head.weight for table in tables):
-        raise ConfigError(
-            f"quantize_head: {name} is tied to the embedding, which is looked up row by row and stays as it is; "
-            "leave --quantize-head out, or untie the model first"
-        )
+    ((name, _),) = heads.items()
     return name
 
 
@@ -82,6 +77,28 @@ def make_quant_skeleton(model: nn.Module, preset: Preset) -> None:
         device = linear.weight.device
         layer = QuantLinear(linear.in_features, linear.out_features, spec, bias=bias, device=device)
         model.set_submodule(name, layer)
+        if preset.tied and HEAD.search(name):
+            (table,) = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
+            tie_embedding(model, table, layer)
+
+
+def put_quantised(model: nn.Module, name: str, layer: QuantLinear) -> None:
+    """Put a quantised layer in the place of a linear one, and of the embedding that is tied to it.
+
+    Raises:
+        ConfigError: the embedding is not one that can look its rows up in codes.
+    """
+    linear = model.get_submodule(name)
+    assert isinstance(linear, nn.Linear)
+    table = embedding_of(model, linear) if HEAD.search(name) else None
+    model.set_submodule(name, layer)
+    if table is not None:
+        tie_embedding(model, table, layer)
+
+
+def tied_embedding(model: nn.Module) -> str | None:
+    """Return the name of the embedding that looks its rows up in the quantised head, None where there is none."""
+    return next((name for name, module in model.named_modules() if isinstance(module, TiedEmbedding)), None)
 
 
 def quant_layers(model: nn.Module) -> dict[str, QuantLinear]:
@@ -153,8 +170,12 @@ def merge(model: nn.Module) -> nn.Module:
     """Fold adapters and codes into ordinary dense linear layers, in place; exact up to float rounding."""
     for name, adapter in list(lora_layers(model).items()):
         model.set_submodule(name, _dense(adapter.base, adapter.delta().detach()))
+    table = tied_embedding(model)
     for name, layer in list(quant_layers(model).items()):
-        model.set_submodule(name, _dense(layer))
+        dense = _dense(layer)
+        model.set_submodule(name, dense)
+        if table is not None and HEAD.search(name):
+            untie_embedding(model, table, dense.weight)
     return model
 
 

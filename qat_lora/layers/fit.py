@@ -15,6 +15,7 @@ Sources: QERA (arXiv 2410.06040), EoRA (arXiv 2410.21271); alternation, LoftQ (a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -25,7 +26,7 @@ from qat_lora.layers.lora import Factors
 from qat_lora.quant.initialise import Method, QuantisedWeight, quantise_weight
 from qat_lora.quant.spec import QuantSpec
 
-StartMethod = Literal["svd", "qera"]
+StartMethod = Literal["svd", "qera", "best"]
 TURNS = 3  # of codes and adapter; the fourth changed the objective by less than 1 %
 INPUT_FLOOR = 1e-4  # of the mean eigenvalue: inputs that calibration never saw must not get infinite weight
 OUTPUT_FLOOR = 1e-2  # the same for outputs, whose gradients are noisier
@@ -36,7 +37,7 @@ class Fit(NamedTuple):
 
     quantised: QuantisedWeight
     factors: Factors | None
-    """The adapter start; None where none was asked for."""
+    """The adapter start; None where none was asked for, or where none was best."""
 
 
 class _Root(NamedTuple):
@@ -85,18 +86,21 @@ class Metric(NamedTuple):
         return Factors(a.float(), b.float()), float(s[joint_rank:].square().sum())
 
 
-def error_factors(
-    error_OI: Tensor, second_moment_II: Tensor | None, rank: int, outputs_OO: Tensor | None = None
-) -> Factors:
-    """Return the best rank-r correction of a weight error, columns in order of importance.
+def best_start(error_OI: Tensor, candidates: Mapping[str, Factors | None], fresh: Metric, rank: int) -> str:
+    """Return which correction leaves least of an error in the metric of rows that none of them was made from.
 
     Args:
         error_OI: full-precision minus quantised weight.
-        second_moment_II: of the layer's inputs; without it every input counts alike.
-        rank: columns to return.
-        outputs_OO: Fisher information of the layer's outputs, whole or [O]; without it every output counts alike.
+        candidates: corrections by name; None corrects nothing.
+        fresh: the metric of held-out rows.
+        rank: columns of a correction that count.
     """
-    return Metric.of(error_OI, second_moment_II, outputs_OO).correction(error_OI, rank)[0]
+
+    def left(factors: Factors | None) -> float:
+        rest = error_OI if factors is None else error_OI - factors.b_OR[:, :rank] @ factors.a_RI[:rank]
+        return float((fresh.outputs.root @ rest.double() @ fresh.inputs.root).square().sum())
+
+    return min(candidates, key=lambda name: left(candidates[name]))
 
 
 def fit_layer(
@@ -108,6 +112,7 @@ def fit_layer(
     start_rank: int = 0,
     joint_rank: int = 0,
     start_method: StartMethod = "qera",
+    fresh_II: Tensor | None = None,
 ) -> Fit:
     """Quantise one layer and find its adapter start.
 
@@ -119,23 +124,27 @@ def fit_layer(
         outputs_OO: Fisher information of its outputs, whole or [O].
         start_rank: columns of the adapter start to return; 0 for none.
         joint_rank: rank of the adapter that codes are chosen together with; 0: codes first.
-        start_method: `qera`, in the metric given, or `svd`, in the plain one.
+        start_method: `qera`, in the metric given, `svd`, in the plain one, or `best`: of both and none at all, what
+            leaves the least output error over held-out rows, at rank `joint_rank` or all columns.
+        fresh_II: second moment of the layer's inputs over those rows, which `best` needs.
 
     Raises:
-        ConfigError: an unknown start method, a joint rank without the start that belongs to it, and what
-            `quantise_weight` refuses.
+        ConfigError: an unknown start method, `best` without held-out rows, a joint rank without the start that
+            belongs to it, and what `quantise_weight` refuses.
     """
     if start_method not in get_args(StartMethod):
         raise ConfigError(f"start_method: {start_method!r} is unknown; allowed: {', '.join(get_args(StartMethod))}")
     if joint_rank > start_rank:
         raise ConfigError(f"joint_rank: {joint_rank} is more than the {start_rank} columns of --start-rank")
+    if start_method == "best" and start_rank and fresh_II is None:
+        raise ConfigError("start_method: best compares on held-out calibration rows; give --dataset or --kd-cache-dir")
     most = min(weight_OI.shape)
     start_rank, joint_rank = min(start_rank, most), min(joint_rank, most)
     weight = weight_OI.float()
     quantised = quantise_weight(weight, spec, method, second_moment_II)
     if not start_rank:
         return Fit(quantised, None)
-    known = start_method == "qera"
+    known = start_method != "svd"
     metric = Metric.of(weight, second_moment_II if known else None, outputs_OO if known else None)
     factors, left = metric.correction(weight - quantised.dense(spec), start_rank, joint_rank)
     best, last = Fit(quantised, factors), factors
@@ -145,4 +154,10 @@ def fit_layer(
         last, now = metric.correction(weight - quantised.dense(spec), start_rank, joint_rank)
         if now < left:
             best, left = Fit(quantised, last), now
-    return best
+    if fresh_II is None or start_method != "best":
+        return best
+    error = weight - best.quantised.dense(spec)
+    plain = Metric.of(weight, None).correction(error, start_rank)[0]
+    candidates = {"qera": best.factors, "svd": plain, "zero": None}
+    fresh = Metric.of(weight, fresh_II, outputs_OO)
+    return best._replace(factors=candidates[best_start(error, candidates, fresh, joint_rank or start_rank)])

@@ -29,11 +29,12 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from qat_lora.errors import ModelError
-from qat_lora.layers.convert import quantise_targets
+from qat_lora.layers.convert import put_quantised, quantise_targets
 from qat_lora.layers.fit import StartMethod, fit_layer
 from qat_lora.layers.lora import Factors
 from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.layers.sensitivity import Sensitivity
+from qat_lora.layers.tied import embedding_of
 from qat_lora.quant.compensate import damped
 from qat_lora.quant.initialise import Method
 from qat_lora.quant.spec import Preset, QuantSpec
@@ -81,6 +82,8 @@ class Plan(NamedTuple):
     start_rank: int = 0
     joint_rank: int = 0
     start_method: StartMethod = "qera"
+    held_out: int = 0
+    """Last batches that nothing is fitted to, on which the start method `best` compares."""
 
 
 @torch.no_grad()
@@ -114,10 +117,15 @@ def quantise_in_order(
     blocks, outside = _blocks(targets)
     starts: dict[str, Factors] = {}
     with tqdm(total=len(targets), desc=f"quantise {preset.name} ({plan.method})", unit="layer", disable=quiet) as bar:
+        tied = [name for name in outside if embedding_of(model, _linear(model, name))]
         if blocks:
             stack = [model.get_submodule(name) for name in blocks]
             states, calls = _capture(stack, batches, forward)
             exact, student = _Stream(list(states)), _Stream(list(states))
+            if tied:  # first, since what it looks up is what the first block gets
+                _head(model, tied[0], targets, plan, batches, forward)
+                student = _Stream(_capture(stack, batches, forward)[0])
+                bar.update()
             for (name, layers), block, call in zip(blocks.items(), stack, calls, strict=True):
                 inside = {layer.removeprefix(name + "."): layer for layer in layers}
                 reference = copy.deepcopy(block)
@@ -130,16 +138,34 @@ def quantise_in_order(
                     block.set_submodule(path, layer)
                 call.clear()
         for name in outside:  # the output head: it gets what the quantised model puts out
-            linear = model.get_submodule(name)
-            assert isinstance(linear, nn.Linear)
-            moment = torch.zeros(linear.in_features, linear.in_features, device=linear.weight.device)
-            for batch in batches:
-                x = forward(batch).reshape(-1, linear.in_features).float()
-                moment += x.T @ x / (x.shape[0] * len(batches))
-            fit = fit_layer(linear.weight.data, targets[name], plan.method, moment)
-            model.set_submodule(name, QuantLinear.from_linear(linear, targets[name], fit.quantised))
-            bar.update()
+            if not (blocks and name in tied):
+                _head(model, name, targets, plan, batches, forward)
+                bar.update()
     return starts
+
+
+def _linear(model: nn.Module, name: str) -> nn.Linear:
+    linear = model.get_submodule(name)
+    assert isinstance(linear, nn.Linear)
+    return linear
+
+
+def _head(
+    model: nn.Module,
+    name: str,
+    targets: dict[str, QuantSpec],
+    plan: Plan,
+    batches: Sequence[Any],
+    forward: Callable[[Any], Tensor],
+) -> None:
+    """Quantise the output head, in place, on the hidden states that the model puts out now."""
+    linear = _linear(model, name)
+    moment = torch.zeros(linear.in_features, linear.in_features, device=linear.weight.device)
+    for batch in batches:
+        x = forward(batch).reshape(-1, linear.in_features).float()
+        moment += x.T @ x / (x.shape[0] * len(batches))
+    fit = fit_layer(linear.weight.data, targets[name], plan.method, moment)
+    put_quantised(model, name, QuantLinear.from_linear(linear, targets[name], fit.quantised))
 
 
 def _blocks(targets: dict[str, QuantSpec]) -> tuple[dict[str, list[str]], list[str]]:
@@ -208,12 +234,16 @@ def _block(
     quantised: dict[str, QuantLinear] = {}
     for paths in _stages(reference, list(inside), exact, calls):
         sums: dict[str, list[Tensor]] = {}
+        fresh: dict[str, Tensor] = {}
         for i in range(len(calls)):
             x = exact.input_of(reference.get_submodule(paths[0]), reference, calls, i)
             y = student.input_of(block.get_submodule(paths[0]), block, calls, i)
             for path in paths:
                 counts = y.new_ones(len(y)) if costs is None else costs[inside[path]].tokens[i]
                 weighted = y * counts[:, None]
+                if i >= len(calls) - plan.held_out:
+                    fresh[path] = weighted.T @ y + fresh.get(path, 0.0)
+                    continue
                 parts = [weighted.T @ y, x.T @ weighted, counts.sum()]
                 known = sums.get(path)
                 sums[path] = parts if known is None else [a + b for a, b in zip(known, parts, strict=True)]
@@ -223,15 +253,16 @@ def _block(
             moment, cross = sums[path][0] / sums[path][2], sums[path][1] / sums[path][2]
             wanted = aimed_weight(linear.weight.data, moment, cross)
             outputs = None if costs is None else costs[name].outputs_OO
+            ranks = plan.start_rank, plan.joint_rank
             fit = fit_layer(
-                wanted, targets[name], plan.method, moment, outputs, plan.start_rank, plan.joint_rank, plan.start_method
+                wanted, targets[name], plan.method, moment, outputs, *ranks, plan.start_method, fresh.get(path)
             )
             dense = fit.quantised.dense(targets[name])
             if fit.factors is not None:
                 starts[name] = fit.factors
                 dense = dense + fit.factors.b_OR[:, : plan.joint_rank] @ fit.factors.a_RI[: plan.joint_rank]
             quantised[path] = QuantLinear.from_linear(linear, targets[name], fit.quantised)
-            linear.weight.data = dense.to(linear.weight.dtype)
+            linear.weight = nn.Parameter(dense, requires_grad=False)
             done()
     return [exact.run(reference, calls, i) for i in range(len(calls))], quantised
 

@@ -12,7 +12,7 @@ them, the *latent* weight, and the layer computes with FQ(W), the nearest code t
 A latent weight starts at the point of its code's cell that is nearest to the full-precision weight, not at that
 weight itself: rounding W again would throw the codes of an error-compensated start away before the first step.
 
-Source: LR-QAT (arXiv 2406.06385) for the low-rank form.
+Sources: LR-QAT (arXiv 2406.06385) for the low-rank form; LSQ+ (arXiv 2004.09576) for learned ranges.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.quant.codes import decode
-from qat_lora.quant.scales import away_from_zero
+from qat_lora.quant.fake import round_through
+from qat_lora.quant.scales import TINY, away_from_zero
 
 MARGIN = (
     0.2  # of half a cell: a start on the border itself would cross it in the first step, with every other one there
@@ -55,6 +56,25 @@ class Latent(nn.Module):
         if not self.rank:
             return self.weight
         return torch.addmm(self.weight, self.lora_B, self.lora_A, alpha=self.scaling)
+
+
+class Range(nn.Module):
+    """Scales and zero points of asymmetric codes, trained as the ends of their ranges (LSQ+).
+
+    Scale and zero point pull at the same two ends: a step of one alone moves both. The ends are what weights are
+    clipped to, so each gets the gradient of what it clips.
+    """
+
+    def __init__(self, scale: Tensor, zero: Tensor, bits: int) -> None:
+        super().__init__()
+        self.most = 2**bits - 1
+        self.low = nn.Parameter(-zero * scale)
+        self.high = nn.Parameter((self.most - zero) * scale)
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Return scales and whole zero points [rows, G], as they will be stored."""
+        scale = as_stored(((self.high - self.low) / self.most).clamp_min(TINY))
+        return scale, round_through(-self.low / scale).clamp(0, self.most)
 
 
 def nearest_start(weight_OI: Tensor, codes_OI: Tensor, scale_OI: Tensor, book: Tensor) -> Tensor:

@@ -4,11 +4,12 @@ The effective weight W = Q * S is formed and then used in one matrix product, ho
 predecessor ran one product per rank of its low-rank scales (32 a layer) and detached the base, so that no
 gradient reached the layers below; here autograd sees an ordinary `linear`.
 
-Five states, one forward:
+Six states, one forward:
 
 * as loaded: packed codes only; W is formed anew in every forward. Least memory.
 * `hold_dense()`: W formed once and kept. For a frozen base: the cost of a plain linear layer.
 * `train_scales()`: code values kept unpacked, W formed once per forward, gradients reach the scales.
+* `train_range()`: the same through the ends of the range of asymmetric codes, so zero points train too.
 * `train_table()`: codes kept unpacked, and gradients reach the look-up table.
 * `train_weight()`: codes train too, through a float weight that every forward rounds (`latent`).
 
@@ -30,9 +31,9 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.errors import ModelError
-from qat_lora.layers.latent import Latent, LookUp, as_stored, nearest_start
+from qat_lora.layers.latent import Latent, LookUp, Range, as_stored, nearest_start
 from qat_lora.quant.codes import code_values, decode, nearest, pack, packed_width, unpack
-from qat_lora.quant.fake import fake_quantise
+from qat_lora.quant.fake import Gradient, fake_quantise
 from qat_lora.quant.initialise import QuantisedWeight, pack_zeros, unpack_zeros, zeros_shape
 from qat_lora.quant.scales import away_from_zero, expand, scale_shapes
 from qat_lora.quant.spec import QuantSpec
@@ -83,6 +84,8 @@ class QuantLinear(nn.Linear):
             self.values = self._stored(torch.zeros(2**spec.bits, dtype=torch.float32, device=device))
         self.register_parameter("bias", self._stored(torch.zeros(out_features, device=device)) if bias else None)
         self.latent: Latent | None = None
+        self.range: Range | None = None
+        self.gradient: Gradient = "lsq"
         self._values_OI: Tensor | None = None
         self._codes_OI: Tensor | None = None
         self._dense_OI: Tensor | None = None
@@ -121,7 +124,7 @@ class QuantLinear(nn.Linear):
     @property
     def weight(self) -> Tensor:
         """The effective weight Q * S, [O, I], formed when asked for."""
-        return self._effective().as_subclass(ComputedWeight)
+        return self.effective().as_subclass(ComputedWeight)
 
     @weight.setter
     def weight(self, value: Any) -> None:
@@ -133,19 +136,21 @@ class QuantLinear(nn.Linear):
             raise ModelError(COMPUTED)
         super().register_parameter(name, param)
 
-    def _effective(self) -> Tensor:
+    def effective(self) -> Tensor:
+        """Return Q * S as the layer computes now, [O, I], for those inside this package that only read it."""
         if self._dense_OI is not None:
             return self._dense_OI
         scale = self._scale()
         if self.latent is not None:
-            return fake_quantise(self.latent(), scale, self.spec, self._book(), self._zero())
+            return fake_quantise(self.latent(), scale, self.spec, self._book(), self._zero(), self.gradient)
         if self._codes_OI is not None:
             return LookUp.apply(self._book(), self._codes_OI) * scale
-        return (self._code_values() if self._values_OI is None else self._values_OI) * scale
+        chosen, zero = self._code_values() if self._values_OI is None else self._values_OI, self._zero()
+        return (chosen if zero is None else chosen - zero) * scale
 
     def _scale(self) -> Tensor:
         """Return the scale of every weight, [O, I] or what broadcasts to it."""
-        stored = tuple(as_stored(scale) for scale in self.scales)
+        stored = tuple(as_stored(scale) for scale in self.scales) if self.range is None else self.range()[:1]
         return expand(stored, self.spec.group_size, self.out_features, self.in_features)
 
     def _book(self) -> Tensor:
@@ -159,18 +164,17 @@ class QuantLinear(nn.Linear):
         """Return the zero point of every weight, [O, I] or what broadcasts to it; None where codes have none."""
         if self.spec.code != "asymmetric":
             return None
-        zeros = unpack_zeros(self.zeros, self.spec, self.in_features)
+        zeros = unpack_zeros(self.zeros, self.spec, self.in_features) if self.range is None else self.range()[1]
         return expand((zeros,), self.spec.group_size, self.out_features, self.in_features)
 
     def _code_values(self) -> Tensor:
-        """Decode the packed codes to [O, I] in the scales' type, zero points taken off."""
-        chosen, zero = decode(unpack(self.codes, self.spec.bits, self.in_features), self._book().detach()), self._zero()
-        return chosen if zero is None else chosen - zero
+        """Decode the packed codes to [O, I] in the scales' type."""
+        return decode(unpack(self.codes, self.spec.bits, self.in_features), self._book().detach())
 
     def hold_dense(self, dtype: torch.dtype | None = None) -> None:
         """Form the weight once and keep it; the scales are frozen from here on."""
         self.settle()
-        self._dense_OI = self._effective().detach().to(dtype or self.scales[0].dtype)
+        self._dense_OI = self.effective().detach().to(dtype or self.scales[0].dtype)
 
     def train_scales(self) -> None:
         """Let the scales train (in float32); code values are kept unpacked, unless codes or table train as well."""
@@ -179,6 +183,21 @@ class QuantLinear(nn.Linear):
             scale.requires_grad_(True)
         if self.latent is None and self._codes_OI is None:
             self._values_OI = self._code_values().detach()
+
+    def train_range(self) -> Range:
+        """Let scales and zero points train as the ends of their ranges (in float32); return those.
+
+        Raises:
+            ModelError: the codes have no zero points.
+        """
+        if self.spec.code != "asymmetric":
+            raise ModelError(f"ranges: a layer with {self.spec.code} codes has no zero points to train")
+        self._dense_OI = None
+        zeros = unpack_zeros(self.zeros, self.spec, self.in_features)
+        self.range = Range(self.scales[0].detach(), zeros, self.spec.bits)
+        if self.latent is None:
+            self._values_OI = self._code_values().detach()
+        return self.range
 
     def train_table(self) -> None:
         """Let the look-up table train (in float32).
@@ -193,19 +212,27 @@ class QuantLinear(nn.Linear):
         if self.latent is None:
             self._codes_OI = unpack(self.codes, self.spec.bits, self.in_features)
 
-    def train_weight(self, weight_OI: Tensor | None = None, rank: int = 0, alpha: float | None = None) -> Latent:
+    def train_weight(
+        self,
+        weight_OI: Tensor | None = None,
+        rank: int = 0,
+        alpha: float | None = None,
+        gradient: Gradient = "lsq",
+    ) -> Latent:
         """Let the codes train through a float weight, or through a low-rank change of it; return that.
 
         Args:
             weight_OI: the full-precision weight; without it, the start lies in the middle of every code's cell.
             rank: of the change that trains; 0: the whole weight does.
             alpha: the change counts alpha / rank; default: rank.
+            gradient: of weights beyond the range: none (`lsq`) or as inside (`ste`).
         """
+        self.gradient = gradient
         self._dense_OI = self._values_OI = self._codes_OI = None
         with torch.no_grad():
             codes = unpack(self.codes, self.spec.bits, self.in_features)
             if weight_OI is None:
-                start = self._effective()
+                start = self.effective()
             else:
                 zero, scale = self._zero(), self._scale()
                 shift = 0.0 if zero is None else zero * scale
@@ -218,25 +245,31 @@ class QuantLinear(nn.Linear):
 
         Computed on the host: on XLA this makes no graphs of its own.
         """
-        tensors = {name: scale.detach().cpu().half() for name, scale in self.named_scales().items()}
-        if self.latent is None:
-            table = {"values": self.values.detach().cpu().half()} if self.spec.code == "lut" else {}
-            return {"codes": self.codes.cpu(), **tensors, **table}
-        here = copy.deepcopy(self).cpu()
-        assert here.latent is not None
+        here = self if self.latent is None and self.range is None else copy.deepcopy(self).cpu()
         with torch.no_grad():
-            position, zero, book = here.latent() / away_from_zero(here._scale()), here._zero(), here._book()
-            position = position if zero is None else position + zero
-            table = {"values": book.half()} if self.spec.code == "lut" else {}
-            return {"codes": pack(nearest(position, book, self.spec)[1], self.spec.bits), **tensors, **table}
+            tensors = {name: scale.detach().cpu().half() for name, scale in here.named_scales().items()}
+            if here.range is not None:
+                scale, zero = here.range()
+                tensors = {"scale": scale.half(), "zeros": pack_zeros(zero, self.spec.bits)}
+            if self.spec.code == "lut":
+                tensors["values"] = (here.values if here.latent is None else here._book()).detach().cpu().half()
+            return {"codes": here._codes(), **tensors}
+
+    def _codes(self) -> Tensor:
+        """Return the packed codes of the layer as it computes now."""
+        if self.latent is None:
+            return self.codes.cpu()
+        position, zero = self.latent() / away_from_zero(self._scale()), self._zero()
+        position = position if zero is None else position + zero
+        return pack(nearest(position, self._book(), self.spec)[1], self.spec.bits)
 
     @torch.no_grad()
     def settle(self) -> None:
         """End all training: codes, scales and table become what is stored, and nothing trains any more."""
-        if self.latent is not None:
+        if self.latent is not None or self.range is not None:
             for name, tensor in self.stored().items():
-                (self.codes if name == "codes" else self.get_parameter(name)).copy_(tensor)
-            self.latent = None
+                getattr(self, name).copy_(tensor)
+            self.latent = self.range = None
         self.release()
         for name, parameter in self.named_parameters(recurse=False):
             parameter.requires_grad_(False)
@@ -253,7 +286,7 @@ class QuantLinear(nn.Linear):
         autocast = torch.is_autocast_enabled(device)
         # Autocast would multiply the factors of low-rank scales in bfloat16: another weight than `hold_dense` keeps.
         with torch.autocast(device, enabled=False) if autocast else contextlib.nullcontext():
-            weight = self._effective()
+            weight = self.effective()
         bias: Tensor | None = self.bias
         if not autocast and weight.dtype != input.dtype:
             weight = weight.to(input.dtype)

@@ -39,6 +39,8 @@ OPTIONAL_ARRAYS: dict[str, tuple[str, ...]] = {
 
 BUILD_FLAGS = {"tail_draw_ids": "--tail-draws 8", "draw_ids": "--draws 32", "teacher_hidden": "--hidden"}
 
+DRAW_FLAGS = {"tail_draw_ids": "--tail-draws", "draw_ids": "--draws"}
+
 
 def check_estimator(name: str, temperature: float) -> None:
     """Refuse an estimator that is unknown, or that cannot be right at a temperature.
@@ -96,18 +98,23 @@ def cached_terms(
             raise CacheError("teacher_head: estimator full needs the teacher's output head; build with --hidden")
         return [DenseTerm(hidden_NH, teacher_head, weight, "kd", temperature)]
     if estimator == "sampled":
-        ids_ND = _first(wanted(batch, "draw_ids", "estimator sampled"), draws, "--draws")
+        ids_ND = first_draws(wanted(batch, "draw_ids", "estimator sampled"), draws, DRAW_FLAGS["draw_ids"])
         return [sampled_term(ids_ND, torch.ones_like(ids_ND), weight)]
     teacher = sparse_teacher_from_batch(batch, temperature)
     if estimator == "hybrid":
-        ids_ND = _first(wanted(batch, "tail_draw_ids", "estimator hybrid"), draws, "--tail-draws")
+        held_ND = wanted(batch, "tail_draw_ids", "estimator hybrid")
+        ids_ND = first_draws(held_ND, draws, DRAW_FLAGS["tail_draw_ids"])
         share_N1 = teacher.log_tail_N.exp()[:, None] / ids_ND.shape[1]
         return [*hybrid_terms(teacher, ids_ND, share_N1.expand(ids_ND.shape), weight)]
     return [HeadTerm(teacher, ESTIMATORS[estimator], weight, "kd")]
 
 
-def _first(ids_ND: Tensor, draws: int | None, flag: str) -> Tensor:
-    """Return the first draws; they are independent, so any number of them is a sample."""
+def first_draws(ids_ND: Tensor, draws: int | None, flag: str) -> Tensor:
+    """Return the first draws; they are independent, so any number of them is a sample.
+
+    Raises:
+        CacheError: there are fewer; names the build flag.
+    """
     held = ids_ND.shape[1]
     if draws is not None and draws > held:
         raise CacheError(f"draws: {draws} are asked for, the KD cache holds {held}; build one with {flag} {draws}")

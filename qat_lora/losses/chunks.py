@@ -28,9 +28,12 @@ def walk_positions(task: Task, chunk_tokens: int) -> Walked:
     d_bias = torch.zeros(task.weight_VH.shape[:1], dtype=wide, device=device) if task.want_bias else None
     d_hidden: list[Tensor] = []
     sums: dict[int, list[Tensor]] = {}
+    # A zero that the chunk before has to be finished for. XLA sees all chunks at once, and would make the exponentials
+    # of every one before the first product with them: [tokens, vocabulary] after all.
+    nothing = task.hidden_NH.new_zeros(())
     for start in range(0, task.hidden_NH.shape[0], chunk_tokens):
         rows = slice(start, start + chunk_tokens)
-        hidden_CH = task.hidden_NH[rows]
+        hidden_CH = task.hidden_NH[rows] + nothing
         logits_CV, slope_CV = project(
             hidden_CH, task.weight_VH, task.bias_V, task.logit_scale, task.softcap, wide, task.wanted
         )
@@ -44,6 +47,7 @@ def walk_positions(task: Task, chunk_tokens: int) -> Walked:
                 sums.setdefault(index, []).append(loss)
             grad_CV = part_CV if grad_CV is None or part_CV is None else grad_CV.add_(part_CV)
         if grad_CV is None:
+            nothing = (0.0 * loss).nan_to_num(0.0).to(hidden_CH.dtype)
             continue
         if slope_CV is not None:
             grad_CV.mul_(slope_CV)
@@ -51,6 +55,7 @@ def walk_positions(task: Task, chunk_tokens: int) -> Walked:
             grad_CV.mul_(task.logit_scale)
         if task.want_hidden:
             d_hidden.append(grad_CV.to(task.hidden_NH.dtype) @ task.weight_VH)
+            nothing = (0.0 * d_hidden[-1][0, 0]).nan_to_num(0.0)
         if d_weight is not None:
             d_weight.addmm_(grad_CV.t(), hidden_CH.to(wide))
         if d_bias is not None:

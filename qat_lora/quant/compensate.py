@@ -46,6 +46,14 @@ class Grid(NamedTuple):
         """Return the grid of some columns."""
         return Grid(self.values, self.scale[:, start:stop], None if self.zero is None else self.zero[:, start:stop])
 
+    def transposed(self) -> Grid:
+        """Return the same grid with columns first, each in one piece of memory."""
+        return Grid(self.values, self.scale.T.contiguous(), None if self.zero is None else self.zero.T.contiguous())
+
+    def row(self, index: int) -> Grid:
+        """Return the grid of one row, or of one column of the weight in a transposed grid."""
+        return Grid(self.values, self.scale[index], None if self.zero is None else self.zero[index])
+
     def round(self, target: Tensor) -> Tensor:
         """Return the codes nearest to a target."""
         ratio = target / self.scale
@@ -98,16 +106,16 @@ def gptq(weight_OI: Tensor, damped_II: Tensor, size: int, grid_of: Callable[[int
     codes = torch.zeros(weight.shape, dtype=torch.uint8, device=weight.device)
     for start in range(0, in_features, size):
         stop = min(start + size, in_features)
-        block = grid_of(start, stop, weight[:, start:stop])
-        errors = torch.zeros_like(weight[:, start:stop])
-        for j in range(start, stop):
-            column = block.columns(j - start, j - start + 1)
-            code = column.round(weight[:, j : j + 1])
-            codes[:, j : j + 1] = code
-            error = (weight[:, j : j + 1] - column.dense(code)) / inverse_root[j, j]
-            weight[:, j + 1 : stop] -= error * inverse_root[j, j + 1 : stop]
-            errors[:, j - start] = error[:, 0]
-        weight[:, stop:] -= errors @ inverse_root[start:stop, stop:]
+        block = grid_of(start, stop, weight[:, start:stop]).transposed()
+        left = weight[:, start:stop].T.contiguous()  # [columns, O]: what is rounded together lies together
+        found, errors = torch.zeros_like(left, dtype=torch.uint8), torch.zeros_like(left)
+        for j in range(stop - start):
+            column, row = block.row(j), inverse_root[start + j, start + j : stop]
+            found[j] = column.round(left[j])
+            errors[j] = (left[j] - column.dense(found[j])) / row[0]
+            left[j + 1 :].addr_(row[1:], errors[j], alpha=-1)
+        codes[:, start:stop] = found.T
+        weight[:, stop:] -= errors.T @ inverse_root[start:stop, stop:]
     return codes
 
 
@@ -121,17 +129,16 @@ def descend(weight_OI: Tensor, damped_II: Tensor, grid: Grid, codes_OI: Tensor, 
         for start in range(0, in_features, BLOCK):
             stop = min(start + BLOCK, in_features)
             within = damped_II[start:stop, start:stop]
-            local = slope[:, start:stop].clone()
-            steps = torch.zeros_like(local)
-            for j in range(start, stop):
-                at, column = j - start, grid.columns(j, j + 1)
-                now = column.dense(codes[:, j : j + 1])
-                code = column.round(now + local[:, at : at + 1] / within[at, at])
-                step = column.dense(code) - now
-                codes[:, j : j + 1] = code
-                steps[:, at : at + 1] = step
-                local -= step * within[at]
-            slope -= steps @ damped_II[start:stop]
+            block, local = grid.columns(start, stop).transposed(), slope[:, start:stop].T.contiguous()
+            found = codes[:, start:stop].T.contiguous()
+            now, steps = block.dense(found), torch.zeros_like(local)
+            for j in range(stop - start):
+                column = block.row(j)
+                found[j] = column.round(now[j] + local[j] / within[j, j])
+                steps[j] = column.dense(found[j]) - now[j]
+                local[j + 1 :].addr_(within[j, j + 1 :], steps[j], alpha=-1)
+            codes[:, start:stop] = found.T
+            slope -= steps.T @ damped_II[start:stop]
         if torch.equal(codes, before):
             break
     return codes
@@ -153,7 +160,8 @@ def refit_scales(
     q = grid.code_values(codes_OI)
     size = spec.group_size or q.shape[1]
     starts = range(0, q.shape[1], size)
-    right = torch.stack([(q * (weight_OI.double() @ damped_II))[:, s : s + size].sum(1) for s in starts], dim=1)
+    wanted = q * (weight_OI.double() @ damped_II)
+    right = torch.stack([wanted[:, s : s + size].sum(1) for s in starts], dim=1)
     products = []
     for s in starts:
         pushed = (q[:, s : s + size] @ damped_II[s : s + size]) * q

@@ -98,12 +98,13 @@ class Preset:
     """Specs for a whole model: the first rule whose pattern is found in a layer's name decides.
 
     A rule with spec None keeps the layers it matches as they are. No rule reaches the output head, which has a spec
-    of its own and stays unquantised without one.
+    of its own and stays unquantised without one. `tied`: the embedding looks its rows up in the head's codes.
     """
 
     name: str
     rules: tuple[tuple[str, QuantSpec | None], ...]
     head: QuantSpec | None = None
+    tied: bool = False
 
     def spec_for(self, layer: str) -> QuantSpec | None:
         """Return the spec of a layer, or None where it stays unquantised."""
@@ -115,7 +116,8 @@ class Preset:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, fit for a model's config.json."""
         rules = [[pattern, spec and dataclasses.asdict(spec)] for pattern, spec in self.rules]
-        head = {} if self.head is None else {"head": dataclasses.asdict(self.head)}
+        head: dict[str, Any] = {} if self.head is None else {"head": dataclasses.asdict(self.head)}
+        head |= {"tied": True} if self.tied else {}
         return {"name": self.name, "rules": rules, **head}
 
     @classmethod
@@ -129,7 +131,8 @@ class Preset:
             rules = tuple((str(p), None if s is None else QuantSpec(**s)) for p, s in data["rules"])
             for pattern, _ in rules:
                 re.compile(pattern)
-            return cls(str(data["name"]), rules, QuantSpec(**data["head"]) if data.get("head") else None)
+            head = QuantSpec(**data["head"]) if data.get("head") else None
+            return cls(str(data["name"]), rules, head, bool(data.get("tied")))
         except (KeyError, TypeError, ValueError, re.error) as error:
             raise ConfigError(f"preset: {dict(data)!r} is not a preset of qat-lora ({error})") from None
 

@@ -52,6 +52,9 @@ class Runtime(Protocol):
     def place(self, module: M) -> M:
         """Move a module here and tie again the weights that were tied; the parameter count must not change."""
 
+    def for_loops(self) -> Runtime:
+        """Return where long loops of small dependent steps run: here, or the host where a graph would unroll them."""
+
     def check_spread(self) -> None:
         """Raise DeviceError where a loader must not spread one model over several devices instead of `place`."""
 

@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 
 from qat_lora.config import option
 from qat_lora.errors import ConfigError
+from qat_lora.runtime.group import group_size, whole_number
 
 RUNS_ON_REAL_CHIPS = {"spawn": 0, "spmd": 0}
 """On how many TPU chips each way has been run so far; printed when several are used."""
@@ -79,10 +80,10 @@ def plan_chips(
         ConfigError: a number that is not possible here; the message lists the possible ones.
     """
     on_tpu = kind == "xla" and backend == "TPU"
-    asked = config.num_chips or (environ.get("TPU_NUM_DEVICES") if on_tpu else None)
+    asked = config.num_chips or (_from_variable(environ) if on_tpu else None)
     if config.parallel == "spmd" and kind != "xla":
         raise ConfigError("parallel: spmd exists on XLA only; give --tpu (or --device xla), or leave it out")
-    if int(environ.get("WORLD_SIZE", 1)) > 1:
+    if group_size(environ) > 1:
         return _in_a_group(config, asked, environ)
     if on_tpu:
         return _on_tpu(config, asked, environ, tpu_chips)
@@ -93,6 +94,11 @@ def plan_chips(
     possible = list(range(1, (gpus if kind == "cuda" else max(8, 4 * cores)) + 1))
     count = _pick(asked, possible, gpus if kind == "cuda" else cores, kind)
     return Plan(count, "group" if count > 1 else "here")
+
+
+def _from_variable(environ: Mapping[str, str]) -> str | None:
+    count = whole_number(environ, "TPU_NUM_DEVICES", 0, least=1)
+    return str(count) if count else None
 
 
 def _pick(asked: str | None, possible: list[int], everything: int, what: str) -> int:
@@ -109,7 +115,8 @@ def _pick(asked: str | None, possible: list[int], everything: int, what: str) ->
 
 def _in_a_group(config: ChipsConfig, asked: str | None, environ: Mapping[str, str]) -> Plan:
     """The processes are there already (torchrun); a number may only confirm theirs."""
-    size, here = int(environ["WORLD_SIZE"]), int(environ.get("LOCAL_WORLD_SIZE", environ["WORLD_SIZE"]))
+    size = group_size(environ)
+    here = whole_number(environ, "LOCAL_WORLD_SIZE", size, least=1)
     if config.parallel == "spmd":
         raise ConfigError(
             f"parallel: spmd is one process a machine, but WORLD_SIZE={size}; leave torchrun out, or --parallel spmd"
@@ -124,9 +131,8 @@ def _in_a_group(config: ChipsConfig, asked: str | None, environ: Mapping[str, st
 
 def _on_xla_cpu(config: ChipsConfig, asked: str | None, environ: Mapping[str, str]) -> Plan:
     if config.parallel == "spmd":
-        there = environ.get("CPU_NUM_DEVICES")
-        possible = [int(there)] if there else list(range(1, 9))
-        count = _pick(asked or "all", possible, int(there or 1), "XLA on CPU")
+        there = whole_number(environ, "CPU_NUM_DEVICES", 0, least=1)
+        count = _pick(asked or "all", [there] if there else list(range(1, 9)), there or 1, "XLA on CPU")
         return Plan(count, variables={"CPU_NUM_DEVICES": str(count)})
     count = _pick(asked, [1], 1, "XLA on CPU has no exchange between processes; --parallel spmd takes up to 8")
     return Plan(count, "torch_xla" if asked else "here")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,6 +21,7 @@ from qat_lora.errors import DeviceError
 from qat_lora.runtime import collectives
 from qat_lora.runtime.deferred import DeferredCalls, host_value
 from qat_lora.runtime.feeding import host_tensors, prefetch
+from qat_lora.runtime.group import group_size, place_in_group
 from qat_lora.runtime.placement import move_module
 from qat_lora.runtime.saving import save_tensors
 from qat_lora.types import Batch, LossWalk
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from qat_lora.runtime.base import M
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-_GROUP_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def checkpoint_function() -> Callable[..., Any]:
@@ -54,36 +53,25 @@ class NativeRuntime:
     """
 
     def __init__(self, kind: Literal["cpu", "cuda", "mps"]) -> None:
-        self.rank = int(os.environ.get("RANK", 0))
-        self.replicas = int(os.environ.get("WORLD_SIZE", 1))
+        if kind not in _BACKENDS and group_size() > 1:
+            raise DeviceError(
+                f"device {kind}: WORLD_SIZE={group_size()} asks for a process group, which exists for "
+                f"{' and '.join(_BACKENDS)} only; start one process, or choose another device"
+            )
+        self.rank, self.replicas, local_rank = place_in_group()
         self.device = torch.device(kind)
         self.loss_walk: LossWalk = "vocabulary" if kind == "cpu" else "positions"
-        self.piece_bytes = 16 << 20 if kind == "cpu" else None  # the last-level cache; less, and calls cost more
+        self.piece_bytes = 4 << 20 if kind == "cpu" else None  # fits most caches, twice; less, and calls cost more
         if kind == "cuda":
-            self.device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))
-        if self.replicas > 1:
-            self._check_group(kind)
+            self.device = torch.device(kind, local_rank)
+            if local_rank >= max(1, torch.cuda.device_count()):
+                raise DeviceError(
+                    f"LOCAL_RANK={local_rank}: this machine shows {torch.cuda.device_count()} CUDA devices; "
+                    "start at most one process for each"
+                )
         self._control: dist.ProcessGroup | None = None
         self._deferred = DeferredCalls()
         self._copy_stream: torch.cuda.Stream | None = None
-
-    def _check_group(self, kind: str) -> None:
-        if kind not in _BACKENDS:
-            raise DeviceError(
-                f"device {kind}: WORLD_SIZE={self.replicas} asks for a process group, which exists for "
-                f"{' and '.join(_BACKENDS)} only; start one process, or choose another device"
-            )
-        missing = [name for name in _GROUP_VARIABLES if name not in os.environ]
-        if missing:
-            raise DeviceError(
-                f"WORLD_SIZE={self.replicas}: a process group also needs {', '.join(missing)}; start through "
-                "--num-chips N or `torchrun --nproc-per-node N`, or unset WORLD_SIZE"
-            )
-        if kind == "cuda" and (self.device.index or 0) >= torch.cuda.device_count():
-            raise DeviceError(
-                f"LOCAL_RANK={self.device.index}: this machine shows {torch.cuda.device_count()} CUDA devices; "
-                "start at most one process for each"
-            )
 
     @property
     def is_main(self) -> bool:
@@ -136,6 +124,10 @@ class NativeRuntime:
             DeviceError: the parameter count changed.
         """
         return move_module(module, self.device)
+
+    def for_loops(self) -> NativeRuntime:
+        """Return this runtime."""
+        return self
 
     def check_spread(self) -> None:
         """Refuse to spread a model where other processes would spread theirs over the same devices.

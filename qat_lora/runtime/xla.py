@@ -37,7 +37,8 @@ from qat_lora.runtime import collectives
 from qat_lora.runtime.chips import RUNS_ON_REAL_CHIPS
 from qat_lora.runtime.deferred import DeferredCalls, host_value
 from qat_lora.runtime.feeding import host_tensors, prefetch
-from qat_lora.runtime.native import mean_form
+from qat_lora.runtime.group import place_in_group
+from qat_lora.runtime.native import NativeRuntime, mean_form
 from qat_lora.runtime.placement import move_module
 from qat_lora.runtime.saving import save_tensors
 from qat_lora.types import Batch, LossWalk
@@ -121,7 +122,7 @@ class XlaRuntime:
     piece_bytes: int | None = None
 
     def __init__(self, backend: str) -> None:
-        self.backend = os.environ.setdefault("PJRT_DEVICE", backend)
+        self.backend = os.environ["PJRT_DEVICE"] = os.environ.get("PJRT_DEVICE") or backend  # empty is unset
         self.rank = 0
         self.replicas = 1
         self.device = torch.device("xla")
@@ -231,9 +232,9 @@ class XlaRuntime:
         import torch_xla.runtime as xr
 
         self.rank, self.replicas = xr.global_ordinal(), xr.world_size()
-        group = int(os.environ.get("WORLD_SIZE", 1))
-        if self.backend == "CPU" and group > 1:
-            self.rank, self.replicas, self._over_hosts = int(os.environ["RANK"]), group, True
+        place = place_in_group()
+        if self.backend == "CPU" and place.size > 1:
+            self.rank, self.replicas, self._over_hosts = place.rank, place.size, True
             with collectives.joining():
                 dist.init_process_group("gloo", timeout=collectives.PATIENCE)
         elif self.replicas > 1:
@@ -260,6 +261,10 @@ class XlaRuntime:
         module = move_module(module, self.device)
         torch_xla.sync()  # what a custom move computed must not become part of the first step's graph
         return module
+
+    def for_loops(self) -> NativeRuntime:
+        """Return the host: quantising one small layer column by column made a graph of over 16,000 nodes here."""
+        return NativeRuntime("cpu")
 
     def check_spread(self) -> None:
         """Refuse to spread a model module by module.

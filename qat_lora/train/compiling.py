@@ -50,7 +50,7 @@ class CompileWatch:
             return
         shapes = {name: tuple(value.shape) for name, value in batch.items() if hasattr(value, "shape")}
         self._known = self._known or shapes
-        for name in shapes.keys() | self._known.keys():
+        for name in sorted(shapes.keys() | self._known.keys()):
             before, now = self._known.get(name), shapes.get(name)
             if before != now:
                 self._changed[name] = f"{name} was {_shape(before)}, now {_shape(now)}"

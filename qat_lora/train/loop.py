@@ -290,12 +290,14 @@ def train(
             saving = step % loop.save_steps == 0 or last
             if step % loop.log_steps == 0:
                 saving = saving or _is_time_to_save(loop, saved_at, runtime)
-            if step % loop.log_steps == 0 or saving:
+            evaluating = step % loop.eval_steps == 0 or last
+            if step % loop.log_steps == 0 or saving or evaluating:
                 _flush(pending, log, runtime)
             runtime.step_end()
             watch.mark(compiling.OPTIMIZER_COMPILED)
             watch.end(step)
-            if step % loop.eval_steps == 0 or last:
+            if evaluating:
+                runtime.barrier("metrics")  # the log has all steps up to here, so that their rate is not the pause's
                 evaluate(step)
                 log.pause()
                 last = last or is_exhausted()

@@ -48,6 +48,29 @@ def test_what_storing_costs(slope):
         assert _kl(logits, coarse * -logits[:, k - 1 : k], k) > 5e-5
 
 
+@pytest.mark.parametrize("deepest", [-30.0, -64.0, -60_000.0, -np.inf])
+def test_one_entry_far_below_the_others_does_not_take_their_codes(deepest):
+    draw = np.random.default_rng(0)
+    logits = -np.log(np.arange(1, 65)) * draw.uniform(0.8, 2.5, (2_000, 1))
+    logits[:, -1] = deepest
+    finite = np.concatenate([np.maximum(logits, -100.0), np.full((2_000, 1), -9.0)], axis=1)  # and a tail
+    stored = encode_values(logits, "uint8")
+    assert _kl(finite, decode_values(stored, 64), 64) <= 8e-5
+    if deepest <= -64:  # positive control: the range up to it, as long as the format lets it be
+        wide = encode_values(logits, "uint8", temperature=64 / DEEPEST)
+        assert (wide["val_range"] == 64).all()
+        assert _kl(finite, decode_values(wide, 64), 64) > 3e-4
+
+
+def test_values_used_at_a_higher_temperature_go_deeper():
+    logits = np.linspace(0, -70, 64)[None]
+    for temperature, deepest in ((0.5, 20), (1.0, 20), (2.0, 40), (8.0, 64)):
+        stored = encode_values(logits, "uint8", temperature)
+        assert decode_values(stored, 64).min() == -deepest
+        with_tail = np.concatenate([logits, [[-9.0]]], axis=1)
+        assert _kl(with_tail / temperature, decode_values(stored, 64) / temperature, 64) <= 1e-4
+
+
 def test_odd_values():
     cases = [[0, 0, 0], [0, -1e-9, -2e-9], [0, -1, -np.inf], [0, -1e5, -2e5], [0, -np.inf, -np.inf], [0, -3, -70]]
     stored = encode_values(np.array(cases, np.float32), "uint8")

@@ -10,6 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from qat_lora.diagnose import doctor
+from qat_lora.diagnose.surroundings import Accelerator, HubState
 from qat_lora.runtime.select import Found
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,7 +74,12 @@ def test_devices():
     "environ,name,state,words",
     [
         ({}, "variables", "ok", ""),
-        ({"TPU_NUM_DEVICES": "2"}, "TPU_NUM_DEVICES", "problem", "TPU_VISIBLE_CHIPS"),
+        ({"TPU_NUM_DEVICES": "2"}, "TPU_NUM_DEVICES", "note", ""),
+        ({"TPU_NUM_DEVICES": "two"}, "TPU_NUM_DEVICES", "problem", "dead in torch_xla, and taken as --num-chips here"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE", "problem", "unset WORLD_SIZE"),
+        ({"RANK": "0"}, "variables", "ok", ""),
+        ({"TPU_VISIBLE_CHIPS": "0"}, "TPU_VISIBLE_CHIPS", "note", ""),
+        ({"XLA_PERSISTENT_CACHE_PATH": "/c"}, "XLA_PERSISTENT_CACHE_PATH", "note", ""),
         ({"XLA_USE_BF16": "1"}, "XLA_USE_BF16", "problem", "--dtype bfloat16"),
         ({"XLA_DOWNCAST_BF16": "1"}, "XLA_DOWNCAST_BF16", "problem", "--dtype bfloat16"),
         ({"XRT_TPU_CONFIG": "localservice;0;localhost:51011"}, "XRT_TPU_CONFIG", "problem", "PJRT_DEVICE"),
@@ -89,7 +95,49 @@ def test_variables(environ, name, state, words):
     assert words in (finding.fix or "") and (finding.fix is not None) == (state == "problem")
 
 
+def test_tpu_num_devices_is_ours_alone():
+    """Translated here, dead in torch_xla: both have to be said."""
+    found = only(doctor._check_variables({"TPU_NUM_DEVICES": "2"}, Found())).found
+    assert "taken as --num-chips 2" in found and "torch_xla itself never reads it" in found
+
+
+@pytest.mark.parametrize(("libtpu", "state"), [("0.0.21", "ok"), ("0.0.30", "problem")])
+def test_libtpu_fits_torch_xla(libtpu, state):
+    versions = {"torch": "2.9.0", "torch-xla": "2.9.0", "libtpu": libtpu}
+    finding = doctor._check_xla_fit(versions, Found(tpu="/dev/accel0"), "==0.0.21")
+    assert finding.state == state and (finding.fix == "pip install 'libtpu==0.0.21'") == (state == "problem")
+
+
+def test_chips_and_whether_a_planned_run_fits_one():
+    needs = doctor.Needs("this recovery", memory=20 * 2**30, host=2 * 2**30, disk=3 * 2**30)
+    chips = [
+        Accelerator("TPU v5e", 8, 14.9),
+        Accelerator("TPU v6e", 1, 29.8),
+        Accelerator("TPU of unknown kind", 1, None),
+    ]
+    small, large, unknown = doctor._check_accelerators(chips, needs)
+    assert small.state == "problem" and "is estimated to need 20.0 GiB" in small.found
+    assert "--gradient-checkpointing" in small.fix and large.state == "ok" and unknown.state == "note"
+    assert [f.state for f in doctor._check_accelerators(chips, None)] == ["ok", "ok", "note"]
+
+
+@pytest.mark.parametrize(
+    ("state", "mark", "words"),
+    [
+        (HubState(token=True), "ok", "reached; logged in"),
+        (HubState(offline=True), "note", "HF_HUB_OFFLINE"),
+        (HubState(error="timed out"), "note", "cannot be reached (timed out): give folders instead of names"),
+    ],
+)
+def test_the_hub_is_never_something_to_fix(state, mark, words):
+    finding = doctor._check_hub(state)
+    assert finding.state == mark and words in finding.found and finding.fix is None
+
+
 def test_room():
+    needs = doctor.Needs("this recovery", memory=0, host=2**33, disk=2**33)
+    assert "this recovery wants 8.0 GiB" in doctor._check_disk(7.0, Path("/data"), needs).fix
+    assert doctor._check_ram(7.0, needs).fix and not doctor._check_ram(9.0, needs).fix
     assert doctor._check_disk(4.0, Path("/data")).fix and not doctor._check_disk(6.0, Path("/data")).fix
     assert doctor._check_ram(1.0).fix and not doctor._check_ram(64.0).fix
     assert doctor._check_ram(None).state == "note"
@@ -130,6 +178,8 @@ except SystemExit as stop:
 print(json.dumps({"code": code, "loaded": [m for m in ("torch_xla", "transformers") if m in sys.modules]}))
 """
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PJRT", "XLA", "XRT", "TPU"))}
+
+    clean["HF_HUB_OFFLINE"] = "1"
 
     def run(**variables: str) -> tuple[str, dict]:
         done = subprocess.run(

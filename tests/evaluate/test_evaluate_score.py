@@ -61,12 +61,15 @@ def oracle(teacher, student):
     return math.fsum(nll) / len(nll), math.fsum(kl) / len(kl), sum(same) / len(same), len(nll), right, ece
 
 
+@pytest.mark.parametrize("pieces", [None, 1, 5])
 @pytest.mark.parametrize("chunk", [1, 7, 10_000])
-def test_scores_are_those_of_the_definition(monkeypatch, chunk):
+def test_scores_are_those_of_the_definition(monkeypatch, chunk, pieces):
     monkeypatch.setattr(score_module, "CHUNK_BYTES", 4 * VOCABULARY * chunk)
     monkeypatch.setattr(score_module, "CHUNK_ROWS", 1)
     teacher, near, far = Table(1), Table(1, spread=1.7), Table(2)
-    found = score(teacher, {"near": near, "far": far, "self": teacher}, batches(), quiet=True)
+    piece_bytes = pieces and pieces * 16 * VOCABULARY  # positions of four float32 buffers
+    students = {"near": near, "far": far, "self": teacher}
+    found = score(teacher, students, batches(), quiet=True, piece_bytes=piece_bytes)
     assert list(found) == ["teacher", "near", "far", "self"]
     for name, model in {"teacher": teacher, "near": near, "far": far}.items():
         nll, kl, top1, tokens, accuracy, ece = oracle(teacher, model)
@@ -80,6 +83,32 @@ def test_scores_are_those_of_the_definition(monkeypatch, chunk):
     assert found["teacher"].kl == 0.0 and found["teacher"].top1 == 1.0
     assert found["self"] == found["teacher"]
     assert 0 < found["near"].kl < found["far"].kl and found["far"].top1 < 1
+
+
+class Bfloat16(Table):
+    """Its logits are rounded as a model in bfloat16 rounds them."""
+
+    def logits(self, hidden_NH):
+        return super().logits(hidden_NH).bfloat16()
+
+
+def test_logits_in_bfloat16_lose_nothing_more():
+    """KL and loss are those of the rounded logits in float64; taken in bfloat16 they would be wrong by a per cent."""
+    teacher, student = Bfloat16(1), Bfloat16(1, spread=1.99)
+    kl, rough, nll = [], [], []
+    for batch in batches():
+        ids, mask = batch["input_ids"], batch["target_mask"]
+        hidden = [of.hidden(ids[:, :-1][mask], None) for of in (teacher, student)]
+        rounded = [of.logits(at) for of, at in zip((teacher, student), hidden, strict=True)]
+        log_t, log_s = (logits.double().log_softmax(-1) for logits in rounded)
+        kl += (log_t.exp() * (log_t - log_s)).sum(-1).tolist()
+        nll += (-log_s.gather(-1, ids[:, 1:][mask][:, None])).flatten().tolist()
+        log_t, log_s = (logits.log_softmax(-1) for logits in rounded)
+        rough += (log_t.exp() * (log_t - log_s)).sum(-1).tolist()
+    found = score(teacher, {"s": student}, batches(), quiet=True)["s"]
+    assert found.kl == pytest.approx(math.fsum(kl) / len(kl), abs=1e-6)
+    assert found.nll == pytest.approx(math.fsum(nll) / len(nll), abs=1e-6)
+    assert abs(math.fsum(rough) / len(rough) - found.kl) > 1e-5  # the naive way fails this test
 
 
 def test_masked_positions_may_hold_anything():

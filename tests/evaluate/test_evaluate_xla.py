@@ -82,5 +82,6 @@ def test_one_graph_a_kind_of_work_and_the_figures_of_the_cpu(tiny, tmp_path):
     assert cpu["domains"]["seen"]["near"]["kl"] > 1e-4
     assert xla["generation"] == cpu["generation"]
     graphs = {name: [run["graphs_compiled"] for run in runs] for name, runs in json.loads(counts.read_text()).items()}
-    # The hidden states of a batch and the numbers of a chunk, once; then a second text and second models for nothing.
-    assert graphs == {"measure": [2, 0], "continue_greedily": [1, 0]}, graphs
+    # The hidden states of a batch and the numbers of a chunk, once; a row and a token, once; then a second text and
+    # second models for nothing.
+    assert graphs == {"measure": [2, 0], "continue_greedily": [2, 0]}, graphs

@@ -8,15 +8,17 @@ import torch
 from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from toy_pipeline import cache_options, call, eval_options, export_options, quantize_options, recover_options
+from toy_pipeline import cache_options, call, eval_options, export_options, part, quantize_options, recover_options
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from qat_lora.app.generating import generate
 from qat_lora.errors import ConfigError, ModelError, OutputExistsError, QatLoraError
 from qat_lora.layers.calibrate import quantise_model
 from qat_lora.layers.convert import bits_per_weight
 from qat_lora.models import load_model, save_quantised
-from qat_lora.options import ExportOptions, HubConfig
+from qat_lora.options import ExportOptions, GenerateOptions, HubConfig
 from qat_lora.quant.spec import preset
+from qat_lora.runtime.select import select_runtime
 from qat_lora.students import open_student
 from qat_lora.text.sources import TextConfig
 
@@ -129,6 +131,37 @@ def test_merged_dense(recovered, tmp_path, dtype):
     assert gap <= (1e-5 if dtype == "float32" else 0.1)
 
 
+@pytest.mark.parametrize("form", ["merged", "adapter", "compressed-tensors"])
+def test_our_own_commands_open_what_was_exported(recovered, tiny, tmp_path, form):
+    """Scores, text and logits of an export are those of the run, adapter included."""
+    out = call("export", export_options(recovered, tmp_path / "out", form=form))
+    assert (our_logits(out) - our_logits(recovered)).abs().max() <= 1e-5
+    scores = call("evaluate", eval_options(tiny, {"run": recovered, "export": out}, tmp_path / "eval", eval_rows=6))
+    assert scores["export"]["kl"] == pytest.approx(scores["run"]["kl"], abs=1e-6) and scores["run"]["kl"] > 1e-3
+    runtime = select_runtime("cpu")
+
+    def text(student):
+        options = GenerateOptions(student=str(student), prompt="the model", max_new_tokens=6, run=part("-"))
+        return runtime.launch(lambda: generate(options, runtime))
+
+    assert text(out) == text(recovered)
+
+
+def test_a_packed_base_that_was_changed_is_refused(recovered, tmp_path):
+    out = call("export", export_options(recovered, tmp_path / "ct", form="compressed-tensors"))
+    _steps(out)
+    with pytest.raises(ModelError, match="another base"):
+        open_student(str(out), HubConfig())
+    with pytest.raises(ModelError, match="quantised by compressed-tensors"):
+        load_model(str(out))  # to quantise it anew, say
+
+
+def test_gguf_is_no_model_to_score(recovered, tmp_path):
+    out = call("export", export_options(recovered, tmp_path / "gguf", form="gguf"))
+    with pytest.raises(ModelError, match=r"GGUF export, which llama.cpp reads"):
+        open_student(str(out), HubConfig())
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_size_on_disk_is_the_bits_that_are_printed(name, tiny, tmp_path):
     folder = quantised(tiny, name, tmp_path / "student")
@@ -197,6 +230,13 @@ def _scale(folder):
     file = folder / "model.safetensors"
     tensors = load_file(file)
     save_file({k: v * 2 if k.endswith(".scale") else v for k, v in tensors.items()}, file, metadata={"format": "pt"})
+
+
+def _steps(folder):
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors = {k: v * 2 if k.endswith("weight_scale") else v for k, v in tensors.items()}
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def _tokenizer(folder):

@@ -8,7 +8,7 @@ from torch import nn
 from qat_lora.errors import ConfigError
 from qat_lora.layers.calibrate import quantise_model, second_moments
 from qat_lora.layers.convert import add_lora, quant_layers
-from qat_lora.layers.fit import error_factors
+from qat_lora.layers.fit import Metric
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.quant.spec import preset
 
@@ -86,6 +86,10 @@ def problem(rows=20, columns=16, seed=0):
     return draw.normal(size=(rows, columns)), x
 
 
+def correction(error, moment, rank):
+    return Metric.of(error, moment).correction(error, rank)[0]
+
+
 @pytest.mark.parametrize("rank", [1, 4, 10])
 def test_the_start_reaches_the_eckart_young_bound_in_output_error(rank):
     """The least output error of any rank-r correction is the tail of the singular values of E Xᵀ."""
@@ -94,7 +98,7 @@ def test_the_start_reaches_the_eckart_young_bound_in_output_error(rank):
     moment += 1e-4 * np.diag(moment).mean() * np.eye(16)  # the floor: what counts as never seen
     bound = np.square(np.linalg.svd(error @ np.linalg.cholesky(moment), compute_uv=False)[rank:]).sum()
     given = torch.from_numpy(x.T @ x / len(x))
-    factors = error_factors(torch.from_numpy(error), given, rank)
+    factors = correction(torch.from_numpy(error), given, rank)
     assert factors.a_RI.shape == (rank, 16) and factors.b_OR.shape == (20, rank)
     left = error - factors.b_OR.double().numpy() @ factors.a_RI.double().numpy()
     assert np.trace(left @ moment @ left.T) == pytest.approx(bound, rel=1e-4)
@@ -107,7 +111,7 @@ def test_the_start_reaches_the_eckart_young_bound_in_output_error(rank):
 
 def test_without_moments_it_is_the_plain_svd():
     error, _ = problem()
-    factors = error_factors(torch.from_numpy(error), None, 4)
+    factors = correction(torch.from_numpy(error), None, 4)
     u, s, vh = np.linalg.svd(error, full_matrices=False)
     ours = factors.b_OR.double().numpy() @ factors.a_RI.double().numpy()
     assert np.allclose(ours, (u[:, :4] * s[:4]) @ vh[:4], atol=1e-5)
@@ -116,7 +120,7 @@ def test_without_moments_it_is_the_plain_svd():
 def test_a_smaller_rank_is_a_slice_of_a_larger_one():
     error, x = problem()
     moment = torch.from_numpy(x.T @ x / len(x))
-    large, small = (error_factors(torch.from_numpy(error), moment, rank) for rank in (9, 3))
+    large, small = (correction(torch.from_numpy(error), moment, rank) for rank in (9, 3))
     assert torch.allclose(large.b_OR[:, :3] @ large.a_RI[:3], small.b_OR @ small.a_RI, atol=1e-5)
 
 
@@ -124,7 +128,7 @@ def test_inputs_that_were_never_seen_get_no_infinite_weight():
     error, x = problem()
     x[:, 3] = 0
     for moment in (torch.from_numpy(x.T @ x / len(x)), torch.zeros(16, 16)):
-        factors = error_factors(torch.from_numpy(error), moment, 4)
+        factors = correction(torch.from_numpy(error), moment, 4)
         assert all(torch.isfinite(f.half()).all() for f in factors)
         assert (factors.b_OR @ factors.a_RI).abs().max() < 10
 

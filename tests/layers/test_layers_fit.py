@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from qat_lora.errors import ConfigError
-from qat_lora.layers.fit import Metric, error_factors, fit_layer
+from qat_lora.layers.fit import Metric, fit_layer
 from qat_lora.quant.spec import QuantSpec
 
 SPEC = QuantSpec(bits=2, code="half", sharing="group", group_size=16)
@@ -15,6 +15,10 @@ def moment_of(size, seed, tokens=600):
     draw = np.random.default_rng(seed)
     x = draw.normal(size=(tokens, size)) * np.geomspace(4, 0.3, size) @ np.linalg.qr(draw.normal(size=(size, size)))[0]
     return x.T @ x / tokens
+
+
+def correction(error, rank, *metric):
+    return Metric.of(error, *metric).correction(error, rank)[0]
 
 
 def cost(error, inputs, outputs):
@@ -27,13 +31,13 @@ def test_the_correction_is_the_best_in_both_metrics(rank):
     error = np.random.default_rng(0).normal(size=(20, 16))
     inputs, outputs = moment_of(16, 1), moment_of(20, 2)
     given = torch.from_numpy(inputs), torch.from_numpy(outputs)
-    factors = error_factors(torch.from_numpy(error), given[0], rank, given[1])
+    factors = correction(torch.from_numpy(error), rank, *given)
     floors = [m + f * np.diag(m).mean() * np.eye(len(m)) for m, f in ((inputs, 1e-4), (outputs, 1e-2))]
     roots = [np.linalg.cholesky(m) for m in floors]
     values = np.linalg.svd(roots[1].T @ error @ roots[0], compute_uv=False)
     left = error - factors.b_OR.double().numpy() @ factors.a_RI.double().numpy()
     assert cost(left, *floors) == pytest.approx(np.square(values[rank:]).sum(), rel=1e-4)
-    one_sided = error_factors(torch.from_numpy(error), given[0], rank)
+    one_sided = correction(torch.from_numpy(error), rank, given[0])
     other = error - one_sided.b_OR.double().numpy() @ one_sided.a_RI.double().numpy()
     assert cost(left, *floors) < 0.95 * cost(other, *floors)
     uncorrected = Metric.of(torch.from_numpy(error), *given).correction(torch.from_numpy(error), 8, rank)[1]
@@ -43,7 +47,7 @@ def test_the_correction_is_the_best_in_both_metrics(rank):
 def test_a_diagonal_counts_as_the_matrix_that_it_is_the_diagonal_of():
     error, inputs = torch.randn(12, 16, generator=torch.Generator().manual_seed(0)), torch.from_numpy(moment_of(16, 1))
     outputs = torch.rand(12, generator=torch.Generator().manual_seed(1)) + 0.1
-    ours, theirs = (error_factors(error, inputs, 3, given) for given in (outputs, outputs.diag()))
+    ours, theirs = (correction(error, 3, inputs, given) for given in (outputs, outputs.diag()))
     assert torch.allclose(ours.b_OR @ ours.a_RI, theirs.b_OR @ theirs.a_RI, atol=1e-5)
 
 
@@ -79,9 +83,28 @@ def test_plain_svd_ignores_the_metric():
     assert np.allclose((fit.factors.b_OR @ fit.factors.a_RI).numpy(), (u[:, :3] * s[:3]) @ vh[:3], atol=1e-5)
 
 
+def test_the_best_start_is_the_one_with_least_error_on_rows_it_was_not_made_from():
+    """QERA where calibration speaks for the text to come, the plain SVD where it speaks for the opposite."""
+    weight = torch.randn(24, 16, generator=torch.Generator().manual_seed(0)) * 0.1
+    seen = torch.from_numpy(moment_of(16, 1))
+    opposite = torch.linalg.inv(seen) * 3
+
+    def factors(fresh, method="best", weight=weight):
+        return fit_layer(weight, SPEC, "mse", seen, start_rank=3, start_method=method, fresh_II=fresh).factors
+
+    qera, svd = factors(None, "qera"), factors(None, "svd")
+    assert torch.equal(factors(seen).a_RI, qera.a_RI) and torch.equal(factors(opposite).a_RI, svd.a_RI)
+    error = (weight - fit_layer(weight, SPEC, "mse", seen).quantised.dense(SPEC)).double().numpy()
+    for fresh, better, worse in ((seen, qera, svd), (opposite, svd, qera)):
+        left = [cost(error - (f.b_OR @ f.a_RI).double().numpy(), fresh.numpy(), np.eye(24)) for f in (better, worse)]
+        assert left[0] < left[1]
+    with pytest.raises(ConfigError, match="start_method: best compares on held-out calibration rows"):
+        factors(None)
+
+
 def test_refusals():
     weight = torch.randn(12, 16)
     with pytest.raises(ConfigError, match="joint_rank: 4 is more than the 2 columns"):
         fit_layer(weight, SPEC, "mse", start_rank=2, joint_rank=4)
-    with pytest.raises(ConfigError, match="start_method: 'pissa' is unknown; allowed: svd, qera"):
+    with pytest.raises(ConfigError, match="start_method: 'pissa' is unknown; allowed: svd, qera, best"):
         fit_layer(weight, SPEC, "mse", start_rank=2, start_method="pissa")

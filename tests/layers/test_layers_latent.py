@@ -2,12 +2,16 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from qat_lora.layers.latent import Latent, LookUp
+from qat_lora.errors import ModelError
+from qat_lora.layers.latent import Latent, LookUp, Range
 from qat_lora.layers.quant_linear import QuantLinear
+from qat_lora.quant.codes import code_values
+from qat_lora.quant.fake import fake_quantise
 from qat_lora.quant.initialise import quantise_weight
 from qat_lora.quant.spec import QuantSpec
 
@@ -126,3 +130,69 @@ def test_a_trained_table_is_stored_with_its_codes():
     fresh = QuantLinear(COLUMNS, ROWS, layer.spec, bias=True)
     fresh.load_state_dict({**stored, "bias": layer.bias})
     assert torch.equal(fresh(x), moved)
+
+
+def frozen_range(weight, low, high, most, rounded, shift, side):
+    """The range quantiser with its rounding errors, and who is clipped, held fixed: it has true derivatives."""
+    scale = (high - low) / most
+    zero = -low / scale + shift
+    code = np.where(side < 0, 0, np.where(side > 0, most, weight / scale + rounded + zero))
+    return scale * (code - zero)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_range_learning_is_the_derivative_with_rounding_errors_held_fixed(bits, monkeypatch):
+    monkeypatch.setattr("qat_lora.layers.latent.as_stored", lambda tensor: tensor)  # in float64, without float16
+    draw, most = np.random.default_rng(0), 2**bits - 1
+    weight, gradient = draw.normal(size=(4, 9)), draw.normal(size=(4, 9))
+    ends = np.array([[-1.3], [-0.4], [-0.9], [-2.0]]), np.array([[0.8], [1.1], [0.5], [1.7]])
+    learned = Range(torch.ones(4, 1).double(), torch.zeros(4, 1).double(), bits)
+    learned.low.data, learned.high.data = (torch.from_numpy(end.copy()) for end in ends)
+    latent = torch.from_numpy(weight).requires_grad_()
+    spec = QuantSpec(bits=bits, code="asymmetric", sharing="channel")
+    scale, zero = learned()
+    out = fake_quantise(latent, scale, spec, code_values(spec).double(), zero)
+    out.backward(torch.from_numpy(gradient))
+    step = (ends[1] - ends[0]) / most
+    zeros = np.round(-ends[0] / step)
+    side = np.where(weight / step < -zeros, -1, np.where(weight / step > most - zeros, 1, 0))
+    assert 0 < np.mean(side == 0) < 1
+    fixed = (most, np.floor(weight / step + 0.5) - weight / step, zeros + ends[0] / step, side)
+    assert np.allclose(out.detach().numpy(), frozen_range(weight, *ends, *fixed), atol=1e-12)
+    for at, trained in enumerate((latent, learned.low, learned.high)):
+        for i in np.ndindex(trained.shape):
+            moved = []
+            for sign in (1, -1):
+                arrays = [x.copy() for x in (weight, *ends)]
+                arrays[at][i] += sign * 1e-6
+                moved.append((gradient * frozen_range(*arrays, *fixed)).sum())
+            assert trained.grad.numpy()[i] == pytest.approx((moved[0] - moved[1]) / 2e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("with_weights", [True, False])
+def test_a_trained_range_is_stored_bit_for_bit_as_it_computes(with_weights):
+    linear, layer = make("asymmetric")
+    x, expected = torch.randn(5, COLUMNS), layer.weight.clone()
+    before = layer.stored()
+    if with_weights:
+        layer.train_weight(linear.weight.detach())
+    learned = layer.train_range()
+    assert torch.equal(layer.weight, expected)  # step 0 is the calibrated student
+    optimizer = torch.optim.Adam(learned.parameters(), lr=0.03)
+    for _ in range(20):
+        optimizer.zero_grad()
+        (layer(x) - 3 * linear(x)).square().sum().backward()
+        optimizer.step()
+    stored, trained = layer.stored(), layer(x).detach()
+    assert not torch.equal(stored["scale"], before["scale"]) and not torch.equal(
+        stored["zeros"], make("asymmetric")[1].zeros
+    )
+    fresh = QuantLinear(COLUMNS, ROWS, layer.spec, bias=True)
+    fresh.load_state_dict({**stored, "bias": layer.bias})
+    assert torch.equal(fresh(x), trained)
+    layer.settle()
+    assert (
+        layer.range is None and torch.equal(layer(x), trained) and not any(p.requires_grad for p in layer.parameters())
+    )
+    with pytest.raises(ModelError, match="ranges: a layer with integer codes has no zero points to train"):
+        make("group")[1].train_range()

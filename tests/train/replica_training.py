@@ -3,12 +3,14 @@
 `python replica_training.py KIND FOLDER COUNT...` trains the same steps with each COUNT of replicas (the last COUNT may
 be COUNT:STEP, after which the last replica gets a SIGTERM) and writes
 FOLDER/COUNT/replica-RANK.json: losses, the first step's gradients, the weights, the rows seen, the graphs compiled.
-KIND is `cpu` (gloo processes, forked), `xla` (this process is one of a group already), `spmd` or `spmd-sharded`.
+KIND is `cpu` (gloo processes, forked), `xla` (this process is one of a group already), or `spmd` (COUNT virtual
+devices, in a forked process since their number cannot change; with a sharded base too, in FOLDER/COUNT-sharded).
 """
 
 import contextlib
 import functools
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -109,11 +111,28 @@ def work(kind: str, folder: Path, count: int, disturb=lambda step, runtime: None
     runtime.launch(lambda: replica(folder, count, disturb, runtime))
 
 
+def work_on_virtual_devices(kind: str, folder: Path, count: int) -> None:
+    os.environ["CPU_NUM_DEVICES"] = str(count)  # read when the first device is touched
+    work(kind, folder, count)
+
+
+def in_a_fork(function, *arguments) -> None:
+    """Run in a process that has imported everything already: torch_xla alone takes longer than the training."""
+    process = multiprocessing.get_context("fork").Process(target=function, args=arguments)
+    process.start()
+    process.join()
+    assert process.exitcode == 0, (arguments, process.exitcode)
+
+
 def main(kind: str, folder: Path, counts: list[int], stop_after: int = 0) -> None:
     for count in counts:
         into = folder / str(count)
         if kind == "cpu":
             run_group(functools.partial(work, kind, into, count), count, 1, "fork")
+        elif kind == "spmd":
+            in_a_fork(work_on_virtual_devices, "spmd", into, count)
+            if count > 1:
+                in_a_fork(work_on_virtual_devices, "spmd-sharded", folder / f"{count}-sharded", count)
         else:
             work(kind, into, count, functools.partial(stop_last, stop_after))
     if kind == "cpu" and len(counts) > 1:  # 4 replicas, then 2, then 8 of them, on one run's checkpoints
@@ -125,6 +144,10 @@ def main(kind: str, folder: Path, counts: list[int], stop_after: int = 0) -> Non
 
 if __name__ == "__main__":
     import torch._dynamo
+
+    if sys.argv[1] == "spmd":
+        import torch_xla.core.xla_model
+        import torch_xla.distributed.spmd  # noqa: F401
 
     last, _, stop = sys.argv[-1].partition(":")
     main(sys.argv[1], Path(sys.argv[2]), [int(count) for count in (*sys.argv[3:-1], last)], int(stop or 0))

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks processes
 def kill(tmp_path, kills, stops):
     script = Path(__file__).with_name("train_kills.py")
     command = [sys.executable, "-W", "error", script, tmp_path, str(kills), str(stops)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     for name in ("killed", "stopped"):
         assert_same(tmp_path / name, tmp_path / "whole")

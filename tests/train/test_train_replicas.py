@@ -142,32 +142,23 @@ def test_without_agreement_skewed_signals_hang(faults):
 # --- XLA --------------------------------------------------------------------------------------------------------
 
 
-def spmd(folder: Path, kind: str, count: int) -> Path:
-    finish(start("replica_training.py", kind, folder / kind, count, PJRT_DEVICE="CPU", CPU_NUM_DEVICES=str(count)))
-    return folder / kind / str(count)
-
-
 @pytest.fixture(scope="module")
-def one_device(tmp_path_factory):
-    return spmd(tmp_path_factory.mktemp("spmd"), "spmd", 1)
+def spmd(tmp_path_factory):
+    """1, 2, 4 and 8 virtual devices, and all but the first again with a sharded base."""
+    folder = tmp_path_factory.mktemp("spmd")
+    finish(start("replica_training.py", "spmd", folder, 1, 2, 4, 8, PJRT_DEVICE="CPU"), 500)
+    return folder
 
 
 @pytest.mark.xla
 @needs_xla
-@pytest.mark.parametrize(
-    ("kind", "count"),
-    [
-        ("spmd", 4),
-        ("spmd-sharded", 2),
-        *(pytest.param("spmd", count, marks=pytest.mark.slow) for count in (2, 8)),
-        *(pytest.param("spmd-sharded", count, marks=pytest.mark.slow) for count in (4, 8)),
-    ],
-)
-def test_spmd_devices_equal_one_device(one_device, tmp_path, kind, count):
-    run = spmd(tmp_path, kind, count)
-    (note,), (alone,) = notes(run), notes(one_device)
+@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_spmd_devices_equal_one_device(spmd, count, sharded):
+    run = spmd / (f"{count}-sharded" if sharded else str(count))
+    (note,), (alone,) = notes(run), notes(spmd / "1")
     assert (note["processes"], note["replicas"]) == (1, count)
-    assert_same_training(run, one_device)
+    assert_same_training(run, spmd / "1")
     graphs = [[report["graphs_compiled"] for report in n["reports"]] for n in (note, alone)]
     assert graphs[0] == graphs[1] and graphs[0][1:] == [graphs[0][1]] * (STEPS - 1), graphs
     assert_rows_in_order(run)
@@ -175,7 +166,7 @@ def test_spmd_devices_equal_one_device(one_device, tmp_path, kind, count):
 
 @pytest.mark.xla
 @needs_xla
-def test_torchrun_with_an_xla_device_each_equals_one_device(one_device, tmp_path):
+def test_torchrun_with_an_xla_device_each_equals_one_device(spmd, tmp_path):
     """gloo carries the gradients, since XLA on the CPU cannot; one SIGTERM stops both, which then go on."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     run = tmp_path / "2"
@@ -185,4 +176,4 @@ def test_torchrun_with_an_xla_device_each_equals_one_device(one_device, tmp_path
     assert [path.name for path in checkpoints(run / "checkpoints")][-1] == "step-000007"
     finish(start("replica_training.py", "xla", tmp_path, 2, launcher=launcher, PJRT_DEVICE="CPU"))
     assert [(note["replicas"], note["from"]) for note in notes(run)] == [(2, 7)] * 2
-    assert_same_training(run, one_device)
+    assert_same_training(run, spmd / "1")

@@ -3,6 +3,7 @@
 Forked from a process that has imported torch and started no thread, a life costs milliseconds instead of seconds.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -42,6 +43,11 @@ def wait(child):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+def tell(**counts):
+    """Print what is done so far, for a program that counts many."""
+    print(json.dumps(counts), flush=True)
+
+
 def kill(out, count):
     """Start, resume and kill a run, `count` times, begun anew when it gets through; return the exit codes."""
     draw, codes = random.Random(count), []
@@ -58,6 +64,8 @@ def kill(out, count):
         time.sleep(draw.random() * 0.03)
         os.kill(child, signal.SIGKILL)
         codes.append(wait(child))
+        if life % 10 == 9:
+            tell(kills=codes.count(-signal.SIGKILL))
     return codes
 
 
@@ -68,9 +76,11 @@ def stop(out, count):
         newest = checkpoints(out / "checkpoints")
         if newest and newest[-1].name == f"step-{STEPS['max_steps']:06d}":
             shutil.rmtree(out)
-        child = fork(lambda: run(out, slow(), save_steps=1000, **STEPS))
-        while not (out / "evaluations.jsonl").exists():
-            time.sleep(0.001)
+        reader, writer = os.pipe()
+        child = fork(lambda pipe=writer: run(out, slow(pipe), save_steps=1000, **STEPS))
+        os.close(writer)
+        os.read(reader, 1)  # its first forward: before that it does not listen yet, and there is nothing to save
+        os.close(reader)
         time.sleep(draw.random() * 0.3)
         begun = time.monotonic()
         os.kill(child, signal.SIGTERM)
@@ -78,6 +88,7 @@ def stop(out, count):
         assert code in (143, 0), code
         if code == 143:  # else it was through already
             took.append(time.monotonic() - begun)
+            tell(stops=len(took), slowest_stop_s=max(took))
     return took
 
 
@@ -114,12 +125,19 @@ def main(root, kills, stops):
     time.sleep(1.1)  # within a second it would be the same request, passed on by a launcher
     os.kill(child, signal.SIGTERM)
     assert wait(child) == -signal.SIGTERM
-    print(json.dumps({"kills": codes.count(-signal.SIGKILL), "stops": len(took), "slowest_stop_s": max(took)}))
+    tell(kills=codes.count(-signal.SIGKILL), stops=len(took), slowest_stop_s=max(took))
 
 
-def slow():
+def slow(pipe):
+    """Return a toy whose forwards take a while, and are told of through a pipe."""
     toy = Toy(dropout=0.3)
-    toy.before_forward = lambda: time.sleep(0.01)
+
+    def before_forward():
+        with contextlib.suppress(BrokenPipeError):  # nobody listens after the first
+            os.write(pipe, b"1")
+        time.sleep(0.01)
+
+    toy.before_forward = before_forward
     return toy
 
 

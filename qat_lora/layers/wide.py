@@ -1,0 +1,66 @@
+"""Compute in float32 with weights that stay as they are stored, half as wide and on disk until they are read.
+
+A bfloat16 checkpoint that is loaded in float32 takes twice its size in memory. Loaded as it is, its tensors are
+views of the file, which the system reads when they are used and may drop again. So calibration keeps them so, and
+every layer widens its own weight for the moment of its product: one layer's float32 weight is in memory at a time,
+also in the backward pass, which widens it again instead of keeping it. Every bfloat16 number is a float32 number, so
+results are those of the whole model in float32, bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class _WideProduct(torch.autograd.Function):
+    """x Wᵀ in x's type; for the backward pass W is kept as it is stored."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        return nn.functional.linear(x, weight.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        return gradient @ ctx.weight.to(gradient.dtype), None
+
+
+class WideLinear(nn.Linear):
+    """A frozen linear layer that computes in its input's type."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply the layer."""
+        product = _WideProduct.apply(input, self.weight)
+        return product if self.bias is None else product + self.bias.to(product.dtype)
+
+
+class WideEmbedding(nn.Embedding):
+    """A frozen embedding that gives float32 rows."""
+
+    computes_in = torch.float32
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Look rows up."""
+        return super().forward(input).float()
+
+
+def widen(model: nn.Module) -> None:
+    """Let a model compute in float32; the matrices of its linear layers and embeddings stay as they are stored."""
+    kinds: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: WideLinear, nn.Embedding: WideEmbedding}
+    for module in model.modules():
+        if type(module) in kinds:
+            if any(p.is_floating_point() and p.dtype != torch.float32 for p in module.parameters(recurse=False)):
+                module.__class__ = kinds[type(module)]
+        else:
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.float()
+
+
+def computing_dtype(model: Any) -> torch.dtype:
+    """Return the type of a model's activations: of its weights, save where its embedding gives another."""
+    dtype: torch.dtype = getattr(model.get_input_embeddings(), "computes_in", model.dtype)
+    return dtype

@@ -1,0 +1,83 @@
+"""Attention in tiles against torch's own in float64, and that transformers really calls it."""
+
+import pytest
+import torch
+
+from qat_lora.layers import attention
+from qat_lora.layers.attention import tiled_attention
+from qat_lora.masks import attention_inputs
+from qat_lora.models import TILED, make_qwen3
+from qat_lora.runtime.native import NativeRuntime
+
+
+def exact(query, key, value, mask, scale):
+    """Every score at once, in float64, by the definition."""
+    query, key, value = (x.detach().double().requires_grad_() for x in (query, key, value))
+    repeat = query.shape[1] // key.shape[1]
+    scores = query @ key.repeat_interleave(repeat, 1).transpose(2, 3) * scale + mask.double()
+    return scores.softmax(-1) @ value.repeat_interleave(repeat, 1), (query, key, value)
+
+
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 2e-6), (torch.bfloat16, 1.5e-2)])
+@pytest.mark.parametrize(("length", "heads", "groups"), [(7, 2, 2), (64, 3, 1), (150, 4, 2)])
+def test_output_and_gradients_are_those_of_the_definition(dtype, close, length, heads, groups):
+    torch.manual_seed(length)
+    rows, width, scale = 3, 8, 0.4
+    query = torch.randn(rows, length, heads, width).to(dtype).transpose(1, 2).requires_grad_()  # as projections come
+    key, value = (torch.randn(rows, groups, length, width).to(dtype).requires_grad_() for _ in range(2))
+    documents = torch.sort(torch.randint(0, 3, (rows, length))).values
+    config = make_qwen3(None, 16, hidden=16, layers=1, heads=2, kv_heads=2, mlp=8).config
+    mask, _ = attention_inputs(config, documents, dtype)
+    output = tiled_attention(query, key, value, mask, scale)
+    wanted, sources = exact(query, key, value, mask, scale)
+    pull = torch.randn(rows, heads, length, width).to(dtype)
+    output.backward(pull)
+    wanted.backward(pull.double())
+    pairs = [
+        (output.detach(), wanted.detach()),
+        *((x.grad, y.grad) for x, y in zip((query, key, value), sources, strict=True)),
+    ]
+    for mine, theirs in pairs:
+        assert mine.dtype == dtype
+        assert float((mine.double() - theirs).norm() / theirs.norm()) < close
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_model_computes_the_same_with_it(monkeypatch, checkpointing):
+    calls = []
+    original = attention._TiledAttention.apply
+    monkeypatch.setattr(attention._TiledAttention, "apply", lambda *args: calls.append(1) or original(*args))
+    torch.manual_seed(0)
+    model = make_qwen3(None, 64, hidden=32, layers=2, heads=4, kv_heads=2, mlp=48)
+    model.module.train()
+    ids, documents = torch.randint(0, 64, (2, 90)), torch.arange(90).div(40, rounding_mode="floor").int().expand(2, 90)
+
+    def gradients():
+        model.module.zero_grad()
+        hidden = model.hidden(ids, documents)
+        hidden.square().sum().backward()
+        return hidden.detach(), [p.grad.clone() for p in model.module.parameters() if p.grad is not None]
+
+    before, before_grads = gradients()
+    assert not calls
+    model.tile_attention()
+    model.tile_attention()  # again is nothing new
+    if checkpointing:
+        model.checkpoint_gradients(NativeRuntime("cpu").checkpoint_function())
+    after, after_grads = gradients()
+    assert len(calls) == (4 if checkpointing else 2) and model.config._attn_implementation == TILED
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
+    for mine, theirs in zip(after_grads, before_grads, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_what_it_does_not_know_goes_to_sdpa():
+    model = make_qwen3(None, 64, hidden=32, layers=1, heads=4, kv_heads=2, mlp=48)
+    ids = torch.randint(0, 64, (1, 9))
+    before = model.module(input_ids=ids).logits
+    model.tile_attention()
+    torch.testing.assert_close(model.module(input_ids=ids).logits, before)
+    generated = model.module.generate(input_ids=ids, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert generated.shape == (1, 12)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model.hidden(ids, torch.zeros(1, 9, dtype=torch.int32)).isfinite().all()
