@@ -112,7 +112,7 @@ def _compressed(options: ExportOptions, student: Student, adapter: Path | None, 
             shutil.copyfile(adapter / WEIGHTS, out / "adapter" / WEIGHTS)
             save_settings(adapter, out / "adapter", "..", checkpoint_sha256(out))
 
-    return Plan(write, found, notes(found), check_vllm)
+    return Plan(write, found, notes(module, found), check_vllm)
 
 
 def _gguf(options: ExportOptions, student: Student, adapter: Path | None, tokenizer: Any) -> Plan:

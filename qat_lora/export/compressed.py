@@ -24,7 +24,7 @@ from torch import Tensor
 from qat_lora.errors import ModelError
 from qat_lora.export.integers import Integers, as_integers, needed_bits, other_tensors
 from qat_lora.extras import require
-from qat_lora.layers.convert import linear_layers, quant_layers
+from qat_lora.layers.convert import HEAD, linear_layers, quant_layers, tied_embedding
 from qat_lora.models import DTYPES, PACKED
 
 PORTABLE = (2, 4, 8)  # bits that every version of compressed-tensors packs alike
@@ -47,6 +47,8 @@ def to_integers(module: Any, container_bits: int | None) -> dict[str, Integers]:
         raise ModelError("model: has no quantised layer to pack; quantise it first with `qat-lora quantize`")
     found = {}
     for name, layer in layers.items():
+        if HEAD.search(name):
+            continue  # the container knows linear layers, and its readers leave the head alone
         needed = needed_bits(layer.spec) or REFIT_BITS
         bits = container_bits or next(width for width in PORTABLE if width >= needed)
         found[name] = as_integers(layer, bits)
@@ -67,6 +69,10 @@ def save_compressed(module: Any, found: dict[str, Integers], out: Path, dtype: s
     """
     packing = require("compressed_tensors.compressors.pack_quantized.helpers", "export")
     tensors = other_tensors(module, DTYPES[dtype])
+    tied = tied_embedding(module)
+    for name, layer in quant_layers(module).items():
+        if name not in found:  # the head; its embedding, if it is tied, is the same tensor
+            tensors[f"{tied or name}.weight"] = layer.effective().detach().cpu().to(DTYPES[dtype]).contiguous()
     for name, integers in found.items():
         shape = integers.codes_OI.shape
         tensors[f"{name}.weight_packed"] = packing.pack_to_int32(integers.codes_OI.cpu(), integers.bits).contiguous()
@@ -75,6 +81,7 @@ def save_compressed(module: Any, found: dict[str, Integers], out: Path, dtype: s
     config = module.config.to_dict()
     config["quantization_config"] = _quantization_config(module, found)
     config["dtype"] = dtype
+    config["tie_word_embeddings"] = config["tie_word_embeddings"] or tied is not None
     config["architectures"] = [type(module).__name__]
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -130,9 +137,11 @@ def is_packed(folder: Path) -> bool:
     return (config.get("quantization_config") or {}).get("quant_method") == PACKED
 
 
-def notes(found: dict[str, Integers]) -> list[str]:
-    """Return what a user must know about where the folder loads."""
+def notes(module: Any, found: dict[str, Integers]) -> list[str]:
+    """Return what a user must know about what the folder holds and where it loads."""
     lines = ["checked with transformers and the compressed-tensors schema"]
+    if quant_layers(module).keys() - found.keys():
+        lines.append("the quantised output head is written dense: this container packs linear layers inside the model")
     if odd := sorted({integers.bits for integers in found.values()} - set(PORTABLE)):
         version = require("compressed_tensors", "export").__version__
         lines.append(

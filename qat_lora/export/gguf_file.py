@@ -24,7 +24,7 @@ from qat_lora.errors import ModelError
 from qat_lora.export.gguf_vocab import vocabulary
 from qat_lora.export.integers import Integers, as_integers, needed_bits, other_tensors
 from qat_lora.extras import require
-from qat_lora.layers.convert import lora_layers, quant_layers
+from qat_lora.layers.convert import HEAD, lora_layers, quant_layers, tied_embedding
 from qat_lora.models import DTYPES, CausalLM
 
 BLOCK = 32
@@ -193,22 +193,24 @@ def _tensors(
     kinds = gguf.GGMLQuantizationType
     dense = {name: layer.weight.detach().float() for name, layer in quant_layers(model.module).items()}
     plain = {key.removesuffix(".weight"): t for key, t in other_tensors(model.module, torch.float32).items()}
+    tied = tied_embedding(model.module)  # one matrix in the file too: llama.cpp takes the embedding's for the head
     for name in (*plain, *dense):
         order = row_order(model, name)
+        label = f"{gguf_name(tied if tied and HEAD.search(name) else name)}.weight"
         integers = found.get(name)
         if integers is not None:
             codes, steps = integers.codes_OI.cpu(), integers.steps_OG.cpu()
             if order is not None:
                 codes, steps = codes[order], steps[order]
-            yield f"{gguf_name(name)}.weight", q4_0(codes, steps, integers.group_size), kinds.Q4_0
+            yield label, q4_0(codes, steps, integers.group_size), kinds.Q4_0
             continue
         tensor = (dense[name] if name in dense else plain[name]).cpu()
         tensor = tensor if order is None else tensor[order]
         if tensor.ndim == 1 or DTYPES[dtype] == torch.float32:
-            yield f"{gguf_name(name)}.weight", tensor.contiguous().numpy(), None
+            yield label, tensor.contiguous().numpy(), None
         else:
             array = tensor.to(DTYPES[dtype]).contiguous().view(torch.uint8).numpy()
-            yield f"{gguf_name(name)}.weight", array, kinds.BF16
+            yield label, array, kinds.BF16
 
 
 def save_lora(model: CausalLM, file: Path, name: str) -> None:
