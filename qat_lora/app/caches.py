@@ -197,10 +197,9 @@ def _teacher(options: CacheBuildOptions | AuditOptions, runtime: Runtime) -> Cau
 
 
 def _place(teacher: CausalLM, runtime: Runtime) -> None:
-    """Move the teacher to the device, unless it has been spread over several."""
-    if isinstance(teacher, SpreadCausalLM):
-        return
-    runtime.place(teacher.module)
+    """Move the teacher to the device, unless it has been spread over several; on a CPU it attends in tiles."""
+    if not isinstance(teacher, SpreadCausalLM):
+        runtime.place(teacher.module)
     if runtime.piece_bytes is not None:
         teacher.tile_attention()
 
