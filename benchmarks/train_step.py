@@ -5,7 +5,8 @@ bfloat16: a step takes at most 1.30 times the sum of its matrix products timed b
 student with a teacher that runs beside it, at least 1.8 times the tokens/s with a teacher of the same size and 4 times
 with one about seven times larger (Qwen3-4B's widths), and at most a third of the extra peak memory.
 
-Sides, each in a process of its own, in turns, `--rounds` times; figures are medians:
+Sides, each in a process of its own, in turns, `--rounds` times; figures are medians; the result is written anew after
+every round:
 
 * `products`: every product of the step (linear layers forward and to their inputs, adapters forward and twice back,
   attention as six batched products, the head twice), timed one after the other on random matrices of its shape.
@@ -256,6 +257,49 @@ def child(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"step_s": statistics.median(times), "extra_peak_mb": resident_mb("VmHWM") - level[0]}
 
 
+def report(arguments: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]) -> str:
+    """Return the result of the rounds so far as JSON."""
+    medians = {
+        side: found[0]
+        if "missing" in found[0]
+        else {name: round(statistics.median(run[name] for run in found), 4) for name in found[0]}
+        for side, found in runs.items()
+    }
+    ours = medians["cached"]
+    against = {
+        side: {
+            "tokens_per_s_ratio": round(medians[side]["step_s"] / ours["step_s"], 3),
+            "extra_memory_share": round(ours["extra_peak_mb"] / medians[side]["extra_peak_mb"], 3),
+        }
+        for side in SIDES[2:]
+        if "missing" not in medians[side]
+    }
+    weights = [
+        product_weights(widths(arguments, large), n, arguments.vocab)
+        for large, n in (
+            (False, arguments.layers),
+            (True, large_layers(arguments)),
+        )
+    ]
+    result = {
+        "student": {**widths(arguments, False), "layers": arguments.layers, "vocab": arguments.vocab},
+        "large_teacher": {**widths(arguments, True), "layers": large_layers(arguments)},
+        "large_teacher_products": round(weights[1] / weights[0], 2),
+        "tokens": arguments.batch * arguments.length,
+        "sides": medians,
+        "runs": runs,
+        "tokens_per_s": round(arguments.batch * arguments.length / ours["step_s"], 1),
+        "step_over_products": round(ours["step_s"] / medians["products"]["step_s"], 3),
+        "against": against,
+        "machine": arguments.machine,
+        "threads": arguments.threads,
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "command": "python benchmarks/train_step.py " + " ".join(sys.argv[1:]),
+    }
+    return json.dumps(result, indent=1)
+
+
 def main() -> None:
     """Measure all sides in turns and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -286,47 +330,9 @@ def main() -> None:
                     sys.exit(f"{side} failed:\n{done.stderr[-3000:]}")
                 runs[side].append(json.loads(done.stdout.splitlines()[-1]))
                 print(side, runs[side][-1], file=sys.stderr, flush=True)
-    medians = {
-        side: found[0]
-        if "missing" in found[0]
-        else {name: round(statistics.median(run[name] for run in found), 4) for name in found[0]}
-        for side, found in runs.items()
-    }
-    ours = medians["cached"]
-    against = {
-        side: {
-            "tokens_per_s_ratio": round(medians[side]["step_s"] / ours["step_s"], 3),
-            "extra_memory_share": round(ours["extra_peak_mb"] / medians[side]["extra_peak_mb"], 3),
-        }
-        for side in SIDES[2:]
-        if "missing" not in medians[side]
-    }
-    weights = [
-        product_weights(widths(arguments, large), n, arguments.vocab)
-        for large, n in (
-            (False, arguments.layers),
-            (True, large_layers(arguments)),
-        )
-    ]
-    result = {
-        "student": {**widths(arguments, False), "layers": arguments.layers, "vocab": arguments.vocab},
-        "large_teacher": {**widths(arguments, True), "layers": large_layers(arguments)},
-        "large_teacher_products": round(weights[1] / weights[0], 2),
-        "tokens": arguments.batch * arguments.length,
-        "sides": medians,
-        "tokens_per_s": round(arguments.batch * arguments.length / ours["step_s"], 1),
-        "step_over_products": round(ours["step_s"] / medians["products"]["step_s"], 3),
-        "against": against,
-        "machine": arguments.machine,
-        "threads": arguments.threads,
-        "torch": torch.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-        "command": "python benchmarks/train_step.py " + " ".join(sys.argv[1:]),
-    }
-    text = json.dumps(result, indent=1)
-    print(text)
-    if arguments.out:
-        arguments.out.write_text(text + "\n", encoding="utf-8")
+            if arguments.out:
+                arguments.out.write_text(report(arguments, runs) + "\n", encoding="utf-8")
+    print(report(arguments, runs))
 
 
 if __name__ == "__main__":

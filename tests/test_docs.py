@@ -34,6 +34,10 @@ SCORES = {
         "teachers/teacher=random/by_k/k=64,values=float16/packed_bytes_per_token",
         "{:.0f}",
     ),
+    r"tokens/s \| \*\*(\S+) ×\*\* a plain": ("train_step", "against/live_equal/tokens_per_s_ratio", "{:.1f}"),
+    r"plain loop, \*\*(\S+) ×\*\*": ("train_step", "against/trl_equal/tokens_per_s_ratio", "{:.1f}"),
+    r"\*\*(\S+) ×\*\* with one": ("train_step", "against/live_large/tokens_per_s_ratio", "{:.1f}"),
+    r"\| (\S+) of the plain loop": ("train_step", "against/live_equal/extra_memory_share", "{:.2f}"),
     r"gap closed \| \*\*(\S+) %": ("recovery_teacher-small_w2g64", "gap_recovered_log", "{:.1%}"),
     r"and \*\*(\S+) %": ("recovery_teacher-stdlib_w2g64", "gap_recovered_log", "{:.1%}"),
 }
