@@ -57,7 +57,8 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--blockwise-lr", type=float, default=1e-3)
     parser.add_argument("--weight-lr", type=float, default=1e-3)
-    parser.add_argument("--low-rank-lr", type=float, default=2e-3, help="of adapters and of the mergeable change")
+    parser.add_argument("--adapter-lr", type=float, default=2e-3)
+    parser.add_argument("--mergeable-lr", type=float, default=1e-3)
     parser.add_argument("--scale-lr", type=float, default=1e-3)
     parser.add_argument("--rank", type=int, default=16, help="of the mergeable change")
     parser.add_argument("--adapter-ranks", type=int, nargs="*", default=[4, 16])
@@ -141,7 +142,7 @@ class Study:
             kd_cache_dir=str(self.cache),
             train_scales=True,
             lora=LoraConfig(recovery_r=rank),
-            train=self.rates(self.given.low_rank_lr),
+            train=self.rates(self.given.adapter_lr),
             loop=self.loop,
             run=self.part(f"recovered_{rank}"),
         )
@@ -173,7 +174,7 @@ def students(study: Study) -> Iterator[tuple[str, Path]]:
     yield "descent", descent
     scales: dict[str, Any] = {"train": study.rates(given.weight_lr)}
     weights = {**scales, "train_parts": ("scales", "weights")}
-    change: dict[str, Any] = {"train": study.rates(given.low_rank_lr), "mergeable": True, "mergeable_r": given.rank}
+    change: dict[str, Any] = {"train": study.rates(given.mergeable_lr), "mergeable": True, "mergeable_r": given.rank}
     kinds = {"scales": scales, "scales and weights": weights, "scales and mergeable change": change}
     for name, settings in kinds.items():
         yield f"descent + {name}", study.trained(descent, name.replace(" ", "_"), **settings)

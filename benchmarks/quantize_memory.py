@@ -1,24 +1,31 @@
-"""How much memory `quantize` needs beside the size of the model: what is its own, and what is the file's.
+r"""How much memory `quantize` needs beside the size of the model: what is its own, and what is the file's.
 
-Claim: a bfloat16 checkpoint is never in memory in float32. Its matrices are views of the file (they count as the
-file's pages, which the system may drop), and of the wide ones there is one layer's at a time. A model of random
-weights is written in shards and quantised in a process of its own, which samples /proc: `own` is anonymous memory,
-`file` is what of mapped files is in memory. `baseline` is the same program with one decoder layer, so the difference
-is what grows with the model. Where own memory grows by less than twice the checkpoint's size, a model larger than half
-the memory can be quantised.
+Claim: own memory grows by less than twice a bfloat16 checkpoint, so a model larger than half the memory can be
+quantised. The checkpoint is never in memory in float32: its matrices are views of the file (they count as the file's
+pages, which the system may drop), and of the wide ones there is one layer's at a time. What the Fisher metric keeps of
+every layer lies on disk and counts as the file's, too.
 
-    python benchmarks/quantize_memory.py --work DIR [--layers 40 --hidden 512 --init gptq --metric outputs]
+A model of random weights is written in shards and quantised in a process of its own, which samples /proc: `own` is
+anonymous memory, `file` is what of mapped files is in memory. `baseline` is the same program with one decoder layer, so
+the difference is what grows with the model. A setting is INIT:METRIC:LAYERSxHIDDEN; `descent:fisher` is the default of
+`quantize`, rank 64 is what it stores of adapter starts.
+
+    python benchmarks/quantize_memory.py --work DIR --settings gptq:outputs:50x1024,descent:fisher:16x512 \
+        --machine "two cores of ..." --out benchmarks/results/quantize_memory.json
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import platform
+import shutil
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -43,8 +50,8 @@ def memory_mb() -> dict[str, float]:
     return {"own": found["RssAnon"], "file": found["RssFile"]}
 
 
-def measure(model: str, out: str, init: str, metric: str, calibrate_on: str) -> dict[str, float]:
-    """Quantise and return the peaks, in MB, sampled every 20 ms."""
+def measure(model: str, out: str, init: str, metric: str, rank: int) -> dict[str, float]:
+    """Quantise and return the peaks, in MB, sampled every 20 ms, and the processor time."""
     from qat_lora.launch import run
     from qat_lora.options import QuantizeOptions, RunConfig
     from qat_lora.text.sources import TextConfig
@@ -66,11 +73,10 @@ def measure(model: str, out: str, init: str, metric: str, calibrate_on: str) -> 
         model=model,
         init=init,  # type: ignore[arg-type]
         metric=metric,  # type: ignore[arg-type]
-        calibrate_on=calibrate_on,  # type: ignore[arg-type]
         text=TextConfig(dataset=str(text)),
         calibration_rows=8,
         calibration_length=64,
-        start_rank=0,
+        start_rank=rank,
         run=RunConfig(out=out, device="cpu", quiet=True, overwrite=True),
     )
     run("quantize", options)
@@ -79,30 +85,53 @@ def measure(model: str, out: str, init: str, metric: str, calibrate_on: str) -> 
     return {**{name: round(value) for name, value in peaks.items()}, "cpu_s": round(time.process_time() - started)}
 
 
+def grown(setting: str, work: Path, rank: int) -> dict[str, Any]:
+    """Return what one setting takes of a model and of its first layer alone."""
+    init, metric, size = setting.split(":")
+    layers, hidden = map(int, size.split("x"))
+    result: dict[str, Any] = {"setting": setting, "init": init, "metric": metric, "layers": layers, "hidden": hidden}
+    for name, count in (("baseline", 1), ("model", layers)):
+        folder = work / f"{name}-{count}x{hidden}"
+        folder.mkdir(parents=True)
+        size_mb = round(make(folder, count, hidden) / 1e6, 1)
+        order = [sys.executable, __file__, "--work", str(work), "--rank", str(rank), "--settings", setting]
+        lines = subprocess.run([*order, "--measure", folder.name], check=True, stdout=subprocess.PIPE, text=True).stdout
+        result[name] = {"checkpoint_mb": size_mb, **json.loads(lines.strip().splitlines()[-1])}
+        shutil.rmtree(folder)
+        shutil.rmtree(work / f"{folder.name}-out")
+    more = {key: result["model"][key] - result["baseline"][key] for key in ("checkpoint_mb", "own")}
+    return result | {"own_growth_over_checkpoint": round(more["own"] / more["checkpoint_mb"], 3)}
+
+
 def main() -> None:
-    """Make both models, quantise each in its own process, print and write the figures."""
+    """Make both models of every setting, quantise each in its own process, print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", required=True)
-    parser.add_argument("--layers", type=int, default=40)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--init", default="gptq")
-    parser.add_argument("--metric", default="outputs")
-    parser.add_argument("--calibrate-on", default="student")
+    parser.add_argument("--work", required=True, help="folder for the models, which are removed again")
+    parser.add_argument("--settings", default="gptq:outputs:50x1024,descent:fisher:16x512")
+    parser.add_argument("--rank", type=int, default=64, help="of the adapter starts that are stored")
+    parser.add_argument("--machine", default=platform.machine(), help="named in the result")
+    parser.add_argument("--out", help="JSON file for the result")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     work = Path(arguments.work)
-    settings = (arguments.init, arguments.metric, arguments.calibrate_on)
     if arguments.measure:
-        print(json.dumps(measure(str(work / arguments.measure), str(work / f"{arguments.measure}-out"), *settings)))
+        init, metric, _ = arguments.settings.split(":")
+        model = work / arguments.measure
+        print(json.dumps(measure(str(model), f"{model}-out", init, metric, arguments.rank)))
         return
-    result: dict[str, object] = {"settings": vars(arguments)}
-    for name, layers in (("baseline", 1), ("model", arguments.layers)):
-        (work / name).mkdir(parents=True, exist_ok=True)
-        size = make(work / name, layers, arguments.hidden)
-        command = [sys.executable, __file__, *sys.argv[1:], "--measure", name]
-        lines = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip().splitlines()
-        result[name] = {"checkpoint_mb": round(size / 1e6, 1), **json.loads(lines[-1])}
-    print(json.dumps(result, indent=2))
+    result: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": arguments.machine,
+        "versions": f"Python {platform.python_version()}, torch {torch.__version__}",
+        "command": f"quantize_memory.py --work DIR --settings {arguments.settings} --rank {arguments.rank}",
+        "calibration": "8 rows of 64 tokens",
+        "settings": [],
+    }
+    for setting in arguments.settings.split(","):
+        result["settings"].append(grown(setting, work, arguments.rank))
+        print(json.dumps(result["settings"][-1]), flush=True)
+        if arguments.out:
+            Path(arguments.out).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ Claim: a 2-bit student gets back at least 90 % of the log-perplexity gap and of 
 on files that neither training nor cache saw. The rows that come out are those of `qat-lora eval`; beside the
 absmax student stand the calibrated start (GPTQ codes and activation-aware adapter, untrained) and the recovered one.
 
-    python benchmarks/recovery.py --teacher DIR --library DIR --trained-on LIST --held-out LIST --out DIR
+    python benchmarks/recovery.py --teacher DIR --library DIR --trained-on LIST --held-out LIST --out DIR \
+        --machine "two cores of ..."
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from qat_lora.evaluate.score import recovery
 from qat_lora.launch import run
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.options import CacheBuildOptions, EvalOptions, QuantizeOptions, RecoverOptions, RunConfig
+from qat_lora.runtime.machine import made_with
 from qat_lora.text.sources import TextConfig
 from qat_lora.train.loop import LoopConfig
 from qat_lora.train.optim import OptimConfig
@@ -40,6 +42,7 @@ def main() -> None:
     parser.add_argument("--eval-rows", type=int, default=96)
     parser.add_argument("--top-k", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--machine", help="named in the result; default: as the system names it")
     arguments = parser.parse_args()
     out = Path(arguments.out)
     started = time.perf_counter()
@@ -105,7 +108,17 @@ def main() -> None:
     )
     shares = recovery(scores["quantised"], scores["recovered"], scores["teacher"])
     tokens = arguments.steps * arguments.batch * arguments.length
-    result = {**scores, **shares, "training_tokens": tokens, "seconds": round(time.perf_counter() - started, 1)}
+    settings = ("preset", "length", "rank", "batch", "steps", "eval_rows", "top_k", "seed")
+    result = {
+        **made_with(),
+        **({"machine": arguments.machine} if arguments.machine else {}),
+        "teacher_name": Path(arguments.teacher).name,
+        "settings": {name: getattr(arguments, name) for name in settings},
+        **scores,
+        **shares,
+        "training_tokens": tokens,
+        "seconds": round(time.perf_counter() - started, 1),
+    }
     (out / "result.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print(json.dumps({**shares, "training_tokens": tokens, "seconds": result["seconds"]}, indent=2))
 

@@ -6,9 +6,11 @@ reference of commands is made from the option classes that the command line itse
 nowhere is a warning, and so an error.
 """
 
+import copy
 import dataclasses
 import re
 import typing
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import click
@@ -96,7 +98,7 @@ def table(parameters: list[click.Parameter]) -> list[str]:
 
 def cli_reference() -> str:
     """Return every command with its own options, and every group of options that commands share, once."""
-    shared: dict[type, tuple[list[click.Parameter], list[str]]] = {}
+    shared: dict[type, dict[str, list[click.Parameter]]] = {}  # group -> command -> its options
     own: list[str] = []
     for words, command in sorted(commands().items()):
         parameters = [p for p in command.get_params(click.Context(command)) if "--help" not in p.opts]
@@ -118,13 +120,32 @@ def cli_reference() -> str:
             links = ", ".join(f"[{name(group)}](#{slug(group)})" for group in of_group)
             own += ["", f"And the options of {links}."]
         for group, options in of_group.items():
-            shared.setdefault(group, (options, []))[1].append(words)
+            shared.setdefault(group, {})[words] = options
     groups: list[str] = []
-    for group, (options, users) in sorted(shared.items(), key=lambda item: name(item[0])):
-        used = ", ".join(f"`{words}`" for words in users)
-        groups += ["", f"## Options: {name(group)}", "", f"{(group.__doc__ or '').splitlines()[0]} For {used}."]
-        groups += table(options)
+    for group, of_command in sorted(shared.items(), key=lambda item: name(item[0])):
+        first = (group.__doc__ or "").splitlines()[0]
+        groups += ["", f"## Options: {name(group)}", "", f"{first} For {listed(of_command)}."]
+        groups += table(together(group, of_command))
     return "\n".join([*own, *groups, ""])
+
+
+def listed(words: Iterable[str]) -> str:
+    """Return commands as a reader sees them."""
+    return ", ".join(f"`{word}`" for word in words)
+
+
+def together(group: type, of_command: Mapping[str, list[click.Parameter]]) -> list[click.Parameter]:
+    """Return all options that commands have of a group; one that some do not have says which do."""
+    found: dict[str, click.Parameter] = {}
+    for leaf in leaves(group):
+        having = {words: p for words, options in of_command.items() for p in options if p.name == leaf.name}
+        if not having:
+            continue
+        option = copy.copy(next(iter(having.values())))
+        if len(having) < len(of_command) and isinstance(option, click.Option):
+            option.help = f"{option.help} (for {listed(having)})"
+        found[leaf.name] = option
+    return list(found.values())
 
 
 def name(group: type) -> str:

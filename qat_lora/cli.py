@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import click
 
 import qat_lora
-from qat_lora.config import Leaf, leaves, resolve
+from qat_lora.config import Leaf, leaves, refuse_unused, resolve
 from qat_lora.errors import QatLoraError
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
@@ -123,6 +123,14 @@ def _command(words: str) -> click.Command:
                 settings = click.Argument(["words"], nargs=-1, metavar=f"{first}[NAME=VALUE]...")
                 self.params = [settings, recipe, *map(_flag, leaves(_options(class_name)))]
             return super().get_params(ctx)
+
+        def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+            """Read the flags; one that other commands have and this one does not use is named as that."""
+            try:
+                return super().parse_args(ctx, args)
+            except click.NoSuchOption as error:
+                refuse_unused(_options(class_name), error.option_name.lstrip("-"))
+                raise
 
         def options(self, ctx: click.Context) -> Any:
             """Return the options that a command line means."""
@@ -278,7 +286,7 @@ def unpack_command(source: str, out: str, quiet: bool, as_json: bool) -> None:
 @cli.command(context_settings={"ignore_unknown_options": True})
 @click.argument("planned", nargs=-1, type=click.UNPROCESSED, metavar="[COMMAND ...]")
 def doctor(planned: tuple[str, ...]) -> None:
-    """Check Python, packages, devices, variables, Hub and room, also for a planned COMMAND (recover or quantize).
+    """Check Python, packages, devices, variables, Hub and room, also for a planned COMMAND (recover, qat or quantize).
 
     Exit code 1 where something needs fixing.
     """
@@ -299,10 +307,11 @@ def _needs(planned: Sequence[str]) -> Any:
         allowed = " or ".join(PLANNED)
         raise click.UsageError(f"doctor: {' '.join(planned)!r} is not planned from shapes; give {allowed}, or nothing")
     select_runtime("cpu")  # before transformers is imported, as for every command
-    from qat_lora.app.planning import needs
+    from qat_lora.app.needs import needs
 
     command = _command(planned[0])
-    return needs(planned[0], command.options(command.make_context(planned[0], list(planned[1:]))))  # type: ignore[attr-defined]
+    options = command.options(command.make_context(planned[0], list(planned[1:])))  # type: ignore[attr-defined]
+    return needs(planned[0], options)._replace(device="tpu" if options.run.tpu else options.run.device)
 
 
 @cli.command("bench", context_settings={"ignore_unknown_options": True})

@@ -28,12 +28,40 @@ from qat_lora.errors import ConfigError
 C = TypeVar("C")
 
 
-def option(default: Any, help: str, *, unit: str | None = None, alias: str | None = None) -> Any:
-    """Declare a setting: its default, one line of help, its unit and a second name that users know."""
-    metadata = {"help": help, "unit": unit, "alias": alias}
+def option(
+    default: Any, help: str, *, unit: str | None = None, alias: str | None = None, without: tuple[str, ...] = ()
+) -> Any:
+    """Declare a setting: its default, one line of help, its unit and a second name that users know.
+
+    Of a group, `without` names settings (or groups, or dotted paths) that its owner does not use: they get no flag and
+    no line in a `config.yaml`, and are refused where they are given, since a setting that does nothing misleads.
+    """
+    metadata = {"help": help, "unit": unit, "alias": alias, "without": without}
     if isinstance(default, type) and dataclasses.is_dataclass(default):
         return dataclasses.field(default_factory=default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def required(config: object, name: str) -> None:
+    """Refuse a config without a setting that has no default.
+
+    Raises:
+        ConfigError: names the flag.
+    """
+    if getattr(config, name) is None:
+        raise ConfigError(f"{name}: missing; give --{name.replace('_', '-')}")
+
+
+def at_least(config: object, **bounds: int) -> None:
+    """Refuse numbers below a bound; a setting that is None passes.
+
+    Raises:
+        ConfigError: names the setting and what is allowed.
+    """
+    for name, bound in bounds.items():
+        value = getattr(config, name)
+        if value is not None and value < bound:
+            raise ConfigError(f"{name}: {value} is too small; allowed: {bound} or more")
 
 
 class Leaf(typing.NamedTuple):
@@ -54,15 +82,27 @@ class Leaf(typing.NamedTuple):
         return self.field.default
 
 
-def leaves(cls: type, prefix: tuple[str, ...] = ()) -> Iterator[Leaf]:
-    """Yield every setting of a config class, depth first, in order of declaration."""
+def leaves(cls: type) -> Iterator[Leaf]:
+    """Yield every setting that a config class uses, depth first, in order of declaration."""
+    return (leaf for leaf, used in _every_leaf(cls) if used)
+
+
+def unused(cls: type) -> Iterator[Leaf]:
+    """Yield every setting that a config class has from a group and does not use."""
+    return (leaf for leaf, used in _every_leaf(cls) if not used)
+
+
+def _every_leaf(
+    cls: type, prefix: tuple[str, ...] = (), without: frozenset[tuple[str, ...]] = frozenset()
+) -> Iterator[tuple[Leaf, bool]]:
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
-        hint = hints[field.name]
+        hint, path = hints[field.name], (*prefix, field.name)
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            yield from leaves(hint, (*prefix, field.name))
+            more = {(*path, *name.split(".")) for name in field.metadata.get("without", ())}
+            yield from _every_leaf(hint, path, without | more)
         else:
-            yield Leaf((*prefix, field.name), hint, field)
+            yield Leaf(path, hint, field), not any(path[: len(part)] == part for part in without)
 
 
 def _allowed(value: Any, allowed: Sequence[str]) -> str:
@@ -142,9 +182,19 @@ def from_dict(cls: type[C], data: Mapping[str, Any], where: str = "") -> C:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Return a config as nested plain values, fit for YAML and JSON."""
-    plain = dataclasses.asdict(config)
-    return json.loads(json.dumps(plain))
+    """Return a config as nested plain values, fit for YAML and JSON, without what it does not use."""
+    plain = json.loads(json.dumps(dataclasses.asdict(config)))
+    for leaf in unused(type(config)):
+        _drop(plain, leaf.path)
+    return plain
+
+
+def _drop(tree: dict[str, Any], path: Sequence[str]) -> None:
+    """Remove a value from nested mappings, and the mappings that it leaves empty."""
+    if len(path) > 1:
+        _drop(tree[path[0]], path[1:])
+    if len(path) == 1 or not tree[path[0]]:
+        del tree[path[0]]
 
 
 def _put(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
@@ -153,18 +203,30 @@ def _put(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
     tree[path[-1]] = value
 
 
+def _means(key: str, leaf: Leaf) -> bool:
+    """Tell whether a word names a setting: by its dotted path, its last name or its alias."""
+    plain = key.replace("-", "_")
+    return key == ".".join(leaf.path) or plain in (leaf.name, leaf.field.metadata.get("alias"))
+
+
+def refuse_unused(cls: type, key: str) -> None:
+    """Refuse a word that names a setting without use here; other words pass.
+
+    Raises:
+        ConfigError: names it.
+    """
+    if any(_means(key, leaf) for leaf in unused(cls)) and not any(_means(key, leaf) for leaf in leaves(cls)):
+        raise ConfigError(f"{key}: this command does not use it; leave it out")
+
+
 def setting_path(cls: type, key: str) -> tuple[str, ...]:
     """Return the path of the setting that a word means: a dotted path, a unique last name or an alias.
 
     Raises:
-        ConfigError: no setting, or more than one, has that name.
+        ConfigError: no setting, or more than one, has that name, or one that is of no use here.
     """
-    found = [
-        leaf
-        for leaf in leaves(cls)
-        if key in (".".join(leaf.path), leaf.name, leaf.field.metadata.get("alias"))
-        or key.replace("-", "_") == leaf.name
-    ]
+    refuse_unused(cls, key)
+    found = [leaf for leaf in leaves(cls) if _means(key, leaf)]
     if len(found) != 1:
         names = sorted(".".join(leaf.path) for leaf in leaves(cls))
         raise ConfigError(f"{key}: no such setting; {_allowed(key, names)}")
@@ -187,7 +249,7 @@ def resolve(
         words: `train.lr=3e-4` or `global_batch_size=1024`.
 
     Raises:
-        ConfigError: an unreadable recipe, an unknown name, a value that does not fit.
+        ConfigError: an unreadable recipe, a name that is unknown or of no use here, a value that does not fit.
     """
     tree: dict[str, Any] = {}
     if recipe is not None:
@@ -207,7 +269,18 @@ def resolve(
         if not equals:
             raise ConfigError(f"{word!r}: expected a setting as name=value, for example train.lr=3e-4")
         _put(tree, setting_path(cls, key), value)
+    for leaf in unused(cls):
+        if _given(tree, leaf.path):
+            refuse_unused(cls, ".".join(leaf.path))
     return from_dict(cls, tree)
+
+
+def _given(tree: Any, path: Sequence[str]) -> bool:
+    for part in path:
+        if not isinstance(tree, Mapping) or part not in tree:
+            return False
+        tree = tree[part]
+    return True
 
 
 def load_yaml(path: str | Path) -> dict[str, Any]:

@@ -63,13 +63,21 @@ PROMPT = "    def __init__(self, name, value=None):\n        self."
 
 def demo(options: DemoOptions, runtime: Runtime) -> dict[str, Any]:
     """Run everything that is not yet complete under the output folder; print and return the report."""
-    started = time.perf_counter()
     run = options.run
     out = Path(run.out or "runs/demo")
-    if outputs.claim(out, "demo", {"seed": run.seed, "recipe": _recipe()}, run.overwrite):
-        report = json.loads((out / "report.json").read_text(encoding="utf-8"))
-        _show(out, run)
-        return report
+    with outputs.claimed(out, "demo", {"seed": run.seed, "recipe": _recipe()}, run.overwrite) as complete:
+        if complete:
+            report = json.loads((out / "report.json").read_text(encoding="utf-8"))
+        else:
+            report = _make(out, run, runtime)
+            outputs.complete(out)
+    _show(out, run)
+    return report
+
+
+def _make(out: Path, run: RunConfig, runtime: Runtime) -> dict[str, Any]:
+    """Run the parts that are not yet complete; write and return the report."""
+    started = time.perf_counter()
     library, held_out, trained_on = _list_files(out)
     seen = TextConfig(dataset=str(library), files_from=str(trained_on), format="text")
     unseen = TextConfig(dataset=str(library), files_from=str(held_out), format="text")
@@ -122,8 +130,6 @@ def demo(options: DemoOptions, runtime: Runtime) -> dict[str, Any]:
     report = {**scores, **recovery(scores["quantised"], scores["recovered"], scores["teacher"])}
     report["seconds"] = round(time.perf_counter() - started, 1)
     _write_report(report, scores, {"teacher": teacher, **students}, out, runtime)
-    outputs.complete(out)
-    _show(out, run)
     return report
 
 

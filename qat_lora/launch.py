@@ -22,8 +22,10 @@ from qat_lora.runtime.select import plan_run, select_runtime
 
 ON_SEVERAL_CHIPS = {"build_cache": "cache build", "recover": "recover", "qat": "qat"}
 """Commands that divide their work among replicas: function -> words that users type."""
-PLANNED = ("quantize", "recover")
+PLANNED = ("quantize", "recover", "qat")
 """Commands whose `--dry-run` needs shapes alone, and so not the device that they name."""
+COMPUTE_NOTHING = ("push", "estimate")
+"""Commands that need no device at all, so that they can run beside a run that holds it."""
 
 
 def run(command: str, options: Any, module: str = "qat_lora.app") -> Any:
@@ -38,7 +40,7 @@ def run(command: str, options: Any, module: str = "qat_lora.app") -> Any:
         QatLoraError: with a message for people; the first cause, if one of several processes failed.
     """
     asked = options.run
-    if command in PLANNED and options.dry_run:
+    if command in COMPUTE_NOTHING or (command in PLANNED and options.dry_run):
         runtime = select_runtime("cpu")
         return runtime.launch(lambda: getattr(importlib.import_module(module), command)(options, runtime))
     plan = plan_run(asked.device, asked.tpu, asked.chips)

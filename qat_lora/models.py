@@ -39,7 +39,7 @@ from transformers.utils import logging as hf_logging
 
 from qat_lora.errors import ModelError, QatLoraError
 from qat_lora.extras import require
-from qat_lora.layers.attention import tiled_or
+from qat_lora.layers.attention import recomputed, tiled_or
 from qat_lora.layers.convert import quant_layers, tied_embedding
 from qat_lora.layers.wide import computing_dtype
 from qat_lora.masks import attention_inputs
@@ -51,7 +51,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FILE_SUFFIXES = (".pt", ".pth", ".safetensors")
 """Of names that mean a file; any other dot belongs to a folder's name, as in Qwen3-0.6B."""
 PACKED = "compressed-tensors"
-TILED = "qat_lora_tiled"
+TILED, RECOMPUTED = "qat_lora_tiled", "qat_lora_recomputed"
 """Name of our attention among transformers' own."""
 PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
 
@@ -216,10 +216,17 @@ class CausalLM:
 
     def tile_attention(self) -> None:
         """Let attention be computed in tiles (`layers/attention.py`), faster on CPUs than transformers' `sdpa`."""
+        self._attend(TILED, tiled_or)
+
+    def recompute_attention(self, function: Callable[..., Any]) -> None:
+        """Let attention be computed again in the backward pass; `function` is `Runtime.checkpoint_function`."""
+        self._attend(RECOMPUTED, lambda otherwise: recomputed(otherwise, function))
+
+    def _attend(self, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         if self.config._attn_implementation == "sdpa":
-            AttentionInterface.register(TILED, tiled_or(ALL_ATTENTION_FUNCTIONS["sdpa"]))
-            AttentionMaskInterface.register(TILED, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-            self.module.set_attn_implementation(TILED)
+            AttentionInterface.register(name, around(ALL_ATTENTION_FUNCTIONS["sdpa"]))
+            AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+            self.module.set_attn_implementation(name)
 
     def norms(self) -> dict[str, nn.Parameter]:
         """Return the parameters of all norms by name."""

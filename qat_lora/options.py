@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from qat_lora.cache.shares import Share
-from qat_lora.config import option
+from qat_lora.config import at_least, option, required
 from qat_lora.errors import ConfigError
 from qat_lora.evaluate.health import HealthConfig
 from qat_lora.evaluate.tasks import TasksConfig
@@ -35,7 +35,7 @@ QAT_PARTS = ("scales", "ranges", "lut", "weights", "norms", "embeddings", "head"
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Where and how to run; the same for every command."""
+    """Where and how to run; every command has of this what it uses, and refuses the rest."""
 
     out: str | None = option(None, "output folder; the default is printed")
     overwrite: bool = option(False, "start again where an earlier run of ours is in the way")
@@ -97,7 +97,7 @@ class CacheBuildOptions:
     builder: str = option("0/1", "i/n: this is builder i of n that fill --out together, each with every n-th document")
     dry_run: bool = option(False, "time a few batches, print hours, bytes and free disk, and write nothing")
     hub: HubConfig = option(HubConfig, "models")
-    run: RunConfig = option(RunConfig, "run")
+    run: RunConfig = option(RunConfig, "run", without=("chips.parallel", "chips.shard_base"))
 
     def __post_init__(self) -> None:
         required(self, "teacher")
@@ -130,7 +130,7 @@ class AuditOptions:
     text: str | None = option(None, "evaluation text, file or folder: how much of it the cache has already shown")
     device_map: DeviceMap = option("none", DEVICE_MAP_HELP)
     hub: HubConfig = option(HubConfig, "models")
-    run: RunConfig = option(RunConfig, "run")
+    run: RunConfig = option(RunConfig, "run", without=("chips", "seed"))
 
     def __post_init__(self) -> None:
         required(self, "kd_cache_dir")
@@ -157,7 +157,7 @@ class QuantizeOptions(CodesConfig):
     start_rank: int = option(64, "rank up to which adapter starts are stored with the checkpoint; 0: none", unit="rank")
     dry_run: bool = option(False, "print layers, bits and bytes from shapes alone, and write nothing")
     hub: HubConfig = option(HubConfig, "models")
-    run: RunConfig = option(RunConfig, "run")
+    run: RunConfig = option(RunConfig, "run", without=("chips", "dtype"))
 
     def __post_init__(self) -> None:
         required(self, "model")
@@ -250,6 +250,9 @@ class QatOptions(CodesConfig):
     train: OptimConfig = option(OptimConfig, "optimizer")
     loop: LoopConfig = option(LoopConfig, "loop")
     preload: bool = option(False, "hold the cache in memory instead of mapping the files")
+    dry_run: bool = option(
+        False, "print parameters, memory, steps and batch from shapes alone, without the device, and write nothing"
+    )
     hub: HubConfig = option(HubConfig, "models")
     run: RunConfig = option(RunConfig, "run")
 
@@ -314,7 +317,7 @@ class EvalOptions:
     health: HealthConfig = option(HealthConfig, "generation")
     harness: TasksConfig = option(TasksConfig, "tasks")
     hub: HubConfig = option(HubConfig, "models")
-    run: RunConfig = option(RunConfig, "run")
+    run: RunConfig = option(RunConfig, "run", without=("chips",))
 
     def __post_init__(self) -> None:
         required(self, "teacher")
@@ -351,7 +354,7 @@ class ExportOptions:
     scores: str | None = option(None, "folder of a `qat-lora eval` run whose scores the model card shows")
     license: str | None = option(None, "licence that the model card names, for example apache-2.0")
     hub: HubConfig = option(HubConfig, "models")
-    run: RunConfig = option(RunConfig, "run")
+    run: RunConfig = option(RunConfig, "run", without=("chips", "seed"))
 
     def __post_init__(self) -> None:
         required(self, "student")
@@ -361,6 +364,8 @@ class ExportOptions:
         for name, form in (("container_bits", "compressed-tensors"), ("exact_only", "gguf")):
             if getattr(self, name) and self.form != form:
                 raise ConfigError(f"{name}: means nothing with --form {self.form}; it belongs to --form {form}")
+        if self.form == "adapter" and self.run.dtype != "float32":
+            raise ConfigError(f"dtype: {self.run.dtype} means nothing with --form adapter, which copies the files")
 
 
 @dataclass(frozen=True)
@@ -374,7 +379,7 @@ class GenerateOptions:
     max_new_tokens: int = option(64, "length of the continuation", unit="tokens")
     gen_temperature: float = option(0.0, "0 takes the likeliest token; above, tokens are drawn")
     hub: HubConfig = option(HubConfig, "models")
-    run: RunConfig = option(RunConfig, "run")
+    run: RunConfig = option(RunConfig, "run", without=("chips", "out", "overwrite"))
 
     def __post_init__(self) -> None:
         required(self, "student")
@@ -392,7 +397,7 @@ class ChatOptions:
     max_new_tokens: int = option(256, "longest answer", unit="tokens")
     gen_temperature: float = option(0.7, "0 takes the likeliest token; above, tokens are drawn")
     hub: HubConfig = option(HubConfig, "models")
-    run: RunConfig = option(RunConfig, "run")
+    run: RunConfig = option(RunConfig, "run", without=("chips", "out", "overwrite"))
 
     def __post_init__(self) -> None:
         required(self, "student")
@@ -407,7 +412,7 @@ class PushOptions:
     repo: str | None = option(None, "OWNER/NAME on the Hub, also as second word (required)")
     dry_run: bool = option(False, "list and check the files, and upload nothing")
     private: bool = option(False, "make a new repository private")
-    run: RunConfig = option(RunConfig, "run")
+    run: RunConfig = option(RunConfig, "run", without=("out", "overwrite", "device", "tpu", "chips", "dtype", "seed"))
 
     def __post_init__(self) -> None:
         required(self, "folder")
@@ -418,7 +423,7 @@ class PushOptions:
 class DemoOptions:
     """`qat-lora demo`."""
 
-    run: RunConfig = option(RunConfig, "run")
+    run: RunConfig = option(RunConfig, "run", without=("chips",))
 
 
 @dataclass(frozen=True)
@@ -427,7 +432,7 @@ class SmokeOptions:
 
     run_training: bool = option(False, "also train for some epochs and check that the loss falls")
     train_epochs: int = option(2, "passes over the little cache, with --run-training", unit="epochs")
-    run: RunConfig = option(RunConfig, "run")
+    run: RunConfig = option(RunConfig, "run", without=("chips",))
 
     def __post_init__(self) -> None:
         if self.train_epochs < 2:
@@ -458,10 +463,12 @@ class EstimateOptions:
     table: bool = option(
         False, "print the memory for batch sizes and lengths, with and without --gradient-checkpointing"
     )
-    attention: Literal["fused", "plain", "xla"] = option(
-        "fused", "fused: no scores are kept (CUDA, CPU); plain: all of them are; xla: that, and what XLA keeps besides"
+    attention: Literal["auto", "tiled", "fused", "plain", "xla"] = option(
+        "auto",
+        "who computes attention, which decides what is kept: tiled (CPU), fused (CUDA), plain (all scores), xla (TPU; "
+        "computed again), or auto (as each device does)",
     )
-    run: RunConfig = option(RunConfig, "run")
+    run: RunConfig = option(RunConfig, "run", without=("out", "overwrite", "chips", "seed", "quiet"))
 
     def __post_init__(self) -> None:
         required(self, "model")
@@ -471,25 +478,3 @@ class EstimateOptions:
         at_least(self, head_k=0)
         if not 0 < self.utilisation <= 1:
             raise ConfigError(f"utilisation: {self.utilisation} is not a share; give a number above 0, at most 1")
-
-
-def required(config: object, name: str) -> None:
-    """Refuse a config without a setting that has no default.
-
-    Raises:
-        ConfigError: names the flag.
-    """
-    if getattr(config, name) is None:
-        raise ConfigError(f"{name}: missing; give --{name.replace('_', '-')}")
-
-
-def at_least(config: object, **bounds: int) -> None:
-    """Refuse numbers below a bound; a setting that is None passes.
-
-    Raises:
-        ConfigError: names the setting and what is allowed.
-    """
-    for name, bound in bounds.items():
-        value = getattr(config, name)
-        if value is not None and value < bound:
-            raise ConfigError(f"{name}: {value} is too small; allowed: {bound} or more")

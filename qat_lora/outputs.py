@@ -1,8 +1,9 @@
 """Output folders: new, resumed, already complete, or somebody else's.
 
-Every command that writes a folder claims it first with the settings that decide its content. The same settings
-again mean "go on" or "it is there"; other settings are refused, naming the first that differs. Only
-`--overwrite` removes anything, and only a folder that a claim of ours marks.
+Every command that writes a folder claims it first with the settings that decide its content, and holds it while it
+writes. The same settings again mean "go on" or "it is there"; other settings are refused, naming the first that
+differs, and so is a second process in the same folder. Only `--overwrite` removes anything, and only a folder that a
+claim of ours marks.
 """
 
 from __future__ import annotations
@@ -48,6 +49,17 @@ def alone(out: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def claimed(out: Path, command: str, settings: Mapping[str, Any], overwrite: bool) -> Iterator[bool]:
+    """Hold a folder (`alone`) and `claim` it; give True where an equal run has completed there.
+
+    Raises:
+        OutputExistsError: another process works there, or the folder holds another run, or files that are not ours.
+    """
+    with alone(out):
+        yield claim(out, command, settings, overwrite)
 
 
 def claim(out: Path, command: str, settings: Mapping[str, Any], overwrite: bool) -> bool:

@@ -19,6 +19,7 @@ from toy_pipeline import (
     recover_options,
 )
 
+from qat_lora import outputs
 from qat_lora.errors import (
     CacheError,
     ConfigError,
@@ -29,6 +30,7 @@ from qat_lora.errors import (
     QatLoraError,
     TextError,
 )
+from qat_lora.export.adapter import load_starts
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.text.sources import TextConfig
 from qat_lora.train.loop import LoopConfig
@@ -141,6 +143,29 @@ def test_a_folder_that_is_not_ours_is_refused_and_untouched(done, tiny, tmp_path
     with pytest.raises(OutputExistsError):
         CHANGES[name](done, tiny, tmp_path)
     assert state_of(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", sorted(CHANGES.keys() - {"cache"}))  # a cache has its lease
+def test_a_folder_in_which_another_process_works_is_refused(done, tiny, tmp_path, name):
+    with (
+        outputs.alone(tmp_path),
+        pytest.raises(OutputExistsError, match="another process is working there; wait for it"),
+    ):
+        CHANGES[name](done, tiny, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_start_that_won_is_kept_by_layer_and_summed_up(done, tiny, tmp_path, capsys):
+    run = replace(part(tmp_path / "best"), quiet=False)
+    options = quantize_options(tiny, tmp_path / "best", done["cache"], start_method="best", run=run)
+    capsys.readouterr()
+    result = json.loads((call("quantize", options) / "result.json").read_text())
+    won = result["adapter_starts"]
+    assert len(won) == result["layers"] == 14 and set(won.values()) <= {"qera", "svd", "zero"}
+    assert {name for name, method in won.items() if method != "zero"} == load_starts(tmp_path / "best").keys()
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("adapter starts: ")]
+    assert all(f"{method} in {list(won.values()).count(method)} layers" in line for method in won.values())
+    assert "adapter_starts" not in json.loads((done["student"] / "result.json").read_text())
 
 
 def test_overwrite_starts_a_run_again(done, tmp_path):

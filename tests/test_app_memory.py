@@ -1,17 +1,21 @@
 """Out of memory, on every device in its own words, answered with what to lower."""
 
+import importlib
 import re
 from dataclasses import replace
 
+import click
 import pytest
 import torch
-from toy_pipeline import cache_options, call, part, quantize_options, recover_options
+from toy_pipeline import cache_options, call, eval_options, part, quantize_options, recover_options
 
-from qat_lora.app.memory import is_out_of_memory, memory_advice
+from qat_lora import cli
+from qat_lora.app.memory import is_out_of_memory, memory_advice, training_advice
 from qat_lora.errors import CacheError, OutOfMemoryError, QatLoraError
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.options import EstimateOptions, QatOptions
 from qat_lora.runtime.memory import peak_memory_bytes
+from qat_lora.text.sources import TextConfig
 from qat_lora.train.loop import LoopConfig
 
 ERRORS = [
@@ -23,9 +27,13 @@ ERRORS = [
 ]
 
 
+def advice(model):
+    return memory_advice(lambda: training_advice(EstimateOptions(model=str(model))))
+
+
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: str(error)[:12] or "host")
 def test_every_device_is_understood(tiny, error):
-    with pytest.raises(OutOfMemoryError) as caught, memory_advice(EstimateOptions(model=str(tiny.teacher))):
+    with pytest.raises(OutOfMemoryError) as caught, advice(tiny.teacher):
         raise error
     message = str(caught.value)
     assert isinstance(caught.value, QatLoraError) and caught.value.__cause__ is error
@@ -37,13 +45,13 @@ def test_every_device_is_understood(tiny, error):
 @pytest.mark.parametrize("error", [RuntimeError("shapes do not match"), CacheError("out of memory"), KeyError("x")])
 def test_other_errors_pass_as_they_are(tiny, error):
     assert not is_out_of_memory(error) or isinstance(error, QatLoraError)
-    with pytest.raises(type(error)) as caught, memory_advice(EstimateOptions(model=str(tiny.teacher))):
+    with pytest.raises(type(error)) as caught, advice(tiny.teacher):
         raise error
     assert caught.value is error
 
 
 def test_a_model_that_cannot_be_estimated_gets_the_general_answer(tmp_path):
-    with pytest.raises(OutOfMemoryError, match="Lower --batch-size"), memory_advice(EstimateOptions(str(tmp_path))):
+    with pytest.raises(OutOfMemoryError, match="Lower --batch-size"), advice(tmp_path):
         raise MemoryError
 
 
@@ -62,12 +70,51 @@ def test_a_run_that_does_not_fit_says_what_to_lower(tiny, tmp_path, monkeypatch)
         call("recover", recover_options(student, cache, tmp_path / "run", loop=config))
     assert caught.value.exit_code == 1 and "--gradient-checkpointing," not in str(caught.value)
     qat = QatOptions(checkpoint=str(student), kd_cache_dir=str(cache), run=part(tmp_path / "qat"), loop=config)
-    with pytest.raises(OutOfMemoryError, match="9.00 GiB.*Lower --batch-size"):
+    with pytest.raises(OutOfMemoryError, match="9.00 GiB.*Try --batch-size 4 --accumulation-steps 2, or --loss-chunk"):
         call("qat", qat)
     monkeypatch.undo()
     smaller = replace(config, batch_size=4, accumulation_steps=2)  # what the message says is the same run
     less = ObjectiveConfig(loss_chunk_mb=16)
     call("recover", recover_options(student, cache, tmp_path / "run", loop=smaller, objective=less))
+
+
+STARVED = {
+    "cache build": ("caches", "build_kd_cache", ["--teacher-batch-size 8", "--dtype bfloat16", "--device-map auto"]),
+    "quantize": ("quantising", "quantise_model", ["a machine with more memory (--dry-run"]),
+    "quantize with text": (
+        "quantising",
+        "sensitivities",
+        ["--calibration-rows 32", "--calibration-length 128", "--metric outputs", "--calibrate-on teacher", "--init"],
+    ),
+    "eval": ("evaluation", "measure", ["--batch-size 4", "--dtype bfloat16", "fewer --students", "--length 16"]),
+}
+
+
+@pytest.mark.parametrize("case", STARVED)
+def test_other_commands_name_what_they_have_to_lower(tiny, tmp_path, monkeypatch, case):
+    module, function, answers = STARVED[case]
+
+    def starved(*args, **named):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.")
+
+    monkeypatch.setattr(importlib.import_module(f"qat_lora.app.{module}"), function, starved)
+    out = tmp_path / "out"
+    commands = {
+        "cache build": ("build_cache", cache_options(tiny, out)),
+        "quantize": ("quantize", quantize_options(tiny, out)),
+        "quantize with text": (
+            "quantize",
+            quantize_options(tiny, out, init="descent", text=TextConfig(dataset=str(tiny.text)), start_rank=16),
+        ),
+        "eval": ("evaluate", eval_options(tiny, {"a": tiny.teacher, "b": tiny.teacher}, out)),
+    }
+    with pytest.raises(OutOfMemoryError, match="9.00 GiB") as caught:
+        call(*commands[case])
+    message = str(caught.value)
+    assert all(answer in message for answer in answers), message
+    command = cli._command(case.removesuffix(" with text"))
+    flags = {opt for parameter in command.get_params(click.Context(command)) for opt in parameter.opts}
+    assert set(re.findall(r"--[a-z-]+", message)) <= flags
 
 
 def test_peak_memory_of_a_process_is_that_of_the_process():

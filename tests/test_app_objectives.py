@@ -11,7 +11,7 @@ from toy_pipeline import cache_options, call, quantize_options, recover_options
 from qat_lora.app.objectives import check_arrays, evaluation_objective, prepare
 from qat_lora.cache.codec import OPTIONAL
 from qat_lora.cache.dataset import KDCacheDataset
-from qat_lora.errors import CacheError, ConfigError
+from qat_lora.errors import CacheError, ConfigError, OutputExistsError
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.runtime.select import select_runtime
 from qat_lora.train.metrics import read_metrics
@@ -75,6 +75,10 @@ def test_an_anchored_run_interrupted_is_the_same_run(made, monkeypatch):
     assert abs(lines[0][0]["loss_anchor"]) < 1e-6 < lines[0][-1]["loss_anchor"]
     for line in lines[0]:
         assert line["loss"] == pytest.approx(line["loss_kd"] + 0.5 * line["loss_anchor"], rel=1e-4)
+    smaller = options(made, "whole", **anchored)
+    smaller = replace(smaller, loop=replace(smaller.loop, batch_size=8, accumulation_steps=2))
+    with pytest.raises(OutputExistsError, match="anchor_batch_rows was 16, now 8"):
+        call("recover", smaller)
 
 
 @pytest.mark.parametrize(

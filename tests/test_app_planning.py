@@ -8,7 +8,8 @@ import pytest
 from toy_pipeline import cache_options, call, quantize_options, recover_options
 
 from qat_lora import cli
-from qat_lora.app.planning import needs, plan_quantising, plan_recovery
+from qat_lora.app.needs import needs
+from qat_lora.app.planning import plan_quantising, plan_recovery
 from qat_lora.errors import CacheError, ConfigError, ModelError
 from qat_lora.train.loop import LoopConfig
 
@@ -99,7 +100,7 @@ def test_doctor_knows_what_a_planned_run_needs(made, tiny, tmp_path, capfd, monk
     plan, wanted = plan_recovery(quiet(options)), needs("recover", options)
     assert wanted.memory == wanted.host == plan["total_bytes"] and wanted.disk > 6 * 2 * plan["trained"]
     assert needs("quantize", quantize_options(tiny, tmp_path / "out")).memory == 4 * plan["parameters"]
-    with pytest.raises(ConfigError, match="allowed: recover, quantize"):
+    with pytest.raises(ConfigError, match="allowed: recover, qat, quantize"):
         needs("eval", options)
     line = ["recover", "--checkpoint", str(made / "student"), "--kd-cache-dir", str(made / "cache"), "--device", "cpu"]
     with contextlib.suppress(SystemExit):  # this machine may lack something else
@@ -107,4 +108,4 @@ def test_doctor_knows_what_a_planned_run_needs(made, tiny, tmp_path, capfd, monk
     assert "this recovery wants" in capfd.readouterr().out
     with pytest.raises(SystemExit) as caught:
         cli.main(["doctor", "chat"])
-    assert caught.value.code == 2 and "give quantize or recover, or nothing" in capfd.readouterr().err
+    assert caught.value.code == 2 and "give quantize or recover or qat, or nothing" in capfd.readouterr().err

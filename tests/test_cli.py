@@ -11,7 +11,7 @@ import click
 import pytest
 
 from qat_lora import cli
-from qat_lora.config import leaves
+from qat_lora.config import leaves, save_yaml, to_dict
 
 FROZEN = Path(__file__).parent / "data" / "cli_flags.txt"
 WITHOUT_UNIT = {"seed"}
@@ -135,6 +135,56 @@ def test_the_guides_flags(resolved):
     assert (options.loop.batch_size, options.loop.accumulation_steps, options.loop.max_steps) == (4, 8, 1000)
 
 
+QUANTIZE, PUSH = ("quantize", "--model", "m"), ("push", "folder", "owner/name")
+CHAT, GENERATE = ("chat", "s"), ("generate", "--student", "s", "--prompt", "p")
+BUILD = ("cache", "build", "--teacher", "t", "--dataset", "d")
+EXPORT = ("export", "--student", "s")
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ((*QUANTIZE, "--dtype", "bfloat16"), "dtype"),
+        ((*QUANTIZE, "--num-chips", "4"), "num-chips"),
+        ((*QUANTIZE, "run.dtype=bfloat16"), "run.dtype"),
+        ((*QUANTIZE, "num_chips=4"), "num_chips"),
+        ((*PUSH, "--device-type", "tpu"), "device-type"),
+        ((*PUSH, "--seed", "1"), "seed"),
+        ((*CHAT, "--out", "x"), "out"),
+        ((*GENERATE, "--overwrite"), "overwrite"),
+        ((*EXPORT, "--seed", "1"), "seed"),
+        ((*BUILD, "--parallel", "spmd"), "parallel"),
+        ((*BUILD, "--shard-base"), "shard-base"),
+    ],
+)
+def test_what_a_command_does_not_use_is_refused_and_not_shown(line, name, capfd):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(line)
+    err = capfd.readouterr().err
+    assert caught.value.code == 2 and err.startswith(f"error: {name}: this command does not use it"), err
+    words = " ".join(line[: 2 if line[0] == "cache" else 1])
+    flag = "--" + name.rpartition(".")[2].replace("_", "-")
+    assert flag not in [opt for parameter in flags(commands()[words]) for opt in parameter.opts]
+
+
+def test_a_recipes_unused_setting_is_refused_and_a_runs_config_has_none(resolved, tmp_path, capfd):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: m\nrun:\n  chips:\n    num_chips: all\n")
+    with pytest.raises(SystemExit):
+        cli.main(["quantize", "--recipe", str(recipe)])
+    assert "run.chips.num_chips: this command does not use it" in capfd.readouterr().err
+    options = resolved(*QUANTIZE, "--seed", "3")
+    save_yaml(options, recipe)
+    assert resolved("quantize", "--recipe", str(recipe)) == options
+    assert set(to_dict(options)["run"]) == {"out", "overwrite", "device", "tpu", "seed", "quiet", "json"}
+
+
+def test_an_adapter_is_copied_so_it_takes_no_type(capfd):
+    with pytest.raises(SystemExit):
+        cli.main([*EXPORT, "--form", "adapter", "--dtype", "bfloat16"])
+    assert capfd.readouterr().err.startswith("error: dtype: bfloat16 means nothing with --form adapter")
+
+
 def test_lists_repeat_or_take_commas(resolved):
     arguments = ("eval", "--teacher", "t", "--dataset", "d", "--students", "a=x,y", "--students", "z")
     assert resolved(*arguments).students == ("a=x", "y", "z")
@@ -156,9 +206,9 @@ def work(tiny, tmp_path_factory):
     lines["cache build"] += ["--eval-rows", 2, "--num-rows", 12]
     lines["quantize"] += ["--calibration-length", 32, "--start-rank", 4]
     lines["recover"] += ["--recovery-r", 4, "--batch-size", 2]
-    return root, {
-        w: [*w.split(), *map(str, line), "--out", str(root / w), "--device", "cpu"] for w, line in lines.items()
-    }
+    for words, line in lines.items():
+        line += ["--device", "cpu", *([] if words == "generate" else ["--out", root / words])]
+    return root, {words: [*words.split(), *map(str, line)] for words, line in lines.items()}
 
 
 def test_json_is_all_that_json_prints(work, capfd):

@@ -1,4 +1,4 @@
-"""The documentation: links lead somewhere, the site builds without a warning, the front page says what was measured.
+"""The documentation: links, flags and commands are real, the site builds, the front page says what was measured.
 
 The strict build is Sphinx's; links are checked here as well, as a code host shows the files, without the site.
 """
@@ -9,8 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
+from shown_commands import PAGES as COMMAND_PAGES
+from shown_commands import parse, spans
 
+from qat_lora import cli
 from qat_lora.diagnose.bench import benchmarks_folder, look_up
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -18,6 +22,13 @@ PAGES = sorted(
     [*ROOT.glob("*.md"), *(page for f in ("docs", "benchmarks", "caches") for page in (ROOT / f).glob("*.md"))]
 )
 LINK = re.compile(r"\]\((?!\w+:)([^)\s]*)\)")
+FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+PROSE = [page for page in COMMAND_PAGES if page != "benchmarks/README.md"]
+"""Pages that explain; the reference of commands is made, and explains nothing."""
+OF_OTHERS = {
+    *("--zone", "--accelerator-type", "--version", "--spot", "--worker", "--command"),  # gcloud
+    *("--nnodes", "--layers", "--help"),  # torchrun, a benchmark, every command
+}
 SCORES = {
     r"unavoidable products \| \*\*(\S+) ×": ("fused_linear_kd", "methods/fused/times_the_products", "{:.2f}"),
     r"TRL (\S+) ×": ("fused_linear_kd", "methods/trl_jsd/times_the_products", "{:.2f}"),
@@ -57,6 +68,40 @@ def test_links(page):
         assert target.exists(), f"{link} leads nowhere"
         assert target.is_relative_to(ROOT)
         assert not anchor or anchor in anchors(target), f"{link}: no such heading"
+
+
+def all_flags() -> dict[str, list[str]]:
+    """Return the names of every option of the command line, by the name that the frozen list has first."""
+    frozen = (ROOT / "tests/data/cli_flags.txt").read_text(encoding="utf-8").splitlines()
+    named = [FLAG.findall(line.split(": ", 1)[1].split(" = ")[0]) for line in frozen]
+    return {names[0]: names for names in named if names}
+
+
+def test_every_flag_is_explained_on_some_page():
+    text = "\n".join((ROOT / page).read_text(encoding="utf-8") for page in PROSE)
+    there = set(FLAG.findall(text))
+    assert [names for names in all_flags().values() if not there.intersection(names)] == []
+
+
+def test_every_flag_on_a_page_is_one_of_ours():
+    known = {name for names in all_flags().values() for name in names} | OF_OTHERS
+    for page in PROSE:
+        assert set(FLAG.findall((ROOT / page).read_text(encoding="utf-8"))) <= known, page
+
+
+def test_control_a_flag_of_another_command_is_noticed():
+    for words in (["export", "--recovery-r", "4"], ["recover", "--no-such", "..."], ["doctor", "recover", "--nope"]):
+        with pytest.raises(click.UsageError, match="no such option"):
+            parse(words, whole=False)
+
+
+def test_commands_in_the_text_have_the_options_that_they_are_shown_with():
+    first = {words.split()[0] for words in cli.COMMANDS}
+    for page in PROSE:
+        for span in spans(page):
+            words = span.removeprefix("qat-lora ").split()
+            if words and words[0] in first and (span.startswith("qat-lora ") or any("--" in word for word in words)):
+                parse(words, whole=False)
 
 
 @pytest.mark.parametrize("pattern", SCORES)

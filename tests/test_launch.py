@@ -62,6 +62,18 @@ def test_a_missing_device_stops_before_any_import(monkeypatch):
         launch.run("recover", SimpleNamespace(run=RunConfig(), dry_run=False))
 
 
+@pytest.mark.parametrize("command", ["push", "estimate", "qat"])
+def test_what_computes_nothing_asks_for_no_device(monkeypatch, command):
+    def none(device, tpu, chips):
+        raise DeviceError("none here")
+
+    seen = SimpleNamespace(**{command: lambda options, runtime: runtime.description})
+    monkeypatch.setattr(launch, "plan_run", none)
+    monkeypatch.setattr(launch, "importlib", SimpleNamespace(import_module=lambda name: seen))
+    options = SimpleNamespace(run=RunConfig(device="tpu"), dry_run=True)
+    assert launch.run(command, options, "some.module").startswith("CPU")
+
+
 @pytest.mark.parametrize("chips", [ChipsConfig("2"), ChipsConfig(parallel="spmd")])
 def test_a_command_for_one_chip_refuses_several(monkeypatch, chips):
     monkeypatch.setattr(launch, "importlib", None)

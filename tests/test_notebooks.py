@@ -9,7 +9,6 @@ import importlib.util
 import json
 import os
 import re
-import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -17,10 +16,9 @@ from pathlib import Path
 import nbclient
 import nbformat
 import pytest
-import torch
 import yaml
+from toy_model import make_toy
 
-from qat_lora.models import load_tokenizer, make_qwen3, make_tokenizer
 from qat_lora.train.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,45 +26,8 @@ FOLDER = ROOT / "notebooks"
 ORDER = ("TPU_LoRA_KD_WikiText1024", "TPU_multi_chip", "SFT_LoRA_v5e8")
 FULL_SIZE = "full-size"
 """Tag of the cell with the parameters of the real run."""
-VOCABULARY, LENGTH = 512, 32
-WORDS = ("head", "tail", "scale", "code", "layer")
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 PRIVATE = re.compile(r"/tmp/|/work|/root|/home/|/Users/|seconds|tokens/s|\d(\.\d+)? s\b|[0-9]it/s")
 """What a shipped output may not hold: paths and user names of a machine, and how fast it is."""
-
-
-def make_toy(folder: Path, steps: int) -> None:
-    """Make what the notebooks read with QAT_LORA_TOY=1: text, chats, and a teacher trained for some steps."""
-    text, held_out, teacher = folder / "text", folder / "held-out", folder / "teacher"
-    for part, files in ((text, (ROOT / "docs").glob("*.md")), (held_out, ROOT.glob("*.md"))):
-        part.mkdir(parents=True)
-        for file in sorted(files):
-            shutil.copyfile(file, part / file.name)
-    whole = "\n".join(file.read_text(encoding="utf-8") for file in sorted(text.iterdir()))
-    make_tokenizer([whole], VOCABULARY, teacher)
-    (teacher / "chat_template.jinja").write_text(TEMPLATE)
-    ids = torch.tensor(load_tokenizer(teacher)(whole)["input_ids"])
-    torch.manual_seed(0)
-    model = make_qwen3(teacher, VOCABULARY, hidden=64, layers=2, heads=2, kv_heads=1, mlp=128, positions=256).module
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    for _ in range(steps):
-        starts = torch.randint(len(ids) - LENGTH, (16, 1))
-        batch = ids[starts + torch.arange(LENGTH)]
-        model(input_ids=batch, labels=batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-    model.save_pretrained(teacher)
-    chats = [
-        [{"from": "human", "value": f"what is row {i}"}, {"from": "gpt", "value": f"row {i} is a {WORDS[i % 5]}"}]
-        for i in range(120)
-    ]
-    lines = [json.dumps({"conversations": turns}) + "\n" for turns in chats]
-    (folder / "chats.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
 def execute(name: str, folder: Path, device: str) -> nbformat.NotebookNode:
@@ -162,10 +123,10 @@ def test_the_first_two_run_in_order(tmp_path, device):
 
     one = losses(runs / "chips/one")
     kls = [line["kl"] for line in read_metrics(runs / "chips/one/evaluations.jsonl")]
-    assert len(one) == 60 and kls[-1] != pytest.approx(kls[0], rel=0.5), "hardly trained, so this compares nothing"
+    assert len(one) == 40 and kls[-1] != pytest.approx(kls[0], rel=0.5), "hardly trained, so this compares nothing"
     for run in ("spawn", "spmd"):
         assert losses(runs / "chips" / run) == pytest.approx(one, rel=1e-4), run
-    assert 5 <= json.loads((runs / "chips/spawn/result.json").read_text())["resumed_from"] < 60
+    assert 5 <= json.loads((runs / "chips/spawn/result.json").read_text())["resumed_from"] < 40
     assert "exit code 143" in streams(second, "stdout")
 
 
@@ -177,7 +138,7 @@ def test_fine_tuning_runs(tmp_path):
     assert pictures(done) == 1
     nll = [line["nll"] for line in read_metrics(tmp_path / "runs/toy_sft/evaluations.jsonl")]
     assert min(nll) < nll[0]
-    assert "step-000100, step-000120" in streams(done, "stdout")
+    assert "step-000040, step-000060" in streams(done, "stdout")
     assert (tmp_path / "runs/toy_sft_merged/model.safetensors").is_file()
 
 

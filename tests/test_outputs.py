@@ -203,6 +203,13 @@ def test_a_folder_is_worked_in_by_one_process_at_a_time(tmp_path):
             assert {path.name for path in out.iterdir()} == {outputs.MARK}  # and nothing is left behind
     finally:
         other.kill()
+    with outputs.claimed(out, "recover", {"a": 1}, False) as complete:
+        assert not complete
+        with pytest.raises(OutputExistsError, match="another process"), outputs.claimed(out, "recover", {"a": 1}, True):
+            pass
+    outputs.complete(out)
+    with outputs.claimed(out, "recover", {"a": 1}, False) as complete:
+        assert complete
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputExistsError, match="is a file"), outputs.alone(tmp_path / "file"):
         pass

@@ -1,6 +1,10 @@
 """The documented scripts, run as a person runs them: the guide's flags, small numbers, the CPU."""
 
+import importlib.util
 import json
+import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +64,31 @@ def test_train_recovery_lora(work):
     assert json.loads((run / "last/adapter_config.json").read_text())["r"] == 8
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3]
+
+
+def guides_command() -> list[str]:
+    """Return the words of the recovery by script, as docs/tpu.md shows it."""
+    guide = (ROOT / "docs/tpu.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    (line,) = re.findall(r"^    python (scripts/train_recovery_lora\.py --tpu .*)$", guide, re.M)
+    return shlex.split(line)
+
+
+@pytest.mark.xla
+@pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="needs the xla extra")
+def test_the_guides_command_runs_as_it_stands_on_xla(work):
+    """Word for word, with a toy under the names that it gives; two steps instead of the default number."""
+    root, _ = work
+    (root / "caches/wikitext103_L1024_K128").symlink_to("toy_L32_K8")
+    (root / "runs/Qwen3-0.6B_q4_r32").symlink_to("v2_q4/best")
+    file, *words = guides_command()
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PJRT", "XLA", "TPU", "USE_TORCH_XLA"))}
+    command = [sys.executable, str(ROOT / file), *words, "--max-steps", "2", "--save-minutes", "0"]
+    done = subprocess.run(
+        command, cwd=root, env=environment | {"PJRT_DEVICE": "CPU"}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "XLA on CPU · 1 device · bf16 · effective batch 32" in done.stdout, done.stdout
+    assert json.loads((root / "runs/recovery_Qwen3-0.6B_q4_r32/result.json").read_text())["step"] == 2
 
 
 def test_the_guides_tpu_flag_says_what_is_there(work):

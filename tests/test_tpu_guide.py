@@ -50,24 +50,26 @@ def batch_table(folder: Path) -> list[str]:
         "|---|---|" + "---|" * 3,
     ]
     for preset in ("q4_r32", "w2g64"):
-        asked = replace(student(folder, preset), attention="plain")
-        config, module = estimates.skeleton(asked)
-        for chip, memory_gb in (("v5e-1, v5e-8", 16), ("v6e-1, v6e-4, v6e-8", 32)):
+        asked = student(folder, preset)
+        built = estimates.skeleton(asked)
+        for chip, names in (("v5e", "v5e-1, v5e-8"), ("v6e", "v6e-1, v6e-4, v6e-8")):
             cells = []
             for length in LENGTHS:
-                found = []
-                for again in (False, True):
-                    rows = [2**i for i in range(MOST_ROWS.bit_length())]
-                    tried = [replace(asked, length=length, batch_size=n, gradient_checkpointing=again) for n in rows]
-                    fits = [
-                        t.batch_size
-                        for t in tried
-                        if sum(estimates._parts(config, module, t).values()) < 0.9 * memory_gb * 1e9
-                    ]
-                    found.append(str(max(fits, default="none")))
-                cells.append(" / ".join(found))
-            lines.append(f"| {preset} | {chip} | {' | '.join(cells)} |")
+                tried = [replace(asked, length=length, gradient_checkpointing=again) for again in (False, True)]
+                cells.append(" / ".join(most_rows(built, options, chip) for options in tried))
+            lines.append(f"| {preset} | {names} | {' | '.join(cells)} |")
     return lines
+
+
+def most_rows(built: tuple, options: EstimateOptions, chip: str) -> str:
+    """Return the largest power of two, up to `MOST_ROWS`, that the estimate calls fitting."""
+    rows = 1
+    while rows <= MOST_ROWS:
+        found = estimates.summary(*built, replace(options, batch_size=rows), named((chip,)))
+        if not found["devices"][chip]["fits"]:
+            break
+        rows *= 2
+    return str(rows // 2) if rows > 1 else "none"
 
 
 def cost_table(folder: Path) -> list[str]:
@@ -89,10 +91,8 @@ def cost_table(folder: Path) -> list[str]:
                     accumulation_steps=STEP_ROWS // (rows * chips),
                     gradient_checkpointing=again,
                     max_steps=steps,
-                    attention="plain" if kind.startswith("v") else "fused",
                 )
-                total = sum(estimates._parts(*built[preset], mine).values())
-                there = estimates._on(device, mine, estimates.flops_per_token(*built[preset], mine), total)
+                there = estimates.summary(*built[preset], mine, [device])["devices"][device.name]
                 assert there["fits"] and there["tokens"] == steps * STEP_ROWS * 1024, (device, preset)
                 cells.append(f"{60 * there['hours']:.1f} min, {there['usd']:.2f} USD")
         lines.append(f"| {' | '.join(cells)} |")

@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from qat_lora import outputs
+from qat_lora.app.memory import advised, build_advice
 from qat_lora.app.replicas import as_builder, fetch
-from qat_lora.app.shared import fits_positions, load, say
+from qat_lora.app.shared import fit_attention, fits_positions, load, say
 from qat_lora.cache import overlap
 from qat_lora.cache.audit import audit, check_teacher, summary
 from qat_lora.cache.audit import table_rows as audit_rows
@@ -29,11 +31,13 @@ from qat_lora.evaluate.report import save_json, text_table
 from qat_lora.models import CausalLM, checkpoint_sha256, load_tokenizer, tokenizer_sha256
 from qat_lora.options import AuditOptions, CacheBuildOptions
 from qat_lora.runtime.base import Runtime
+from qat_lora.runtime.machine import made_with
 from qat_lora.spread import SpreadCausalLM, load_spread
 from qat_lora.text.packing import make_encoder, pack_rows, share, take_eval
 from qat_lora.text.sources import Document, TextConfig, describe_source, open_documents
 
 
+@advised(build_advice)
 def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
     """Build (or go on building) a KD cache; return its folder (an `ObjectFolder` for a URL), or with `dry_run` a dict.
 
@@ -164,17 +168,19 @@ def audit_cache(options: AuditOptions, runtime: Runtime) -> dict[str, Any]:
         rows = list(pack_rows(open_documents(text), make_encoder(tokenizer), held.length))
         seen = overlap.overlap(path, {Path(options.text).name: rows}, tokenizer_sha256(tokenizer))
         settings["overlap"] = seen
-    if out and outputs.claim(out, "cache audit", settings, run.overwrite):
-        report = json.loads((out / "audit.json").read_text(encoding="utf-8"))
-    else:
-        _place(teacher, runtime)
-        say(run, f"{runtime.description} · {run.dtype} · {path} · built with {held.builder}")
-        report = audit(teacher, path, sha256, rows=options.rows, device=runtime.device)
-        if seen:
-            report["overlap"] = seen
-        if out:
-            save_json(report, out / "audit.json")
-            outputs.complete(out)
+    claimed = outputs.claimed(out, "cache audit", settings, run.overwrite) if out else nullcontext(False)
+    with claimed as complete:
+        if out and complete:
+            report = json.loads((out / "audit.json").read_text(encoding="utf-8"))
+        else:
+            _place(teacher, runtime)
+            say(run, f"{runtime.description} · {run.dtype} · {path} · built with {held.builder}")
+            report = made_with() | audit(teacher, path, sha256, rows=options.rows, device=runtime.device)
+            if seen:
+                report["overlap"] = seen
+            if out:
+                save_json(report, out / "audit.json")
+                outputs.complete(out)
     say(run, f"{text_table(audit_rows(report))}\n{summary(report)}")
     if seen:
         say(run, overlap.summary(seen))
@@ -200,8 +206,7 @@ def _place(teacher: CausalLM, runtime: Runtime) -> None:
     """Move the teacher to the device, unless it has been spread over several; on a CPU it attends in tiles."""
     if not isinstance(teacher, SpreadCausalLM):
         runtime.place(teacher.module)
-    if runtime.piece_bytes is not None:
-        teacher.tile_attention()
+    fit_attention(teacher, runtime, layers_recomputed=False)
 
 
 def cache_decoder(cache: str, folder: str) -> Callable[[list[int]], str]:

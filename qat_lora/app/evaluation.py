@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qat_lora import outputs
+from qat_lora.app.memory import advised, eval_advice
 from qat_lora.app.shared import batches_of, fits_positions, load, picture, say
 from qat_lora.cache import overlap
 from qat_lora.cache.store import read_manifest
@@ -33,6 +34,7 @@ from qat_lora.text.sources import TextConfig, describe_source, open_documents
 from qat_lora.train.metrics import read_metrics
 
 
+@advised(eval_advice)
 def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
     """Score models side by side on held-out text; write scores and report card; return the scores by model."""
     run = options.run
@@ -59,31 +61,37 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
     sources = {name: describe_source(text) for name, text in texts.items()}
     decisive = {"dtype": run.dtype, "seed": run.seed}
     settings = to_dict(options) | {"run": decisive, "weights": identity, "text": sources, "overlap": seen}
-    if outputs.claim(out, "eval", settings, run.overwrite):
-        say(run, f"{out} is complete already")
-        report = json.loads((out / "report.json").read_text(encoding="utf-8"))
-        _show(report, out, options)
-        return report["models"]
-    vocabulary = min([teacher.vocab_size, *(student.model.vocab_size for student in students.values())])
+    with outputs.claimed(out, "eval", settings, run.overwrite) as complete:
+        if complete:
+            say(run, f"{out} is complete already")
+            report = json.loads((out / "report.json").read_text(encoding="utf-8"))
+        else:
+            models = _placed(teacher, students, runtime)
+            say(run, f"{runtime.description} · {run.dtype} · {len(models)} models · {options.protocol} rows")
+            report = _report(models, rows, options, runtime)
+            for name, student in students.items():
+                report["models"][name]["bits_per_weight"] = student.bits_per_weight
+            for name, source in sources.items():
+                report["texts"][name]["source"] = json.loads(source)
+            report["overlap"], report["break_even"] = seen, _break_even(options)
+            if prompts is not None:
+                report["generation"] = _generate(models, prompts, tokenizer.eos_token_id, options, runtime)
+            if manager:
+                report["tasks"] = _tasks(models, tokenizer, options, manager)
+            _write(report, out, options)
+            outputs.complete(out)
+    _show(report, out, options)
+    return report["models"]
+
+
+def _placed(teacher: CausalLM, students: dict[str, Student], runtime: Runtime) -> dict[str, CausalLM]:
+    """Return all models by name, on the device, with the vocabulary that they share."""
     models = {"teacher": teacher, **{name: student.model for name, student in students.items()}}
+    vocabulary = min(model.vocab_size for model in models.values())
     models = {name: model.with_vocabulary(vocabulary) for name, model in models.items()}
     for model in models.values():
         runtime.place(model.module)
-    say(run, f"{runtime.description} · {run.dtype} · {len(models)} models · {options.protocol} rows")
-    report = _report(models, rows, options, runtime)
-    for name, student in students.items():
-        report["models"][name]["bits_per_weight"] = student.bits_per_weight
-    for name, source in sources.items():
-        report["texts"][name]["source"] = json.loads(source)
-    report["overlap"], report["break_even"] = seen, _break_even(options)
-    if prompts is not None:
-        report["generation"] = _generate(models, prompts, tokenizer.eos_token_id, options, runtime)
-    if manager:
-        report["tasks"] = _tasks(models, tokenizer, options, manager)
-    _write(report, out, options)
-    outputs.complete(out)
-    _show(report, out, options)
-    return report["models"]
+    return models
 
 
 def _length(options: EvalOptions) -> int:

@@ -62,26 +62,28 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
     out = Path(run.out or f"runs/export_{name}_{options.form}")
     settings = {key: value for key, value in to_dict(options).items() if key not in ("run", "hub")}
     settings |= {"dtype": run.dtype, "weights": student.sha256}
-    if outputs.claim(out, "export", settings, run.overwrite):
-        say(run, f"{out} is complete already")
-        return out
-    result = _measure(options, student, plan.found, tokenizer, runtime)
-    base_sha256 = checkpoint_sha256(student.model.folder)
-    with whole_folder(out) as draft:
-        plan.write(draft)
-        said = [*plan.notes, *plan.check(draft)]
-        copy_tokenizer(student.model.folder, draft)
-        if options.form in ("merged", "compressed-tensors"):
-            copy_generation(student.model.folder, draft)
-        result["weights_mb"] = round(sum(_sizes(draft)) / 1e6, 3)
-        card = Card(
-            name, options.form, origin, base_sha256, student.bits_per_weight, result, _command(options, name),
-            said, scores, options.license,
-        )  # fmt: skip
-        (draft / "README.md").write_text(render(card), encoding="utf-8")
-        save_json({"form": options.form, "bits_per_weight": student.bits_per_weight, **result}, draft / "result.json")
-        shutil.copyfile(out / outputs.MARK, draft / outputs.MARK)
-        outputs.complete(draft)
+    with outputs.claimed(out, "export", settings, run.overwrite) as complete:
+        if complete:
+            say(run, f"{out} is complete already")
+            return out
+        result = _measure(options, student, plan.found, tokenizer, runtime)
+        base_sha256 = checkpoint_sha256(student.model.folder)
+        with whole_folder(out) as draft:
+            plan.write(draft)
+            said = [*plan.notes, *plan.check(draft)]
+            copy_tokenizer(student.model.folder, draft)
+            if options.form in ("merged", "compressed-tensors"):
+                copy_generation(student.model.folder, draft)
+            result["weights_mb"] = round(sum(_sizes(draft)) / 1e6, 3)
+            card = Card(
+                name, options.form, origin, base_sha256, student.bits_per_weight, result, _command(options, name),
+                said, scores, options.license,
+            )  # fmt: skip
+            (draft / "README.md").write_text(render(card), encoding="utf-8")
+            kept = {"form": options.form, "bits_per_weight": student.bits_per_weight, **result}
+            save_json(kept, draft / "result.json")
+            shutil.copyfile(out / outputs.MARK, draft / outputs.MARK)
+            outputs.complete(draft)
     for line in (*(f"{key.replace('_', ' ')}: {value}" for key, value in result.items()), *said):
         say(run, line)
     say(run, f"written to {out}")

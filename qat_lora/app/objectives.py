@@ -48,6 +48,14 @@ def identity(objective: ObjectiveConfig) -> dict[str, Any]:
     return {name: value for name, value in to_dict(objective).items() if name not in ("loss_chunk_mb", "loss_walk")}
 
 
+def anchor_batch_rows(objective: ObjectiveConfig, loop: LoopConfig, replicas: int) -> int | None:
+    """Return how many anchor rows a step sees, for a run's settings; None without an anchor.
+
+    Micro-batches of other sizes make the same step of the other rows, but not of these: each step has one of them.
+    """
+    return loop.batch_size * replicas if objective.anchor_weight > 0 else None
+
+
 def check_arrays(dataset: KDCacheDataset, objective: ObjectiveConfig) -> None:
     """Refuse a cache that lacks what the objective reads, and let it serve nothing else.
 

@@ -1,4 +1,4 @@
-"""What a command would do, from shapes alone: `recover --dry-run` and `quantize --dry-run`.
+"""What a command would do, from shapes alone: `--dry-run` of `recover`, `quantize` and (`planning_qat`) `qat`.
 
 A mistake in a recipe should not wait for the device, the download or the first hour to be found. So the student is
 built on torch's meta device from its config.json, by the calls that the run itself makes; the cache's manifest is read,
@@ -9,28 +9,28 @@ is printed without its condition would be believed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from qat_lora.app.lessons import cache_lessons
 from qat_lora.cache.dataset import KDCacheDataset
-from qat_lora.diagnose.devices import keeps_scores, likely
-from qat_lora.diagnose.doctor import Needs, on_host
+from qat_lora.diagnose.devices import attention_on, likely
 from qat_lora.diagnose.estimate import GIB, meta_model, skeleton, summary
 from qat_lora.errors import ConfigError, DeviceError, ModelError
 from qat_lora.layers.convert import bits_per_weight, make_quant_skeleton, quant_layers
 from qat_lora.models import FILE_SUFFIXES, CausalLM, load_tokenizer, resolve_model, tokenizer_sha256
 from qat_lora.options import EstimateOptions, QuantizeOptions, RecoverOptions, RunConfig
 from qat_lora.quant.spec import preset
-from qat_lora.runtime.select import plan_run
+from qat_lora.runtime.select import choose, look, plan_run
 
 HEAD_K = 128
 """Entries of a cached head, where the cache is not there to be asked; what `cache build` keeps."""
 
 
-def estimate_options(options: RecoverOptions, student: str, length: int, head_k: int) -> EstimateOptions:
-    """Return the settings from which the memory of a recovery is estimated."""
+def estimate_options(options: RecoverOptions, student: str, length: int, head_k: int, device: str) -> EstimateOptions:
+    """Return the settings from which the memory of a recovery on a device is estimated."""
     loop = options.loop
     return EstimateOptions(
         model=student,
@@ -44,6 +44,7 @@ def estimate_options(options: RecoverOptions, student: str, length: int, head_k:
         gradient_checkpointing=loop.gradient_checkpointing,
         loss_chunk_mb=options.objective.loss_chunk_mb,
         max_steps=loop.max_steps,
+        attention=attention_on(device),
         run=options.run,
     )
 
@@ -57,28 +58,21 @@ def plan_recovery(options: RecoverOptions) -> dict[str, Any]:
         ConfigError: a global batch that does not divide, or patterns that match no layer.
     """
     assumed: list[str] = []
-    replicas = _replicas(options.run, assumed)
+    replicas = replicas_of(options.run, assumed)
     accumulation = options.loop.accumulation(replicas)
     student = _student(options)
     dataset = _cache(options, assumed)
     length = dataset.manifest.fingerprint.length if dataset else options.length
     head_k = dataset.k if dataset else (options.head_k or HEAD_K) if options.uses_cache else 0
-    device = "tpu" if options.run.tpu else options.run.device
-    asked = replace(
-        estimate_options(options, student, length, head_k),
-        accumulation_steps=accumulation,
-        attention="xla" if keeps_scores(device) else "fused",
-    )
+    device = device_of(options.run)
+    asked = replace(estimate_options(options, student, length, head_k, device), accumulation_steps=accumulation)
     built = skeleton(asked)
     if options.train_scales and not quant_layers(built[1]):
         raise ConfigError("train_scales: the student has no quantised layers; leave it out")
     if dataset:
-        _check_fits(dataset, student, built[1])
+        check_shapes(dataset, student, built[1])
     elif options.uses_cache:
-        assumed.append(
-            f"{options.kd_cache_dir} is not there yet: rows of {length:,} tokens and {head_k} entries a position are "
-            "taken from this command's own settings, and the fit of the tokenizer is not checked"
-        )
+        assumed.append(no_cache(str(options.kd_cache_dir), length, head_k, "this command's own settings"))
     rows = len(dataset) if dataset else options.num_rows
     step_rows = options.loop.batch_size * accumulation * replicas
     found = summary(*built, asked, likely(device, replicas))
@@ -99,7 +93,8 @@ def plan_recovery(options: RecoverOptions) -> dict[str, Any]:
         "assumed": assumed,
     }
     if not options.run.json:
-        print(_recovery_text(plan, options, asked.utilisation), flush=True)
+        trained = f"{plan['trained']:,} numbers (rank {options.lora.recovery_r})"
+        print("\n".join(plan_lines(plan, trained, asked.utilisation)), flush=True)
     return plan
 
 
@@ -142,7 +137,14 @@ def plan_quantising(options: QuantizeOptions) -> dict[str, Any]:
     return plan
 
 
-def _replicas(run: RunConfig, assumed: list[str]) -> int:
+def device_of(run: RunConfig) -> str:
+    """Return the device that a run names, which need not be here, or what `auto` finds here."""
+    if run.tpu or run.device != "auto":
+        return "tpu" if run.tpu else run.device
+    return choose("auto", False, look()).kind
+
+
+def replicas_of(run: RunConfig, assumed: list[str]) -> int:
     """Return on how many replicas the run would be; where its machine is not here, what its settings say."""
     try:
         chips = plan_run(run.device, run.tpu, run.chips).chips
@@ -178,18 +180,22 @@ def _cache(options: RecoverOptions, assumed: list[str]) -> KDCacheDataset | None
     Raises:
         CacheError: something is there, and it is no complete cache or lacks what the objective reads.
     """
-    path = str(options.kd_cache_dir)
     if not options.uses_cache:
         if options.num_rows is None:
             assumed.append("the text is not read, so the number of its rows is not known")
         return None
-    if "://" not in path and not Path(path).expanduser().exists():
+    if not is_there(str(options.kd_cache_dir)):
         return None
     rows: KDCacheDataset = cache_lessons(options).rows
     return rows
 
 
-def _check_fits(dataset: KDCacheDataset, student: str, module: Any) -> None:
+def is_there(path: str) -> bool:
+    """Tell whether a cache is where a run would look for it; of a URL that is assumed."""
+    return "://" in path or Path(path).expanduser().exists()
+
+
+def check_shapes(dataset: KDCacheDataset, student: str, module: Any) -> None:
     """Raise CacheError where the student cannot learn from the cache; its tokenizer is compared if it is here."""
     model = CausalLM(module, Path(student))
     here = (Path(student) / "tokenizer.json").is_file()
@@ -197,12 +203,21 @@ def _check_fits(dataset: KDCacheDataset, student: str, module: Any) -> None:
     dataset.check_student(sha256, model.vocab_size, model.max_positions)
 
 
-def _recovery_text(plan: dict[str, Any], options: RecoverOptions, utilisation: float) -> str:
+def no_cache(path: str, length: int, head_k: int, source: str) -> str:
+    """Return what a plan assumes of a cache that is not there."""
+    return (
+        f"{path} is not there yet: rows of {length:,} tokens and {head_k} entries a position are taken from {source}, "
+        "and the fit of the tokenizer is not checked"
+    )
+
+
+def plan_lines(plan: dict[str, Any], trained: str, utilisation: float, more: Sequence[str] = ()) -> list[str]:
+    """Return what is printed of a training run's plan, with further lines before what is assumed."""
     replicas, epochs = plan["replicas"], plan["epochs"]
     lines = [
         "dry run: shapes alone; nothing is written, and no device is used",
         f"student  {plan['student']}: {plan['parameters']:,} parameters, {plan['quantised']:,} of them quantised",
-        f"trained  {plan['trained']:,} numbers (rank {options.lora.recovery_r})",
+        f"trained  {trained}",
         f"step     {plan['batch_size']} rows x {plan['accumulation_steps']} micro-batches x {replicas} "
         f"replica{'s' if replicas > 1 else ''}: effective batch {plan['effective_batch']}, "
         f"{plan['effective_batch'] * plan['length']:,} tokens",
@@ -213,30 +228,4 @@ def _recovery_text(plan: dict[str, Any], options: RecoverOptions, utilisation: f
     for name, there in plan["devices"].items():
         fits = "fits" if there["fits"] else "does not fit"
         lines.append(f"time     {there['hours']:.2f} h on {name} ({fits}), at {utilisation:.0%} of the peak rate")
-    return "\n".join([*lines, *(f"assumed  {text}" for text in plan["assumed"])])
-
-
-def needs(words: str, options: Any) -> Needs:
-    """Return what a planned run takes of the machine, for `doctor`.
-
-    Raises:
-        ConfigError: a command whose needs shapes do not tell.
-        QatLoraError: what the run itself would refuse.
-    """
-    quiet = replace(options, run=replace(options.run, json=True))
-    if words == "recover":
-        plan = plan_recovery(quiet)
-        # A checkpoint: what trains, two moments, perhaps an average. An export: halves, and the base of trained scales.
-        kept = options.loop.keep_checkpoints + 1
-        disk = kept * 16 * plan["trained"] + 3 * (2 * plan["trained"] + options.train_scales * plan["stored_bytes"])
-        memory = plan["total_bytes"]
-        host = memory if on_host(options.run.device, options.run.tpu) else plan["bytes"]["weights"]
-        return Needs("this recovery", memory, host, disk)
-    if words == "quantize":
-        plan = plan_quantising(quiet)
-        starts = 4 * options.start_rank * plan["inputs_and_outputs"]
-        disk = plan["stored_bytes"] + starts
-        return Needs("this quantisation", plan["weights_bytes"], plan["weights_bytes"], disk)
-    raise ConfigError(
-        f"doctor: {words} is not planned from shapes; allowed: recover, quantize (a cache: `cache build --dry-run`)"
-    )
+    return [*lines, *more, *(f"assumed  {text}" for text in plan["assumed"])]

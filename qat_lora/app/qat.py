@@ -18,21 +18,20 @@ from torch import Tensor, nn
 
 from qat_lora import outputs
 from qat_lora.app.lessons import cache_evaluation_rows, rows_evaluation
-from qat_lora.app.memory import memory_advice
-from qat_lora.app.objectives import check_arrays, evaluation_objective, identity, prepare
+from qat_lora.app.memory import advised, qat_advice
+from qat_lora.app.objectives import anchor_batch_rows, check_arrays, evaluation_objective, identity, prepare
+from qat_lora.app.planning_qat import plan_qat
+from qat_lora.app.qat_parts import check_parts, given, preset_name, trained_parts
 from qat_lora.app.quantising import quantize
 from qat_lora.app.replicas import decide, fetch, refuse_spmd_over_hosts
-from qat_lora.app.shared import cached_calibration_rows, check_fits, kept, load, picture, run_name, say
+from qat_lora.app.shared import cached_calibration_rows, check_fits, fit_attention, kept, load, picture, run_name, say
 from qat_lora.cache.dataset import KDCacheDataset
 from qat_lora.config import save_yaml, to_dict
-from qat_lora.errors import ConfigError, ModelError
 from qat_lora.evaluate.report import save_json
 from qat_lora.layers.choices import CodesConfig
-from qat_lora.layers.convert import bits_per_weight, linear_layers, quant_layers, quantise_targets, tied_embedding
-from qat_lora.layers.quant_linear import QuantLinear
+from qat_lora.layers.convert import bits_per_weight, quant_layers
 from qat_lora.models import DTYPES, CausalLM, checkpoint_sha256, save_with_tensors
 from qat_lora.options import QatOptions, QuantizeOptions, RunConfig
-from qat_lora.quant.spec import QuantSpec, preset
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.select import status_line
 from qat_lora.train.blockwise import reconstruct
@@ -44,11 +43,17 @@ MAKING = tuple(field.name for field in fields(CodesConfig) if field.name not in 
 """Settings that say how `--from-scratch` makes its student, beside the model and the preset."""
 
 
-def qat(options: QatOptions, runtime: Runtime) -> Path:
-    """Train a quantised model from a KD cache; return the run's folder, whose `best` is the model."""
+@advised(qat_advice)
+def qat(options: QatOptions, runtime: Runtime) -> Any:
+    """Train a quantised model from a KD cache; return the run's folder, or with `dry_run` a dict.
+
+    The model is `best` in the folder.
+    """
+    if options.dry_run:
+        return plan_qat(options)
     refuse_spmd_over_hosts(runtime)
     run, loop = options.run, options.loop
-    start = _preset_name(options) if options.from_scratch else run_name(str(options.checkpoint))
+    start = preset_name(options) if options.from_scratch else run_name(str(options.checkpoint))
     out = Path(run.out or f"runs/v2_{start.split('_')[0]}")
     temperatures = options.objective.cached_temperatures
     dataset = KDCacheDataset(str(options.kd_cache_dir), options.preload, options.head_k, temperatures=temperatures)
@@ -57,8 +62,8 @@ def qat(options: QatOptions, runtime: Runtime) -> Path:
         fetch(runtime, name, options.hub)
     full = None if options.model is None else load(options.model, options.hub, "float32")
     student = None if options.from_scratch else load(str(options.checkpoint), options.hub, "float32")
-    check_fits(dataset, student or _given(full))
-    _check(options, full, student)
+    check_fits(dataset, student or given(full))
+    check_parts(options, full, student)
     effective = loop.batch_size * loop.accumulation(runtime.replicas) * runtime.replicas
     plain = to_dict(options)
     decisive: tuple[str, ...] = MAKING if options.from_scratch else ()
@@ -76,7 +81,8 @@ def qat(options: QatOptions, runtime: Runtime) -> Path:
         "early_stop": loop.early_stop,
         "global_batch_rows": effective,
         "objective": identity(options.objective),
-        "preset": _preset_name(options) if options.from_scratch else None,
+        "anchor_batch_rows": anchor_batch_rows(options.objective, loop, runtime.replicas),
+        "preset": preset_name(options) if options.from_scratch else None,
         **{key: plain[key] for key in decisive},
     }
     with outputs.alone(out) if runtime.is_main else contextlib.nullcontext():
@@ -89,8 +95,7 @@ def qat(options: QatOptions, runtime: Runtime) -> Path:
         say(run, status_line(runtime, DTYPES[run.dtype], effective))
         student = None  # `_train` loads what it trains; float32 copies that nobody needs would take twice its memory
         full = full if options.mergeable or "weights" in options.train_parts else None
-        with memory_advice():
-            result = _train(options, dataset, folder, full, settings, runtime, out)
+        result = _train(options, dataset, folder, full, settings, runtime, out)
         runtime.barrier("before_final_save")
         if runtime.is_main:
             save_json(result, out / "result.json")
@@ -114,10 +119,9 @@ def _train(
     model = load(str(folder), options.hub, run.dtype)
     model = model.with_vocabulary(dataset.manifest.fingerprint.vocab_size)
     runtime.place(model.module)
-    if runtime.piece_bytes is not None:
-        model.tile_attention()
+    fit_attention(model, runtime, loop.gradient_checkpointing)
     torch.manual_seed(run.seed)
-    trainee = Trainee(model, _trained(model, options, full))
+    trainee = Trainee(model, trained_parts(model, options, full))
     if loop.gradient_checkpointing:
         model.checkpoint_gradients(runtime.checkpoint_function())
     runtime.shard_frozen(model.module)
@@ -149,64 +153,6 @@ def _train(
     return {**result, "bits_per_weight": round(bits_per_weight(model.module)["base"], 4)}
 
 
-def _preset_name(options: QatOptions) -> str:
-    """Return the preset of a student that is to be made; the guide's where none is given."""
-    return options.preset or "q4_r32"
-
-
-def _given(model: CausalLM | None) -> CausalLM:
-    assert model is not None  # `--from-scratch` requires it
-    return model
-
-
-def _check(options: QatOptions, full: CausalLM | None, student: CausalLM | None) -> None:
-    """Refuse what cannot be trained, before anything is written.
-
-    Raises:
-        ConfigError: names the setting.
-        ModelError: the full-precision model is not the one that the student was made of.
-    """
-    specs: dict[str, QuantSpec]
-    if student is None:
-        if quant_layers(_given(full).module):
-            raise ConfigError(f"model: {options.model} is quantised already; give it as --checkpoint")
-        chosen = preset(_preset_name(options), options.keep, options.override, options.quantize_head)
-        specs = quantise_targets(_given(full).module, chosen)
-    else:
-        specs = {name: layer.spec for name, layer in quant_layers(student.module).items()}
-        if not specs:
-            raise ConfigError(f"checkpoint: {options.checkpoint} has no quantised layers; give --from-scratch --model")
-    if full is not None and student is not None:
-        dense = _dense_layers(full)
-        for name, layer in quant_layers(student.module).items():
-            shape = (layer.out_features, layer.in_features)
-            if name not in dense or tuple(dense[name].weight.shape) != shape or name in quant_layers(full.module):
-                raise ModelError(
-                    f"model: {options.model} has no full-precision {name} of shape {shape}, as --checkpoint"
-                )
-    parts = set(options.train_parts)
-    if "lut" in parts and not any(spec.code == "lut" for spec in specs.values()):
-        raise ConfigError("train_parts: lut: no layer has a look-up table; choose a preset with one, such as q4_r32")
-    if "ranges" in parts and not any(spec.code == "asymmetric" for spec in specs.values()):
-        raise ConfigError("train_parts: ranges: no layer has zero points; choose a preset with them, such as w4g64a")
-    if options.run.dtype != "float32" and parts & {"norms", "embeddings", "head"}:
-        raise ConfigError(
-            "train_parts: norms, embeddings and head lose small updates in bfloat16; give --dtype float32 --autocast"
-        )
-    if "embeddings" in parts and student is not None and tied_embedding(student.module) is not None:
-        raise ConfigError("train_parts: the embedding is the quantised head in this model; leave out embeddings")
-    if "head" in parts:
-        module = (student or _given(full)).module
-        if isinstance(module.get_output_embeddings(), QuantLinear):
-            raise ConfigError(
-                "train_parts: the head is quantised in this model, so scales, lut and weights train it; leave out head"
-            )
-        if module.get_output_embeddings().weight is module.get_input_embeddings().weight:
-            raise ConfigError(
-                "train_parts: the head is the embedding in this model; give embeddings, which trains both"
-            )
-
-
 def _start(
     options: QatOptions,
     out: Path,
@@ -223,7 +169,7 @@ def _start(
             QuantizeOptions(
                 **{name: getattr(options, name) for name in MAKING},
                 model=options.model,
-                preset=_preset_name(options),
+                preset=preset_name(options),
                 kd_cache_dir=options.kd_cache_dir,
                 start_rank=0,
                 hub=options.hub,
@@ -233,7 +179,7 @@ def _start(
         )
     if options.blockwise.blockwise_steps:
         if runtime.is_main and not (out / "blockwise").is_dir():
-            _reconstruct(options, load(str(folder), options.hub, "float32"), _given(full), dataset, runtime, out)
+            _reconstruct(options, load(str(folder), options.hub, "float32"), given(full), dataset, runtime, out)
         folder = out / "blockwise"
     runtime.barrier("qat start")
     return folder
@@ -261,42 +207,6 @@ def _reconstruct(
         save_json({"layers": shares}, draft / "result.json")
     before, after = (sum(share[key] for share in shares) / len(shares) for key in ("before", "after"))
     say(options.run, f"block by block: error of a layer's output {before:.4f} -> {after:.4f} of its square, on average")
-
-
-def _trained(model: CausalLM, options: QatOptions, full: CausalLM | None) -> dict[str, dict[str, nn.Parameter]]:
-    """Put the student into its training state and return what trains, by kind."""
-    parts, rank = set(options.train_parts), options.mergeable_r if options.mergeable else 0
-    dense = {} if full is None else _dense_layers(full)
-    groups: dict[str, dict[str, nn.Parameter]] = {kind: {} for kind in ("adapter", "weights", "scales", "lut")}
-    module, frozen_dtype = model.module, torch.bfloat16 if options.loop.autocast else DTYPES[options.run.dtype]
-    for name, layer in quant_layers(module).items():
-        if "weights" in parts or rank:
-            weight = dense[name].weight.detach() if dense else None
-            latent = layer.train_weight(weight, rank, gradient=options.weight_gradient)
-            groups["adapter" if rank else "weights"] |= {f"{name}.{k}": p for k, p in latent.trained().items()}
-        if "lut" in parts and layer.spec.code == "lut":
-            layer.train_table()
-            groups["lut"][f"{name}.values"] = layer.values
-        if "ranges" in parts and layer.spec.code == "asymmetric":
-            groups["scales"] |= {f"{name}.range.{end}": p for end, p in layer.train_range().named_parameters()}
-        elif "scales" in parts:
-            layer.train_scales()
-            groups["scales"] |= {f"{name}.{part}": scale for part, scale in layer.named_scales().items()}
-        if not any(parameter.requires_grad for parameter in layer.parameters()):
-            layer.hold_dense(frozen_dtype)
-    groups["norms"] = model.norms() if "norms" in parts else {}
-    ends = {"embeddings": module.get_input_embeddings(), "head": module.get_output_embeddings()}
-    chosen = {id(parameter) for part in parts & set(ends) for parameter in ends[part].parameters()}
-    groups["weights"] |= {name: p for name, p in module.named_parameters() if id(p) in chosen}
-    for parameter in (*groups["norms"].values(), *groups["weights"].values()):
-        parameter.requires_grad_(True)
-    module.train()
-    return {kind: tensors for kind, tensors in groups.items() if tensors}
-
-
-def _dense_layers(full: CausalLM) -> dict[str, nn.Linear]:
-    """Return the linear layers of the full-precision model by name, with its output head."""
-    return {name: layer for heads in (False, True) for name, layer in linear_layers(full.module, heads)}
 
 
 def _stored(module: nn.Module) -> dict[str, Tensor]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from qat_lora import outputs
+from qat_lora.app.memory import advised, quantize_advice
 from qat_lora.app.planning import plan_quantising
 from qat_lora.app.shared import (
     CALIBRATION_BATCH_ROWS,
@@ -28,9 +30,11 @@ from qat_lora.evaluate.report import save_json
 from qat_lora.export.adapter import save_starts
 from qat_lora.layers.calibrate import quantise_model, second_moments
 from qat_lora.layers.convert import HEAD, bits_per_weight, quant_layers, quantise_targets, rule_bits
+from qat_lora.layers.fit import ZERO
 from qat_lora.layers.in_order import Plan, quantise_in_order
 from qat_lora.layers.lora import Factors
-from qat_lora.layers.sensitivity import drawn_log_likelihood, sensitivities
+from qat_lora.layers.scratch import large_tensors_apart, zeros_in
+from qat_lora.layers.sensitivity import drawn_in_pieces, sensitivities
 from qat_lora.layers.wide import widen
 from qat_lora.models import CausalLM, cast, checkpoint_sha256, load_tokenizer, save_quantised
 from qat_lora.options import QuantizeOptions
@@ -44,6 +48,7 @@ NO_PART_OF_THE_RESULT = ("model", "text", "kd_cache_dir", "dry_run", "hub", "run
 """Settings that say where things lie; what lies there counts instead."""
 
 
+@advised(quantize_advice)
 def quantize(options: QuantizeOptions, runtime: Runtime) -> Any:
     """Quantise a model, with the adapter starts beside it; return its folder, or with `dry_run` a dict."""
     if options.dry_run:
@@ -60,18 +65,35 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Any:
     widen(model.module)
     if quant_layers(model.module):
         raise ConfigError(f"model: {options.model} is quantised already; give the full-precision model")
-    targets = quantise_targets(model.module, chosen)
+    quantise_targets(model.module, chosen)  # refuses a pattern without a match
     batches = _calibration_batches(options, model) if options.init != "absmax" and has_text else None
     settings = {name: value for name, value in to_dict(options).items() if name not in NO_PART_OF_THE_RESULT}
     settings |= {"seed": run.seed, "model_sha256": checkpoint_sha256(model.folder)}
     settings["calibration"] = None if batches is None else _calibration_identity(options)
-    if outputs.claim(out, "quantize", settings, run.overwrite):
-        say(run, f"{out} is complete already")
-        return out
+    with outputs.claimed(out, "quantize", settings, run.overwrite) as complete:
+        if complete:
+            say(run, f"{out} is complete already")
+        else:
+            _make(options, model, chosen, batches, out, runtime)
+            outputs.complete(out)
+    return out
+
+
+def _make(
+    options: QuantizeOptions,
+    model: CausalLM,
+    chosen: Preset,
+    batches: Iterator[Batch] | None,
+    out: Path,
+    runtime: Runtime,
+) -> None:
+    """Quantise the model and write it to its folder, with the adapter starts and what was found."""
+    run, targets = options.run, quantise_targets(model.module, chosen)
     runtime = runtime.for_loops()
     runtime.place(model.module)
     say(run, f"{runtime.description} · {chosen.name}, {len(targets)} layers · {out}")
-    starts = _fit(options, model, chosen, list(runtime.feed(batches)) if batches is not None else None)
+    with large_tensors_apart():
+        starts = _fit(options, model, chosen, list(runtime.feed(batches)) if batches is not None else None, out)
     bits = {name: round(value, 4) for name, value in bits_per_weight(model.module).items()}
     rules = rule_bits(model.module, chosen)
     model.module.to("cpu")
@@ -87,13 +109,21 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Any:
     if starts:
         save_starts(starts, out)
     save_yaml(options, out / "config.yaml")
-    save_json({"preset": chosen.name, "layers": len(targets), **details, "rules": rules}, out / "result.json")
-    outputs.complete(out)
+    won = _winners(starts, targets) if options.start_method == "best" and options.start_rank else {}
+    result = {"preset": chosen.name, "layers": len(targets), **details, "rules": rules}
+    save_json(result | ({"adapter_starts": won} if won else {}), out / "result.json")
     if len(rules) > 1:
         for rule in rules:
             say(run, f"  {rule['bits_per_weight'] or 'kept':>6}  {rule['layers']:>4} layers  {rule['pattern']}")
     say(run, f"{bits['base']:.2f} bits per weight in {len(targets)} layers, {bits['model']:.2f} in the model, at {out}")
-    return out
+    if won:
+        counts = Counter(won.values())
+        say(run, "adapter starts: " + ", ".join(f"{name} in {count} layers" for name, count in counts.most_common()))
+
+
+def _winners(starts: Mapping[str, Factors], targets: Iterable[str]) -> dict[str, str]:
+    """Return by layer which start was best on rows kept apart; no adapter sits on the head."""
+    return {name: str(starts[name].method) if name in starts else ZERO for name in targets if not HEAD.search(name)}
 
 
 def _joint_rank(options: QuantizeOptions) -> int:
@@ -103,8 +133,13 @@ def _joint_rank(options: QuantizeOptions) -> int:
     return min(16, options.start_rank) if options.init == "descent" else 0
 
 
-def _fit(options: QuantizeOptions, model: CausalLM, chosen: Preset, batches: list[Batch] | None) -> dict[str, Factors]:
-    """Quantise the model in place, by the batches where there are any; return the adapter starts."""
+def _fit(
+    options: QuantizeOptions, model: CausalLM, chosen: Preset, batches: list[Batch] | None, out: Path
+) -> dict[str, Factors]:
+    """Quantise the model in place, by the batches where there are any; return the adapter starts.
+
+    What is kept of all layers for a while lies on the disk of `out`.
+    """
     quiet, joint_rank = options.run.quiet, _joint_rank(options)
     if batches is None:
         return quantise_model(
@@ -123,10 +158,10 @@ def _fit(options: QuantizeOptions, model: CausalLM, chosen: Preset, batches: lis
 
         def log_likelihood(batch: Batch) -> torch.Tensor:
             hidden = model.hidden(batch["input_ids"], batch["document_ids"])
-            return drawn_log_likelihood(model.logits(hidden.flatten(0, 1)), draws)
+            return drawn_in_pieces(hidden.flatten(0, 1), model.logits, model.vocab_size, draws)
 
         inside = [name for name in targets if not HEAD.search(name)]
-        costs = sensitivities(model.module, inside, batches, log_likelihood, quiet)
+        costs = sensitivities(model.module, inside, batches, log_likelihood, quiet, zeros_in(out))
 
     def forward(batch: Batch) -> torch.Tensor:
         return model.hidden(batch["input_ids"], batch["document_ids"])

@@ -12,11 +12,11 @@ from torch import nn
 
 from qat_lora import outputs
 from qat_lora.app.lessons import Lessons, cache_lessons, evaluation, text_lessons
-from qat_lora.app.memory import memory_advice
-from qat_lora.app.objectives import identity, prepare
+from qat_lora.app.memory import memory_advice, training_advice
+from qat_lora.app.objectives import anchor_batch_rows, identity, prepare
 from qat_lora.app.planning import estimate_options, plan_recovery
 from qat_lora.app.replicas import decide, fetch
-from qat_lora.app.shared import kept, load, picture, run_name, say
+from qat_lora.app.shared import fit_attention, kept, load, picture, run_name, say
 from qat_lora.config import save_yaml, to_dict
 from qat_lora.errors import ConfigError
 from qat_lora.evaluate.report import save_json
@@ -46,7 +46,7 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Any:
     if options.train_scales and not quant_layers(model.module):
         raise ConfigError("train_scales: the student has no quantised layers; leave it out")
     effective = loop.batch_size * loop.accumulation(runtime.replicas) * runtime.replicas
-    settings = _settings(options, lessons, model, effective)
+    settings = _settings(options, lessons, model, runtime.replicas)
     starts = load_starts(model.folder) if options.start == "auto" else {}
     torch.manual_seed(run.seed)
     add_lora(model.module, options.lora, starts)
@@ -58,7 +58,8 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Any:
             save_yaml(options, out / "config.yaml")
         say(run, status_line(runtime, DTYPES[run.dtype], effective))
         begin = "from the quantisation error" if starts else "at zero"
-        with memory_advice(estimate_options(options, str(model.folder), lessons.length, lessons.head_k)):
+        asked = estimate_options(options, str(model.folder), lessons.length, lessons.head_k, runtime.device.type)
+        with memory_advice(lambda: training_advice(asked)):
             result = _train(options, lessons, model, settings, runtime, out, f"adapters start {begin} · {out}")
         runtime.barrier("before_final_save")
         if runtime.is_main:
@@ -70,7 +71,7 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Any:
     return out
 
 
-def _settings(options: RecoverOptions, lessons: Lessons, model: CausalLM, effective: int) -> dict[str, object]:
+def _settings(options: RecoverOptions, lessons: Lessons, model: CausalLM, replicas: int) -> dict[str, object]:
     """Return what decides the result of a run: another value is another run."""
     plain, loop = to_dict(options), options.loop
     keys = ("head_k", "train_scales", "train_norms", "start", "lora", "train")
@@ -79,12 +80,13 @@ def _settings(options: RecoverOptions, lessons: Lessons, model: CausalLM, effect
         "starts_sha256": starts_sha256(model.folder),
         **lessons.identity,
         "objective": identity(lessons.objective),
+        "anchor_batch_rows": anchor_batch_rows(lessons.objective, loop, replicas),
         "dtype": options.run.dtype,
         "autocast": loop.autocast,
         "seed": options.run.seed,
         "max_steps": loop.max_steps,
         "early_stop": loop.early_stop,
-        "global_batch_rows": effective,
+        "global_batch_rows": loop.batch_size * loop.accumulation(replicas) * replicas,
         **{key: plain[key] for key in keys},
     }
 
@@ -101,8 +103,7 @@ def _train(
     """Place the student, prepare what its objective needs, and run the loop."""
     run, loop = options.run, options.loop
     runtime.place(model.module)
-    if runtime.piece_bytes is not None:
-        model.tile_attention()
+    fit_attention(model, runtime, loop.gradient_checkpointing)
     trainee = _trainee(model, options)
     if loop.gradient_checkpointing:
         model.checkpoint_gradients(runtime.checkpoint_function())

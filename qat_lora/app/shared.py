@@ -16,6 +16,7 @@ from qat_lora.cache.dataset import KDCacheDataset
 from qat_lora.errors import ConfigError, MissingExtraError
 from qat_lora.models import FILE_SUFFIXES, CausalLM, load_model, load_tokenizer, tokenizer_sha256
 from qat_lora.options import HubConfig, RunConfig
+from qat_lora.runtime.base import Runtime
 from qat_lora.text.packing import PackedRow, make_encoder, pack_rows
 from qat_lora.text.sources import TextConfig, open_documents
 from qat_lora.types import Batch
@@ -44,6 +45,14 @@ def kept(result: Mapping[str, Any], what: str) -> str:
 def load(name: str, hub: HubConfig, dtype: str) -> CausalLM:
     """Load a model by folder or Hub name, as the user's Hub settings say."""
     return load_model(name, revision=hub.revision, trust_remote_code=hub.trust_remote_code, dtype=dtype)
+
+
+def fit_attention(model: CausalLM, runtime: Runtime, layers_recomputed: bool) -> None:
+    """Let attention keep no scores for the backward pass, in the runtime's way; recomputed layers keep none anyhow."""
+    if runtime.attention == "tiled":
+        model.tile_attention()
+    elif runtime.attention == "recomputed" and not layers_recomputed:
+        model.recompute_attention(runtime.checkpoint_function())
 
 
 def run_name(model: str) -> str:

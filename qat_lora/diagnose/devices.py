@@ -8,8 +8,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from qat_lora.errors import ConfigError
+
+Attention = Literal["tiled", "fused", "plain", "xla"]
+"""Who computes attention, and so what a training step keeps of it (`diagnose/activations.py`)."""
+
+_ATTENTION: dict[str, Attention] = {"cpu": "tiled", "mps": "plain", "tpu": "xla", "xla": "xla"}
 
 
 @dataclass(frozen=True)
@@ -17,6 +23,8 @@ class Device:
     """One or several equal chips."""
 
     name: str
+    device: str
+    """What `--device` calls it."""
     memory_gb: float
     """Of one chip, in 10^9 bytes."""
     tflops: float
@@ -27,13 +35,13 @@ class Device:
 
 
 KNOWN = {
-    "v5e": Device("v5e", 16, 197, 1.20),
-    "v5p": Device("v5p", 95, 459, 4.20),
-    "v6e": Device("v6e", 32, 918, 2.70),
-    "a100": Device("a100", 80, 312, 2.00),
-    "h100": Device("h100", 80, 989, 3.00),
-    "h200": Device("h200", 141, 989, 3.80),
-    "laptop": Device("laptop", 16, 0.5, 0.0),  # eight cores at about 60 GFLOP/s each, in float32
+    "v5e": Device("v5e", "tpu", 16, 197, 1.20),
+    "v5p": Device("v5p", "tpu", 95, 459, 4.20),
+    "v6e": Device("v6e", "tpu", 32, 918, 2.70),
+    "a100": Device("a100", "cuda", 80, 312, 2.00),
+    "h100": Device("h100", "cuda", 80, 989, 3.00),
+    "h200": Device("h200", "cuda", 141, 989, 3.80),
+    "laptop": Device("laptop", "cpu", 16, 0.5, 0.0),  # eight cores at about 60 GFLOP/s each, in float32
 }
 DEFAULT = ("v5e-1", "v6e-1", "v6e-4", "h100", "h200", "laptop")
 
@@ -59,9 +67,9 @@ def likely(device: str, chips: int) -> list[Device]:
     return [_named("laptop")] if chips == 1 else []
 
 
-def keeps_scores(device: str) -> bool:
-    """Tell whether attention scores stay in memory on `--device` for the backward pass, as on PyTorch/XLA."""
-    return device in ("tpu", "xla")
+def attention_on(device: str) -> Attention:
+    """Return who computes attention on `--device`, which decides what a training step keeps."""
+    return _ATTENTION.get(device, "fused")
 
 
 def _named(name: str) -> Device:

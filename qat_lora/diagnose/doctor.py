@@ -57,7 +57,7 @@ class Finding(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """What a planned run takes, in bytes."""
+    """What a planned run takes: bytes, and a device."""
 
     what: str
     """The run, for people."""
@@ -65,6 +65,8 @@ class Needs(NamedTuple):
     """On the device; with a CPU, of the host."""
     host: int
     disk: int
+    device: str = "auto"
+    """Where it is to run."""
 
 
 def examine(environ: Mapping[str, str], needs: Needs | None = None) -> list[Finding]:
@@ -89,6 +91,7 @@ def examine(environ: Mapping[str, str], needs: Needs | None = None) -> list[Find
         *_check_packages(required, versions),
         _check_xla_fit(versions, found, libtpu_specifier()),
         *_check_device(found, nvidia_driver=Path("/proc/driver/nvidia/version").exists()),
+        *_check_asked_device(found, needs),
         *_check_accelerators(accelerators(environ, found), needs),
         *_check_variables(environ, found),
         _check_disk(shutil.disk_usage(Path.cwd()).free / GIB, Path.cwd(), needs),
@@ -182,6 +185,17 @@ def _check_device(found: Found, nvidia_driver: bool) -> list[Finding]:
         return [*findings, Finding("device", "problem", f"found: {found}", str(error))]
     taken = f"XLA on {choice.backend}" if choice.kind == "xla" else choice.kind
     return [*findings, Finding("device", "ok", f"--device auto takes {taken}; found: {found}")]
+
+
+def _check_asked_device(found: Found, needs: Needs | None) -> list[Finding]:
+    """Say so where the device that a planned run asks for is not here."""
+    if needs is None or needs.device == "auto":
+        return []
+    try:
+        choose(needs.device, False, found)
+    except QatLoraError as error:
+        return [Finding("device", "problem", f"{needs.what} asks for --device {needs.device}", str(error))]
+    return []
 
 
 def _check_accelerators(there: Sequence[Accelerator], needs: Needs | None) -> list[Finding]:

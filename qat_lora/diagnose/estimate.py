@@ -3,8 +3,8 @@
 The model is built on torch's meta device, which has shapes and no memory, and taken through the same calls that
 a run makes: quantised layers, adapters, which tensors train. What is *held* (weights, adapter, gradients,
 optimizer state) is then counted, not modelled. What comes and goes in a step (activations, working memory) is a
-formula over the config, and the printed table says so. Time is arithmetic over an assumed share of a device's peak
-rate (`diagnose/devices.py`), which only a measurement on that device can replace.
+formula over the config that differs by device (`activations`), and the printed table says so. Time is arithmetic over
+an assumed share of a device's peak rate (`diagnose/devices.py`), which only a measurement on that device can replace.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from qat_lora import models
-from qat_lora.diagnose.devices import Device, named
+from qat_lora.diagnose.activations import Weights, step_bytes, widths
+from qat_lora.diagnose.devices import Attention, Device, attention_on, named
 from qat_lora.errors import ModelError
 from qat_lora.layers.convert import add_lora, lora_layers, make_quant_skeleton, quant_layers
 from qat_lora.options import EstimateOptions
@@ -27,8 +28,8 @@ from qat_lora.runtime.base import Runtime
 GIB = 2**30
 NOTE = (
     "An estimate. Weights, adapter, gradients and optimizer state are counted on the model's real shapes. Activations\n"
-    "and working memory are formulas for Qwen and Llama style layers; tests compare the sum with the measured peak\n"
-    "of a step on a CPU. What the allocator and XLA's compiler add is not in it, and nothing of it has been measured\n"
+    "and working memory are formulas for Qwen and Llama style layers, each device's own attention in them;\n"
+    "compared with measured steps on a CPU, and with XLA's buffers there in float32. Nothing of it has been measured\n"
     "on a TPU yet. Time assumes a share of the peak rate; prices are list prices as of mid-2025, to be checked."
 )
 
@@ -47,7 +48,7 @@ def estimate(options: EstimateOptions, runtime: Runtime) -> dict[str, Any]:
         "effective_batch": options.batch_size * options.accumulation_steps * runtime.replicas,
     }
     if options.table:
-        report["table"] = _memory_table(config, module, options)
+        report["table"] = _memory_table(config, module, options, report["attention"])
     if not options.run.json:
         print(_text(report, options, runtime.replicas))
     return report
@@ -56,42 +57,50 @@ def estimate(options: EstimateOptions, runtime: Runtime) -> dict[str, Any]:
 def summary(
     config: Any, module: torch.nn.Module, options: EstimateOptions, devices: Sequence[Device]
 ) -> dict[str, Any]:
-    """Return parameter counts, bytes on one replica, and time and cost on devices, for what `skeleton` built."""
-    parts = _parts(config, module, options)
+    """Return parameter counts, bytes on one replica, and time and cost on devices, for what `skeleton` built.
+
+    The parts are those of the device that the settings name, or of the first; every device has its own total.
+    """
+    shown = _attention(options, devices)
+    parts = _parts(config, module, options, shown)
     flops = flops_per_token(config, module, options)
-    total = sum(parts.values())
+    there = {}
+    for device in devices:
+        own = shown if options.attention != "auto" else attention_on(device.device)
+        total = sum((parts if own == shown else _parts(config, module, options, own)).values())
+        there[device.name] = {"attention": own, **_on(device, options, flops, total)}
     return {
         **_counts(module, options),
+        "attention": shown,
         "bytes": parts,
-        "total_bytes": total,
+        "total_bytes": sum(parts.values()),
         "flops_per_token": flops,
-        "devices": {device.name: _on(device, options, flops, total) for device in devices},
+        "devices": there,
     }
 
 
 def memory(options: EstimateOptions) -> dict[str, int]:
     """Return the parts of a run's memory on one replica, in bytes by name; their sum is the peak of a step."""
-    return _parts(*skeleton(options), options)
+    return _parts(*skeleton(options), options, _attention(options, named(options.devices)))
 
 
-def _parts(config: Any, module: torch.nn.Module, options: EstimateOptions) -> dict[str, int]:
-    tokens = options.batch_size * options.length
-    layer, other = _activation_bytes_per_token(config, options)
-    layers, width = config.num_hidden_layers, models.DTYPES[options.run.dtype].itemsize
-    # Logits and their gradient in float32, a copy in the products' type; not more than there are positions. A frozen
-    # head on a CPU is walked through by vocabulary and needs less.
-    logits = min(options.loss_chunk_mb * 2**20, 4 * tokens * _rows(module))
-    head_chunk = 2 * logits + (logits // 2 if width < 4 else 0) + tokens * config.hidden_size * (4 + width)
-    backward = tokens * _backward_bytes_per_token(config, options)
-    if options.gradient_checkpointing:  # a layer's input is kept, and one layer is computed again at a time
-        activations, backward = layers * width * config.hidden_size + other, backward + tokens * layer
-    else:
-        activations = layers * layer + other
+def _attention(options: EstimateOptions, devices: Sequence[Device]) -> Attention:
+    """Return who computes attention: as asked, or as on the device that `--device` or else `--for` names first."""
+    if options.attention != "auto":
+        return options.attention
+    if options.run.tpu or options.run.device != "auto":
+        return attention_on("tpu" if options.run.tpu else options.run.device)
+    return attention_on(devices[0].device)
+
+
+def _parts(config: Any, module: torch.nn.Module, options: EstimateOptions, attention: Attention) -> dict[str, int]:
+    sizes = [layer.in_features * layer.out_features for layer in quant_layers(module).values()]
+    quantised = Weights(sum(sizes), max(sizes, default=0))
     return {
         **_held_bytes(module, options),
-        "activations": tokens * activations,
-        "working memory": max(head_chunk, backward),
-        "cached head": options.batch_size * (options.length - 1) * options.head_k * (8 + 4) * 2,  # one ahead
+        **step_bytes(config, options, attention, _rows(module), quantised),
+        # Ids, mask and head of this micro-batch and of the next one, which is fetched meanwhile.
+        "cached head": 2 * options.batch_size * (options.length - 1) * (options.head_k * (8 + 4) + 21),
     }
 
 
@@ -121,7 +130,7 @@ def flops_per_token(config: Any, module: Any, options: EstimateOptions) -> int:
     adapter = sum(a.lora_A.numel() + a.lora_B.numel() for a in lora_layers(module).values())
     linear -= head if isinstance(module.get_output_embeddings(), torch.nn.Linear) else 0
     quantised = sum(layer.in_features * layer.out_features for layer in quant_layers(module).values())
-    attention = 4 * options.length * _queries(config) * config.num_hidden_layers
+    attention = 4 * options.length * widths(config).queries * config.num_hidden_layers
     forward = 2 * (linear + adapter) + attention
     trained = adapter + (quantised if options.train_scales else 0)
     again = forward if options.gradient_checkpointing else 0
@@ -133,6 +142,7 @@ def _on(device: Device, options: EstimateOptions, flops: int, total: int) -> dic
     tokens = options.max_steps * options.accumulation_steps * options.batch_size * options.length
     hours = tokens * flops / (device.tflops * 1e12 * options.utilisation) / 3600
     return {
+        "total_bytes": total,
         "fits": total < 0.9 * device.memory_gb * 1e9,
         "tokens": tokens * device.chips,
         "hours": hours,
@@ -140,7 +150,9 @@ def _on(device: Device, options: EstimateOptions, flops: int, total: int) -> dic
     }
 
 
-def _memory_table(config: Any, module: torch.nn.Module, options: EstimateOptions) -> list[dict[str, Any]]:
+def _memory_table(
+    config: Any, module: torch.nn.Module, options: EstimateOptions, attention: Attention
+) -> list[dict[str, Any]]:
     """Return the peak for halves and doubles of batch and length, with and without gradient checkpointing."""
     rows = []
     for batch_size in sorted({max(1, options.batch_size // 4), options.batch_size, options.batch_size * 4}):
@@ -148,7 +160,7 @@ def _memory_table(config: Any, module: torch.nn.Module, options: EstimateOptions
             peaks = {}
             for name, again in (("kept", False), ("checkpointed", True)):
                 asked = replace(options, batch_size=batch_size, length=length, gradient_checkpointing=again)
-                peaks[name] = sum(_parts(config, module, asked).values())
+                peaks[name] = sum(_parts(config, module, asked, attention).values())
             rows.append({"batch_size": batch_size, "length": length, **peaks})
     return rows
 
@@ -225,47 +237,6 @@ def _rows(module: Any) -> int:
     return int(module.get_output_embeddings().weight.shape[0])
 
 
-def _queries(config: Any) -> int:
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return config.num_attention_heads * head_dim
-
-
-def _widths(config: Any) -> tuple[int, int, int, int]:
-    """Return hidden size, MLP width, and the sizes of a token's queries and keys in a layer."""
-    hidden, heads, queries = config.hidden_size, config.num_attention_heads, _queries(config)
-    mlp = getattr(config, "intermediate_size", None) or 4 * hidden
-    return hidden, mlp, queries, queries // heads * (getattr(config, "num_key_value_heads", None) or heads)
-
-
-def _activation_bytes_per_token(config: Any, options: EstimateOptions) -> tuple[int, int]:
-    """Return what autograd keeps for the backward pass, for one token of a row: of a layer, and outside the layers.
-
-    With a frozen base a linear layer keeps its input only for its adapter's A, once for layers that share it, and
-    the product A x; norms keep their input in float32. After the layers: the last norm, and the mask.
-    """
-    width = models.DTYPES[options.run.dtype].itemsize
-    hidden, mlp, queries, keys = _widths(config)
-    inputs = 2 * hidden + mlp + 7 * options.lora.recovery_r
-    if options.attention == "fused":
-        attention = width * 4 * queries  # queries, keys and values for every head, and the result
-    else:  # in float32 whatever the model computes in, with the scores beside them; XLA keeps the masked ones too
-        scores = config.num_attention_heads * options.length * (2 if options.attention == "xla" else 1)
-        attention = 4 * (3 * queries + scores) + width * queries
-    # XLA keeps what autograd would compute again: the sigmoid, and both halves of what base and adapter add up to.
-    gated = (6 if options.attention == "xla" else 3) * mlp
-    normed = 2 * hidden + (queries + keys if "3" in config.model_type else 0)  # Qwen3 and Gemma 3 norm both
-    layer = width * (inputs + gated) + attention + 4 * normed
-    # Formed weights of trained scales belong to the micro-batch, not to a token; they are left out.
-    return layer, (4 + width) * hidden + width * options.length
-
-
-def _backward_bytes_per_token(config: Any, options: EstimateOptions) -> int:
-    """Return what the backward pass of a layer needs for itself, for one token: gradients of its widest tensors."""
-    width = models.DTYPES[options.run.dtype].itemsize
-    hidden, mlp, _, _ = _widths(config)
-    return width * (3 * mlp + 2 * hidden)
-
-
 def _text(report: dict[str, Any], options: EstimateOptions, replicas: int) -> str:
     lines = [f"{options.model}: {report['parameters']:,} parameters, {report['quantised']:,} of them quantised"]
     if report["quantised"]:
@@ -275,8 +246,9 @@ def _text(report: dict[str, Any], options: EstimateOptions, replicas: int) -> st
         f"batch {options.batch_size} x {options.length} tokens, {options.accumulation_steps} micro-batches, "
         f"{replicas} replica{'s' if replicas > 1 else ''}: effective batch {report['effective_batch']}"
     )
-    lines.append("")
-    lines += [f"{name:<18}{size / GIB:>9.3f} GiB" for name, size in report["bytes"].items()]
+    places = [name for name, there in report["devices"].items() if there["attention"] == report["attention"]]
+    lines += ["", f"a step with {report['attention']} attention" + (f", as on {', '.join(places)}" if places else "")]
+    lines += [f"{name:<18}{size / GIB:>9.3f} GiB" for name, size in report["bytes"].items() if size]
     lines.append(f"{'together':<18}{report['total_bytes'] / GIB:>9.3f} GiB")
     if options.table:
         lines += ["", "batch x length      GiB   with --gradient-checkpointing"]
@@ -291,5 +263,8 @@ def _text(report: dict[str, Any], options: EstimateOptions, replicas: int) -> st
     for name, there in report["devices"].items():
         cost = f"{there['usd']:,.2f} USD" if there["usd"] else "-"
         fits = "fits" if there["fits"] else "does not fit"
-        lines.append(f"{name:<12}{fits:<14}{there['hours']:>9.2f} h{cost:>16}{there['tokens']:>18,} tokens")
+        lines.append(
+            f"{name:<9}{there['total_bytes'] / GIB:>8.2f} GiB  {fits:<12}{there['hours']:>9.2f} h{cost:>14}"
+            f"{there['tokens']:>16,} tokens"
+        )
     return "\n".join([*lines, "", NOTE])

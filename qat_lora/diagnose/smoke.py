@@ -24,6 +24,7 @@ import torch
 from safetensors.torch import load_file
 
 from qat_lora import app, outputs
+from qat_lora.app.shared import say
 from qat_lora.cache.verify import verify_cache
 from qat_lora.errors import QatLoraError
 from qat_lora.export.adapter import PREFIX, WEIGHTS
@@ -88,7 +89,7 @@ class _Bench(NamedTuple):
 
 
 def smoke(options: SmokeOptions, runtime: Runtime) -> dict[str, Any]:
-    """Run all checks; print a tick a line (unless `--json`); return them with their seconds.
+    """Run all checks; print a tick a line (unless `--json` or `--quiet`); return them with their seconds.
 
     The files are removed at the end, unless `--out` names a folder for them.
 
@@ -110,6 +111,7 @@ def smoke(options: SmokeOptions, runtime: Runtime) -> dict[str, Any]:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="qat-lora-smoke-")))
         else:
             folder = Path(options.run.out)
+            stack.enter_context(outputs.alone(folder))
             outputs.claim(folder, "smoke", {"started": time.time()}, options.run.overwrite)  # never a run to go on with
         bench = _Bench(options, runtime, folder)
         for name, check in checks.items():
@@ -120,8 +122,7 @@ def smoke(options: SmokeOptions, runtime: Runtime) -> dict[str, Any]:
                 text, failed = f"{type(error).__name__}: {error}", True
             seconds = time.perf_counter() - started
             report[name] = {"passed": not failed, "found": text, "seconds": round(seconds, 2)}
-            if runtime.is_main and not options.run.json:
-                print(f"{'✗' if failed else '✓'} {name:<13}  {text}  ({seconds:.1f} s)", flush=True)
+            say(options.run, f"{'✗' if failed else '✓'} {name:<13}  {text}  ({seconds:.1f} s)")
             if failed:
                 raise SmokeFailedError(f"smoke: {name} failed on {runtime.description}: {text}")
     return report

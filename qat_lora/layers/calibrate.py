@@ -18,6 +18,7 @@ from qat_lora.layers.convert import HEAD, put_quantised, quantise_targets
 from qat_lora.layers.fit import StartMethod, fit_layer
 from qat_lora.layers.lora import Factors
 from qat_lora.layers.quant_linear import QuantLinear
+from qat_lora.layers.scratch import give_back
 from qat_lora.layers.sensitivity import Sensitivity
 from qat_lora.quant.initialise import Method
 from qat_lora.quant.spec import Preset
@@ -121,6 +122,7 @@ def quantise_model(
         held_out = (fresh or {}).get(name)
         fit = fit_layer(linear.weight.data, spec, method, moment, outputs, *ranks, start_method, held_out)
         if fit.factors is not None:
-            starts[name] = fit.factors
+            starts[name] = fit.factors.half()
         put_quantised(model, name, QuantLinear.from_linear(linear, spec, fit.quantised))
+        give_back()
     return starts

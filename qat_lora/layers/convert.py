@@ -21,6 +21,13 @@ from qat_lora.layers.tied import TiedEmbedding, embedding_of, tie_embedding, unt
 from qat_lora.quant.spec import MLP, Preset, QuantSpec
 
 HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)$")
+BLOCK_NAME = re.compile(r"^(?:[^.\d]\w*\.)*?\d+(?=\.)")
+
+
+def block_of(name: str) -> str | None:
+    """Return the name of the decoder block that a layer lies in, None for one outside of all blocks."""
+    match = BLOCK_NAME.match(name)
+    return match and match.group()
 
 
 def linear_layers(model: nn.Module, heads: bool = False) -> Iterator[tuple[str, nn.Linear]]:

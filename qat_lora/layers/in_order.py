@@ -11,7 +11,8 @@ E[y yᵀ]. Layers that come before thus leave their errors to those that follow,
 plain GPTQ practice (W on the student's inputs) knows of the errors but aims past them; on our saturated teacher it
 won nothing, and W* a sixth of the KL.
 
-One block is held twice, at full precision and quantised; a block runs once for every distinct input of its layers.
+One block's layers are held twice, at full precision and quantised; a block runs once for every distinct input of its
+layers.
 
 Source: GPTAQ (arXiv 2504.02692) for asymmetric calibration; the target W* is its least-squares form.
 """
@@ -20,7 +21,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -29,17 +29,16 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from qat_lora.errors import ModelError
-from qat_lora.layers.convert import put_quantised, quantise_targets
+from qat_lora.layers.convert import block_of, put_quantised, quantise_targets
 from qat_lora.layers.fit import StartMethod, fit_layer
 from qat_lora.layers.lora import Factors
 from qat_lora.layers.quant_linear import QuantLinear
+from qat_lora.layers.scratch import give_back
 from qat_lora.layers.sensitivity import Sensitivity
 from qat_lora.layers.tied import embedding_of
 from qat_lora.quant.compensate import damped
 from qat_lora.quant.initialise import Method
 from qat_lora.quant.spec import Preset, QuantSpec
-
-BLOCK_NAME = re.compile(r"^(?P<stack>(?:[^.\d]\w*\.)*?)(?P<number>\d+)\.")
 
 
 class _Stop(Exception):
@@ -128,7 +127,8 @@ def quantise_in_order(
                 bar.update()
             for (name, layers), block, call in zip(blocks.items(), stack, calls, strict=True):
                 inside = {layer.removeprefix(name + "."): layer for layer in layers}
-                reference = copy.deepcopy(block)
+                own = {id(p): p for p in block.parameters()}  # shared: weights are replaced below, never written to
+                reference = copy.deepcopy(block, own)
                 exact_next, quantised = _block(
                     block, reference, inside, targets, plan, exact, student, call, costs, starts, bar.update
                 )
@@ -173,11 +173,8 @@ def _blocks(targets: dict[str, QuantSpec]) -> tuple[dict[str, list[str]], list[s
     found: dict[str, list[str]] = {}
     outside: list[str] = []
     for name in targets:
-        match = BLOCK_NAME.match(name)
-        if match:
-            found.setdefault(name[: match.end() - 1], []).append(name)
-        else:
-            outside.append(name)
+        block = block_of(name)
+        (outside if block is None else found.setdefault(block, [])).append(name)
     stacks = {name.rsplit(".", 1)[0] for name in found}
     if len(stacks) > 1:
         raise ModelError(
@@ -259,10 +256,11 @@ def _block(
             )
             dense = fit.quantised.dense(targets[name])
             if fit.factors is not None:
-                starts[name] = fit.factors
+                starts[name] = fit.factors.half()
                 dense = dense + fit.factors.b_OR[:, : plan.joint_rank] @ fit.factors.a_RI[: plan.joint_rank]
             quantised[path] = QuantLinear.from_linear(linear, targets[name], fit.quantised)
             linear.weight = nn.Parameter(dense, requires_grad=False)
+            give_back()
             done()
     return [exact.run(reference, calls, i) for i in range(len(calls))], quantised
 

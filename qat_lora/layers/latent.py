@@ -5,9 +5,11 @@ them, the *latent* weight, and the layer computes with FQ(W), the nearest code t
 `quant.fake` defines.
 
 * `Latent(weight)`: the weight itself trains (quantisation-aware training as in EfficientQAT, ParetoQ).
-* `Latent(weight, rank)`: the weight is frozen and W + B A is rounded (LR-QAT). As few numbers train as in an
-  adapter beside the layer, but nothing has to be merged later: the codes of W + B A *are* the result, bit for bit.
-  An adapter beside the layer is stronger at equal rank, since it stays in floats, and costs bits and time for ever.
+* `LatentChange(position, unit, rank)`: W / s is frozen at its start and rounded together with B A (LR-QAT). As few
+  numbers train as in an adapter beside the layer, but nothing has to be merged later: the codes of the sum *are* the
+  result, bit for bit. An adapter beside the layer is stronger at equal rank, since it stays in floats, and costs bits
+  and time for ever. The sum is in units of the scale, so a scale that trains stretches the layer and leaves its codes
+  alone: a change of rank r cannot take back the codes that would flip otherwise (KL 0.48 instead of 0.36).
 
 A latent weight starts at the point of its code's cell that is nearest to the full-precision weight, not at that
 weight itself: rounding W again would throw the codes of an error-compensated start away before the first step.
@@ -33,29 +35,44 @@ MARGIN = (
 
 
 class Latent(nn.Module):
-    """A float weight [O, I] that is about to be rounded, or a frozen one and the low-rank change that trains."""
+    """A float weight [O, I] that trains and is rounded in every forward."""
 
-    def __init__(self, weight_OI: Tensor, rank: int = 0, alpha: float | None = None) -> None:
+    def __init__(self, weight_OI: Tensor) -> None:
         super().__init__()
-        self.weight = nn.Parameter(weight_OI, requires_grad=not rank)
-        self.rank, self.scaling = rank, (alpha or rank) / max(rank, 1)
-        if rank:
-            out_features, in_features = weight_OI.shape
-            self.lora_A = nn.Parameter(weight_OI.new_empty(rank, in_features))
-            self.lora_B = nn.Parameter(weight_OI.new_zeros(out_features, rank))
-            nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
+        self.weight = nn.Parameter(weight_OI)
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Return what trains, by name."""
-        if self.rank:
-            return {"lora_A": self.lora_A, "lora_B": self.lora_B}
         return {"latent": self.weight}
 
-    def forward(self) -> Tensor:
+    def forward(self, scale_OI: Tensor) -> Tensor:
         """Return the weight as it is before rounding."""
-        if not self.rank:
-            return self.weight
-        return torch.addmm(self.weight, self.lora_B, self.lora_A, alpha=self.scaling)
+        return self.weight
+
+
+class LatentChange(nn.Module):
+    """A frozen position [O, I] among the code values, and the low-rank change of it that trains."""
+
+    unit: Tensor
+
+    def __init__(self, position_OI: Tensor, unit: Tensor, rank: int, alpha: float | None = None) -> None:
+        """Take the position W / s, and the layer's mean scale: B A has the weight's unit, as an adapter's has."""
+        super().__init__()
+        self.scaling = (alpha or rank) / rank
+        self.weight = nn.Parameter(position_OI, requires_grad=False)
+        self.register_buffer("unit", unit)
+        out_features, in_features = position_OI.shape
+        self.lora_A = nn.Parameter(position_OI.new_empty(rank, in_features))
+        self.lora_B = nn.Parameter(position_OI.new_zeros(out_features, rank))
+        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Return what trains, by name."""
+        return {"lora_A": self.lora_A, "lora_B": self.lora_B}
+
+    def forward(self, scale_OI: Tensor) -> Tensor:
+        """Return the weight as it is before rounding."""
+        return torch.addmm(self.weight, self.lora_B / self.unit, self.lora_A, alpha=self.scaling) * scale_OI
 
 
 class Range(nn.Module):

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.errors import ModelError
-from qat_lora.layers.latent import Latent, LookUp, Range, as_stored, nearest_start
+from qat_lora.layers.latent import Latent, LatentChange, LookUp, Range, as_stored, nearest_start
 from qat_lora.quant.codes import code_values, decode, nearest, pack, packed_width, unpack
 from qat_lora.quant.fake import Gradient, fake_quantise
 from qat_lora.quant.initialise import QuantisedWeight, pack_zeros, unpack_zeros, zeros_shape
@@ -83,7 +83,7 @@ class QuantLinear(nn.Linear):
         if spec.code == "lut":
             self.values = self._stored(torch.zeros(2**spec.bits, dtype=torch.float32, device=device))
         self.register_parameter("bias", self._stored(torch.zeros(out_features, device=device)) if bias else None)
-        self.latent: Latent | None = None
+        self.latent: Latent | LatentChange | None = None
         self.range: Range | None = None
         self.gradient: Gradient = "lsq"
         self._values_OI: Tensor | None = None
@@ -142,7 +142,8 @@ class QuantLinear(nn.Linear):
             return self._dense_OI
         scale = self._scale()
         if self.latent is not None:
-            return fake_quantise(self.latent(), scale, self.spec, self._book(), self._zero(), self.gradient)
+            weight = self.latent(away_from_zero(scale))
+            return fake_quantise(weight, scale, self.spec, self._book(), self._zero(), self.gradient)
         if self._codes_OI is not None:
             return LookUp.apply(self._book(), self._codes_OI) * scale
         chosen, zero = self._code_values() if self._values_OI is None else self._values_OI, self._zero()
@@ -218,7 +219,7 @@ class QuantLinear(nn.Linear):
         rank: int = 0,
         alpha: float | None = None,
         gradient: Gradient = "lsq",
-    ) -> Latent:
+    ) -> Latent | LatentChange:
         """Let the codes train through a float weight, or through a low-rank change of it; return that.
 
         Args:
@@ -237,7 +238,9 @@ class QuantLinear(nn.Linear):
                 zero, scale = self._zero(), self._scale()
                 shift = 0.0 if zero is None else zero * scale
                 start = nearest_start(weight_OI.to(codes.device) + shift, codes, scale, self._book()) - shift
-        self.latent = Latent(start.detach().clone(), rank, alpha)
+            scale = away_from_zero(self._scale())
+            start = start.detach().clone()
+            self.latent = LatentChange(start / scale, scale.abs().mean(), rank, alpha) if rank else Latent(start)
         return self.latent
 
     def stored(self) -> dict[str, Tensor]:
@@ -259,7 +262,8 @@ class QuantLinear(nn.Linear):
         """Return the packed codes of the layer as it computes now."""
         if self.latent is None:
             return self.codes.cpu()
-        position, zero = self.latent() / away_from_zero(self._scale()), self._zero()
+        scale, zero = away_from_zero(self._scale()), self._zero()
+        position = self.latent(scale) / scale
         position = position if zero is None else position + zero
         return pack(nearest(position, self._book(), self.spec)[1], self.spec.bits)
 
@@ -301,6 +305,12 @@ class QuantLinear(nn.Linear):
             if kept is not None:
                 setattr(self, name, fn(kept))
         return self
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of what is kept beside the stored tensors."""
+        kept = (self._values_OI, self._codes_OI, self._dense_OI)
+        return sum(tensor.numel() * tensor.element_size() for tensor in kept if tensor is not None)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self.release()

@@ -10,6 +10,8 @@ i*b .. i*b+b-1, lowest bit first. It holds any width from 1 to 8 without waste, 
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -76,6 +78,12 @@ def nearest(x: Tensor, values: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]
 def decode(codes: Tensor, values: Tensor) -> Tensor:
     """Return the code values of uint8 indices."""
     return values[codes.long()]
+
+
+def counts_from(values: Tensor) -> float | None:
+    """Return the least value of a code book that counts up by ones, None for any other."""
+    book = values.tolist()
+    return book[0] if all(b - a == 1 for a, b in itertools.pairwise(book)) else None
 
 
 def packed_width(count: int, bits: int) -> int:

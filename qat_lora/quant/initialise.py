@@ -21,8 +21,8 @@ from torch import Tensor
 
 from qat_lora.errors import ConfigError
 from qat_lora.quant.asymmetric import range_scale
-from qat_lora.quant.codes import code_values, pack, packed_width, unpack
-from qat_lora.quant.compensate import BLOCK, Grid, damped, descend, gptq, make_grid, refit_scales
+from qat_lora.quant.codes import code_values, encode, pack, packed_width, unpack
+from qat_lora.quant.compensate import BLOCK, Curvature, Grid, descend, gptq, make_grid, refit_scales, slope_of
 from qat_lora.quant.scales import (
     Cost,
     Scales,
@@ -57,10 +57,10 @@ class QuantisedWeight(NamedTuple):
     zeros: Tensor | None = None
     """Whole zero points [rows, G] as float32, with asymmetric codes."""
 
-    def grid(self, spec: QuantSpec) -> Grid:
-        """Return what the codes mean, in float64."""
+    def grid(self, spec: QuantSpec, dtype: torch.dtype = torch.float64) -> Grid:
+        """Return what the codes mean."""
         out_features, in_features = self.codes_OI.shape
-        return make_grid(self.values, self.scales, self.zeros, spec.group_size, (out_features, in_features))
+        return make_grid(self.values, self.scales, self.zeros, spec.group_size, (out_features, in_features), dtype)
 
     def dense(self, spec: QuantSpec) -> Tensor:
         """Return codes times scales, float32 [O, I], computed as `QuantLinear` does."""
@@ -72,7 +72,12 @@ class QuantisedWeight(NamedTuple):
 
 
 def quantise_weight(
-    weight_OI: Tensor, spec: QuantSpec, method: Method, second_moment_II: Tensor | None = None
+    weight_OI: Tensor,
+    spec: QuantSpec,
+    method: Method,
+    second_moment_II: Tensor | None = None,
+    curvature: Curvature | None = None,
+    rounds: int = ROUNDS,
 ) -> QuantisedWeight:
     """Quantise one weight matrix.
 
@@ -82,6 +87,8 @@ def quantise_weight(
         method: one of `METHODS`.
         second_moment_II: mean of x xᵀ over calibration tokens; needed by `awq`, `gptq` and `descent`, used for
             importance by `mse`.
+        curvature: of this second moment, where it serves several calls.
+        rounds: of `descent`.
 
     Raises:
         ConfigError: unknown method, one that lacks its calibration, or a weight that is not finite or too large.
@@ -99,26 +106,31 @@ def quantise_weight(
     values = _table(weight, spec, moment)
     if method in ("gptq", "descent"):
         assert second_moment_II is not None
-        start = _compensated(weight, spec, second_moment_II, values)
-        return start if method == "gptq" else refine(weight, spec, start, second_moment_II)
+        curvature = curvature or Curvature(second_moment_II)
+        start = _compensated(weight, spec, curvature, values)
+        return start if method == "gptq" else refine(weight, spec, start, curvature, rounds)
     scales, zeros = _scales(weight, spec, method, moment, values)
-    grid = _float_grid(values, scales, zeros, spec, weight)
-    return QuantisedWeight(grid.round(weight), values, scales, zeros)
+    return QuantisedWeight(_nearest_codes(weight, values, scales, zeros, spec), values, scales, zeros)
 
 
 def refine(
-    weight_OI: Tensor, spec: QuantSpec, start: QuantisedWeight, second_moment_II: Tensor, rounds: int = ROUNDS
+    weight_OI: Tensor, spec: QuantSpec, start: QuantisedWeight, curvature: Curvature, rounds: int = ROUNDS
 ) -> QuantisedWeight:
     """Return a start after rounds of refitted scales and coordinate descent; the output error never rises.
 
     Low-rank scales stay as they are: the least-squares problem of a row is no longer small.
     """
-    moment, now = damped(second_moment_II), start
+    weight, moment, now = weight_OI.float(), curvature.narrow_II, start
+    grid = now.grid(spec, torch.float32)
+    slope = slope_of(weight, grid.dense(now.codes_OI), moment)
     for _ in range(rounds):
         if spec.sharing != "lowrank":
-            fitted = refit_scales(weight_OI, moment, now.grid(spec), now.codes_OI, now.scales[0], spec)
+            fitted = refit_scales(slope, moment, grid, now.codes_OI, now.scales[0], spec)
             now = now._replace(scales=(fitted,))
-        now = now._replace(codes_OI=descend(weight_OI, moment, now.grid(spec), now.codes_OI, SWEEPS))
+            grid = now.grid(spec, torch.float32)
+            slope = slope_of(weight, grid.dense(now.codes_OI), moment)
+        codes, slope = descend(slope, moment, grid, now.codes_OI, SWEEPS)
+        now = now._replace(codes_OI=codes)
     return now
 
 
@@ -181,21 +193,21 @@ def _half(tensor: Tensor) -> Tensor:
     return tensor.half().float()
 
 
-def _float_grid(values: Tensor, scales: Scales, zeros: Tensor | None, spec: QuantSpec, weight_OI: Tensor) -> Grid:
-    """Return the grid in the weight's own type: rounding to nearest needs no more."""
+def _nearest_codes(weight_OI: Tensor, values: Tensor, scales: Scales, zeros: Tensor | None, spec: QuantSpec) -> Tensor:
+    """Return the codes nearest to a weight, in its own type: rounding to nearest needs no more."""
     shape = weight_OI.shape[0], weight_OI.shape[1]
-    zero = None if zeros is None else expand((zeros,), spec.group_size, *shape)
-    return Grid(values, away_from_zero(expand(scales, spec.group_size, *shape)), zero)
+    ratio = weight_OI / away_from_zero(expand(scales, spec.group_size, *shape))
+    return encode(ratio if zeros is None else ratio + expand((zeros,), spec.group_size, *shape), values)
 
 
-def _compensated(weight_OI: Tensor, spec: QuantSpec, second_moment_II: Tensor, values: Tensor) -> QuantisedWeight:
+def _compensated(weight_OI: Tensor, spec: QuantSpec, curvature: Curvature, values: Tensor) -> QuantisedWeight:
     """Return the GPTQ start; the scale of a group is chosen from its weights as compensation has left them."""
-    moment, damped_II = second_moment_II.float(), damped(second_moment_II)
+    moment, inverse_root = curvature.second_moment_II.float(), curvature.inverse_root_II
     if spec.sharing != "group":  # scales that span columns are fixed before rounding begins
         scales, zeros = _scales(weight_OI, spec, "gptq", moment, values)
         whole = QuantisedWeight(torch.zeros_like(weight_OI, dtype=torch.uint8), values, scales, zeros)
         grid = whole.grid(spec)
-        codes = gptq(weight_OI.double(), damped_II, BLOCK, lambda start, stop, _: grid.columns(start, stop))
+        codes = gptq(weight_OI.double(), inverse_root, BLOCK, lambda start, stop, _: grid.columns(start, stop))
         return whole._replace(codes_OI=codes)
     assert spec.group_size is not None
     one_group = dataclasses.replace(spec, sharing="channel", group_size=None)
@@ -206,6 +218,6 @@ def _compensated(weight_OI: Tensor, spec: QuantSpec, second_moment_II: Tensor, v
         found.append((scale, zero))
         return make_grid(values, (scale,), zero, None, (members.shape[0], members.shape[1]))
 
-    codes = gptq(weight_OI.double(), damped_II, spec.group_size, grid_of)
+    codes = gptq(weight_OI.double(), inverse_root, spec.group_size, grid_of)
     zeros = torch.cat([zero for _, zero in found if zero is not None], 1) if spec.code == "asymmetric" else None
     return QuantisedWeight(codes, values, (torch.cat([scale for scale, _ in found], 1),), zeros)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from qat_lora.quant.codes import code_values, decode, encode, full_range
+from qat_lora.quant.codes import code_values, decode, encode, full_range, nearest
 from qat_lora.quant.spec import QuantSpec
 
 Scales = tuple[Tensor, ...]
@@ -102,8 +102,8 @@ def clip_scale(weight_OI: Tensor, spec: QuantSpec, cost: Cost, values: Tensor | 
     best_scale, best_error = widest, torch.full_like(widest, torch.inf)
     for clip in torch.linspace(1.0, 0.2, CLIP_GRID).tolist():
         scale = (widest * clip).clamp_min(TINY)
-        quantised = decode(encode(members / scale[..., None], values), values) * scale[..., None]
-        error = cost(quantised - members)
+        chosen, _ = nearest(members / scale[..., None], values, spec)
+        error = cost(chosen.mul_(scale[..., None]).sub_(members))
         better = error < best_error
         best_scale = torch.where(better, scale, best_scale)
         best_error = torch.where(better, error, best_error)

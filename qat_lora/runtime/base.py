@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 if TYPE_CHECKING:
     import torch
 
-    from qat_lora.types import Batch, LossWalk
+    from qat_lora.types import AttentionForm, Batch, LossWalk
 
 M = TypeVar("M", bound="torch.nn.Module")
 
@@ -33,6 +33,9 @@ class Runtime(Protocol):
     piece_bytes: int | None
     """How much of a large intermediate result elementwise work should take at a time to stay in the processor's cache;
     None where every piece costs a kernel launch or a graph node."""
+
+    attention: AttentionForm
+    """Whose attention keeps no scores here (`layers/attention.py`)."""
 
     @property
     def processes(self) -> int:

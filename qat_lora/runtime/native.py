@@ -24,7 +24,7 @@ from qat_lora.runtime.feeding import host_tensors, prefetch
 from qat_lora.runtime.group import group_size, place_in_group
 from qat_lora.runtime.placement import move_module
 from qat_lora.runtime.saving import save_tensors
-from qat_lora.types import Batch, LossWalk
+from qat_lora.types import AttentionForm, Batch, LossWalk
 
 if TYPE_CHECKING:
     from qat_lora.runtime.base import M
@@ -61,6 +61,7 @@ class NativeRuntime:
         self.rank, self.replicas, local_rank = place_in_group()
         self.device = torch.device(kind)
         self.loss_walk: LossWalk = "vocabulary" if kind == "cpu" else "positions"
+        self.attention: AttentionForm = "tiled" if kind == "cpu" else "library"
         self.piece_bytes = 4 << 20 if kind == "cpu" else None  # fits most caches, twice; less, and calls cost more
         if kind == "cuda":
             self.device = torch.device(kind, local_rank)

@@ -41,7 +41,7 @@ from qat_lora.runtime.group import place_in_group
 from qat_lora.runtime.native import NativeRuntime, mean_form
 from qat_lora.runtime.placement import move_module
 from qat_lora.runtime.saving import save_tensors
-from qat_lora.types import Batch, LossWalk
+from qat_lora.types import AttentionForm, Batch, LossWalk
 
 if TYPE_CHECKING:
     from qat_lora.runtime.base import M
@@ -120,6 +120,7 @@ class XlaRuntime:
 
     loss_walk: LossWalk = "positions"  # the other one's many small steps would make a long graph
     piece_bytes: int | None = None
+    attention: AttentionForm = "recomputed"
 
     def __init__(self, backend: str) -> None:
         self.backend = os.environ["PJRT_DEVICE"] = os.environ.get("PJRT_DEVICE") or backend  # empty is unset

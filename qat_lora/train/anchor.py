@@ -4,9 +4,10 @@ What the student said on them is remembered before step 1 as the K likeliest tok
 the arrays of a KD cache's batch, so that the loss of the cache serves the anchor too. (Remembering the *teacher's* head
 would be a second KD term under another name; keeping the old student beside the new one costs a second model.)
 
-Every optimizer step sees one more micro-batch, of as many rows as the others, in turn. Its weight is per token: the
-step minimises mean over the cache's tokens + weight · mean over the anchor's tokens, so its gradient is scaled by
-tokens / anchor tokens before it joins sums that are divided by tokens. All of that stays on the device.
+Every optimizer step sees one more micro-batch, of as many rows as the others, in turn. (So with an anchor another size
+of micro-batches is another run, and refused on resume; without one only the rows of a whole step count.) Its weight is
+per token: the step minimises mean over the cache's tokens + weight · mean over the anchor's tokens, so its gradient is
+scaled by tokens / anchor tokens before it joins sums that are divided by tokens. All of that stays on the device.
 
 Nothing is stored with a checkpoint: whoever resumes has built the student from its start again, just before it loads
 the checkpoint, and remembers that. The rows come from the run's seed; dropout is off and no random number is drawn.

@@ -149,6 +149,7 @@ def test_the_command(tiny, tmp_path, capfd):
     main([*line, "--json", "--out", str(tmp_path / "a")])
     printed = json.loads(capfd.readouterr().out)
     assert printed == json.loads((tmp_path / "a" / "audit.json").read_text())
+    assert {"date", "machine", "versions"} < printed.keys()
     assert printed["rows"] == 6 and printed["by_k"][-1]["kl_stored"] < 1e-5
     main([*line, "--json", "--out", str(tmp_path / "a")])  # there already
     assert json.loads(capfd.readouterr().out) == printed

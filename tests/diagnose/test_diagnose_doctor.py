@@ -70,6 +70,16 @@ def test_devices():
     assert missing.state == "problem" and "qat-lora[tpu]" in missing.fix
 
 
+def test_a_planned_run_whose_device_is_not_here():
+    needs = doctor.Needs("this recovery", memory=0, host=0, disk=0, device="tpu")
+    missing = only(doctor._check_asked_device(Found(torch_xla=True), needs))
+    assert missing.state == "problem" and "no TPU on this machine" in missing.fix
+    assert "this recovery asks for --device tpu" in missing.found
+    for found in (Found(torch_xla=True, tpu="/dev/accel0"), Found(torch_xla=True, pjrt_device="CPU")):
+        assert doctor._check_asked_device(found, needs) == []
+    assert doctor._check_asked_device(Found(), None) == []
+
+
 @pytest.mark.parametrize(
     "environ,name,state,words",
     [

@@ -39,6 +39,9 @@ def test_a_fault_is_a_cross_with_its_reason_and_exit_code_1(capsys, monkeypatch,
     assert caught.value.exit_code == 1
     assert ran == ["_data", "_training"]
     assert capsys.readouterr().out.splitlines()[-1].startswith("✗ gradient sync  RuntimeError: expected 1.0")
+    with pytest.raises(smoke.SmokeFailedError):
+        smoke.smoke(SmokeOptions(run=RunConfig(quiet=True)), Broken("cpu"))
+    assert capsys.readouterr().out == ""
 
 
 def test_a_loss_that_does_not_fall_a_changed_resume_and_a_foreign_adapter_are_found(tmp_path, monkeypatch):

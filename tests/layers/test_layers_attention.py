@@ -81,3 +81,32 @@ def test_what_it_does_not_know_goes_to_sdpa():
     assert generated.shape == (1, 12)
     with torch.autocast("cpu", torch.bfloat16):
         assert model.hidden(ids, torch.zeros(1, 9, dtype=torch.int32)).isfinite().all()
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_recomputed_attention_is_the_librarys_own_twice(trained):
+    model = make_qwen3(None, 64, hidden=32, layers=2, heads=4, kv_heads=2, mlp=48)
+    ids = torch.randint(0, 64, (2, 24))
+    documents = (torch.arange(24) // 9).int().expand(2, -1)
+
+    def run():
+        hidden = model.hidden(ids, documents)
+        model.module.zero_grad()
+        if trained:
+            hidden.square().sum().backward()
+        return hidden.detach(), [p.grad.clone() for p in model.module.parameters() if trained and p.grad is not None]
+
+    calls = []
+
+    def function(compute, *tensors):
+        calls.append([tuple(t.shape) for t in tensors])
+        return NativeRuntime("cpu").checkpoint_function()(compute, *tensors)
+
+    model.module.requires_grad_(trained)
+    before = run()
+    model.recompute_attention(function)
+    after = run()
+    assert len(calls) == (2 if trained else 0)  # once a layer, where something trains
+    assert all(len(shapes) == 3 for shapes in calls)
+    for mine, theirs in zip((after[0], *after[1]), (before[0], *before[1]), strict=True):
+        assert torch.equal(mine, theirs)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from qat_lora.errors import ModelError
-from qat_lora.layers.latent import Latent, LookUp, Range
+from qat_lora.layers.latent import LatentChange, LookUp, Range
 from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.quant.codes import code_values
 from qat_lora.quant.fake import fake_quantise
@@ -53,7 +53,7 @@ def test_training_starts_from_the_codes_that_were_found(sharing, method, rank):
         assert torch.equal(trained.weight, before) and torch.equal(trained(x), expected)
         assert torch.equal(trained.stored()["codes"], codes)
         if weight is not None:  # as near to the full-precision weight as the codes allow
-            error, allowed = (latent.weight - weight).abs(), (before - weight).abs()
+            error, allowed = (latent(trained._scale()) - weight).abs(), (before - weight).abs()
             assert (error <= allowed + 1e-6).all() and error.sum() < 0.7 * allowed.sum()
 
 
@@ -106,13 +106,37 @@ def test_control_an_adapter_merged_after_training_is_another_layer():
     assert (beside(x) - trained).abs().max() > 1e-3
 
 
-def test_the_low_rank_change_begins_at_none_and_its_base_is_frozen():
-    latent = Latent(torch.randn(ROWS, COLUMNS), rank=2, alpha=4.0)
-    assert torch.equal(latent(), latent.weight) and not latent.weight.requires_grad
+def test_the_low_rank_change_begins_at_none_has_the_weights_unit_and_its_base_is_frozen():
+    scale = torch.rand(ROWS, 1) + 0.5
+    latent = LatentChange(torch.randn(ROWS, COLUMNS), scale.mean(), rank=2, alpha=4.0)
+    assert torch.equal(latent(scale), latent.weight * scale) and not latent.weight.requires_grad
     latent.lora_B.data.normal_()
-    expected = latent.weight.double() + 2.0 * latent.lora_B.double() @ latent.lora_A.double()
-    assert torch.allclose(latent().double(), expected, atol=1e-5)
+    change = 2.0 * latent.lora_B.double() @ latent.lora_A.double() / scale.double().mean()
+    assert torch.allclose(latent(scale).double(), (latent.weight.double() + change) * scale.double(), atol=1e-5)
     assert set(latent.trained()) == {"lora_A", "lora_B"}
+
+
+def test_a_scale_that_trains_stretches_a_layer_and_leaves_the_codes_of_the_low_rank_change_alone():
+    linear, layer = make("channel")
+    latent = layer.train_weight(linear.weight.detach(), rank=2)
+    layer.train_scales()
+    before = layer.stored()["codes"]
+    x, gradient = torch.randn(6, COLUMNS), torch.randn(6, ROWS)
+    (layer(x) * gradient).sum().backward()
+    (scale,) = layer.scales
+    # d W/d s is the code value alone: that of frozen codes. LSQ's has the position in the cell taken away.
+    values = layer.effective().detach() / scale.detach()
+    expected = ((gradient.T.double() @ x.double()) * values.double()).sum(1, keepdim=True)
+    torch.testing.assert_close(scale.grad.double().reshape(expected.shape), expected, rtol=1e-4, atol=1e-5)
+    assert latent.lora_B.grad.abs().sum() > 0
+    with torch.no_grad():
+        scale.mul_(1.5)
+    assert torch.equal(layer.stored()["codes"], before)
+    whole = make("channel")[1]
+    whole.train_weight(linear.weight.detach())
+    with torch.no_grad():
+        whole.scales[0].mul_(1.5)
+    assert not torch.equal(whole.stored()["codes"], before)  # a weight that trains is rounded anew
 
 
 def test_a_trained_table_is_stored_with_its_codes():

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from qat_lora.layers import sensitivity
-from qat_lora.layers.sensitivity import drawn_log_likelihood, sensitivities
+from qat_lora.layers.scratch import zeros_in
+from qat_lora.layers.sensitivity import drawn_in_pieces, drawn_log_likelihood, sensitivities
 
 
 class Toy(nn.Module):
@@ -91,3 +92,63 @@ def test_it_predicts_the_kl_of_a_small_change(toy):
     after = toy(ids).double().log_softmax(-1)
     kl = float((before.exp() * (before - after)).sum(-1).mean())
     assert predicted == pytest.approx(kl, rel=0.1)
+
+
+def test_blocks_are_computed_again_and_matrices_lie_on_disk_with_the_same_bits(tmp_path):
+    """The number of forwards counts: one that keeps nothing, one in the backward pass."""
+    calls = []
+
+    class Block(Toy):
+        def forward(self, h):
+            calls.append(torch.is_grad_enabled())
+            return self.second(torch.tanh(self.first(h)))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(9, 6), nn.Linear(6, 9, bias=False)
+            self.layers = nn.ModuleList([Block() for _ in range(3)])
+
+        def hidden(self, ids):
+            h = self.embed(ids)
+            for layer in self.layers:
+                h = h + layer(h)
+            return h
+
+    torch.manual_seed(0)
+    model = Model().requires_grad_(False)
+    names = [f"layers.{i}.{part}" for i in range(3) for part in NAMES]
+
+    def found(**where):
+        draws = torch.Generator().manual_seed(1)
+
+        def log_likelihood(ids):
+            return drawn_in_pieces(model.hidden(ids).flatten(0, 1), model.head, 9, draws)
+
+        return sensitivities(model, names, BATCHES, log_likelihood, True, **where)
+
+    on_disk = found(zeros=zeros_in(tmp_path))
+    assert len(calls) == 2 * 3 * len(BATCHES) and "forward" not in vars(model.layers[0])
+    calls.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sensitivity, "block_of", lambda name: None)
+        kept = found()
+    assert len(calls) == 3 * len(BATCHES)
+    for name in names:
+        assert torch.equal(on_disk[name].outputs_OO, kept[name].outputs_OO)
+        assert all(map(torch.equal, on_disk[name].tokens, kept[name].tokens))
+
+
+def test_logits_in_pieces_have_the_gradient_of_all_at_once(toy, monkeypatch):
+    hidden = toy.hidden(torch.arange(24) % 9).requires_grad_()
+    labels = torch.arange(24) * 5 % 9
+
+    def drawn(logits, draws):
+        mine = labels[next(draws) :][: len(logits), None]
+        return logits.log_softmax(-1).gather(1, mine).sum()
+
+    (whole,) = torch.autograd.grad(drawn(toy.head(hidden), iter([0])), hidden)
+    monkeypatch.setattr(sensitivity, "drawn_log_likelihood", drawn)
+    monkeypatch.setattr(sensitivity, "MOST_LOGITS", 10 * 9)
+    (pieces,) = torch.autograd.grad(drawn_in_pieces(hidden, toy.head, 9, iter([0, 10, 20])), hidden)
+    assert torch.allclose(pieces, whole, atol=1e-6)

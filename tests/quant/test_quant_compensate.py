@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from qat_lora.quant.compensate import Grid, damped, descend, gptq, output_error
+from qat_lora.quant.compensate import Curvature, Grid, descend, gptq, slope_of
 from qat_lora.quant.initialise import quantise_weight, refine
 from qat_lora.quant.spec import QuantSpec
 
@@ -43,7 +43,7 @@ def test_refining_never_raises_the_output_error(sharing):
         now = quantise_weight(weight, spec, method, torch.from_numpy(moment))
         errors = [weighted_error(weight, now.dense(spec), moment)]
         for _ in range(4):
-            now = refine(weight, spec, now, torch.from_numpy(moment), rounds=1)
+            now = refine(weight, spec, now, Curvature(torch.from_numpy(moment)), rounds=1)
             assert torch.equal(now.scales[0], now.scales[0].half().float())
             errors.append(weighted_error(weight, now.dense(spec), moment))
         assert all(b <= a * (1 + 1e-6) for a, b in zip(errors, errors[1:], strict=False)), (method, errors)
@@ -55,7 +55,7 @@ def test_a_descended_start_has_no_better_single_code():
     spec, weight = SPECS["channel"], weight_of(3, 12)
     _, moment = correlated(12)
     start = quantise_weight(weight, spec, "gptq", torch.from_numpy(moment))
-    found = refine(weight, spec, start, torch.from_numpy(moment), rounds=10)
+    found = refine(weight, spec, start, Curvature(torch.from_numpy(moment)), rounds=10)
     least = weighted_error(weight, found.dense(spec), moment)
     for at in np.ndindex(3, 12):
         for code in range(8):
@@ -68,7 +68,7 @@ def test_refitted_scales_are_the_least_squares_solution():
     spec, weight = SPECS["group"], weight_of(4, 40)
     _, moment = correlated(40)
     start = quantise_weight(weight, spec, "absmax")
-    once = refine(weight, spec, start, torch.from_numpy(moment), rounds=1)
+    once = refine(weight, spec, start, Curvature(torch.from_numpy(moment)), rounds=1)
     damped = moment + 0.01 * np.diag(moment).mean() * np.eye(40)
     root = np.linalg.cholesky(damped)
     q = start.values.numpy()[start.codes_OI.numpy()].astype(np.float64)
@@ -82,20 +82,59 @@ def test_refitted_scales_are_the_least_squares_solution():
     assert solved >= 2
 
 
-def test_descent_never_raises_a_rows_error_and_ends_where_it_stays():
+def test_the_inverse_root_is_the_cholesky_factor_of_the_inverse():
+    curvature = Curvature(torch.from_numpy(correlated(40)[1]))
+    expected = np.linalg.cholesky(np.linalg.inv(curvature.damped_II.numpy())).T
+    assert np.allclose(curvature.inverse_root_II.numpy(), expected, rtol=1e-8, atol=1e-10)
+
+
+BOOKS = {
+    "half": ([-1.5, -0.5, 0.5, 1.5], None, -1.5),
+    "asymmetric": ([0.0, 1.0, 2.0, 3.0], 1.0, 0.0),
+    "table": ([-1.0, -0.3, 0.2, 1.0], None, None),
+}
+
+
+@pytest.mark.parametrize("book", BOOKS)
+def test_snapping_finds_the_nearest_value_and_its_code(book):
+    values, zero, first = BOOKS[book]
+    target = torch.randn(50, 7, generator=torch.Generator().manual_seed(0)).double() * 2
+    grid = Grid(torch.tensor(values).double(), torch.full((50, 7), 0.7).double(), first=first)
+    grid = grid if zero is None else grid._replace(zero=torch.full((50, 7), zero).double())
+    offered = (np.array(values) - (zero or 0.0)) * 0.7
+    nearest = np.abs(target.numpy()[..., None] - offered).argmin(-1)
+    snapped = grid.snap(target)
+    assert np.array_equal(grid.codes(snapped).numpy(), nearest)
+    assert torch.equal(grid.code_values(grid.codes(snapped)), snapped)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_descent_never_raises_a_rows_error_and_ends_where_it_stays(dtype):
     """Row by row, in the metric that it is given; rows are problems of their own, so their order means nothing."""
-    weight, (_, moment) = weight_of(9, 150).double(), correlated(150)
-    metric = damped(torch.from_numpy(moment))
-    grid = Grid(torch.tensor([-1.5, -0.5, 0.5, 1.5], dtype=torch.float64), torch.full((9, 150), 0.8).double())
-    codes = gptq(weight, metric, 150, lambda *_: grid)
-    errors = [output_error(weight, grid.dense(codes), metric)]
+    weight, curvature = weight_of(9, 150).double(), Curvature(torch.from_numpy(correlated(150)[1]))
+    metric, slack = curvature.damped_II, 1e-9 if dtype == torch.float64 else 1e-5
+    book = torch.tensor([-1.5, -0.5, 0.5, 1.5]).double()
+    grid = Grid(book, torch.full((9, 150), 0.8).double(), first=-1.5)
+    given = Grid(grid.values.to(dtype), grid.scale.to(dtype), first=-1.5)
+
+    def error_of(codes):
+        left = weight - grid.dense(codes)
+        return ((left @ metric) * left).sum(1)
+
+    def descended(weight, codes, sweeps):
+        slope = slope_of(weight.to(dtype), given.dense(codes), metric.to(dtype))
+        codes, after = descend(slope, metric.to(dtype), given, codes, sweeps)
+        assert torch.allclose(after, slope_of(weight.to(dtype), given.dense(codes), metric.to(dtype)), atol=1e-2)
+        return codes
+
+    codes = gptq(weight, curvature.inverse_root_II, 150, lambda *_: grid)
+    errors = [error_of(codes)]
     for _ in range(30):
-        codes = descend(weight, metric, grid, codes, sweeps=1)
-        errors.append(output_error(weight, grid.dense(codes), metric))
-        assert (errors[-1] <= errors[-2] * (1 + 1e-9)).all()
-    assert torch.equal(descend(weight, metric, grid, codes, sweeps=5), codes)
+        codes = descended(weight, codes, sweeps=1)
+        errors.append(error_of(codes))
+        assert (errors[-1] <= errors[-2] * (1 + slack)).all()
+    assert torch.equal(descended(weight, codes, sweeps=5), codes)
     assert (errors[-1] < errors[0]).all()
     order = torch.randperm(9, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(
-        descend(weight[order], metric, grid, gptq(weight[order], metric, 150, lambda *_: grid), 30), codes[order]
-    )
+    start = gptq(weight[order], curvature.inverse_root_II, 150, lambda *_: grid)
+    assert torch.equal(descended(weight[order], start, 30), codes[order])
