@@ -174,7 +174,7 @@ def point(
             run=part(out, f"scores/{name}"),
         ),
     )
-    for folder in (*(Path(student) for student in students.values()), student):
+    for folder in (*(Path(student) for student in students.values()), student, out / f"scores/{name}"):
         shutil.rmtree(folder, ignore_errors=True)
     return {key: kept(scores[key]) for key in ("teacher", *students)}
 
