@@ -101,7 +101,7 @@ def _make(out: Path, run: RunConfig, runtime: Runtime) -> dict[str, Any]:
     )
     rough = QuantizeOptions(model=str(teacher), preset="w2g64", init="absmax", start_rank=0, run=part("quantised"))
     start = QuantizeOptions(
-        model=str(teacher), preset="w2g64", init="gptq", start_rank=RANK, kd_cache_dir=str(cache), run=part("student")
+        model=str(teacher), preset="w2g64", start_rank=RANK, kd_cache_dir=str(cache), run=part("student")
     )
     quantised, student = app.quantize(rough, runtime), app.quantize(start, runtime)
     recover = RecoverOptions(
@@ -136,6 +136,7 @@ def _make(out: Path, run: RunConfig, runtime: Runtime) -> dict[str, Any]:
 def _show(out: Path, run: RunConfig) -> None:
     if not run.json:  # JSON goes alone to standard output
         print((out / "report.txt").read_text(encoding="utf-8"))
+        print(f"{out / 'report.md'} and report.png hold the same, with the training curve")
 
 
 def _recipe() -> dict[str, Any]:
@@ -242,7 +243,7 @@ def _write_report(
     continued = _samples(folders, runtime)
     samples = [f"--- {name}\n{PROMPT}{text}" for name, text in continued.items()]
     save_json(report, out / "report.json")
-    shown = [text_table(table), "", *lines, "", "the same prompt, continued by each model:", *samples]
+    shown = ["the same prompt, continued by each model:", *samples, "", text_table(table), "", *lines]
     (out / "report.txt").write_text("\n".join(shown) + "\n", encoding="utf-8")
     blocks = [f"```python\n# {name}\n{PROMPT}{text}\n```" for name, text in continued.items()]
     explained = (

@@ -64,6 +64,17 @@ class OutOfMemoryError(QatLoraError, MemoryError):
     exit_code = 1
 
 
+SIGNS_OF_LITTLE_MEMORY = ("out of memory", "resource_exhausted", "can't allocate memory", "cannot allocate memory")
+"""What CUDA and MPS, XLA, and torch's CPU allocator write into a RuntimeError."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether a device, or the host, had too little memory."""
+    if isinstance(error, MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in SIGNS_OF_LITTLE_MEMORY)
+
+
 class ReplicaError(QatLoraError):
     """A process of a group that ended, so that the others cannot go on."""
 

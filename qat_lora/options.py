@@ -19,6 +19,7 @@ from qat_lora.layers.lora import LoraConfig
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.quant.fake import Gradient
 from qat_lora.runtime.chips import ChipsConfig
+from qat_lora.runtime.select import check_device
 from qat_lora.text.protocols import Protocol
 from qat_lora.text.sources import TextConfig
 from qat_lora.train.blockwise import BlockwiseConfig
@@ -51,6 +52,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         at_least(self, seed=0)
+        check_device(self.device, self.tpu)
         if self.seed >= 2**63:
             raise ConfigError(f"seed: {self.seed} is too large; allowed: 0 to 2^63 - 1")
 

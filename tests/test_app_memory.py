@@ -10,8 +10,8 @@ import torch
 from toy_pipeline import cache_options, call, eval_options, part, quantize_options, recover_options
 
 from qat_lora import cli
-from qat_lora.app.memory import is_out_of_memory, memory_advice, training_advice
-from qat_lora.errors import CacheError, OutOfMemoryError, QatLoraError
+from qat_lora.app.memory import memory_advice, training_advice
+from qat_lora.errors import CacheError, OutOfMemoryError, QatLoraError, is_out_of_memory
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.options import EstimateOptions, QatOptions
 from qat_lora.runtime.memory import peak_memory_bytes
@@ -68,6 +68,10 @@ def test_a_run_that_does_not_fit_says_what_to_lower(tiny, tmp_path, monkeypatch)
     config = LoopConfig(batch_size=8, max_steps=2, gradient_checkpointing=True)
     with pytest.raises(OutOfMemoryError, match="9.00 GiB.*--batch-size 4 --accumulation-steps 2") as caught:
         call("recover", recover_options(student, cache, tmp_path / "run", loop=config))
+    whole = replace(config, global_batch_size=8)
+    with pytest.raises(OutOfMemoryError, match="--batch-size 4[,);]") as followed:
+        call("recover", recover_options(student, cache, tmp_path / "whole", loop=whole))
+    assert "--accumulation-steps" not in str(followed.value), "it follows from --global-batch-size"
     assert caught.value.exit_code == 1 and "--gradient-checkpointing," not in str(caught.value)
     qat = QatOptions(checkpoint=str(student), kd_cache_dir=str(cache), run=part(tmp_path / "qat"), loop=config)
     with pytest.raises(OutOfMemoryError, match="9.00 GiB.*Try --batch-size 4 --accumulation-steps 2, or --loss-chunk"):

@@ -2,15 +2,20 @@
 
 import contextlib
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
+import torch
 from toy_pipeline import cache_options, call, quantize_options, recover_options
 
 from qat_lora import cli
 from qat_lora.app.needs import needs
 from qat_lora.app.planning import plan_quantising, plan_recovery
-from qat_lora.errors import CacheError, ConfigError, ModelError
+from qat_lora.errors import CacheError, ConfigError, DeviceError, ModelError
+from qat_lora.layers.convert import linear_layers
+from qat_lora.models import load_model
+from qat_lora.runtime.select import choose, look
 from qat_lora.train.loop import LoopConfig
 
 
@@ -70,6 +75,17 @@ def test_no_device_no_cache_and_no_file_are_needed(made, tmp_path, monkeypatch, 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_tpu_that_is_elsewhere_is_planned_for(made, tmp_path, monkeypatch):
+    """PJRT_DEVICE=TPU may be exported where PyTorch/XLA is not installed."""
+    monkeypatch.setenv("PJRT_DEVICE", "TPU")
+    monkeypatch.setattr("qat_lora.runtime.select.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(DeviceError):
+        choose("auto", False, look())
+    options = quiet(recover_options(made / "student", made / "cache", tmp_path / "run"))
+    plan = plan_recovery(replace(options, run=replace(options.run, device="auto")))
+    assert any(name.startswith("v6e") for name in plan["devices"])
+
+
 def test_what_the_run_would_refuse_is_refused(made, tiny, tmp_path):
     options = quiet(recover_options(made / "student", made / "cache", tmp_path / "run"))
     for changed, error, message in (
@@ -99,7 +115,17 @@ def test_doctor_knows_what_a_planned_run_needs(made, tiny, tmp_path, capfd, monk
     options = recover_options(made / "student", made / "cache", tmp_path / "run", train_scales=True)
     plan, wanted = plan_recovery(quiet(options)), needs("recover", options)
     assert wanted.memory == wanted.host == plan["total_bytes"] and wanted.disk > 6 * 2 * plan["trained"]
-    assert needs("quantize", quantize_options(tiny, tmp_path / "out")).memory == 4 * plan["parameters"]
+    quantising = quantize_options(tiny, tmp_path / "out")
+    assert needs("quantize", quantising).memory == 4 * plan["parameters"]
+    half = tmp_path / "half"
+    load_model(str(tiny.teacher)).module.to(torch.bfloat16).save_pretrained(half)
+    shutil.copy(tiny.teacher / "tokenizer.json", half)
+    in_halves = plan_quantising(quiet(replace(quantising, model=str(half))))
+    assert in_halves["weights_bytes"] >= 2 * plan["parameters"] and in_halves["weights_bytes"] < 4 * plan["parameters"]
+    by_text = replace(quantising, init="descent", metric="fisher", kd_cache_dir=str(made / "cache"))
+    outputs = [layer.out_features for _, layer in linear_layers(load_model(str(tiny.teacher)).module)]
+    without = needs("quantize", replace(by_text, metric="outputs")).disk
+    assert needs("quantize", by_text).disk - without == sum(4 * o * o for o in outputs)
     with pytest.raises(ConfigError, match="allowed: recover, qat, quantize"):
         needs("eval", options)
     line = ["recover", "--checkpoint", str(made / "student"), "--kd-cache-dir", str(made / "cache"), "--device", "cpu"]

@@ -1,6 +1,7 @@
 """`qat --dry-run`: what trains is what the run trains, memory is that of a real step, and nothing is written."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from qat_lora.app.planning_qat import plan_qat
 from qat_lora.app.qat_parts import chosen_preset, trained_parts
 from qat_lora.diagnose.live import LiveBytes
 from qat_lora.errors import CacheError, ConfigError, ModelError
-from qat_lora.layers.convert import make_quant_skeleton, quant_layers
+from qat_lora.layers.convert import linear_layers, make_quant_skeleton, quant_layers
 from qat_lora.losses.objective import ObjectiveConfig, weight_tensors
 from qat_lora.models import DTYPES, cast, load_model, make_qwen3, save_model
 from qat_lora.options import QatOptions
@@ -157,8 +158,30 @@ def test_what_the_run_would_refuse_is_refused(made, tiny, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_stranger_to_the_cache_is_refused_however_the_checkpoint_is_named(made, tiny, tmp_path):
+    """`runs/v2_q4/best.pt` names the folder `best`, whose tokenizer counts."""
+    folder = shutil.copytree(made / "student", tmp_path / "best")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["normalizer"] = {"type": "Lowercase"}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    for name in (folder, folder.with_suffix(".pt")):
+        going_on = {"from_scratch": False, "model": None, "preset": None, "init": "descent", "checkpoint": str(name)}
+        with pytest.raises(CacheError, match="tokenizer"):
+            plan_qat(options(tiny, made / "cache", tmp_path / "run", **going_on))
+
+
 def test_doctor_knows_what_it_needs(made, tiny, tmp_path):
     asked = options(tiny, made / "cache", tmp_path / "run", train_parts=("weights",))
     plan, wanted = plan_qat(asked), needs("qat", asked)
-    assert wanted.memory == plan["total_bytes"] and wanted.host >= plan["start_bytes"] == 4 * plan["parameters"]
+    whole = 4 * plan["parameters"]
+    assert plan["start_bytes"] == 2 * whole and plan["host_bytes"] == whole
+    assert wanted.memory == wanted.host == max(plan["total_bytes"] + whole, 2 * whole)
     assert wanted.disk > 12 * plan["trained"]
+    on_cuda = replace(asked, run=replace(asked.run, device="cuda"))
+    elsewhere = needs("qat", on_cuda)
+    assert elsewhere.memory == max(plan_qat(on_cuda)["total_bytes"], whole) and elsewhere.host == 2 * whole
+    text = replace(asked, init="descent", metric="fisher")
+    outputs = [layer.out_features for _, layer in linear_layers(load_model(str(tiny.teacher)).module)]
+    scratch = plan_qat(text)["scratch_bytes"]
+    assert scratch == sum(4 * o * o for o in outputs)
+    assert needs("qat", text).disk - needs("qat", replace(text, metric="outputs")).disk == scratch

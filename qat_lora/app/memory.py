@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import torch
-
 from qat_lora.diagnose.estimate import GIB, memory
-from qat_lora.errors import OutOfMemoryError, QatLoraError
+from qat_lora.errors import OutOfMemoryError, QatLoraError, is_out_of_memory
 from qat_lora.options import CacheBuildOptions, EstimateOptions, EvalOptions, QatOptions, QuantizeOptions
 from qat_lora.quant.initialise import NEED_TEXT
 from qat_lora.runtime.base import Runtime
@@ -22,16 +20,6 @@ from qat_lora.runtime.base import Runtime
 Options = TypeVar("Options")
 R = TypeVar("R")
 Command = Callable[[Options, Runtime], R]
-
-SIGNS = ("out of memory", "resource_exhausted", "can't allocate memory", "cannot allocate memory")
-"""What CUDA and MPS, XLA, and torch's CPU allocator write into a plain RuntimeError."""
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether a device, or the host, had too little memory."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in SIGNS)
 
 
 @contextmanager
@@ -122,27 +110,31 @@ def qat_advice(options: QatOptions) -> str:
 GENERAL = "Lower --batch-size and raise --accumulation-steps, or give --gradient-checkpointing"
 
 
-def training_advice(options: EstimateOptions) -> str:
-    """Return the largest parts of a training run, and which flag makes each smaller."""
+def training_advice(options: EstimateOptions, global_batch_size: int | None = None) -> str:
+    """Return the largest parts of a training run, and which flag makes each smaller.
+
+    With a global batch size the number of micro-batches follows by itself.
+    """
     try:
         parts = memory(options)
     except QatLoraError:  # a model that cannot be estimated still gets the general answer
         return GENERAL
     total = sum(parts.values())
     largest = sorted(parts.items(), key=lambda part: -part[1])[:3]
-    lines = [f"{name} {size / GIB:.2f} GiB{_lower(name, options)}" for name, size in largest]
+    steps = "" if global_batch_size else f" --accumulation-steps {options.accumulation_steps * 2}"
+    lines = [f"{name} {size / GIB:.2f} GiB{_lower(name, options, steps)}" for name, size in largest]
     return f"This run is estimated to need {total / GIB:.2f} GiB, most of it: {'; '.join(lines)}"
 
 
-def _lower(part: str, options: EstimateOptions) -> str:
-    """Return which flag makes a part smaller, with the value to try."""
-    rows, steps = options.batch_size, options.accumulation_steps
-    batch = f"--batch-size {rows // 2} --accumulation-steps {steps * 2}" if rows > 1 else "a cache with shorter rows"
+def _lower(part: str, options: EstimateOptions, steps: str) -> str:
+    """Return which flag makes a part smaller, with the value to try; `steps` goes with half the batch."""
+    rows = options.batch_size
+    batch = f"--batch-size {rows // 2}{steps}" if rows > 1 else "a cache with shorter rows"
     halved = max(1, options.loss_chunk_mb // 2)
     answers: dict[str, Any] = {
         "activations": batch if options.gradient_checkpointing else f"--gradient-checkpointing, or {batch}",
-        "working memory": batch,
-        "head chunk": f"--loss-chunk-mb {halved}",
+        "formed weights": "" if options.gradient_checkpointing else "--gradient-checkpointing",
+        "working memory": f"{batch}, or --loss-chunk-mb {halved}",
         "cached head": "--head-k with a smaller number",
         "adapter": "--recovery-r with a smaller number",
         "gradients": "--recovery-r with a smaller number",

@@ -30,15 +30,18 @@ def needs(words: str, options: Any) -> Needs:
     if words == "quantize":
         plan = plan_quantising(quiet)
         starts = 4 * options.start_rank * plan["inputs_and_outputs"]
-        disk = plan["stored_bytes"] + starts
+        disk = plan["stored_bytes"] + starts + plan["scratch_bytes"]
         return Needs("this quantisation", plan["weights_bytes"], plan["weights_bytes"], disk)
     if words == "qat":
         plan = plan_qat(quiet)
         made = plan["start_bytes"] > 0
         disk = (options.loop.keep_checkpoints + 1) * 12 * plan["trained"] + (3 + made) * plan["stored_bytes"]
-        memory = max(plan["total_bytes"], plan["start_bytes"])
-        host = memory if on_host(options.run.device, options.run.tpu) else plan["host_bytes"] or plan["start_bytes"]
-        return Needs("this training", plan["total_bytes"], host, disk)
+        disk += plan["scratch_bytes"]
+        total, start, beside = plan["total_bytes"], plan["start_bytes"], plan["host_bytes"]
+        if on_host(options.run.device, options.run.tpu):
+            return Needs("this training", max(total + beside, start), max(total + beside, start), disk)
+        original = 4 * plan["parameters"] if options.from_scratch else 0  # on the host while its copy is quantised
+        return Needs("this training", max(total, start - original), max(beside, start), disk)
     raise ConfigError(
         f"doctor: {words} is not planned from shapes; allowed: recover, qat, quantize (a cache has its own --dry-run)"
     )

@@ -9,19 +9,24 @@ is printed without its condition would be believed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from qat_lora.app.lessons import cache_lessons
 from qat_lora.cache.dataset import KDCacheDataset
 from qat_lora.diagnose.devices import attention_on, likely
 from qat_lora.diagnose.estimate import GIB, meta_model, skeleton, summary
 from qat_lora.errors import ConfigError, DeviceError, ModelError
-from qat_lora.layers.convert import bits_per_weight, make_quant_skeleton, quant_layers
+from qat_lora.layers.convert import HEAD, bits_per_weight, make_quant_skeleton, quant_layers
+from qat_lora.layers.sensitivity import kept_shape
 from qat_lora.models import FILE_SUFFIXES, CausalLM, load_tokenizer, resolve_model, tokenizer_sha256
 from qat_lora.options import EstimateOptions, QuantizeOptions, RecoverOptions, RunConfig
+from qat_lora.quant.initialise import NEED_TEXT
 from qat_lora.quant.spec import preset
 from qat_lora.runtime.select import choose, look, plan_run
 
@@ -111,16 +116,20 @@ def plan_quantising(options: QuantizeOptions) -> dict[str, Any]:
     parameters = sum(p.numel() for p in module.parameters())
     make_quant_skeleton(module, preset(options.preset, options.keep, options.override, options.quantize_head))
     layers, bits = quant_layers(module), bits_per_weight(module)
+    quantised = sum(layer.in_features * layer.out_features for layer in layers.values())
+    codes_bytes = int(bits["base"] * quantised) // 8
+    has_text = options.text.dataset is not None or options.kd_cache_dir is not None
     plan: dict[str, Any] = {
         "model": str(options.model),
         "preset": options.preset,
         "parameters": parameters,
-        "quantised": sum(layer.in_features * layer.out_features for layer in layers.values()),
+        "quantised": quantised,
         "layers": len(layers),
         "bits_per_weight": bits["base"],
         "bits_per_weight_model": bits["model"],
         "stored_bytes": int(bits["model"] * parameters) // 8,
-        "weights_bytes": 4 * parameters,
+        "weights_bytes": max(stored_bytes(config) * parameters, 4 * (parameters - quantised) + codes_bytes),
+        "scratch_bytes": fisher_bytes(module, options.init, options.metric) if has_text else 0,
         "inputs_and_outputs": sum(layer.in_features + layer.out_features for layer in layers.values()),
     }
     if not options.run.json:
@@ -130,18 +139,36 @@ def plan_quantising(options: QuantizeOptions) -> dict[str, Any]:
             f"layers that {options.preset} stores\n"
             f"stored   {bits['base']:.2f} bits a weight in these layers, {bits['model']:.2f} in the model, "
             f"{plan['stored_bytes'] / GIB:.3f} GiB on disk without adapter starts\n"
-            f"memory   {plan['weights_bytes'] / GIB:.3f} GiB for the weights in float32 while it is quantised, and the "
-            "calibration beside them",
+            f"memory   {plan['weights_bytes'] / GIB:.3f} GiB for the weights, each layer as stored until its turn, "
+            f"and the calibration beside them\n"
+            f"scratch  {plan['scratch_bytes'] / GIB:.3f} GiB on disk while it is quantised",
             flush=True,
         )
     return plan
+
+
+def stored_bytes(config: Any) -> int:
+    """Return bytes of a weight in a model's files, as its config says; without a word of it, 4."""
+    dtype = getattr(config, "dtype", None)
+    return dtype.itemsize if isinstance(dtype, torch.dtype) else 4
+
+
+def fisher_bytes(module: torch.nn.Module, init: str, metric: str) -> int:
+    """Return what `--metric fisher` keeps on disk of every layer while a student is made."""
+    if metric != "fisher" or init not in NEED_TEXT:
+        return 0
+    inside = (layer for name, layer in quant_layers(module).items() if not HEAD.search(name))
+    return sum(4 * math.prod(kept_shape(layer.out_features)) for layer in inside)
 
 
 def device_of(run: RunConfig) -> str:
     """Return the device that a run names, which need not be here, or what `auto` finds here."""
     if run.tpu or run.device != "auto":
         return "tpu" if run.tpu else run.device
-    return choose("auto", False, look()).kind
+    try:
+        return choose("auto", False, look()).kind
+    except DeviceError:  # PJRT_DEVICE names a TPU, and PyTorch/XLA is elsewhere
+        return "tpu"
 
 
 def replicas_of(run: RunConfig, assumed: list[str]) -> int:

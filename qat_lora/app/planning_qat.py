@@ -16,7 +16,16 @@ import torch
 from torch import nn
 
 from qat_lora.app.objectives import check_arrays
-from qat_lora.app.planning import HEAD_K, check_shapes, device_of, is_there, no_cache, plan_lines, replicas_of
+from qat_lora.app.planning import (
+    HEAD_K,
+    check_shapes,
+    device_of,
+    fisher_bytes,
+    is_there,
+    no_cache,
+    plan_lines,
+    replicas_of,
+)
 from qat_lora.app.qat_parts import check_parts, chosen_preset, trained_parts
 from qat_lora.cache.dataset import KDCacheDataset
 from qat_lora.diagnose.devices import attention_on, likely
@@ -49,7 +58,7 @@ def plan_qat(options: QatOptions) -> dict[str, Any]:
     length, head_k = (dataset.manifest.fingerprint.length, dataset.k) if dataset else (LENGTH, options.head_k or HEAD_K)
     name = str(options.model if options.from_scratch else options.checkpoint)
     if dataset:
-        check_shapes(dataset, name, student.module)
+        check_shapes(dataset, str(student.folder), student.module)
     else:
         assumed.append(no_cache(str(options.kd_cache_dir), length, head_k, "what `cache build` makes"))
     device = device_of(options.run)
@@ -75,6 +84,7 @@ def plan_qat(options: QatOptions) -> dict[str, Any]:
     formed = _formed_bytes(student.module, torch.bfloat16 if loop.autocast else DTYPES[options.run.dtype])
     parts["formed weights"] = formed // config.num_hidden_layers if loop.gradient_checkpointing else formed
     parts |= {part: size for part, size in found["bytes"].items() if part not in (*parts, "adapter")}
+    blockwise = options.blockwise.blockwise_steps > 0
     total, rows = sum(parts.values()), len(dataset) if dataset else None
     step_rows, whole = loop.batch_size * loop.accumulation_steps * replicas, 4 * found["parameters"]
     fits = {d.name: {**found["devices"][d.name], "fits": total < 0.9 * d.memory_gb * 1e9} for d in devices}
@@ -87,7 +97,9 @@ def plan_qat(options: QatOptions) -> dict[str, Any]:
         "bytes": parts,
         "total_bytes": total,
         "stored_bytes": found["stored_bytes_of_quantised"] + 4 * (found["parameters"] - found["quantised"]),
-        "start_bytes": whole * (options.from_scratch + 2 * (options.blockwise.blockwise_steps > 0)),
+        # The original in float32, and beside it the model that is quantised, or what reconstruction needs of both.
+        "start_bytes": whole * max(2 * options.from_scratch, (options.from_scratch + 2) * blockwise),
+        "scratch_bytes": fisher_bytes(student.module, options.init, options.metric) if options.from_scratch else 0,
         "host_bytes": whole if full and (options.mergeable or "weights" in options.train_parts) else 0,
         "replicas": replicas,
         "batch_size": loop.batch_size,
@@ -132,7 +144,7 @@ def _models(options: QatOptions) -> tuple[Any, CausalLM, CausalLM | None]:
         chosen = Preset.from_dict(stored["preset"])
     make_quant_skeleton(module, chosen)
     cast(module, DTYPES[options.run.dtype])
-    student = CausalLM(module, Path(str(options.checkpoint or options.model)))
+    student = CausalLM(module, Path(str(options.model)) if options.from_scratch else folder)
     if not options.from_scratch:
         check_parts(options, full, student)
     return config.get_text_config(), student, full

@@ -83,6 +83,7 @@ def qat(options: QatOptions, runtime: Runtime) -> Any:
         "objective": identity(options.objective),
         "anchor_batch_rows": anchor_batch_rows(options.objective, loop, runtime.replicas),
         "preset": preset_name(options) if options.from_scratch else None,
+        **({"mergeable_in": "units of the first scale"} if options.mergeable else {}),  # it once was added to weights
         **{key: plain[key] for key in decisive},
     }
     with outputs.alone(out) if runtime.is_main else contextlib.nullcontext():

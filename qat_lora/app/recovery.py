@@ -59,7 +59,7 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Any:
         say(run, status_line(runtime, DTYPES[run.dtype], effective))
         begin = "from the quantisation error" if starts else "at zero"
         asked = estimate_options(options, str(model.folder), lessons.length, lessons.head_k, runtime.device.type)
-        with memory_advice(lambda: training_advice(asked)):
+        with memory_advice(lambda: training_advice(asked, loop.global_batch_size)):
             result = _train(options, lessons, model, settings, runtime, out, f"adapters start {begin} · {out}")
         runtime.barrier("before_final_save")
         if runtime.is_main:

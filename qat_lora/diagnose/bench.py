@@ -84,7 +84,7 @@ def _figures(folder: Path) -> list[dict[str, Any]]:
 def _row(folder: Path, known: Mapping[str, Program], figure: Mapping[str, Any]) -> list[str]:
     name = figure["result"]
     maker = max((program for program in known if name.startswith(program)), key=len, default=None)
-    command = known[maker].command if maker else "see benchmarks/README.md"
+    command = known[maker].command if maker else figure["said"]["command"]
     file = folder / "results" / f"{name}.json"
     if not file.is_file():
         return [figure["figure"], _asked(figure), NOT_RUN, _beside({}, figure), "-", command]

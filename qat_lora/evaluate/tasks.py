@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from qat_lora.config import option
-from qat_lora.errors import ConfigError
+from qat_lora.errors import ConfigError, is_out_of_memory
 from qat_lora.extras import require
 
 
@@ -102,6 +102,8 @@ def run_tasks(
                 fewshot_random_seed=seed,
             )
         except Exception as error:  # a task is a program of its author, and its data come from elsewhere
+            if is_out_of_memory(error):
+                raise
             reason = " ".join(str(error).split())[:300] or type(error).__name__
             raise ConfigError(f"tasks: {', '.join(config.tasks)} did not run ({reason})") from None
     return {task: _numbers(metrics) for task, metrics in found["results"].items()}

@@ -61,7 +61,11 @@ class _Root(NamedTuple):
         lift = floor * diagonal.mean().clamp_min(1e-12)
         if moment.dim() == 1:
             return cls((moment + lift).sqrt())
-        return cls(torch.linalg.cholesky(moment + lift * torch.eye(len(moment)).to(moment)))
+        factor, failed = torch.linalg.cholesky_ex(moment + lift * torch.eye(len(moment)).to(moment))
+        if int(failed):  # float32 sums of few, huge features have eigenvalues below zero by more than the lift
+            values, basis = torch.linalg.eigh(moment)
+            factor = torch.linalg.qr(((values.clamp_min(0) + lift).sqrt() * basis).T).R.T
+        return cls(factor)
 
     @classmethod
     def plain(cls, size: int, like: Tensor) -> _Root:
@@ -186,12 +190,12 @@ def fit_layer(
     outputs_OO = None if outputs_OO is None else outputs_OO.to(weight.device)
     if not joint_rank:
         quantised = quantise_weight(weight, spec, method, second_moment_II, curvature)
+        if not start_rank:
+            return Fit(quantised, None)
     known = start_method != "svd"
     metric = Metric.of(weight, second_moment_II if known else None, outputs_OO if known else None)
     if joint_rank:
         quantised = _with_adapter(weight, spec, method, second_moment_II, curvature, metric, joint_rank)
-    if not start_rank:
-        return Fit(quantised, None)
     best = Fit(quantised, metric.correction(weight - quantised.dense(spec), start_rank)[0])
     if fresh_II is None or start_method != "best":
         return best

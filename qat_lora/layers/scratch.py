@@ -2,7 +2,8 @@
 
 The Fisher information of all outputs takes several times the room of a bfloat16 model, and the backward pass that
 finds it adds to every layer's share with every batch. So it lies in the page cache, which the system writes out and
-drops when memory is short. A file is unlinked as soon as it is mapped: however a run ends, nothing is left behind.
+drops when memory is short. A file is unlinked as soon as it is mapped, so nothing is left behind however a run ends,
+but for the one file that a killed run was just making; the next run in the folder removes that.
 
 Freed tensors are the other half. The C library of Linux takes those of up to 32 MB from one heap and keeps what is
 freed below anything that lives on, a few codes among the scratch of a layer, say. It then grew to several times of
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from qat_lora.errors import ConfigError
 
+PREFIX = ".scratch-"
 Zeros = Callable[..., Tensor]
 """From a shape to a float32 tensor of zeros on the host."""
 
@@ -37,10 +39,12 @@ def zeros_in(folder: Path) -> Zeros:
 
     The function raises ConfigError where the disk has no room for one.
     """
+    for left in folder.glob(f"{PREFIX}*"):  # the folder is ours alone
+        left.unlink()
 
     def zeros(*shape: int) -> Tensor:
         count = math.prod(shape)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".scratch-") as file:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=PREFIX) as file:
             _reserve(file.fileno(), 4 * count, folder)
             return torch.from_file(file.name, shared=True, size=count, dtype=torch.float32).view(shape)
 

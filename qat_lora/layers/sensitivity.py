@@ -40,6 +40,11 @@ class Sensitivity(NamedTuple):
     """|g|² of every token, one flat tensor a batch."""
 
 
+def kept_shape(outputs: int) -> tuple[int, ...]:
+    """Return the shape of what is kept, in float32, of a layer with so many outputs."""
+    return (outputs, outputs) if outputs <= MOST_OUTPUTS else (outputs,)
+
+
 def sensitivities(
     model: nn.Module,
     names: Iterable[str],
@@ -65,9 +70,10 @@ def sensitivities(
     def watch(name: str) -> Callable[..., None]:
         def on_gradient(gradient: Tensor) -> None:
             g = gradient.reshape(-1, gradient.shape[-1]).float()
-            total = g.T @ g if g.shape[1] <= MOST_OUTPUTS else g.square().sum(0)
+            shape = kept_shape(g.shape[1])
+            total = g.T @ g if len(shape) == 2 else g.square().sum(0)
             if name not in sums:
-                sums[name] = zeros(*total.shape)
+                sums[name] = zeros(*shape)
             sums[name] += total.cpu()
             squares[name].append(g.square().sum(1))
 

@@ -98,6 +98,12 @@ def look(environ: Mapping[str, str] = os.environ) -> Found:
     )
 
 
+def check_device(device: str, tpu: bool) -> None:
+    """Raise ConfigError where `--tpu` stands beside another device."""
+    if tpu and device not in ("auto", "tpu", "xla"):
+        raise ConfigError(f"--tpu with --device {device}: they contradict each other; give one of the two")
+
+
 def choose(device: str, tpu: bool, found: Found) -> Choice:
     """Decide which runtime to make; a pure function.
 
@@ -111,8 +117,7 @@ def choose(device: str, tpu: bool, found: Found) -> Choice:
     if device not in DEVICES:
         hint = " (choose among several GPUs by CUDA_VISIBLE_DEVICES)" if device.startswith("cuda") else ""
         raise ConfigError(f"--device {device}: no such device; allowed: {', '.join(DEVICES)}{hint}")
-    if tpu and device not in ("auto", "tpu", "xla"):
-        raise ConfigError(f"--tpu with --device {device}: they contradict each other; give one of the two")
+    check_device(device, tpu)
     asked = f"--device {device}"
     if tpu:
         device, asked = "tpu", "--tpu"

@@ -76,6 +76,15 @@ def test_a_local_task_scores_what_the_likelihoods_say(tiny, local):
     assert set(found["local_choice"]) <= {"acc", "acc_stderr"}
 
 
+def test_too_little_memory_is_not_taken_for_the_task_s_fault(tiny, local, monkeypatch):
+    config, manager, _ = local
+    model, tokenizer = load_model(str(tiny.teacher)), load_tokenizer(tiny.teacher)
+    starved = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.")
+    monkeypatch.setattr(model.module, "forward", lambda *args, **kwargs: (_ for _ in ()).throw(starved))
+    with pytest.raises(torch.OutOfMemoryError, match="9.00 GiB"):
+        run_tasks(model.module, tokenizer, config, manager, batch_size=2, max_length=64)
+
+
 def test_unknown_tasks_and_tasks_that_fail_are_named(tiny, local, monkeypatch):
     config, manager, data = local
     monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **_: manager)

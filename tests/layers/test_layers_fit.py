@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from qat_lora.errors import ConfigError
-from qat_lora.layers.fit import Metric, fit_layer
+from qat_lora.layers.fit import INPUT_FLOOR, Metric, _Root, fit_layer
 from qat_lora.quant.spec import QuantSpec
 
 SPEC = QuantSpec(bits=2, code="half", sharing="group", group_size=16)
@@ -120,6 +120,33 @@ def test_large_matrices_are_corrected_without_a_whole_svd_as_well_as_with_one(mo
     rest = metric.weigh(error.double() - (factors.b_OR @ factors.a_RI).double()).square().sum()
     assert left == pytest.approx(float(rest), rel=1e-4)
     assert left == pytest.approx(float(values[6:].square().sum()), rel=2e-3)
+
+
+@pytest.mark.parametrize("start_rank", [0, 4])
+def test_features_that_are_huge_everywhere_do_not_break_the_metric(start_rank):
+    """As BOS tokens have them: sums in float32 then have eigenvalues far below zero, where Cholesky factors end."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1024, 1536, generator=generator)
+    x[::128, :2] = 1e4
+    moment = sum(rows.T @ rows for rows in x.split(128)) / len(x)
+    lift = INPUT_FLOOR * moment.double().diagonal().mean()
+    assert torch.linalg.eigvalsh(moment.double())[0] < -lift, "this case is not hard, so it shows nothing"
+    fit = fit_layer(torch.randn(8, 1536, generator=generator), SPEC, "mse", moment, None, start_rank)
+    assert fit.quantised.dense(SPEC).isfinite().all()
+    if start_rank:
+        assert fit.factors.a_RI.isfinite().all() and fit.factors.b_OR.isfinite().all()
+
+
+def test_the_root_of_an_indefinite_moment_is_that_of_its_nearest_definite_one():
+    generator = torch.Generator().manual_seed(0)
+    basis = torch.linalg.qr(torch.randn(6, 6, generator=generator, dtype=torch.float64)).Q
+    values = torch.tensor([5.0, 2.0, 1.0, 0.5, 0.0, -0.3], dtype=torch.float64)
+    moment = (basis * values) @ basis.T
+    factor = _Root.of(moment, 1e-4).factor
+    lift = 1e-4 * moment.diagonal().mean()
+    nearest = (basis * (values.clamp_min(0) + lift)) @ basis.T
+    torch.testing.assert_close(factor @ factor.T, nearest, rtol=1e-10, atol=1e-12)
+    assert torch.equal(factor, factor.tril())
 
 
 def test_refusals():
