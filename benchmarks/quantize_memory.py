@@ -10,7 +10,7 @@ anonymous memory, `file` is what of mapped files is in memory. `baseline` is the
 the difference is what grows with the model. A setting is INIT:METRIC:LAYERSxHIDDEN; `descent:fisher` is the default of
 `quantize`, rank 64 is what it stores of adapter starts.
 
-    python benchmarks/quantize_memory.py --work DIR --settings gptq:outputs:50x1024,descent:fisher:16x512 \
+    python benchmarks/quantize_memory.py --work DIR --settings gptq:outputs:48x1024,descent:fisher:16x512 \
         --machine "two cores of ..." --out benchmarks/results/quantize_memory.json
 """
 
@@ -107,7 +107,7 @@ def main() -> None:
     """Make both models of every setting, quantise each in its own process, print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", required=True, help="folder for the models, which are removed again")
-    parser.add_argument("--settings", default="gptq:outputs:50x1024,descent:fisher:16x512")
+    parser.add_argument("--settings", default="gptq:outputs:48x1024,descent:fisher:16x512")
     parser.add_argument("--rank", type=int, default=64, help="of the adapter starts that are stored")
     parser.add_argument("--machine", default=platform.machine(), help="named in the result")
     parser.add_argument("--out", help="JSON file for the result")

@@ -1,8 +1,8 @@
 """What recovery closes: presets x ranks x seeds on one teacher, against the MSE-clipped rounding of the same preset.
 
-Claims (three seeds each): the calibrated start alone closes most of the KL that rounding cost; training adapter and
-scales on at most 1.5 M tokens closes most of the rest; and bits that go into an adapter can be weighed against bits
-that go into the codes, by the table at equal bits.
+Claims (three seeds each where the result has them): the calibrated start alone closes most of the KL that rounding
+cost; training adapter and scales on at most 1.5 M tokens closes most of the rest; and bits that go into an adapter
+can be weighed against bits that go into the codes, by the table at equal bits.
 
 Two baselines, both named in the result: `mse` is round to nearest with scales that minimise the weight error (the
 strict one, since nobody ships plain absmax), `start` the best calibrated start, adapter included, before training. A

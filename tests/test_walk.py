@@ -1,17 +1,19 @@
 """Every command that the documentation shows is either run, in order, as somebody new would, or it is said why not.
 
-`python tests/test_walk.py` walks and writes docs/walk.md (with names of pages: these sections of it). A page is walked
-in a new folder in which the Hub's names are folders: a small Qwen3 instead of Qwen3-0.6B, a few pages of text instead
-of WikiText. So commands run as they are written, and settings are only added to make them small. What a walk needs
-minutes for, the tests check in a moment: each command is one the parsers take, it has its place in docs/walk.md, and
-nothing of a machine stands there.
+`python tests/test_walk.py` walks and writes docs/walk.md (with names of sections: these). It begins with a clone of the
+last commit and nothing installed: what installs runs there, each `pip` in an environment of its own, and the pages are
+walked with what `make` made. A page is walked in a new folder in which the Hub's names are folders: a small Qwen3
+instead of Qwen3-0.6B, a few pages of text instead of WikiText. So commands run as they are written, and settings are
+only added to make them small. What a walk needs an hour for, the tests check in a moment: each command is one the
+parsers take, it has its place in docs/walk.md, and nothing of a machine stands there.
 """
 
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from os import environ, pathsep
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +28,13 @@ CACHE, STUDENT = "caches/wikitext103_L1024_K128", "runs/Qwen3-0.6B_q4_r32"
 SMALL_CACHE = "length=64 num_rows=96 eval_rows=8"
 SMALL_RUN = "max_steps=4 batch_size=4 global_batch_size=8"
 SMALL_SCORES = "length=64 eval_rows=8"
-FEW_LAST_LINES, WIDTH = 4, 118
+PYTEST_DOTS = re.compile(r"[.sx]+ *(\[ *\d+%\])?$")
+NOTHING = "From nothing"
+SECTIONS = (NOTHING, *PAGES)
+TIMEOUT_S = 3600
+FEW_LAST_LINES, MANY_LAST_LINES, WIDTH = 4, 12, 118
+LONG_S = 30
+"""From here on the page says how long a command took."""
 BEFORE_PAGE = {"docs/quantisation.md": "docs/training.md", "caches/README.md": "docs/training.md"}
 """Pages that go on in the folder of another one."""
 
@@ -46,17 +54,51 @@ class Not(NamedTuple):
     why: str
 
 
-INSTALLS = Not("installs several GB of packages first; tried by itself, in a clone, not by this walk")
+class Installs(NamedTuple):
+    """A command that needs nothing installed: run in a new clone, before all others."""
+
+    last_lines: int = FEW_LAST_LINES
+
+
+class Ran(NamedTuple):
+    """What became of a command."""
+
+    section: str
+    said: str
+    code: int
+    printed: list[str]
+    elapsed_s: float
+    last_lines: int
+    """How many of the printed lines the page shows."""
+
+
+class Tree(NamedTuple):
+    """The repository's files, and the programs of an environment in which it is installed."""
+
+    root: Path
+    programs: Path
+
+    def variables(self, **more: str) -> dict[str, str]:
+        """Return the environment variables of somebody who has just made this."""
+        dropped = ("PJRT", "XLA", "TPU", "HF_", "PYTHONPATH", "VIRTUAL_ENV", "MAKE", "MFLAGS")
+        kept = {k: v for k, v in environ.items() if not k.startswith(dropped)}
+        return {**kept, "PATH": f"{self.programs}{pathsep}{environ['PATH']}", **more}
+
+
 XLA = "PJRT_DEVICE=CPU"
 PRINTS = "\nprint(type(model).__name__, 'on', type(model.get_base_model()).__name__)"
 STAND_INS = (("<model>", MODEL), ("<text>", WIKITEXT), ("DIR", MODEL), ("CACHE", CACHE))
 PLACES = (("--checkpoint ...", f"--checkpoint {STUDENT}"), ("--kd-cache-dir ...", f"--kd-cache-dir {CACHE}"))
 BOTH = (("...", f"--checkpoint {STUDENT} --kd-cache-dir {CACHE}"),)
 # The first pattern that is found in a command decides.
-HOW: tuple[tuple[str, Run | Not], ...] = (
-    (r"^(make|pip) ", INSTALLS),
+HOW: tuple[tuple[str, Run | Not | Installs], ...] = (
+    (r"^make demo", Installs(MANY_LAST_LINES)),
+    (r"^pip .*hub", Installs(1)),
+    (r"^make (test|docs|check)$", Installs()),
+    (r"^make test-full", Not("more than half an hour; what it said is benchmarks/results/test_full.txt")),
+    (r"^make VENV", Not("`make test` with an environment that is there")),
     (r"^gcloud ", Not("needs Google Cloud")),
-    (r"benchmarks/\w+\.py|--dataset <Lib>|^qat-lora cache audit c ", Not("a benchmark: minutes to hours")),
+    (r"benchmarks/\w+\.py|--dataset <Lib>|^qat-lora cache audit c ", Not("minutes to hours; its result is committed")),
     (r"^python tests/", Not("for whoever changes the code")),
     (r"--tpu --num-chips 2 \.\.\.|cache build --tpu --num-chips all", Not("a process a chip needs the chips")),
     (r"train_recovery_lora_multi", Run(f"{SMALL_RUN} num_chips=2 parallel=spmd out=runs/all", XLA, PLACES)),
@@ -80,7 +122,10 @@ HOW: tuple[tuple[str, Run | Not], ...] = (
 )  # fmt: skip
 
 
-def how(command: Shown) -> Run | Not:
+COMMANDS = [command for page in PAGES for command in shown(page)]
+
+
+def how(command: Shown) -> Run | Not | Installs:
     """Return what is done with a command.
 
     Raises:
@@ -101,10 +146,10 @@ def as_run(command: Shown, run: Run) -> str:
     return " ".join(part for part in (run.variables if missing else "", text, run.add) if part)
 
 
-def furnish(folder: Path, toy: Path) -> None:
+def furnish(folder: Path, root: Path, toy: Path) -> None:
     """Make the folder of a page: the repository's files, and what stands for the Hub."""
     for name in ("recipes", "scripts", "benchmarks"):
-        (folder / name).symlink_to(ROOT / name)
+        (folder / name).symlink_to(root / name)
     for name, source in ((MODEL, "teacher"), (WIKITEXT, "wikitext")):
         (folder / name).parent.mkdir(parents=True)
         (folder / name).symlink_to(toy / source)
@@ -127,26 +172,73 @@ def make_stand_ins(toy: Path) -> None:
     (toy / "messages.jsonl").write_text(turns, encoding="utf-8")
 
 
-def walk(pages: Sequence[str], folder: Path) -> Iterator[tuple[str, str, int, list[str]]]:
-    """Run every command of pages that can be run; yield page, line, exit code and what was printed."""
-    kept = {k: v for k, v in environ.items() if not k.startswith(("PJRT", "XLA", "TPU", "HF_"))}
-    programs = f"{Path(sys.executable).parent}{pathsep}{environ['PATH']}"
-    env = {**kept, "PATH": programs, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+def run(
+    section: str,
+    line: str,
+    place: Path,
+    env: Mapping[str, str],
+    typed: str = "",
+    last_lines: int = FEW_LAST_LINES,
+) -> Ran:
+    """Run one line in a shell, as somebody types it."""
+    began = time.monotonic()
+    done = subprocess.run(
+        line, shell=True, cwd=place, env=env, input=typed, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    lines = done.stdout.splitlines() + (done.stderr.splitlines()[-1:] if done.returncode else [])
+    said = "\n    ".join([line, *(f"> {text}" for text in typed.splitlines() if text)])
+    printed = [tidy(text, place) for text in lines if text.strip() and not PYTEST_DOTS.match(text)]
+    return Ran(section, said, done.returncode, printed, time.monotonic() - began, last_lines)
+
+
+def install(clone: Path) -> Iterator[Ran]:
+    """Clone the last commit, and run there what needs nothing installed.
+
+    `make` makes an environment by itself. For every `pip` there is a new one, in which the two commands that its page
+    shows next, `doctor` and `smoke`, are tried as well.
+    """
+    subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
+    tried: list[str] = []
+    for i, command in enumerate(COMMANDS):
+        done = how(command)
+        if not isinstance(done, Installs) or command.text in tried:
+            continue
+        tried.append(command.text)
+        if not command.text.startswith("pip "):
+            env = Tree(clone, clone / ".venv/bin").variables()
+            yield run(NOTHING, command.text, clone, env, last_lines=done.last_lines)
+            continue
+        with tempfile.TemporaryDirectory(prefix="qat-lora-pip-") as made:
+            subprocess.run([sys.executable, "-m", "venv", made], check=True)
+            after = [other.text for other in COMMANDS[i:] if not other.text.startswith("pip ")]
+            env = Tree(clone, Path(made) / "bin").variables()
+            yield run(NOTHING, command.text, clone, env, last_lines=done.last_lines)
+            for line in after[:2]:
+                yield run(NOTHING, line, clone, env, last_lines=MANY_LAST_LINES)
+
+
+def walk(pages: Sequence[str], tree: Tree, folder: Path) -> Iterator[Ran]:
+    """Run every command of pages that can be run, with the programs of a tree."""
+    env = tree.variables(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", PYTHONPATH=str(tree.root))
     make_stand_ins(folder / "toy")
     for page in pages:
         place = folder / BEFORE_PAGE.get(page, page).replace("/", "-")
         if not place.exists():
             place.mkdir()
-            furnish(place, folder / "toy")
+            furnish(place, tree.root, folder / "toy")
         tried = [(command, how(command)) for command in shown(page)]
-        lines = [(as_run(command, run), run.typed) for command, run in tried if isinstance(run, Run)]
+        lines = [(as_run(command, done), done.typed) for command, done in tried if isinstance(done, Run)]
         for line, typed in [*lines, *(("python", snippet + PRINTS) for snippet in snippets(page))]:
-            done = subprocess.run(
-                line, shell=True, cwd=place, env=env, input=typed, capture_output=True, text=True, timeout=900
-            )
-            printed = done.stdout.splitlines() + (done.stderr.splitlines()[-1:] if done.returncode else [])
-            said = [line, *(f"> {text}" for text in typed.splitlines() if text)]
-            yield page, "\n    ".join(said), done.returncode, [tidy(text, place) for text in printed if text.strip()]
+            yield run(page, line, place, env, typed)
+
+
+def walked(sections: Sequence[str], folder: Path) -> Iterator[Ran]:
+    """Walk sections: with a new clone and its environment where they begin from nothing, else with those of now."""
+    tree = Tree(ROOT, Path(sys.executable).parent)
+    if NOTHING in sections:
+        tree = Tree(folder / "qat-lora", folder / "qat-lora/.venv/bin")
+        yield from install(tree.root)
+    yield from walk([page for page in PAGES if page in sections], tree, folder)
 
 
 def tidy(text: str, place: Path) -> str:
@@ -155,23 +247,30 @@ def tidy(text: str, place: Path) -> str:
     return text if len(text) <= WIDTH else text[: WIDTH - 2] + " …"
 
 
-def report(pages: Sequence[str], found: dict[str, list[str]]) -> str:
-    """Walk pages, and return the page that tells of them and of those that are `found` already."""
+def told(ran: Ran) -> list[str]:
+    """Return how the page tells of a command: its problems, its last lines, its exit code."""
+    rest, last = ran.printed[: -ran.last_lines], ran.printed[-ran.last_lines :]
+    problems = [text for text in rest if text.startswith("✗") or " fix: " in text]
+    minutes = [f"(in {ran.elapsed_s / 60:.1f} minutes)"] if ran.elapsed_s >= LONG_S else []
+    lines = [f"$ {ran.said}", *problems, *last, *minutes, f"exit code {ran.code}"]
+    return [*(f"    {text}" for text in lines), ""]
+
+
+def report(sections: Sequence[str], found: dict[str, list[str]]) -> str:
+    """Walk sections, and return the page that tells of them and of those that are `found` already."""
     import torch
     import transformers
 
-    lines = [INTRODUCTION.format(torch=torch.__version__, transformers=transformers.__version__)]
     with tempfile.TemporaryDirectory(prefix="qat-lora-walk-") as folder:
-        for page, line, code, printed in walk(pages, Path(folder)):
-            print(code, line, *printed[-FEW_LAST_LINES:], sep="\n  ", flush=True)
-            problems = [text for text in printed[:-FEW_LAST_LINES] if text.startswith("✗") or " fix: " in text]
-            told = [f"$ {line}", *problems, *printed[-FEW_LAST_LINES:], f"exit code {code}"]
-            found.setdefault(page, []).extend([*(f"    {text}" for text in told), ""])
-    for page in PAGES:
-        if page in found:
-            lines += [f"## {page}", "", *found[page]]
+        for ran in walked(sections, Path(folder)):
+            print(*told(ran), sep="\n", flush=True)
+            found.setdefault(ran.section, []).extend(told(ran))
+    lines = [INTRODUCTION.format(torch=torch.__version__, transformers=transformers.__version__)]
+    for section in SECTIONS:
+        if section in found:
+            lines += [f"## {section}", "", *found[section]]
     lines += ["## Not run here", "", "| command | why |", "|---|---|"]
-    for command in (command for page in PAGES for command in shown(page)):
+    for command in COMMANDS:
         if isinstance(decision := how(command), Not):
             lines.append(f"| `{command.text}` | {decision.why} |")
     return "\n".join(lines) + "\n"
@@ -180,15 +279,13 @@ def report(pages: Sequence[str], found: dict[str, list[str]]) -> str:
 INTRODUCTION = """# The walk: every documented command, run or not
 
 `python tests/test_walk.py` runs the commands of the pages in order, each page in a new folder, and writes this page.
-PyTorch {torch}, transformers {transformers}, a CPU, no network. The Hub's names are folders there: a small Qwen3, 64
-wide, and this documentation as text. What stands behind a command as `name=value`, and `PJRT_DEVICE=CPU` before one for
+PyTorch {torch}, transformers {transformers}, two cores of a CPU. It begins with a new clone and nothing installed, and
+walks the pages with what `make` made there, without a network. The Hub's names are folders: a small Qwen3, 64 wide, and
+this documentation as text. What stands behind a command as `name=value`, and `PJRT_DEVICE=CPU` before one for
 a TPU, is added to make it small and to run it on XLA's own CPU device; all else is as the page has it. Of the output
 the last lines are shown, without seconds. (There is no quality to look at: the model is a toy, and it was trained on
 the text that it is tested on.)
 """
-
-
-COMMANDS = [command for page in PAGES for command in shown(page)]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.page}: {command.text[:60]}")
@@ -204,8 +301,13 @@ def test_the_commands_are_found():
 def test_every_shown_command_was_walked_or_has_its_reason():
     page = PAGE.read_text(encoding="utf-8")
     for command in COMMANDS:
-        decision = how(command)
-        line = f"| `{command.text}` |" if isinstance(decision, Not) else f"    $ {as_run(command, decision)}\n"
+        match how(command):
+            case Not():
+                line = f"| `{command.text}` |"
+            case Installs():
+                line = f"    $ {command.text}\n"
+            case Run() as decision:
+                line = f"    $ {as_run(command, decision)}\n"
         assert line in page, f"{command.page}: {command.text} is not in docs/walk.md; python tests/test_walk.py"
 
 
@@ -218,14 +320,14 @@ def test_the_walk_ended_well_and_holds_nothing_of_a_machine():
 
 
 def told_before() -> dict[str, list[str]]:
-    """Return the sections of docs/walk.md as lines, by page."""
+    """Return the sections of docs/walk.md as lines, by name."""
     parts = PAGE.read_text(encoding="utf-8").split("\n## ")
     lines = (part.splitlines() for part in parts[1:])
-    return {first: [*rest[1:], ""] for first, *rest in lines if first in PAGES}
+    return {first: [*rest[1:], ""] for first, *rest in lines if first in SECTIONS}
 
 
 if __name__ == "__main__":
     asked = sys.argv[1:]
-    walked = [page for page in PAGES if page in asked or page in map(BEFORE_PAGE.get, asked)]
-    earlier = {page: told for page, told in told_before().items() if page not in walked} if asked else {}
-    PAGE.write_text(report(walked or PAGES, earlier), encoding="utf-8")
+    again = [name for name in SECTIONS if name in asked or name in map(BEFORE_PAGE.get, asked)] or SECTIONS
+    earlier = {name: lines for name, lines in told_before().items() if name not in again}
+    PAGE.write_text(report(again, earlier), encoding="utf-8")
