@@ -25,7 +25,7 @@ from qat_lora.errors import ConfigError, DeviceError, ModelError
 from qat_lora.layers.convert import HEAD, bits_per_weight, make_quant_skeleton, quant_layers
 from qat_lora.layers.sensitivity import kept_shape
 from qat_lora.models import FILE_SUFFIXES, CausalLM, load_tokenizer, resolve_model, tokenizer_sha256
-from qat_lora.options import EstimateOptions, QuantizeOptions, RecoverOptions, RunConfig
+from qat_lora.options import EstimateOptions, QatOptions, QuantizeOptions, RecoverOptions, RunConfig
 from qat_lora.quant.initialise import NEED_TEXT
 from qat_lora.quant.spec import preset
 from qat_lora.runtime.select import choose, look, plan_run
@@ -36,12 +36,23 @@ HEAD_K = 128
 
 def estimate_options(options: RecoverOptions, student: str, length: int, head_k: int, device: str) -> EstimateOptions:
     """Return the settings from which the memory of a recovery on a device is estimated."""
+    trained = {"train_scales": options.train_scales, "train_norms": options.train_norms, "lora": options.lora}
+    return training_estimate(options, student, length, head_k, device, trained)
+
+
+def training_estimate(
+    options: RecoverOptions | QatOptions,
+    student: str,
+    length: int,
+    head_k: int,
+    device: str,
+    trained: dict[str, Any],
+) -> EstimateOptions:
+    """Return the settings from which a training run's memory is estimated; `trained`: those of what trains."""
     loop = options.loop
     return EstimateOptions(
+        **trained,
         model=student,
-        train_scales=options.train_scales,
-        train_norms=options.train_norms,
-        lora=options.lora,
         length=length,
         head_k=head_k,
         batch_size=loop.batch_size,

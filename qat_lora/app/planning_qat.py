@@ -25,17 +25,18 @@ from qat_lora.app.planning import (
     no_cache,
     plan_lines,
     replicas_of,
+    training_estimate,
 )
 from qat_lora.app.qat_parts import check_parts, chosen_preset, trained_parts
 from qat_lora.cache.dataset import KDCacheDataset
-from qat_lora.diagnose.devices import attention_on, likely
+from qat_lora.diagnose.devices import likely
 from qat_lora.diagnose.estimate import GIB, meta_model, summary
 from qat_lora.diagnose.live import LiveBytes
 from qat_lora.errors import ConfigError, ModelError
 from qat_lora.layers.convert import make_quant_skeleton, quant_layers
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.models import DTYPES, QUANT_METHOD, CausalLM, cast, resolve_model
-from qat_lora.options import CacheBuildOptions, EstimateOptions, QatOptions
+from qat_lora.options import CacheBuildOptions, QatOptions
 from qat_lora.quant.spec import Preset
 
 LENGTH = CacheBuildOptions.length
@@ -62,20 +63,9 @@ def plan_qat(options: QatOptions) -> dict[str, Any]:
     else:
         assumed.append(no_cache(str(options.kd_cache_dir), length, head_k, "what `cache build` makes"))
     device = device_of(options.run)
-    asked = EstimateOptions(
-        model=name,
-        train_scales=True,  # whatever trains, gradients reach every quantised weight
-        lora=LoraConfig(recovery_r=1),  # there is no adapter; its share of the activations is nothing beside the rest
-        length=length,
-        head_k=head_k,
-        batch_size=loop.batch_size,
-        accumulation_steps=loop.accumulation_steps,
-        gradient_checkpointing=loop.gradient_checkpointing,
-        loss_chunk_mb=options.objective.loss_chunk_mb,
-        max_steps=loop.max_steps,
-        attention=attention_on(device),
-        run=options.run,
-    )
+    # Whatever trains, gradients reach every quantised weight. There is no adapter; rank 1 is nothing beside the rest.
+    trains = {"train_scales": True, "lora": LoraConfig(recovery_r=1)}
+    asked = training_estimate(replace(options, loop=loop), name, length, head_k, device, trains)
     devices = likely(device, replicas)
     found = summary(config, student.module, asked, devices)
     groups = trained_parts(student, options, None)
