@@ -24,6 +24,12 @@ class ModelError(QatLoraError, ValueError):
     """A model folder, checkpoint or tokenizer that cannot be used as asked."""
 
 
+class DamagedFileError(ModelError):
+    """A file of ours whose bytes are not what was written; the message names it."""
+
+    exit_code = 1
+
+
 class CacheError(QatLoraError, ValueError):
     """A KD cache that does not fit the run (other tokenizer, vocabulary, K, L, teacher ...)."""
 
