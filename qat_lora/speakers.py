@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from qat_lora.checksums import check_folder
 from qat_lora.errors import MissingExtraError, ModelError, TextError
 from qat_lora.generate import chat_prompt, has_template, plain_prompt, stream_ids, stream_text
 from qat_lora.models import load_tokenizer
@@ -90,6 +91,7 @@ def _llama_cpp(folder: Path) -> Speaker:
         raise MissingExtraError(
             f"model: {folder} is a GGUF export, and llama.cpp's binding is not installed: pip install llama-cpp-python"
         ) from None
+    check_folder(folder, ours=True)
     lora = folder / ADAPTER
     try:
         llama = llama_cpp.Llama(

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 import qat_lora.models as models
 from qat_lora.errors import ModelError
+from qat_lora.identity import checkpoint_sha256
 from qat_lora.layers.calibrate import quantise_model
 from qat_lora.layers.convert import prepare_base, quant_layers
 from qat_lora.models import (
-    checkpoint_sha256,
     copy_tokenizer,
     load_model,
     load_tokenizer,

@@ -11,11 +11,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from train_toys import SETTINGS
 
+from qat_lora.checksums import write_sums
 from qat_lora.errors import ConfigError, ModelError
 from qat_lora.train import checkpoint as checkpoint_module
 from qat_lora.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from qat_lora.train.folders import discard, settle, whole_folder
 from qat_lora.train.optim import OptimConfig, build_optimizer
+
+
+LISTED = ("state.json", "trained.safetensors", "optimizer.safetensors")
 
 
 def trained(value=0.0):
@@ -68,7 +72,7 @@ def test_everything_comes_back_into_the_same_tensors(tmp_path):
 
 def test_no_pickle_is_written(tmp_path):
     names = {file.name for file in save(tmp_path, 1).iterdir()}
-    assert names == {"trained.safetensors", "optimizer.safetensors", "state.json", "COMPLETE"}
+    assert names == {"trained.safetensors", "optimizer.safetensors", "state.json", "SHA256SUMS", "COMPLETE"}
 
 
 @pytest.mark.parametrize(
@@ -101,9 +105,11 @@ def test_other_tensors_and_shapes_are_refused(tmp_path, file):
     tensors = load_file(path / file)
     name = sorted(tensors)[0]
     save_file({**tensors, "other": torch.ones(1)}, path / file)
+    write_sums(path, LISTED)
     with pytest.raises(ModelError, match="other tensors.*other"):
         load(path)
     save_file({**tensors, name: torch.ones(9)}, path / file)
+    write_sums(path, LISTED)
     with pytest.raises(ModelError, match=rf"{name} has shape \(9,\)"):
         load(path)
 
