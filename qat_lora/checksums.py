@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from qat_lora.errors import DamagedFileError
+from qat_lora.errors import DamagedFileError, ModelError
 
 SUMS, NOTE = "SHA256SUMS", "qat_lora.json"
 PROMISE = {"checksums": SUMS}
@@ -57,16 +57,16 @@ def read_object(file: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 
     Raises:
-        DamagedFileError: it cannot be read, is no JSON object, or holds a number that is NaN or infinite.
+        ModelError: it cannot be read, is no JSON object, or holds a number that is NaN or infinite.
     """
     try:
         data = json.loads(file.read_text(encoding="utf-8"), parse_constant=_finite, parse_float=_finite)
     except OSError as error:
-        raise DamagedFileError(f"{file}: cannot be read ({error.strerror})") from None
+        raise ModelError(f"{file}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
-        raise DamagedFileError(f"{file}: is damaged ({' '.join(str(error).split())[:200]})") from None
+        raise ModelError(f"{file}: is no JSON that can be used ({' '.join(str(error).split())[:200]})") from None
     if not isinstance(data, dict):
-        raise DamagedFileError(f"{file}: is damaged (it holds no JSON object but a {type(data).__name__})")
+        raise ModelError(f"{file}: holds a JSON {type(data).__name__} and no object")
     return data
 
 

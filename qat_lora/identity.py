@@ -27,8 +27,7 @@ def checkpoint_sha256(folder: Path, noted: str | None = None) -> str:
         noted: what an earlier run wrote about it; where that names the weights alone, so does the result.
 
     Raises:
-        ModelError: it holds no weights.
-        DamagedFileError: its settings are no JSON object.
+        ModelError: it holds no weights, or its settings are no JSON object.
     """
     weights = weights_sha256(folder)
     if noted and weights in noted:

@@ -20,6 +20,7 @@ from toy_pipeline import (
 )
 
 from qat_lora import outputs
+from qat_lora.checksums import seal
 from qat_lora.errors import (
     CacheError,
     ConfigError,
@@ -256,6 +257,7 @@ def test_rows_longer_than_the_student_reads(done, tmp_path):
     shutil.copytree(done["student"], short)
     config = json.loads((short / "config.json").read_text())
     (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 16}))
+    seal(short)
     refused(CacheError, ["length", "32", "16"], "recover", recover_options(short, done["cache"], tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 

@@ -18,7 +18,6 @@ from qat_lora.train.checkpoint import checkpoints, load_checkpoint, save_checkpo
 from qat_lora.train.folders import discard, settle, whole_folder
 from qat_lora.train.optim import OptimConfig, build_optimizer
 
-
 LISTED = ("state.json", "trained.safetensors", "optimizer.safetensors")
 
 
