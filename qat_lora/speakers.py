@@ -84,6 +84,7 @@ def _ours(name: str, hub: HubConfig, run: RunConfig, runtime: Runtime) -> Speake
 
 
 def _llama_cpp(folder: Path) -> Speaker:
+    check_folder(folder, ours=True)
     try:
         llama_cpp = importlib.import_module("llama_cpp")
         formats = importlib.import_module("llama_cpp.llama_chat_format")
@@ -91,7 +92,6 @@ def _llama_cpp(folder: Path) -> Speaker:
         raise MissingExtraError(
             f"model: {folder} is a GGUF export, and llama.cpp's binding is not installed: pip install llama-cpp-python"
         ) from None
-    check_folder(folder, ours=True)
     lora = folder / ADAPTER
     try:
         llama = llama_cpp.Llama(
