@@ -137,7 +137,9 @@ def reader(root, file):
     unit = next((p for p in (file.parent, *file.parents) if (p / "adapter_config.json").is_file()), file.parent)
     if (top / "adapter").is_dir():
         unit = top
-    return (lambda: opened(unit)), f"{'adapter' if unit != file.parent or file.name[:7] == 'adapter' else 'model'}: " + (
+    return (
+        lambda: opened(unit)
+    ), f"{'adapter' if unit != file.parent or file.name[:7] == 'adapter' else 'model'}: " + (
         "tokenizer" if "token" in file.name else file.name
     )
 
@@ -161,14 +163,14 @@ def outcome(read, expected, file):
     return "harmless" if found == expected else "SILENT"
 
 
-def flips(root, count, seed):
-    """Flip `count` bits, as many in each kind of file as can be; yield (kind, file, bit, outcome)."""
+def flips(root, count, seed, wanted=lambda kind: True):
+    """Flip `count` bits, as many in each kind of file as in the others; yield (kind, file, bit, outcome)."""
     kinds = defaultdict(list)
     for file in sorted(path for path in root.rglob("*") if path.is_file() and path.stat().st_size):
         kinds[reader(root, file)[1]].append(file)
     draw, expected = random.Random(seed), {}
     unread = kinds.pop("not read", [])
-    names = sorted(kinds)
+    names = sorted(filter(wanted, kinds))
     for i in range(count):
         kind = names[i % len(names)]
         file = draw.choice(kinds[kind])
