@@ -1,7 +1,7 @@
 """Flips single bits in all that a toy pipeline writes, and has the commands that read each file load it.
 
-Claim: a flipped bit in a checkpoint, an adapter, a student, an export, a tokenizer, a log or a checksum is refused in one
-line that names the file, or changes nothing that is loaded; none is taken in silence and none ends in a traceback.
+Claim: a flipped bit in a checkpoint, an adapter, a student, an export, a tokenizer, a log or a checksum is refused in
+one line that names the file, or changes nothing that is loaded; none is taken in silence, none ends in a traceback.
 Files of a run's mark (its settings, results and scores) are counted apart, pictures and pages not at all; the cache has
 its own checks. The program behind it is that of the tests (tests/flips.py: student, recovery with checkpoints and
 trained scales, qat, four exports, evaluation); this one flips more bits, as many in each kind of file as in the others.

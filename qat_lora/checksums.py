@@ -30,8 +30,8 @@ SUMS, NOTE = "SHA256SUMS", "qat_lora.json"
 PROMISE = {"checksums": SUMS}
 """Goes into a JSON file of a folder that has sums: `qat_lora.json`, or the `state.json` of a checkpoint."""
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "*.jinja", "added_tokens.json")
-LOADED = ("config.json", "generation_config.json", "adapter_config.json", NOTE, *TOKENIZER)
-LOADED += ("*.safetensors", "*.index.json", "*.gguf")
+WEIGHTS = ("*.safetensors", "*.index.json", "*.gguf")
+LOADED = ("config.json", "generation_config.json", "adapter_config.json", NOTE, *TOKENIZER, *WEIGHTS)
 """Names of the files that decide what is loaded. Cards and pictures, which people may edit, are not among them."""
 _LINE = re.compile(r"([0-9a-f]{64})  ([^/\0\n]+)")
 _SUMS_LIMIT_BYTES = 1 << 20

@@ -12,9 +12,9 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import torch
+from torch import nn
 from toy_model import make_toy
 from toy_pipeline import cache_options, call, eval_options, export_options, part, quantize_options, recover_options
-from torch import nn
 
 from qat_lora import cli, outputs
 from qat_lora.checksums import seal
@@ -27,7 +27,7 @@ from qat_lora.options import HubConfig, QatOptions, RunConfig
 from qat_lora.runtime.select import select_runtime
 from qat_lora.speakers import open_speaker
 from qat_lora.students import adapter_folder, open_student
-from qat_lora.train.checkpoint import check_logs, checkpoints, load_checkpoint
+from qat_lora.train.checkpoint import check_logs, load_checkpoint
 from qat_lora.train.loop import LoopConfig
 from qat_lora.train.metrics import read_metrics
 from qat_lora.train.optim import OptimConfig, build_optimizer
@@ -102,7 +102,7 @@ def spoken(folder):
 
 
 def marked(folder, mark):
-    """What the commands read of a run besides its models: whether it is complete, its result, its origin, its scores."""
+    """Return what commands read of a run besides its models: whether it is complete, result, origin, scores."""
     found = [outputs.claim(folder, mark["settings"]["command"], _without(mark["settings"]), False)]
     if (folder / "result.json").is_file():
         found.append(cli._plain(folder))

@@ -111,10 +111,10 @@ def test_a_file_just_written_is_never_remembered(folder):
         assert sha256_of(file) == checksums.hashlib.sha256(content).hexdigest()
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["[]", "3", "{", "\ufeff{}", '{"a": NaN}', '{"a": -Infinity}', '{"a": 1e999}', "[" * 100_000, "9" * 5000, ""],
-)
+ODD = ["", "[]", "3", "{", "\ufeff{}", '{"a": NaN}', '{"a": -Infinity}', '{"a": 1e999}', "[" * 100_000, "9" * 5000]
+
+
+@pytest.mark.parametrize("text", ODD)
 def test_odd_json_is_one_line(tmp_path, text):
     (tmp_path / "state.json").write_text(text)
     with pytest.raises(ModelError, match=r"state.json: ") as caught:
