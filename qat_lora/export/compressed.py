@@ -82,6 +82,7 @@ def save_compressed(module: Any, found: dict[str, Integers], out: Path, dtype: s
         tensors[f"{name}.weight_scale"] = integers.steps_OG.cpu().half().contiguous()
         tensors[f"{name}.weight_shape"] = torch.tensor(shape, dtype=torch.int64)
     config = module.config.to_dict()
+    config.pop("_name_or_path", None)  # of this machine
     config["quantization_config"] = _quantization_config(module, found)
     config["dtype"] = dtype
     config["tie_word_embeddings"] = config["tie_word_embeddings"] or tied is not None

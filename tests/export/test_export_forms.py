@@ -153,6 +153,7 @@ def test_our_own_commands_open_what_was_exported(recovered, tiny, tmp_path, form
 
 def test_a_packed_base_that_was_changed_is_refused(recovered, tmp_path):
     out = call("export", export_options(recovered, tmp_path / "ct", form="compressed-tensors"))
+    assert str(recovered) not in (out / "config.json").read_text()  # or `push` would refuse it
     _steps(out)
     seal(out)
     with pytest.raises(ModelError, match="another base"):
