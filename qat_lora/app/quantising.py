@@ -24,6 +24,7 @@ from qat_lora.app.shared import (
 )
 from qat_lora.cache.dataset import KDCacheDataset
 from qat_lora.cache.store import read_manifest
+from qat_lora.checksums import NOTE, SUMS
 from qat_lora.config import save_yaml, to_dict
 from qat_lora.errors import ConfigError
 from qat_lora.evaluate.report import save_json
@@ -109,6 +110,8 @@ def _make(
     }
     if starts:
         save_starts(starts, out)
+    for name in (NOTE, SUMS):
+        outputs.ours(out / name)
     save_quantised(model, out, chosen, details)
     save_yaml(options, out / "config.yaml")
     won = _winners(starts, targets) if options.start_method == "best" and options.start_rank else {}
