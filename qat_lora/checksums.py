@@ -5,55 +5,116 @@ folder that can be loaded by itself (checkpoint, adapter, student, export) gets 
 key in one of its JSON files that promises it. Sums missing where they are promised are damage; sums that were never
 promised belong to a folder of an earlier version, which loads with one notice. A checksum inside each file would need
 a reader of our own for every format; this one survives copies and needs no tool of ours.
+
+The promise of a model, adapter or export is in `qat_lora.json`, not in `config.json`: transformers carries unknown keys
+of a config along, so a model that somebody trains on and saves would promise sums that nobody wrote.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import hashlib
+import json
+import math
 import re
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from qat_lora.errors import DamagedFileError
+from qat_lora.errors import DamagedFileError, ModelError
 
-SUMS = "SHA256SUMS"
+SUMS, NOTE = "SHA256SUMS", "qat_lora.json"
 PROMISE = {"checksums": SUMS}
-"""Goes into a JSON file of a folder that has sums: `config.json`, `qat_lora.json` or `state.json`."""
+"""Goes into a JSON file of a folder that has sums: `qat_lora.json`, or the `state.json` of a checkpoint."""
+TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "*.jinja", "added_tokens.json")
+WEIGHTS = ("*.safetensors", "*.index.json", "*.gguf")
+LOADED = ("config.json", "generation_config.json", "adapter_config.json", NOTE, *TOKENIZER, *WEIGHTS)
+"""Names of the files that decide what is loaded. Cards and pictures, which people may edit, are not among them."""
 _LINE = re.compile(r"([0-9a-f]{64})  ([^/\0\n]+)")
 _SUMS_LIMIT_BYTES = 1 << 20
+_TICK_NS = 50_000_000
+"""Longer than a file system's clock stands still: a file changed within it may keep its times."""
 
 
 def sha256_of(file: Path) -> str:
     """Return a file's sha256 in hex; read once as long as its size and times stay."""
     status = file.stat()
-    return _sha256(str(file.absolute()), status.st_ino, status.st_size, status.st_mtime_ns)
+    changed_ns = max(status.st_mtime_ns, status.st_ctime_ns)
+    known = _sha256 if time.time_ns() - changed_ns > _TICK_NS else _sha256.__wrapped__
+    return known(str(file.absolute()), status.st_ino, status.st_size, changed_ns)
 
 
 @functools.lru_cache(maxsize=4096)
-def _sha256(path: str, _inode: int, _size: int, _mtime_ns: int) -> str:
+def _sha256(path: str, _inode: int, _size: int, _changed_ns: int) -> str:
     with open(path, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def write_sums(folder: Path, names: Iterable[str]) -> None:
-    """Write the checksums of some files of a folder; to be called when all of them are there.
+def read_object(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file.
 
-    Args:
-        folder: holds the files.
-        names: those whose bytes decide what is loaded. Cards and pictures, which people may edit, stay out.
+    Raises:
+        ModelError: it cannot be read, is no JSON object, or holds a number that is NaN or infinite.
     """
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"), parse_constant=_finite, parse_float=_finite)
+    except OSError as error:
+        raise ModelError(f"{file}: cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{file}: is no JSON that can be used ({' '.join(str(error).split())[:200]})") from None
+    if not isinstance(data, dict):
+        raise ModelError(f"{file}: holds a JSON {type(data).__name__} and no object")
+    return data
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is no finite number")
+    return number
+
+
+def write_sums(folder: Path, names: Iterable[str]) -> None:
+    """Write the checksums of some files of a folder; to be called when all of them are there."""
     lines = [f"{sha256_of(folder / name)}  {name}\n" for name in sorted(set(names))]
     (folder / SUMS).write_text("".join(lines), encoding="utf-8")
 
 
-def check_sums(folder: Path, promised: bool) -> dict[str, str] | None:
-    """Compare a folder's files with its checksums; return them by name, None where it has none.
+def seal(folder: Path) -> None:
+    """Write the checksums of a folder that can be loaded, and the promise of them; the last step of writing one."""
+    note = folder / NOTE
+    held = read_object(note) if note.is_file() else {}
+    note.write_text(json.dumps({**held, **PROMISE}, indent=2) + "\n", encoding="utf-8")
+    write_sums(folder, _matching((path.name for path in folder.iterdir() if path.is_file()), LOADED))
+
+
+def check_folder(folder: Path, patterns: Iterable[str] = LOADED, ours: bool = False) -> None:
+    """Compare the files of a folder that are about to be loaded with its checksums, where it has them.
+
+    Args:
+        folder: holds a model, an adapter or an export.
+        patterns: names of what is about to be read.
+        ours: this tool wrote it, so that without checksums there is a notice.
+
+    Raises:
+        DamagedFileError: names the file.
+    """
+    note = folder / NOTE
+    promised = note.is_file() and read_object(note).get("checksums") == SUMS
+    if check_sums(folder, promised, patterns) is None and ours:
+        notice_no_sums(folder)
+
+
+def check_sums(folder: Path, promised: bool, patterns: Iterable[str]) -> dict[str, str] | None:
+    """Compare a folder's files with its checksums; return all sums by name, None where it has none.
 
     Args:
         folder: the folder.
-        promised: whether one of its files says that it has checksums.
+        promised: whether one of its files says that it has checksums; then every file that matches needs one.
+        patterns: names of the files to compare.
 
     Raises:
         DamagedFileError: names the file that is missing or is not what was written, or the checksums themselves.
@@ -66,30 +127,52 @@ def check_sums(folder: Path, promised: bool) -> dict[str, str] | None:
                 f"files, make it again: cd {folder} && sha256sum FILES > {SUMS}"
             )
         return None
-    with sums.open("rb") as stream:
-        data = stream.read(_SUMS_LIMIT_BYTES)
-    found: dict[str, str] = {}
-    for line in data.decode("utf-8", errors="replace").splitlines():
-        match = _LINE.fullmatch(line)
-        if match is None or match[2] in found:
+    found = _read_sums(sums)
+    if found is None:
+        if promised:
             raise DamagedFileError(f"{sums}: is damaged: a line is not `sha256  name`; restore it from a copy")
-        found[match[2]] = match[1]
-    if not found:
-        raise DamagedFileError(f"{sums}: is empty; restore it from a copy")
-    for name, sha256 in found.items():
-        try:
-            actual = sha256_of(folder / name)
-        except OSError as error:
-            raise DamagedFileError(f"{folder / name}: cannot be read ({error.strerror}), and {SUMS} lists it") from None
-        if actual != sha256:
+        return None  # of somebody else's making
+    present = {path.name for path in folder.iterdir() if path.is_file()}
+    for name in _matching({*found, *present}, patterns):
+        if name in found:
+            _check(folder / name, found[name])
+        elif promised:
             raise DamagedFileError(
-                f"{folder / name}: is not what was written (its sha256 is {actual[:12]}…, {SUMS} says {sha256[:12]}…); "
-                f"restore it from a copy. If you changed it on purpose, write the new sum into {sums}"
+                f"{folder / name}: has no checksum; if you put it there, add one: cd {folder} && sha256sum {name} >> "
+                f"{SUMS}"
             )
     return found
+
+
+def _read_sums(sums: Path) -> dict[str, str] | None:
+    """Return the lines of a file of checksums by name, None where they are not that."""
+    with sums.open("rb") as stream:
+        text = stream.read(_SUMS_LIMIT_BYTES).decode("utf-8", errors="replace")
+    *lines, end = text.split("\n")
+    matches = [_LINE.fullmatch(line) for line in lines]
+    found = {match[2]: match[1] for match in matches if match is not None}
+    return found if found and not end and len(found) == len(lines) else None
+
+
+def _check(file: Path, wanted: str) -> None:
+    try:
+        actual = sha256_of(file)
+    except OSError as error:
+        raise DamagedFileError(f"{file}: cannot be read ({error.strerror}), and {SUMS} lists it") from None
+    if actual != wanted:
+        raise DamagedFileError(
+            f"{file}: is not what was written (its sha256 is {actual[:12]}…, {SUMS} says {wanted[:12]}…); restore it "
+            f"from a copy. If you changed it on purpose, write the new sum into {file.parent / SUMS}"
+        )
+
+
+def _matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
+    """Return the names that match, in order; the checksums themselves never do."""
+    wanted = tuple(patterns)
+    return sorted(name for name in names if name != SUMS and any(fnmatch.fnmatchcase(name, p) for p in wanted))
 
 
 @functools.cache
 def notice_no_sums(folder: Path) -> None:
     """Say once that a folder of an earlier version is loaded without checksums."""
-    print(f"note: {folder} was written by an earlier version, without checksums; it is loaded unchecked", file=sys.stderr)
+    print(f"note: {folder}: of an earlier version, without checksums; it is loaded unchecked", file=sys.stderr)

@@ -152,7 +152,9 @@ def _command(words: str) -> click.Command:
             options = self.options(ctx)
             result = _run(words, options)
             if options.run.json and _is_first():  # under torchrun every process comes here
-                click.echo(json.dumps(_plain(result), default=str))
+                from qat_lora.finite import json_text
+
+                click.echo(json_text(_plain(result), "the result", default=str))
 
     epilog = "Any setting can also be given as NAME=VALUE, for example train.lr=3e-4."
     return Lazy(words.split()[-1], help=help_line, epilog=epilog)
@@ -222,10 +224,12 @@ def info(path: str, tokenizer: str | None, plot: str | None, as_json: bool) -> N
         from qat_lora.app import cache_decoder
 
         decode = cache_decoder(path, tokenizer)
+    from qat_lora.finite import json_text
+
     description = describe(path, decode=decode)
     if plot is not None:
         plot_tail_mass(path, plot)
-    click.echo(json.dumps(description, indent=2, default=str) if as_json else render(description))
+    click.echo(json_text(description, path, indent=2, default=str) if as_json else render(description))
 
 
 @cache.command("export")

@@ -25,6 +25,7 @@ import torch
 from tqdm import tqdm
 
 from qat_lora import app, outputs
+from qat_lora.checksums import NOTE, SUMS, seal
 from qat_lora.errors import TextError
 from qat_lora.evaluate.report import markdown_table, plot_scores, save_json, table_rows, text_table
 from qat_lora.evaluate.score import recovery
@@ -201,6 +202,9 @@ def _train_teacher(text: TextConfig, out: Path, runtime: Runtime, run: RunConfig
         if step % 50 == 49:
             bar.set_postfix_str(f"loss {float(loss_sum.detach() / tokens):.3f}")
     save_model(model.module.to("cpu"), out)
+    for name in (NOTE, SUMS):
+        outputs.ours(out / name)
+    seal(out)
     outputs.complete(out)
     return out
 

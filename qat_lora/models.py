@@ -37,12 +37,16 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as hf_logging
 
+from qat_lora.checksums import SUMS, TOKENIZER, check_folder, read_object, seal
 from qat_lora.errors import ModelError, QatLoraError
 from qat_lora.extras import require
+from qat_lora.finite import check_finite
+from qat_lora.identity import weight_files
 from qat_lora.layers.attention import recomputed, tiled_or
 from qat_lora.layers.convert import quant_layers, tied_embedding
 from qat_lora.layers.wide import computing_dtype
 from qat_lora.masks import attention_inputs
+from qat_lora.outputs import MARK
 from qat_lora.quant.spec import Preset
 from qat_lora.quantizer import QUANT_METHOD, QatLoraQuantizationConfig, QatLoraQuantizer
 from qat_lora.types import OutputHead
@@ -53,7 +57,7 @@ FILE_SUFFIXES = (".pt", ".pth", ".safetensors")
 PACKED = "compressed-tensors"
 TILED, RECOMPUTED = "qat_lora_tiled", "qat_lora_recomputed"
 """Name of our attention among transformers' own."""
-PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
+PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", SUMS]
 
 
 def resolve_model(name: str, revision: str | None = None) -> Path:
@@ -97,33 +101,14 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
         raise ModelError(f"model: {name} is neither a folder here nor to be had from the Hub ({reason})") from None
 
 
-def checkpoint_sha256(folder: Path) -> str:
-    """Return the sha256 over a folder's weight files, names and bytes: the identity of a base or teacher.
-
-    Where there are files of model weights, others (adapter starts, a second format) are left out: what is beside the
-    weights must not make a base another one.
-    """
-    digest = hashlib.sha256()
-    for file in sorted(folder.glob("model*.safetensors")) or _weight_files(folder):
-        digest.update(file.name.encode())
-        with file.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
-    return digest.hexdigest()
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ModelError(f"model: {folder} holds no .safetensors weights (pickled weights are not read)")
-    return files
-
-
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     """Load the tokenizer of a model folder.
 
     Raises:
         ModelError: the folder has none, or only a slow one whose mapping cannot be fingerprinted.
+        DamagedFileError: its files are not what was written.
     """
+    check_folder(folder, TOKENIZER)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
@@ -284,10 +269,14 @@ def load_model(
 
     Raises:
         MissingExtraError: compressed-tensors is not installed.
-        ModelError: no such model, another architecture, a missing, unexpected or misshapen tensor.
+        DamagedFileError: a file is not what was written.
+        ModelError: no such model, another architecture, a missing, unexpected or misshapen tensor, NaN or infinity.
     """
     folder = resolve_model(name, revision)
-    _weight_files(folder)
+    weight_files(folder)
+    quantization = read_object(folder / "config.json").get("quantization_config")
+    is_quantised = isinstance(quantization, dict) and quantization.get("quant_method") == QUANT_METHOD
+    check_folder(folder, ours=is_quantised or (folder / MARK).is_file())
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         if not config.is_encoder_decoder and getattr(config, "quantization_config", None):
@@ -322,6 +311,7 @@ def load_model(
             raise ModelError(
                 f"model: {folder} has {kind} tensors: {names}; the checkpoint does not fit its config.json"
             )
+    check_finite(module.state_dict(), f"model: {folder}")
     module.eval().requires_grad_(False)
     return CausalLM(module, folder)
 
@@ -347,7 +337,7 @@ def cast(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def save_quantised(model: CausalLM, out: Path, preset: Preset, details: dict[str, Any]) -> None:
-    """Write a quantised model as a Hugging Face folder with its tokenizer files.
+    """Write a quantised model as a Hugging Face folder with its tokenizer files and checksums.
 
     Args:
         model: holds `QuantLinear` layers and no adapters.
@@ -362,24 +352,23 @@ def save_quantised(model: CausalLM, out: Path, preset: Preset, details: dict[str
     model.module.hf_quantizer = QatLoraQuantizer(quantization)
     save_model(model.module, out)
     copy_tokenizer(model.folder, out)
+    seal(out)
 
 
 def save_model(module: Any, out: Path) -> None:
-    """Write a transformers model's config and weights."""
+    """Write a transformers model's config and weights; `checksums.seal` comes once the folder is whole.
+
+    Raises:
+        ModelError: a weight is NaN or infinite.
+    """
+    check_finite(module.state_dict(), f"model for {out}")
     with _quiet():
         module.save_pretrained(out)
 
 
 def copy_tokenizer(source: Path, out: Path) -> None:
     """Copy tokenizer and chat template files as they are: saving them anew can change their bytes."""
-    for pattern in (
-        "tokenizer*",
-        "special_tokens_map.json",
-        "vocab*",
-        "merges.txt",
-        "*.jinja",
-        "added_tokens.json",
-    ):
+    for pattern in TOKENIZER:
         for file in source.glob(pattern):
             shutil.copyfile(file, out / file.name)
 
@@ -388,9 +377,11 @@ def save_with_tensors(folder: Path, out: Path, tensors: Mapping[str, Tensor]) ->
     """Copy a checkpoint with some tensors replaced, in the types that they have there; return the new folder.
 
     Raises:
-        ModelError: a tensor that the checkpoint lacks, or of another shape.
+        DamagedFileError: a file of the checkpoint is not what was written.
+        ModelError: a tensor that the checkpoint lacks, of another shape, or with NaN or infinity in it.
     """
     left = set(tensors)
+    check_folder(folder)
     out.mkdir(parents=True, exist_ok=True)
     for file in sorted(folder.glob("model*.safetensors")):
         stored = load_file(file)
@@ -401,6 +392,7 @@ def save_with_tensors(folder: Path, out: Path, tensors: Mapping[str, Tensor]) ->
                 raise ModelError(f"tensors: {name} has shape {had}, the checkpoint {folder} has {wants}")
             stored[name] = new
             left.remove(name)
+        check_finite(stored, f"tensors for {out}")
         save_file(stored, out / file.name, metadata={"format": "pt"})
     if left:
         raise ModelError(f"checkpoint {folder}: lacks the tensors {', '.join(sorted(left)[:4])}")
@@ -408,6 +400,7 @@ def save_with_tensors(folder: Path, out: Path, tensors: Mapping[str, Tensor]) ->
         if file.name in ("config.json", "generation_config.json", "model.safetensors.index.json"):
             shutil.copyfile(file, out / file.name)
     copy_tokenizer(folder, out)
+    seal(out)
     return out
 
 

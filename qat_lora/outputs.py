@@ -98,6 +98,12 @@ def claim(out: Path, command: str, settings: Mapping[str, Any], overwrite: bool)
     return False
 
 
+def noted(out: Path) -> str:
+    """Return what the run in a folder noted about itself, as text; nothing where there is none."""
+    mark = out / MARK
+    return mark.read_text(encoding="utf-8", errors="replace") if mark.is_file() else ""
+
+
 def _read(mark: Path) -> dict[str, Any]:
     try:
         was = json.loads(mark.read_text(encoding="utf-8"))

@@ -8,12 +8,15 @@ along, since it runs in programs that only wanted to load a checkpoint.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from qat_lora.checksums import check_folder
+from qat_lora.finite import check_finite
 from qat_lora.layers.convert import make_quant_skeleton, quant_layers
 from qat_lora.quant.spec import Preset
 
@@ -35,6 +38,8 @@ class QatLoraQuantizer(HfQuantizer):
     """Tells transformers which modules to expect in our checkpoints and in which types to save them."""
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        for folder in {Path(file).parent for file in kwargs.get("checkpoint_files") or ()}:
+            check_folder(folder)
         make_quant_skeleton(model, Preset.from_dict(self.quantization_config.preset))
         return model
 
@@ -45,6 +50,7 @@ class QatLoraQuantizer(HfQuantizer):
             for part, parameter in layer.named_parameters(recurse=False):
                 if part != "bias":
                     state[f"{name}.{part}"] = parameter.detach().half()
+        check_finite(state, "model")
         return state, {}
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:

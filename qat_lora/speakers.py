@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from qat_lora.checksums import check_folder
 from qat_lora.errors import MissingExtraError, ModelError, TextError
 from qat_lora.generate import chat_prompt, has_template, plain_prompt, stream_ids, stream_text
 from qat_lora.models import load_tokenizer
@@ -83,6 +84,7 @@ def _ours(name: str, hub: HubConfig, run: RunConfig, runtime: Runtime) -> Speake
 
 
 def _llama_cpp(folder: Path) -> Speaker:
+    check_folder(folder, ours=True)
     try:
         llama_cpp = importlib.import_module("llama_cpp")
         formats = importlib.import_module("llama_cpp.llama_chat_format")

@@ -14,8 +14,9 @@ import torch
 from qat_lora.errors import ModelError
 from qat_lora.export.adapter import CONFIG, check_tokenizer, load_adapter, read_adapter
 from qat_lora.export.compressed import is_packed, read_packed
+from qat_lora.identity import checkpoint_sha256
 from qat_lora.layers.convert import bits_per_weight, lora_layers, prepare_base, quant_layers
-from qat_lora.models import CausalLM, checkpoint_sha256, load_model, resolve_model
+from qat_lora.models import CausalLM, load_model, resolve_model
 from qat_lora.options import HubConfig
 
 
@@ -57,10 +58,11 @@ def base_folder(adapter: Path) -> Path:
         ) from None
 
 
-def open_student(name: str, hub: HubConfig, dtype: str = "float32") -> Student:
-    """Load a model for scoring, generation or export.
+def open_student(name: str, hub: HubConfig, dtype: str = "float32", noted: str | None = None) -> Student:
+    """Load a model for scoring, generation or export; `noted` is what `checkpoint_sha256` takes.
 
     Raises:
+        DamagedFileError: a file is not what was written.
         ModelError: nothing there, or an adapter whose base is missing or another.
     """
     adapter = adapter_folder(name)
@@ -70,14 +72,14 @@ def open_student(name: str, hub: HubConfig, dtype: str = "float32") -> Student:
         base = base_folder(adapter)
         model = _load(str(base), replace(hub, revision=None), dtype)
         check_tokenizer(adapter, model.folder)
-        load_adapter(model.module, adapter, checkpoint_sha256(model.folder))
-    bits, sha256 = None, checkpoint_sha256(model.folder)
+        load_adapter(model.module, adapter, checkpoint_sha256(model.folder, read_adapter(adapter).base_sha256))
+    bits, sha256 = None, checkpoint_sha256(model.folder, noted)
     if quant_layers(model.module):
         key = "with_adapter" if lora_layers(model.module) else "base"
         bits = bits_per_weight(model.module)[key]
         prepare_base(model.module, train_scales=False, dtype=model.module.dtype)
     model.module.requires_grad_(False)
-    return Student(model, bits, sha256 + (checkpoint_sha256(adapter) if adapter else ""))
+    return Student(model, bits, sha256 + (checkpoint_sha256(adapter, noted) if adapter else ""))
 
 
 def _load(name: str, hub: HubConfig, dtype: str) -> CausalLM:

@@ -20,6 +20,7 @@ from toy_pipeline import (
 )
 
 from qat_lora import outputs
+from qat_lora.checksums import seal
 from qat_lora.errors import (
     CacheError,
     ConfigError,
@@ -74,7 +75,7 @@ def test_a_run_leaves_what_it_promises(done):
 
 
 def test_trained_scales_come_with_the_base_they_belong_to(done):
-    from qat_lora.models import checkpoint_sha256
+    from qat_lora.identity import checkpoint_sha256
 
     shas = set()
     for name in ("start", "best", "last"):
@@ -256,6 +257,7 @@ def test_rows_longer_than_the_student_reads(done, tmp_path):
     shutil.copytree(done["student"], short)
     config = json.loads((short / "config.json").read_text())
     (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 16}))
+    seal(short)
     refused(CacheError, ["length", "32", "16"], "recover", recover_options(short, done["cache"], tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 

@@ -11,11 +11,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import qat_lora.models as models
+from qat_lora.checksums import seal
 from qat_lora.errors import ModelError
+from qat_lora.identity import checkpoint_sha256
 from qat_lora.layers.calibrate import quantise_model
 from qat_lora.layers.convert import prepare_base, quant_layers
 from qat_lora.models import (
-    checkpoint_sha256,
     copy_tokenizer,
     load_model,
     load_tokenizer,
@@ -211,6 +212,7 @@ def test_quantised_checkpoints_are_as_strict(quantised, tmp_path):
         tensors = load_file(folder / "model.safetensors")
         del tensors[f"model.layers.1.mlp.up_proj.{change}"]
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        seal(folder)
         with pytest.raises(ModelError, match=rf"missing.*up_proj\.{change}"):
             load_model(str(folder))
 

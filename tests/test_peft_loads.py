@@ -7,10 +7,11 @@ from transformers import AutoModelForCausalLM
 
 from qat_lora.errors import ModelError
 from qat_lora.export.adapter import save_adapter
+from qat_lora.identity import checkpoint_sha256
 from qat_lora.layers.calibrate import quantise_model
 from qat_lora.layers.convert import add_lora, lora_layers, quant_layers
 from qat_lora.layers.lora import LoraConfig
-from qat_lora.models import checkpoint_sha256, load_model, save_quantised
+from qat_lora.models import load_model, save_quantised
 from qat_lora.quant.spec import PRESETS, preset
 
 # Between PEFT and transformers: the one reads an attribute that the other has renamed.

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from toy_pipeline import cache_options, call, export_options, part, quantize_options, recover_options
 
 from qat_lora.app.pushing import push
+from qat_lora.checksums import seal
 from qat_lora.errors import ConfigError, ModelError
 from qat_lora.export.shipping import files_to_ship, summary
 from qat_lora.options import PushOptions
@@ -82,6 +83,7 @@ def _pickled(folder):
 
 def _other_base(folder):
     save_file({"a": torch.ones(2)}, folder / "base" / "model.safetensors")
+    seal(folder / "base")
 
 
 def _no_base(folder):
@@ -95,6 +97,7 @@ def _no_licence(folder):
 def _absolute(folder):
     file = folder / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": "/home/me/models/x"}))
+    seal(folder)
 
 
 def _link(folder):

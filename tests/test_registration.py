@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from qat_lora.export.adapter import save_adapter
+from qat_lora.identity import checkpoint_sha256
 from qat_lora.layers.calibrate import quantise_model
 from qat_lora.layers.convert import add_lora
 from qat_lora.layers.lora import LoraConfig
-from qat_lora.models import checkpoint_sha256, load_model, save_quantised
+from qat_lora.models import load_model, save_quantised
 from qat_lora.quant.spec import preset
 from qat_lora.quantizer import QUANT_METHOD
 from qat_lora.registration import FOLLOWER, TARGET

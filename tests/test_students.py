@@ -7,6 +7,7 @@ import pytest
 import torch
 from toy_pipeline import cache_options, call, quantize_options, recover_options
 
+from qat_lora.checksums import seal
 from qat_lora.errors import ModelError
 from qat_lora.options import HubConfig
 from qat_lora.students import adapter_folder, base_folder, open_student
@@ -66,6 +67,7 @@ def test_a_run_that_was_moved_with_its_base_still_opens(made, tmp_path):
     shutil.copytree(made["scaled"], tmp_path / "moved")
     config = tmp_path / "moved" / "best" / "adapter_config.json"
     config.write_text(config.read_text().replace(str(made["scaled"]), "/gone/elsewhere"))
+    seal(config.parent)
     assert torch.equal(logits(opened(tmp_path / "moved")), logits(opened(made["scaled"])))
     assert base_folder(tmp_path / "moved" / "best") == tmp_path / "moved" / "best" / "base"
 
@@ -74,6 +76,7 @@ def adapter_with_base(made, tmp_path, base):
     shutil.copytree(made["plain"] / "best", tmp_path / "adapter")
     config = tmp_path / "adapter" / "adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": base}))
+    seal(config.parent)
     return tmp_path / "adapter"
 
 
@@ -101,6 +104,9 @@ def test_a_cut_adapter_is_refused(made, tmp_path):
     folder = adapter_with_base(made, tmp_path, str(made["student"]))
     file = folder / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ModelError, match=r"adapter_model.safetensors: is not what was written"):
+        opened(folder)
+    seal(folder)
     with pytest.raises(ModelError, match="incomplete or damaged"):
         opened(folder)
 

@@ -24,11 +24,12 @@ from qat_lora.cache.head import head_file
 from qat_lora.cache.location import LocalFolder, locate
 from qat_lora.cache.records import Fingerprint, optional_arrays
 from qat_lora.cache.shares import Share
-from qat_lora.cache.store import read_manifest
+from qat_lora.cache.store import noted_teacher, read_manifest
 from qat_lora.cache.writer import CacheWriter
 from qat_lora.errors import CacheError, ConfigError, InterruptedRunError
 from qat_lora.evaluate.report import save_json, text_table
-from qat_lora.models import CausalLM, checkpoint_sha256, load_tokenizer, tokenizer_sha256
+from qat_lora.identity import checkpoint_sha256
+from qat_lora.models import CausalLM, load_tokenizer, tokenizer_sha256
 from qat_lora.options import AuditOptions, CacheBuildOptions
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.machine import made_with
@@ -61,7 +62,7 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
         tokenizer_sha256=tokenizer_sha256(tokenizer),
         vocab_size=teacher.vocab_size,
         teacher=str(options.teacher),
-        teacher_sha256=checkpoint_sha256(teacher.folder),
+        teacher_sha256=checkpoint_sha256(teacher.folder, None if run.overwrite else noted_teacher(place)),
         chat_template_sha256=hashlib.sha256(str(template).encode()).hexdigest() if template else None,
         dataset=describe_source(text) + (f" first {options.num_rows} rows" if options.num_rows else ""),
         packing="documents with bos and eos; attention and positions restart at each"
@@ -157,7 +158,7 @@ def audit_cache(options: AuditOptions, runtime: Runtime) -> dict[str, Any]:
     run, path = options.run, str(options.kd_cache_dir)
     held = read_manifest(path).fingerprint  # refuses what is no cache before a model is loaded
     teacher = _teacher(options, runtime)
-    sha256 = checkpoint_sha256(teacher.folder)
+    sha256 = checkpoint_sha256(teacher.folder, held.teacher_sha256)
     check_teacher(held, path, sha256, teacher.vocab_size)
     out = Path(run.out) if run.out else None
     settings = {"cache": held.sha256, "rows": options.rows, "dtype": run.dtype, "device": runtime.device.type}

@@ -24,13 +24,15 @@ from qat_lora.evaluate.report import save_json, text_table
 from qat_lora.evaluate.score import measure
 from qat_lora.evaluate.tally import Tally, bootstrap, intervals, join, pairs
 from qat_lora.evaluate.tasks import check_tasks, run_tasks
-from qat_lora.models import CausalLM, checkpoint_sha256, load_tokenizer, tokenizer_sha256
+from qat_lora.identity import checkpoint_sha256
+from qat_lora.models import CausalLM, load_tokenizer, tokenizer_sha256
 from qat_lora.options import EvalOptions
 from qat_lora.runtime.base import Runtime
 from qat_lora.students import Student, open_student
 from qat_lora.text.packing import PackedRow, make_encoder, pack_rows
 from qat_lora.text.protocols import BLOCK, block_rows, sliding_rows
 from qat_lora.text.sources import TextConfig, describe_source, open_documents
+from qat_lora.train.checkpoint import check_logs
 from qat_lora.train.metrics import read_metrics
 
 
@@ -47,7 +49,9 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
             f"generate_tokens: prompt and continuation take {written} of {positions} positions; give fewer"
         )
     tokenizer = load_tokenizer(teacher.folder, options.hub.trust_remote_code)
-    students = _open_students(options, tokenizer)
+    out = Path(run.out or "runs/eval")
+    noted = None if run.overwrite else outputs.noted(out)
+    students = _open_students(options, tokenizer, noted)
     texts = _texts(options)
     rows = {name: list(_rows(text, tokenizer, options)) for name, text in texts.items()}
     every = [row for of in rows.values() for row in of]
@@ -55,9 +59,8 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
     seen = None
     if options.kd_cache_dir:
         seen = overlap.overlap(options.kd_cache_dir, rows, tokenizer_sha256(tokenizer))
-    out = Path(run.out or "runs/eval")
     identity = {name: student.sha256 for name, student in students.items()}
-    identity["teacher"] = checkpoint_sha256(teacher.folder)
+    identity["teacher"] = checkpoint_sha256(teacher.folder, noted)
     sources = {name: describe_source(text) for name, text in texts.items()}
     decisive = {"dtype": run.dtype, "seed": run.seed}
     settings = to_dict(options) | {"run": decisive, "weights": identity, "text": sources, "overlap": seen}
@@ -114,10 +117,10 @@ def _named(words: tuple[str, ...], setting: str, known: str) -> dict[str, str]:
     return found
 
 
-def _open_students(options: EvalOptions, tokenizer: Any) -> dict[str, Student]:
+def _open_students(options: EvalOptions, tokenizer: Any, noted: str | None) -> dict[str, Student]:
     opened = {}
     for name, folder in _named(options.students, "students", "teacher").items():
-        opened[name] = open_student(folder, options.hub, options.run.dtype)
+        opened[name] = open_student(folder, options.hub, options.run.dtype, noted)
         other = tokenizer_sha256(load_tokenizer(opened[name].model.folder))
         if other != tokenizer_sha256(tokenizer):
             raise ConfigError(
@@ -229,7 +232,8 @@ def _break_even(options: EvalOptions) -> dict[str, Any] | None:
     for name, folder in _named(options.students, "students", "teacher").items():
         log = Path(folder).expanduser() / "metrics.jsonl"
         if log.is_file():
-            trained[name] = int(sum(line["tokens"] for line in read_metrics(log)))
+            check_logs(log.parent)
+            trained[name] = int(sum(line["tokens"] for line in read_metrics(log, "tokens")))
     tokens = manifest.rows("train") * manifest.fingerprint.length
     return break_even(tokens, options.teacher_tokens_per_s, options.build_tokens_per_s, trained)
 

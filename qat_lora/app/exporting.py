@@ -15,6 +15,7 @@ from typing import Any
 
 from qat_lora import outputs
 from qat_lora.app.shared import fits_positions, say, text_batches
+from qat_lora.checksums import seal
 from qat_lora.config import to_dict
 from qat_lora.errors import ModelError
 from qat_lora.evaluate.report import save_json
@@ -29,8 +30,9 @@ from qat_lora.export.merged import check_mergeable, save_merged
 from qat_lora.export.pair import copy_generation, save_pair, save_settings
 from qat_lora.export.vllm_rules import check_vllm
 from qat_lora.extras import require
+from qat_lora.identity import checkpoint_sha256
 from qat_lora.layers.convert import lora_layers, quant_layers
-from qat_lora.models import checkpoint_sha256, copy_tokenizer, load_tokenizer
+from qat_lora.models import copy_tokenizer, load_tokenizer
 from qat_lora.options import ExportOptions
 from qat_lora.runtime.base import Runtime
 from qat_lora.students import Student, adapter_folder, open_student
@@ -52,14 +54,14 @@ class Plan:
 def export(options: ExportOptions, runtime: Runtime) -> Path:
     """Write a student in a form that other tools load, with a model card; return the folder."""
     run = options.run
-    student = open_student(str(options.student), options.hub)
+    name = shown(str(Path(str(options.student)).expanduser().absolute()))
+    out = Path(run.out or f"runs/export_{name}_{options.form}")
+    student = open_student(str(options.student), options.hub, noted=None if run.overwrite else outputs.noted(out))
     adapter = adapter_folder(str(options.student))
     tokenizer = load_tokenizer(student.model.folder, options.hub.trust_remote_code)
     origin = read_origin(student.model.module.config, adapter)  # before merging forgets it
     scores = None if options.scores is None else read_scores(options.scores)
     plan = PLANS[options.form](options, student, adapter, tokenizer)
-    name = shown(str(Path(str(options.student)).expanduser().absolute()))
-    out = Path(run.out or f"runs/export_{name}_{options.form}")
     settings = {key: value for key, value in to_dict(options).items() if key not in ("run", "hub")}
     settings |= {"dtype": run.dtype, "weights": student.sha256}
     with outputs.claimed(out, "export", settings, run.overwrite) as complete:
@@ -74,6 +76,7 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
             copy_tokenizer(student.model.folder, draft)
             if options.form in ("merged", "compressed-tensors"):
                 copy_generation(student.model.folder, draft)
+            seal(draft)
             result["weights_mb"] = round(sum(_sizes(draft)) / 1e6, 3)
             card = Card(
                 name, options.form, origin, base_sha256, student.bits_per_weight, result, _command(options, name),

@@ -28,13 +28,15 @@ from qat_lora.app.shared import cached_calibration_rows, check_fits, fit_attenti
 from qat_lora.cache.dataset import KDCacheDataset
 from qat_lora.config import save_yaml, to_dict
 from qat_lora.evaluate.report import save_json
+from qat_lora.identity import checkpoint_sha256
 from qat_lora.layers.choices import CodesConfig
 from qat_lora.layers.convert import bits_per_weight, quant_layers
-from qat_lora.models import DTYPES, CausalLM, checkpoint_sha256, save_with_tensors
+from qat_lora.models import DTYPES, CausalLM, save_with_tensors
 from qat_lora.options import QatOptions, QuantizeOptions, RunConfig
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.select import status_line
 from qat_lora.train.blockwise import reconstruct
+from qat_lora.train.checkpoint import STATE, checkpoints
 from qat_lora.train.folders import whole_folder
 from qat_lora.train.loop import LoopHooks, Trainee, train
 from qat_lora.train.metrics import plot_curve
@@ -70,9 +72,10 @@ def qat(options: QatOptions, runtime: Runtime) -> Any:
     if options.blockwise.blockwise_steps and not options.from_scratch:
         decisive += ("calibration_rows",)
     decisive += ("head_k", "train_parts", "weight_gradient", "mergeable", "mergeable_r", "blockwise", "train")
+    noted = None if run.overwrite else outputs.noted(out)
     settings = {
-        "model_sha256": full and checkpoint_sha256(full.folder),
-        "checkpoint_sha256": student and checkpoint_sha256(student.folder),
+        "model_sha256": full and checkpoint_sha256(full.folder, noted),
+        "checkpoint_sha256": student and checkpoint_sha256(student.folder, noted),
         "cache": dataset.manifest.fingerprint.sha256,
         "dtype": run.dtype,
         "seed": run.seed,
@@ -132,6 +135,7 @@ def _train(
     prepared = prepare(options.objective, dataset, model, loop, run.seed, runtime)
     rows = cache_evaluation_rows(str(options.kd_cache_dir), options.head_k)
     head = prepared.teacher_head
+    noted = "".join((path / STATE).read_text(encoding="utf-8") for path in checkpoints(out / "checkpoints")[-1:])
     distance = evaluation_objective(prepared.objective, head)
     result = train(
         trainee,
@@ -146,7 +150,7 @@ def _train(
         runtime,
         out=out,
         seed=run.seed,
-        fingerprint={**settings, "base_sha256": checkpoint_sha256(folder)},
+        fingerprint={**settings, "base_sha256": checkpoint_sha256(folder, noted)},
         quiet=run.quiet,
         teacher_head=prepared.teacher_head,
         anchor=prepared.anchor,

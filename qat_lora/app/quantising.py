@@ -24,10 +24,12 @@ from qat_lora.app.shared import (
 )
 from qat_lora.cache.dataset import KDCacheDataset
 from qat_lora.cache.store import read_manifest
+from qat_lora.checksums import NOTE, SUMS
 from qat_lora.config import save_yaml, to_dict
 from qat_lora.errors import ConfigError
 from qat_lora.evaluate.report import save_json
 from qat_lora.export.adapter import save_starts
+from qat_lora.identity import checkpoint_sha256
 from qat_lora.layers.calibrate import quantise_model, second_moments
 from qat_lora.layers.convert import HEAD, bits_per_weight, quant_layers, quantise_targets, rule_bits
 from qat_lora.layers.fit import ZERO
@@ -36,7 +38,7 @@ from qat_lora.layers.lora import Factors
 from qat_lora.layers.scratch import large_tensors_apart, zeros_in
 from qat_lora.layers.sensitivity import drawn_in_pieces, sensitivities
 from qat_lora.layers.wide import widen
-from qat_lora.models import CausalLM, cast, checkpoint_sha256, load_tokenizer, save_quantised
+from qat_lora.models import CausalLM, cast, load_tokenizer, save_quantised
 from qat_lora.options import QuantizeOptions
 from qat_lora.quant.initialise import NEED_TEXT
 from qat_lora.quant.spec import Preset, preset
@@ -67,8 +69,9 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Any:
         raise ConfigError(f"model: {options.model} is quantised already; give the full-precision model")
     quantise_targets(model.module, chosen)  # refuses a pattern without a match
     batches = _calibration_batches(options, model) if options.init != "absmax" and has_text else None
+    noted = None if run.overwrite else outputs.noted(out)
     settings = {name: value for name, value in to_dict(options).items() if name not in NO_PART_OF_THE_RESULT}
-    settings |= {"seed": run.seed, "model_sha256": checkpoint_sha256(model.folder)}
+    settings |= {"seed": run.seed, "model_sha256": checkpoint_sha256(model.folder, noted)}
     settings["calibration"] = None if batches is None else _calibration_identity(options)
     with outputs.claimed(out, "quantize", settings, run.overwrite) as complete:
         if complete:
@@ -105,9 +108,11 @@ def _make(
         "joint_rank": _joint_rank(options),
         "model": str(options.model),
     }
-    save_quantised(model, out, chosen, details)
     if starts:
         save_starts(starts, out)
+    for name in (NOTE, SUMS):
+        outputs.ours(out / name)
+    save_quantised(model, out, chosen, details)
     save_yaml(options, out / "config.yaml")
     won = _winners(starts, targets) if options.start_method == "best" and options.start_rank else {}
     result = {"preset": chosen.name, "layers": len(targets), **details, "rules": rules}

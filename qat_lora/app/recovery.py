@@ -21,8 +21,9 @@ from qat_lora.config import save_yaml, to_dict
 from qat_lora.errors import ConfigError
 from qat_lora.evaluate.report import save_json
 from qat_lora.export.adapter import load_starts, save_adapter, starts_sha256
+from qat_lora.identity import checkpoint_sha256
 from qat_lora.layers.convert import add_lora, lora_layers, prepare_base, quant_layers
-from qat_lora.models import DTYPES, CausalLM, checkpoint_sha256, save_with_tensors
+from qat_lora.models import DTYPES, CausalLM, save_with_tensors
 from qat_lora.options import RecoverOptions
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.select import status_line
@@ -46,7 +47,8 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Any:
     if options.train_scales and not quant_layers(model.module):
         raise ConfigError("train_scales: the student has no quantised layers; leave it out")
     effective = loop.batch_size * loop.accumulation(runtime.replicas) * runtime.replicas
-    settings = _settings(options, lessons, model, runtime.replicas)
+    noted = None if run.overwrite else outputs.noted(out)
+    settings = _settings(options, lessons, model, runtime.replicas, noted)
     starts = load_starts(model.folder) if options.start == "auto" else {}
     torch.manual_seed(run.seed)
     add_lora(model.module, options.lora, starts)
@@ -71,12 +73,14 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Any:
     return out
 
 
-def _settings(options: RecoverOptions, lessons: Lessons, model: CausalLM, replicas: int) -> dict[str, object]:
+def _settings(
+    options: RecoverOptions, lessons: Lessons, model: CausalLM, replicas: int, noted: str | None
+) -> dict[str, object]:
     """Return what decides the result of a run: another value is another run."""
     plain, loop = to_dict(options), options.loop
     keys = ("head_k", "train_scales", "train_norms", "start", "lora", "train")
     return {
-        "base_sha256": checkpoint_sha256(model.folder),
+        "base_sha256": checkpoint_sha256(model.folder, noted),
         "starts_sha256": starts_sha256(model.folder),
         **lessons.identity,
         "objective": identity(lessons.objective),

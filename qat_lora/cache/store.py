@@ -8,6 +8,7 @@ not the cache.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import mmap
 import os
@@ -67,6 +68,18 @@ def committed(place: Location, split: str) -> list[int]:
         if name.endswith(".json") and (parsed := fmt.parse_shard_name(name.removesuffix(".json"))) is not None
         if parsed[0] == split
     )
+
+
+def noted_teacher(place: Place) -> str | None:
+    """Return the teacher's identity that a cache notes, finished or not; None where there is none to be read."""
+    where = locate(place)
+    with contextlib.suppress(CacheError):
+        if where.has(fmt.MANIFEST):
+            return read_manifest(where).fingerprint.teacher_sha256
+        for split in ("eval", "train"):
+            for number in committed(where, split)[:1]:
+                return read_sidecar(where, fmt.shard_name(split, number))[0].fingerprint.teacher_sha256
+    return None
 
 
 def read_sidecars(

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from qat_lora import models
+from qat_lora.checksums import check_folder, read_object
 from qat_lora.diagnose.activations import Weights, step_bytes, widths
 from qat_lora.diagnose.devices import Attention, Device, attention_on, named
 from qat_lora.errors import ModelError
@@ -169,8 +170,12 @@ def meta_model(name: str) -> tuple[Any, torch.nn.Module]:
     """Build a model on the meta device as its config.json says, without its quantisation; return config and model.
 
     Raises:
+        DamagedFileError: the config.json is not what was written.
         ModelError: no config.json, or an architecture that transformers does not know.
     """
+    if (config_file := Path(name).expanduser() / "config.json").is_file():
+        check_folder(config_file.parent, (config_file.name,))
+        read_object(config_file)
     try:
         config = models.AutoConfig.from_pretrained(name)
         with torch.device("meta"):

@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 from qat_lora import app, outputs
 from qat_lora.app.shared import say
 from qat_lora.cache.verify import verify_cache
+from qat_lora.checksums import seal
 from qat_lora.errors import QatLoraError
 from qat_lora.export.adapter import PREFIX, WEIGHTS
 from qat_lora.layers.lora import LoraConfig
@@ -160,6 +161,7 @@ def _data(bench: _Bench) -> str:
             if parameter.ndim == 2:
                 parameter.mul_(4.0)
     save_model(model.module, teacher)
+    seal(teacher)
     cache = app.build_cache(
         CacheBuildOptions(
             teacher=str(teacher),

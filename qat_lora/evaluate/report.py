@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from qat_lora.extras import pyplot
+from qat_lora.finite import json_text
 
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("ppl", "perplexity", ",.2f"),
@@ -47,8 +47,12 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def save_json(data: Any, path: Path) -> None:
-    """Write JSON with two spaces of indent."""
-    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    """Write JSON with two spaces of indent.
+
+    Raises:
+        ModelError: a number in it is NaN or infinite; the message says which.
+    """
+    path.write_text(json_text(data, path, indent=2) + "\n", encoding="utf-8")
 
 
 def plot_scores(

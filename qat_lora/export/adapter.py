@@ -8,7 +8,6 @@ stored beside (`qat_lora.json`) and our loader refuses another base.
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import re
 from dataclasses import dataclass
@@ -20,13 +19,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from qat_lora.checksums import NOTE, check_folder, read_object, seal, sha256_of
 from qat_lora.errors import ModelError
+from qat_lora.finite import check_finite, json_text
 from qat_lora.layers.convert import add_lora, lora_layers
 from qat_lora.layers.lora import Factors, LoraConfig
 from qat_lora.models import load_tokenizer, tokenizer_sha256
 
 PREFIX = "base_model.model."
-CONFIG, WEIGHTS, NOTE = "adapter_config.json", "adapter_model.safetensors", "qat_lora.json"
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 STARTS = "adapter_start.safetensors"
 # Settings of PEFT that change what an adapter computes and that ours never have, with the values that mean "off".
 OFF: dict[str, tuple[Any, ...]] = {
@@ -50,17 +51,18 @@ class AdapterInfo:
 
 
 def save_adapter(model: nn.Module, lora: LoraConfig, out: Path, base: Path, base_sha256: str) -> None:
-    """Write the adapters of a model as a PEFT folder, factors as float16.
+    """Write the adapters of a model as a PEFT folder with checksums, factors as float16.
 
     Args:
         model: has adapters.
         lora: their configuration.
         out: the folder, made if missing.
-        base: folder of the quantised checkpoint that the adapter belongs to.
+        base: folder of the quantised checkpoint that the adapter belongs to; where `out` holds a `base`, the name
+            that this will have.
         base_sha256: its fingerprint.
 
     Raises:
-        ModelError: the model has no adapters.
+        ModelError: the model has no adapters, or one with numbers that float16 does not hold.
     """
     layers = lora_layers(model)
     if not layers:
@@ -86,17 +88,22 @@ def save_adapter(model: nn.Module, lora: LoraConfig, out: Path, base: Path, base
         "use_rslora": False,
         "use_dora": False,
     }
+    check_finite(tensors, f"adapter for {out}")
+    settings = json_text(config, out / CONFIG, indent=2)
     save_file(tensors, out / WEIGHTS, metadata={"format": "pt"})
-    (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (out / CONFIG).write_text(settings + "\n", encoding="utf-8")
     note: dict[str, Any] = {"base_sha256": base_sha256, "mlp_only": lora.mlp_only, "lora_targets": lora.lora_targets}
-    if (base / "tokenizer.json").is_file():
-        note["tokenizer_sha256"] = _tokenizer_of(base)
+    for folder in (out / "base", base):
+        if (folder / "tokenizer.json").is_file():
+            note["tokenizer_sha256"] = _tokenizer_of(folder, sha256_of(folder / "tokenizer.json"))
+            break
     (out / NOTE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
+    seal(out)
 
 
 @functools.cache  # a run saves many adapters of one base
-def _tokenizer_of(base: Path) -> str:
-    return tokenizer_sha256(load_tokenizer(base))
+def _tokenizer_of(folder: Path, _sha256: str) -> str:
+    return tokenizer_sha256(load_tokenizer(folder))
 
 
 def check_tokenizer(adapter: Path, base: Path) -> None:
@@ -117,13 +124,15 @@ def check_tokenizer(adapter: Path, base: Path) -> None:
 
 
 def read_adapter(folder: Path) -> AdapterInfo:
-    """Read what an adapter folder says, without its weights.
+    """Read what an adapter folder says; its weights are compared with their checksum and not read.
 
     Raises:
+        DamagedFileError: a file is not what was written.
         ModelError: it is no PEFT LoRA folder, or one with settings that we would compute wrongly.
     """
+    check_folder(folder, ours=(folder / NOTE).is_file())
     try:
-        config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config = read_object(folder / CONFIG)
         if config["peft_type"] != "LORA":
             raise ModelError(f"adapter: {folder} is of kind {config['peft_type']}; only LORA is supported")
         for name, allowed in OFF.items():
@@ -132,15 +141,15 @@ def read_adapter(folder: Path) -> AdapterInfo:
         targets = config["target_modules"]
         if not isinstance(targets, list):
             raise ModelError(f"adapter: {folder} has target_modules = {targets!r}; only a list of names is supported")
-        note = json.loads((folder / NOTE).read_text(encoding="utf-8")) if (folder / NOTE).is_file() else {}
+        if not isinstance(base := config["base_model_name_or_path"], str):
+            raise ModelError(f"adapter: {folder} has base_model_name_or_path = {base!r}; give the folder of its base")
+        note = read_object(folder / NOTE) if (folder / NOTE).is_file() else {}
         lora = LoraConfig(
             recovery_r=int(config["r"]),
             recovery_alpha=float(config["lora_alpha"]),
             lora_targets="|".join(rf"(^|\.){re.escape(name)}$" for name in targets),  # a name or its end, as in PEFT
         )
-        return AdapterInfo(
-            folder, config["base_model_name_or_path"], note.get("base_sha256"), lora, note.get("tokenizer_sha256")
-        )
+        return AdapterInfo(folder, base, note.get("base_sha256"), lora, note.get("tokenizer_sha256"))
     except ModelError:
         raise
     except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
@@ -149,9 +158,11 @@ def read_adapter(folder: Path) -> AdapterInfo:
 
 def _read_tensors(file: Path) -> dict[str, Tensor]:
     try:
-        return load_file(file)
+        tensors = load_file(file)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"adapter: {file} cannot be read ({error}); the folder is incomplete or damaged") from None
+    check_finite(tensors, file)
+    return tensors
 
 
 def load_adapter(model: nn.Module, folder: Path, base_sha256: str) -> LoraConfig:
@@ -184,18 +195,19 @@ def load_adapter(model: nn.Module, folder: Path, base_sha256: str) -> LoraConfig
 
 
 def save_starts(starts: dict[str, Factors], out: Path) -> None:
-    """Write adapter starts beside a quantised checkpoint, float16, most important columns first."""
+    """Write adapter starts, float16, most important columns first, to where their quantised checkpoint will be."""
     tensors = {}
     for name, factors in starts.items():
         tensors[f"{name}.lora_A"] = factors.a_RI.cpu().half().contiguous()
         tensors[f"{name}.lora_B"] = factors.b_OR.cpu().half().contiguous()
+    check_finite(tensors, out / STARTS)
     save_file(tensors, out / STARTS)
 
 
 def starts_sha256(folder: Path) -> str | None:
     """Return the identity of a checkpoint's adapter starts, None where it has none."""
     file = folder / STARTS
-    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
+    return sha256_of(file) if file.is_file() else None
 
 
 def load_starts(folder: Path) -> dict[str, Factors]:

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from qat_lora.cache.store import read_manifest
-from qat_lora.errors import CacheError, ConfigError
+from qat_lora.errors import CacheError, ConfigError, DamagedFileError
 from qat_lora.evaluate.report import markdown_table, table_rows
 
 LIBRARY = {"merged": "transformers", "adapter": "peft", "compressed-tensors": "transformers", "gguf": "gguf"}
@@ -78,7 +78,14 @@ def read_origin(config: Any, adapter: Path | None) -> Origin:
     teacher = data = "unknown"
     run = adapter.parent / "config.yaml" if adapter is not None else None
     if run is not None and run.is_file():
-        settings = yaml.safe_load(run.read_text(encoding="utf-8")) or {}
+        try:
+            settings = dict(yaml.safe_load(run.read_text(encoding="utf-8")) or {})
+        except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise DamagedFileError(
+                f"{run}: is not what was written ({reason}); restore it from a copy, or remove it: the card then "
+                "leaves out teacher and data"
+            ) from None
         try:
             fingerprint = read_manifest(str(settings.get("kd_cache_dir"))).fingerprint
             teacher, data = shown(fingerprint.teacher), _dataset(fingerprint.dataset)

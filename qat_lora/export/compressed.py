@@ -21,9 +21,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from qat_lora.checksums import read_object
 from qat_lora.errors import ModelError
 from qat_lora.export.integers import Integers, as_integers, needed_bits, other_tensors
 from qat_lora.extras import require
+from qat_lora.finite import check_finite, json_text
 from qat_lora.layers.convert import HEAD, linear_layers, quant_layers, tied_embedding
 from qat_lora.models import DTYPES, PACKED
 
@@ -66,6 +68,7 @@ def save_compressed(module: Any, found: dict[str, Integers], out: Path, dtype: s
 
     Raises:
         MissingExtraError: compressed-tensors is not installed.
+        ModelError: a weight or step is NaN or infinite.
     """
     packing = require("compressed_tensors.compressors.pack_quantized.helpers", "export")
     tensors = other_tensors(module, DTYPES[dtype])
@@ -79,12 +82,14 @@ def save_compressed(module: Any, found: dict[str, Integers], out: Path, dtype: s
         tensors[f"{name}.weight_scale"] = integers.steps_OG.cpu().half().contiguous()
         tensors[f"{name}.weight_shape"] = torch.tensor(shape, dtype=torch.int64)
     config = module.config.to_dict()
+    config.pop("_name_or_path", None)  # of this machine
     config["quantization_config"] = _quantization_config(module, found)
     config["dtype"] = dtype
     config["tie_word_embeddings"] = config["tie_word_embeddings"] or tied is not None
     config["architectures"] = [type(module).__name__]
+    check_finite(tensors, f"tensors for {out}")
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (out / "config.json").write_text(json_text(config, out / "config.json", indent=2) + "\n", encoding="utf-8")
 
 
 def _quantization_config(module: Any, found: dict[str, Integers]) -> dict[str, Any]:
@@ -118,7 +123,7 @@ def read_packed(folder: Path) -> Iterator[tuple[str, Tensor]]:
     Raises:
         MissingExtraError: compressed-tensors is not installed.
     """
-    groups = json.loads((folder / "config.json").read_text(encoding="utf-8"))["quantization_config"]["config_groups"]
+    groups = read_object(folder / "config.json")["quantization_config"]["config_groups"]
     bits = {target: group["weights"]["num_bits"] for group in groups.values() for target in group["targets"]}
     packing = require("compressed_tensors.compressors.pack_quantized.helpers", "export")
     for file in sorted(folder.glob("model*.safetensors")):
@@ -133,7 +138,7 @@ def read_packed(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 def is_packed(folder: Path) -> bool:
     """Return whether a model folder is in the form of compressed-tensors."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_object(folder / "config.json")
     return (config.get("quantization_config") or {}).get("quant_method") == PACKED
 
 

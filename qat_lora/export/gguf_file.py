@@ -24,6 +24,7 @@ from qat_lora.errors import ModelError
 from qat_lora.export.gguf_vocab import vocabulary
 from qat_lora.export.integers import Integers, as_integers, needed_bits, other_tensors
 from qat_lora.extras import require
+from qat_lora.finite import check_finite
 from qat_lora.layers.convert import HEAD, lora_layers, quant_layers, tied_embedding
 from qat_lora.models import DTYPES, CausalLM
 
@@ -202,10 +203,12 @@ def _tensors(
             codes, steps = integers.codes_OI.cpu(), integers.steps_OG.cpu()
             if order is not None:
                 codes, steps = codes[order], steps[order]
+            check_finite({label: steps.half()}, "GGUF")
             yield label, q4_0(codes, steps, integers.group_size), kinds.Q4_0
             continue
         tensor = (dense[name] if name in dense else plain[name]).cpu()
         tensor = tensor if order is None else tensor[order]
+        check_finite({label: tensor.to(DTYPES[dtype])}, "GGUF")
         if tensor.ndim == 1 or DTYPES[dtype] == torch.float32:
             yield label, tensor.contiguous().numpy(), None
         else:
@@ -232,6 +235,7 @@ def save_lora(model: CausalLM, file: Path, name: str) -> None:
         order = row_order(model, layer_name)
         a, b = layer.lora_A.detach().float().cpu(), layer.lora_B.detach().float().cpu()
         b = b if order is None else b[order]
+        check_finite({f"{layer_name}.lora_A": a, f"{layer_name}.lora_B": b}, "GGUF")
         writer.add_tensor(f"{gguf_name(layer_name)}.weight.lora_a", a.contiguous().numpy())
         writer.add_tensor(f"{gguf_name(layer_name)}.weight.lora_b", b.contiguous().numpy())
     _finish(writer)

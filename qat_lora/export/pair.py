@@ -12,10 +12,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from qat_lora.checksums import NOTE, check_folder, read_object, seal
 from qat_lora.errors import ModelError
-from qat_lora.export.adapter import CONFIG, NOTE, WEIGHTS, read_adapter
+from qat_lora.export.adapter import CONFIG, WEIGHTS, read_adapter
 from qat_lora.export.card import shown
-from qat_lora.models import checkpoint_sha256, copy_tokenizer
+from qat_lora.identity import checkpoint_sha256
+from qat_lora.models import copy_tokenizer
 
 BASE = "base"
 
@@ -27,28 +29,29 @@ def save_pair(adapter: Path, base: Path, out: Path) -> None:
         ModelError: the adapter belongs to another base.
     """
     info = read_adapter(adapter)
+    check_folder(base)
     (out / BASE).mkdir(parents=True)
     for file in sorted([*base.glob("model*.safetensors"), *base.glob("model*.index.json")]):
         shutil.copyfile(file, out / BASE / file.name)
-    config = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    config = read_object(base / "config.json")
     _forget_folders(config)
     _write(config, out / BASE / "config.json")
     copy_tokenizer(base, out / BASE)
     copy_generation(base, out / BASE)
-    found = checkpoint_sha256(out / BASE)
-    if info.base_sha256 not in (None, found):
+    seal(out / BASE)
+    if info.base_sha256 not in (None, checkpoint_sha256(out / BASE, info.base_sha256)):
         raise ModelError(f"adapter: {adapter} belongs to another base than {base}, which changed meanwhile")
     shutil.copyfile(adapter / WEIGHTS, out / WEIGHTS)
-    save_settings(adapter, out, BASE, found)
     copy_tokenizer(base, out)
+    save_settings(adapter, out, BASE, checkpoint_sha256(out / BASE))
 
 
 def save_settings(adapter: Path, out: Path, base: str, base_sha256: str) -> None:
-    """Write an adapter's settings for a base under another name, with that base's fingerprint."""
-    settings = json.loads((adapter / CONFIG).read_text(encoding="utf-8"))
-    _write({**settings, "base_model_name_or_path": base}, out / CONFIG)
-    note = json.loads((adapter / NOTE).read_text(encoding="utf-8")) if (adapter / NOTE).is_file() else {}
+    """Write an adapter's settings, for a base under another name and with its fingerprint, and all checksums."""
+    _write({**read_object(adapter / CONFIG), "base_model_name_or_path": base}, out / CONFIG)
+    note = read_object(adapter / NOTE) if (adapter / NOTE).is_file() else {}
     _write({**note, "base_sha256": base_sha256}, out / NOTE)
+    seal(out)
 
 
 def copy_generation(source: Path, out: Path) -> None:

@@ -6,16 +6,16 @@ a card that says nothing, an adapter beside the wrong base, paths of the sender'
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import NamedTuple
 
 import yaml
 
+from qat_lora.checksums import check_folder, read_object
 from qat_lora.errors import ModelError
 from qat_lora.export.adapter import CONFIG, read_adapter
-from qat_lora.models import checkpoint_sha256
+from qat_lora.identity import checkpoint_sha256
 from qat_lora.outputs import MARK
 
 PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz"}
@@ -36,11 +36,15 @@ def files_to_ship(folder: Path) -> list[Shipped]:
     """Return the files of a folder that would be sent, by name.
 
     Raises:
+        DamagedFileError: one of them is not what was written.
         ModelError: the folder is missing, holds pickled weights or a link, lacks a card or weights, or an adapter
             that does not belong to the base beside it.
     """
     if not folder.is_dir():
         raise ModelError(f"folder: there is no folder {folder}; make one with `qat-lora export`")
+    for part in (folder, folder / "base", folder / "adapter"):
+        if part.is_dir():
+            check_folder(part)
     found = []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
@@ -83,7 +87,7 @@ def _check_adapter(folder: Path) -> None:
                 f"adapter: {adapter} would go without its base {info.base}; `qat-lora export --form adapter` puts both "
                 "into one folder"
             )
-        if info.base_sha256 != checkpoint_sha256(base):
+        if info.base_sha256 != checkpoint_sha256(base, info.base_sha256):
             raise ModelError(f"adapter: {adapter} does not belong to the base {base} beside it; export the pair again")
 
 
@@ -98,7 +102,7 @@ def _check_paths(folder: Path, files: list[Shipped]) -> None:
 def summary(folder: Path, files: list[Shipped]) -> dict[str, object]:
     """Return what is sent as plain values."""
     result = folder / "result.json"
-    made = json.loads(result.read_text(encoding="utf-8")) if result.is_file() else {}
+    made = read_object(result) if result.is_file() else {}
     return {
         "form": made.get("form"),
         "size_bytes": sum(file.size_bytes for file in files),

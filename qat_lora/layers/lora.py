@@ -34,7 +34,7 @@ class LoraConfig:
     def __post_init__(self) -> None:
         if self.recovery_r < 1:
             raise ConfigError(f"recovery_r: {self.recovery_r} is not a rank; give 1 or more (8 or 16 are usual)")
-        if self.recovery_alpha is not None and self.recovery_alpha <= 0:
+        if self.recovery_alpha is not None and not 0 < self.recovery_alpha < math.inf:
             raise ConfigError(f"recovery_alpha: {self.recovery_alpha} is not allowed; give a number above 0")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout: {self.dropout} is not a probability below 1")

@@ -1,8 +1,8 @@
 """Training checkpoints: everything a run needs to go on as if it had never stopped.
 
-A checkpoint is a folder `step-000100` with the trained tensors and the optimizer's state as safetensors and a
-JSON of counters, random state and the fingerprint of the run. It appears whole or not at all (`folders`), with
-`COMPLETE` written last for tools that copy folders. Old ones are removed only after the new one is in place, by
+A checkpoint is a folder `step-000100` with the trained tensors and the optimizer's state as safetensors, a JSON of
+counters, random state and the fingerprint of the run, and their checksums. It appears whole or not at all (`folders`),
+with `COMPLETE` written last for tools that copy folders. Old ones are removed only after the new one is in place, by
 rename first, so that no half-removed one looks complete. No pickle is read or written.
 """
 
@@ -20,11 +20,19 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from qat_lora.errors import ConfigError, ModelError
+from qat_lora.checksums import PROMISE, SUMS, check_sums, notice_no_sums, read_object, write_sums
+from qat_lora.errors import ConfigError, DamagedFileError, DivergedError, ModelError
+from qat_lora.finite import json_text, not_finite
 from qat_lora.runtime.randomness import random_states, set_random_states
 from qat_lora.train.folders import discard, whole_folder
+from qat_lora.train.metrics import check_log
 
 NAME = re.compile(r"^step-(\d{6,})$")
+STATE, TRAINED, OPTIMIZER = "state.json", "trained.safetensors", "optimizer.safetensors"
+REMEDY = (
+    "checkpoints and exports from before it are sound. Lower --lr (or --scale-lr), or raise --warmup-steps, and start "
+    "again with --overwrite"
+)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -41,15 +49,23 @@ def save_checkpoint(
     state: Mapping[str, Any],
     keep: int,
 ) -> Path:
-    """Write the checkpoint after optimizer step `step`, then remove all but the newest `keep`."""
+    """Write the checkpoint after optimizer step `step`, then remove all but the newest `keep`.
+
+    Raises:
+        DivergedError: what trains, or the optimizer's state, is NaN or infinite; nothing is written.
+    """
     final = folder / f"step-{step:06d}"
     if final not in checkpoints(folder):  # else the same step of an earlier try; equal by construction
+        tensors = {name: p.detach().cpu().contiguous() for name, p in trained.items()}
+        moments = _optimizer_tensors(trained, optimizer)
+        if (found := not_finite({**tensors, **moments})) is not None:
+            raise DivergedError(f"step {step}: {found}; {REMEDY}")
+        text = json_text({**PROMISE, **state, "step": step, "random": random_states()}, final / STATE, indent=1)
         with whole_folder(final) as draft:
-            tensors = {name: p.detach().cpu().contiguous() for name, p in trained.items()}
-            save_file(tensors, draft / "trained.safetensors")
-            save_file(_optimizer_tensors(trained, optimizer), draft / "optimizer.safetensors")
-            text = json.dumps({**state, "step": step, "random": random_states()}, indent=1)
-            (draft / "state.json").write_text(text, encoding="utf-8")
+            save_file(tensors, draft / TRAINED)
+            save_file(moments, draft / OPTIMIZER)
+            (draft / STATE).write_text(text, encoding="utf-8")
+            write_sums(draft, (STATE, TRAINED, OPTIMIZER))
             (draft / "COMPLETE").write_text("", encoding="utf-8")
     for old in checkpoints(folder)[:-keep]:
         discard(old)
@@ -68,16 +84,12 @@ def load_checkpoint(
 
     Raises:
         ConfigError: the checkpoint belongs to other settings; the message names the field.
-        ModelError: its tensors are not the ones that train now, or a file is missing or damaged.
+        DamagedFileError: a file is missing, or is not what was written.
+        ModelError: its tensors are not the ones that train now.
     """
-    try:
-        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        tensors, moments = load_file(path / "trained.safetensors"), load_file(path / "optimizer.safetensors")
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ModelError(
-            f"checkpoint {path}: cannot be read ({error}); remove that folder to go on from the one before it"
-        ) from None
-    before, now = state["fingerprint"], json.loads(json.dumps(dict(fingerprint)))
+    state, tensors, moments = _read(path)
+    before = state["fingerprint"]
+    now = json.loads(json.dumps(dict(fingerprint)))
     for field in sorted(before.keys() | now.keys()):
         if before.get(field) != now.get(field):
             raise ConfigError(
@@ -86,8 +98,45 @@ def load_checkpoint(
             )
     _copy_into({name: p.data for name, p in trained.items()}, tensors, path)
     _copy_into(_optimizer_views(trained, optimizer), moments, path)
-    set_random_states(state["random"])
+    try:
+        set_random_states(state["random"])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise _damaged(path, error) from None
     return state
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
+    try:
+        state = read_object(path / STATE)
+        if check_sums(path, state.get("checksums") == SUMS, (STATE, TRAINED, OPTIMIZER)) is None:
+            notice_no_sums(path)
+        tensors, moments = load_file(path / TRAINED), load_file(path / OPTIMIZER)
+        if (found := not_finite({**tensors, **moments})) is not None:
+            raise ValueError(found)
+        state["fingerprint"], state["random"] = dict(state["fingerprint"]), dict(state["random"])
+        state["step"] = int(state["step"])
+    except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
+        raise _damaged(path, error) from None
+    return state, tensors, moments
+
+
+def _damaged(path: Path, error: Exception) -> DamagedFileError:
+    reason = " ".join(str(error).split())
+    return DamagedFileError(
+        f"checkpoint {path}: cannot be read ({reason}); remove that folder to go on from the one before it"
+    )
+
+
+def check_logs(run: Path) -> None:
+    """Compare the logs of a run with what its newest checkpoint says of them, where it has one that does.
+
+    Raises:
+        DamagedFileError: a log is not what was written.
+    """
+    for path in checkpoints(run / "checkpoints")[-1:]:
+        for name, mark in (read_object(path / STATE).get("logs") or {}).items():
+            if (run / name).is_file():
+                check_log(run / name, mark)
 
 
 def _optimizer_views(trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

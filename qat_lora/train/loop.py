@@ -18,15 +18,15 @@ import torch
 from torch import nn
 
 from qat_lora.config import option
-from qat_lora.errors import ConfigError, DivergedError, InterruptedRunError
+from qat_lora.errors import ConfigError, DamagedFileError, DivergedError, InterruptedRunError
 from qat_lora.losses.objective import ObjectiveConfig, weight_tensors
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.signals import stop_signals
 from qat_lora.train import compiling
 from qat_lora.train.anchor import anchor_batches, anchor_micro_batch
-from qat_lora.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
+from qat_lora.train.checkpoint import REMEDY, checkpoints, load_checkpoint, save_checkpoint
 from qat_lora.train.folders import settle
-from qat_lora.train.metrics import MetricsLog, append_line, cut_back
+from qat_lora.train.metrics import EMPTY, MetricsLog, append_line, cut_back, log_mark
 from qat_lora.train.optim import KINDS, OptimConfig, averaged, build_optimizer, lr_factor, set_lr
 from qat_lora.train.step import Sums, add_sums, micro_batch, optimizer_step, zero_sums
 from qat_lora.train.trackers import check_trackers, open_trackers
@@ -179,7 +179,7 @@ def train(
     Raises:
         ConfigError: an early stop without evaluations, or a checkpoint of other settings.
         InterruptedRunError: SIGTERM or SIGINT; a checkpoint was written first.
-        DivergedError: the loss is NaN or infinite; no checkpoint of that is written.
+        DivergedError: a loss, an evaluation or a weight is NaN or infinite; no checkpoint of that is written.
         RecompiledError: more graphs were compiled after the first step than `max_recompiles`.
     """
     if loop.early_stop and hooks.evaluate is None:
@@ -190,9 +190,12 @@ def train(
     best = f"best_{hooks.metric}"
     state: dict[str, Any] = {"step": 0, "best_step": None, best: None, "evaluations_since_best": 0}
     folder, metrics, evaluations = out / "checkpoints", out / "metrics.jsonl", out / "evaluations.jsonl"
-    found = checkpoints(folder)
+    found, logs = checkpoints(folder), dict.fromkeys(("metrics.jsonl", "evaluations.jsonl"), EMPTY)
     if found:
         saved = load_checkpoint(found[-1], trainee.trained, optimizer, fingerprint)
+        if missing := state.keys() - saved.keys():
+            raise DamagedFileError(f"{found[-1] / 'state.json'}: lacks {min(missing)}; remove that folder to go on")
+        logs = saved.get("logs", {})  # of an earlier version: without
         state = {name: saved[name] for name in state}
     start = int(state["step"])
     if runtime.agree(bool(found)) != bool(found):
@@ -201,7 +204,7 @@ def train(
         torch.manual_seed(seed + 1_000_003 * runtime.rank + start)
     if runtime.is_main:
         for file in (metrics, evaluations):
-            cut_back(file, start if found else -1)
+            cut_back(file, start, logs.get(file.name))
         for name in EXPORTS:
             settle(out / name)
     zeros = zero_sums(objective, runtime.device)
@@ -227,7 +230,8 @@ def train(
     def save(step: int) -> None:
         runtime.barrier("metrics")  # the lines up to here are on disk first: a resumed run could not write them again
         if runtime.is_main:
-            content = {**state, "step": step, "fingerprint": dict(fingerprint)}
+            logs = {file.name: log_mark(file) for file in (metrics, evaluations)}
+            content = {**state, "step": step, "fingerprint": dict(fingerprint), "logs": logs}
             save_checkpoint(folder, step, trainee.trained, optimizer, content, loop.keep_checkpoints)
         runtime.barrier("checkpoint")
 
@@ -236,6 +240,8 @@ def train(
             return
         with averaged(optimizer):
             value = hooks.evaluate()
+        if not math.isfinite(value):
+            raise DivergedError(f"evaluation {hooks.metric}: {value} after step {step}; {REMEDY}")
         if runtime.is_main:
             append_line(evaluations, {"step": step, hooks.metric: value})
             log.track(step, {f"evaluation/{hooks.metric}": value})
@@ -344,13 +350,12 @@ def _flush(pending: list[tuple[int, float, Sums]], log: MetricsLog, runtime: Run
     def write(*values: Any) -> None:
         flat = [float(value) for value in values]
         rows = [flat[i : i + len(names)] for i in range(0, len(flat), len(names))]
-        log.write(steps, lrs, names, rows)
-        for step, row in zip(steps, rows, strict=True):
-            if not math.isfinite(row[names.index("loss")]):
-                raise DivergedError(
-                    f"loss: {row[names.index('loss')]} at step {step}; checkpoints and exports from before it are "
-                    "sound. Lower --lr (or --scale-lr), or raise --warmup-steps, and start again with --overwrite"
-                )
+        sound = next((i for i, row in enumerate(rows) if not all(map(math.isfinite, row))), len(rows))
+        log.write(steps[:sound], lrs[:sound], names, rows[:sound])
+        if sound < len(rows):
+            odd = dict(zip(names, rows[sound], strict=True))
+            name = next(name for name in ("loss", *names) if not math.isfinite(odd[name]))
+            raise DivergedError(f"{name}: {odd[name]} at step {steps[sound]}; {REMEDY}")
 
     if runtime.is_main:  # each value by itself: stacking them on the device would be one more graph
         runtime.defer(write, *(means[name] for _, _, means in pending for name in names))

@@ -2,12 +2,14 @@
 
 One JSON object per optimizer step. The values arrive in batches of `log_steps` (they stay on the device until
 then), so the file's last lines may lag by that much; a resumed run cuts the file back to its checkpoint, which the
-loop never writes before the lines up to it.
+loop never writes before the lines up to it, and which knows their checksum.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -18,7 +20,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from qat_lora.checksums import sha256_of
+from qat_lora.errors import DamagedFileError
 from qat_lora.extras import pyplot
+from qat_lora.finite import json_text
 from qat_lora.runtime.memory import peak_memory_bytes
 from qat_lora.train.trackers import Tracker
 
@@ -79,7 +84,7 @@ class MetricsLog:
             for step, lr, row in zip(steps, lrs, rows, strict=True):
                 values = dict(zip(names, row, strict=True))
                 line = {"step": step, **values, "lr": lr, "tokens_per_s": round(rate, 1)}
-                file.write(json.dumps(line) + "\n")
+                file.write(json_text(line, self.path) + "\n")
                 self.track(step, {f"train/{name}": value for name, value in line.items() if name != "step"})
         if not self._bar.disable:
             terms = [n for n in names if n.startswith("loss_")]
@@ -94,31 +99,90 @@ class MetricsLog:
         self._since = time.perf_counter()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a metrics file, [] where there is none; a line cut short by a kill is dropped."""
-    lines = []
-    if path.exists():
-        for text in path.read_text(encoding="utf-8").splitlines():
-            try:
-                lines.append(json.loads(text))
-            except json.JSONDecodeError:
-                break
-    return lines
+def read_metrics(path: Path, *numbers: str) -> list[dict[str, Any]]:
+    """Return the lines of a metrics file, [] where there is none; a line cut short by a kill is dropped.
+
+    Args:
+        path: the file.
+        numbers: what every line must have, beside its step.
+
+    Raises:
+        DamagedFileError: a whole line that is no such line.
+    """
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    found = [_line(text) for text in lines]
+    if found[-1] is None:
+        del found[-1]
+    for i, line in enumerate(found):
+        if line is None or not all(isinstance(line.get(name), int | float) for name in ("step", *numbers)):
+            raise DamagedFileError(
+                f"{path}: line {i + 1} is not what was written: {lines[i][:60]!r}; restore the file from a copy, or "
+                "remove it: nothing but the log is lost"
+            )
+    return [line for line in found if line is not None]
 
 
-def cut_back(path: Path, last_step: int) -> None:
-    """Drop the lines after a step from a file of lines, if there is one; the old file or the new, whatever happens."""
-    if path.exists():
-        kept = [line for line in read_metrics(path) if line["step"] <= last_step]
-        draft = path.with_suffix(".tmp")
-        draft.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        draft.replace(path)
+def _line(text: str) -> dict[str, Any] | None:
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return line if isinstance(line, dict) else None
+
+
+LogMark = Mapping[str, Any]
+"""How long a file of lines was, and what was in it: `bytes`, `sha256`."""
+EMPTY: LogMark = {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}
+
+
+def log_mark(path: Path) -> LogMark:
+    """Return the mark of a file of lines as it is now."""
+    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)} if path.exists() else EMPTY
+
+
+def check_log(path: Path, mark: LogMark) -> None:
+    """Compare the beginning of a file of lines with its mark.
+
+    Raises:
+        DamagedFileError: it is not what was written.
+    """
+    with path.open("rb") as file:
+        if hashlib.sha256(file.read(mark["bytes"])).hexdigest() != mark["sha256"]:
+            raise DamagedFileError(
+                f"{path}: its first {mark['bytes']} bytes are not what was written; restore the file from a copy, or "
+                "remove it: nothing but the log is lost"
+            )
+
+
+def cut_back(path: Path, last_step: int, mark: LogMark | None = None) -> None:
+    """Drop what was written to a file of lines after a checkpoint, if there is such a file.
+
+    Args:
+        path: the file.
+        last_step: that of the checkpoint.
+        mark: what the checkpoint says of the file; None for those of earlier versions, whose lines are looked at.
+
+    Raises:
+        DamagedFileError: it is not what was written.
+    """
+    if not path.exists():
+        return
+    if mark is not None:
+        check_log(path, mark)
+        os.truncate(path, mark["bytes"])
+        return
+    kept = [line for line in read_metrics(path) if line["step"] <= last_step]
+    draft = path.with_suffix(".tmp")
+    draft.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+    draft.replace(path)
 
 
 def append_line(path: Path, line: dict[str, Any]) -> None:
     """Append one JSON object to a file of lines."""
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+        file.write(json_text(line, path) + "\n")
 
 
 def plot_curve(metrics: Path, evaluations: Path, out: Path) -> None:
@@ -132,7 +196,7 @@ def plot_curve(metrics: Path, evaluations: Path, out: Path) -> None:
 
 def draw_curve(axis: Any, metrics: Path, evaluations: Path) -> None:
     """Draw the curve on an axis of matplotlib."""
-    train, evaluated = read_metrics(metrics), read_metrics(evaluations)
+    train, evaluated = read_metrics(metrics, "loss"), read_metrics(evaluations)
     axis.plot([x["step"] for x in train], [x["loss"] for x in train], lw=0.8, alpha=0.6, label="training loss")
     if evaluated:
         metric = next(name for name in evaluated[0] if name != "step")

@@ -28,8 +28,8 @@ def with_adapter(folder, config):
 def adapted(student, tmp_path):
     """A model with an adapter, and the folder that the adapter was saved to."""
     from qat_lora.export.adapter import save_adapter
+    from qat_lora.identity import checkpoint_sha256
     from qat_lora.layers.lora import LoraConfig
-    from qat_lora.models import checkpoint_sha256
 
     config = LoraConfig(recovery_r=3, recovery_alpha=5.0)
     model = with_adapter(student, config)

@@ -7,11 +7,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from qat_lora.checksums import seal
 from qat_lora.errors import ModelError, QatLoraError
 from qat_lora.export.adapter import load_adapter, load_starts, read_adapter, save_adapter, save_starts
+from qat_lora.identity import checkpoint_sha256
 from qat_lora.layers.convert import add_lora, lora_layers
 from qat_lora.layers.lora import Factors, LoraConfig
-from qat_lora.models import checkpoint_sha256, load_model
+from qat_lora.models import load_model
 
 FILE = "adapter_model.safetensors"
 
@@ -70,6 +72,7 @@ def test_a_dot_in_a_name_is_no_wildcard(tmp_path):
 def rewrite(folder, **changed):
     file = folder / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
+    seal(folder)
 
 
 def refused(folder, student, *words, base_sha256=None):
@@ -86,6 +89,7 @@ def test_another_base_is_refused_with_both_fingerprints(adapted, student):
 def test_an_adapter_that_knows_no_base_is_taken(adapted, student):
     _, folder = adapted
     (folder / "qat_lora.json").unlink()  # one that PEFT made
+    (folder / "SHA256SUMS").unlink()
     load_adapter(load_model(str(student)).module, folder, "f" * 64)
 
 
@@ -108,6 +112,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(adapted, student, damage, w
     tensors = load_file(folder / FILE)
     damage(tensors)
     save_file(tensors, folder / FILE)
+    seal(folder)
     refused(folder, student, *words)
 
 
@@ -155,7 +160,12 @@ def test_what_a_folder_says_about_itself(adapted, student):
     _, folder = adapted
     info = read_adapter(folder)
     assert info.base == str(student) and info.base_sha256 == checkpoint_sha256(student)
-    assert {file.name for file in folder.iterdir()} == {FILE, "adapter_config.json", "qat_lora.json"}
+    assert {file.name for file in folder.iterdir()} == {
+        FILE,
+        "adapter_config.json",
+        "qat_lora.json",
+        "SHA256SUMS",
+    }
     assert all(tensor.dtype == torch.float16 for tensor in load_file(folder / FILE).values())
 
 

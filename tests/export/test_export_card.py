@@ -5,7 +5,7 @@ import json
 import pytest
 import yaml
 
-from qat_lora.errors import ConfigError, ModelError
+from qat_lora.errors import ConfigError, DamagedFileError, ModelError
 from qat_lora.export.adapter import CONFIG
 from qat_lora.export.card import Card, Origin, read_origin, read_scores, render, shown
 from qat_lora.export.pair import save_pair, save_settings
@@ -62,6 +62,11 @@ def test_origin_without_run_or_cache(tmp_path):
     (tmp_path / "run" / "config.yaml").write_text("kd_cache_dir: /gone\n")
     assert read_origin(Config(), adapter) == Origin(tmp_path.name, "unknown", "unknown", "w2g64")
     assert read_origin(object(), None) == Origin()
+    for damaged in ("a: b: c\n", "- 1\n", "x\n", "[" * 5000, "a: !!python/none 1\n"):
+        (tmp_path / "run" / "config.yaml").write_text(damaged)
+        with pytest.raises(DamagedFileError, match=r"config.yaml: is not what was written") as caught:
+            read_origin(Config(), adapter)
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("content", [None, "", "[1]", '{"teacher": 1}'])

@@ -12,6 +12,7 @@ from toy_pipeline import cache_options, call, eval_options, export_options, part
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qat_lora.app.generating import generate
+from qat_lora.checksums import seal
 from qat_lora.errors import ConfigError, ModelError, OutputExistsError, QatLoraError
 from qat_lora.layers.calibrate import quantise_model
 from qat_lora.layers.convert import bits_per_weight
@@ -77,6 +78,9 @@ def test_the_pair_checks_its_base(recovered, tmp_path):
     name = next(name for name in tensors if name.endswith(".scale"))
     tensors[name] = tensors[name] * 1.01
     save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="model.safetensors: is not what was written"):
+        our_logits(out)
+    seal(out / "base")
     with pytest.raises(ModelError, match="another base"):
         our_logits(out)
 
@@ -149,7 +153,9 @@ def test_our_own_commands_open_what_was_exported(recovered, tiny, tmp_path, form
 
 def test_a_packed_base_that_was_changed_is_refused(recovered, tmp_path):
     out = call("export", export_options(recovered, tmp_path / "ct", form="compressed-tensors"))
+    assert str(recovered) not in (out / "config.json").read_text()  # or `push` would refuse it
     _steps(out)
+    seal(out)
     with pytest.raises(ModelError, match="another base"):
         open_student(str(out), HubConfig())
     with pytest.raises(ModelError, match="quantised by compressed-tensors"):
@@ -260,6 +266,9 @@ def _tokenizer(folder):
 def test_what_does_not_belong_together_is_refused(recovered, tiny, tmp_path, damage, words, form):
     pair = call("export", export_options(recovered, tmp_path / "pair", form="adapter"))
     damage(pair / "base")
+    with pytest.raises(QatLoraError, match="is not what was written"):
+        call("export", export_options(pair, tmp_path / "out", form=form))
+    seal(pair / "base")
     with pytest.raises(QatLoraError, match=words) as caught:
         call("export", export_options(pair, tmp_path / "out", form=form))
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()

@@ -13,10 +13,11 @@ from qat_lora.errors import ModelError
 from qat_lora.export.adapter import save_adapter
 from qat_lora.export.gguf_file import gguf_name, q4_0, row_order
 from qat_lora.export.gguf_vocab import SPLITS, vocabulary
+from qat_lora.identity import checkpoint_sha256
 from qat_lora.layers.calibrate import quantise_model
 from qat_lora.layers.convert import add_lora, lora_layers, quant_layers
 from qat_lora.layers.lora import LoraConfig
-from qat_lora.models import checkpoint_sha256, copy_tokenizer, load_model, load_tokenizer, save_quantised
+from qat_lora.models import copy_tokenizer, load_model, load_tokenizer, save_quantised
 from qat_lora.options import HubConfig
 from qat_lora.quant.spec import preset
 from qat_lora.students import open_student

@@ -11,11 +11,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from train_toys import SETTINGS
 
-from qat_lora.errors import ConfigError, ModelError
+from qat_lora.checksums import write_sums
+from qat_lora.errors import ConfigError, DivergedError, ModelError
 from qat_lora.train import checkpoint as checkpoint_module
 from qat_lora.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from qat_lora.train.folders import discard, settle, whole_folder
 from qat_lora.train.optim import OptimConfig, build_optimizer
+
+LISTED = ("state.json", "trained.safetensors", "optimizer.safetensors")
 
 
 def trained(value=0.0):
@@ -68,7 +71,7 @@ def test_everything_comes_back_into_the_same_tensors(tmp_path):
 
 def test_no_pickle_is_written(tmp_path):
     names = {file.name for file in save(tmp_path, 1).iterdir()}
-    assert names == {"trained.safetensors", "optimizer.safetensors", "state.json", "COMPLETE"}
+    assert names == {"trained.safetensors", "optimizer.safetensors", "state.json", "SHA256SUMS", "COMPLETE"}
 
 
 @pytest.mark.parametrize(
@@ -101,9 +104,11 @@ def test_other_tensors_and_shapes_are_refused(tmp_path, file):
     tensors = load_file(path / file)
     name = sorted(tensors)[0]
     save_file({**tensors, "other": torch.ones(1)}, path / file)
+    write_sums(path, LISTED)
     with pytest.raises(ModelError, match="other tensors.*other"):
         load(path)
     save_file({**tensors, name: torch.ones(9)}, path / file)
+    write_sums(path, LISTED)
     with pytest.raises(ModelError, match=rf"{name} has shape \(9,\)"):
         load(path)
 
@@ -118,6 +123,45 @@ def test_damage_is_named_with_the_way_out(tmp_path, file, damage):
         (path / file).write_bytes(content[: len(content) // 2])
     with pytest.raises(ModelError, match="step-000003: cannot be read .*the one before it"):
         load(path)
+
+
+@pytest.mark.parametrize("text", ["[]", "[" * 100_000, "{}", '{"fingerprint": 3, "random": {}, "step": 1}'])
+def test_an_odd_state_is_one_line(tmp_path, text):
+    path = save(tmp_path, 3)
+    (path / "state.json").write_text(text)
+    for _ in range(2):
+        with pytest.raises(ModelError, match="step-000003: cannot be read .*the one before it") as caught:
+            load(path)
+        assert "\n" not in str(caught.value)
+        (path / "SHA256SUMS").unlink(missing_ok=True)  # as an earlier version would have written it
+
+
+@pytest.mark.parametrize("file", ["trained.safetensors", "optimizer.safetensors"])
+def test_a_flipped_bit_is_refused_and_loads_without_sums(tmp_path, file):
+    path = save(tmp_path, 3)
+    data = bytearray((path / file).read_bytes())
+    data[-1] ^= 1
+    (path / file).write_bytes(data)
+    with pytest.raises(ModelError, match=f"{file}: is not what was written.*the one before it"):
+        load(path)
+    (path / "SHA256SUMS").unlink()
+    with pytest.raises(ModelError, match="SHA256SUMS: is missing"):
+        load(path)
+    state = json.loads((path / "state.json").read_text())
+    del state["checksums"]
+    (path / "state.json").write_text(json.dumps(state))
+    load(path)  # the positive control: what happened before there were sums
+
+
+def test_nan_is_not_saved(tmp_path):
+    parameters, optimizer = trained(1.0)
+    for tensor, name in ((parameters["a"].data, "a"), (optimizer.state[parameters["a"]]["exp_avg"], "a/exp_avg")):
+        before = tensor.clone()
+        tensor.view(-1)[1] = float("nan")
+        with pytest.raises(DivergedError, match=f"step 9: {name} is NaN or infinite in 1 of 6 places.*--overwrite"):
+            save_checkpoint(tmp_path, 9, parameters, optimizer, {"fingerprint": SETTINGS}, 2)
+        tensor.copy_(before)
+    assert not list(tmp_path.iterdir())
 
 
 def test_keep_counts_complete_checkpoints_only(tmp_path):

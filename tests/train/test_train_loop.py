@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 from train_toys import OPTIM, SETTINGS, Toy, evaluation, run
 
-from qat_lora.errors import ConfigError, DivergedError, InterruptedRunError
+from qat_lora.checksums import write_sums
+from qat_lora.errors import ConfigError, DivergedError, InterruptedRunError, ModelError
 from qat_lora.train.checkpoint import checkpoints
 from qat_lora.train.loop import LoopConfig
 from qat_lora.train.metrics import read_metrics
@@ -34,6 +35,7 @@ def outcome(out):
     exports = {name: torch.load(out / name / "weights.pt", weights_only=True) for name in ("start", "best", "last")}
     tensors |= {f"{name}/{k}": v for name, weights in exports.items() for k, v in weights.items()}
     state = json.loads((newest / "state.json").read_text())
+    del state["logs"]  # their bytes have that column
     return tensors, state, lines(out / "metrics.jsonl"), lines(out / "evaluations.jsonl")
 
 
@@ -97,6 +99,7 @@ def test_another_start_of_the_random_numbers_is_noticed(whole, tmp_path):
     content = json.loads(state.read_text())
     content["random"] = json.loads((whole[0] / "checkpoints/step-000004/state.json").read_text())["random"]
     state.write_text(json.dumps(content))
+    write_sums(state.parent, ("state.json", "trained.safetensors", "optimizer.safetensors"))
     run(out, keep_checkpoints=100)
     with pytest.raises(AssertionError):
         assert_same(out, whole[0])
@@ -237,6 +240,7 @@ def test_a_worse_evaluation_after_a_resume_leaves_best_alone(tmp_path):
     state_file = checkpoints(out / "checkpoints")[-1] / "state.json"
     state = json.loads(state_file.read_text())
     state_file.write_text(json.dumps({**state, "best_kl": 1e-9}))
+    write_sums(state_file.parent, ("state.json", "trained.safetensors", "optimizer.safetensors"))
     before = (out / "best" / "weights.pt").stat()
     result, _ = run(out)
     assert result["best_kl"] == 1e-9 and result["best_step"] == state["best_step"]
@@ -396,3 +400,34 @@ def test_autocast_reaches_every_micro_batch(tmp_path):
     run(tmp_path / "run", toy, autocast=True)
     assert [on for training, on in seen if training] == [True] * 20
     assert all(value.dtype == torch.float32 for value in toy.trainee().trained.values())
+
+
+def test_an_evaluation_that_is_no_number_is_never_the_best(tmp_path):
+    values = iter([2.0, 1.0, float("nan")])
+    with pytest.raises(DivergedError, match="evaluation kl: nan after step 6"):
+        run(tmp_path / "run", evaluate=lambda: next(values), log_steps=1)
+    assert [line["kl"] for line in lines(tmp_path / "run" / "evaluations.jsonl")] == [2.0, 1.0]
+
+
+def test_a_norm_that_is_no_number_is_never_logged(tmp_path, monkeypatch):
+    from qat_lora.train import loop
+
+    def steps(optimizer, parameters, sums, clip, runtime):
+        means = optimizer_step(optimizer, parameters, sums, clip, runtime)
+        return means | {"grad_norm": means["grad_norm"] / 0.0}
+
+    optimizer_step = loop.optimizer_step
+    monkeypatch.setattr(loop, "optimizer_step", steps)
+    with pytest.raises(DivergedError, match="grad_norm: inf at step 1"):
+        run(tmp_path / "run")
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == "" and not checkpoints(tmp_path / "run" / "checkpoints")
+
+
+def test_a_checkpoint_without_what_the_run_needs_is_one_line(whole, tmp_path):
+    out = shutil.copytree(whole[0], tmp_path / "run")
+    state = checkpoints(out / "checkpoints")[-1] / "state.json"
+    state.write_text(state.read_text().replace("best_step", "bets_step"))
+    (state.parent / "SHA256SUMS").unlink()
+    state.write_text(state.read_text().replace('"checksums"', '"of old"'))
+    with pytest.raises(ModelError, match="lacks best_step; remove that folder"):
+        run(out, keep_checkpoints=100)

@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from qat_lora.train.metrics import MetricsLog, append_line, cut_back, plot_curve, read_metrics
+from qat_lora.errors import DamagedFileError, ModelError
+from qat_lora.train.metrics import EMPTY, MetricsLog, append_line, cut_back, log_mark, plot_curve, read_metrics
 
 CPU = torch.device("cpu")
 
@@ -48,6 +49,35 @@ def test_cut_back_drops_what_comes_after_a_step(tmp_path, last, kept):
     append_line(path, {"step": 8})
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [*kept, 8]
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_cut_back_to_a_mark_compares_and_keeps_every_byte(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    append_line(path, {"step": 1, "kl": 0.25})
+    mark, whole = log_mark(path), path.read_bytes()
+    append_line(path, {"step": 2, "kl": 0.5})
+    cut_back(path, 1, mark)
+    assert path.read_bytes() == whole
+    for damaged in (whole.replace(b"0.25", b"0.35"), whole[:-1]):
+        path.write_bytes(damaged)
+        with pytest.raises(DamagedFileError, match=r"metrics.jsonl: its first \d+ bytes are not what was written"):
+            cut_back(path, 1, mark)
+    path.unlink()
+    assert log_mark(path) == EMPTY
+
+
+@pytest.mark.parametrize("line", ["3", "[]", "{}", '{"step": "1"}', "{", "[" * 100_000, '{"step": 1, "loss": null}'])
+def test_odd_lines_are_one_line(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 0, "loss": 1.0}}\n{line}\n{{"step": 2, "loss": 1.0}}\n')
+    with pytest.raises(DamagedFileError, match=r"metrics.jsonl: line 2 is not what was written") as caught:
+        read_metrics(path, "loss")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_number_that_is_none_is_not_logged(tmp_path):
+    with pytest.raises(ModelError, match=r"metrics.jsonl: kl is nan"):
+        append_line(tmp_path / "metrics.jsonl", {"step": 1, "kl": float("nan")})
 
 
 def test_cut_back_makes_no_file(tmp_path):
