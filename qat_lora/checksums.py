@@ -56,11 +56,14 @@ def _sha256(path: str, _inode: int, _size: int, _changed_ns: int) -> str:
 def read_object(file: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 
+    A model's own `config.json` may hold infinities (Mamba's `time_step_limit`), which transformers writes so.
+
     Raises:
         ModelError: it cannot be read, is no JSON object, or holds a number that is NaN or infinite.
     """
     try:
-        data = json.loads(file.read_text(encoding="utf-8"), parse_constant=_finite, parse_float=_finite)
+        number = _number if file.name == "config.json" else _finite
+        data = json.loads(file.read_text(encoding="utf-8"), parse_constant=number, parse_float=number)
     except OSError as error:
         raise ModelError(f"{file}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
@@ -70,9 +73,16 @@ def read_object(file: Path) -> dict[str, Any]:
     return data
 
 
-def _finite(text: str) -> float:
+def _number(text: str) -> float:
     number = float(text)
-    if not math.isfinite(number):
+    if math.isnan(number):
+        raise ValueError(f"{text} is no number")
+    return number
+
+
+def _finite(text: str) -> float:
+    number = _number(text)
+    if math.isinf(number):
         raise ValueError(f"{text} is no finite number")
     return number
 

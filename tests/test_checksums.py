@@ -127,3 +127,13 @@ def test_odd_json_is_one_line(tmp_path, text):
 def test_a_promise_in_another_file(folder):
     assert set(check_sums(folder, True, LOADED)) == {"config.json", "model.safetensors", NOTE}
     assert json.loads((folder / NOTE).read_text()) == checksums.PROMISE
+
+
+def test_a_config_of_transformers_may_hold_infinities(tmp_path):
+    """Mamba's `time_step_limit` is (0, infinity), and transformers writes it so; NaN means nothing anywhere."""
+    file = tmp_path / "config.json"
+    file.write_text('{"time_step_limit": [0.0, Infinity]}')
+    assert read_object(file)["time_step_limit"] == [0.0, float("inf")]
+    file.write_text('{"rms_norm_eps": NaN}')
+    with pytest.raises(ModelError, match=r"config.json: .*NaN is no number"):
+        read_object(file)

@@ -25,7 +25,7 @@ from qat_lora.checksums import read_object
 from qat_lora.errors import ModelError
 from qat_lora.export.integers import Integers, as_integers, needed_bits, other_tensors
 from qat_lora.extras import require
-from qat_lora.finite import check_finite, json_text
+from qat_lora.finite import check_finite
 from qat_lora.layers.convert import HEAD, linear_layers, quant_layers, tied_embedding
 from qat_lora.models import DTYPES, PACKED
 
@@ -89,7 +89,7 @@ def save_compressed(module: Any, found: dict[str, Integers], out: Path, dtype: s
     config["architectures"] = [type(module).__name__]
     check_finite(tensors, f"tensors for {out}")
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    (out / "config.json").write_text(json_text(config, out / "config.json", indent=2) + "\n", encoding="utf-8")
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _quantization_config(module: Any, found: dict[str, Integers]) -> dict[str, Any]:
