@@ -61,19 +61,19 @@ class _Cut(NamedTuple):
     """The next window's first ids, some of them behind the cut: longer text must not change them."""
 
 
-def encode_pieces(tokenizer: Any, parts: str | Iterable[str], name: str, *, spans: bool = False) -> Iterator[Piece]:
+def encode_pieces(tokenizer: Any, parts: Iterable[str], name: str, *, spans: bool = False) -> Iterator[Piece]:
     """Yield the tokens of a text, without special tokens around it.
 
     Args:
         tokenizer: a transformers fast tokenizer.
-        parts: the text, whole or in parts of any size.
+        parts: the text in parts, such as `slices` of it.
         name: of the text, for errors.
         spans: whether to say where in the text each token is.
 
     Raises:
         TextError: the text can be cut at no place; what was given out until then is right.
     """
-    source = iter(_slices(parts) if isinstance(parts, str) else parts)
+    source = iter(parts)
     window, more, size = "", True, WINDOW_CHARS
     at, done, known = 0, 0, list[int]()  # characters before the window; its tokens given out already; its first ids
     while True:
@@ -98,7 +98,8 @@ def encode_pieces(tokenizer: Any, parts: str | Iterable[str], name: str, *, span
         window, at, done, known, size = window[cut.start :], at + cut.start, cut.there, cut.known, WINDOW_CHARS
 
 
-def _slices(text: str) -> Iterator[str]:
+def slices(text: str) -> Iterator[str]:
+    """Yield a text in parts of `WINDOW_CHARS` characters."""
     return (text[i : i + WINDOW_CHARS] for i in range(0, len(text), WINDOW_CHARS))
 
 

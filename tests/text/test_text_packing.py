@@ -28,10 +28,20 @@ def byte_tokenizer(bos=None, eos=None, adds_bos=False):
     return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=bos, eos_token=eos, model_max_length=8)
 
 
+PIECE = 5  # tokens
+
+
 def numbered(document):
     """Encode "5 7 9!" as tokens 5, 7, 9; a token followed by ! is a prompt's."""
     words = (document.text or "").split()
-    return [int(word.rstrip("!")) for word in words], [int(not word.endswith("!")) for word in words]
+    ids, mask = [int(word.rstrip("!")) for word in words], [int(not word.endswith("!")) for word in words]
+    return [(ids[at : at + PIECE], mask[at : at + PIECE]) for at in range(0, len(ids), PIECE)]
+
+
+def joined(pieces):
+    """Ids and mask of all pieces."""
+    pieces = list(pieces)
+    return [int(i) for ids, _ in pieces for i in ids], [int(m) for _, mask in pieces for m in mask]
 
 
 def make_documents(sizes, seed=0):
@@ -48,7 +58,7 @@ def oracle(documents, length, pad):
     """Rows as lists of (token, mask, start), one token at a time."""
     flat = []
     for document in documents:
-        for i, (token, count) in enumerate(zip(*numbered(document), strict=True)):
+        for i, (token, count) in enumerate(zip(*joined(numbered(document)), strict=True)):
             flat.append((token, 0 if i == 0 else count, i == 0))
     rows = []
     for begin in range(0, len(flat), length):
@@ -137,9 +147,9 @@ def test_evaluation_takes_whole_documents(eval_rows):
     rows, rest = take_eval(lambda start: documents[start:], numbered, 7, eval_rows)
     assert [plain(row) for row in rows] == oracle(documents, 7, True)[:eval_rows]
     kept = {token for row in rows for token in row.input_ids.tolist()}
-    used = [i for i, document in enumerate(documents) if kept & set(numbered(document)[0])]
+    used = [i for i, document in enumerate(documents) if kept & set(joined(numbered(document))[0])]
     assert rest == max(used) + 1
-    trained = {token for document in documents[rest:] for token in numbered(document)[0]}
+    trained = {token for document in documents[rest:] for token in joined(numbered(document))[0]}
     assert trained and not kept & trained
 
 
@@ -171,7 +181,7 @@ def test_shares_divide_the_documents(first, parts):
 @pytest.mark.parametrize("adds_bos", [False, True])
 def test_a_text_is_framed_by_bos_and_eos_once(adds_bos):
     tokenizer = byte_tokenizer("<s>", "</s>", adds_bos)
-    ids, mask = make_encoder(tokenizer)(Document("ab \u00fc", None, "x"))
+    ids, mask = joined(make_encoder(tokenizer)(Document("ab \u00fc", None, "x")))
     assert (ids[0], ids[-1]) == (tokenizer.bos_token_id, tokenizer.eos_token_id) == (256, 257)
     assert tokenizer.decode(ids[1:-1]) == "ab \u00fc"
     assert len(ids) == 7 and mask == [1] * 7
@@ -179,11 +189,11 @@ def test_a_text_is_framed_by_bos_and_eos_once(adds_bos):
 
 def test_a_tokenizer_without_special_tokens_frames_nothing():
     tokenizer = byte_tokenizer()
-    assert tokenizer.decode(make_encoder(tokenizer)(Document("ab", None, "x"))[0]) == "ab"
+    assert tokenizer.decode(joined(make_encoder(tokenizer)(Document("ab", None, "x")))[0]) == "ab"
 
 
 def test_one_token_may_be_both_ends():
-    ids, _ = make_encoder(byte_tokenizer("<|endoftext|>", "<|endoftext|>"))(Document("ab", None, "x"))
+    ids, _ = joined(make_encoder(byte_tokenizer("<|endoftext|>", "<|endoftext|>"))(Document("ab", None, "x")))
     assert (ids[0], ids[-1], len(ids)) == (256, 256, 4)
 
 
@@ -195,7 +205,7 @@ def test_blank_documents_are_no_tokens():
         Document(None, None, ""),
         Document(None, [], ""),
     ):
-        assert encode(document) == ([], [])
+        assert joined(encode(document)) == ([], [])
 
 
 def test_long_texts_are_no_news(caplog):
@@ -206,7 +216,7 @@ def test_long_texts_are_no_news(caplog):
         assert "longer than the specified maximum" in caplog.text  # the control: it does warn
         tokenizer.deprecation_warnings.clear()
         caplog.clear()
-        make_encoder(tokenizer)(Document("a text longer than eight tokens", None, "x"))
+        joined(make_encoder(tokenizer)(Document("a text longer than eight tokens", None, "x")))
         assert not caplog.text
     finally:
         logging.getLogger("transformers").removeHandler(caplog.handler)

@@ -1,18 +1,13 @@
 """Tokenising in pieces: the ids of the whole text, for every kind of tokenizer and text; or a refusal."""
 
 import itertools
-import random
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from qat_lora.errors import TextError
 from qat_lora.text import pieces
-from qat_lora.text.pieces import encode_pieces
+from qat_lora.text.pieces import encode_pieces, slices
 
 GPT4 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN = GPT4.replace(r"\p{N}{1,3}", r"\p{N}")
@@ -25,7 +20,9 @@ CJK = r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 WORDS = "the of and a in to was house water stone river light 12 1998 don't I'll x = y ( ) , . ; - _ == 日本 語 中文 über naïve Ünï"
 CORPUS = [
     "the house of the river and the water in the stone light was 1998.\n\n  It don't; I'll (go) to == 12345 \t tabs\n",
-    "    def f(x):\n        return x + 1\r\n\n\n# aaaa aaaaaaaa bbbb abababab ======== -------- \n" + "a" * 40 + " " * 24,
+    "    def f(x):\n        return x + 1\r\n\n\n# aaaa aaaaaaaa bbbb abababab ======== -------- \n"
+    + "a" * 40
+    + " " * 24,
     "日本語の文章。中文没有空格的文字，很长。 über naïve e\u0301 Ünïcödé \U0001f600\U0001f468\u200d\U0001f469 한국어 \u1100\u1161\n",
 ] * 4
 
@@ -59,7 +56,9 @@ def llama2(normalizer):
 
 MAKE = {
     "gpt2": lambda: trained(models.BPE(), pre_tokenizers.ByteLevel(add_prefix_space=False), byte_level=True),
-    "gpt2 with a prefix": lambda: trained(models.BPE(), pre_tokenizers.ByteLevel(add_prefix_space=True), byte_level=True),
+    "gpt2 with a prefix": lambda: trained(
+        models.BPE(), pre_tokenizers.ByteLevel(add_prefix_space=True), byte_level=True
+    ),
     "qwen2": lambda: byte_split(QWEN, normalizers.NFC()),
     "llama3": lambda: byte_split(GPT4, ignore_merges=True),
     "o200k": lambda: byte_split(O200K),
@@ -67,7 +66,9 @@ MAKE = {
     "any merges": lambda: byte_split([]),
     "llama2": lambda: llama2(normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])),
     "gemma": lambda: llama2(normalizers.Replace(" ", "▁")),
-    "bpe with metaspace": lambda: trained(models.BPE(unk_token="<u>"), pre_tokenizers.Metaspace(), special_tokens=["<u>"]),
+    "bpe with metaspace": lambda: trained(
+        models.BPE(unk_token="<u>"), pre_tokenizers.Metaspace(), special_tokens=["<u>"]
+    ),
     "unigram": lambda: trained(
         models.Unigram(),
         pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]),
@@ -106,8 +107,8 @@ def whole(tokenizer, text):
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def in_pieces(tokenizer, text, count=False):
-    found = list(encode_pieces(tokenizer, text, "t"))
+def in_pieces(tokenizer, text):
+    found = encode_pieces(tokenizer, slices(text), "t")
     return list(itertools.chain.from_iterable(piece.ids.tolist() for piece in found))
 
 

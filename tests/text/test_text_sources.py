@@ -249,7 +249,7 @@ def test_python_sources_in_an_old_encoding_are_read(tmp_path):
         ("a.jsonl", '{"text": ["x"]}', {}, "'text' of a.jsonl:1 holds list"),
         ("a.jsonl", "[1]", {}, "a.jsonl:1 holds list; a row is an object"),
         ("a.json", "[1]", {}, r"a.json\[0\] holds int"),
-        ("a.json", "[{]", {}, "a.json is not JSON"),
+        ("a.json", "[{]", {}, r"a.json\[0\] is not JSON"),
         ("a.jsonl", '{"text": "x"}', {"format": "alpaca"}, "a.jsonl:1: no field 'instruction'; fields there: text"),
         ("a.txt", "x", {"format": "messages"}, "format: messages needs rows .* a.txt is plain text"),
         ("a.parquet", "x", {}, "a.parquet is not a Parquet file"),
