@@ -121,11 +121,9 @@ def _pack(
                 filled += take
                 done += take
                 if filled == length:
-                    more = done < len(ids) or not is_last
-                    cursor = (
-                        {"document": index, "token": passed + done} if more else {"document": index + 1, "token": 0}
-                    )
-                    yield row._replace(cursor=cursor)
+                    ended = is_last and done == len(ids)
+                    document_at, token_at = (index + 1, 0) if ended else (index, passed + done)
+                    yield row._replace(cursor={"document": document_at, "token": token_at})
                     row, filled = _empty_row(length), 0
             passed += len(ids)
         if skip and skip >= passed:

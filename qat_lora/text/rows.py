@@ -1,10 +1,10 @@
-"""Rows of local files: JSON lines, JSON arrays, Parquet; and what a row's fields say.
+r"""Rows of local files: JSON lines, JSON arrays, Parquet; and what a row's fields say.
 
 A row is parsed when it is used, so that skipping to row n of a long file costs reading its lines and no more. Files
 are read a row at a time, arrays too, so memory follows the longest row, and one of more than `ROW_CHARS` is refused.
 Parquet goes through pyarrow rather than `datasets`, which would first copy the file into its own cache.
 
-Any bytes are read. Those that are not UTF-8 become U+FFFD, and so does a lone surrogate (`"\\ud800"`: half of a
+Any bytes are read. Those that are not UTF-8 become U+FFFD, and so does a lone surrogate (`"\ud800"`: half of a
 character of UTF-16, which JSON can write and no tokenizer takes), in fields and in their names: see `well_formed`.
 """
 
@@ -130,36 +130,31 @@ def _members(file: IO[str], name: str) -> Iterator[Any]:
     text, count = file.read(_READ_CHARS), 0
     at = _gap(text, 0) + 1
     while True:
-        begin = _gap(text, at)
-        if not count and text[begin : begin + 1] == "]":
-            end = begin
-        else:
+        where, end = f"{name}[{count}]", _gap(text, at)
+        if count or text[end : end + 1] != "]":
+            fault: Exception = ValueError("the array has no end")
             try:
-                row, end = _DECODER.raw_decode(text, begin)
+                row, end = _DECODER.raw_decode(text, end)
                 end = _gap(text, end)
-                whole = end < len(text)  # 12 may become 123
             except (ValueError, RecursionError) as error:
                 if not _is_cut(error, text):
-                    raise _not_json(f"{name}[{count}]", error) from None
-                whole, fault = False, error
-            else:
-                fault = ValueError("the array has no end")
-            if not whole:
+                    raise _not_json(where, error) from None
+                fault, end = error, len(text)
+            if end == len(text):  # text may go on, and 12 become 123
                 further = file.read(max(_READ_CHARS, len(text) - at))
                 if not further:
-                    raise _not_json(f"{name}[{count}]", fault)
+                    raise _not_json(where, fault)
                 if len(text) - at > ROW_CHARS:
-                    raise too_long(f"{name}[{count}]")
+                    raise too_long(where)
                 text, at = text[at:] + further, 0
                 continue
             yield row
             count += 1
-            if text[end] == ",":
-                at = end + 1
-                continue
-        if text[end] != "]" or (text[end + 1 :] + file.read(_READ_CHARS)).strip():
-            raise _not_json(f"{name}[{count}]", ValueError("neither a comma nor the end of the array before it"))
-        return
+        if text[end] == "]" and not (text[end + 1 :] + file.read(_READ_CHARS)).strip():
+            return
+        if text[end] != ",":
+            raise _not_json(where, ValueError("neither a comma nor the end of the array comes behind it"))
+        at = end + 1
 
 
 def _gap(text: str, at: int) -> int:

@@ -337,8 +337,12 @@ def _dataset_loads(dataset: Any, config: TextConfig, start: int) -> Iterator[_Lo
     def rows(first: int = 0) -> Iterator[Row]:
         # a stored dataset refuses to skip to its own end, where a finished build resumes
         at_end = hasattr(dataset, "__len__") and first >= len(dataset)
-        for i, row in enumerate(() if at_end else dataset.skip(first) if first else dataset, first):
-            yield Row(f"{name}[{i}]", partial(as_row, dict(row), f"{name}[{i}]"))
+        i = first
+        try:
+            for i, row in enumerate(() if at_end else dataset.skip(first) if first else dataset, first):
+                yield Row(f"{name}[{i}]", partial(as_row, dict(row), f"{name}[{i}]"))
+        except UnicodeDecodeError:
+            raise TextError(f"dataset: {name}, behind row {i}: bytes that are not UTF-8; write it anew") from None
 
     if _is_wikitext(rows, config):
         return itertools.islice(_wikitext_loads(name, rows, config), start, None)

@@ -9,7 +9,10 @@ from transformers import PreTrainedTokenizerFast
 from qat_lora.text import pieces
 from qat_lora.text.pieces import encode_pieces, slices
 
-GPT4 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+GPT4 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 QWEN = GPT4.replace(r"\p{N}{1,3}", r"\p{N}")
 O200K = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
@@ -17,13 +20,12 @@ O200K = (
     r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 CJK = r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
-WORDS = "the of and a in to was house water stone river light 12 1998 don't I'll x = y ( ) , . ; - _ == 日本 語 中文 über naïve Ünï"
 CORPUS = [
     "the house of the river and the water in the stone light was 1998.\n\n  It don't; I'll (go) to == 12345 \t tabs\n",
-    "    def f(x):\n        return x + 1\r\n\n\n# aaaa aaaaaaaa bbbb abababab ======== -------- \n"
-    + "a" * 40
-    + " " * 24,
-    "日本語の文章。中文没有空格的文字，很长。 über naïve e\u0301 Ünïcödé \U0001f600\U0001f468\u200d\U0001f469 한국어 \u1100\u1161\n",
+    "    def f(x):\n        return x + 1\r\n\n\n# aaaa aaaaaaaa bbbb abababab ======== -------- \n",
+    "a" * 40 + " " * 24,
+    "日本語の文章。中文没有空格的文字，很长。 über naïve e\u0301 Ünïcödé \U0001f600\U0001f468\u200d\U0001f469\n",
+    "한국어 \u1100\u1161 \u0301\u0316\n",
 ] * 4
 
 
@@ -56,9 +58,7 @@ def llama2(normalizer):
 
 MAKE = {
     "gpt2": lambda: trained(models.BPE(), pre_tokenizers.ByteLevel(add_prefix_space=False), byte_level=True),
-    "gpt2 with a prefix": lambda: trained(
-        models.BPE(), pre_tokenizers.ByteLevel(add_prefix_space=True), byte_level=True
-    ),
+    "a prefix": lambda: trained(models.BPE(), pre_tokenizers.ByteLevel(add_prefix_space=True), byte_level=True),
     "qwen2": lambda: byte_split(QWEN, normalizers.NFC()),
     "llama3": lambda: byte_split(GPT4, ignore_merges=True),
     "o200k": lambda: byte_split(O200K),
@@ -66,9 +66,7 @@ MAKE = {
     "any merges": lambda: byte_split([]),
     "llama2": lambda: llama2(normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])),
     "gemma": lambda: llama2(normalizers.Replace(" ", "▁")),
-    "bpe with metaspace": lambda: trained(
-        models.BPE(unk_token="<u>"), pre_tokenizers.Metaspace(), special_tokens=["<u>"]
-    ),
+    "metaspace": lambda: trained(models.BPE(unk_token="?"), pre_tokenizers.Metaspace(), special_tokens=["?"]),
     "unigram": lambda: trained(
         models.Unigram(),
         pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]),
