@@ -188,9 +188,10 @@ def _not_json(where: str, error: Exception) -> TextError:
 
 def _parse_row(line: str, where: str) -> dict[str, Any]:
     try:
-        return as_row(_DECODER.decode(line), where)
+        row = _DECODER.decode(line)
     except (ValueError, RecursionError) as error:
         raise _not_json(where, error) from None
+    return as_row(row, where)
 
 
 # Fields
@@ -200,11 +201,14 @@ def as_row(row: Any, where: str) -> dict[str, Any]:
     """Return a row with its texts `well_formed`.
 
     Raises:
-        TextError: it is no object with fields.
+        TextError: it is no object with fields, or nested too deeply.
     """
     if not isinstance(row, dict):
         raise TextError(f"dataset: {where} holds {type(row).__name__}; a row is an object with fields")
-    return _well_formed_values(row)
+    try:
+        return _well_formed_values(row)
+    except RecursionError as error:
+        raise _not_json(where, error) from None
 
 
 def _well_formed_values(value: Any) -> Any:

@@ -150,7 +150,7 @@ def test_an_array_is_the_same_however_it_is_read(tmp_path, monkeypatch, step):
         {"text": 'é\U0001f600\\"]},[{' * draw.randrange(9), "n": draw.choice([-1.5e300, 123456, None, True, []])}
         for _ in range(40)
     ]
-    data[3:3] = [12345, "text", None, -1.5]  # no rows, told when they are used
+    data[3:3] = [12345, "text", None, [1]]  # no rows, told when they are used
     monkeypatch.setattr(room, "_READ_CHARS", step)
     for indent, ascii_only in ((None, True), (2, False)):
         (tmp_path / "a.json").write_text(json.dumps(data, indent=indent, ensure_ascii=ascii_only) + " \n", "utf-8")
