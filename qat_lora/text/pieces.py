@@ -58,7 +58,7 @@ class _Cut(NamedTuple):
     here: int
     there: int
     known: list[int]
-    """The next window's first ids, some of them behind the cut: longer text must not change them."""
+    """The next window's ids before the cut: longer text must not change them."""
 
 
 def encode_pieces(tokenizer: Any, parts: Iterable[str], name: str, *, spans: bool = False) -> Iterator[Piece]:
@@ -66,7 +66,7 @@ def encode_pieces(tokenizer: Any, parts: Iterable[str], name: str, *, spans: boo
 
     Args:
         tokenizer: a transformers fast tokenizer.
-        parts: the text in parts, such as `slices` of it.
+        parts: the text in parts of at most `WINDOW_CHARS` characters, such as `slices` of it.
         name: of the text, for errors.
         spans: whether to say where in the text each token is.
 
@@ -77,8 +77,10 @@ def encode_pieces(tokenizer: Any, parts: Iterable[str], name: str, *, spans: boo
     window, more, size = "", True, WINDOW_CHARS
     at, done, known = 0, 0, list[int]()  # characters before the window; its tokens given out already; its first ids
     while True:
-        while (more := more and (part := next(source, None)) is not None) and _is_short(window := window + part, size):
-            pass
+        while more and _is_short(window, size):
+            part = next(source, None)
+            more = part is not None
+            window += part or ""
         encoded = _encode(tokenizer, window, spans)
         ids = encoded["input_ids"]
         cut = _find_cut(tokenizer, window, encoded, done) if more else None
@@ -105,7 +107,7 @@ def slices(text: str) -> Iterator[str]:
 
 def _is_short(window: str, size: int) -> bool:
     """Whether a window wants more text: a run of white space must not go on behind it, words are decided there."""
-    return len(window) <= size or (window[-1].isspace() and len(window) < LARGEST * WINDOW_CHARS)
+    return len(window) <= size or (window[-1].isspace() and len(window) < 2 * LARGEST * WINDOW_CHARS)
 
 
 def _encode(tokenizer: Any, text: str, spans: bool = False) -> Any:
@@ -144,8 +146,7 @@ def _find_cut(tokenizer: Any, window: str, encoded: Any, done: int) -> _Cut | No
             there[:, _BEGIN : _END + 1] += start
             i, j = _meeting(here, there, window, start + margin, last, within)
             if i:
-                j += 1
-                return _Cut(start, i + max(first, done, 1), j, probe["input_ids"][: j + AGREEING])
+                return _Cut(start, i + max(first, done, 1), j + 1, probe["input_ids"][: j + 1])
     return None
 
 
@@ -180,7 +181,7 @@ def _meeting(here: np.ndarray, there: np.ndarray, window: str, low: int, high: i
     words = any(marks[near, _WORD].any() for marks, near in zip((here, there), in_reach, strict=True))
     if not words and not within:
         return 0, 0
-    heads = {int(there[j, _BEGIN]): j for j in range(AGREEING, len(there) - AGREEING)}
+    heads = {int(there[j, _BEGIN]): j for j in range(AGREEING, len(there) - AGREEING) if _is_head(there, j)}
     middle = (low + high) // 2
     fits = in_reach[0] & (here[:, _WORD] == words)
     for i in sorted(np.flatnonzero(fits).tolist(), key=lambda i: abs(int(here[i, _BEGIN]) - middle)):
@@ -188,12 +189,17 @@ def _meeting(here: np.ndarray, there: np.ndarray, window: str, low: int, high: i
         if (
             j
             and AGREEING <= i < len(here) - AGREEING
-            and here[i, _BEGIN] >= here[i - 1, _END]
+            and _is_head(here, i)
             and np.array_equal(here[i - AGREEING : i + AGREEING], there[j - AGREEING : j + AGREEING])
             and _begins_anew(window[here[i, _BEGIN]])
         ):
             return i, j
     return 0, 0
+
+
+def _is_head(marks: np.ndarray, i: int) -> bool:
+    """Whether token i begins with a character, not amid the bytes of one."""
+    return bool(marks[i, _BEGIN] >= marks[i - 1, _END])
 
 
 def _begins_anew(character: str) -> bool:
