@@ -4,7 +4,7 @@ Documents are put one behind the other and cut every L tokens. Padding each docu
 short texts, and truncating loses the ends of long ones; best-fit packing keeps documents whole but needs a buffer
 of documents, which would have to be saved to resume. Cutting loses no token, and its whole state is one place in
 the text: the cursor {"document": index, "token": offset} of the next row's first token. Resuming re-encodes that
-one document.
+one document up to there. Documents come in pieces (`pieces.py`), so memory follows neither their size nor their number.
 
 A row knows where its documents begin (`doc_starts`), since attention and positions restart there. A document that
 goes on in the next row begins anew there. The first token of a document in a row has nothing to be predicted from,

@@ -18,8 +18,9 @@ its beginning), the windows then grow, and a text where no such place is found i
 
 The ids are those of the whole text for tokenizers that decide where a word ends by at most `MARGIN_CHARS` characters
 behind it, runs of white space aside (a window never ends in one), and whose normaliser reorders no more than combining
-marks (tokens never pass before one). That covers the tokenizers of `transformers` that we know of; a pattern of one's
-own which looks thousands of letters ahead is outside it. Texts of up to `WINDOW_CHARS` are encoded whole.
+marks (no cut is made before one). The usual patterns and models are tested; outside it is a pattern that looks further
+ahead, as GPT-4o's does in a run of thousands of capitals and letters without case. Up to `WINDOW_CHARS` a text is
+encoded whole.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from tokenizers import models
 from qat_lora.errors import TextError
 
 WINDOW_CHARS = 1 << 18
-"""Characters that are tokenised at once: the bound of memory, 50 MB for plain English, up to four times that."""
+"""Characters that are tokenised at once, which bounds memory (`benchmarks/text_memory.py` measures it)."""
 LARGEST = 8  # times WINDOW_CHARS, where no place to cut is found in less
 OVERLAP_CHARS = 4096
 MARGIN_CHARS = 256

@@ -135,7 +135,7 @@ PASSAGE = st.one_of(
 
 
 @settings(
-    max_examples=40, derandomize=True, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+    max_examples=25, derandomize=True, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
 )
 @given(st.lists(PASSAGE, min_size=3, max_size=8).map("".join).filter(lambda text: len(text) > 700))
 def test_the_ids_are_those_of_the_whole_text_or_it_is_refused(text):
