@@ -58,8 +58,8 @@ def make_encoder(tokenizer: Any) -> Encode:
     it. A chat is what its template writes (see `encode_chat`), and a blank document is no tokens at all. Special
     tokens written out in a text become those tokens, as everywhere in transformers.
     """
-    before = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    after = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    before, after = (np.array([] if token is None else [token], np.int32) for token in ends)
 
     def encode(document: Document) -> Iterator[Tokens]:
         if document.is_blank:

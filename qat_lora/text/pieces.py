@@ -25,6 +25,7 @@ encoded whole.
 
 from __future__ import annotations
 
+import itertools
 import unicodedata
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -156,12 +157,10 @@ _ID, _BEGIN, _END, _WORD = range(4)
 
 def _marks(encoding: Any, ids: list[int], first: int) -> np.ndarray:
     """Return for each token from number `first` on: its id, its characters, whether it begins a word; int64 [N, 4]."""
-    marks = np.zeros((len(ids) - first, 4), np.int64)
-    word = encoding.token_to_word(first - 1)
-    for row, token in enumerate(range(first, len(ids))):
-        before, word = word, encoding.token_to_word(token)
-        marks[row] = (ids[token], *encoding.token_to_chars(token), word != before)
-    return marks
+    words = [encoding.token_to_word(token) for token in range(first - 1, len(ids))]
+    marks = [(ids[token], *encoding.token_to_chars(token)) for token in range(first, len(ids))]
+    begins = [word != before for before, word in itertools.pairwise(words)]
+    return np.column_stack([np.array(marks, np.int64).reshape(-1, 3), np.array(begins, np.int64)])
 
 
 def _meeting(here: np.ndarray, there: np.ndarray, window: str, low: int, high: int, within: bool) -> tuple[int, int]:
