@@ -172,7 +172,7 @@ def _train_teacher(text: TextConfig, out: Path, runtime: Runtime, run: RunConfig
     """Train tokenizer and teacher; an ordinary Hugging Face folder."""
     if outputs.claim(out, "teacher", {"seed": run.seed, "recipe": _recipe()}, overwrite=False):
         return out
-    make_tokenizer((str(d.text) for d in open_documents(text)), VOCABULARY, out)
+    make_tokenizer(("".join(d.parts()) for d in open_documents(text)), VOCABULARY, out)
     encode = make_encoder(load_tokenizer(out))
     rows = list(tqdm(pack_rows(open_documents(text), encode, LENGTH), desc="tokenize", unit="row", disable=run.quiet))
     torch.manual_seed(run.seed)

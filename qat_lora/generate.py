@@ -19,6 +19,7 @@ from qat_lora.decoding import begin, step
 from qat_lora.errors import ConfigError, TextError
 from qat_lora.models import CausalLM
 from qat_lora.text.chat import Message
+from qat_lora.text.rows import well_formed
 
 PENDING = "\ufffd"  # what a tokenizer writes for bytes that are not yet a whole character
 
@@ -110,7 +111,7 @@ def stream_text(tokenizer: Any, ids: Iterable[int]) -> Iterator[str]:
 
 def plain_prompt(tokenizer: Any, prompt: str) -> list[int]:
     """Return the ids of a text to continue, after the begin token where the tokenizer has one."""
-    ids = list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+    ids = list(tokenizer(well_formed(prompt), add_special_tokens=False)["input_ids"])
     return ids if tokenizer.bos_token_id is None else [tokenizer.bos_token_id, *ids]
 
 
@@ -133,7 +134,7 @@ def chat_prompt(tokenizer: Any, messages: list[Message]) -> list[int]:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template is a program of the model's author and may raise anything
         raise TextError(f"chat: the chat template refuses these messages: {error}") from None
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return list(tokenizer(well_formed(text), add_special_tokens=False)["input_ids"])
 
 
 def continue_text(model: CausalLM, tokenizer: Any, prompt: str, max_new_tokens: int, **settings: Any) -> str:

@@ -4,8 +4,8 @@ Which tokens are the assistant's is not in the token ids. Searching for marker s
 model's markers, and `{% generation %}` blocks, the official way, are missing from most published templates
 (Qwen3's too). So the template itself is asked: the text up to an answer is the template's rendering of the
 messages before it with a generation prompt, the text after it the rendering of the messages with it. Both must be
-beginnings of the whole conversation's rendering, and that is checked. The whole is then tokenised once, so the ids
-are those that the model meets in use, and the tokenizer's character offsets carry the spans over to tokens.
+beginnings of the whole conversation's rendering, and that is checked. The whole is then tokenised as one text, so the
+ids are those that the model meets in use, and the tokenizer's character offsets carry the spans over to tokens.
 
 One exception to "must be a beginning" is known and handled: templates of reasoning models write an (empty)
 thinking block into the last answer and leave it out of earlier ones. An earlier answer's rendering is then the
@@ -14,10 +14,13 @@ same text without its beginning.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from qat_lora.errors import TextError
+from qat_lora.text.pieces import Piece, encode_pieces, slices
 
 Message = dict[str, str]
 
@@ -90,7 +93,9 @@ def _turns(row: Mapping[str, Any], field: str, speaker: str, content: str, where
     return messages
 
 
-def encode_chat(tokenizer: Any, messages: list[Message], where: str = "chat") -> tuple[list[int], list[int]]:
+def encode_chat(
+    tokenizer: Any, messages: list[Message], where: str = "chat"
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Tokenise a chat as its template writes it.
 
     Args:
@@ -99,8 +104,8 @@ def encode_chat(tokenizer: Any, messages: list[Message], where: str = "chat") ->
         where: names the chat in errors.
 
     Returns:
-        Token ids, and a mask of the same length: 1 on the tokens that lie wholly in an assistant's answer or in
-        the marker that ends its turn, 0 on everything else. Nothing is put before or after what the template
+        In pieces, token ids and a mask of the same length: 1 on the tokens that lie wholly in an assistant's answer
+        or in the marker that ends its turn, 0 on everything else. Nothing is put before or after what the template
         writes.
 
     Raises:
@@ -120,14 +125,15 @@ def encode_chat(tokenizer: Any, messages: list[Message], where: str = "chat") ->
             raise TextError(f"{where}: the chat template refuses these messages: {error}") from None
 
     whole = render(messages)
-    spans = answer_spans(whole, messages, render, where)
-    # verbose=False: rows are cut from long texts on purpose, so the length warning would be noise
-    encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    mask = [
-        int(any(start <= begin and start < stop <= end for start, end in spans))
-        for begin, stop in encoded["offset_mapping"]
-    ]
-    return list(encoded["input_ids"]), mask
+    spans = np.array([(0, 0), *answer_spans(whole, messages, render, where)], np.int64)
+    return ((piece.ids, _within(piece, spans)) for piece in encode_pieces(tokenizer, slices(whole), where, spans=True))
+
+
+def _within(piece: Piece, spans: np.ndarray) -> np.ndarray:
+    """Return a mask, uint8 [N], of the tokens that lie in one of some spans [S, 2], which are in order."""
+    begin, stop = piece.spans.T
+    start, end = spans[np.searchsorted(spans[:, 0], begin, side="right") - 1].T
+    return ((start < stop) & (stop <= end)).astype(np.uint8)
 
 
 def answer_spans(whole: str, messages: list[Message], render: Callable[..., str], where: str) -> list[tuple[int, int]]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from qat_lora import order
 from qat_lora.errors import TextError
-from qat_lora.text.packing import Encode, PackedRow
+from qat_lora.text.packing import Encode, PackedRow, Tokens
 from qat_lora.text.sources import Document
 from qat_lora.types import Batch
 
@@ -22,9 +22,8 @@ from qat_lora.types import Batch
 def every_token(encode: Encode) -> Encode:
     """Return an encoder that counts every token as a target, those of prompts too: plain next-token training."""
 
-    def encode_all(document: Document) -> tuple[list[int], list[int]]:
-        ids, _ = encode(document)
-        return ids, [1] * len(ids)
+    def encode_all(document: Document) -> Iterator[Tokens]:
+        return ((ids, np.ones(len(ids), np.uint8)) for ids, _ in encode(document))
 
     return encode_all
 
@@ -36,7 +35,7 @@ def answers_only(encode: Encode) -> Encode:
         TextError: a document that is no chat (when it is encoded).
     """
 
-    def encode_answers(document: Document) -> tuple[list[int], list[int]]:
+    def encode_answers(document: Document) -> Iterable[Tokens]:
         if document.messages is None and not document.is_blank:
             raise TextError(
                 f"objective: sft learns from chats, and {document.name} is plain text; give a chat layout with "

@@ -4,7 +4,7 @@ Documents are put one behind the other and cut every L tokens. Padding each docu
 short texts, and truncating loses the ends of long ones; best-fit packing keeps documents whole but needs a buffer
 of documents, which would have to be saved to resume. Cutting loses no token, and its whole state is one place in
 the text: the cursor {"document": index, "token": offset} of the next row's first token. Resuming re-encodes that
-one document.
+one document up to there. Documents come in pieces (`pieces.py`), so memory follows neither their size nor their number.
 
 A row knows where its documents begin (`doc_starts`), since attention and positions restart there. A document that
 goes on in the next row begins anew there. The first token of a document in a row has nothing to be predicted from,
@@ -14,17 +14,20 @@ so its `loss_mask` is 0.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from qat_lora.errors import ConfigError, TextError
 from qat_lora.text.chat import encode_chat
+from qat_lora.text.pieces import encode_pieces
 from qat_lora.text.sources import Document
 
-Encode = Callable[[Document], tuple[list[int], list[int]]]
-"""A document to its token ids and a mask of the same length: 1 where a token counts as a target."""
+Tokens = tuple[Sequence[int] | np.ndarray, Sequence[int] | np.ndarray]
+"""Token ids, and a mask of the same length: 1 where a token counts as a target."""
+Encode = Callable[[Document], Iterable[Tokens]]
+"""A document to its tokens, in pieces, so that a long one need not be held."""
 
 
 class OpenDocuments(Protocol):
@@ -55,17 +58,16 @@ def make_encoder(tokenizer: Any) -> Encode:
     it. A chat is what its template writes (see `encode_chat`), and a blank document is no tokens at all. Special
     tokens written out in a text become those tokens, as everywhere in transformers.
     """
-    before = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    after = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    before, after = (np.array([] if token is None else [token], np.int32) for token in ends)
 
-    def encode(document: Document) -> tuple[list[int], list[int]]:
+    def encode(document: Document) -> Iterator[Tokens]:
         if document.is_blank:
-            return [], []
+            return iter(())
         if document.messages is not None:
             return encode_chat(tokenizer, document.messages, document.name)
-        # verbose=False: rows are cut from long texts on purpose, so the length warning would be noise
-        ids = before + tokenizer(document.text, add_special_tokens=False, verbose=False)["input_ids"] + after
-        return ids, [1] * len(ids)
+        pieces = (piece.ids for piece in encode_pieces(tokenizer, document.parts(), document.name))
+        return ((ids, np.ones(len(ids), np.uint8)) for ids in itertools.chain([before], pieces, [after]))
 
     return encode
 
@@ -104,24 +106,28 @@ def _pack(
     documents: Iterable[Document], encode: Encode, length: int, first: int, skip: int, pad_id: int | None
 ) -> Iterator[PackedRow]:
     row, filled = _empty_row(length), 0
-    index = first
+    index = first - 1
     for index, document in enumerate(documents, first):
-        ids, mask = encode(document)
-        done = skip if index == first else 0
-        if done and done >= len(ids):
-            raise _moved(first, skip, f"that document ({document.name}) has {len(ids)} tokens")
-        while done < len(ids):
-            take = min(length - filled, len(ids) - done)
-            row.input_ids[filled : filled + take] = ids[done : done + take]
-            row.loss_mask[filled : filled + take] = mask[done : done + take]
-            row.loss_mask[filled] = 0
-            row.doc_starts[filled] = True
-            filled += take
-            done += take
-            if filled == length:
-                more = done < len(ids)
-                yield row._replace(cursor={"document": index if more else index + 1, "token": done if more else 0})
-                row, filled = _empty_row(length), 0
+        passed = 0  # tokens of the document in earlier pieces
+        for (ids, mask), is_last in _know_last(tokens for tokens in encode(document) if len(tokens[0])):
+            done = min(max(skip - passed, 0), len(ids))
+            while done < len(ids):
+                take = min(length - filled, len(ids) - done)
+                row.input_ids[filled : filled + take] = ids[done : done + take]
+                row.loss_mask[filled : filled + take] = mask[done : done + take]
+                if not filled or passed + done == 0:
+                    row.loss_mask[filled] = 0
+                    row.doc_starts[filled] = True
+                filled += take
+                done += take
+                if filled == length:
+                    ended = is_last and done == len(ids)
+                    document_at, token_at = (index + 1, 0) if ended else (index, passed + done)
+                    yield row._replace(cursor={"document": document_at, "token": token_at})
+                    row, filled = _empty_row(length), 0
+            passed += len(ids)
+        if skip and skip >= passed:
+            raise _moved(first, skip, f"that document ({document.name}) has {passed} tokens")
         skip = 0
     if skip:
         raise _moved(first, skip, "the text ends before that document")
@@ -129,6 +135,19 @@ def _pack(
         row.input_ids[filled:] = pad_id
         row.doc_starts[filled] = True
         yield row._replace(cursor={"document": index + 1, "token": 0})
+
+
+_T = TypeVar("_T")
+
+
+def _know_last(items: Iterable[_T]) -> Iterator[tuple[_T, bool]]:
+    """Yield every item, and whether it is the last."""
+    behind = iter(items)
+    for item in behind:
+        for following in behind:
+            yield item, False
+            item = following
+        yield item, True
 
 
 def _empty_row(length: int) -> PackedRow:

@@ -14,6 +14,7 @@ Three protocols, since published numbers follow three habits and differ by sever
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ import numpy as np
 
 from qat_lora.errors import ConfigError, TextError
 from qat_lora.text.packing import Encode, PackedRow
+from qat_lora.text.pieces import encode_pieces
 from qat_lora.text.sources import Document
 
 Protocol = Literal["packed", "sliding", "blocks2048"]
@@ -46,17 +48,24 @@ def sliding_rows(documents: Iterable[Document], encode: Encode, length: int, str
 
 def _slide(documents: Iterable[Document], encode: Encode, length: int, stride: int) -> Iterator[PackedRow]:
     for document in documents:
-        ids, mask = encode(document)
-        done = 0
-        for start in range(0, len(ids), stride):
-            end = min(start + length, len(ids))
-            row = _row(ids[start:end], length)
-            row.loss_mask[done - start : end - start] = mask[done:end]
-            row.loss_mask[0] = 0  # nothing comes before it
-            yield row
-            done = end
-            if end == len(ids):
-                break
+        ids, mask = (np.zeros(0, kind) for kind in (np.int32, np.uint8))  # from the next window's first token on
+        scored = 0  # tokens of these that an earlier window held
+        for more_ids, more_mask in encode(document):
+            ids, mask = np.append(ids, more_ids), np.append(mask, more_mask)
+            at = 0
+            while len(ids) - at >= length:
+                yield _window(ids[at : at + length], mask[at : at + length], scored, length)
+                at, scored = at + stride, length - stride
+            ids, mask = ids[at:], mask[at:]
+        if len(ids) > scored:
+            yield _window(ids, mask, scored, length)
+
+
+def _window(ids: np.ndarray, mask: np.ndarray, scored: int, length: int) -> PackedRow:
+    row = _row(ids, length)
+    row.loss_mask[scored : len(ids)] = mask[scored:]
+    row.loss_mask[0] = 0  # nothing comes before it
+    return row
 
 
 def block_rows(documents: Iterable[Document], tokenizer: Any, length: int = BLOCK) -> Iterator[PackedRow]:
@@ -65,24 +74,42 @@ def block_rows(documents: Iterable[Document], tokenizer: Any, length: int = BLOC
     Raises:
         TextError: chats, which this protocol does not know, or less text than one block.
     """
-    texts = []
-    for document in documents:
+    blocks = _blocks(documents, tokenizer, length)
+    return itertools.chain([next(blocks)], blocks)
+
+
+def _blocks(documents: Iterable[Document], tokenizer: Any, length: int) -> Iterator[PackedRow]:
+    before, after = _frame(tokenizer)
+    pieces = (piece.ids for piece in encode_pieces(tokenizer, _joined(documents), "the joined text"))
+    ids, made = np.zeros(0, np.int32), 0
+    for piece in itertools.chain([before], pieces, [after]):
+        ids = np.append(ids, piece)
+        for start in range(0, len(ids) - length + 1, length):
+            row = _row(ids[start : start + length], length)
+            row.loss_mask[1:] = 1
+            yield row
+            made += 1
+        ids = ids[len(ids) // length * length :]
+    if not made:
+        raise TextError(f"protocol: blocks of {length} tokens need that much text, this has {len(ids)}; use packed")
+
+
+def _joined(documents: Iterable[Document]) -> Iterator[str]:
+    for i, document in enumerate(documents):
         if document.text is None:
             raise TextError(f"protocol: blocks2048 joins plain texts, and {document.name} is a chat; use packed")
-        texts.append(document.text)
-    ids = tokenizer("\n\n".join(texts), verbose=False)["input_ids"]
-    if len(ids) < length:
-        raise TextError(f"protocol: blocks of {length} tokens need that much text, this has {len(ids)}; use packed")
-    return (_block(ids[start : start + length], length) for start in range(0, len(ids) - length + 1, length))
+        yield "\n\n" if i else ""
+        yield from document.parts()
 
 
-def _block(ids: list[int], length: int) -> PackedRow:
-    row = _row(ids, length)
-    row.loss_mask[1:] = 1
-    return row
+def _frame(tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ids that the tokenizer puts before and behind a text by itself, int32."""
+    bare, framed = (tokenizer("a", add_special_tokens=own, verbose=False)["input_ids"] for own in (False, True))
+    at = next(i for i in range(len(framed)) if framed[i : i + len(bare)] == bare)
+    return np.array(framed[:at], np.int32), np.array(framed[at + len(bare) :], np.int32)
 
 
-def _row(ids: list[int], length: int) -> PackedRow:
+def _row(ids: np.ndarray, length: int) -> PackedRow:
     """Return a row of one document, nothing counted; what is left over is a document of padding."""
     row = PackedRow(np.zeros(length, np.int32), np.zeros(length, np.uint8), np.zeros(length, np.bool_), {})
     row.input_ids[: len(ids)] = ids

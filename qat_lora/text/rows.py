@@ -1,20 +1,32 @@
-"""Rows of local files: JSON lines, JSON arrays, Parquet; and what a row's fields say.
+r"""Rows of local files: JSON lines, JSON arrays, Parquet; and what a row's fields say.
 
-A row is parsed when it is used, so that skipping to row n of a long file costs reading its lines and no more.
+A row is parsed when it is used, so that skipping to row n of a long file costs reading its lines and no more. Files
+are read a row at a time, arrays too, so memory follows the longest row, and one of more than `ROW_CHARS` is refused.
 Parquet goes through pyarrow rather than `datasets`, which would first copy the file into its own cache.
+
+Any bytes are read. Those that are not UTF-8 become U+FFFD, and so does a lone surrogate (`"\ud800"`: half of a
+character of UTF-16, which JSON can write and no tokenizer takes), in fields and in their names: see `well_formed`.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from qat_lora.errors import MissingExtraError, TextError
 
 ROW_SUFFIXES = (".jsonl", ".json", ".parquet")
+ROW_CHARS = 1 << 27
+"""Characters of the longest row that is read; it is held three times over while it is parsed."""
+_READ_CHARS = 1 << 20
+_PARQUET_BYTES = 1 << 25  # rows that are decoded at once take about so many
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_GAP = re.compile(r"[ \t\n\r]*")
 
 
 class Row(NamedTuple):
@@ -28,7 +40,7 @@ def file_rows(name: str, path: Path) -> Iterator[Row]:
     """Yield the rows of a .jsonl (or JSON lines in a .json), .json or .parquet file; blank lines are no rows.
 
     Raises:
-        TextError: not JSON or Parquet, no permission.
+        TextError: not JSON or Parquet, no permission, a row of more than `ROW_CHARS`.
         MissingExtraError: Parquet without pyarrow.
     """
     try:
@@ -38,11 +50,11 @@ def file_rows(name: str, path: Path) -> Iterator[Row]:
         with path.open(encoding="utf-8-sig", errors="replace") as file:
             if path.suffix.lower() == ".json" and file.read(4096).lstrip().startswith("["):
                 file.seek(0)
-                for i, row in enumerate(_parse(file.read(), name)):
-                    yield Row(f"{name}[{i}]", partial(_mapping, row, f"{name}[{i}]"))
+                for i, row in enumerate(_members(file, name)):
+                    yield Row(f"{name}[{i}]", partial(as_row, row, f"{name}[{i}]"))
                 return
             file.seek(0)
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(bounded_lines(file, name), 1):
                 if line.strip():
                     yield Row(f"{name}:{number}", partial(_parse_row, line, f"{name}:{number}"))
     except OSError as error:
@@ -56,30 +68,162 @@ def _parquet_rows(name: str, path: Path) -> Iterator[Row]:
     except ImportError:
         raise MissingExtraError("reading Parquet files needs pyarrow: pip install 'qat-lora[hub]'") from None
     try:
-        table = pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowInvalid as error:
-        raise TextError(f"dataset: {name} is not a Parquet file: {error}") from None
-    with table:
-        rows = (row for batch in table.iter_batches(1024) for row in batch.to_pylist())
-        for i, row in enumerate(rows):
-            yield Row(f"{name}[{i}]", partial(_mapping, row, f"{name}[{i}]"))
+        table = pyarrow.parquet.ParquetFile(path, buffer_size=_READ_CHARS)
+        with table:
+            meta = table.metadata
+            size = sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups))
+            at_once = max(1, min(1024, _PARQUET_BYTES * meta.num_rows // max(size, 1)))
+            rows = (row for batch in table.iter_batches(at_once) for row in _batch_rows(batch, name))
+            for i, row in enumerate(rows):
+                yield Row(f"{name}[{i}]", partial(as_row, row, f"{name}[{i}]"))
+    except pyarrow.ArrowException as error:
+        raise TextError(f"dataset: {name} is not a Parquet file: {' '.join(str(error).split())}") from None
 
 
-def _parse(text: str, where: str) -> Any:
+def _batch_rows(batch: Any, name: str) -> list[dict[str, Any]]:
+    """Return the rows of an Arrow batch; bytes of a text column that are not UTF-8, which Parquet allows, as U+FFFD."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise TextError(f"dataset: {where} is not JSON: {error}") from None
+        return batch.to_pylist()
+    except UnicodeDecodeError:
+        columns = {field: _column(batch.column(field), f"{name}: field {field!r}") for field in batch.schema.names}
+        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
-def _mapping(row: Any, where: str) -> dict[str, Any]:
-    if not isinstance(row, dict):
-        raise TextError(f"dataset: {where} holds {type(row).__name__}; a row is an object with fields")
-    return row
+def _column(column: Any, where: str) -> list[Any]:
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:
+        width = {"string": "binary", "large_string": "large_binary"}.get(str(column.type))
+        if width is None:
+            raise TextError(f"dataset: {where} holds bytes that are not UTF-8; write the file anew as UTF-8") from None
+        return [value and value.decode("utf-8", "replace") for value in column.view(width).to_pylist()]
+
+
+# JSON
+
+
+def bounded_lines(file: IO[str], name: str) -> Iterator[str]:
+    """Yield the lines of an open file.
+
+    Raises:
+        TextError: one of more than `ROW_CHARS` characters.
+    """
+    for number in itertools.count(1):
+        line = file.readline(ROW_CHARS)
+        if len(line) == ROW_CHARS and line[-1] != "\n":
+            raise too_long(f"{name}:{number}")
+        if not line:
+            return
+        yield line
+
+
+def too_long(where: str) -> TextError:
+    """Say that a row or an article is longer than what is read whole."""
+    return TextError(
+        f"dataset: {where} has more than {ROW_CHARS:,} characters; divide it, or give its text as a plain file, which "
+        "may have any size"
+    )
+
+
+def _members(file: IO[str], name: str) -> Iterator[Any]:
+    """Yield the members of a JSON array, reading on as they are taken."""
+    text, count = file.read(_READ_CHARS), 0
+    at = _gap(text, 0) + 1
+    while True:
+        where, end = f"{name}[{count}]", _gap(text, at)
+        if count or text[end : end + 1] != "]":
+            fault: Exception = ValueError("the array has no end")
+            try:
+                row, end = _DECODER.raw_decode(text, end)
+                end = _gap(text, end)
+            except (ValueError, RecursionError) as error:
+                if not _is_cut(error, text):
+                    raise _not_json(where, error) from None
+                fault, end = error, len(text)
+            if end == len(text):  # text may go on, and 12 become 123
+                further = file.read(max(_READ_CHARS, len(text) - at))
+                if not further:
+                    raise _not_json(where, fault)
+                if len(text) - at > ROW_CHARS:
+                    raise too_long(where)
+                text, at = text[at:] + further, 0
+                continue
+            yield row
+            count += 1
+        if text[end] == "]" and not (text[end + 1 :] + file.read(_READ_CHARS)).strip():
+            return
+        if text[end] != ",":
+            raise _not_json(where, ValueError("neither a comma nor the end of the array comes behind it"))
+        at = end + 1
+
+
+def _gap(text: str, at: int) -> int:
+    """Return where white space ends."""
+    return _GAP.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing at all too
+
+
+def _is_cut(error: Exception, text: str) -> bool:
+    """Whether JSON may have failed only because the text goes on."""
+    if not isinstance(error, json.JSONDecodeError):
+        return False
+    return error.msg.startswith("Unterminated string") or error.pos > len(text) - len("-Infinity")
+
+
+def _fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"field {well_formed(twice)!r} is there twice")
+    return fields
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_fields)
+
+
+def _not_json(where: str, error: Exception) -> TextError:
+    reason = "it is nested too deeply" if isinstance(error, RecursionError) else getattr(error, "msg", error)
+    return TextError(f"dataset: {where} is not JSON that can be read: {reason}")
 
 
 def _parse_row(line: str, where: str) -> dict[str, Any]:
-    return _mapping(_parse(line, where), where)
+    try:
+        row = _DECODER.decode(line)
+    except (ValueError, RecursionError) as error:
+        raise _not_json(where, error) from None
+    return as_row(row, where)
+
+
+# Fields
+
+
+def as_row(row: Any, where: str) -> dict[str, Any]:
+    """Return a row with its texts `well_formed`.
+
+    Raises:
+        TextError: it is no object with fields, or nested too deeply.
+    """
+    if not isinstance(row, dict):
+        raise TextError(f"dataset: {where} holds {type(row).__name__}; a row is an object with fields")
+    try:
+        return _well_formed_values(row)
+    except RecursionError as error:
+        raise _not_json(where, error) from None
+
+
+def _well_formed_values(value: Any) -> Any:
+    if isinstance(value, str):
+        return well_formed(value)
+    if isinstance(value, list):
+        return [_well_formed_values(each) for each in value]
+    if isinstance(value, dict):
+        return {_well_formed_values(name): _well_formed_values(each) for name, each in value.items()}
+    return value
+
+
+def well_formed(text: str) -> str:
+    """Return a text with U+FFFD for every lone surrogate, as text files have it for bytes that are not UTF-8."""
+    return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
 
 
 def unreadable(name: str, error: OSError) -> TextError:

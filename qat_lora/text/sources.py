@@ -23,17 +23,49 @@ from typing import Any, Literal, NamedTuple
 from qat_lora.config import option
 from qat_lora.errors import MissingExtraError, TextError
 from qat_lora.text.chat import messages_of
-from qat_lora.text.rows import ROW_SUFFIXES, Row, file_rows, layout_of, text_of, unreadable
+from qat_lora.text.pieces import WINDOW_CHARS, slices
+from qat_lora.text.rows import (
+    ROW_SUFFIXES,
+    Row,
+    as_row,
+    bounded_lines,
+    file_rows,
+    layout_of,
+    text_of,
+    unreadable,
+    well_formed,
+)
 from qat_lora.text.wikitext import articles, starts_with_title
 
 PLAIN_SUFFIXES = (".txt", ".md", ".rst", ".py")
 CHAT_LAYOUTS = ("alpaca", "openhermes", "sharegpt", "messages")
 
 
+@dataclass(frozen=True)
+class TextFile:
+    """The text of a plain file, read in parts, anew each time: for one that is too large to hold."""
+
+    name: str
+    path: Path
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield parts of at most `WINDOW_CHARS` characters.
+
+        Raises:
+            TextError: the file cannot be read.
+        """
+        try:
+            with self.path.open(encoding="utf-8-sig", errors="replace") as file:
+                while part := file.read(WINDOW_CHARS):
+                    yield part
+        except OSError as error:
+            raise unreadable(self.name, error) from None
+
+
 class Document(NamedTuple):
     """One document: a text, or a chat as messages with `role` and `content`."""
 
-    text: str | None
+    text: str | TextFile | None
     messages: list[dict[str, str]] | None
     name: str
     """Where it comes from, for people."""
@@ -41,7 +73,11 @@ class Document(NamedTuple):
     @property
     def is_blank(self) -> bool:
         """Whether there is nothing to read."""
-        return not self.messages and not (self.text or "").strip()
+        return not self.messages and all(part.isspace() for part in self.parts())
+
+    def parts(self) -> Iterable[str]:
+        """Return the text in parts, which make the whole when joined."""
+        return self.text if isinstance(self.text, TextFile) else slices(self.text or "")
 
 
 @dataclass(frozen=True)
@@ -130,7 +166,7 @@ def _digest(files: list[tuple[str, Path]]) -> dict[str, Any]:
                 content, size = hashlib.file_digest(file, "sha256").digest(), path.stat().st_size
         except OSError as error:
             raise unreadable(name, error) from None
-        digest.update(f"{name}\0{size}\0".encode() + content)
+        digest.update(f"{name}\0{size}\0".encode(errors="surrogateescape") + content)
         total += size
     return {"files": len(files), "bytes": total, "sha256": digest.hexdigest()}
 
@@ -227,13 +263,15 @@ def _listed_files(folder: Path, files_from: str) -> list[tuple[str, Path]]:
 
 
 def _file_loads(name: str, path: Path, config: TextConfig) -> Iterator[_Load]:
+    name = well_formed(name)
     if path.suffix.lower() in ROW_SUFFIXES:
         rows = partial(file_rows, name, path)
         return _wikitext_loads(name, rows, config) if _is_wikitext(rows, config) else _row_loads(rows(), config)
     if config.format in CHAT_LAYOUTS:
         raise TextError(f"format: {config.format} needs rows ({', '.join(ROW_SUFFIXES)}), and {name} is plain text")
-    if config.format == "wikitext" or (config.format == "auto" and starts_with_title(_lines(path))):
-        found = (Document(article.text, None, f"{name}: {article.title}") for article in articles(_lines(path)))
+    if config.format == "wikitext" or (config.format == "auto" and _begins_with_title(TextFile(name, path))):
+        lines = _lines(name, path)
+        found = (Document(article.text, None, f"{name}: {article.title}") for article in articles(lines))
         return (partial(_same, document) for document in found)
     return iter([partial(_plain_document, name, path)])
 
@@ -242,21 +280,26 @@ def _same(document: Document) -> Document:
     return document
 
 
-def _lines(path: Path) -> Iterator[str]:
+def _begins_with_title(parts: Iterable[str]) -> bool:
+    """Tell whether a text is WikiText by the beginning of its first part that is not blank."""
+    return starts_with_title(next((part for part in parts if part.strip()), "").split("\n"))
+
+
+def _lines(name: str, path: Path) -> Iterator[str]:
     try:
         with path.open(encoding="utf-8-sig", errors="replace") as file:
-            yield from file
+            yield from bounded_lines(file, name)
     except OSError as error:
-        raise unreadable(path.name, error) from None
+        raise unreadable(name, error) from None
 
 
 def _plain_document(name: str, path: Path) -> Document:
+    text = TextFile(name, path)
     try:
-        data = path.read_bytes()
+        small = path.stat().st_size <= WINDOW_CHARS
     except OSError as error:
         raise unreadable(name, error) from None
-    text = data.decode("utf-8-sig", errors="replace").replace("\r\n", "\n").replace("\r", "\n")
-    return Document(text, None, name)
+    return Document("".join(text) if small else text, None, name)
 
 
 # Rows to documents
@@ -294,8 +337,12 @@ def _dataset_loads(dataset: Any, config: TextConfig, start: int) -> Iterator[_Lo
     def rows(first: int = 0) -> Iterator[Row]:
         # a stored dataset refuses to skip to its own end, where a finished build resumes
         at_end = hasattr(dataset, "__len__") and first >= len(dataset)
-        for i, row in enumerate(() if at_end else dataset.skip(first) if first else dataset, first):
-            yield Row(f"{name}[{i}]", partial(dict, row))
+        i = first
+        try:
+            for i, row in enumerate(() if at_end else dataset.skip(first) if first else dataset, first):
+                yield Row(f"{name}[{i}]", partial(as_row, dict(row), f"{name}[{i}]"))
+        except UnicodeDecodeError:
+            raise TextError(f"dataset: {name}, behind row {i}: bytes that are not UTF-8; write it anew") from None
 
     if _is_wikitext(rows, config):
         return itertools.islice(_wikitext_loads(name, rows, config), start, None)
@@ -308,7 +355,7 @@ def _is_wikitext(rows: Callable[[], Iterator[Row]], config: TextConfig) -> bool:
         return config.format == "wikitext"
     found = (_row_document(row, config) for row in rows())
     first = next((document for document in found if not document.is_blank), None)
-    return first is not None and first.text is not None and starts_with_title(first.text.splitlines())
+    return first is not None and first.text is not None and _begins_with_title(first.parts())
 
 
 def _wikitext_loads(name: str, rows: Callable[[], Iterator[Row]], config: TextConfig) -> Iterator[_Load]:

@@ -14,6 +14,8 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from qat_lora.text.rows import ROW_CHARS, too_long
+
 TITLE = re.compile(r"\s*= ([^=](?:.*[^=])?) =\s*")
 
 
@@ -41,15 +43,21 @@ def articles(lines: Iterable[str]) -> Iterator[Article]:
 
     The files mark a blank line by a space and the Hugging Face rows by nothing; both come out as "", so that
     the same corpus gives the same articles from either.
+
+    Raises:
+        TextError: an article of more than `ROW_CHARS` characters, as text has that is no WikiText.
     """
-    title, body = "", list[str]()
+    title, body, size = "", list[str](), 0
     for line in lines:
         new_title = title_of(line)
         if new_title is not None:
             if any(body):
                 yield Article(title, "\n".join(body) + "\n")
-            title, body = new_title, []
+            title, body, size = new_title, [], 0
         content = line.rstrip("\r\n")
+        size += len(content) + 1
+        if size > ROW_CHARS:
+            raise too_long(f"the article {title!r}")
         body.append(content if content.strip() else "")
     if any(body):
         yield Article(title, "\n".join(body) + "\n")

@@ -51,6 +51,12 @@ def chat(*contents, system=None):
     return ([{"role": "system", "content": system}] if system else []) + turns
 
 
+def encoded(tokenizer, messages):
+    """Ids and mask of all pieces."""
+    pieces = list(encode_chat(tokenizer, messages))
+    return [i for ids, _ in pieces for i in ids.tolist()], [m for _, mask in pieces for m in mask.tolist()]
+
+
 def counted(tokenizer, ids, mask):
     """Decode the runs of tokens that the mask selects."""
     runs, run = [], []
@@ -75,7 +81,7 @@ CHATS = [
 @pytest.mark.parametrize("messages", CHATS)
 def test_chatml_counts_answers_and_their_end_and_nothing_else(tokenizer, messages):
     tokenizer.chat_template = CHATML
-    ids, mask = encode_chat(tokenizer, messages)
+    ids, mask = encoded(tokenizer, messages)
     assert ids == tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
     answers = [m["content"] + "<|im_end|>" for m in messages if m["role"] == "assistant"]
     assert counted(tokenizer, ids, mask) == answers
@@ -84,7 +90,7 @@ def test_chatml_counts_answers_and_their_end_and_nothing_else(tokenizer, message
 @pytest.mark.parametrize("messages", CHATS)
 def test_a_template_that_drops_earlier_thinking(tokenizer, messages):
     tokenizer.chat_template = THINKING
-    ids, mask = encode_chat(tokenizer, messages)
+    ids, mask = encoded(tokenizer, messages)
     answers = [m["content"] + "<|im_end|>" for m in messages if m["role"] == "assistant"]
     if messages[-1]["role"] == "assistant":
         answers[-1] = "<think>\n\n</think>\n\n" + answers[-1]
@@ -93,19 +99,19 @@ def test_a_template_that_drops_earlier_thinking(tokenizer, messages):
 
 def test_a_template_without_special_tokens_ends_turns_by_its_newline(tokenizer):
     tokenizer.chat_template = PLAIN
-    ids, mask = encode_chat(tokenizer, chat("hello", "it is four.", "thank you", "you"))
+    ids, mask = encoded(tokenizer, chat("hello", "it is four.", "thank you", "you"))
     assert counted(tokenizer, ids, mask) == [" it is four.\n", " you\n"]
 
 
 def test_a_chat_without_answers_counts_nothing(tokenizer):
     tokenizer.chat_template = CHATML
-    ids, mask = encode_chat(tokenizer, chat("hello", system="it is"))
+    ids, mask = encoded(tokenizer, chat("hello", system="it is"))
     assert ids and not any(mask)
 
 
 def test_an_empty_answer_counts_its_end(tokenizer):
     tokenizer.chat_template = CHATML
-    ids, mask = encode_chat(tokenizer, chat("hello", "", "thank you", ""))
+    ids, mask = encoded(tokenizer, chat("hello", "", "thank you", ""))
     assert counted(tokenizer, ids, mask) == ["<|im_end|>", "<|im_end|>"]
 
 

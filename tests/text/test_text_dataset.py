@@ -20,7 +20,7 @@ def documents(count):
 
 def encode(document):
     ids = [ord(letter) % 50 + len(document.text) for letter in document.text]
-    return ids, [1] * len(ids)
+    return [(ids, [1] * len(ids))]
 
 
 def packed(count=9):
@@ -72,11 +72,11 @@ def test_a_text_without_targets_is_refused():
 
 def test_ce_counts_every_token_and_sft_the_answers_of_chats_only():
     def masked(document):
-        return [1, 2, 3], [0, 0, 1]
+        return [([1, 2, 3], [0, 0, 1])]
 
     chat = Document(text=None, messages=[{"role": "user", "content": "q"}], name="chat")
-    assert every_token(masked)(chat) == ([1, 2, 3], [1, 1, 1])
-    assert answers_only(masked)(chat) == ([1, 2, 3], [0, 0, 1])
+    assert [(ids, mask.tolist()) for ids, mask in every_token(masked)(chat)] == [([1, 2, 3], [1, 1, 1])]
+    assert answers_only(masked)(chat) == [([1, 2, 3], [0, 0, 1])]
     with pytest.raises(TextError, match="^objective: sft learns from chats, and notes.txt is plain text"):
         answers_only(masked)(Document(text="plain", messages=None, name="notes.txt"))
     answers_only(masked)(Document(text=" ", messages=None, name="blank"))

@@ -3,6 +3,8 @@
 import json
 import logging
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from qat_lora.errors import ConfigError, TextError
+from qat_lora.text import pieces
 from qat_lora.text.packing import make_encoder, pack_rows, share, take_eval
 from qat_lora.text.sources import Document, TextConfig, open_documents
 
@@ -28,10 +31,20 @@ def byte_tokenizer(bos=None, eos=None, adds_bos=False):
     return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=bos, eos_token=eos, model_max_length=8)
 
 
+PIECE = 5  # tokens
+
+
 def numbered(document):
     """Encode "5 7 9!" as tokens 5, 7, 9; a token followed by ! is a prompt's."""
     words = (document.text or "").split()
-    return [int(word.rstrip("!")) for word in words], [int(not word.endswith("!")) for word in words]
+    ids, mask = [int(word.rstrip("!")) for word in words], [int(not word.endswith("!")) for word in words]
+    return [(ids[at : at + PIECE], mask[at : at + PIECE]) for at in range(0, len(ids), PIECE)]
+
+
+def joined(pieces):
+    """Ids and mask of all pieces."""
+    pieces = list(pieces)
+    return [int(i) for ids, _ in pieces for i in ids], [int(m) for _, mask in pieces for m in mask]
 
 
 def make_documents(sizes, seed=0):
@@ -48,7 +61,7 @@ def oracle(documents, length, pad):
     """Rows as lists of (token, mask, start), one token at a time."""
     flat = []
     for document in documents:
-        for i, (token, count) in enumerate(zip(*numbered(document), strict=True)):
+        for i, (token, count) in enumerate(zip(*joined(numbered(document)), strict=True)):
             flat.append((token, 0 if i == 0 else count, i == 0))
     rows = []
     for begin in range(0, len(flat), length):
@@ -137,9 +150,9 @@ def test_evaluation_takes_whole_documents(eval_rows):
     rows, rest = take_eval(lambda start: documents[start:], numbered, 7, eval_rows)
     assert [plain(row) for row in rows] == oracle(documents, 7, True)[:eval_rows]
     kept = {token for row in rows for token in row.input_ids.tolist()}
-    used = [i for i, document in enumerate(documents) if kept & set(numbered(document)[0])]
+    used = [i for i, document in enumerate(documents) if kept & set(joined(numbered(document))[0])]
     assert rest == max(used) + 1
-    trained = {token for document in documents[rest:] for token in numbered(document)[0]}
+    trained = {token for document in documents[rest:] for token in joined(numbered(document))[0]}
     assert trained and not kept & trained
 
 
@@ -171,7 +184,7 @@ def test_shares_divide_the_documents(first, parts):
 @pytest.mark.parametrize("adds_bos", [False, True])
 def test_a_text_is_framed_by_bos_and_eos_once(adds_bos):
     tokenizer = byte_tokenizer("<s>", "</s>", adds_bos)
-    ids, mask = make_encoder(tokenizer)(Document("ab \u00fc", None, "x"))
+    ids, mask = joined(make_encoder(tokenizer)(Document("ab \u00fc", None, "x")))
     assert (ids[0], ids[-1]) == (tokenizer.bos_token_id, tokenizer.eos_token_id) == (256, 257)
     assert tokenizer.decode(ids[1:-1]) == "ab \u00fc"
     assert len(ids) == 7 and mask == [1] * 7
@@ -179,11 +192,11 @@ def test_a_text_is_framed_by_bos_and_eos_once(adds_bos):
 
 def test_a_tokenizer_without_special_tokens_frames_nothing():
     tokenizer = byte_tokenizer()
-    assert tokenizer.decode(make_encoder(tokenizer)(Document("ab", None, "x"))[0]) == "ab"
+    assert tokenizer.decode(joined(make_encoder(tokenizer)(Document("ab", None, "x")))[0]) == "ab"
 
 
 def test_one_token_may_be_both_ends():
-    ids, _ = make_encoder(byte_tokenizer("<|endoftext|>", "<|endoftext|>"))(Document("ab", None, "x"))
+    ids, _ = joined(make_encoder(byte_tokenizer("<|endoftext|>", "<|endoftext|>"))(Document("ab", None, "x")))
     assert (ids[0], ids[-1], len(ids)) == (256, 256, 4)
 
 
@@ -195,7 +208,7 @@ def test_blank_documents_are_no_tokens():
         Document(None, None, ""),
         Document(None, [], ""),
     ):
-        assert encode(document) == ([], [])
+        assert joined(encode(document)) == ([], [])
 
 
 def test_long_texts_are_no_news(caplog):
@@ -206,7 +219,7 @@ def test_long_texts_are_no_news(caplog):
         assert "longer than the specified maximum" in caplog.text  # the control: it does warn
         tokenizer.deprecation_warnings.clear()
         caplog.clear()
-        make_encoder(tokenizer)(Document("a text longer than eight tokens", None, "x"))
+        joined(make_encoder(tokenizer)(Document("a text longer than eight tokens", None, "x")))
         assert not caplog.text
     finally:
         logging.getLogger("transformers").removeHandler(caplog.handler)
@@ -226,6 +239,98 @@ def test_a_chat_is_packed_with_its_mask_and_named_in_errors():
     counted = [int(t) for row in rows for t, m in zip(row.input_ids, row.loss_mask, strict=True) if m]
     # u>hi</s>a>yo</s> is 10 tokens, so the first o begins the second row and has nothing to be predicted from
     assert tokenizer.decode(counted) == "y</s>" + "yo</s>" + "yo</s>"
+
+
+class Small(Document):
+    """A document in parts of 40 characters."""
+
+    def parts(self):
+        return (self.text[at : at + 40] for at in range(0, len(self.text), 40))
+
+
+@pytest.fixture
+def small_windows(monkeypatch):
+    for name, value in (("WINDOW_CHARS", 120), ("OVERLAP_CHARS", 40), ("MARGIN_CHARS", 8)):
+        monkeypatch.setattr(pieces, name, value)
+
+
+def test_a_document_in_pieces_packs_and_resumes_like_the_whole(small_windows):
+    text = "".join(f"Line {i} of the document, {'very ' * (i % 5)}long — \u00fc\n" for i in range(24))
+    encode = make_encoder(byte_tokenizer("<s>", "</s>"))
+    documents = [Document(name, None, name) for name in ("before", "", "after")]
+    documents[1:1] = [Small(text, None, "long")]
+    assert len(list(encode(documents[1]))) > 6
+    whole = [256, *byte_tokenizer()(text)["input_ids"], 257]
+    assert joined(encode(documents[1])) == (whole, [1] * len(whole))
+    rows = list(pack_rows(documents, encode, 19))
+    flat = [joined(encode(document))[0] for document in documents]
+    expected = [token for ids in flat for token in ids]
+    assert np.concatenate([row.input_ids for row in rows]).tolist()[: len(expected)] == expected
+    assert sum(int(row.doc_starts[1:].sum()) for row in rows) <= 3  # a piece begins no document
+    for i, row in enumerate(rows):
+        rest = list(pack_rows(documents[row.cursor["document"] :], encode, 19, row.cursor))
+        assert [(plain(a), a.cursor) for a in rest] == [(plain(b), b.cursor) for b in rows[i + 1 :]]
+    with pytest.raises(TextError, match=rf"document 0: that document \(long\) has {len(whole)} tokens"):
+        list(pack_rows(documents[1:], encode, 19, {"document": 0, "token": len(whole)}))
+
+
+def test_a_long_chat_keeps_its_mask_in_pieces(small_windows):
+    tokenizer = byte_tokenizer("<s>", "</s>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role[0] }}>{{ m.content }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}a>{% endif %}"
+    )
+    turns = [("user", "what? " * 30), ("assistant", "because. " * 50), ("user", "oh"), ("assistant", "yes " * 60)]
+    chat = Document(None, [{"role": role, "content": content} for role, content in turns], "c")
+    found = list(make_encoder(tokenizer)(chat))
+    assert len(found) > 3
+    ids, mask = joined(found)
+    assert tokenizer.decode(ids) == "".join(f"{role[0]}>{content}</s>" for role, content in turns)
+    counted = tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m])
+    assert counted == "because. " * 50 + "</s>" + "yes " * 60 + "</s>"
+
+
+def test_lone_surrogates_stop_no_build(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a\\ud800b"}\n{"text": "c\\u0000d"}\n')
+    tokenizer = byte_tokenizer("<s>", "</s>")
+    with pytest.raises((TypeError, UnicodeError)):
+        tokenizer("a\ud800b")  # the control
+    documents = open_documents(TextConfig(dataset=str(tmp_path)))
+    texts = [tokenizer.decode(joined(make_encoder(tokenizer)(document))[0][1:-1]) for document in documents]
+    assert texts == ["a\ufffdb", "c\0d"]
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "rows"),
+    [(8, 64), pytest.param(24, None, marks=pytest.mark.slow), pytest.param(1000, 64, marks=pytest.mark.slow)],
+)
+def test_memory_does_not_follow_the_document(tmp_path, megabytes, rows):
+    line = "The river of light is 1998 metres long, and nobody has measured it since; so they say.\n"
+    with (tmp_path / "a.txt").open("w") as file:
+        for _ in range(megabytes):
+            file.write((line if megabytes < 1000 else line.replace("\n", " ")) * (1_000_000 // len(line)))
+    byte_tokenizer("<s>", "</s>").save_pretrained(tmp_path / "tokenizer")
+    program = [sys.executable, "-c", GROWTH, str(tmp_path), str(rows)]
+    found = subprocess.run(program, check=True, capture_output=True, text=True).stdout
+    assert int(found) < 300  # MB; 2,017 when the document was encoded whole
+
+
+GROWTH = """
+import itertools, resource, sys
+from transformers import PreTrainedTokenizerFast
+from qat_lora.text.packing import make_encoder, pack_rows
+from qat_lora.text.sources import TextConfig, open_documents
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+folder, rows = sys.argv[1], None if sys.argv[2] == "None" else int(sys.argv[2])
+encode = make_encoder(PreTrainedTokenizerFast.from_pretrained(folder + "/tokenizer"))
+before = peak()
+for row in itertools.islice(pack_rows(open_documents(TextConfig(dataset=folder + "/a.txt")), encode, 128), rows):
+    pass
+print(peak() - before)
+"""
 
 
 def test_real_files_resume_at_every_row_across_open_documents(tmp_path):

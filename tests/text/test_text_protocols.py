@@ -14,7 +14,7 @@ def document(length, name="d"):
 
 def encode(document):
     ids = [] if document.is_blank else [int(word) for word in document.text.split()]
-    return ids, [1] * len(ids)
+    return [(ids[at : at + 5], [1] * len(ids[at : at + 5])) for at in range(0, len(ids), 5)]  # in pieces
 
 
 @pytest.mark.parametrize(("length", "stride"), [(8, 4), (8, 7), (8, 1), (5, 2), (2, 1)])
@@ -34,7 +34,7 @@ def test_sliding_scores_every_token_once_with_its_context(length, stride):
 
 
 def test_sliding_keeps_what_the_encoder_masks():
-    rows = list(sliding_rows([document(6)], lambda d: ([1, 2, 3, 4, 5, 6], [0, 0, 0, 1, 1, 0]), 4, 2))
+    rows = list(sliding_rows([document(6)], lambda d: [([1, 2, 3, 4, 5, 6], [0, 0, 0, 1, 1, 0])], 4, 2))
     assert [int(t) for row in rows for t in row.input_ids[row.loss_mask > 0]] == [4, 5]
 
 
@@ -47,8 +47,9 @@ def test_a_stride_that_leaves_no_context_is_refused(stride):
 class Words:
     """A tokenizer that begins texts with 0, as many do by default."""
 
-    def __call__(self, text, verbose):
-        return {"input_ids": [0, *(int(word) for word in text.split())]}
+    def __call__(self, text, add_special_tokens, verbose, **_):
+        ids = [ord(word) if word.isalpha() else int(word) for word in text.split()]
+        return {"input_ids": [0, *ids] if add_special_tokens else ids}
 
 
 def test_blocks_ignore_documents_and_leave_the_rest_out():

@@ -13,6 +13,7 @@ import pytest
 
 from qat_lora.config import from_dict, leaves
 from qat_lora.errors import MissingExtraError, TextError
+from qat_lora.text import sources, wikitext
 from qat_lora.text.sources import TextConfig, describe_source, open_documents
 
 
@@ -56,6 +57,32 @@ def test_a_plain_file_is_one_document(tmp_path):
 def test_bytes_that_are_not_utf8_are_replaced_and_a_mark_at_the_start_is_dropped(tmp_path):
     put(tmp_path, a_py=b"\xef\xbb\xbf# na\xefve and a dozen more letters\n")
     assert texts(tmp_path / "a.py") == ["# na\ufffdve and a dozen more letters\n"]
+
+
+def test_a_large_file_is_read_in_parts_that_make_the_text_of_a_small_one(tmp_path, monkeypatch):
+    data = b"\xef\xbb\xbfone\r\ntwo\rna\xefve \xed\xa0\x80 \xef\xbb\xbf" + "日本\r\n".encode() * 50
+    put(tmp_path, a_txt=data)
+    [small] = read(tmp_path / "a.txt")
+    for size in (1, 2, 3, 7):
+        monkeypatch.setattr(sources, "WINDOW_CHARS", size)
+        [large] = read(tmp_path / "a.txt")
+        assert isinstance(large.text, sources.TextFile) and not large.is_blank
+        assert "".join(large.parts()) == small.text
+        assert max(map(len, large.parts())) <= size
+
+
+def test_a_file_name_that_is_not_utf8(tmp_path):
+    (tmp_path / "na\udcefve.txt").write_text("text")
+    [document] = read(tmp_path)
+    assert document.name == "na\ufffdve.txt" and describe_source(TextConfig(dataset=str(tmp_path)))
+
+
+def test_an_article_that_is_too_long_is_refused_with_its_title(tmp_path, monkeypatch):
+    monkeypatch.setattr(wikitext, "ROW_CHARS", 100)
+    put(tmp_path, a_txt=" = Short = \ntext\n = Long = \n" + "line of text\n" * 20)
+    with pytest.raises(TextError, match="the article 'Long' has more than .* characters; divide it"):
+        read(tmp_path / "a.txt")
+    assert texts(tmp_path / "a.txt", format="text")
 
 
 def test_a_folder_is_read_in_the_order_of_relative_paths(tmp_path):
@@ -249,7 +276,7 @@ def test_python_sources_in_an_old_encoding_are_read(tmp_path):
         ("a.jsonl", '{"text": ["x"]}', {}, "'text' of a.jsonl:1 holds list"),
         ("a.jsonl", "[1]", {}, "a.jsonl:1 holds list; a row is an object"),
         ("a.json", "[1]", {}, r"a.json\[0\] holds int"),
-        ("a.json", "[{]", {}, "a.json is not JSON"),
+        ("a.json", "[{]", {}, r"a.json\[0\] is not JSON"),
         ("a.jsonl", '{"text": "x"}', {"format": "alpaca"}, "a.jsonl:1: no field 'instruction'; fields there: text"),
         ("a.txt", "x", {"format": "messages"}, "format: messages needs rows .* a.txt is plain text"),
         ("a.parquet", "x", {}, "a.parquet is not a Parquet file"),
