@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora import outputs
+from qat_lora.app import unfinished
 from qat_lora.app.lessons import cache_evaluation_rows, rows_evaluation
 from qat_lora.app.memory import advised, qat_advice
 from qat_lora.app.objectives import anchor_batch_rows, check_arrays, evaluation_objective, identity, prepare
@@ -34,6 +35,7 @@ from qat_lora.models import DTYPES, CausalLM, checkpoint_sha256, save_with_tenso
 from qat_lora.options import QatOptions, QuantizeOptions, RunConfig
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.select import status_line
+from qat_lora.runtime.signals import stop_signals
 from qat_lora.train.blockwise import reconstruct
 from qat_lora.train.folders import whole_folder
 from qat_lora.train.loop import LoopHooks, Trainee, train
@@ -192,20 +194,26 @@ def _reconstruct(
     """Reconstruct the student block by block and write it to the run's folder `blockwise`."""
     runtime.place(student.module)
     runtime.place(full.module)
-    shares = reconstruct(
-        student.module,
-        full.module,
-        lambda batch: full.hidden(batch["input_ids"], batch["document_ids"]),
-        runtime.feed(cached_calibration_rows(dataset, options.calibration_rows, options.run.seed)),
-        options.blockwise,
-        runtime,
-        options.run.quiet,
-    )
+    with stop_signals() as stopped:
+        work = unfinished.Unfinished(out, "layers reconstructed", full.config.num_hidden_layers, stopped)
+        if work.parts:
+            say(options.run, f"block by block: goes on after {work.parts} layers, which an interrupted run finished")
+        shares = reconstruct(
+            student.module,
+            full.module,
+            lambda batch: full.hidden(batch["input_ids"], batch["document_ids"]),
+            runtime.feed(cached_calibration_rows(dataset, options.calibration_rows, options.run.seed)),
+            options.blockwise,
+            runtime,
+            options.run.quiet,
+            work,
+        )
     full.module.to("cpu")
     tensors = _stored(student.module)
     with whole_folder(out / "blockwise") as draft:
         save_with_tensors(student.folder, draft, tensors)
         save_json({"layers": shares}, draft / "result.json")
+    unfinished.remove(out)
     before, after = (sum(share[key] for share in shares) / len(shares) for key in ("before", "after"))
     say(options.run, f"block by block: error of a layer's output {before:.4f} -> {after:.4f} of its square, on average")
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from qat_lora import outputs
+from qat_lora.app import unfinished
 from qat_lora.app.memory import advised, quantize_advice
 from qat_lora.app.planning import plan_quantising
 from qat_lora.app.shared import (
@@ -30,17 +31,19 @@ from qat_lora.evaluate.report import save_json
 from qat_lora.export.adapter import save_starts
 from qat_lora.layers.calibrate import quantise_model, second_moments
 from qat_lora.layers.convert import HEAD, bits_per_weight, quant_layers, quantise_targets, rule_bits
+from qat_lora.layers.finished import Work
 from qat_lora.layers.fit import ZERO
 from qat_lora.layers.in_order import Plan, quantise_in_order
 from qat_lora.layers.lora import Factors
 from qat_lora.layers.scratch import large_tensors_apart, zeros_in
-from qat_lora.layers.sensitivity import drawn_in_pieces, sensitivities
+from qat_lora.layers.sensitivity import Sensitivity, drawn_in_pieces, sensitivities
 from qat_lora.layers.wide import widen
 from qat_lora.models import CausalLM, cast, checkpoint_sha256, load_tokenizer, save_quantised
 from qat_lora.options import QuantizeOptions
 from qat_lora.quant.initialise import NEED_TEXT
 from qat_lora.quant.spec import Preset, preset
 from qat_lora.runtime.base import Runtime
+from qat_lora.runtime.signals import stop_signals
 from qat_lora.text.sources import describe_source
 from qat_lora.types import Batch
 
@@ -76,6 +79,7 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Any:
         else:
             _make(options, model, chosen, batches, out, runtime)
             outputs.complete(out)
+        unfinished.remove(out)
     return out
 
 
@@ -92,8 +96,11 @@ def _make(
     runtime = runtime.for_loops()
     runtime.place(model.module)
     say(run, f"{runtime.description} · {chosen.name}, {len(targets)} layers · {out}")
-    with large_tensors_apart():
-        starts = _fit(options, model, chosen, list(runtime.feed(batches)) if batches is not None else None, out)
+    with stop_signals() as stopped, large_tensors_apart():
+        work = unfinished.Unfinished(out, "layers", len(targets), stopped)
+        if work.parts:
+            say(run, f"goes on after {work.parts} of {len(targets)} layers, which an interrupted run finished")
+        starts = _fit(options, model, chosen, list(runtime.feed(batches)) if batches is not None else None, out, work)
     bits = {name: round(value, 4) for name, value in bits_per_weight(model.module).items()}
     rules = rule_bits(model.module, chosen)
     model.module.to("cpu")
@@ -134,7 +141,12 @@ def _joint_rank(options: QuantizeOptions) -> int:
 
 
 def _fit(
-    options: QuantizeOptions, model: CausalLM, chosen: Preset, batches: list[Batch] | None, out: Path
+    options: QuantizeOptions,
+    model: CausalLM,
+    chosen: Preset,
+    batches: list[Batch] | None,
+    out: Path,
+    work: Work,
 ) -> dict[str, Factors]:
     """Quantise the model in place, by the batches where there are any; return the adapter starts.
 
@@ -150,26 +162,22 @@ def _fit(
             quiet=quiet,
             joint_rank=joint_rank,
             start_method=options.start_method,
+            work=work,
         )
     targets = quantise_targets(model.module, chosen)
     costs = None
     if options.metric == "fisher" and options.init in NEED_TEXT:
-        draws = torch.Generator().manual_seed(options.run.seed)
-
-        def log_likelihood(batch: Batch) -> torch.Tensor:
-            hidden = model.hidden(batch["input_ids"], batch["document_ids"])
-            return drawn_in_pieces(hidden.flatten(0, 1), model.logits, model.vocab_size, draws)
-
         inside = [name for name in targets if not HEAD.search(name)]
-        costs = sensitivities(model.module, inside, batches, log_likelihood, quiet, zeros_in(out))
+        costs = _sensitivities(options, model, inside, batches, out, work)
 
     def forward(batch: Batch) -> torch.Tensor:
+        work.may_stop()
         return model.hidden(batch["input_ids"], batch["document_ids"])
 
     kept = _held_out(options, len(batches))
     if options.calibrate_on == "student" and options.init in NEED_TEXT:
         plan = Plan(options.init, options.start_rank, joint_rank, options.start_method, kept)
-        return quantise_in_order(model.module, chosen, plan, batches, forward, costs, quiet)
+        return quantise_in_order(model.module, chosen, plan, batches, forward, costs, quiet, work)
     moments = second_moments(model.module, targets, batches[: len(batches) - kept], forward, costs)
     later = None if costs is None else {n: c._replace(tokens=c.tokens[len(batches) - kept :]) for n, c in costs.items()}
     fresh = second_moments(model.module, targets, batches[len(batches) - kept :], forward, later)
@@ -184,7 +192,37 @@ def _fit(
         joint_rank=joint_rank,
         start_method=options.start_method,
         fresh=fresh,
+        work=work,
     )
+
+
+def _sensitivities(
+    options: QuantizeOptions, model: CausalLM, names: list[str], batches: list[Batch], out: Path, work: Work
+) -> dict[str, Sensitivity]:
+    """Return what an error costs at the output of every layer.
+
+    One pass finds it for all of them, about a third of a run's time; so it is kept, and a run that goes on has it.
+    """
+    draws = torch.Generator().manual_seed(options.run.seed)
+
+    def log_likelihood(batch: Batch) -> torch.Tensor:
+        work.may_stop()
+        hidden = model.hidden(batch["input_ids"], batch["document_ids"])
+        return drawn_in_pieces(hidden.flatten(0, 1), model.logits, model.vocab_size, draws)
+
+    kept = [work.take(f"sensitivity-{name}") for name in names]
+    if None in kept:
+        found = sensitivities(model.module, names, batches, log_likelihood, options.run.quiet, zeros_in(out))
+        for name in names:
+            cost = found.pop(name)  # its place on the disk is free before the next one is written
+            tokens = {f"tokens.{i}": tokens for i, tokens in enumerate(cost.tokens)}
+            work.keep(f"sensitivity-{name}", {"outputs": cost.outputs_OO, **tokens}, {})
+        kept = [work.take(f"sensitivity-{name}") for name in names]
+    device = batches[0]["input_ids"].device
+    return {
+        name: Sensitivity(parts["outputs"], [parts[f"tokens.{i}"].to(device) for i in range(len(batches))])
+        for name, (parts, _) in zip(names, kept, strict=True)
+    }
 
 
 def _held_out(options: QuantizeOptions, batches: int) -> int:
