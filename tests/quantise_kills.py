@@ -12,23 +12,21 @@ import torch
 from conftest import Tiny
 from toy_pipeline import call, quantize_options
 
-ORDER = {"init": "descent", "metric": "fisher", "start_rank": 4, "joint_rank": 2, "start_method": "best"}
+ORDER = {"init": "gptq", "start_rank": 4, "joint_rank": 2, "start_method": "best", "calibration_rows": 16}
 RESULT = ("model.safetensors", "adapter_start.safetensors", "config.json", "result.json")
 SETTINGS = {
-    "in order, with the head": {**ORDER, "quantize_head": "w4g128", "calibration_rows": 32},
-    "alone": {**ORDER, "calibrate_on": "teacher", "start_method": "qera", "calibration_rows": 32},
+    "with the head": {**ORDER, "quantize_head": "w4g128"},  # which comes first: it is the embedding
+    "descent": {**ORDER, "init": "descent", "start_method": "qera"},
+    "layers alone": {**ORDER, "calibrate_on": "teacher"},
     "without text": {"init": "mse", "start_rank": 4, "kd_cache_dir": None},
 }
-POINTS = {
-    "in order, with the head": ["block-kept:1", "block-written:3"],  # the head comes first: it is the embedding
-    "alone": [],
-    "without text": [],
-}
+POINTS = {"with the head": ("block-kept:1", "block-written:3")}
+BLOCKS = tuple(f"block-{step}:{number}" for number in (1, 2) for step in ("written", "kept"))
 EVERY_POINT = {
-    "in order, with the head": [f"block-{step}:{i}" for i in (1, 2, 3) for step in ("written", "kept")]
-    + ["sensitivity-written:3", "sensitivity-kept:14"],
-    "alone": [f"block-{step}:{i}" for i in (1, 2) for step in ("written", "kept")] + ["sensitivity-kept:5"],
-    "without text": [f"block-{step}:{i}" for i in (1, 2) for step in ("written", "kept")],
+    "with the head": (*BLOCKS, "block-written:3", "block-kept:3", "sensitivity-written:3", "sensitivity-kept:14"),
+    "descent": BLOCKS,
+    "layers alone": (*BLOCKS, "sensitivity-kept:5"),
+    "without text": BLOCKS,
 }
 
 
@@ -55,14 +53,13 @@ def content(folder):
 
 def main(tiny, cache, root, points):
     torch.set_num_threads(1)
-    for name, settings in SETTINGS.items():
-        if not points[name]:
-            continue
+    for name, killed_at in points.items():
+        settings = SETTINGS[name]
         options = lambda out, settings=settings: quantize_options(tiny, out, cache, **settings)  # noqa: E731
         call("quantize", options(root / name))  # in this process: what is imported late is then there for all lives
         whole = content(root / name)
         assert len(whole) == len(RESULT)
-        for point in points[name]:
+        for point in killed_at:
             out = root / f"{name} {point}"
             assert (code := life(options(out), point)) == -signal.SIGKILL, (point, code)
             pieces = {piece.name for piece in (out / "unfinished").iterdir() if not piece.name.startswith(".")}

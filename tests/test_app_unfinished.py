@@ -1,12 +1,14 @@
 """An interrupted `quantize` goes on after its last finished block and ends with the same bytes."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from quantise_kills import EVERY_POINT, ORDER, POINTS, content
 from toy_pipeline import cache_options, call, quantize_options
 
@@ -39,7 +41,7 @@ def test_killed_at_every_block_it_ends_with_the_same_bytes(tiny, cache, tmp_path
 
 
 def options(tiny, cache, out, **changed):
-    return quantize_options(tiny, out, cache, **{**ORDER, "calibration_rows": 32, **changed})
+    return quantize_options(tiny, out, cache, **{**ORDER, **changed})
 
 
 def stopped_in_the_second_block(monkeypatch, tiny, cache, out):
@@ -87,28 +89,43 @@ def test_a_stop_says_what_is_safe_and_nothing_of_it_is_done_again(monkeypatch, t
     assert content(out) == whole
 
 
-@pytest.mark.parametrize("file", ["tensors.safetensors", "facts.json", "SHA256SUMS"])
-def test_a_damaged_piece_is_named_and_made_again(monkeypatch, tiny, cache, tmp_path, whole, capsys, file):
-    out = tmp_path / "out"
-    stopped_in_the_second_block(monkeypatch, tiny, cache, out)
-    damaged = out / "unfinished" / "block-model.layers.0" / file
-    data = bytearray(damaged.read_bytes())
-    data[-2] ^= 4
-    damaged.write_bytes(data)
-    fits = count(monkeypatch, in_order, "fit_layer")
-    call("quantize", options(tiny, cache, out))
-    said = capsys.readouterr().err
-    assert str(damaged.parent) in said and "made again" in said and said.count("\n") == 1
-    assert len(fits) == 14 and content(out) == whole
-
-
-def test_other_settings_are_refused_and_what_is_kept_stays(monkeypatch, tiny, cache, tmp_path):
+def test_a_damaged_block_is_named_and_made_again_and_other_settings_are_refused(
+    monkeypatch, tiny, cache, tmp_path, whole, capsys
+):
     out = tmp_path / "out"
     stopped_in_the_second_block(monkeypatch, tiny, cache, out)
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
     with pytest.raises(OutputExistsError, match="joint_rank was 2, now 1"):
         call("quantize", options(tiny, cache, out, joint_rank=1))
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+    damaged = out / "unfinished" / "block-model.layers.0" / "tensors.safetensors"
+    flip_a_bit(damaged)
+    fits = count(monkeypatch, in_order, "fit_layer")
+    call("quantize", options(tiny, cache, out))
+    assert str(damaged) in capsys.readouterr().err
+    assert len(fits) == 14 and content(out) == whole
+
+
+def flip_a_bit(file):
+    data = bytearray(file.read_bytes())
+    data[-2] ^= 4
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("file", ["tensors.safetensors", "facts.json", "SHA256SUMS"])
+def test_what_is_damaged_or_half_written_is_taken_for_undone(tmp_path, capsys, file):
+    work = Unfinished(tmp_path, "layers", 3, [])
+    for name in ("block-0", "block-1"):
+        work.keep(name, {"codes": torch.arange(4)}, {name: None})
+    draft = tmp_path / "unfinished" / ".block-2.new"
+    shutil.copytree(tmp_path / "unfinished" / "block-1", draft)
+    flip_a_bit(tmp_path / "unfinished" / "block-1" / file)
+    again = Unfinished(tmp_path, "layers", 3, [])
+    said = capsys.readouterr().err
+    assert str(tmp_path / "unfinished" / "block-1") in said and "made again" in said and said.count("\n") == 1
+    assert again.parts == 1 and again.take("block-1") is None and not draft.exists()
+    tensors, facts = again.take("block-0")
+    assert torch.equal(tensors["codes"], torch.arange(4)) and facts == {"block-0": None}
 
 
 def test_what_is_left_in_a_complete_run_is_removed(tiny, cache, tmp_path):
