@@ -30,7 +30,7 @@ from qat_lora.errors import ConfigError
 from qat_lora.evaluate.report import save_json
 from qat_lora.export.adapter import save_starts
 from qat_lora.layers.calibrate import quantise_model, second_moments
-from qat_lora.layers.convert import HEAD, bits_per_weight, quant_layers, quantise_targets, rule_bits
+from qat_lora.layers.convert import HEAD, bits_per_weight, check_reach, quant_layers, quantise_targets, rule_bits
 from qat_lora.layers.finished import Work
 from qat_lora.layers.fit import ZERO
 from qat_lora.layers.in_order import Plan, quantise_in_order
@@ -68,7 +68,7 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Any:
     widen(model.module)
     if quant_layers(model.module):
         raise ConfigError(f"model: {options.model} is quantised already; give the full-precision model")
-    quantise_targets(model.module, chosen)  # refuses a pattern without a match
+    check_reach(model.module, chosen)
     batches = _calibration_batches(options, model) if options.init != "absmax" and has_text else None
     settings = {name: value for name, value in to_dict(options).items() if name not in NO_PART_OF_THE_RESULT}
     settings |= {"seed": run.seed, "model_sha256": checkpoint_sha256(model.folder)}
