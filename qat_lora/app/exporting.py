@@ -77,7 +77,7 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
             result["weights_mb"] = round(sum(_sizes(draft)) / 1e6, 3)
             card = Card(
                 name, options.form, origin, base_sha256, student.bits_per_weight, result, _command(options, name),
-                said, scores, options.license,
+                said, scores, options.license, adapter is not None,
             )  # fmt: skip
             (draft / "README.md").write_text(render(card), encoding="utf-8")
             kept = {"form": options.form, "bits_per_weight": student.bits_per_weight, **result}

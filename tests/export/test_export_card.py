@@ -34,9 +34,10 @@ def test_a_hub_model_is_named():
 
 @pytest.mark.parametrize("form", ["merged", "adapter", "compressed-tensors", "gguf"])
 def test_every_form_says_how_it_is_used(form):
-    assert "FOLDER" in card(form=form, notes=["not run in vLLM"]) and "* not run in vLLM" in card(
-        notes=["not run in vLLM"]
-    )
+    text = card(form=form, notes=["not run in vLLM"])
+    assert "\n```python\n" in text and "* not run in vLLM" in text
+    packed = form in ("compressed-tensors", "gguf")  # which come without an adapter, too
+    assert (card(form=form, adapter=True) != card(form=form)) == packed
 
 
 @pytest.mark.parametrize(
