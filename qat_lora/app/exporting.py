@@ -20,7 +20,7 @@ from qat_lora.errors import ModelError
 from qat_lora.evaluate.report import save_json
 from qat_lora.evaluate.score import score
 from qat_lora.export.adapter import WEIGHTS
-from qat_lora.export.card import Card, read_origin, read_scores, render, shown
+from qat_lora.export.card import Card, labelled, read_origin, read_scores, render, shown
 from qat_lora.export.compressed import notes, save_compressed, to_integers
 from qat_lora.export.gguf_file import check_architecture, save_base, save_lora, to_blocks
 from qat_lora.export.gguf_vocab import vocabulary
@@ -84,7 +84,7 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
             save_json(kept, draft / "result.json")
             shutil.copyfile(out / outputs.MARK, draft / outputs.MARK)
             outputs.complete(draft)
-    for line in (*(f"{key.replace('_', ' ')}: {value}" for key, value in result.items()), *said):
+    for line in (*(f"{name}: {value}" for name, value in labelled(result).items()), *said):
         say(run, line)
     say(run, f"written to {out}")
     return out

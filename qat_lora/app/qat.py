@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora import outputs
-from qat_lora.app import unfinished
 from qat_lora.app.lessons import cache_evaluation_rows, rows_evaluation
 from qat_lora.app.memory import advised, qat_advice
 from qat_lora.app.objectives import anchor_batch_rows, check_arrays, evaluation_objective, identity, prepare
@@ -26,6 +25,7 @@ from qat_lora.app.qat_parts import check_parts, given, preset_name, trained_part
 from qat_lora.app.quantising import quantize
 from qat_lora.app.replicas import decide, fetch, refuse_spmd_over_hosts
 from qat_lora.app.shared import cached_calibration_rows, check_fits, fit_attention, kept, load, picture, run_name, say
+from qat_lora.app.unfinished import Unfinished, remove_pieces
 from qat_lora.cache.dataset import KDCacheDataset
 from qat_lora.config import save_yaml, to_dict
 from qat_lora.evaluate.report import save_json
@@ -195,7 +195,7 @@ def _reconstruct(
     runtime.place(student.module)
     runtime.place(full.module)
     with stop_signals() as stopped:
-        work = unfinished.Unfinished(out, "layers reconstructed", full.config.num_hidden_layers, stopped)
+        work = Unfinished(out, "layers reconstructed", full.config.num_hidden_layers, stopped)
         if work.parts:
             say(options.run, f"block by block: goes on after {work.parts} layers, which an interrupted run finished")
         shares = reconstruct(
@@ -213,7 +213,7 @@ def _reconstruct(
     with whole_folder(out / "blockwise") as draft:
         save_with_tensors(student.folder, draft, tensors)
         save_json({"layers": shares}, draft / "result.json")
-    unfinished.remove(out)
+    remove_pieces(out)
     before, after = (sum(share[key] for share in shares) / len(shares) for key in ("before", "after"))
     say(options.run, f"block by block: error of a layer's output {before:.4f} -> {after:.4f} of its square, on average")
 

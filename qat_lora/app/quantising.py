@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from qat_lora import outputs
-from qat_lora.app import unfinished
 from qat_lora.app.memory import advised, quantize_advice
 from qat_lora.app.planning import plan_quantising
 from qat_lora.app.shared import (
@@ -23,6 +22,7 @@ from qat_lora.app.shared import (
     say,
     text_batches,
 )
+from qat_lora.app.unfinished import Unfinished, remove_pieces
 from qat_lora.cache.dataset import KDCacheDataset
 from qat_lora.cache.store import read_manifest
 from qat_lora.config import save_yaml, to_dict
@@ -79,7 +79,7 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Any:
         else:
             _make(options, model, chosen, batches, out, runtime)
             outputs.complete(out)
-        unfinished.remove(out)
+        remove_pieces(out)
     return out
 
 
@@ -97,7 +97,7 @@ def _make(
     runtime.place(model.module)
     say(run, f"{runtime.description} · {chosen.name}, {len(targets)} layers · {out}")
     with stop_signals() as stopped, large_tensors_apart():
-        work = unfinished.Unfinished(out, "layers", len(targets), stopped)
+        work = Unfinished(out, "layers", len(targets), stopped)
         if work.parts:
             say(run, f"goes on after {work.parts} of {len(targets)} layers, which an interrupted run finished")
         starts = _fit(options, model, chosen, list(runtime.feed(batches)) if batches is not None else None, out, work)

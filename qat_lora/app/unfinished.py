@@ -85,6 +85,6 @@ class Unfinished:
             )
 
 
-def remove(out: Path) -> None:
+def remove_pieces(out: Path) -> None:
     """Remove the pieces of a run that is complete."""
     shutil.rmtree(out / FOLDER, ignore_errors=True)

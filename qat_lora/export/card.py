@@ -130,6 +130,16 @@ def read_scores(folder: str) -> str:
         ) from None
 
 
+def labelled(result: Mapping[str, Any]) -> dict[str, str]:
+    """Return what an export measured as people read it: words, and sizes with their unit."""
+    units = {name: " MB" if name.endswith("_mb") else "" for name in result}
+    return {
+        name.removesuffix("_mb").replace("_", " "): f"{value}{units[name]}"
+        for name, value in result.items()
+        if value is not None
+    }
+
+
 def render(card: Card) -> str:
     """Return the card as Markdown with the Hub's front matter."""
     front = {
@@ -148,7 +158,7 @@ def render(card: Card) -> str:
         "data of the recovery": card.origin.data,
         "preset": card.origin.preset,
         "bits per weight of the student": bits,
-        **{name.replace("_", " "): value for name, value in card.result.items() if value is not None},
+        **labelled(card.result),
         "fingerprint of the base": f"`{card.base_sha256}`",
         "licence": card.license or "not given: those of model, teacher and data apply",
     }

@@ -22,8 +22,8 @@ from qat_lora.quant.spec import MLP, Preset, QuantSpec
 
 HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)$")
 MOST_LEFT = 0.05
-"""Share of the blocks' weights that may stay unquantised unasked: at 16 bits they add 0.7 bits to each weight of a 2-bit
-model, a third. Routers and short convolutions, which nobody quantises, are a hundredth of the weights or less."""
+"""Share of the blocks' weights that may stay unquantised unasked: at 16 bits they add 0.7 bits to each weight of a
+2-bit model, a third. Routers and short convolutions, which nobody quantises, are a hundredth of the weights or less."""
 BLOCK_NAME = re.compile(r"^(?:[^.\d]\w*\.)*?\d+(?=\.)")
 
 
@@ -88,9 +88,9 @@ def check_reach(model: nn.Module, preset: Preset) -> None:
         largest = max(left, key=lambda name: left[name])
         inside = largest.removeprefix(f"{block_of(largest)}.")
         raise ModelError(
-            f"model: {share:.0%} of the weights of its decoder blocks ({len(left)} tensors such as {largest}) lie in no "
-            f"linear layer that {preset.name} reaches and would stay unquantised; mixtures of experts with stacked "
-            f"weights are not supported yet. To leave them as they are, give --keep '{inside.rpartition('.')[0] or inside}'"
+            f"model: {share:.0%} of the weights of its decoder blocks ({len(left)} tensors such as {largest}) lie in "
+            f"no linear layer that {preset.name} reaches and would stay unquantised; mixtures of experts with stacked "
+            f"weights are not supported yet. To leave them so, give --keep '{inside.rpartition('.')[0] or inside}'"
         )
 
 

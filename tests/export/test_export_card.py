@@ -7,7 +7,7 @@ import yaml
 
 from qat_lora.errors import ConfigError, ModelError
 from qat_lora.export.adapter import CONFIG
-from qat_lora.export.card import Card, Origin, read_origin, read_scores, render, shown
+from qat_lora.export.card import Card, Origin, labelled, read_origin, read_scores, render, shown
 from qat_lora.export.pair import save_pair, save_settings
 
 
@@ -25,6 +25,12 @@ def test_unknown_is_said():
     assert "| layers rounded | 3 |" in text and "nothing" not in text
     front = yaml.safe_load(text.split("---\n")[1])
     assert front["license"] == "other" and "base_model" not in front
+
+
+def test_sizes_are_shown_with_their_unit():
+    found = labelled({"weights_mb": 0.939, "layers_rounded": 0, "kl_of_rounding": None})
+    assert found == {"weights": "0.939 MB", "layers rounded": "0"}
+    assert "| weights | 0.939 MB |" in card(result={"weights_mb": 0.939})
 
 
 def test_a_hub_model_is_named():
