@@ -31,7 +31,7 @@ from qat_lora.evaluate.report import save_json
 from qat_lora.export.adapter import save_starts
 from qat_lora.layers.calibrate import quantise_model, second_moments
 from qat_lora.layers.convert import HEAD, bits_per_weight, check_reach, quant_layers, quantise_targets, rule_bits
-from qat_lora.layers.finished import Work
+from qat_lora.layers.finished import Kept, Work
 from qat_lora.layers.fit import ZERO
 from qat_lora.layers.in_order import Plan, quantise_in_order
 from qat_lora.layers.lora import Factors
@@ -210,18 +210,21 @@ def _sensitivities(
         hidden = model.hidden(batch["input_ids"], batch["document_ids"])
         return drawn_in_pieces(hidden.flatten(0, 1), model.logits, model.vocab_size, draws)
 
-    kept = [work.take(f"sensitivity-{name}") for name in names]
-    if None in kept:
+    def kept() -> list[Kept]:
+        return [piece for name in names if (piece := work.take(f"sensitivity-{name}")) is not None]
+
+    pieces = kept()
+    if len(pieces) < len(names):
         found = sensitivities(model.module, names, batches, log_likelihood, options.run.quiet, zeros_in(out))
         for name in names:
             cost = found.pop(name)  # its place on the disk is free before the next one is written
             tokens = {f"tokens.{i}": tokens for i, tokens in enumerate(cost.tokens)}
             work.keep(f"sensitivity-{name}", {"outputs": cost.outputs_OO, **tokens}, {})
-        kept = [work.take(f"sensitivity-{name}") for name in names]
+        pieces = kept()
     device = batches[0]["input_ids"].device
     return {
         name: Sensitivity(parts["outputs"], [parts[f"tokens.{i}"].to(device) for i in range(len(batches))])
-        for name, (parts, _) in zip(names, kept, strict=True)
+        for name, (parts, _) in zip(names, pieces, strict=True)
     }
 
 
