@@ -17,7 +17,7 @@ RESULT = ("model.safetensors", "adapter_start.safetensors", "config.json", "resu
 SETTINGS = {
     "with the head": {**ORDER, "quantize_head": "w4g128"},  # which comes first: it is the embedding
     "descent": {**ORDER, "init": "descent", "start_method": "qera"},
-    "layers alone": {**ORDER, "calibrate_on": "teacher"},
+    "layers alone": {**ORDER, "calibrate_on": "teacher", "preset": "w4g64a"},
     "without text": {"init": "mse", "start_rank": 4, "kd_cache_dir": None},
 }
 POINTS = {"with the head": ("block-kept:1", "block-written:3")}

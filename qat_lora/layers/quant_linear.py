@@ -250,7 +250,7 @@ class QuantLinear(nn.Linear):
         return self.latent
 
     def stored(self) -> dict[str, Tensor]:
-        """Return the tensors that stand for the layer as it computes now: packed codes, float16 scales and table.
+        """Return the tensors that stand for the layer as it computes now: packed codes and zeros, float16 scales, table.
 
         Computed on the host: on XLA this makes no graphs of its own.
         """
@@ -260,6 +260,8 @@ class QuantLinear(nn.Linear):
             if here.range is not None:
                 scale, zero = here.range()
                 tensors = {"scale": scale.half(), "zeros": pack_zeros(zero, self.spec.bits)}
+            elif self.spec.code == "asymmetric":
+                tensors["zeros"] = here.zeros.cpu()
             if self.spec.code == "lut":
                 tensors["values"] = (here.values if here.latent is None else here._book()).detach().cpu().half()
             return {"codes": here._codes(), **tensors}
