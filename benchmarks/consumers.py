@@ -2,7 +2,8 @@
 
 Claim: one recovered student, exported in every form, gives our logits in PEFT (1e-5 of the largest), as a dense model
 (1e-5) and in transformers with compressed-tensors (1e-3, where codes have an exact form), our weights in the gguf
-reader (equal), and our perplexity in llama.cpp (1 %) and in `lm_eval --model hf` (1e-4). A consumer that is not
+reader (equal), and our perplexity in llama.cpp (1 %) and in `lm_eval --model hf` (1e-4). Models are loaded as the card
+of the export says: its block is run in the folder by a fresh Python, with nothing before it. A consumer that is not
 installed is a line that says so. vLLM needs a GPU host and is not among them.
 
     pip install 'qat-lora[export,evals]' llama-cpp-python -c constraints.txt
@@ -17,16 +18,19 @@ import json
 import math
 import os
 import platform
+import re
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
 
 from qat_lora.export.gguf_file import gguf_name, row_order
 from qat_lora.launch import run
@@ -67,16 +71,15 @@ class Case:
         targets = torch.tensor(self.ids)
         return float(torch.nn.functional.cross_entropy(logits[: len(self.ids)].double(), targets, reduction="sum"))
 
-    def gap(self, model: Any, unit: float | None = None) -> float:
-        """Return the largest difference of a transformers model's logits from ours, in units of the largest logit.
+    def gap(self, folder: Path, cast: str = "") -> tuple[float, float]:
+        """Return the largest difference of an export's logits from ours, as a share of the largest logit and absolute.
 
         Merging sums the adapter into the weight, so float32 rounds elsewhere than in our forward: by a few units in the
         last place of the largest logit, which an absolute bound would call an error on a model with large logits.
         """
-        with torch.no_grad():
-            logits = model(torch.tensor([[self.tokenizer.eos_token_id, *self.ids]])).logits[0].double()
-        difference = (logits[:, : self.logits.shape[1]] - self.logits).abs().max()
-        return float(difference) / (unit or max(1.0, float(self.logits.abs().max())))
+        logits = by_card(folder, [self.tokenizer.eos_token_id, *self.ids], cast).double()
+        difference = float((logits[:, : self.logits.shape[1]] - self.logits).abs().max())
+        return difference / max(1.0, float(self.logits.abs().max())), difference
 
     def export(self, form: str, **settings: Any) -> Path:
         """Export the student, through the function that the command calls."""
@@ -85,42 +88,65 @@ class Case:
         return run("export", ExportOptions(student=self.name, form=form, run=options, **settings))  # type: ignore[arg-type]
 
 
+LOGITS = """
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+with torch.no_grad():
+    save_file({{"logits": model{cast}.eval()(torch.tensor([{ids}])).logits[0].contiguous()}}, {file!r})
+"""
+
+
+def by_card(folder: Path, ids: list[int], cast: str = "") -> torch.Tensor:
+    """Return the logits [L, V] of an export, loaded as its card says."""
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / "logits.safetensors"
+        run_card(folder, LOGITS.format(cast=cast, ids=ids, file=str(file)))
+        return load_file(file)["logits"].clone()
+
+
+def block_of(folder: Path) -> str:
+    """Return the Python that the card of an export prints."""
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    block = re.search(r"^## Use$.*?^```python\n(.*?)^```$", card, re.MULTILINE | re.DOTALL)
+    assert block is not None, f"{folder / 'README.md'} does not say how the export is used"
+    return block[1]
+
+
+def run_card(folder: Path, then: str) -> str:
+    """Run the block of an export's card in its folder, then more; return what that prints."""
+    environment = {**os.environ, "USE_TORCH_XLA": "0", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", block_of(folder) + then]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().splitlines()[-1])
+    return done.stdout
+
+
 def dense(case: Case) -> Iterator[Row]:
     """Transformers on the merged folder."""
     folder = case.export("merged")
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    yield "transformers, merged", "logits, share of the largest", case.gap(model), 1e-5
-    yield "transformers, merged", "logits, absolute (float32 rounds: no bound)", case.gap(model, 1.0), math.inf
-    exact = case.gap(AutoModelForCausalLM.from_pretrained(folder).double(), 1.0)
+    share, absolute = case.gap(folder)
+    yield "transformers, merged", "logits, share of the largest", share, 1e-5
+    yield "transformers, merged", "logits, absolute (float32 rounds: no bound)", absolute, math.inf
+    _, exact = case.gap(folder, ".double()")
     yield "transformers, merged in float64", "our float32 logits from it, absolute", exact, math.inf
 
 
 def peft(case: Case) -> Iterator[Row]:
     """PEFT on the pair."""
-    from peft import PeftModel
-
-    folder = case.export("adapter")
-    base = AutoModelForCausalLM.from_pretrained(folder / "base")
-    yield (
-        "PEFT, adapter + base",
-        "logits, share of the largest",
-        case.gap(PeftModel.from_pretrained(base, folder).eval()),
-        1e-5,
-    )
+    importlib.metadata.version("peft")
+    yield "PEFT, adapter + base", "logits, share of the largest", case.gap(case.export("adapter"))[0], 1e-5
 
 
 def compressed(case: Case) -> Iterator[Row]:
     """Transformers and PEFT on the packed base."""
-    import compressed_tensors  # noqa: F401
-    from peft import PeftModel
-
+    importlib.metadata.version("compressed-tensors")
     folder = case.export("compressed-tensors")
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    case.gap(base)  # compressed-tensors unpacks in the first forward
-    model = PeftModel.from_pretrained(base, folder / "adapter").eval() if (folder / "adapter").is_dir() else base
     rounded = json.loads((folder / "result.json").read_text(encoding="utf-8"))["layers_rounded"]
     what = "logits, share of the largest" + (f" ({rounded} layers rounded)" if rounded else "")
-    yield "transformers + compressed-tensors", what, case.gap(model), math.inf if rounded else 1e-3
+    yield "transformers + compressed-tensors", what, case.gap(folder)[0], math.inf if rounded else 1e-3
 
 
 def gguf_reader(case: Case) -> Iterator[Row]:
@@ -140,25 +166,26 @@ def gguf_reader(case: Case) -> Iterator[Row]:
     yield "gguf reader", what, worst, math.inf if rounded else 0.0
 
 
+SCORES = """
+import numpy
+
+ids, text = {ids}, {text!r}
+size = -(-len(ids) // 256) * 256
+model = Llama(model.model_path, lora_path=model.lora_path, n_ctx=size, n_threads=1, logits_all=True, verbose=False)
+print(model.tokenize(text.encode(), add_bos=False) == ids[1:])
+model.eval(ids)
+numpy.save({file!r}, model.scores[: len(ids)])
+"""
+
+
 def llama_cpp(case: Case) -> Iterator[Row]:
     """llama.cpp on base and adapter."""
-    from llama_cpp import Llama
-
-    folder = case.export("gguf")
-    lora = folder / "adapter.gguf"
+    importlib.metadata.version("llama-cpp-python")
+    folder, file = case.export("gguf"), case.out.absolute() / "scores.npy"
     ids = [case.tokenizer.eos_token_id, *case.ids]
-    llama = Llama(
-        str(folder / "base.gguf"),
-        lora_path=str(lora) if lora.is_file() else None,
-        n_ctx=-(-len(ids) // 256) * 256,
-        n_threads=1,
-        logits_all=True,
-        verbose=False,
-    )
-    same = llama.tokenize(case.text.encode(), add_bos=False) == case.ids
+    same = run_card(folder, SCORES.format(ids=ids, text=case.text, file=str(file))).strip().endswith("True")
     yield "llama.cpp", "tokens (0: the same)", 0.0 if same else 1.0, 0.0
-    llama.eval(ids)
-    theirs = case.nll(torch.from_numpy(llama.scores[: len(ids)].copy())[:, : case.logits.shape[1]])
+    theirs = case.nll(torch.from_numpy(np.load(file))[:, : case.logits.shape[1]])
     yield "llama.cpp", "perplexity, relative", relative_ppl(theirs, case), 0.01
 
 

@@ -32,7 +32,9 @@ from qat_lora.errors import (
     TextError,
 )
 from qat_lora.export.adapter import load_starts
+from qat_lora.layers.convert import quant_layers
 from qat_lora.losses.objective import ObjectiveConfig
+from qat_lora.models import load_model
 from qat_lora.text.sources import TextConfig
 from qat_lora.train.loop import LoopConfig
 
@@ -376,3 +378,23 @@ def test_the_package_offers_every_command():
     for home, name in {**commands, exporting: "export"}.items():
         assert getattr(app, name) is getattr(home, name)
     assert not hasattr(app, shared.say.__name__)
+
+
+def test_a_mixture_of_experts_is_refused_before_anything_is_written_and_kept_on_request(tiny, tmp_path):
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 32}
+    experts = {"num_key_value_heads": 1, "moe_intermediate_size": 32, "intermediate_size": 96, "num_experts": 4}
+    model = tmp_path / "mixture"
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts)).save_pretrained(model)
+    for file in tiny.teacher.glob("tokenizer*"):
+        shutil.copyfile(file, model / file.name)
+    asked = quantize_options(tiny, tmp_path / "student", model=str(model))
+    for dry_run in (True, False):
+        with pytest.raises(ModelError, match="67% of the weights of its decoder blocks .* would stay unquantised"):
+            call("quantize", asked, dry_run=dry_run)
+    assert not (tmp_path / "student").exists()
+    student = call("quantize", asked, keep=(r"mlp\.experts",))
+    stored = load_file(student / "model.safetensors")
+    assert "model.layers.0.self_attn.q_proj.codes" in stored
+    assert len(quant_layers(load_model(str(student)).module)) == 4

@@ -149,6 +149,32 @@ def test_blocks_are_reconstructed(trained):
     assert sum(layer["after"] for layer in layers) < 0.95 * sum(layer["before"] for layer in layers)
 
 
+def test_a_stopped_reconstruction_goes_on_after_the_last_block_to_the_same_bytes(tiny, work, tmp_path, monkeypatch):
+    from qat_lora.train import blockwise
+
+    steps = BlockwiseConfig(blockwise_steps=6, blockwise_lr=1e-3)
+    student = {"from_scratch": False, "checkpoint": str(work[1]), "blockwise": steps}
+    runs = [options(tiny, work[0], tmp_path / name, **student) for name in ("whole", "cut")]
+    runs = [replace(run, loop=replace(run.loop, max_steps=1)) for run in runs]
+    call("qat", runs[0])
+    real, blocks = blockwise._fit, []
+
+    def fit(*args):
+        blocks.append(1)
+        if len(blocks) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args)
+
+    monkeypatch.setattr(blockwise, "_fit", fit)
+    with pytest.raises(InterruptedRunError, match="1 of 2 layers reconstructed are finished and kept"):
+        call("qat", runs[1])
+    call("qat", runs[1])
+    assert len(blocks) == 3  # a run that keeps nothing: 4
+    for file in ("blockwise/model.safetensors", "blockwise/result.json", "start/model.safetensors"):
+        assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "cut" / file).read_bytes(), file
+    assert not (tmp_path / "cut" / "unfinished").exists()
+
+
 def test_the_result_loads_in_transformers_and_goes_on_in_recover(tiny, work, tmp_path):
     """Also under the name that the user's guide gives it."""
     cache, _ = work

@@ -21,7 +21,7 @@ from qat_lora.errors import ModelError
 from qat_lora.evaluate.report import save_json
 from qat_lora.evaluate.score import score
 from qat_lora.export.adapter import WEIGHTS
-from qat_lora.export.card import Card, read_origin, read_scores, render, shown
+from qat_lora.export.card import Card, labelled, read_origin, read_scores, render, shown
 from qat_lora.export.compressed import notes, save_compressed, to_integers
 from qat_lora.export.gguf_file import check_architecture, save_base, save_lora, to_blocks
 from qat_lora.export.gguf_vocab import vocabulary
@@ -80,14 +80,14 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
             result["weights_mb"] = round(sum(_sizes(draft)) / 1e6, 3)
             card = Card(
                 name, options.form, origin, base_sha256, student.bits_per_weight, result, _command(options, name),
-                said, scores, options.license,
+                said, scores, options.license, adapter is not None,
             )  # fmt: skip
             (draft / "README.md").write_text(render(card), encoding="utf-8")
             kept = {"form": options.form, "bits_per_weight": student.bits_per_weight, **result}
             save_json(kept, draft / "result.json")
             shutil.copyfile(out / outputs.MARK, draft / outputs.MARK)
             outputs.complete(draft)
-    for line in (*(f"{key.replace('_', ' ')}: {value}" for key, value in result.items()), *said):
+    for line in (*(f"{name}: {value}" for name, value in labelled(result).items()), *said):
         say(run, line)
     say(run, f"written to {out}")
     return out

@@ -30,7 +30,8 @@ def needs(words: str, options: Any) -> Needs:
     if words == "quantize":
         plan = plan_quantising(quiet)
         starts = 4 * options.start_rank * plan["inputs_and_outputs"]
-        disk = plan["stored_bytes"] + starts + plan["scratch_bytes"]
+        # Twice: finished blocks are kept until the whole is written.
+        disk = 2 * (plan["stored_bytes"] + starts) + plan["scratch_bytes"]
         return Needs("this quantisation", plan["weights_bytes"], plan["weights_bytes"], disk)
     if words == "qat":
         plan = plan_qat(quiet)

@@ -22,7 +22,7 @@ from qat_lora.cache.dataset import KDCacheDataset
 from qat_lora.diagnose.devices import attention_on, likely
 from qat_lora.diagnose.estimate import GIB, meta_model, skeleton, summary
 from qat_lora.errors import ConfigError, DeviceError, ModelError
-from qat_lora.layers.convert import HEAD, bits_per_weight, make_quant_skeleton, quant_layers
+from qat_lora.layers.convert import HEAD, bits_per_weight, check_reach, make_quant_skeleton, quant_layers
 from qat_lora.layers.sensitivity import kept_shape
 from qat_lora.models import FILE_SUFFIXES, CausalLM, load_tokenizer, resolve_model, tokenizer_sha256
 from qat_lora.options import EstimateOptions, QatOptions, QuantizeOptions, RecoverOptions, RunConfig
@@ -125,7 +125,9 @@ def plan_quantising(options: QuantizeOptions) -> dict[str, Any]:
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(f"model: {options.model} is quantised already; give the full-precision model")
     parameters = sum(p.numel() for p in module.parameters())
-    make_quant_skeleton(module, preset(options.preset, options.keep, options.override, options.quantize_head))
+    chosen = preset(options.preset, options.keep, options.override, options.quantize_head)
+    check_reach(module, chosen)
+    make_quant_skeleton(module, chosen)
     layers, bits = quant_layers(module), bits_per_weight(module)
     quantised = sum(layer.in_features * layer.out_features for layer in layers.values())
     codes_bytes = int(bits["base"] * quantised) // 8

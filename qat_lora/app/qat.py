@@ -25,6 +25,7 @@ from qat_lora.app.qat_parts import check_parts, given, preset_name, trained_part
 from qat_lora.app.quantising import quantize
 from qat_lora.app.replicas import decide, fetch, refuse_spmd_over_hosts
 from qat_lora.app.shared import cached_calibration_rows, check_fits, fit_attention, kept, load, picture, run_name, say
+from qat_lora.app.unfinished import Unfinished, remove_pieces
 from qat_lora.cache.dataset import KDCacheDataset
 from qat_lora.config import save_yaml, to_dict
 from qat_lora.evaluate.report import save_json
@@ -35,6 +36,7 @@ from qat_lora.models import DTYPES, CausalLM, save_with_tensors
 from qat_lora.options import QatOptions, QuantizeOptions, RunConfig
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.select import status_line
+from qat_lora.runtime.signals import stop_signals
 from qat_lora.train.blockwise import reconstruct
 from qat_lora.train.checkpoint import STATE, checkpoints
 from qat_lora.train.folders import whole_folder
@@ -196,20 +198,26 @@ def _reconstruct(
     """Reconstruct the student block by block and write it to the run's folder `blockwise`."""
     runtime.place(student.module)
     runtime.place(full.module)
-    shares = reconstruct(
-        student.module,
-        full.module,
-        lambda batch: full.hidden(batch["input_ids"], batch["document_ids"]),
-        runtime.feed(cached_calibration_rows(dataset, options.calibration_rows, options.run.seed)),
-        options.blockwise,
-        runtime,
-        options.run.quiet,
-    )
+    with stop_signals() as stopped:
+        work = Unfinished(out, "layers reconstructed", full.config.num_hidden_layers, stopped)
+        if work.parts:
+            say(options.run, f"block by block: goes on after {work.parts} layers, which an interrupted run finished")
+        shares = reconstruct(
+            student.module,
+            full.module,
+            lambda batch: full.hidden(batch["input_ids"], batch["document_ids"]),
+            runtime.feed(cached_calibration_rows(dataset, options.calibration_rows, options.run.seed)),
+            options.blockwise,
+            runtime,
+            options.run.quiet,
+            work,
+        )
     full.module.to("cpu")
     tensors = _stored(student.module)
     with whole_folder(out / "blockwise") as draft:
         save_with_tensors(student.folder, draft, tensors)
         save_json({"layers": shares}, draft / "result.json")
+    remove_pieces(out)
     before, after = (sum(share[key] for share in shares) / len(shares) for key in ("before", "after"))
     say(options.run, f"block by block: error of a layer's output {before:.4f} -> {after:.4f} of its square, on average")
 

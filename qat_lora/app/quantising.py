@@ -22,6 +22,7 @@ from qat_lora.app.shared import (
     say,
     text_batches,
 )
+from qat_lora.app.unfinished import Unfinished, remove_pieces
 from qat_lora.cache.dataset import KDCacheDataset
 from qat_lora.cache.store import read_manifest
 from qat_lora.checksums import NOTE, SUMS
@@ -31,18 +32,20 @@ from qat_lora.evaluate.report import save_json
 from qat_lora.export.adapter import save_starts
 from qat_lora.identity import checkpoint_sha256
 from qat_lora.layers.calibrate import quantise_model, second_moments
-from qat_lora.layers.convert import HEAD, bits_per_weight, quant_layers, quantise_targets, rule_bits
+from qat_lora.layers.convert import HEAD, bits_per_weight, check_reach, quant_layers, quantise_targets, rule_bits
+from qat_lora.layers.finished import Kept, Work
 from qat_lora.layers.fit import ZERO
 from qat_lora.layers.in_order import Plan, quantise_in_order
 from qat_lora.layers.lora import Factors
 from qat_lora.layers.scratch import large_tensors_apart, zeros_in
-from qat_lora.layers.sensitivity import drawn_in_pieces, sensitivities
+from qat_lora.layers.sensitivity import Sensitivity, drawn_in_pieces, sensitivities
 from qat_lora.layers.wide import widen
 from qat_lora.models import CausalLM, cast, load_tokenizer, save_quantised
 from qat_lora.options import QuantizeOptions
 from qat_lora.quant.initialise import NEED_TEXT
 from qat_lora.quant.spec import Preset, preset
 from qat_lora.runtime.base import Runtime
+from qat_lora.runtime.signals import stop_signals
 from qat_lora.text.sources import describe_source
 from qat_lora.types import Batch
 
@@ -67,7 +70,7 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Any:
     widen(model.module)
     if quant_layers(model.module):
         raise ConfigError(f"model: {options.model} is quantised already; give the full-precision model")
-    quantise_targets(model.module, chosen)  # refuses a pattern without a match
+    check_reach(model.module, chosen)
     batches = _calibration_batches(options, model) if options.init != "absmax" and has_text else None
     noted = None if run.overwrite else outputs.noted(out)
     settings = {name: value for name, value in to_dict(options).items() if name not in NO_PART_OF_THE_RESULT}
@@ -79,6 +82,7 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Any:
         else:
             _make(options, model, chosen, batches, out, runtime)
             outputs.complete(out)
+        remove_pieces(out)
     return out
 
 
@@ -95,8 +99,11 @@ def _make(
     runtime = runtime.for_loops()
     runtime.place(model.module)
     say(run, f"{runtime.description} · {chosen.name}, {len(targets)} layers · {out}")
-    with large_tensors_apart():
-        starts = _fit(options, model, chosen, list(runtime.feed(batches)) if batches is not None else None, out)
+    with stop_signals() as stopped, large_tensors_apart():
+        work = Unfinished(out, "layers", len(targets), stopped)
+        if work.parts:
+            say(run, f"goes on after {work.parts} of {len(targets)} layers, which an interrupted run finished")
+        starts = _fit(options, model, chosen, list(runtime.feed(batches)) if batches is not None else None, out, work)
     bits = {name: round(value, 4) for name, value in bits_per_weight(model.module).items()}
     rules = rule_bits(model.module, chosen)
     model.module.to("cpu")
@@ -139,7 +146,12 @@ def _joint_rank(options: QuantizeOptions) -> int:
 
 
 def _fit(
-    options: QuantizeOptions, model: CausalLM, chosen: Preset, batches: list[Batch] | None, out: Path
+    options: QuantizeOptions,
+    model: CausalLM,
+    chosen: Preset,
+    batches: list[Batch] | None,
+    out: Path,
+    work: Work,
 ) -> dict[str, Factors]:
     """Quantise the model in place, by the batches where there are any; return the adapter starts.
 
@@ -155,26 +167,22 @@ def _fit(
             quiet=quiet,
             joint_rank=joint_rank,
             start_method=options.start_method,
+            work=work,
         )
     targets = quantise_targets(model.module, chosen)
     costs = None
     if options.metric == "fisher" and options.init in NEED_TEXT:
-        draws = torch.Generator().manual_seed(options.run.seed)
-
-        def log_likelihood(batch: Batch) -> torch.Tensor:
-            hidden = model.hidden(batch["input_ids"], batch["document_ids"])
-            return drawn_in_pieces(hidden.flatten(0, 1), model.logits, model.vocab_size, draws)
-
         inside = [name for name in targets if not HEAD.search(name)]
-        costs = sensitivities(model.module, inside, batches, log_likelihood, quiet, zeros_in(out))
+        costs = _sensitivities(options, model, inside, batches, out, work)
 
     def forward(batch: Batch) -> torch.Tensor:
+        work.may_stop()
         return model.hidden(batch["input_ids"], batch["document_ids"])
 
     kept = _held_out(options, len(batches))
     if options.calibrate_on == "student" and options.init in NEED_TEXT:
         plan = Plan(options.init, options.start_rank, joint_rank, options.start_method, kept)
-        return quantise_in_order(model.module, chosen, plan, batches, forward, costs, quiet)
+        return quantise_in_order(model.module, chosen, plan, batches, forward, costs, quiet, work)
     moments = second_moments(model.module, targets, batches[: len(batches) - kept], forward, costs)
     later = None if costs is None else {n: c._replace(tokens=c.tokens[len(batches) - kept :]) for n, c in costs.items()}
     fresh = second_moments(model.module, targets, batches[len(batches) - kept :], forward, later)
@@ -189,7 +197,40 @@ def _fit(
         joint_rank=joint_rank,
         start_method=options.start_method,
         fresh=fresh,
+        work=work,
     )
+
+
+def _sensitivities(
+    options: QuantizeOptions, model: CausalLM, names: list[str], batches: list[Batch], out: Path, work: Work
+) -> dict[str, Sensitivity]:
+    """Return what an error costs at the output of every layer.
+
+    One pass finds it for all of them, about a third of a run's time; so it is kept, and a run that goes on has it.
+    """
+    draws = torch.Generator().manual_seed(options.run.seed)
+
+    def log_likelihood(batch: Batch) -> torch.Tensor:
+        work.may_stop()
+        hidden = model.hidden(batch["input_ids"], batch["document_ids"])
+        return drawn_in_pieces(hidden.flatten(0, 1), model.logits, model.vocab_size, draws)
+
+    def kept() -> list[Kept]:
+        return [piece for name in names if (piece := work.take(f"sensitivity-{name}")) is not None]
+
+    pieces = kept()
+    if len(pieces) < len(names):
+        found = sensitivities(model.module, names, batches, log_likelihood, options.run.quiet, zeros_in(out))
+        for name in names:
+            cost = found.pop(name)  # its place on the disk is free before the next one is written
+            tokens = {f"tokens.{i}": tokens for i, tokens in enumerate(cost.tokens)}
+            work.keep(f"sensitivity-{name}", {"outputs": cost.outputs_OO, **tokens}, {})
+        pieces = kept()
+    device = batches[0]["input_ids"].device
+    return {
+        name: Sensitivity(parts["outputs"], [parts[f"tokens.{i}"].to(device) for i in range(len(batches))])
+        for name, (parts, _) in zip(names, pieces, strict=True)
+    }
 
 
 def _held_out(options: QuantizeOptions, batches: int) -> int:

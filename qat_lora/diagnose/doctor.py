@@ -38,7 +38,7 @@ _DEAD = {
 _NOTED = {
     "TPU_VISIBLE_CHIPS": "with several processes each would take these chips, so --num-chips N is refused beside it",
     "XLA_PERSISTENT_CACHE_PATH": "PyTorch/XLA 2.9 fails to read back what it writes there; every start compiles anew",
-    "PT_XLA_DEBUG": "reports on every execution: slower",
+    "PT_XLA_DEBUG": "reports on every execution, some twenty lines each; PT_XLA_DEBUG_LEVEL=1 on compilations alone",
     "XLA_IR_DEBUG": "tracing is slower",
     "XLA_HLO_DEBUG": "tracing is slower",
 }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,12 @@ STYLE = {
 COLUMNS = {2: 2, 4: 2}  # panels side by side, by how many there are; else 3
 
 
+def colours_of(models: Iterable[str]) -> dict[str, str]:
+    """Return the colour of every model, by its place among the students; that of the teacher is grey."""
+    students = (name for name in models if name != "teacher")
+    return {"teacher": FAINT, **dict(zip(students, itertools.cycle(COLOURS), strict=False))}
+
+
 def plot_report(report: Mapping[str, Any], out: Path) -> None:
     """Draw the panels that a report has data for as one PNG.
 
@@ -46,7 +52,7 @@ def plot_report(report: Mapping[str, Any], out: Path) -> None:
     plt = pyplot()
     models = report["models"]
     students = [name for name in models if name != "teacher"]
-    colours = {"teacher": FAINT, **dict(zip(students, itertools.cycle(COLOURS), strict=False))}
+    colours = colours_of(models)
     panels: list[Callable[[Any], None]] = [lambda axis: _bars(axis, models, list(models), "ppl", colours, "Perplexity")]
     if students:
         same = "Same likeliest token as the teacher"

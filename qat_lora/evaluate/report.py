@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from qat_lora.evaluate.plots import colours_of
 from qat_lora.extras import pyplot
 from qat_lora.finite import json_text
 
@@ -68,8 +68,7 @@ def plot_scores(
     plt = pyplot()
     panels = 3 if draw_training else 2
     figure, axes = plt.subplots(1, panels, figsize=(4.6 * panels, 4.2), layout="constrained")
-    names = list(scores)
-    colours = dict(zip(names, itertools.cycle(plt.get_cmap("tab10").colors), strict=False))
+    names, colours = list(scores), colours_of(scores)
     students = [name for name in names if scores[name].get("kl")]
     for axis, key, who, title in (
         (axes[0], "ppl", names, "held-out perplexity (lower is better)"),

@@ -20,19 +20,35 @@ from qat_lora.errors import CacheError, ConfigError, DamagedFileError
 from qat_lora.evaluate.report import markdown_table, table_rows
 
 LIBRARY = {"merged": "transformers", "adapter": "peft", "compressed-tensors": "transformers", "gguf": "gguf"}
+_TRANSFORMERS = """\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(".")
+"""
+_PEFT = "from peft import PeftModel\n" + _TRANSFORMERS
 USE = {
-    "merged": 'AutoModelForCausalLM.from_pretrained("FOLDER")',
-    "adapter": (
-        "import qat_lora.models  # lets transformers read the base\n"
-        'base = AutoModelForCausalLM.from_pretrained("FOLDER/base")\n'
-        'model = PeftModel.from_pretrained(base, "FOLDER")'
-    ),
-    "compressed-tensors": (
-        'base = AutoModelForCausalLM.from_pretrained("FOLDER")\n'
-        '# with an adapter: model = PeftModel.from_pretrained(base, "FOLDER/adapter")'
-    ),
-    "gguf": "llama-cli -m FOLDER/base.gguf\n# with an adapter, add: --lora FOLDER/adapter.gguf",
+    "merged": _TRANSFORMERS + 'model = AutoModelForCausalLM.from_pretrained(".")',
+    "adapter": f"""\
+import qat_lora  # lets transformers read the base
+{_PEFT}base = AutoModelForCausalLM.from_pretrained("base")
+model = PeftModel.from_pretrained(base, ".")""",
+    "compressed-tensors": _TRANSFORMERS + 'model = AutoModelForCausalLM.from_pretrained(".")',
+    "gguf": """\
+from llama_cpp import Llama  # in a shell: llama-cli -m base.gguf
+
+model = Llama("base.gguf")""",
 }
+USE_WITH_ADAPTER = USE | {
+    "compressed-tensors": f"""\
+{_PEFT}base = AutoModelForCausalLM.from_pretrained(".")
+base(tokenizer("any", return_tensors="pt").input_ids)  # the first forward unpacks the weights, which PEFT asks for
+model = PeftModel.from_pretrained(base, "adapter")""",
+    "gguf": """\
+from llama_cpp import Llama  # in a shell: llama-cli -m base.gguf --lora adapter.gguf
+
+model = Llama("base.gguf", lora_path="adapter.gguf")""",
+}
+"""Python that loads an export, run in its folder with nothing before it; tests and `benchmarks/consumers.py` do so."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +77,8 @@ class Card:
     scores: str | None = None
     """A Markdown table."""
     license: str | None = None
+    adapter: bool = False
+    """Whether an adapter lies beside the base."""
 
 
 def shown(path: str) -> str:
@@ -119,6 +137,16 @@ def read_scores(folder: str) -> str:
         ) from None
 
 
+def labelled(result: Mapping[str, Any]) -> dict[str, str]:
+    """Return what an export measured as people read it: words, and sizes with their unit."""
+    units = {name: " MB" if name.endswith("_mb") else "" for name in result}
+    return {
+        name.removesuffix("_mb").replace("_", " "): f"{value}{units[name]}"
+        for name, value in result.items()
+        if value is not None
+    }
+
+
 def render(card: Card) -> str:
     """Return the card as Markdown with the Hub's front matter."""
     front = {
@@ -137,14 +165,15 @@ def render(card: Card) -> str:
         "data of the recovery": card.origin.data,
         "preset": card.origin.preset,
         "bits per weight of the student": bits,
-        **{name.replace("_", " "): value for name, value in card.result.items() if value is not None},
+        **labelled(card.result),
         "fingerprint of the base": f"`{card.base_sha256}`",
         "licence": card.license or "not given: those of model, teacher and data apply",
     }
     lines = ["---", yaml.safe_dump(front, sort_keys=False).strip(), "---", "", f"# {card.name}", ""]
     lines += ["A language model quantised and recovered with qat-lora.", "", "| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in rows.items()]
-    lines += ["", "## Use", "", "```", USE[card.form], "```", "", "## Scores", ""]
+    use = (USE_WITH_ADAPTER if card.adapter else USE)[card.form]
+    lines += ["", "## Use", "", "In this folder:", "", "```python", use, "```", "", "## Scores", ""]
     lines += [card.scores or "None were given with this export.", ""]
     if card.notes:
         lines += ["## What was and was not checked", "", *(f"* {note}" for note in card.notes), ""]

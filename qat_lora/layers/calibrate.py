@@ -7,6 +7,7 @@ the full-precision model's: `in_order` cures that, at the price of running every
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from qat_lora.layers.convert import HEAD, put_quantised, quantise_targets
+from qat_lora.layers.convert import HEAD, block_of, put_quantised, quantise_targets
+from qat_lora.layers.finished import NOT_KEPT, Finished, Work, finished_of, kept_of
 from qat_lora.layers.fit import StartMethod, fit_layer
 from qat_lora.layers.lora import Factors
-from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.layers.scratch import give_back
 from qat_lora.layers.sensitivity import Sensitivity
 from qat_lora.quant.initialise import Method
@@ -93,6 +94,7 @@ def quantise_model(
     joint_rank: int = 0,
     start_method: StartMethod = "qera",
     fresh: dict[str, Tensor] | None = None,
+    work: Work = NOT_KEPT,
 ) -> dict[str, Factors]:
     """Quantise every layer that the preset reaches, in place; return the adapter starts by layer name.
 
@@ -107,22 +109,36 @@ def quantise_model(
         joint_rank: rank of the adapter that codes are chosen together with; 0: codes first.
         start_method: metric of the adapter start.
         fresh: second moments over held-out rows by layer name, for the start method `best`.
+        work: keeps the layers of every finished block, and has those that an interrupted run finished.
 
     Raises:
+        InterruptedRunError: the run was asked to stop.
         ConfigError: a pattern without a match, or a method without the calibration it needs.
     """
     starts: dict[str, Factors] = {}
     targets = quantise_targets(model, preset)
-    for name, spec in tqdm(targets.items(), desc=f"quantise {preset.name} ({method})", unit="layer", disable=quiet):
-        linear = model.get_submodule(name)
-        assert isinstance(linear, nn.Linear)
-        outputs = None if costs is None or name not in costs else costs[name].outputs_OO
-        moment = (moments or {}).get(name)
-        ranks = (0, 0) if HEAD.search(name) else (start_rank, joint_rank)  # no adapter sits on the head
-        held_out = (fresh or {}).get(name)
-        fit = fit_layer(linear.weight.data, spec, method, moment, outputs, *ranks, start_method, held_out)
-        if fit.factors is not None:
-            starts[name] = fit.factors.half()
-        put_quantised(model, name, QuantLinear.from_linear(linear, spec, fit.quantised))
-        give_back()
+    with tqdm(total=len(targets), desc=f"quantise {preset.name} ({method})", unit="layer", disable=quiet) as bar:
+        for block, names in itertools.groupby(targets, lambda name: block_of(name) or name):
+            kept = work.take(f"block-{block}")
+            found = {} if kept is None else finished_of(kept, model, targets)
+            for name in () if kept else names:
+                work.may_stop()
+                linear, spec = model.get_submodule(name), targets[name]
+                assert isinstance(linear, nn.Linear)
+                outputs = None if costs is None or name not in costs else costs[name].outputs_OO
+                moment = (moments or {}).get(name)
+                ranks = (0, 0) if HEAD.search(name) else (start_rank, joint_rank)  # no adapter sits on the head
+                held_out = (fresh or {}).get(name)
+                fit = fit_layer(linear.weight.data, spec, method, moment, outputs, *ranks, start_method, held_out)
+                found[name] = Finished.of(linear, spec, fit)
+                give_back()
+                bar.update()
+            if kept is None:
+                work.keep(f"block-{block}", *kept_of(found))
+            else:
+                bar.update(len(found))
+            for name, (layer, factors) in found.items():
+                if factors is not None:
+                    starts[name] = factors.half()
+                put_quantised(model, name, layer)
     return starts

@@ -30,9 +30,9 @@ from tqdm import tqdm
 
 from qat_lora.errors import ModelError
 from qat_lora.layers.convert import block_of, put_quantised, quantise_targets
+from qat_lora.layers.finished import NOT_KEPT, Finished, Work, finished_of, kept_of
 from qat_lora.layers.fit import StartMethod, fit_layer
 from qat_lora.layers.lora import Factors
-from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.layers.scratch import give_back
 from qat_lora.layers.sensitivity import Sensitivity
 from qat_lora.layers.tied import embedding_of
@@ -94,6 +94,7 @@ def quantise_in_order(
     forward: Callable[[Any], Tensor],
     costs: dict[str, Sensitivity] | None = None,
     quiet: bool = False,
+    work: Work = NOT_KEPT,
 ) -> dict[str, Factors]:
     """Quantise every layer that the preset reaches, in place; return the adapter starts by layer name.
 
@@ -107,8 +108,10 @@ def quantise_in_order(
         forward: runs the model on one batch and returns the last hidden states.
         costs: sensitivities by layer name, of the same batches.
         quiet: no progress bar.
+        work: keeps every finished block, and has those that an interrupted run finished.
 
     Raises:
+        InterruptedRunError: the run was asked to stop.
         ModelError: the layers do not lie in one stack of blocks.
         ConfigError: a pattern without a match, or what `fit_layer` refuses.
     """
@@ -122,24 +125,32 @@ def quantise_in_order(
             states, calls = _capture(stack, batches, forward)
             exact, student = _Stream(list(states)), _Stream(list(states))
             if tied:  # first, since what it looks up is what the first block gets
-                _head(model, tied[0], targets, plan, batches, forward)
+                _head(model, tied[0], targets, plan, batches, forward, work)
                 student = _Stream(_capture(stack, batches, forward)[0])
                 bar.update()
             for (name, layers), block, call in zip(blocks.items(), stack, calls, strict=True):
-                inside = {layer.removeprefix(name + "."): layer for layer in layers}
                 own = {id(p): p for p in block.parameters()}  # shared: weights are replaced below, never written to
                 reference = copy.deepcopy(block, own)
-                exact_next, quantised = _block(
-                    block, reference, inside, targets, plan, exact, student, call, costs, starts, bar.update
-                )
+                kept = work.take(f"block-{name}")
+                if kept is None:
+                    inside = {layer.removeprefix(name + "."): layer for layer in layers}
+                    found = _block(block, reference, inside, targets, plan, exact, student, call, costs, work, bar)
+                    work.keep(f"block-{name}", *kept_of(found))
+                else:
+                    found = finished_of(kept, model, targets)
+                    for layer, finished in found.items():
+                        _correct(_linear(model, layer), finished, plan)
+                    bar.update(len(found))
                 student.states = [student.run(block, call, i) for i in range(len(batches))]
-                exact.states = exact_next
-                for path, layer in quantised.items():
-                    block.set_submodule(path, layer)
+                exact.states = [exact.run(reference, call, i) for i in range(len(batches))]
+                for layer, finished in found.items():
+                    model.set_submodule(layer, finished.layer)
+                    if finished.factors is not None:
+                        starts[layer] = finished.factors.half()
                 call.clear()
         for name in outside:  # the output head: it gets what the quantised model puts out
             if not (blocks and name in tied):
-                _head(model, name, targets, plan, batches, forward)
+                _head(model, name, targets, plan, batches, forward, work)
                 bar.update()
     return starts
 
@@ -157,15 +168,27 @@ def _head(
     plan: Plan,
     batches: Sequence[Any],
     forward: Callable[[Any], Tensor],
+    work: Work,
 ) -> None:
     """Quantise the output head, in place, on the hidden states that the model puts out now."""
     linear = _linear(model, name)
+    kept = work.take(f"block-{name}")
+    if kept is not None:
+        put_quantised(model, name, finished_of(kept, model, targets)[name].layer)
+        return
     moment = torch.zeros(linear.in_features, linear.in_features, device=linear.weight.device)
     for batch in batches:
         x = forward(batch).reshape(-1, linear.in_features).float()
         moment += x.T @ x / (x.shape[0] * len(batches))
     fit = fit_layer(linear.weight.data, targets[name], plan.method, moment)
-    put_quantised(model, name, QuantLinear.from_linear(linear, targets[name], fit.quantised))
+    finished = Finished.of(linear, targets[name], fit)
+    work.keep(f"block-{name}", *kept_of({name: finished}))
+    put_quantised(model, name, finished.layer)
+
+
+def _correct(linear: nn.Linear, finished: Finished, plan: Plan) -> None:
+    """Let a layer compute as its quantised weight with the adapter start: what later layers of its block will see."""
+    linear.weight = nn.Parameter(finished.corrected(plan.joint_rank), requires_grad=False)
 
 
 def _blocks(targets: dict[str, QuantSpec]) -> tuple[dict[str, list[str]], list[str]]:
@@ -224,11 +247,11 @@ def _block(
     student: _Stream,
     calls: list[dict[str, Any]],
     costs: dict[str, Sensitivity] | None,
-    starts: dict[str, Factors],
-    done: Callable[[], Any],
-) -> tuple[list[Tensor], dict[str, QuantLinear]]:
-    """Fit the layers of a block, leaving them dense and corrected; return the next exact states and the layers."""
-    quantised: dict[str, QuantLinear] = {}
+    work: Work,
+    bar: tqdm[Any],
+) -> dict[str, Finished]:
+    """Fit the layers of a block, leaving them dense and corrected; return what stands for them."""
+    found: dict[str, Finished] = {}
     for paths in _stages(reference, list(inside), exact, calls):
         sums: dict[str, list[Tensor]] = {}
         fresh: dict[str, Tensor] = {}
@@ -245,8 +268,8 @@ def _block(
                 known = sums.get(path)
                 sums[path] = parts if known is None else [a + b for a, b in zip(known, parts, strict=True)]
         for path in paths:
-            linear, name = block.get_submodule(path), inside[path]
-            assert isinstance(linear, nn.Linear)
+            work.may_stop()
+            linear, name = _linear(block, path), inside[path]
             moment, cross = sums[path][0] / sums[path][2], sums[path][1] / sums[path][2]
             wanted = aimed_weight(linear.weight.data, moment, cross)
             outputs = None if costs is None else costs[name].outputs_OO
@@ -254,15 +277,11 @@ def _block(
             fit = fit_layer(
                 wanted, targets[name], plan.method, moment, outputs, *ranks, plan.start_method, fresh.get(path)
             )
-            dense = fit.quantised.dense(targets[name])
-            if fit.factors is not None:
-                starts[name] = fit.factors.half()
-                dense = dense + fit.factors.b_OR[:, : plan.joint_rank] @ fit.factors.a_RI[: plan.joint_rank]
-            quantised[path] = QuantLinear.from_linear(linear, targets[name], fit.quantised)
-            linear.weight = nn.Parameter(dense, requires_grad=False)
+            found[name] = Finished.of(linear, targets[name], fit)
+            _correct(linear, found[name], plan)
             give_back()
-            done()
-    return [exact.run(reference, calls, i) for i in range(len(calls))], quantised
+            bar.update()
+    return found
 
 
 def aimed_weight(weight_OI: Tensor, moment_II: Tensor, cross_II: Tensor) -> Tensor:

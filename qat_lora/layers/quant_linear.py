@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -97,16 +98,21 @@ class QuantLinear(nn.Linear):
     @classmethod
     def from_linear(cls, linear: nn.Linear, spec: QuantSpec, quantised: QuantisedWeight) -> QuantLinear:
         """Build the layer that stands for `linear` once its weight is quantised."""
-        device = linear.weight.device
-        bias = linear.bias is not None
-        layer = cls(linear.in_features, linear.out_features, spec, bias=bias, device=device)
-        layer.codes.copy_(pack(quantised.codes_OI, spec.bits))
-        for name, scale in zip(scale_shapes(spec, *quantised.codes_OI.shape), quantised.scales, strict=True):
-            layer.get_parameter(name).data.copy_(scale)
+        tensors = dict(zip(scale_shapes(spec, *quantised.codes_OI.shape), quantised.scales, strict=True))
+        tensors["codes"] = pack(quantised.codes_OI, spec.bits)
         if quantised.zeros is not None:
-            layer.zeros.copy_(pack_zeros(quantised.zeros, spec.bits))
+            tensors["zeros"] = pack_zeros(quantised.zeros, spec.bits)
         if spec.code == "lut":
-            layer.values.data.copy_(quantised.values)
+            tensors["values"] = quantised.values
+        return cls.from_stored(linear, spec, tensors)
+
+    @classmethod
+    def from_stored(cls, linear: nn.Linear, spec: QuantSpec, tensors: Mapping[str, Tensor]) -> QuantLinear:
+        """Build the layer that stands for `linear` from what `stored` gives."""
+        bias = linear.bias is not None
+        layer = cls(linear.in_features, linear.out_features, spec, bias=bias, device=linear.weight.device)
+        for name, tensor in tensors.items():
+            getattr(layer, name).data.copy_(tensor)
         if bias:
             layer.bias.data = linear.bias.data.clone()
         return layer.train(linear.training)
@@ -244,7 +250,7 @@ class QuantLinear(nn.Linear):
         return self.latent
 
     def stored(self) -> dict[str, Tensor]:
-        """Return the tensors that stand for the layer as it computes now: packed codes, float16 scales and table.
+        """Return the tensors that stand for the layer as it computes now: packed codes and zeros, float16 scales, table.
 
         Computed on the host: on XLA this makes no graphs of its own.
         """
@@ -254,6 +260,8 @@ class QuantLinear(nn.Linear):
             if here.range is not None:
                 scale, zero = here.range()
                 tensors = {"scale": scale.half(), "zeros": pack_zeros(zero, self.spec.bits)}
+            elif self.spec.code == "asymmetric":
+                tensors["zeros"] = here.zeros.cpu()
             if self.spec.code == "lut":
                 tensors["values"] = (here.values if here.latent is None else here._book()).detach().cpu().half()
             return {"codes": here._codes(), **tensors}

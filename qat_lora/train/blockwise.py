@@ -24,6 +24,7 @@ from tqdm import tqdm
 from qat_lora.config import option
 from qat_lora.errors import ConfigError, ModelError
 from qat_lora.layers.convert import linear_layers, quant_layers
+from qat_lora.layers.finished import NOT_KEPT, Work
 from qat_lora.runtime.base import Runtime
 from qat_lora.train.optim import AdamW
 from qat_lora.types import Batch
@@ -76,6 +77,7 @@ def reconstruct(
     config: BlockwiseConfig,
     runtime: Runtime,
     quiet: bool = False,
+    work: Work = NOT_KEPT,
 ) -> list[dict[str, float]]:
     """Train the codes and scales of a quantised model block by block, in place; packed codes again at the end.
 
@@ -89,11 +91,13 @@ def reconstruct(
         config: steps and learning rates.
         runtime: where this runs.
         quiet: no progress bar.
+        work: keeps every finished block, and has those that an interrupted run finished.
 
     Returns:
         For every block the mean squared error of its output `before` and `after`, as a share of the output's own.
 
     Raises:
+        InterruptedRunError: the run was asked to stop.
         ModelError: no list of decoder layers that holds all quantised layers, or no rows.
     """
     where = blocks_of(student)
@@ -105,21 +109,49 @@ def reconstruct(
     pairs = list(zip(student.get_submodule(where).children(), full.get_submodule(where).children(), strict=True))
     with tqdm(total=len(pairs) * config.blockwise_steps, desc="block by block", unit="step", disable=quiet) as bar:
         for index, (block, model) in enumerate(pairs):
-            kept = [call[index] for call in calls]
+            call, name = [call[index] for call in calls], str(index)
             with torch.no_grad():
-                exact = _push(model, exact, kept, runtime)
-                started = _push(block, hidden, kept, runtime)
-            before, start = _error(started, exact), copy.deepcopy(block.state_dict())
-            _fit(block, model, hidden, exact, kept, config, runtime, bar)
-            with torch.no_grad():
-                fitted = _push(block, hidden, kept, runtime)
-            after = _error(fitted, exact)
-            if after >= before:  # too few steps for its learning rate: codes that were found by calibration were better
-                block.load_state_dict(start)
-            hidden, after = (fitted, after) if after < before else (started, before)
-            shares.append({"before": before, "after": after})
-            bar.set_postfix_str(f"layer {index}: error {before:.3f} -> {after:.3f}")
+                exact = _push(model, exact, call, runtime)
+            kept = work.take(f"block-{name}")
+            if kept is None:
+                share, hidden = _reconstruct(block, model, hidden, exact, call, config, runtime, bar, work)
+                work.keep(f"block-{name}", block.state_dict(), {name: share})
+            else:
+                block.load_state_dict(kept[0])
+                share = kept[1][name]
+                with torch.no_grad():
+                    hidden = _push(block, hidden, call, runtime)
+                bar.update(config.blockwise_steps)
+            shares.append(share)
+            bar.set_postfix_str("layer {}: error {before:.3f} -> {after:.3f}".format(index, **share))
     return shares
+
+
+def _reconstruct(
+    block: nn.Module,
+    model: nn.Module,
+    hidden: list[Tensor],
+    exact: list[Tensor],
+    calls: list[Call],
+    config: BlockwiseConfig,
+    runtime: Runtime,
+    bar: Any,
+    work: Work,
+) -> tuple[dict[str, float], list[Tensor]]:
+    """Train one block, unless its start is better; return its error `before` and `after`, and what it puts out."""
+
+    def states() -> list[Tensor]:
+        with torch.no_grad():
+            return _push(block, hidden, calls, runtime)
+
+    started, start = states(), copy.deepcopy(block.state_dict())
+    _fit(block, model, hidden, exact, calls, config, runtime, bar, work)
+    fitted = states()
+    before, after = _error(started, exact), _error(fitted, exact)
+    if after < before:
+        return {"before": before, "after": after}, fitted
+    block.load_state_dict(start)  # too few steps for its learning rate: codes found by calibration were better
+    return {"before": before, "after": before}, started
 
 
 def _first_inputs(
@@ -175,6 +207,7 @@ def _fit(
     config: BlockwiseConfig,
     runtime: Runtime,
     bar: Any,
+    work: Work,
 ) -> None:
     """Train one block's weights and scales on the mean squared error of its output."""
     dense = dict(linear_layers(model))
@@ -191,6 +224,7 @@ def _fit(
     for parameter in (*weights, *scales):
         parameter.grad = torch.zeros_like(parameter)
     for step in range(config.blockwise_steps):
+        work.may_stop()
         index = step % len(hidden)
         difference = _run(block, hidden[index], calls[index]).float() - exact[index].float()
         (difference.square().sum() / exact[index].float().square().sum()).backward()

@@ -82,7 +82,7 @@ class CompileWatch:
         self._late += new
         what = "; ".join(self._changed.values()) or (
             "no shape of the batch changed; a number that changes from step to step may be compiled in, "
-            "PT_XLA_DEBUG_LEVEL=2 names the line"
+            "PT_XLA_DEBUG_LEVEL=1 names the line"
         )
         message = f"step {step} compiled {new} graph{'s' if new > 1 else ''} more: {what}"
         if self._most is not None and self._late > self._most:

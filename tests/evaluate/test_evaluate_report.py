@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from qat_lora.evaluate.plots import colours_of, plot_report
 from qat_lora.evaluate.report import markdown_table, plot_scores, save_json, table_rows, text_table
 
 SCORES = {
@@ -61,3 +62,20 @@ def test_the_picture_is_there_for_any_scores(tmp_path, scores, curve):
     assert image[:8] == b"\x89PNG\r\n\x1a\n"
     assert int.from_bytes(image[16:20], "big") == (1656 if curve else 1104)
     assert text_table(table_rows(scores)).count("\n") == len(scores) + 1
+
+
+def test_a_model_has_one_colour_in_both_pictures(tmp_path, monkeypatch):
+    """The bars of perplexity in `scores.png` and in `report.png`, in the order of the tables."""
+    plt = pytest.importorskip("matplotlib.pyplot")
+    from matplotlib.colors import to_hex
+    from test_evaluate_card import FULL
+
+    monkeypatch.setattr(plt, "close", lambda figure: None)
+    models = FULL["models"]
+    plot_report(FULL, tmp_path / "report.png")
+    panels = {axis.get_title(loc="left"): axis for axis in plt.gcf().axes}
+    plot_scores(models, tmp_path / "scores.png")
+    both = [[to_hex(bar.get_facecolor()) for bar in axis.patches] for axis in (panels["Perplexity"], plt.gcf().axes[0])]
+    monkeypatch.undo()
+    plt.close("all")
+    assert both[0] == both[1] == [colours_of(models)[name] for name in models] and len(set(both[0])) == len(models)

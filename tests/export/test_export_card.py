@@ -7,7 +7,7 @@ import yaml
 
 from qat_lora.errors import ConfigError, DamagedFileError, ModelError
 from qat_lora.export.adapter import CONFIG
-from qat_lora.export.card import Card, Origin, read_origin, read_scores, render, shown
+from qat_lora.export.card import Card, Origin, labelled, read_origin, read_scores, render, shown
 from qat_lora.export.pair import save_pair, save_settings
 
 
@@ -27,6 +27,12 @@ def test_unknown_is_said():
     assert front["license"] == "other" and "base_model" not in front
 
 
+def test_sizes_are_shown_with_their_unit():
+    found = labelled({"weights_mb": 0.939, "layers_rounded": 0, "kl_of_rounding": None})
+    assert found == {"weights": "0.939 MB", "layers rounded": "0"}
+    assert "| weights | 0.939 MB |" in card(result={"weights_mb": 0.939})
+
+
 def test_a_hub_model_is_named():
     front = yaml.safe_load(card(origin=Origin(model="Qwen/Qwen3-0.6B")).split("---\n")[1])
     assert front["base_model"] == "Qwen/Qwen3-0.6B"
@@ -34,9 +40,10 @@ def test_a_hub_model_is_named():
 
 @pytest.mark.parametrize("form", ["merged", "adapter", "compressed-tensors", "gguf"])
 def test_every_form_says_how_it_is_used(form):
-    assert "FOLDER" in card(form=form, notes=["not run in vLLM"]) and "* not run in vLLM" in card(
-        notes=["not run in vLLM"]
-    )
+    text = card(form=form, notes=["not run in vLLM"])
+    assert "\n```python\n" in text and "* not run in vLLM" in text
+    packed = form in ("compressed-tensors", "gguf")  # which come without an adapter, too
+    assert (card(form=form, adapter=True) != card(form=form)) == packed
 
 
 @pytest.mark.parametrize(

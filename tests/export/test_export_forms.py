@@ -1,7 +1,12 @@
 """Every form of export against its real reader, from the command's own function down to the logits."""
 
+import importlib.util
 import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +30,7 @@ from qat_lora.text.sources import TextConfig
 
 # Between PEFT and transformers: the one reads an attribute that the other has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+ROOT = Path(__file__).resolve().parents[2]
 IDS = torch.arange(3, 51).reshape(2, 24)
 PRESETS = ("w2g64", "w3g128", "w4g128", "apple2", "q4_r32", "q4a4", "q2a4", "q2a2")
 EXACT = PRESETS[:4]
@@ -123,6 +129,29 @@ def test_peft_puts_the_adapter_on_the_packed_base(recovered, tmp_path):
     theirs(base)  # compressed-tensors unpacks in the first forward
     logits = theirs(PeftModel.from_pretrained(base, out / "adapter").eval())
     assert (logits - our_logits(recovered)).abs().max() <= 1e-3
+
+
+def test_every_card_runs_as_printed(recovered, tmp_path):
+    """Each in an empty namespace, one Python for all: what an earlier one imports, no later one needs."""
+    spec = importlib.util.spec_from_file_location("consumers", ROOT / "benchmarks" / "consumers.py")
+    consumers = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(consumers)
+    exports = {"merged": recovered, "packed": recovered.parent / "student", "packed and adapter": recovered}
+    exports["adapter"] = recovered
+    program = "import os\n"
+    for name, student in exports.items():
+        form = "compressed-tensors" if "packed" in name else name
+        out = call("export", export_options(student, tmp_path / name, form=form))
+        file = str(tmp_path / f"{name}.safetensors")
+        then = consumers.LOGITS.format(cast="", ids=IDS[0].tolist(), file=file)
+        program += f"os.chdir({str(out)!r})\nexec({consumers.block_of(out) + then!r}, {{}})\n"
+    environment = {**os.environ, "USE_TORCH_XLA": "0"}
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name, student in exports.items():
+        logits = load_file(tmp_path / f"{name}.safetensors")["logits"]
+        assert (logits - our_logits(student)[0]).abs().max() <= 1e-3, name
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

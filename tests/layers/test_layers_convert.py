@@ -9,6 +9,7 @@ from qat_lora.layers.calibrate import quantise_model
 from qat_lora.layers.convert import (
     add_lora,
     bits_per_weight,
+    check_reach,
     lora_layers,
     make_quant_skeleton,
     merge,
@@ -106,6 +107,34 @@ def test_a_start_for_a_layer_that_is_not_there_is_refused():
     start = {"model.layers.9.mlp.up_proj": Factors(torch.zeros(1, 16), torch.zeros(40, 1))}
     with pytest.raises(ModelError, match="layers that the model lacks: model.layers.9.mlp.up_proj"):
         add_lora(toy(), LoraConfig(), start)
+
+
+def mixture(**changed):
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"vocab_size": 32, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 32}
+    experts = {"num_key_value_heads": 1, "moe_intermediate_size": 32, "intermediate_size": 96, "num_experts": 8}
+    with torch.device("meta"):
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**sizes, **experts, **changed}))
+
+
+def test_a_model_that_would_be_quantised_in_part_is_refused_unless_asked_for():
+    model = mixture()
+    assert len(quantise_targets(model, preset("w2g64"))) == 8  # attention alone, and not a word of the experts
+    with pytest.raises(
+        ModelError, match=r"model: 80% of .* \(6 tensors such as model.layers.0.mlp.experts.gate_up_proj.*'mlp.experts'"
+    ):
+        check_reach(model, preset("w2g64"))
+    check_reach(model, preset("w2g64", keep=("experts",)))
+    check_reach(mixture(mlp_only_layers=[0, 1]), preset("w2g64"))  # a router's weights alone would pass
+    with pytest.raises(ConfigError, match="'nothing' matches no linear layer"):
+        check_reach(model, preset("w2g64", keep=("nothing",)))
+    unknown = mixture(mlp_only_layers=[0, 1])
+    for layer in unknown.model.layers:  # linear, but under a name that no rule of this preset knows
+        layer.mixer = nn.Linear(64, 64, device="meta")
+    check_reach(unknown, preset("w2g64"))
+    with pytest.raises(ModelError, match="2 tensors such as model.layers.0.mixer.*--keep 'mixer'"):
+        check_reach(unknown, preset("q2a4"))
 
 
 def test_conv1d_models_are_refused():

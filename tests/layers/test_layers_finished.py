@@ -1,0 +1,45 @@
+"""A finished layer that was kept computes, to the bit, what it computed before."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from qat_lora.layers.finished import Finished, finished_of, kept_of
+from qat_lora.layers.fit import Fit, fit_layer
+from qat_lora.quant.spec import PRESETS
+
+SPECS = {name: entry.rules[0][1] for name, entry in PRESETS.items()}
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.ModuleDict({"up": nn.Linear(96, 80), "down": nn.Linear(80, 96, bias=False)}).requires_grad_(False)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_what_was_kept_computes_the_same_bits(name, tmp_path):
+    layers, specs = model(), dict.fromkeys(("up", "down"), SPECS[name])
+    found = {}
+    for path, rank in (("up", 24), ("down", 0)):
+        fit = fit_layer(layers[path].weight, specs[path], "mse", start_rank=rank)
+        found[path] = Finished.of(layers[path], specs[path], fit)
+    tensors, facts = kept_of(found)
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, tmp_path / "file")
+    again = finished_of((load_file(tmp_path / "file"), facts), model(), specs)
+    x = torch.randn(7, 96)
+    assert torch.equal(again["up"].layer(x), found["up"].layer(x)) and again["down"].factors is None
+    for path in found:
+        state, wanted = again[path].layer.state_dict(), found[path].layer.state_dict()
+        assert all(torch.equal(state[key], wanted[key]) for key in wanted)
+        assert torch.equal(again[path].corrected(16), found[path].corrected(16))
+
+
+def test_factors_are_brought_into_the_form_in_which_they_are_kept():
+    """As `fit_layer` gives them they are transposed, and a product of the same numbers can round differently then."""
+    linear, spec = model()["up"], SPECS["w2g64"]
+    fit = fit_layer(linear.weight, spec, "mse", start_rank=24)
+    transposed = fit.factors._replace(a_RI=fit.factors.a_RI.T.contiguous().T, b_OR=fit.factors.b_OR.T.contiguous().T)
+    found = Finished.of(linear, spec, Fit(fit.quantised, transposed._replace(method="svd")))
+    assert found.factors.a_RI.is_contiguous() and found.factors.b_OR.is_contiguous() and found.factors.method == "svd"
+    assert torch.equal(found.corrected(24), Finished.of(linear, spec, fit).corrected(24))
