@@ -20,7 +20,7 @@ class Inner:
 @dataclass(frozen=True)
 class Outer:
     name: str | None = option(None, "a name")
-    rows: int | None = option(None, "rows", unit="rows")
+    rows: int | None = option(None, "rows", unit="rows", below=2**64)
     kind: Literal["a", "b"] = option("a", "kind")
     on: bool = option(False, "switch")
     many: tuple[float, ...] = option((1.0,), "list")
