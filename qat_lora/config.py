@@ -315,12 +315,15 @@ class _BoundedLoader(yaml.SafeLoader):
         self._depth += 1
         if self._depth > YAML_LIMIT_DEPTH:
             raise yaml.YAMLError(f"it is nested more than {YAML_LIMIT_DEPTH} deep")
+        is_alias = self.check_event(yaml.AliasEvent)
         node = super().compose_node(parent, index)
         self._depth -= 1
+        if is_alias and node not in self._sizes:
+            raise yaml.YAMLError("a value holds itself")
         if node not in self._sizes:
             parts = [] if isinstance(node.value, str) else node.value
-            inner = [part for item in parts for part in (item if isinstance(item, tuple) else (item,))]
-            self._sizes[node] = 1 + sum(self._sizes.get(part, YAML_LIMIT_VALUES) for part in inner)  # absent: in itself
+            inner = (part for item in parts for part in (item if isinstance(item, tuple) else (item,)))
+            self._sizes[node] = 1 + sum(self._sizes[part] for part in inner)
         if self._sizes[node] > YAML_LIMIT_VALUES:
             raise yaml.YAMLError(f"it holds more than {YAML_LIMIT_VALUES:,} values, repeated ones counted each time")
         return node
