@@ -15,9 +15,8 @@ class QatLoraError(Exception):
 
     def __str__(self) -> str:
         """Return the message as one line of bounded length: it may quote a file that is neither, nor fit to print."""
-        line = " ".join(super().__str__().split())
-        line = line if len(line) <= LONGEST_LINE else f"{line[:700]} … {line[-250:]}"
-        return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+        line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(super().__str__().split()))
+        return line if len(line) <= LONGEST_LINE else f"{line[:700]} … {line[-250:]}"
 
 
 class ConfigError(QatLoraError, ValueError):

@@ -16,7 +16,8 @@ from typing import Any
 import yaml
 
 from qat_lora.cache.store import read_manifest
-from qat_lora.errors import CacheError, ConfigError
+from qat_lora.config import load_yaml
+from qat_lora.errors import ConfigError
 from qat_lora.evaluate.report import markdown_table, table_rows
 
 LIBRARY = {"merged": "transformers", "adapter": "peft", "compressed-tensors": "transformers", "gguf": "gguf"}
@@ -73,18 +74,22 @@ def read_origin(config: Any, adapter: Path | None) -> Origin:
     """Return where a student comes from: its base's config.json, and the run that its adapter lies in."""
     quantization: Any = getattr(config, "quantization_config", None) or {}
     plain: dict[str, Any] = quantization.to_dict() if hasattr(quantization, "to_dict") else dict(quantization)
-    model = str(plain.get("details", {}).get("model", "unknown"))
-    preset = str(plain.get("preset", {}).get("name", "none"))
+    model = _said(plain, "details", "model", "unknown")
+    preset = _said(plain, "preset", "name", "none")
     teacher = data = "unknown"
     run = adapter.parent / "config.yaml" if adapter is not None else None
     if run is not None and run.is_file():
-        settings = yaml.safe_load(run.read_text(encoding="utf-8")) or {}
         try:
-            fingerprint = read_manifest(str(settings.get("kd_cache_dir"))).fingerprint
+            fingerprint = read_manifest(str(load_yaml(run).get("kd_cache_dir"))).fingerprint
             teacher, data = shown(fingerprint.teacher), _dataset(fingerprint.dataset)
-        except (CacheError, ConfigError, OSError):
-            pass  # the cache is gone: unknown, and the card says so
+        except (ValueError, OSError):
+            pass  # the cache is gone, or the settings are damaged: unknown, and the card says so
     return Origin(shown(model), teacher, data, preset)
+
+
+def _said(tree: Mapping[str, Any], group: str, name: str, otherwise: str) -> str:
+    inner = tree.get(group)
+    return str(inner.get(name, otherwise)) if isinstance(inner, dict) else otherwise
 
 
 def _dataset(described: str) -> str:
@@ -106,7 +111,7 @@ def read_scores(folder: str) -> str:
     file = Path(folder) / "scores.json"
     try:
         return markdown_table(table_rows(json.loads(file.read_text(encoding="utf-8"))))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ConfigError(
             f"scores: {file} holds no scores ({error}); give the folder of a `qat-lora eval` run"
         ) from None

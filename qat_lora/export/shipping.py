@@ -133,9 +133,12 @@ def _check_texts(folder: Path, files: list[Shipped]) -> None:
 def summary(folder: Path, files: list[Shipped]) -> dict[str, object]:
     """Return what is sent as plain values."""
     result = folder / "result.json"
-    made = json.loads(result.read_text(encoding="utf-8")) if result.is_file() else {}
+    try:
+        made = json.loads(result.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        made = None
     return {
-        "form": made.get("form"),
+        "form": made.get("form") if isinstance(made, dict) else None,
         "size_bytes": sum(file.size_bytes for file in files),
         "files": {file.name: file.size_bytes for file in files},
     }
