@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import hashlib
 import json
 import math
@@ -97,12 +98,17 @@ class Leaf(typing.NamedTuple):
 
 def leaves(cls: type) -> Iterator[Leaf]:
     """Yield every setting that a config class uses, depth first, in order of declaration."""
-    return (leaf for leaf, used in _every_leaf(cls) if used)
+    return (leaf for leaf, used in _leaves_of(cls) if used)
 
 
 def unused(cls: type) -> Iterator[Leaf]:
     """Yield every setting that a config class has from a group and does not use."""
-    return (leaf for leaf, used in _every_leaf(cls) if not used)
+    return (leaf for leaf, used in _leaves_of(cls) if not used)
+
+
+@functools.cache  # asked for every word of a recipe
+def _leaves_of(cls: type) -> tuple[tuple[Leaf, bool], ...]:
+    return tuple(_every_leaf(cls))
 
 
 def _every_leaf(
@@ -156,6 +162,8 @@ def _coerce(value: Any, hint: Any, where: str) -> Any:
     if hint is str:
         if isinstance(value, Mapping | list | tuple):
             raise ConfigError(f"{where}: {value!r} is not a text")
+        if "\0" in str(value):
+            raise ConfigError(f"{where}: {value!r} holds a NUL character, which no path does")
         return str(value)
     raise TypeError(f"{where}: settings of type {hint} are not supported")  # a defect of ours
 

@@ -295,7 +295,7 @@ def parse(cls: type[R], data: bytes, where: str) -> R:
         if getattr(record, "format", fmt.FORMAT) != fmt.FORMAT:
             raise ValueError(f"format is {record.format!r}, expected {fmt.FORMAT!r}")  # type: ignore[attr-defined]
         return record
-    except (ValueError, TypeError, RecursionError, ConfigError) as error:
+    except (ValueError, TypeError, RecursionError, OverflowError) as error:
         if isinstance(error, CacheError):
             raise
         raise CacheDamaged(f"{where}: {error or 'is nested too deeply'}") from None

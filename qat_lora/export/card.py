@@ -8,6 +8,7 @@ cut to their last part.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
@@ -66,7 +67,7 @@ class Card:
 
 def shown(path: str) -> str:
     """Return a name for people: the last part of a path, a Hub name as it is."""
-    is_path = path.startswith((".", "/", "~", "\\")) or Path(path).expanduser().exists() or path.count("/") > 1
+    is_path = path.startswith((".", "/", "~", "\\")) or path.count("/") > 1 or os.path.exists(path)
     return PurePath(path).name if is_path else path
 
 
