@@ -324,7 +324,7 @@ class _BoundedLoader(yaml.SafeLoader):
         if self._depth > YAML_LIMIT_DEPTH:
             raise yaml.YAMLError(f"it is nested more than {YAML_LIMIT_DEPTH} deep")
         is_alias = self.check_event(yaml.AliasEvent)
-        node = super().compose_node(parent, index)
+        node: Any = super().compose_node(parent, index)
         self._depth -= 1
         if is_alias and node not in self._sizes:
             raise yaml.YAMLError("a value holds itself")
