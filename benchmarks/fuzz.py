@@ -5,7 +5,7 @@ program behind it is that of the tests (tests/fuzzing.py: Hypothesis draws files
 or arbitrary bytes; calls are counted, and writes watched). `--before` gives the same files to an earlier state of the
 package, as the control: a search that finds nothing there either would be blind.
 
-    python benchmarks/fuzz.py --cases 10000 --machine "two cores of ..." --before FOLDER --out benchmarks/results/fuzz.json
+    python benchmarks/fuzz.py --machine "two cores of ..." --before FOLDER --out benchmarks/results/fuzz.json
 """
 
 from __future__ import annotations
