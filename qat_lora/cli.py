@@ -5,6 +5,7 @@ Heavy imports (torch, transformers) happen inside a command, so `--help` answers
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import importlib
@@ -21,6 +22,7 @@ import click
 import qat_lora
 from qat_lora.config import Leaf, leaves, refuse_unused, resolve
 from qat_lora.errors import QatLoraError
+from qat_lora.terminal import any_text
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 
@@ -336,6 +338,7 @@ for _words in COMMANDS:
     (cache if _words.startswith("cache ") else cli).add_command(_command(_words))
 
 
+@any_text()
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; errors of ours, of the usage and of the disk become one line and an exit code."""
     try:
@@ -355,7 +358,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _fail(message: str, exit_code: int) -> NoReturn:
-    click.echo(f"error: {' '.join(message.split())}", err=True)
+    with contextlib.suppress(OSError):  # a terminal that was closed
+        click.echo(f"error: {' '.join(message.split())}", err=True)
     raise SystemExit(exit_code) from None
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import hashlib
 import json
 import math
@@ -28,15 +29,28 @@ from qat_lora.errors import ConfigError
 C = TypeVar("C")
 
 
+INT_LIMIT = 2**31
+"""Whole numbers are below: shapes, rows and steps beyond it fit no machine, and overflow where they are used."""
+YAML_LIMIT_BYTES = 1 << 20
+YAML_LIMIT_VALUES = 10_000
+YAML_LIMIT_DEPTH = 20
+
+
 def option(
-    default: Any, help: str, *, unit: str | None = None, alias: str | None = None, without: tuple[str, ...] = ()
+    default: Any,
+    help: str,
+    *,
+    unit: str | None = None,
+    alias: str | None = None,
+    without: tuple[str, ...] = (),
+    below: int = INT_LIMIT,
 ) -> Any:
-    """Declare a setting: its default, one line of help, its unit and a second name that users know.
+    """Declare a setting: its default, one line of help, its unit, a second name that users know, a bound if whole.
 
     Of a group, `without` names settings (or groups, or dotted paths) that its owner does not use: they get no flag and
     no line in a `config.yaml`, and are refused where they are given, since a setting that does nothing misleads.
     """
-    metadata = {"help": help, "unit": unit, "alias": alias, "without": without}
+    metadata = {"help": help, "unit": unit, "alias": alias, "without": without, "below": below}
     if isinstance(default, type) and dataclasses.is_dataclass(default):
         return dataclasses.field(default_factory=default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -84,12 +98,17 @@ class Leaf(typing.NamedTuple):
 
 def leaves(cls: type) -> Iterator[Leaf]:
     """Yield every setting that a config class uses, depth first, in order of declaration."""
-    return (leaf for leaf, used in _every_leaf(cls) if used)
+    return (leaf for leaf, used in _leaves_of(cls) if used)
 
 
 def unused(cls: type) -> Iterator[Leaf]:
     """Yield every setting that a config class has from a group and does not use."""
-    return (leaf for leaf, used in _every_leaf(cls) if not used)
+    return (leaf for leaf, used in _leaves_of(cls) if not used)
+
+
+@functools.cache  # asked for every word of a recipe
+def _leaves_of(cls: type) -> tuple[tuple[Leaf, bool], ...]:
+    return tuple(_every_leaf(cls))
 
 
 def _every_leaf(
@@ -143,6 +162,8 @@ def _coerce(value: Any, hint: Any, where: str) -> Any:
     if hint is str:
         if isinstance(value, Mapping | list | tuple):
             raise ConfigError(f"{where}: {value!r} is not a text")
+        if "\0" in str(value):
+            raise ConfigError(f"{where}: {value!r} holds a NUL character, which no path does")
         return str(value)
     raise TypeError(f"{where}: settings of type {hint} are not supported")  # a defect of ours
 
@@ -169,7 +190,8 @@ def from_dict(cls: type[C], data: Mapping[str, Any], where: str = "") -> C:
     if not isinstance(data, Mapping):
         raise ConfigError(f"{where or 'settings'}: expected `name: value` lines, got {type(data).__name__}")
     hints = typing.get_type_hints(cls)
-    names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    names = list(fields)
     values: dict[str, Any] = {}
     for key, value in data.items():
         at = f"{where}.{key}" if where else str(key)
@@ -178,6 +200,9 @@ def from_dict(cls: type[C], data: Mapping[str, Any], where: str = "") -> C:
         hint = hints[key]
         nested = isinstance(hint, type) and dataclasses.is_dataclass(hint)
         values[key] = from_dict(hint, value, at) if nested else _coerce(value, hint, at)
+        below = fields[key].metadata.get("below", INT_LIMIT)
+        if isinstance(values[key], int) and abs(values[key]) >= below:
+            raise ConfigError(f"{at}: {value} is too large; allowed: whole numbers below 2^{below.bit_length() - 1}")
     return cls(**values)
 
 
@@ -200,6 +225,8 @@ def _drop(tree: dict[str, Any], path: Sequence[str]) -> None:
 def _put(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
     for part in path[:-1]:
         tree = tree.setdefault(part, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{part}: is a group of settings; expected `name: value` lines in it")
     tree[path[-1]] = value
 
 
@@ -283,6 +310,49 @@ def _given(tree: Any, path: Sequence[str]) -> bool:
     return True
 
 
+class _BoundedLoader(yaml.SafeLoader):
+    """Counts values as often as aliases repeat them, before any is built: ten lines can stand for 10^9 values."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._sizes: dict[yaml.Node, int] = {}
+        self._depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Build a node of the tree, and count it."""
+        self._depth += 1
+        if self._depth > YAML_LIMIT_DEPTH:
+            raise yaml.YAMLError(f"it is nested more than {YAML_LIMIT_DEPTH} deep")
+        is_alias = self.check_event(yaml.AliasEvent)
+        node: Any = super().compose_node(parent, index)
+        self._depth -= 1
+        if is_alias and node not in self._sizes:
+            raise yaml.YAMLError("a value holds itself")
+        if node not in self._sizes:
+            parts = [] if isinstance(node.value, str) else node.value
+            inner = (part for item in parts for part in (item if isinstance(item, tuple) else (item,)))
+            self._sizes[node] = 1 + sum(self._sizes[part] for part in inner)
+        if self._sizes[node] > YAML_LIMIT_VALUES:
+            raise yaml.YAMLError(f"it holds more than {YAML_LIMIT_VALUES:,} values, repeated ones counted each time")
+        return node
+
+
+def parse_yaml(text: str) -> Any:
+    """Parse YAML of somebody else's, within bounds of size, depth and repetition.
+
+    Raises:
+        ConfigError: says why it is not read.
+    """
+    if len(text) > YAML_LIMIT_BYTES:
+        raise ConfigError(f"it is larger than {YAML_LIMIT_BYTES:,} bytes")
+    try:
+        data = yaml.load(text, _BoundedLoader)
+        repr(data)  # whole numbers of thousands of digits cannot be shown, so nothing could be said about them
+        return data
+    except Exception as error:  # the constructors of dates, numbers and tags raise whatever theirs do
+        raise ConfigError(str(error) or type(error).__name__) from None
+
+
 def load_yaml(path: str | Path) -> dict[str, Any]:
     """Read a YAML mapping.
 
@@ -290,13 +360,14 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
         ConfigError: the file is missing, is not YAML, or holds no mapping.
     """
     try:
-        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        with Path(path).open("rb") as file:
+            data = parse_yaml(file.read(YAML_LIMIT_BYTES + 1).decode("utf-8"))
     except OSError as error:
         raise ConfigError(f"recipe {path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
         raise ConfigError(f"recipe {path}: is not UTF-8 text; give a YAML file") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"recipe {path}: is not valid YAML: {' '.join(str(error).split())}") from None
+    except ConfigError as error:
+        raise ConfigError(f"recipe {path}: is not valid YAML: {error}") from None
     if not isinstance(data or {}, dict):
         raise ConfigError(f"recipe {path}: expected `name: value` lines")
     return data or {}

@@ -5,11 +5,18 @@ line prints the message alone, on one line, and leaves with `exit_code`; a trace
 defect of ours, never a mistake of the user's.
 """
 
+LONGEST_LINE = 1000
+
 
 class QatLoraError(Exception):
     """Base of all errors that qat-lora raises on purpose."""
 
     exit_code = 2
+
+    def __str__(self) -> str:
+        """Return the message as one line of bounded length: it may quote a file that is neither, nor fit to print."""
+        line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(super().__str__().split()))
+        return line if len(line) <= LONGEST_LINE else f"{line[:700]} … {line[-250:]}"
 
 
 class ConfigError(QatLoraError, ValueError):

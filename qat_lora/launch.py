@@ -19,6 +19,7 @@ from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.chips import ChipsConfig, Plan
 from qat_lora.runtime.group import group_size
 from qat_lora.runtime.select import plan_run, select_runtime
+from qat_lora.terminal import any_text
 
 ON_SEVERAL_CHIPS = {"build_cache": "cache build", "recover": "recover", "qat": "qat"}
 """Commands that divide their work among replicas: function -> words that users type."""
@@ -28,6 +29,7 @@ COMPUTE_NOTHING = ("push", "estimate")
 """Commands that need no device at all, so that they can run beside a run that holds it."""
 
 
+@any_text()
 def run(command: str, options: Any, module: str = "qat_lora.app") -> Any:
     """Run `module.command(options, runtime)` on every process of the chosen device, which are started if need be.
 
@@ -68,6 +70,7 @@ def start(plan: Plan, work: Callable[[], Any], start_method: Any = "spawn") -> A
     return work()
 
 
+@any_text()
 def work_here(command: str, options: Any, module: str) -> Any:
     """Run a command on the device of this process, quietly unless this is the main one."""
     run = options.run

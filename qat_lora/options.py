@@ -46,7 +46,7 @@ class RunConfig:
     tpu: bool = option(False, "same as --device tpu")
     chips: ChipsConfig = option(ChipsConfig, "how many chips")
     dtype: Literal["float32", "bfloat16"] = option("float32", "type of weights and activations")
-    seed: int = option(0, "seed of everything random")
+    seed: int = option(0, "seed of everything random", below=2**63)
     quiet: bool = option(False, "no progress bars, no status lines")
     json: bool = option(False, "print the result as JSON, and nothing else, to standard output")
 

@@ -6,6 +6,7 @@ folder of compressed-tensors is unpacked into dense weights, its adapter put on;
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def base_folder(adapter: Path) -> Path:
     """
     named = read_adapter(adapter).base
     for folder in (adapter / "base", adapter / named, Path(named)):
-        if (folder / "config.json").is_file():
+        if os.path.isfile(folder / "config.json"):  # unlike Path's, False for names that no system takes
             return folder
     try:
         return resolve_model(named)

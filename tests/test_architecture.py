@@ -12,7 +12,7 @@ ROOMS = ("runtime", "layers", "losses", "cache", "text")
 # A module may import modules of its own rank or below; rooms not each other.
 RANKS = {
     0: ("types", "errors"),
-    1: ("quant", "config", "extras", "order", "checksums", "finite", "identity"),
+    1: ("quant", "config", "extras", "order", "checksums", "finite", "identity", "terminal"),
     2: ROOMS,
     3: (
         "train",

@@ -1,6 +1,7 @@
 """Settings: one declaration, strict filling from recipe, flags and words, and a fingerprint that does not move."""
 
 import hashlib
+import typing
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,7 +21,7 @@ class Inner:
 @dataclass(frozen=True)
 class Outer:
     name: str | None = option(None, "a name")
-    rows: int | None = option(None, "rows", unit="rows")
+    rows: int | None = option(None, "rows", unit="rows", below=2**64)
     kind: Literal["a", "b"] = option("a", "kind")
     on: bool = option(False, "switch")
     many: tuple[float, ...] = option((1.0,), "list")
@@ -164,3 +165,58 @@ def test_the_fingerprint_is_the_sha256_of_canonical_json():
     assert fingerprint(Inner(0.5, 3)) != expected
     with pytest.raises(ValueError, match="JSON"):
         fingerprint({"lr": float("nan")})
+
+
+LEVELS = "".join(f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join([f'*{chr(97 + i)}'] * 9)}]\n" for i in range(9))
+MERGES = "".join(f"{chr(98 + i)}: &{chr(98 + i)}\n  <<: [{', '.join([f'*{chr(97 + i)}'] * 9)}]\n" for i in range(9))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a: &a [x, x, x]\n" + LEVELS, "more than 10,000 values, repeated ones counted each time"),
+        ("a: &a {x: 1}\n" + MERGES, "more than 10,000 values, repeated ones counted each time"),
+        ("a: &a [*a]", "a value holds itself"),
+        ("name: " + "[" * 50_000, "nested more than 20 deep"),
+        ("".join(" " * i + "a:\n" for i in range(500)), "nested more than 20 deep"),
+        ("rows: " + "9" * 5000, "integer string conversion"),
+        ("rows: 0x" + "f" * 5000, "integer string conversion"),
+        ("name: 2001-99-99", "month must be in 1..12"),
+        ("name: !!int ''", "is not valid YAML"),
+        ("name: !!bool x", "is not valid YAML"),
+        ("name: !!python/object/apply:os.system [ls]", "could not determine a constructor"),
+        ("name: '" + "x" * 2**20 + "'", "larger than 1,048,576 bytes"),
+    ],
+)
+def test_yaml_of_others_is_bounded(tmp_path, text, says):
+    """Every one of these was a traceback, or a process that needed all memory there is."""
+    with pytest.raises(ConfigError) as caught:
+        resolve(Outer, recipe=recipe(tmp_path, text))
+    assert says in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 1000
+
+
+def test_an_anchor_or_two_are_fine(tmp_path):
+    text = "train: &t\n  lr: 1\n  steps: 3\n---\n".replace("---\n", "") + "many: &m [1, 2]\nwords: *m\n"
+    assert resolve(Outer, recipe=recipe(tmp_path, text)) == Outer(many=(1, 2), words=("1", "2"), train=Inner(1.0, 3))
+
+
+def commands():
+    import qat_lora.options as options
+
+    return [cls for name, cls in vars(options).items() if name.endswith("Options")]
+
+
+@pytest.mark.parametrize("cls", commands())
+def test_no_count_is_beyond_what_a_machine_can_hold(cls):
+    """As `--num-rows 10**20` and `--teacher-batch-size 2**62`, which overflowed somewhere in a run."""
+    for leaf in leaves(cls):
+        if int in (leaf.type, *typing.get_args(leaf.type)):
+            for value in (10**20, str(-(2**64)), "9" * 5000):
+                with pytest.raises(ConfigError, match=rf"{leaf.name}: .*(too large|not a whole number)") as caught:
+                    resolve(cls, flags={leaf.path: value})
+                assert len(str(caught.value)) < 1000
+
+
+def test_messages_are_one_line_that_can_be_printed():
+    error = ConfigError("a\nb\x1b[31m\udcff · " + "x" * 5000)
+    assert str(error).startswith("a b\\x1b[31m\\udcff · xxx") and len(str(error)) < 1000 and str(error).isprintable()

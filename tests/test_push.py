@@ -28,7 +28,7 @@ class Hub:
         if self.error:
             raise self.error
 
-    def upload_folder(self, **settings):
+    def create_commit(self, **settings):
         self.calls.append(("upload", settings))
         return SimpleNamespace(commit_url="https://hub.example/commit/1")
 
@@ -68,8 +68,20 @@ def test_what_the_hub_is_asked(folder):
     result = pushed(folder, hub, private=True)
     (create, repo, settings), (upload, sent) = hub.calls
     assert (create, repo, settings) == ("create", "me/tiny", {"private": True, "exist_ok": True})
-    assert upload == "upload" and sent["repo_id"] == "me/tiny" and sent["folder_path"] == str(folder)
-    assert sorted(sent["allow_patterns"]) == sorted(result["files"]) and result["uploaded"]
+    assert upload == "upload" and sent["repo_id"] == "me/tiny" and result["uploaded"]
+    paths = {operation.path_in_repo: operation.path_or_fileobj for operation in sent["operations"]}
+    assert paths == {name: str(folder / name) for name in result["files"]}
+
+
+def test_only_what_an_export_holds_goes(folder):
+    """Files of other kinds stay; as patterns, two of these names would have sent everything."""
+    before = pushed(folder, dry_run=True)["files"]
+    for name in ("*", "[a-z]*", ".hidden", "notes.docx", "training.log", "base/run.sh", "dump.sql"):
+        (folder / name).write_text("x")
+    hub = Hub()
+    assert pushed(folder, hub)["files"] == before
+    sent = [operation.path_in_repo for operation in hub.calls[1][1]["operations"]]
+    assert sorted(sent) == sorted(before)
 
 
 def test_a_hub_that_refuses_is_an_error_for_people(folder):
@@ -100,6 +112,22 @@ def _absolute(folder):
     seal(folder)
 
 
+def _no_suffix(folder):
+    torch.save({}, folder / "weights")
+
+
+def _protocol(folder):
+    (folder / "base" / "vocab.json").write_bytes(b"\x80\x04}.")
+
+
+def _disguised(folder):
+    (folder / "extra.safetensors").write_bytes(b"\x80\x04\x95........")
+
+
+def _holding(name, text):
+    return lambda folder: (folder / name).write_text(text)
+
+
 def _link(folder):
     (folder / "secret.txt").symlink_to("/etc/hostname")
 
@@ -114,6 +142,17 @@ def _link(folder):
         (lambda folder: (folder / "README.md").unlink(), "card"),
         (_absolute, "names a path of this machine .*/home/me"),
         (_link, "secret.txt is a link"),
+        (_no_suffix, "weights may be pickled"),
+        (_protocol, "base/vocab.json may be pickled"),
+        (_disguised, "extra.safetensors may be pickled"),
+        (_holding("id_rsa", "x"), "id_rsa looks like a secret"),
+        (_holding(".env", "x"), ".env looks like a secret"),
+        (_holding("base/server.pem", "x"), "base/server.pem looks like a secret"),
+        (_holding("token", "x"), "token looks like a secret"),
+        (_holding("credentials.json", "{}"), "credentials.json looks like a secret"),
+        (_holding("extra.json", json.dumps({"note": "hf_" + "a" * 34})), "extra.json holds what looks like a secret"),
+        (_holding("extra.json", '{"api_key": "0123456789"}'), "extra.json holds what looks like a secret"),
+        (_holding("base/x.md", "read s3://KEY:SECRET@bucket/x"), "base/x.md holds what looks like a secret"),
     ],
 )
 def test_refused(folder, damage, words):

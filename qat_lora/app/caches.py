@@ -44,7 +44,7 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
 
     Raises:
         QatLoraError: see the rooms; nothing in an existing cache is lost.
-        InterruptedRunError: SIGTERM; what is committed stays.
+        InterruptedRunError: SIGTERM or SIGHUP; what is committed stays.
     """
     options = as_builder(options, runtime)
     run, text, part = options.run, options.text, Share.parse(options.builder)
@@ -61,7 +61,7 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
     fingerprint = Fingerprint(
         tokenizer_sha256=tokenizer_sha256(tokenizer),
         vocab_size=teacher.vocab_size,
-        teacher=str(options.teacher),
+        teacher=str(Path(str(options.teacher))),  # T/ and ./T are T
         teacher_sha256=checkpoint_sha256(teacher.folder, None if run.overwrite else noted_teacher(place)),
         chat_template_sha256=hashlib.sha256(str(template).encode()).hexdigest() if template else None,
         dataset=describe_source(text) + (f" first {options.num_rows} rows" if options.num_rows else ""),

@@ -43,16 +43,15 @@ def push(options: PushOptions, runtime: Runtime, api: Any = None) -> dict[str, o
         return result
     if not runtime.is_main:
         return result
-    if api is None:
-        from huggingface_hub import HfApi
+    from huggingface_hub import CommitOperationAdd, HfApi
 
-        api = HfApi()
+    api = api or HfApi()
     try:
         api.create_repo(repo, private=options.private, exist_ok=True)
-        commit = api.upload_folder(
+        # Not upload_folder: its allow_patterns are patterns, and a file may be named `*`.
+        commit = api.create_commit(
             repo_id=repo,
-            folder_path=str(folder),
-            allow_patterns=[file.name for file in files],
+            operations=[CommitOperationAdd(file.name, str(folder / file.name)) for file in files],
             commit_message="Upload a model exported by qat-lora",
         )
     except Exception as error:  # of the network, the login or the Hub: all are the user's to mend

@@ -62,7 +62,7 @@ class BuildReport(NamedTuple):
     eval_rows: int
     bytes_per_token: float
     finished: bool
-    """False if it was asked to stop (SIGTERM) before the rows ended: the same call goes on from there."""
+    """False if it was asked to stop (SIGTERM, SIGHUP) before the rows ended: the same call goes on from there."""
     waiting_for: tuple[int, ...] = ()
     """Builders of the same cache that have not ended; the last of them writes the manifest."""
 
@@ -191,7 +191,7 @@ def build_kd_cache(
         (("eval", row) for row in eval_left), (("train", row) for row in itertools.islice(rows, left))
     )
     total_rows = None if left is None else left + len(eval_left)
-    with _stop_on_sigterm() as stop, _progress(fingerprint, total_rows, quiet) as bar, _Behind(writer) as behind:
+    with _stop_on_signal() as stop, _progress(fingerprint, total_rows, quiet) as bar, _Behind(writer) as behind:
         while not stop.is_set() and (batch := list(itertools.islice(work, batch_rows))):
             taken = [row for _, row in batch]
             arrays = run_batch(teacher, taken, fingerprint, batch_rows, device, chunk_bytes, piece_bytes)
@@ -336,22 +336,26 @@ class _Behind:
 
 
 @contextlib.contextmanager
-def _stop_on_sigterm() -> Iterator[threading.Event]:
-    """Yield an event that SIGTERM sets; a second SIGTERM acts as it did before."""
+def _stop_on_signal() -> Iterator[threading.Event]:
+    """Yield an event that SIGTERM and SIGHUP set; a second one acts as before, and so does an ignored one (nohup)."""
     event = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield event  # only the main thread may set handlers
         return
 
-    def handler(*_: object) -> None:
+    def handler(number: int, _frame: object) -> None:
         event.set()
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(number, before[number])
 
-    before = signal.signal(signal.SIGTERM, handler)
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    before = {n: old for n in numbers if (old := signal.getsignal(n)) != signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, handler)
     try:
         yield event
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 def _progress(fingerprint: Any, total_rows: int | None, quiet: bool) -> Any:

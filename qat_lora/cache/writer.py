@@ -313,6 +313,7 @@ class CacheWriter:
                 f"--out {self.out}: holds another cache: {name} is {there!r} there, {asked!r} was asked for; "
                 "nothing was touched: choose another --out, or add --overwrite to start again"
             )
+        self.fingerprint = found  # its shards say how the teacher was spelt, and all of a cache say the same
 
     def _refuse_foreign(self) -> None:
         """Refuse a folder that holds files and no sign of a cache: a mistyped --out."""

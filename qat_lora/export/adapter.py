@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from qat_lora.checksums import NOTE, check_folder, read_object, seal, sha256_of
+from qat_lora.config import from_dict
 from qat_lora.errors import ModelError
 from qat_lora.finite import check_finite, json_text
 from qat_lora.layers.convert import add_lora, lora_layers
@@ -141,18 +142,16 @@ def read_adapter(folder: Path) -> AdapterInfo:
         targets = config["target_modules"]
         if not isinstance(targets, list):
             raise ModelError(f"adapter: {folder} has target_modules = {targets!r}; only a list of names is supported")
-        if not isinstance(base := config["base_model_name_or_path"], str):
-            raise ModelError(f"adapter: {folder} has base_model_name_or_path = {base!r}; give the folder of its base")
         note = read_object(folder / NOTE) if (folder / NOTE).is_file() else {}
-        lora = LoraConfig(
-            recovery_r=int(config["r"]),
-            recovery_alpha=float(config["lora_alpha"]),
-            lora_targets="|".join(rf"(^|\.){re.escape(name)}$" for name in targets),  # a name or its end, as in PEFT
-        )
-        return AdapterInfo(folder, base, note.get("base_sha256"), lora, note.get("tokenizer_sha256"))
+        pattern = "|".join(rf"(^|\.){re.escape(name)}$" for name in targets)  # a name or its end, as in PEFT
+        settings = {"recovery_r": config["r"], "recovery_alpha": config["lora_alpha"], "lora_targets": pattern}
+        base, sums = config["base_model_name_or_path"], [note.get(f"{part}_sha256") for part in ("base", "tokenizer")]
+        if not isinstance(base, str) or not all(isinstance(sha256, str | None) for sha256 in sums):
+            raise ModelError(f"adapter: {folder} names its base as {base!r} with sha256 {sums}; all three are texts")
+        return AdapterInfo(folder, base, sums[0], from_dict(LoraConfig, settings), sums[1])
     except ModelError:
         raise
-    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
+    except (OSError, KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ModelError(f"adapter: {folder} is no PEFT folder ({error})") from None
 
 

@@ -8,6 +8,7 @@ cut to their last part.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
@@ -16,8 +17,10 @@ from typing import Any
 import yaml
 
 from qat_lora.cache.store import read_manifest
-from qat_lora.errors import CacheError, ConfigError, DamagedFileError
+from qat_lora.config import load_yaml
+from qat_lora.errors import ConfigError, DamagedFileError
 from qat_lora.evaluate.report import markdown_table, table_rows
+from qat_lora.outputs import MARK
 
 LIBRARY = {"merged": "transformers", "adapter": "peft", "compressed-tensors": "transformers", "gguf": "gguf"}
 _TRANSFORMERS = """\
@@ -83,7 +86,7 @@ class Card:
 
 def shown(path: str) -> str:
     """Return a name for people: the last part of a path, a Hub name as it is."""
-    is_path = path.startswith((".", "/", "~", "\\")) or Path(path).expanduser().exists() or path.count("/") > 1
+    is_path = path.startswith((".", "/", "~", "\\")) or path.count("/") > 1 or os.path.exists(path)
     return PurePath(path).name if is_path else path
 
 
@@ -91,25 +94,28 @@ def read_origin(config: Any, adapter: Path | None) -> Origin:
     """Return where a student comes from: its base's config.json, and the run that its adapter lies in."""
     quantization: Any = getattr(config, "quantization_config", None) or {}
     plain: dict[str, Any] = quantization.to_dict() if hasattr(quantization, "to_dict") else dict(quantization)
-    model = str(plain.get("details", {}).get("model", "unknown"))
-    preset = str(plain.get("preset", {}).get("name", "none"))
+    model = _said(plain, "details", "model", "unknown")
+    preset = _said(plain, "preset", "name", "none")
     teacher = data = "unknown"
     run = adapter.parent / "config.yaml" if adapter is not None else None
     if run is not None and run.is_file():
         try:
-            settings = dict(yaml.safe_load(run.read_text(encoding="utf-8")) or {})
-        except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise DamagedFileError(
-                f"{run}: is not what was written ({reason}); restore it from a copy, or remove it: the card then "
-                "leaves out teacher and data"
-            ) from None
+            settings = load_yaml(run)
+        except ConfigError as error:
+            if (run.parent / MARK).is_file():
+                raise DamagedFileError(f"{error}; restore it, or remove it: the card then says less") from None
+            settings = {}  # a file of somebody else's
         try:
             fingerprint = read_manifest(str(settings.get("kd_cache_dir"))).fingerprint
             teacher, data = shown(fingerprint.teacher), _dataset(fingerprint.dataset)
-        except (CacheError, ConfigError, OSError):
+        except (ValueError, OSError):
             pass  # the cache is gone: unknown, and the card says so
     return Origin(shown(model), teacher, data, preset)
+
+
+def _said(tree: Mapping[str, Any], group: str, name: str, otherwise: str) -> str:
+    inner = tree.get(group)
+    return str(inner.get(name, otherwise)) if isinstance(inner, dict) else otherwise
 
 
 def _dataset(described: str) -> str:
@@ -131,7 +137,7 @@ def read_scores(folder: str) -> str:
     file = Path(folder) / "scores.json"
     try:
         return markdown_table(table_rows(json.loads(file.read_text(encoding="utf-8"))))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ConfigError(
             f"scores: {file} holds no scores ({error}); give the folder of a `qat-lora eval` run"
         ) from None

@@ -1,7 +1,8 @@
 """What may leave for the Hub: which files of a folder, and everything that speaks against sending them.
 
 Checked before anything is sent, since what was once public stays so: weights that run code when they are read,
-a card that says nothing, an adapter beside the wrong base, paths of the sender's machine.
+a card that says nothing, an adapter beside the wrong base, keys and tokens, paths of the sender's machine. What goes is
+a list of the kinds of files that exports hold, not everything but a list of exceptions, which nobody can complete.
 """
 
 from __future__ import annotations
@@ -10,15 +11,28 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-import yaml
-
 from qat_lora.checksums import check_folder, read_object
-from qat_lora.errors import ModelError
+from qat_lora.config import parse_yaml
+from qat_lora.errors import ConfigError, ModelError
 from qat_lora.export.adapter import CONFIG, read_adapter
 from qat_lora.identity import checkpoint_sha256
 from qat_lora.outputs import MARK
 
-PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz"}
+WEIGHTS = (".safetensors", ".gguf")
+TEXTS = (".json", ".jinja", ".md")
+SENT = {"merges.txt", "vocab.txt", "tokenizer.model", "SHA256SUMS", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE"}
+"""Files that go by their whole name, beside weights and texts."""
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz")
+_PICKLE = re.compile(rb"\x80[\x02-\x05]|PK\x03\x04")  # how pickles begin, and torch's archives of them
+_SECRET_NAME = re.compile(r"\.env(\..*)?|\.netrc|id_(rsa|dsa|ecdsa|ed25519)|.*\.(pem|key|p12|pfx|kdbx|keystore)", re.I)
+_SECRET_STEM = re.compile(r"\.?(token|credentials?|secrets?|passwords?)", re.I)
+_SECRET = re.compile(
+    r"\bhf_[A-Za-z0-9]{20,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{30,}|\bAKIA[0-9A-Z]{16}\b|\bAIza[\w-]{35}"
+    r"|\bsk-[\w-]{20,}|\bxox[abprs]-[\w-]{10,}|-----BEGIN [A-Z ]*PRIVATE KEY-----|://[^/\s:@\"]+:[^/\s:@\"]+@"
+    r'|"(api_?key|access_token|auth_token|hf_token|password|secret\w*|private_key)"\s*:\s*"[^"]{8,}"'
+)
+VOCABULARIES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model")
+"""Made of pieces of a training text: anything may look like anything in them."""
 OURS = {MARK, "config.yaml", "metrics.jsonl"}
 """Files of a run that say where it ran; they stay here."""
 CARD = "README.md"
@@ -33,12 +47,12 @@ class Shipped(NamedTuple):
 
 
 def files_to_ship(folder: Path) -> list[Shipped]:
-    """Return the files of a folder that would be sent, by name.
+    """Return the files of a folder that would be sent, by name: weights, settings, tokenizer and card of an export.
 
     Raises:
         DamagedFileError: one of them is not what was written.
-        ModelError: the folder is missing, holds pickled weights or a link, lacks a card or weights, or an adapter
-            that does not belong to the base beside it.
+        ModelError: the folder is missing, holds pickles, what looks like a secret, or a link, lacks a card or weights,
+            or an adapter that does not belong to the base beside it.
     """
     if not folder.is_dir():
         raise ModelError(f"folder: there is no folder {folder}; make one with `qat-lora export`")
@@ -50,26 +64,40 @@ def files_to_ship(folder: Path) -> list[Shipped]:
         name = path.relative_to(folder).as_posix()
         if path.is_symlink():
             raise ModelError(f"folder: {name} is a link, which may lead out of {folder}; put the file itself there")
-        if path.is_dir() or path.name in OURS or any(part.startswith(".") for part in name.split("/")):
+        if path.is_dir() or any(part.startswith(".") for part in name.split("/")[:-1]):
             continue
-        if path.suffix.lower() in PICKLES:
+        if _SECRET_NAME.fullmatch(path.name) or _SECRET_STEM.fullmatch(path.stem):
+            raise ModelError(f"folder: {name} looks like a secret by its name; take it out of {folder} first")
+        if path.name.startswith(".") or path.name in OURS:
+            continue
+        if _is_pickle(path):
             raise ModelError(
                 f"folder: {name} may be pickled and run code when it is read; only safetensors and gguf go"
             )
-        found.append(Shipped(name, path.stat().st_size))
-    if not any(file.name.endswith((".safetensors", ".gguf")) for file in found):
+        if path.suffix in WEIGHTS + TEXTS or path.name in SENT:
+            found.append(Shipped(name, path.stat().st_size))
+    if not any(file.name.endswith(WEIGHTS) for file in found):
         raise ModelError(f"folder: {folder} holds no weights (.safetensors or .gguf); make it with `qat-lora export`")
     _check_card(folder / CARD)
     _check_adapter(folder)
-    _check_paths(folder, found)
+    _check_texts(folder, found)
     return found
+
+
+def _is_pickle(path: Path) -> bool:
+    """Tell by name and first bytes; the length that a safetensors file begins with may look like a pickle."""
+    with path.open("rb") as file:
+        head = file.read(9)
+    if path.suffix == ".safetensors":
+        return head[8:] != b"{"
+    return path.suffix.lower() in PICKLES or _PICKLE.match(head) is not None
 
 
 def _check_card(card: Path) -> None:
     try:
         parts = card.read_text(encoding="utf-8").split("---\n")
-        front = yaml.safe_load(parts[1]) if len(parts) > 2 and not parts[0] else None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        front = parse_yaml(parts[1]) if len(parts) > 2 and not parts[0] else None
+    except (OSError, UnicodeDecodeError, ConfigError) as error:
         raise ModelError(f"card: {card} cannot be read ({error}); `qat-lora export` writes one") from None
     if not isinstance(front, dict) or "license" not in front:
         raise ModelError(
@@ -91,12 +119,19 @@ def _check_adapter(folder: Path) -> None:
             raise ModelError(f"adapter: {adapter} does not belong to the base {base} beside it; export the pair again")
 
 
-def _check_paths(folder: Path, files: list[Shipped]) -> None:
+def _check_texts(folder: Path, files: list[Shipped]) -> None:
     for file in files:
-        if file.name.endswith((".json", ".md", ".yaml")) and "tokenizer" not in file.name:
+        name = Path(file.name).name
+        if name.endswith(WEIGHTS) or name in VOCABULARIES:
+            continue
+        try:
             text = (folder / file.name).read_text(encoding="utf-8")
-            if match := _PATH.search(text):
-                raise ModelError(f"folder: {file.name} names a path of this machine ({match[1]}); take it out first")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(f"folder: {file.name} cannot be read as text ({error}); take it out first") from None
+        if match := _SECRET.search(text):
+            raise ModelError(f"folder: {file.name} holds what looks like a secret ({match[0][:8]}…); take it out first")
+        if name.endswith((".json", ".md")) and "tokenizer" not in name and (match := _PATH.search(text)):
+            raise ModelError(f"folder: {file.name} names a path of this machine ({match[1]}); take it out first")
 
 
 def summary(folder: Path, files: list[Shipped]) -> dict[str, object]:

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from qat_lora.config import INT_LIMIT
 from qat_lora.errors import ConfigError
 
 SCALE_BITS = 16  # scales, low-rank factors and look-up tables are stored as float16
@@ -54,6 +55,10 @@ class QuantSpec:
     table: Table = "even"
 
     def __post_init__(self) -> None:
+        for field in ("bits", "group_size", "rank"):
+            value = getattr(self, field)
+            if value is not None and (type(value) is not int or value >= INT_LIMIT):
+                raise ConfigError(f"{field}: {value!r} is not a whole number below 2^31")
         if self.bits not in range(2, 9):
             raise ConfigError(f"bits: {self.bits!r} is not supported; allowed: 2 to 8")
         for field, given, allowed in (
@@ -133,8 +138,8 @@ class Preset:
                 re.compile(pattern)
             head = QuantSpec(**data["head"]) if data.get("head") else None
             return cls(str(data["name"]), rules, head, bool(data.get("tied")))
-        except (KeyError, TypeError, ValueError, re.error) as error:
-            raise ConfigError(f"preset: {dict(data)!r} is not a preset of qat-lora ({error})") from None
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, re.error) as error:
+            raise ConfigError(f"preset: {data!r} is not a preset of qat-lora ({error})") from None
 
 
 MLP = r"\.(mlp|feed_forward|ffn)\."

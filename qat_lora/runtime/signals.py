@@ -1,5 +1,8 @@
 """Stop signals as a list that is looked at between steps, instead of an exception anywhere.
 
+Closing a terminal or losing an SSH session sends SIGHUP, which means stop like the others, unless whoever started the
+process had it ignored (`nohup`): then it stays ignored.
+
 A launcher and the processes that it started may both get a signal and the launcher passes its own on, so the same
 request can arrive twice; a second one counts only when it comes a second later.
 """
@@ -14,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
 _SAME_REQUEST_S = 1.0
 _standing: list[list[str]] = []
 """The list of `install_for_good`, if that was called in this process."""
@@ -35,12 +38,17 @@ def _handler(received: list[str]) -> Any:
     return handle
 
 
+def _install(handler: Any) -> dict[Any, Any]:
+    """Set the handler of the stop signals; return what was set before."""
+    heard = [n for n in STOP_SIGNALS if n.name != "SIGHUP" or signal.getsignal(n) != signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in heard}
+
+
 def install_for_good() -> None:
     """Collect stop signals from now on: for workers whose work runs in a thread, where handlers cannot be set."""
     received: list[str] = []
     _standing[:] = [received]
-    for number in STOP_SIGNALS:
-        signal.signal(number, _handler(received))
+    _install(_handler(received))
 
 
 @contextmanager
@@ -50,7 +58,7 @@ def stop_signals() -> Iterator[list[str]]:
     if threading.current_thread() is not threading.main_thread():  # there signals are somebody else's business
         yield _standing[0] if _standing else received
         return
-    old = {number: signal.signal(number, _handler(received)) for number in STOP_SIGNALS}
+    old = _install(_handler(received))
     try:
         yield received
     finally:
@@ -74,7 +82,7 @@ def passed_on(pids: Any) -> Iterator[list[str]]:
             except ProcessLookupError:
                 continue
 
-    old = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
+    old = _install(handle)
     try:
         yield received
     finally:

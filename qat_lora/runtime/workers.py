@@ -88,7 +88,7 @@ class Board:
             if code is None or code >= 0 or rank in notes:
                 continue
             name = signal.Signals(-code).name
-            if stopped_by or name in ("SIGTERM", "SIGINT"):
+            if stopped_by or name in ("SIGTERM", "SIGINT", "SIGHUP"):
                 raise InterruptedRunError(f"stopped by {stopped_by or name}; the same command goes on from there")
             raise ReplicaError(
                 f"process {rank} of {len(exit_codes)} was killed ({name}); out of memory is the usual cause. What "

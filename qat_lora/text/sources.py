@@ -253,7 +253,10 @@ def _listed_files(folder: Path, files_from: str) -> list[tuple[str, Path]]:
     names = [line.strip() for line in lines if line.strip()]
     if not names:
         raise TextError(f"files_from: {files_from} lists no file; one relative path a line")
-    missing = [name for name in names if not (folder / name).is_file()]
+    try:
+        missing = [name for name in names if not (folder / name).is_file()]
+    except OSError as error:  # a name that is too long
+        raise TextError(f"files_from: a line of {files_from} is no path ({error.strerror})") from None
     if missing:
         raise TextError(f"files_from: {missing[0]}, listed in {files_from}, is not in {folder} ({len(missing)} so)")
     return [(name, folder / name) for name in names]

@@ -178,7 +178,7 @@ def train(
 
     Raises:
         ConfigError: an early stop without evaluations, or a checkpoint of other settings.
-        InterruptedRunError: SIGTERM or SIGINT; a checkpoint was written first.
+        InterruptedRunError: SIGTERM, SIGINT or SIGHUP; a checkpoint was written first.
         DivergedError: a loss, an evaluation or a weight is NaN or infinite; no checkpoint of that is written.
         RecompiledError: more graphs were compiled after the first step than `max_recompiles`.
     """

@@ -149,16 +149,21 @@ def test_a_teacher_that_fails_and_one_that_is_stopped_lose_one_shard_at_most(tmp
         if number == call:
             raise RuntimeError("the teacher broke")
 
+    def ended(*_):
+        raise AssertionError("the signal ended the process")
+
     with pytest.raises(RuntimeError, match="the teacher broke"):
         _build(tmp_path / "c", fp, Teacher(31, act=fail))
     assert "manifest.json" not in _files(tmp_path / "c")
     assert threading.active_count() == 1 or not any(t.name == "cache-writer" for t in threading.enumerate())
     assert threading.current_thread() is threading.main_thread()  # else SIGTERM would end the test run
-    before = signal.getsignal(signal.SIGTERM)
-    stopped = _build(
-        tmp_path / "c", fp, Teacher(31, act=lambda number: number == 1 and os.kill(os.getpid(), signal.SIGTERM))
-    )
-    assert signal.getsignal(signal.SIGTERM) is before
+    number = [signal.SIGTERM, signal.SIGHUP][call % 2]
+    before = signal.signal(number, ended)  # as a terminal leaves it, also where the tests run under nohup
+    try:
+        stopped = _build(tmp_path / "c", fp, Teacher(31, act=lambda batch: batch == 1 and os.kill(os.getpid(), number)))
+        assert signal.getsignal(number) is ended
+    finally:
+        signal.signal(number, before)
     assert not stopped.finished and stopped.waiting_for == ()
     assert "manifest.json" not in _files(tmp_path / "c")
     assert _build(tmp_path / "c", fp, Teacher(31)).finished

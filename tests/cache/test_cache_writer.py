@@ -11,6 +11,7 @@ import pytest
 from qat_lora.cache import commit
 from qat_lora.cache.dataset import KDCacheDataset
 from qat_lora.cache.records import to_json
+from qat_lora.cache.store import read_manifest
 from qat_lora.cache.verify import verify_cache
 from qat_lora.cache.writer import CacheWriter
 from qat_lora.errors import CacheDamaged, CacheError, OutputExistsError
@@ -160,6 +161,7 @@ def test_another_cache_in_the_folder_is_left_alone(tmp_path, fingerprint, random
         "builder": "another stack",
     }
     assert {*changes, "value_dtype", "optional_arrays"} == set(to_json(fp))
+    del changes["teacher"]  # a name for people; see below
     for finished in (True, False):
         if not finished:
             (tmp_path / "manifest.json").unlink()
@@ -176,6 +178,22 @@ def test_another_cache_in_the_folder_is_left_alone(tmp_path, fingerprint, random
         assert writer.resume_state() == (0, None, 0, False)
         writer.stop()
     assert _files(tmp_path) == {"notes.txt": b"mine"}
+
+
+def test_a_teacher_spelt_otherwise_goes_on(tmp_path, fingerprint, random_rows, write_cache):
+    """The first spelling stays in all shards, so that the cache is the one of an uninterrupted build."""
+    fp = fingerprint()
+    rows = random_rows(fp, 8)
+    write_cache(tmp_path / "whole", fp, rows)
+    out, half = tmp_path / "half", {name: value[:4] for name, value in rows.items()}
+    with CacheWriter(out, fp, shard_rows=2) as writer:
+        writer.append(half, list(range(4)))
+        writer.stop()
+    with CacheWriter(out, fingerprint(teacher=f"./{fp.teacher}/"), shard_rows=2) as writer:
+        assert writer.resume_state().rows == 4
+        writer.append({name: value[4:] for name, value in rows.items()}, list(range(4, 8)))
+    assert verify_cache(out).rows == 8
+    assert read_manifest(out).fingerprint == fp
 
 
 def test_a_finished_cache_takes_no_more(tmp_path, fingerprint, random_rows, write_cache):

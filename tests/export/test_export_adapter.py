@@ -142,6 +142,11 @@ def test_a_damaged_folder_is_an_error_for_people(adapted, student, file, damage)
         {"target_modules": "all-linear"},
         {"r": "many"},
         {"r": None},
+        {"r": 2.5},
+        {"r": 2**40},
+        {"lora_alpha": float("nan")},
+        {"base_model_name_or_path": None},
+        {"base_model_name_or_path": ["x"]},
     ],
 )
 def test_settings_that_we_would_compute_wrongly_are_refused(adapted, student, changed):

@@ -34,6 +34,21 @@ with signals.stop_signals() as received:
     assert done.stdout == "['SIGTERM']\n" and done.returncode == -signal.SIGTERM
 
 
+@pytest.mark.parametrize("collect", [stop_signals, lambda: passed_on(list)])
+def test_a_closed_terminal_stops_like_the_others_but_not_under_nohup(collect):
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with collect() as received:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert received == ["SIGHUP"]
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with collect() as received:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert received == [] and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_thread_sees_what_its_process_was_sent():
     """As under torch_xla's launcher, which runs the work in a thread, where no handler can be set."""
     old = {number: signal.getsignal(number) for number in signals.STOP_SIGNALS}
@@ -97,6 +112,7 @@ def test_the_first_cause_is_raised_not_its_echo(tmp_path):
     [
         ({0: 0, 1: -9}, "", ReplicaError, "process 1 of 2 was killed .SIGKILL."),
         ({0: 0, 1: -15}, "", InterruptedRunError, "stopped by SIGTERM"),
+        ({0: 0, 1: -1}, "", InterruptedRunError, "stopped by SIGHUP"),
         ({0: -9, 1: -9}, "SIGINT", InterruptedRunError, "stopped by SIGINT"),
         ({0: 0, 1: 3}, "", ReplicaError, r"exit codes by process: \{1: 3\}"),
         ({0: 0, 1: 0}, "", ReplicaError, "without a result .exit codes by process: all 0"),

@@ -118,7 +118,15 @@ def stopping(steps, number=signal.SIGTERM):
     return toy
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.fixture
+def not_under_nohup():
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("not_under_nohup")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize("stops", [[1], [5], [9], [3, 4], [1, 5], [2, 3, 3]])
 def test_stopped_once_twice_thrice_it_is_the_uninterrupted_run(whole, tmp_path, stops, number):
     out, done = tmp_path / "run", 0
@@ -136,6 +144,13 @@ def test_stopped_once_twice_thrice_it_is_the_uninterrupted_run(whole, tmp_path, 
     result, _ = run(out, save_steps=100)
     assert result["resumed_from"] == done
     assert_same(out, whole[0])
+
+
+def test_under_nohup_a_closed_terminal_stops_nothing(whole, tmp_path, not_under_nohup):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    result, _ = run(tmp_path / "run", stopping([5], signal.SIGHUP), save_steps=100, log_steps=4)
+    assert result["step"] == 10 and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    assert_same(tmp_path / "run", whole[0])
 
 
 def test_stopped_in_an_evaluation_the_log_has_every_step(whole, tmp_path):
