@@ -19,10 +19,9 @@ import errno
 import functools
 import hashlib
 import inspect
-import mmap
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 from qat_lora.cache.commit import failpoint
 from qat_lora.cache.lease import Lease, hold
@@ -96,12 +95,13 @@ class ObjectFolder:
                 chunk = self._fs.cat_file(self._path(name), start=start, end=min(size, start + CHUNK_BYTES))
             yield chunk
 
-    def load(self, name: str, size: int, sha256: str, *, preload: bool) -> bytes | mmap.mmap:
-        """See `Location`; mapped means: a copy on this machine's disk is."""
-        where = f"{self}/{name}"
-        if preload:
-            return b"".join(checked(where, size, sha256, self.chunks(name)))
-        return self._spool.load(where, size, sha256, lambda: self.chunks(name))
+    def load(self, name: str, size: int, sha256: str) -> bytes:
+        """See `Location`."""
+        return b"".join(checked(f"{self}/{name}", size, sha256, self.chunks(name)))
+
+    def open(self, name: str, size: int, sha256: str) -> BinaryIO:
+        """See `Location`; a copy on this machine's disk is opened."""
+        return self._spool.open(f"{self}/{name}", size, sha256, lambda: self.chunks(name))
 
     def make(self) -> None:
         """Do nothing: folders of a store are the names of its objects."""
