@@ -10,11 +10,11 @@ from qat_lora import order
 from qat_lora.cache.codec import OPTIONAL
 from qat_lora.cache.head import read_head
 from qat_lora.cache.location import Place
-from qat_lora.cache.reader import CacheReader, VerifyRows, check_request
+from qat_lora.cache.reader import CacheReader, check_request
 from qat_lora.cache.records import Manifest
 from qat_lora.cache.store import Progress
 from qat_lora.errors import CacheError
-from qat_lora.types import Batch, OutputHead
+from qat_lora.types import Batch, OutputHead, VerifyRows
 
 
 class KDCacheDataset:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Container, Sequence
-from typing import Literal
 
 import numpy as np
 
@@ -24,9 +23,8 @@ from qat_lora.cache.rules import strange_ids
 from qat_lora.cache.shard import Shard, most_open, open_shard
 from qat_lora.cache.store import Progress, at_once, check_shard_size, in_turns, read_manifest, read_sidecar
 from qat_lora.errors import CacheDamaged, CacheError
-from qat_lora.types import Batch
+from qat_lora.types import Batch, VerifyRows
 
-VerifyRows = Literal["all", "sampled", "off"]
 _SAMPLED = 16
 """One row of so many is compared with its CRC-32 where rows are `sampled`."""
 

@@ -62,7 +62,7 @@ def verify_cache(path: Place, progress: Progress | None = None, *, threads: int 
     for _ in at_once(folder, lambda entry: check_shard(folder, entry, manifest.fingerprint, tell), entries, threads):
         pass
     return VerifyReport(
-        path=str(path),
+        path=str(folder),
         shards=len(entries),
         rows=sum(entry.rows for entry in entries),
         bytes=sum(entry.bytes for entry in entries),
