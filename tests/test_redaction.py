@@ -63,11 +63,12 @@ def test_commands_on_a_cache_behind_credentials(tiny, tmp_path, capfd, quiet_sto
     refused = [
         f"cache verify {URL}",
         f"cache info {URL}/none",
-        recover.replace("/run", "/other"), recover + "x --dry-run",
+        recover.replace("/run", "/other"),
+        recover + "x --dry-run",
         build + "0 --top-k 0",
     ]
     refused += [
-        f"cache verify s4://KEYID:S3CR3T@b/c?token=S3CR3T",
+        "cache verify s4://KEYID:S3CR3T@b/c?token=S3CR3T",
         f"{recover} --objective sft",
         f"cache verify {URL} {URL}",
     ]

@@ -1,7 +1,7 @@
 """How rows become bytes and back: packed ids, fp16 or u8 values, row checksums, any k ≤ K.
 
 An id below 2^18 is kept as 16 low bits in one array and 2 high bits, four to a byte, in another: 18 bits
-against 32, still mapped and sliced without unpacking what is not asked for. Delta-coded or compressed ids would be
+against 32, still sliced without unpacking what is not asked for. Delta-coded or compressed ids would be
 smaller still and would lose that. A value is the logit minus the position's largest, in fp16, where its rounding
 costs a mean KL below 1e-7 nats on our teachers (`qat-lora cache audit`); bfloat16, of the same size, has an eighth of
 its precision.

@@ -107,7 +107,7 @@ class Shard:
         for start in range(0, self._entry.bytes, _CHUNK_BYTES):
             chunk = room[: self._entry.bytes - start]
             self._fill(chunk, start, f"byte {start:,}")
-            digest.update(chunk)
+            digest.update(chunk.data)
             if progress is not None:
                 progress(self._entry.shard, len(chunk))
         check_digest(self._place, self._entry, digest.hexdigest())
@@ -118,7 +118,7 @@ class Shard:
             array[...] = np.frombuffer(self._data, array.dtype, array.size, start).reshape(array.shape)
             return
         try:
-            read = os.preadv(self._data.fileno(), [array], start)
+            read = os.preadv(self._data.fileno(), [array.data], start)
         except OSError as error:
             raise self._damaged(where, f"cannot be read ({error.strerror})") from None
         if read < array.nbytes:

@@ -399,6 +399,25 @@ def test_shards_are_fetched_once_for_all_readers(tmp_path, fingerprint, random_r
     assert [name for name in bucket.Bucket.transferred if name.endswith("safetensors")] == ["s-000002.safetensors"]
 
 
+def test_a_copy_that_changes_under_a_reader_is_fetched_again_or_one_line(fingerprint, random_rows, write_cache):
+    fp = fingerprint()
+    dataset = KDCacheDataset(write_cache("bucket://under", fp, random_rows(fp, 6), 3), verify=False)
+    good = dataset.rows(range(6))["input_ids"]
+    for file in dataset.path._spool.folder.glob("*.safetensors"):
+        file.unlink()
+    np.testing.assert_array_equal(dataset.rows(range(6))["input_ids"], good)  # who has one open keeps it
+    dataset._reader._shards.clear()  # closed meanwhile, among many
+    bucket.Bucket.transferred.clear()
+    np.testing.assert_array_equal(dataset.rows(range(6))["input_ids"], good)
+    assert {name for name in bucket.Bucket.transferred} == {"s-000000.safetensors", "s-000001.safetensors"}
+    for file in dataset.path._spool.folder.glob("*.safetensors"):
+        os.truncate(file, 100)
+    with pytest.raises(CacheDamaged, match="bucket://under/s-000001: row 2 is cut off"):
+        dataset.rows([5])
+    dataset._reader._shards.clear()
+    np.testing.assert_array_equal(dataset.rows(range(6))["input_ids"], good)  # fetched again
+
+
 def test_a_small_disk_gives_back_the_oldest_copy(tmp_path, monkeypatch):
     kept = Spool()
     usage = namedtuple("usage", "free")
