@@ -92,4 +92,6 @@ def check_sums(folder: Path, promised: bool) -> dict[str, str] | None:
 @functools.cache
 def notice_no_sums(folder: Path) -> None:
     """Say once that a folder of an earlier version is loaded without checksums."""
-    print(f"note: {folder} was written by an earlier version, without checksums; it is loaded unchecked", file=sys.stderr)
+    print(
+        f"note: {folder} was written by an earlier version, without checksums; it is loaded unchecked", file=sys.stderr
+    )

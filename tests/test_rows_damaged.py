@@ -22,9 +22,9 @@ def made(tiny, tmp_path_factory):
     cache = call("build_cache", cache_options(tiny, root / "cache", num_rows=24, eval_rows=4, shard_rows=5))
     student = call("quantize", quantize_options(tiny, root / "student"))
     command = (
-        f"recover --checkpoint {student} --recovery-r 2 --batch-size 2 --accumulation-steps 2 --max-steps {STEPS} "
+        f"recover --checkpoint {student} --recovery-r 2 --batch-size 2 --accumulation-steps 2 --device cpu --quiet "
     )
-    command += "--eval-steps 3 --save-steps 100 --log-steps 4 --dropout 0.2 --device cpu --quiet --out "
+    command += f"--max-steps {STEPS} --eval-steps 3 --save-steps 100 --log-steps 4 --dropout 0.2 --out "
     main([*(command + str(root / "whole")).split(), "--kd-cache-dir", str(cache)])
     return cache, command, outcome(root / "whole")
 

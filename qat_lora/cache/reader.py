@@ -128,7 +128,11 @@ class CacheReader:
             inside = int(row - ends[shard]) + self.manifest.shards(split)[shard].rows
             self._served += 1
             check = self._check_every > 0 and self._served % self._check_every == 0
-            arrays = self._shard(split, int(shard)).rows(inside, check=check, into=arrays)
+            try:
+                opened = self._shard(split, int(shard))
+            except CacheDamaged as error:
+                raise CacheDamaged(f"{error}; its row {inside} was wanted") from None
+            arrays = opened.rows(inside, check=check, into=arrays)
             decode_row({name: array[0] for name, array in arrays.items()}, fingerprint, k, temperatures, out)
             if wrong := strange_ids(out, fingerprint.vocab_size):
                 name = self.manifest.shards(split)[shard].shard

@@ -105,7 +105,7 @@ def replica(folder: Path, count: int, disturb, runtime) -> None:
 
 
 def stop_last(after: int, step: int, runtime) -> None:
-    if step == after and runtime.rank == runtime.processes - 1:
+    if step == after - 1 and runtime.rank == runtime.processes - 1:  # that step has ended; the next is the last
         os.kill(os.getpid(), signal.SIGTERM)
 
 
