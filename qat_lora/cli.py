@@ -22,6 +22,7 @@ import click
 import qat_lora
 from qat_lora.config import Leaf, leaves, refuse_unused, resolve
 from qat_lora.errors import QatLoraError
+from qat_lora.redaction import redact
 from qat_lora.terminal import any_text
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
@@ -64,6 +65,11 @@ def _flag(leaf: Leaf) -> click.Option:
         return click.Option([*names, leaf.name], multiple=True, metavar="LIST", **common)
     metavar = "[" + "|".join(kind) + "]" if kind else _metavar(leaf.type)
     return click.Option([*names, leaf.name], type=str, metavar=metavar, **common)
+
+
+def _echo(text: str, err: bool = False) -> None:
+    """Print a text, credentials in addresses hidden."""
+    click.echo(redact(text), err=err)
 
 
 def _help(leaf: Leaf) -> str:
@@ -156,7 +162,7 @@ def _command(words: str) -> click.Command:
             if options.run.json and _is_first():  # under torchrun every process comes here
                 from qat_lora.finite import json_text
 
-                click.echo(json_text(_plain(result), "the result", default=str))
+                _echo(json_text(_plain(result), "the result", default=str))
 
     epilog = "Any setting can also be given as NAME=VALUE, for example train.lr=3e-4."
     return Lazy(words.split()[-1], help=help_line, epilog=epilog)
@@ -174,7 +180,7 @@ def _options(class_name: str) -> Any:
 def cli(ctx: click.Context) -> None:
     """Give quantised language models their quality back."""
     if ctx.invoked_subcommand is None:
-        click.echo(ctx.get_help())
+        _echo(ctx.get_help())
 
 
 @cli.group(invoke_without_command=True)
@@ -182,7 +188,7 @@ def cli(ctx: click.Context) -> None:
 def cache(ctx: click.Context) -> None:
     """Build, inspect, verify, audit, export and pack KD caches."""
     if ctx.invoked_subcommand is None:
-        click.echo(ctx.get_help())
+        _echo(ctx.get_help())
 
 
 def _byte_bar(words: str, total_bytes: int | None, quiet: bool) -> Any:
@@ -205,11 +211,11 @@ def verify(path: str, quiet: bool, as_json: bool) -> None:
     with _byte_bar("verify", total, quiet) as bar:
         report = verify_cache(path, lambda _shard, read: bar.update(read))
     if as_json:
-        click.echo(json.dumps({"intact": True, **dataclasses.asdict(report)}))
+        _echo(json.dumps({"intact": True, **dataclasses.asdict(report)}))
         return
     strangers = f"; files that are not its own: {', '.join(report.strangers)}" if report.strangers else ""
     size = f"{report.bytes / 1e6:,.1f} MB in {report.seconds:.1f} s"
-    click.echo(f"{path}: intact: {report.shards} shards, {report.rows:,} rows, {size}{strangers}")
+    _echo(f"{path}: intact: {report.shards} shards, {report.rows:,} rows, {size}{strangers}")
 
 
 @cache.command("info")
@@ -231,7 +237,7 @@ def info(path: str, tokenizer: str | None, plot: str | None, as_json: bool) -> N
     description = describe(path, decode=decode)
     if plot is not None:
         plot_tail_mass(path, plot)
-    click.echo(json_text(description, path, indent=2, default=str) if as_json else render(description))
+    _echo(json_text(description, path, indent=2, default=str) if as_json else render(description))
 
 
 @cache.command("export")
@@ -252,7 +258,7 @@ def export_cache(path: str, parquet: bool, out: str, split: str, quiet: bool, as
     with _byte_bar("export", total, quiet) as bar:
         result = export_parquet(path, out, split, progress=lambda _shard, read: bar.update(read))
     rows, size = result["rows"], result["bytes"] / 1e6
-    click.echo(json.dumps(result) if as_json else f"{rows:,} rows, {size:,.1f} MB, written to {out}")
+    _echo(json.dumps(result) if as_json else f"{rows:,} rows, {size:,.1f} MB, written to {out}")
 
 
 def _transport(words: str, source: str, out: str, quiet: bool, as_json: bool) -> None:
@@ -263,10 +269,10 @@ def _transport(words: str, source: str, out: str, quiet: bool, as_json: bool) ->
     with _byte_bar(words, None, quiet or as_json) as bar:
         report = work(source, out, lambda _shard, done: bar.update(done))
     if as_json:
-        click.echo(json.dumps(report._asdict()))
+        _echo(json.dumps(report._asdict()))
         return
     sizes = f"{report.cache_bytes / 1e6:,.1f} MB as a cache, {report.packed_bytes / 1e6:,.1f} MB packed"
-    click.echo(f"{out}: {report.shards} shards, {sizes} ({report.packed_bytes_per_token:.0f} bytes a token)")
+    _echo(f"{out}: {report.shards} shards, {sizes} ({report.packed_bytes_per_token:.0f} bytes a token)")
 
 
 @cache.command("pack")
@@ -299,7 +305,7 @@ def doctor(planned: tuple[str, ...]) -> None:
     from qat_lora.diagnose.doctor import examine, render
 
     findings = examine(os.environ, _needs(planned) if planned else None)
-    click.echo(render(findings))
+    _echo(render(findings))
     if any(finding.fix for finding in findings):
         raise SystemExit(1)
 
@@ -329,7 +335,7 @@ def bench_command(name: str | None, arguments: tuple[str, ...]) -> None:
 
     folder = benchmarks_folder()
     if name is None:
-        click.echo(render(folder))
+        _echo(render(folder))
     elif code := run_benchmark(folder, name, arguments):
         raise SystemExit(code)
 
@@ -353,13 +359,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         _fail(f"{error.filename or 'output'}: {error.strerror}; make room, give permission or choose another --out", 2)
     except (click.Abort, KeyboardInterrupt):
-        click.echo("stopped", err=True)
+        _echo("stopped", err=True)
         raise SystemExit(130) from None
 
 
 def _fail(message: str, exit_code: int) -> NoReturn:
     with contextlib.suppress(OSError):  # a terminal that was closed
-        click.echo(f"error: {' '.join(message.split())}", err=True)
+        _echo(f"error: {' '.join(message.split())}", err=True)
     raise SystemExit(exit_code) from None
 
 

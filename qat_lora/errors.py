@@ -5,13 +5,18 @@ line prints the message alone, on one line, and leaves with `exit_code`; a trace
 defect of ours, never a mistake of the user's.
 """
 
+from qat_lora.redaction import redact
+
 LONGEST_LINE = 1000
 
 
 class QatLoraError(Exception):
-    """Base of all errors that qat-lora raises on purpose."""
+    """Base of all errors that qat-lora raises on purpose; its message holds no credentials."""
 
     exit_code = 2
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(redact(message))
 
     def __str__(self) -> str:
         """Return the message as one line of bounded length: it may quote a file that is neither, nor fit to print."""

@@ -25,6 +25,7 @@ from qat_lora.text.sources import TextConfig
 from qat_lora.train.blockwise import BlockwiseConfig
 from qat_lora.train.loop import LoopConfig
 from qat_lora.train.optim import OptimConfig
+from qat_lora.types import VerifyRows
 
 DeviceMap = Literal["none", "auto", "balanced", "balanced_low_0", "sequential"]
 """How a teacher's modules are dealt out to devices, in accelerate's words; `none`: to the one device of the run."""
@@ -198,7 +199,10 @@ class RecoverOptions:
     objective: ObjectiveConfig = option(ObjectiveConfig, "objective")
     train: OptimConfig = option(OptimConfig, "optimizer")
     loop: LoopConfig = option(LoopConfig, "loop")
-    preload: bool = option(False, "hold the cache in memory instead of mapping the files")
+    preload: bool = option(False, "hold the cache in memory instead of reading rows from its files")
+    verify_rows: VerifyRows = option(
+        "all", "rows of the cache that are compared with their checksum as they are read (sampled: one of 16)"
+    )
     dry_run: bool = option(
         False, "print parameters, memory, steps and batch from shapes alone, without the device, and write nothing"
     )
@@ -251,7 +255,10 @@ class QatOptions(CodesConfig):
     objective: ObjectiveConfig = option(ObjectiveConfig, "objective")
     train: OptimConfig = option(OptimConfig, "optimizer")
     loop: LoopConfig = option(LoopConfig, "loop")
-    preload: bool = option(False, "hold the cache in memory instead of mapping the files")
+    preload: bool = option(False, "hold the cache in memory instead of reading rows from its files")
+    verify_rows: VerifyRows = option(
+        "all", "rows of the cache that are compared with their checksum as they are read (sampled: one of 16)"
+    )
     dry_run: bool = option(
         False, "print parameters, memory, steps and batch from shapes alone, without the device, and write nothing"
     )

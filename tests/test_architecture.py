@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("runtime", "layers", "losses", "cache", "text")
 # A module may import modules of its own rank or below; rooms not each other.
 RANKS = {
-    0: ("types", "errors"),
+    0: ("types", "errors", "redaction"),
     1: ("quant", "config", "extras", "order", "checksums", "finite", "identity", "terminal"),
     2: ROOMS,
     3: (

@@ -31,6 +31,7 @@ from qat_lora.evaluate.report import save_json, text_table
 from qat_lora.identity import checkpoint_sha256
 from qat_lora.models import CausalLM, load_tokenizer, tokenizer_sha256
 from qat_lora.options import AuditOptions, CacheBuildOptions
+from qat_lora.redaction import redact
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.machine import made_with
 from qat_lora.spread import SpreadCausalLM, load_spread
@@ -105,7 +106,7 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
             quiet=run.quiet,
         )
         if not run.json:
-            print(cost.lines(), flush=True)
+            print(redact(cost.lines()), flush=True)
         return cost._asdict()
     with CacheWriter(out, fingerprint, options.shard_rows, overwrite=run.overwrite, share=part, head=head) as writer:
         done = writer.resume_state()

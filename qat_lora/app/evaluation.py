@@ -27,6 +27,7 @@ from qat_lora.evaluate.tasks import check_tasks, run_tasks
 from qat_lora.identity import checkpoint_sha256
 from qat_lora.models import CausalLM, load_tokenizer, tokenizer_sha256
 from qat_lora.options import EvalOptions
+from qat_lora.redaction import redact
 from qat_lora.runtime.base import Runtime
 from qat_lora.students import Student, open_student
 from qat_lora.text.packing import PackedRow, make_encoder, pack_rows
@@ -64,6 +65,7 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
     sources = {name: describe_source(text) for name, text in texts.items()}
     decisive = {"dtype": run.dtype, "seed": run.seed}
     settings = to_dict(options) | {"run": decisive, "weights": identity, "text": sources, "overlap": seen}
+    settings["kd_cache_dir"] = options.kd_cache_dir and redact(options.kd_cache_dir)
     with outputs.claimed(out, "eval", settings, run.overwrite) as complete:
         if complete:
             say(run, f"{out} is complete already")

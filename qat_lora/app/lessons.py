@@ -26,7 +26,7 @@ from qat_lora.text.dataset import ENCODERS, TextDataset
 from qat_lora.text.packing import make_encoder, pack_rows, take_eval
 from qat_lora.text.sources import Document, describe_source, open_documents
 from qat_lora.train.loop import LoopConfig
-from qat_lora.types import OutputHead
+from qat_lora.types import OutputHead, VerifyRows
 
 
 @dataclass(frozen=True)
@@ -71,18 +71,19 @@ def cache_lessons(options: RecoverOptions) -> Lessons:
     objective, path = options.objective, str(options.kd_cache_dir)
     if options.learn == "kd+ce" and not objective.ce_weight:
         objective = replace(objective, ce_weight=1.0)
-    rows = KDCacheDataset(path, options.preload, options.head_k, temperatures=objective.cached_temperatures)
+    temperatures, checked = objective.cached_temperatures, options.verify_rows
+    rows = KDCacheDataset(path, options.preload, options.head_k, temperatures=temperatures, verify_rows=checked)
     check_arrays(rows, objective)
     held = rows.manifest.fingerprint
-    evaluation = cache_evaluation_rows(path, options.head_k)
+    evaluation = cache_evaluation_rows(path, options.head_k, checked)
     return Lessons(rows, evaluation, objective, {"cache": held.sha256}, held.length, rows.k)
 
 
-def cache_evaluation_rows(path: str, head_k: int | None) -> KDCacheDataset | None:
+def cache_evaluation_rows(path: str, head_k: int | None, checked: VerifyRows) -> KDCacheDataset | None:
     """Return a cache's evaluation split without its draws, which no evaluation reads; None where it has none."""
     if not read_manifest(path).rows("eval"):
         return None
-    rows = KDCacheDataset(path, k=head_k, split="eval")
+    rows = KDCacheDataset(path, k=head_k, split="eval", verify_rows=checked)
     rows.leave_out_all_but(["teacher_hidden"])
     return rows
 

@@ -28,6 +28,7 @@ from qat_lora.models import FILE_SUFFIXES, CausalLM, load_tokenizer, resolve_mod
 from qat_lora.options import EstimateOptions, QatOptions, QuantizeOptions, RecoverOptions, RunConfig
 from qat_lora.quant.initialise import NEED_TEXT
 from qat_lora.quant.spec import preset
+from qat_lora.redaction import redact
 from qat_lora.runtime.select import choose, look, plan_run
 
 HEAD_K = 128
@@ -110,7 +111,7 @@ def plan_recovery(options: RecoverOptions) -> dict[str, Any]:
     }
     if not options.run.json:
         trained = f"{plan['trained']:,} numbers (rank {options.lora.recovery_r})"
-        print("\n".join(plan_lines(plan, trained, asked.utilisation)), flush=True)
+        print(redact("\n".join(plan_lines(plan, trained, asked.utilisation))), flush=True)
     return plan
 
 

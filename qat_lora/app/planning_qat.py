@@ -38,6 +38,7 @@ from qat_lora.layers.lora import LoraConfig
 from qat_lora.models import DTYPES, QUANT_METHOD, CausalLM, cast, resolve_model
 from qat_lora.options import CacheBuildOptions, QatOptions
 from qat_lora.quant.spec import Preset
+from qat_lora.redaction import redact
 
 LENGTH = CacheBuildOptions.length
 """Tokens of a cached row, where the cache is not there to be asked; what `cache build` makes."""
@@ -107,7 +108,7 @@ def plan_qat(options: QatOptions) -> dict[str, Any]:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in trained.items())
         host = (("while the start is made", plan["start_bytes"]), ("while it trains", plan["host_bytes"]))
         more = [f"host     {size / GIB:.3f} GiB of float32 weights beside it, {when}" for when, size in host if size]
-        print("\n".join(plan_lines(plan, kinds, asked.utilisation, more)), flush=True)
+        print(redact("\n".join(plan_lines(plan, kinds, asked.utilisation, more))), flush=True)
     return plan
 
 

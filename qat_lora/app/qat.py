@@ -59,8 +59,13 @@ def qat(options: QatOptions, runtime: Runtime) -> Any:
     run, loop = options.run, options.loop
     start = preset_name(options) if options.from_scratch else run_name(str(options.checkpoint))
     out = Path(run.out or f"runs/v2_{start.split('_')[0]}")
-    temperatures = options.objective.cached_temperatures
-    dataset = KDCacheDataset(str(options.kd_cache_dir), options.preload, options.head_k, temperatures=temperatures)
+    dataset = KDCacheDataset(
+        str(options.kd_cache_dir),
+        options.preload,
+        options.head_k,
+        temperatures=options.objective.cached_temperatures,
+        verify_rows=options.verify_rows,
+    )
     check_arrays(dataset, options.objective)
     for name in filter(None, (options.model, options.checkpoint)):
         fetch(runtime, name, options.hub)
@@ -135,7 +140,7 @@ def _train(
     counts = {kind: sum(p.numel() for p in tensors.values()) for kind, tensors in trainee.groups.items()}
     say(run, f"{', '.join(f'{count:,} {kind}' for kind, count in counts.items())} train · {out}")
     prepared = prepare(options.objective, dataset, model, loop, run.seed, runtime)
-    rows = cache_evaluation_rows(str(options.kd_cache_dir), options.head_k)
+    rows = cache_evaluation_rows(str(options.kd_cache_dir), options.head_k, options.verify_rows)
     head = prepared.teacher_head
     noted = "".join((path / STATE).read_text(encoding="utf-8") for path in checkpoints(out / "checkpoints")[-1:])
     distance = evaluation_objective(prepared.objective, head)

@@ -16,6 +16,7 @@ from qat_lora.cache.dataset import KDCacheDataset
 from qat_lora.errors import ConfigError, MissingExtraError
 from qat_lora.models import FILE_SUFFIXES, CausalLM, load_model, load_tokenizer, tokenizer_sha256
 from qat_lora.options import HubConfig, RunConfig
+from qat_lora.redaction import redact
 from qat_lora.runtime.base import Runtime
 from qat_lora.text.packing import PackedRow, make_encoder, pack_rows
 from qat_lora.text.sources import TextConfig, open_documents
@@ -25,7 +26,7 @@ from qat_lora.types import Batch
 def say(run: RunConfig, line: str) -> None:
     """Print a status line, unless the user wants quiet or JSON."""
     if not (run.quiet or run.json):
-        print(line, flush=True)
+        print(redact(line), flush=True)
 
 
 def picture(run: RunConfig, draw: Callable[[], None]) -> None:

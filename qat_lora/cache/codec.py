@@ -1,7 +1,7 @@
 """How rows become bytes and back: packed ids, fp16 or u8 values, row checksums, any k ≤ K.
 
 An id below 2^18 is kept as 16 low bits in one array and 2 high bits, four to a byte, in another: 18 bits
-against 32, still mapped and sliced without unpacking what is not asked for. Delta-coded or compressed ids would be
+against 32, still sliced without unpacking what is not asked for. Delta-coded or compressed ids would be
 smaller still and would lose that. A value is the logit minus the position's largest, in fp16, where its rounding
 costs a mean KL below 1e-7 nats on our teachers (`qat-lora cache audit`); bfloat16, of the same size, has an eighth of
 its precision.
@@ -153,8 +153,9 @@ def encode_rows(rows: Mapping[str, np.ndarray], fingerprint: Fingerprint) -> Arr
             raise CacheError(f"{name}: shape {given}; this cache needs {shape}")
     for name in keys:
         _check_finite(name, rows[name])
-    if rows["input_ids"].min(initial=0) < 0:
-        raise CacheError("input_ids: a negative token id; allowed: 0 and up")
+    ids = rows["input_ids"]
+    if ids.min(initial=0) < 0 or ids.max(initial=0) >= held.vocab_size:
+        raise CacheError(f"input_ids: from {ids.min()} to {ids.max()}; allowed: 0 to {held.vocab_size - 1}")
     arrays: Arrays = {
         "input_ids": rows["input_ids"].astype("<i4"),
         "loss_mask": (rows["loss_mask"] != 0).astype(np.uint8),
@@ -240,8 +241,8 @@ def decode_row(
 ) -> None:
     """Write one row with the first k of K head entries into `out`: views of a batch, without the row dimension.
 
-    Straight from the mapped file to its place: gathering rows first, then decoding them, touches three times the
-    fresh memory, and the page faults of that cost more than the decoding.
+    Straight from the bytes that were read to its place: gathering rows first, then decoding them, touches three times
+    the fresh memory, and the page faults of that cost more than the decoding.
 
     With k < K the dropped entries join the tail, at every temperature, so that head and tail still sum to one.
     """

@@ -14,7 +14,7 @@ from qat_lora.cache.reader import CacheReader, check_request
 from qat_lora.cache.records import Manifest
 from qat_lora.cache.store import Progress
 from qat_lora.errors import CacheError
-from qat_lora.types import Batch, OutputHead
+from qat_lora.types import Batch, OutputHead, VerifyRows
 
 
 class KDCacheDataset:
@@ -22,17 +22,18 @@ class KDCacheDataset:
 
     Args:
         path: the cache folder, or a URL such as gs://bucket/cache, as text.
-        preload: keep the encoded shards in memory; otherwise the files are mapped.
+        preload: keep the encoded shards in memory; otherwise rows are read from the files.
         k: serve the first k of K head entries; the rest joins the tail, and tail draws are made again to match
             (`redraw`). Draws from the whole teacher and hidden states are served as stored.
         split: `train` or `eval`.
         temperatures: at which `lse` and `log_tail` are served; each must be in the cache.
         verify: check every shard's sha256 when opening.
+        verify_rows: which rows are compared with their CRC-32 as they are read: `all`, `sampled` (one of 16) or `off`.
         progress: called with (shard, bytes) while checking.
 
     Raises:
         CacheError: no finished cache, a split without rows, a k or temperature that is not there.
-        CacheDamaged: bytes are not what was written; the shard is named.
+        CacheDamaged: bytes are not what was written; the shard is named. Reading rows raises it too, and names the row.
     """
 
     def __init__(
@@ -44,11 +45,12 @@ class KDCacheDataset:
         temperatures: Sequence[float] = (1.0,),
         *,
         verify: bool = True,
+        verify_rows: VerifyRows = "all",
         progress: Progress | None = None,
     ) -> None:
         if split not in ("train", "eval"):
             raise CacheError(f"split: {split!r} is unknown; allowed: train, eval")
-        self._reader = CacheReader(path, verify, preload=preload, progress=progress)
+        self._reader = CacheReader(path, verify, preload=preload, verify_rows=verify_rows, progress=progress)
         self.path = self._reader.path
         self.split = split
         self.temperatures = tuple(temperatures)

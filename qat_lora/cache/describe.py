@@ -54,7 +54,7 @@ def describe(path: Place, *, show_rows: int = 2, show_tokens: int = 16, decode: 
     mass = _tail_mass(reader, chosen)
     counted = mass if mass.size else np.zeros(1)
     return {
-        "path": str(path),
+        "path": str(reader.path),
         "fingerprint": to_json(held),
         "fingerprint_sha256": held.sha256,
         "info": manifest.info,

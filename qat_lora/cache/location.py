@@ -2,21 +2,20 @@
 
 The rest of the cache asks for nothing but files by name, so that is all a location does: list, read, write once,
 delete, hold a lock. Two kinds exist because their guarantees differ in kind, not in degree. A local folder has links,
-`fsync`, `flock` and memory maps, and uses all four. An object store has none, but its objects appear whole and its
-puts can be made to fail where the name exists. One layer that pretends that both are the same (fsspec's own local
-file system) would have to give up what each does best.
+`fsync`, `flock` and files that can be read anywhere, and uses all four. An object store has none, but its objects
+appear whole and its puts can be made to fail where the name exists. One layer that pretends that both are the same
+(fsspec's own local file system) would have to give up what each does best.
 """
 
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 from qat_lora.cache import commit
 from qat_lora.cache.object_store import ObjectFolder, is_object_url
@@ -51,11 +50,14 @@ class Location(Protocol):
     def chunks(self, name: str) -> Iterator[bytes]:
         """Yield a file from its beginning to its end."""
 
-    def load(self, name: str, size: int, sha256: str, *, preload: bool) -> bytes | mmap.mmap:
-        """Return a shard in memory (`preload`) or mapped; CacheDamaged unless it has this size.
+    def load(self, name: str, size: int, sha256: str) -> bytes:
+        """Return the bytes of a shard; CacheDamaged unless it has this size.
 
         The sha256 is compared only where bytes are transferred: a local file is checked when the reader wants it.
         """
+
+    def open(self, name: str, size: int, sha256: str) -> BinaryIO:
+        """Open a shard, or a copy of it on this machine, for reading at any place; otherwise as `load`."""
 
     def make(self) -> None:
         """Make the folder where that means something."""
@@ -147,14 +149,26 @@ class LocalFolder:
             while chunk := opened.read(_CHUNK_BYTES):
                 yield chunk
 
-    def load(self, name: str, size: int, sha256: str, *, preload: bool) -> bytes | mmap.mmap:
+    def load(self, name: str, size: int, sha256: str) -> bytes:
         """See `Location`."""
-        with open_regular(self._file(name)) as opened:
-            found = opened.seek(0, 2)
-            if found != size:
-                raise CacheDamaged(f"{self.path / name}: has {found:,} bytes, {size:,} were written")
-            opened.seek(0)
-            return opened.read() if preload else mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+        with self.open(name, size, sha256) as opened:
+            data = opened.read()
+        self._check_size(name, len(data), size)
+        return data
+
+    def open(self, name: str, size: int, sha256: str) -> BinaryIO:
+        """See `Location`."""
+        opened = open_regular(self._file(name))
+        try:
+            self._check_size(name, os.fstat(opened.fileno()).st_size, size)
+        except CacheDamaged:
+            opened.close()
+            raise
+        return opened
+
+    def _check_size(self, name: str, found: int, size: int) -> None:
+        if found != size:
+            raise CacheDamaged(f"{self.path / name}: has {found:,} bytes, {size:,} were written")
 
     def make(self) -> None:
         """See `Location`."""

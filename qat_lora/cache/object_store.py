@@ -19,16 +19,16 @@ import errno
 import functools
 import hashlib
 import inspect
-import mmap
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 from qat_lora.cache.commit import failpoint
 from qat_lora.cache.lease import Lease, hold
 from qat_lora.cache.spool import Spool, checked
 from qat_lora.errors import CacheDamaged, CacheError, MissingExtraError, OutputExistsError, QatLoraError
 from qat_lora.extras import require
+from qat_lora.redaction import redact
 
 CHUNK_BYTES = 8 << 20
 """Of one request when a file is read piece by piece."""
@@ -57,7 +57,7 @@ class ObjectFolder:
         self._lease: Lease | None = None
 
     def __str__(self) -> str:
-        return self.url
+        return redact(self.url)
 
     def names(self) -> list[str]:
         """See `Location`."""
@@ -96,12 +96,13 @@ class ObjectFolder:
                 chunk = self._fs.cat_file(self._path(name), start=start, end=min(size, start + CHUNK_BYTES))
             yield chunk
 
-    def load(self, name: str, size: int, sha256: str, *, preload: bool) -> bytes | mmap.mmap:
-        """See `Location`; mapped means: a copy on this machine's disk is."""
-        where = f"{self}/{name}"
-        if preload:
-            return b"".join(checked(where, size, sha256, self.chunks(name)))
-        return self._spool.load(where, size, sha256, lambda: self.chunks(name))
+    def load(self, name: str, size: int, sha256: str) -> bytes:
+        """See `Location`."""
+        return b"".join(checked(f"{self}/{name}", size, sha256, self.chunks(name)))
+
+    def open(self, name: str, size: int, sha256: str) -> BinaryIO:
+        """See `Location`; a copy on this machine's disk is opened."""
+        return self._spool.open(f"{self}/{name}", size, sha256, lambda: self.chunks(name))
 
     def make(self) -> None:
         """Do nothing: folders of a store are the names of its objects."""
@@ -218,8 +219,9 @@ class ObjectFolder:
         except IsADirectoryError:
             raise CacheDamaged(f"{self}/{name}: is not a plain object, so it is not read") from None
         except Exception as error:
+            reason = _reason(error, self.url)
             raise CacheError(
-                f"{self}/{name}: cannot be read ({_reason(error)}); check the address, the credentials and the network"
+                f"{self}/{name}: cannot be read ({reason}); check the address, the credentials and the network"
             ) from error
 
     @contextlib.contextmanager
@@ -230,11 +232,11 @@ class ObjectFolder:
         except (QatLoraError, FileExistsError):
             raise
         except Exception as error:
-            raise OSError(errno.EIO, f"{name}: {_reason(error)}") from error
+            raise OSError(errno.EIO, f"{name}: {_reason(error, self.url)}") from error
 
 
-def _reason(error: BaseException) -> str:
-    text = " ".join(str(error).split())[:200]
+def _reason(error: BaseException, url: str) -> str:
+    text = redact(" ".join(str(error).split()), url)[:200]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
@@ -251,13 +253,13 @@ def _open_file_system(url: str) -> tuple[Any, str]:
             raise MissingExtraError(
                 f"{url}: its driver is not installed: pip install 'qat-lora[{_EXTRAS[protocol]}]'"
             ) from None
-        raise MissingExtraError(f"{url}: its driver is not installed ({_reason(error)})") from None
+        raise MissingExtraError(f"{url}: its driver is not installed ({_reason(error, url)})") from None
     except ValueError as error:
         raise CacheError(
-            f"{url}: {_reason(error)}; allowed: a folder, gs://…, s3://… or another URL of fsspec"
+            f"{url}: {_reason(error, url)}; allowed: a folder, gs://…, s3://… or another URL of fsspec"
         ) from None
     except Exception as error:
         raise CacheError(
-            f"{url}: cannot be reached ({_reason(error)}); check the address and the credentials"
+            f"{url}: cannot be reached ({_reason(error, url)}); check the address and the credentials"
         ) from error
     return file_system, root.rstrip("/")

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from qat_lora.cache.location import Place, locate
-from qat_lora.cache.reader import map_file, shard_arrays
+from qat_lora.cache.shard import open_shard
 from qat_lora.cache.store import read_manifest
 from qat_lora.errors import CacheError
 
@@ -26,7 +26,7 @@ RUN = 13
 ALARM = 0.1
 """Share of seen tokens from which an overlap is a warning."""
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
-_ROWS_AT_ONCE = 1024
+_ROWS_AT_ONCE = 16
 
 
 def overlap(path: Place, texts: Mapping[str, Sequence[Any]], tokenizer_sha256: str, run: int = RUN) -> dict[str, Any]:
@@ -133,10 +133,10 @@ def _cache_rows(path: Place) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     manifest = read_manifest(place)
     length = manifest.fingerprint.length
     for entry in manifest.train:
-        arrays = shard_arrays(map_file(place, entry), place, entry, manifest.fingerprint)
+        shard = open_shard(place, entry, manifest.fingerprint)
         for start in range(0, entry.rows, _ROWS_AT_ONCE):
-            part = slice(start, start + _ROWS_AT_ONCE)
-            yield arrays["input_ids"][part], _bits(arrays["doc_starts"][part], length)
+            part = shard.rows(start, min(_ROWS_AT_ONCE, entry.rows - start))
+            yield part["input_ids"], _bits(part["doc_starts"], length)
 
 
 def _bits(packed: np.ndarray, length: int) -> np.ndarray:

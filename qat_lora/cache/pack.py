@@ -19,9 +19,10 @@ from typing import NamedTuple
 from qat_lora.cache import format as fmt
 from qat_lora.cache.head import check_head
 from qat_lora.cache.location import Location, Place, locate
-from qat_lora.cache.reader import check_entry, map_file, shard_arrays
+from qat_lora.cache.reader import check_entry
 from qat_lora.cache.records import Manifest, ShardEntry, parse, render
-from qat_lora.cache.store import Progress, check_loaded, check_shard_bytes, read_manifest
+from qat_lora.cache.shard import open_shard
+from qat_lora.cache.store import Progress, check_shard_bytes, read_manifest
 from qat_lora.cache.transport import pack_arrays, unpack_arrays
 from qat_lora.errors import CacheDamaged, CacheError, OutputExistsError
 from qat_lora.extras import require
@@ -157,13 +158,13 @@ def _pack_shard(
         if not done.startswith(_MAGIC + bytes.fromhex(entry.sha256)):
             raise OutputExistsError(f"--out {target}: {name} is of another cache; choose another folder")
         return PackedShard(shard=entry.shard, bytes=len(done), sha256=hashlib.sha256(done).hexdigest())
-    data = map_file(source, entry)
-    check_loaded(source, entry, data, progress)
+    shard = open_shard(source, entry, fingerprint, preload=True)
+    shard.check_sha256(progress)
     sidecar = source.read(f"{entry.shard}.json", fmt.SIDECAR_LIMIT_BYTES)
 
     def chunks() -> Iterator[bytes]:
         yield _MAGIC + bytes.fromhex(entry.sha256) + len(sidecar).to_bytes(_LENGTH_BYTES, "little") + sidecar
-        yield from pack_arrays(shard_arrays(data, source, entry, fingerprint), fingerprint.contents)
+        yield from pack_arrays(shard.rows(0, entry.rows), fingerprint.contents)
 
     size, digest = target.write_new(name, chunks(), "shard")
     return PackedShard(shard=entry.shard, bytes=size, sha256=digest)

@@ -21,9 +21,10 @@ from qat_lora.cache import format as fmt
 from qat_lora.cache.codec import DRAWN, decode_values, unpack_ids
 from qat_lora.cache.commit import publish, sync_folder, temporary
 from qat_lora.cache.location import Location, Place, locate
-from qat_lora.cache.reader import check_entry, map_file, shard_arrays
+from qat_lora.cache.reader import check_entry
 from qat_lora.cache.records import Fingerprint, to_json
-from qat_lora.cache.store import Progress, check_loaded, read_manifest
+from qat_lora.cache.shard import open_shard
+from qat_lora.cache.store import Progress, read_manifest
 from qat_lora.errors import CacheError, OutputExistsError
 from qat_lora.extras import require
 
@@ -102,11 +103,10 @@ def _groups(path: Location, split: str, group_bytes: int, progress: Progress | N
     step = max(1, group_bytes // fmt.row_bytes(held.arrays))
     for entry in manifest.shards(split):
         check_entry(path, entry, held)
-        data = map_file(path, entry, preload=path.far)
-        check_loaded(path, entry, data, progress)
-        arrays = shard_arrays(data, path, entry, held)
+        shard = open_shard(path, entry, held, preload=path.far)
+        shard.check_sha256(progress)
         for start in range(0, entry.rows, step):
-            yield _columns({name: array[start : start + step] for name, array in arrays.items()}, held)
+            yield _columns(shard.rows(start, min(step, entry.rows - start)), held)
 
 
 def _columns(arrays: Mapping[str, np.ndarray], held: Fingerprint) -> dict[str, np.ndarray]:

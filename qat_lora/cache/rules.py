@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from qat_lora.cache.codec import LARGEST_RANGE, unpack_ids
+from qat_lora.cache.codec import DRAWN, LARGEST_RANGE, unpack_ids
 from qat_lora.cache.records import Fingerprint
 
 _LOWEST_FP16 = np.uint16(0xFBFF)
@@ -23,10 +23,22 @@ _ROUNDING = 1e-3
 """What float32 sums may be beside the truth: how far `lse` may be below 0 and `log_tail` above it."""
 
 
+def strange_ids(row: Mapping[str, np.ndarray], vocab_size: int) -> str | None:
+    """Say which token ids of a decoded row are outside the vocabulary; None where none are."""
+    for name in ("input_ids", "head_ids", *DRAWN.values()):
+        if name in row and row[name].view(np.uint32).max() >= vocab_size:  # as such, negative ones are large
+            return f"{name} from {row[name].min()} to {row[name].max()}; allowed: 0 to {vocab_size - 1}"
+    return None
+
+
 def promises(part: Mapping[str, np.ndarray], fingerprint: Fingerprint) -> dict[str, bool]:
     """Return the rules for values, and whether some rows of a shard keep them."""
     held = fingerprint.contents
-    kept = {"loss_mask of 0 and 1": bool((part["loss_mask"] <= 1).all())}
+    ids = part["input_ids"]
+    kept = {
+        "loss_mask of 0 and 1": bool((part["loss_mask"] <= 1).all()),
+        "input_ids inside the vocabulary": bool(ids.min() >= 0 and ids.max() < held.vocab_size),
+    }
     for name, entries in held.id_lists.items():
         ids = unpack_ids(part, entries, name=name)
         text = "head ids" if name == "ids" else name

@@ -1,4 +1,4 @@
-"""Local copies of shards that lie behind a URL, so that they can be mapped like any other.
+"""Local copies of shards that lie behind a URL, so that their rows can be read like any other.
 
 Rows are asked for in random order, so every shard of a cache is wanted all the time: reading one row by ranges is a
 dozen requests, and keeping a few whole shards means to fetch them again for every batch. A shard is therefore fetched
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import mmap
 import os
 import shutil
 import stat
@@ -22,6 +21,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from qat_lora.cache.commit import in_turn
 from qat_lora.errors import CacheDamaged, CacheError
@@ -41,8 +41,8 @@ class Spool:
         self.folder = Path(tempfile.gettempdir()) / f"qat-lora-spool-{os.getuid()}"
         self._finalizer = weakref.finalize(self, _leave, self.folder, _join(self.folder), os.getpid())
 
-    def load(self, where: str, size: int, sha256: str, chunks: Chunks) -> mmap.mmap:
-        """Return a shard, mapped; fetched first if there is no copy.
+    def open(self, where: str, size: int, sha256: str, chunks: Chunks) -> BinaryIO:
+        """Open a shard; fetched first if there is no copy.
 
         Raises:
             CacheDamaged: what was fetched is not what was written; `where` is named.
@@ -54,8 +54,7 @@ class Spool:
                 with in_turn(self.folder / f"{sha256}.lock"):
                     if not (file.exists() and file.stat().st_size == size):
                         _fetch(file, where, size, sha256, chunks)
-                    with open(file, "rb") as opened:
-                        return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+                    return open(file, "rb")
             except FileNotFoundError:
                 if attempt == _ATTEMPTS - 1:
                     raise
@@ -96,7 +95,7 @@ def _make_room(folder: Path, size: int) -> None:
                 f"{folder}: has {free:,} bytes free, a shard takes {size:,} and {RESERVE_BYTES:,} are to stay free; "
                 "let TMPDIR name a folder with more room, or copy the cache to a disk and give that folder"
             )
-        copies[0].unlink(missing_ok=True)  # who has it mapped keeps it
+        copies[0].unlink(missing_ok=True)  # who has it open keeps it
 
 
 def _fetched_at(file: Path) -> float:

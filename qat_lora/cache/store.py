@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import mmap
 import os
 import threading
 from collections import deque
@@ -25,8 +24,6 @@ from qat_lora.errors import CacheDamaged, CacheError
 
 T = TypeVar("T")
 R = TypeVar("R")
-_CHUNK_BYTES = 1 << 20
-Buffer = bytes | mmap.mmap
 Progress = Callable[[str, int], None]
 """Called with (shard, bytes read since the last call)."""
 
@@ -188,17 +185,6 @@ def check_shard_bytes(path: Place, entry: ShardEntry, progress: Progress | None 
     check_shard_size(place, entry)
     digest = hashlib.sha256()
     for chunk in place.chunks(f"{entry.shard}.safetensors"):
-        digest.update(chunk)
-        if progress is not None:
-            progress(entry.shard, len(chunk))
-    check_digest(place, entry, digest.hexdigest())
-
-
-def check_loaded(place: Location, entry: ShardEntry, data: Buffer, progress: Progress | None = None) -> None:
-    """Raise CacheDamaged unless the bytes of a loaded shard have the sha256 that was written."""
-    digest, view = hashlib.sha256(), memoryview(data)
-    for start in range(0, len(view), _CHUNK_BYTES):
-        chunk = view[start : start + _CHUNK_BYTES]
         digest.update(chunk)
         if progress is not None:
             progress(entry.shard, len(chunk))

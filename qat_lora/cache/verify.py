@@ -4,8 +4,7 @@ Four layers, from cheap to deep: seals of manifest and sidecars, sizes and heade
 the CRC-32 of every row with the ranges of its values. The last cannot fail where the third passed, unless the
 writer itself was wrong; that is what it is there to find.
 
-A shard is mapped once and read by one thread; hashing and comparing leave the interpreter lock, so shards go in
-parallel.
+A shard is read by one thread; hashing and comparing leave the interpreter lock, so shards go in parallel.
 """
 
 from __future__ import annotations
@@ -13,16 +12,14 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-import numpy as np
-
 from qat_lora.cache import format as fmt
-from qat_lora.cache.codec import row_checksums
 from qat_lora.cache.head import check_head
 from qat_lora.cache.location import Location, Place, locate
-from qat_lora.cache.reader import check_entries, map_file, shard_arrays
+from qat_lora.cache.reader import check_entries
 from qat_lora.cache.records import Fingerprint, ShardEntry
 from qat_lora.cache.rules import promises
-from qat_lora.cache.store import Progress, at_once, check_loaded, in_turns, read_manifest
+from qat_lora.cache.shard import open_shard
+from qat_lora.cache.store import Progress, at_once, in_turns, read_manifest
 from qat_lora.errors import CacheDamaged
 
 _ROWS_AT_ONCE = 4
@@ -65,7 +62,7 @@ def verify_cache(path: Place, progress: Progress | None = None, *, threads: int 
     for _ in at_once(folder, lambda entry: check_shard(folder, entry, manifest.fingerprint, tell), entries, threads):
         pass
     return VerifyReport(
-        path=str(path),
+        path=str(folder),
         shards=len(entries),
         rows=sum(entry.rows for entry in entries),
         bytes=sum(entry.bytes for entry in entries),
@@ -80,16 +77,11 @@ def _is_ours(name: str, known: set[str]) -> bool:
 
 def check_shard(path: Location, entry: ShardEntry, fingerprint: Fingerprint, progress: Progress) -> None:
     """Raise CacheDamaged unless a shard's sha256, row checksums and values are what they must be."""
-    data = map_file(path, entry, preload=path.far)  # what lies behind a URL now, not a copy of it
-    check_loaded(path, entry, data, progress)
-    arrays = shard_arrays(data, path, entry, fingerprint)
+    shard = open_shard(path, entry, fingerprint, preload=path.far)  # what lies behind a URL now, not a copy of it
+    shard.check_sha256(progress)
     for start in range(0, entry.rows, _ROWS_AT_ONCE):
-        part = {name: array[start : start + _ROWS_AT_ONCE] for name, array in arrays.items()}
-        sums = row_checksums(part, fingerprint.arrays)
-        bad = np.flatnonzero(sums != part["row_crc32"])
-        if len(bad):
-            raise CacheDamaged(f"{path}/{entry.shard}: row {start + bad[0]} does not have its checksum")
-        for promise, kept in promises(part, fingerprint).items():
+        end = min(start + _ROWS_AT_ONCE, entry.rows)
+        for promise, kept in promises(shard.rows(start, end - start), fingerprint).items():
             if not kept:
-                rows = f"rows {start} to {start + len(sums) - 1}"
+                rows = f"rows {start} to {end - 1}"
                 raise CacheDamaged(f"{path}/{entry.shard}: {rows} break a rule of the format: {promise}")

@@ -250,7 +250,7 @@ class QuantLinear(nn.Linear):
         return self.latent
 
     def stored(self) -> dict[str, Tensor]:
-        """Return the tensors that stand for the layer as it computes now: packed codes and zeros, float16 scales, table.
+        """Return the tensors that stand for the layer as it is now: packed codes and zeros, float16 scales and table.
 
         Computed on the host: on XLA this makes no graphs of its own.
         """

@@ -1,6 +1,6 @@
 """Turn the numpy batches of the cache into host tensors, one batch ahead of the work.
 
-A thread and not loader processes: reading a shard is a memory-mapped slice and a few dtype conversions, all of
+A thread and not loader processes: reading a row is a copy, a checksum and a few dtype conversions, all of
 which release the interpreter lock, so a thread overlaps them with compute and costs no pickling, no second
 copy of the dataset and no forked process beside a live accelerator client (which TPUs do not survive). The
 queue holds one batch: more would only use memory, since the reader is faster than any step.
@@ -47,8 +47,8 @@ def tensor_dtype(name: str, floating: bool, boolean: bool) -> torch.dtype | None
 def host_tensors(batch: Batch) -> Batch:
     """Return the batch with every array as a CPU tensor of its own memory.
 
-    The copy is wanted: a memory-mapped array would otherwise be read from disk in the middle of a step, and is
-    read-only, which tensors cannot be. Values that are no arrays are passed through.
+    The copy is wanted: tensors that are on their way to a device must not change under the transfer, and arrays that
+    are read-only cannot be tensors. Values that are no arrays are passed through.
     """
     tensors: Batch = {}
     for name, value in batch.items():

@@ -2,7 +2,7 @@
 
 Rows are packed once, before the first step, because the order is a permutation of all of them: a stream could only be
 shuffled through a buffer, and could not be resumed at any step. That costs nine bytes a token, 100 million tokens are
-0.9 GB; longer texts want a KD cache, whose shards are mapped.
+0.9 GB; longer texts want a KD cache, whose rows are read when they are wanted.
 """
 
 from __future__ import annotations

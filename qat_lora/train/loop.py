@@ -12,21 +12,29 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
 
 from qat_lora.config import option
-from qat_lora.errors import ConfigError, DamagedFileError, DivergedError, InterruptedRunError
+from qat_lora.errors import (
+    ConfigError,
+    DamagedFileError,
+    DivergedError,
+    InterruptedRunError,
+    QatLoraError,
+    ReplicaError,
+)
 from qat_lora.losses.objective import ObjectiveConfig, weight_tensors
 from qat_lora.runtime.base import Runtime
+from qat_lora.runtime.randomness import random_states, set_random_states
 from qat_lora.runtime.signals import stop_signals
 from qat_lora.train import compiling
 from qat_lora.train.anchor import anchor_batches, anchor_micro_batch
 from qat_lora.train.checkpoint import REMEDY, checkpoints, load_checkpoint, save_checkpoint
 from qat_lora.train.folders import settle
-from qat_lora.train.metrics import EMPTY, MetricsLog, append_line, cut_back, log_mark
+from qat_lora.train.metrics import EMPTY, LogMark, MetricsLog, append_line, cut_back, log_mark
 from qat_lora.train.optim import KINDS, OptimConfig, averaged, build_optimizer, lr_factor, set_lr
 from qat_lora.train.step import Sums, add_sums, micro_batch, optimizer_step, zero_sums
 from qat_lora.train.trackers import check_trackers, open_trackers
@@ -179,53 +187,34 @@ def train(
     Raises:
         ConfigError: an early stop without evaluations, or a checkpoint of other settings.
         InterruptedRunError: SIGTERM, SIGINT or SIGHUP; a checkpoint was written first.
+        CacheDamaged: a row is not what was written (or what else a source of rows raises); as with a signal.
         DivergedError: a loss, an evaluation or a weight is NaN or infinite; no checkpoint of that is written.
         RecompiledError: more graphs were compiled after the first step than `max_recompiles`.
     """
     if loop.early_stop and hooks.evaluate is None:
         raise ConfigError("early_stop: there is no evaluation split to stop by; make one with --eval-rows")
-    accumulation = loop.accumulation(runtime.replicas)
-    parameters = list(trainee.trained.values())
     optimizer = build_optimizer(optim, trainee.groups)
     best = f"best_{hooks.metric}"
-    state: dict[str, Any] = {"step": 0, "best_step": None, best: None, "evaluations_since_best": 0}
+    state: dict[str, Any] = {"step": 0, "best_step": None, best: None, "evaluations_since_best": 0, "evaluated": True}
     folder, metrics, evaluations = out / "checkpoints", out / "metrics.jsonl", out / "evaluations.jsonl"
     found, logs = checkpoints(folder), dict.fromkeys(("metrics.jsonl", "evaluations.jsonl"), EMPTY)
     if found:
         saved = load_checkpoint(found[-1], trainee.trained, optimizer, fingerprint)
-        if missing := state.keys() - saved.keys():
+        needed = state.keys() - {"evaluated"}  # which earlier versions did not note
+        if missing := needed - saved.keys():
             raise DamagedFileError(f"{found[-1] / 'state.json'}: lacks {min(missing)}; remove that folder to go on")
         logs = saved.get("logs", {})  # of an earlier version: without
-        state = {name: saved[name] for name in state}
+        state = {name: saved.get(name, value) for name, value in state.items()}
     start = int(state["step"])
     if runtime.agree(bool(found)) != bool(found):
         raise ConfigError(f"--out {out}: not every process sees its checkpoints; give a folder that all hosts share")
     if runtime.rank:  # the first process draws what a run alone draws, the others their own
         torch.manual_seed(seed + 1_000_003 * runtime.rank + start)
     if runtime.is_main:
-        for file in (metrics, evaluations):
-            cut_back(file, start, logs.get(file.name))
-        for name in EXPORTS:
-            settle(out / name)
+        _tidy(out, start, state["evaluated"], logs)
     zeros = zero_sums(objective, runtime.device)
     runtime.cut()  # optimizer state, gradients and zeros are there now, not part of the first micro-batch's graph
-    batches = runtime.feed(
-        dataset.batches(
-            start_step=start,
-            steps=loop.max_steps - start,
-            batch_rows=loop.batch_size * (runtime.replicas // runtime.processes),
-            accumulation=accumulation,
-            seed=seed,
-            replica=runtime.rank,
-            replicas=runtime.processes,
-        )
-    )
-
-    anchors = None
-    if anchor is not None:
-        rows = loop.batch_size * (runtime.replicas // runtime.processes)
-        steps = loop.max_steps - start
-        anchors = runtime.feed(anchor_batches(anchor, start, steps, rows, runtime.rank, runtime.processes))
+    batches, anchors = _feeds(dataset, anchor, loop, runtime, start, seed)
 
     def save(step: int) -> None:
         runtime.barrier("metrics")  # the lines up to here are on disk first: a resumed run could not write them again
@@ -235,11 +224,24 @@ def train(
             save_checkpoint(folder, step, trainee.trained, optimizer, content, loop.keep_checkpoints)
         runtime.barrier("checkpoint")
 
+    def give_up(error: QatLoraError | OSError | None, step: int) -> NoReturn:
+        if step > start:
+            _flush(pending, log, runtime)
+            save(step)
+        raise _lost(error, step) from error
+
     def evaluate(step: int) -> None:
         if hooks.evaluate is None:
             return
-        with averaged(optimizer):
-            value = hooks.evaluate()
+        try:
+            with averaged(optimizer):
+                value = hooks.evaluate()
+        except (QatLoraError, OSError) as error:
+            if runtime.processes > 1:  # the others wait in the middle of theirs
+                raise
+            state["evaluated"] = False  # the first thing to do after this checkpoint
+            give_up(error, step)
+        state["evaluated"] = True
         if not math.isfinite(value):
             raise DivergedError(f"evaluation {hooks.metric}: {value} after step {step}; {REMEDY}")
         if runtime.is_main:
@@ -264,32 +266,40 @@ def train(
         MetricsLog(metrics, loop.max_steps, start, quiet or not runtime.is_main, runtime.device, trackers) as log,
     ):
         watch = compiling.CompileWatch(runtime, loop.max_recompiles, log.say)
+        pending: list[tuple[int, float, Sums]] = []
         if start == 0:
             export("start")
-            evaluate(0)
+        if start == 0 or not state["evaluated"]:
+            evaluate(start)
             log.pause()
-        pending: list[tuple[int, float, Sums]] = []
         saved_at, step = time.monotonic(), start
         while step < loop.max_steps and not is_exhausted():
             step += 1
             watch.begin()
-            progress = (step - 1) / max(1, loop.max_steps - 1)
-            weights = weight_tensors(objective.weights_at(progress), runtime.device)
-            sums = zeros
-            for _ in range(accumulation):
-                batch = next(batches)
+            weights = weight_tensors(objective.weights_at((step - 1) / max(1, loop.max_steps - 1)), runtime.device)
+            sums, random, failed = zeros, random_states(), None
+            for _ in range(loop.accumulation(runtime.replicas)):
+                batch = _next(batches)
+                if isinstance(batch, Exception):
+                    failed = batch
+                    break
                 watch.batch(batch)
                 with runtime.autocast(torch.bfloat16 if loop.autocast else torch.float32):
                     sums = add_sums(sums, micro_batch(trainee.model, batch, objective, weights, teacher_head))
                 watch.mark(compiling.TRACED)
                 runtime.cut()
                 watch.mark(compiling.COMPILED)
-            if anchors is not None:
+            if anchors is not None and not failed:
                 with runtime.autocast(torch.bfloat16 if loop.autocast else torch.float32):
                     sums = anchor_micro_batch(trainee.model, next(anchors), objective, weights, sums, runtime)
                 runtime.cut()
+            # Looked at once: a signal that comes later is for the next step. All processes stop after the same.
+            stop = runtime.agree(bool(stopped or failed))
+            if stop and runtime.agree(bool(failed)):
+                set_random_states(random)  # this step has not begun
+                give_up(failed, step - 1)
             lr = set_lr(optimizer, lr_factor(optim, step - 1, loop.max_steps))
-            means = optimizer_step(optimizer, parameters, sums, optim.clip_grad_norm, runtime)
+            means = optimizer_step(optimizer, list(trainee.trained.values()), sums, optim.clip_grad_norm, runtime)
             watch.mark(compiling.OPTIMIZER_TRACED)
             pending.append((step, lr, means))
             last = step == loop.max_steps
@@ -307,8 +317,7 @@ def train(
                 evaluate(step)
                 log.pause()
                 last = last or is_exhausted()
-            # Looked at once: a signal that comes while saving is for the next step. All processes stop after the same.
-            stop = runtime.agree(bool(stopped))
+                stop = runtime.agree(bool(stopped))  # again: evaluations are long
             if saving or stop or last:
                 _flush(pending, log, runtime)
                 save(step)
@@ -330,6 +339,51 @@ def train(
         "stopped_early": step < loop.max_steps,
         "resumed_from": start,
     }
+
+
+def _tidy(out: Path, step: int, evaluated: bool, logs: Mapping[str, LogMark]) -> None:
+    """Cut a run's files back to a step, its evaluation left out where that is still to come."""
+    cut_back(out / "metrics.jsonl", step, logs.get("metrics.jsonl"))
+    cut_back(out / "evaluations.jsonl", step if evaluated else step - 1, logs.get("evaluations.jsonl"))
+    for name in EXPORTS:
+        settle(out / name)
+
+
+def _feeds(
+    dataset: TrainingRows, anchor: Batch | None, loop: LoopConfig, runtime: Runtime, start: int, seed: int
+) -> tuple[Iterator[Batch], Iterator[Batch] | None]:
+    """Return the micro-batches of this process from a step on, on the device, and those of the term `anchor`."""
+    rows, steps = loop.batch_size * (runtime.replicas // runtime.processes), loop.max_steps - start
+    batches = dataset.batches(
+        start_step=start,
+        steps=steps,
+        batch_rows=rows,
+        accumulation=loop.accumulation(runtime.replicas),
+        seed=seed,
+        replica=runtime.rank,
+        replicas=runtime.processes,
+    )
+    if anchor is None:
+        return runtime.feed(batches), None
+    remembered = anchor_batches(anchor, start, steps, rows, runtime.rank, runtime.processes)
+    return runtime.feed(batches), runtime.feed(remembered)
+
+
+def _next(batches: Iterator[Batch]) -> Batch | QatLoraError | OSError:
+    """Return the next batch, or the error for which there is none: a row that is not what was written."""
+    try:
+        return next(batches)
+    except (QatLoraError, OSError) as error:
+        return error
+
+
+def _lost(error: QatLoraError | OSError | None, step: int) -> Exception:
+    """Return what ends a run whose rows cannot be read: the error, here or in another process, and what is kept."""
+    kept = f"the checkpoint after step {step} is complete" if step else "no step was complete yet"
+    text = f"; {kept}: once that is mended, the same command goes on from there"
+    if error is None:
+        return ReplicaError(f"another process could not read its rows{text}")
+    return type(error)(f"{error}{text}") if isinstance(error, QatLoraError) else error
 
 
 def _is_time_to_save(loop: LoopConfig, saved_at: float, runtime: Runtime) -> bool:

@@ -15,8 +15,9 @@ from safetensors.numpy import load_file
 from qat_lora.cache import format as fmt
 from qat_lora.cache.dataset import KDCacheDataset
 from qat_lora.cache.describe import describe
-from qat_lora.cache.reader import CacheReader, check_header
+from qat_lora.cache.reader import CacheReader
 from qat_lora.cache.records import Manifest, Sidecar, parse, render
+from qat_lora.cache.shard import check_header
 from qat_lora.cache.store import check_shard_bytes, read_manifest
 from qat_lora.cache.verify import verify_cache
 from qat_lora.cli import main
@@ -250,6 +251,10 @@ def test_rules_of_the_format_are_checked_where_every_checksum_is_right(tmp_path,
         (packed, put("head_ids", 151935, 2, 3), None),
         (packed, put("head_logits", [0.0, -0.0, -0.0, -1.0, -65504.0], 1), None),
         (packed, put("log_tail", -math.inf, 0), None),
+        (packed, put("input_ids", 151935, 0), None),
+        (packed, put("input_ids", 151936, 0), "input_ids inside the vocabulary"),
+        (packed, put("input_ids", -5, 3), "input_ids inside the vocabulary"),
+        (hidden, put("input_ids", 2**31 - 1, 3), "input_ids inside the vocabulary"),
         (packed, put("head_ids", 151936, 2, 3), "vocabulary"),
         (packed, put("head_ids", 262143, 2, 3), "vocabulary"),
         (short, put("head_ids", 300, 2, 1), "vocabulary"),
@@ -290,6 +295,14 @@ def test_rules_of_the_format_are_checked_where_every_checksum_is_right(tmp_path,
         else:
             with pytest.raises(CacheDamaged, match=f"-00000.: rows 0 to .*{promise}"):
                 verify_cache(tmp_path / f"{number}")
+        if promise is None or "input_ids" in promise:  # the rules that rows are held to as they are read
+            rows = KDCacheDataset(tmp_path / f"{number}")
+            for row in range(len(rows)):
+                if promise is None:
+                    rows.rows([row])
+                else:
+                    with pytest.raises(CacheDamaged, match=r"-00000.: row \d has input_ids from .*; allowed: 0 to"):
+                        rows.rows([row])
 
 
 @pytest.mark.parametrize("threads", [1, 4])

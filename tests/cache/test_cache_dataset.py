@@ -109,15 +109,15 @@ def test_padding_rows_count_for_nothing_and_stay_finite(dataset):
     np.testing.assert_array_equal(batch["input_ids"][1], dataset.rows([3])["input_ids"][0])
 
 
-def test_preload_and_map_serve_the_same(dataset):
+def test_preload_and_files_serve_the_same(dataset):
     loaded = KDCacheDataset(dataset.path, preload=True, k=2, temperatures=(1.0, 2.0))
-    mapped = KDCacheDataset(dataset.path, k=2, temperatures=(1.0, 2.0), verify=False)
+    read = KDCacheDataset(dataset.path, k=2, temperatures=(1.0, 2.0), verify=False)
     for name, array in loaded.rows(range(29)).items():
-        np.testing.assert_array_equal(array, mapped.rows(range(29))[name])
+        np.testing.assert_array_equal(array, read.rows(range(29))[name])
 
 
-def test_more_shards_than_may_be_mapped(dataset, monkeypatch):
-    monkeypatch.setattr("qat_lora.cache.reader._MAPPED_SHARDS", 2)
+def test_more_shards_than_may_be_open(dataset, monkeypatch):
+    monkeypatch.setattr("qat_lora.cache.shard._MOST_OPEN", 2)
     again = KDCacheDataset(dataset.path)
     np.testing.assert_array_equal(again.rows(range(29))["input_ids"][:, 0], np.arange(29))
     assert len(again._reader._shards) == 2

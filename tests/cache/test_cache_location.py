@@ -49,10 +49,11 @@ def test_both_kinds_keep_the_same_promises(make, tmp_path):
     assert (size, place.size("a"), place.read("a", 99), b"".join(place.chunks("a"))) == (
         12, 12, b"first second", b"first second",
     )  # fmt: skip
-    for preload in (True, False):
-        assert place.load("a", 12, digest, preload=preload)[:] == b"first second"
+    with place.open("a", 12, digest) as opened:
+        assert opened.read() == place.load("a", 12, digest) == b"first second"
+    for wrong in (place.load, place.open):
         with pytest.raises(CacheDamaged, match="a: has 12 bytes, 13 were written"):
-            place.load("a", 13, "00" * 32, preload=preload)
+            wrong("a", 13, "00" * 32)
     with pytest.raises(FileExistsError):
         place.write_new("a", [b"other"], "shard")
     with pytest.raises(CacheDamaged, match="larger than 11 bytes"):
@@ -64,9 +65,9 @@ def test_both_kinds_keep_the_same_promises(make, tmp_path):
     for missing in (lambda: place.read("a", 9), lambda: place.size("a"), lambda: list(place.chunks("a"))):
         with pytest.raises(FileNotFoundError):
             missing()
-    for preload in (True, False):
+    for missing in (place.load, place.open):
         with pytest.raises(FileNotFoundError):
-            place.load("a", 12, "11" * 32, preload=preload)
+            missing("a", 12, "11" * 32)
     free = place.free_bytes()
     assert free is None if place.far else free > 0
 

@@ -399,6 +399,25 @@ def test_shards_are_fetched_once_for_all_readers(tmp_path, fingerprint, random_r
     assert [name for name in bucket.Bucket.transferred if name.endswith("safetensors")] == ["s-000002.safetensors"]
 
 
+def test_a_copy_that_changes_under_a_reader_is_fetched_again_or_one_line(fingerprint, random_rows, write_cache):
+    fp = fingerprint()
+    dataset = KDCacheDataset(write_cache("bucket://under", fp, random_rows(fp, 6), 3), verify=False)
+    good = dataset.rows(range(6))["input_ids"]
+    for file in dataset.path._spool.folder.glob("*.safetensors"):
+        file.unlink()
+    np.testing.assert_array_equal(dataset.rows(range(6))["input_ids"], good)  # who has one open keeps it
+    dataset._reader._shards.clear()  # closed meanwhile, among many
+    bucket.Bucket.transferred.clear()
+    np.testing.assert_array_equal(dataset.rows(range(6))["input_ids"], good)
+    assert {name for name in bucket.Bucket.transferred} == {"s-000000.safetensors", "s-000001.safetensors"}
+    for file in dataset.path._spool.folder.glob("*.safetensors"):
+        os.truncate(file, 100)
+    with pytest.raises(CacheDamaged, match="bucket://under/s-000001: row 2 is cut off"):
+        dataset.rows([5])
+    dataset._reader._shards.clear()
+    np.testing.assert_array_equal(dataset.rows(range(6))["input_ids"], good)  # fetched again
+
+
 def test_a_small_disk_gives_back_the_oldest_copy(tmp_path, monkeypatch):
     kept = Spool()
     usage = namedtuple("usage", "free")
@@ -410,22 +429,25 @@ def test_a_small_disk_gives_back_the_oldest_copy(tmp_path, monkeypatch):
     monkeypatch.setattr(spool.shutil, "disk_usage", free)
     import hashlib
 
-    maps = []
+    copies = []
     for number in range(4):
         data = bytes([number]) * 100
         digest = hashlib.sha256(data).hexdigest()
-        maps.append(kept.load(f"s{number}", 100, digest, lambda data=data: iter([data])))
+        copies.append(kept.open(f"s{number}", 100, digest, lambda data=data: iter([data])))
         os.utime(kept.folder / f"{digest}.safetensors", (number, number))
     assert len(list(kept.folder.glob("*.safetensors"))) == 2
-    assert [mapped[:1] for mapped in maps] == [b"\0", b"\1", b"\2", b"\3"]  # who has one mapped keeps it
+    assert [copy.read(1) for copy in copies] == [b"\0", b"\1", b"\2", b"\3"]  # who has one open keeps it
+    for copy in copies:
+        copy.close()
     with pytest.raises(CacheError, match="TMPDIR"):
-        kept.load("big", 300, "00", lambda: iter([b""]))
+        kept.open("big", 300, "00", lambda: iter([b""]))
     shutil.rmtree(kept.folder)  # another process was the last to leave: fetched again
-    assert kept.load("s3", 100, digest, lambda: iter([data]))[:] == data
+    with kept.open("s3", 100, digest, lambda: iter([data])) as again:
+        assert again.read() == data
     with pytest.raises(CacheDamaged, match="s4.*sha256"):
-        kept.load("s4", 100, "00" * 32, lambda: iter([data]))
+        kept.open("s4", 100, "00" * 32, lambda: iter([data]))
     with pytest.raises(CacheDamaged, match="s4.*has 50 bytes"):
-        kept.load("s4", 100, "00" * 32, lambda: iter([data[:50]]))
+        kept.open("s4", 100, "00" * 32, lambda: iter([data[:50]]))
     assert not list(kept.folder.glob("*.tmp"))
 
 

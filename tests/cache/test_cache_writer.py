@@ -333,7 +333,8 @@ def test_what_a_row_must_be(tmp_path, fingerprint, random_rows):
         refused("row 1, position 2 are NaN", **put("lse", np.nan))
         refused("row 1, position 2 are NaN", **put("lse", np.inf))
         refused("row 1, position 2 are NaN", **put("log_tail", np.nan))
-        refused("input_ids: a negative", **put("input_ids", -1))
+        refused("input_ids: from -1.* to 30.*; allowed: 0 to 30", **put("input_ids", -1))
+        refused("input_ids: .*; allowed: 0 to 30", **put("input_ids", 31))
         with pytest.raises(CacheError, match="cursors: 1 for 2"):
             writer.append(good, [None])
         assert writer.resume_state().rows == 0

@@ -13,7 +13,7 @@ import threading
 import time
 from pathlib import Path
 
-from replica_training import work
+from replica_training import Rows, work
 
 from qat_lora.errors import ConfigError
 from qat_lora.runtime import native, workers
@@ -45,6 +45,11 @@ def refuse_while_the_other_is_stuck(step, runtime):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         time.sleep(1000)
     refuse(step + 2, runtime)
+
+
+def unreadable(step, runtime):
+    if step == 1 and runtime.rank == 1:
+        Rows.unreadable = 9  # the second of step 5
 
 
 def slow(seconds, step, runtime):
@@ -87,6 +92,7 @@ def main(folder: Path, slow_s: float) -> None:
         "kill main": kill_main,
         "refuse": refuse,
         "defect": defect,
+        "unreadable": unreadable,
         "stuck": refuse_while_the_other_is_stuck,
         "slow": functools.partial(slow, slow_s),
         "skewed": skewed_sigterm,

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from train_toys import OPTIM, Toy, rows
 
-from qat_lora.errors import InterruptedRunError
+from qat_lora.errors import CacheDamaged, InterruptedRunError
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.order import micro_batches
 from qat_lora.runtime.chips import ChipsConfig
@@ -33,11 +33,16 @@ GLOBAL, ACCUMULATION, STEPS, POOL = 48, 2, 20, 200  # an epoch is not a whole nu
 class Rows:
     """Toy rows in the order of a cache, ragged masks and all; notes which ones were asked for."""
 
+    unreadable = None  # a micro-batch
+
     def __init__(self):
         self.seen = []
 
     def batches(self, start_step, steps, batch_rows, accumulation, seed, replica, replicas):
-        for numbers in micro_batches(POOL, start_step, steps, batch_rows, accumulation, seed, replica, replicas):
+        micro = micro_batches(POOL, start_step, steps, batch_rows, accumulation, seed, replica, replicas)
+        for number, numbers in enumerate(micro):
+            if number == self.unreadable:
+                raise CacheDamaged("c/s-000001: row 7 does not have its checksum")
             self.seen.append(numbers.tolist())
             yield rows(numbers)
 
@@ -100,7 +105,7 @@ def replica(folder: Path, count: int, disturb, runtime) -> None:
 
 
 def stop_last(after: int, step: int, runtime) -> None:
-    if step == after and runtime.rank == runtime.processes - 1:
+    if step == after - 1 and runtime.rank == runtime.processes - 1:  # that step has ended; the next is the last
         os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
-from train_toys import OPTIM, SETTINGS, Toy, evaluation, run
+from train_toys import OPTIM, SETTINGS, Toy, ToyData, evaluation, run
 
 from qat_lora.checksums import write_sums
-from qat_lora.errors import ConfigError, DivergedError, InterruptedRunError, ModelError
+from qat_lora.errors import CacheDamaged, ConfigError, DivergedError, InterruptedRunError, ModelError
 from qat_lora.train.checkpoint import checkpoints
 from qat_lora.train.loop import LoopConfig
 from qat_lora.train.metrics import read_metrics
@@ -446,3 +446,64 @@ def test_a_checkpoint_without_what_the_run_needs_is_one_line(whole, tmp_path):
     state.write_text(state.read_text().replace('"checksums"', '"of old"'))
     with pytest.raises(ModelError, match="lacks best_step; remove that folder"):
         run(out, keep_checkpoints=100)
+
+
+class Damaged(ToyData):
+    """Rows of which one micro-batch cannot be read: of two a step, number `micro` counted from the run's first step."""
+
+    def __init__(self, micro, error=CacheDamaged):
+        self.micro, self.error = micro, error
+
+    def batches(self, start_step, *arguments, **named):
+        for number, batch in enumerate(super().batches(start_step, *arguments, **named)):
+            if 2 * start_step + number == self.micro:
+                raise self.error("c/s-000001: row 7 does not have its checksum")
+            yield batch
+
+
+@pytest.mark.parametrize("micro", [0, 1, 2, 9, 10, 19])
+def test_rows_that_cannot_be_read_end_a_run_after_a_checkpoint_of_the_last_good_step(whole, tmp_path, micro):
+    out, done = tmp_path / "run", micro // 2
+    with pytest.raises(CacheDamaged, match=r"^c/s-000001: row 7 does not have .*goes on from there$") as caught:
+        run(out, Toy(dropout=0.3), data=Damaged(micro), save_steps=100)
+    assert ("\n" in str(caught.value), f"step {done} is complete" in str(caught.value)) == (False, done > 0)
+    assert [int(path.name[5:]) for path in checkpoints(out / "checkpoints")] == ([done] if done else [])
+    assert [line["step"] for line in lines(out / "metrics.jsonl")] == list(range(1, done + 1)) if done else True
+    with pytest.raises(OSError, match="row 7"):  # not mended yet, and another kind of error
+        run(out, data=Damaged(micro, OSError), save_steps=100)
+    result, _ = run(out, save_steps=100)
+    assert result["resumed_from"] == done
+    assert_same(out, whole[0])
+
+
+def test_the_random_numbers_of_a_step_that_failed_are_drawn_again(whole, tmp_path, monkeypatch):
+    """Positive control: a checkpoint with the random state in the middle of a step is another run."""
+    monkeypatch.setattr("qat_lora.train.loop.set_random_states", lambda states: None)
+    with pytest.raises(CacheDamaged):
+        run(tmp_path / "run", Toy(dropout=0.3), data=Damaged(9), save_steps=100)
+    run(tmp_path / "run", save_steps=100)
+    with pytest.raises(AssertionError):
+        assert_same(tmp_path / "run", whole[0])
+
+
+@pytest.mark.parametrize("damaged", [0, 3, 6, 10])
+def test_an_evaluation_that_cannot_be_read_is_made_first_when_the_run_goes_on(whole, tmp_path, damaged):
+    out = tmp_path / "run"
+
+    def evaluate():
+        found = lines(out / "evaluations.jsonl") if (out / "evaluations.jsonl").exists() else []
+        if len(found) == [0, 3, 6, 9, 10].index(damaged):
+            raise CacheDamaged("c/e-000000: row 0 does not have its checksum")
+        return evaluation(toy)
+
+    for _ in range(2):  # not mended yet
+        toy = Toy(dropout=0.3)
+        with pytest.raises(CacheDamaged, match="e-000000: row 0"):
+            run(out, toy, evaluate=evaluate, save_steps=100)
+    assert [int(path.name[5:]) for path in checkpoints(out / "checkpoints")] == ([damaged] if damaged else [])
+    assert run(out, save_steps=100)[0]["resumed_from"] == damaged
+    if damaged == 10:  # nothing was left to save
+        (out / "checkpoints/step-000010/state.json").write_bytes(
+            (whole[0] / "checkpoints/step-000010/state.json").read_bytes()
+        )
+    assert_same(out, whole[0])

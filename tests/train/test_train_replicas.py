@@ -114,6 +114,7 @@ EXPECTED = {  # error, part of its text, exit code, newest checkpoint, processes
     "refuse": ("ConfigError", "rank 1 refuses", 2, 0, 0),
     "defect": ("RuntimeError", "ZeroDivisionError: a defect", None, 0, 0),
     "stuck": ("ConfigError", "rank 1 refuses", 2, 0, 0),
+    "unreadable": ("CacheDamaged", "s-000001: row 7 does not have its checksum; the checkpoint after step 4", 1, 4, 0),
     "slow": ("NoneType", "None", None, STEPS, 2),
 }
 
