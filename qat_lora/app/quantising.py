@@ -206,7 +206,7 @@ def _sensitivities(
 ) -> dict[str, Sensitivity]:
     """Return what an error costs at the output of every layer.
 
-    One pass finds it for all of them, about a third of a run's time; so it is kept, and a run that goes on has it.
+    One pass over the text finds it for all of them, a good part of a run's time; so it is kept for a run that goes on.
     """
     draws = torch.Generator().manual_seed(options.run.seed)
 
