@@ -172,7 +172,7 @@ def test_ordinary_lines_are_never_refused(kind):
     assert in_pieces(make(kind), LINES) == whole(make(kind), LINES)
 
 
-@pytest.mark.parametrize("kind", set(MAKE) - {"bert", "unigram", "metaspace"})
+@pytest.mark.parametrize("kind", sorted(set(MAKE) - {"bert", "unigram", "metaspace"}))
 @pytest.mark.parametrize("letter", ["a", "=", "ab", "中", "\U0001f600", "aA"])
 def test_one_word_without_end_is_cut_where_merges_fall_into_step(kind, letter):
     text = f"begin {letter * 2000} end"
