@@ -24,6 +24,7 @@ from typing import Any, Literal, TypeVar
 import yaml
 
 from qat_lora.errors import ConfigError
+from qat_lora.files import write_text
 
 C = TypeVar("C")
 
@@ -304,7 +305,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
 
 def save_yaml(config: Any, path: str | Path) -> None:
     """Write a config as YAML, in order of declaration."""
-    Path(path).write_text(yaml.safe_dump(to_dict(config), sort_keys=False), encoding="utf-8")
+    write_text(Path(path), yaml.safe_dump(to_dict(config), sort_keys=False))
 
 
 def fingerprint(value: Any) -> str:

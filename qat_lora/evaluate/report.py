@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qat_lora.extras import pyplot
+from qat_lora.files import whole_file, write_text
 
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("ppl", "perplexity", ",.2f"),
@@ -48,7 +49,7 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> str:
 
 def save_json(data: Any, path: Path) -> None:
     """Write JSON with two spaces of indent."""
-    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(data, indent=2) + "\n")
 
 
 def plot_scores(
@@ -82,5 +83,6 @@ def plot_scores(
     axes[0].axhline(scores[names[0]]["ppl"], color="grey", lw=0.8, ls="--")
     if draw_training:
         draw_training(axes[2])
-    figure.savefig(out, dpi=120)
+    with whole_file(out) as draft:
+        figure.savefig(draft, dpi=120)
     plt.close(figure)

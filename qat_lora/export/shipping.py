@@ -15,11 +15,11 @@ import yaml
 
 from qat_lora.errors import ModelError
 from qat_lora.export.adapter import CONFIG, read_adapter
+from qat_lora.files import LIST, MARK
 from qat_lora.models import checkpoint_sha256
-from qat_lora.outputs import MARK
 
 PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz"}
-OURS = {MARK, "config.yaml", "metrics.jsonl"}
+OURS = {MARK, LIST, "config.yaml", "metrics.jsonl"}
 """Files of a run that say where it ran; they stay here."""
 CARD = "README.md"
 _PATH = re.compile(r'"(/[^"/]+/[^"]*|[A-Z]:\\\\[^"]*)"')  # in JSON

@@ -19,13 +19,13 @@ from torch import nn
 
 from qat_lora.config import option
 from qat_lora.errors import ConfigError, DivergedError, InterruptedRunError
+from qat_lora.files import settle
 from qat_lora.losses.objective import ObjectiveConfig, weight_tensors
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.signals import stop_signals
 from qat_lora.train import compiling
 from qat_lora.train.anchor import anchor_batches, anchor_micro_batch
 from qat_lora.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
-from qat_lora.train.folders import settle
 from qat_lora.train.metrics import MetricsLog, append_line, cut_back
 from qat_lora.train.optim import KINDS, OptimConfig, averaged, build_optimizer, lr_factor, set_lr
 from qat_lora.train.step import Sums, add_sums, micro_batch, optimizer_step, zero_sums

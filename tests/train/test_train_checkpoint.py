@@ -12,9 +12,9 @@ from torch import nn
 from train_toys import SETTINGS
 
 from qat_lora.errors import ConfigError, ModelError
+from qat_lora.files import discard, settle, whole_folder
 from qat_lora.train import checkpoint as checkpoint_module
 from qat_lora.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
-from qat_lora.train.folders import discard, settle, whole_folder
 from qat_lora.train.optim import OptimConfig, build_optimizer
 
 
