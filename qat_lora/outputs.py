@@ -115,8 +115,8 @@ def claim(out: Path, command: str, settings: Mapping[str, Any], overwrite: bool,
     if not overwrite and differing is None:
         if was.complete:
             _check_whole(out, was, names)
-        if was.files is None:
-            files.hold(out, None)
+        if was.complete or was.files is None:
+            files.hold(out, None if was.files is None else names)
         else:  # a name that is free now may be another's later
             files.begin_list(out, command, {name for name in names if _is_there(out, name)})
         return was.complete
