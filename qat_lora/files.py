@@ -232,12 +232,14 @@ def whole_folder(final: Path) -> Iterator[Path]:
     with _filled(draft):
         yield draft
         _note(final / path.relative_to(draft) for path in _files(draft))
-        if final.exists():
+        replaces = final.exists()
+        if replaces:
             _note([old], "/")
             final.rename(old)
         draft.rename(final)
         fsync(final.parent)
-    _dissolve(old, final)
+    if replaces:
+        _dissolve(old, final)
 
 
 LAST = ("config.json", "adapter_config.json", "base.gguf")

@@ -117,8 +117,8 @@ def claim(out: Path, command: str, settings: Mapping[str, Any], overwrite: bool,
             _check_whole(out, was, names)
         if was.complete or was.files is None:
             files.hold(out, None if was.files is None else names)
-        else:  # a name that is free now may be another's later
-            files.begin_list(out, command, {name for name in names if _is_there(out, name)})
+        else:
+            files.begin_list(out, command, {name for name in names if os.path.lexists(out / name)})
         return was.complete
     refuse_inputs(out, inputs, names)
     if differing == "command":
@@ -199,6 +199,9 @@ def complete(out: Path) -> None:
     """Mark the run in a claimed folder as complete, with the size and sha256 of every file that it leaves."""
     mark, (_, names) = out / MARK, files.listed(out)
     was = _read(mark)
+    if was.files is not None:  # a name that is free again may be another's later
+        names = {name for name in names if os.path.lexists(out / name)}
+        files.begin_list(out, was.settings["command"], names)
     _open_to_others(out.rglob("*.safetensors") if was.files is None else (out / name for name in names))
     found = {
         name: [(out / name).stat().st_size, sha256_of(out / name)]
@@ -248,7 +251,7 @@ def _remove(out: Path, names: set[str]) -> None:
     for name in sorted(names):
         part = (out / name).parent
         keeper, own = files.listed(part)
-        if Path(name).name == MARK and keeper is not None and _is_there(out, name):
+        if Path(name).name == MARK and keeper is not None and os.path.lexists(out / name):
             with alone(part):
                 _remove(part, own)
                 for last in (LIST, MARK):
@@ -257,10 +260,6 @@ def _remove(out: Path, names: set[str]) -> None:
                 part.rmdir()
     files.hold(out, names)
     files.remove_listed(out, names)
-
-
-def _is_there(out: Path, name: str) -> bool:
-    return os.path.lexists(out / name)
 
 
 def _name_kept(out: Path) -> None:
