@@ -338,7 +338,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sys.stdout.flush()  # here, where what goes wrong is a line and not the interpreter's last words
     except BrokenPipeError:  # the reader of a pipe has seen enough
         _forget_output()
-        raise SystemExit(141) from None  # 128 + SIGPIPE
+        raise SystemExit(1) from None  # as click does where the pipe breaks earlier
     except QatLoraError as error:
         _fail(str(error), error.exit_code)
     except click.UsageError as error:

@@ -136,13 +136,9 @@ def test_a_run_that_shares_files_with_an_input_is_not_removed(tiny, made, tmp_pa
         assert bytes_of(tmp_path) == before
     (tmp_path / "text" / "runs").mkdir(parents=True)  # the other way round is fine: `--dataset . --out runs/x`
     shutil.copytree(tiny.held_out, tmp_path / "text", dirs_exist_ok=True)
-    options = eval_options(replace_held_out(tiny, tmp_path / "text"), {"run": made["run"]}, tmp_path / "text/runs/eval")
+    options = eval_options(tiny._replace(held_out=tmp_path / "text"), {"run": made["run"]}, tmp_path / "text/runs/eval")
     call("evaluate", options)
     call("evaluate", replace(options, run=replace(options.run, overwrite=True)))
-
-
-def replace_held_out(tiny, folder):
-    return tiny._replace(held_out=folder) if hasattr(tiny, "_replace") else replace(tiny, held_out=folder)
 
 
 @pytest.mark.parametrize("harm", ["gone", "changed"])
