@@ -69,7 +69,15 @@ def work(name, tiny, made, out, **run):
     return call(function, replace(given, run=replace(given.run, **run)))
 
 
-@pytest.mark.parametrize("name", ["quantize", "recover", "eval", "export", "cache audit", "qat"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "quantize",
+        "recover",
+        "export",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("eval", "cache audit", "qat")),
+    ],
+)
 def test_a_command_starts_again_and_leaves_what_is_not_its_own(tiny, made, tmp_path, name, capsys):
     out, outside = tmp_path / "out", tmp_path / "outside"
     outside.mkdir()
