@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import importlib
 import json
 import os
@@ -21,11 +20,9 @@ import click
 
 import qat_lora
 from qat_lora.config import Leaf, leaves, refuse_unused, resolve
-from qat_lora.errors import QatLoraError
+from qat_lora.errors import QatLoraError, disk_errors_explained
 from qat_lora.redaction import redact
 from qat_lora.terminal import any_text
-
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 
 # command words -> (option class, function, module of the function, one line of help)
 COMMANDS: dict[str, tuple[str, str, str, str]] = {
@@ -348,19 +345,26 @@ for _words in COMMANDS:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; errors of ours, of the usage and of the disk become one line and an exit code."""
     try:
-        cli(args=arguments, prog_name="qat-lora", standalone_mode=False)
+        with disk_errors_explained():
+            cli(args=arguments, prog_name="qat-lora", standalone_mode=False)
+            sys.stdout.flush()  # here, where what goes wrong is a line and not the interpreter's last words
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        _forget_output()
+        raise SystemExit(1) from None  # as click does where the pipe breaks earlier
     except QatLoraError as error:
         _fail(str(error), error.exit_code)
     except click.UsageError as error:
         command = error.ctx.command_path if error.ctx else "qat-lora"
         _fail(f"{error.format_message().rstrip('.')} (see `{command} --help`)", 2)
-    except OSError as error:
-        if error.errno not in DISK_ERRORS:
-            raise
-        _fail(f"{error.filename or 'output'}: {error.strerror}; make room, give permission or choose another --out", 2)
     except (click.Abort, KeyboardInterrupt):
         _echo("stopped", err=True)
         raise SystemExit(130) from None
+
+
+def _forget_output() -> None:
+    """Send what is left in the buffer of standard output nowhere, so that its end is not tried again at exit."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: str, exit_code: int) -> NoReturn:

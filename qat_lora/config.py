@@ -25,6 +25,7 @@ from typing import Any, Literal, TypeVar
 import yaml
 
 from qat_lora.errors import ConfigError
+from qat_lora.files import write_text
 from qat_lora.redaction import redact
 
 C = TypeVar("C")
@@ -376,7 +377,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
 
 def save_yaml(config: Any, path: str | Path) -> None:
     """Write a config as YAML, in order of declaration, without the credentials of addresses in it."""
-    Path(path).write_text(redact(yaml.safe_dump(to_dict(config), sort_keys=False)), encoding="utf-8")
+    write_text(Path(path), redact(yaml.safe_dump(to_dict(config), sort_keys=False)))
 
 
 def fingerprint(value: Any) -> str:

@@ -25,10 +25,11 @@ import torch
 from tqdm import tqdm
 
 from qat_lora import app, outputs
-from qat_lora.checksums import NOTE, SUMS, seal
+from qat_lora.checksums import seal
 from qat_lora.errors import TextError
 from qat_lora.evaluate.report import markdown_table, plot_scores, save_json, table_rows, text_table
 from qat_lora.evaluate.score import recovery
+from qat_lora.files import moved_into, write_text
 from qat_lora.generate import continue_text
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.losses.dense import cross_entropy_sum
@@ -163,15 +164,22 @@ def _list_files(out: Path) -> tuple[Path, Path, Path]:
         )
     random.Random(0).shuffle(files)
     held_out, trained_on = out / "held-out.txt", out / "trained-on.txt"
-    held_out.write_text("\n".join(files[:HELD_OUT_FILES]) + "\n", encoding="utf-8")
-    trained_on.write_text("\n".join(files[HELD_OUT_FILES:]) + "\n", encoding="utf-8")
+    write_text(held_out, "\n".join(files[:HELD_OUT_FILES]) + "\n")
+    write_text(trained_on, "\n".join(files[HELD_OUT_FILES:]) + "\n")
     return library, held_out, trained_on
 
 
 def _train_teacher(text: TextConfig, out: Path, runtime: Runtime, run: RunConfig) -> Path:
     """Train tokenizer and teacher; an ordinary Hugging Face folder."""
-    if outputs.claim(out, "teacher", {"seed": run.seed, "recipe": _recipe()}, overwrite=False):
-        return out
+    with outputs.claimed(out, "teacher", {"seed": run.seed, "recipe": _recipe()}, overwrite=False) as complete:
+        if not complete:
+            with moved_into(out) as draft:
+                _make_teacher(text, draft, runtime, run)
+            outputs.complete(out)
+    return out
+
+
+def _make_teacher(text: TextConfig, out: Path, runtime: Runtime, run: RunConfig) -> None:
     make_tokenizer(("".join(d.parts()) for d in open_documents(text)), VOCABULARY, out)
     encode = make_encoder(load_tokenizer(out))
     rows = list(tqdm(pack_rows(open_documents(text), encode, LENGTH), desc="tokenize", unit="row", disable=run.quiet))
@@ -202,11 +210,7 @@ def _train_teacher(text: TextConfig, out: Path, runtime: Runtime, run: RunConfig
         if step % 50 == 49:
             bar.set_postfix_str(f"loss {float(loss_sum.detach() / tokens):.3f}")
     save_model(model.module.to("cpu"), out)
-    for name in (NOTE, SUMS):
-        outputs.ours(out / name)
     seal(out)
-    outputs.complete(out)
-    return out
 
 
 def _optimizers(model: CausalLM) -> list[torch.optim.Optimizer]:
@@ -248,7 +252,7 @@ def _write_report(
     samples = [f"--- {name}\n{PROMPT}{text}" for name, text in continued.items()]
     save_json(report, out / "report.json")
     shown = ["the same prompt, continued by each model:", *samples, "", text_table(table), "", *lines]
-    (out / "report.txt").write_text("\n".join(shown) + "\n", encoding="utf-8")
+    write_text(out / "report.txt", "\n".join(shown) + "\n")
     blocks = [f"```python\n# {name}\n{PROMPT}{text}\n```" for name, text in continued.items()]
     explained = (
         "Scored on held-out files of Python's standard library. *quantised*: 2-bit round to nearest, absmax scales, "
@@ -257,7 +261,7 @@ def _write_report(
     )
     markdown = ["# qat-lora demo", explained, markdown_table(table), "\n".join(f"* {x}" for x in lines)]
     markdown += ["![scores and training curve](report.png)", *blocks]
-    (out / "report.md").write_text("\n\n".join(markdown) + "\n", encoding="utf-8")
+    write_text(out / "report.md", "\n\n".join(markdown) + "\n")
     run = out / "recovered"
     plot_scores(
         scores, out / "report.png", lambda axis: draw_curve(axis, run / "metrics.jsonl", run / "evaluations.jsonl")

@@ -5,6 +5,11 @@ line prints the message alone, on one line, and leaves with `exit_code`; a trace
 defect of ours, never a mistake of the user's.
 """
 
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+
 from qat_lora.redaction import redact
 
 LONGEST_LINE = 1000
@@ -97,6 +102,57 @@ class ReplicaError(QatLoraError):
     """A process of a group that ended, so that the others cannot go on."""
 
     exit_code = 1
+
+
+class DiskError(QatLoraError, OSError):
+    """A file or folder that the system would not read or write; the message says which and what to do."""
+
+
+_ROOM = "make room (or raise the quota), then run the same command again: it goes on from what is complete"
+_ELSEWHERE = "give a path that can be written, or choose another --out"
+DISK_ERRORS = {
+    errno.ENOSPC: _ROOM,
+    errno.EDQUOT: _ROOM,
+    errno.EMFILE: "raise the limit on open files (`ulimit -n 4096`), then run the same command again",
+    errno.ENFILE: "close other programs, or raise the system's limit on open files, then run the same command again",
+    errno.ENAMETOOLONG: "give a shorter name",
+    errno.EROFS: _ELSEWHERE,
+    errno.EIO: "the disk, or the network behind it, failed; see that it is well, then run the same command again",
+    errno.ESTALE: "the network drive went away; mount it again, then run the same command again",
+}
+"""What to do about errors of the disk whose words also stand in the errors of libraries (safetensors, torch)."""
+
+
+def disk_error(error: BaseException) -> DiskError | None:
+    """Return what a disk's error means to people, also where a library has wrapped it; None for other errors."""
+    if isinstance(error, QatLoraError | BrokenPipeError):
+        return None
+    text = " ".join(str(error).split())
+    number = error.errno if isinstance(error, OSError) else None
+    if number is None:
+        number = next((number for number in DISK_ERRORS if os.strerror(number) in text), None)
+    if number is None:
+        return None
+    names = [name for name in (getattr(error, "filename", None), getattr(error, "filename2", None)) if name is not None]
+    what = str(names[0]) if names else "output"
+    what = what if len(what) <= 200 else f"{what[:80]}...{what[-40:]}"
+    return DiskError(f"{what}: {os.strerror(number)}; {DISK_ERRORS.get(number, _ELSEWHERE)}")
+
+
+@contextlib.contextmanager
+def disk_errors_explained() -> Iterator[None]:
+    """Turn errors of the disk into one line for people.
+
+    Raises:
+        DiskError: in the place of OSError, or of what a library made of it.
+    """
+    try:
+        yield
+    except Exception as error:
+        found = disk_error(error)
+        if found is None:
+            raise
+        raise found from error
 
 
 class InterruptedRunError(QatLoraError):

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from qat_lora.errors import ConfigError
+from qat_lora.errors import ConfigError, disk_errors_explained
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.chips import ChipsConfig, Plan
 from qat_lora.runtime.group import group_size
@@ -41,6 +41,11 @@ def run(command: str, options: Any, module: str = "qat_lora.app") -> Any:
     Raises:
         QatLoraError: with a message for people; the first cause, if one of several processes failed.
     """
+    with disk_errors_explained():
+        return _run(command, options, module)
+
+
+def _run(command: str, options: Any, module: str) -> Any:
     asked = options.run
     if command in COMPUTE_NOTHING or (command in PLANNED and options.dry_run):
         runtime = select_runtime("cpu")
@@ -78,7 +83,8 @@ def work_here(command: str, options: Any, module: str) -> Any:
 
     def main() -> Any:
         mine = options if runtime.is_main else replace(options, run=replace(run, quiet=True))
-        return getattr(importlib.import_module(module), command)(mine, runtime)
+        with disk_errors_explained():  # here, where a process of a group notes what ended it
+            return getattr(importlib.import_module(module), command)(mine, runtime)
 
     return runtime.launch(main)
 

@@ -12,7 +12,7 @@ ROOMS = ("runtime", "layers", "losses", "cache", "text")
 # A module may import modules of its own rank or below; rooms not each other.
 RANKS = {
     0: ("types", "errors", "redaction"),
-    1: ("quant", "config", "extras", "order", "checksums", "finite", "identity", "terminal"),
+    1: ("quant", "config", "extras", "order", "checksums", "files", "outputs", "finite", "identity", "terminal"),
     2: ROOMS,
     3: (
         "train",
@@ -26,7 +26,6 @@ RANKS = {
         "spread",
         "students",
         "options",
-        "outputs",
     ),
     4: ("app", "launch", "demo", "diagnose", "generate", "speakers"),
     5: ("cli", "api", "__init__"),

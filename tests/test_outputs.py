@@ -3,12 +3,14 @@
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
 from qat_lora import outputs
 from qat_lora.errors import OutputExistsError
-from qat_lora.outputs import MARK, claim, complete
+from qat_lora.files import LIST, MARK, ours
+from qat_lora.outputs import claim, complete
 
 SETTINGS = {"seed": 1, "nested": {"lr": 0.1, "list": (1, 2)}, "none": None}
 
@@ -20,13 +22,13 @@ def tree(folder):
 def test_new_then_resumed_then_complete(tmp_path):
     out = tmp_path / "deep" / "run"
     assert claim(out, "recover", SETTINGS, False) is False
-    (out / "work").write_text("half")
+    ours(out / "work").write_text("half")
     before = tree(out)
     assert claim(out, "recover", SETTINGS, False) is False and tree(out) == before
     complete(out)
     before = tree(out)
     assert claim(out, "recover", SETTINGS, False) is True and tree(out) == before
-    assert sorted(path.name for path in out.iterdir()) == [MARK, "work"]
+    assert sorted(path.name for path in out.iterdir()) == [LIST, MARK, "work"]
 
 
 @pytest.mark.parametrize(
@@ -79,10 +81,10 @@ def test_a_file_is_refused(tmp_path):
 
 def old_run(out):
     claim(out, "recover", SETTINGS, False)
-    complete(out)
     (out / "best" / "base").mkdir(parents=True)
-    (out / "best" / "base" / "weights").write_text("old")
-    (out / "metrics.jsonl").write_text("old")
+    ours(out / "best" / "base" / "weights").write_text("old")
+    ours(out / "metrics.jsonl").write_text("old")
+    complete(out)
 
 
 @pytest.mark.parametrize("settings", [SETTINGS, {"seed": 7}])
@@ -94,7 +96,7 @@ def test_overwrite_leaves_nothing_of_the_run_before(tmp_path, settings):
     old_run(out)
     (out / "link").symlink_to(outside)
     assert claim(out, "recover", settings, True) is False
-    assert [path.name for path in out.iterdir()] == [MARK]
+    assert sorted(path.name for path in out.iterdir()) == ["link", LIST, MARK]
     assert (outside / "kept").read_text() == "mine"
     assert claim(out, "recover", settings, False) is False
 
@@ -123,7 +125,7 @@ class Killed(BaseException):
 def test_a_kill_while_overwriting_leaves_no_run_that_looks_whole(tmp_path, monkeypatch):
     """Killed at every removal: the old settings are not taken for complete, and --overwrite goes on."""
     removals = 0
-    for allowed in range(20):
+    for allowed in range(40):
         out = tmp_path / f"out{allowed}"
         old_run(out)
         left = [allowed]
@@ -140,31 +142,37 @@ def test_a_kill_while_overwriting_leaves_no_run_that_looks_whole(tmp_path, monke
         with monkeypatch.context() as patch:
             for name in ("unlink", "rmdir", "replace"):
                 patch.setattr(os, name, counted(getattr(os, name)))
+            patch.setattr(Path, "unlink", counted(Path.unlink))
             try:
                 claim(out, "recover", SETTINGS, True)
             except Killed:
                 removals += 1
             else:
                 break
-        if allowed:  # the mark is no longer the old run's
+        if "seed" in (out / MARK).read_text():  # the mark is the old run's: nothing of it is gone
+            assert claim(out, "recover", SETTINGS, False) is True
+        else:
             with pytest.raises(OutputExistsError, match="--overwrite"):
                 claim(out, "recover", SETTINGS, False)
         assert claim(out, "recover", SETTINGS, True) is False
-        assert [path.name for path in out.iterdir()] == [MARK]
+        assert sorted(path.name for path in out.iterdir()) == [LIST, MARK]
     assert removals >= 5
 
 
 def test_a_kill_while_a_folder_is_first_marked_does_not_lock_it(tmp_path, monkeypatch):
-    def killed(*_):
+    def killed(*_, **__):
         raise Killed
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", killed)
         with pytest.raises(Killed):
+            patch.setattr(Path, "unlink", killed)  # a kill cleans nothing up
+            (tmp_path / "out").mkdir()
+            (tmp_path / "out" / f".tmp-{MARK}").write_text('{\n "sett')
             claim(tmp_path / "out", "recover", SETTINGS, False)
     assert any((tmp_path / "out").iterdir())
     assert claim(tmp_path / "out", "recover", SETTINGS, False) is False
-    assert [path.name for path in (tmp_path / "out").iterdir()] == [MARK]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [LIST, MARK]
 
 
 def test_completing_keeps_the_settings(tmp_path):
@@ -200,7 +208,7 @@ def test_a_folder_is_worked_in_by_one_process_at_a_time(tmp_path):
         other.kill()
         other.join()
         with outputs.alone(out):  # a kill frees it
-            assert {path.name for path in out.iterdir()} == {outputs.MARK}  # and nothing is left behind
+            assert {path.name for path in out.iterdir()} == {LIST, MARK}  # and nothing is left behind
     finally:
         other.kill()
     with outputs.claimed(out, "recover", {"a": 1}, False) as complete:

@@ -14,7 +14,7 @@ import torch
 from qat_lora import outputs
 from qat_lora.app.memory import advised, build_advice
 from qat_lora.app.replicas import as_builder, fetch
-from qat_lora.app.shared import fit_attention, fits_positions, load, say
+from qat_lora.app.shared import fit_attention, fits_positions, load, say, text_inputs
 from qat_lora.cache import overlap
 from qat_lora.cache.audit import audit, check_teacher, summary
 from qat_lora.cache.audit import table_rows as audit_rows
@@ -108,6 +108,9 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
         if not run.json:
             print(redact(cost.lines()), flush=True)
         return cost._asdict()
+    if run.overwrite and isinstance(place, LocalFolder):
+        inputs = [options.teacher, teacher.folder, *text_inputs(text)]
+        outputs.refuse_inputs(place.path, inputs, place.names())
     with CacheWriter(out, fingerprint, options.shard_rows, overwrite=run.overwrite, share=part, head=head) as writer:
         done = writer.resume_state()
         if done.finished:
@@ -170,7 +173,8 @@ def audit_cache(options: AuditOptions, runtime: Runtime) -> dict[str, Any]:
         rows = list(pack_rows(open_documents(text), make_encoder(tokenizer), held.length))
         seen = overlap.overlap(path, {Path(options.text).name: rows}, tokenizer_sha256(tokenizer))
         settings["overlap"] = seen
-    claimed = outputs.claimed(out, "cache audit", settings, run.overwrite) if out else nullcontext(False)
+    inputs = [path, options.teacher, teacher.folder, options.text]
+    claimed = outputs.claimed(out, "cache audit", settings, run.overwrite, inputs) if out else nullcontext(False)
     with claimed as complete:
         if out and complete:
             report = json.loads((out / "audit.json").read_text(encoding="utf-8"))

@@ -11,7 +11,7 @@ from typing import Any
 
 from qat_lora import outputs
 from qat_lora.app.memory import advised, eval_advice
-from qat_lora.app.shared import batches_of, fits_positions, load, picture, say
+from qat_lora.app.shared import batches_of, fits_positions, load, picture, say, text_inputs
 from qat_lora.cache import overlap
 from qat_lora.cache.store import read_manifest
 from qat_lora.config import to_dict
@@ -24,6 +24,7 @@ from qat_lora.evaluate.report import save_json, text_table
 from qat_lora.evaluate.score import measure
 from qat_lora.evaluate.tally import Tally, bootstrap, intervals, join, pairs
 from qat_lora.evaluate.tasks import check_tasks, run_tasks
+from qat_lora.files import write_text
 from qat_lora.identity import checkpoint_sha256
 from qat_lora.models import CausalLM, load_tokenizer, tokenizer_sha256
 from qat_lora.options import EvalOptions
@@ -66,7 +67,12 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
     decisive = {"dtype": run.dtype, "seed": run.seed}
     settings = to_dict(options) | {"run": decisive, "weights": identity, "text": sources, "overlap": seen}
     settings["kd_cache_dir"] = options.kd_cache_dir and redact(options.kd_cache_dir)
-    with outputs.claimed(out, "eval", settings, run.overwrite) as complete:
+    inputs = [
+        *(word.rpartition("=")[2] for word in (*options.students, *options.domain)),
+        *(model.folder for model in (teacher, *(student.model for student in students.values()))),
+        *(options.teacher, options.kd_cache_dir, options.harness.tasks_path, *text_inputs(options.text)),
+    ]
+    with outputs.claimed(out, "eval", settings, run.overwrite, inputs) as complete:
         if complete:
             say(run, f"{out} is complete already")
             report = json.loads((out / "report.json").read_text(encoding="utf-8"))
@@ -247,9 +253,9 @@ def _write(report: dict[str, Any], out: Path, options: EvalOptions) -> None:
     drawing = out / "scores.png"
     picture(options.run, lambda: plot_report(report, drawing))
     drawn = drawing.is_file()
-    (out / "scores.md").write_text(card.markdown(report, drawing.name if drawn else None), encoding="utf-8")
+    write_text(out / "scores.md", card.markdown(report, drawing.name if drawn else None))
     page = card.page(report, drawing.read_bytes() if drawn else None)
-    (out / "report.html").write_text(page, encoding="utf-8")
+    write_text(out / "report.html", page)
 
 
 def _show(report: dict[str, Any], out: Path, options: EvalOptions) -> None:

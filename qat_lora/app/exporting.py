@@ -1,7 +1,7 @@
 """The command that writes a student for other tools.
 
-Everything that can be refused is refused before the output folder is touched; then the folder is made whole under
-another name and takes its place at once, so a kill leaves no half of a model that loads.
+Everything that can be refused is refused before the output folder is touched; then the files are made under another
+name and move in, those last without which nothing loads: a kill leaves no half of a model that loads.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qat_lora import outputs
-from qat_lora.app.shared import fits_positions, say, text_batches
+from qat_lora.app.shared import fits_positions, say, text_batches, text_inputs
 from qat_lora.checksums import seal
 from qat_lora.config import to_dict
 from qat_lora.errors import ModelError
@@ -30,13 +30,13 @@ from qat_lora.export.merged import check_mergeable, save_merged
 from qat_lora.export.pair import copy_generation, save_pair, save_settings
 from qat_lora.export.vllm_rules import check_vllm
 from qat_lora.extras import require
+from qat_lora.files import moved_into
 from qat_lora.identity import checkpoint_sha256
 from qat_lora.layers.convert import lora_layers, quant_layers
 from qat_lora.models import copy_tokenizer, load_tokenizer
 from qat_lora.options import ExportOptions
 from qat_lora.runtime.base import Runtime
 from qat_lora.students import Student, adapter_folder, open_student
-from qat_lora.train.folders import whole_folder
 
 
 @dataclass
@@ -64,13 +64,14 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
     plan = PLANS[options.form](options, student, adapter, tokenizer)
     settings = {key: value for key, value in to_dict(options).items() if key not in ("run", "hub")}
     settings |= {"dtype": run.dtype, "weights": student.sha256}
-    with outputs.claimed(out, "export", settings, run.overwrite) as complete:
+    inputs = [options.student, student.model.folder, adapter, *text_inputs(options.text), options.scores]
+    with outputs.claimed(out, "export", settings, run.overwrite, inputs) as complete:
         if complete:
             say(run, f"{out} is complete already")
             return out
         result = _measure(options, student, plan.found, tokenizer, runtime)
         base_sha256 = checkpoint_sha256(student.model.folder)
-        with whole_folder(out) as draft:
+        with moved_into(out) as draft:
             plan.write(draft)
             said = [*plan.notes, *plan.check(draft)]
             copy_tokenizer(student.model.folder, draft)
@@ -85,8 +86,7 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
             (draft / "README.md").write_text(render(card), encoding="utf-8")
             kept = {"form": options.form, "bits_per_weight": student.bits_per_weight, **result}
             save_json(kept, draft / "result.json")
-            shutil.copyfile(out / outputs.MARK, draft / outputs.MARK)
-            outputs.complete(draft)
+        outputs.complete(out)
     for line in (*(f"{name}: {value}" for name, value in labelled(result).items()), *said):
         say(run, line)
     say(run, f"written to {out}")

@@ -29,6 +29,7 @@ from qat_lora.app.unfinished import Unfinished, remove_pieces
 from qat_lora.cache.dataset import KDCacheDataset
 from qat_lora.config import save_yaml, to_dict
 from qat_lora.evaluate.report import save_json
+from qat_lora.files import whole_folder
 from qat_lora.identity import checkpoint_sha256
 from qat_lora.layers.choices import CodesConfig
 from qat_lora.layers.convert import bits_per_weight, quant_layers
@@ -39,7 +40,6 @@ from qat_lora.runtime.select import status_line
 from qat_lora.runtime.signals import stop_signals
 from qat_lora.train.blockwise import reconstruct
 from qat_lora.train.checkpoint import STATE, checkpoints
-from qat_lora.train.folders import whole_folder
 from qat_lora.train.loop import LoopHooks, Trainee, train
 from qat_lora.train.metrics import plot_curve
 
@@ -96,8 +96,9 @@ def qat(options: QatOptions, runtime: Runtime) -> Any:
         **({"mergeable_in": "units of the first scale"} if options.mergeable else {}),  # it once was added to weights
         **{key: plain[key] for key in decisive},
     }
+    inputs = [options.checkpoint, options.model, options.kd_cache_dir, *(m.folder for m in (full, student) if m)]
     with outputs.alone(out) if runtime.is_main else contextlib.nullcontext():
-        if decide(runtime, lambda: outputs.claim(out, "qat", settings, run.overwrite)):
+        if decide(runtime, lambda: outputs.claim(out, "qat", settings, run.overwrite, inputs)):
             say(run, f"{out} is complete already")
             return out
         if runtime.is_main:

@@ -21,15 +21,16 @@ from qat_lora.app.shared import (
     load,
     say,
     text_batches,
+    text_inputs,
 )
 from qat_lora.app.unfinished import Unfinished, remove_pieces
 from qat_lora.cache.dataset import KDCacheDataset
 from qat_lora.cache.store import read_manifest
-from qat_lora.checksums import NOTE, SUMS
 from qat_lora.config import save_yaml, to_dict
 from qat_lora.errors import ConfigError
 from qat_lora.evaluate.report import save_json
 from qat_lora.export.adapter import save_starts
+from qat_lora.files import moved_into
 from qat_lora.identity import checkpoint_sha256
 from qat_lora.layers.calibrate import quantise_model, second_moments
 from qat_lora.layers.convert import HEAD, bits_per_weight, check_reach, quant_layers, quantise_targets, rule_bits
@@ -76,7 +77,8 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Any:
     settings = {name: value for name, value in to_dict(options).items() if name not in NO_PART_OF_THE_RESULT}
     settings |= {"seed": run.seed, "model_sha256": checkpoint_sha256(model.folder, noted)}
     settings["calibration"] = None if batches is None else _calibration_identity(options)
-    with outputs.claimed(out, "quantize", settings, run.overwrite) as complete:
+    inputs = [options.model, model.folder, options.kd_cache_dir, *text_inputs(options.text)]
+    with outputs.claimed(out, "quantize", settings, run.overwrite, inputs) as complete:
         if complete:
             say(run, f"{out} is complete already")
         else:
@@ -115,11 +117,10 @@ def _make(
         "joint_rank": _joint_rank(options),
         "model": str(options.model),
     }
-    if starts:
-        save_starts(starts, out)
-    for name in (NOTE, SUMS):
-        outputs.ours(out / name)
-    save_quantised(model, out, chosen, details)
+    with moved_into(out) as draft:
+        if starts:
+            save_starts(starts, draft)
+        save_quantised(model, draft, chosen, details)
     save_yaml(options, out / "config.yaml")
     won = _winners(starts, targets) if options.start_method == "best" and options.start_rank else {}
     result = {"preset": chosen.name, "layers": len(targets), **details, "rules": rules}

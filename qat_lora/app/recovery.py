@@ -16,18 +16,18 @@ from qat_lora.app.memory import memory_advice, training_advice
 from qat_lora.app.objectives import anchor_batch_rows, identity, prepare
 from qat_lora.app.planning import estimate_options, plan_recovery
 from qat_lora.app.replicas import decide, fetch
-from qat_lora.app.shared import fit_attention, kept, load, picture, run_name, say
+from qat_lora.app.shared import fit_attention, kept, load, picture, run_name, say, text_inputs
 from qat_lora.config import save_yaml, to_dict
 from qat_lora.errors import ConfigError
 from qat_lora.evaluate.report import save_json
 from qat_lora.export.adapter import load_starts, save_adapter, starts_sha256
+from qat_lora.files import whole_folder
 from qat_lora.identity import checkpoint_sha256
 from qat_lora.layers.convert import add_lora, lora_layers, prepare_base, quant_layers
 from qat_lora.models import DTYPES, CausalLM, save_with_tensors
 from qat_lora.options import RecoverOptions
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.select import status_line
-from qat_lora.train.folders import whole_folder
 from qat_lora.train.loop import LoopHooks, Trainee, train
 from qat_lora.train.metrics import plot_curve
 
@@ -52,8 +52,9 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Any:
     starts = load_starts(model.folder) if options.start == "auto" else {}
     torch.manual_seed(run.seed)
     add_lora(model.module, options.lora, starts)
+    inputs = [options.checkpoint, options.model, options.kd_cache_dir, *text_inputs(options.text), model.folder]
     with outputs.alone(out) if runtime.is_main else contextlib.nullcontext():
-        if decide(runtime, lambda: outputs.claim(out, "recover", settings, run.overwrite)):
+        if decide(runtime, lambda: outputs.claim(out, "recover", settings, run.overwrite, inputs)):
             say(run, f"{out} is complete already")
             return out
         if runtime.is_main:

@@ -84,6 +84,11 @@ def text_batches(text: TextConfig, tokenizer: Any, length: int, rows: int, batch
     return batches_of(itertools.islice(packed, rows or None), length, batch_rows)
 
 
+def text_inputs(text: TextConfig) -> list[str | None]:
+    """Return the files and folders of this machine that a text is read from."""
+    return [text.dataset, text.files_from]
+
+
 CALIBRATION_BATCH_ROWS = 8
 CALIBRATION_KEYS = ("input_ids", "document_ids", "target_mask")
 

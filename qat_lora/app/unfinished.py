@@ -1,6 +1,6 @@
 """The finished pieces of an interrupted run, in its folder `unfinished` until the whole is done.
 
-Every piece is a folder that appears whole or not at all (`train.folders`) and carries its checksums, so what a kill
+Every piece is a folder that appears whole or not at all (`files`) and carries its checksums, so what a kill
 leaves can be trusted or is not there. All sums are checked before a run goes on; a damaged piece is removed and made
 again, which gives the same bytes: what it is made from is the model, the text and the pieces before it, all of them
 checked.
@@ -8,8 +8,8 @@ checked.
 
 from __future__ import annotations
 
+import contextlib
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,11 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from qat_lora import outputs
 from qat_lora.cache.commit import failpoint
-from qat_lora.checksums import SUMS, check_sums, write_sums
+from qat_lora.checksums import check_sums, write_sums
 from qat_lora.errors import DamagedFileError, InterruptedRunError
+from qat_lora.files import discard, is_ours, sweep, whole_folder
 from qat_lora.layers.finished import Kept
-from qat_lora.train.folders import whole_folder
 
 FOLDER = "unfinished"
 TENSORS, FACTS = "tensors.safetensors", "facts.json"
@@ -41,15 +40,14 @@ class Unfinished:
             stopped: stop signals that arrive.
         """
         self.folder, self.unit, self.total, self.stopped = out / FOLDER, unit, total, stopped
-        for piece in sorted(self.folder.iterdir()) if self.folder.is_dir() else ():
+        sweep(self.folder)
+        for piece in _pieces(out):
             try:
-                if not piece.name.startswith("."):  # else what a kill left of one
-                    check_sums(piece, promised=True)
-                    continue
+                check_sums(piece, True, (TENSORS, FACTS))
             except DamagedFileError as error:
                 reason = str(error).split(";")[0]
                 print(f"{reason}; it is made again, which gives what it was", file=sys.stderr, flush=True)
-            shutil.rmtree(piece)
+                discard(piece)
 
     @property
     def parts(self) -> int:
@@ -60,15 +58,13 @@ class Unfinished:
         """Return a piece that was kept, its tensors as views of its file; None where it is still to be done."""
         self.may_stop()
         piece = self.folder / name
-        if not piece.is_dir():
+        if not (piece / FACTS).is_file():
             return None
         return load_file(piece / TENSORS), json.loads((piece / FACTS).read_text(encoding="utf-8"))
 
     def keep(self, name: str, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         """Write a finished piece, so that it stays after a power cut."""
         kind = name.partition("-")[0]
-        for file in (TENSORS, FACTS, SUMS):
-            outputs.ours(self.folder / name / file)
         with whole_folder(self.folder / name) as draft:
             save_file({part: tensor.contiguous().cpu() for part, tensor in tensors.items()}, draft / TENSORS)
             (draft / FACTS).write_text(json.dumps(facts), encoding="utf-8")
@@ -87,4 +83,13 @@ class Unfinished:
 
 def remove_pieces(out: Path) -> None:
     """Remove the pieces of a run that is complete."""
-    shutil.rmtree(out / FOLDER, ignore_errors=True)
+    for piece in _pieces(out):
+        discard(piece)
+    sweep(out / FOLDER)
+    with contextlib.suppress(OSError):  # there is none, or it holds something of others
+        (out / FOLDER).rmdir()
+
+
+def _pieces(out: Path) -> list[Path]:
+    """Return the pieces that runs in this folder kept."""
+    return sorted(piece for piece in (out / FOLDER).glob("[!.]*") if is_ours(piece / FACTS))

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from qat_lora.errors import OutputExistsError
+from qat_lora.files import ours
 
 FAILPOINT_STEPS = ("opened", "started", "written", "synced", "linked", "durable")
 """Steps of one commit, each a failpoint `<kind>-<step>` for the kinds shard, sidecar, part and manifest."""
@@ -55,6 +56,7 @@ def write_new(path: Path, chunks: Iterable[bytes | memoryview], kind: str) -> tu
         OSError: disk full, no permission; the temporary file is removed.
     """
     partial = temporary(path)
+    ours(partial), ours(path)
     digest, size = hashlib.sha256(), 0
     try:
         with open(partial, "xb") as file:
@@ -146,6 +148,8 @@ def in_turn(path: Path) -> Iterator[None]:
 def _locked(path: Path, operation: int) -> Iterator[int]:
     import fcntl
 
+    if not path.exists():
+        ours(path)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from qat_lora.cache import format as fmt
 from qat_lora.cache.location import Place
 from qat_lora.cache.reader import CacheReader
 from qat_lora.cache.records import to_json
-from qat_lora.errors import CacheError
+from qat_lora.errors import CacheError, OutputExistsError
 from qat_lora.extras import pyplot
+from qat_lora.files import whole_file
 
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
 SAMPLE_ROWS = 64
@@ -107,8 +109,11 @@ def plot_tail_mass(path: Place, out: str | Path) -> None:
     Raises:
         CacheError: no finished cache, or one without a head.
         MissingExtraError: matplotlib is not installed.
+        OutputExistsError: there is a file of that name.
     """
-    plt = pyplot()
+    plt, out = pyplot(), Path(out)
+    if os.path.lexists(out):
+        raise OutputExistsError(f"--plot {out}: exists already and was not touched; delete it or choose another name")
     reader = CacheReader(path, verify=False)
     if not reader.fingerprint.top_k:
         raise CacheError(f"{path}: holds hidden states instead of a head, so no mass is outside it; leave --plot out")
@@ -124,7 +129,8 @@ def plot_tail_mass(path: Place, out: str | Path) -> None:
     axis.set_xlabel(f"probability outside the {reader.fingerprint.top_k} stored entries (1e-6 or less: first bar)")
     axis.set_title(f"tail mass of {Path(str(path)).name}, {mass.size:,} positions", fontsize=10)
     axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(out, dpi=120)
+    with whole_file(out) as draft:
+        figure.savefig(draft, dpi=120)
     plt.close(figure)
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -41,6 +42,19 @@ from qat_lora.errors import CacheDamaged, CacheError, ConfigError, OutputExistsE
 
 _TEMPORARY = re.compile(r"\.([seb]-[0-9]{6})\.(safetensors|json)\.tmp")
 _MANIFEST_TEMPORARY = f".{fmt.MANIFEST}.tmp"
+_KINDS = {
+    "record": re.compile(rf"{re.escape(fmt.MANIFEST)}|[seb]-[0-9]{{6}}\.json"),
+    "tensors": re.compile(rf"{re.escape(fmt.HEAD)}|[se]-[0-9]{{6}}\.safetensors"),
+    "lock": re.compile(rf"{re.escape(fmt.LOCK)}(\.manifest|\.[0-9]+)?(-[0-9]{{6}})?"),
+    "temporary": re.compile(rf"\.({re.escape(fmt.MANIFEST)}|{re.escape(fmt.HEAD)}|[seb]-[0-9]{{6}}\.[a-z]+)\.tmp"),
+}
+"""The names that a builder writes, by what the files are."""
+_OURS = {
+    "record": rf'\{{\s*"format": "{fmt.FORMAT}"',
+    "tensors": rf'(?s).{{8}}\{{"__metadata__":\{{"format":"{fmt.FORMAT}"',
+    "lock": r"([0-9]+\n|[^\n]* process [0-9]+ [0-9a-f]{16} [0-9]+\n|given back\n)?\Z",
+}
+"""How each begins; what a kill left half begins with anything, and counts as ours in a folder that is a cache."""
 
 
 class ResumeState(NamedTuple):
@@ -316,18 +330,42 @@ class CacheWriter:
         self.fingerprint = found  # its shards say how the teacher was spelt, and all of a cache say the same
 
     def _refuse_foreign(self) -> None:
-        """Refuse a folder that holds files and no sign of a cache: a mistyped --out."""
+        """Refuse a folder that holds files and no cache of ours, or others' files under the names of a cache.
+
+        A build that goes on reads its records anyway, and refuses what they are not: it asks only for what it would
+        remove or write into unread.
+        """
         names = self.out.names()
-        ours = (fmt.MANIFEST, fmt.LOCK, fmt.HEAD)
-        if names and not any(name.startswith(ours) or fmt.parse_shard_name(name) for name in names):
+        kinds = {name: kind for name in names if (kind := _kind(name)) is not None}
+        told = [name for name, kind in kinds.items() if kind in _OURS]
+        known = {name for name in told if self._overwrite or kinds[name] == "lock"}
+        known |= {name for name in kinds if kinds[name] == "tensors" and f"{name.partition('.')[0]}.json" not in kinds}
+        foreign = [name for name in sorted(known) if not self._is_ours(name, kinds[name])]
+        rest = (name for name in told if name not in known)
+        if names and len(foreign) == len(known) and not any(self._is_ours(name, kinds[name]) for name in rest):
             raise OutputExistsError(f"--out {self.out}: holds files and no KD cache; choose another folder")
+        if foreign:
+            raise OutputExistsError(
+                f"--out {self.out}: {foreign[0]} is no file of a KD cache and in the way of one; nothing was touched: "
+                "move it away, or choose another --out"
+            )
+        if self._overwrite and (others := [name for name in names if name not in kinds]):
+            print(f"note: {self.out}: not of a KD cache, so left as it is: {', '.join(others[:8])}", file=sys.stderr)
+
+    def _is_ours(self, name: str, kind: str) -> bool:
+        """Tell by how a file begins whether it is of a KD cache; its name alone may be anybody's."""
+        try:
+            with contextlib.closing(self.out.chunks(name)) as chunks:  # type: ignore[type-var]
+                return re.match(_OURS[kind].encode(), next(chunks, b"")[:256]) is not None
+        except FileNotFoundError:  # removed meanwhile, so in nobody's way
+            return True
+        except (OSError, CacheDamaged):
+            return False
 
     def _delete(self) -> None:
         self.out.delete(fmt.MANIFEST)  # first: what remains after a kill is an unfinished build
-        self.out.delete(fmt.HEAD)
         for name in self.out.names():
-            stem, _, ending = name.rpartition(".")
-            if ending in ("json", "safetensors") and (fmt.parse_shard_name(stem) or fmt.is_part_name(name)):
+            if _kind(name) in ("record", "tensors"):
                 self.out.delete(name)
 
     def _sweep(self) -> None:
@@ -381,6 +419,11 @@ class CacheWriter:
         if split == "train":
             self._cursor = self._pending_cursor
         self._pending, self._pending_rows = [], 0
+
+
+def _kind(name: str) -> str | None:
+    """Return what a file would be in a cache, None for a name that no builder writes."""
+    return next((kind for kind, form in _KINDS.items() if form.fullmatch(name)), None)
 
 
 def _shallow(record: Any) -> dict[str, Any]:

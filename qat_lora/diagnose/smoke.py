@@ -27,8 +27,9 @@ from qat_lora import app, outputs
 from qat_lora.app.shared import say
 from qat_lora.cache.verify import verify_cache
 from qat_lora.checksums import seal
-from qat_lora.errors import QatLoraError
+from qat_lora.errors import OutputExistsError, QatLoraError
 from qat_lora.export.adapter import PREFIX, WEIGHTS
+from qat_lora.files import ours, whole_folder
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.models import make_qwen3, make_tokenizer, save_model
 from qat_lora.options import CacheBuildOptions, HubConfig, QuantizeOptions, RecoverOptions, RunConfig, SmokeOptions
@@ -148,20 +149,23 @@ def _device(bench: _Bench) -> str:
 def _data(bench: _Bench) -> str:
     """Text becomes a teacher, a KD cache that verifies, and a 2-bit student."""
     text, teacher = bench.folder / "text", bench.folder / "teacher"
-    text.mkdir()
-    draw = random.Random(bench.options.run.seed)
+    text.mkdir(exist_ok=True)
+    draw, written = random.Random(bench.options.run.seed), list[Path]()
     for i in range(80):
         lines = [" ".join(draw.choices(WORDS, k=12)) + "." for _ in range(12)]
-        (text / f"{i:03d}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    make_tokenizer((file.read_text(encoding="utf-8") for file in sorted(text.iterdir())), VOCABULARY, teacher)
+        file = ours(text / f"{i:03d}.txt")
+        file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        written.append(file)
     torch.manual_seed(bench.options.run.seed)
     model = make_qwen3(teacher, VOCABULARY, hidden=64, layers=2, heads=2, kv_heads=1, mlp=128, positions=LENGTH)
     with torch.no_grad():  # as made, logits are nearly flat and quantisation changes nothing worth learning
         for parameter in model.module.parameters():
             if parameter.ndim == 2:
                 parameter.mul_(4.0)
-    save_model(model.module, teacher)
-    seal(teacher)
+    with whole_folder(teacher) as draft:
+        make_tokenizer((file.read_text(encoding="utf-8") for file in written), VOCABULARY, draft)
+        save_model(model.module, draft)
+        seal(draft)
     cache = app.build_cache(
         CacheBuildOptions(
             teacher=str(teacher),
@@ -225,7 +229,7 @@ def _gradient_sync(bench: _Bench) -> str:
 
 def _checkpoint(bench: _Bench) -> str:
     """Complete checkpoints at both save points, and a file written by `save` holds what was given."""
-    runtime, saved = bench.runtime, bench.folder / "saved.safetensors"
+    runtime, saved = bench.runtime, ours(bench.folder / "saved.safetensors")
     tensor = torch.arange(6.0, device=runtime.device).reshape(2, 3) * 2
     runtime.save({"tensor": tensor}, saved)
     expected = torch.tensor([[0.0, 2.0, 4.0], [6.0, 8.0, 10.0]])
@@ -239,9 +243,11 @@ def _checkpoint(bench: _Bench) -> str:
 def _resume(bench: _Bench) -> str:
     """A run killed after its first checkpoint goes on from there and ends where the whole one did."""
     killed, middle = bench.folder / "killed", bench.steps // 2
+    if killed.exists():
+        raise OutputExistsError(f"{killed}: holds files that no run made; move it away, or choose another --out")
+    ours(killed / outputs.MARK)
     shutil.copytree(bench.trained, killed)
-    mark = killed / outputs.MARK
-    mark.write_text(json.dumps(json.loads(mark.read_text(encoding="utf-8")) | {"complete": False}), encoding="utf-8")
+    outputs.reopen(killed)
     shutil.rmtree(checkpoints(killed / "checkpoints")[-1])
     result = json.loads((_recover(bench, "killed") / "result.json").read_text(encoding="utf-8"))
     _require(result["resumed_from"] == middle, f"went on from step {result['resumed_from']}, not {middle}")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from qat_lora.extras import pyplot
+from qat_lora.files import whole_file
 
 INK, FAINT = "#1f2933", "#9aa5b1"
 COLOURS = ("#0b6e99", "#d9730d", "#448361", "#9065b0", "#c14c8a", "#cb912f", "#337ea9", "#787774")
@@ -78,7 +79,8 @@ def plot_report(report: Mapping[str, Any], out: Path) -> None:
             draw(spare.pop(0))
         for axis in spare:
             axis.axis("off")
-        figure.savefig(out, dpi=150)
+        with whole_file(out) as draft:
+            figure.savefig(draft, dpi=150)
         plt.close(figure)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from qat_lora.evaluate.plots import colours_of
 from qat_lora.extras import pyplot
+from qat_lora.files import whole_file, write_text
 from qat_lora.finite import json_text
 
 COLUMNS: tuple[tuple[str, str, str], ...] = (
@@ -52,7 +53,7 @@ def save_json(data: Any, path: Path) -> None:
     Raises:
         ModelError: a number in it is NaN or infinite; the message says which.
     """
-    path.write_text(json_text(data, path, indent=2) + "\n", encoding="utf-8")
+    write_text(path, json_text(data, path, indent=2) + "\n")
 
 
 def plot_scores(
@@ -85,5 +86,6 @@ def plot_scores(
     axes[0].axhline(scores[names[0]]["ppl"], color="grey", lw=0.8, ls="--")
     if draw_training:
         draw_training(axes[2])
-    figure.savefig(out, dpi=120)
+    with whole_file(out) as draft:
+        figure.savefig(draft, dpi=120)
     plt.close(figure)

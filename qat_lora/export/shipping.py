@@ -15,8 +15,8 @@ from qat_lora.checksums import check_folder, read_object
 from qat_lora.config import parse_yaml
 from qat_lora.errors import ConfigError, ModelError
 from qat_lora.export.adapter import CONFIG, read_adapter
+from qat_lora.files import LIST, MARK
 from qat_lora.identity import checkpoint_sha256
-from qat_lora.outputs import MARK
 
 WEIGHTS = (".safetensors", ".gguf")
 TEXTS = (".json", ".jinja", ".md")
@@ -33,7 +33,7 @@ _SECRET = re.compile(
 )
 VOCABULARIES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model")
 """Made of pieces of a training text: anything may look like anything in them."""
-OURS = {MARK, "config.yaml", "metrics.jsonl"}
+OURS = {MARK, LIST, "config.yaml", "metrics.jsonl"}
 """Files of a run that say where it ran; they stay here."""
 CARD = "README.md"
 _PATH = re.compile(r'"(/[^"/]+/[^"]*|[A-Z]:\\\\[^"]*)"')  # in JSON

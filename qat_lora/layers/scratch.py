@@ -18,7 +18,6 @@ import errno
 import functools
 import math
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,8 +27,9 @@ import torch
 from torch import Tensor
 
 from qat_lora.errors import ConfigError
+from qat_lora.files import ours
 
-PREFIX = ".scratch-"
+NAME = ".scratch"
 Zeros = Callable[..., Tensor]
 """From a shape to a float32 tensor of zeros on the host."""
 
@@ -39,14 +39,17 @@ def zeros_in(folder: Path) -> Zeros:
 
     The function raises ConfigError where the disk has no room for one.
     """
-    for left in folder.glob(f"{PREFIX}*"):  # the folder is ours alone
-        left.unlink()
 
     def zeros(*shape: int) -> Tensor:
         count = math.prod(shape)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=PREFIX) as file:
-            _reserve(file.fileno(), 4 * count, folder)
-            return torch.from_file(file.name, shared=True, size=count, dtype=torch.float32).view(shape)
+        path = ours(folder / NAME)
+        path.unlink(missing_ok=True)  # of a run that was killed right here
+        try:
+            with path.open("xb") as file:
+                _reserve(file.fileno(), 4 * count, folder)
+            return torch.from_file(str(path), shared=True, size=count, dtype=torch.float32).view(shape)
+        finally:
+            path.unlink(missing_ok=True)
 
     return zeros
 

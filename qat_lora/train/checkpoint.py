@@ -1,7 +1,7 @@
 """Training checkpoints: everything a run needs to go on as if it had never stopped.
 
 A checkpoint is a folder `step-000100` with the trained tensors and the optimizer's state as safetensors, a JSON of
-counters, random state and the fingerprint of the run, and their checksums. It appears whole or not at all (`folders`),
+counters, random state and the fingerprint of the run, and their checksums. It appears whole or not at all (`files`),
 with `COMPLETE` written last for tools that copy folders. Old ones are removed only after the new one is in place, by
 rename first, so that no half-removed one looks complete. No pickle is read or written.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,9 @@ from torch import Tensor, nn
 
 from qat_lora.checksums import PROMISE, SUMS, check_sums, notice_no_sums, read_object, write_sums
 from qat_lora.errors import ConfigError, DamagedFileError, DivergedError, ModelError
+from qat_lora.files import discard, is_ours, sweep, whole_folder
 from qat_lora.finite import json_text, not_finite
 from qat_lora.runtime.randomness import random_states, set_random_states
-from qat_lora.train.folders import discard, whole_folder
 from qat_lora.train.metrics import check_log
 
 NAME = re.compile(r"^step-(\d{6,})$")
@@ -68,9 +67,9 @@ def save_checkpoint(
             write_sums(draft, (STATE, TRAINED, OPTIMIZER))
             (draft / "COMPLETE").write_text("", encoding="utf-8")
     for old in checkpoints(folder)[:-keep]:
-        discard(old)
-    for stale in folder.glob(".step-*"):  # what a kill left
-        shutil.rmtree(stale, ignore_errors=True)
+        if is_ours(old / "COMPLETE"):
+            discard(old)
+    sweep(folder)
     return final
 
 

@@ -26,6 +26,7 @@ from qat_lora.errors import (
     QatLoraError,
     ReplicaError,
 )
+from qat_lora.files import settle
 from qat_lora.losses.objective import ObjectiveConfig, weight_tensors
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.randomness import random_states, set_random_states
@@ -33,7 +34,6 @@ from qat_lora.runtime.signals import stop_signals
 from qat_lora.train import compiling
 from qat_lora.train.anchor import anchor_batches, anchor_micro_batch
 from qat_lora.train.checkpoint import REMEDY, checkpoints, load_checkpoint, save_checkpoint
-from qat_lora.train.folders import settle
 from qat_lora.train.metrics import EMPTY, LogMark, MetricsLog, append_line, cut_back, log_mark
 from qat_lora.train.optim import KINDS, OptimConfig, averaged, build_optimizer, lr_factor, set_lr
 from qat_lora.train.step import Sums, add_sums, micro_batch, optimizer_step, zero_sums

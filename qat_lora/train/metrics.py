@@ -23,6 +23,7 @@ from tqdm import tqdm
 from qat_lora.checksums import sha256_of
 from qat_lora.errors import DamagedFileError
 from qat_lora.extras import pyplot
+from qat_lora.files import ours, whole_file, write_text
 from qat_lora.finite import json_text
 from qat_lora.runtime.memory import peak_memory_bytes
 from qat_lora.train.trackers import Tracker
@@ -80,7 +81,7 @@ class MetricsLog:
         tokens = sum(row[names.index("tokens")] for row in rows)
         rate = tokens / max(now - self._since, 1e-9)
         self._since = now
-        with self.path.open("a", encoding="utf-8") as file:
+        with ours(self.path).open("a", encoding="utf-8") as file:
             for step, lr, row in zip(steps, lrs, rows, strict=True):
                 values = dict(zip(names, row, strict=True))
                 line = {"step": step, **values, "lr": lr, "tokens_per_s": round(rate, 1)}
@@ -171,17 +172,15 @@ def cut_back(path: Path, last_step: int, mark: LogMark | None = None) -> None:
         return
     if mark is not None:
         check_log(path, mark)
-        os.truncate(path, mark["bytes"])
+        os.truncate(ours(path), mark["bytes"])
         return
     kept = [line for line in read_metrics(path) if line["step"] <= last_step]
-    draft = path.with_suffix(".tmp")
-    draft.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-    draft.replace(path)
+    write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
 
 
 def append_line(path: Path, line: dict[str, Any]) -> None:
     """Append one JSON object to a file of lines."""
-    with path.open("a", encoding="utf-8") as file:
+    with ours(path).open("a", encoding="utf-8") as file:
         file.write(json_text(line, path) + "\n")
 
 
@@ -190,7 +189,8 @@ def plot_curve(metrics: Path, evaluations: Path, out: Path) -> None:
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
     draw_curve(axis, metrics, evaluations)
-    figure.savefig(out, dpi=120)
+    with whole_file(out) as draft:
+        figure.savefig(draft, dpi=120)
     plt.close(figure)
 
 

@@ -2,7 +2,8 @@
 
 `metrics.jsonl` is the record; these are views of it, written by the main process from values that are on the host
 anyway. A resumed run goes on in the same place: TensorBoard is told from which step on to forget, Weights & Biases
-finds the run by an id that is kept in the run's folder.
+finds the run by an id that is kept in the run's folder. Both choose their files' names themselves, so these go on the
+run's list when they have appeared: a run that is killed in between leaves them as files that are not its own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 
 from qat_lora.errors import ConfigError
 from qat_lora.extras import require
+from qat_lora.files import appeared, tree, write_text
 
 
 class Tracker(Protocol):
@@ -33,7 +35,10 @@ class TensorBoard:
         require("tensorboard", "log")
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(out / "tensorboard"), purge_step=start_step + 1 if start_step else None)
+        folder = out / "tensorboard"
+        before = tree(folder)
+        self._writer = SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else None)
+        appeared(folder, before)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Add one scalar per number."""
@@ -52,7 +57,8 @@ class WeightsAndBiases:
         self._wandb = require("wandb", "log")
         file = out / "wandb_id.txt"
         if not file.exists():
-            file.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
+            write_text(file, uuid.uuid4().hex[:12])
+        self._folder, before = out / "wandb", tree(out / "wandb")
         self._run = self._wandb.init(
             project="qat-lora",
             name=out.name,
@@ -62,6 +68,8 @@ class WeightsAndBiases:
             config=dict(settings),
             settings=self._wandb.Settings(silent=True),
         )
+        appeared(self._folder, before)
+        self._own = [folder for folder in self._folder.glob(f"*-{self._run.id}") if folder.is_dir()]
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Send the numbers; steps that the service has already are ignored by it."""
@@ -70,6 +78,8 @@ class WeightsAndBiases:
     def close(self) -> None:
         """Finish the run."""
         self._run.finish()
+        for folder in self._own:
+            appeared(folder, set())
 
 
 TRACKERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}

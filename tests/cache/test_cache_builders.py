@@ -73,7 +73,9 @@ def test_each_builder_resumes_by_itself(tmp_path, fingerprint, random_rows):
     for builder, until in ((0, 3), (2, 3), (0, 5)):
         _run(tmp_path / "c", fp, random_rows, builder, until=until)
         # What a killed neighbour leaves is not ours to remove.
-        (tmp_path / "c" / "s-000007.safetensors").write_bytes(b"half")
+        (tmp_path / "c" / "s-000007.safetensors").write_bytes(
+            b"8 bytes." + b'{"__metadata__":{"format":"qat-lora-kd-cache"'
+        )
         (tmp_path / "c" / ".s-000007.json.tmp").write_bytes(b"half")
     assert {"s-000007.safetensors", ".s-000007.json.tmp"} <= set(_files(tmp_path / "c"))
     for builder in (2, 1, 0):

@@ -97,7 +97,7 @@ def test_an_interrupted_build_goes_on(url, tmp_path, fingerprint, random_rows, w
         writer.append({name: array[:3] for name, array in rows.items()}, [{"row": i + 1} for i in range(3)])
         raise ZeroDivisionError
     assert sorted(_objects(url)) == ["s-000000.json", "s-000000.safetensors"]
-    ObjectFolder(url).create("s-000001.safetensors", b"never committed")
+    ObjectFolder(url).create("s-000001.safetensors", b'8 bytes.{"__metadata__":{"format":"qat-lora-kd-cache"')
     for opened in (verify_cache, KDCacheDataset, describe):
         with pytest.raises(CacheError, match="no manifest.json"):
             opened(url)

@@ -365,3 +365,46 @@ def test_a_folder_of_other_files_is_refused_and_left_alone(tmp_path, fingerprint
     with pytest.raises(OutputExistsError, match="holds files and no KD cache"), CacheWriter(tmp_path, fingerprint()):
         raise AssertionError("opened")
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+FOREIGN = {
+    "manifest.json": b'{"name": "my web page"}',
+    "teacher_head.safetensors": b"\x10\0\0\0\0\0\0\0" + b'{"mine": [1]}   ',
+    "s-000001.safetensors": b"thesis",
+    "s-000009.json": b"[1, 2]",
+    "b-000001.json": b"{}",
+    ".lock": b"held by emacs",
+    ".s-000001.safetensors.tmp": b"half a thesis",
+}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_file_that_only_has_the_name_of_a_cache_s_stays(
+    tmp_path, fingerprint, random_rows, write_cache, name, overwrite
+):
+    """Alone it makes no folder a cache; in a cache of ours it is in the way, unless it is one more file of others."""
+    for out, cached in ((tmp_path / "folder", False), (tmp_path / "cache", True)):
+        if cached:
+            write_cache(out, fingerprint(), random_rows(fingerprint(), 4), shard_rows=4)
+        out.mkdir(exist_ok=True)
+        if name == ".lock":
+            (out / name).unlink(missing_ok=True)
+        if (out / name).exists() or cached and name.endswith(".tmp"):
+            continue  # a temporary in a cache is what a kill left
+        (out / name).write_bytes(FOREIGN[name])
+        before = {path: path.read_bytes() for path in out.iterdir()}
+        with pytest.raises((OutputExistsError, CacheDamaged)):
+            CacheWriter(out, fingerprint(seed=5), overwrite=overwrite).__enter__()
+        assert {path: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_overwriting_a_cache_names_what_it_leaves(tmp_path, fingerprint, random_rows, write_cache, capsys):
+    write_cache(tmp_path / "c", fingerprint(), random_rows(fingerprint(), 4))
+    (tmp_path / "c" / "notes.txt").write_text("mine")
+    (tmp_path / "c" / "s-1.json").write_text("mine")
+    with CacheWriter(tmp_path / "c", fingerprint(seed=2), overwrite=True) as writer:
+        assert not writer.resume_state().rows
+        writer.stop()
+    assert "left as it is: notes.txt, s-1.json" in capsys.readouterr().err
+    assert {path.name for path in (tmp_path / "c").iterdir()} == {".lock", "notes.txt", "s-1.json"}

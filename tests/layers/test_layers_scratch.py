@@ -40,10 +40,10 @@ def test_what_is_on_disk_is_not_the_process_s_own_memory(tmp_path):
 
 
 def test_what_a_killed_run_left_is_removed(tmp_path):
-    (tmp_path / ".scratch-abc").write_bytes(b"12345")
-    (tmp_path / "model.safetensors").write_bytes(b"1")
-    zeros_in(tmp_path)
-    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+    (tmp_path / ".scratch").write_bytes(b"12345")
+    (tmp_path / ".scratch-of-others").write_bytes(b"1")
+    assert zeros_in(tmp_path)(2).tolist() == [0.0, 0.0]
+    assert [file.name for file in tmp_path.iterdir()] == [".scratch-of-others"]
 
 
 def test_a_full_disk_is_an_error_with_a_way_out(tmp_path, monkeypatch):

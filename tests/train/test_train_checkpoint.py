@@ -13,9 +13,9 @@ from train_toys import SETTINGS
 
 from qat_lora.checksums import write_sums
 from qat_lora.errors import ConfigError, DivergedError, ModelError
+from qat_lora.files import discard, settle, whole_folder
 from qat_lora.train import checkpoint as checkpoint_module
 from qat_lora.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
-from qat_lora.train.folders import discard, settle, whole_folder
 from qat_lora.train.optim import OptimConfig, build_optimizer
 
 LISTED = ("state.json", "trained.safetensors", "optimizer.safetensors")

@@ -1,0 +1,412 @@
+"""A run's own files: listed before they are written, there whole or not at all, and never in the place of another's.
+
+A run keeps a list of what it writes (`qat_lora_files.txt`), so that "start again" removes these files and no others,
+and a name that is taken by a file which is not on the list is refused instead of written over. The known alternative,
+that a run owns its folder and everything in it, deletes what people put there. The list is written ahead: a kill leaves
+no file of a run unlisted. What is listed is known by its name; a file of a user's under the name of one of ours is
+ours. Folders of an earlier version have no list, and are the run's as a whole, as they were.
+
+A file is replaced by one rename. A folder is not, since a rename refuses to land on a folder that holds something: the
+new one is filled under another name, the one before it is set aside, the new one takes its name, others' files in the
+old one move over, and only then is the old one removed. A kill leaves the old folder, the new one, or, between the two
+renames, the old one under its other name, which `settle` puts back. Writing into the folder itself, file by file, would
+leave new factors beside an old base: a mixture that loads without a word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from qat_lora.errors import OutputExistsError
+
+MARK, LIST = "qat_lora_run.json", "qat_lora_files.txt"
+_HEADER = re.compile(rb"# qat-lora ([a-z ]+): ")
+
+
+@dataclass
+class _Run:
+    """A folder that this process holds, and what its run has listed; None: of an earlier version, without a list."""
+
+    root: str
+    names: set[str] | None
+
+
+_runs: dict[str, _Run] = {}
+
+
+def hold(root: Path, names: set[str] | None) -> None:
+    """Take a run's folder, with what it has listed; None for a run of an earlier version, which has no list."""
+    _runs[os.path.abspath(root)] = _Run(os.path.abspath(root), names)
+
+
+def begin_list(root: Path, command: str, names: set[str]) -> None:
+    """Take a run's folder with the files that its list is to name; write the list anew where it says something else.
+
+    So too where it is cut short, or is a file under another name as well (`cp -l`), which would change with this one.
+    """
+    file = root / LIST
+    if listed(root) == (command, names) and file.read_bytes().endswith(b"\n") and file.stat().st_nlink == 1:
+        hold(root, names)
+        return
+    head = f"# qat-lora {command}: files of this run; --overwrite removes them and no others\n"
+    replace_own(file, "".join([head, *(f"{json.dumps(name)}\n" for name in sorted(names))]))
+    hold(root, names)
+
+
+def release(root: Path) -> None:
+    """Give a folder back: what this process writes there from now on is no run's."""
+    _runs.pop(os.path.abspath(root), None)
+
+
+def listed(root: Path) -> tuple[str | None, set[str]]:
+    """Return the command that keeps a folder's list, None where there is no list, and the files that it lists.
+
+    A line that a kill cut short, and one that leads out of the folder, name nothing.
+    """
+    try:
+        data = (root / LIST).read_bytes() if not (root / LIST).is_symlink() else b""
+    except FileNotFoundError:
+        data = b""
+    header = _HEADER.match(data)
+    if header is None:
+        return None, set()
+    names = set()
+    for line in data.split(b"\n")[1:-1]:
+        with contextlib.suppress(ValueError):
+            name = json.loads(line)
+            if isinstance(name, str) and name and not {"..", "/"} & set(PurePosixPath(name).parts):
+                names.add(name)
+    return header[1].decode(), names
+
+
+def ours(path: Path) -> Path:
+    """Note, before it is written, that the run whose folder holds `path` writes this file; return the path.
+
+    Only folders that this process holds count: what a command writes into the folder of another run is not that run's.
+
+    Raises:
+        OutputExistsError: something is there already that the run did not write.
+    """
+    _note([path])
+    return path
+
+
+def is_ours(path: Path) -> bool:
+    """Tell whether a path is a file of the run whose folder holds it; in no run's folder everything is."""
+    run, name = _run_of(path)
+    return run is None or run.names is None or name in run.names
+
+
+def _run_of(path: Path) -> tuple[_Run | None, str]:
+    """Return the innermost held folder that a path lies in, and the path from there."""
+    text = os.path.abspath(path)
+    root = max((root for root in _runs if text.startswith(root.rstrip(os.sep) + os.sep)), key=len, default=None)
+    if root is None:
+        return None, ""
+    return _runs[root], os.path.relpath(text, root).replace(os.sep, "/")
+
+
+def _note(paths: Iterable[Path], folder: str = "") -> None:
+    """List files, or folders that are a run's with everything in them (`folder` is "/")."""
+    new: dict[str, list[str]] = {}
+    for path in paths:
+        run, name = _run_of(path)
+        if run is None or run.names is None:
+            continue
+        known = name + folder in run.names
+        _refuse_taken(run.root, name, stat.S_ISDIR if folder else stat.S_ISREG, known)
+        if not known:
+            new.setdefault(run.root, []).append(name + folder)
+    for root, names in new.items():
+        _append(Path(root) / LIST, "".join(f"{json.dumps(name)}\n" for name in names))
+        _runs[root].names |= set(names)  # type: ignore[operator]
+
+
+def _refuse_taken(root: str, name: str, is_kind: object, known: bool) -> None:
+    """Refuse a name that is, or lies under, what the run did not write: also a link in the place of its own folder."""
+    place = root
+    parts = name.split("/")
+    for i, part in enumerate(parts):
+        place = f"{place}/{part}"
+        try:
+            mode = os.lstat(place).st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        fine = known and is_kind(mode) if i == len(parts) - 1 else stat.S_ISDIR(mode)  # type: ignore[operator]
+        if not fine:
+            raise OutputExistsError(
+                f"{place}: is in the way, and this run did not write it; nothing was touched: move it away, then run "
+                "the same command again, or choose another --out"
+            )
+
+
+def _append(file: Path, text: str) -> None:
+    """Append to the list, all or nothing, and flush it to disk."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        size, data = os.fstat(descriptor).st_size, text.encode()
+        try:
+            if os.write(descriptor, data) < len(data):
+                os.fsync(descriptor)  # a full disk says so here at the latest
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(descriptor)
+        except OSError as error:
+            os.ftruncate(descriptor, size)
+            raise OSError(error.errno, error.strerror, str(file)) from None
+    finally:
+        os.close(descriptor)
+
+
+def replace_own(file: Path, text: str) -> None:
+    """Write the list or the mark of a run, which are on no list; a draft that a kill left is known by how it begins."""
+    draft = file.with_name(f".tmp-{file.name}")
+    if not is_draft(draft, text):
+        raise OutputExistsError(f"{draft}: is in the way, and no run wrote it; move it away, or choose another --out")
+    draft.unlink(missing_ok=True)
+    try:
+        with draft.open("x", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        draft.replace(file)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def is_draft(draft: Path, text: str) -> bool:
+    """Tell whether a draft of the mark or the list is one of ours, by its first characters, or is not there."""
+    if draft.is_symlink() or draft.exists() and not draft.is_file():
+        return False
+    begin = text[:12].encode()
+    found = draft.read_bytes()[: len(begin)] if draft.exists() else b""
+    return begin.startswith(found)
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yield the path to write a file under; when the block ends well it takes the place of `path`, else it is removed.
+
+    Raises:
+        OutputExistsError: something is there already that the run did not write.
+    """
+    held = _run_of(path)[0] is not None
+    draft = path.with_name(f".tmp-{path.name}" if held else f".tmp-{os.getpid()}-{path.name}")
+    _note([path, draft])
+    try:
+        yield draft
+        fsync(draft)
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text as UTF-8: the old file stays, or the whole new one is there."""
+    with whole_file(path) as draft:
+        draft.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def whole_folder(final: Path) -> Iterator[Path]:
+    """Yield an empty folder to fill; when the block ends well it takes the place of `final`, else it is removed.
+
+    Files in `final` that the run did not write stay in it.
+
+    Raises:
+        OutputExistsError: one of these has the name of a file that is written.
+    """
+    settle(final)
+    draft, old = _draft(final), _set_aside(final)
+    with _filled(draft):
+        yield draft
+        _note(final / path.relative_to(draft) for path in _files(draft))
+        replaces = final.exists()
+        if replaces:
+            _note([old], "/")
+            final.rename(old)
+        draft.rename(final)
+        fsync(final.parent)
+    if replaces:
+        _dissolve(old, final)
+
+
+LAST = ("config.json", "adapter_config.json", "base.gguf")
+"""Files without which nothing loads a folder."""
+
+
+@contextmanager
+def moved_into(out: Path) -> Iterator[Path]:
+    """Yield an empty folder to fill; when the block ends well its files move into `out`, where others' files stay.
+
+    Those without which nothing loads the folder go first and come last, so that a kill leaves no half that loads.
+
+    Raises:
+        OutputExistsError: a file that the run did not write has the name of one that is written.
+    """
+    draft = out / ".new"
+    with _filled(draft):
+        yield draft
+        names = [path.relative_to(draft) for path in _files(draft)]
+        names.sort(key=lambda name: (name.name in LAST, -len(name.parts), name))
+        _note(out / name for name in names)
+        for name in reversed(names):
+            if name.name in LAST:
+                (out / name).unlink(missing_ok=True)
+        for name in names:
+            (out / name).parent.mkdir(parents=True, exist_ok=True)
+            (draft / name).replace(out / name)
+        for folder in {(out / name).parent for name in names}:
+            fsync(folder)
+        shutil.rmtree(draft)
+
+
+@contextmanager
+def _filled(draft: Path) -> Iterator[None]:
+    """Make an empty folder, remove it if the block fails, and flush its files to disk before anything is moved."""
+    _note([draft], "/")
+    if draft.exists():
+        shutil.rmtree(draft)
+    draft.mkdir(parents=True)
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def _files(draft: Path) -> list[Path]:
+    """Return the files of a draft, flushed to disk with its folders."""
+    found = list(draft.rglob("*"))
+    for path in (*found, draft):
+        fsync(path)
+    return [path for path in found if not path.is_dir()]
+
+
+def settle(final: Path) -> None:
+    """Finish what a kill interrupted: put back a folder that was set aside and not yet replaced."""
+    old = _set_aside(final)
+    if not old.is_dir() or not _is_our_folder(old):
+        return
+    if final.exists():
+        _dissolve(old, final)
+    else:
+        old.rename(final)
+
+
+def discard(folder: Path) -> None:
+    """Remove a folder so that a kill cannot leave a part of it under its name; others' files in it stay."""
+    old = _set_aside(folder)
+    _note([old], "/")
+    if old.exists():
+        _dissolve(old, folder)
+    folder.rename(old)
+    _dissolve(old, folder)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what kills left of folders that were being made or removed in this one."""
+    for left in folder.glob(".*"):
+        if left.is_dir() and _is_our_folder(left):
+            if left.name.endswith(".new"):
+                shutil.rmtree(left)
+            elif left.name.endswith(".old"):
+                _dissolve(left, left.with_name(left.name[1:-4]))
+
+
+def _is_our_folder(folder: Path) -> bool:
+    run, name = _run_of(folder)
+    return run is None or run.names is None or f"{name}/" in run.names
+
+
+def _dissolve(old: Path, home: Path) -> None:
+    """Remove what was `home`; what the run did not write goes (back) to `home`."""
+    run, name = _run_of(home)
+    if run is None or run.names is None:
+        shutil.rmtree(old, ignore_errors=True)
+        return
+    for folder, folders, names in os.walk(old, topdown=False):
+        inside = Path(folder).relative_to(old)
+        for part in (*names, *(sub for sub in folders if os.path.islink(f"{folder}/{sub}"))):
+            path = Path(folder) / part
+            if f"{name}/{(inside / part).as_posix()}" in run.names and not path.is_symlink():
+                path.unlink()
+            else:
+                _carry(path, home / inside / part)
+        if not (names or folders) and inside.parts:
+            _carry(Path(folder), home / inside)
+        with contextlib.suppress(OSError):  # it holds something that could not go home
+            os.rmdir(folder)
+
+
+def _carry(path: Path, target: Path) -> None:
+    if not os.path.lexists(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(target)
+
+
+def remove_listed(root: Path, names: set[str]) -> None:
+    """Remove what a held run has listed, but for the marks of runs in it, and the folders that are empty then.
+
+    A name that leads through a link is not what was written, and stays.
+    """
+    for folder in {PurePosixPath(name).parent for name in names if name.endswith("/")}:
+        if _leads_to(root, f"{folder}/x"):
+            sweep(root / folder)
+    for name in names:
+        path = root / name
+        if path.name != MARK and _leads_to(root, name) and (path.is_symlink() or path.is_file()):
+            path.unlink()
+    parents = {parent for name in names for parent in PurePosixPath(name).parents}
+    for parent in sorted(parents, key=lambda parent: -len(parent.parts)):
+        if parent.parts and _leads_to(root, f"{parent}/x"):
+            with contextlib.suppress(OSError):  # it holds something of others
+                os.rmdir(root / parent)
+
+
+def _leads_to(root: Path, name: str) -> bool:
+    """Tell whether a name in a run's folder leads through real folders only."""
+    parents = list(PurePosixPath(name).parents)[:-1]
+    return all((root / parent).is_dir() and not (root / parent).is_symlink() for parent in parents)
+
+
+def appeared(folder: Path, before: set[Path]) -> None:
+    """List the files in a folder that were not there `before`: those of a library that chooses its names itself."""
+    for path in sorted(tree(folder) - before):
+        run, name = _run_of(path)
+        if run is not None and run.names is not None:
+            _append(Path(run.root) / LIST, f"{json.dumps(name)}\n")
+            run.names.add(name)
+
+
+def tree(folder: Path) -> set[Path]:
+    """Return the files and links under a folder."""
+    return {path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()}
+
+
+def fsync(path: Path) -> None:
+    """Flush a file's or folder's content to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _draft(final: Path) -> Path:
+    return final.with_name(f".{final.name}.new")
+
+
+def _set_aside(final: Path) -> Path:
+    return final.with_name(f".{final.name}.old")
