@@ -22,12 +22,13 @@ import os
 import re
 import shutil
 import stat
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from qat_lora.errors import OutputExistsError
+from qat_lora.errors import DamagedFileError, OutputExistsError
 
 MARK, LIST = "qat_lora_run.json", "qat_lora_files.txt"
 _HEADER = re.compile(rb"# qat-lora ([a-z ]+): ")
@@ -59,7 +60,7 @@ def begin_list(root: Path, command: str, names: set[str]) -> None:
         hold(root, names)
         return
     head = f"# qat-lora {command}: files of this run; --overwrite removes them and no others\n"
-    replace_own(file, "".join([head, *(f"{json.dumps(name)}\n" for name in sorted(names))]))
+    replace_own(file, "".join([head, *map(_line, sorted(names))]))
     hold(root, names)
 
 
@@ -71,22 +72,37 @@ def release(root: Path) -> None:
 def listed(root: Path) -> tuple[str | None, set[str]]:
     """Return the command that keeps a folder's list, None where there is no list, and the files that it lists.
 
-    A line that a kill cut short, and one that leads out of the folder, name nothing.
+    A line that a kill cut short or that lost a bit, and one that leads out of the folder, name nothing: what is not
+    known to be the run's stays.
+
+    Raises:
+        DamagedFileError: there is a list, and it does not begin as one.
     """
     try:
         data = (root / LIST).read_bytes() if not (root / LIST).is_symlink() else b""
     except FileNotFoundError:
         data = b""
     header = _HEADER.match(data)
+    if header is None and data:
+        raise DamagedFileError(
+            f"{root / LIST}: is not what was written, so what is the run's is not known; restore it from a copy, or "
+            "choose another --out"
+        )
     if header is None:
         return None, set()
     names = set()
     for line in data.split(b"\n")[1:-1]:
         with contextlib.suppress(ValueError):
-            name = json.loads(line)
-            if isinstance(name, str) and name and not {"..", "/"} & set(PurePosixPath(name).parts):
-                names.add(name)
+            name = json.loads(line[9:])
+            if isinstance(name, str) and line + b"\n" == _line(name).encode():
+                names |= {name} if name and not {"..", "/"} & set(PurePosixPath(name).parts) else set()
     return header[1].decode(), names
+
+
+def _line(name: str) -> str:
+    """Return the line of a list that names a file: its CRC-32, then the name as JSON."""
+    text = json.dumps(name)
+    return f"{zlib.crc32(text.encode()):08x} {text}\n"
 
 
 def ours(path: Path) -> Path:
@@ -128,7 +144,7 @@ def _note(paths: Iterable[Path], folder: str = "") -> None:
         if not known:
             new.setdefault(run.root, []).append(name + folder)
     for root, names in new.items():
-        _append(Path(root) / LIST, "".join(f"{json.dumps(name)}\n" for name in names))
+        _append(Path(root) / LIST, "".join(map(_line, names)))
         _runs[root].names |= set(names)  # type: ignore[operator]
 
 
@@ -386,7 +402,7 @@ def appeared(folder: Path, before: set[Path]) -> None:
     for path in sorted(tree(folder) - before):
         run, name = _run_of(path)
         if run is not None and run.names is not None:
-            _append(Path(run.root) / LIST, f"{json.dumps(name)}\n")
+            _append(Path(run.root) / LIST, _line(name))
             run.names.add(name)
 
 

@@ -26,7 +26,7 @@ from qat_lora.files import ours as ours
 
 HASHED_BELOW_BYTES = 16 << 20
 """Files of a complete run that are smaller are read when the command is given again; of others the size counts."""
-_NOT_KEPT = ("checkpoints", "tensorboard", "wandb")
+_NOT_KEPT = ("checkpoints", "tensorboard", "unfinished", "wandb")
 _EDITED = (".md", ".png", ".html")
 """What a complete run may lose, and what people may edit: folders for going on or looking on, cards and pictures."""
 _SHOWN = 8
@@ -115,6 +115,11 @@ def claim(out: Path, command: str, settings: Mapping[str, Any], overwrite: bool,
     if not overwrite and differing is None:
         if was.complete:
             _check_whole(out, was, names)
+        if keeper is None and was.files is not None and any(path.name not in (MARK, LIST) for path in out.iterdir()):
+            raise DamagedFileError(
+                f"{out / LIST}: is missing, so what is this run's is not known; restore it from a copy, or choose "
+                "another --out"
+            )
         if was.complete or was.files is None:
             files.hold(out, None if was.files is None else names)
         else:
@@ -241,6 +246,21 @@ def _check_whole(out: Path, was: _Mark, names: Iterable[str]) -> None:
         part = (out / name).parent
         if Path(name).name == MARK and (part / MARK).is_file():
             _check_whole(part, _read(part / MARK), files.listed(part)[1])
+
+
+def check_listed(file: Path) -> None:
+    """Compare a file with what the complete run in its folder says of it; a file of no such run passes.
+
+    Raises:
+        OutputExistsError: the run's mark is damaged.
+        DamagedFileError: the file is not what was written.
+    """
+    mark = file.parent / MARK
+    found = (_read(mark).files or {}) if mark.is_file() else {}
+    if file.name in found and file.is_file() and sha256_of(file) != found[file.name][1]:
+        raise DamagedFileError(
+            f"{file}: is not what was written by the run in its folder; restore it from a copy, or make it again"
+        )
 
 
 def _open_to_others(written: Iterable[Path]) -> None:

@@ -33,9 +33,9 @@ from qat_lora.train.metrics import read_metrics
 from qat_lora.train.optim import OptimConfig, build_optimizer
 
 LOOP = LoopConfig(batch_size=8, max_steps=4, log_steps=1, eval_steps=2, save_steps=2)
-MARKS = ("qat_lora_run.json", "config.yaml", "result.json", "report.json", "scores.json")
-"""Files of a run that its mark is to answer for; counted apart."""
-UNREAD = (".png", ".md", ".html", "COMPLETE", ".txt")
+MARKS = ("qat_lora_run.json", "qat_lora_files.txt", "config.yaml", "result.json", "report.json", "scores.json")
+"""Files of a run that its mark answers for, and those that say what the run is."""
+UNREAD = (".png", ".md", ".html", "COMPLETE")
 FORMS = ("adapter", "compressed-tensors", "merged", "gguf")
 
 
@@ -101,18 +101,20 @@ def spoken(folder):
         return str(error)
 
 
-def marked(folder, mark):
-    """Return what commands read of a run besides its models: whether it is complete, result, origin, scores."""
+def marked(folder, mark, name):
+    """Return what commands read of a run besides its models: the files that another command asks for, then all."""
+    found = []
+    if name == "result.json" and (folder / "README.md").is_file():
+        found.append(summary(folder, files_to_ship(folder)))  # push
+    if name == "scores.json":
+        found.append(read_scores(str(folder)))  # export
+    if name == "config.yaml" and adapter_folder(str(folder)):
+        found.append(read_origin(None, adapter_folder(str(folder))))  # export
+    if found:
+        return found
     found = [outputs.claim(folder, mark["settings"]["command"], _without(mark["settings"]), False)]
-    if (folder / "result.json").is_file():
-        found.append(cli._plain(folder))
-    if (folder / "README.md").is_file():
-        found.append(summary(folder, files_to_ship(folder)))
-    if (folder / "scores.json").is_file():
-        found.append(read_scores(str(folder)))
-    if adapter_folder(str(folder)):
-        found.append(read_origin(None, adapter_folder(str(folder))))
-    return found
+    outputs.files.release(folder)
+    return [*found, outputs.files.listed(folder)] if name == outputs.files.LIST else [*found, cli._plain(folder)]
 
 
 def _without(settings):
@@ -125,7 +127,7 @@ def reader(root, file):
     top = root / inside[0]
     if file.name in MARKS:
         mark = json.loads((top / "qat_lora_run.json").read_text())
-        return (lambda: marked(top, mark)), f"mark: {file.name}"
+        return (lambda: marked(top, mark, file.name)), f"run: {file.name}"
     if file.name.endswith(UNREAD):
         return None, "not read"
     if "checkpoints" in inside:
@@ -160,7 +162,9 @@ def outcome(read, expected, file):
         return "refused" if named and "\n" not in str(error) else f"unnamed: {error}"
     except Exception as error:
         return f"traceback: {type(error).__name__}: {error}"
-    return "harmless" if found == expected else "SILENT"
+    if found == expected or file.name == outputs.files.LIST and found[1][1] < expected[1][1]:
+        return "harmless"  # a name less: its file is then not the run's, and stays
+    return "SILENT"
 
 
 def flips(root, count, seed, wanted=lambda kind: True):
@@ -207,8 +211,7 @@ def main(folder, count, seed):
     seal(root / "teacher")
     work = make(Tiny(root / "teacher", root / "text", root / "held-out"), root / "work")
     kinds, faults = counted(flips(work, count, seed))
-    apart = [fault for fault in faults if Path(fault.split(",")[0]).name in MARKS]
-    print(json.dumps({"kinds": kinds, "faults": [f for f in faults if f not in apart], "faults_of_marks": apart}))
+    print(json.dumps({"kinds": kinds, "faults": len(faults), "found": faults}))
 
 
 if __name__ == "__main__":

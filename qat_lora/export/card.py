@@ -20,7 +20,7 @@ from qat_lora.cache.store import read_manifest
 from qat_lora.config import load_yaml
 from qat_lora.errors import ConfigError, DamagedFileError
 from qat_lora.evaluate.report import markdown_table, table_rows
-from qat_lora.outputs import MARK
+from qat_lora.outputs import MARK, check_listed
 
 LIBRARY = {"merged": "transformers", "adapter": "peft", "compressed-tensors": "transformers", "gguf": "gguf"}
 _TRANSFORMERS = """\
@@ -99,6 +99,7 @@ def read_origin(config: Any, adapter: Path | None) -> Origin:
     teacher = data = "unknown"
     run = adapter.parent / "config.yaml" if adapter is not None else None
     if run is not None and run.is_file():
+        check_listed(run)
         try:
             settings = load_yaml(run)
         except ConfigError as error:
@@ -135,6 +136,7 @@ def read_scores(folder: str) -> str:
         ConfigError: the folder holds none.
     """
     file = Path(folder) / "scores.json"
+    check_listed(file)
     try:
         return markdown_table(table_rows(json.loads(file.read_text(encoding="utf-8"))))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:

@@ -17,6 +17,7 @@ from qat_lora.errors import ConfigError, ModelError
 from qat_lora.export.adapter import CONFIG, read_adapter
 from qat_lora.files import LIST, MARK
 from qat_lora.identity import checkpoint_sha256
+from qat_lora.outputs import check_listed
 
 WEIGHTS = (".safetensors", ".gguf")
 TEXTS = (".json", ".jinja", ".md")
@@ -137,6 +138,7 @@ def _check_texts(folder: Path, files: list[Shipped]) -> None:
 def summary(folder: Path, files: list[Shipped]) -> dict[str, object]:
     """Return what is sent as plain values."""
     result = folder / "result.json"
+    check_listed(result)
     made = read_object(result) if result.is_file() else {}
     return {
         "form": made.get("form"),
