@@ -56,9 +56,11 @@ def alone(out: Path) -> Iterator[None]:
                 raise OutputExistsError(
                     f"--out {out}: another process is working there; wait for it, stop it, or choose another --out"
                 ) from None
-        yield
+        try:
+            yield
+        finally:
+            files.release(out)
     finally:
-        files.release(out)
         os.close(descriptor)
 
 

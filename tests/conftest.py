@@ -2,10 +2,10 @@
 
 import random
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
+from toy_paths import Tiny
 
 WORDS = [
     "the",
@@ -27,12 +27,6 @@ WORDS = [
     "head",
     "tail",
 ]
-
-
-class Tiny(NamedTuple):
-    teacher: Path
-    text: Path
-    held_out: Path
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -203,7 +203,7 @@ def counted(found):
 
 
 def main(folder, count, seed):
-    from conftest import Tiny
+    from toy_paths import Tiny
 
     root = Path(folder)
     torch.set_num_threads(1)

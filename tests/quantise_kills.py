@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
-from conftest import Tiny
+from toy_paths import Tiny
 from toy_pipeline import call, quantize_options
 
 ORDER = {"init": "gptq", "start_rank": 4, "joint_rank": 2, "start_method": "best", "calibration_rows": 16}

@@ -13,6 +13,7 @@ from qat_lora.app import planning_qat
 from qat_lora.app.needs import needs
 from qat_lora.app.planning_qat import plan_qat
 from qat_lora.app.qat_parts import chosen_preset, trained_parts
+from qat_lora.checksums import seal
 from qat_lora.diagnose.live import LiveBytes
 from qat_lora.errors import CacheError, ConfigError, ModelError
 from qat_lora.layers.convert import linear_layers, make_quant_skeleton, quant_layers
@@ -164,6 +165,7 @@ def test_a_stranger_to_the_cache_is_refused_however_the_checkpoint_is_named(made
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     tokenizer["normalizer"] = {"type": "Lowercase"}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    seal(folder)
     for name in (folder, folder.with_suffix(".pt")):
         going_on = {"from_scratch": False, "model": None, "preset": None, "init": "descent", "checkpoint": str(name)}
         with pytest.raises(CacheError, match="tokenizer"):

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from toy_pipeline import cache_options, call, eval_options, export_options, quantize_options, recover_options
 
+from qat_lora import outputs
 from qat_lora.app import caches
 from qat_lora.checksums import SUMS, seal
 from qat_lora.errors import CacheError, ModelError, OutputExistsError, QatLoraError
@@ -37,8 +38,7 @@ def interrupted(made, tmp_path):
     """Return a copy of the run as a kill after its first checkpoint leaves it, and the options that go on."""
     out = shutil.copytree(made["run"], tmp_path / "run")
     shutil.rmtree(out / "checkpoints" / "step-000004")
-    mark = out / "qat_lora_run.json"
-    mark.write_text(json.dumps(json.loads(mark.read_text()) | {"complete": False}))
+    outputs.reopen(out)
     options = recover_options(made["student"], made["cache"], out, train_scales=True, loop=LOOP)
     return out, options
 
@@ -80,9 +80,10 @@ def of_old(folder, new, old):
         file.unlink()
     for file in (*folder.rglob("qat_lora.json"), *folder.rglob("state.json"), folder / "qat_lora_run.json"):
         values = json.loads(file.read_text().replace(new, old))
-        for name in ("checksums", "logs"):
+        for name in ("checksums", "logs", "files", "checksum"):
             values.pop(name, None)
         file.write_text(json.dumps(values))
+    (folder / "qat_lora_files.txt").unlink()
 
 
 def test_a_run_of_an_earlier_version_goes_on_to_the_same_end(made, tmp_path, capfd):
@@ -137,7 +138,7 @@ def test_a_null_base_is_one_line(made, tmp_path):
     file = best / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": None}))
     seal(best)
-    with pytest.raises(ModelError, match="base_model_name_or_path = None"):
+    with pytest.raises(ModelError, match="names its base as None"):
         open_student(str(best), HubConfig())
 
 

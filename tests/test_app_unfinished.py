@@ -12,6 +12,7 @@ import torch
 from quantise_kills import EVERY_POINT, ORDER, POINTS, content
 from toy_pipeline import cache_options, call, quantize_options
 
+from qat_lora import files
 from qat_lora.app import quantising
 from qat_lora.app.unfinished import Unfinished
 from qat_lora.errors import InterruptedRunError, OutputExistsError
@@ -131,6 +132,8 @@ def test_what_is_damaged_or_half_written_is_taken_for_undone(tmp_path, capsys, f
 def test_what_is_left_in_a_complete_run_is_removed(tiny, cache, tmp_path):
     """A kill between the last line of the mark and the end."""
     out = call("quantize", options(tiny, None, tmp_path / "out", init="absmax", start_rank=0, joint_rank=None))
+    files.hold(out, files.listed(out)[1])
     Unfinished(out, "layers", 14, []).keep("block-0", {}, {})
+    files.release(out)
     call("quantize", options(tiny, None, out, init="absmax", start_rank=0, joint_rank=None))
     assert not (out / "unfinished").exists()

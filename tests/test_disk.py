@@ -51,7 +51,7 @@ def run(line, out):
 def content(out):
     skipped = {"qat_lora_run.json", "qat_lora_files.txt", "config.yaml", "metrics.jsonl", "report.html", ".lock"}
     skipped |= {"result.json", "audit.json", "state.json", "README.md", "adapter_config.json", "scores.md"}
-    skipped |= {"qat_lora.json"}
+    skipped |= {"SHA256SUMS"}  # of files that name their folder
     return {f.relative_to(out).as_posix(): f.read_bytes().hex() for f in sorted(out.rglob("*"))
             if f.is_file() and f.name not in skipped and f.suffix != ".png"}
 

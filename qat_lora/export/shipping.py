@@ -57,9 +57,6 @@ def files_to_ship(folder: Path) -> list[Shipped]:
     """
     if not folder.is_dir():
         raise ModelError(f"folder: there is no folder {folder}; make one with `qat-lora export`")
-    for part in (folder, folder / "base", folder / "adapter"):
-        if part.is_dir():
-            check_folder(part)
     found = []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
@@ -82,6 +79,9 @@ def files_to_ship(folder: Path) -> list[Shipped]:
     _check_card(folder / CARD)
     _check_adapter(folder)
     _check_texts(folder, found)
+    for part in (folder, folder / "base", folder / "adapter"):
+        if part.is_dir():
+            check_folder(part)
     return found
 
 

@@ -9,6 +9,7 @@ from qat_lora.errors import ConfigError, DamagedFileError, ModelError
 from qat_lora.export.adapter import CONFIG
 from qat_lora.export.card import Card, Origin, labelled, read_origin, read_scores, render, shown
 from qat_lora.export.pair import save_pair, save_settings
+from qat_lora.outputs import claim
 
 
 def card(**changed):
@@ -69,11 +70,15 @@ def test_origin_without_run_or_cache(tmp_path):
     (tmp_path / "run" / "config.yaml").write_text("kd_cache_dir: /gone\n")
     assert read_origin(Config(), adapter) == Origin(tmp_path.name, "unknown", "unknown", "w2g64")
     assert read_origin(object(), None) == Origin()
-    for damaged in ("a: b: c\n", "- 1\n", "x\n", "[" * 5000, "a: !!python/none 1\n"):
+    for damaged in ("a: b: c\n", "- 1\n", "x\n", "[" * 5000, "a: !!python/object:x.y 1\n"):
         (tmp_path / "run" / "config.yaml").write_text(damaged)
-        with pytest.raises(DamagedFileError, match=r"config.yaml: is not what was written") as caught:
-            read_origin(Config(), adapter)
-        assert "\n" not in str(caught.value)
+        assert read_origin(Config(), adapter) == Origin(tmp_path.name, "unknown", "unknown", "w2g64")
+    claim(tmp_path / "made", "recover", {}, False)
+    (tmp_path / "made" / "best").mkdir()
+    (tmp_path / "made" / "config.yaml").write_text("a: b: c\n")
+    with pytest.raises(DamagedFileError, match=r"config.yaml: is not valid YAML") as caught:
+        read_origin(Config(), tmp_path / "made" / "best")
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("content", [None, "", "[1]", '{"teacher": 1}'])
