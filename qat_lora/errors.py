@@ -8,6 +8,7 @@ defect of ours, never a mistake of the user's.
 import contextlib
 import errno
 import os
+import re
 from collections.abc import Iterator
 
 from qat_lora.redaction import redact
@@ -131,6 +132,8 @@ def disk_error(error: BaseException) -> DiskError | None:
     number = error.errno if isinstance(error, OSError) else None
     if number is None:
         number = next((number for number in DISK_ERRORS if os.strerror(number) in text), None)
+    if number is None and re.fullmatch(r"\d+ requested and \d+ written", text):  # NumPy, of a disk that filled up
+        number = errno.ENOSPC
     if number is None:
         return None
     names = [name for name in (getattr(error, "filename", None), getattr(error, "filename2", None)) if name is not None]

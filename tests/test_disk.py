@@ -141,6 +141,7 @@ LIBRARIES = [
     RuntimeError("unable to write to file </out/x>: No space left on device (28)"),
     Exception("Too many open files (os error 24)"),
     OSError("[Errno 28] Error writing bytes to file. Detail: [errno 28] No space left on device"),
+    OSError("20480 requested and 6136 written"),
 ]
 
 
