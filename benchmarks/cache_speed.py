@@ -26,6 +26,7 @@ from qat_lora.cache.dataset import KDCacheDataset
 from qat_lora.cache.records import Fingerprint
 from qat_lora.cache.verify import verify_cache
 from qat_lora.cache.writer import CacheWriter
+from qat_lora.types import VerifyRows
 
 REPEATS = 5
 
@@ -84,8 +85,8 @@ def measure(folder: Path, held: Fingerprint, size_bytes: int, batch: int) -> dic
     dataset = KDCacheDataset(folder, verify=False)
     steps = dataset.steps_per_epoch(batch)
 
-    def read(k: int | None) -> Callable[[], None]:
-        source = dataset if k is None else KDCacheDataset(folder, verify=False, k=k)
+    def read(k: int | None, verify_rows: VerifyRows = "all") -> Callable[[], None]:
+        source = KDCacheDataset(folder, verify=False, k=k, verify_rows=verify_rows)
 
         def epoch() -> None:
             for _ in source.batches(0, steps, batch):
@@ -99,6 +100,7 @@ def measure(folder: Path, held: Fingerprint, size_bytes: int, batch: int) -> dic
         "bytes_per_token": round(stored / (rows * held.length), 2),
         "write_gb_s": round(stored / wrote / 1e9, 2),
         "read_gb_s": rate(read(None), stored),
+        "read_unchecked_gb_s": rate(read(None, "off"), stored),
         "read_half_k_gb_s": rate(read(held.top_k // 2), stored),
         "read_ms_per_micro_batch": round(1e3 * stored / steps / (rate(read(None), stored) * 1e9), 2),
         "verify_one_thread_gb_s": rate(lambda: verify_cache(folder, threads=1), stored),

@@ -20,13 +20,13 @@ import statistics
 import tempfile
 import threading
 import time
-import zlib
 from pathlib import Path
 
 import numpy as np
 from cache_speed import random_rows
 
 from qat_lora.cache import format as fmt
+from qat_lora.cache.codec import crc32
 from qat_lora.cache.dataset import KDCacheDataset
 from qat_lora.cache.records import Fingerprint
 from qat_lora.cache.writer import CacheWriter
@@ -69,7 +69,7 @@ def main() -> None:
     result = {
         "date": time.strftime("%Y-%m-%d"),
         "machine": arguments.machine,
-        "versions": f"Python {platform.python_version()}, NumPy {np.__version__}, zlib {zlib.ZLIB_RUNTIME_VERSION}",
+        "versions": f"Python {platform.python_version()}, NumPy {np.__version__}, CRC-32 of {crc32.__module__}",
         "load_before": load,
         "row_bytes": fmt.row_bytes(held.arrays),
         "micro_batch_rows": BATCH,
