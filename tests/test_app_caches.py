@@ -1,6 +1,8 @@
 """A teacher whose output head has more padding rows than the student's: cut when the cache is built."""
 
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -60,3 +62,29 @@ def test_draws_from_the_tail_are_kept_unless_they_are_declined(tiny, tmp_path):
     for given, kept in ((None, ("tail_draws:8",)), (3, ("tail_draws:3",)), (0, ())):
         options = cache_options(tiny, tmp_path / str(given), num_rows=4, eval_rows=0, tail_draws=given)
         assert read_manifest(str(call("build_cache", options))).fingerprint.optional_arrays == kept
+
+
+@pytest.mark.slow
+def test_a_cache_of_one_document_of_200_mb_takes_no_more_memory_than_another(tiny, tmp_path):
+    """In a process of its own, everything imported; the tokens are those of the toy's own words."""
+    line = (tiny.text / "000.txt").read_text()
+    with (tmp_path / "large.txt").open("w") as file:
+        for _ in range(200):
+            file.write(line * (1_000_000 // len(line)))
+    words = [
+        "cache",
+        "build",
+        "--teacher",
+        str(tiny.teacher),
+        "--dataset",
+        str(tmp_path / "large.txt"),
+        "--length",
+        "64",
+    ]
+    words += ["--top-k", "16", "--num-rows", "64", "--device", "cpu", "--quiet", "--out", str(tmp_path / "cache")]
+    program = (
+        "import resource, sys; from qat_lora.cli import main; main(sys.argv[1:]); "
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)"
+    )
+    ran = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=True)
+    assert int(ran.stdout.splitlines()[-1]) < 1200  # MiB

@@ -302,7 +302,12 @@ def test_lone_surrogates_stop_no_build(tmp_path):
 
 @pytest.mark.parametrize(
     ("megabytes", "rows"),
-    [(8, 64), pytest.param(24, None, marks=pytest.mark.slow), pytest.param(1000, 64, marks=pytest.mark.slow)],
+    [
+        (8, 64),
+        pytest.param(24, None, marks=pytest.mark.slow),
+        pytest.param(200, None, marks=[pytest.mark.slow, pytest.mark.timeout(3000)]),
+        pytest.param(1000, 64, marks=pytest.mark.slow),
+    ],
 )
 def test_memory_does_not_follow_the_document(tmp_path, megabytes, rows):
     line = "The river of light is 1998 metres long, and nobody has measured it since; so they say.\n"
