@@ -169,16 +169,7 @@ def _is_cut(error: Exception, text: str) -> bool:
     return error.msg.startswith("Unterminated string") or error.pos > len(text) - len("-Infinity")
 
 
-def _fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"field {well_formed(twice)!r} is there twice")
-    return fields
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_fields)
+_DECODER = json.JSONDecoder()
 
 
 def _not_json(where: str, error: Exception) -> TextError:
