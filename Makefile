@@ -42,4 +42,4 @@ docs: install
 	$(BIN)/python -m sphinx -q -W --keep-going -d build/docs-trees docs build/docs
 
 clean:
-	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
