@@ -123,6 +123,11 @@ def is_ours(path: Path) -> bool:
     return run is None or run.names is None or name in run.names
 
 
+def is_part(folder: Path) -> bool:
+    """Tell whether a folder lies in one that this process holds: then others' files in it are known to be safe."""
+    return _run_of(folder)[0] is not None
+
+
 def _run_of(path: Path) -> tuple[_Run | None, str]:
     """Return the innermost held folder that a path lies in, and the path from there."""
     text = os.path.abspath(path)

@@ -99,7 +99,8 @@ def claim(out: Path, command: str, settings: Mapping[str, Any], overwrite: bool,
     out.mkdir(parents=True, exist_ok=True)
     if not mark.is_file() or mark.is_symlink():
         draft = mark.with_name(f".tmp-{MARK}")
-        if any(path != draft or not files.is_draft(draft, _text(settings, False, {})) for path in out.iterdir()):
+        foreign = (path for path in out.iterdir() if path != draft)
+        if not files.is_draft(draft, _text(settings, False, {})) or any(foreign) and not files.is_part(out):
             raise OutputExistsError(f"--out {out}: holds files that no qat-lora run made; choose another folder")
         ours(mark)  # of a run that this one is a part of
         _write(mark, settings, False, {})

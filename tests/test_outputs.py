@@ -221,3 +221,20 @@ def test_a_folder_is_worked_in_by_one_process_at_a_time(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputExistsError, match="is a file"), outputs.alone(tmp_path / "file"):
         pass
+
+
+def test_a_part_of_a_run_is_made_again_around_files_of_others(tmp_path):
+    """What `--overwrite` of the whole left in the folder of a part; alone, such a folder is refused as mistyped."""
+    part = tmp_path / "run" / "part"
+    with outputs.claimed(tmp_path / "run", "demo", {}, False):
+        part.mkdir()
+        (part / "notes.txt").write_text("mine")
+        with outputs.claimed(part, "quantize", {}, False) as complete:
+            assert not complete
+            with pytest.raises(OutputExistsError, match="in the way"):
+                outputs.ours(part / "notes.txt")
+    assert (part / "notes.txt").read_text() == "mine"
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "notes.txt").write_text("mine")
+    with pytest.raises(OutputExistsError, match="no qat-lora run made"):
+        claim(tmp_path / "alone", "quantize", {}, False)

@@ -18,11 +18,13 @@ import hashlib
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from qat_lora import files
 from qat_lora.cache import format as fmt
 from qat_lora.cache.codec import Arrays, encode_rows
 from qat_lora.cache.head import HeadFile, check_head, write_head
@@ -342,7 +344,9 @@ class CacheWriter:
         known |= {name for name in kinds if kinds[name] == "tensors" and f"{name.partition('.')[0]}.json" not in kinds}
         foreign = [name for name in sorted(known) if not self._is_ours(name, kinds[name])]
         rest = (name for name in told if name not in known)
-        if names and len(foreign) == len(known) and not any(self._is_ours(name, kinds[name]) for name in rest):
+        is_part = not self.out.far and files.is_part(Path(str(self.out)))
+        is_cache = len(foreign) < len(known) or any(self._is_ours(name, kinds[name]) for name in rest)
+        if names and not (is_part or is_cache):
             raise OutputExistsError(f"--out {self.out}: holds files and no KD cache; choose another folder")
         if foreign:
             raise OutputExistsError(
