@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from qat_lora import outputs
 from qat_lora.cache import commit
 from qat_lora.cache.dataset import KDCacheDataset
 from qat_lora.cache.records import to_json
@@ -365,6 +366,12 @@ def test_a_folder_of_other_files_is_refused_and_left_alone(tmp_path, fingerprint
     with pytest.raises(OutputExistsError, match="holds files and no KD cache"), CacheWriter(tmp_path, fingerprint()):
         raise AssertionError("opened")
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+    with outputs.claimed(tmp_path / "run", "demo", {}, False):  # as a part of a run it is no mistyped folder
+        (tmp_path / "run" / "cache").mkdir()
+        thesis = (tmp_path / "thesis.txt").rename(tmp_path / "run" / "cache" / "thesis.txt")
+        with CacheWriter(thesis.parent, fingerprint()) as writer:
+            writer.stop()
+    assert thesis.read_text() == "do not touch"
 
 
 FOREIGN = {
