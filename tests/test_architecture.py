@@ -12,7 +12,19 @@ ROOMS = ("runtime", "layers", "losses", "cache", "text")
 # A module may import modules of its own rank or below; rooms not each other.
 RANKS = {
     0: ("types", "errors", "redaction"),
-    1: ("quant", "config", "extras", "order", "checksums", "files", "outputs", "finite", "identity", "terminal"),
+    1: (
+        "quant",
+        "config",
+        "extras",
+        "order",
+        "checksums",
+        "files",
+        "outputs",
+        "finite",
+        "identity",
+        "terminal",
+        "heap",
+    ),
     2: ROOMS,
     3: (
         "train",

@@ -31,6 +31,7 @@ from qat_lora.errors import ConfigError
 from qat_lora.evaluate.report import save_json
 from qat_lora.export.adapter import save_starts
 from qat_lora.files import moved_into
+from qat_lora.heap import large_tensors_apart
 from qat_lora.identity import checkpoint_sha256
 from qat_lora.layers.calibrate import quantise_model, second_moments
 from qat_lora.layers.convert import HEAD, bits_per_weight, check_reach, quant_layers, quantise_targets, rule_bits
@@ -38,7 +39,7 @@ from qat_lora.layers.finished import Kept, Work
 from qat_lora.layers.fit import ZERO
 from qat_lora.layers.in_order import Plan, quantise_in_order
 from qat_lora.layers.lora import Factors
-from qat_lora.layers.scratch import large_tensors_apart, zeros_in
+from qat_lora.layers.scratch import zeros_in
 from qat_lora.layers.sensitivity import Sensitivity, drawn_in_pieces, sensitivities
 from qat_lora.layers.wide import widen
 from qat_lora.models import CausalLM, cast, load_tokenizer, save_quantised

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from qat_lora.heap import give_back
 from qat_lora.layers.convert import HEAD, block_of, put_quantised, quantise_targets
 from qat_lora.layers.finished import NOT_KEPT, Finished, Work, finished_of, kept_of
 from qat_lora.layers.fit import StartMethod, fit_layer
 from qat_lora.layers.lora import Factors
-from qat_lora.layers.scratch import give_back
 from qat_lora.layers.sensitivity import Sensitivity
 from qat_lora.quant.initialise import Method
 from qat_lora.quant.spec import Preset

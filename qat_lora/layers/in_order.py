@@ -29,11 +29,11 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from qat_lora.errors import ModelError
+from qat_lora.heap import give_back
 from qat_lora.layers.convert import block_of, put_quantised, quantise_targets
 from qat_lora.layers.finished import NOT_KEPT, Finished, Work, finished_of, kept_of
 from qat_lora.layers.fit import StartMethod, fit_layer
 from qat_lora.layers.lora import Factors
-from qat_lora.layers.scratch import give_back
 from qat_lora.layers.sensitivity import Sensitivity
 from qat_lora.layers.tied import embedding_of
 from qat_lora.quant.compensate import damped

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
+from qat_lora.heap import give_back
 from qat_lora.layers.convert import block_of
-from qat_lora.layers.scratch import Zeros, give_back
+from qat_lora.layers.scratch import Zeros
 
 MOST_LOGITS = 2**25  # at a time: 128 MB in float32, and while tokens are drawn a few times that
 MOST_OUTPUTS = 4096  # layers wider than this keep only the diagonal of G: the matrix would outgrow the weight

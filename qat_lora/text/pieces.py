@@ -34,6 +34,7 @@ import numpy as np
 from tokenizers import models
 
 from qat_lora.errors import TextError
+from qat_lora.heap import give_back
 
 WINDOW_CHARS = 1 << 18
 """Characters that are tokenised at once, which bounds memory (`benchmarks/text_memory.py` measures it)."""
@@ -99,6 +100,8 @@ def encode_pieces(tokenizer: Any, parts: Iterable[str], name: str, *, spans: boo
         yield Piece(np.array(ids[done:end], np.int32), np.array(found, np.int64).reshape(-1, 2) + at)
         if cut is None:
             return
+        del encoded, ids, found
+        give_back()
         window, at, done, known, size = window[cut.start :], at + cut.start, cut.there, cut.known, WINDOW_CHARS
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from qat_lora.errors import ConfigError
-from qat_lora.layers import scratch
-from qat_lora.layers.scratch import give_back, large_tensors_apart, zeros_in
+from qat_lora.heap import give_back
+from qat_lora.layers.scratch import zeros_in
 
 
 def test_zeros_on_disk_add_up_like_those_in_memory_and_leave_no_name_behind(tmp_path):
@@ -54,12 +54,3 @@ def test_a_full_disk_is_an_error_with_a_way_out(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="no room for 4 MB more of what --metric fisher keeps.*--metric outputs"):
         zeros_in(tmp_path)(1000, 1000)
     assert not list(tmp_path.iterdir())
-
-
-def test_the_c_library_is_as_before_once_tensors_need_not_lie_apart(monkeypatch):
-    calls = []
-    monkeypatch.setattr(scratch, "_c_library", lambda name: lambda *given: calls.append((name, *given)))
-    with pytest.raises(KeyError), large_tensors_apart():
-        assert calls == [("mallopt", -3, 1 << 20)]
-        raise KeyError
-    assert calls[1:] == [("mallopt", -3, 32 << 20), ("mallopt", -1, 64 << 20)]
