@@ -35,12 +35,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from qat_lora.cli import main as command_line
-from qat_lora.runtime.machine import made_with
-from qat_lora.runtime.select import select_runtime
+from qat_lora.runtime.host.machine import made_with
+from qat_lora.runtime.launch.select import select_runtime
 
 select_runtime("cpu")  # before transformers is imported
-from qat_lora import app  # noqa: E402, F401  (loaded once, inherited by every try)
-from qat_lora.models import make_qwen3, make_tokenizer  # noqa: E402
+from qat_lora.models.load import make_qwen3, make_tokenizer  # noqa: E402
 
 WORDS = [
     "the",

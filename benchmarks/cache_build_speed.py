@@ -29,10 +29,10 @@ import numpy as np
 import torch
 import transformers
 
-from qat_lora.cache.build import build_kd_cache
-from qat_lora.cache.records import Fingerprint
-from qat_lora.cache.writer import CacheWriter
-from qat_lora.models import CausalLM, make_qwen3
+from qat_lora.cache.build.builder import build_kd_cache
+from qat_lora.cache.build.writer import CacheWriter
+from qat_lora.cache.format.records import Fingerprint
+from qat_lora.models.load import CausalLM, make_qwen3
 from qat_lora.runtime.native import NativeRuntime
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

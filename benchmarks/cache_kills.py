@@ -32,13 +32,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from qat_lora.cache import commit
-from qat_lora.cache.build import build_kd_cache
-from qat_lora.cache.codec import encode_rows
-from qat_lora.cache.commit import failpoint
-from qat_lora.cache.records import Fingerprint
-from qat_lora.cache.shares import Share
-from qat_lora.cache.writer import CacheWriter, ResumeState
+from qat_lora.cache.build.builder import build_kd_cache
+from qat_lora.cache.build.partition import Share
+from qat_lora.cache.build.writer import CacheWriter, ResumeState
+from qat_lora.cache.format.codec import encode_rows
+from qat_lora.cache.format.records import Fingerprint
+from qat_lora.files import atomic as commit
+from qat_lora.files.atomic import failpoint
 
 LENGTH, TOP_K, VOCAB, SHARD_ROWS, TRAIN_ROWS, EVAL_ROWS = 32, 8, 512, 4, 22, 3
 FILES = 2 * (-(-TRAIN_ROWS // SHARD_ROWS) + 1) + 1

@@ -26,11 +26,11 @@ from unittest import mock
 
 import numpy as np
 
-from qat_lora.cache import store
-from qat_lora.cache.dataset import KDCacheDataset
-from qat_lora.cache.location import Location
-from qat_lora.cache.records import Fingerprint
-from qat_lora.cache.writer import CacheWriter
+from qat_lora.cache.build.writer import CacheWriter
+from qat_lora.cache.format.records import Fingerprint
+from qat_lora.cache.read.dataset import KDCacheDataset
+from qat_lora.cache.storage import store
+from qat_lora.cache.storage.location import Location
 
 GLOBAL_BATCH_ROWS = 64
 FRESH_PROCESSES = 5
@@ -40,7 +40,7 @@ EPOCHS = 20
 FRESH = """
 import sys, time
 begun = time.perf_counter()
-from qat_lora.cache.dataset import KDCacheDataset
+from qat_lora.cache.read.dataset import KDCacheDataset
 imported = time.perf_counter()
 dataset = KDCacheDataset(sys.argv[1], verify=False)
 opened = time.perf_counter()
@@ -150,7 +150,7 @@ def open_verified(folder: Path, threads: int | None) -> float:
     def at_once(place: Location, action: Any, items: Any, chosen: int | None = None) -> Any:
         return real(place, action, items, threads or chosen)
 
-    with mock.patch("qat_lora.cache.reader.at_once", at_once):
+    with mock.patch("qat_lora.cache.read.reader.at_once", at_once):
         begun = time.perf_counter()
         KDCacheDataset(folder)
         return round(time.perf_counter() - begun, 3)

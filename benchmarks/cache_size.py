@@ -30,15 +30,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from qat_lora.cache import format as fmt
-from qat_lora.cache.build import Row, run_batch
-from qat_lora.cache.dataset import KDCacheDataset
-from qat_lora.cache.pack import pack_cache
-from qat_lora.cache.records import VALUE_DTYPES, Fingerprint
-from qat_lora.cache.writer import CacheWriter
-from qat_lora.models import CausalLM, load_model, load_tokenizer, make_qwen3
-from qat_lora.text.packing import make_encoder, pack_rows
-from qat_lora.text.sources import TextConfig, open_documents
+from qat_lora.cache.build.builder import Row, run_batch
+from qat_lora.cache.build.writer import CacheWriter
+from qat_lora.cache.format import layout as fmt
+from qat_lora.cache.format.records import VALUE_DTYPES, Fingerprint
+from qat_lora.cache.read.dataset import KDCacheDataset
+from qat_lora.cache.tools.pack import pack_cache
+from qat_lora.data.packing import make_encoder, pack_rows
+from qat_lora.data.sources import TextConfig, open_documents
+from qat_lora.models.load import CausalLM, load_model, load_tokenizer, make_qwen3
 
 Arrays = dict[str, np.ndarray]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -33,11 +33,13 @@ import torch
 from safetensors.torch import load_file
 
 from qat_lora.export.gguf_file import gguf_name, row_order
-from qat_lora.launch import run
 from qat_lora.layers.convert import quant_layers
-from qat_lora.models import load_tokenizer
-from qat_lora.options import ExportOptions, HubConfig, RunConfig
-from qat_lora.students import Student, open_student
+from qat_lora.models.hub import HubConfig
+from qat_lora.models.load import load_tokenizer
+from qat_lora.models.student import Student, open_student
+from qat_lora.options import ExportOptions, RunConfig
+from qat_lora.registry import COMMANDS
+from qat_lora.runtime.launch.start import run
 
 PACKAGES = ("torch", "transformers", "peft", "compressed-tensors", "gguf", "llama-cpp-python", "lm-eval")
 Row = tuple[str, str, float, float]
@@ -85,7 +87,7 @@ class Case:
         """Export the student, through the function that the command calls."""
         out = self.out / form
         options = RunConfig(out=str(out), quiet=True, device="cpu", overwrite=True)
-        return run("export", ExportOptions(student=self.name, form=form, run=options, **settings))  # type: ignore[arg-type]
+        return run(COMMANDS["export"], ExportOptions(student=self.name, form=form, run=options, **settings))  # type: ignore[arg-type]
 
 
 LOGITS = """

@@ -5,7 +5,7 @@ ranks, both types, a frozen base and scales that train, with layers' activations
 students of Qwen3's shape (w2g64), one micro-batch and one optimizer step by the calls that `recover` makes, each point
 in a process of its own. Estimates are asked as a user would, with the device's name and no other hint. Measured are:
 
-* `cpu`: the most bytes of tensors alive at once, counted at torch's dispatcher (`diagnose/live.py`).
+* `cpu`: the most bytes of tensors alive at once, counted at torch's dispatcher (`runtime/host/live_bytes.py`).
 * `xla`: what the run holds on the device, and the temporary memory and new results that XLA's buffer assignment gives
   the micro-batch's graph (`--xla_dump_to`, on XLA's CPU backend: the only one that can be had without a TPU).
 
@@ -97,12 +97,12 @@ def step(point: Point, runtime: Any) -> tuple[list[Any], Any]:
     """Build student, optimizer and batch as `recover` does; return what is held, and the step as a function."""
     import torch
 
-    from qat_lora.app.shared import fit_attention
     from qat_lora.layers.convert import add_lora, make_quant_skeleton, prepare_base, quant_layers
     from qat_lora.layers.lora import LoraConfig
     from qat_lora.losses.objective import ObjectiveConfig, weight_tensors
-    from qat_lora.models import DTYPES, cast, make_qwen3
+    from qat_lora.models.load import DTYPES, cast, make_qwen3
     from qat_lora.quant.spec import preset
+    from qat_lora.setup.common import fit_attention
     from qat_lora.train.optim import OptimConfig, build_optimizer
     from qat_lora.train.step import add_sums, micro_batch, optimizer_step, zero_sums
 
@@ -150,7 +150,7 @@ def step(point: Point, runtime: Any) -> tuple[list[Any], Any]:
 
 def on_cpu(point: Point) -> int:
     """Return the most bytes alive at once in a step."""
-    from qat_lora.diagnose.live import LiveBytes
+    from qat_lora.runtime.host.live_bytes import LiveBytes
     from qat_lora.runtime.native import NativeRuntime
 
     held, run = step(point, NativeRuntime("cpu"))
@@ -161,7 +161,7 @@ def on_cpu(point: Point) -> int:
 
 def on_xla(point: Point, dump: Path) -> int:
     """Return the bytes held, and what buffer assignment adds for the micro-batch's graph."""
-    from qat_lora.runtime.xla import XlaRuntime
+    from qat_lora.runtime.xla.runtime import XlaRuntime
 
     runtime = XlaRuntime("CPU")
 
@@ -182,10 +182,10 @@ def on_xla(point: Point, dump: Path) -> int:
 
 def estimated(point: Point, device: str) -> int:
     """Return what the command says."""
-    from qat_lora.diagnose.estimate import memory
     from qat_lora.layers.lora import LoraConfig
-    from qat_lora.models import make_qwen3
+    from qat_lora.models.load import make_qwen3
     from qat_lora.options import EstimateOptions, RunConfig
+    from qat_lora.plan.memory import memory
 
     with tempfile.TemporaryDirectory() as folder:
         make_qwen3(Path(folder), point.vocab, **point.sizes).module.config.save_pretrained(folder)

@@ -1,7 +1,7 @@
 """Which distance to the teacher a quantised student learns best from: held-out KL at equal tokens and at equal bytes.
 
 One cache (`--top-k 128`, draws, hidden states) and one quantised student (w2g64, GPTQ, adapter start) serve every run:
-a smaller head is a slice, fewer draws are a slice, `hybrid` behind a smaller head draws again (`cache/redraw.py`). A
+a smaller head is a slice, fewer draws are a slice, `hybrid` behind a smaller head draws again (`redraw.py`). A
 run is `recover` with one estimator, K or D, and seed; all other settings are equal, the learning rate too. What counts
 is the adapter after the last step (not the best: choosing would favour noisy runs), scored as `qat-lora eval` does, by
 the KL over the whole vocabulary on text that neither training nor cache saw.
@@ -40,14 +40,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from qat_lora.cache.dataset import KDCacheDataset
-from qat_lora.cache.format import Contents, array_table, row_bytes
+from qat_lora.cache.format.layout import Contents, array_table, row_bytes
+from qat_lora.cache.read.dataset import KDCacheDataset
+from qat_lora.data.sources import TextConfig
 from qat_lora.extras import pyplot
-from qat_lora.launch import run
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.options import CacheBuildOptions, EvalOptions, QuantizeOptions, RecoverOptions, RunConfig
-from qat_lora.text.sources import TextConfig
+from qat_lora.registry import COMMANDS
+from qat_lora.runtime.launch.start import run
 from qat_lora.train.loop import LoopConfig
 from qat_lora.train.optim import OptimConfig
 
@@ -88,7 +89,7 @@ def main() -> None:
     cases = list(all_cases(arguments))
     cache = build(arguments, seen, out, max((c.draws or 1 for c in cases if c.estimator == "sampled"), default=1))
     student = run(
-        "quantize",
+        COMMANDS["quantize"],
         QuantizeOptions(
             model=arguments.teacher,
             preset=arguments.preset,
@@ -198,7 +199,7 @@ def texts(arguments: argparse.Namespace, out: Path) -> tuple[TextConfig, TextCon
 def build(arguments: argparse.Namespace, seen: TextConfig, out: Path, draws: int) -> Path:
     """Return the one cache, made or completed."""
     return run(
-        "build_cache",
+        COMMANDS["cache build"],
         CacheBuildOptions(
             teacher=arguments.teacher,
             text=seen,
@@ -217,7 +218,7 @@ def build(arguments: argparse.Namespace, seen: TextConfig, out: Path, draws: int
 def recover(arguments: argparse.Namespace, case: Case, seed: int, cache: Path, student: Path, out: Path) -> Path:
     """Train one run; return its folder."""
     return run(
-        "recover",
+        COMMANDS["recover"],
         RecoverOptions(
             checkpoint=str(student),
             kd_cache_dir=str(cache),
@@ -235,7 +236,7 @@ def recover(arguments: argparse.Namespace, case: Case, seed: int, cache: Path, s
 def scored(arguments: argparse.Namespace, unseen: TextConfig, student: Path, out: Path) -> dict[str, float]:
     """Return held-out KL, perplexity and agreement of one student."""
     scores = run(
-        "evaluate",
+        COMMANDS["eval"],
         EvalOptions(
             teacher=arguments.teacher,
             students=(f"student={student}",),

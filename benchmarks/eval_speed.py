@@ -27,8 +27,8 @@ import torch
 import transformers
 
 from qat_lora.evaluate import score
-from qat_lora.models import CausalLM, make_qwen3
-from qat_lora.runtime.select import select_runtime
+from qat_lora.models.load import CausalLM, make_qwen3
+from qat_lora.runtime.launch.select import select_runtime
 from qat_lora.types import Batch
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

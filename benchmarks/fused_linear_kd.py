@@ -33,8 +33,8 @@ from pathlib import Path
 
 import torch
 
-from qat_lora.losses.fused import fused_linear_kd
-from qat_lora.losses.terms import DenseTerm, HeadTerm
+from qat_lora.losses.fused.op import fused_linear_kd
+from qat_lora.losses.loss_terms import DenseTerm, HeadTerm
 from qat_lora.types import OutputHead, SparseTeacher
 
 OURS = ("fused", "fused_by_positions", "fused_softcap", "fused_softcap_by_positions")

@@ -26,10 +26,11 @@ from typing import Any
 
 import torch
 
-from qat_lora.launch import run
+from qat_lora.data.sources import TextConfig
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.options import CacheBuildOptions, EvalOptions, QatOptions, QuantizeOptions, RecoverOptions, RunConfig
-from qat_lora.text.sources import TextConfig
+from qat_lora.registry import COMMANDS
+from qat_lora.runtime.launch.start import run
 from qat_lora.train.blockwise import BlockwiseConfig
 from qat_lora.train.loop import LoopConfig
 from qat_lora.train.optim import OptimConfig
@@ -101,7 +102,7 @@ class Study:
             teacher_batch_size=16,
             run=self.part("cache"),
         )
-        return run("build_cache", options)
+        return run(COMMANDS["cache build"], options)
 
     def quantised(self, name: str, **settings: Any) -> Path:
         """Return an untrained student."""
@@ -111,7 +112,7 @@ class Study:
             run=self.part(name),
             **settings,
         )
-        return run("quantize", options)
+        return run(COMMANDS["quantize"], options)
 
     def calibrated(self, name: str, **settings: Any) -> Path:
         """Return an untrained student that is fitted to rows of the cache."""
@@ -133,7 +134,7 @@ class Study:
             run=self.part(name),
             **settings,
         )
-        return run("qat", options)
+        return run(COMMANDS["qat"], options)
 
     def recovered(self, start: Path, rank: int) -> Path:
         """Return a student with an adapter that learned, scales trained too."""
@@ -146,7 +147,7 @@ class Study:
             loop=self.loop,
             run=self.part(f"recovered_{rank}"),
         )
-        return run("recover", options)
+        return run(COMMANDS["recover"], options)
 
     def score(self, folder: Path) -> dict[str, dict[str, float]]:
         """Return the scores of a student and its teacher on held-out text."""
@@ -160,7 +161,7 @@ class Study:
             run=self.part(f"scores/{'_'.join(folder.relative_to(self.work).parts)}"),
         )
         names = ("ppl", "nll", "kl", "top1", "bits_per_weight")
-        found = run("evaluate", options)
+        found = run(COMMANDS["eval"], options)
         return {who: {n: round(found[who][n], 5) for n in names if n in found[who]} for who in ("teacher", "student")}
 
 

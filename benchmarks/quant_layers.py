@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from qat_lora.layers.lora import LoraLinear
 from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.quant.codes import code_values
-from qat_lora.quant.initialise import QuantisedWeight
+from qat_lora.quant.initialize import QuantisedWeight
 from qat_lora.quant.scales import scale_shapes
 from qat_lora.quant.spec import PRESETS, QuantSpec
 

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from qat_lora.models import make_qwen3, make_tokenizer
+from qat_lora.models.load import make_qwen3, make_tokenizer
 
 TEXT = "def quantise(weight, bits):\n    return round(weight * 2 ** bits) / 2 ** bits\n"
 
@@ -52,9 +52,10 @@ def memory_mb() -> dict[str, float]:
 
 def measure(model: str, out: str, init: str, metric: str, rank: int) -> dict[str, float]:
     """Quantise and return the peaks, in MB, sampled every 20 ms, and the processor time."""
-    from qat_lora.launch import run
+    from qat_lora.data.sources import TextConfig
     from qat_lora.options import QuantizeOptions, RunConfig
-    from qat_lora.text.sources import TextConfig
+    from qat_lora.registry import COMMANDS
+    from qat_lora.runtime.launch.start import run
 
     text = Path(out).parent / "text.txt"
     text.write_text(TEXT * 2000)
@@ -79,7 +80,7 @@ def measure(model: str, out: str, init: str, metric: str, rank: int) -> dict[str
         start_rank=rank,
         run=RunConfig(out=out, device="cpu", quiet=True, overwrite=True),
     )
-    run("quantize", options)
+    run(COMMANDS["quantize"], options)
     done.set()
     watcher.join()
     return {**{name: round(value) for name, value in peaks.items()}, "cpu_s": round(time.process_time() - started)}

@@ -35,10 +35,11 @@ from typing import Any
 import torch
 import transformers
 
-from qat_lora.launch import run
+from qat_lora.data.sources import TextConfig
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.options import CacheBuildOptions, EvalOptions, QuantizeOptions, RecoverOptions, RunConfig
-from qat_lora.text.sources import TextConfig
+from qat_lora.registry import COMMANDS
+from qat_lora.runtime.launch.start import run
 from qat_lora.train.loop import LoopConfig
 from qat_lora.train.optim import OptimConfig
 
@@ -115,7 +116,7 @@ def part(out: Path, name: str, seed: int = 0) -> RunConfig:
 def build(arguments: argparse.Namespace, seen: TextConfig, seed: int, out: Path) -> Path:
     """Return the cache of a seed."""
     return run(
-        "build_cache",
+        COMMANDS["cache build"],
         CacheBuildOptions(
             teacher=arguments.teacher,
             text=seen,
@@ -132,7 +133,7 @@ def build(arguments: argparse.Namespace, seen: TextConfig, seed: int, out: Path)
 def quantised(arguments: argparse.Namespace, preset: str, out: Path, name: str, **settings: Any) -> Path:
     """Return a quantised student."""
     folder = part(out, f"students/{name}", settings.pop("seed", 0))
-    return run("quantize", QuantizeOptions(model=arguments.teacher, preset=preset, run=folder, **settings))
+    return run(COMMANDS["quantize"], QuantizeOptions(model=arguments.teacher, preset=preset, run=folder, **settings))
 
 
 def point(
@@ -148,7 +149,7 @@ def point(
     student = quantised(arguments, preset, out, f"{name}-start", **calibration)
     if rank:
         recovered = run(
-            "recover",
+            COMMANDS["recover"],
             RecoverOptions(
                 checkpoint=str(student),
                 kd_cache_dir=str(cache),
@@ -163,7 +164,7 @@ def point(
     else:
         students["start"] = student
     scores = run(
-        "evaluate",
+        COMMANDS["eval"],
         EvalOptions(
             teacher=arguments.teacher,
             students=tuple(f"{key}={folder}" for key, folder in students.items()),

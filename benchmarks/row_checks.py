@@ -25,11 +25,11 @@ from pathlib import Path
 import numpy as np
 from cache_speed import random_rows
 
-from qat_lora.cache import format as fmt
-from qat_lora.cache.codec import crc32
-from qat_lora.cache.dataset import KDCacheDataset
-from qat_lora.cache.records import Fingerprint
-from qat_lora.cache.writer import CacheWriter
+from qat_lora.cache.build.writer import CacheWriter
+from qat_lora.cache.format import layout as fmt
+from qat_lora.cache.format.codec import crc32
+from qat_lora.cache.format.records import Fingerprint
+from qat_lora.cache.read.dataset import KDCacheDataset
 
 ROWS, BATCH, ROUNDS = 96, 4, 15
 ASSUMED_TOKENS_PER_S = 115_000

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.runtime.base import Runtime
-from qat_lora.runtime.select import select_runtime
-from qat_lora.runtime.workers import run_group
+from qat_lora.runtime.launch.select import select_runtime
+from qat_lora.runtime.launch.workers import run_group
 from qat_lora.train.step import add_sums, micro_batch, optimizer_step, zero_sums
 from qat_lora.types import Batch, OutputHead
 

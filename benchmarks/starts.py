@@ -30,18 +30,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from qat_lora.app.shared import text_batches
+from qat_lora.data.sources import TextConfig
 from qat_lora.evaluate.score import score
-from qat_lora.export.adapter import load_starts
-from qat_lora.launch import run
 from qat_lora.layers.convert import add_lora, linear_layers, lora_layers, prepare_base, quant_layers, quantise_targets
 from qat_lora.layers.lora import Factors, LoraConfig
-from qat_lora.models import CausalLM, load_model, load_tokenizer
+from qat_lora.models.adapter import load_starts
+from qat_lora.models.load import CausalLM, load_model, load_tokenizer
 from qat_lora.options import CacheBuildOptions, QuantizeOptions, RunConfig
 from qat_lora.quant.codes import decode, encode
 from qat_lora.quant.spec import preset
 from qat_lora.quant.tables import normal_table
-from qat_lora.text.sources import TextConfig
+from qat_lora.registry import COMMANDS
+from qat_lora.runtime.launch.start import run
+from qat_lora.setup.common import text_batches
 from qat_lora.types import Batch
 
 BITS, PRESET, GROUP = 2, "w2g64", 64
@@ -203,7 +204,7 @@ def ours(arguments: argparse.Namespace, seen: TextConfig) -> dict[str, CausalLM]
         return RunConfig(out=str(work / name), device="cpu", seed=arguments.seed, quiet=True)
 
     cache = run(
-        "build_cache",
+        COMMANDS["cache build"],
         CacheBuildOptions(
             teacher=arguments.teacher,
             text=seen,
@@ -222,7 +223,7 @@ def ours(arguments: argparse.Namespace, seen: TextConfig) -> dict[str, CausalLM]
             run=part(name.replace(", ", "_").replace(" ", "_")),
             **settings,  # type: ignore[arg-type]
         )
-        made = run("quantize", options)
+        made = run(COMMANDS["quantize"], options)
         students[name] = load_model(str(made))
         if settings.get("start_rank") != 0:
             add_lora(students[name].module, LoraConfig(recovery_r=arguments.rank), load_starts(made))

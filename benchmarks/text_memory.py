@@ -22,13 +22,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from qat_lora.app import build_cache
-from qat_lora.models import load_tokenizer
+from qat_lora.commands.cache import build_cache
+from qat_lora.data.packing import make_encoder, pack_rows
+from qat_lora.data.sources import TextConfig, open_documents
+from qat_lora.models.load import load_tokenizer
 from qat_lora.options import CacheBuildOptions, RunConfig
-from qat_lora.runtime.machine import made_with
-from qat_lora.runtime.select import select_runtime
-from qat_lora.text.packing import make_encoder, pack_rows
-from qat_lora.text.sources import TextConfig, open_documents
+from qat_lora.runtime.host.machine import made_with
+from qat_lora.runtime.launch.select import select_runtime
 
 LENGTH = 256  # tokens of a row
 ROWS = 64

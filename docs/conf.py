@@ -103,8 +103,8 @@ def cli_reference() -> str:
     for words, command in sorted(commands().items()):
         parameters = [p for p in command.get_params(click.Context(command)) if "--help" not in p.opts]
         paths: dict[str, Leaf] = {}
-        if words in cli.COMMANDS:
-            cls = cli._options(cli.COMMANDS[words][0])
+        if isinstance(command, cli.OptionsCommand):
+            cls = command.command.options_class()
             paths = {leaf.name: leaf for leaf in leaves(cls)}
         of_group: dict[type, list[click.Parameter]] = {}
         for parameter in parameters:
@@ -114,7 +114,11 @@ def cli_reference() -> str:
         mine = [p for p in parameters if not any(p in group for group in of_group.values())]
         own += ["", f"## qat-lora {words}", "", (command.help or "").split("\n\n")[0]]
         own += table(
-            [p for p in mine if not (isinstance(p, click.Argument) and p.nargs == -1 and words in cli.COMMANDS)]
+            [
+                p
+                for p in mine
+                if not (isinstance(p, click.Argument) and p.nargs == -1 and isinstance(command, cli.OptionsCommand))
+            ]
         )
         if of_group:
             links = ", ".join(f"[{name(group)}](#{slug(group)})" for group in of_group)

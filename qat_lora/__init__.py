@@ -11,7 +11,7 @@ The public names, loaded when they are first used, so that `import qat_lora` cos
 * `is_xla_device`, `xla_mark_step`: for scripts of one's own that may run on PyTorch/XLA.
 
 After the import, before or after that of transformers, `AutoModelForCausalLM.from_pretrained` and PEFT load our
-checkpoints too (`qat_lora.registration`).
+checkpoints too (`qat_lora.models.register`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from qat_lora.registration import register_with_transformers
+from qat_lora.models.register import register_with_transformers
 
 if TYPE_CHECKING:
     from qat_lora.api import (
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
         quantize_model,
         train_recovery_lora,
     )
-    from qat_lora.cache.dataset import KDCacheDataset
-    from qat_lora.launch import notebook_launch
-    from qat_lora.losses.dense import kd_soft_ce
-    from qat_lora.losses.fused import fused_linear_kd
+    from qat_lora.cache.read.dataset import KDCacheDataset
+    from qat_lora.losses.full_vocab import kd_soft_ce
+    from qat_lora.losses.fused.op import fused_linear_kd
     from qat_lora.quant.spec import QuantSpec
-    from qat_lora.runtime.xla import is_xla_device, xla_mark_step
+    from qat_lora.runtime.launch.start import notebook_launch
+    from qat_lora.runtime.xla.runtime import is_xla_device, xla_mark_step
 
 __version__ = "0.1.0"
 
@@ -56,19 +56,19 @@ __all__ = [
 ]
 
 _HOMES = {
-    "KDCacheDataset": "qat_lora.cache.dataset",
+    "KDCacheDataset": "qat_lora.cache.read.dataset",
     "QuantSpec": "qat_lora.quant.spec",
     "build_kd_cache": "qat_lora.api",
     "evaluate_models": "qat_lora.api",
     "export_student": "qat_lora.api",
-    "fused_linear_kd": "qat_lora.losses.fused",
+    "fused_linear_kd": "qat_lora.losses.fused.op",
     "generate_text": "qat_lora.api",
-    "is_xla_device": "qat_lora.runtime.xla",
-    "kd_soft_ce": "qat_lora.losses.dense",
-    "notebook_launch": "qat_lora.launch",
+    "is_xla_device": "qat_lora.runtime.xla.runtime",
+    "kd_soft_ce": "qat_lora.losses.full_vocab",
+    "notebook_launch": "qat_lora.runtime.launch.start",
     "quantize_model": "qat_lora.api",
     "train_recovery_lora": "qat_lora.api",
-    "xla_mark_step": "qat_lora.runtime.xla",
+    "xla_mark_step": "qat_lora.runtime.xla.runtime",
 }
 
 

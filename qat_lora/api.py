@@ -5,18 +5,18 @@
 Every setting of the command line is a keyword, under the name or the alias that it has there and with the same
 checks and defaults, since both are read off the same option class; `recipe` names a YAML file. What comes back is
 the folder that was written, or the scores or the text that were asked for. To quantise a module in memory, use
-`qat_lora.layers.calibrate.quantise_model`.
+`qat_lora.layers.calibrate.quantize.quantise_model`.
 """
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qat_lora.config import resolve, setting_path
 from qat_lora.errors import ConfigError
-from qat_lora.launch import run
+from qat_lora.registry import COMMANDS
+from qat_lora.runtime.launch.start import run
 
 if TYPE_CHECKING:
     from qat_lora.options import (
@@ -42,7 +42,7 @@ def build_kd_cache(options: CacheBuildOptions | None = None, /, **settings: Any)
     Raises:
         QatLoraError: with a message for people.
     """
-    return run("build_cache", _options("CacheBuildOptions", options, settings))
+    return _call("cache build", options, settings)
 
 
 def quantize_model(options: QuantizeOptions | None = None, /, **settings: Any) -> Path:
@@ -58,7 +58,7 @@ def quantize_model(options: QuantizeOptions | None = None, /, **settings: Any) -
     Raises:
         QatLoraError: with a message for people.
     """
-    return run("quantize", _options("QuantizeOptions", options, settings))
+    return _call("quantize", options, settings)
 
 
 def train_recovery_lora(options: RecoverOptions | None = None, /, **settings: Any) -> Path:
@@ -74,7 +74,7 @@ def train_recovery_lora(options: RecoverOptions | None = None, /, **settings: An
     Raises:
         QatLoraError: with a message for people.
     """
-    return run("recover", _options("RecoverOptions", options, settings))
+    return _call("recover", options, settings)
 
 
 def evaluate_models(options: EvalOptions | None = None, /, **settings: Any) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def evaluate_models(options: EvalOptions | None = None, /, **settings: Any) -> d
     Raises:
         QatLoraError: with a message for people.
     """
-    return run("evaluate", _options("EvalOptions", options, settings))
+    return _call("eval", options, settings)
 
 
 def generate_text(options: GenerateOptions | None = None, /, **settings: Any) -> str | list[dict[str, str]]:
@@ -106,7 +106,7 @@ def generate_text(options: GenerateOptions | None = None, /, **settings: Any) ->
     Raises:
         QatLoraError: with a message for people.
     """
-    return run("generate", _options("GenerateOptions", options, settings), "qat_lora.app.generating")
+    return _call("generate", options, settings)
 
 
 def export_student(options: ExportOptions | None = None, /, **settings: Any) -> Path:
@@ -122,16 +122,17 @@ def export_student(options: ExportOptions | None = None, /, **settings: Any) -> 
     Raises:
         QatLoraError: with a message for people.
     """
-    return run("export", _options("ExportOptions", options, settings))
+    return _call("export", options, settings)
 
 
-def _options(class_name: str, options: Any, settings: dict[str, Any]) -> Any:
-    cls = getattr(importlib.import_module("qat_lora.options"), class_name)
+def _call(words: str, options: Any, settings: dict[str, Any]) -> Any:
+    command = COMMANDS[words]
+    cls = command.options_class()
     if options is None:
         recipe = settings.pop("recipe", None)
-        return resolve(cls, recipe=recipe, flags={setting_path(cls, name): v for name, v in settings.items()})
-    if settings:
-        raise ConfigError(f"{next(iter(settings))}: give either {class_name} or settings by name, not both")
-    if not isinstance(options, cls):
-        raise ConfigError(f"options: expected {class_name}, got {type(options).__name__}")
-    return options
+        options = resolve(cls, recipe=recipe, flags={setting_path(cls, name): v for name, v in settings.items()})
+    elif settings:
+        raise ConfigError(f"{next(iter(settings))}: give either {command.options} or settings by name, not both")
+    elif not isinstance(options, cls):
+        raise ConfigError(f"options: expected {command.options}, got {type(options).__name__}")
+    return run(command, options)

@@ -25,8 +25,8 @@ from typing import Any, Literal, TypeVar
 import yaml
 
 from qat_lora.errors import ConfigError
-from qat_lora.files import write_text
-from qat_lora.redaction import redact
+from qat_lora.files.folders import write_text
+from qat_lora.terminal import redact
 
 C = TypeVar("C")
 

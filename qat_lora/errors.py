@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterator
 
-from qat_lora.redaction import redact
+from qat_lora.terminal import redact
 
 LONGEST_LINE = 1000
 

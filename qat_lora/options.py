@@ -8,20 +8,21 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from qat_lora.cache.shares import Share
+from qat_lora.cache.build.partition import Share
 from qat_lora.config import at_least, option, required
+from qat_lora.data.sources import TextConfig
 from qat_lora.errors import ConfigError
 from qat_lora.evaluate.health import HealthConfig
+from qat_lora.evaluate.protocols import Protocol
 from qat_lora.evaluate.tasks import TasksConfig
-from qat_lora.layers.choices import CodesConfig
-from qat_lora.layers.fit import StartMethod
+from qat_lora.layers.calibrate.config import CodesConfig
+from qat_lora.layers.calibrate.fit import StartMethod
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.losses.objective import ObjectiveConfig
-from qat_lora.quant.fake import Gradient
-from qat_lora.runtime.chips import ChipsConfig
-from qat_lora.runtime.select import check_device
-from qat_lora.text.protocols import Protocol
-from qat_lora.text.sources import TextConfig
+from qat_lora.models.hub import HubConfig
+from qat_lora.quant.fake_quantize import Gradient
+from qat_lora.runtime.launch.chips import ChipsConfig
+from qat_lora.runtime.launch.select import check_device
 from qat_lora.train.blockwise import BlockwiseConfig
 from qat_lora.train.loop import LoopConfig
 from qat_lora.train.optim import OptimConfig
@@ -56,14 +57,6 @@ class RunConfig:
         check_device(self.device, self.tpu)
         if self.seed >= 2**63:
             raise ConfigError(f"seed: {self.seed} is too large; allowed: 0 to 2^63 - 1")
-
-
-@dataclass(frozen=True)
-class HubConfig:
-    """How models are fetched."""
-
-    revision: str | None = option(None, "branch, tag or commit of the model on the Hub")
-    trust_remote_code: bool = option(False, "run Python code that comes with the model")
 
 
 TAIL_DRAWS = 8

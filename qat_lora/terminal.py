@@ -1,16 +1,40 @@
-"""Standard output and error that take any text, whatever the terminal's encoding.
+"""What leaves for the terminal: any text, whatever the encoding, and no credentials.
 
-Our lines hold "·" and "…", and names of files need not be text at all. A terminal in ASCII or Latin-1 raises on both,
-in the middle of a run that has nothing else wrong. Python's own switch for it (`PYTHONIOENCODING=ascii:replace`) has to
-be known and set beforehand. So while a command runs, what cannot be printed is replaced; files stay UTF-8.
+Our lines hold "·" and "…", and file names need not be text at all. A terminal in ASCII or Latin-1 raises on both, in
+the middle of a run that has nothing else wrong; Python's own switch (`PYTHONIOENCODING=ascii:replace`) has to be set
+beforehand. So while a command runs, what cannot be printed is replaced (`any_text`); files stay UTF-8.
+
+`s3://KEY:SECRET@bucket/cache` and `https://host/cache?token=…` are addresses that drivers take, and messages,
+`config.yaml` and results name addresses. Text is redacted where it leaves (`redact`): in the constructor of our errors,
+in status lines, in what commands print and in files of settings. Better is to give credentials by the environment.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import re
 import sys
 from collections.abc import Iterator
+
+import click
+
+HIDDEN = "***"
+# A secret of AWS may hold slashes; a path that went through pathlib has one slash left of two.
+_USER = re.compile(r"(?<=[\w+.-]:/)(/?)([^/\s@:'\"]*:[^\s@'\"]+|[^/\s@'\"]+)(?=@)")
+_PARAMETER = re.compile(r"([?&][\w.-]*(?:token|secret|key|sig|pass|credential|auth)[\w.-]*=)[^&\s'\"]+", re.IGNORECASE)
+
+
+def redact(text: str, address: str = "") -> str:
+    """Return a text with `***` in place of credentials in its addresses.
+
+    Args:
+        text: any.
+        address: its credentials are hidden where they stand alone too, as drivers quote them.
+    """
+    for found in _USER.finditer(address):
+        text = text.replace(found[2], HIDDEN)
+    return _PARAMETER.sub(rf"\g<1>{HIDDEN}", _USER.sub(rf"\g<1>{HIDDEN}", text))
 
 
 @contextlib.contextmanager
@@ -31,3 +55,8 @@ def any_text() -> Iterator[None]:
     finally:
         for stream, errors in zip(streams, before, strict=True):
             set_errors(stream, errors or "strict")
+
+
+def echo(text: str, err: bool = False) -> None:
+    """Print a text, credentials in addresses hidden."""
+    click.echo(redact(text), err=err)

@@ -45,7 +45,7 @@ def write_text(folder: Path, documents: int, seed: int) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Tiny:
-    from qat_lora.models import make_qwen3, make_tokenizer
+    from qat_lora.models.load import make_qwen3, make_tokenizer
 
     root = tmp_path_factory.mktemp("tiny")
     text, held_out = write_text(root / "text", 24, 0), write_text(root / "held-out", 6, 1)

@@ -16,17 +16,19 @@ from torch import nn
 from toy_model import make_toy
 from toy_pipeline import cache_options, call, eval_options, export_options, part, quantize_options, recover_options
 
-from qat_lora import cli, outputs
-from qat_lora.checksums import seal
+from qat_lora import cli
 from qat_lora.errors import QatLoraError
-from qat_lora.export.adapter import load_starts, starts_sha256
 from qat_lora.export.card import read_origin, read_scores
 from qat_lora.export.shipping import files_to_ship, summary
-from qat_lora.models import load_tokenizer
-from qat_lora.options import HubConfig, QatOptions, RunConfig
-from qat_lora.runtime.select import select_runtime
-from qat_lora.speakers import open_speaker
-from qat_lora.students import adapter_folder, open_student
+from qat_lora.files import outputs
+from qat_lora.files.checksums import seal
+from qat_lora.generate.backends import open_speaker
+from qat_lora.models.adapter import load_starts, starts_sha256
+from qat_lora.models.hub import HubConfig
+from qat_lora.models.load import load_tokenizer
+from qat_lora.models.student import adapter_folder, open_student
+from qat_lora.options import QatOptions, RunConfig
+from qat_lora.runtime.launch.select import select_runtime
 from qat_lora.train.checkpoint import check_logs, load_checkpoint
 from qat_lora.train.loop import LoopConfig
 from qat_lora.train.metrics import read_metrics

@@ -35,22 +35,23 @@ from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
 import qat_lora
-from qat_lora import options, outputs
-from qat_lora.cache.dataset import KDCacheDataset
-from qat_lora.cache.location import locate
-from qat_lora.cache.records import Fingerprint, Part, render
-from qat_lora.cache.shares import Share, read_part
-from qat_lora.cache.store import read_manifest, read_sidecar
+from qat_lora import options
+from qat_lora.cache.build.partition import Share, read_part
+from qat_lora.cache.format.records import Fingerprint, Part, render
+from qat_lora.cache.read.dataset import KDCacheDataset
+from qat_lora.cache.storage.location import locate
+from qat_lora.cache.storage.store import read_manifest, read_sidecar
 from qat_lora.config import leaves, resolve
+from qat_lora.data.sources import TextConfig, open_documents
 from qat_lora.errors import QatLoraError
 from qat_lora.export import card, shipping
-from qat_lora.export.adapter import CONFIG, NOTE, WEIGHTS, read_adapter, save_adapter
+from qat_lora.files import outputs
 from qat_lora.layers.convert import add_lora, make_quant_skeleton
 from qat_lora.layers.lora import LoraConfig
-from qat_lora.models import load_model, load_tokenizer, make_qwen3, make_tokenizer, save_quantised
+from qat_lora.models.adapter import CONFIG, NOTE, WEIGHTS, read_adapter, save_adapter
+from qat_lora.models.load import load_model, load_tokenizer, make_qwen3, make_tokenizer, save_quantised
+from qat_lora.models.student import base_folder
 from qat_lora.quant.spec import Preset, preset
-from qat_lora.students import base_folder
-from qat_lora.text.sources import TextConfig, open_documents
 from qat_lora.train.checkpoint import load_checkpoint, save_checkpoint
 from qat_lora.train.metrics import cut_back, read_metrics
 
@@ -555,7 +556,7 @@ def _run_targets(root: Path) -> Iterator[tuple[str, Target]]:
 
     yield "run mark", Target(run / outputs.MARK, JSON, claim)
     try:
-        from qat_lora.checksums import check_sums
+        from qat_lora.files.checksums import check_sums
     except ImportError:  # code before there were checksums
         return
     sums = _written(root / "sums" / "SHA256SUMS", f"{EMPTY_SHA256}  a.json\n{EMPTY_SHA256}  model.safetensors\n")

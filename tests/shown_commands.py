@@ -92,7 +92,10 @@ def command_of(words: list[str]) -> tuple[click.Command, list[str]]:
     """
     command: click.Command = cli.cli
     while isinstance(command, click.Group) and words and not words[0].startswith("-"):
-        command, words = command.commands[words[0]], words[1:]
+        inner = command.get_command(click.Context(command), words[0])
+        if inner is None:
+            raise KeyError(words[0])
+        command, words = inner, words[1:]
     return command, words
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from qat_lora import cli
-from qat_lora.checksums import seal
+from qat_lora.files.checksums import seal
 from qat_lora.quant.spec import PRESETS
 
 BUILD = "cache build --teacher {teacher} --dataset {text} --length 32 --top-k 8"
@@ -151,7 +151,7 @@ TAKEN = {
 @pytest.fixture(scope="module")
 def work(tiny, tmp_path_factory) -> dict[str, str]:
     """Good and bad inputs by name."""
-    from qat_lora.models import make_qwen3, make_tokenizer
+    from qat_lora.models.load import make_qwen3, make_tokenizer
 
     root = tmp_path_factory.mktemp("bad")
     made = {"root": root, "teacher": tiny.teacher, "text": tiny.text, "held_out": tiny.held_out}

@@ -12,6 +12,7 @@ import pytest
 
 from qat_lora import cli
 from qat_lora.config import leaves, save_yaml, to_dict
+from qat_lora.registry import COMMANDS
 
 FROZEN = Path(__file__).parent / "data" / "cli_flags.txt"
 WITHOUT_UNIT = {"seed"}
@@ -20,7 +21,9 @@ WITHOUT_UNIT = {"seed"}
 def commands(group: click.Group = cli.cli, words: str = "") -> dict[str, click.Command]:
     """Return every command by its words."""
     found: dict[str, click.Command] = {}
-    for name, command in group.commands.items():
+    for name in group.list_commands(click.Context(group)):
+        command = group.get_command(click.Context(group), name)
+        assert command is not None
         if isinstance(command, click.Group):
             found |= commands(command, f"{words}{name} ")
         else:
@@ -47,14 +50,14 @@ def flag_list() -> str:
 
 
 def options_of(words: str) -> type:
-    return cli._options(cli.COMMANDS[words][0])
+    return COMMANDS[words].options_class()
 
 
 def test_commands_and_flags_are_the_frozen_ones():
     assert flag_list() == FROZEN.read_text(encoding="utf-8").rstrip("\n"), __doc__
 
 
-@pytest.mark.parametrize("words", cli.COMMANDS)
+@pytest.mark.parametrize("words", [words for words, command in COMMANDS.items() if command.options])
 def test_every_flag_is_unique_and_explained(words):
     seen: dict[str, str] = {}
     for parameter in flags(commands()[words]):
@@ -90,7 +93,7 @@ class Seen(Exception):
 def resolved(monkeypatch):
     """Return the function from arguments to the options that the command would run with."""
 
-    def stop(words, options):
+    def stop(command, options):
         raise Seen(options)
 
     monkeypatch.setattr(cli, "_run", stop)

@@ -14,8 +14,8 @@ import pytest
 from shown_commands import PAGES as COMMAND_PAGES
 from shown_commands import parse, spans
 
-from qat_lora import cli
-from qat_lora.diagnose.bench import benchmarks_folder, look_up
+from qat_lora.commands.bench import benchmarks_folder, look_up
+from qat_lora.registry import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
@@ -97,7 +97,7 @@ def test_control_a_flag_of_another_command_is_noticed():
 
 
 def test_commands_in_the_text_have_the_options_that_they_are_shown_with():
-    first = {words.split()[0] for words in cli.COMMANDS}
+    first = {words.split()[0] for words in COMMANDS}
     for page in PROSE:
         for span in spans(page):
             words = span.removeprefix("qat-lora ").split()

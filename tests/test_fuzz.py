@@ -10,12 +10,13 @@ import re
 import fuzzing
 import pytest
 
-from qat_lora import config, students
-from qat_lora.cache import records
+from qat_lora import config
+from qat_lora.cache.format import records
 from qat_lora.config import resolve
 from qat_lora.errors import ConfigError
-from qat_lora.export.adapter import CONFIG, NOTE, AdapterInfo
 from qat_lora.layers.lora import LoraConfig
+from qat_lora.models import student as students
+from qat_lora.models.adapter import CONFIG, NOTE, AdapterInfo
 from qat_lora.options import RecoverOptions
 
 

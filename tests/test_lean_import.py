@@ -20,7 +20,9 @@ def test_the_package_alone_loads_nothing():
     assert loaded("import qat_lora; dir(qat_lora); qat_lora.__version__") == set()
 
 
-@pytest.mark.parametrize("module", ["qat_lora.options", "qat_lora.launch", "qat_lora.cli", "qat_lora.runtime.xla"])
+@pytest.mark.parametrize(
+    "module", ["qat_lora.options", "qat_lora.runtime.launch.start", "qat_lora.cli", "qat_lora.runtime.xla.runtime"]
+)
 def test_what_comes_before_the_choice_of_a_device_leaves_transformers_alone(module):
     assert not loaded(f"import {module}") & {"transformers", "torch_xla", "peft", "datasets", "matplotlib"}
 
@@ -30,4 +32,4 @@ def test_the_command_line_needs_no_torch_for_its_list_of_commands():
 
 
 def test_control_the_app_does_load_them():
-    assert loaded("import os\nos.environ['USE_TORCH_XLA'] = '0'\nimport qat_lora.app") >= {"torch", "transformers"}
+    assert loaded("import os\nos.environ['USE_TORCH_XLA'] = '0'\nimport qat_lora.commands") >= {"torch", "transformers"}

@@ -9,10 +9,11 @@ import yaml
 
 from qat_lora import cli
 from qat_lora.config import leaves, resolve
-from qat_lora.diagnose.devices import named
-from qat_lora.models import QUANT_METHOD
+from qat_lora.models.load import QUANT_METHOD
+from qat_lora.plan.devices import named
 from qat_lora.quant.spec import PRESETS, preset
-from qat_lora.runtime.select import Found, choose
+from qat_lora.registry import COMMANDS
+from qat_lora.runtime.launch.select import Found, choose
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -28,7 +29,7 @@ def command_of(recipe: Path) -> str:
 
 
 def resolved(recipe: Path):
-    return resolve(cli._options(cli.COMMANDS[command_of(recipe)][0]), recipe=recipe)
+    return resolve(COMMANDS[command_of(recipe)].options_class(), recipe=recipe)
 
 
 def test_there_are_recipes_for_each_documented_use():
@@ -70,7 +71,7 @@ def test_a_recipes_device_can_be_had_and_changed_by_flag(recipe):
     device = resolved(recipe).run.device
     there = Found(cuda_devices=1, torch_xla=True, tpu="/dev/accel0")
     assert choose(device, False, there).kind == {"tpu": "xla"}.get(device, device)
-    cls = cli._options("RecoverOptions")
+    cls = COMMANDS["recover"].options_class()
     assert resolve(cls, recipe=recipe, flags={("run", "device"): "cpu"}).run.device == "cpu"
 
 

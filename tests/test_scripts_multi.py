@@ -12,12 +12,12 @@ from types import SimpleNamespace
 import pytest
 from toy_pipeline import call, quantize_options, recover_options
 
-from qat_lora.app.qat import qat
-from qat_lora.app.replicas import as_builder, decide, fetch
-from qat_lora.cache.verify import verify_cache
+from qat_lora.cache.tools.verify import verify_cache
+from qat_lora.commands.qat import qat
 from qat_lora.errors import CacheError, ConfigError, ModelError
 from qat_lora.options import QatOptions
-from qat_lora.runtime.select import select_runtime
+from qat_lora.runtime.launch.select import select_runtime
+from qat_lora.setup.multiprocess import as_builder, decide, fetch
 from qat_lora.train.loop import LoopConfig
 from qat_lora.train.metrics import read_metrics
 

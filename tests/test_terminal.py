@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from qat_lora import cli
-from qat_lora.app.shared import say
 from qat_lora.options import RunConfig
+from qat_lora.setup.common import say
 from qat_lora.terminal import any_text
 
 LINE = "cpu · float32 · runs/gr\u00f6\u00dfe\udcff"

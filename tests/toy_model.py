@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from qat_lora.models import load_tokenizer, make_qwen3, make_tokenizer
+from qat_lora.models.load import load_tokenizer, make_qwen3, make_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY, LENGTH = 512, 32

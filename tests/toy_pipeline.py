@@ -2,20 +2,20 @@
 
 from dataclasses import replace
 
+from qat_lora.data.sources import TextConfig
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.options import CacheBuildOptions, EvalOptions, ExportOptions, QuantizeOptions, RecoverOptions, RunConfig
-from qat_lora.runtime.select import select_runtime
-from qat_lora.text.sources import TextConfig
+from qat_lora.registry import COMMANDS
+from qat_lora.runtime.launch.select import select_runtime
 from qat_lora.train.loop import LoopConfig
 from qat_lora.train.optim import OptimConfig
 
 
 def call(name, options, **changed):
-    """Run a function of the app on the CPU, in this process."""
+    """Run a command on the CPU, in this process."""
     runtime = select_runtime("cpu")
-    from qat_lora import app
-
-    return runtime.launch(lambda: getattr(app, name)(replace(options, **changed), runtime))
+    command = next(c for c in COMMANDS.values() if c.function.endswith(f":{name}"))
+    return runtime.launch(lambda: command.load()(replace(options, **changed), runtime))
 
 
 def part(out, **changed):

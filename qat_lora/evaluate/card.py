@@ -12,7 +12,7 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qat_lora.cache import overlap
+from qat_lora.cache.tools import overlap
 from qat_lora.evaluate import break_even
 from qat_lora.evaluate.report import markdown_table
 

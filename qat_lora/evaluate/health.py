@@ -21,11 +21,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from qat_lora.config import option
-from qat_lora.decoding import begin, step
 from qat_lora.errors import ConfigError, TextError
+from qat_lora.models.kv_cache import begin, step
 
 if TYPE_CHECKING:
-    from qat_lora.models import CausalLM
+    from qat_lora.models.load import CausalLM
 
 GRAM = 4  # tokens; of the repetition rate
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from qat_lora.extras import pyplot
-from qat_lora.files import whole_file
+from qat_lora.files.folders import whole_file
 
 INK, FAINT = "#1f2933", "#9aa5b1"
 COLOURS = ("#0b6e99", "#d9730d", "#448361", "#9065b0", "#c14c8a", "#cb912f", "#337ea9", "#787774")

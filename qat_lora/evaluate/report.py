@@ -9,8 +9,8 @@ from typing import Any
 
 from qat_lora.evaluate.plots import colours_of
 from qat_lora.extras import pyplot
-from qat_lora.files import whole_file, write_text
-from qat_lora.finite import json_text
+from qat_lora.files.finite import json_text
+from qat_lora.files.folders import whole_file, write_text
 
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("ppl", "perplexity", ",.2f"),

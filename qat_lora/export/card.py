@@ -16,11 +16,11 @@ from typing import Any
 
 import yaml
 
-from qat_lora.cache.store import read_manifest
+from qat_lora.cache.storage.store import read_manifest
 from qat_lora.config import load_yaml
 from qat_lora.errors import ConfigError, DamagedFileError
 from qat_lora.evaluate.report import markdown_table, table_rows
-from qat_lora.outputs import MARK, check_listed
+from qat_lora.files.outputs import MARK, check_listed
 
 LIBRARY = {"merged": "transformers", "adapter": "peft", "compressed-tensors": "transformers", "gguf": "gguf"}
 _TRANSFORMERS = """\

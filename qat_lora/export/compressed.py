@@ -21,13 +21,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from qat_lora.checksums import read_object
 from qat_lora.errors import ModelError
 from qat_lora.export.integers import Integers, as_integers, needed_bits, other_tensors
 from qat_lora.extras import require
-from qat_lora.finite import check_finite
+from qat_lora.files.checksums import read_object
+from qat_lora.files.finite import check_finite
 from qat_lora.layers.convert import HEAD, linear_layers, quant_layers, tied_embedding
-from qat_lora.models import DTYPES, PACKED
+from qat_lora.models.load import DTYPES, PACKED
 
 PORTABLE = (2, 4, 8)  # bits that every version of compressed-tensors packs alike
 REFIT_BITS = 4

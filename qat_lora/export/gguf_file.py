@@ -24,9 +24,9 @@ from qat_lora.errors import ModelError
 from qat_lora.export.gguf_vocab import vocabulary
 from qat_lora.export.integers import Integers, as_integers, needed_bits, other_tensors
 from qat_lora.extras import require
-from qat_lora.finite import check_finite
+from qat_lora.files.finite import check_finite
 from qat_lora.layers.convert import HEAD, lora_layers, quant_layers, tied_embedding
-from qat_lora.models import DTYPES, CausalLM
+from qat_lora.models.load import DTYPES, CausalLM
 
 BLOCK = 32
 Q4_BITS = 4

@@ -13,7 +13,7 @@ from torch import nn
 
 from qat_lora.errors import ModelError
 from qat_lora.layers.convert import lora_layers, merge, quant_layers
-from qat_lora.models import DTYPES, cast, save_model
+from qat_lora.models.load import DTYPES, cast, save_model
 
 
 def check_mergeable(module: nn.Module) -> None:

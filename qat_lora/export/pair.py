@@ -12,12 +12,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from qat_lora.checksums import NOTE, check_folder, read_object, seal
 from qat_lora.errors import ModelError
-from qat_lora.export.adapter import CONFIG, WEIGHTS, read_adapter
 from qat_lora.export.card import shown
-from qat_lora.identity import checkpoint_sha256
-from qat_lora.models import copy_tokenizer
+from qat_lora.files.checksums import NOTE, check_folder, read_object, seal
+from qat_lora.files.identity import checkpoint_sha256
+from qat_lora.models.adapter import CONFIG, WEIGHTS, read_adapter
+from qat_lora.models.load import copy_tokenizer
 
 BASE = "base"
 

@@ -11,13 +11,13 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from qat_lora.checksums import check_folder, read_object
 from qat_lora.config import parse_yaml
 from qat_lora.errors import ConfigError, ModelError
-from qat_lora.export.adapter import CONFIG, read_adapter
-from qat_lora.files import LIST, MARK
-from qat_lora.identity import checkpoint_sha256
-from qat_lora.outputs import check_listed
+from qat_lora.files.checksums import check_folder, read_object
+from qat_lora.files.folders import LIST, MARK
+from qat_lora.files.identity import checkpoint_sha256
+from qat_lora.files.outputs import check_listed
+from qat_lora.models.adapter import CONFIG, read_adapter
 
 WEIGHTS = (".safetensors", ".gguf")
 TEXTS = (".json", ".jinja", ".md")

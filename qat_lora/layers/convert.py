@@ -17,7 +17,7 @@ from torch import nn
 from qat_lora.errors import ConfigError, ModelError
 from qat_lora.layers.lora import Factors, LoraConfig, LoraLinear
 from qat_lora.layers.quant_linear import QuantLinear
-from qat_lora.layers.tied import TiedEmbedding, embedding_of, tie_embedding, untie_embedding
+from qat_lora.layers.tied_embedding import TiedEmbedding, embedding_of, tie_embedding, untie_embedding
 from qat_lora.quant.spec import MLP, Preset, QuantSpec
 
 HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)$")

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.quant.codes import decode
-from qat_lora.quant.fake import round_through
+from qat_lora.quant.fake_quantize import round_through
 from qat_lora.quant.scales import TINY, away_from_zero
 
 MARGIN = (

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from qat_lora.config import option
 from qat_lora.errors import CacheError, ConfigError
-from qat_lora.losses.cached import OPTIONAL_ARRAYS, EstimatorName, cached_terms, check_estimator, wanted
-from qat_lora.losses.dense import hidden_error_sum
-from qat_lora.losses.fused import LossSum, fused_linear_kd
-from qat_lora.losses.terms import Term, label_term
+from qat_lora.losses.full_vocab import hidden_error_sum
+from qat_lora.losses.fused.op import LossSum, fused_linear_kd
+from qat_lora.losses.kd_terms import OPTIONAL_ARRAYS, EstimatorName, cached_terms, check_estimator, wanted
+from qat_lora.losses.loss_terms import Term, label_term
 from qat_lora.types import Batch, LossWalk, OutputHead
 
 ObjectiveResult = LossSum

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from qat_lora.errors import CacheError
-from qat_lora.losses.chunks import project
 from qat_lora.losses.estimators import log_add
+from qat_lora.losses.fused.by_token import project
 from qat_lora.types import Batch, OutputHead, SparseTeacher, temperature_key
 
 

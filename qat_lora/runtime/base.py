@@ -29,7 +29,7 @@ class Runtime(Protocol):
     replicas: int
     """Data-parallel copies of the model over all processes (not the process count under SPMD)."""
     loss_walk: LossWalk
-    """Which of two equal walks through the logits is the faster here (`losses/fused.py`)."""
+    """Which of two equal walks through the logits is the faster here (`losses/fused/op.py`)."""
     piece_bytes: int | None
     """How much of a large intermediate result elementwise work should take at a time to stay in the processor's cache;
     None where every piece costs a kernel launch or a graph node."""

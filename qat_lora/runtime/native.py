@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 
 from qat_lora.errors import DeviceError
-from qat_lora.runtime import collectives
-from qat_lora.runtime.deferred import DeferredCalls, host_value
-from qat_lora.runtime.feeding import host_tensors, prefetch
-from qat_lora.runtime.group import group_size, place_in_group
-from qat_lora.runtime.placement import move_module
-from qat_lora.runtime.saving import save_tensors
+from qat_lora.runtime.host import collectives
+from qat_lora.runtime.host.async_readback import DeferredCalls, host_value
+from qat_lora.runtime.host.placement import move_module
+from qat_lora.runtime.host.prefetch import host_tensors, prefetch
+from qat_lora.runtime.host.saving import save_tensors
+from qat_lora.runtime.launch.process_group import group_size, place_in_group
 from qat_lora.types import AttentionForm, Batch, LossWalk
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from tqdm import tqdm
 
 from qat_lora.config import option
 from qat_lora.errors import ConfigError, ModelError
+from qat_lora.layers.calibrate.finished import NOT_KEPT, Work
 from qat_lora.layers.convert import linear_layers, quant_layers
-from qat_lora.layers.finished import NOT_KEPT, Work
 from qat_lora.runtime.base import Runtime
 from qat_lora.train.optim import AdamW
 from qat_lora.types import Batch

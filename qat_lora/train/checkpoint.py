@@ -19,11 +19,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from qat_lora.checksums import PROMISE, SUMS, check_sums, notice_no_sums, read_object, write_sums
 from qat_lora.errors import ConfigError, DamagedFileError, DivergedError, ModelError
-from qat_lora.files import discard, is_ours, sweep, whole_folder
-from qat_lora.finite import json_text, not_finite
-from qat_lora.runtime.randomness import random_states, set_random_states
+from qat_lora.files.checksums import PROMISE, SUMS, check_sums, notice_no_sums, read_object, write_sums
+from qat_lora.files.finite import json_text, not_finite
+from qat_lora.files.folders import discard, is_ours, sweep, whole_folder
+from qat_lora.runtime.host.randomness import random_states, set_random_states
 from qat_lora.train.metrics import check_log
 
 NAME = re.compile(r"^step-(\d{6,})$")

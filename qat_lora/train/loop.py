@@ -26,12 +26,12 @@ from qat_lora.errors import (
     QatLoraError,
     ReplicaError,
 )
-from qat_lora.files import settle
+from qat_lora.files.folders import settle
 from qat_lora.losses.objective import ObjectiveConfig, weight_tensors
 from qat_lora.runtime.base import Runtime
-from qat_lora.runtime.randomness import random_states, set_random_states
-from qat_lora.runtime.signals import stop_signals
-from qat_lora.train import compiling
+from qat_lora.runtime.host.randomness import random_states, set_random_states
+from qat_lora.runtime.host.signals import stop_signals
+from qat_lora.train import compile_watch as compiling
 from qat_lora.train.anchor import anchor_batches, anchor_micro_batch
 from qat_lora.train.checkpoint import REMEDY, checkpoints, load_checkpoint, save_checkpoint
 from qat_lora.train.metrics import EMPTY, LogMark, MetricsLog, append_line, cut_back, log_mark
@@ -125,7 +125,7 @@ class Trainee:
 
 
 class TrainingRows(Protocol):
-    """What is trained on: a KD cache or a text, as rows in an order that `qat_lora.order` computes."""
+    """What is trained on: a KD cache or a text, as rows in an order that `qat_lora.data.shuffle` computes."""
 
     def batches(
         self, start_step: int, steps: int, batch_rows: int, accumulation: int, seed: int, replica: int, replicas: int

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from qat_lora.checksums import sha256_of
 from qat_lora.errors import DamagedFileError
 from qat_lora.extras import pyplot
-from qat_lora.files import ours, whole_file, write_text
-from qat_lora.finite import json_text
-from qat_lora.runtime.memory import peak_memory_bytes
+from qat_lora.files.checksums import sha256_of
+from qat_lora.files.finite import json_text
+from qat_lora.files.folders import ours, whole_file, write_text
+from qat_lora.runtime.host.memory import peak_memory_bytes
 from qat_lora.train.trackers import Tracker
 
 

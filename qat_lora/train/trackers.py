@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from qat_lora.errors import ConfigError
 from qat_lora.extras import require
-from qat_lora.files import appeared, tree, write_text
+from qat_lora.files.folders import appeared, tree, write_text
 
 
 class Tracker(Protocol):

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from qat_lora.cache.records import Fingerprint
-from qat_lora.cache.writer import CacheWriter
+from qat_lora.cache.build.writer import CacheWriter
+from qat_lora.cache.format.records import Fingerprint
 from qat_lora.types import temperature_key
 
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from qat_lora.cache.audit import audit, head_sizes, summary, table_rows
-from qat_lora.cache.build import build_kd_cache
-from qat_lora.cache.reader import CacheReader
-from qat_lora.cache.writer import CacheWriter
+from qat_lora.cache.build.builder import build_kd_cache
+from qat_lora.cache.build.writer import CacheWriter
+from qat_lora.cache.read.reader import CacheReader
+from qat_lora.cache.tools.audit import audit, head_sizes, summary, table_rows
 from qat_lora.cli import main
 from qat_lora.errors import CacheError
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from qat_lora.cache.build import build_kd_cache, teacher_arrays
-from qat_lora.cache.dataset import KDCacheDataset
-from qat_lora.cache.verify import verify_cache
-from qat_lora.cache.writer import CacheWriter
+from qat_lora.cache.build.builder import build_kd_cache, teacher_arrays
+from qat_lora.cache.build.writer import CacheWriter
+from qat_lora.cache.read.dataset import KDCacheDataset
+from qat_lora.cache.tools.verify import verify_cache
 from qat_lora.errors import CacheError, ConfigError
 
 WIDTH = 6

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qat_lora.cache.dataset import KDCacheDataset
-from qat_lora.cache.shares import Share
-from qat_lora.cache.store import read_manifest
-from qat_lora.cache.verify import verify_cache
-from qat_lora.cache.writer import CacheWriter
+from qat_lora.cache.build.partition import Share
+from qat_lora.cache.build.writer import CacheWriter
+from qat_lora.cache.read.dataset import KDCacheDataset
+from qat_lora.cache.storage.store import read_manifest
+from qat_lora.cache.tools.verify import verify_cache
 from qat_lora.errors import CacheDamaged, CacheError, ConfigError, OutputExistsError
 
 
@@ -141,10 +141,10 @@ PROCESSES = r"""
 import json, os, signal, sys
 from pathlib import Path
 import numpy as np
-from qat_lora.cache.commit import FAILPOINT_STEPS
-from qat_lora.cache.records import Fingerprint
-from qat_lora.cache.shares import Share
-from qat_lora.cache.writer import CacheWriter
+from qat_lora.files.atomic import FAILPOINT_STEPS
+from qat_lora.cache.format.records import Fingerprint
+from qat_lora.cache.build.partition import Share
+from qat_lora.cache.build.writer import CacheWriter
 assert "torch" not in sys.modules
 
 work = Path(sys.argv[1])
@@ -217,10 +217,11 @@ def test_killed_at_the_end_and_ending_together(tmp_path, races):
 
 def test_two_builds_of_a_text_hold_all_of_it_once(tmp_path, tiny):
     """Through the command: documents dealt out, evaluation rows from builder 0 only, against a packing by hand."""
-    from qat_lora.launch import run
-    from qat_lora.models import load_tokenizer
+    from qat_lora.data.sources import TextConfig, open_documents
+    from qat_lora.models.load import load_tokenizer
     from qat_lora.options import CacheBuildOptions, RunConfig
-    from qat_lora.text.sources import TextConfig, open_documents
+    from qat_lora.registry import COMMANDS
+    from qat_lora.runtime.launch.start import run
 
     text = TextConfig(dataset=str(tiny.text), format="text")
     out, length = tmp_path / "c", 48
@@ -237,12 +238,12 @@ def test_two_builds_of_a_text_hold_all_of_it_once(tmp_path, tiny):
             run=RunConfig(out=str(out), device="cpu", quiet=True),
         )
 
-    run("build_cache", build("1/2"))
+    run(COMMANDS["cache build"], build("1/2"))
     assert "manifest.json" not in _files(out)
     again = _files(out)
-    run("build_cache", build("1/2"))  # already ended: nothing happens
+    run(COMMANDS["cache build"], build("1/2"))  # already ended: nothing happens
     assert _files(out) == again
-    run("build_cache", build("0/2"))
+    run(COMMANDS["cache build"], build("0/2"))
     assert verify_cache(out).strangers == ()
 
     tokenizer = load_tokenizer(tiny.teacher)

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from qat_lora.cache.codec import DEEPEST, decode_values, encode_values
-from qat_lora.cache.dataset import KDCacheDataset
-from qat_lora.cache.reader import CacheReader
-from qat_lora.cache.records import optional_arrays
-from qat_lora.cache.verify import verify_cache
-from qat_lora.cache.writer import CacheWriter
+from qat_lora.cache.build.writer import CacheWriter
+from qat_lora.cache.format.codec import DEEPEST, decode_values, encode_values
+from qat_lora.cache.format.records import optional_arrays
+from qat_lora.cache.read.dataset import KDCacheDataset
+from qat_lora.cache.read.reader import CacheReader
+from qat_lora.cache.tools.verify import verify_cache
 from qat_lora.errors import CacheError
 
 

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from qat_lora.cache import format as fmt
-from qat_lora.cache.dataset import KDCacheDataset
-from qat_lora.cache.describe import describe
-from qat_lora.cache.reader import CacheReader
-from qat_lora.cache.records import Manifest, Sidecar, parse, render
-from qat_lora.cache.shard import check_header
-from qat_lora.cache.store import check_shard_bytes, read_manifest
-from qat_lora.cache.verify import verify_cache
+from qat_lora.cache.format import layout as fmt
+from qat_lora.cache.format.records import Manifest, Sidecar, parse, render
+from qat_lora.cache.read.dataset import KDCacheDataset
+from qat_lora.cache.read.reader import CacheReader
+from qat_lora.cache.read.shard import check_header
+from qat_lora.cache.storage.store import check_shard_bytes, read_manifest
+from qat_lora.cache.tools.describe import describe
+from qat_lora.cache.tools.verify import verify_cache
 from qat_lora.cli import main
 from qat_lora.errors import CacheDamaged, CacheError
 

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from qat_lora.cache.dataset import KDCacheDataset
+from qat_lora.cache.read.dataset import KDCacheDataset
+from qat_lora.data.shuffle import permuted
 from qat_lora.errors import CacheError, ConfigError
-from qat_lora.order import permuted
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_preload_and_files_serve_the_same(dataset):
 
 
 def test_more_shards_than_may_be_open(dataset, monkeypatch):
-    monkeypatch.setattr("qat_lora.cache.shard._MOST_OPEN", 2)
+    monkeypatch.setattr("qat_lora.cache.read.shard._MOST_OPEN", 2)
     again = KDCacheDataset(dataset.path)
     np.testing.assert_array_equal(again.rows(range(29))["input_ids"][:, 0], np.arange(29))
     assert len(again._reader._shards) == 2

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from qat_lora.cache.describe import describe, plot_tail_mass, render
+from qat_lora.cache.tools.describe import describe, plot_tail_mass, render
 from qat_lora.cli import main
-from qat_lora.launch import run
-from qat_lora.models import load_model, load_tokenizer
+from qat_lora.data.sources import TextConfig
+from qat_lora.models.load import load_model, load_tokenizer
 from qat_lora.options import CacheBuildOptions, RunConfig
-from qat_lora.text.sources import TextConfig
+from qat_lora.registry import COMMANDS
+from qat_lora.runtime.launch.start import run
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,7 @@ def cache(tiny, tmp_path_factory):
         num_rows=6,
         run=RunConfig(out=str(out), device="cpu", quiet=True),
     )
-    return run("build_cache", options)
+    return run(COMMANDS["cache build"], options)
 
 
 def test_rows_as_text_are_the_teachers_choices(cache, tiny, capsys):

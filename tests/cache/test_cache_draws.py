@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from qat_lora.cache.build import build_kd_cache
-from qat_lora.cache.dataset import KDCacheDataset
-from qat_lora.cache.draws import draw
-from qat_lora.cache.records import optional_arrays
-from qat_lora.cache.verify import verify_cache
-from qat_lora.cache.writer import CacheWriter
+from qat_lora.cache.build.builder import build_kd_cache
+from qat_lora.cache.build.draws import draw
+from qat_lora.cache.build.writer import CacheWriter
+from qat_lora.cache.format.records import optional_arrays
+from qat_lora.cache.read.dataset import KDCacheDataset
+from qat_lora.cache.tools.verify import verify_cache
 
 LARGEST_Z = 5.0
 

@@ -7,14 +7,15 @@ import time
 
 import pytest
 
-from qat_lora.cache.forecast import TIMED_BATCHES
-from qat_lora.cache.store import read_manifest
+from qat_lora.cache.build.forecast import TIMED_BATCHES
+from qat_lora.cache.storage.store import read_manifest
 from qat_lora.cli import main
+from qat_lora.data.sources import TextConfig
 from qat_lora.errors import ConfigError
-from qat_lora.launch import run
-from qat_lora.models import CausalLM
+from qat_lora.models.load import CausalLM
 from qat_lora.options import CacheBuildOptions, RunConfig
-from qat_lora.text.sources import TextConfig
+from qat_lora.registry import COMMANDS
+from qat_lora.runtime.launch.start import run
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def build(tiny, tmp_path):
             "teacher_batch_size": 2,
             "run": RunConfig(out=str(tmp_path / out), device="cpu", quiet=True),
         }
-        return run("build_cache", CacheBuildOptions(**{**values, **changes}))
+        return run(COMMANDS["cache build"], CacheBuildOptions(**{**values, **changes}))
 
     return options
 

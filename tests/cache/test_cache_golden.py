@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from qat_lora.cache.dataset import KDCacheDataset
 from qat_lora.cache.head import HeadFile
 from qat_lora.cache.reader import CacheReader

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from qat_lora.cache import lease
-from qat_lora.cache.lease import hold
+from qat_lora.cache.storage import lease
+from qat_lora.cache.storage.lease import hold
 from qat_lora.errors import OutputExistsError
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from qat_lora.cache.location import LocalFolder, locate
-from qat_lora.cache.object_store import ObjectFolder
-from qat_lora.cache.verify import verify_cache
+from qat_lora.cache.storage.location import LocalFolder, locate
+from qat_lora.cache.storage.object_store import ObjectFolder
+from qat_lora.cache.tools.verify import verify_cache
 from qat_lora.cli import main
 from qat_lora.errors import CacheDamaged, CacheError
 

@@ -14,14 +14,14 @@ import fsspec
 import numpy as np
 import pytest
 
-from qat_lora.cache import lease, spool
-from qat_lora.cache.dataset import KDCacheDataset
-from qat_lora.cache.describe import describe
-from qat_lora.cache.object_store import ObjectFolder
-from qat_lora.cache.parquet import export_parquet
-from qat_lora.cache.spool import Spool
-from qat_lora.cache.verify import verify_cache
-from qat_lora.cache.writer import CacheWriter
+from qat_lora.cache.build.writer import CacheWriter
+from qat_lora.cache.read.dataset import KDCacheDataset
+from qat_lora.cache.storage import lease, spool
+from qat_lora.cache.storage.object_store import ObjectFolder
+from qat_lora.cache.storage.spool import Spool
+from qat_lora.cache.tools.describe import describe
+from qat_lora.cache.tools.parquet import export_parquet
+from qat_lora.cache.tools.verify import verify_cache
 from qat_lora.errors import CacheDamaged, CacheError, MissingExtraError, OutputExistsError
 
 
@@ -283,12 +283,12 @@ KILLS = r"""
 import json, os, signal, sys
 import bucket
 import numpy as np
-from qat_lora.cache import lease
-from qat_lora.cache.records import Fingerprint
-from qat_lora.cache.object_store import ObjectFolder
-from qat_lora.cache.shares import Share
-from qat_lora.cache.reader import CacheReader
-from qat_lora.cache.writer import CacheWriter
+from qat_lora.cache.storage import lease
+from qat_lora.cache.format.records import Fingerprint
+from qat_lora.cache.storage.object_store import ObjectFolder
+from qat_lora.cache.build.partition import Share
+from qat_lora.cache.read.reader import CacheReader
+from qat_lora.cache.build.writer import CacheWriter
 lease.BEAT_S, lease.SILENCE_S = 0.01, 0.1
 L, K = 5, 3
 fp = Fingerprint(tokenizer_sha256="1", vocab_size=31, teacher="t", teacher_sha256="2", chat_template_sha256=None,

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from qat_lora.cache import overlap as room
-from qat_lora.cache.overlap import overlap, summary
+from qat_lora.cache.tools import overlap as room
+from qat_lora.cache.tools.overlap import overlap, summary
+from qat_lora.data.packing import PackedRow
 from qat_lora.errors import CacheError
-from qat_lora.text.packing import PackedRow
 
 LENGTH = 24
 

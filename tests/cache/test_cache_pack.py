@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qat_lora.cache.pack import pack_cache, unpack_cache
-from qat_lora.cache.records import optional_arrays
-from qat_lora.cache.verify import verify_cache
+from qat_lora.cache.format.records import optional_arrays
+from qat_lora.cache.tools.pack import pack_cache, unpack_cache
+from qat_lora.cache.tools.verify import verify_cache
 from qat_lora.cli import main
 from qat_lora.errors import CacheDamaged, CacheError, MissingExtraError, OutputExistsError
 
@@ -117,7 +117,7 @@ def test_streams_that_are_sealed_and_wrong(packed, tmp_path, monkeypatch):
     """Past the sha256, as somebody who forges it would come: sizes are compared before anything is unpacked."""
     import zstandard
 
-    from qat_lora.cache import pack
+    from qat_lora.cache.tools import pack
 
     data = (packed / "s-000000.packed").read_bytes()
     begin = 8 + 32 + 8 + int.from_bytes(data[40:48], "little")
@@ -174,7 +174,7 @@ def test_kills_and_going_on(packed, tmp_path, point):
     ):
         if words == "pack" and point.startswith("sidecar"):
             continue
-        code = f"from qat_lora.cache.pack import *; {words}_cache({str(source)!r}, {str(out)!r})"
+        code = f"from qat_lora.cache.tools.pack import *; {words}_cache({str(source)!r}, {str(out)!r})"
         environment = os.environ | {"QAT_LORA_FAILPOINT": point}
         died = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=100)
         assert died.returncode == -signal.SIGKILL, died.stderr.decode()[-500:]

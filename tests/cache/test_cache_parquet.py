@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qat_lora.cache.dataset import KDCacheDataset
-from qat_lora.cache.parquet import export_parquet
-from qat_lora.cache.records import to_json
-from qat_lora.cache.store import read_manifest
+from qat_lora.cache.format.records import to_json
+from qat_lora.cache.read.dataset import KDCacheDataset
+from qat_lora.cache.storage.store import read_manifest
+from qat_lora.cache.tools.parquet import export_parquet
 from qat_lora.cli import main
 from qat_lora.errors import CacheDamaged, CacheError, MissingExtraError, OutputExistsError
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from qat_lora.cache.redraw import redraw, redraw_uniforms
+from qat_lora.cache.format.redraw import redraw, redraw_uniforms
 
 VOCAB, TOP_K, K, POSITIONS, DRAWS = 23, 9, 3, 400, 50
 

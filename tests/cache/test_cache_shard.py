@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qat_lora.cache import shard as shards
-from qat_lora.cache.dataset import KDCacheDataset
-from qat_lora.cache.describe import describe
-from qat_lora.cache.parquet import export_parquet
+from qat_lora.cache.read import shard as shards
+from qat_lora.cache.read.dataset import KDCacheDataset
+from qat_lora.cache.tools.describe import describe
+from qat_lora.cache.tools.parquet import export_parquet
 from qat_lora.errors import CacheDamaged
 
 OPTIONAL = ("tail_draws:2", "draws:1")
@@ -118,7 +118,7 @@ if way == "mapped":
     os.truncate(file, 0)
     print(rows[size - 1])
 else:
-    from qat_lora.cache.dataset import KDCacheDataset
+    from qat_lora.cache.read.dataset import KDCacheDataset
     dataset = KDCacheDataset(os.path.dirname(file))
     dataset.rows([5])
     os.truncate(file, 0)
@@ -151,10 +151,10 @@ import os, resource, sys, tempfile
 tempfile.tempdir = sys.argv[1]
 from conftest import _fingerprint, _random_rows, _write_cache
 import numpy as np
-from qat_lora.cache import overlap, shard
-from qat_lora.cache.dataset import KDCacheDataset
-from qat_lora.cache.describe import describe
-from qat_lora.cache.verify import verify_cache
+from qat_lora.cache.tools import overlap, shard
+from qat_lora.cache.read.dataset import KDCacheDataset
+from qat_lora.cache.tools.describe import describe
+from qat_lora.cache.tools.verify import verify_cache
 from qat_lora.errors import CacheDamaged
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
@@ -172,7 +172,7 @@ for place in (sys.argv[1] + "/c", "memory://c"):
     print("open", len(os.listdir("/proc/self/fd")))
     sets.clear()
 shard.most_open = lambda: 1_000
-import qat_lora.cache.reader as reader
+import qat_lora.cache.read.reader as reader
 reader.most_open = shard.most_open
 try:
     KDCacheDataset(sys.argv[1] + "/c").rows(range(120))

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from qat_lora.cache.codec import encode_rows
-from qat_lora.cache.records import optional_arrays
-from qat_lora.cache.transport import pack_arrays, unpack_arrays
+from qat_lora.cache.format.codec import encode_rows
+from qat_lora.cache.format.records import optional_arrays
+from qat_lora.cache.tools.transport import pack_arrays, unpack_arrays
 from qat_lora.errors import CacheDamaged
 
 pytest.importorskip("zstandard")

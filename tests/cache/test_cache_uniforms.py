@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 
-from qat_lora.cache.uniforms import row_uniforms
+from qat_lora.cache.build.uniforms import row_uniforms
 
 KNOWN = [[11563034, 6821631], [8059886, 2691079]]
 
@@ -47,6 +47,6 @@ def test_uniform():
 
 
 def test_reader_and_writer_need_no_torch():
-    modules = "qat_lora.cache.writer, qat_lora.cache.dataset, qat_lora.cache.pack"
+    modules = "qat_lora.cache.build.writer, qat_lora.cache.read.dataset, qat_lora.cache.tools.pack"
     code = f"import sys, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)

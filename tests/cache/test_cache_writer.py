@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qat_lora import outputs
-from qat_lora.cache import commit
-from qat_lora.cache.dataset import KDCacheDataset
-from qat_lora.cache.records import to_json
-from qat_lora.cache.store import read_manifest
-from qat_lora.cache.verify import verify_cache
-from qat_lora.cache.writer import CacheWriter
+from qat_lora.cache.build.writer import CacheWriter
+from qat_lora.cache.format.records import to_json
+from qat_lora.cache.read.dataset import KDCacheDataset
+from qat_lora.cache.storage.store import read_manifest
+from qat_lora.cache.tools.verify import verify_cache
 from qat_lora.errors import CacheDamaged, CacheError, OutputExistsError
+from qat_lora.files import atomic as commit
+from qat_lora.files import outputs
 
 
 def _files(folder):
@@ -31,9 +31,9 @@ KILLS = r"""
 import json, os, signal, sys
 from pathlib import Path
 import numpy as np
-from qat_lora.cache.commit import FAILPOINT_STEPS, failpoint
-from qat_lora.cache.records import Fingerprint
-from qat_lora.cache.writer import CacheWriter
+from qat_lora.files.atomic import FAILPOINT_STEPS, failpoint
+from qat_lora.cache.format.records import Fingerprint
+from qat_lora.cache.build.writer import CacheWriter
 assert "torch" not in sys.modules
 
 work = Path(sys.argv[1])

@@ -17,8 +17,8 @@ import json
 import torch
 import torch_xla
 import torch_xla.debug.metrics as met
-from qat_lora.cache.build import fetched
-from qat_lora.cache.sparse import sparse_arrays
+from qat_lora.cache.build.builder import fetched
+from qat_lora.cache.build.topk import sparse_arrays
 
 rows, vocab = 8, 1511
 generator = torch.Generator().manual_seed(0)

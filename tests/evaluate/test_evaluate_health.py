@@ -8,8 +8,8 @@ import torch
 
 from qat_lora.errors import ConfigError, TextError
 from qat_lora.evaluate.health import HealthConfig, continue_greedily, health, take_prompts
-from qat_lora.generate import continue_ids
-from qat_lora.models import load_model
+from qat_lora.generate.sample import continue_ids
+from qat_lora.models.load import load_model
 
 
 def test_figures_by_hand():

@@ -9,7 +9,7 @@ import torch
 
 from qat_lora.errors import ConfigError
 from qat_lora.evaluate.tasks import TasksConfig, check_tasks, run_tasks
-from qat_lora.models import load_model, load_tokenizer
+from qat_lora.models.load import load_model, load_tokenizer
 
 pytest.importorskip("lm_eval")
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from qat_lora.models import copy_tokenizer, load_model, save_model
+from qat_lora.models.load import copy_tokenizer, load_model, save_model
 
 PROGRAM = """
 import json, sys
@@ -16,8 +16,8 @@ import torch
 torch.set_num_threads(1)
 from collections import Counter
 from qat_lora import cli
-from qat_lora.app import evaluation
-from qat_lora.runtime.xla import XlaRuntime
+from qat_lora.commands import evaluate as evaluation
+from qat_lora.runtime.xla.runtime import XlaRuntime
 
 counts, runtime = {}, None
 launch = XlaRuntime.launch

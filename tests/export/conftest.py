@@ -13,7 +13,7 @@ def student(tiny, tmp_path_factory):
 def with_adapter(folder, config):
     """Load a student with a random adapter on it."""
     from qat_lora.layers.convert import add_lora
-    from qat_lora.models import load_model
+    from qat_lora.models.load import load_model
 
     model = load_model(str(folder))
     draw = torch.Generator().manual_seed(5)
@@ -27,9 +27,9 @@ def with_adapter(folder, config):
 @pytest.fixture
 def adapted(student, tmp_path):
     """A model with an adapter, and the folder that the adapter was saved to."""
-    from qat_lora.export.adapter import save_adapter
-    from qat_lora.identity import checkpoint_sha256
+    from qat_lora.files.identity import checkpoint_sha256
     from qat_lora.layers.lora import LoraConfig
+    from qat_lora.models.adapter import save_adapter
 
     config = LoraConfig(recovery_r=3, recovery_alpha=5.0)
     model = with_adapter(student, config)

@@ -6,10 +6,10 @@ import pytest
 import yaml
 
 from qat_lora.errors import ConfigError, DamagedFileError, ModelError
-from qat_lora.export.adapter import CONFIG
 from qat_lora.export.card import Card, Origin, labelled, read_origin, read_scores, render, shown
 from qat_lora.export.pair import save_pair, save_settings
-from qat_lora.outputs import claim
+from qat_lora.files.outputs import claim
+from qat_lora.models.adapter import CONFIG
 
 
 def card(**changed):

@@ -16,17 +16,18 @@ from safetensors.torch import load_file, save_file
 from toy_pipeline import cache_options, call, eval_options, export_options, part, quantize_options, recover_options
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qat_lora.app.generating import generate
-from qat_lora.checksums import seal
+from qat_lora.commands.generate import generate
+from qat_lora.data.sources import TextConfig
 from qat_lora.errors import ConfigError, ModelError, OutputExistsError, QatLoraError
-from qat_lora.layers.calibrate import quantise_model
+from qat_lora.files.checksums import seal
+from qat_lora.layers.calibrate.quantize import quantise_model
 from qat_lora.layers.convert import bits_per_weight
-from qat_lora.models import load_model, save_quantised
-from qat_lora.options import ExportOptions, GenerateOptions, HubConfig
+from qat_lora.models.hub import HubConfig
+from qat_lora.models.load import load_model, save_quantised
+from qat_lora.models.student import open_student
+from qat_lora.options import ExportOptions, GenerateOptions
 from qat_lora.quant.spec import preset
-from qat_lora.runtime.select import select_runtime
-from qat_lora.students import open_student
-from qat_lora.text.sources import TextConfig
+from qat_lora.runtime.launch.select import select_runtime
 
 # Between PEFT and transformers: the one reads an attribute that the other has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -243,7 +244,7 @@ def test_a_failed_write_leaves_nothing_that_loads(recovered, tmp_path, monkeypat
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("qat_lora.app.exporting.copy_tokenizer", full)
+    monkeypatch.setattr("qat_lora.commands.export.copy_tokenizer", full)
     with pytest.raises(OSError, match="No space"):
         call("export", export_options(recovered, tmp_path / "out"))
     assert not list(tmp_path.rglob("*.safetensors"))

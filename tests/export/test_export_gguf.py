@@ -10,17 +10,17 @@ from toy_pipeline import call, export_options
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from qat_lora.errors import ModelError
-from qat_lora.export.adapter import save_adapter
 from qat_lora.export.gguf_file import gguf_name, q4_0, row_order
 from qat_lora.export.gguf_vocab import SPLITS, vocabulary
-from qat_lora.identity import checkpoint_sha256
-from qat_lora.layers.calibrate import quantise_model
+from qat_lora.files.identity import checkpoint_sha256
+from qat_lora.layers.calibrate.quantize import quantise_model
 from qat_lora.layers.convert import add_lora, lora_layers, quant_layers
 from qat_lora.layers.lora import LoraConfig
-from qat_lora.models import copy_tokenizer, load_model, load_tokenizer, save_quantised
-from qat_lora.options import HubConfig
+from qat_lora.models.adapter import save_adapter
+from qat_lora.models.hub import HubConfig
+from qat_lora.models.load import copy_tokenizer, load_model, load_tokenizer, save_quantised
+from qat_lora.models.student import open_student
 from qat_lora.quant.spec import preset
-from qat_lora.students import open_student
 
 gguf = pytest.importorskip("gguf")
 TEXT = "the model of a layer and the weight in the cache. a token to the loss, quant scale code row head tail.\n" * 3

@@ -10,7 +10,7 @@ from qat_lora.errors import ConfigError
 from qat_lora.export.compressed import notes, to_integers
 from qat_lora.export.integers import as_integers, needed_bits, other_tensors, with_integers
 from qat_lora.layers.quant_linear import QuantLinear
-from qat_lora.quant.initialise import quantise_weight
+from qat_lora.quant.initialize import quantise_weight
 from qat_lora.quant.spec import PRESETS, QuantSpec
 
 

@@ -10,9 +10,9 @@ from toy_pipeline import call, export_options
 
 from qat_lora.errors import ModelError
 from qat_lora.export.merged import save_merged
-from qat_lora.models import load_model
-from qat_lora.options import HubConfig
-from qat_lora.students import open_student
+from qat_lora.models.hub import HubConfig
+from qat_lora.models.load import load_model
+from qat_lora.models.student import open_student
 
 PLAIN = """
 import sys, torch

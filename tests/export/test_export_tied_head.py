@@ -6,8 +6,8 @@ from safetensors.torch import load_file
 from toy_pipeline import call, export_options, quantize_options
 from transformers import AutoModelForCausalLM
 
-from qat_lora.options import HubConfig
-from qat_lora.students import open_student
+from qat_lora.models.hub import HubConfig
+from qat_lora.models.student import open_student
 
 IDS = torch.arange(3, 35).reshape(1, 32)
 

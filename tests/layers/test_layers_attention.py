@@ -5,8 +5,8 @@ import torch
 
 from qat_lora.layers import attention
 from qat_lora.layers.attention import tiled_attention
-from qat_lora.masks import attention_inputs
-from qat_lora.models import TILED, make_qwen3
+from qat_lora.models.attention_mask import attention_inputs
+from qat_lora.models.load import TILED, make_qwen3
 from qat_lora.runtime.native import NativeRuntime
 
 

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from qat_lora.errors import ConfigError
-from qat_lora.layers.calibrate import quantise_model, second_moments
+from qat_lora.layers.calibrate.fit import Metric
+from qat_lora.layers.calibrate.quantize import quantise_model, second_moments
 from qat_lora.layers.convert import add_lora, quant_layers
-from qat_lora.layers.fit import Metric
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.quant.spec import preset
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from qat_lora.errors import ConfigError, ModelError
-from qat_lora.layers.calibrate import quantise_model
+from qat_lora.layers.calibrate.quantize import quantise_model
 from qat_lora.layers.convert import (
     add_lora,
     bits_per_weight,

@@ -5,8 +5,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from qat_lora.layers.finished import Finished, finished_of, kept_of
-from qat_lora.layers.fit import Fit, fit_layer
+from qat_lora.layers.calibrate.finished import Finished, finished_of, kept_of
+from qat_lora.layers.calibrate.fit import Fit, fit_layer
 from qat_lora.quant.spec import PRESETS
 
 SPECS = {name: entry.rules[0][1] for name, entry in PRESETS.items()}

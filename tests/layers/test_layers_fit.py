@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from qat_lora.errors import ConfigError
-from qat_lora.layers.fit import INPUT_FLOOR, Metric, _Root, fit_layer
+from qat_lora.layers.calibrate.fit import INPUT_FLOOR, Metric, _Root, fit_layer
 from qat_lora.quant.spec import QuantSpec
 
 SPEC = QuantSpec(bits=2, code="half", sharing="group", group_size=16)

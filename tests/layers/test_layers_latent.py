@@ -11,8 +11,8 @@ from qat_lora.errors import ModelError
 from qat_lora.layers.latent import LatentChange, LookUp, Range
 from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.quant.codes import code_values
-from qat_lora.quant.fake import fake_quantise
-from qat_lora.quant.initialise import quantise_weight
+from qat_lora.quant.fake_quantize import fake_quantise
+from qat_lora.quant.initialize import quantise_weight
 from qat_lora.quant.spec import QuantSpec
 
 SPECS = {

@@ -8,7 +8,7 @@ from torch import nn
 from qat_lora.errors import ConfigError
 from qat_lora.layers.lora import Factors, LoraConfig, LoraLinear
 from qat_lora.layers.quant_linear import QuantLinear
-from qat_lora.quant.initialise import quantise_weight
+from qat_lora.quant.initialize import quantise_weight
 from qat_lora.quant.spec import QuantSpec
 
 ROWS, COLUMNS = 5, 9

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qat_lora.errors import ModelError
 from qat_lora.layers.quant_linear import QuantLinear
-from qat_lora.quant.initialise import quantise_weight
+from qat_lora.quant.initialize import quantise_weight
 from qat_lora.quant.spec import QuantSpec
 
 SPECS = {

@@ -8,9 +8,9 @@ import torch
 from losses_oracle import identity_head, make_teacher, numpy_loss
 
 from qat_lora.losses.estimators import ESTIMATORS
-from qat_lora.losses.fused import fused_linear_kd
+from qat_lora.losses.fused.op import fused_linear_kd
+from qat_lora.losses.loss_terms import HeadTerm, PointTerm, hybrid_terms, label_term, sampled_term
 from qat_lora.losses.teacher import sparse_teacher_from_logits
-from qat_lora.losses.terms import HeadTerm, PointTerm, hybrid_terms, label_term, sampled_term
 from qat_lora.types import OutputHead, SparseTeacher
 
 SHAPES = [(1, 31, 1), (3, 31, 7), (127, 31, 30), (3, 1009, 64), (2, 31, 31), (1, 1009, 1009), (2, 8192, 64)]

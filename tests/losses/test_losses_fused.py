@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from qat_lora.losses.estimators import renorm
-from qat_lora.losses.fused import fused_linear_kd
+from qat_lora.losses.fused.op import fused_linear_kd
+from qat_lora.losses.loss_terms import DenseTerm, HeadTerm, label_term, sampled_term
 from qat_lora.losses.teacher import sparse_teacher_from_logits
-from qat_lora.losses.terms import DenseTerm, HeadTerm, label_term, sampled_term
 from qat_lora.types import OutputHead, SparseTeacher
 
 

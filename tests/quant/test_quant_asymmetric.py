@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from qat_lora.quant.asymmetric import range_scale
-from qat_lora.quant.initialise import quantise_weight
+from qat_lora.quant.initialize import quantise_weight
 from qat_lora.quant.scales import importance_cost
 from qat_lora.quant.spec import QuantSpec
 

@@ -18,12 +18,12 @@ from safetensors import safe_open
 from torch import nn
 
 import qat_lora.runtime.native
-import qat_lora.runtime.xla
+import qat_lora.runtime.xla.runtime
 from qat_lora.errors import DeviceError
 from qat_lora.runtime.base import Runtime
+from qat_lora.runtime.launch.select import status_line
 from qat_lora.runtime.native import NativeRuntime
-from qat_lora.runtime.select import status_line
-from qat_lora.runtime.xla import XlaRuntime, is_xla_device, xla_mark_step
+from qat_lora.runtime.xla.runtime import XlaRuntime, is_xla_device, xla_mark_step
 from qat_lora.train.step import optimizer_step
 
 
@@ -385,7 +385,7 @@ def check_autocast(runtime, folder):
 
 
 def check_checkpoint_gives_the_same_gradients(runtime, folder):
-    module = qat_lora.runtime.xla if isinstance(runtime, XlaRuntime) else qat_lora.runtime.native
+    module = qat_lora.runtime.xla.runtime if isinstance(runtime, XlaRuntime) else qat_lora.runtime.native
     checkpoint = module.checkpoint_function()
     torch.manual_seed(0)
     blocks = runtime.place(nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]))

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from qat_lora.runtime.xla import XlaRuntime
+from qat_lora.runtime.xla.runtime import XlaRuntime
 
 VOCABULARY, WIDTH, ROWS, LENGTH, ACCUMULATION, STEPS = 23, 8, 4, 6, 2, 21
 

@@ -3,7 +3,7 @@
 import pytest
 
 from qat_lora.errors import ConfigError
-from qat_lora.runtime.chips import ChipsConfig, Plan, count_tpu_chips, plan_chips
+from qat_lora.runtime.launch.chips import ChipsConfig, Plan, count_tpu_chips, plan_chips
 
 ONE = {"TPU_VISIBLE_CHIPS": "0", "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1", "TPU_PROCESS_BOUNDS": "1,1,1"}
 HALF = {"TPU_VISIBLE_CHIPS": "0,1", "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,2,1", "TPU_PROCESS_BOUNDS": "1,1,1"}

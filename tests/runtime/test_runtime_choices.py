@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from qat_lora.runtime.precision import fast_dtype
-from qat_lora.runtime.randomness import random_states, set_random_states
+from qat_lora.runtime.host.precision import fast_dtype
+from qat_lora.runtime.host.randomness import random_states, set_random_states
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from qat_lora.runtime import saving
-from qat_lora.runtime.deferred import DeferredCalls, host_value
-from qat_lora.runtime.feeding import host_tensors, prefetch
-from qat_lora.runtime.saving import save_tensors
+from qat_lora.runtime.host import saving
+from qat_lora.runtime.host.async_readback import DeferredCalls, host_value
+from qat_lora.runtime.host.prefetch import host_tensors, prefetch
+from qat_lora.runtime.host.saving import save_tensors
 
 
 def test_prefetch_raises_what_prepare_raises():

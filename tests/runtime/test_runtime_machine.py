@@ -4,7 +4,7 @@ from datetime import date
 
 import torch
 
-from qat_lora.runtime.machine import made_with
+from qat_lora.runtime.host.machine import made_with
 
 
 def test_the_processor_is_the_one_that_the_system_names(tmp_path):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from qat_lora.errors import DeviceError
-from qat_lora.runtime.placement import move_module
+from qat_lora.runtime.host.placement import move_module
 
 
 def tied() -> nn.Module:

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from qat_lora.errors import ConfigError, DeviceError, MissingExtraError
-from qat_lora.runtime import select
-from qat_lora.runtime.chips import ChipsConfig
+from qat_lora.runtime.launch import select
+from qat_lora.runtime.launch.chips import ChipsConfig
+from qat_lora.runtime.launch.select import Choice, Found, choose, find_tpu, look, select_runtime, status_line
 from qat_lora.runtime.native import NativeRuntime
-from qat_lora.runtime.select import Choice, Found, choose, find_tpu, look, select_runtime, status_line
-from qat_lora.runtime.xla import XlaRuntime, _chip_name, is_xla_device, xla_mark_step
-from qat_lora.runtime.xla_spmd import XlaSpmdRuntime
+from qat_lora.runtime.xla.runtime import XlaRuntime, _chip_name, is_xla_device, xla_mark_step
+from qat_lora.runtime.xla.spmd import XlaSpmdRuntime
 
 ROOT = Path(__file__).resolve().parents[2]
 LAPTOP = {}
@@ -177,8 +177,8 @@ def test_xla_without_torch_xla(clean_environment):
 
 LEAN = """
 import sys
-import qat_lora.runtime.xla
-from qat_lora.runtime.select import select_runtime
+import qat_lora.runtime.xla.runtime
+from qat_lora.runtime.launch.select import select_runtime
 assert not {"transformers", "torch_xla"} & set(sys.modules)
 select_runtime("cpu")
 from transformers import PreTrainedModel
@@ -187,7 +187,7 @@ assert "torch_xla" not in sys.modules
 
 ABSENT_TPU = """
 from qat_lora.errors import DeviceError
-from qat_lora.runtime.select import select_runtime
+from qat_lora.runtime.launch.select import select_runtime
 runtime = select_runtime("auto")
 try:
     runtime.launch(lambda: None)

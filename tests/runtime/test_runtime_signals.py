@@ -9,10 +9,10 @@ import threading
 import pytest
 
 from qat_lora.errors import InterruptedRunError, ReplicaError
-from qat_lora.runtime import signals
-from qat_lora.runtime.collectives import among_peers, free_port
-from qat_lora.runtime.signals import install_for_good, passed_on, stop_signals
-from qat_lora.runtime.workers import Board
+from qat_lora.runtime.host import signals
+from qat_lora.runtime.host.collectives import among_peers, free_port
+from qat_lora.runtime.host.signals import install_for_good, passed_on, stop_signals
+from qat_lora.runtime.launch.workers import Board
 
 
 def test_the_same_request_twice_is_one_and_a_later_one_ends(monkeypatch):
@@ -22,7 +22,7 @@ def test_the_same_request_twice_is_one_and_a_later_one_ends(monkeypatch):
         assert received == ["SIGTERM"]
     program = """
 import os, signal
-from qat_lora.runtime import signals
+from qat_lora.runtime.host import signals
 signals._SAME_REQUEST_S = 0.0
 with signals.stop_signals() as received:
     os.kill(os.getpid(), signal.SIGTERM)

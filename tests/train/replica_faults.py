@@ -16,7 +16,8 @@ from pathlib import Path
 from replica_training import Rows, work
 
 from qat_lora.errors import ConfigError
-from qat_lora.runtime import native, workers
+from qat_lora.runtime import native
+from qat_lora.runtime.launch import workers
 from qat_lora.train.checkpoint import checkpoints
 
 

@@ -19,12 +19,12 @@ from pathlib import Path
 import torch
 from train_toys import OPTIM, Toy, rows
 
+from qat_lora.data.shuffle import micro_batches
 from qat_lora.errors import CacheDamaged, InterruptedRunError
 from qat_lora.losses.objective import ObjectiveConfig
-from qat_lora.order import micro_batches
-from qat_lora.runtime.chips import ChipsConfig
-from qat_lora.runtime.select import select_runtime
-from qat_lora.runtime.workers import run_group
+from qat_lora.runtime.launch.chips import ChipsConfig
+from qat_lora.runtime.launch.select import select_runtime
+from qat_lora.runtime.launch.workers import run_group
 from qat_lora.train.loop import LoopConfig, LoopHooks, train
 
 GLOBAL, ACCUMULATION, STEPS, POOL = 48, 2, 20, 200  # an epoch is not a whole number of steps: its last has empty rows

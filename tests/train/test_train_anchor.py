@@ -10,9 +10,9 @@ import torch
 from train_toys import LOOP, OPTIM, SETTINGS, VOCABULARY, Toy, ToyData, evaluation, tensors
 
 from qat_lora.errors import InterruptedRunError
-from qat_lora.files import whole_folder
+from qat_lora.files.folders import whole_folder
 from qat_lora.losses.objective import ObjectiveConfig
-from qat_lora.runtime.select import select_runtime
+from qat_lora.runtime.launch.select import select_runtime
 from qat_lora.train.anchor import anchor_batches, anchor_micro_batch, remember
 from qat_lora.train.loop import LoopHooks, train
 from qat_lora.train.step import micro_batch

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 from train_toys import LOOP, OPTIM, SETTINGS, Toy, ToyData
 from qat_lora.losses.objective import ObjectiveConfig
-from qat_lora.runtime.select import select_runtime
+from qat_lora.runtime.launch.select import select_runtime
 from qat_lora.train.anchor import remember
-from qat_lora.files import whole_folder
+from qat_lora.files.folders import whole_folder
 from qat_lora.train.loop import LoopHooks, train
 
 device, weight, out = sys.argv[1], float(sys.argv[2]), Path(sys.argv[3])

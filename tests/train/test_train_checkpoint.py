@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from train_toys import SETTINGS
 
-from qat_lora.checksums import write_sums
 from qat_lora.errors import ConfigError, DivergedError, ModelError
-from qat_lora.files import discard, settle, whole_folder
+from qat_lora.files.checksums import write_sums
+from qat_lora.files.folders import discard, settle, whole_folder
 from qat_lora.train import checkpoint as checkpoint_module
 from qat_lora.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from qat_lora.train.optim import OptimConfig, build_optimizer

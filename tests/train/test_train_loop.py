@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from train_toys import OPTIM, SETTINGS, Toy, ToyData, evaluation, run
 
-from qat_lora.checksums import write_sums
 from qat_lora.errors import CacheDamaged, ConfigError, DivergedError, InterruptedRunError, ModelError
+from qat_lora.files.checksums import write_sums
 from qat_lora.train.checkpoint import checkpoints
 from qat_lora.train.loop import LoopConfig
 from qat_lora.train.metrics import read_metrics

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from replica_training import ACCUMULATION, GLOBAL, POOL, STEPS
 
-from qat_lora.order import global_batch, steps_per_epoch
+from qat_lora.data.shuffle import global_batch, steps_per_epoch
 from qat_lora.train.checkpoint import checkpoints
 from qat_lora.train.metrics import read_metrics
 

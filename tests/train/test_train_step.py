@@ -7,7 +7,7 @@ import torch
 from train_toys import HEAD, VOCABULARY, Toy, rows, tensors
 
 from qat_lora.losses.objective import ObjectiveConfig, objective_loss
-from qat_lora.runtime.select import select_runtime
+from qat_lora.runtime.launch.select import select_runtime
 from qat_lora.train.step import add_sums, micro_batch, optimizer_step, zero_sums
 
 OBJECTIVE = ObjectiveConfig(kd_weight=0.7, ce_weight=0.3)

@@ -17,7 +17,7 @@ import torch
 from train_toys import Toy, run
 
 from qat_lora.errors import QatLoraError
-from qat_lora.runtime.signals import stop_signals
+from qat_lora.runtime.host.signals import stop_signals
 from qat_lora.train.checkpoint import checkpoints
 
 STEPS = {"max_steps": 60, "log_steps": 7, "eval_steps": 5, "keep_checkpoints": 2}

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from qat_lora.files import whole_folder
+from qat_lora.files.folders import whole_folder
 from qat_lora.losses.objective import ObjectiveConfig
-from qat_lora.runtime.select import select_runtime
+from qat_lora.runtime.launch.select import select_runtime
 from qat_lora.train.loop import LoopConfig, LoopHooks, Trainee, train
 from qat_lora.train.optim import OptimConfig
 from qat_lora.types import OutputHead

@@ -1,0 +1,1 @@
+"""Write a KD cache from a teacher."""

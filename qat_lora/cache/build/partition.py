@@ -1,0 +1,129 @@
+"""Several builders fill one cache: who owns which shard, and who writes the manifest.
+
+Builder i of n owns the documents j with j mod n = i and the shard numbers j mod n = i. It never waits for another
+and never writes a name that another writes, so builders may run on machines that share nothing but the folder, and
+each resumes by itself. A coordinator, or documents drawn from a common queue, would balance the load better, but
+then the rows would depend on timing, and no killed build could be continued to the same bytes.
+
+A builder whose rows have ended says so in a record of its own (`b-000001.json`). Whoever finds all n of them writes
+the manifest, one at a time behind a lock; a crash between the last record and the manifest is mended by running any
+of the builders again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from qat_lora.cache.format import layout as fmt
+from qat_lora.cache.format.records import Fingerprint, Part, ShardEntry, parse
+from qat_lora.cache.storage.location import Location
+from qat_lora.cache.storage.store import read_sidecars
+from qat_lora.errors import CacheDamaged, ConfigError, OutputExistsError
+
+_WRITTEN = re.compile(r"([0-9]{1,6})/([0-9]{1,6})")
+
+
+class Share(NamedTuple):
+    """Builder number `builder` of `builders`."""
+
+    builder: int = 0
+    builders: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Share:
+        """Read `i/n`.
+
+        Raises:
+            ConfigError: anything else.
+        """
+        match = _WRITTEN.fullmatch(text)
+        if match is None or int(match[1]) >= int(match[2]):
+            raise ConfigError(f"builder: {text!r} does not fit; allowed: i/n with i from 0 to n - 1, for example 0/2")
+        return cls(int(match[1]), int(match[2]))
+
+    def __str__(self) -> str:
+        """Return what `parse` reads."""
+        return f"{self.builder}/{self.builders}"
+
+    def owns(self, number: int) -> bool:
+        """Return whether a shard of this number is this builder's."""
+        return number % self.builders == self.builder
+
+    def shard_name(self, split: str, index: int) -> str:
+        """Return the name of this builder's shard number `index`."""
+        return fmt.shard_name(split, index * self.builders + self.builder)
+
+    def of(self, rows: int) -> int:
+        """Return this builder's part of a number of rows; all parts sum to it and differ by at most one."""
+        return rows * (self.builder + 1) // self.builders - rows * self.builder // self.builders
+
+    @contextlib.contextmanager
+    def locked(self, folder: Location) -> Iterator[None]:
+        """Keep out the same builder a second time, and builders that divide the work differently.
+
+        Raises:
+            OutputExistsError: one of them is at work.
+        """
+        with contextlib.ExitStack() as stack:
+            if self.builders == 1:
+                stack.enter_context(folder.exclusive(fmt.LOCK))
+            else:
+                stack.enter_context(folder.sharing(fmt.LOCK))
+                stack.enter_context(folder.exclusive(f"{fmt.LOCK}.{self.builder}"))
+            yield
+
+
+def read_part(folder: Location, share: Share, fingerprint: Fingerprint) -> Part | None:
+    """Return a builder's record of having ended, None while it has not.
+
+    Raises:
+        CacheDamaged: it is not what was written.
+        OutputExistsError: it belongs to another cache, or to a build by another number of builders.
+    """
+    name = fmt.part_name(share.builder)
+    file = f"{folder}/{name}"
+    try:
+        part = parse(Part, folder.read(name, fmt.SIDECAR_LIMIT_BYTES), file)
+    except FileNotFoundError:
+        return None
+    if part.builder != share.builder:
+        raise CacheDamaged(f"{file}: is the record of builder {part.builder}; restore it from a copy")
+    if part.builders != share.builders or part.fingerprint != fingerprint:
+        raise OutputExistsError(
+            f"--out {folder}: builder {part.builder} of {part.builders} has written another cache there than builder "
+            f"{share} was asked for; nothing was touched: give all builders the same settings, or another --out"
+        )
+    return part
+
+
+def missing_parts(folder: Location, builders: int, fingerprint: Fingerprint) -> tuple[int, ...]:
+    """Return the builders that have not ended."""
+    return tuple(i for i in range(builders) if read_part(folder, Share(i, builders), fingerprint) is None)
+
+
+def gather(folder: Location, builders: int, fingerprint: Fingerprint) -> dict[str, list[ShardEntry]]:
+    """Return all builders' shards in row order; every builder must have ended.
+
+    Raises:
+        CacheDamaged: a builder's shards are not those that it wrote.
+    """
+    gathered: dict[str, list[ShardEntry]] = {}
+    for split in fmt.SERIES:
+        gathered[split] = []
+        for number in range(builders):
+            share = Share(number, builders)
+            found = list(read_sidecars(folder, split, share.builder, builders))
+            part = read_part(folder, share, fingerprint)
+            wanted = -1 if part is None else part.shards(split)
+            if len(found) != wanted or any(sidecar.fingerprint != fingerprint for sidecar, _ in found):
+                raise CacheDamaged(
+                    f"{folder}/{share.shard_name(split, len(found))}: builder {share} wrote {wanted} {split} shards, "
+                    f"{len(found)} are there; restore the folder from a copy, or delete that builder's files (shard "
+                    f"numbers that leave {number} when divided by {builders}, and {fmt.part_name(number)})"
+                )
+            gathered[split] += [entry for _, entry in found]
+        gathered[split].sort(key=lambda entry: entry.shard)
+    return gathered

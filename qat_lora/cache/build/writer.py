@@ -1,0 +1,442 @@
+"""Writes a KD cache, shard by shard, so that a kill at any moment costs at most the shard in work.
+
+A shard is committed by its sidecar, which also holds the source's position after the shard's last row. Resuming
+is therefore a look at the last sidecar: no replay of the text, no counters that can disagree with the data (the
+predecessor's `--resume` restored its counter and started the text again, so its caches held everything twice).
+The manifest is written last and only by a build that ran to its end: leaving the `with` block by an exception
+writes none, where other dataset writers happily seal half a dataset. Several builders can fill one folder: see
+`shares`.
+
+Evaluation rows come first, as a shard series of their own (`e-`), then the training rows (`s-`). A cache is a pure
+function of its rows: no dates, no host names, so equal builds have equal bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from qat_lora.cache.build.partition import Share, gather, missing_parts, read_part
+from qat_lora.cache.format import layout as fmt
+from qat_lora.cache.format.codec import Arrays, encode_rows
+from qat_lora.cache.format.lm_head import HeadFile, check_head, write_head
+from qat_lora.cache.format.records import Fingerprint, Manifest, Part, ShardEntry, Sidecar, render
+from qat_lora.cache.storage.location import Place, locate
+from qat_lora.cache.storage.store import (
+    Progress,
+    check_shard_bytes,
+    check_shard_size,
+    committed,
+    read_manifest,
+    read_sidecar,
+    read_sidecars,
+)
+from qat_lora.errors import CacheDamaged, CacheError, ConfigError, OutputExistsError
+from qat_lora.files import folders as files
+
+_TEMPORARY = re.compile(r"\.([seb]-[0-9]{6})\.(safetensors|json)\.tmp")
+_MANIFEST_TEMPORARY = f".{fmt.MANIFEST}.tmp"
+_KINDS = {
+    "record": re.compile(rf"{re.escape(fmt.MANIFEST)}|[seb]-[0-9]{{6}}\.json"),
+    "tensors": re.compile(rf"{re.escape(fmt.HEAD)}|[se]-[0-9]{{6}}\.safetensors"),
+    "lock": re.compile(rf"{re.escape(fmt.LOCK)}(\.manifest|\.[0-9]+)?(-[0-9]{{6}})?"),
+    "temporary": re.compile(rf"\.({re.escape(fmt.MANIFEST)}|{re.escape(fmt.HEAD)}|[seb]-[0-9]{{6}}\.[a-z]+)\.tmp"),
+}
+"""The names that a builder writes, by what the files are."""
+_OURS = {
+    "record": rf'\{{\s*"format": "{fmt.FORMAT}"',
+    "tensors": rf'(?s).{{8}}\{{"__metadata__":\{{"format":"{fmt.FORMAT}"',
+    "lock": r"([0-9]+\n|[^\n]* process [0-9]+ [0-9a-f]{16} [0-9]+\n|given back\n)?\Z",
+}
+"""How each begins; what a kill left half begins with anything, and counts as ours in a folder that is a cache."""
+
+
+class ResumeState(NamedTuple):
+    """Where a builder stands: its rows safely on disk, and the source's position after them."""
+
+    rows: int
+    """Training rows committed."""
+    cursor: Any
+    """What the source gave with the last committed training row; None before the first."""
+    eval_rows: int
+    """Evaluation rows committed; they are few and counted, not found by a cursor."""
+    finished: bool
+    """Whether the cache has its manifest."""
+
+
+class CacheWriter:
+    """Appends rows to a cache folder; a context manager that holds the folder's lock (a builder's own, if several).
+
+    Args:
+        out: the cache folder or URL, made if absent. A folder with the same fingerprint is resumed.
+        fingerprint: what the cache will hold.
+        shard_rows: rows of a shard; default: about 128 MB.
+        info: notes for people, kept in the manifest.
+        overwrite: delete an existing cache in `out` first (its own files only).
+        share: which of several builders this is.
+        head: the teacher's output head, for a cache that holds hidden states; written before the first row.
+
+    Raises:
+        ConfigError: `overwrite` with several builders.
+    """
+
+    def __init__(
+        self,
+        out: Place,
+        fingerprint: Fingerprint,
+        shard_rows: int | None = None,
+        *,
+        info: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        share: Share | None = None,
+        head: HeadFile | None = None,
+    ) -> None:
+        self.share = share or Share()
+        if overwrite and self.share.builders > 1:
+            raise ConfigError(
+                f"overwrite: builder {self.share} would delete what the other builders have written; delete {out} "
+                "yourself before starting them, or choose another --out"
+            )
+        self.out = locate(out)
+        self.fingerprint = fingerprint
+        self.shard_rows = shard_rows or fmt.default_shard_rows(fingerprint.arrays)
+        self.finished = False
+        self._ended = False
+        self.stopped = False
+        self._info = dict(info or {})
+        self._overwrite = overwrite
+        self._head = head
+        self._stack = contextlib.ExitStack()
+        self._entries: dict[str, list[ShardEntry]] = {"train": [], "eval": []}
+        self._pending: list[Arrays] = []
+        self._pending_split = "eval"
+        self._pending_cursor: Any = None
+        self._pending_rows = 0
+        self._cursor: Any = None
+
+    def __enter__(self) -> CacheWriter:
+        self._wrap(self._open)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._stack:
+            if kind is None and not (self.stopped or self.finished):
+                self.finish()
+
+    def resume_state(self) -> ResumeState:
+        """Return what is committed: give `cursor` to the row source and go on from there."""
+        return ResumeState(self._rows("train"), self._cursor, self._rows("eval"), self.finished)
+
+    def waiting_for(self) -> tuple[int, ...]:
+        """Return the other builders that must end before there is a manifest."""
+        if self.finished:
+            return ()
+        missing = missing_parts(self.out, self.share.builders, self.fingerprint)
+        return tuple(builder for builder in missing if builder != self.share.builder)
+
+    def append(self, rows: Mapping[str, np.ndarray], cursors: Sequence[Any], split: str = "train") -> None:
+        """Add n rows; every full shard is committed before this returns.
+
+        Args:
+            rows: arrays as `codec.encode_rows` takes them.
+            cursors: n JSON values: the source's position after each row.
+            split: `eval` (only before the first training row, only in builder 0) or `train`.
+
+        Raises:
+            CacheError: rows that do not fit the fingerprint, a full disk.
+        """
+        if self.finished or self._ended or self.stopped:
+            raise CacheError(f"--out {self.out}: is complete or was stopped; nothing can be added to it")
+        if len(cursors) != len(rows["input_ids"]):
+            raise CacheError(f"cursors: {len(cursors)} for {len(rows['input_ids'])} rows; give one a row")
+        if split != self._pending_split:
+            if split != "train":
+                raise CacheError("split: eval rows came after train rows; evaluation rows come first")
+            self._flush()
+            self._pending_split = split
+        arrays = encode_rows(rows, self.fingerprint)
+        taken = 0
+        while taken < len(cursors):
+            end = min(len(cursors), taken + self.shard_rows - self._pending_rows)
+            self._pending.append({name: array[taken:end] for name, array in arrays.items()})
+            self._pending_rows += end - taken
+            self._pending_cursor = cursors[end - 1]
+            taken = end
+            if self._pending_rows == self.shard_rows:
+                self._flush()
+
+    def stop(self) -> None:
+        """End without completing: the shard in work is dropped, what is committed stays for a later resume."""
+        self.stopped = True
+        self._pending, self._pending_rows = [], 0
+
+    def finish(self, progress: Progress | None = None) -> Manifest | None:
+        """Commit the last, partial shard, read every shard back and write the manifest.
+
+        Where several builders share the cache, the last to finish writes it.
+
+        Args:
+            progress: called with (shard, bytes read) while reading back.
+
+        Returns:
+            The manifest, None while other builders are at work.
+
+        Raises:
+            CacheError: no training row was written.
+            CacheDamaged: a shard is not what was written.
+        """
+        if self.finished:
+            return read_manifest(self.out)
+        self._flush()
+        if self.share.builders == 1:
+            self._check_rows(self._entries)
+        check_head(self.out, self.fingerprint, whole=not self.out.far)
+        for entry in (*self._entries["eval"], *self._entries["train"]):
+            if self.out.far:  # was read back when it was put: no second transfer of everything
+                check_shard_size(self.out, entry)
+            else:
+                check_shard_bytes(self.out, entry, progress)
+        if self.share.builders == 1:
+            return self._wrap(lambda: self._seal(self._entries))
+        return self._wrap(self._end)
+
+    def _check_rows(self, entries: Mapping[str, Sequence[ShardEntry]]) -> None:
+        train, held = (sum(entry.rows for entry in entries[split]) for split in ("train", "eval"))
+        if not train:
+            kept = f" (all {held} rows went to the evaluation split)" if held else ""
+            raise CacheError(f"--out {self.out}: no training row to store{kept}; give more text or fewer --eval-rows")
+
+    def _end(self) -> Manifest | None:
+        """Say that this builder has ended; as the last to do so, write the manifest."""
+        if not self._ended:
+            part = Part(
+                builder=self.share.builder,
+                builders=self.share.builders,
+                train_shards=len(self._entries["train"]),
+                eval_shards=len(self._entries["eval"]),
+                fingerprint=self.fingerprint,
+            )
+            self.out.write_new(fmt.part_name(self.share.builder), [render(part)], "part")
+            self._ended = True
+        with self.out.in_turn(f"{fmt.LOCK}.manifest"):
+            if self.out.has(fmt.MANIFEST):
+                self.finished = True
+                return read_manifest(self.out)
+            if self.waiting_for():
+                return None
+            self.out.delete(_MANIFEST_TEMPORARY)  # of a builder that was killed right here
+            entries = gather(self.out, self.share.builders, self.fingerprint)
+            self._check_rows(entries)
+            try:
+                return self._seal(entries)
+            except OutputExistsError:  # on an object store nothing keeps two builders from ending at once
+                self.finished = True
+                return read_manifest(self.out)
+
+    def _seal(self, entries: Mapping[str, Sequence[ShardEntry]]) -> Manifest:
+        manifest = Manifest(
+            fingerprint=self.fingerprint, train=tuple(entries["train"]), eval=tuple(entries["eval"]), info=self._info
+        )
+        self.out.write_new(fmt.MANIFEST, [render(manifest)], "manifest")
+        self.finished = True
+        return manifest
+
+    def _rows(self, split: str) -> int:
+        return sum(entry.rows for entry in self._entries[split])
+
+    def _wrap(self, action: Callable[[], Any]) -> Any:
+        """Run file work; an operating-system error becomes one line that says what is safe."""
+        try:
+            return action()
+        except (OutputExistsError, CacheError):
+            raise
+        except OSError as error:
+            rows = self._rows("train") + self._rows("eval")
+            raise CacheError(
+                f"--out {self.out}: cannot be written ({error.strerror}); {rows:,} rows are safe: make room "
+                "or give permission, then run the same command again"
+            ) from error
+
+    def _open(self) -> None:
+        self._refuse_foreign()
+        self.out.make()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.share.locked(self.out))
+            if self._overwrite:
+                self._delete()
+            else:
+                self._load()
+            self._sweep()
+            if self.fingerprint.head_sha256 is not None and not self.finished:
+                self._keep_head()
+            self._stack = stack.pop_all()
+
+    def _keep_head(self) -> None:
+        """Write the teacher's output head, or check the one that is there; of several builders one at a time."""
+        with self.out.in_turn(f"{fmt.LOCK}.manifest") if self.share.builders > 1 else contextlib.nullcontext():
+            self.out.delete(f".{fmt.HEAD}.tmp")  # of a builder that was killed right here
+            write_head(self.out, self.fingerprint, self._head)
+
+    def _load(self) -> None:
+        """Take over what is committed; raises before anything in the folder is changed."""
+        if self.out.has(fmt.MANIFEST):
+            manifest = read_manifest(self.out)
+            self._require_same(manifest.fingerprint)
+            self.finished = True
+        for split in ("eval", "train"):
+            self._require_same_builders(split)
+            for sidecar, entry in read_sidecars(self.out, split, *self.share):
+                self._require_same(sidecar.fingerprint)
+                if sidecar.first_row != self._rows(split):
+                    raise CacheDamaged(
+                        f"{self.out}/{entry.shard}.json: starts at row {sidecar.first_row}, expected "
+                        f"{self._rows(split)}; the shards before it are not those it was made with"
+                    )
+                self._entries[split].append(entry)
+                if split == "train":
+                    self._cursor = sidecar.cursor
+        if self._entries["train"] or self.share.builder:
+            self._pending_split = "train"
+        part = read_part(self.out, self.share, self.fingerprint)
+        self._ended = part is not None
+
+    def _require_same_builders(self, split: str) -> None:
+        """One shard tells how the whole folder is divided, whoever wrote it."""
+        for number in committed(self.out, split)[:1]:
+            sidecar, _ = read_sidecar(self.out, fmt.shard_name(split, number))
+            self._require_same(sidecar.fingerprint)
+            if sidecar.builders != self.share.builders:
+                raise OutputExistsError(
+                    f"--out {self.out}: is filled by {sidecar.builders} builders, and this is builder {self.share}; "
+                    "nothing was touched: give the same number of builders, or choose another --out"
+                )
+
+    def _require_same(self, found: Fingerprint) -> None:
+        different = found.difference(self.fingerprint)
+        if different is not None:
+            name, there, asked = different
+            raise OutputExistsError(
+                f"--out {self.out}: holds another cache: {name} is {there!r} there, {asked!r} was asked for; "
+                "nothing was touched: choose another --out, or add --overwrite to start again"
+            )
+        self.fingerprint = found  # its shards say how the teacher was spelt, and all of a cache say the same
+
+    def _refuse_foreign(self) -> None:
+        """Refuse a folder that holds files and no cache of ours, or others' files under the names of a cache.
+
+        A build that goes on reads its records anyway, and refuses what they are not: it asks only for what it would
+        remove or write into unread.
+        """
+        names = self.out.names()
+        kinds = {name: kind for name in names if (kind := _kind(name)) is not None}
+        told = [name for name, kind in kinds.items() if kind in _OURS]
+        known = {name for name in told if self._overwrite or kinds[name] == "lock"}
+        known |= {name for name in kinds if kinds[name] == "tensors" and f"{name.partition('.')[0]}.json" not in kinds}
+        foreign = [name for name in sorted(known) if not self._is_ours(name, kinds[name])]
+        rest = (name for name in told if name not in known)
+        is_part = not self.out.far and files.is_part(Path(str(self.out)))
+        is_cache = len(foreign) < len(known) or any(self._is_ours(name, kinds[name]) for name in rest)
+        if names and not (is_part or is_cache):
+            raise OutputExistsError(f"--out {self.out}: holds files and no KD cache; choose another folder")
+        if foreign:
+            raise OutputExistsError(
+                f"--out {self.out}: {foreign[0]} is no file of a KD cache and in the way of one; nothing was touched: "
+                "move it away, or choose another --out"
+            )
+        if self._overwrite and (others := [name for name in names if name not in kinds]):
+            print(f"note: {self.out}: not of a KD cache, so left as it is: {', '.join(others[:8])}", file=sys.stderr)
+
+    def _is_ours(self, name: str, kind: str) -> bool:
+        """Tell by how a file begins whether it is of a KD cache; its name alone may be anybody's."""
+        try:
+            with contextlib.closing(self.out.chunks(name)) as chunks:  # type: ignore[type-var]
+                return re.match(_OURS[kind].encode(), next(chunks, b"")[:256]) is not None
+        except FileNotFoundError:  # removed meanwhile, so in nobody's way
+            return True
+        except (OSError, CacheDamaged):
+            return False
+
+    def _delete(self) -> None:
+        self.out.delete(fmt.MANIFEST)  # first: what remains after a kill is an unfinished build
+        for name in self.out.names():
+            if _kind(name) in ("record", "tensors"):
+                self.out.delete(name)
+
+    def _sweep(self) -> None:
+        """Remove what this builder left when it was killed: temporary files, shards that were never committed."""
+        kept = {entry.shard for entries in self._entries.values() for entry in entries}
+        for file in self.out.names():
+            match = _TEMPORARY.fullmatch(file)
+            name = match[1] if match else file.removesuffix(".safetensors")
+            orphan = name != file and fmt.parse_shard_name(name) and name not in kept
+            if (orphan or match) and self.share.owns(int(name[2:])):
+                self.out.delete(file)
+        if self.share.builders == 1 or self.finished:  # else another builder may be writing it now
+            self.out.delete(_MANIFEST_TEMPORARY)
+        self.out.settle()
+
+    def _flush(self) -> None:
+        if self._pending_rows:
+            self._wrap(self._commit)
+
+    def _commit(self) -> None:
+        split, rows = self._pending_split, self._pending_rows
+        name = self.share.shard_name(split, len(self._entries[split]))
+        plan = fmt.layout(self.fingerprint.arrays, rows, self.fingerprint.sha256)
+
+        def chunks() -> Iterator[bytes | memoryview]:
+            yield plan.header
+            for placed in plan.arrays:
+                for piece in self._pending:
+                    yield np.ascontiguousarray(piece[placed.spec.name]).view(np.uint8).reshape(-1).data
+
+        sidecar = Sidecar(
+            shard=name,
+            first_row=self._rows(split),
+            rows=rows,
+            bytes=plan.total_bytes,
+            sha256="",
+            builder=self.share.builder,
+            builders=self.share.builders,
+            cursor=self._pending_cursor,
+            fingerprint=self.fingerprint,
+        )
+        _check_sidecar(render(sidecar), name)  # before the shard: a cursor that cannot be stored must not cost it
+        size, digest = self.out.write_new(f"{name}.safetensors", chunks(), "shard")
+        text = render(Sidecar(**{**_shallow(sidecar), "sha256": digest, "bytes": size}))
+        self.out.write_new(f"{name}.json", [text], "sidecar")
+        self._entries[split].append(
+            ShardEntry(
+                shard=name, rows=rows, bytes=size, sha256=digest, sidecar_sha256=hashlib.sha256(text).hexdigest()
+            )
+        )
+        if split == "train":
+            self._cursor = self._pending_cursor
+        self._pending, self._pending_rows = [], 0
+
+
+def _kind(name: str) -> str | None:
+    """Return what a file would be in a cache, None for a name that no builder writes."""
+    return next((kind for kind, form in _KINDS.items() if form.fullmatch(name)), None)
+
+
+def _shallow(record: Any) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in record.__dataclass_fields__}
+
+
+def _check_sidecar(text: bytes, name: str) -> None:
+    if len(text) > fmt.SIDECAR_LIMIT_BYTES - 128:
+        raise CacheError(
+            f"cursor: the source's position takes {len(text):,} bytes in {name}.json; allowed: 1 MB; a "
+            "cursor should name a place in the source, not copy its text"
+        )

@@ -1,0 +1,1 @@
+"""The bytes of a KD cache: layout, codec, records."""

@@ -1,0 +1,324 @@
+"""How rows become bytes and back: packed ids, fp16 or u8 values, row checksums, any k ≤ K.
+
+An id below 2^18 is kept as 16 low bits in one array and 2 high bits, four to a byte, in another: 18 bits
+against 32, still sliced without unpacking what is not asked for. Delta-coded or compressed ids would be
+smaller still and would lose that. A value is the logit minus the position's largest, in fp16, where its rounding
+costs a mean KL below 1e-7 nats on our teachers (`qat-lora cache audit`); bfloat16, of the same size, has an eighth of
+its precision.
+
+At half the size, `uint8` values are codes c of -R·(c/255)^1.5 with one fp16 range R a position: the likeliest entry
+is exactly 0, and the steps grow with depth, slower than the probabilities fall. On our teachers and on Zipf-like ones
+with ranges from 4 to 25 nats this costs a mean KL of about 1e-5; even steps (c/255) cost up to twice that where ranges
+are wide, square-law ones where they are narrow. The losses renormalise, so head and tail add up to one all the same.
+
+Decoding looks bits up in tables, four ids at a time: shifts and masks over whole arrays read every number several
+times and are six times slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+try:
+    from isal.isal_zlib import crc32  # at 36 GB/s where zlib's own takes 2.4: checking a row costs next to nothing
+except ImportError:  # a machine for which there is no build of it; the sums are the same
+    from zlib import crc32
+
+from qat_lora.cache.format.layout import PACKED_VOCAB, SHORT_VOCAB, ArraySpec
+from qat_lora.cache.format.records import Fingerprint
+from qat_lora.cache.format.redraw import redraw, redraw_uniforms
+from qat_lora.errors import CacheError
+from qat_lora.types import Batch, temperature_key
+
+Arrays = dict[str, np.ndarray]
+_FP16_LOWEST = -65504.0
+_FP16_LARGEST = np.float32(65504.0)
+LARGEST_RANGE = 64.0
+"""Nats below the likeliest entry at which `uint8` values end at the latest."""
+DEEPEST = 20.0
+"""The same at temperature 1, e^-20 = 2e-9 being as good as nothing; it grows with the largest temperature. With one
+entry at -64 and the range up to it, the others would share half of the codes, for a KL of 3e-4 instead of 7e-5."""
+_DEPTHS = (0.0 - (np.arange(256) / 255) ** 1.5).astype(np.float32)
+"""What part of the range below the likeliest entry each `uint8` code stands for."""
+_CODE_ENDS = ((np.arange(255) + 0.5) / 255) ** 1.5
+"""Where one code ends and the next begins, as part of the range: half way in codes, not in nats."""
+_BLOCK_ENTRIES = 12 << 10
+"""Entries of the head that are worked on at a time where some are dropped: as float64, less than malloc maps anew."""
+DRAWN = {"tail_draws": "tail_draw_ids", "draws": "draw_ids"}
+"""Lists of drawn tokens: name in a shard, key in a batch."""
+OPTIONAL = (*DRAWN.values(), "teacher_hidden")
+"""Keys of a batch that only caches built for them have."""
+_PAIRS = (np.arange(256)[:, None] >> np.array([0, 2, 4, 6])) & 3
+"""The four 2-bit numbers in a byte, lowest bits first."""
+_HIGH_IDS = (_PAIRS << 16).astype(np.int32)
+"""What a byte of `ids_hi` adds to four ids."""
+_FP16 = np.arange(1 << 16, dtype="<u2").view("<f2").astype(np.float32)
+"""Every fp16 number by its bits."""
+
+
+def pack_ids(ids: np.ndarray, vocab_size: int, name: str = "ids") -> Arrays:
+    """Return the array or arrays that hold token ids [..., K] of a vocabulary; `name` is theirs in the shard.
+
+    Raises:
+        CacheError: an id outside the vocabulary.
+    """
+    if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
+        label = "head ids" if name == "ids" else name
+        raise CacheError(f"{label}: from {ids.min()} to {ids.max()}; allowed: 0 to vocab_size - 1 = {vocab_size - 1}")
+    if vocab_size > PACKED_VOCAB:
+        return {name: ids.astype("<i4")}
+    arrays = {f"{name}_lo": (ids & 0xFFFF).astype("<u2")}
+    if vocab_size > SHORT_VOCAB:
+        high = (ids >> 16).astype(np.uint8)
+        missing = -ids.shape[-1] % 4
+        high = np.pad(high, [(0, 0)] * (ids.ndim - 1) + [(0, missing)])
+        high = high.reshape(*ids.shape[:-1], -1, 4)
+        arrays[f"{name}_hi"] = high[..., 0] | high[..., 1] << 2 | high[..., 2] << 4 | high[..., 3] << 6
+    return arrays
+
+
+def unpack_ids(
+    arrays: Mapping[str, np.ndarray], k: int, out: np.ndarray | None = None, name: str = "ids"
+) -> np.ndarray:
+    """Return the first k ids [..., k] of every position as int32, in `out` (contiguous) if it is given."""
+    low = arrays[name if name in arrays else f"{name}_lo"][..., :k]
+    ids = np.empty(low.shape, np.int32) if out is None else out
+    if f"{name}_hi" not in arrays:
+        np.copyto(ids, low)
+        return ids
+    packed = arrays[f"{name}_hi"][..., : -(-k // 4)]
+    if k % 4:
+        ids[...] = np.take(_HIGH_IDS, packed, axis=0, mode="clip").reshape(*packed.shape[:-1], -(-k // 4) * 4)[..., :k]
+    else:
+        np.take(_HIGH_IDS, packed, axis=0, mode="clip", out=ids.reshape(*packed.shape, 4))
+    ids |= low
+    return ids
+
+
+def encode_values(head_logits: np.ndarray, value_dtype: str, temperature: float = 1.0) -> Arrays:
+    """Return the array or arrays that hold head values [..., K], at most 0 and falling.
+
+    Args:
+        head_logits: the values.
+        value_dtype: of the fingerprint.
+        temperature: the largest at which they are used.
+    """
+    if value_dtype == "float16":
+        return {"val": np.maximum(head_logits, _FP16_LOWEST).astype("<f2")}
+    deepest = min(LARGEST_RANGE, DEEPEST * max(1.0, temperature))
+    depths = np.minimum(-head_logits.astype(np.float64), deepest)
+    ranges = depths[..., -1].astype("<f2")
+    parts = depths / np.maximum(ranges.astype(np.float64), 1e-30)[..., None]
+    return {"val": np.searchsorted(_CODE_ENDS, parts).astype(np.uint8), "val_range": ranges}
+
+
+def decode_values(arrays: Mapping[str, np.ndarray], k: int, out: np.ndarray | None = None) -> np.ndarray:
+    """Return the first k values [..., k] of every position as float32, in `out` (contiguous) if it is given."""
+    stored = arrays["val"][..., :k]
+    values = np.empty(stored.shape, np.float32) if out is None else out
+    if "val_range" not in arrays:
+        return np.take(_FP16, stored.view("<u2"), mode="clip", out=values)
+    np.take(_DEPTHS, stored, mode="clip", out=values)
+    values *= arrays["val_range"].astype(np.float32)[..., None]
+    return values
+
+
+def encode_rows(rows: Mapping[str, np.ndarray], fingerprint: Fingerprint) -> Arrays:
+    """Turn n rows into the arrays of a shard, checksums included.
+
+    Args:
+        rows: `input_ids` int [n, L], `loss_mask` [n, L] (0 or 1), `doc_starts` bool [n, L], `head_ids` int
+            [n, L-1, K] and `head_logits` float [n, L-1, K] (logit minus maximum, rank order), `lse` and
+            `log_tail` float32 [n, L-1] for every temperature; where the cache holds them `tail_draw_ids` and
+            `draw_ids` int [n, L-1, D] and `teacher_hidden` float [n, L-1, H].
+        fingerprint: what the cache holds.
+
+    Raises:
+        CacheError: an array of another shape, an id outside the vocabulary, a teacher that gave NaN, hidden states
+            that float16 cannot hold.
+    """
+    held = fingerprint.contents
+    length, top_k, keys = held.length, held.top_k, held.sums
+    n = len(rows["input_ids"])
+    shapes: dict[str, tuple[int, ...]] = {name: (n, length) for name in ("input_ids", "loss_mask", "doc_starts")}
+    if top_k:
+        shapes |= {name: (n, length - 1, top_k) for name in ("head_ids", "head_logits")}
+    drawn = {name: size for name, size in held.id_lists.items() if name in DRAWN}
+    shapes |= {DRAWN[name]: (n, length - 1, size) for name, size in drawn.items()}
+    if held.hidden:
+        shapes["teacher_hidden"] = (n, length - 1, held.hidden)
+    shapes |= {name: (n, length - 1) for name in keys}
+    for name, shape in shapes.items():
+        if name not in rows or rows[name].shape != shape:
+            given = rows[name].shape if name in rows else "absent"
+            raise CacheError(f"{name}: shape {given}; this cache needs {shape}")
+    for name in keys:
+        _check_finite(name, rows[name])
+    ids = rows["input_ids"]
+    if ids.min(initial=0) < 0 or ids.max(initial=0) >= held.vocab_size:
+        raise CacheError(f"input_ids: from {ids.min()} to {ids.max()}; allowed: 0 to {held.vocab_size - 1}")
+    arrays: Arrays = {
+        "input_ids": rows["input_ids"].astype("<i4"),
+        "loss_mask": (rows["loss_mask"] != 0).astype(np.uint8),
+        "doc_starts": np.packbits(rows["doc_starts"] != 0, axis=1, bitorder="little"),
+        **{name: rows[name].astype("<f4") for name in keys},
+    }
+    if top_k:
+        arrays |= encode_values(rows["head_logits"], held.value_dtype, max(held.temperatures))
+        arrays |= pack_ids(rows["head_ids"], held.vocab_size)
+    for name in drawn:
+        arrays |= pack_ids(rows[DRAWN[name]], held.vocab_size, name)
+    if held.hidden:
+        arrays["hidden"] = _half(rows["teacher_hidden"])
+    arrays["row_crc32"] = row_checksums(arrays, fingerprint.arrays)
+    return {spec.name: np.ascontiguousarray(arrays[spec.name]) for spec in fingerprint.arrays}
+
+
+def _check_finite(name: str, values: np.ndarray) -> None:
+    bad = np.isnan(values) | (np.isposinf(values) if name.startswith("log_tail") else np.isinf(values))
+    if bad.any():
+        row, position = np.argwhere(bad)[0]
+        raise CacheError(
+            f"{name}: the teacher's logits at row {row}, position {position} are NaN or infinite; allowed: finite "
+            "logits; run the teacher in bfloat16 or float32 (float16 overflows), or check its weights"
+        )
+
+
+def _half(hidden: np.ndarray) -> np.ndarray:
+    too_large = ~(np.abs(hidden) <= _FP16_LARGEST)
+    if too_large.any():
+        row, position, place = np.argwhere(too_large)[0]
+        raise CacheError(
+            f"hidden: the teacher's last hidden state at row {row}, position {position} has the value "
+            f"{hidden[row, position, place]:g}; allowed: -65,504 to 65,504, what float16 holds; build the cache "
+            "without --hidden (--tail-draws 8 also makes the loss unbiased)"
+        )
+    return hidden.astype("<f2")
+
+
+def row_checksums(arrays: Mapping[str, np.ndarray], table: Sequence[ArraySpec]) -> np.ndarray:
+    """Return the CRC-32 of each row: over its bytes in every array, in file order, `row_crc32` left out."""
+    parts = [np.ascontiguousarray(arrays[spec.name]) for spec in table if spec.name != "row_crc32"]
+    sums = np.zeros(len(parts[0]), "<u4")
+    for row in range(len(sums)):
+        crc = 0
+        for part in parts:
+            crc = crc32(part[row].data, crc)
+        sums[row] = crc
+    return sums
+
+
+def empty_batch(
+    count: int,
+    fingerprint: Fingerprint,
+    k: int,
+    temperatures: Sequence[float],
+    optional: Container[str] = OPTIONAL,
+) -> Batch:
+    """Return the arrays of a batch, not filled in; of the optional ones that there are, those named in `optional`."""
+    held = fingerprint.contents
+    positions = (count, held.length - 1)
+    batch: dict[str, Any] = {
+        "input_ids": np.empty((count, held.length), np.int32),
+        "document_ids": np.empty((count, held.length), np.int32),
+        "target_mask": np.empty(positions, np.bool_),
+    }
+    if held.top_k:
+        batch["head_ids"] = np.empty((*positions, k), np.int32)
+        batch["head_logits"] = np.empty((*positions, k), np.float32)
+        for temperature in temperatures:
+            for name in ("lse", "log_tail"):
+                batch[temperature_key(name, temperature)] = np.empty(positions, np.float32)
+    for name, size in held.id_lists.items():
+        if name in DRAWN and DRAWN[name] in optional:
+            batch[DRAWN[name]] = np.empty((*positions, size), np.int32)
+    if held.hidden and "teacher_hidden" in optional:
+        batch["teacher_hidden"] = np.empty((*positions, held.hidden), np.float16)
+    return batch
+
+
+def decode_row(
+    arrays: Mapping[str, np.ndarray], fingerprint: Fingerprint, k: int, temperatures: Sequence[float], out: Batch
+) -> None:
+    """Write one row with the first k of K head entries into `out`: views of a batch, without the row dimension.
+
+    Straight from the bytes that were read to its place: gathering rows first, then decoding them, touches three times
+    the fresh memory, and the page faults of that cost more than the decoding.
+
+    With k < K the dropped entries join the tail, at every temperature, so that head and tail still sum to one.
+    """
+    starts = np.unpackbits(arrays["doc_starts"], count=fingerprint.length, bitorder="little")
+    np.copyto(out["input_ids"], arrays["input_ids"])
+    np.cumsum(starts, dtype=np.int32, out=out["document_ids"])
+    np.not_equal(arrays["loss_mask"][1:], 0, out=out["target_mask"])
+    for name, key in DRAWN.items():
+        if key in out:
+            unpack_ids(arrays, out[key].shape[-1], out[key], name)
+    if "teacher_hidden" in out:
+        np.copyto(out["teacher_hidden"], arrays["hidden"])
+    top_k = fingerprint.top_k
+    if not top_k:
+        return
+    unpack_ids(arrays, k, out["head_ids"])
+    if k < top_k:
+        _decode_fewer(arrays, fingerprint, k, temperatures, starts, out)
+        return
+    decode_values(arrays, k, out["head_logits"])
+    for name in (temperature_key(name, temperature) for temperature in temperatures for name in ("lse", "log_tail")):
+        out[name][...] = arrays[name]
+
+
+def _decode_fewer(
+    arrays: Mapping[str, np.ndarray],
+    fingerprint: Fingerprint,
+    k: int,
+    temperatures: Sequence[float],
+    starts: np.ndarray,
+    out: Batch,
+) -> None:
+    """Write values, sums and draws from the tail for the first k of K entries, some positions at a time.
+
+    Arrays of a whole row would be fresh memory at every step of the sums, and cost more in page faults than the sums.
+    """
+    top_k, positions = fingerprint.top_k, len(out["head_ids"])
+    draws = out.get("tail_draw_ids")
+    if draws is not None:
+        numbers = redraw_uniforms((arrays["input_ids"], starts), fingerprint.seed, top_k - k, draws.shape[1])
+    names = [name for name in arrays if name.startswith(("val", "ids", "lse", "log_tail"))]
+    step = max(1, _BLOCK_ENTRIES // top_k)
+    for part in (slice(start, start + step) for start in range(0, positions, step)):
+        block = {name: arrays[name][part] for name in names}
+        values = decode_values(block, top_k)
+        np.copyto(out["head_logits"][part], values[:, :k])
+        dropped = values[:, k:].astype(np.float64)
+        if draws is not None:
+            ids, log_probs = unpack_ids(block, top_k)[:, k:], dropped - block["lse"].astype(np.float64)[:, None]
+            redraw(draws[part], ids, log_probs, block["log_tail"], numbers[part])
+        for temperature in temperatures:
+            lse_key, tail_key = (temperature_key(name, temperature) for name in ("lse", "log_tail"))
+            lse, log_tail = block[lse_key], block[tail_key].astype(np.float64)
+            out[lse_key][part] = lse
+            # Both in log space: a tail of 1e-30 next to a dropped 1e-3 must not be rounded away first.
+            out[tail_key][part] = np.logaddexp(log_tail, _logsumexp(dropped / temperature) - lse)
+
+
+def _logsumexp(values: np.ndarray) -> np.ndarray:
+    top = values[..., 0]  # rank order: the first is the largest
+    return top + np.log(np.exp(values - top[..., None]).sum(axis=-1))
+
+
+def mask_row(fingerprint: Fingerprint, k: int, temperatures: Sequence[float], out: Batch) -> None:
+    """Write a row that no loss counts, with a uniform teacher so that masked arithmetic stays finite."""
+    for array in out.values():
+        array[...] = 0
+    if not fingerprint.top_k:
+        return
+    vocab_size = fingerprint.vocab_size
+    out["head_ids"][...] = np.arange(k)
+    for temperature in temperatures:
+        out[temperature_key("lse", temperature)][...] = np.log(vocab_size)
+        tail = np.log1p(-k / vocab_size) if k < vocab_size else -np.inf
+        out[temperature_key("log_tail", temperature)][...] = tail

@@ -1,0 +1,215 @@
+"""The teacher's output head, kept with a cache that holds its hidden states.
+
+Logits are the head applied to a hidden state, so 2H bytes a position and this one file are the teacher's whole
+distribution: exact where K logits are not, and smaller than they are from K = H/2 on. The file is plain safetensors,
+as any tool reads it (`weight` [V, H], sometimes `bias` [V]; what else makes logits is in its metadata), and its sha256
+is part of the cache's fingerprint: there is no reading the states with another head than the one they were made for.
+
+Tensors are handled as bytes on the writing side, because NumPy has no bfloat16 and the writer imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from qat_lora.cache.format import layout as fmt
+from qat_lora.cache.format.records import Fingerprint, strict_json
+from qat_lora.cache.storage.location import Location, Place, locate
+from qat_lora.errors import CacheDamaged, CacheError
+from qat_lora.types import OutputHead
+
+if TYPE_CHECKING:
+    import torch
+
+_DTYPES = {"F32": ("float32", 4), "BF16": ("bfloat16", 2), "F16": ("float16", 2)}
+_CHUNK_BYTES = 1 << 20
+
+
+class HeadFile(NamedTuple):
+    """The bytes of a head's file."""
+
+    width: int
+    """H."""
+    sha256: str
+    parts: tuple[bytes | memoryview, ...]
+
+    def chunks(self) -> Iterator[bytes | memoryview]:
+        """Yield the file's bytes."""
+        for part in self.parts:
+            view = memoryview(part)
+            for start in range(0, len(view), _CHUNK_BYTES):
+                yield view[start : start + _CHUNK_BYTES]
+
+
+def head_file(head: OutputHead) -> HeadFile:
+    """Return an output head as the bytes of its file, padding rows cut off.
+
+    Raises:
+        CacheError: weights of another type than float32, bfloat16 or float16.
+    """
+    tensors = {"weight": head.weight_VH[: head.vocab_size]}
+    if head.bias_V is not None:
+        tensors["bias"] = head.bias_V[: head.vocab_size].to(head.weight_VH.dtype)
+    name = str(head.weight_VH.dtype).removeprefix("torch.")
+    kind = next((kind for kind, (dtype, _) in _DTYPES.items() if dtype == name), None)
+    if kind is None:
+        raise CacheError(f"hidden: the teacher's output head is of type {name}; allowed: float32, bfloat16, float16")
+    metadata = {"format": fmt.FORMAT, "version": str(fmt.VERSION), "logit_scale": repr(float(head.logit_scale))}
+    if head.softcap is not None:
+        metadata["softcap"] = repr(float(head.softcap))
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    parts: list[bytes | memoryview] = [_header(kind, shapes, metadata), *map(_bytes_of, tensors.values())]
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return HeadFile(int(head.weight_VH.shape[1]), digest.hexdigest(), tuple(parts))
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    import torch
+
+    return tensor.detach().cpu().contiguous().view(torch.uint8).reshape(-1).numpy().data
+
+
+def _header(kind: str, shapes: dict[str, tuple[int, ...]], metadata: dict[str, str]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": metadata}
+    offset = 0
+    for name, shape in shapes.items():
+        end = offset + math.prod(shape) * _DTYPES[kind][1]
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode("ascii")
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def check_head(place: Place, fingerprint: Fingerprint, *, whole: bool = True) -> None:
+    """Check the head's file of a cache that has hidden states; of others there is nothing to check.
+
+    Args:
+        place: the cache folder.
+        fingerprint: of the cache.
+        whole: compare the sha256 of all bytes, not the size alone.
+
+    Raises:
+        CacheDamaged: the file is missing or is not what was written.
+    """
+    if fingerprint.head_sha256 is None:
+        return
+    location = locate(place)
+    _check_size(location, fingerprint)
+    if whole:
+        digest = hashlib.sha256()
+        for chunk in location.chunks(fmt.HEAD):
+            digest.update(chunk)
+        _compare(location, fingerprint, digest.hexdigest())
+
+
+def write_head(place: Place, fingerprint: Fingerprint, file: HeadFile | None) -> None:
+    """Put the head into the folder of a cache that is to have hidden states, or check the one that is there.
+
+    Raises:
+        CacheError: there is none and none is given, or it is another than the fingerprint's.
+        CacheDamaged: the one that is there is not what was written.
+    """
+    if fingerprint.head_sha256 is None:
+        return
+    location = locate(place)
+    if location.has(fmt.HEAD):
+        check_head(location, fingerprint)
+        return
+    if file is None or file.sha256 != fingerprint.head_sha256:
+        raise CacheError(
+            f"{location}: is to hold hidden states, but the output head that was given is not the one of its "
+            "fingerprint; give the writer `head_file(teacher.head())` of the same teacher"
+        )
+    location.write_new(fmt.HEAD, file.chunks(), "head")
+
+
+def read_head(place: Place, fingerprint: Fingerprint) -> OutputHead:
+    """Return the teacher's output head, tensors on the CPU in the type in which they are stored.
+
+    Raises:
+        CacheError: the cache holds no hidden states.
+        CacheDamaged: the file is missing or is not what was written.
+    """
+    import torch
+
+    location = locate(place)
+    if fingerprint.head_sha256 is None:
+        raise CacheError(
+            f"{location}: holds no hidden states, and so no output head of its teacher; build the cache with --hidden"
+        )
+    _check_size(location, fingerprint)
+    data = bytearray()
+    for chunk in location.chunks(fmt.HEAD):
+        data += chunk
+    _compare(location, fingerprint, hashlib.sha256(data).hexdigest())
+    kind, header, start = _parse(data, location, fingerprint)
+    dtype = getattr(torch, _DTYPES[kind][0])
+    tensors = {
+        name: torch.frombuffer(
+            data, dtype=dtype, count=math.prod(entry["shape"]), offset=start + entry["data_offsets"][0]
+        ).reshape(entry["shape"])
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+    metadata = header["__metadata__"]
+    softcap = float(metadata["softcap"]) if "softcap" in metadata else None
+    return OutputHead(
+        tensors["weight"], fingerprint.vocab_size, tensors.get("bias"), float(metadata["logit_scale"]), softcap
+    )
+
+
+def _check_size(location: Location, fingerprint: Fingerprint) -> None:
+    """Raise CacheDamaged where the file is missing or has a size that no head of this cache has."""
+    held = fingerprint.contents
+    try:
+        size = location.size(fmt.HEAD)
+    except FileNotFoundError:
+        raise CacheDamaged(
+            f"{location}/{fmt.HEAD}: is missing; hidden states mean nothing without it: restore it from a copy"
+        ) from None
+    fewest, most = 2 * held.vocab_size * held.hidden, 4 * held.vocab_size * (held.hidden + 1) + fmt.HEADER_LIMIT_BYTES
+    if not fewest < size <= most:
+        raise CacheDamaged(
+            f"{location}/{fmt.HEAD}: has {size:,} bytes; a head of {held.vocab_size:,} × {held.hidden:,} has more than "
+            f"{fewest:,} and at most {most:,}"
+        )
+
+
+def _compare(location: Location, fingerprint: Fingerprint, sha256: str) -> None:
+    if sha256 != fingerprint.head_sha256:
+        raise CacheDamaged(
+            f"{location}/{fmt.HEAD}: its sha256 is {sha256[:16]}…, {str(fingerprint.head_sha256)[:16]}… was written; "
+            "restore it from a copy, or delete it and manifest.json and run the same `qat-lora cache build` again"
+        )
+
+
+def _parse(data: bytearray, location: Location, fingerprint: Fingerprint) -> tuple[str, dict[str, Any], int]:
+    """Return number format, header and where the data begins; the header is rebuilt and compared, never trusted."""
+    where = f"{location}/{fmt.HEAD}"
+    held = fingerprint.contents
+    size = int.from_bytes(data[:8], "little")
+    if size > fmt.HEADER_LIMIT_BYTES:
+        raise CacheDamaged(f"{where}: its header claims {size:,} bytes; allowed: 1 MB")
+    try:
+        header = strict_json(data[8 : 8 + size].decode("ascii"))
+        kind, metadata = header["weight"]["dtype"], header["__metadata__"]
+        shapes: dict[str, tuple[int, ...]] = {"weight": (held.vocab_size, held.hidden)}
+        if "bias" in header:
+            shapes["bias"] = (held.vocab_size,)
+        expected = _header(kind, shapes, metadata)
+        numbers = [float(metadata["logit_scale"]), float(metadata.get("softcap", 1.0))]
+        if not all(map(math.isfinite, numbers)):
+            raise ValueError("its metadata does not say how logits are made")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CacheDamaged(f"{where}: its header cannot be read ({error})") from None
+    total = len(expected) + sum(math.prod(shape) for shape in shapes.values()) * _DTYPES[kind][1]
+    if strict_json(expected[8:].decode("ascii")) != header or 8 + size != len(expected) or len(data) != total:
+        raise CacheDamaged(f"{where}: is not the head of {held.vocab_size:,} × {held.hidden:,} that was written")
+    return kind, header, 8 + size

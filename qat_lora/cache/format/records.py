@@ -1,0 +1,354 @@
+"""What a cache says about itself: fingerprint, sidecars and manifest, as strictly read JSON.
+
+Three rules hold for every record. It is *closed*: an unknown, absent or repeated key is an error, never ignored,
+so that a typing mistake or a newer version cannot pass for something else. It is *bounded*: files above a size
+are not parsed. It is *sealed*: the last value of the file is the sha256 of everything before it, so that a
+flipped bit in a number is noticed; checksums over "canonical JSON" need the same JSON writer in every language,
+checksums over a prefix of the bytes do not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import os
+import re
+import stat
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import qat_lora.config as config
+from qat_lora.cache.format import layout as fmt
+from qat_lora.errors import CacheDamaged, CacheError, ConfigError
+
+R = TypeVar("R")
+_SEAL = '"checksum": "'
+_SEAL_END = '"\n}\n'
+VALUE_DTYPES = ("float16", "uint8")
+_OPTIONAL = re.compile(r"(tail_draws|draws):([1-9][0-9]{0,5})|(hidden):([1-9][0-9]{0,6}):([0-9a-f]{64})")
+_OPTIONAL_ORDER = ("tail_draws", "draws", "hidden")
+
+
+def optional_arrays(
+    tail_draws: int = 0, draws: int = 0, hidden: int = 0, head_sha256: str | None = None
+) -> tuple[str, ...]:
+    """Return the names by which a fingerprint says what is stored beyond the standard arrays.
+
+    Args:
+        tail_draws: tokens drawn from the tail of each position; 0: none.
+        draws: tokens drawn from the whole teacher; 0: none.
+        hidden: width H of the stored hidden states; 0: none.
+        head_sha256: of the file with the teacher's output head, where hidden states are stored.
+    """
+    counts = {"tail_draws": tail_draws, "draws": draws}
+    names = [f"{name}:{count}" for name, count in counts.items() if count]
+    return (*names, f"hidden:{hidden}:{head_sha256}") if hidden else tuple(names)
+
+
+def _parse_optional(names: tuple[str, ...]) -> dict[str, tuple[int, str | None]]:
+    """Return size and hash by name; names that are unknown, repeated or out of order are refused."""
+    found: dict[str, tuple[int, str | None]] = {}
+    for text in names:
+        match = _OPTIONAL.fullmatch(text)
+        name = (match[1] or match[3]) if match else ""
+        if not match or any(_OPTIONAL_ORDER.index(name) <= _OPTIONAL_ORDER.index(earlier) for earlier in found):
+            raise ConfigError(
+                f"optional_arrays: {names!r} does not fit; allowed, in this order: tail_draws:8, draws:32, "
+                "hidden:1024:<sha256 of the teacher's output head>; a newer qat-lora may know more"
+            )
+        found[name] = (int(match[2] or match[4]), match[5])
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fingerprint:
+    """Everything that decides what a cache holds. Resuming a build compares all of it.
+
+    A student only compares `tokenizer_sha256`, `vocab_size` and `length` (`KDCacheDataset.check_student`): which
+    teacher and which text it learns from is the user's choice.
+    """
+
+    tokenizer_sha256: str
+    vocab_size: int
+    """V: vocabulary entries that the teacher's probabilities run over; padded rows are not counted."""
+    teacher: str
+    """Name or folder, for people; `teacher_sha256` is what identifies it."""
+    teacher_sha256: str
+    chat_template_sha256: str | None
+    dataset: str
+    packing: str
+    length: int
+    """L: tokens of a row."""
+    top_k: int
+    """K: head entries of a position; 0 where hidden states are stored instead of logits."""
+    temperatures: tuple[float, ...] = (1.0,)
+    value_dtype: str = "float16"
+    """How head values are stored: `float16`, or `uint8` (codes and a range a position)."""
+    seed: int = 0
+    eval_rows: int = 0
+    builder: str = ""
+    """Software and number format that ran the teacher: another stack gives other last bits."""
+    optional_arrays: tuple[str, ...] = ()
+    """What is stored beyond the standard arrays; `optional_arrays` makes the names."""
+
+    def __post_init__(self) -> None:
+        extras = _parse_optional(self.optional_arrays)
+        fewest = 0 if "hidden" in extras else 1
+        heads = f"1 to vocab_size = {self.vocab_size}, or 0 with --hidden"
+        rules = [
+            ("length", self.length, 2 <= self.length < 1 << 24, "2 or more tokens: a row of 1 predicts nothing"),
+            ("vocab_size", self.vocab_size, 1 <= self.vocab_size < 1 << 31, "1 to 2^31 - 1"),
+            ("top_k", self.top_k, fewest <= self.top_k <= self.vocab_size, heads),
+            ("value_dtype", self.value_dtype, self.value_dtype in VALUE_DTYPES, " or ".join(VALUE_DTYPES)),
+            ("eval_rows", self.eval_rows, self.eval_rows >= 0, "0 or more"),
+            ("tail_draws", self.optional_arrays, self.top_k or "tail_draws" not in extras, "none where --top-k is 0"),
+        ]
+        for name, given, fits, allowed in rules:
+            if not fits:
+                raise ConfigError(f"{name}: {given!r} does not fit; allowed: {allowed}")
+        temperatures = self.temperatures
+        known = all(math.isfinite(t) and t > 0 and float(f"{t:g}") == t for t in temperatures)
+        if not known or tuple(sorted(set(temperatures))) != temperatures or 1.0 not in temperatures:
+            raise ConfigError(
+                f"temperatures: {temperatures!r} does not fit; allowed: positive numbers of at most six digits, "
+                "rising, 1 among them, for example 1,2"
+            )
+
+    @property
+    def contents(self) -> fmt.Contents:
+        """What a shard holds of every position."""
+        sizes = {name: size for name, (size, _) in _parse_optional(self.optional_arrays).items()}
+        return fmt.Contents(self.length, self.top_k, self.vocab_size, self.temperatures, self.value_dtype, **sizes)
+
+    @property
+    def head_sha256(self) -> str | None:
+        """The sha256 of the teacher's output head in the folder; None where the cache holds no hidden states."""
+        return _parse_optional(self.optional_arrays).get("hidden", (0, None))[1]
+
+    @property
+    def arrays(self) -> tuple[fmt.ArraySpec, ...]:
+        """The arrays of every shard."""
+        return fmt.array_table(self.contents)
+
+    @property
+    def sha256(self) -> str:
+        """One hash for all fields."""
+        return config.fingerprint({"version": fmt.VERSION, **to_json(self)})
+
+    def difference(self, other: Fingerprint) -> tuple[str, Any, Any] | None:
+        """Return the first field that differs, with its value here and in `other`; None if none does.
+
+        One teacher may be spelt in several ways (`T/`, `./T`): its sha256 decides.
+        """
+        for item in dataclasses.fields(self):
+            here, there = getattr(self, item.name), getattr(other, item.name)
+            if here != there and not (item.name == "teacher" and self.teacher_sha256 == other.teacher_sha256):
+                return item.name, here, there
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sidecar:
+    """The commit of one shard: a shard without a sidecar does not exist."""
+
+    format: str = fmt.FORMAT
+    version: int = fmt.VERSION
+    shard: str
+    first_row: int
+    """Number of the shard's first row within its split and builder."""
+    rows: int
+    bytes: int
+    sha256: str
+    builder: int = 0
+    builders: int = 1
+    cursor: Any
+    """Where the source stands after the shard's last row: any JSON value, opaque to the cache."""
+    fingerprint: Fingerprint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The end of one builder's work where several share a cache."""
+
+    format: str = fmt.FORMAT
+    version: int = fmt.VERSION
+    builder: int
+    builders: int
+    train_shards: int
+    eval_shards: int
+    fingerprint: Fingerprint
+
+    def shards(self, split: str) -> int:
+        """Return how many shards of a split the builder wrote."""
+        return {"train": self.train_shards, "eval": self.eval_shards}[split]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardEntry:
+    """A shard as the manifest lists it."""
+
+    shard: str
+    rows: int
+    bytes: int
+    sha256: str
+    sidecar_sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The list of all shards, written last: a folder without one is an unfinished build."""
+
+    format: str = fmt.FORMAT
+    version: int = fmt.VERSION
+    fingerprint: Fingerprint
+    train: tuple[ShardEntry, ...]
+    eval: tuple[ShardEntry, ...] = ()
+    info: dict[str, Any] = field(default_factory=dict)
+    """Free notes for people (command, versions, dates); decides nothing."""
+
+    def shards(self, split: str) -> tuple[ShardEntry, ...]:
+        """Return the shards of a split, in row order."""
+        return {"train": self.train, "eval": self.eval}[split]
+
+    def rows(self, split: str) -> int:
+        """Return the number of rows of a split."""
+        return sum(shard.rows for shard in self.shards(split))
+
+
+def to_json(record: Any) -> dict[str, Any]:
+    """Return a record as plain JSON values, keys in order of declaration."""
+    return json.loads(json.dumps(dataclasses.asdict(record), allow_nan=False))
+
+
+def render(record: Any) -> bytes:
+    """Return a record as the sealed JSON text that goes on disk."""
+    text = json.dumps({**to_json(record), "checksum": ""}, indent=1, ensure_ascii=True, allow_nan=False) + "\n"
+    body = text.removesuffix(_SEAL_END)
+    if not body.endswith(_SEAL):
+        raise AssertionError("the checksum must be the last key")
+    return (body + hashlib.sha256(body.encode()).hexdigest() + _SEAL_END).encode()
+
+
+def read_bounded(path: str | Path, limit_bytes: int) -> bytes:
+    """Read a small regular file, following no link.
+
+    Raises:
+        FileNotFoundError: there is none.
+        CacheDamaged: it is a link, no regular file, or larger than `limit_bytes`.
+    """
+    with open_regular(path) as file:
+        data = file.read(limit_bytes + 1)
+    if len(data) > limit_bytes:
+        raise CacheDamaged(f"{path}: is larger than {limit_bytes:,} bytes, so it is no file of a KD cache")
+    return data
+
+
+def open_regular(path: str | Path) -> typing.BinaryIO:
+    """Open a regular file for reading; a link, pipe or device is refused rather than followed.
+
+    Raises:
+        FileNotFoundError: there is none.
+        CacheDamaged: it is something else than a regular file.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CacheDamaged(f"{path}: cannot be opened as a regular file ({error.strerror})") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CacheDamaged(f"{path}: is not a regular file, so it is not read; a KD cache holds plain files only")
+    return os.fdopen(descriptor, "rb")
+
+
+def parse(cls: type[R], data: bytes, where: str) -> R:
+    """Turn sealed JSON text into a record.
+
+    Raises:
+        CacheDamaged: the seal, the JSON, a key or a type is not as written; `where` is named.
+        CacheError: a cache of another format version.
+    """
+    try:
+        text = data.decode("ascii")
+        body, digest = text[: -64 - len(_SEAL_END)], text[-64 - len(_SEAL_END) : -len(_SEAL_END)]
+        if not (body.endswith(_SEAL) and text.endswith(_SEAL_END)):
+            raise ValueError("the checksum at its end is missing: it is cut off or overwritten")
+        if hashlib.sha256(body.encode()).hexdigest() != digest:
+            raise ValueError("its checksum does not fit its text: bytes have changed since it was written")
+        tree = strict_json(text)
+        if not isinstance(tree, dict):
+            raise ValueError("is not a JSON object")
+        del tree["checksum"]
+        if tree.get("format") == fmt.FORMAT and tree.get("version") != fmt.VERSION:
+            raise CacheError(
+                f"{where}: is of cache format version {tree.get('version')!r}, this program reads {fmt.VERSION}; "
+                "use the qat-lora that wrote it, or build the cache again"
+            )
+        record = _build(cls, tree, cls.__name__)
+        if getattr(record, "format", fmt.FORMAT) != fmt.FORMAT:
+            raise ValueError(f"format is {record.format!r}, expected {fmt.FORMAT!r}")  # type: ignore[attr-defined]
+        return record
+    except (ValueError, TypeError, RecursionError, OverflowError) as error:
+        if isinstance(error, CacheError):
+            raise
+        raise CacheDamaged(f"{where}: {error or 'is nested too deeply'}") from None
+
+
+def strict_json(text: str) -> Any:
+    """Parse JSON, refusing repeated keys and the non-standard NaN and Infinity."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("a key occurs twice")
+        return found
+
+    def refuse(word: str) -> Any:
+        raise ValueError(f"{word} is not JSON")
+
+    return json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
+
+
+@functools.cache
+def _hints(cls: Any) -> dict[str, Any]:
+    return typing.get_type_hints(cls)  # once: a manifest has an entry for every shard
+
+
+def _build(cls: type[R], tree: Mapping[str, Any], where: str) -> R:
+    hints = _hints(typing.cast(Any, cls))
+    if tree.keys() != hints.keys():
+        odd = sorted(tree.keys() ^ hints.keys())
+        raise ValueError(f"{where}: keys that should not be there, or are missing: {', '.join(map(repr, odd))}")
+    return cls(**{name: _value(hints[name], value, f"{where}.{name}") for name, value in tree.items()})
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    if hint is Any:
+        return value
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, dict):
+            raise ValueError(f"{where}: expected an object")
+        return _build(typing.cast(type, hint), value, where)
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise ValueError(f"{where}: expected a list")
+        return tuple(_value(args[0], item, where) for item in value)
+    if origin is dict:
+        hint = dict
+    elif type(None) in args:
+        if value is None:
+            return None
+        hint = args[0]
+    if hint is float and type(value) is int:
+        value = float(value)
+    if type(value) is not hint or (hint is int and value < 0):
+        raise ValueError(f"{where}: {value!r} is not {'a whole number' if hint is int else 'a ' + hint.__name__}")
+    return value

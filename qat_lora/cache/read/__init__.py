@@ -1,0 +1,1 @@
+"""Read rows of a KD cache for training."""

@@ -1,0 +1,158 @@
+"""One shard, open for reading: its rows are read when they are asked for, and are what was written or an error.
+
+A row is read with `pread` into memory of its own, and its CRC-32 is computed from those very bytes before they are
+decoded. Mapping the file would save a copy of half a megabyte, but a mapped file that shrinks ends the process with
+SIGBUS, which no program can turn into a line, and bytes that change between the check and the use are not seen. A short
+read, a wrong checksum or a file that was removed are one error that names shard and row.
+
+An open shard holds a descriptor, and a process may have few (256 on macOS): `most_open` says how many one reader keeps.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import weakref
+from typing import BinaryIO
+
+import numpy as np
+
+from qat_lora.cache.format import layout as fmt
+from qat_lora.cache.format.codec import row_checksums
+from qat_lora.cache.format.records import Fingerprint, ShardEntry, strict_json
+from qat_lora.cache.storage.location import Location
+from qat_lora.cache.storage.store import Progress, check_digest
+from qat_lora.errors import CacheDamaged
+
+_CHUNK_BYTES = 1 << 20
+_MOST_OPEN = 256
+_CURE = "restore the shard from a copy"
+
+
+def most_open() -> int:
+    """Return how many shards a reader may keep open: a quarter of the process's limit, since two may read at a time."""
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_OPEN if soft == resource.RLIM_INFINITY else min(_MOST_OPEN, max(1, soft // 4))
+
+
+def open_shard(place: Location, entry: ShardEntry, fingerprint: Fingerprint, *, preload: bool = False) -> Shard:
+    """Open a shard, size and header checked; with `preload`, its bytes are held in memory.
+
+    Raises:
+        CacheDamaged: the file is missing, or its size or header are not what the fingerprint demands.
+    """
+    name = f"{entry.shard}.safetensors"
+    try:
+        load = place.load if preload else place.open
+        return Shard(load(name, entry.bytes, entry.sha256), place, entry, fingerprint)
+    except FileNotFoundError:
+        raise CacheDamaged(f"{place}/{name}: is missing; {_CURE}") from None
+
+
+class Shard:
+    """The rows of a shard; made by `open_shard`. Closed when nothing refers to it any more."""
+
+    def __init__(self, data: bytes | BinaryIO, place: Location, entry: ShardEntry, fingerprint: Fingerprint) -> None:
+        self._data, self._place, self._entry = data, place, entry
+        self._table = fingerprint.arrays
+        self._plan = plan = _plan(fingerprint, entry.rows)
+        if not isinstance(data, bytes):
+            weakref.finalize(self, data.close)
+        file = f"{place}/{entry.shard}.safetensors"
+        if entry.bytes != plan.total_bytes:
+            raise CacheDamaged(f"{file}: has {entry.bytes:,} bytes; its {entry.rows} rows take {plan.total_bytes:,}")
+        for size in (len(plan.header), min(entry.bytes, 8 + fmt.HEADER_LIMIT_BYTES)):
+            header = np.empty(size, np.uint8)
+            self._fill(header, 0, "its header")
+            if header.tobytes() == plan.header:
+                return
+        check_header(header.tobytes(), plan, file)
+
+    def rows(
+        self, first: int, count: int = 1, *, check: bool = True, into: dict[str, np.ndarray] | None = None
+    ) -> dict[str, np.ndarray]:
+        """Return the arrays [count, ...] of some rows, as they are stored.
+
+        Args:
+            first: number of the first row in the shard.
+            count: how many rows.
+            check: compare each row with its CRC-32.
+            into: what an earlier call with the same count returned, written over and returned again: fresh memory for
+                every row takes as long as reading it.
+
+        Raises:
+            CacheDamaged: a row is not what was written, or the file has changed since it was opened.
+        """
+        where = f"row {first}" if count == 1 else f"rows {first} to {first + count - 1}"
+        # A file that was removed can still be read while it is open, but a run could not be repeated from it.
+        if not (isinstance(self._data, bytes) or self._place.far or os.fstat(self._data.fileno()).st_nlink):
+            raise self._damaged(where, "cannot be read: the file was removed or replaced since it was opened")
+        arrays = into or {spec.name: np.empty((count, *spec.row_shape), spec.dtype) for spec in self._table}
+        for spec, _, start in self._plan.arrays:
+            array = arrays[spec.name]
+            self._fill(array, start + first * (array.nbytes // count), where)
+        if check:
+            bad = np.flatnonzero(row_checksums(arrays, self._table) != arrays["row_crc32"])
+            if len(bad):
+                raise self._damaged(f"row {first + bad[0]}", "does not have its checksum")
+        return arrays
+
+    def check_sha256(self, progress: Progress | None = None) -> None:
+        """Raise CacheDamaged unless the whole shard has the sha256 that was written."""
+        digest = hashlib.sha256()
+        room = np.empty(_CHUNK_BYTES, np.uint8)
+        for start in range(0, self._entry.bytes, _CHUNK_BYTES):
+            chunk = room[: self._entry.bytes - start]
+            self._fill(chunk, start, f"byte {start:,}")
+            digest.update(chunk.data)
+            if progress is not None:
+                progress(self._entry.shard, len(chunk))
+        check_digest(self._place, self._entry, digest.hexdigest())
+
+    def _fill(self, array: np.ndarray, start: int, where: str) -> None:
+        """Read an array's bytes from a place in the file."""
+        if isinstance(self._data, bytes):
+            array[...] = np.frombuffer(self._data, array.dtype, array.size, start).reshape(array.shape)
+            return
+        try:
+            read = os.preadv(self._data.fileno(), [array.data], start)
+        except OSError as error:
+            raise self._damaged(where, f"cannot be read ({error.strerror})") from None
+        if read < array.nbytes:
+            raise self._damaged(where, "is cut off: the file is shorter than when it was opened")
+
+    def _damaged(self, where: str, what: str) -> CacheDamaged:
+        return CacheDamaged(f"{self._place}/{self._entry.shard}: {where} {what}; {_CURE}")
+
+
+def check_header(data: bytes | memoryview, plan: fmt.Layout, where: str) -> None:
+    """Compare a shard's safetensors header with the one that its fingerprint demands.
+
+    Args:
+        data: the beginning of the file, as long as the longest header that is allowed.
+        plan: of a shard of this fingerprint and number of rows.
+        where: the file, for messages.
+
+    Raises:
+        CacheDamaged: the header is too long, no strict JSON, or describes other arrays.
+    """
+    if bytes(data[: len(plan.header)]) == plan.header:
+        return
+    size = int.from_bytes(bytes(data[:8]), "little")
+    if len(data) < 8 or size > min(fmt.HEADER_LIMIT_BYTES, len(data) - 8):
+        raise CacheDamaged(f"{where}: its header claims {size:,} bytes; allowed: 1 MB within the file")
+    try:
+        found = strict_json(bytes(data[8 : 8 + size]).decode("ascii"))
+    except (ValueError, RecursionError) as error:
+        raise CacheDamaged(f"{where}: its header cannot be read ({error})") from None
+    if found != strict_json(plan.header[8:].decode("ascii")) or 8 + size != len(plan.header):
+        raise CacheDamaged(f"{where}: its header describes other arrays than the cache's fingerprint demands")
+
+
+@functools.lru_cache(maxsize=64)
+def _plan(fingerprint: Fingerprint, rows: int) -> fmt.Layout:
+    """Return where the arrays of a shard lie: the same in all shards of as many rows, and a cache can have 20,000."""
+    return fmt.layout(fingerprint.arrays, rows, fingerprint.sha256)

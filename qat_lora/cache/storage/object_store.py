@@ -1,0 +1,265 @@
+"""A cache folder behind a URL, through fsspec: Google Cloud Storage, S3 and whatever else it has a driver for.
+
+What makes two builders safe here is the store itself: every file of a cache is put whole, by a request that fails if
+the name exists (`ifGenerationMatch=0` on GCS, `If-None-Match: *` on S3). Nothing that was committed can be
+overwritten, whatever the locks say; the lease (see `lease`) only spares two builders the work of finding that out.
+Uploading under a temporary name and renaming, as on a disk, would be worse: a rename is a copy and a delete there, and
+it overwrites. Drivers that know no such request check for the name first and then put, with a gap between the two;
+drivers that would ignore the wish are refused.
+
+A put is not believed: the store's MD5 is compared with ours, or the object is read back where it tells none. So the
+end of a build need not fetch the whole cache again.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import errno
+import functools
+import hashlib
+import inspect
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, BinaryIO
+
+from qat_lora.cache.storage.lease import Lease, hold
+from qat_lora.cache.storage.spool import Spool, checked
+from qat_lora.errors import CacheDamaged, CacheError, MissingExtraError, OutputExistsError, QatLoraError
+from qat_lora.extras import require
+from qat_lora.files.atomic import failpoint
+from qat_lora.terminal import redact
+
+CHUNK_BYTES = 8 << 20
+"""Of one request when a file is read piece by piece."""
+_EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3"}
+_URL = re.compile(r"([a-z][a-z0-9+.-]*)(://|::)")
+
+
+def is_object_url(text: str) -> bool:
+    """Return whether a text is a URL rather than a path."""
+    return _URL.match(text) is not None
+
+
+class ObjectFolder:
+    """A folder behind a URL; implements `location.Location`.
+
+    Raises:
+        CacheError: a URL of an unknown kind.
+        MissingExtraError: fsspec or the driver is not installed.
+    """
+
+    far = True
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._fs, self._root = _open_file_system(self.url)
+        self._lease: Lease | None = None
+
+    def __str__(self) -> str:
+        return redact(self.url)
+
+    def names(self) -> list[str]:
+        """See `Location`."""
+        with self._reading(""), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            found = (path.rstrip("/").rsplit("/", 1)[-1] for path in self._fs.ls(self._root, detail=False))
+            return sorted(name for name in found if name)
+        return []
+
+    def has(self, name: str) -> bool:
+        """See `Location`."""
+        with contextlib.suppress(FileNotFoundError):
+            self._info(name)
+            return True
+        return False
+
+    def size(self, name: str) -> int:
+        """See `Location`."""
+        info = self._info(name)
+        if info.get("type") != "file" or info.get("size") is None:
+            raise CacheDamaged(f"{self}/{name}: is not a plain object, so it is not read")
+        return int(info["size"])
+
+    def read(self, name: str, limit_bytes: int) -> bytes:
+        """See `Location`."""
+        size = self.size(name)
+        if size > limit_bytes:
+            raise CacheDamaged(f"{self}/{name}: is larger than {limit_bytes:,} bytes, so it is no file of a KD cache")
+        with self._reading(name):
+            return self._fs.cat_file(self._path(name))
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        """See `Location`."""
+        size = self.size(name)
+        for start in range(0, size, CHUNK_BYTES):
+            with self._reading(name):
+                chunk = self._fs.cat_file(self._path(name), start=start, end=min(size, start + CHUNK_BYTES))
+            yield chunk
+
+    def load(self, name: str, size: int, sha256: str) -> bytes:
+        """See `Location`."""
+        return b"".join(checked(f"{self}/{name}", size, sha256, self.chunks(name)))
+
+    def open(self, name: str, size: int, sha256: str) -> BinaryIO:
+        """See `Location`; a copy on this machine's disk is opened."""
+        return self._spool.open(f"{self}/{name}", size, sha256, lambda: self.chunks(name))
+
+    def make(self) -> None:
+        """Do nothing: folders of a store are the names of its objects."""
+
+    def write_new(self, name: str, chunks: Iterable[bytes | memoryview], kind: str) -> tuple[int, str]:
+        """See `Location`; the whole file is in memory for the length of the put."""
+        data = b"".join(chunks)
+        if self._lease is not None:
+            self._lease.check()
+        failpoint(f"{kind}-opened")
+        try:
+            self.create(name, data)
+        except FileExistsError:
+            raise OutputExistsError(
+                f"--out {self}: another builder has just written {name}, with other content; nothing of it was "
+                "touched: see that only one builder is at work, then run the same command again"
+            ) from None
+        self._check_stored(name, data)
+        failpoint(f"{kind}-durable")
+        return len(data), hashlib.sha256(data).hexdigest()
+
+    def create(self, name: str, data: bytes) -> None:
+        """Put an object that must not exist, or exist with these very bytes (as after a put whose answer was lost).
+
+        Raises:
+            FileExistsError: it exists with other bytes; it was not touched.
+        """
+        self._require_create()
+        with self._writing(name):
+            try:
+                self._fs.pipe_file(self._path(name), data, mode="create")
+            except FileExistsError:
+                if self.size(name) != len(data) or b"".join(self.chunks(name)) != data:
+                    raise
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Put an object, overwriting what is there."""
+        with self._writing(name):
+            self._fs.pipe_file(self._path(name), data)
+
+    def delete(self, name: str) -> None:
+        """See `Location`."""
+        with self._writing(name), contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(self._path(name))
+
+    def settle(self) -> None:
+        """Do nothing: an answered put is durable."""
+
+    def free_bytes(self) -> int | None:
+        """Return None: a store has no end that it tells of."""
+        return None
+
+    @contextlib.contextmanager
+    def exclusive(self, name: str) -> Iterator[None]:
+        """See `Location`; the holder proves that it is alive (see `lease`)."""
+        self._require_create()
+        with hold(self, name) as lease:
+            self._lease = lease
+            try:
+                yield
+            finally:
+                self._lease = None
+
+    def sharing(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Do nothing: builders that divide the work differently find each other's sidecars."""
+        return contextlib.nullcontext()
+
+    def in_turn(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Do nothing: of two builders that write the same manifest, one creates it and both are content."""
+        return contextlib.nullcontext()
+
+    @functools.cached_property
+    def _spool(self) -> Spool:
+        return Spool()
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def _info(self, name: str) -> dict[str, Any]:
+        with self._reading(name):
+            return self._fs.info(self._path(name))
+
+    def _check_stored(self, name: str, data: bytes) -> None:
+        """Raise OSError unless the store holds what was put."""
+        with self._writing(name):
+            info = self._info(name)
+            md5 = hashlib.md5(data, usedforsecurity=False)
+            told = (info.get("md5Hash"), str(info.get("ETag", "")).strip('"'))
+            if base64.b64encode(md5.digest()).decode() == told[0] or md5.hexdigest() == told[1]:
+                return
+            if self.size(name) != len(data) or any(
+                chunk != data[start : start + len(chunk)]
+                for start, chunk in zip(range(0, len(data), CHUNK_BYTES), self.chunks(name), strict=True)
+            ):
+                raise OSError(errno.EIO, f"{name} is stored with other bytes than were sent")
+
+    def _require_create(self) -> None:
+        """Refuse to write through a driver that knows no create-only put: it would overwrite without a word."""
+        put = getattr(type(self._fs), "_pipe_file" if self._fs.async_impl else "pipe_file")
+        if "mode" not in inspect.signature(put).parameters:
+            driver = type(self._fs).__module__.split(".")[0]
+            raise CacheError(
+                f"--out {self}: {driver} as installed cannot put an object only where there is none, so builders could "
+                f"overwrite each other; install a newer {driver}, or build on a disk and copy the folder"
+            )
+
+    @contextlib.contextmanager
+    def _reading(self, name: str) -> Iterator[None]:
+        """Turn what drivers raise into one line."""
+        try:
+            yield
+        except (QatLoraError, FileNotFoundError, NotADirectoryError):
+            raise
+        except IsADirectoryError:
+            raise CacheDamaged(f"{self}/{name}: is not a plain object, so it is not read") from None
+        except Exception as error:
+            reason = _reason(error, self.url)
+            raise CacheError(
+                f"{self}/{name}: cannot be read ({reason}); check the address, the credentials and the network"
+            ) from error
+
+    @contextlib.contextmanager
+    def _writing(self, name: str) -> Iterator[None]:
+        """Turn what drivers raise into an OSError with a text."""
+        try:
+            yield
+        except (QatLoraError, FileExistsError):
+            raise
+        except Exception as error:
+            raise OSError(errno.EIO, f"{name}: {_reason(error, self.url)}") from error
+
+
+def _reason(error: BaseException, url: str) -> str:
+    text = redact(" ".join(str(error).split()), url)[:200]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _open_file_system(url: str) -> tuple[Any, str]:
+    """Return fsspec's file system of a URL, which remembers no listing, and the path in it."""
+    protocol = url.replace("::", "://").split("://")[0]
+    fsspec = require("fsspec.core", _EXTRAS.get(protocol, "gcs"))
+    try:
+        # "::" chains file systems; their options are each driver's own.
+        options = {} if "::" in url else {"use_listings_cache": False, "skip_instance_cache": False}
+        file_system, root = fsspec.url_to_fs(url, **options)
+    except ImportError as error:
+        if protocol in _EXTRAS:
+            raise MissingExtraError(
+                f"{url}: its driver is not installed: pip install 'qat-lora[{_EXTRAS[protocol]}]'"
+            ) from None
+        raise MissingExtraError(f"{url}: its driver is not installed ({_reason(error, url)})") from None
+    except ValueError as error:
+        raise CacheError(
+            f"{url}: {_reason(error, url)}; allowed: a folder, gs://…, s3://… or another URL of fsspec"
+        ) from None
+    except Exception as error:
+        raise CacheError(
+            f"{url}: cannot be reached ({_reason(error, url)}); check the address and the credentials"
+        ) from error
+    return file_system, root.rstrip("/")

@@ -1,0 +1,201 @@
+"""Finds and checks the files of a cache folder: manifest, sidecars, shards.
+
+Shared by the writer that resumes, the reader that opens and `verify` that doubts everything, wherever the folder lies
+(`location`). Names come from records and are matched against `s-000123` before they become a path; every file must be
+a regular file of the recorded size. All messages name the shard, because the cure for damage is to rebuild that shard,
+not the cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+from qat_lora.cache.format import layout as fmt
+from qat_lora.cache.format.records import Manifest, ShardEntry, Sidecar, parse
+from qat_lora.cache.storage.location import Location, Place, locate
+from qat_lora.errors import CacheDamaged, CacheError
+
+T = TypeVar("T")
+R = TypeVar("R")
+Progress = Callable[[str, int], None]
+"""Called with (shard, bytes read since the last call)."""
+
+
+def read_manifest(path: Place) -> Manifest:
+    """Read a cache's manifest.
+
+    Raises:
+        CacheError: there is none, so the build has not finished.
+        CacheDamaged: it is not what was written.
+    """
+    place = locate(path)
+    file = f"{place}/{fmt.MANIFEST}"
+    try:
+        data = place.read(fmt.MANIFEST, fmt.MANIFEST_LIMIT_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        raise CacheError(
+            f"{path}: holds no {fmt.MANIFEST}, so it is no finished KD cache; run the same `qat-lora cache build` "
+            "again to complete it, or give the folder of a finished one"
+        ) from None
+    manifest = parse(Manifest, data, file)
+    for split in fmt.SERIES:
+        numbers = []
+        for entry in manifest.shards(split):
+            parsed = fmt.parse_shard_name(entry.shard)
+            if parsed is None or parsed[0] != split:
+                raise CacheDamaged(f"{file}: {entry.shard!r} is no name of a {split} shard")
+            numbers.append(parsed[1])
+        if sorted(set(numbers)) != numbers:
+            raise CacheDamaged(f"{file}: the {split} shards are not listed in rising order, once each")
+    return manifest
+
+
+def committed(place: Location, split: str) -> list[int]:
+    """Return the numbers of the shards that have a sidecar, rising."""
+    return sorted(
+        parsed[1]
+        for name in place.names()
+        if name.endswith(".json") and (parsed := fmt.parse_shard_name(name.removesuffix(".json"))) is not None
+        if parsed[0] == split
+    )
+
+
+def noted_teacher(place: Place) -> str | None:
+    """Return the teacher's identity that a cache notes, finished or not; None where there is none to be read."""
+    where = locate(place)
+    with contextlib.suppress(CacheError):
+        if where.has(fmt.MANIFEST):
+            return read_manifest(where).fingerprint.teacher_sha256
+        for split in ("eval", "train"):
+            for number in committed(where, split)[:1]:
+                return read_sidecar(where, fmt.shard_name(split, number))[0].fingerprint.teacher_sha256
+    return None
+
+
+def read_sidecars(
+    place: Location, split: str, builder: int = 0, builders: int = 1
+) -> Iterator[tuple[Sidecar, ShardEntry]]:
+    """Yield a builder's committed shards of a split in order, sizes checked.
+
+    Raises:
+        CacheDamaged: a gap in the series, a sidecar or shard that is not what was written.
+    """
+    numbers = [number for number in committed(place, split) if number % builders == builder]
+    names = [fmt.shard_name(split, number) for number in numbers]
+    for index, number in enumerate(numbers):
+        expected = index * builders + builder
+        if number != expected:
+            missing = fmt.shard_name(split, expected)
+            raise CacheDamaged(
+                f"{place}/{missing}.json: is missing, but {names[index]}.json is there; put it back, or delete "
+                f"{names[index]} and those after it to build again from {missing}"
+            )
+    yield from at_once(place, lambda name: read_sidecar(place, name), names)
+
+
+def at_once(place: Location, action: Callable[[T], R], items: Sequence[T], threads: int | None = None) -> Iterator[R]:
+    """Yield an action's results in order, computed by several threads; the first error in order is raised.
+
+    Reading files and hashing leave the interpreter lock. By default there is a thread for each processor, at most 8;
+    for a place that is far 8, since they wait. They run ahead of the caller by a few items only.
+    """
+    threads = threads or (8 if place.far else min(8, os.cpu_count() or 1))
+    if min(threads, len(items)) < 2:
+        yield from map(action, items)
+        return
+    ahead: deque[Future[R]] = deque()
+    with ThreadPoolExecutor(threads, "cache") as pool:
+        try:
+            for item in items:
+                ahead.append(pool.submit(action, item))
+                if len(ahead) > 2 * threads:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+        finally:
+            for future in ahead:
+                future.cancel()
+
+
+def in_turns(progress: Progress | None) -> Progress:
+    """Return a progress callback that several threads may call; it is called by one at a time."""
+    turn = threading.Lock()
+
+    def tell(shard: str, read: int) -> None:
+        if progress is not None:
+            with turn:
+                progress(shard, read)
+
+    return tell
+
+
+def read_sidecar(place: Location, name: str) -> tuple[Sidecar, ShardEntry]:
+    """Read one sidecar and check that its shard is there with the right size.
+
+    Raises:
+        CacheDamaged: the sidecar or the shard is missing or is not what was written.
+    """
+    file = f"{place}/{name}.json"
+    try:
+        data = place.read(f"{name}.json", fmt.SIDECAR_LIMIT_BYTES)
+    except FileNotFoundError:
+        raise CacheDamaged(f"{file}: is missing") from None
+    sidecar = parse(Sidecar, data, file)
+    expected = fmt.layout(sidecar.fingerprint.arrays, sidecar.rows, sidecar.fingerprint.sha256).total_bytes
+    if sidecar.shard != name or sidecar.bytes != expected or not sidecar.rows:
+        raise CacheDamaged(
+            f"{file}: speaks of {sidecar.shard!r}, {sidecar.rows} rows, {sidecar.bytes} bytes; "
+            f"expected {name!r} and {expected} bytes"
+        )
+    entry = ShardEntry(
+        shard=name,
+        rows=sidecar.rows,
+        bytes=sidecar.bytes,
+        sha256=sidecar.sha256,
+        sidecar_sha256=hashlib.sha256(data).hexdigest(),
+    )
+    check_shard_size(place, entry)
+    return sidecar, entry
+
+
+def check_shard_size(place: Location, entry: ShardEntry) -> None:
+    """Raise CacheDamaged unless the shard is a regular file of the right size."""
+    file = f"{place}/{entry.shard}.safetensors"
+    try:
+        size = place.size(f"{entry.shard}.safetensors")
+    except FileNotFoundError:
+        raise CacheDamaged(f"{file}: is missing") from None
+    if size != entry.bytes:
+        raise CacheDamaged(
+            f"{file}: has {size:,} bytes, {entry.bytes:,} were written; restore it from a copy, or "
+            f"delete manifest.json and {entry.shard} and those after it, and build again"
+        )
+
+
+def check_shard_bytes(path: Place, entry: ShardEntry, progress: Progress | None = None) -> None:
+    """Raise CacheDamaged unless the shard's sha256 is what was written."""
+    place = locate(path)
+    check_shard_size(place, entry)
+    digest = hashlib.sha256()
+    for chunk in place.chunks(f"{entry.shard}.safetensors"):
+        digest.update(chunk)
+        if progress is not None:
+            progress(entry.shard, len(chunk))
+    check_digest(place, entry, digest.hexdigest())
+
+
+def check_digest(place: Location, entry: ShardEntry, sha256: str) -> None:
+    """Raise CacheDamaged unless a shard's sha256 is what was written."""
+    if sha256 != entry.sha256:
+        raise CacheDamaged(
+            f"{place}/{entry.shard}.safetensors: its sha256 is {sha256[:16]}…, {entry.sha256[:16]}… was written; "
+            f"restore it from a copy, or delete manifest.json and {entry.shard} and those after it, "
+            "and build again"
+        )

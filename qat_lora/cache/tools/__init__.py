@@ -1,0 +1,1 @@
+"""Look at, verify, export a KD cache."""

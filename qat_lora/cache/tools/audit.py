@@ -1,0 +1,277 @@
+"""How far a cache is from its teacher: the teacher runs again on some rows, and its full distribution is compared.
+
+The teacher's own probabilities p come from float32 logits over the whole vocabulary, in float64 from there on. The
+cache gives, for its first k entries, their probabilities and the mass of all others, as a training run with
+`--head-k k` reads them. Three figures for each k, means over the positions that count as targets, at temperature 1:
+
+* `kl_stored`: KL(p ‖ q) where q has the stored head, and the stored tail mass spread in the teacher's own proportions.
+  Inside the tail both then agree, so by the chain rule this full-vocabulary KL *is* the KL on k + 1 outcomes (the head,
+  and "anything else"). It is the error of storing: values rounded to fp16, sums to float32. q is normalised first, as
+  the losses do; `mass_defect` says how far head and tail were from summing to one.
+* `tail_mass`: the teacher's probability outside the k entries, which no storing error describes.
+* `kl_even_tail`: the same full-vocabulary KL with the tail mass spread evenly over the other V - k tokens, which is all
+  that can be rebuilt from the cache alone. That it is much larger is no defect: a loss that treats the tail as one
+  outcome does not use this spread. It says what such a loss cannot see.
+
+A cache with hidden states has one more line, K = V: KL(p ‖ q) over the whole vocabulary, where q is the teacher's
+stored output head at the stored states. And a cache with float16 values shows beside them what `--value-dtype uint8`
+would have cost, from the same entries.
+
+Where the teacher now runs on another device, number format or batch than when the cache was built, its last bits differ
+and `kl_stored` includes that. `same_ids` and `same_values` tell: the shares of positions at which all K ids, and all
+K values, are those that this run would store; `same_hidden` says it of hidden states.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from qat_lora.cache.format import layout as fmt
+from qat_lora.cache.format.codec import decode_values, encode_values
+from qat_lora.cache.format.lm_head import read_head
+from qat_lora.cache.format.records import Fingerprint
+from qat_lora.cache.read.reader import CacheReader
+from qat_lora.cache.storage.location import Place
+from qat_lora.errors import CacheError
+from qat_lora.types import Batch, LanguageModel, OutputHead
+
+SMALLEST_K = 4
+Figures = dict[tuple[str, str, int], torch.Tensor]
+"""Values of N positions by name, encoding and k; shares of the whole cache have neither of these."""
+COLUMNS = (
+    ("k", "K", ",d"),
+    ("encoding", "stored as", "s"),
+    ("bytes_per_token", "bytes/token", ",.1f"),
+    ("kl_stored", "KL stored", ".2e"),
+    ("kl_stored_max", "largest", ".2e"),
+    ("tail_mass", "tail mass", ".4f"),
+    ("kl_even_tail", "KL even tail", ".4f"),
+)
+
+
+@torch.no_grad()
+def audit(
+    teacher: LanguageModel,
+    path: Place,
+    teacher_sha256: str,
+    *,
+    rows: int = 8,
+    device: torch.device | str = "cpu",
+    chunk_bytes: int = 64 << 20,
+) -> dict[str, Any]:
+    """Compare training rows of a cache, evenly spread, with what its teacher says now.
+
+    Shards are not checked as a whole (`cache verify` does that).
+
+    Args:
+        teacher: the model, on `device` already.
+        path: the cache folder or URL.
+        teacher_sha256: of the model's weights.
+        rows: how many rows; all, if there are fewer.
+        device: where the token ids go.
+        chunk_bytes: float64 logits held at a time.
+
+    Returns:
+        JSON values: `rows`, `positions`, `same_ids`, `same_values`, `same_hidden`, `mass_defect` (largest |sum - 1|),
+        and `by_k`, a list of dicts with `k`, `encoding`, `bytes_per_token` and the figures described above (nats);
+        `others` is such a list for encodings other than the cache's `value_dtype`.
+
+    Raises:
+        CacheError: no finished cache, another teacher, no position that counts in these rows.
+    """
+    reader = CacheReader(path, verify=False)
+    held = reader.fingerprint
+    check_teacher(held, path, teacher_sha256, teacher.vocab_size)
+    chosen = np.unique(np.linspace(0, reader.rows("train") - 1, rows).astype(np.int64))
+    head = read_head(path, held) if held.contents.hidden else None
+    parts = [_audit_row(teacher, reader, int(row), head, device, chunk_bytes) for row in chosen]
+    values = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    positions = next(iter(values.values())).size
+    if not positions:
+        raise CacheError(f"{path}: none of the {len(chosen)} rows looked at has a target; give more --rows")
+    defect = ("mass_defect", held.value_dtype)
+    lines = [
+        {
+            "k": k,
+            "encoding": encoding,
+            "bytes_per_token": _bytes_per_token(held, k, encoding),
+            "kl_stored": float(kl.mean()),
+            "kl_stored_max": float(kl.max()),
+            "tail_mass": float(values["tail_mass", encoding, k].mean()),
+            "kl_even_tail": float(values["kl_even_tail", encoding, k].mean()),
+        }
+        for (name, encoding, k), kl in values.items()
+        if name == "kl_stored"
+    ]
+    defects = [float(v.max()) for (name, encoding, _), v in values.items() if (name, encoding) == defect]
+    return {
+        "rows": len(chosen),
+        "positions": positions,
+        **{name: float(v.mean()) for (name, _, _), v in values.items() if name.startswith("same_")},
+        "mass_defect": max(defects, default=0.0),
+        "by_k": [line for line in lines if line["encoding"] == held.value_dtype],
+        "others": [line for line in lines if line["encoding"] != held.value_dtype],
+    }
+
+
+def check_teacher(held: Fingerprint, path: Place, teacher_sha256: str, vocab_size: int) -> None:
+    """Raise CacheError unless a model is the one that a cache was made by."""
+    if teacher_sha256 != held.teacher_sha256 or vocab_size < held.vocab_size:
+        raise CacheError(
+            f"teacher: its weights are {teacher_sha256[:16]}…, the cache {path} was made by {held.teacher} with "
+            f"{held.teacher_sha256[:16]}…; an audit needs the same teacher: give its folder"
+        )
+
+
+def head_sizes(top_k: int) -> list[int]:
+    """Return 4, 8, 16, … below K, and K; nothing for K = 0."""
+    sizes = [top_k] if top_k else []
+    k = SMALLEST_K
+    while k < top_k:
+        sizes.insert(-1, k)
+        k *= 2
+    return sizes
+
+
+def _bytes_per_token(held: Fingerprint, k: int, encoding: str) -> float:
+    """Return what a cache of the same rows with K = k in this encoding takes, records and output head apart."""
+    own = held.contents._replace(tail_draws=0, draws=0)
+    if encoding == "hidden":
+        return fmt.row_bytes(fmt.array_table(own._replace(top_k=0))) / held.length
+    return fmt.row_bytes(fmt.array_table(own._replace(top_k=k, value_dtype=encoding, hidden=0))) / held.length
+
+
+def _audit_row(
+    teacher: LanguageModel,
+    reader: CacheReader,
+    row: int,
+    head: OutputHead | None,
+    device: torch.device | str,
+    chunk_bytes: int,
+) -> dict[tuple[str, str, int], np.ndarray]:
+    """Return the figures of a row's targets, arrays [n]."""
+    held = reader.fingerprint
+    stored = {(held.value_dtype, k): reader.read("train", [row], k, (1.0,)) for k in head_sizes(held.top_k)}
+    whole = reader.read("train", [row], None, (1.0,))
+    if held.top_k and held.value_dtype == "float16":
+        stored |= {
+            ("uint8", k): _as_uint8(batch, whole, max(held.temperatures)) for (_, k), batch in list(stored.items())
+        }
+    ids_BL, documents_BL = (torch.from_numpy(whole[name]).to(device) for name in ("input_ids", "document_ids"))
+    hidden_NH = teacher.hidden(ids_BL, documents_BL)[0, :-1]
+    parts, start = [], 0
+    for hidden in hidden_NH.split(max(1, chunk_bytes // (8 * held.vocab_size))):
+        logits_NV = teacher.logits(hidden)[:, : held.vocab_size].float().cpu()  # not every device has float64
+        part = slice(start, start + len(hidden))
+        start = part.stop
+        log_p_NV = torch.log_softmax(logits_NV.double(), dim=-1)
+        figures: Figures = {}
+        if held.top_k:
+            truth = _truth(log_p_NV, torch.from_numpy(whole["head_ids"][0, part]).long())
+            for (encoding, k), batch in stored.items():
+                found = _compare(truth, _positions(batch, part), k)
+                figures |= {(name, encoding, k): values for name, values in found.items()}
+            figures |= _same(logits_NV, whole, part, held)
+        if head is not None:
+            figures |= _compare_hidden(log_p_NV, hidden.float().cpu(), whole["teacher_hidden"][0, part], head)
+        parts.append(figures)
+    counts = whole["target_mask"][0]
+    return {name: torch.cat([p[name] for p in parts]).numpy()[counts] for name in parts[0]}
+
+
+def _as_uint8(batch: Batch, whole: Batch, temperature: float) -> Batch:
+    """Return a batch whose values went through `uint8` codes, made for all K entries as a builder would."""
+    stored = encode_values(whole["head_logits"], "uint8", temperature)
+    return {**batch, "head_logits": decode_values(stored, batch["head_logits"].shape[-1])}
+
+
+def _positions(batch: Batch, part: slice) -> dict[str, torch.Tensor]:
+    names = ("head_logits", "lse", "log_tail")
+    return {name: torch.from_numpy(batch[name][0, part]).double() for name in names}
+
+
+class _Truth(NamedTuple):
+    """The teacher now, as far as heads of any k need it."""
+
+    head_NK: torch.Tensor
+    """Log-probabilities of the K stored entries."""
+    tail_N: torch.Tensor
+    """Log-probability of all others."""
+    tail_plogp_N: torch.Tensor
+    """Sum of p log p over all others."""
+    vocab_size: int
+
+
+def _truth(log_p_NV: torch.Tensor, ids_NK: torch.Tensor) -> _Truth:
+    outside_NV = log_p_NV.scatter(-1, ids_NK, -torch.inf)
+    tail_N = torch.logsumexp(outside_NV, dim=-1)
+    return _Truth(log_p_NV.gather(-1, ids_NK), tail_N, _plogp(outside_NV).sum(-1), log_p_NV.shape[-1])
+
+
+def _compare(truth: _Truth, read: dict[str, torch.Tensor], k: int) -> dict[str, torch.Tensor]:
+    """Return the figures of N positions for the first k of K entries."""
+    dropped_NK = truth.head_NK[:, k:]
+    log_tail_N = torch.logsumexp(torch.cat([truth.tail_N[:, None], dropped_NK], dim=-1), dim=-1)
+    log_p = torch.cat([truth.head_NK[:, :k], log_tail_N[:, None]], dim=-1)
+    log_q = torch.cat([read["head_logits"] - read["lse"][:, None], read["log_tail"][:, None]], dim=-1)
+    log_sum = torch.logsumexp(log_q, dim=-1, keepdim=True)
+    terms = log_p.exp() * (log_p - log_q + log_sum)
+    kl = torch.where(log_p > -torch.inf, terms, 0.0).sum(-1)
+    # Within the tail: sum of p log p, less what "anything else" as one outcome has of it, against 1 / (V - k).
+    inside = truth.tail_plogp_N + _plogp(dropped_NK).sum(-1) - _plogp(log_tail_N)
+    return {
+        "kl_stored": kl,
+        "tail_mass": log_tail_N.exp(),
+        "kl_even_tail": kl + inside + log_tail_N.exp() * np.log(max(1, truth.vocab_size - k)),
+        "mass_defect": (log_sum.exp() - 1).abs()[:, 0],
+    }
+
+
+def _same(logits_NV: torch.Tensor, whole: Batch, part: slice, held: Fingerprint) -> Figures:
+    """Say at which positions this run would store the same head."""
+    fresh = torch.topk(logits_NV, held.top_k, dim=-1)
+    logits = (fresh.values - fresh.values[:, :1]).numpy()
+    values = decode_values(encode_values(logits, held.value_dtype, max(held.temperatures)), held.top_k)
+    return {
+        ("same_ids", "", 0): torch.from_numpy((fresh.indices.numpy() == whole["head_ids"][0, part]).all(-1)).double(),
+        ("same_values", "", 0): torch.from_numpy((values == whole["head_logits"][0, part]).all(-1)).double(),
+    }
+
+
+def _compare_hidden(log_p_NV: torch.Tensor, fresh_NH: torch.Tensor, stored: np.ndarray, head: OutputHead) -> Figures:
+    """Return the figures of N positions that were stored as hidden states: a head of the whole vocabulary."""
+    stored_NH = torch.from_numpy(stored)
+    bias = None if head.bias_V is None else head.bias_V.float()
+    logits_NV = torch.nn.functional.linear(stored_NH.float(), head.weight_VH.float(), bias) * head.logit_scale
+    if head.softcap is not None:
+        logits_NV = head.softcap * torch.tanh(logits_NV / head.softcap)
+    kl = (log_p_NV.exp() * (log_p_NV - torch.log_softmax(logits_NV.double(), dim=-1))).sum(-1)
+    vocab_size = log_p_NV.shape[-1]
+    figures = {"kl_stored": kl, "tail_mass": torch.zeros_like(kl), "kl_even_tail": kl}
+    same = (fresh_NH.half() == stored_NH).all(-1).double()
+    by_name = {(name, "hidden", vocab_size): values for name, values in figures.items()}
+    return by_name | {("same_hidden", "", 0): same}
+
+
+def _plogp(log_p: torch.Tensor) -> torch.Tensor:
+    return torch.where(log_p > -torch.inf, log_p.exp() * log_p, 0.0)
+
+
+def table_rows(report: dict[str, Any]) -> list[list[str]]:
+    """Return header and rows of text cells, one row a K."""
+    lines = [*report["by_k"], *report.get("others", [])]
+    body = [[format(row[key], form) for key, _, form in COLUMNS] for row in lines]
+    return [[title for _, title, _ in COLUMNS], *body]
+
+
+def summary(report: dict[str, Any]) -> str:
+    """Return one line on what was looked at."""
+    kinds = {"same_ids": "ids", "same_values": "values", "same_hidden": "hidden states"}
+    same = ", ".join(f"{words} at {report[name]:.1%}" for name, words in kinds.items() if name in report)
+    return (
+        f"{report['positions']:,} positions in {report['rows']} rows; as stored: {same}; head and tail sum to 1 "
+        f"within {report['mass_defect']:.1e}"
+    )

@@ -1,0 +1,194 @@
+"""What is in a cache, for people: sizes, the mass that the head misses, a few rows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qat_lora.cache.format import layout as fmt
+from qat_lora.cache.format.records import to_json
+from qat_lora.cache.read.reader import CacheReader
+from qat_lora.cache.storage.location import Place
+from qat_lora.errors import CacheError, OutputExistsError
+from qat_lora.extras import pyplot
+from qat_lora.files.folders import whole_file
+
+QUANTILES = (0.5, 0.9, 0.99, 1.0)
+SAMPLE_ROWS = 64
+"""Training rows, evenly spread, from which the tail mass is taken."""
+_SHOWN_CHOICES = 3
+_SMALLEST_MASS = 1e-6
+"""Left end of the plot; positions with less are drawn there."""
+
+Decode = Callable[[list[int]], str]
+"""Token ids to text."""
+
+
+def describe(path: Place, *, show_rows: int = 2, show_tokens: int = 16, decode: Decode | None = None) -> dict[str, Any]:
+    """Return a cache's fingerprint, sizes, tail-mass quantiles and the start of a few rows, as plain JSON values.
+
+    Shards are not checked (`verify_cache` does that), so this is quick on any size.
+
+    Args:
+        path: the cache folder or URL.
+        show_rows: rows of which the beginning is shown.
+        show_tokens: positions shown of each.
+        decode: of the cache's tokenizer; then the rows are shown as text too.
+
+    Raises:
+        CacheError: no finished cache.
+        CacheDamaged: a record or a size is not what was written.
+    """
+    reader = CacheReader(path, verify=False)
+    manifest, held = reader.manifest, reader.fingerprint
+    splits = {}
+    for split in fmt.SERIES:
+        shards = manifest.shards(split)
+        rows = manifest.rows(split)
+        size = sum(shard.bytes for shard in shards)
+        splits[split] = {"shards": len(shards), "rows": rows, "tokens": rows * held.length, "bytes": size}
+    tokens = sum(split["tokens"] for split in splits.values())
+    chosen = _sample(reader)
+    mass = _tail_mass(reader, chosen)
+    counted = mass if mass.size else np.zeros(1)
+    return {
+        "path": str(reader.path),
+        "fingerprint": to_json(held),
+        "fingerprint_sha256": held.sha256,
+        "info": manifest.info,
+        "splits": splits,
+        "bytes_per_token": sum(split["bytes"] for split in splits.values()) / tokens,
+        "bytes_per_token_by_array": {spec.name: spec.row_bytes / held.length for spec in held.arrays},
+        "sampled_rows": len(chosen),
+        "target_fraction": mass.size / (len(chosen) * (held.length - 1)),
+        "tail_mass": {
+            "mean": float(counted.mean()),
+            **{f"p{q * 100:g}": float(np.quantile(counted, q)) for q in QUANTILES},
+        }
+        if held.top_k
+        else None,
+        "rows": [_show(reader, int(row), show_tokens, decode) for row in chosen[:show_rows]],
+    }
+
+
+def _sample(reader: CacheReader) -> np.ndarray:
+    return np.unique(np.linspace(0, reader.rows("train") - 1, SAMPLE_ROWS).astype(np.int64))
+
+
+def _tail_mass(reader: CacheReader, rows: np.ndarray) -> np.ndarray:
+    """Return the probability outside the head at every position of some rows that counts: 1 where there is none."""
+    masses = []
+    for row in rows:
+        batch = reader.read("train", [row], None, (1.0,))
+        tails = batch.get("log_tail", np.zeros(batch["target_mask"].shape))
+        masses.append(np.exp(tails[batch["target_mask"]], dtype=np.float64))
+    return np.concatenate(masses)
+
+
+def _show(reader: CacheReader, row: int, tokens: int, decode: Decode | None) -> dict[str, Any]:
+    batch = reader.read("train", [row], min(_SHOWN_CHOICES, reader.fingerprint.top_k), (1.0,))
+    shown = {"row": row, "input_ids": batch["input_ids"][0][:tokens].tolist()}
+    if "head_ids" in batch:
+        probabilities = np.exp(batch["head_logits"][0] - batch["lse"][0][:, None])
+        shown["top_ids"] = batch["head_ids"][0][:tokens].tolist()
+        shown["top_probabilities"] = np.round(probabilities[:tokens], 4).tolist()
+    if decode is not None:
+        shown["tokens"] = [decode([token]) for token in shown["input_ids"]]
+    if decode is not None and "top_ids" in shown:
+        shown["top_tokens"] = [[decode([token]) for token in choices] for choices in shown["top_ids"]]
+    return shown
+
+
+def plot_tail_mass(path: Place, out: str | Path) -> None:
+    """Draw how much probability the head misses, as a histogram over positions, as PNG.
+
+    Raises:
+        CacheError: no finished cache, or one without a head.
+        MissingExtraError: matplotlib is not installed.
+        OutputExistsError: there is a file of that name.
+    """
+    plt, out = pyplot(), Path(out)
+    if os.path.lexists(out):
+        raise OutputExistsError(f"--plot {out}: exists already and was not touched; delete it or choose another name")
+    reader = CacheReader(path, verify=False)
+    if not reader.fingerprint.top_k:
+        raise CacheError(f"{path}: holds hidden states instead of a head, so no mass is outside it; leave --plot out")
+    mass = _tail_mass(reader, _sample(reader))
+    figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
+    edges = np.geomspace(_SMALLEST_MASS, 1, 61)
+    axis.hist(np.clip(mass, _SMALLEST_MASS, 1), bins=edges, weights=np.full(mass.size, 100 / max(1, mass.size)))
+    if mass.size:
+        for value, name, style in ((mass.mean(), "mean", "-"), (np.median(mass), "median", "--")):
+            axis.axvline(max(value, _SMALLEST_MASS), color="black", lw=0.8, ls=style, label=f"{name} {value:.2g}")
+        axis.legend()
+    axis.set(xscale="log", xlim=(_SMALLEST_MASS, 1), ylabel="% of positions")
+    axis.set_xlabel(f"probability outside the {reader.fingerprint.top_k} stored entries (1e-6 or less: first bar)")
+    axis.set_title(f"tail mass of {Path(str(path)).name}, {mass.size:,} positions", fontsize=10)
+    axis.spines[["top", "right"]].set_visible(False)
+    with whole_file(out) as draft:
+        figure.savefig(draft, dpi=120)
+    plt.close(figure)
+
+
+def render(description: dict[str, Any]) -> str:
+    """Return what `describe` found as text for a terminal."""
+    held = description["fingerprint"]
+    temperatures = ", ".join(f"{t:g}" for t in held["temperatures"])
+    lines = [
+        f"{description['path']}: rows of {held['length']:,} tokens, {_stored(held)} at each",
+        *(
+            f"{n:<12} {s['rows']:>9,} rows {s['shards']:>6,} shards {s['bytes'] / 1e6:>12,.1f} MB"
+            for n, s in description["splits"].items()
+        ),
+        f"teacher      {held['teacher']} (vocabulary {held['vocab_size']:,}), temperatures {temperatures}",
+        f"text         {held['dataset']}",
+        f"packing      {held['packing']}",
+        f"size         {description['bytes_per_token']:.0f} bytes a token",
+        f"targets      {description['target_fraction']:.1%} of the positions count",
+        *_mass_line(description["tail_mass"]),
+        f"fingerprint  {description['fingerprint_sha256']}",
+    ]
+    for row in description["rows"]:
+        lines += _row_lines(row)
+    return "\n".join(lines)
+
+
+def _stored(held: dict[str, Any]) -> str:
+    """Say in words what a position has."""
+    parts = [f"the teacher's {held['top_k']} likeliest ({held['value_dtype']})"] if held["top_k"] else []
+    words = {"tail_draws": "{} draws from the tail", "draws": "{} draws", "hidden": "its hidden state ({} wide)"}
+    for name, size, *_ in (text.split(":") for text in held["optional_arrays"]):
+        parts.append(words[name].format(size))
+    return ", ".join(parts)
+
+
+def _mass_line(masses: dict[str, float] | None) -> list[str]:
+    if masses is None:
+        return []
+    return ["tail mass    " + ", ".join(f"{name} {value:.2g}" for name, value in masses.items())]
+
+
+def _row_lines(row: dict[str, Any]) -> list[str]:
+    if "top_ids" not in row:
+        words = map(_quoted, row["tokens"]) if "tokens" in row else map(str, row["input_ids"])
+        return [f"row {row['row']}: tokens {' '.join(words)}"]
+    if "tokens" not in row:
+        first = ", ".join(_choices(map(str, row["top_ids"][0]), row["top_probabilities"][0]))
+        return [f"row {row['row']}: tokens {' '.join(map(str, row['input_ids']))}", f"  after the first: {first}"]
+    lines = [f"row {row['row']}: token, and what the teacher expects after it"]
+    for token, choices, sure in zip(row["tokens"], row["top_tokens"], row["top_probabilities"], strict=False):
+        lines.append(f"  {_quoted(token):<20} " + ", ".join(_choices(map(_quoted, choices), sure)))
+    return lines
+
+
+def _choices(names: Any, probabilities: list[float]) -> list[str]:
+    return [f"{name} ({p:.1%})" for name, p in zip(names, probabilities, strict=True)]
+
+
+def _quoted(token: str) -> str:
+    """Return a token as one printable line: text from a cache must not steer the terminal."""
+    return '"' + "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in token) + '"'

@@ -1,0 +1,154 @@
+"""A cache as one Parquet file, for tools that know nothing of our format: DuckDB, pandas, polars, datasets.
+
+Nothing is lost or derived: every array of a shard becomes a column, one record a row of the cache, ids unpacked and
+document starts spelled out, fp16 values as they are stored. The cache itself is not Parquet because a
+trainer asks for single rows in random order, and Parquet decodes a whole group of them to find one.
+
+Groups of rows are written as they are read, from shards that are checked first, so memory does not grow with the cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qat_lora.cache.format import layout as fmt
+from qat_lora.cache.format.codec import DRAWN, decode_values, unpack_ids
+from qat_lora.cache.format.records import Fingerprint, to_json
+from qat_lora.cache.read.reader import check_entry
+from qat_lora.cache.read.shard import open_shard
+from qat_lora.cache.storage.location import Location, Place, locate
+from qat_lora.cache.storage.store import Progress, read_manifest
+from qat_lora.errors import CacheError, OutputExistsError
+from qat_lora.extras import require
+from qat_lora.files.atomic import publish, sync_folder, temporary
+
+GROUP_BYTES = 32 << 20
+"""Stored bytes that make a row group, about; a group does not reach over the end of a shard."""
+
+
+def export_parquet(
+    path: Place,
+    out: str | Path,
+    split: str = "train",
+    *,
+    group_bytes: int = GROUP_BYTES,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Write a split of a cache to a Parquet file, which appears when it is whole.
+
+    Columns, all of fixed-size lists, for rows of L tokens and K head entries: `input_ids` int32 [L], `loss_mask` uint8
+    [L], `doc_starts` bool [L], `head_ids` int32 [L-1, K], `head_logits` [L-1, K] (logit minus the position's largest;
+    float16, or float32 where the cache stores it as uint8 codes), `lse` and `log_tail` float32 [L-1], with `lse@2` and
+    so on for other temperatures; where the cache has them `tail_draw_ids` and `draw_ids` int32 [L-1, D] and
+    `teacher_hidden` float16 [L-1, H]. The log-probability of an entry is `head_logits` / T - `lse`. The file's metadata
+    holds the fingerprint as JSON; the teacher's output head is not copied: it lies in the cache's folder.
+
+    Args:
+        path: the cache folder or URL.
+        out: the file.
+        split: `train` or `eval`.
+        group_bytes: about how many stored bytes make a row group.
+        progress: called with (shard, bytes) while shards are checked.
+
+    Returns:
+        `out`, `split`, `rows`, `row_groups` and `bytes` of the file.
+
+    Raises:
+        MissingExtraError: pyarrow is not installed.
+        CacheError: no finished cache, a split without rows.
+        CacheDamaged: a shard is not what was written; no file is left.
+        OutputExistsError: there is a file of that name.
+    """
+    arrow, parquet = require("pyarrow", "hub"), require("pyarrow.parquet", "hub")
+    path, out = locate(path), Path(out)
+    manifest = read_manifest(path)
+    if not manifest.rows(split):
+        raise CacheError(f"{path}: has no rows in the {split} split; build it with --eval-rows to have one")
+    if out.exists() or out.is_symlink():
+        raise OutputExistsError(f"--out {out}: exists already and was not touched; delete it or choose another name")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = temporary(out)
+    groups = 0
+    try:
+        with open(partial, "wb") as file:
+            schema = _schema(arrow, manifest.fingerprint)
+            with parquet.ParquetWriter(file, schema, compression="zstd") as writer:
+                for columns in _groups(path, split, group_bytes, progress):
+                    lists = [_lists(arrow, columns[name]) for name in schema.names]
+                    writer.write_table(arrow.Table.from_arrays(lists, schema=schema))
+                    groups += 1
+            file.flush()
+            os.fsync(file.fileno())
+        size = partial.stat().st_size
+        try:
+            publish(partial, out)
+        except FileExistsError:
+            raise OutputExistsError(f"--out {out}: was made by another process meanwhile; it was not touched") from None
+    finally:
+        partial.unlink(missing_ok=True)
+    sync_folder(out.parent)
+    return {"out": str(out), "split": split, "rows": manifest.rows(split), "row_groups": groups, "bytes": size}
+
+
+def _groups(path: Location, split: str, group_bytes: int, progress: Progress | None) -> Iterator[dict[str, np.ndarray]]:
+    """Yield the columns of some rows at a time, each array [rows, ...]."""
+    manifest = read_manifest(path)
+    held = manifest.fingerprint
+    step = max(1, group_bytes // fmt.row_bytes(held.arrays))
+    for entry in manifest.shards(split):
+        check_entry(path, entry, held)
+        shard = open_shard(path, entry, held, preload=path.far)
+        shard.check_sha256(progress)
+        for start in range(0, entry.rows, step):
+            yield _columns(shard.rows(start, min(step, entry.rows - start)), held)
+
+
+def _columns(arrays: Mapping[str, np.ndarray], held: Fingerprint) -> dict[str, np.ndarray]:
+    starts = np.unpackbits(arrays["doc_starts"], axis=1, count=held.length, bitorder="little")
+    columns = {
+        "input_ids": arrays["input_ids"],
+        "loss_mask": arrays["loss_mask"],
+        "doc_starts": starts.astype(np.bool_),
+    }
+    contents = held.contents
+    if contents.top_k:
+        stored = contents.value_dtype == "float16"
+        columns["head_ids"] = unpack_ids(arrays, contents.top_k)
+        columns["head_logits"] = arrays["val"] if stored else decode_values(arrays, contents.top_k)
+    for name, size in contents.id_lists.items():
+        if name in DRAWN:
+            columns[DRAWN[name]] = unpack_ids(arrays, size, name=name)
+    if contents.hidden:
+        columns["teacher_hidden"] = arrays["hidden"]
+    return columns | {name: arrays[name] for name in contents.sums}
+
+
+def _schema(arrow: Any, held: Fingerprint) -> Any:
+    contents = held.contents
+    tokens, positions = held.length, held.length - 1
+    lists: dict[str, tuple[Any, int]] = {}
+    if contents.top_k:
+        values = arrow.float16() if contents.value_dtype == "float16" else arrow.float32()
+        lists = {"head_ids": (arrow.int32(), contents.top_k), "head_logits": (values, contents.top_k)}
+    lists |= {DRAWN[name]: (arrow.int32(), size) for name, size in contents.id_lists.items() if name in DRAWN}
+    if contents.hidden:
+        lists["teacher_hidden"] = (arrow.float16(), contents.hidden)
+    row = {"input_ids": arrow.int32(), "loss_mask": arrow.uint8(), "doc_starts": arrow.bool_()}
+    fields = [(name, arrow.list_(kind, tokens)) for name, kind in row.items()]
+    fields += [(name, arrow.list_(arrow.list_(kind, size), positions)) for name, (kind, size) in lists.items()]
+    fields += [(name, arrow.list_(arrow.float32(), positions)) for name in contents.sums]
+    return arrow.schema(fields, metadata={fmt.FORMAT: json.dumps(to_json(held))})
+
+
+def _lists(arrow: Any, values: np.ndarray) -> Any:
+    """Return an array [rows, ...] as (nested) lists of fixed size."""
+    made = arrow.array(np.ascontiguousarray(values).reshape(-1))
+    for size in reversed(values.shape[1:]):
+        made = arrow.FixedSizeListArray.from_arrays(made, size)
+    return made

@@ -1,0 +1,87 @@
+"""Reads every byte of a cache and says whether it is what was written.
+
+Four layers, from cheap to deep: seals of manifest and sidecars, sizes and headers, the sha256 of every shard, and
+the CRC-32 of every row with the ranges of its values. The last cannot fail where the third passed, unless the
+writer itself was wrong; that is what it is there to find.
+
+A shard is read by one thread; hashing and comparing leave the interpreter lock, so shards go in parallel.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from qat_lora.cache.format import layout as fmt
+from qat_lora.cache.format.lm_head import check_head
+from qat_lora.cache.format.records import Fingerprint, ShardEntry
+from qat_lora.cache.format.value_checks import promises
+from qat_lora.cache.read.reader import check_entries
+from qat_lora.cache.read.shard import open_shard
+from qat_lora.cache.storage.location import Location, Place, locate
+from qat_lora.cache.storage.store import Progress, at_once, in_turns, read_manifest
+from qat_lora.errors import CacheDamaged
+
+_ROWS_AT_ONCE = 4
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What was checked; there is a report only for an intact cache."""
+
+    path: str
+    shards: int
+    rows: int
+    bytes: int
+    seconds: float
+    strangers: tuple[str, ...]
+    """Files in the folder that do not belong to the cache; harmless."""
+
+
+def verify_cache(path: Place, progress: Progress | None = None, *, threads: int | None = None) -> VerifyReport:
+    """Check every byte of a finished cache.
+
+    Args:
+        path: the cache folder or URL.
+        progress: called with (shard, bytes read since the last call), by one thread at a time.
+        threads: shards checked at a time; default: one for each processor, at most 8.
+
+    Raises:
+        CacheError: no finished cache.
+        CacheDamaged: names the shard and what is wrong; of several damaged ones the first in row order.
+    """
+    begun = time.perf_counter()
+    folder = locate(path)
+    manifest = read_manifest(folder)
+    entries = (*manifest.eval, *manifest.train)
+    check_entries(folder, entries, manifest.fingerprint)
+    check_head(folder, manifest.fingerprint)
+    known = {f"{entry.shard}.{ending}" for entry in entries for ending in ("safetensors", "json")}
+    known |= {fmt.MANIFEST} | ({fmt.HEAD} if manifest.fingerprint.head_sha256 else set())
+    tell = in_turns(progress)
+    for _ in at_once(folder, lambda entry: check_shard(folder, entry, manifest.fingerprint, tell), entries, threads):
+        pass
+    return VerifyReport(
+        path=str(folder),
+        shards=len(entries),
+        rows=sum(entry.rows for entry in entries),
+        bytes=sum(entry.bytes for entry in entries),
+        seconds=time.perf_counter() - begun,
+        strangers=tuple(sorted(name for name in folder.names() if not _is_ours(name, known))),
+    )
+
+
+def _is_ours(name: str, known: set[str]) -> bool:
+    return name in known or fmt.is_part_name(name) or name.startswith(fmt.LOCK)
+
+
+def check_shard(path: Location, entry: ShardEntry, fingerprint: Fingerprint, progress: Progress) -> None:
+    """Raise CacheDamaged unless a shard's sha256, row checksums and values are what they must be."""
+    shard = open_shard(path, entry, fingerprint, preload=path.far)  # what lies behind a URL now, not a copy of it
+    shard.check_sha256(progress)
+    for start in range(0, entry.rows, _ROWS_AT_ONCE):
+        end = min(start + _ROWS_AT_ONCE, entry.rows)
+        for promise, kept in promises(shard.rows(start, end - start), fingerprint).items():
+            if not kept:
+                rows = f"rows {start} to {end - 1}"
+                raise CacheDamaged(f"{path}/{entry.shard}: {rows} break a rule of the format: {promise}")

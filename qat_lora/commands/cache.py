@@ -1,0 +1,232 @@
+"""The commands that make and question a KD cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qat_lora.cache.build.builder import build_kd_cache
+from qat_lora.cache.build.forecast import forecast
+from qat_lora.cache.build.partition import Share
+from qat_lora.cache.build.writer import CacheWriter
+from qat_lora.cache.format.lm_head import head_file
+from qat_lora.cache.format.records import Fingerprint, optional_arrays
+from qat_lora.cache.storage.location import LocalFolder, locate
+from qat_lora.cache.storage.store import noted_teacher, read_manifest
+from qat_lora.cache.tools import overlap
+from qat_lora.cache.tools.audit import audit, check_teacher, summary
+from qat_lora.cache.tools.audit import table_rows as audit_rows
+from qat_lora.data.packing import make_encoder, pack_rows, share, take_eval
+from qat_lora.data.sources import Document, TextConfig, describe_source, open_documents
+from qat_lora.errors import CacheError, ConfigError, InterruptedRunError
+from qat_lora.evaluate.report import save_json, text_table
+from qat_lora.files import outputs
+from qat_lora.files.identity import checkpoint_sha256
+from qat_lora.models.device_map import SpreadCausalLM, load_spread
+from qat_lora.models.load import CausalLM, load_tokenizer, tokenizer_sha256
+from qat_lora.options import AuditOptions, CacheBuildOptions
+from qat_lora.plan.advice import advised, build_advice
+from qat_lora.runtime.base import Runtime
+from qat_lora.runtime.host.machine import made_with
+from qat_lora.setup.common import fit_attention, fits_positions, load, say, text_inputs
+from qat_lora.setup.multiprocess import as_builder, fetch
+from qat_lora.terminal import redact
+
+
+@advised(build_advice)
+def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
+    """Build (or go on building) a KD cache; return its folder (an `ObjectFolder` for a URL), or with `dry_run` a dict.
+
+    Raises:
+        QatLoraError: see the rooms; nothing in an existing cache is lost.
+        InterruptedRunError: SIGTERM or SIGHUP; what is committed stays.
+    """
+    options = as_builder(options, runtime)
+    run, text, part = options.run, options.text, Share.parse(options.builder)
+    default = f"caches/{Path(str(text.dataset)).name.replace('.', '-')}_L{options.length}_K{options.top_k}"
+    place = locate(run.out or default)
+    out = place.path if isinstance(place, LocalFolder) else place
+    fetch(runtime, str(options.teacher), options.hub)
+    teacher = _teacher(options, runtime)
+    fits_positions(teacher, options.length)
+    tokenizer = load_tokenizer(teacher.folder, options.hub.trust_remote_code)
+    teacher = _with_vocabulary(teacher, tokenizer, options.vocab_size)
+    template = getattr(tokenizer, "chat_template", None)
+    head = head_file(teacher.head()) if options.hidden else None
+    fingerprint = Fingerprint(
+        tokenizer_sha256=tokenizer_sha256(tokenizer),
+        vocab_size=teacher.vocab_size,
+        teacher=str(Path(str(options.teacher))),  # T/ and ./T are T
+        teacher_sha256=checkpoint_sha256(teacher.folder, None if run.overwrite else noted_teacher(place)),
+        chat_template_sha256=hashlib.sha256(str(template).encode()).hexdigest() if template else None,
+        dataset=describe_source(text) + (f" first {options.num_rows} rows" if options.num_rows else ""),
+        packing="documents with bos and eos; attention and positions restart at each"
+        + (f"; dealt out to {part.builders} builders" if part.builders > 1 else ""),
+        length=options.length,
+        top_k=options.top_k,
+        temperatures=tuple(sorted(set(options.temperatures))),
+        value_dtype=options.value_dtype,
+        optional_arrays=optional_arrays(
+            options.draws_from_tail, options.draws, head.width if head else 0, head.sha256 if head else None
+        ),
+        seed=run.seed,
+        eval_rows=options.eval_rows,
+        builder=f"torch {torch.__version__}, {runtime.device.type}, {run.dtype}",
+    )
+    encode = make_encoder(tokenizer)
+    say(run, f"{runtime.description} · {run.dtype} · cache in {out}")
+
+    def documents(start: int) -> Iterator[Document]:
+        return open_documents(text, start)
+
+    evaluation, first = take_eval(documents, encode, options.length, options.eval_rows)
+    rest = share(documents, first, part.builder, part.builders)
+    max_rows = options.num_rows and part.of(options.num_rows)
+    rest(0)  # refuses a blank text before the folder is made
+    if options.dry_run:
+        _place(teacher, runtime)
+        cost = forecast(
+            teacher,
+            pack_rows(rest(0), encode, options.length),
+            fingerprint,
+            out,
+            eval_rows=0 if part.builder else options.eval_rows,
+            batch_rows=options.teacher_batch_size,
+            device=runtime.device,
+            max_rows=max_rows,
+            shard_rows=options.shard_rows,
+            head_bytes=sum(map(len, head.parts)) if head else 0,
+            piece_bytes=runtime.piece_bytes,
+            quiet=run.quiet,
+        )
+        if not run.json:
+            print(redact(cost.lines()), flush=True)
+        return cost._asdict()
+    if run.overwrite and isinstance(place, LocalFolder):
+        inputs = [options.teacher, teacher.folder, *text_inputs(text)]
+        outputs.refuse_inputs(place.path, inputs, place.names())
+    with CacheWriter(out, fingerprint, options.shard_rows, overwrite=run.overwrite, share=part, head=head) as writer:
+        done = writer.resume_state()
+        if done.finished:
+            say(run, f"{out} is complete already")
+            return out
+        _place(teacher, runtime)
+        cursor = done.cursor if done.rows else None
+        report = build_kd_cache(
+            teacher,
+            pack_rows(rest(cursor["document"] if cursor else 0), encode, options.length, cursor),
+            writer,
+            eval_rows=[] if part.builder else evaluation,
+            batch_rows=options.teacher_batch_size,
+            device=runtime.device,
+            max_rows=max_rows,
+            piece_bytes=runtime.piece_bytes,
+            quiet=run.quiet,
+        )
+    if not report.finished:
+        raise InterruptedRunError(f"stopped after {report.train_rows} rows; the same command goes on from there")
+    say(run, f"{report.train_rows} rows, {report.bytes_per_token:.0f} bytes a token, written to {out}")
+    if report.waiting_for:
+        others = ", ".join(map(str, report.waiting_for))
+        say(run, f"builder {part} has ended; the cache is complete when these have too: {others} of {part.builders}")
+    return out
+
+
+def _with_vocabulary(teacher: CausalLM, tokenizer: Any, rows: int | None) -> CausalLM:
+    """Return the teacher with the first rows of its head alone, as if the others were not there.
+
+    Models of one family have one tokenizer and unlike padding (Qwen2.5: 151,936 and 152,064 rows).
+
+    Raises:
+        ConfigError: more rows than there are, or too few for the tokenizer.
+    """
+    if rows is None:
+        return teacher
+    fewest = max(tokenizer.get_vocab().values()) + 1
+    if not fewest <= rows <= teacher.vocab_size:
+        raise ConfigError(
+            f"vocab_size: {rows} is not allowed; the tokenizer's ids take {fewest}, the teacher's output head has "
+            f"{teacher.vocab_size} rows: give a number between these"
+        )
+    return teacher.with_vocabulary(rows)
+
+
+def audit_cache(options: AuditOptions, runtime: Runtime) -> dict[str, Any]:
+    """Run the teacher again on some rows of a cache and report how far the cache is from it; with --out, kept there."""
+    run, path = options.run, str(options.kd_cache_dir)
+    held = read_manifest(path).fingerprint  # refuses what is no cache before a model is loaded
+    teacher = _teacher(options, runtime)
+    sha256 = checkpoint_sha256(teacher.folder, held.teacher_sha256)
+    check_teacher(held, path, sha256, teacher.vocab_size)
+    out = Path(run.out) if run.out else None
+    settings = {"cache": held.sha256, "rows": options.rows, "dtype": run.dtype, "device": runtime.device.type}
+    seen = None
+    if options.text is not None:
+        tokenizer = load_tokenizer(teacher.folder, options.hub.trust_remote_code)
+        text = TextConfig(dataset=options.text)
+        rows = list(pack_rows(open_documents(text), make_encoder(tokenizer), held.length))
+        seen = overlap.overlap(path, {Path(options.text).name: rows}, tokenizer_sha256(tokenizer))
+        settings["overlap"] = seen
+    inputs = [path, options.teacher, teacher.folder, options.text]
+    claimed = outputs.claimed(out, "cache audit", settings, run.overwrite, inputs) if out else nullcontext(False)
+    with claimed as complete:
+        if out and complete:
+            report = json.loads((out / "audit.json").read_text(encoding="utf-8"))
+        else:
+            _place(teacher, runtime)
+            say(run, f"{runtime.description} · {run.dtype} · {path} · built with {held.builder}")
+            report = made_with() | audit(teacher, path, sha256, rows=options.rows, device=runtime.device)
+            if seen:
+                report["overlap"] = seen
+            if out:
+                save_json(report, out / "audit.json")
+                outputs.complete(out)
+    say(run, f"{text_table(audit_rows(report))}\n{summary(report)}")
+    if seen:
+        say(run, overlap.summary(seen))
+    return report
+
+
+def _teacher(options: CacheBuildOptions | AuditOptions, runtime: Runtime) -> CausalLM:
+    """Load the teacher; with a device map it is spread over devices at once."""
+    if options.device_map == "none":
+        return load(str(options.teacher), options.hub, options.run.dtype)
+    runtime.check_spread()
+    hub = options.hub
+    return load_spread(
+        str(options.teacher),
+        options.device_map,
+        revision=hub.revision,
+        trust_remote_code=hub.trust_remote_code,
+        dtype=options.run.dtype,
+    )
+
+
+def _place(teacher: CausalLM, runtime: Runtime) -> None:
+    """Move the teacher to the device, unless it has been spread over several; on a CPU it attends in tiles."""
+    if not isinstance(teacher, SpreadCausalLM):
+        runtime.place(teacher.module)
+    fit_attention(teacher, runtime, layers_recomputed=False)
+
+
+def cache_decoder(cache: str, folder: str) -> Callable[[list[int]], str]:
+    """Return what turns a cache's token ids into text.
+
+    Raises:
+        ModelError: the folder has no tokenizer.
+        CacheError: it is not the tokenizer that the cache was made with.
+    """
+    tokenizer = load_tokenizer(Path(folder))
+    held = read_manifest(cache).fingerprint.tokenizer_sha256
+    if tokenizer_sha256(tokenizer) != held:
+        raise CacheError(
+            f"tokenizer: the one in {folder} is {tokenizer_sha256(tokenizer)[:16]}…, the cache {cache} was made with "
+            f"{held[:16]}…; give the folder of its teacher or leave --tokenizer out"
+        )
+    return lambda ids: tokenizer.decode(ids)

@@ -1,0 +1,115 @@
+"""The commands that read the files of a finished cache and need no device: verify, info, export, pack, unpack."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import click
+
+from qat_lora.terminal import echo
+
+
+def _byte_bar(words: str, total_bytes: int | None, quiet: bool) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total_bytes, desc=words, unit="B", unit_scale=True, disable=quiet)
+
+
+@click.command("verify")
+@click.argument("path")
+@click.option("--quiet", is_flag=True, help="no progress bar [default: off]")
+@click.option("--json", "as_json", is_flag=True, help="print the result as JSON [default: off]")
+def verify(path: str, quiet: bool, as_json: bool) -> None:
+    """Read every byte of a cache; exit code 1 and the shard's name on any damage."""
+    from qat_lora.cache.storage.store import read_manifest
+    from qat_lora.cache.tools.verify import verify_cache
+
+    manifest = read_manifest(path)
+    total = sum(shard.bytes for shard in (*manifest.eval, *manifest.train))
+    with _byte_bar("verify", total, quiet) as bar:
+        report = verify_cache(path, lambda _shard, read: bar.update(read))
+    if as_json:
+        echo(json.dumps({"intact": True, **dataclasses.asdict(report)}))
+        return
+    strangers = f"; files that are not its own: {', '.join(report.strangers)}" if report.strangers else ""
+    size = f"{report.bytes / 1e6:,.1f} MB in {report.seconds:.1f} s"
+    echo(f"{path}: intact: {report.shards} shards, {report.rows:,} rows, {size}{strangers}")
+
+
+@click.command("info")
+@click.argument("path")
+@click.option("--tokenizer", metavar="FOLDER", help="the teacher's folder; then rows are shown as text [default: ids]")
+@click.option("--plot", metavar="FILE", help="draw the mass that the head misses as PNG [default: no plot]")
+@click.option("--json", "as_json", is_flag=True, help="print it as JSON [default: off]")
+def info(path: str, tokenizer: str | None, plot: str | None, as_json: bool) -> None:
+    """Show what is in a cache: sizes, origin, the mass that the head misses, a few rows."""
+    from qat_lora.cache.tools.describe import describe, plot_tail_mass, render
+
+    decode = None
+    if tokenizer is not None:
+        from qat_lora.commands.cache import cache_decoder
+
+        decode = cache_decoder(path, tokenizer)
+    from qat_lora.files.finite import json_text
+
+    description = describe(path, decode=decode)
+    if plot is not None:
+        plot_tail_mass(path, plot)
+    echo(json_text(description, path, indent=2, default=str) if as_json else render(description))
+
+
+@click.command("export")
+@click.argument("path")
+@click.option("--parquet", is_flag=True, help="the form: one Parquet file, a record a row (required)")
+@click.option("--out", metavar="FILE", required=True, help="the file, which must not exist (required)")
+@click.option("--split", type=click.Choice(["train", "eval"]), default="train", help="its rows [default: train]")
+@click.option("--quiet", is_flag=True, help="no progress bar [default: off]")
+@click.option("--json", "as_json", is_flag=True, help="print the result as JSON [default: off]")
+def export_cache(path: str, parquet: bool, out: str, split: str, quiet: bool, as_json: bool) -> None:
+    """Write a cache's rows in a form that other tools read."""
+    if not parquet:
+        raise click.UsageError("no form given: give --parquet", click.get_current_context())
+    from qat_lora.cache.storage.store import read_manifest
+    from qat_lora.cache.tools.parquet import export_parquet
+
+    total = sum(shard.bytes for shard in read_manifest(path).shards(split))
+    with _byte_bar("export", total, quiet) as bar:
+        result = export_parquet(path, out, split, progress=lambda _shard, read: bar.update(read))
+    rows, size = result["rows"], result["bytes"] / 1e6
+    echo(json.dumps(result) if as_json else f"{rows:,} rows, {size:,.1f} MB, written to {out}")
+
+
+def _transport(words: str, source: str, out: str, quiet: bool, as_json: bool) -> None:
+    """Pack or unpack a cache and say what it takes."""
+    from qat_lora.cache.tools.pack import pack_cache, unpack_cache
+
+    work = {"pack": pack_cache, "unpack": unpack_cache}[words]
+    with _byte_bar(words, None, quiet or as_json) as bar:
+        report = work(source, out, lambda _shard, done: bar.update(done))
+    if as_json:
+        echo(json.dumps(report._asdict()))
+        return
+    sizes = f"{report.cache_bytes / 1e6:,.1f} MB as a cache, {report.packed_bytes / 1e6:,.1f} MB packed"
+    echo(f"{out}: {report.shards} shards, {sizes} ({report.packed_bytes_per_token:.0f} bytes a token)")
+
+
+@click.command("pack")
+@click.argument("source", metavar="CACHE")
+@click.argument("out", metavar="OUT")
+@click.option("--quiet", is_flag=True, help="no progress bar [default: off]")
+@click.option("--json", "as_json", is_flag=True, help="print the result as JSON [default: off]")
+def pack(source: str, out: str, quiet: bool, as_json: bool) -> None:
+    """Make a cache smaller for moving it, without loss; unpack it before training from it."""
+    _transport("pack", source, out, quiet, as_json)
+
+
+@click.command("unpack")
+@click.argument("source", metavar="PACKED")
+@click.argument("out", metavar="OUT")
+@click.option("--quiet", is_flag=True, help="no progress bar [default: off]")
+@click.option("--json", "as_json", is_flag=True, help="print the result as JSON [default: off]")
+def unpack(source: str, out: str, quiet: bool, as_json: bool) -> None:
+    """Write the cache that was packed, bit for bit."""
+    _transport("unpack", source, out, quiet, as_json)

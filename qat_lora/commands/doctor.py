@@ -1,0 +1,329 @@
+"""What is wrong with this machine, and how to put it right, before a run finds out the expensive way.
+
+Gathering facts and judging them are apart: every `_check_*` is a pure function of plain values, so each fault has
+a test that needs no broken machine. Version limits are not repeated here; they are read off the package's own
+metadata, which pip used too. Nothing is started: torch_xla is not imported, because that takes the TPU away from
+a program that is running on it. What lies outside this machine and on its accelerators is asked in `surroundings.py`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import click
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from qat_lora.errors import QatLoraError
+from qat_lora.plan.surroundings import Accelerator, HubState, accelerators, hub_state, libtpu_specifier
+from qat_lora.registry import COMMANDS, Requirements
+from qat_lora.runtime.launch.select import Found, choose, look, select_runtime
+from qat_lora.terminal import echo
+
+GIB = 2**30
+LOW_DISK_GIB, LOW_RAM_GIB = 5, 2  # a small cache with a small student still fits above these
+BACKENDS = ("TPU", "CPU")  # values of PJRT_DEVICE that our XLA runtime starts
+MARKS = {"ok": "✓", "note": "–", "problem": "✗"}
+
+_DEAD = {
+    "XLA_USE_BF16": "it is deprecated and changes every float32 behind the program's back; unset it, give "
+    "--dtype bfloat16",
+    "XLA_DOWNCAST_BF16": "it is deprecated and changes every float32 behind the program's back; unset it, give "
+    "--dtype bfloat16",
+}
+_NOTED = {
+    "TPU_VISIBLE_CHIPS": "with several processes each would take these chips, so --num-chips N is refused beside it",
+    "XLA_PERSISTENT_CACHE_PATH": "PyTorch/XLA 2.9 fails to read back what it writes there; every start compiles anew",
+    "PT_XLA_DEBUG": "reports on every execution, some twenty lines each; PT_XLA_DEBUG_LEVEL=1 on compilations alone",
+    "XLA_IR_DEBUG": "tracing is slower",
+    "XLA_HLO_DEBUG": "tracing is slower",
+}
+_NUMBERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CPU_NUM_DEVICES")
+
+
+class Finding(NamedTuple):
+    """One thing that was looked at."""
+
+    name: str
+    state: Literal["ok", "note", "problem"]
+    """`note` is worth knowing and needs no action."""
+    found: str
+    fix: str | None = None
+    """What to do; only for problems, and for all of them."""
+
+
+def examine(environ: Mapping[str, str], needs: Requirements | None = None) -> list[Finding]:
+    """Look at everything; changes nothing and starts nothing.
+
+    Args:
+        environ: the environment to judge, usually `os.environ`.
+        needs: of the run that is planned; without it, disk and memory are held against a small run.
+    """
+    found = look(environ)
+    versions = {_key(d.metadata["Name"]): d.version for d in importlib.metadata.distributions()}
+    try:
+        required = [Requirement(line) for line in importlib.metadata.requires("qat-lora") or []]
+        extras = importlib.metadata.metadata("qat-lora").get_all("Provides-Extra") or []
+        package = [Finding("qat-lora", "ok", versions["qat-lora"])]
+    except importlib.metadata.PackageNotFoundError:
+        required, extras = [], []
+        package = [Finding("qat-lora", "problem", "is not installed", "pip install -e . in its folder")]
+    return [
+        _check_python(platform.python_version()),
+        *package,
+        *_check_packages(required, versions),
+        _check_xla_fit(versions, found, libtpu_specifier()),
+        *_check_device(found, nvidia_driver=Path("/proc/driver/nvidia/version").exists()),
+        *_check_asked_device(found, needs),
+        *_check_accelerators(accelerators(environ, found), needs),
+        *_check_variables(environ, found),
+        _check_disk(shutil.disk_usage(Path.cwd()).free / GIB, Path.cwd(), needs),
+        _check_ram(_free_ram_gib(), needs),
+        _check_hub(hub_state(environ)),
+        *_check_extras(required, extras, versions),
+    ]
+
+
+def render(findings: Sequence[Finding]) -> str:
+    """Return one line a finding, with a tick; the fix below each problem, and the count at the end."""
+    width = max(len(finding.name) for finding in findings)
+    lines = []
+    for finding in findings:
+        lines.append(f"{MARKS[finding.state]} {finding.name:<{width}}  {finding.found}")
+        if finding.fix:
+            lines.append(f"  {'':<{width}}  fix: {finding.fix}")
+    problems = sum(finding.fix is not None for finding in findings)
+    lines.append(f"{problems} to fix" if problems else "nothing to fix")
+    return "\n".join(lines)
+
+
+def _check_python(version: str) -> Finding:
+    if Version(version) < Version("3.11"):
+        return Finding("python", "problem", version, "make an environment with Python 3.11 or newer")
+    return Finding("python", "ok", version)
+
+
+def _check_packages(required: Sequence[Requirement], versions: Mapping[str, str]) -> list[Finding]:
+    """Compare what is installed with what the package requires without any extra."""
+    findings = []
+    for requirement in required:
+        if requirement.marker is not None:
+            continue
+        name, version = requirement.name, versions.get(_key(requirement.name))
+        if version is None:
+            findings.append(Finding(name, "problem", "is not installed", f"pip install '{requirement}'"))
+        elif not requirement.specifier.contains(version, prereleases=True):
+            wanted = f"{version}, which is not {requirement.specifier}"
+            findings.append(Finding(name, "problem", wanted, f"pip install '{requirement}'"))
+        else:
+            findings.append(Finding(name, "ok", version))
+    return findings
+
+
+def _check_xla_fit(versions: Mapping[str, str], found: Found, libtpu_wanted: str = "") -> Finding:
+    """torch_xla is compiled against one minor version of torch and one of libtpu, and crashes with others."""
+    xla, torch = versions.get("torch-xla"), versions.get("torch")
+    extra = "tpu" if found.tpu else "xla"
+    if xla is None:
+        if found.tpu or found.pjrt_device:
+            reason = found.tpu or f"PJRT_DEVICE={found.pjrt_device}"
+            return Finding("torch_xla", "problem", f"not installed ({reason})", f"pip install 'qat-lora[{extra}]'")
+        return Finding("torch_xla", "note", "not installed; only TPUs need it")
+    if torch is not None and Version(torch).release[:2] != Version(xla).release[:2]:
+        minor = ".".join(map(str, Version(xla).release[:2]))
+        fix = f"pip install 'qat-lora[{extra}]' for a fitting pair (or 'torch=={minor}.*')"
+        return Finding("torch_xla", "problem", f"{xla} does not fit torch {torch}", fix)
+    libtpu = versions.get("libtpu")
+    if found.tpu and libtpu is None:
+        return Finding("torch_xla", "problem", f"{xla} without libtpu ({found.tpu})", "pip install 'qat-lora[tpu]'")
+    if libtpu is not None and not SpecifierSet(libtpu_wanted).contains(libtpu, prereleases=True):
+        wrong = f"{xla} with libtpu {libtpu}, but it was made for libtpu{libtpu_wanted}"
+        return Finding("torch_xla", "problem", wrong, f"pip install 'libtpu{libtpu_wanted}'")
+    return Finding("torch_xla", "ok", f"{xla}" + (f", libtpu {libtpu}" if libtpu else ""))
+
+
+def _check_device(found: Found, nvidia_driver: bool) -> list[Finding]:
+    """Say what is here and what `--device auto` takes."""
+    findings = []
+    if nvidia_driver and not found.cuda_devices:
+        findings.append(
+            Finding(
+                "cuda",
+                "problem",
+                "an NVIDIA driver is here, but torch sees no GPU",
+                "check nvidia-smi and CUDA_VISIBLE_DEVICES; install a CUDA build of torch",
+            )
+        )
+    try:
+        choice = choose("auto", False, found)
+    except QatLoraError as error:
+        return [*findings, Finding("device", "problem", f"found: {found}", str(error))]
+    taken = f"XLA on {choice.backend}" if choice.kind == "xla" else choice.kind
+    return [*findings, Finding("device", "ok", f"--device auto takes {taken}; found: {found}")]
+
+
+def _check_asked_device(found: Found, needs: Requirements | None) -> list[Finding]:
+    """Say so where the device that a planned run asks for is not here."""
+    if needs is None or needs.device == "auto":
+        return []
+    try:
+        choose(needs.device, False, found)
+    except QatLoraError as error:
+        return [Finding("device", "problem", f"{needs.what} asks for --device {needs.device}", str(error))]
+    return []
+
+
+def _check_accelerators(there: Sequence[Accelerator], needs: Requirements | None) -> list[Finding]:
+    """Say how many chips there are, how much memory each has, and whether the planned run fits one."""
+    findings = []
+    for chip in there:
+        text = f"{chip.number} x {chip.name}"
+        if chip.memory_gib is None:
+            findings.append(Finding("chips", "note", f"{text}; `qat-lora smoke` says what they are"))
+            continue
+        text += f", {chip.memory_gib:.0f} GiB of memory each"
+        if needs is not None and needs.memory > 0.9 * chip.memory_gib * GIB:
+            wanted = f"{text}; {needs.what} is estimated to need {needs.memory / GIB:.1f} GiB"
+            fix = "lower --batch-size and raise --accumulation-steps, or give --gradient-checkpointing"
+            findings.append(Finding("chips", "problem", wanted, fix))
+        else:
+            findings.append(Finding("chips", "ok", text))
+    return findings
+
+
+def _check_hub(state: HubState) -> Finding:
+    """The Hub is needed for names only; whoever has folders needs none, so this is never a problem."""
+    login = "logged in" if state.token else "not logged in (gated models and push need `hf auth login`)"
+    if state.offline:
+        return Finding("hub", "note", "HF_HUB_OFFLINE is set: only folders and what was fetched before")
+    if state.error:
+        return Finding("hub", "note", f"cannot be reached ({state.error}): give folders instead of names; {login}")
+    return Finding("hub", "ok", f"reached; {login}")
+
+
+def _check_variables(environ: Mapping[str, str], found: Found) -> list[Finding]:
+    """Name the variables that do nothing, harm, or hold a value that nothing understands."""
+    findings = [
+        Finding(name, "problem", f"is set to {environ[name]!r}", fix) for name, fix in _DEAD.items() if name in environ
+    ]
+    chips = environ.get("TPU_NUM_DEVICES")
+    if chips is not None and (chips == "all" or (chips.isdecimal() and int(chips))):
+        found_text = (
+            f"is set to {chips!r}: taken as --num-chips {chips} and translated into the variables that libtpu reads; "
+            "torch_xla itself never reads it, so in other programs it does nothing"
+        )
+        findings.append(Finding("TPU_NUM_DEVICES", "note", found_text))
+    elif chips is not None:
+        fix = "unset it, or set it to a number of chips; dead in torch_xla, and taken as --num-chips here"
+        findings.append(Finding("TPU_NUM_DEVICES", "problem", f"is set to {chips!r}, which is no number of chips", fix))
+    for name in (n for n in _NUMBERS if n in environ and not environ[n].isdecimal()):
+        fix = f"unset {name}, or start through torchrun, which sets it"
+        findings.append(Finding(name, "problem", f"is set to {environ[name]!r}, which is no number", fix))
+    findings += [
+        Finding(name, "note", f"is set to {environ[name]!r}: {text}")
+        for name, text in _NOTED.items()
+        if environ.get(name)
+    ]
+    for name in sorted(n for n in environ if n.startswith("XRT_")):
+        fix = "torch_xla no longer reads it; unset it (PJRT_DEVICE took its place)"
+        findings.append(Finding(name, "problem", f"is set to {environ[name]!r}", fix))
+    backend = found.pjrt_device
+    if backend and backend not in BACKENDS:
+        fix = f"unset PJRT_DEVICE, or set it to one of {', '.join(BACKENDS)}"
+        findings.append(Finding("PJRT_DEVICE", "problem", f"is set to {backend!r}, which we cannot start", fix))
+    elif backend == "TPU" and not found.tpu:
+        findings.append(Finding("PJRT_DEVICE", "note", "is TPU, and no TPU can be seen here; runs will try to use one"))
+    elif backend:
+        findings.append(Finding("PJRT_DEVICE", "ok", f"{backend}: --tpu and --device xla run on it"))
+    return findings or [Finding("variables", "ok", "none that is dead or wrong")]
+
+
+def _check_disk(free_gib: float, folder: Path, needs: Requirements | None = None) -> Finding:
+    text = f"{free_gib:.1f} GiB free in {folder}"
+    wanted = LOW_DISK_GIB if needs is None else needs.disk / GIB
+    reason = f"a cache wants {LOW_DISK_GIB} GiB and more" if needs is None else f"{needs.what} wants {wanted:.1f} GiB"
+    if free_gib < wanted:
+        return Finding("disk", "problem", text, f"free some space, or choose another --out ({reason})")
+    return Finding("disk", "ok", text if needs is None else f"{text}; {reason}")
+
+
+def _check_ram(free_gib: float | None, needs: Requirements | None = None) -> Finding:
+    if free_gib is None:
+        return Finding("memory", "note", "this system does not say how much is free")
+    text = f"{free_gib:.1f} GiB free"
+    wanted = LOW_RAM_GIB if needs is None else needs.host / GIB
+    if needs is not None:
+        text += f"; {needs.what} is estimated to need {wanted:.1f} GiB of it"
+    if free_gib < wanted:
+        return Finding("memory", "problem", text, "end other programs; `qat-lora estimate` says what a run needs")
+    return Finding("memory", "ok", text)
+
+
+def _check_extras(required: Sequence[Requirement], extras: Sequence[str], versions: Mapping[str, str]) -> list[Finding]:
+    """Say which optional features are there; none has to be."""
+    findings = []
+    for extra in extras:
+        if extra in ("dev", "docs", "tpu", "xla"):  # for developers; judged as torch_xla
+            continue
+        names = [r.name for r in required if r.marker is not None and r.marker.evaluate({"extra": extra})]
+        missing = [name for name in names if _key(name) not in versions]
+        if missing:
+            hint = f"{', '.join(missing)} not installed; pip install 'qat-lora[{extra}]' to have it"
+            findings.append(Finding(f"extra {extra}", "note", hint))
+        else:
+            findings.append(Finding(f"extra {extra}", "ok", ", ".join(names)))
+    return findings
+
+
+def _key(name: str) -> str:
+    """Return a distribution's name as it is compared: `torch_xla` and `Torch-XLA` are one."""
+    return name.lower().replace("_", "-").replace(".", "-")
+
+
+def _free_ram_gib() -> float | None:
+    """Return memory that programs can still get, None where the system does not tell."""
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024 / GIB
+    except OSError:
+        pass
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+@click.command("doctor", context_settings={"ignore_unknown_options": True})
+@click.argument("planned", nargs=-1, type=click.UNPROCESSED, metavar="[COMMAND ...]")
+def doctor(planned: tuple[str, ...]) -> None:
+    """Check Python, packages, devices, variables, Hub and room, also for a planned COMMAND (recover, qat or quantize).
+
+    Exit code 1 where something needs fixing.
+    """
+    findings = examine(os.environ, _requirements(planned) if planned else None)
+    echo(render(findings))
+    if any(finding.fix for finding in findings):
+        raise SystemExit(1)
+
+
+def _requirements(planned: Sequence[str]) -> Requirements:
+    """Return what a command line would take of the machine."""
+    from qat_lora.cli import OptionsCommand  # the parser of the planned command
+
+    command = COMMANDS.get(planned[0])
+    if command is None or not command.plan:
+        allowed = " or ".join(words for words, other in COMMANDS.items() if other.plan)
+        raise click.UsageError(f"doctor: {' '.join(planned)!r} is not planned from shapes; give {allowed}, or nothing")
+    select_runtime("cpu")  # before transformers is imported, as for every command
+    parser = OptionsCommand(command)
+    options = parser.options(parser.make_context(planned[0], list(planned[1:])))
+    found = command.load_plan()(options)
+    return found._replace(device="tpu" if options.run.tpu else options.run.device)

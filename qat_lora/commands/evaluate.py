@@ -1,0 +1,270 @@
+"""The command that scores students against their teacher."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from qat_lora.cache.storage.store import read_manifest
+from qat_lora.cache.tools import overlap
+from qat_lora.config import to_dict
+from qat_lora.data.packing import PackedRow, make_encoder, pack_rows
+from qat_lora.data.sources import TextConfig, describe_source, open_documents
+from qat_lora.errors import ConfigError
+from qat_lora.evaluate import card
+from qat_lora.evaluate.break_even import break_even, summary
+from qat_lora.evaluate.health import continue_greedily, health, take_prompts
+from qat_lora.evaluate.plots import plot_report
+from qat_lora.evaluate.protocols import BLOCK, block_rows, sliding_rows
+from qat_lora.evaluate.report import save_json, text_table
+from qat_lora.evaluate.score import measure
+from qat_lora.evaluate.tally import Tally, bootstrap, intervals, join, pairs
+from qat_lora.evaluate.tasks import check_tasks, run_tasks
+from qat_lora.files import outputs
+from qat_lora.files.folders import write_text
+from qat_lora.files.identity import checkpoint_sha256
+from qat_lora.models.load import CausalLM, load_tokenizer, tokenizer_sha256
+from qat_lora.models.student import Student, open_student
+from qat_lora.options import EvalOptions
+from qat_lora.plan.advice import advised, eval_advice
+from qat_lora.runtime.base import Runtime
+from qat_lora.setup.common import batches_of, fits_positions, load, picture, say, text_inputs
+from qat_lora.terminal import redact
+from qat_lora.train.checkpoint import check_logs
+from qat_lora.train.metrics import read_metrics
+
+
+@advised(eval_advice)
+def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
+    """Score models side by side on held-out text; write scores and report card; return the scores by model."""
+    run = options.run
+    manager = check_tasks(options.harness) if options.harness.tasks else None
+    teacher = load(str(options.teacher), options.hub, run.dtype)
+    fits_positions(teacher, _length(options))
+    written, positions = options.health.prompt_tokens + options.health.generate_tokens, teacher.max_positions
+    if options.health.generate and positions is not None and written > positions:
+        raise ConfigError(
+            f"generate_tokens: prompt and continuation take {written} of {positions} positions; give fewer"
+        )
+    tokenizer = load_tokenizer(teacher.folder, options.hub.trust_remote_code)
+    out = Path(run.out or "runs/eval")
+    noted = None if run.overwrite else outputs.noted(out)
+    students = _open_students(options, tokenizer, noted)
+    texts = _texts(options)
+    rows = {name: list(_rows(text, tokenizer, options)) for name, text in texts.items()}
+    every = [row for of in rows.values() for row in of]
+    prompts = take_prompts(every, options.health) if options.health.generate else None
+    seen = None
+    if options.kd_cache_dir:
+        seen = overlap.overlap(options.kd_cache_dir, rows, tokenizer_sha256(tokenizer))
+    identity = {name: student.sha256 for name, student in students.items()}
+    identity["teacher"] = checkpoint_sha256(teacher.folder, noted)
+    sources = {name: describe_source(text) for name, text in texts.items()}
+    decisive = {"dtype": run.dtype, "seed": run.seed}
+    settings = to_dict(options) | {"run": decisive, "weights": identity, "text": sources, "overlap": seen}
+    settings["kd_cache_dir"] = options.kd_cache_dir and redact(options.kd_cache_dir)
+    inputs = [
+        *(word.rpartition("=")[2] for word in (*options.students, *options.domain)),
+        *(model.folder for model in (teacher, *(student.model for student in students.values()))),
+        *(options.teacher, options.kd_cache_dir, options.harness.tasks_path, *text_inputs(options.text)),
+    ]
+    with outputs.claimed(out, "eval", settings, run.overwrite, inputs) as complete:
+        if complete:
+            say(run, f"{out} is complete already")
+            report = json.loads((out / "report.json").read_text(encoding="utf-8"))
+        else:
+            models = _placed(teacher, students, runtime)
+            say(run, f"{runtime.description} · {run.dtype} · {len(models)} models · {options.protocol} rows")
+            report = _report(models, rows, options, runtime)
+            for name, student in students.items():
+                report["models"][name]["bits_per_weight"] = student.bits_per_weight
+            for name, source in sources.items():
+                report["texts"][name]["source"] = json.loads(source)
+            report["overlap"], report["break_even"] = seen, _break_even(options)
+            if prompts is not None:
+                report["generation"] = _generate(models, prompts, tokenizer.eos_token_id, options, runtime)
+            if manager:
+                report["tasks"] = _tasks(models, tokenizer, options, manager)
+            _write(report, out, options)
+            outputs.complete(out)
+    _show(report, out, options)
+    return report["models"]
+
+
+def _placed(teacher: CausalLM, students: dict[str, Student], runtime: Runtime) -> dict[str, CausalLM]:
+    """Return all models by name, on the device, with the vocabulary that they share."""
+    models = {"teacher": teacher, **{name: student.model for name, student in students.items()}}
+    vocabulary = min(model.vocab_size for model in models.values())
+    models = {name: model.with_vocabulary(vocabulary) for name, model in models.items()}
+    for model in models.values():
+        runtime.place(model.module)
+    return models
+
+
+def _length(options: EvalOptions) -> int:
+    return BLOCK if options.protocol == "blocks2048" else options.length
+
+
+def _named(words: tuple[str, ...], setting: str, known: str) -> dict[str, str]:
+    """Return the paths of NAME=PATH or PATH by name.
+
+    Raises:
+        ConfigError: two have one name, or one has the name that something else here has.
+    """
+    found: dict[str, str] = {}
+    for word in words:
+        name, equals, path = word.rpartition("=")
+        name = name if equals else Path(path).name
+        if name in found or name == known:
+            raise ConfigError(f"{setting}: two are named {name!r}; give each a name as NAME=FOLDER")
+        found[name] = path
+    return found
+
+
+def _open_students(options: EvalOptions, tokenizer: Any, noted: str | None) -> dict[str, Student]:
+    opened = {}
+    for name, folder in _named(options.students, "students", "teacher").items():
+        opened[name] = open_student(folder, options.hub, options.run.dtype, noted)
+        other = tokenizer_sha256(load_tokenizer(opened[name].model.folder))
+        if other != tokenizer_sha256(tokenizer):
+            raise ConfigError(
+                f"students: {name} has another tokenizer than the teacher, so KL between them means nothing"
+            )
+    return opened
+
+
+def _texts(options: EvalOptions) -> dict[str, TextConfig]:
+    """Return the texts by name: that of --dataset, if there is one, and every --domain."""
+    main = options.text
+    first = "" if main.dataset is None else Path(main.dataset).name or main.dataset
+    texts = {first: main} if main.dataset else {}
+    for name, path in _named(options.domain, "domain", first).items():
+        texts[name] = replace(main, dataset=path, files_from=None)
+    return texts
+
+
+def _rows(text: TextConfig, tokenizer: Any, options: EvalOptions) -> Iterator[PackedRow]:
+    """Return the rows of a text that are scored, as the protocol makes them."""
+    documents, encode = open_documents(text), make_encoder(tokenizer)
+    if options.protocol == "sliding":
+        rows = sliding_rows(documents, encode, options.length, options.stride or options.length // 2)
+    elif options.protocol == "blocks2048":
+        rows = block_rows(documents, tokenizer)
+    else:
+        rows = pack_rows(documents, encode, options.length)
+    return islice(rows, options.eval_rows or None)
+
+
+def _report(
+    models: dict[str, CausalLM], rows: dict[str, list[PackedRow]], options: EvalOptions, runtime: Runtime
+) -> dict[str, Any]:
+    """Score the models on every text and return what `card.SCHEMA` says, the parts not asked for as None."""
+    run, length = options.run, _length(options)
+    students = {name: model for name, model in models.items() if name != "teacher"}
+    tallies: dict[str, dict[str, Tally]] = {}
+    for text, of in rows.items():
+        batches = runtime.feed(batches_of(iter(of), length, options.batch_size))
+        tallies[text] = measure(
+            models["teacher"], students, batches, run.quiet, runtime.cut, f"evaluate {text}", runtime.piece_bytes
+        )
+    whole = {name: join([of[name] for of in tallies.values()]) for name in models}
+    drawn = bootstrap(list(tallies.values()), options.resamples, run.seed)
+    domains = {text: _figures(of, bootstrap([of], options.resamples, run.seed)) for text, of in tallies.items()}
+    return {
+        "schema": card.SCHEMA,
+        "setup": {
+            "teacher": str(options.teacher),
+            "protocol": options.protocol,
+            "length": length,
+            "stride": (options.stride or options.length // 2) if options.protocol == "sliding" else None,
+            "dtype": run.dtype,
+            "device": runtime.description,
+            "resamples": options.resamples,
+        },
+        "texts": {text: {"rows": len(of), "tokens": domains[text]["teacher"]["tokens"]} for text, of in rows.items()},
+        "models": _figures(whole, drawn),
+        "calibration": {name: tally.calibration for name, tally in whole.items()},
+        "pairs": pairs(whole, drawn, list(students)),
+        "domains": domains,
+        **dict.fromkeys(("generation", "overlap", "break_even", "tasks")),
+    }
+
+
+def _figures(tallies: dict[str, Tally], drawn: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the figures of every model, with their limits."""
+    limits = intervals(drawn)
+    return {name: {**tally.figures, "interval": limits[name]} for name, tally in tallies.items()}
+
+
+def _generate(
+    models: dict[str, CausalLM], prompts: Any, eos_id: int | None, options: EvalOptions, runtime: Runtime
+) -> dict[str, dict[str, float]]:
+    """Let every model continue the prompts and return how its text behaves."""
+    found = {}
+    for name, model in models.items():
+        say(options.run, f"{name}: {len(prompts)} continuations of {options.health.generate_tokens} tokens")
+        ids = continue_greedily(
+            model, prompts, options.health.generate_tokens, runtime.device, runtime.cut, options.run.quiet
+        )
+        found[name] = health(ids.tolist(), eos_id)
+    return found
+
+
+def _tasks(models: dict[str, CausalLM], tokenizer: Any, options: EvalOptions, manager: Any) -> dict[str, Any]:
+    """Run the harness's tasks on every model."""
+    found = {}
+    for name, model in models.items():
+        say(options.run, f"{name}: {', '.join(options.harness.tasks)}")
+        found[name] = run_tasks(
+            model.module,
+            tokenizer,
+            options.harness,
+            manager,
+            batch_size=options.batch_size,
+            max_length=model.max_positions,
+            seed=options.run.seed,
+        )
+    return found
+
+
+def _break_even(options: EvalOptions) -> dict[str, Any] | None:
+    """Return when the cache is ahead of a live teacher, for the tokens that the students' own logs count."""
+    if options.kd_cache_dir is None or options.teacher_tokens_per_s is None:
+        return None
+    manifest = read_manifest(options.kd_cache_dir)
+    trained = {}
+    for name, folder in _named(options.students, "students", "teacher").items():
+        log = Path(folder).expanduser() / "metrics.jsonl"
+        if log.is_file():
+            check_logs(log.parent)
+            trained[name] = int(sum(line["tokens"] for line in read_metrics(log, "tokens")))
+    tokens = manifest.rows("train") * manifest.fingerprint.length
+    return break_even(tokens, options.teacher_tokens_per_s, options.build_tokens_per_s, trained)
+
+
+def _write(report: dict[str, Any], out: Path, options: EvalOptions) -> None:
+    """Write scores.json, report.json, scores.md, and the report card as page and picture."""
+    save_json(report["models"], out / "scores.json")
+    save_json(report, out / "report.json")
+    drawing = out / "scores.png"
+    picture(options.run, lambda: plot_report(report, drawing))
+    drawn = drawing.is_file()
+    write_text(out / "scores.md", card.markdown(report, drawing.name if drawn else None))
+    page = card.page(report, drawing.read_bytes() if drawn else None)
+    write_text(out / "report.html", page)
+
+
+def _show(report: dict[str, Any], out: Path, options: EvalOptions) -> None:
+    """Print the tables, and what flatters them."""
+    for heading, table in card.tables(report):
+        say(options.run, f"\n{heading}\n{text_table(table)}")
+    say(options.run, "")
+    for line in card.notes(report):
+        say(options.run, line)
+    for line in summary(report["break_even"]) if report["break_even"] else ():
+        say(options.run, line)
+    say(options.run, f"report card: {out / 'report.html'}")

@@ -1,0 +1,60 @@
+"""The command that continues a prompt, or every line of a file, and shows the text as it grows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from qat_lora.data.chat import Message
+from qat_lora.errors import TextError
+from qat_lora.generate.backends import open_speaker
+from qat_lora.options import GenerateOptions
+from qat_lora.runtime.base import Runtime
+
+
+def generate(options: GenerateOptions, runtime: Runtime) -> str | list[dict[str, str]]:
+    """Continue one prompt, or every line of a file, with a model, adapter, run or export folder.
+
+    Returns:
+        The text; for a file of prompts a list of prompts and texts.
+    """
+    run = options.run
+    prompts = [str(options.prompt)] if options.prompts is None else _lines(Path(options.prompts))
+    speaker = open_speaker(str(options.student), options.hub, run, runtime)
+    encode = (lambda text: speaker.encode_chat([_user(text)])) if options.chat else speaker.encode_text
+    encoded = [encode(prompt) for prompt in prompts]
+    row_length = max(map(len, encoded)) + options.max_new_tokens
+    show = _printer(run.quiet or run.json)
+    texts = []
+    for prompt, ids in zip(prompts, encoded, strict=True):
+        show(f"{prompt}\n" if options.chat else prompt)
+        pieces = []
+        generator = torch.Generator().manual_seed(run.seed)
+        for piece in speaker.stream(ids, options.max_new_tokens, options.gen_temperature, generator, row_length):
+            show(piece)
+            pieces.append(piece)
+        show("\n")
+        texts.append("".join(pieces))
+    if options.prompts is None:
+        return texts[0]
+    return [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
+
+
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        found = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise TextError(f"prompts: {file} cannot be read as text ({error})") from None
+    if not found:
+        raise TextError(f"prompts: {file} holds no line with text; give one prompt a line")
+    return found
+
+
+def _printer(silent: bool) -> Callable[[str], None]:
+    return (lambda piece: None) if silent else (lambda piece: print(piece, end="", flush=True))

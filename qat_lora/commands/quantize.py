@@ -1,0 +1,268 @@
+"""The command that makes a quantised student."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qat_lora.cache.read.dataset import KDCacheDataset
+from qat_lora.cache.storage.store import read_manifest
+from qat_lora.config import save_yaml, to_dict
+from qat_lora.data.sources import describe_source
+from qat_lora.errors import ConfigError
+from qat_lora.evaluate.report import save_json
+from qat_lora.files import outputs
+from qat_lora.files.folders import moved_into
+from qat_lora.files.identity import checkpoint_sha256
+from qat_lora.layers.calibrate.disk_offload import zeros_in
+from qat_lora.layers.calibrate.finished import Kept, Work
+from qat_lora.layers.calibrate.fisher import Sensitivity, drawn_in_pieces, sensitivities
+from qat_lora.layers.calibrate.fit import ZERO
+from qat_lora.layers.calibrate.quantize import quantise_model, second_moments
+from qat_lora.layers.calibrate.sequential import Plan, quantise_in_order
+from qat_lora.layers.calibrate.upcast import widen
+from qat_lora.layers.convert import HEAD, bits_per_weight, check_reach, quant_layers, quantise_targets, rule_bits
+from qat_lora.layers.lora import Factors
+from qat_lora.models.adapter import save_starts
+from qat_lora.models.load import CausalLM, cast, load_tokenizer, save_quantised
+from qat_lora.options import QuantizeOptions
+from qat_lora.plan.advice import advised, quantize_advice
+from qat_lora.plan.recover import plan_quantising
+from qat_lora.quant.initialize import NEED_TEXT
+from qat_lora.quant.spec import Preset, preset
+from qat_lora.runtime.base import Runtime
+from qat_lora.runtime.host.heap import large_tensors_apart
+from qat_lora.runtime.host.signals import stop_signals
+from qat_lora.setup.common import (
+    CALIBRATION_BATCH_ROWS,
+    cached_calibration_rows,
+    calibration_rows,
+    check_fits,
+    fits_positions,
+    load,
+    say,
+    text_batches,
+    text_inputs,
+)
+from qat_lora.setup.unfinished import Unfinished, remove_pieces
+from qat_lora.types import Batch
+
+NO_PART_OF_THE_RESULT = ("model", "text", "kd_cache_dir", "dry_run", "hub", "run")
+"""Settings that say where things lie; what lies there counts instead."""
+
+
+@advised(quantize_advice)
+def quantize(options: QuantizeOptions, runtime: Runtime) -> Any:
+    """Quantise a model, with the adapter starts beside it; return its folder, or with `dry_run` a dict."""
+    if options.dry_run:
+        return plan_quantising(options)
+    run = options.run
+    chosen = preset(options.preset, options.keep, options.override, options.quantize_head)
+    out = Path(run.out or f"runs/{Path(str(options.model)).name}_{options.preset}")
+    has_text = bool(options.text.dataset or options.kd_cache_dir)
+    if options.init in NEED_TEXT and not has_text:
+        raise ConfigError(
+            f"init: {options.init} needs calibration text; give --dataset or --kd-cache-dir, or choose --init mse"
+        )
+    model = load(str(options.model), options.hub, "auto")
+    widen(model.module)
+    if quant_layers(model.module):
+        raise ConfigError(f"model: {options.model} is quantised already; give the full-precision model")
+    check_reach(model.module, chosen)
+    batches = _calibration_batches(options, model) if options.init != "absmax" and has_text else None
+    noted = None if run.overwrite else outputs.noted(out)
+    settings = {name: value for name, value in to_dict(options).items() if name not in NO_PART_OF_THE_RESULT}
+    settings |= {"seed": run.seed, "model_sha256": checkpoint_sha256(model.folder, noted)}
+    settings["calibration"] = None if batches is None else _calibration_identity(options)
+    inputs = [options.model, model.folder, options.kd_cache_dir, *text_inputs(options.text)]
+    with outputs.claimed(out, "quantize", settings, run.overwrite, inputs) as complete:
+        if complete:
+            say(run, f"{out} is complete already")
+        else:
+            _make(options, model, chosen, batches, out, runtime)
+            outputs.complete(out)
+        remove_pieces(out)
+    return out
+
+
+def _make(
+    options: QuantizeOptions,
+    model: CausalLM,
+    chosen: Preset,
+    batches: Iterator[Batch] | None,
+    out: Path,
+    runtime: Runtime,
+) -> None:
+    """Quantise the model and write it to its folder, with the adapter starts and what was found."""
+    run, targets = options.run, quantise_targets(model.module, chosen)
+    runtime = runtime.for_loops()
+    runtime.place(model.module)
+    say(run, f"{runtime.description} · {chosen.name}, {len(targets)} layers · {out}")
+    with stop_signals() as stopped, large_tensors_apart():
+        work = Unfinished(out, "layers", len(targets), stopped)
+        if work.parts:
+            say(run, f"goes on after {work.parts} of {len(targets)} layers, which an interrupted run finished")
+        starts = _fit(options, model, chosen, list(runtime.feed(batches)) if batches is not None else None, out, work)
+    bits = {name: round(value, 4) for name, value in bits_per_weight(model.module).items()}
+    rules = rule_bits(model.module, chosen)
+    model.module.to("cpu")
+    cast(model.module, torch.float32)  # what is not quantised; of a wide model this is not much
+    details = {
+        "init": options.init,
+        "bits_per_weight": bits["base"],
+        "bits_per_weight_model": bits["model"],
+        "joint_rank": _joint_rank(options),
+        "model": str(options.model),
+    }
+    with moved_into(out) as draft:
+        if starts:
+            save_starts(starts, draft)
+        save_quantised(model, draft, chosen, details)
+    save_yaml(options, out / "config.yaml")
+    won = _winners(starts, targets) if options.start_method == "best" and options.start_rank else {}
+    result = {"preset": chosen.name, "layers": len(targets), **details, "rules": rules}
+    save_json(result | ({"adapter_starts": won} if won else {}), out / "result.json")
+    if len(rules) > 1:
+        for rule in rules:
+            say(run, f"  {rule['bits_per_weight'] or 'kept':>6}  {rule['layers']:>4} layers  {rule['pattern']}")
+    say(run, f"{bits['base']:.2f} bits per weight in {len(targets)} layers, {bits['model']:.2f} in the model, at {out}")
+    if won:
+        counts = Counter(won.values())
+        say(run, "adapter starts: " + ", ".join(f"{name} in {count} layers" for name, count in counts.most_common()))
+
+
+def _winners(starts: Mapping[str, Factors], targets: Iterable[str]) -> dict[str, str]:
+    """Return by layer which start was best on rows kept apart; no adapter sits on the head."""
+    return {name: str(starts[name].method) if name in starts else ZERO for name in targets if not HEAD.search(name)}
+
+
+def _joint_rank(options: QuantizeOptions) -> int:
+    """Return the rank that codes are chosen together with: recovery's usual one where the start is searched anyway."""
+    if options.joint_rank is not None:
+        return options.joint_rank
+    return min(16, options.start_rank) if options.init == "descent" else 0
+
+
+def _fit(
+    options: QuantizeOptions,
+    model: CausalLM,
+    chosen: Preset,
+    batches: list[Batch] | None,
+    out: Path,
+    work: Work,
+) -> dict[str, Factors]:
+    """Quantise the model in place, by the batches where there are any; return the adapter starts.
+
+    What is kept of all layers for a while lies on the disk of `out`.
+    """
+    quiet, joint_rank = options.run.quiet, _joint_rank(options)
+    if batches is None:
+        return quantise_model(
+            model.module,
+            chosen,
+            options.init,
+            start_rank=options.start_rank,
+            quiet=quiet,
+            joint_rank=joint_rank,
+            start_method=options.start_method,
+            work=work,
+        )
+    targets = quantise_targets(model.module, chosen)
+    costs = None
+    if options.metric == "fisher" and options.init in NEED_TEXT:
+        inside = [name for name in targets if not HEAD.search(name)]
+        costs = _sensitivities(options, model, inside, batches, out, work)
+
+    def forward(batch: Batch) -> torch.Tensor:
+        work.may_stop()
+        return model.hidden(batch["input_ids"], batch["document_ids"])
+
+    kept = _held_out(options, len(batches))
+    if options.calibrate_on == "student" and options.init in NEED_TEXT:
+        plan = Plan(options.init, options.start_rank, joint_rank, options.start_method, kept)
+        return quantise_in_order(model.module, chosen, plan, batches, forward, costs, quiet, work)
+    moments = second_moments(model.module, targets, batches[: len(batches) - kept], forward, costs)
+    later = None if costs is None else {n: c._replace(tokens=c.tokens[len(batches) - kept :]) for n, c in costs.items()}
+    fresh = second_moments(model.module, targets, batches[len(batches) - kept :], forward, later)
+    return quantise_model(
+        model.module,
+        chosen,
+        options.init,
+        moments,
+        options.start_rank,
+        quiet,
+        costs=costs,
+        joint_rank=joint_rank,
+        start_method=options.start_method,
+        fresh=fresh,
+        work=work,
+    )
+
+
+def _sensitivities(
+    options: QuantizeOptions, model: CausalLM, names: list[str], batches: list[Batch], out: Path, work: Work
+) -> dict[str, Sensitivity]:
+    """Return what an error costs at the output of every layer.
+
+    One pass over the text finds it for all of them, a good part of a run's time; so it is kept for a run that goes on.
+    """
+    draws = torch.Generator().manual_seed(options.run.seed)
+
+    def log_likelihood(batch: Batch) -> torch.Tensor:
+        work.may_stop()
+        hidden = model.hidden(batch["input_ids"], batch["document_ids"])
+        return drawn_in_pieces(hidden.flatten(0, 1), model.logits, model.vocab_size, draws)
+
+    def kept() -> list[Kept]:
+        return [piece for name in names if (piece := work.take(f"sensitivity-{name}")) is not None]
+
+    pieces = kept()
+    if len(pieces) < len(names):
+        found = sensitivities(model.module, names, batches, log_likelihood, options.run.quiet, zeros_in(out))
+        for name in names:
+            cost = found.pop(name)  # its place on the disk is free before the next one is written
+            tokens = {f"tokens.{i}": tokens for i, tokens in enumerate(cost.tokens)}
+            work.keep(f"sensitivity-{name}", {"outputs": cost.outputs_OO, **tokens}, {})
+        pieces = kept()
+    device = batches[0]["input_ids"].device
+    return {
+        name: Sensitivity(parts["outputs"], [parts[f"tokens.{i}"].to(device) for i in range(len(batches))])
+        for name, (parts, _) in zip(names, pieces, strict=True)
+    }
+
+
+def _held_out(options: QuantizeOptions, batches: int) -> int:
+    """Return how many batches of calibration rows only compare adapter starts: none, or an eighth.
+
+    Raises:
+        ConfigError: there is only one batch.
+    """
+    if options.start_method != "best" or not options.start_rank:
+        return 0
+    if batches < 2:
+        raise ConfigError(
+            f"start_method: best keeps rows apart, so it needs more than {CALIBRATION_BATCH_ROWS} calibration rows"
+        )
+    return max(1, batches // 8)
+
+
+def _calibration_identity(options: QuantizeOptions) -> str:
+    """Return what the calibration text is, wherever it lies."""
+    if options.kd_cache_dir is not None:
+        return read_manifest(options.kd_cache_dir).fingerprint.sha256
+    return describe_source(options.text)
+
+
+def _calibration_batches(options: QuantizeOptions, model: CausalLM) -> Iterator[Batch]:
+    rows, length = options.calibration_rows, options.calibration_length
+    if options.kd_cache_dir is not None:
+        dataset = KDCacheDataset(options.kd_cache_dir)
+        check_fits(dataset, model)
+        return cached_calibration_rows(dataset, rows, options.run.seed)
+    fits_positions(model, length)
+    tokenizer = load_tokenizer(model.folder, options.hub.trust_remote_code)
+    return calibration_rows(text_batches(options.text, tokenizer, length, rows, CALIBRATION_BATCH_ROWS), rows)

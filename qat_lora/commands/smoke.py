@@ -1,0 +1,280 @@
+"""Does it work here? Every part of a recovery run on this device, at toy size, one tick a line.
+
+Nothing is mocked and nothing is downloaded: a random teacher, a cache of its logits, a 2-bit student and an
+adapter are made by the functions that the real commands call, so a tick means that the real thing works on this
+device and a cross comes with the error that the real thing would have given. The checks stop at the first
+failure, since each needs those before it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file
+
+from qat_lora.cache.tools.verify import verify_cache
+from qat_lora.commands.cache import build_cache
+from qat_lora.commands.quantize import quantize
+from qat_lora.commands.recover import recover
+from qat_lora.data.sources import TextConfig
+from qat_lora.errors import OutputExistsError, QatLoraError
+from qat_lora.files import outputs
+from qat_lora.files.checksums import seal
+from qat_lora.files.folders import ours, whole_folder
+from qat_lora.layers.lora import LoraConfig
+from qat_lora.models.adapter import PREFIX, WEIGHTS
+from qat_lora.models.hub import HubConfig
+from qat_lora.models.load import make_qwen3, make_tokenizer, save_model
+from qat_lora.models.student import open_student
+from qat_lora.options import CacheBuildOptions, QuantizeOptions, RecoverOptions, RunConfig, SmokeOptions
+from qat_lora.runtime.base import Runtime
+from qat_lora.setup.common import say
+from qat_lora.train.checkpoint import checkpoints
+from qat_lora.train.loop import LoopConfig
+from qat_lora.train.metrics import read_metrics
+from qat_lora.train.optim import OptimConfig
+
+LENGTH, VOCABULARY, TOP_K, ROWS = 64, 320, 32, 64
+BATCH, ACCUMULATION = 4, 2
+STEPS_PER_EPOCH = ROWS // (BATCH * ACCUMULATION)
+SHORT_STEPS = 4
+WORDS = (
+    "a",
+    "the",
+    "token",
+    "layer",
+    "weight",
+    "scale",
+    "code",
+    "row",
+    "head",
+    "tail",
+    "of",
+    "to",
+    "and",
+    "in",
+    "loss",
+)
+
+
+class SmokeFailedError(QatLoraError):
+    """A check that failed; the line with the cross says which."""
+
+    exit_code = 1
+
+
+class _Bench(NamedTuple):
+    """What the checks share: where they work, on what, and the run they look at."""
+
+    options: SmokeOptions
+    runtime: Runtime
+    folder: Path
+
+    @property
+    def steps(self) -> int:
+        return self.options.train_epochs * STEPS_PER_EPOCH if self.options.run_training else SHORT_STEPS
+
+    @property
+    def trained(self) -> Path:
+        return self.folder / "run"
+
+    def settings(self, name: str) -> RunConfig:
+        """Return the run settings of a part: its own folder, and no output of its own."""
+        return replace(self.options.run, out=str(self.folder / name), overwrite=False, quiet=True)
+
+
+def smoke(options: SmokeOptions, runtime: Runtime) -> dict[str, Any]:
+    """Run all checks; print a tick a line (unless `--json` or `--quiet`); return them with their seconds.
+
+    The files are removed at the end, unless `--out` names a folder for them.
+
+    Raises:
+        SmokeFailedError: a check failed.
+    """
+    checks: dict[str, Callable[[_Bench], str]] = {
+        "device": _device,
+        "data": _data,
+        "training": _training,
+        "gradient sync": _gradient_sync,
+        "checkpoint": _checkpoint,
+        "resume": _resume,
+        "export": _export,
+    }
+    report: dict[str, Any] = {}
+    with ExitStack() as stack:
+        if options.run.out is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="qat-lora-smoke-")))
+        else:
+            folder = Path(options.run.out)
+            stack.enter_context(outputs.alone(folder))
+            outputs.claim(folder, "smoke", {"started": time.time()}, options.run.overwrite)  # never a run to go on with
+        bench = _Bench(options, runtime, folder)
+        for name, check in checks.items():
+            started = time.perf_counter()
+            try:
+                text, failed = check(bench), False
+            except Exception as error:  # whatever it is, it is what this command is here to find
+                text, failed = f"{type(error).__name__}: {error}", True
+            seconds = time.perf_counter() - started
+            report[name] = {"passed": not failed, "found": text, "seconds": round(seconds, 2)}
+            say(options.run, f"{'✗' if failed else '✓'} {name:<13}  {text}  ({seconds:.1f} s)")
+            if failed:
+                raise SmokeFailedError(f"smoke: {name} failed on {runtime.description}: {text}")
+    return report
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise RuntimeError(message)
+
+
+def _device(bench: _Bench) -> str:
+    """A product of known matrices comes back right."""
+    a, b = (torch.randn(64, 96, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    device = bench.runtime.device
+    product = (a.to(device) @ b.to(device).T).cpu()
+    error = ((product - a @ b.T).norm() / (a @ b.T).norm()).item()
+    # TPUs multiply float32 in bfloat16 passes; everything else is a thousand times nearer.
+    _require(error < 1e-2, f"a matrix product is off by {error:.1%}")
+    return f"{bench.runtime.description}, matrix product within {error:.0e}"
+
+
+def _data(bench: _Bench) -> str:
+    """Text becomes a teacher, a KD cache that verifies, and a 2-bit student."""
+    text, teacher = bench.folder / "text", bench.folder / "teacher"
+    text.mkdir(exist_ok=True)
+    draw, written = random.Random(bench.options.run.seed), list[Path]()
+    for i in range(80):
+        lines = [" ".join(draw.choices(WORDS, k=12)) + "." for _ in range(12)]
+        file = ours(text / f"{i:03d}.txt")
+        file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        written.append(file)
+    torch.manual_seed(bench.options.run.seed)
+    model = make_qwen3(teacher, VOCABULARY, hidden=64, layers=2, heads=2, kv_heads=1, mlp=128, positions=LENGTH)
+    with torch.no_grad():  # as made, logits are nearly flat and quantisation changes nothing worth learning
+        for parameter in model.module.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(4.0)
+    with whole_folder(teacher) as draft:
+        make_tokenizer((file.read_text(encoding="utf-8") for file in written), VOCABULARY, draft)
+        save_model(model.module, draft)
+        seal(draft)
+    cache = build_cache(
+        CacheBuildOptions(
+            teacher=str(teacher),
+            text=TextConfig(dataset=str(text)),
+            length=LENGTH,
+            top_k=TOP_K,
+            num_rows=ROWS,
+            run=bench.settings("cache"),
+        ),
+        bench.runtime,
+    )
+    verify_cache(cache, None)
+    student = QuantizeOptions(model=str(teacher), init="absmax", start_rank=0, run=bench.settings("student"))
+    quantize(student, bench.runtime)
+    return f"cache of {ROWS} rows of {LENGTH} tokens verified, {student.preset} student made"
+
+
+def _recover(bench: _Bench, out: str) -> Path:
+    options = RecoverOptions(
+        checkpoint=str(bench.folder / "student"),
+        kd_cache_dir=str(bench.folder / "cache"),
+        train_scales=True,
+        lora=LoraConfig(recovery_r=8),
+        train=OptimConfig(lr=3e-3, scale_lr=1e-3, warmup_steps=2),
+        loop=LoopConfig(
+            batch_size=BATCH, accumulation_steps=ACCUMULATION, max_steps=bench.steps, save_steps=bench.steps // 2
+        ),
+        run=bench.settings(out),
+    )
+    return recover(options, bench.runtime)
+
+
+def _training(bench: _Bench) -> str:
+    """The recovery run; its loss falls, if it is long enough to say so."""
+    _recover(bench, "run")
+    losses = [line["loss"] for line in read_metrics(bench.trained / "metrics.jsonl")]
+    _require(len(losses) == bench.steps, f"the log has {len(losses)} of {bench.steps} steps")
+    _require(all(map(math.isfinite, losses)), f"the loss is not finite: {losses}")
+    compiled = bench.runtime.compile_report().get("graphs_compiled")
+    note = "" if compiled is None else f", {compiled} graphs compiled so far"
+    if not bench.options.run_training:
+        return f"{bench.steps} steps, loss {losses[-1]:.4f}{note} (--run-training checks that it falls)"
+    first, last = (sum(part) / STEPS_PER_EPOCH for part in (losses[:STEPS_PER_EPOCH], losses[-STEPS_PER_EPOCH:]))
+    _require(last < first, f"the mean loss of an epoch went from {first:.4f} to {last:.4f}")
+    return f"mean loss of an epoch fell from {first:.4f} to {last:.4f} in {bench.options.train_epochs} epochs{note}"
+
+
+def _gradient_sync(bench: _Bench) -> str:
+    """Replica r gives the gradient r + 1; everyone gets the mean, and a value likewise."""
+    runtime = bench.runtime
+    parameter = torch.nn.Parameter(torch.zeros(5, device=runtime.device))
+    parameter.grad = torch.full((5,), float(runtime.rank + 1), device=runtime.device)
+    runtime.reduce_gradients([parameter])
+    value = runtime.all_reduce_mean(torch.tensor(float(runtime.rank + 1), device=runtime.device))
+    runtime.step_end()
+    expected = (runtime.replicas + 1) / 2
+    got = [*parameter.grad.cpu().tolist(), value.item()]
+    _require(all(abs(x - expected) < 1e-5 for x in got), f"expected {expected} everywhere, got {got}")
+    return f"mean over {runtime.replicas} replica{'s' if runtime.replicas > 1 else ''} is right"
+
+
+def _checkpoint(bench: _Bench) -> str:
+    """Complete checkpoints at both save points, and a file written by `save` holds what was given."""
+    runtime, saved = bench.runtime, ours(bench.folder / "saved.safetensors")
+    tensor = torch.arange(6.0, device=runtime.device).reshape(2, 3) * 2
+    runtime.save({"tensor": tensor}, saved)
+    expected = torch.tensor([[0.0, 2.0, 4.0], [6.0, 8.0, 10.0]])
+    _require(torch.equal(load_file(saved)["tensor"], expected), "a saved tensor reads back changed")
+    names = [path.name for path in checkpoints(bench.trained / "checkpoints")]
+    wanted = [f"step-{step:06d}" for step in (bench.steps // 2, bench.steps)]
+    _require(names == wanted, f"expected the checkpoints {wanted}, found {names}")
+    return f"{' and '.join(names)} complete"
+
+
+def _resume(bench: _Bench) -> str:
+    """A run killed after its first checkpoint goes on from there and ends where the whole one did."""
+    killed, middle = bench.folder / "killed", bench.steps // 2
+    if killed.exists():
+        raise OutputExistsError(f"{killed}: holds files that no run made; move it away, or choose another --out")
+    ours(killed / outputs.MARK)
+    shutil.copytree(bench.trained, killed)
+    outputs.reopen(killed)
+    shutil.rmtree(checkpoints(killed / "checkpoints")[-1])
+    result = json.loads((_recover(bench, "killed") / "result.json").read_text(encoding="utf-8"))
+    _require(result["resumed_from"] == middle, f"went on from step {result['resumed_from']}, not {middle}")
+    ends = [load_file(checkpoints(run / "checkpoints")[-1] / "trained.safetensors") for run in (bench.trained, killed)]
+    difference = max((ends[0][name] - ends[1][name]).abs().max().item() for name in ends[0])
+    # A CPU repeats its sums in the same order; other devices need not.
+    allowed = 0.0 if bench.runtime.device.type == "cpu" else 1e-3
+    _require(difference <= allowed, f"trained tensors differ from the uninterrupted run's by up to {difference:.1e}")
+    same = "bit for bit" if difference == 0 else f"within {difference:.0e}"
+    return f"went on from step {middle}, equal to the uninterrupted run {same}"
+
+
+def _export(bench: _Bench) -> str:
+    """The adapter of the last step loads onto its base and is the one that was trained."""
+    student = open_student(str(bench.trained / "last"), HubConfig())
+    adapter = load_file(bench.trained / "last" / WEIGHTS)
+    trained = load_file(checkpoints(bench.trained / "checkpoints")[-1] / "trained.safetensors")
+    for name, tensor in adapter.items():
+        source = trained[name.removeprefix(PREFIX).removesuffix(".weight")]
+        _require(torch.equal(tensor, source.half()), f"{name} in the adapter is not what was trained")
+        loaded = student.model.module.get_parameter(name.removeprefix(PREFIX).removesuffix(".weight"))
+        _require(torch.equal(loaded.half(), tensor), f"{name} changed while loading")
+    ids = torch.arange(LENGTH)[None] % VOCABULARY
+    hidden = student.model.hidden(ids, torch.zeros_like(ids))
+    _require(bool(hidden.isfinite().all()), "the loaded student gives numbers that are not finite")
+    return f"adapter of {len(adapter)} tensors loads back, {student.bits_per_weight:.2f} bits per weight with it"

@@ -1,0 +1,196 @@
+"""Documents to rows of exactly L tokens, resumable at every row without a replay.
+
+Documents are put one behind the other and cut every L tokens. Padding each document to L wastes most of a batch on
+short texts, and truncating loses the ends of long ones; best-fit packing keeps documents whole but needs a buffer
+of documents, which would have to be saved to resume. Cutting loses no token, and its whole state is one place in
+the text: the cursor {"document": index, "token": offset} of the next row's first token. Resuming re-encodes that
+one document up to there. Documents come in pieces (`pieces.py`), so memory follows neither their size nor their number.
+
+A row knows where its documents begin (`doc_starts`), since attention and positions restart there. A document that
+goes on in the next row begins anew there. The first token of a document in a row has nothing to be predicted from,
+so its `loss_mask` is 0.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from qat_lora.data.chat import encode_chat
+from qat_lora.data.sources import Document
+from qat_lora.data.tokenize import encode_pieces
+from qat_lora.errors import ConfigError, TextError
+
+Tokens = tuple[Sequence[int] | np.ndarray, Sequence[int] | np.ndarray]
+"""Token ids, and a mask of the same length: 1 where a token counts as a target."""
+Encode = Callable[[Document], Iterable[Tokens]]
+"""A document to its tokens, in pieces, so that a long one need not be held."""
+
+
+class OpenDocuments(Protocol):
+    """Opens a fixed series of documents at an index, like `lambda start: open_documents(config, start)`."""
+
+    def __call__(self, start: int, /) -> Iterable[Document]:
+        """Return the documents from index `start` on."""
+
+
+class PackedRow(NamedTuple):
+    """One row of L tokens."""
+
+    input_ids: np.ndarray
+    """int32 [L]."""
+    loss_mask: np.ndarray
+    """uint8 [L], 1 where token i counts as the target of position i - 1."""
+    doc_starts: np.ndarray
+    """bool [L], True where a document begins, and always at 0."""
+    cursor: dict[str, int]
+    """Where the next row begins: index of its first document and offset of its first token in that document."""
+
+
+def make_encoder(tokenizer: Any) -> Encode:
+    """Return the function from documents to tokens.
+
+    A text becomes [bos] tokens [eos], each of the two if the tokenizer names it: models that have a bos were
+    trained with every document beginning by it, yet byte-level BPE tokenizers often name one without ever adding
+    it. A chat is what its template writes (see `encode_chat`), and a blank document is no tokens at all. Special
+    tokens written out in a text become those tokens, as everywhere in transformers.
+    """
+    ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    before, after = (np.array([] if token is None else [token], np.int32) for token in ends)
+
+    def encode(document: Document) -> Iterator[Tokens]:
+        if document.is_blank:
+            return iter(())
+        if document.messages is not None:
+            return encode_chat(tokenizer, document.messages, document.name)
+        pieces = (piece.ids for piece in encode_pieces(tokenizer, document.parts(), document.name))
+        return ((ids, np.ones(len(ids), np.uint8)) for ids in itertools.chain([before], pieces, [after]))
+
+    return encode
+
+
+def pack_rows(
+    documents: Iterable[Document],
+    encode: Encode,
+    length: int,
+    cursor: Mapping[str, int] | None = None,
+    *,
+    pad_last: bool = True,
+    pad_id: int = 0,
+) -> Iterator[PackedRow]:
+    """Cut documents into rows of `length` tokens.
+
+    Args:
+        documents: the series from `cursor["document"]` on (from its beginning without a cursor).
+        encode: see `make_encoder`.
+        length: L, tokens a row.
+        cursor: of the row after which to go on; the rows are then those that an uninterrupted run would yield.
+        pad_last: whether a last, partly filled row is padded to L or left out. Padding is a document of its own
+            whose loss mask is 0.
+        pad_id: the token to pad with; any valid id does, since nothing attends to it and nothing counts it.
+
+    Raises:
+        ConfigError: a length below 2.
+        TextError: the text at the cursor is not what it was.
+    """
+    if length < 2:
+        raise ConfigError(f"length: {length} tokens a row leave nothing to predict; allowed: 2 or more")
+    first, skip = (cursor["document"], cursor["token"]) if cursor else (0, 0)
+    return _pack(documents, encode, length, first, skip, pad_id if pad_last else None)
+
+
+def _pack(
+    documents: Iterable[Document], encode: Encode, length: int, first: int, skip: int, pad_id: int | None
+) -> Iterator[PackedRow]:
+    row, filled = _empty_row(length), 0
+    index = first - 1
+    for index, document in enumerate(documents, first):
+        passed = 0  # tokens of the document in earlier pieces
+        for (ids, mask), is_last in _know_last(tokens for tokens in encode(document) if len(tokens[0])):
+            done = min(max(skip - passed, 0), len(ids))
+            while done < len(ids):
+                take = min(length - filled, len(ids) - done)
+                row.input_ids[filled : filled + take] = ids[done : done + take]
+                row.loss_mask[filled : filled + take] = mask[done : done + take]
+                if not filled or passed + done == 0:
+                    row.loss_mask[filled] = 0
+                    row.doc_starts[filled] = True
+                filled += take
+                done += take
+                if filled == length:
+                    ended = is_last and done == len(ids)
+                    document_at, token_at = (index + 1, 0) if ended else (index, passed + done)
+                    yield row._replace(cursor={"document": document_at, "token": token_at})
+                    row, filled = _empty_row(length), 0
+            passed += len(ids)
+        if skip and skip >= passed:
+            raise _moved(first, skip, f"that document ({document.name}) has {passed} tokens")
+        skip = 0
+    if skip:
+        raise _moved(first, skip, "the text ends before that document")
+    if filled and pad_id is not None:
+        row.input_ids[filled:] = pad_id
+        row.doc_starts[filled] = True
+        yield row._replace(cursor={"document": index + 1, "token": 0})
+
+
+_T = TypeVar("_T")
+
+
+def _know_last(items: Iterable[_T]) -> Iterator[tuple[_T, bool]]:
+    """Yield every item, and whether it is the last."""
+    behind = iter(items)
+    for item in behind:
+        for following in behind:
+            yield item, False
+            item = following
+        yield item, True
+
+
+def _empty_row(length: int) -> PackedRow:
+    return PackedRow(np.zeros(length, np.int32), np.zeros(length, np.uint8), np.zeros(length, np.bool_), {})
+
+
+def _moved(document: int, token: int, found: str) -> TextError:
+    return TextError(
+        f"text: cannot go on at token {token} of document {document}: {found}; the text has changed since then, "
+        "so restore it or start again"
+    )
+
+
+def take_eval(
+    open_at: OpenDocuments, encode: Encode, length: int, eval_rows: int, *, pad_id: int = 0
+) -> tuple[list[PackedRow], int]:
+    """Keep whole documents apart for evaluation: the first ones, until they fill `eval_rows` rows.
+
+    What the last of those documents has beyond the rows is used by neither side, so no document is in both.
+
+    Returns:
+        The rows, and the index of the first document of the rest, for training.
+
+    Raises:
+        TextError: the text has fewer rows, or nothing is left for training.
+    """
+    if eval_rows <= 0:
+        return [], 0
+    rows = list(itertools.islice(pack_rows(open_at(0), encode, length, pad_id=pad_id), eval_rows))
+    rest = rows[-1].cursor["document"] + bool(rows[-1].cursor["token"]) if rows else 0
+    if len(rows) < eval_rows or not any(not document.is_blank for document in open_at(rest)):
+        raise TextError(
+            f"eval_rows: {eval_rows} rows of {length} tokens were to be kept apart, and the text has only "
+            f"{len(rows)} with nothing left to train on; give more documents or ask for fewer rows"
+        )
+    return rows, rest
+
+
+def share(open_at: OpenDocuments, first: int = 0, part: int = 0, parts: int = 1) -> OpenDocuments:
+    """Return the series, numbered anew from 0, of the documents j ≥ `first` with j % `parts` = `part`.
+
+    This is what a builder packs: `first` steps over the evaluation documents, `part` and `parts` divide the rest
+    among several builders.
+    """
+    begin = first + (part - first) % parts
+    return lambda start: itertools.islice(open_at(begin + start * parts), 0, None, parts)

@@ -1,0 +1,378 @@
+"""Where text comes from: a file, a folder, or a Hugging Face dataset, as one numbered series of documents.
+
+The number of a document is what makes a build resumable: the same settings give the same documents in the same
+order on every machine, and `open_documents(config, start=n)` goes on at number n. So folders are read in the order
+of their relative paths, rows in the order of their file, nothing is shuffled here (rows are, later, by a seed),
+and blank documents keep their numbers. Skipping parses nothing that it need not parse.
+
+Everything local is read with the standard library (Parquet by pyarrow); `datasets` serves the hub and folders that
+it saved itself. Its generic loaders would copy local text into its own cache first and make every line a document.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from qat_lora.config import option
+from qat_lora.data.chat import messages_of
+from qat_lora.data.file_rows import (
+    ROW_SUFFIXES,
+    Row,
+    as_row,
+    bounded_lines,
+    file_rows,
+    layout_of,
+    text_of,
+    unreadable,
+    well_formed,
+)
+from qat_lora.data.tokenize import WINDOW_CHARS, slices
+from qat_lora.data.wikitext import articles, starts_with_title
+from qat_lora.errors import MissingExtraError, TextError
+
+PLAIN_SUFFIXES = (".txt", ".md", ".rst", ".py")
+CHAT_LAYOUTS = ("alpaca", "openhermes", "sharegpt", "messages")
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """The text of a plain file, read in parts, anew each time: for one that is too large to hold."""
+
+    name: str
+    path: Path
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield parts of at most `WINDOW_CHARS` characters.
+
+        Raises:
+            TextError: the file cannot be read.
+        """
+        try:
+            with self.path.open(encoding="utf-8-sig", errors="replace") as file:
+                while part := file.read(WINDOW_CHARS):
+                    yield part
+        except OSError as error:
+            raise unreadable(self.name, error) from None
+
+
+class Document(NamedTuple):
+    """One document: a text, or a chat as messages with `role` and `content`."""
+
+    text: str | TextFile | None
+    messages: list[dict[str, str]] | None
+    name: str
+    """Where it comes from, for people."""
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether there is nothing to read."""
+        return not self.messages and all(part.isspace() for part in self.parts())
+
+    def parts(self) -> Iterable[str]:
+        """Return the text in parts, which make the whole when joined."""
+        return self.text if isinstance(self.text, TextFile) else slices(self.text or "")
+
+
+@dataclass(frozen=True)
+class TextConfig:
+    """What text to read."""
+
+    dataset: str | None = option(None, "text: path of a file or a folder, or name of a Hugging Face dataset")
+    dataset_config: str | None = option(None, "configuration of the Hugging Face dataset, e.g. wikitext-103-raw-v1")
+    dataset_revision: str | None = option(None, "branch, tag or commit of the Hugging Face dataset")
+    split: str = option("train", "split of the Hugging Face dataset; files have none")
+    text_field: str = option("text", "field of a row that holds its text")
+    format: Literal["auto", "text", "wikitext", "alpaca", "openhermes", "sharegpt", "messages"] = option(
+        "auto",
+        "layout: text, wikitext (lines joined to articles) or a chat layout; auto looks at the first document",
+    )
+    glob: tuple[str, ...] = option(
+        ("**/*.txt", "**/*.md", "**/*.rst", "**/*.py", "**/*.jsonl", "**/*.parquet"),
+        "which files of a folder, as patterns with commas between; hidden files are left out",
+    )
+    files_from: str | None = option(
+        None, "text file that lists the files to read, relative to the dataset folder, one a line, instead of glob"
+    )
+    streaming: bool = option(False, "read the Hugging Face dataset over the network instead of storing it first")
+
+
+_Load = Callable[[], Document]
+
+
+def open_documents(config: TextConfig, start: int = 0) -> Iterator[Document]:
+    """Return the documents from number `start` on, read as they are taken.
+
+    A plain text file is one document (bytes that are not UTF-8 become U+FFFD, and line ends become newlines), a
+    WikiText file one per article, a row of a .jsonl, .json or .parquet file or of a dataset one each. A path that
+    exists is taken before a Hugging Face name.
+
+    Raises:
+        TextError: no such path, no files, nothing but blank text (checked when `start` is 0), a file that is not
+            text, a row that lacks the field.
+        MissingExtraError: `datasets` is needed and not installed.
+    """
+    path = _local_path(config)
+    if path is None or _is_saved_dataset(path):
+        loads = _dataset_loads(_load_dataset(config, path), config, start)
+    else:
+        files = _files(path, config)
+        each = (_file_loads(name, file, config) for name, file in files)
+        loads = itertools.islice(itertools.chain.from_iterable(each), start, None)
+    documents = (load() for load in loads)
+    return documents if start else _refuse_blank(documents, config)
+
+
+def describe_source(config: TextConfig) -> str:
+    """Return what the text is, as canonical JSON: equal text, equal description, wherever it lies.
+
+    Local text counts by relative paths, sizes and content (sha256), a hub dataset by name, configuration, split
+    and revision: without `dataset_revision` a change on the hub goes unnoticed.
+
+    Raises:
+        TextError: as for `open_documents`.
+    """
+    layout = {"format": config.format, "text_field": config.text_field}
+    path = _local_path(config)
+    if path is None:
+        described = {
+            "kind": "hub",
+            "dataset": config.dataset,
+            "config": config.dataset_config,
+            "split": config.split,
+            "revision": config.dataset_revision,
+        }
+    elif _is_saved_dataset(path):
+        # cache-*.arrow are results that `datasets` keeps beside the data
+        found = [file for file in sorted(path.rglob("*")) if file.is_file() and not file.name.startswith("cache-")]
+        files = [(file.relative_to(path).as_posix(), file) for file in found]
+        described = {"kind": "saved dataset", "split": config.split, **_digest(files)}
+    else:
+        described = {"kind": "files", **_digest(_files(path, config))}
+    return json.dumps(described | layout, sort_keys=True)
+
+
+def _digest(files: list[tuple[str, Path]]) -> dict[str, Any]:
+    total, digest = 0, hashlib.sha256()
+    for name, path in files:
+        try:
+            with path.open("rb") as file:
+                content, size = hashlib.file_digest(file, "sha256").digest(), path.stat().st_size
+        except OSError as error:
+            raise unreadable(name, error) from None
+        digest.update(f"{name}\0{size}\0".encode(errors="surrogateescape") + content)
+        total += size
+    return {"files": len(files), "bytes": total, "sha256": digest.hexdigest()}
+
+
+def _refuse_blank(documents: Iterator[Document], config: TextConfig) -> Iterator[Document]:
+    """Look ahead to the first document with something in it, so that an empty source is refused at once."""
+    seen = []
+    for document in documents:
+        seen.append(document)
+        if not document.is_blank:
+            return itertools.chain(seen, documents)
+    raise TextError(f"dataset: {config.dataset} is empty: {len(seen)} documents, all blank; give some text")
+
+
+# Which files
+
+
+def _local_path(config: TextConfig) -> Path | None:
+    """Return the path that `dataset` means, None if it names a Hugging Face dataset."""
+    name = config.dataset
+    if not name:
+        raise TextError("dataset: not given; allowed: a file, a folder or the name of a Hugging Face dataset")
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    like_a_path = name.startswith((".", "/", "~")) or "\\" in name or name.endswith("/") or name.count("/") > 1
+    if like_a_path or path.suffix in PLAIN_SUFFIXES + ROW_SUFFIXES:
+        raise TextError(f"dataset: {name}: no such file or folder; check the path")
+    return None
+
+
+def _is_saved_dataset(path: Path) -> bool:
+    return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
+
+
+def _files(path: Path, config: TextConfig) -> list[tuple[str, Path]]:
+    """Return (relative path, path) of the files to read, in order.
+
+    A file that is no text is refused here, before the first document, not after hours at its place in the order.
+    """
+    files = _chosen_files(path, config)
+    for name, file in files:
+        if file.suffix.lower() not in ROW_SUFFIXES:
+            _refuse_binary(name, file)
+    return files
+
+
+def _refuse_binary(name: str, path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            head = file.read(1 << 16)
+    except OSError as error:
+        raise unreadable(name, error) from None
+    text = head.decode("utf-8-sig", errors="replace")
+    # Python sources may declare an old encoding; what that costs is a few characters, so they are read all the same
+    replaced = 0 if path.suffix == ".py" else text.count("\ufffd")
+    if b"\0" in head or replaced > len(text) / 10:
+        raise TextError(f"dataset: {name} is not UTF-8 text; convert it, or leave it out with --glob or --files-from")
+
+
+def _chosen_files(path: Path, config: TextConfig) -> list[tuple[str, Path]]:
+    if path.is_file():
+        if config.files_from:
+            raise TextError(f"files_from: lists files of a folder, and dataset {path} is a file; give its folder")
+        return [(path.name, path)]
+    if config.files_from:
+        return _listed_files(path, config.files_from)
+    try:
+        found = {file for pattern in config.glob for file in path.glob(pattern) if file.is_file()}
+    except (ValueError, NotImplementedError) as error:
+        raise TextError(f"glob: {', '.join(config.glob)}: {error}; example: **/*.txt") from None
+    names = sorted(file.relative_to(path).as_posix() for file in found)
+    files = [(name, path / name) for name in names if not any(part.startswith(".") for part in name.split("/"))]
+    if not files:
+        raise TextError(f"dataset: no file in {path} matches {', '.join(config.glob)}; name others with --glob")
+    return files
+
+
+def _listed_files(folder: Path, files_from: str) -> list[tuple[str, Path]]:
+    try:
+        lines = Path(files_from).expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise TextError(f"files_from: {files_from} cannot be read: {error}; give a text file of paths") from None
+    names = [line.strip() for line in lines if line.strip()]
+    if not names:
+        raise TextError(f"files_from: {files_from} lists no file; one relative path a line")
+    try:
+        missing = [name for name in names if not (folder / name).is_file()]
+    except OSError as error:  # a name that is too long
+        raise TextError(f"files_from: a line of {files_from} is no path ({error.strerror})") from None
+    if missing:
+        raise TextError(f"files_from: {missing[0]}, listed in {files_from}, is not in {folder} ({len(missing)} so)")
+    return [(name, folder / name) for name in names]
+
+
+# Files to documents
+
+
+def _file_loads(name: str, path: Path, config: TextConfig) -> Iterator[_Load]:
+    name = well_formed(name)
+    if path.suffix.lower() in ROW_SUFFIXES:
+        rows = partial(file_rows, name, path)
+        return _wikitext_loads(name, rows, config) if _is_wikitext(rows, config) else _row_loads(rows(), config)
+    if config.format in CHAT_LAYOUTS:
+        raise TextError(f"format: {config.format} needs rows ({', '.join(ROW_SUFFIXES)}), and {name} is plain text")
+    if config.format == "wikitext" or (config.format == "auto" and _begins_with_title(TextFile(name, path))):
+        lines = _lines(name, path)
+        found = (Document(article.text, None, f"{name}: {article.title}") for article in articles(lines))
+        return (partial(_same, document) for document in found)
+    return iter([partial(_plain_document, name, path)])
+
+
+def _same(document: Document) -> Document:
+    return document
+
+
+def _begins_with_title(parts: Iterable[str]) -> bool:
+    """Tell whether a text is WikiText by the beginning of its first part that is not blank."""
+    return starts_with_title(next((part for part in parts if part.strip()), "").split("\n"))
+
+
+def _lines(name: str, path: Path) -> Iterator[str]:
+    try:
+        with path.open(encoding="utf-8-sig", errors="replace") as file:
+            yield from bounded_lines(file, name)
+    except OSError as error:
+        raise unreadable(name, error) from None
+
+
+def _plain_document(name: str, path: Path) -> Document:
+    text = TextFile(name, path)
+    try:
+        small = path.stat().st_size <= WINDOW_CHARS
+    except OSError as error:
+        raise unreadable(name, error) from None
+    return Document("".join(text) if small else text, None, name)
+
+
+# Rows to documents
+
+
+def _load_dataset(config: TextConfig, path: Path | None) -> Any:
+    """Open a dataset of the hub, or one that `datasets` saved to a folder."""
+    try:
+        import datasets
+    except ImportError:
+        raise MissingExtraError("Hugging Face datasets need an extra: pip install 'qat-lora[hub]'") from None
+    try:
+        if path is None:
+            return datasets.load_dataset(
+                config.dataset,
+                config.dataset_config,
+                split=config.split,
+                revision=config.dataset_revision,
+                streaming=config.streaming,
+            )
+        saved = datasets.load_from_disk(str(path))
+    except Exception as error:  # the hub, the network and the dataset's author have many ways to fail
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise TextError(f"dataset: {config.dataset} cannot be loaded: {reason}") from None
+    if not isinstance(saved, dict):
+        return saved
+    if config.split not in saved:
+        raise TextError(f"split: {config.dataset} has no {config.split!r}; splits there: {', '.join(saved)}")
+    return saved[config.split]
+
+
+def _dataset_loads(dataset: Any, config: TextConfig, start: int) -> Iterator[_Load]:
+    name = str(config.dataset)
+
+    def rows(first: int = 0) -> Iterator[Row]:
+        # a stored dataset refuses to skip to its own end, where a finished build resumes
+        at_end = hasattr(dataset, "__len__") and first >= len(dataset)
+        i = first
+        try:
+            for i, row in enumerate(() if at_end else dataset.skip(first) if first else dataset, first):
+                yield Row(f"{name}[{i}]", partial(as_row, dict(row), f"{name}[{i}]"))
+        except UnicodeDecodeError:
+            raise TextError(f"dataset: {name}, behind row {i}: bytes that are not UTF-8; write it anew") from None
+
+    if _is_wikitext(rows, config):
+        return itertools.islice(_wikitext_loads(name, rows, config), start, None)
+    return _row_loads(rows(start), config)
+
+
+def _is_wikitext(rows: Callable[[], Iterator[Row]], config: TextConfig) -> bool:
+    """Tell by the setting, or by the first row that is not blank, whether rows are lines of WikiText."""
+    if config.format != "auto":
+        return config.format == "wikitext"
+    found = (_row_document(row, config) for row in rows())
+    first = next((document for document in found if not document.is_blank), None)
+    return first is not None and first.text is not None and _begins_with_title(first.parts())
+
+
+def _wikitext_loads(name: str, rows: Callable[[], Iterator[Row]], config: TextConfig) -> Iterator[_Load]:
+    lines = (line for row in rows() for line in text_of(row, config.text_field).removesuffix("\n").split("\n"))
+    found = (Document(article.text, None, f"{name}: {article.title}") for article in articles(lines))
+    return (partial(_same, document) for document in found)
+
+
+def _row_loads(rows: Iterable[Row], config: TextConfig) -> Iterator[_Load]:
+    return (partial(_row_document, row, config) for row in rows)
+
+
+def _row_document(row: Row, config: TextConfig) -> Document:
+    layout = layout_of(row) if config.format == "auto" else config.format
+    if layout in CHAT_LAYOUTS:
+        return Document(None, messages_of(row.load(), layout, row.name), row.name)
+    return Document(text_of(row, config.text_field), None, row.name)

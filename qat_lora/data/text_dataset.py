@@ -1,0 +1,102 @@
+"""A text as training data without a teacher: packed rows in memory, served in the order that a KD cache has.
+
+Rows are packed once, before the first step, because the order is a permutation of all of them: a stream could only be
+shuffled through a buffer, and could not be resumed at any step. That costs nine bytes a token, 100 million tokens are
+0.9 GB; longer texts want a KD cache, whose rows are read when they are wanted.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+
+from qat_lora.data import shuffle as order
+from qat_lora.data.packing import Encode, PackedRow, Tokens
+from qat_lora.data.sources import Document
+from qat_lora.errors import TextError
+from qat_lora.types import Batch
+
+
+def every_token(encode: Encode) -> Encode:
+    """Return an encoder that counts every token as a target, those of prompts too: plain next-token training."""
+
+    def encode_all(document: Document) -> Iterator[Tokens]:
+        return ((ids, np.ones(len(ids), np.uint8)) for ids, _ in encode(document))
+
+    return encode_all
+
+
+def answers_only(encode: Encode) -> Encode:
+    """Return an encoder for fine-tuning on chats, where only what the assistant says counts; refuses plain text.
+
+    Raises:
+        TextError: a document that is no chat (when it is encoded).
+    """
+
+    def encode_answers(document: Document) -> Iterable[Tokens]:
+        if document.messages is None and not document.is_blank:
+            raise TextError(
+                f"objective: sft learns from chats, and {document.name} is plain text; give a chat layout with "
+                "--format (messages, alpaca, sharegpt), or --objective ce"
+            )
+        return encode(document)
+
+    return encode_answers
+
+
+class TextDataset:
+    """Rows of a text, in memory.
+
+    Args:
+        packed: the rows (see `packing.pack_rows`).
+        rows: take this many at most; None for all.
+
+    Raises:
+        TextError: no row, or none with a token that counts.
+    """
+
+    def __init__(self, packed: Iterable[PackedRow], rows: int | None = None) -> None:
+        taken = list(itertools.islice(packed, rows))
+        if not any(row.loss_mask.any() for row in taken):
+            raise TextError("dataset: the text has no token to learn from; give more text")
+        self._ids_NL = np.stack([row.input_ids for row in taken])
+        self._documents_NL = np.stack([np.cumsum(row.doc_starts, dtype=np.int32) - 1 for row in taken])
+        self._mask_NL = np.stack([row.loss_mask[1:] > 0 for row in taken])
+
+    def __len__(self) -> int:
+        return len(self._ids_NL)
+
+    def rows(self, indices: Sequence[int] | np.ndarray) -> Batch:
+        """Return rows as numpy arrays (see `types.Batch`), in the order asked; -1 gives a fully masked row."""
+        at = np.maximum(np.asarray(indices, np.int64), 0)
+        there = np.asarray(indices)[:, None] >= 0
+        return {
+            "input_ids": self._ids_NL[at],
+            "document_ids": self._documents_NL[at],
+            "target_mask": self._mask_NL[at] & there,
+        }
+
+    def steps_per_epoch(self, global_batch_rows: int) -> int:
+        """Return the steps in which every row is seen once."""
+        return order.steps_per_epoch(len(self), global_batch_rows)
+
+    def batches(
+        self,
+        start_step: int,
+        steps: int,
+        batch_rows: int,
+        accumulation: int = 1,
+        seed: int = 0,
+        replica: int = 0,
+        replicas: int = 1,
+    ) -> Iterator[Batch]:
+        """Yield this replica's micro-batches: `accumulation` for each of `steps` steps (`order.micro_batches`)."""
+        rows = len(self)
+        for micro in order.micro_batches(rows, start_step, steps, batch_rows, accumulation, seed, replica, replicas):
+            yield self.rows(micro)
+
+
+ENCODERS: dict[str, Callable[[Encode], Encode]] = {"ce": every_token, "sft": answers_only}
+"""What counts as a target under each objective that needs no teacher."""

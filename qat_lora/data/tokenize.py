@@ -1,0 +1,211 @@
+"""Tokenising a text of any size in bounded memory, with the ids that the whole text would have.
+
+A tokenizer takes some 200 bytes of memory for every byte of text, so a text is not given to it whole but in windows of
+`WINDOW_CHARS` characters. Cutting at a fixed place, or at every line end, is the usual way, and it changes ids: tokens
+span line ends, runs of spaces, words of any length, and some tokenizers write a mark at the beginning of what they are
+given. So no place is trusted. Each window begins before the end of the one before it, and tokens pass from one to the
+other only where both have the same tokens, words and characters on both sides, away from both edges:
+
+* At the beginning of a word (the tokenizer's: it splits text into words from left to right and encodes each by itself)
+  what follows depends on what follows alone. This holds for every model: BPE, Unigram, WordPiece.
+* Inside a word that is longer than the overlap only BPE can be cut. It always does the merge of lowest rank, leftmost
+  first, so what happens on one side of a boundary that no merge crosses is what would happen there alone. Then a text
+  a, b is encoded as a and then b whenever the last token of a and the first of b stay two when encoded together, and
+  the second window shows that they do.
+
+A new window is tried at neighbouring characters until it falls into step (a run of one letter is cut into tokens from
+its beginning), the windows then grow, and a text where no such place is found is refused, never cut on a guess.
+
+The ids are those of the whole text for tokenizers that decide where a word ends by at most `MARGIN_CHARS` characters
+behind it, runs of white space aside (a window never ends in one), and whose normaliser reorders no more than combining
+marks (no cut is made before one). The usual patterns and models are tested; outside it is a pattern that looks further
+ahead, as GPT-4o's does in a run of thousands of capitals and letters without case. Up to `WINDOW_CHARS` a text is
+encoded whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+import unicodedata
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from tokenizers import models
+
+from qat_lora.errors import TextError
+from qat_lora.runtime.host.heap import give_back
+
+WINDOW_CHARS = 1 << 18
+"""Characters that are tokenised at once, which bounds memory (`benchmarks/text_memory.py` measures it)."""
+LARGEST = 8  # times WINDOW_CHARS, where no place to cut is found in less
+OVERLAP_CHARS = 4096
+MARGIN_CHARS = 256
+AGREEING = 4  # tokens on each side of a cut that must be the same
+STARTS = 128  # places tried for a window's beginning; runs have tokens of at most so many letters
+
+
+class Piece(NamedTuple):
+    """Tokens of a text, in order."""
+
+    ids: np.ndarray
+    """int32 [N]."""
+    spans: np.ndarray
+    """int64 [N, 2]: a token's first character in the text and the one behind its last; [0, 2] if not asked for."""
+
+
+class _Cut(NamedTuple):
+    """Where the next window begins (a character of this one), and how many tokens of each lie before the cut."""
+
+    start: int
+    here: int
+    there: int
+    known: list[int]
+    """The next window's ids before the cut: longer text must not change them."""
+
+
+def encode_pieces(tokenizer: Any, parts: Iterable[str], name: str, *, spans: bool = False) -> Iterator[Piece]:
+    """Yield the tokens of a text, without special tokens around it.
+
+    Args:
+        tokenizer: a transformers fast tokenizer.
+        parts: the text in parts of at most `WINDOW_CHARS` characters, such as `slices` of it.
+        name: of the text, for errors.
+        spans: whether to say where in the text each token is.
+
+    Raises:
+        TextError: the text can be cut at no place; what was given out until then is right.
+    """
+    source = iter(parts)
+    window, more, size = "", True, WINDOW_CHARS
+    at, done, known = 0, 0, list[int]()  # characters before the window; its tokens given out already; its first ids
+    while True:
+        while more and _is_short(window, size):
+            part = next(source, None)
+            more = part is not None
+            window += part or ""
+        encoded = _encode(tokenizer, window, spans)
+        ids = encoded["input_ids"]
+        cut = _find_cut(tokenizer, window, encoded, done) if more else None
+        if ids[: len(known)] != known or (more and cut is None and size >= LARGEST * WINDOW_CHARS):
+            raise TextError(
+                f"{name}: cannot be tokenised in pieces: around character {at + len(window)} this tokenizer cuts words "
+                f"or runs of white space longer than {size} characters; divide the text there"
+            )
+        if more and cut is None:
+            size *= 2
+            continue
+        end = cut.here if cut else len(ids)
+        found = encoded["offset_mapping"][done:end] if spans else []
+        yield Piece(np.array(ids[done:end], np.int32), np.array(found, np.int64).reshape(-1, 2) + at)
+        if cut is None:
+            return
+        del encoded, ids, found
+        give_back()
+        window, at, done, known, size = window[cut.start :], at + cut.start, cut.there, cut.known, WINDOW_CHARS
+
+
+def slices(text: str) -> Iterator[str]:
+    """Yield a text in parts of `WINDOW_CHARS` characters."""
+    return (text[i : i + WINDOW_CHARS] for i in range(0, len(text), WINDOW_CHARS))
+
+
+def _is_short(window: str, size: int) -> bool:
+    """Whether a window wants more text: a run of white space must not go on behind it, words are decided there."""
+    return len(window) <= size or (window[-1].isspace() and len(window) < 2 * LARGEST * WINDOW_CHARS)
+
+
+def _encode(tokenizer: Any, text: str, spans: bool = False) -> Any:
+    # verbose=False: texts are longer than a model's rows on purpose, so the length warning would be noise
+    return tokenizer(text, add_special_tokens=False, return_offsets_mapping=spans, verbose=False)
+
+
+def _find_cut(tokenizer: Any, window: str, encoded: Any, done: int) -> _Cut | None:
+    """Return where the next window begins and which tokens it takes over, None where no place is found.
+
+    Args:
+        window: the text.
+        encoded: of the whole window.
+        done: tokens that were given out; the cut is behind them.
+    """
+    encoding, ids = encoded.encodings[0], encoded["input_ids"]
+    if len(ids) != len(encoding) or window[-1].isspace():
+        return None
+    margin = max([MARGIN_CHARS, *map(len, tokenizer.get_added_vocab())])
+    last = len(window[: len(window) - margin].rstrip())  # text that is not white space follows, and the margin
+    model = tokenizer.backend_tokenizer.model
+    # a mark on a word's first or last piece makes the two sides of a boundary other words than they are alone
+    within = isinstance(model, models.BPE) and not (model.continuing_subword_prefix or model.end_of_word_suffix)
+    for overlap, starts in ((OVERLAP_CHARS, STARTS if within else 1), (len(window) // 2, 1)):
+        first = next((t for c in range(len(window) - overlap, last) if (t := encoding.char_to_token(c)) is not None), 0)
+        here = _marks(encoding, ids, max(first, done, 1))
+        if not len(here):
+            continue
+        new_word = int(here[:64, _WORD].argmax())  # 0 where there is none
+        begin = int(here[new_word, _BEGIN])
+        for start in range(begin, min(begin + starts, last)):
+            probe = _encode(tokenizer, window[start:])
+            if len(probe["input_ids"]) != len(probe.encodings[0]):
+                return None
+            there = _marks(probe.encodings[0], probe["input_ids"], 1)
+            there[:, _BEGIN : _END + 1] += start
+            i, j = _meeting(here, there, window, start + margin, last, within)
+            if i:
+                return _Cut(start, i + max(first, done, 1), j + 1, probe["input_ids"][: j + 1])
+    return None
+
+
+_ID, _BEGIN, _END, _WORD = range(4)
+
+
+def _marks(encoding: Any, ids: list[int], first: int) -> np.ndarray:
+    """Return for each token from number `first` on: its id, its characters, whether it begins a word; int64 [N, 4]."""
+    words = [encoding.token_to_word(token) for token in range(first - 1, len(ids))]
+    marks = [(ids[token], *encoding.token_to_chars(token)) for token in range(first, len(ids))]
+    begins = [word != before for before, word in itertools.pairwise(words)]
+    return np.column_stack([np.array(marks, np.int64).reshape(-1, 3), np.array(begins, np.int64)])
+
+
+def _meeting(here: np.ndarray, there: np.ndarray, window: str, low: int, high: int, within: bool) -> tuple[int, int]:
+    """Return a token of each of two encodings of the same text, the first behind a cut; (0, 0) where there is none.
+
+    Args:
+        here: marks of the window.
+        there: marks of the text from a later character on.
+        window: the text.
+        low: the first character that may be behind the cut.
+        high: the last, plus 1.
+        within: whether a word that fills the overlap may be cut.
+    """
+    in_reach = [
+        (here[:, _BEGIN] >= low) & (here[:, _BEGIN] < high),
+        (there[:, _BEGIN] >= low) & (there[:, _BEGIN] < high),
+    ]
+    words = any(marks[near, _WORD].any() for marks, near in zip((here, there), in_reach, strict=True))
+    if not words and not within:
+        return 0, 0
+    heads = {int(there[j, _BEGIN]): j for j in range(AGREEING, len(there) - AGREEING) if _is_head(there, j)}
+    middle = (low + high) // 2
+    fits = in_reach[0] & (here[:, _WORD] == words)
+    for i in sorted(np.flatnonzero(fits).tolist(), key=lambda i: abs(int(here[i, _BEGIN]) - middle)):
+        j = heads.get(int(here[i, _BEGIN]), 0)
+        if (
+            j
+            and AGREEING <= i < len(here) - AGREEING
+            and _is_head(here, i)
+            and np.array_equal(here[i - AGREEING : i + AGREEING], there[j - AGREEING : j + AGREEING])
+            and _begins_anew(window[here[i, _BEGIN]])
+        ):
+            return i, j
+    return 0, 0
+
+
+def _is_head(marks: np.ndarray, i: int) -> bool:
+    """Whether token i begins with a character, not amid the bytes of one."""
+    return bool(marks[i, _BEGIN] >= marks[i - 1, _END])
+
+
+def _begins_anew(character: str) -> bool:
+    """Whether no normal form joins a character to the one before it or sorts it before that."""
+    first = unicodedata.normalize("NFKD", character)[0]
+    return unicodedata.category(first)[0] != "M" and not "\u1160" <= first <= "\u11ff"

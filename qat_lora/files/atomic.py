@@ -1,0 +1,165 @@
+"""Files that are there whole or not at all: temporary file, fsync, link, fsync of the folder.
+
+Writing under the final name leaves half files after a kill; rename without fsync leaves empty ones after a power
+cut; rename also overwrites what another process has just finished, which `link` refuses. The lock is `flock`,
+because the kernel drops it with the process: a lock *file* would outlive a kill and block the next run.
+
+`failpoint` is how the tests prove this: killed at each named step, a build must go on to the same bytes. Random
+kills almost never land inside a commit; these always do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from qat_lora.errors import OutputExistsError
+from qat_lora.files.folders import ours
+
+FAILPOINT_STEPS = ("opened", "started", "written", "synced", "linked", "durable")
+"""Steps of one commit, each a failpoint `<kind>-<step>` for the kinds shard, sidecar, part and manifest."""
+
+_reached: Counter[str] = Counter()
+_NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
+
+
+def failpoint(name: str) -> None:
+    """Kill this process if QAT_LORA_FAILPOINT is `name`, or `name:3` on the third time; for tests only."""
+    wanted = os.environ.get("QAT_LORA_FAILPOINT")
+    if wanted is None:
+        return
+    point, _, times = wanted.partition(":")
+    _reached[name] += 1
+    if point == name and _reached[name] == int(times or 1):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def temporary(path: Path) -> Path:
+    """Return the name under which `path` is written until it is whole."""
+    return path.with_name(f".{path.name}.tmp")
+
+
+def write_new(path: Path, chunks: Iterable[bytes | memoryview], kind: str) -> tuple[int, str]:
+    """Write a file that must not exist yet, so that it appears whole and stays after a power cut.
+
+    Returns:
+        Its size in bytes and its sha256.
+
+    Raises:
+        FileExistsError: `path` is there already; it was not touched.
+        OSError: disk full, no permission; the temporary file is removed.
+    """
+    partial = temporary(path)
+    ours(partial), ours(path)
+    digest, size = hashlib.sha256(), 0
+    try:
+        with open(partial, "xb") as file:
+            failpoint(f"{kind}-opened")
+            for number, chunk in enumerate(chunks):
+                file.write(chunk)
+                digest.update(chunk)
+                size += len(chunk)
+                if number == 0:
+                    file.flush()
+                    failpoint(f"{kind}-started")
+            failpoint(f"{kind}-written")
+            file.flush()
+            os.fsync(file.fileno())
+        failpoint(f"{kind}-synced")
+        publish(partial, path)
+        failpoint(f"{kind}-linked")
+    finally:
+        partial.unlink(missing_ok=True)
+    sync_folder(path.parent)
+    failpoint(f"{kind}-durable")
+    return size, digest.hexdigest()
+
+
+def publish(partial: Path, path: Path) -> None:
+    """Give a file its final name, beside the old one where links exist.
+
+    Raises:
+        FileExistsError: `path` is there already; it was not touched.
+    """
+    try:
+        os.link(partial, path)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        # Some network and FAT file systems have no links. Our lock keeps other builders out of this gap.
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+        os.rename(partial, path)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a file until leaving; freed by the kernel if the process dies.
+
+    Raises:
+        OutputExistsError: another process holds it.
+    """
+    import fcntl
+
+    with _locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB) as descriptor:
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()}\n".encode())
+        yield
+
+
+@contextlib.contextmanager
+def sharing(path: Path) -> Iterator[None]:
+    """Hold a lock that others may share until leaving, but none may have for itself.
+
+    Raises:
+        OutputExistsError: another process holds it for itself.
+    """
+    import fcntl
+
+    with _locked(path, fcntl.LOCK_SH | fcntl.LOCK_NB):
+        yield
+
+
+@contextlib.contextmanager
+def in_turn(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock until leaving, after waiting for whoever has it."""
+    import fcntl
+
+    with _locked(path, fcntl.LOCK_EX):
+        yield
+
+
+@contextlib.contextmanager
+def _locked(path: Path, operation: int) -> Iterator[int]:
+    import fcntl
+
+    if not path.exists():
+        ours(path)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            fcntl.flock(descriptor, operation)
+        except BlockingIOError:
+            holder = os.read(descriptor, 32).decode("ascii", "replace").strip() or "unknown"
+            raise OutputExistsError(
+                f"--out {path.parent}: another builder is writing there (process {holder}); wait for it, stop it, "
+                "or choose another --out"
+            ) from None
+        yield descriptor
+    finally:
+        os.close(descriptor)

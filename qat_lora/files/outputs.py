@@ -1,0 +1,342 @@
+"""Output folders: new, resumed, already complete, or somebody else's.
+
+Every command that writes a folder claims it first with the settings that decide its content, and holds it while it
+writes. The same settings again mean "go on" or "it is there"; other settings are refused, naming the first that
+differs, and so is a second process in the same folder. Only `--overwrite` removes anything: the files that a run of the
+same command has listed there (`files`), never those of others, and nothing at all where an input lies among them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from qat_lora.errors import DamagedFileError, OutputExistsError
+from qat_lora.files import folders as files
+from qat_lora.files.checksums import sha256_of
+from qat_lora.files.folders import LIST, MARK
+from qat_lora.files.folders import ours as ours
+
+HASHED_BELOW_BYTES = 16 << 20
+"""Files of a complete run that are smaller are read when the command is given again; of others the size counts."""
+_NOT_KEPT = ("checkpoints", "tensorboard", "unfinished", "wandb")
+_EDITED = (".md", ".png", ".html")
+"""What a complete run may lose, and what people may edit: folders for going on or looking on, cards and pictures."""
+_SHOWN = 8
+
+
+@contextlib.contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """Hold a run's folder (made if missing) so that no other process of ours works there; freed even by a kill.
+
+    The lock is `flock` on the folder itself: nothing is left behind, and nothing is to be cleaned up. A file system
+    that cannot lock a folder (some network ones) gives no protection.
+
+    Raises:
+        OutputExistsError: another process holds it, or the folder is a file.
+    """
+    import fcntl
+
+    if out.is_file():
+        raise OutputExistsError(f"--out {out}: is a file; give a folder")
+    out.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise OutputExistsError(
+                    f"--out {out}: another process is working there; wait for it, stop it, or choose another --out"
+                ) from None
+        try:
+            yield
+        finally:
+            files.release(out)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def claimed(
+    out: Path, command: str, settings: Mapping[str, Any], overwrite: bool, inputs: Iterable[object] = ()
+) -> Iterator[bool]:
+    """Hold a folder (`alone`) and `claim` it; give True where an equal run has completed there.
+
+    Raises:
+        OutputExistsError: another process works there, or the folder holds another run, or files that are not ours.
+        DamagedFileError: an equal run has completed there, and a file of it is missing or changed.
+    """
+    with alone(out):
+        yield claim(out, command, settings, overwrite, inputs)
+
+
+def claim(out: Path, command: str, settings: Mapping[str, Any], overwrite: bool, inputs: Iterable[object] = ()) -> bool:
+    """Take a folder for a run; return True where an equal run has completed there.
+
+    Args:
+        out: the folder, made if missing.
+        command: what runs, for example `recover`.
+        settings: JSON values that decide the content.
+        overwrite: remove the files of an earlier run of the same command first.
+        inputs: files and folders that the command reads, as they were given; None, URLs and Hub names are passed over.
+
+    Raises:
+        OutputExistsError: the folder holds another run, an input, or files that are not ours; nothing was touched.
+        DamagedFileError: an equal run has completed there, and a file of it is missing or changed.
+    """
+    settings = json.loads(json.dumps({"command": command, **settings}))
+    mark = out / MARK
+    if out.is_file():
+        raise OutputExistsError(f"--out {out}: is a file; give a folder")
+    out.mkdir(parents=True, exist_ok=True)
+    if not mark.is_file() or mark.is_symlink():
+        draft = mark.with_name(f".tmp-{MARK}")
+        foreign = (path for path in out.iterdir() if path != draft)
+        if not files.is_draft(draft, _text(settings, False, {})) or any(foreign) and not files.is_part(out):
+            raise OutputExistsError(f"--out {out}: holds files that no qat-lora run made; choose another folder")
+        ours(mark)  # of a run that this one is a part of
+        _write(mark, settings, False, {})
+        files.begin_list(out, command, set())
+        return False
+    keeper, names = files.listed(out)
+    try:
+        was = _read(mark)
+    except OutputExistsError:
+        if not overwrite or keeper != command:
+            raise
+        was = _Mark({"command": command}, False, {})
+    differing = next((name for name in ("command", *sorted(settings.keys() | was.settings.keys()))
+                      if settings.get(name) != was.settings.get(name)), None)  # fmt: skip
+    if not overwrite and differing is None:
+        if was.complete:
+            _check_whole(out, was, names)
+        if keeper is None and was.files is not None and any(path.name not in (MARK, LIST) for path in out.iterdir()):
+            raise DamagedFileError(
+                f"{out / LIST}: is missing, so what is this run's is not known; restore it from a copy, or choose "
+                "another --out"
+            )
+        if was.complete or was.files is None:
+            files.hold(out, None if was.files is None else names)
+        else:
+            files.begin_list(out, command, {name for name in names if os.path.lexists(out / name)})
+        return was.complete
+    refuse_inputs(out, inputs, names)
+    if differing == "command":
+        raise OutputExistsError(
+            f"--out {out}: holds another run: command was {_short(was.settings.get('command'))}, now "
+            f"{_short(command)}; choose another --out (--overwrite removes runs of the same command only)"
+        )
+    if not overwrite:
+        here, there = settings.get(str(differing)), was.settings.get(str(differing))
+        raise OutputExistsError(
+            f"--out {out}: holds another run: {differing} was {_short(there)}, now {_short(here)}; "
+            "choose another --out, or --overwrite to start again"
+        )
+    if was.files is None:
+        raise OutputExistsError(
+            f"--out {out}: holds a run of an earlier version, which kept no list of its files; delete the folder by "
+            "hand, or choose another --out"
+        )
+    _write(mark, {"command": command}, False, {})  # first: a kill in here leaves no run that looks whole
+    _remove(out, names)
+    _name_kept(out)
+    files.begin_list(out, command, set())
+    _write(mark, settings, False, {})
+    return False
+
+
+def noted(out: Path) -> str:
+    """Return what the run in a folder noted about itself, as text; nothing where there is none."""
+    mark = out / MARK
+    return mark.read_text(encoding="utf-8", errors="replace") if mark.is_file() else ""
+
+
+def refuse_inputs(out: Path, inputs: Iterable[object], names: Iterable[str]) -> None:
+    """Refuse to remove what a command reads: a folder that is or holds an input, or files that are an input's too.
+
+    Args:
+        out: the folder.
+        inputs: files and folders as they were given.
+        names: the files in `out` that would be removed.
+
+    Raises:
+        OutputExistsError: names the input; nothing was touched.
+    """
+    home = out.resolve()
+    doomed = {_identity(out / name) for name in names} - {None}
+    for given in filter(None, inputs):
+        for path in _meant(str(given)):
+            real = path.resolve()
+            held = real == home or home in real.parents
+            if held or doomed and any(_identity(file) in doomed for file in _inside(path, home)):
+                what = "is the same folder as" if real == home else "holds" if held else "has files in common with"
+                raise OutputExistsError(
+                    f"--out {out}: {what} the input {given}; nothing was touched: choose another --out"
+                )
+
+
+def _meant(given: str) -> list[Path]:
+    """Return what is there of the files and folders that an input may mean: itself, or without a file's suffix."""
+    path = Path(given.removeprefix("file://")).expanduser()
+    spellings = [path, path.with_suffix("")] if path.suffix else [path]
+    return [spelling for spelling in spellings if spelling.exists()]
+
+
+def _inside(path: Path, home: Path) -> Iterator[Path]:
+    """Yield a file, or the files of a folder but for those in `home`; a link counts as what it leads to."""
+    yield path
+    for folder, folders, names in os.walk(path):
+        links = [name for name in folders if os.path.islink(f"{folder}/{name}")]
+        yield from (Path(folder) / name for name in names)
+        for link in links:
+            yield from (Path(root) / name for root, _, found in os.walk(f"{folder}/{link}") for name in found)
+        folders[:] = [name for name in folders if Path(folder, name).resolve() != home]
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def complete(out: Path) -> None:
+    """Mark the run in a claimed folder as complete, with the size and sha256 of every file that it leaves."""
+    mark, (_, names) = out / MARK, files.listed(out)
+    was = _read(mark)
+    if was.files is not None:  # a name that is free again may be another's later
+        names = {name for name in names if os.path.lexists(out / name)}
+        files.begin_list(out, was.settings["command"], names)
+    _open_to_others(out.rglob("*.safetensors") if was.files is None else (out / name for name in names))
+    found = {
+        name: [(out / name).stat().st_size, sha256_of(out / name)]
+        for name in sorted(names)
+        if not name.endswith((*_EDITED, "/", MARK)) and name.split("/")[0] not in _NOT_KEPT and (out / name).is_file()
+    }
+    _write(mark, was.settings, True, None if was.files is None else found)
+
+
+def reopen(out: Path) -> None:
+    """Mark a run as not complete, as a kill would have left it; for tests and `smoke`."""
+    was = _read(out / MARK)
+    _write(out / MARK, was.settings, False, was.files)
+
+
+def _check_whole(out: Path, was: _Mark, names: Iterable[str]) -> None:
+    """Compare what a complete run left with what is there, also in the runs that are parts of it.
+
+    Raises:
+        DamagedFileError: names the first file that is missing or changed.
+    """
+    for name, (size, sha256) in (was.files or {}).items():
+        file = out / name
+        gone = not file.is_file()
+        if gone or file.stat().st_size != size or size < HASHED_BELOW_BYTES and sha256_of(file) != sha256:
+            raise DamagedFileError(
+                f"{file}: {'is missing' if gone else 'is not what was written'}, and the run in {out} was complete "
+                "with it; restore it from a copy, or --overwrite makes everything again"
+            )
+    for name in names:
+        part = (out / name).parent
+        if Path(name).name == MARK and (part / MARK).is_file():
+            _check_whole(part, _read(part / MARK), files.listed(part)[1])
+
+
+def check_listed(file: Path) -> None:
+    """Compare a file with what the complete run in its folder says of it; a file of no such run passes.
+
+    Raises:
+        OutputExistsError: the run's mark is damaged.
+        DamagedFileError: the file is not what was written.
+    """
+    mark = file.parent / MARK
+    found = (_read(mark).files or {}) if mark.is_file() else {}
+    if file.name in found and file.is_file() and sha256_of(file) != found[file.name][1]:
+        raise DamagedFileError(
+            f"{file}: is not what was written by the run in its folder; restore it from a copy, or make it again"
+        )
+
+
+def _open_to_others(written: Iterable[Path]) -> None:
+    """Give files that safetensors made private (0600) the mode that the user's umask gives all others."""
+    umask = os.umask(0)
+    os.umask(umask)
+    for file in written:
+        if file.suffix == ".safetensors" and file.is_file() and not file.is_symlink():
+            file.chmod(0o666 & ~umask)
+
+
+def _remove(out: Path, names: set[str]) -> None:
+    """Remove the listed files of a run, and the runs that are parts of it likewise."""
+    for name in sorted(names):
+        part = (out / name).parent
+        keeper, own = files.listed(part)
+        if Path(name).name == MARK and keeper is not None and os.path.lexists(out / name):
+            with alone(part):
+                _remove(part, own)
+                for last in (LIST, MARK):
+                    (part / last).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it holds something of others
+                part.rmdir()
+    files.hold(out, names)
+    files.remove_listed(out, names)
+
+
+def _name_kept(out: Path) -> None:
+    """Say what is left in a folder after its run's files were removed."""
+    kept = sorted(f"{path.name}/" if path.is_dir() else path.name for path in out.iterdir())
+    kept = [name for name in kept if name not in (MARK, LIST)]
+    if kept:
+        more = f" and {len(kept) - _SHOWN} more" if len(kept) > _SHOWN else ""
+        print(f"note: {out}: not this run's, so left as it is: {', '.join(kept[:_SHOWN])}{more}", file=sys.stderr)
+
+
+class _Mark(NamedTuple):
+    """What the mark of a run says."""
+
+    settings: dict[str, Any]
+    complete: bool
+    files: dict[str, Any] | None
+    """Size and sha256 of a complete run's files; None: written by an earlier version."""
+
+
+def _read(mark: Path) -> _Mark:
+    try:
+        text = mark.read_text(encoding="utf-8")
+        was = json.loads(text)
+        found = _Mark(dict(was["settings"]), bool(was["complete"]), was.get("files"))
+        if set(was) != {"settings", "complete"} and text != _text(*found):
+            raise ValueError("its checksum does not fit")
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise OutputExistsError(
+            f"--out {mark.parent}: {MARK} in it is damaged; --overwrite starts again, if the list in {LIST} is of "
+            "this command; else delete the folder by hand, or choose another --out"
+        ) from None
+    return found
+
+
+def _text(settings: Mapping[str, Any], complete: bool, found: Mapping[str, Any] | None) -> str:
+    """Return the text of a mark: its last key is the sha256 of the others, so that a flipped bit is noticed."""
+    content: dict[str, Any] = {"settings": settings, "complete": complete}
+    if found is not None:
+        content["files"] = found
+        content["checksum"] = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    return json.dumps(content, indent=1)
+
+
+def _write(mark: Path, settings: Mapping[str, Any], complete: bool, found: Mapping[str, Any] | None) -> None:
+    files.replace_own(mark, _text(settings, complete, found))
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,1 @@
+"""Continue a prompt, with a model of ours or a GGUF export."""

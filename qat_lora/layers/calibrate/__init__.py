@@ -1,0 +1,1 @@
+"""Quantise a model layer by layer, by what its inputs are."""

@@ -1,0 +1,144 @@
+"""What an error in a layer's output costs the model: the Fisher information of every layer's outputs.
+
+Two layers, or two tokens, with equal output errors can hurt the predictions a hundredfold unequally. To second order
+the KL that a change dy of a layer's output causes is E[(g · dy)²] / 2, with g the gradient of log p(v) for a token v
+drawn from the model's own predictions. With y = W x and the usual factorisation (K-FAC) the cost of a weight error E
+is tr(G E H Eᵀ): G = E[g gᵀ] over outputs, H the second moment of inputs, each token counting by |g|². One backward
+pass over the calibration rows gives both; the labels of the text are not used.
+
+What grows with the model is kept small: a decoder block computes its activations again in the backward pass, G may lie
+on disk (`scratch`), and logits are drawn from some positions at a time.
+
+Sources: K-FAC (arXiv 1503.05671); Fisher weights in rounding, GuidedQuant (arXiv 2505.07004).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+
+from qat_lora.layers.calibrate.disk_offload import Zeros
+from qat_lora.layers.convert import block_of
+from qat_lora.runtime.host.heap import give_back
+
+MOST_LOGITS = 2**25  # at a time: 128 MB in float32, and while tokens are drawn a few times that
+MOST_OUTPUTS = 4096  # layers wider than this keep only the diagonal of G: the matrix would outgrow the weight
+
+
+class Sensitivity(NamedTuple):
+    """What an error costs at the output of one layer."""
+
+    outputs_OO: Tensor
+    """Mean of g gᵀ over tokens, float32, on the host; [O] in layers with too many outputs."""
+    tokens: list[Tensor]
+    """|g|² of every token, one flat tensor a batch."""
+
+
+def kept_shape(outputs: int) -> tuple[int, ...]:
+    """Return the shape of what is kept, in float32, of a layer with so many outputs."""
+    return (outputs, outputs) if outputs <= MOST_OUTPUTS else (outputs,)
+
+
+def sensitivities(
+    model: nn.Module,
+    names: Iterable[str],
+    batches: Iterable[Any],
+    log_likelihood: Callable[[Any], Tensor],
+    quiet: bool = False,
+    zeros: Zeros = torch.zeros,
+) -> dict[str, Sensitivity]:
+    """Return the sensitivity of every named layer.
+
+    Args:
+        model: the full-precision model; nothing in it trains.
+        names: linear layers.
+        batches: calibration batches.
+        log_likelihood: from a batch to the summed log likelihood of tokens drawn from the model's predictions, or to
+            another number with its gradient.
+        quiet: no progress bar.
+        zeros: makes the matrices.
+    """
+    sums: dict[str, Tensor] = {}
+    squares: dict[str, list[Tensor]] = {name: [] for name in names}
+
+    def watch(name: str) -> Callable[..., None]:
+        def on_gradient(gradient: Tensor) -> None:
+            g = gradient.reshape(-1, gradient.shape[-1]).float()
+            shape = kept_shape(g.shape[1])
+            total = g.T @ g if len(shape) == 2 else g.square().sum(0)
+            if name not in sums:
+                sums[name] = zeros(*shape)
+            sums[name] += total.cpu()
+            squares[name].append(g.square().sum(1))
+
+        def on_output(_module: nn.Module, _args: Any, output: Tensor) -> None:
+            output.register_hook(on_gradient)
+
+        return on_output
+
+    def needs_gradient(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        return output.detach().requires_grad_()
+
+    blocks = dict.fromkeys(block for name in squares if (block := block_of(name)) is not None)
+    embedding = next(module for module in model.modules() if isinstance(module, nn.Embedding))
+    handles = [model.get_submodule(name).register_forward_hook(watch(name)) for name in squares]
+    handles.append(embedding.register_forward_hook(needs_gradient))
+    try:
+        with _computed_again([model.get_submodule(name) for name in blocks]):
+            for batch in tqdm(batches, desc="sensitivity", unit="batch", disable=quiet):
+                log_likelihood(batch).backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: Sensitivity(sums[name].div_(sum(map(len, parts))), parts) for name, parts in squares.items()}
+
+
+@contextmanager
+def _computed_again(blocks: list[nn.Module]) -> Iterator[None]:
+    """Let blocks keep their inputs alone for the backward pass; gradients are the same, bit for bit."""
+    for block in blocks:
+        again = functools.partial(_without_what_is_freed, block.forward)
+        block.__dict__["forward"] = functools.partial(checkpoint, again, use_reentrant=False, preserve_rng_state=False)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.__dict__["forward"]
+
+
+def _without_what_is_freed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    give_back()
+    return forward(*args, **kwargs)
+
+
+def drawn_in_pieces(
+    hidden_NH: Tensor, logits: Callable[[Tensor], Tensor], vocab_size: int, generator: torch.Generator
+) -> Tensor:
+    """Return a number with the gradient of `drawn_log_likelihood`, without the logits of all positions at once.
+
+    Args:
+        hidden_NH: last hidden states.
+        logits: from hidden states to logits.
+        vocab_size: logits of a position.
+        generator: for the draws.
+    """
+    gradient = torch.empty_like(hidden_NH)
+    rows = max(1, MOST_LOGITS // vocab_size)
+    for states, found in zip(hidden_NH.detach().split(rows), gradient.split(rows), strict=True):
+        states = states.detach().requires_grad_()
+        found.copy_(torch.autograd.grad(drawn_log_likelihood(logits(states), generator), states)[0])
+    return (hidden_NH * gradient).sum()
+
+
+def drawn_log_likelihood(logits_NV: Tensor, generator: torch.Generator) -> Tensor:
+    """Return the summed log likelihood of one token a position, drawn from the predictions themselves."""
+    log_probs = logits_NV.float().log_softmax(-1)
+    drawn = torch.multinomial(log_probs.detach().exp().cpu(), 1, generator=generator).to(logits_NV.device)
+    return log_probs.gather(1, drawn).sum()

@@ -1,0 +1,1 @@
+"""Loss and gradient from hidden states and output matrix, without [tokens, vocabulary]."""

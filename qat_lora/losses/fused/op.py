@@ -1,0 +1,199 @@
+"""From hidden states and output head to loss and gradient, without ever holding [tokens, vocabulary].
+
+With a vocabulary of 150k, the logits of a few rows of text outweigh the model. So the last linear map belongs to
+the loss: the logits are walked through a part at a time, and because the gradient of every term is known in closed
+form (`estimators`), each part becomes its hidden-state gradient on the spot and is forgotten. Backward only scales.
+There are two walks to the same result, by positions (`chunks`) and by blocks of the vocabulary (`sweep`).
+Compared with recomputing chunks under autograd (activation checkpointing of the head) this saves one of three
+matrix products and all of autograd's [chunk, vocabulary] temporaries; compared with a kernel library it also runs
+on CPU and XLA, knows the tail, and does no work for a head that is frozen.
+
+Everything is static: shapes depend on N, V and the chunk size alone, and nothing is read back from the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from qat_lora.losses.fused.by_token import walk_positions
+from qat_lora.losses.fused.by_vocab import sweepable, walk_vocabulary
+from qat_lora.losses.fused.gradients import Task, group_terms
+from qat_lora.losses.loss_terms import DenseTerm, HeadTerm, Term
+from qat_lora.types import LossWalk, OutputHead
+
+CHUNK_BYTES = 32 * 2**20
+
+
+class LossSum(NamedTuple):
+    """A loss added up over positions; divide by the global token count once, after accumulation."""
+
+    loss_sum: Tensor
+    """0-d float32 (float64 for float64 inputs), differentiable: Σ over terms of weight · term."""
+    token_count: Tensor
+    """0-d float32: positions that counted."""
+    terms: dict[str, Tensor]
+    """Each term's sum by name, T² included and weight not, detached: for logging."""
+
+
+def fused_linear_kd(
+    hidden_NH: Tensor,
+    head: OutputHead,
+    terms: Sequence[Term],
+    mask_N: Tensor | None = None,
+    *,
+    chunk_tokens: int | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+    walk: LossWalk = "positions",
+) -> LossSum:
+    """Add up terms over all positions of a micro-batch, differentiable in the hidden states (and a trained head).
+
+    Works in the dtype of the head's weight (under autocast: in its dtype) with float32 softmax and sums. The
+    head's weight and bias get a gradient only if they ask for one; it is accumulated in float32.
+
+    Args:
+        hidden_NH: last hidden states, one for each position.
+        head: the student's output head; rows from `vocab_size` on are never touched.
+        terms: what to add up; ids must be below `vocab_size`, and distinct within a head.
+        mask_N: True where a position counts; elsewhere hidden states and targets may hold anything.
+        chunk_tokens: positions that are projected at once; by default as many as fit `chunk_bytes`.
+        chunk_bytes: size of one chunk of float32 logits. Two to three of them exist at the peak; the walk through
+            the vocabulary holds as many logits, in the dtype of the products, once.
+        walk: `vocabulary` is the faster one on CPUs (a `Runtime` knows: `loss_walk`). Terms that don't share one
+            softmax, and the exact KL, go by positions all the same.
+
+    Raises:
+        ValueError: no terms, or shapes that don't fit each other.
+    """
+    count, vocab = hidden_NH.shape[0], head.vocab_size
+    _check(hidden_NH, head, terms, mask_N)
+    if mask_N is None:
+        mask_N = torch.ones(count, dtype=torch.bool, device=hidden_NH.device)
+    mask_N = mask_N.bool()
+    if chunk_tokens is None:
+        copies = 2 if any(isinstance(term, DenseTerm) for term in terms) else 1  # the teacher's logits are a chunk too
+        chunk_tokens = max(1, chunk_bytes // (4 * vocab * copies))
+    chunks = max(1, -(-count // chunk_tokens))
+    chunk_tokens = max(1, -(-count // chunks))  # even chunks: one shape, or two, and none of them tiny
+
+    device = hidden_NH.device.type
+    autocast = torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if autocast else head.weight_VH.dtype
+    with torch.autocast(device, enabled=False) if autocast else contextlib.nullcontext():
+        loss_sum, sums_T = _FusedLinearKD.apply(
+            hidden_NH, head.weight_VH, head.bias_V, head, tuple(terms), mask_N, dtype, chunk_tokens, walk
+        )
+    by_name: dict[str, Tensor] = {}
+    for index, term in enumerate(terms):
+        by_name[term.name] = by_name[term.name] + sums_T[index] if term.name in by_name else sums_T[index]
+    return LossSum(loss_sum, mask_N.sum(dtype=torch.float32), by_name)
+
+
+class _FusedLinearKD(torch.autograd.Function):
+    """Loss and gradients in the forward pass; the backward pass multiplies them by the incoming scalar."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        head: OutputHead,
+        terms: tuple[Term, ...],
+        mask_N: Tensor,
+        dtype: torch.dtype,
+        chunk_tokens: int,
+        walk: LossWalk,
+    ) -> tuple[Tensor, Tensor]:
+        want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
+        vocab, wide = head.vocab_size, torch.float64 if dtype == torch.float64 else torch.float32
+        task = Task(
+            hidden_NH.to(dtype).masked_fill(~mask_N[:, None], 0),  # even a NaN must not leak from padding
+            weight_VH[:vocab].to(dtype),
+            None if bias_V is None else bias_V[:vocab].to(wide),
+            head.logit_scale,
+            head.softcap,
+            group_terms(terms),
+            [term.weight * term.temperature**2 for term in terms],
+            mask_N,
+            wide,
+            want_hidden,
+            want_weight,
+            want_bias,
+        )
+        if walk == "vocabulary" and sweepable(task.groups):  # with as many logits at a time
+            walked = walk_vocabulary(task, max(1, chunk_tokens * vocab // max(1, hidden_NH.shape[0])))
+        else:
+            walked = walk_positions(task, chunk_tokens)
+        sums_T = torch.stack([walked.sums[index] * term.temperature**2 for index, term in enumerate(terms)])
+        loss_sum = torch.stack([sums_T[index] * term.weight for index, term in enumerate(terms)]).sum()
+        ctx.save_for_backward(
+            None if walked.hidden_NH is None else walked.hidden_NH.to(hidden_NH.dtype),
+            None if walked.weight_VH is None else _padded(walked.weight_VH, weight_VH),
+            None if walked.bias_V is None or bias_V is None else _padded(walked.bias_V, bias_V),
+        )
+        ctx.mark_non_differentiable(sums_T)
+        return loss_sum, sums_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_loss: Tensor, _d_sums: Tensor) -> tuple[Tensor | None, ...]:
+        grads = [None if grad is None else grad * d_loss.to(grad.dtype) for grad in ctx.saved_tensors]
+        return (*grads, None, None, None, None, None, None)
+
+
+def _padded(gradient_V: Tensor, like_V: Tensor) -> Tensor:
+    """Return a gradient in the dtype of its tensor, with zeros for the vocabulary's padding."""
+    gradient_V = gradient_V.to(like_V.dtype)
+    missing = like_V.shape[0] - gradient_V.shape[0]
+    return torch.cat([gradient_V, gradient_V.new_zeros(missing, *gradient_V.shape[1:])]) if missing else gradient_V
+
+
+def _check(hidden_NH: Tensor, head: OutputHead, terms: Sequence[Term], mask_N: Tensor | None) -> None:
+    """Refuse shapes that broadcasting would otherwise quietly accept."""
+    if hidden_NH.dim() != 2 or head.weight_VH.dim() != 2 or hidden_NH.shape[1] != head.weight_VH.shape[1]:
+        raise ValueError(
+            f"hidden states {tuple(hidden_NH.shape)} and output head {tuple(head.weight_VH.shape)}: "
+            "expected [positions, width] and [vocabulary, width]; flatten the hidden states first"
+        )
+    if not 0 < head.vocab_size <= head.weight_VH.shape[0]:
+        raise ValueError(f"vocab_size {head.vocab_size}: the output head has {head.weight_VH.shape[0]} rows")
+    if not terms:
+        raise ValueError("terms: none given; pass at least one HeadTerm or PointTerm")
+    count = hidden_NH.shape[0]
+    if mask_N is not None and mask_N.shape != (count,):
+        raise ValueError(f"mask {tuple(mask_N.shape)}: expected one entry for each of {count} positions")
+    for term in terms:
+        if isinstance(term, DenseTerm):
+            _check_dense(term, count, head.vocab_size)
+            continue
+        if isinstance(term, HeadTerm):
+            ids, values, tail = term.teacher.ids_NK, term.teacher.log_probs_NK, term.teacher.log_tail_N
+            fits = ids.dim() == 2 and ids.shape == values.shape and tail.shape == (count,)
+        else:
+            ids, values, fits = term.ids_ND, term.weights_ND, term.ids_ND.dim() == 2
+        if not fits or ids.shape != values.shape or ids.shape[0] != count:
+            raise ValueError(
+                f"term {term.name}: ids {tuple(ids.shape)} and values {tuple(values.shape)} do not fit "
+                f"{count} positions; expected two arrays [{count}, entries]"
+            )
+
+
+def _check_dense(term: DenseTerm, count: int, vocab: int) -> None:
+    """Refuse a teacher of another batch, width or vocabulary."""
+    shape, weight = tuple(term.hidden_NH.shape), tuple(term.head.weight_VH.shape)
+    if len(shape) != 2 or shape[0] != count or len(weight) != 2 or shape[1] != weight[1]:
+        raise ValueError(
+            f"term {term.name}: the teacher's hidden states {shape} and output head {weight} do not fit {count} "
+            "positions; expected [positions, width] and [vocabulary, width]"
+        )
+    if term.head.vocab_size != vocab:
+        raise ValueError(
+            f"term {term.name}: the teacher's vocabulary has {term.head.vocab_size} entries, the student's {vocab}; "
+            "cut both to the entries that they share"
+        )

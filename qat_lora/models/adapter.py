@@ -1,0 +1,225 @@
+"""The recovery adapter as a PEFT folder: `adapter_config.json` and `adapter_model.safetensors`.
+
+PEFT, transformers and vLLM load it as it is. What none of them checks is the base: an adapter corrects the errors
+of one set of codes and scales, and on any other it does damage without a word. So the base's fingerprint is
+stored beside (`qat_lora.json`) and our loader refuses another base.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from qat_lora.config import from_dict
+from qat_lora.errors import ModelError
+from qat_lora.files.checksums import NOTE, check_folder, read_object, seal, sha256_of
+from qat_lora.files.finite import check_finite, json_text
+from qat_lora.layers.convert import add_lora, lora_layers
+from qat_lora.layers.lora import Factors, LoraConfig
+from qat_lora.models.load import load_tokenizer, tokenizer_sha256
+
+PREFIX = "base_model.model."
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+STARTS = "adapter_start.safetensors"
+# Settings of PEFT that change what an adapter computes and that ours never have, with the values that mean "off".
+OFF: dict[str, tuple[Any, ...]] = {
+    "use_dora": (False,),
+    "use_rslora": (False,),
+    "bias": ("none",),
+    "fan_in_fan_out": (False,),
+}
+OFF |= {"modules_to_save": (None, []), "rank_pattern": (None, {}), "alpha_pattern": (None, {})}
+
+
+@dataclass(frozen=True)
+class AdapterInfo:
+    """What an adapter folder says about itself."""
+
+    folder: Path
+    base: str
+    base_sha256: str | None
+    lora: LoraConfig
+    tokenizer_sha256: str | None = None
+
+
+def save_adapter(model: nn.Module, lora: LoraConfig, out: Path, base: Path, base_sha256: str) -> None:
+    """Write the adapters of a model as a PEFT folder with checksums, factors as float16.
+
+    Args:
+        model: has adapters.
+        lora: their configuration.
+        out: the folder, made if missing.
+        base: folder of the quantised checkpoint that the adapter belongs to; where `out` holds a `base`, the name
+            that this will have.
+        base_sha256: its fingerprint.
+
+    Raises:
+        ModelError: the model has no adapters, or one with numbers that float16 does not hold.
+    """
+    layers = lora_layers(model)
+    if not layers:
+        raise ModelError("model: has no recovery adapters to save")
+    out.mkdir(parents=True, exist_ok=True)
+    tensors = {}
+    for name, layer in layers.items():
+        for factor in ("lora_A", "lora_B"):
+            half = layer.get_parameter(factor).detach().cpu().half()  # on the host: no graphs of its own on XLA
+            tensors[f"{PREFIX}{name}.{factor}.weight"] = half.contiguous()
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": lora.recovery_r,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": sorted(layers),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "modules_to_save": None,
+        "use_rslora": False,
+        "use_dora": False,
+    }
+    check_finite(tensors, f"adapter for {out}")
+    settings = json_text(config, out / CONFIG, indent=2)
+    save_file(tensors, out / WEIGHTS, metadata={"format": "pt"})
+    (out / CONFIG).write_text(settings + "\n", encoding="utf-8")
+    note: dict[str, Any] = {"base_sha256": base_sha256, "mlp_only": lora.mlp_only, "lora_targets": lora.lora_targets}
+    for folder in (out / "base", base):
+        if (folder / "tokenizer.json").is_file():
+            note["tokenizer_sha256"] = _tokenizer_of(folder, sha256_of(folder / "tokenizer.json"))
+            break
+    (out / NOTE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
+    seal(out)
+
+
+@functools.cache  # a run saves many adapters of one base
+def _tokenizer_of(folder: Path, _sha256: str) -> str:
+    return tokenizer_sha256(load_tokenizer(folder))
+
+
+def check_tokenizer(adapter: Path, base: Path) -> None:
+    """Refuse a base whose tokenizer is not the one that the adapter was trained with; where none is noted, take it.
+
+    Raises:
+        ModelError: another tokenizer, which would feed the model other tokens than it knows.
+    """
+    wanted = read_adapter(adapter).tokenizer_sha256
+    if wanted is None:
+        return
+    found = tokenizer_sha256(load_tokenizer(base))
+    if found != wanted:
+        raise ModelError(
+            f"adapter: {adapter} was trained with another tokenizer (fingerprint {wanted[:12]}, the one in {base} is "
+            f"{found[:12]}); put back the tokenizer files that the base came with"
+        )
+
+
+def read_adapter(folder: Path) -> AdapterInfo:
+    """Read what an adapter folder says; its weights are compared with their checksum and not read.
+
+    Raises:
+        DamagedFileError: a file is not what was written.
+        ModelError: it is no PEFT LoRA folder, or one with settings that we would compute wrongly.
+    """
+    check_folder(folder, ours=(folder / NOTE).is_file())
+    try:
+        config = read_object(folder / CONFIG)
+        if config["peft_type"] != "LORA":
+            raise ModelError(f"adapter: {folder} is of kind {config['peft_type']}; only LORA is supported")
+        for name, allowed in OFF.items():
+            if config.get(name, allowed[0]) not in allowed:
+                raise ModelError(f"adapter: {folder} has {name} = {config[name]!r}, which is not supported")
+        targets = config["target_modules"]
+        if not isinstance(targets, list):
+            raise ModelError(f"adapter: {folder} has target_modules = {targets!r}; only a list of names is supported")
+        note = read_object(folder / NOTE) if (folder / NOTE).is_file() else {}
+        pattern = "|".join(rf"(^|\.){re.escape(name)}$" for name in targets)  # a name or its end, as in PEFT
+        settings = {"recovery_r": config["r"], "recovery_alpha": config["lora_alpha"], "lora_targets": pattern}
+        base, sums = config["base_model_name_or_path"], [note.get(f"{part}_sha256") for part in ("base", "tokenizer")]
+        if not isinstance(base, str) or not all(isinstance(sha256, str | None) for sha256 in sums):
+            raise ModelError(f"adapter: {folder} names its base as {base!r} with sha256 {sums}; all three are texts")
+        return AdapterInfo(folder, base, sums[0], from_dict(LoraConfig, settings), sums[1])
+    except ModelError:
+        raise
+    except (OSError, KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise ModelError(f"adapter: {folder} is no PEFT folder ({error})") from None
+
+
+def _read_tensors(file: Path) -> dict[str, Tensor]:
+    try:
+        tensors = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"adapter: {file} cannot be read ({error}); the folder is incomplete or damaged") from None
+    check_finite(tensors, file)
+    return tensors
+
+
+def load_adapter(model: nn.Module, folder: Path, base_sha256: str) -> LoraConfig:
+    """Put a saved adapter onto its base model, in place.
+
+    Raises:
+        ModelError: another base, tensors that do not fit the layers, or a missing or damaged file.
+    """
+    info = read_adapter(folder)
+    if info.base_sha256 is not None and info.base_sha256 != base_sha256:
+        raise ModelError(
+            f"adapter: {folder} was trained on another base (fingerprint {info.base_sha256[:12]}, this one is "
+            f"{base_sha256[:12]}); load it on {info.base}"
+        )
+    saved = _read_tensors(folder / WEIGHTS)
+    layers = add_lora(model, info.lora)
+    wanted = {f"{PREFIX}{name}.{factor}.weight" for name in layers for factor in ("lora_A", "lora_B")}
+    if wanted != set(saved):
+        names = ", ".join(sorted(wanted ^ set(saved))[:4])
+        raise ModelError(f"adapter: {folder} does not fit the model's layers: {names}")
+    with torch.no_grad():
+        for name, layer in layers.items():
+            for factor in ("lora_A", "lora_B"):
+                tensor, target = saved[f"{PREFIX}{name}.{factor}.weight"], layer.get_parameter(factor)
+                if tensor.shape != target.shape:
+                    had, wants = tuple(tensor.shape), tuple(target.shape)
+                    raise ModelError(f"adapter: {name}.{factor} has shape {had}, the model wants {wants}")
+                target.copy_(tensor)
+    return info.lora
+
+
+def save_starts(starts: dict[str, Factors], out: Path) -> None:
+    """Write adapter starts, float16, most important columns first, to where their quantised checkpoint will be."""
+    tensors = {}
+    for name, factors in starts.items():
+        tensors[f"{name}.lora_A"] = factors.a_RI.cpu().half().contiguous()
+        tensors[f"{name}.lora_B"] = factors.b_OR.cpu().half().contiguous()
+    check_finite(tensors, out / STARTS)
+    save_file(tensors, out / STARTS)
+
+
+def starts_sha256(folder: Path) -> str | None:
+    """Return the identity of a checkpoint's adapter starts, None where it has none."""
+    file = folder / STARTS
+    return sha256_of(file) if file.is_file() else None
+
+
+def load_starts(folder: Path) -> dict[str, Factors]:
+    """Read adapter starts, {} where the checkpoint has none.
+
+    Raises:
+        ModelError: the file is damaged.
+    """
+    if not (folder / STARTS).is_file():
+        return {}
+    tensors = _read_tensors(folder / STARTS)
+    names = sorted({key.rsplit(".", 1)[0] for key in tensors})
+    try:
+        return {n: Factors(tensors[f"{n}.lora_A"].float(), tensors[f"{n}.lora_B"].float()) for n in names}
+    except KeyError as error:
+        raise ModelError(f"start: {folder / STARTS} lacks {error}; quantise the model again") from None

@@ -1,0 +1,63 @@
+"""What transformers has to know of us: `quant_method: qat-lora` in a config, and the modules that it stands for.
+
+Importing this module registers both, after which `AutoModelForCausalLM.from_pretrained` and PEFT load our
+checkpoints like any other. `import qat_lora` sees to it that it is imported as soon as transformers' quantizers are
+(`registration`), so nobody has to know it. It is apart from `models`, which brings model classes and tokenizers
+along, since it runs in programs that only wanted to load a checkpoint.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from qat_lora.files.checksums import check_folder
+from qat_lora.files.finite import check_finite
+from qat_lora.layers.convert import make_quant_skeleton, quant_layers
+from qat_lora.quant.spec import Preset
+
+QUANT_METHOD = "qat-lora"
+
+
+@register_quantization_config(QUANT_METHOD)
+class QatLoraQuantizationConfig(QuantizationConfigMixin):
+    """The `quantization_config` of a checkpoint's config.json: the preset, rule by rule."""
+
+    def __init__(self, preset: dict[str, Any], **extra: Any) -> None:
+        self.quant_method = QUANT_METHOD
+        self.preset = preset
+        self.details = extra.get("details", {})
+
+
+@register_quantizer(QUANT_METHOD)
+class QatLoraQuantizer(HfQuantizer):
+    """Tells transformers which modules to expect in our checkpoints and in which types to save them."""
+
+    def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        for folder in {Path(file).parent for file in kwargs.get("checkpoint_files") or ()}:
+            check_folder(folder)
+        make_quant_skeleton(model, Preset.from_dict(self.quantization_config.preset))
+        return model
+
+    def get_state_dict_and_metadata(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Return the state with scales and tables as float16, their stored type."""
+        state = model.state_dict()
+        for name, layer in quant_layers(model).items():
+            for part, parameter in layer.named_parameters(recurse=False):
+                if part != "bias":
+                    state[f"{name}.{part}"] = parameter.detach().half()
+        check_finite(state, "model")
+        return state, {}
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        """Return True: codes and scales are ordinary tensors."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """True: adapters train on top."""
+        return True

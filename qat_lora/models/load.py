@@ -1,0 +1,452 @@
+"""Hugging Face models: found, loaded strictly, cut before the output head, saved.
+
+The only file that imports transformers' model classes. Two decisions live here:
+
+* A name is first turned into a local folder (downloaded from the Hub where it is not one), so every later step,
+  loading and hashing alike, sees files. A missing or unexpected tensor is an error: transformers only warns and
+  fills the gap with random numbers.
+* Attention masks are made by us (`masks.py`) from document ids, or packed documents would see each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import logging as hf_logging
+
+from qat_lora.errors import ModelError, QatLoraError
+from qat_lora.extras import require
+from qat_lora.files.checksums import SUMS, TOKENIZER, check_folder, read_object, seal
+from qat_lora.files.finite import check_finite
+from qat_lora.files.identity import weight_files
+from qat_lora.files.outputs import MARK
+from qat_lora.layers.attention import recomputed, tiled_or
+from qat_lora.layers.calibrate.upcast import computing_dtype
+from qat_lora.layers.convert import quant_layers, tied_embedding
+from qat_lora.models.attention_mask import attention_inputs
+from qat_lora.models.hf_quantizer import QUANT_METHOD, QatLoraQuantizationConfig, QatLoraQuantizer
+from qat_lora.quant.spec import Preset
+from qat_lora.types import OutputHead
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+FILE_SUFFIXES = (".pt", ".pth", ".safetensors")
+"""Of names that mean a file; any other dot belongs to a folder's name, as in Qwen3-0.6B."""
+PACKED = "compressed-tensors"
+TILED, RECOMPUTED = "qat_lora_tiled", "qat_lora_recomputed"
+"""Name of our attention among transformers' own."""
+PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", SUMS]
+
+
+def resolve_model(name: str, revision: str | None = None) -> Path:
+    """Return the local folder of a model, downloading it from the Hub where `name` is not a folder.
+
+    A path whose last part does not exist but whose folder does (`runs/v2/best.pt`, the guide's spelling) means the
+    folder of that name without the suffix; a `.safetensors` file means the folder it lies in; the folder of a
+    `qat-lora qat` run means its `best`.
+
+    Raises:
+        ModelError: nothing there, no config.json, or the Hub does not give it.
+    """
+    path = Path(name).expanduser()
+    is_file_name = path.suffix in FILE_SUFFIXES
+    if is_file_name:
+        folder = path.parent if path.suffix == ".safetensors" and path.is_file() else path.with_suffix("")
+        if path.is_file() and path.suffix != ".safetensors":
+            raise ModelError(f"model: {name} is a pickled file; give the Hugging Face folder beside it instead")
+        path = folder
+    if path.is_dir():
+        if not (path / "config.json").is_file() and (path / "best" / "config.json").is_file():
+            path = path / "best"
+        if (path / "base.gguf").is_file():
+            raise ModelError(
+                f"model: {path} is a GGUF export, which llama.cpp reads; `qat-lora chat` and `generate` ask it to; "
+                "here give the run that it was made from, or an export in another form"
+            )
+        if not (path / "config.json").is_file():
+            raise ModelError(f"model: {path} has no config.json, so it is no Hugging Face model folder")
+        return path
+    if path.exists() or is_file_name or name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise ModelError(
+            f"model: there is no folder {path}; give a Hugging Face folder or a Hub name like Qwen/Qwen3-0.6B"
+        )
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(name, revision=revision, allow_patterns=PATTERNS))
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(f"model: {name} is neither a folder here nor to be had from the Hub ({reason})") from None
+
+
+def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
+    """Load the tokenizer of a model folder.
+
+    Raises:
+        ModelError: the folder has none, or only a slow one whose mapping cannot be fingerprinted.
+        DamagedFileError: its files are not what was written.
+    """
+    check_folder(folder, TOKENIZER)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ModelError(
+            f"tokenizer: {folder} has none that loads ({reason}); copy the tokenizer.json that belongs to the model"
+        ) from None
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    # Where the files are missing, transformers makes a tokenizer of special tokens alone, which drops all text.
+    if backend is None or set(backend.get_vocab(with_added_tokens=False)) <= set(tokenizer.all_special_tokens):
+        raise ModelError(
+            f"tokenizer: {folder} has no tokenizer.json that can be used; copy the one that belongs to the model"
+        )
+    return tokenizer
+
+
+def tokenizer_sha256(tokenizer: Any) -> str:
+    """Return the sha256 of what maps text to ids: vocabulary, merges, normaliser, splitter, added tokens.
+
+    Padding, truncation and chat template are left out: they change no id.
+    """
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    for part in ("padding", "truncation", "post_processor"):
+        backend.pop(part, None)
+    return hashlib.sha256(json.dumps(backend, sort_keys=True).encode()).hexdigest()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' own progress bars and warnings off the terminal, without changing them for others.
+
+    What it warns of while loading (missing and unexpected tensors) is an error here, with a line of its own.
+    """
+    had_bars, verbosity = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
+    hf_logging.disable_progress_bar()
+    hf_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(verbosity)
+        if had_bars:
+            hf_logging.enable_progress_bar()
+
+
+@dataclass
+class CausalLM:
+    """A causal language model cut before its output head (the `types.LanguageModel` of everything else)."""
+
+    module: Any
+    """The transformers model."""
+    folder: Path
+    """Where its files lie."""
+    vocab_limit: int | None = None
+    """Rows of the head that count, where fewer than there are (padded vocabularies)."""
+
+    @property
+    def config(self) -> Any:
+        """The text model's config."""
+        return self.module.config.get_text_config()
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output head that count."""
+        rows = int(self.module.get_output_embeddings().weight.shape[0])
+        return min(rows, self.vocab_limit or rows)
+
+    @property
+    def max_positions(self) -> int | None:
+        """Longest row the model was made for, or None where its config does not say."""
+        return getattr(self.config, "max_position_embeddings", None)
+
+    def with_vocabulary(self, rows: int) -> CausalLM:
+        """Return the same model with all head rows from `rows` on counted as padding."""
+        return replace(self, vocab_limit=rows)
+
+    def checkpoint_gradients(self, function: Callable[..., Any]) -> None:
+        """Let every layer be computed again in the backward pass instead of keeping its activations.
+
+        Args:
+            function: `Runtime.checkpoint_function`; transformers' own switch takes torch's, which fails on XLA.
+
+        Raises:
+            ModelError: no layer of this architecture can do so.
+        """
+        layers = [layer for layer in self.module.modules() if hasattr(layer, "gradient_checkpointing")]
+        if not layers:
+            raise ModelError(f"gradient_checkpointing: {type(self.module).__name__} has no layers that offer it")
+        for layer in layers:
+            layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, function
+
+    def tile_attention(self) -> None:
+        """Let attention be computed in tiles (`layers/attention.py`), faster on CPUs than transformers' `sdpa`."""
+        self._attend(TILED, tiled_or)
+
+    def recompute_attention(self, function: Callable[..., Any]) -> None:
+        """Let attention be computed again in the backward pass; `function` is `Runtime.checkpoint_function`."""
+        self._attend(RECOMPUTED, lambda otherwise: recomputed(otherwise, function))
+
+    def _attend(self, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        if self.config._attn_implementation == "sdpa":
+            AttentionInterface.register(name, around(ALL_ATTENTION_FUNCTIONS["sdpa"]))
+            AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+            self.module.set_attn_implementation(name)
+
+    def norms(self) -> dict[str, nn.Parameter]:
+        """Return the parameters of all norms by name."""
+        return {
+            f"{name}.{part}": parameter
+            for name, module in self.module.named_modules()
+            if type(module).__name__.endswith("Norm")
+            for part, parameter in module.named_parameters(recurse=False)
+        }
+
+    def hidden(self, input_ids_BL: Tensor, document_ids_BL: Tensor) -> Tensor:
+        """Return the last hidden states [B, L, H]; attention and positions restart with every document."""
+        masks, positions = attention_inputs(self.config, document_ids_BL, computing_dtype(self.module))
+        backbone = getattr(self.module, self.module.base_model_prefix)
+        output = backbone(input_ids=input_ids_BL, attention_mask=masks, position_ids=positions, use_cache=False)
+        return output.last_hidden_state
+
+    def head(self) -> OutputHead:
+        """Return the output head as it is now."""
+        linear = self.module.get_output_embeddings()
+        config = self.config
+        scale = 1.0
+        if getattr(config, "logits_scaling", None):  # Granite divides
+            scale = 1.0 / config.logits_scaling
+        elif getattr(config, "logit_scale", None):  # Cohere multiplies
+            scale = float(config.logit_scale)
+        softcap = getattr(config, "final_logit_softcapping", None)
+        return OutputHead(linear.weight, self.vocab_size, linear.bias, scale, softcap)
+
+    def logits(self, hidden_NH: Tensor) -> Tensor:
+        """Return logits [N, vocab_size], in the model's type, or in float32 where they are scaled or capped."""
+        head = self.head()
+        bias = None if head.bias_V is None else head.bias_V[: head.vocab_size].to(hidden_NH.dtype)
+        logits = nn.functional.linear(hidden_NH, head.weight_VH[: head.vocab_size].to(hidden_NH.dtype), bias)
+        if head.logit_scale != 1.0:
+            logits = logits.float() * head.logit_scale
+        return logits if head.softcap is None else head.softcap * torch.tanh(logits.float() / head.softcap)
+
+
+def load_model(
+    name: str,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    dtype: str = "float32",
+    device_map: str | Mapping[str, str | int] | None = None,
+    dequantize: bool = False,
+) -> CausalLM:
+    """Load a causal language model, quantised by us or not, from a folder or the Hub.
+
+    Scales and look-up tables stay float32 whatever the dtype (`auto`: as in the files), so it computes what was saved.
+    Tensors that the files hold in that type stay memory-mapped, so the processes of a host share them until each has
+    placed its own. A device map belongs to `spread.load_spread`. With `dequantize`, a folder in the form of
+    compressed-tensors is read as the dense weights that it stands for.
+
+    Raises:
+        MissingExtraError: compressed-tensors is not installed.
+        DamagedFileError: a file is not what was written.
+        ModelError: no such model, another architecture, a missing, unexpected or misshapen tensor, NaN or infinity.
+    """
+    folder = resolve_model(name, revision)
+    weight_files(folder)
+    quantization = read_object(folder / "config.json").get("quantization_config")
+    is_quantised = isinstance(quantization, dict) and quantization.get("quant_method") == QUANT_METHOD
+    check_folder(folder, ours=is_quantised or (folder / MARK).is_file())
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        if not config.is_encoder_decoder and getattr(config, "quantization_config", None):
+            method = dict(config.quantization_config).get("quant_method")
+            if method == PACKED and dequantize:
+                require("compressed_tensors", "export")
+                config.quantization_config = {**dict(config.quantization_config), "dequantize": True}
+            elif method != QUANT_METHOD:
+                raise ModelError(f"model: {folder} is quantised by {method}; give the unquantised model")
+        attention = "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else "sdpa"
+        with _quiet():
+            module, report = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=DTYPES.get(dtype, dtype),
+                device_map=device_map,
+                trust_remote_code=trust_remote_code,
+                attn_implementation=attention,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,  # reported below, by name
+                output_loading_info=True,
+            )
+    except QatLoraError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ModelError(f"model: {folder} does not load as a causal language model ({reason})") from None
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if report.get(problem):
+            names = ", ".join(sorted(map(_tensor_name, report[problem]))[:6])
+            kind = problem.removesuffix("_keys")
+            raise ModelError(
+                f"model: {folder} has {kind} tensors: {names}; the checkpoint does not fit its config.json"
+            )
+    check_finite(module.state_dict(), f"model: {folder}")
+    module.eval().requires_grad_(False)
+    return CausalLM(module, folder)
+
+
+def _tensor_name(key: Any) -> str:
+    """Return a tensor's name, with both shapes where transformers reports (name, in the file, in the model)."""
+    if isinstance(key, str):
+        return key
+    name, stored, wanted = key
+    return f"{name} (shape {tuple(stored)}, the model wants {tuple(wanted)})"
+
+
+def cast(module: nn.Module, dtype: torch.dtype) -> None:
+    """Convert the floating tensors of a model, except the scales and tables of quantised layers."""
+    scales = {id(p) for layer in quant_layers(module).values() for n, p in layer.named_parameters() if n != "bias"}
+    for parameter in module.parameters():
+        if parameter.is_floating_point() and id(parameter) not in scales:
+            parameter.data = parameter.data.to(dtype)
+    if (table := tied_embedding(module)) is not None:
+        module.get_submodule(table).to(dtype)
+    if hasattr(module, "config"):
+        module.config.dtype = dtype
+
+
+def save_quantised(model: CausalLM, out: Path, preset: Preset, details: dict[str, Any]) -> None:
+    """Write a quantised model as a Hugging Face folder with its tokenizer files and checksums.
+
+    Args:
+        model: holds `QuantLinear` layers and no adapters.
+        out: the folder, made if missing.
+        preset: written to config.json, from which the layers are rebuilt.
+        details: what made it (method, calibration, bits per weight), for people.
+    """
+    if tied_embedding(model.module) is not None:
+        preset, model.config.tie_word_embeddings = replace(preset, tied=True), False
+    quantization = QatLoraQuantizationConfig(preset.to_dict(), details=details)
+    model.module.config.quantization_config = quantization
+    model.module.hf_quantizer = QatLoraQuantizer(quantization)
+    save_model(model.module, out)
+    copy_tokenizer(model.folder, out)
+    seal(out)
+
+
+def save_model(module: Any, out: Path) -> None:
+    """Write a transformers model's config and weights; `checksums.seal` comes once the folder is whole.
+
+    Raises:
+        ModelError: a weight is NaN or infinite.
+    """
+    check_finite(module.state_dict(), f"model for {out}")
+    with _quiet():
+        module.save_pretrained(out)
+
+
+def copy_tokenizer(source: Path, out: Path) -> None:
+    """Copy tokenizer and chat template files as they are: saving them anew can change their bytes."""
+    for pattern in TOKENIZER:
+        for file in source.glob(pattern):
+            shutil.copyfile(file, out / file.name)
+
+
+def save_with_tensors(folder: Path, out: Path, tensors: Mapping[str, Tensor]) -> Path:
+    """Copy a checkpoint with some tensors replaced, in the types that they have there; return the new folder.
+
+    Raises:
+        DamagedFileError: a file of the checkpoint is not what was written.
+        ModelError: a tensor that the checkpoint lacks, of another shape, or with NaN or infinity in it.
+    """
+    left = set(tensors)
+    check_folder(folder)
+    out.mkdir(parents=True, exist_ok=True)
+    for file in sorted(folder.glob("model*.safetensors")):
+        stored = load_file(file)
+        for name in sorted(left & set(stored)):
+            new = tensors[name].detach().cpu().to(stored[name].dtype).contiguous()
+            if new.shape != stored[name].shape:
+                had, wants = tuple(new.shape), tuple(stored[name].shape)
+                raise ModelError(f"tensors: {name} has shape {had}, the checkpoint {folder} has {wants}")
+            stored[name] = new
+            left.remove(name)
+        check_finite(stored, f"tensors for {out}")
+        save_file(stored, out / file.name, metadata={"format": "pt"})
+    if left:
+        raise ModelError(f"checkpoint {folder}: lacks the tensors {', '.join(sorted(left)[:4])}")
+    for file in folder.glob("*.json"):
+        if file.name in ("config.json", "generation_config.json", "model.safetensors.index.json"):
+            shutil.copyfile(file, out / file.name)
+    copy_tokenizer(folder, out)
+    seal(out)
+    return out
+
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+def make_tokenizer(texts: Iterable[str], vocab_size: int, out: Path) -> None:
+    """Train a byte-level BPE tokenizer and write it as a Hugging Face tokenizer; id 0 begins and ends documents."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT)
+    wrapped.save_pretrained(out)
+
+
+def make_qwen3(
+    folder: Path,
+    vocab_size: int,
+    *,
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    mlp: int,
+    positions: int = 1024,
+    head_dim: int | None = None,
+) -> CausalLM:
+    """Make an untrained Qwen3 model with tied embeddings; `folder` is where it will be saved."""
+    config = Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim or hidden // heads,
+        intermediate_size=mlp,
+        max_position_embeddings=positions,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return CausalLM(Qwen3ForCausalLM(config), folder)

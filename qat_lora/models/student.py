@@ -1,0 +1,95 @@
+"""Open whatever a user may name as a model: a plain folder, a quantised one, an adapter, a run's output, an export.
+
+Exports are opened as what they hold, not as what they were made from: that shows what another tool will compute. A
+folder of compressed-tensors is unpacked into dense weights, its adapter put on; GGUF is left to llama.cpp.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from qat_lora.errors import ModelError
+from qat_lora.export.compressed import is_packed, read_packed
+from qat_lora.files.identity import checkpoint_sha256
+from qat_lora.layers.convert import bits_per_weight, lora_layers, prepare_base, quant_layers
+from qat_lora.models.adapter import CONFIG, check_tokenizer, load_adapter, read_adapter
+from qat_lora.models.hub import HubConfig
+from qat_lora.models.load import CausalLM, load_model, resolve_model
+
+
+@dataclass(frozen=True)
+class Student:
+    """An opened model and what it costs to store."""
+
+    model: CausalLM
+    bits_per_weight: float | None
+    """Of the quantised layers, adapter included; None for an unquantised model and for one in another container."""
+    sha256: str
+    """Identity of its weights, adapter included."""
+
+
+def adapter_folder(name: str) -> Path | None:
+    """Return the adapter folder that a name means: itself, a run's `best`, an export's `adapter`; None for others."""
+    for folder in (Path(name).expanduser(), Path(name).expanduser() / "best", Path(name).expanduser() / "adapter"):
+        if (folder / CONFIG).is_file():
+            return folder
+    return None
+
+
+def base_folder(adapter: Path) -> Path:
+    """Return the folder of an adapter's base: one saved with it, the path it names, or that path beside it.
+
+    Raises:
+        ModelError: none of them is there.
+    """
+    named = read_adapter(adapter).base
+    for folder in (adapter / "base", adapter / named, Path(named)):
+        if os.path.isfile(folder / "config.json"):  # unlike Path's, False for names that no system takes
+            return folder
+    try:
+        return resolve_model(named)
+    except ModelError:
+        raise ModelError(
+            f"adapter: {adapter} belongs to the base {named}, which is not there; put that folder back, or copy it "
+            f"to {adapter / 'base'}"
+        ) from None
+
+
+def open_student(name: str, hub: HubConfig, dtype: str = "float32", noted: str | None = None) -> Student:
+    """Load a model for scoring, generation or export; `noted` is what `checkpoint_sha256` takes.
+
+    Raises:
+        DamagedFileError: a file is not what was written.
+        ModelError: nothing there, or an adapter whose base is missing or another.
+    """
+    adapter = adapter_folder(name)
+    if adapter is None:
+        model = _load(name, hub, dtype)
+    else:
+        base = base_folder(adapter)
+        model = _load(str(base), replace(hub, revision=None), dtype)
+        check_tokenizer(adapter, model.folder)
+        load_adapter(model.module, adapter, checkpoint_sha256(model.folder, read_adapter(adapter).base_sha256))
+    bits, sha256 = None, checkpoint_sha256(model.folder, noted)
+    if quant_layers(model.module):
+        key = "with_adapter" if lora_layers(model.module) else "base"
+        bits = bits_per_weight(model.module)[key]
+        prepare_base(model.module, train_scales=False, dtype=model.module.dtype)
+    model.module.requires_grad_(False)
+    return Student(model, bits, sha256 + (checkpoint_sha256(adapter, noted) if adapter else ""))
+
+
+def _load(name: str, hub: HubConfig, dtype: str) -> CausalLM:
+    """Load a model without adapter; weights that another tool's container holds are formed in float32 here."""
+    model = load_model(
+        name, revision=hub.revision, trust_remote_code=hub.trust_remote_code, dtype=dtype, dequantize=True
+    )
+    if is_packed(model.folder):
+        with torch.no_grad():
+            for layer, weight in read_packed(model.folder):
+                model.module.get_parameter(f"{layer}.weight").copy_(weight)
+    return model

@@ -1,0 +1,80 @@
+"""Devices that a run may be estimated for: memory, peak rate and price of one chip.
+
+Peak rates are the makers' figures for dense bfloat16 products; prices are on-demand list prices as known in mid-2025
+(Google Cloud for TPUs, typical GPU clouds for cards) and only there for an order of magnitude: check them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from qat_lora.errors import ConfigError
+
+Attention = Literal["tiled", "fused", "plain", "xla"]
+"""Who computes attention, and so what a training step keeps of it (`plan/activations.py`)."""
+
+_ATTENTION: dict[str, Attention] = {"cpu": "tiled", "mps": "plain", "tpu": "xla", "xla": "xla"}
+
+
+@dataclass(frozen=True)
+class Device:
+    """One or several equal chips."""
+
+    name: str
+    device: str
+    """What `--device` calls it."""
+    memory_gb: float
+    """Of one chip, in 10^9 bytes."""
+    tflops: float
+    """Peak rate of one chip in bfloat16, 10^12 operations a second."""
+    usd_per_hour: float
+    """List price of one chip; 0 where there is none."""
+    chips: int = 1
+
+
+KNOWN = {
+    "v5e": Device("v5e", "tpu", 16, 197, 1.20),
+    "v5p": Device("v5p", "tpu", 95, 459, 4.20),
+    "v6e": Device("v6e", "tpu", 32, 918, 2.70),
+    "a100": Device("a100", "cuda", 80, 312, 2.00),
+    "h100": Device("h100", "cuda", 80, 989, 3.00),
+    "h200": Device("h200", "cuda", 141, 989, 3.80),
+    "laptop": Device("laptop", "cpu", 16, 0.5, 0.0),  # eight cores at about 60 GFLOP/s each, in float32
+}
+DEFAULT = ("v5e-1", "v6e-1", "v6e-4", "h100", "h200", "laptop")
+
+
+def named(names: tuple[str, ...]) -> list[Device]:
+    """Return devices by name (`v6e-4`: four chips; `h100`: one); the usual ones for no name.
+
+    Raises:
+        ConfigError: an unknown device.
+    """
+    return [_named(name) for name in names or DEFAULT]
+
+
+def likely(device: str, chips: int) -> list[Device]:
+    """Return what a run on `--device` may be on: the usual chips or cards of that kind, as many as it takes.
+
+    Several processes on one CPU share it, so for them there is none whose time is known.
+    """
+    if device in ("tpu", "xla"):
+        return [_named(f"{kind}-{chips}") for kind in ("v5e", "v6e")]
+    if device == "cuda":
+        return [_named(kind if chips == 1 else f"{kind}-{chips}") for kind in ("a100", "h100", "h200")]
+    return [_named("laptop")] if chips == 1 else []
+
+
+def attention_on(device: str) -> Attention:
+    """Return who computes attention on `--device`, which decides what a training step keeps."""
+    return _ATTENTION.get(device, "fused")
+
+
+def _named(name: str) -> Device:
+    match = re.fullmatch(r"([a-z0-9]+?)(?:-([1-9]\d*))?", name.lower())
+    if match is None or match[1] not in KNOWN:
+        known = ", ".join(KNOWN)
+        raise ConfigError(f"for: {name!r} is unknown; allowed: {known}, each with -N for N chips, such as v6e-4")
+    return replace(KNOWN[match[1]], name=name.lower(), chips=int(match[2] or 1))

@@ -1,0 +1,223 @@
+"""From a full-precision weight to codes and scales: five starts, each exact about what it minimises.
+
+* `absmax`: scale from the largest weight, round to nearest. What most tools mean by "quantised"; the yardstick.
+* `mse`: the clip that loses least squared weight error, each input weighed by its second moment where text is given.
+* `awq`: the clip that disturbs the outputs least, group by group (AWQ's clip search), round to nearest.
+* `gptq`: error-compensated rounding. Column by column, the rounding error is pushed onto the columns not yet
+  rounded, along the inverse second moment of the inputs, so that the *output* changes least.
+* `descent`: from there, coordinate descent over the codes in turn with least-squares scales, until output errors
+  fall no more. At 2 bits this is worth more than everything that training with few tokens can do afterwards.
+
+Source: AWQ (arXiv 2306.00978) for the clip search; the others are named in `compensate`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from qat_lora.errors import ConfigError
+from qat_lora.quant.asymmetric import range_scale
+from qat_lora.quant.codes import code_values, encode, pack, packed_width, unpack
+from qat_lora.quant.gptq import BLOCK, Curvature, Grid, descend, gptq, make_grid, refit_scales, slope_of
+from qat_lora.quant.scales import (
+    Cost,
+    Scales,
+    absmax_scale,
+    away_from_zero,
+    clip_scale,
+    expand,
+    importance_cost,
+    low_rank_scales,
+    mse_scale,
+    output_cost,
+)
+from qat_lora.quant.spec import QuantSpec
+from qat_lora.quant.tables import kmeans_table
+
+Method = Literal["absmax", "mse", "awq", "gptq", "descent"]
+METHODS: tuple[str, ...] = get_args(Method)
+NEED_TEXT = ("awq", "gptq", "descent")
+LARGEST = 32_000.0  # weight whose scale is surely a float16 number, with every code book and scale search
+ROUNDS, SWEEPS = 3, 2  # of scale refits, and of descent after each
+
+
+class QuantisedWeight(NamedTuple):
+    """A weight as codes and scales."""
+
+    codes_OI: Tensor
+    """uint8 indices into `values`."""
+    values: Tensor
+    """float32 code book."""
+    scales: Scales
+    """float16 numbers held as float32."""
+    zeros: Tensor | None = None
+    """Whole zero points [rows, G] as float32, with asymmetric codes."""
+
+    def grid(self, spec: QuantSpec, dtype: torch.dtype = torch.float64) -> Grid:
+        """Return what the codes mean."""
+        out_features, in_features = self.codes_OI.shape
+        return make_grid(self.values, self.scales, self.zeros, spec.group_size, (out_features, in_features), dtype)
+
+    def dense(self, spec: QuantSpec) -> Tensor:
+        """Return codes times scales, float32 [O, I], computed as `QuantLinear` does."""
+        out_features, in_features = self.codes_OI.shape
+        chosen = self.values[self.codes_OI.long()]
+        if self.zeros is not None:
+            chosen = chosen - expand((self.zeros,), spec.group_size, out_features, in_features)
+        return chosen * expand(self.scales, spec.group_size, out_features, in_features)
+
+
+def quantise_weight(
+    weight_OI: Tensor,
+    spec: QuantSpec,
+    method: Method,
+    second_moment_II: Tensor | None = None,
+    curvature: Curvature | None = None,
+    rounds: int = ROUNDS,
+) -> QuantisedWeight:
+    """Quantise one weight matrix.
+
+    Args:
+        weight_OI: the weight, any float type.
+        spec: how to store it.
+        method: one of `METHODS`.
+        second_moment_II: mean of x xᵀ over calibration tokens; needed by `awq`, `gptq` and `descent`, used for
+            importance by `mse`.
+        curvature: of this second moment, where it serves several calls.
+        rounds: of `descent`.
+
+    Raises:
+        ConfigError: unknown method, one that lacks its calibration, or a weight that is not finite or too large.
+    """
+    if method not in METHODS:
+        raise ConfigError(f"init: {method!r} is unknown; allowed: {', '.join(METHODS)}")
+    if not torch.isfinite(weight_OI).all():
+        raise ConfigError("weight: holds NaN or infinite entries; check the checkpoint")
+    if weight_OI.abs().max() > LARGEST:
+        raise ConfigError(f"weight: holds entries above {LARGEST:g}, whose scales float16 cannot hold")
+    if method in NEED_TEXT and second_moment_II is None:
+        raise ConfigError(f"init: {method} needs calibration text; give --dataset, or choose mse or absmax")
+    weight = weight_OI.float()
+    moment = None if method == "absmax" or second_moment_II is None else second_moment_II.float()
+    values = _table(weight, spec, moment)
+    if method in ("gptq", "descent"):
+        assert second_moment_II is not None
+        curvature = curvature or Curvature(second_moment_II)
+        start = _compensated(weight, spec, curvature, values)
+        return start if method == "gptq" else refine(weight, spec, start, curvature, rounds)
+    scales, zeros = _scales(weight, spec, method, moment, values)
+    return QuantisedWeight(_nearest_codes(weight, values, scales, zeros, spec), values, scales, zeros)
+
+
+def refine(
+    weight_OI: Tensor, spec: QuantSpec, start: QuantisedWeight, curvature: Curvature, rounds: int = ROUNDS
+) -> QuantisedWeight:
+    """Return a start after rounds of refitted scales and coordinate descent; the output error never rises.
+
+    Low-rank scales stay as they are: the least-squares problem of a row is no longer small.
+    """
+    weight, moment, now = weight_OI.float(), curvature.narrow_II, start
+    grid = now.grid(spec, torch.float32)
+    slope = slope_of(weight, grid.dense(now.codes_OI), moment)
+    for _ in range(rounds):
+        if spec.sharing != "lowrank":
+            fitted = refit_scales(slope, moment, grid, now.codes_OI, now.scales[0], spec)
+            now = now._replace(scales=(fitted,))
+            grid = now.grid(spec, torch.float32)
+            slope = slope_of(weight, grid.dense(now.codes_OI), moment)
+        codes, slope = descend(slope, moment, grid, now.codes_OI, SWEEPS)
+        now = now._replace(codes_OI=codes)
+    return now
+
+
+def pack_zeros(zeros: Tensor, bits: int) -> Tensor:
+    """Return zero points [rows, G] as packed bytes."""
+    return pack(zeros.to(torch.uint8), bits)
+
+
+def unpack_zeros(packed: Tensor, spec: QuantSpec, in_features: int) -> Tensor:
+    """Return the zero points [rows, G] of packed bytes, float32."""
+    return unpack(packed, spec.bits, _groups(spec, in_features)).float()
+
+
+def zeros_shape(spec: QuantSpec, out_features: int, in_features: int) -> tuple[int, int]:
+    """Return the shape of the packed zero points of an asymmetric [O, I] weight."""
+    rows = 1 if spec.sharing == "tensor" else out_features
+    return rows, packed_width(_groups(spec, in_features), spec.bits)
+
+
+def _groups(spec: QuantSpec, in_features: int) -> int:
+    return -(-in_features // spec.group_size) if spec.group_size else 1
+
+
+def _table(weight_OI: Tensor, spec: QuantSpec, moment_II: Tensor | None) -> Tensor:
+    """Return the code book: fixed, or fitted to the weights in turn with the scales of their groups."""
+    values = code_values(spec).to(weight_OI.device)
+    if spec.table != "kmeans":
+        return _half(values)
+    groups = dataclasses.replace(spec, sharing="group", rank=None) if spec.sharing == "lowrank" else spec
+    importance = torch.ones_like(weight_OI) if moment_II is None else moment_II.diagonal().expand_as(weight_OI)
+    for _ in range(3):
+        scale = mse_scale(weight_OI, groups, importance, values)
+        wide = expand((scale,), groups.group_size, *weight_OI.shape)
+        values = kmeans_table(weight_OI / wide, importance * wide.square(), values)
+        values = values / values.abs().max().clamp_min(1e-6)  # scales are searched from the table's end at 1
+    return _half(values)
+
+
+def _scales(
+    weight_OI: Tensor, spec: QuantSpec, method: Method, moment_II: Tensor | None, values: Tensor
+) -> tuple[Scales, Tensor | None]:
+    """Return stored scales and zero points of a weight, or of the columns that share a group's."""
+    importance = None if moment_II is None else moment_II.diagonal()
+    if spec.sharing == "lowrank":
+        return tuple(_half(s) for s in low_rank_scales(weight_OI, spec, importance_I=importance, values=values)), None
+    cost: Cost | None = None
+    if method == "awq":
+        assert moment_II is not None
+        cost = output_cost(weight_OI, spec, moment_II)
+    elif method != "absmax":
+        cost = importance_cost(weight_OI, spec, importance)
+    if spec.code == "asymmetric":
+        scale, zeros = range_scale(weight_OI, spec, cost)
+        return (_half(scale),), zeros
+    return (_half(absmax_scale(weight_OI, spec) if cost is None else clip_scale(weight_OI, spec, cost, values)),), None
+
+
+def _half(tensor: Tensor) -> Tensor:
+    """Round to what is stored, so that codes are chosen for the scales that will be loaded."""
+    return tensor.half().float()
+
+
+def _nearest_codes(weight_OI: Tensor, values: Tensor, scales: Scales, zeros: Tensor | None, spec: QuantSpec) -> Tensor:
+    """Return the codes nearest to a weight, in its own type: rounding to nearest needs no more."""
+    shape = weight_OI.shape[0], weight_OI.shape[1]
+    ratio = weight_OI / away_from_zero(expand(scales, spec.group_size, *shape))
+    return encode(ratio if zeros is None else ratio + expand((zeros,), spec.group_size, *shape), values)
+
+
+def _compensated(weight_OI: Tensor, spec: QuantSpec, curvature: Curvature, values: Tensor) -> QuantisedWeight:
+    """Return the GPTQ start; the scale of a group is chosen from its weights as compensation has left them."""
+    moment, inverse_root = curvature.second_moment_II.float(), curvature.inverse_root_II
+    if spec.sharing != "group":  # scales that span columns are fixed before rounding begins
+        scales, zeros = _scales(weight_OI, spec, "gptq", moment, values)
+        whole = QuantisedWeight(torch.zeros_like(weight_OI, dtype=torch.uint8), values, scales, zeros)
+        grid = whole.grid(spec)
+        codes = gptq(weight_OI.double(), inverse_root, BLOCK, lambda start, stop, _: grid.columns(start, stop))
+        return whole._replace(codes_OI=codes)
+    assert spec.group_size is not None
+    one_group = dataclasses.replace(spec, sharing="channel", group_size=None)
+    found: list[tuple[Tensor, Tensor | None]] = []
+
+    def grid_of(start: int, stop: int, members: Tensor) -> Grid:
+        (scale,), zero = _scales(members.float(), one_group, "gptq", moment[start:stop, start:stop], values)
+        found.append((scale, zero))
+        return make_grid(values, (scale,), zero, None, (members.shape[0], members.shape[1]))
+
+    codes = gptq(weight_OI.double(), inverse_root, spec.group_size, grid_of)
+    zeros = torch.cat([zero for _, zero in found if zero is not None], 1) if spec.code == "asymmetric" else None
+    return QuantisedWeight(codes, values, (torch.cat([scale for scale, _ in found], 1),), zeros)

@@ -1,0 +1,1 @@
+"""What every runtime uses of the host: memory, signals, readback, random states."""

@@ -1,0 +1,1 @@
+"""Choose the device and start its processes."""

@@ -1,0 +1,1 @@
+"""The runtimes of PyTorch/XLA."""

@@ -1,0 +1,439 @@
+"""The runtime of PyTorch/XLA: a TPU chip in each of one or more processes, or XLA on the CPU.
+
+PyTorch/XLA is to be replaced, so all that we know about it is here and in `xla_spmd.py` (one process over all chips)
+and `xla_spawn.py` (which starts a process a chip); it is imported inside functions, so these modules can be imported
+where torch_xla is not installed.
+
+Gradients are averaged by one `xm.reduce_gradients` a step, before clipping, and `optimizer.step()` follows it:
+`xm.optimizer_step` would reduce a second time. XLA on the CPU has no exchange between processes; there, in a group
+that torchrun started, gloo carries the gradients: slow, and enough to try everything else.
+
+How a step is cut into graphs. XLA traces what is called and compiles it at a sync; a graph that was seen before
+runs at once. `cut` syncs after every micro-batch, the last one included, and `step_end` after the optimizer, so
+that a training step is made of two kinds of graph whatever the accumulation count: one micro-batch (forward,
+backward, gradients added) and one optimizer step. No cut at all would unroll the accumulation into one graph,
+whose compile time and memory grow with it; a cut between micro-batches only would compile the large graph twice,
+with and without the optimizer. What it costs is that the gradients, which are small, pass through memory once.
+
+The counts hold if the caller keeps gradients as zeroed tensors (`zero_grad(set_to_none=False)`, before the first
+step as well), makes the optimizer's state before the first step, and never changes a shape.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from qat_lora.errors import DeviceError, MissingExtraError
+from qat_lora.runtime.host import collectives
+from qat_lora.runtime.host.async_readback import DeferredCalls, host_value
+from qat_lora.runtime.host.placement import move_module
+from qat_lora.runtime.host.prefetch import host_tensors, prefetch
+from qat_lora.runtime.host.saving import save_tensors
+from qat_lora.runtime.launch.chips import RUNS_ON_REAL_CHIPS
+from qat_lora.runtime.launch.process_group import place_in_group
+from qat_lora.runtime.native import NativeRuntime, mean_form
+from qat_lora.types import AttentionForm, Batch, LossWalk
+
+if TYPE_CHECKING:
+    from qat_lora.runtime.base import M
+
+PORT_VARIABLE = "QAT_LORA_GROUP_PORT"
+"""Where the processes of one host meet; not MASTER_PORT, which torch_xla reads for itself."""
+_COUNTERS = {
+    "graphs_compiled": "UncachedCompile",
+    "graph_cache_hits": "CachedCompile",
+    "persistent_cache_hits": "PersistentCacheHit",
+    "persistent_cache_misses": "PersistentCacheMiss",
+    "persistent_cache_unreadable": "PersistentCacheDeserializeFailure",
+}
+
+
+def is_xla_device(device: torch.device | torch.Tensor | str | None = None) -> bool:
+    """Return True for an XLA device (or a tensor on one); with None, whether this process computes on XLA."""
+    if device is None:
+        torch_xla = sys.modules.get("torch_xla")
+        # Loaded is not used: importing transformers loads torch_xla wherever it is installed.
+        return torch_xla is not None and bool(torch_xla._XLAC._xla_runtime_is_initialized())
+    if isinstance(device, torch.Tensor):
+        device = device.device
+    return torch.device(device).type == "xla"
+
+
+def xla_mark_step() -> None:
+    """Compile and start what is queued on the XLA device; nothing in a process that does not compute on XLA."""
+    if is_xla_device():
+        import torch_xla
+
+        torch_xla.sync()
+
+
+def device_peak_bytes(device: torch.device) -> int | None:
+    """Return the most device memory in use so far, None where the backend does not count it (XLA on the CPU)."""
+    import torch_xla.core.xla_model as xm
+
+    try:
+        info = xm.get_memory_info(device)
+    except RuntimeError:
+        return None
+    return int(info.get("peak_bytes_used") or info["bytes_used"])
+
+
+def checkpoint_function() -> Callable[..., Any]:
+    """Return the function that recomputes a layer in the backward pass instead of keeping its activations.
+
+    torch's own checkpoint fails on XLA tensors, and recomputing without the optimisation barriers of torch_xla's
+    is undone by the compiler. Of its two forms only the re-entrant one works, and that one gives no gradient at
+    all if no input asks for one, as under a frozen embedding; hence the wrapper, which makes the first floating
+    input ask.
+
+    Source: torch_xla/utils/checkpoint.py (2.9).
+    """
+    from torch_xla.utils.checkpoint import checkpoint
+
+    def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        inputs = list(args)
+        tensors = [(i, a) for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.is_floating_point()]
+        if torch.is_grad_enabled() and tensors and not any(a.requires_grad for _, a in tensors):
+            position, first = tensors[0]
+            inputs[position] = first.detach().requires_grad_()
+        return checkpoint(function, *inputs, use_reentrant=True, **kwargs)
+
+    return run
+
+
+class XlaRuntime:
+    """One XLA device in this process, alone or in a group; a `qat_lora.runtime.base.Runtime`.
+
+    Args:
+        backend: `TPU` or `CPU`, as in PJRT_DEVICE. Written there at once if nothing is, because whatever imports
+            torch_xla first (transformers may) settles the backend of the process.
+    """
+
+    loss_walk: LossWalk = "positions"  # the other one's many small steps would make a long graph
+    piece_bytes: int | None = None
+    attention: AttentionForm = "recomputed"
+
+    def __init__(self, backend: str) -> None:
+        self.backend = os.environ["PJRT_DEVICE"] = os.environ.get("PJRT_DEVICE") or backend  # empty is unset
+        self.rank = 0
+        self.replicas = 1
+        self.device = torch.device("xla")
+        self._chip = ""
+        self._over_hosts = False
+        self._control: torch.distributed.ProcessGroup | None = None
+        self._deferred = DeferredCalls()
+        self._unread: list[tuple[Future[list[Any]], tuple[torch.Tensor, ...], list[int]]] = []
+        self._reader: ThreadPoolExecutor | None = None
+        self._counting = threading.Lock()
+        self._deferred_reads = 0
+
+    @property
+    def is_main(self) -> bool:
+        """True in the process of rank 0."""
+        return self.rank == 0
+
+    @property
+    def processes(self) -> int:
+        """As many as replicas."""
+        return self.replicas
+
+    @property
+    def description(self) -> str:
+        """`TPU v6e detected · 1 chip` (known inside `launch`), `XLA on CPU · 1 device`; and how, if several."""
+        plural = "s" if self.replicas > 1 else ""
+        if self.backend == "TPU":
+            line = f"{self._chip or 'TPU'} detected · {self.replicas} chip{plural}"
+        else:
+            line = f"XLA on {self.backend} · {self.replicas} device{plural}"
+        return line if self.replicas == 1 else f"{line} · {self._way()}"
+
+    def _way(self) -> str:
+        if self._over_hosts:
+            return "a process each, exchange by gloo"
+        return f"spawn (run on {RUNS_ON_REAL_CHIPS['spawn']} real chips so far)"
+
+    def launch(self, main: Callable[[], Any]) -> Any:
+        """Run `main` in this process; every deferred callback has run when this returns.
+
+        Raises:
+            MissingExtraError: torch_xla is not installed.
+            DeviceError: the backend does not start, or this process already runs another one.
+        """
+        self._open()
+        self._deferred = DeferredCalls()
+        with ThreadPoolExecutor(1, thread_name_prefix="qat-lora-read") as self._reader:
+            try:
+                result = main()
+                self._flush()
+                return result
+            finally:
+                self._unread.clear()
+                self._close()
+
+    def _close(self) -> None:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _open(self) -> None:
+        """Start the backend and learn what it is; only here, since nothing may touch it before `launch`."""
+        try:
+            import torch_xla
+            import torch_xla.core.xla_model as xm
+            import torch_xla.runtime as xr
+        except ImportError as error:
+            raise MissingExtraError(
+                f"device xla: torch_xla cannot be imported ({error}); pip install 'qat-lora[tpu]' on a TPU, "
+                "pip install 'qat-lora[xla]' elsewhere"
+            ) from None
+        try:
+            self._before_device()
+            self.device = torch_xla.device()
+        except (RuntimeError, OSError) as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise DeviceError(
+                f"PJRT_DEVICE={self.backend}: PyTorch/XLA could not start it ({reason}); on a TPU machine "
+                "pip install 'qat-lora[tpu]' and end other programs that hold the TPU; for XLA on the CPU set "
+                "PJRT_DEVICE=CPU"
+            ) from error
+        running = xr.device_type()
+        if running != self.backend.split("_")[0]:
+            raise DeviceError(
+                f"PJRT_DEVICE={self.backend}: this process already runs XLA on {running}, and a process has one "
+                "backend; start a new process"
+            )
+        self._chip = self._chip_here(xm)
+        self._join()
+
+    def _chip_here(self, xm: Any) -> str:
+        return _chip_name(xm.xla_device_kind(self.device))
+
+    def _before_device(self) -> None:
+        """Under torchrun on a TPU, let torch_xla tell libtpu which chip is this process's."""
+        import torch.distributed as dist
+
+        if self.backend == "TPU" and dist.is_torchelastic_launched():
+            import torch_xla.distributed.xla_backend  # noqa: F401
+
+            dist.init_process_group("xla", init_method="xla://")
+
+    def _join(self) -> None:
+        """Learn this process's place, and meet the others by gloo."""
+        import torch.distributed as dist
+        import torch_xla.runtime as xr
+
+        self.rank, self.replicas = xr.global_ordinal(), xr.world_size()
+        place = place_in_group()
+        if self.backend == "CPU" and place.size > 1:
+            self.rank, self.replicas, self._over_hosts = place.rank, place.size, True
+            with collectives.joining():
+                dist.init_process_group("gloo", timeout=collectives.PATIENCE)
+        elif self.replicas > 1:
+            # One host: at the port that `xla_spawn` chose. Several, or torchrun: torch_xla knows where.
+            with collectives.joining():
+                if dist.is_initialized():
+                    self._control = dist.new_group(backend="gloo", timeout=collectives.PATIENCE)
+                elif xr.world_size() == xr.local_device_count():
+                    where = f"tcp://127.0.0.1:{os.environ[PORT_VARIABLE]}"
+                    dist.init_process_group(
+                        "gloo", where, rank=self.rank, world_size=self.replicas, timeout=collectives.PATIENCE
+                    )
+                else:
+                    dist.init_process_group("gloo", init_method="xla://", timeout=collectives.PATIENCE)
+
+    def place(self, module: M) -> M:
+        """Move a module here, shared weights stay shared; its parameters are new objects, so do this first.
+
+        Raises:
+            DeviceError: the parameter count changed.
+        """
+        import torch_xla
+
+        module = move_module(module, self.device)
+        torch_xla.sync()  # what a custom move computed must not become part of the first step's graph
+        return module
+
+    def for_loops(self) -> NativeRuntime:
+        """Return the host: quantising one small layer column by column made a graph of over 16,000 nodes here."""
+        return NativeRuntime("cpu")
+
+    def check_spread(self) -> None:
+        """Refuse to spread a model module by module.
+
+        Raises:
+            DeviceError: always.
+        """
+        raise DeviceError(
+            "device_map: accelerate moves tensors between devices at every module, and PyTorch/XLA compiles what runs "
+            "on one device, so each module would be a program and a transfer of its own; leave out --device-map, "
+            "or build the cache with --device cuda or cpu"
+        )
+
+    def feed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield this replica's batches as tensors on the device; the next one is read and sent meanwhile.
+
+        Not `MpDeviceLoader`: it syncs at every batch, which is `cut`'s decision here.
+        """
+        with contextlib.closing(prefetch(batches, self._send)) as ready:
+            yield from ready
+
+    def _send(self, batch: Batch) -> Batch:
+        """Make the tensors and start their transfer; runs in the feeding thread."""
+        import torch_xla.core.xla_model as xm
+
+        tensors = host_tensors(batch)
+        names = [name for name, value in tensors.items() if isinstance(value, torch.Tensor)]
+        # One call for all, and at once: `Tensor.to` would leave the transfer to the next sync.
+        sent = xm.send_cpu_data_to_device([tensors[name] for name in names], self.device)
+        return {**tensors, **dict(zip(names, sent, strict=True))}
+
+    def autocast(self, dtype: torch.dtype) -> Any:
+        """Return `torch.autocast('xla')` for bfloat16, an empty context for float32."""
+        return contextlib.nullcontext() if dtype == torch.float32 else torch.autocast("xla", dtype=dtype)
+
+    def checkpoint_function(self) -> Callable[..., Any]:
+        """Return the module's `checkpoint_function`."""
+        return checkpoint_function()
+
+    def cut(self) -> None:
+        """Compile (if new) and start the micro-batch; call it after every one, the last included."""
+        self._sync()
+
+    def reduce_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Average the gradients over the replicas by one all-reduce in the graph; nothing for one replica."""
+        trained = [p for p in parameters if p.requires_grad]
+        if self.replicas == 1 or not trained:
+            return
+        if self._over_hosts:
+            gradients, flat = collectives.flat_gradients(trained)
+            collectives.put_back(gradients, self._mean_over_hosts(flat))
+            return
+        import torch_xla.core.xla_model as xm
+
+        # It takes an optimizer only to find the parameters in; this one exists for that.
+        xm.reduce_gradients(torch.optim.SGD(trained, lr=0.0))
+
+    def all_reduce_mean(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the mean of a tensor over the replicas, on the device; integers as float32."""
+        value = mean_form(value)
+        if self.replicas == 1:
+            return value
+        if self._over_hosts:
+            return self._mean_over_hosts(value)
+        import torch_xla.core.xla_model as xm
+
+        return xm.all_reduce(xm.REDUCE_SUM, value, scale=1.0 / self.replicas)
+
+    def _mean_over_hosts(self, value: torch.Tensor) -> torch.Tensor:
+        self._sync()
+        return collectives.mean(value.cpu()).to(self.device)
+
+    def agree(self, flag: bool) -> bool:
+        """Return True in every process if the flag is set in any; through the hosts, so no device waits."""
+        return flag if self.replicas == 1 else collectives.agree(flag, self._control)
+
+    def shard_frozen(self, module: torch.nn.Module) -> None:
+        """Nothing: every process has its own copy."""
+
+    def step_end(self) -> None:
+        """Compile (if new) and start the optimizer step, then run the deferred callbacks that can be."""
+        self._sync()
+        self._deferred.run_ready()
+
+    def defer(self, fn: Callable[..., None], *tensors: torch.Tensor) -> None:
+        """Call `fn` with numbers (no dimensions) or numpy arrays at a later `step_end` or `barrier`.
+
+        The values are read by a thread, after the next sync. Nothing is copied on the device, because a copy
+        would be one more graph; so a deferred tensor must not be changed in place afterwards (`total = total +
+        loss`, not `total += loss`), which is checked. A tensor that is deferred in some steps only should be
+        alive at the sync of all of them, or those steps are another graph.
+        """
+        assert self._reader is not None, "defer is called inside launch"
+        future: Future[list[Any]] = Future()
+        self._unread.append((future, tensors, [t._version for t in tensors]))
+        self._deferred.add(fn, future.done, future.result)
+
+    def barrier(self, tag: str) -> None:
+        """Run what was deferred, then wait until every process is here: `xm.rendezvous`."""
+        self._flush()
+        if self._over_hosts:
+            collectives.agree(False)
+        elif self.replicas > 1:
+            import torch_xla.core.xla_model as xm
+
+            xm.rendezvous(tag)
+
+    def save(self, state: dict[str, torch.Tensor], path: str | Path) -> None:
+        """Write tensors as safetensors, atomically, in the main process; all wait until it is there."""
+        self._sync()  # all at once: reading a tensor with work pending would compile a graph for it alone
+        if self.is_main:
+            save_tensors(state, path)
+        self.barrier(f"save {Path(path).name}")
+
+    def compile_report(self) -> dict[str, int | float]:
+        """Return what XLA has done in this process so far.
+
+        `graphs_compiled`, `graph_cache_hits`, `compile_s`, and `host_reads`: tensors read back, each of which
+        stopped the device, not counting deferred ones. Counters of the persistent cache where it is used.
+        """
+        import torch_xla.debug.metrics as metrics
+
+        report: dict[str, int | float] = {}
+        for name, counter in _COUNTERS.items():
+            value = metrics.counter_value(counter)
+            if value is not None or not name.startswith("persistent"):
+                report[name] = value or 0
+        compile_times = metrics.metric_data("CompileTime")
+        report["compile_s"] = compile_times[1] / 1e9 if compile_times else 0.0
+        with self._counting:
+            reads = metrics.metric_data("TransferFromDeviceTime")
+            report["host_reads"] = (reads[0] if reads else 0) - self._deferred_reads
+        return report
+
+    def _sync(self) -> None:
+        """Start all that is queued, then let the reader fetch what was deferred before it."""
+        import torch_xla
+
+        torch_xla.sync()
+        if self._reader is not None:
+            for future, tensors, versions in self._unread:
+                self._reader.submit(self._read, future, tensors, versions)
+            self._unread.clear()
+
+    def _flush(self) -> None:
+        if self._unread:
+            self._sync()
+        self._deferred.run_all()
+
+    def _read(self, future: Future[list[Any]], tensors: tuple[torch.Tensor, ...], versions: list[int]) -> None:
+        """Fetch tensors to the host, in the reader's thread; `future` gets the values or the exception."""
+        values: list[Any] = []
+        error: BaseException | None = None
+        try:
+            for tensor in tensors:
+                with self._counting:
+                    values.append(host_value(tensor.detach().cpu()))
+                    self._deferred_reads += is_xla_device(tensor)
+        except BaseException as raised:
+            error = raised
+        if [t._version for t in tensors] != versions:
+            error = RuntimeError("a deferred tensor was changed in place before it was read; make a new one instead")
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(values)
+
+
+def _chip_name(kind: str) -> str:
+    """Turn PJRT's device kind into the name people rent: `TPU v6 lite` is v6e, `TPU v5` is v5p."""
+    return {"TPU v5": "TPU v5p"}.get(kind, kind.replace(" lite", "e"))

@@ -1,0 +1,151 @@
+"""PyTorch/XLA with one process over all chips of a host: SPMD, data-parallel.
+
+The batch is sharded over a mesh of all devices, everything else is replicated, and the compiler inserts the
+all-reduce, so there is one copy of the model in host memory, one compilation a host and no rendezvous. It is the form
+that can be tried in full without a TPU, on virtual CPU devices (`CPU_NUM_DEVICES`). With `shard_base` the frozen
+weights lie spread over the devices and are gathered layer by layer as they are needed, for students beyond one
+chip's memory.
+
+A loss or gradient summed over rows is here a sum over all replicas' rows already; so "the mean over replicas" is a
+division, and the step's arithmetic stays that of every other runtime.
+
+Weak point: the loss walks over chunks of the flattened positions, which lie on one device each, so chunks are sent
+around. `--parallel spawn` has none of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from qat_lora.runtime.host import collectives
+from qat_lora.runtime.host.placement import move_module
+from qat_lora.runtime.host.prefetch import host_tensors
+from qat_lora.runtime.launch.chips import RUNS_ON_REAL_CHIPS
+from qat_lora.runtime.native import mean_form
+from qat_lora.runtime.xla.runtime import XlaRuntime
+from qat_lora.types import Batch
+
+if TYPE_CHECKING:
+    from qat_lora.runtime.base import M
+
+AXIS = "data"
+
+
+class XlaSpmdRuntime(XlaRuntime):
+    """All XLA devices of a host in this process; a `qat_lora.runtime.base.Runtime`.
+
+    Args:
+        backend: `TPU` or `CPU`.
+        shard_base: spread frozen weights over the devices.
+    """
+
+    def __init__(self, backend: str, shard_base: bool = False) -> None:
+        super().__init__(backend)
+        self._shard_base = shard_base
+        self._mesh: Any = None
+        self._processes = 1
+
+    @property
+    def processes(self) -> int:
+        """One a host."""
+        return self._processes
+
+    def _way(self) -> str:
+        shared = ", frozen weights sharded" if self._shard_base else ""
+        return f"SPMD{shared} (run on {RUNS_ON_REAL_CHIPS['spmd']} real chips so far)"
+
+    def _before_device(self) -> None:
+        import torch_xla.runtime as xr
+
+        xr.use_spmd()
+
+    def _chip_here(self, xm: Any) -> str:
+        return ""  # the one virtual device of SPMD has no kind
+
+    def _join(self) -> None:
+        import numpy as np
+        import torch.distributed as dist
+        import torch_xla.distributed.spmd as xs
+        import torch_xla.runtime as xr
+
+        self.replicas = xr.global_runtime_device_count()
+        self.rank, self._processes = xr.process_index(), xr.process_count()
+        self._mesh = xs.Mesh(np.arange(self.replicas), (self.replicas,), (AXIS,))
+        if self._processes > 1:
+            with collectives.joining():
+                dist.init_process_group("gloo", init_method="xla://", timeout=collectives.PATIENCE)
+
+    def place(self, module: M) -> M:
+        """Move a module here, replicated, or with `shard_base` its frozen weights spread over the devices.
+
+        Raises:
+            DeviceError: the parameter count changed.
+        """
+        import torch_xla
+
+        module = move_module(module, self.device)
+        self.shard_frozen(module)  # before the sync: nothing has been sent yet, so each device gets its part only
+        torch_xla.sync()
+        return module
+
+    def shard_frozen(self, module: torch.nn.Module) -> None:
+        """With `shard_base`, spread every frozen matrix over the devices along a dimension that divides evenly."""
+        if not self._shard_base or self.replicas == 1:
+            return
+        import torch_xla
+        import torch_xla.distributed.spmd as xs
+
+        for tensor in _frozen_tensors(module):
+            even = [dim for dim, size in enumerate(tensor.shape) if size % self.replicas == 0 and size]
+            if tensor.ndim >= 2 and even and torch_xla._XLAC._get_xla_sharding_spec(tensor) == "":
+                xs.mark_sharding(tensor, self._mesh, tuple(AXIS if d == even[0] else None for d in range(tensor.ndim)))
+
+    def _send(self, batch: Batch) -> Batch:
+        """Make the tensors and start their transfer, each device its rows; runs in the feeding thread.
+
+        Rows that do not divide among the devices (a batch that is not a training step's) go to all of them.
+        """
+        import torch_xla.core.xla_model as xm
+        import torch_xla.distributed.spmd as xs
+
+        tensors = host_tensors(batch)
+        for name, value in tensors.items():
+            if isinstance(value, torch.Tensor):
+                is_even = value.ndim and value.shape[0] % (self.replicas // self.processes) == 0
+                axes = (AXIS if is_even else None, *[None] * (value.ndim - 1)) if value.ndim else ()
+                spec = xs.ShardingSpec(self._mesh, axes, minibatch=self.processes > 1) if value.ndim else None
+                tensors[name] = xm.send_cpu_data_to_device([value], self.device, spec)[0]
+        return tensors
+
+    def reduce_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Divide the gradients, which are sums over all replicas' rows, by the replicas."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(1.0 / self.replicas)
+
+    def all_reduce_mean(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a sum over all replicas' rows divided by the replicas, on the device; integers as float32."""
+        return mean_form(value) / self.replicas
+
+    def agree(self, flag: bool) -> bool:
+        """Return True in every process if the flag is set in any; one process agrees with itself."""
+        return flag if self.processes == 1 else collectives.agree(flag)
+
+    def barrier(self, tag: str) -> None:
+        """Run what was deferred, then wait until every host is here."""
+        self._flush()
+        self.agree(False)
+
+
+def _frozen_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Return what does not train: parameters, buffers, and tensors that modules keep as plain attributes."""
+    found: dict[int, torch.Tensor] = {}
+    for owner in module.modules():
+        held = [*owner._parameters.values(), *owner._buffers.values(), *vars(owner).values()]
+        for tensor in held:
+            if isinstance(tensor, torch.Tensor) and not tensor.requires_grad and tensor.device.type == "xla":
+                found[id(tensor)] = tensor
+    return list(found.values())

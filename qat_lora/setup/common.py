@@ -1,0 +1,128 @@
+"""What several commands need: status lines, pictures that may be left out, models, batches of text.
+
+A helper comes here when a second command needs it; what one command needs stays beside it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qat_lora.cache.read.dataset import KDCacheDataset
+from qat_lora.data.packing import PackedRow, make_encoder, pack_rows
+from qat_lora.data.sources import TextConfig, open_documents
+from qat_lora.errors import ConfigError, MissingExtraError
+from qat_lora.models.hub import HubConfig
+from qat_lora.models.load import FILE_SUFFIXES, CausalLM, load_model, load_tokenizer, tokenizer_sha256
+from qat_lora.options import RunConfig
+from qat_lora.runtime.base import Runtime
+from qat_lora.terminal import redact
+from qat_lora.types import Batch
+
+
+def say(run: RunConfig, line: str) -> None:
+    """Print a status line, unless the user wants quiet or JSON."""
+    if not (run.quiet or run.json):
+        print(redact(line), flush=True)
+
+
+def picture(run: RunConfig, draw: Callable[[], None]) -> None:
+    """Draw a picture if matplotlib is there; without it a run is complete all the same."""
+    try:
+        draw()
+    except MissingExtraError as error:
+        say(run, f"no picture: {error}")
+
+
+def kept(result: Mapping[str, Any], what: str) -> str:
+    """Return which state of a training run was kept as its best: that of no step, where nothing was evaluated."""
+    step = result["best_step"]
+    return f"last {what} (no evaluation to choose by)" if step is None else f"best {what} (step {step})"
+
+
+def load(name: str, hub: HubConfig, dtype: str) -> CausalLM:
+    """Load a model by folder or Hub name, as the user's Hub settings say."""
+    return load_model(name, revision=hub.revision, trust_remote_code=hub.trust_remote_code, dtype=dtype)
+
+
+def fit_attention(model: CausalLM, runtime: Runtime, layers_recomputed: bool) -> None:
+    """Let attention keep no scores for the backward pass, in the runtime's way; recomputed layers keep none anyhow."""
+    if runtime.attention == "tiled":
+        model.tile_attention()
+    elif runtime.attention == "recomputed" and not layers_recomputed:
+        model.recompute_attention(runtime.checkpoint_function())
+
+
+def run_name(model: str) -> str:
+    """Return what a run is called after the model it begins with: its last part, without the suffix of a file."""
+    path = Path(model)
+    return path.stem if path.suffix in FILE_SUFFIXES else path.name
+
+
+def fits_positions(model: CausalLM, length: int) -> None:
+    """Raise ConfigError for rows longer than the model has positions."""
+    if model.max_positions is not None and length > model.max_positions:
+        limit = model.max_positions
+        raise ConfigError(f"length: {length} tokens are more than the model's {limit} positions; give {limit} or less")
+
+
+def check_fits(dataset: KDCacheDataset, model: CausalLM) -> None:
+    """Raise CacheError unless the model can learn from the cache."""
+    tokenizer = load_tokenizer(model.folder)
+    dataset.check_student(tokenizer_sha256(tokenizer), model.vocab_size, model.max_positions)
+
+
+def text_batches(text: TextConfig, tokenizer: Any, length: int, rows: int, batch_rows: int) -> Iterator[Batch]:
+    """Return packed rows of a text as numpy batches of one fixed shape; missing rows of the last are masked.
+
+    A text that is missing or blank is refused here, not at the first batch.
+    """
+    packed = pack_rows(open_documents(text), make_encoder(tokenizer), length)
+    return batches_of(itertools.islice(packed, rows or None), length, batch_rows)
+
+
+def text_inputs(text: TextConfig) -> list[str | None]:
+    """Return the files and folders of this machine that a text is read from."""
+    return [text.dataset, text.files_from]
+
+
+CALIBRATION_BATCH_ROWS = 8
+CALIBRATION_KEYS = ("input_ids", "document_ids", "target_mask")
+
+
+def calibration_rows(batches: Iterator[Batch], rows: int) -> Iterator[Batch]:
+    """Return at most `rows` rows of batches, what calibration reads of them, without rows of padding.
+
+    A loss masks padding; statistics of activations would count it like text.
+    """
+    for batch in batches:
+        real = np.flatnonzero(batch["target_mask"].any(axis=1))[:rows]
+        rows -= len(real)
+        if len(real):
+            yield {name: batch[name][real] for name in CALIBRATION_KEYS}
+
+
+def cached_calibration_rows(dataset: KDCacheDataset, rows: int, seed: int) -> Iterator[Batch]:
+    """Return some rows of a cache for calibration; all where it has fewer."""
+    batch_rows = CALIBRATION_BATCH_ROWS
+    steps = -(-min(rows, len(dataset)) // batch_rows)
+    return calibration_rows(dataset.batches(0, steps, batch_rows, seed=seed), rows)
+
+
+def batches_of(taken: Iterator[PackedRow], length: int, batch_rows: int) -> Iterator[Batch]:
+    """Return rows as numpy batches of one fixed shape; missing rows of the last are masked."""
+    while chunk := list(itertools.islice(taken, batch_rows)):
+        batch = {
+            "input_ids": np.zeros((batch_rows, length), np.int32),
+            "document_ids": np.zeros((batch_rows, length), np.int32),
+            "target_mask": np.zeros((batch_rows, length - 1), np.bool_),
+        }
+        for i, row in enumerate(chunk):
+            batch["input_ids"][i] = row.input_ids
+            batch["document_ids"][i] = np.cumsum(row.doc_starts) - 1
+            batch["target_mask"][i] = row.loss_mask[1:] > 0
+        yield batch

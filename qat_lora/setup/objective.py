@@ -1,0 +1,123 @@
+"""What an objective needs before step 1 and outside the loop: the walk of the device, a teacher's head, an anchor.
+
+The commands that train call `check_arrays` before a model is loaded, and `prepare` when the student is as it will be
+before its first step, also where a checkpoint will be loaded over it afterwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from qat_lora.cache.read.dataset import KDCacheDataset
+from qat_lora.config import to_dict
+from qat_lora.errors import CacheError, ConfigError
+from qat_lora.losses.kd_terms import DRAW_FLAGS, OPTIONAL_ARRAYS, EstimatorName, choose_estimator, first_draws, wanted
+from qat_lora.losses.objective import ObjectiveConfig
+from qat_lora.models.load import CausalLM
+from qat_lora.runtime.base import Runtime
+from qat_lora.train.anchor import remember
+from qat_lora.train.loop import LoopConfig
+from qat_lora.types import Batch, OutputHead
+
+
+class Prepared(NamedTuple):
+    """An objective, ready for `train`."""
+
+    objective: ObjectiveConfig
+    teacher_head: OutputHead | None
+    """On the device."""
+    anchor: Batch | None
+    """What the student says before step 1."""
+
+
+def identity(objective: ObjectiveConfig) -> dict[str, Any]:
+    """Return what makes an objective another one, for a run's settings: not how its logits are held and walked.
+
+    A run that ran out of memory is told to lower `loss_chunk_mb`, and has to go on where it was.
+    """
+    return {name: value for name, value in to_dict(objective).items() if name not in ("loss_chunk_mb", "loss_walk")}
+
+
+def anchor_batch_rows(objective: ObjectiveConfig, loop: LoopConfig, replicas: int) -> int | None:
+    """Return how many anchor rows a step sees, for a run's settings; None without an anchor.
+
+    Micro-batches of other sizes make the same step of the other rows, but not of these: each step has one of them.
+    """
+    return loop.batch_size * replicas if objective.anchor_weight > 0 else None
+
+
+def check_arrays(dataset: KDCacheDataset, objective: ObjectiveConfig) -> None:
+    """Refuse a cache that lacks what the objective reads, and let it serve nothing else.
+
+    Raises:
+        CacheError: names the array and the build flag, or how many draws there are.
+    """
+    if objective.head_user and not dataset.k:
+        advice = "give --estimator full" if objective.head_user.startswith("estimator") else "set it to 0"
+        raise CacheError(
+            f"top_k: {objective.head_user} needs the teacher's likeliest tokens, and the KD cache was built with "
+            f"--top-k 0; {advice}, or build one with --top-k 64"
+        )
+    held = {name: torch.empty(1, 1, *array.shape[2:]) for name, array in dataset.rows([0]).items()}
+    objective = replace(objective, estimator=choose_estimator(objective.estimator, held, objective.temperature))
+    own = OPTIONAL_ARRAYS.get(objective.estimator, ()) if objective.kd_weight > 0 else ()
+    for name in objective.optional_arrays:
+        array = wanted(held, name, f"estimator {objective.estimator}" if name in own else "hidden_weight")
+        if name in DRAW_FLAGS:
+            first_draws(array, objective.draws, DRAW_FLAGS[name])
+    dataset.leave_out_all_but(objective.optional_arrays)
+
+
+def prepare(
+    objective: ObjectiveConfig, dataset: Any, model: CausalLM, loop: LoopConfig, seed: int, runtime: Runtime
+) -> Prepared:
+    """Return what `train` takes; the model is placed and holds the weights that it has before step 1.
+
+    Args:
+        objective: as the user set it.
+        dataset: the training rows: a KD cache, or a text where no cache is needed.
+        model: the student.
+        loop: batch size and autocast.
+        seed: of the run.
+        runtime: where the model is.
+
+    Raises:
+        ConfigError: more anchor rows than there are training rows.
+    """
+    if objective.loss_walk == "auto":
+        objective = replace(objective, loss_walk=runtime.loss_walk)
+    if objective.kd_weight > 0:
+        name = choose_estimator(objective.estimator, dataset.rows([0]), objective.temperature)
+        objective = replace(objective, estimator=name)
+    head = None
+    headless = isinstance(dataset, KDCacheDataset) and not dataset.k  # then evaluations need the teacher's head
+    if objective.needs_teacher_head or headless:
+        held = dataset.teacher_head()
+        bias_V = None if held.bias_V is None else held.bias_V.to(runtime.device)
+        head = replace(held, weight_VH=held.weight_VH.to(runtime.device), bias_V=bias_V)
+    anchor = None
+    if objective.anchor_weight > 0:
+        if objective.anchor_samples > len(dataset):
+            raise ConfigError(
+                f"anchor_samples: {objective.anchor_samples} rows are more than the {len(dataset)} that there are to "
+                f"train on; give at most {len(dataset)}"
+            )
+        was_training = model.module.training
+        model.module.eval()
+        with runtime.autocast(torch.bfloat16 if loop.autocast else torch.float32):
+            anchor = remember(model, dataset, objective, loop.batch_size, seed, runtime)
+        model.module.train(was_training)
+    return Prepared(objective, head, anchor)
+
+
+def evaluation_objective(objective: ObjectiveConfig, teacher_head: OutputHead | None) -> ObjectiveConfig:
+    """Return the distance to the teacher at temperature 1 that evaluations report.
+
+    It is exact where the teacher's output head is there, and else `ghost`, a lower bound that is blind to the tail's
+    shape: comparable within a run, not between heads of different K.
+    """
+    estimator: EstimatorName = "ghost" if teacher_head is None else "full"
+    return ObjectiveConfig(estimator=estimator, loss_chunk_mb=objective.loss_chunk_mb, loss_walk=objective.loss_walk)

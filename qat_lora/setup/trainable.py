@@ -1,0 +1,121 @@
+"""What `qat` trains: refused where a student does not have it, and put into its training state.
+
+The run and its `--dry-run` call the same functions, the one on real tensors, the other on torch's meta device, so that
+what a plan says of a run is what the run does.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from qat_lora.errors import ConfigError, ModelError
+from qat_lora.layers.convert import check_reach, linear_layers, quant_layers, quantise_targets, tied_embedding
+from qat_lora.layers.quant_linear import QuantLinear
+from qat_lora.models.load import DTYPES, CausalLM
+from qat_lora.options import QatOptions
+from qat_lora.quant.spec import Preset, QuantSpec, preset
+
+
+def chosen_preset(options: QatOptions) -> Preset:
+    """Return how a student that is to be made is stored.
+
+    Raises:
+        ConfigError: an unknown preset.
+    """
+    return preset(preset_name(options), options.keep, options.override, options.quantize_head)
+
+
+def preset_name(options: QatOptions) -> str:
+    """Return the preset of a student that is to be made; the guide's where none is given."""
+    return options.preset or "q4_r32"
+
+
+def given(model: CausalLM | None) -> CausalLM:
+    """Return a model that the options required."""
+    assert model is not None  # `--from-scratch` requires it
+    return model
+
+
+def check_parts(options: QatOptions, full: CausalLM | None, student: CausalLM | None) -> None:
+    """Refuse what cannot be trained, before anything is written.
+
+    Raises:
+        ConfigError: names the setting.
+        ModelError: the full-precision model is not the one that the student was made of.
+    """
+    specs: dict[str, QuantSpec]
+    if student is None:
+        if quant_layers(given(full).module):
+            raise ConfigError(f"model: {options.model} is quantised already; give it as --checkpoint")
+        check_reach(given(full).module, chosen_preset(options))
+        specs = quantise_targets(given(full).module, chosen_preset(options))
+    else:
+        specs = {name: layer.spec for name, layer in quant_layers(student.module).items()}
+        if not specs:
+            raise ConfigError(f"checkpoint: {options.checkpoint} has no quantised layers; give --from-scratch --model")
+    if full is not None and student is not None:
+        dense = dense_layers(full)
+        for name, layer in quant_layers(student.module).items():
+            shape = (layer.out_features, layer.in_features)
+            if name not in dense or tuple(dense[name].weight.shape) != shape or name in quant_layers(full.module):
+                raise ModelError(
+                    f"model: {options.model} has no full-precision {name} of shape {shape}, as --checkpoint"
+                )
+    parts = set(options.train_parts)
+    if "lut" in parts and not any(spec.code == "lut" for spec in specs.values()):
+        raise ConfigError("train_parts: lut: no layer has a look-up table; choose a preset with one, such as q4_r32")
+    if "ranges" in parts and not any(spec.code == "asymmetric" for spec in specs.values()):
+        raise ConfigError("train_parts: ranges: no layer has zero points; choose a preset with them, such as w4g64a")
+    if options.run.dtype != "float32" and parts & {"norms", "embeddings", "head"}:
+        raise ConfigError(
+            "train_parts: norms, embeddings and head lose small updates in bfloat16; give --dtype float32 --autocast"
+        )
+    if "embeddings" in parts and student is not None and tied_embedding(student.module) is not None:
+        raise ConfigError("train_parts: the embedding is the quantised head in this model; leave out embeddings")
+    if "head" in parts:
+        module = (student or given(full)).module
+        if isinstance(module.get_output_embeddings(), QuantLinear):
+            raise ConfigError(
+                "train_parts: the head is quantised in this model, so scales, lut and weights train it; leave out head"
+            )
+        if module.get_output_embeddings().weight is module.get_input_embeddings().weight:
+            raise ConfigError(
+                "train_parts: the head is the embedding in this model; give embeddings, which trains both"
+            )
+
+
+def trained_parts(model: CausalLM, options: QatOptions, full: CausalLM | None) -> dict[str, dict[str, nn.Parameter]]:
+    """Put the student into its training state and return what trains, by kind."""
+    parts, rank = set(options.train_parts), options.mergeable_r if options.mergeable else 0
+    dense = {} if full is None else dense_layers(full)
+    groups: dict[str, dict[str, nn.Parameter]] = {kind: {} for kind in ("adapter", "weights", "scales", "lut")}
+    module, frozen_dtype = model.module, torch.bfloat16 if options.loop.autocast else DTYPES[options.run.dtype]
+    for name, layer in quant_layers(module).items():
+        if "weights" in parts or rank:
+            weight = dense[name].weight.detach() if dense else None
+            latent = layer.train_weight(weight, rank, gradient=options.weight_gradient)
+            groups["adapter" if rank else "weights"] |= {f"{name}.{k}": p for k, p in latent.trained().items()}
+        if "lut" in parts and layer.spec.code == "lut":
+            layer.train_table()
+            groups["lut"][f"{name}.values"] = layer.values
+        if "ranges" in parts and layer.spec.code == "asymmetric":
+            groups["scales"] |= {f"{name}.range.{end}": p for end, p in layer.train_range().named_parameters()}
+        elif "scales" in parts:
+            layer.train_scales()
+            groups["scales"] |= {f"{name}.{part}": scale for part, scale in layer.named_scales().items()}
+        if not any(parameter.requires_grad for parameter in layer.parameters()):
+            layer.hold_dense(frozen_dtype)
+    groups["norms"] = model.norms() if "norms" in parts else {}
+    ends = {"embeddings": module.get_input_embeddings(), "head": module.get_output_embeddings()}
+    chosen = {id(parameter) for part in parts & set(ends) for parameter in ends[part].parameters()}
+    groups["weights"] |= {name: p for name, p in module.named_parameters() if id(p) in chosen}
+    for parameter in (*groups["norms"].values(), *groups["weights"].values()):
+        parameter.requires_grad_(True)
+    module.train()
+    return {kind: tensors for kind, tensors in groups.items() if tensors}
+
+
+def dense_layers(full: CausalLM) -> dict[str, nn.Linear]:
+    """Return the linear layers of the full-precision model by name, with its output head."""
+    return {name: layer for heads in (False, True) for name, layer in linear_layers(full.module, heads)}

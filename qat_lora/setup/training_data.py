@@ -1,0 +1,192 @@
+"""What a run learns from and is measured on: a KD cache, or a text alone.
+
+Both serve batches in the same order and shapes, so the loop knows no difference. What differs is the objective (a
+text has no teacher, so only the cross-entropy is left), the number that evaluations report, and what identifies the
+data in a run's settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from qat_lora.cache.read.dataset import KDCacheDataset
+from qat_lora.cache.storage.store import read_manifest
+from qat_lora.data.packing import make_encoder, pack_rows, take_eval
+from qat_lora.data.sources import Document, describe_source, open_documents
+from qat_lora.data.text_dataset import ENCODERS, TextDataset
+from qat_lora.losses.objective import ObjectiveConfig, objective_loss
+from qat_lora.models.load import CausalLM, load_tokenizer, tokenizer_sha256
+from qat_lora.options import RecoverOptions
+from qat_lora.runtime.base import Runtime
+from qat_lora.setup.common import check_fits, fits_positions
+from qat_lora.setup.objective import check_arrays, evaluation_objective
+from qat_lora.train.loop import LoopConfig
+from qat_lora.types import OutputHead, VerifyRows
+
+
+@dataclass(frozen=True)
+class Lessons:
+    """Training rows, evaluation rows, and what is minimised on them."""
+
+    rows: Any
+    """Training rows: `KDCacheDataset` or `TextDataset`."""
+    evaluation: Any
+    """Rows kept apart, None where there are none."""
+    objective: ObjectiveConfig
+    identity: dict[str, Any]
+    """What makes these lessons other ones, for the run's settings."""
+    length: int
+    """Tokens of a row."""
+    head_k: int
+    """Entries of the teacher's head at a position, 0 without a teacher."""
+
+    @property
+    def metric(self) -> str:
+        """What evaluations report: `kl` to the teacher, or `nll` of the text."""
+        return "nll" if isinstance(self.rows, TextDataset) else "kl"
+
+    def fit(self, model: CausalLM) -> CausalLM:
+        """Return the model with the vocabulary that the lessons speak of.
+
+        Raises:
+            CacheError: it cannot learn from the cache.
+        """
+        if isinstance(self.rows, TextDataset):
+            return model
+        check_fits(self.rows, model)
+        return model.with_vocabulary(self.rows.manifest.fingerprint.vocab_size)
+
+
+def cache_lessons(options: RecoverOptions) -> Lessons:
+    """Open the KD cache of a run.
+
+    Raises:
+        CacheError: no cache, damage, or it lacks what the objective reads.
+    """
+    objective, path = options.objective, str(options.kd_cache_dir)
+    if options.learn == "kd+ce" and not objective.ce_weight:
+        objective = replace(objective, ce_weight=1.0)
+    temperatures, checked = objective.cached_temperatures, options.verify_rows
+    rows = KDCacheDataset(path, options.preload, options.head_k, temperatures=temperatures, verify_rows=checked)
+    check_arrays(rows, objective)
+    held = rows.manifest.fingerprint
+    evaluation = cache_evaluation_rows(path, options.head_k, checked)
+    return Lessons(rows, evaluation, objective, {"cache": held.sha256}, held.length, rows.k)
+
+
+def cache_evaluation_rows(path: str, head_k: int | None, checked: VerifyRows) -> KDCacheDataset | None:
+    """Return a cache's evaluation split without its draws, which no evaluation reads; None where it has none."""
+    if not read_manifest(path).rows("eval"):
+        return None
+    rows = KDCacheDataset(path, k=head_k, split="eval", verify_rows=checked)
+    rows.leave_out_all_but(["teacher_hidden"])
+    return rows
+
+
+def text_lessons(options: RecoverOptions, model: CausalLM) -> Lessons:
+    """Pack the text of a run into rows, with whole documents kept apart for evaluation.
+
+    Raises:
+        TextError: no text, too little of it, or plain text where chats are needed.
+        ConfigError: rows longer than the model has positions.
+    """
+    fits_positions(model, options.length)
+    tokenizer = load_tokenizer(model.folder, options.hub.trust_remote_code)
+    encode = ENCODERS[options.learn](make_encoder(tokenizer))
+
+    def documents(start: int) -> Iterator[Document]:
+        return open_documents(options.text, start)
+
+    kept, first = take_eval(documents, encode, options.length, options.eval_rows)
+    objective = options.objective
+    objective = replace(
+        objective,
+        kd_weight=0.0,
+        ce_weight=objective.ce_weight or 1.0,
+        hard_top1_weight=0.0,
+        hard_top1_end=None,
+        hidden_weight=0.0,
+    )
+    identity = {
+        "text": describe_source(options.text),
+        "tokenizer_sha256": tokenizer_sha256(tokenizer),
+        **{name: getattr(options, name) for name in ("learn", "length", "num_rows", "eval_rows")},
+    }
+    return Lessons(
+        TextDataset(pack_rows(documents(first), encode, options.length), options.num_rows),
+        TextDataset(kept) if kept else None,
+        objective,
+        identity,
+        options.length,
+        0,
+    )
+
+
+def evaluation(
+    lessons: Lessons, model: CausalLM, loop: LoopConfig, runtime: Runtime, head: OutputHead | None = None
+) -> Callable[[], float] | None:
+    """Return the function that measures the mean loss on rows kept apart, None where there are none.
+
+    Args:
+        lessons: with the rows, and the objective as `objectives.prepare` left it.
+        model: the student, in training mode or not.
+        loop: batch size and autocast.
+        runtime: where the student is.
+        head: the teacher's output head on the device, where the objective needs one.
+    """
+    if lessons.evaluation is None:
+        return None
+    if lessons.metric == "nll":
+        chunk, walk = lessons.objective.loss_chunk_mb, lessons.objective.loss_walk
+        objective = ObjectiveConfig(kd_weight=0.0, ce_weight=1.0, loss_chunk_mb=chunk, loss_walk=walk)
+    else:
+        objective = evaluation_objective(lessons.objective, head)
+    return rows_evaluation(lessons.evaluation, objective, model, loop, runtime, head)
+
+
+def rows_evaluation(
+    rows: Any,
+    objective: ObjectiveConfig,
+    model: CausalLM,
+    loop: LoopConfig,
+    runtime: Runtime,
+    head: OutputHead | None = None,
+) -> Callable[[], float]:
+    """Return the function that measures the mean of an objective per token over all of some rows.
+
+    Batches have training's shape, the last one filled with masked rows, so that XLA compiles one graph more.
+    """
+    batch_rows = loop.batch_size * runtime.replicas
+    # Made once, and two: zeros made in every evaluation, or one tensor in both places, are more graphs on XLA.
+    no_loss, no_tokens = (torch.zeros((), device=runtime.device) for _ in range(2))
+    batches = partial(
+        rows.batches,
+        0,
+        rows.steps_per_epoch(batch_rows),
+        batch_rows // runtime.processes,
+        replica=runtime.rank,
+        replicas=runtime.processes,
+    )
+
+    def evaluate() -> float:
+        was_training = model.module.training
+        model.module.eval()
+        total, count = no_loss, no_tokens
+        with torch.no_grad():
+            for batch in runtime.feed(batches()):
+                with runtime.autocast(torch.bfloat16 if loop.autocast else torch.float32):
+                    hidden = model.hidden(batch["input_ids"], batch["document_ids"])
+                    result = objective_loss(hidden, model.head(), batch, objective, teacher_head=head)
+                total, count = total + result.loss_sum, count + result.token_count
+                runtime.cut()
+            if runtime.replicas > 1:
+                total, count = runtime.all_reduce_mean(torch.stack([total, count])).unbind()
+        model.module.train(was_training)
+        return float(total) / max(float(count), 1.0)
+
+    return evaluate

@@ -1,0 +1,95 @@
+"""The finished pieces of an interrupted run, in its folder `unfinished` until the whole is done.
+
+Every piece is a folder that appears whole or not at all (`files`) and carries its checksums, so what a kill
+leaves can be trusted or is not there. All sums are checked before a run goes on; a damaged piece is removed and made
+again, which gives the same bytes: what it is made from is the model, the text and the pieces before it, all of them
+checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from qat_lora.errors import DamagedFileError, InterruptedRunError
+from qat_lora.files.atomic import failpoint
+from qat_lora.files.checksums import check_sums, write_sums
+from qat_lora.files.folders import discard, is_ours, sweep, whole_folder
+from qat_lora.layers.calibrate.finished import Kept
+
+FOLDER = "unfinished"
+TENSORS, FACTS = "tensors.safetensors", "facts.json"
+
+
+class Unfinished:
+    """The pieces of one run; the `layers.finished.Work` of everything else."""
+
+    def __init__(self, out: Path, unit: str, total: int, stopped: list[str]) -> None:
+        """Check what is there.
+
+        Args:
+            out: the run's folder, held by this process.
+            unit: what the parts of a piece are called, for people.
+            total: how many of them there will be.
+            stopped: stop signals that arrive.
+        """
+        self.folder, self.unit, self.total, self.stopped = out / FOLDER, unit, total, stopped
+        sweep(self.folder)
+        for piece in _pieces(out):
+            try:
+                check_sums(piece, True, (TENSORS, FACTS))
+            except DamagedFileError as error:
+                reason = str(error).split(";")[0]
+                print(f"{reason}; it is made again, which gives what it was", file=sys.stderr, flush=True)
+                discard(piece)
+
+    @property
+    def parts(self) -> int:
+        """How many parts are finished."""
+        return sum(len(json.loads(file.read_text(encoding="utf-8"))) for file in self.folder.glob(f"*/{FACTS}"))
+
+    def take(self, name: str) -> Kept | None:
+        """Return a piece that was kept, its tensors as views of its file; None where it is still to be done."""
+        self.may_stop()
+        piece = self.folder / name
+        if not (piece / FACTS).is_file():
+            return None
+        return load_file(piece / TENSORS), json.loads((piece / FACTS).read_text(encoding="utf-8"))
+
+    def keep(self, name: str, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        """Write a finished piece, so that it stays after a power cut."""
+        kind = name.partition("-")[0]
+        with whole_folder(self.folder / name) as draft:
+            save_file({part: tensor.contiguous().cpu() for part, tensor in tensors.items()}, draft / TENSORS)
+            (draft / FACTS).write_text(json.dumps(facts), encoding="utf-8")
+            failpoint(f"{kind}-written")
+            write_sums(draft, (TENSORS, FACTS))
+        failpoint(f"{kind}-kept")
+
+    def may_stop(self) -> None:
+        """Raise InterruptedRunError where a stop signal has arrived."""
+        if self.stopped:
+            raise InterruptedRunError(
+                f"stopped by {self.stopped[0]}: {self.parts} of {self.total} {self.unit} are finished and kept in "
+                f"{self.folder.parent}; the same command goes on from there"
+            )
+
+
+def remove_pieces(out: Path) -> None:
+    """Remove the pieces of a run that is complete."""
+    for piece in _pieces(out):
+        discard(piece)
+    sweep(out / FOLDER)
+    with contextlib.suppress(OSError):  # there is none, or it holds something of others
+        (out / FOLDER).rmdir()
+
+
+def _pieces(out: Path) -> list[Path]:
+    """Return the pieces that runs in this folder kept."""
+    return sorted(piece for piece in (out / FOLDER).glob("[!.]*") if is_ours(piece / FACTS))

@@ -1,0 +1,90 @@
+"""A teacher whose output head has more padding rows than the student's: cut when the cache is built."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from toy_pipeline import cache_options, call, quantize_options, recover_options
+
+from qat_lora.cache.read.dataset import KDCacheDataset
+from qat_lora.cache.storage.store import read_manifest
+from qat_lora.errors import CacheError, ConfigError
+from qat_lora.losses.objective import ObjectiveConfig
+from qat_lora.models.load import load_model
+
+
+@pytest.fixture(scope="module")
+def padded(tiny, tmp_path_factory):
+    """The tiny teacher with eight rows more, whose logits are far from negligible."""
+    folder = tmp_path_factory.mktemp("padded") / "teacher"
+    shutil.copytree(tiny.teacher, folder)
+    model = load_model(str(folder), dtype="float32").module
+    model.resize_token_embeddings(328, mean_resizing=False)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[320:] = model.get_output_embeddings().weight[:8] * 2
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_a_cut_vocabulary_is_that_of_a_teacher_without_the_padding(tiny, padded, tmp_path):
+    settings = dict(top_k=8, num_rows=8, eval_rows=0, hidden=True)
+    caches = {
+        "plain": call("build_cache", cache_options(tiny, tmp_path / "plain", **settings)),
+        "cut": call(
+            "build_cache", cache_options(tiny, tmp_path / "cut", teacher=str(padded), vocab_size=320, **settings)
+        ),
+        "whole": call("build_cache", cache_options(tiny, tmp_path / "whole", teacher=str(padded), **settings)),
+    }
+    rows = {name: KDCacheDataset(cache).rows(range(8)) for name, cache in caches.items()}
+    for name, values in rows["plain"].items():
+        torch.testing.assert_close(torch.tensor(rows["cut"][name]), torch.tensor(values), rtol=1e-4, atol=1e-3)
+    assert abs(rows["whole"]["lse"] - rows["plain"]["lse"]).max() > 0.01  # positive control: the padding had mass
+    head = KDCacheDataset(caches["cut"]).teacher_head()
+    assert head.vocab_size == len(head.weight_VH) == 320
+    student = call("quantize", quantize_options(tiny, tmp_path / "student"))
+    for estimator in ("ghost", "full"):
+        objective = ObjectiveConfig(estimator=estimator)
+        call("recover", recover_options(student, caches["cut"], tmp_path / estimator, objective=objective))
+    with pytest.raises(CacheError, match="has 320 entries.*speaks of 328.*--vocab-size 320"):
+        call("recover", recover_options(student, caches["whole"], tmp_path / "refused"))
+
+
+@pytest.mark.parametrize("rows", [100, 329])
+def test_rows_that_the_tokenizer_needs_or_the_head_lacks_are_refused(tiny, padded, tmp_path, rows):
+    with pytest.raises(ConfigError, match=rf"vocab_size: {rows} is not allowed; .* take 320, .* has 328 rows"):
+        call("build_cache", cache_options(tiny, tmp_path / "cache", teacher=str(padded), vocab_size=rows))
+    assert not (tmp_path / "cache").exists()
+
+
+def test_draws_from_the_tail_are_kept_unless_they_are_declined(tiny, tmp_path):
+    for given, kept in ((None, ("tail_draws:8",)), (3, ("tail_draws:3",)), (0, ())):
+        options = cache_options(tiny, tmp_path / str(given), num_rows=4, eval_rows=0, tail_draws=given)
+        assert read_manifest(str(call("build_cache", options))).fingerprint.optional_arrays == kept
+
+
+@pytest.mark.slow
+def test_a_cache_of_one_document_of_200_mb_takes_no_more_memory_than_another(tiny, tmp_path):
+    """In a process of its own, everything imported; the tokens are those of the toy's own words."""
+    line = (tiny.text / "000.txt").read_text()
+    with (tmp_path / "large.txt").open("w") as file:
+        for _ in range(200):
+            file.write(line * (1_000_000 // len(line)))
+    words = [
+        "cache",
+        "build",
+        "--teacher",
+        str(tiny.teacher),
+        "--dataset",
+        str(tmp_path / "large.txt"),
+        "--length",
+        "64",
+    ]
+    words += ["--top-k", "16", "--num-rows", "64", "--device", "cpu", "--quiet", "--out", str(tmp_path / "cache")]
+    program = (
+        "import resource, sys; from qat_lora.cli import main; main(sys.argv[1:]); "
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)"
+    )
+    ran = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=True)
+    assert int(ran.stdout.splitlines()[-1]) < 1200  # MiB

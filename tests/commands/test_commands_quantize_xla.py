@@ -1,0 +1,43 @@
+"""`qat-lora quantize` on XLA: solvers loop over columns, which a graph would unroll, so they run on the host."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from qat_lora.cli import main
+
+PROGRAM = """
+import sys, torch
+torch.set_num_threads(1)
+from qat_lora import cli
+from qat_lora.runtime.xla.runtime import XlaRuntime
+reports, close = [], XlaRuntime._close
+XlaRuntime._close = lambda self: (reports.append(self.compile_report()), close(self))
+cli.main(sys.argv[1:])
+assert reports and reports[0]["graphs_compiled"] == 0, reports
+"""
+
+pytestmark = [
+    pytest.mark.xla,
+    pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="needs the xla extra"),
+]
+
+
+def test_the_default_start_needs_no_graph_and_is_what_a_cpu_finds(tiny, tmp_path):
+    common = ["quantize", "--model", str(tiny.teacher), "--dataset", str(tiny.text), "--calibration-rows", "16"]
+    common += ["--calibration-length", "16", "--start-rank", "2", "--joint-rank", "2", "--quiet"]
+    main([*common, "--device", "cpu", "--out", str(tmp_path / "cpu")])
+    subprocess.run(
+        [sys.executable, "-c", PROGRAM, *common, "--device", "xla", "--out", str(tmp_path / "xla")],
+        env={**os.environ, "PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1"},
+        check=True,
+        timeout=120,
+    )
+    there, here = (load_file(tmp_path / name / "model.safetensors") for name in ("xla", "cpu"))
+    assert there.keys() == here.keys()
+    assert all(torch.equal(there[name], here[name]) for name in here)

@@ -1,0 +1,171 @@
+"""Calibration in order: the target against least squares, the streams against plain forwards, the model's output."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from qat_lora.errors import ModelError
+from qat_lora.layers.calibrate.fisher import drawn_log_likelihood, sensitivities
+from qat_lora.layers.calibrate.quantize import quantise_model, second_moments
+from qat_lora.layers.calibrate.sequential import Plan, aimed_weight, quantise_in_order
+from qat_lora.layers.convert import add_lora, quant_layers, quantise_targets
+from qat_lora.layers.lora import LoraConfig
+from qat_lora.quant.spec import preset
+
+CHOSEN = preset("w2g64")
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.gate = nn.Linear(24, 40), nn.Linear(24, 40)
+        self.down = nn.Linear(40, 24, bias=False)
+        self.unused = nn.Embedding(2, 2)
+
+    def forward(self, x, *, shift):
+        y = nn.functional.layer_norm(x, (24,)) + shift
+        return (x + self.down(self.up(y) * torch.sigmoid(self.gate(y))),)
+
+
+class Toy(nn.Module):
+    def __init__(self, blocks=4):
+        super().__init__()
+        self.embed = nn.Embedding(50, 24)
+        self.blocks = nn.ModuleList([Block() for _ in range(blocks)])
+        self.lm_head = nn.Linear(24, 50, bias=False)
+
+    def hidden(self, ids):
+        x = self.embed(ids)
+        for i, block in enumerate(self.blocks):
+            (x,) = block(x, shift=0.1 * i)
+        return x
+
+    def forward(self, ids):
+        return self.lm_head(self.hidden(ids))
+
+
+def toy(**kwargs):
+    torch.manual_seed(0)
+    return Toy(**kwargs).requires_grad_(False)
+
+
+def batches(seed, count=6):
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 50, (8, 16), generator=draw) for _ in range(count)]
+
+
+def test_the_aimed_weight_is_the_least_squares_map_from_the_students_inputs():
+    draw = np.random.default_rng(0)
+    x = draw.normal(size=(500, 8)) @ draw.normal(size=(8, 8))
+    y = x + 0.3 * draw.normal(size=(500, 8)) @ draw.normal(size=(8, 8))
+    weight = draw.normal(size=(5, 8))
+    moment, cross = y.T @ y / 500, x.T @ y / 500
+    given = (torch.from_numpy(a) for a in (weight, moment, cross))
+    # The same problem with the damping as 8 more tokens, on which the weight is to stay as it is.
+    extra = np.sqrt(500 * 0.01 * np.diag(moment).mean()) * np.eye(8)
+    inputs, wanted = np.concatenate([y, extra]), np.concatenate([x @ weight.T, extra @ weight.T])
+    expected = np.linalg.lstsq(inputs, wanted, rcond=None)[0].T
+    assert np.allclose(aimed_weight(*given).numpy(), expected, atol=1e-4)
+
+
+def costs_of(model, text):
+    draws = torch.Generator().manual_seed(3)
+    names = list(quantise_targets(model, CHOSEN))
+    return sensitivities(model, names, text, lambda b: drawn_log_likelihood(model(b).flatten(0, 1), draws), True)
+
+
+@torch.no_grad()
+def kl(reference, model, ids):
+    p, q = (m(ids).double().log_softmax(-1) for m in (reference, model))
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def test_in_order_is_nearer_to_the_teacher_on_fresh_text_than_layer_by_layer():
+    reference, text, fresh = toy(), batches(1, 12), torch.cat(batches(2))
+    costs = costs_of(reference, text)
+    distance = {}
+    for name, known in (("alone", None), ("alone fisher", costs), ("order", None), ("order fisher", costs)):
+        model = toy()
+        if "order" in name:
+            plan = Plan("descent", start_rank=8, joint_rank=4)
+            starts = quantise_in_order(model, CHOSEN, plan, text, model.hidden, known, quiet=True)
+        else:
+            moments = second_moments(model, quantise_targets(model, CHOSEN), text, model.hidden, known)
+            ranks = {"start_rank": 8, "joint_rank": 4}
+            starts = quantise_model(model, CHOSEN, "descent", moments, quiet=True, costs=known, **ranks)
+        assert sorted(starts) == sorted(quant_layers(model)) == sorted(quantise_targets(reference, CHOSEN))
+        add_lora(model, LoraConfig(recovery_r=4), starts)
+        distance[name] = kl(reference, model, fresh)
+    assert distance["order"] < 0.9 * distance["alone"], distance
+    assert distance["order fisher"] < distance["order"], distance
+
+
+def test_what_is_fitted_is_what_a_plain_forward_shows(monkeypatch):
+    """The moments that `fit_layer` gets are those of the inputs in a model quantised that far, corrections in place."""
+    from qat_lora.layers.calibrate import sequential as in_order
+
+    seen = {}
+
+    def spy(weight, spec, method, moment, *rest):
+        fit = original(weight, spec, method, moment, *rest)
+        seen[len(seen)] = moment, fit
+        return fit
+
+    original = in_order.fit_layer
+    monkeypatch.setattr(in_order, "fit_layer", spy)
+    model, text = toy(blocks=2), batches(1)
+    quantise_in_order(model, CHOSEN, Plan("mse", 3, 3), text, model.hidden, quiet=True)
+    names = ["blocks.0.up", "blocks.0.gate", "blocks.0.down", "blocks.1.up", "blocks.1.gate", "blocks.1.down"]
+    assert len(seen) == len(names)
+    again = toy(blocks=2)
+    for i, name in enumerate(names):
+        moment, fit = seen[i]
+        assert torch.allclose(second_moments(again, [name], text, again.hidden)[name], moment, rtol=1e-3, atol=1e-4)
+        if not name.endswith("up"):  # both halves of a stage see the same input
+            for j in (i - 1, i) if name.endswith("gate") else (i,):
+                both = seen[j][1]
+                dense = both.quantised.dense(CHOSEN.rules[0][1]) + both.factors.b_OR @ both.factors.a_RI
+                again.get_submodule(names[j]).weight.data = dense
+
+
+def test_an_untied_head_is_quantised_on_request():
+    model = toy(blocks=1)
+    starts = quantise_in_order(
+        model, preset("w2g64", head="nf4g64"), Plan("gptq", 4), batches(1), model.hidden, quiet=True
+    )
+    assert quant_layers(model)["lm_head"].spec.table == "normal" and "lm_head" not in starts
+
+
+def test_the_heads_moment_comes_from_hidden_states_without_running_it():
+    model, text = toy(blocks=1), batches(2)
+    model.lm_head.forward = None
+    states = torch.cat([model.hidden(batch).reshape(-1, 24) for batch in text])
+    moments = second_moments(model, ["blocks.0.up", "lm_head"], text, model.hidden)
+    assert torch.allclose(moments["lm_head"], states.T @ states / len(states), rtol=1e-4, atol=1e-5)
+
+
+def test_models_that_are_no_stack_of_blocks_are_refused():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.ModuleList([Block()]), nn.ModuleList([Block()])
+
+    with pytest.raises(ModelError, match="several stacks of blocks .*--calibrate-on teacher"):
+        quantise_in_order(Two(), CHOSEN, Plan("mse"), batches(1), lambda b: b, quiet=True)
+
+    class Positional(Block):
+        def forward(self, x, shift):
+            return super().forward(x, shift=shift)
+
+    class Odd(Toy):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([Positional()])
+
+        def hidden(self, ids):
+            return self.blocks[0](self.embed(ids), 0.1)[0]
+
+    model = Odd()
+    with pytest.raises(ModelError, match="named arguments.*--calibrate-on teacher"):
+        quantise_in_order(model, CHOSEN, Plan("mse"), batches(1), model.hidden, quiet=True)

@@ -1,0 +1,144 @@
+"""The walk by blocks of vocabulary: every block size, logits that grow from block to block, empty tails and blocks."""
+
+import numpy as np
+import pytest
+import torch
+from losses_oracle import dense_ghost, dense_head, make_teacher
+
+from qat_lora.losses.fused import by_vocab as sweep
+from qat_lora.losses.fused.gradients import Task, group_terms
+from qat_lora.losses.fused.op import fused_linear_kd
+from qat_lora.losses.loss_terms import HeadTerm, PointTerm, label_term
+from qat_lora.types import OutputHead, SparseTeacher
+
+COUNT, VOCAB, WIDTH = 7, 41, 5
+
+
+def swept(hidden, head, terms, mask, block_vocab, want=True, want_head=False):
+    """Run the sweep alone; one group, scales as the fused pass makes them."""
+    task = Task(
+        hidden.masked_fill(~mask[:, None], 0),
+        head.weight_VH[: head.vocab_size],
+        head.bias_V,
+        head.logit_scale,
+        head.softcap,
+        group_terms(terms),
+        [term.weight * term.temperature**2 for term in terms],
+        mask,
+        hidden.dtype,
+        want,
+        want_head,
+        want_head and head.bias_V is not None,
+    )
+    return sweep.walk_vocabulary(task, block_vocab)
+
+
+def problem(k=4, temperature=1.0, growth=0.0, seed=0):
+    rng = np.random.default_rng(seed)
+    _, teacher = make_teacher(rng, COUNT, VOCAB, k, temperature)
+    hidden = torch.tensor(rng.normal(size=(COUNT, WIDTH)))
+    hidden[:, 0] = 1.0
+    weight = torch.tensor(rng.normal(size=(VOCAB, WIDTH)))
+    weight[:, 0] += growth * torch.arange(VOCAB)
+    return hidden, weight, teacher, torch.tensor(rng.integers(0, VOCAB, size=COUNT))
+
+
+@pytest.mark.parametrize("block_vocab", [1, 3, 40, 41, 100])
+@pytest.mark.parametrize("growth", [0.0, 30.0, -30.0])  # logits up to 1,200, rising or falling block by block
+@pytest.mark.parametrize(
+    "temperature,scale,cap", [(1.0, 1.0, None), (2.0, 0.5, None), (2.0, 2.0, None), (1.0, 1.0, 5.0), (2.0, 0.5, 30.0)]
+)
+@pytest.mark.parametrize("want_head", [False, True])
+def test_every_block_size_equals_dense_autograd(block_vocab, growth, temperature, scale, cap, want_head, monkeypatch):
+    monkeypatch.setattr(sweep, "PIECE_BYTES", 2 * 8 * min(block_vocab, VOCAB))  # two positions a piece
+    hidden, weight, teacher, labels = problem(temperature=temperature, growth=growth)
+    bias = torch.linspace(-1, 1, VOCAB, dtype=torch.float64)
+    draws = PointTerm(
+        torch.stack([labels, teacher.ids_NK[:, 0]], 1), torch.full((COUNT, 2), 0.3), temperature=temperature
+    )
+    terms = [HeadTerm(teacher, weight=0.7), draws]
+    everywhere = torch.ones(COUNT, dtype=torch.bool)
+    head = OutputHead(weight, VOCAB, bias, scale, cap)
+    got = swept(hidden, head, terms, everywhere, block_vocab, want_head=want_head)
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+    logits = dense_head(leaves[0], leaves[1], VOCAB, leaves[2], scale, cap)
+    kd = dense_ghost(logits, teacher).sum()
+    log_p = (logits / temperature).log_softmax(-1)
+    ce = -(0.3 * log_p.gather(1, draws.ids_ND)).sum() * temperature**2
+    expected = torch.autograd.grad(0.7 * kd + ce, leaves)
+    assert got.sums[0].item() * temperature**2 == pytest.approx(kd.item(), rel=1e-11)
+    assert got.sums[1].item() * temperature**2 == pytest.approx(ce.item(), rel=1e-6)  # 0.3 is held in float32
+    made = [got.hidden_NH, got.weight_VH, got.bias_V]
+    assert [x is not None for x in made] == [True, want_head, want_head]
+    for value, wanted in zip(made, expected, strict=True):
+        if value is not None:
+            torch.testing.assert_close(value, wanted, rtol=1e-6, atol=1e-6 * wanted.abs().max().item())
+
+
+@pytest.mark.parametrize("block_vocab", [4, 41])
+def test_a_head_that_fills_blocks_or_the_vocabulary_leaves_no_nan(block_vocab):
+    for k in (VOCAB - 1, VOCAB):
+        hidden, weight, teacher, _ = problem(k=k)
+        head, everywhere = OutputHead(weight, VOCAB), torch.ones(COUNT, dtype=torch.bool)
+        got = swept(hidden, head, [HeadTerm(teacher)], everywhere, block_vocab)
+        leaf = hidden.clone().requires_grad_()
+        if k == VOCAB:  # the plain KL over the vocabulary
+            log_p = (leaf @ weight.T).log_softmax(-1).gather(1, teacher.ids_NK)
+            dense = (teacher.log_probs_NK.exp() * (teacher.log_probs_NK - log_p)).sum()
+        else:
+            dense = dense_ghost(leaf @ weight.T, teacher).sum()
+        assert got.sums[0].item() == pytest.approx(dense.item(), rel=1e-9)
+        torch.testing.assert_close(got.hidden_NH, torch.autograd.grad(dense, leaf)[0], rtol=1e-9, atol=1e-11)
+
+
+def test_masked_positions_get_nothing_whatever_their_targets_hold():
+    hidden, weight, teacher, _ = problem()
+    mask = torch.arange(COUNT) % 2 == 0
+    spoiled = SparseTeacher(
+        teacher.ids_NK.masked_fill(~mask[:, None], -100),
+        teacher.log_probs_NK.masked_fill(~mask[:, None], float("nan")),
+        teacher.log_tail_N.masked_fill(~mask, float("nan")),
+    )
+    head = OutputHead(weight, VOCAB)
+    got = swept(hidden, head, [HeadTerm(spoiled)], mask, 10, want_head=True)
+    expected = swept(hidden, head, [HeadTerm(teacher)], mask, 10, want_head=True)
+    assert (got.hidden_NH[~mask] == 0).all()
+    torch.testing.assert_close(got.hidden_NH, expected.hidden_NH, rtol=0, atol=0)
+    torch.testing.assert_close(got.weight_VH, expected.weight_VH, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("train_head", [False, True])
+def test_the_two_walks_agree_also_on_a_padded_head(train_head):
+    hidden, weight, teacher, labels = problem(growth=1.0)
+    weight = torch.cat([weight, torch.full((3, WIDTH), float("nan"), dtype=torch.float64)])
+    gradients = []
+    for walk in ("positions", "vocabulary"):
+        leaf = hidden.clone().requires_grad_()
+        head = OutputHead(weight.clone().requires_grad_(train_head), VOCAB)
+        terms = [HeadTerm(teacher), label_term(labels)]
+        fused_linear_kd(leaf, head, terms, chunk_tokens=2, walk=walk).loss_sum.backward()
+        assert (head.weight_VH.grad is not None) == train_head
+        gradients.append([leaf.grad, head.weight_VH.grad])
+    for one, other in zip(*gradients, strict=True):
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
+    assert not train_head or (gradients[1][1][VOCAB:] == 0).all()
+
+
+def test_a_gradient_that_nobody_wants_is_not_made():
+    hidden, weight, teacher, _ = problem()
+    everywhere = torch.ones(COUNT, dtype=torch.bool)
+    got = swept(hidden, OutputHead(weight, VOCAB), [HeadTerm(teacher)], everywhere, 10, want=False)
+    assert got[1:] == (None, None, None)
+    assert got.sums[0].item() == pytest.approx(dense_ghost(hidden @ weight.T, teacher).sum().item(), rel=1e-11)
+
+
+def test_terms_of_one_head_and_temperature_share_a_softmax():
+    _, _, teacher, labels = problem()
+    soft = problem(temperature=2.0)[2]
+    terms = [HeadTerm(teacher), HeadTerm(teacher, name="again"), HeadTerm(soft), label_term(labels)]
+    groups = group_terms(terms)
+    assert [[index for index, _ in group.heads] for group in groups] == [[0, 1], [2]]
+    assert [[index for index, _ in group.points] for group in groups] == [[3], []]
+    assert not sweep.sweepable(groups)
+    assert sweep.sweepable(group_terms([HeadTerm(teacher), label_term(labels)]))

@@ -1,0 +1,261 @@
+"""Estimates against models that were really built, and activations against what autograd really keeps."""
+
+import dataclasses
+import importlib.util
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from qat_lora.commands.estimate import estimate
+from qat_lora.errors import ConfigError, ModelError
+from qat_lora.layers.convert import add_lora, prepare_base
+from qat_lora.layers.lora import LoraConfig
+from qat_lora.models.load import DTYPES, cast, load_model
+from qat_lora.options import EstimateOptions, QuantizeOptions, RunConfig
+from qat_lora.plan.activations import Weights, step_bytes, widths
+from qat_lora.plan.devices import named
+from qat_lora.runtime.host.live_bytes import LiveBytes
+from qat_lora.runtime.native import NativeRuntime
+from qat_lora.train.optim import OptimConfig, build_optimizer
+
+RANK = 6
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def student(tiny, tmp_path_factory):
+    from qat_lora.commands.quantize import quantize
+
+    run = RunConfig(out=str(tmp_path_factory.mktemp("estimate") / "student"), quiet=True)
+    options = QuantizeOptions(model=str(tiny.teacher), init="absmax", start_rank=0, run=run)
+    return quantize(options, NativeRuntime("cpu"))
+
+
+def ask(model, **settings):
+    settings = {"lora": LoraConfig(recovery_r=RANK), "length": 64, "batch_size": 2, **settings}
+    return estimate(EstimateOptions(model=str(model), **settings), NativeRuntime("cpu"))
+
+
+def built(folder, dtype, train_scales):
+    """Build the student as `recover` does; return it with its trained tensors and its optimizer."""
+    model = load_model(str(folder), dtype=dtype)
+    add_lora(model.module, LoraConfig(recovery_r=RANK))
+    scales = prepare_base(model.module, train_scales, DTYPES[dtype])
+    adapter = [p for name, p in model.module.named_parameters() if "lora_" in name]
+    groups = {"adapter": dict(enumerate(adapter)), "scales": scales}
+    return model, adapter, list(scales.values()), build_optimizer(OptimConfig(), groups)
+
+
+def memory(*tensors):
+    """Bytes of the tensors' memory, shared memory counted once."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("train_scales", [False, True])
+def test_what_is_held_equals_a_built_model(student, dtype, train_scales, capsys):
+    report = ask(student, train_scales=train_scales, run=RunConfig(dtype=dtype))
+    model, adapter, scales, optimizer = built(student, dtype, train_scales)
+    kept = [getattr(m, name, None) for m in model.module.modules() for name in ("_values_OI", "_dense_OI")]
+    everything = [*model.module.parameters(), *model.module.buffers(), *(t for t in kept if t is not None)]
+    mine = memory(*adapter)
+    assert report["bytes"]["weights"] == memory(*everything) - mine
+    assert report["bytes"]["adapter"] == mine
+    assert report["bytes"]["gradients"] == memory(*(p.grad for p in [*adapter, *scales]))
+    moments = [t for state in optimizer.state.values() for name, t in state.items() if name != "step"]
+    assert report["bytes"]["optimizer state"] == memory(*moments)
+    assert report["trained"] == sum(p.numel() for p in [*adapter, *scales])
+    assert "estimate" in capsys.readouterr().out
+
+
+def test_parameters_are_those_of_the_full_precision_model(tiny, student):
+    real = sum(p.numel() for p in load_model(str(tiny.teacher)).module.parameters())
+    plain, preset, quantised = ask(tiny.teacher), ask(tiny.teacher, preset="w2g64"), ask(student)
+    assert plain["parameters"] == preset["parameters"] == quantised["parameters"] == real
+    assert plain["quantised"] == 0 and preset == quantised
+    per_layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96  # q and o, k and v, gate, up and down
+    assert quantised["quantised"] == 2 * per_layer
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("attention", ["tiled", "fused", "plain"])
+def test_activations_are_within_15_percent_of_what_autograd_keeps(tiny, dtype, attention):
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    length = 128
+    model = load_model(str(tiny.teacher))
+    cast(model.module, DTYPES[dtype])
+    add_lora(model.module, LoraConfig(recovery_r=RANK))
+    model.module.train()
+    weights = {p.untyped_storage().data_ptr() for p in model.module.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        # Casts of the adapter's own factors are counted as its, not as activations.
+        if storage.data_ptr() not in weights and RANK not in tensor.shape[:1]:
+            kept[storage.data_ptr()] = storage  # held, so that no address is used twice
+        return tensor
+
+    if attention == "tiled":
+        model.tile_attention()
+    backend = SDPBackend.FLASH_ATTENTION if attention == "fused" else SDPBackend.MATH
+    with sdpa_kernel(backend), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        hidden = model.hidden(torch.randint(0, 320, (2, length)), torch.zeros(2, length, dtype=torch.int32))
+    measured = sum(storage.nbytes() for storage in kept.values()) + hidden.numel() * hidden.element_size()
+    report = ask(tiny.teacher, length=length, attention=attention, run=RunConfig(dtype=dtype))
+    assert report["bytes"]["activations"] == pytest.approx(measured, rel=0.15)
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    """`benchmarks/estimate.py`, whose points are measured as here."""
+    spec = importlib.util.spec_from_file_location("estimate_benchmark", ROOT / "benchmarks/estimate.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look for it
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"vocab": 4096},
+        {"vocab": 32768, "dtype": "bfloat16"},
+        {"vocab": 32768, "checkpointing": True},
+        {"vocab": 4096, "dtype": "bfloat16", "checkpointing": True},
+        {"train_scales": True},
+        {"train_scales": True, "dtype": "bfloat16", "checkpointing": True},
+    ],
+    ids=lambda changed: "-".join(f"{name}={value}" for name, value in changed.items()),
+)
+def test_the_sum_is_within_15_percent_of_the_peak_of_a_step(benchmark, changed):
+    """Everything that is alive at once in a real step, counted at torch's dispatcher; a long and a short head."""
+    point = benchmark.Point(**{"layers": 3, "rows": 4, "length": 128, **changed})
+    assert benchmark.estimated(point, "cpu") == pytest.approx(benchmark.on_cpu(point), rel=0.15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_sum_is_within_15_percent_of_xlas_buffer_assignment(benchmark, checkpointing):
+    found = benchmark.compare("xla", benchmark.Point(checkpointing=checkpointing))
+    assert abs(found["ratio"] - 1) <= 0.15, found
+
+
+def test_the_estimates_of_the_committed_measurements_are_still_those(benchmark):
+    """All sizes, without measuring them again."""
+    result = json.loads((ROOT / "benchmarks/results/estimate.json").read_text(encoding="utf-8"))
+    fields = [field.name for field in dataclasses.fields(benchmark.Point)]
+    assert {found["device"] for found in result["points"]} == {"cpu", "xla"}
+    for found in result["points"]:
+        point = benchmark.Point(**{name: found[name] for name in fields})
+        guess = benchmark.estimated(point, found["device"]) / 2**20
+        assert guess == pytest.approx(found["measured_mib"], rel=0.15), point
+        assert guess == pytest.approx(found["estimated_mib"], rel=0.001), f"{point}: run benchmarks/estimate.py again"
+
+
+def test_xla_keeps_no_scores_and_forms_weights_once(tiny):
+    """Counted by hand: the toy's activations, and the weights that checkpointing does not form again."""
+    config = load_model(str(tiny.teacher)).config
+    sizes, weights = widths(config), Weights(total=61_440, largest=6_144)
+    options = EstimateOptions(model=str(tiny.teacher), length=64, batch_size=2, lora=LoraConfig(recovery_r=RANK))
+    plain, xla = (step_bytes(config, options, name, 320, weights)["activations"] for name in ("plain", "xla"))
+    scores, halves = sizes.heads * 64, sizes.queries + sizes.keys  # the scores; summands of what is normed
+    # Attention's own: queries, keys and values repeated for every head, and scores; or as they are, to begin again.
+    plain_own, xla_own = 3 * sizes.queries + scores, sizes.queries + 2 * sizes.keys
+    assert xla - plain == 128 * 2 * 4 * (xla_own - plain_own + 3 * sizes.mlp + halves)  # tokens, layers, float32
+    again = replace(options, train_scales=True, gradient_checkpointing=True)
+    formed = {name: step_bytes(config, again, name, 320, weights)["formed weights"] for name in ("tiled", "xla")}
+    assert formed == {"tiled": 4 * 61_440 // 2, "xla": 4 * 61_440}
+
+
+def test_attention_follows_the_device(tiny, capsys):
+    report = ask(tiny.teacher, devices=("v6e-4", "h100", "laptop"))
+    there = report["devices"]
+    assert [there[name]["attention"] for name in there] == ["xla", "fused", "tiled"]
+    assert report["attention"] == "xla" and report["total_bytes"] == there["v6e-4"]["total_bytes"]
+    assert there["v6e-4"]["total_bytes"] > there["h100"]["total_bytes"] != there["laptop"]["total_bytes"]
+    printed = capsys.readouterr().out
+    assert "a step with xla attention, as on v6e-4\n" in printed
+    for device, attention in (("cpu", "tiled"), ("mps", "plain"), ("cuda", "fused"), ("tpu", "xla"), ("xla", "xla")):
+        assert ask(tiny.teacher, run=RunConfig(device=device))["attention"] == attention
+    forced = ask(tiny.teacher, attention="plain", devices=("v6e-4", "h100"))
+    assert {forced["attention"], *(d["attention"] for d in forced["devices"].values())} == {"plain"}
+
+
+def test_live_bytes_counts_memory_and_not_views():
+    with LiveBytes() as live:
+        a = torch.ones(1000)
+        view = a.view(10, 100)
+        del a
+        assert live.now == 4000
+        doubled = view * 2
+        assert live.now == live.peak == 8000
+        del view, doubled
+        assert (live.now, live.peak) == (0, 8000)
+
+
+def test_time_and_cost_follow_from_operations_rate_and_price(tiny):
+    report = ask(tiny.teacher, preset="w2g64", max_steps=10, devices=("v6e-4", "h100"), utilisation=0.5)
+    flops = report["flops_per_token"]
+    # 2 layers: 61,440 weights in linear layers, 4 N; the head once; adapters 6 N; attention 12 L d a layer.
+    adapter = report["trained"]
+    assert flops == 4 * 61_440 + 4 * 320 * 64 + 6 * adapter + 12 * 64 * 64 * 2
+    seconds = 10 * 2 * 64 * flops / (918e12 * 0.5)
+    chips = report["devices"]["v6e-4"]
+    assert chips["hours"] == pytest.approx(seconds / 3600) and chips["tokens"] == 4 * 10 * 2 * 64
+    assert chips["usd"] == pytest.approx(seconds / 3600 * 4 * 2.70)
+    assert report["devices"]["h100"]["usd"] == pytest.approx(10 * 128 * flops / (989e12 * 0.5) / 3600 * 3.00)
+    for wrong in ("v9e", "v6e-0", "v6e-x", ""):
+        with pytest.raises(ConfigError, match="^for: .*v6e-4"):
+            named((wrong,))
+
+
+def test_the_memory_table_grows_with_batch_and_shrinks_with_checkpointing(tiny):
+    table = ask(tiny.teacher, table=True)["table"]
+    assert [(row["batch_size"], row["length"]) for row in table[:3]] == [(1, 32), (1, 64), (1, 128)]
+    assert all(row["checkpointed"] < row["kept"] for row in table)
+    assert all(a["kept"] < b["kept"] for a, b in zip(table, table[1:], strict=False) if a["length"] < b["length"])
+
+
+def test_the_table_adds_up_and_says_what_it_is(tiny, capsys, monkeypatch):
+    from qat_lora.cli import main
+
+    monkeypatch.setenv("USE_TORCH_XLA", "0")
+    flags = ["estimate", "--device", "cpu", "--model", str(tiny.teacher), "--preset", "w2g64", "--recovery-r", "6"]
+    main([*flags, "--batch-size", "2", "--accumulation-steps", "8"])
+    table = capsys.readouterr().out
+    assert (
+        "effective batch 16" in table
+        and "An estimate." in table
+        and "Nothing of it has been measured\non a TPU" in table
+    )
+    main([*flags, "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert report["total_bytes"] == sum(report["bytes"].values())
+    lines = [line.split() for line in table.splitlines() if line.endswith("GiB")]
+    there = [size for size in report["bytes"].values() if size]  # no weights are formed anew under a frozen base
+    assert len([line for line in lines if len(line) >= 3]) == len(there) + 1 == len(report["bytes"])
+
+
+def test_only_config_json_is_read(tiny, student, tmp_path):
+    for source in (tiny.teacher, student):
+        folder = tmp_path / source.name
+        folder.mkdir()
+        (folder / "config.json").write_bytes((source / "config.json").read_bytes())
+        assert ask(folder)["bytes"] == ask(source)["bytes"]
+
+
+def test_refusals(tiny, student, tmp_path):
+    with pytest.raises(ModelError, match="no config.json"):
+        ask(tmp_path)
+    with pytest.raises(ModelError, match="quantised already"):
+        ask(student, preset="w4g128")
+    with pytest.raises(ConfigError, match="w9"):
+        ask(tiny.teacher, preset="w9")
+    with pytest.raises(ConfigError, match="batch_size: 0 is below 1"):
+        ask(tiny.teacher, batch_size=0)

@@ -1,0 +1,140 @@
+"""Descent and refitted scales: monotone, at a minimum that no single code improves, and the least-squares solution."""
+
+import numpy as np
+import pytest
+import torch
+
+from qat_lora.quant.gptq import Curvature, Grid, descend, gptq, slope_of
+from qat_lora.quant.initialize import quantise_weight, refine
+from qat_lora.quant.spec import QuantSpec
+
+SPECS = {
+    "asymmetric": QuantSpec(bits=3, code="asymmetric", sharing="group", group_size=16),
+    "kmeans": QuantSpec(bits=2, code="lut", sharing="group", group_size=16, table="kmeans"),
+    "group": QuantSpec(bits=2, code="half", sharing="group", group_size=16),
+    "channel": QuantSpec(bits=3, code="integer", sharing="channel"),
+    "tensor": QuantSpec(bits=2, code="half", sharing="tensor"),
+    "lowrank": QuantSpec(bits=2, code="lut", sharing="lowrank", group_size=32, rank=3),
+}
+
+
+def correlated(columns, tokens=400, seed=0):
+    draw = np.random.default_rng(seed)
+    mix = draw.normal(size=(columns // 4, columns)) + 0.3 * draw.normal(size=(1, columns))
+    x = draw.normal(size=(tokens, columns // 4)) @ mix + 0.1 * draw.normal(size=(tokens, columns))
+    return x, x.T @ x / tokens
+
+
+def weight_of(rows, columns, seed=1):
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=(rows, columns)).astype(np.float32))
+
+
+def weighted_error(weight, dense, moment):
+    """Output error with GPTQ's damping, float64 numpy."""
+    error = weight.double().numpy() - dense.double().numpy()
+    return np.trace(error @ (moment + 0.01 * np.diag(moment).mean() * np.eye(len(moment))) @ error.T)
+
+
+@pytest.mark.parametrize("sharing", SPECS)
+def test_refining_never_raises_the_output_error(sharing):
+    spec, weight = SPECS[sharing], weight_of(12, 40)
+    _, moment = correlated(40)
+    for method in ("absmax", "mse", "gptq"):
+        now = quantise_weight(weight, spec, method, torch.from_numpy(moment))
+        errors = [weighted_error(weight, now.dense(spec), moment)]
+        for _ in range(4):
+            now = refine(weight, spec, now, Curvature(torch.from_numpy(moment)), rounds=1)
+            assert torch.equal(now.scales[0], now.scales[0].half().float())
+            errors.append(weighted_error(weight, now.dense(spec), moment))
+        assert all(b <= a * (1 + 1e-6) for a, b in zip(errors, errors[1:], strict=False)), (method, errors)
+        assert errors[-1] < 0.95 * errors[0], (method, errors)
+
+
+def test_a_descended_start_has_no_better_single_code():
+    """Every code, changed alone to any other value, makes the output worse: checked one by one."""
+    spec, weight = SPECS["channel"], weight_of(3, 12)
+    _, moment = correlated(12)
+    start = quantise_weight(weight, spec, "gptq", torch.from_numpy(moment))
+    found = refine(weight, spec, start, Curvature(torch.from_numpy(moment)), rounds=10)
+    least = weighted_error(weight, found.dense(spec), moment)
+    for at in np.ndindex(3, 12):
+        for code in range(8):
+            codes = found.codes_OI.clone()
+            codes[at] = code
+            assert weighted_error(weight, found._replace(codes_OI=codes).dense(spec), moment) >= least * (1 - 1e-9)
+
+
+def test_refitted_scales_are_the_least_squares_solution():
+    spec, weight = SPECS["group"], weight_of(4, 40)
+    _, moment = correlated(40)
+    start = quantise_weight(weight, spec, "absmax")
+    once = refine(weight, spec, start, Curvature(torch.from_numpy(moment)), rounds=1)
+    damped = moment + 0.01 * np.diag(moment).mean() * np.eye(40)
+    root = np.linalg.cholesky(damped)
+    q = start.values.numpy()[start.codes_OI.numpy()].astype(np.float64)
+    solved = 0
+    for o in range(4):
+        columns = np.stack([np.where(np.arange(40) // 16 == g, q[o], 0) @ root for g in range(3)], axis=1)
+        expected = np.linalg.lstsq(columns, weight[o].double().numpy() @ root, rcond=None)[0]
+        if (expected > 0).all():  # scales stay positive
+            assert np.allclose(once.scales[0][o].numpy(), expected, rtol=1e-3)
+            solved += 1
+    assert solved >= 2
+
+
+def test_the_inverse_root_is_the_cholesky_factor_of_the_inverse():
+    curvature = Curvature(torch.from_numpy(correlated(40)[1]))
+    expected = np.linalg.cholesky(np.linalg.inv(curvature.damped_II.numpy())).T
+    assert np.allclose(curvature.inverse_root_II.numpy(), expected, rtol=1e-8, atol=1e-10)
+
+
+BOOKS = {
+    "half": ([-1.5, -0.5, 0.5, 1.5], None, -1.5),
+    "asymmetric": ([0.0, 1.0, 2.0, 3.0], 1.0, 0.0),
+    "table": ([-1.0, -0.3, 0.2, 1.0], None, None),
+}
+
+
+@pytest.mark.parametrize("book", BOOKS)
+def test_snapping_finds_the_nearest_value_and_its_code(book):
+    values, zero, first = BOOKS[book]
+    target = torch.randn(50, 7, generator=torch.Generator().manual_seed(0)).double() * 2
+    grid = Grid(torch.tensor(values).double(), torch.full((50, 7), 0.7).double(), first=first)
+    grid = grid if zero is None else grid._replace(zero=torch.full((50, 7), zero).double())
+    offered = (np.array(values) - (zero or 0.0)) * 0.7
+    nearest = np.abs(target.numpy()[..., None] - offered).argmin(-1)
+    snapped = grid.snap(target)
+    assert np.array_equal(grid.codes(snapped).numpy(), nearest)
+    assert torch.equal(grid.code_values(grid.codes(snapped)), snapped)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_descent_never_raises_a_rows_error_and_ends_where_it_stays(dtype):
+    """Row by row, in the metric that it is given; rows are problems of their own, so their order means nothing."""
+    weight, curvature = weight_of(9, 150).double(), Curvature(torch.from_numpy(correlated(150)[1]))
+    metric, slack = curvature.damped_II, 1e-9 if dtype == torch.float64 else 1e-5
+    book = torch.tensor([-1.5, -0.5, 0.5, 1.5]).double()
+    grid = Grid(book, torch.full((9, 150), 0.8).double(), first=-1.5)
+    given = Grid(grid.values.to(dtype), grid.scale.to(dtype), first=-1.5)
+
+    def error_of(codes):
+        left = weight - grid.dense(codes)
+        return ((left @ metric) * left).sum(1)
+
+    def descended(weight, codes, sweeps):
+        slope = slope_of(weight.to(dtype), given.dense(codes), metric.to(dtype))
+        codes, after = descend(slope, metric.to(dtype), given, codes, sweeps)
+        assert torch.allclose(after, slope_of(weight.to(dtype), given.dense(codes), metric.to(dtype)), atol=1e-2)
+        return codes
+
+    codes = gptq(weight, curvature.inverse_root_II, 150, lambda *_: grid)
+    errors = [error_of(codes)]
+    for _ in range(30):
+        codes = descended(weight, codes, sweeps=1)
+        errors.append(error_of(codes))
+        assert (errors[-1] <= errors[-2] * (1 + slack)).all()
+    assert torch.equal(descended(weight, codes, sweeps=5), codes)
+    assert (errors[-1] < errors[0]).all()
+    order = torch.randperm(9, generator=torch.Generator().manual_seed(0))
+    start = gptq(weight[order], curvature.inverse_root_II, 150, lambda *_: grid)
+    assert torch.equal(descended(weight[order], start, 30), codes[order])

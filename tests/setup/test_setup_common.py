@@ -1,0 +1,45 @@
+"""What several commands share: names of runs, rows for calibration."""
+
+import numpy as np
+import pytest
+from toy_pipeline import cache_options, call, quantize_options
+
+from qat_lora.cache.read.dataset import KDCacheDataset
+from qat_lora.commands.quantize import _calibration_identity
+from qat_lora.setup.common import cached_calibration_rows, calibration_rows, run_name
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [("Qwen/Qwen3-0.6B", "Qwen3-0.6B"), ("runs/qwen3-0.6b_w2g64/", "qwen3-0.6b_w2g64"), ("runs/v2_q4/best.pt", "best")],
+)
+def test_a_dot_in_a_folders_name_is_no_suffix(model, name):
+    assert run_name(model) == name
+
+
+def batch_of(*real):
+    mask = np.array([[is_real] * 3 for is_real in real])
+    ids = np.arange(4 * len(real), dtype=np.int32).reshape(-1, 4)
+    return {"input_ids": ids, "document_ids": ids * 0, "target_mask": mask, "head_ids": ids}
+
+
+def test_padding_is_no_calibration_text():
+    """Statistics have no mask: a row of zeros would count like one of text."""
+    batches = [batch_of(True, True), batch_of(True, False), batch_of(False, False)]
+    found = list(calibration_rows(iter(batches), 8))
+    assert [len(batch["input_ids"]) for batch in found] == [2, 1]
+    assert all(batch["target_mask"].any(1).all() and "head_ids" not in batch for batch in found)
+    assert [len(batch["input_ids"]) for batch in calibration_rows(iter(batches), 1)] == [1]
+
+
+def test_a_cache_gives_as_many_rows_as_asked_for_or_all(tiny, tmp_path):
+    cache = call("build_cache", cache_options(tiny, tmp_path / "cache", num_rows=11, eval_rows=0))
+    dataset = KDCacheDataset(cache)
+    for asked, given in ((3, 3), (10, 10), (100, 11)):
+        rows = [row for batch in cached_calibration_rows(dataset, asked, seed=0) for row in batch["input_ids"]]
+        assert len(rows) == given and len({row.tobytes() for row in rows}) == given
+    moved = cache.rename(tmp_path / "moved")
+    assert (
+        _calibration_identity(quantize_options(tiny, tmp_path / "student", moved))
+        == dataset.manifest.fingerprint.sha256
+    )

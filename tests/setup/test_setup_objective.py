@@ -1,0 +1,161 @@
+"""Estimators and anchor through the commands: one cache with everything, recover by each, refusals in time."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from toy_pipeline import cache_options, call, quantize_options, recover_options
+
+from qat_lora.cache.format.codec import OPTIONAL
+from qat_lora.cache.read.dataset import KDCacheDataset
+from qat_lora.errors import CacheError, ConfigError, OutputExistsError
+from qat_lora.losses.objective import ObjectiveConfig
+from qat_lora.runtime.launch.select import select_runtime
+from qat_lora.setup.objective import check_arrays, evaluation_objective, prepare
+from qat_lora.train.metrics import read_metrics
+
+
+@pytest.fixture(scope="module")
+def made(tiny, tmp_path_factory):
+    root = tmp_path_factory.mktemp("objectives")
+    extras = dict(top_k=16, tail_draws=4, draws=12, hidden=True)
+    cache = call("build_cache", cache_options(tiny, root / "cache", **extras))
+    plain = call("build_cache", cache_options(tiny, root / "plain", top_k=16))
+    student = call("quantize", quantize_options(tiny, root / "student"))
+    return root, cache, plain, student
+
+
+def options(made, name, cache=None, **objective):
+    root, full, _, student = made
+    return recover_options(student, cache or full, root / name, objective=ObjectiveConfig(**objective))
+
+
+@pytest.mark.parametrize(
+    "objective,head_k",
+    [
+        ({"estimator": "full", "temperature": 2.0, "hidden_weight": 0.1}, None),
+        ({"estimator": "hybrid", "draws": 3}, 4),
+        ({"estimator": "sampled"}, None),
+    ],
+    ids=["full", "hybrid", "sampled"],
+)
+def test_each_learns_from_one_cache(made, objective, head_k):
+    name = objective["estimator"]
+    out = call("recover", replace(options(made, name, **objective), head_k=head_k))
+    kls = [line["kl"] for line in read_metrics(out / "evaluations.jsonl")]
+    assert kls[-1] < kls[0]
+    terms = {"loss", "loss_kd", "loss_hidden"} if "hidden_weight" in objective else {"loss", "loss_kd"}
+    assert {key for key in read_metrics(out / "metrics.jsonl")[-1] if key.startswith("loss")} == terms
+
+
+def test_an_anchored_run_interrupted_is_the_same_run(made, monkeypatch):
+    """The student before step 1 is remembered again from its start, not from the checkpoint."""
+    anchored = dict(anchor_weight=0.5, anchor_samples=10)
+    whole = call("recover", options(made, "whole", **anchored))
+    from qat_lora.train import loop
+
+    save, saved = loop.save_checkpoint, []
+
+    def killed(*arguments):
+        saved.append(save(*arguments))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "save_checkpoint", killed)
+    with pytest.raises(KeyboardInterrupt):
+        call("recover", options(made, "parts", **anchored))
+    monkeypatch.setattr(loop, "save_checkpoint", save)
+    parts = call("recover", options(made, "parts", **anchored))
+    assert json.loads((parts / "result.json").read_text())["resumed_from"] == 4
+    for name, tensor in load_file(whole / "last" / "adapter_model.safetensors").items():
+        assert torch.equal(tensor, load_file(parts / "last" / "adapter_model.safetensors")[name]), name
+    lines = [read_metrics(folder / "metrics.jsonl") for folder in (whole, parts)]
+    assert [x["loss_anchor"] for x in lines[0]] == [x["loss_anchor"] for x in lines[1]]
+    assert abs(lines[0][0]["loss_anchor"]) < 1e-6 < lines[0][-1]["loss_anchor"]
+    for line in lines[0]:
+        assert line["loss"] == pytest.approx(line["loss_kd"] + 0.5 * line["loss_anchor"], rel=1e-4)
+    smaller = options(made, "whole", **anchored)
+    smaller = replace(smaller, loop=replace(smaller.loop, batch_size=8, accumulation_steps=2))
+    with pytest.raises(OutputExistsError, match="anchor_batch_rows was 16, now 8"):
+        call("recover", smaller)
+
+
+@pytest.mark.parametrize(
+    "objective,message",
+    [
+        ({"estimator": "full"}, "estimator full needs it.*--hidden"),
+        ({"estimator": "full", "hidden_weight": 1.0}, "estimator full needs it.*--hidden"),
+        ({"estimator": "hybrid"}, "--tail-draws 8"),
+        ({"estimator": "sampled"}, "--draws 32"),
+        ({"hidden_weight": 1.0}, "hidden_weight needs it.*--hidden"),
+    ],
+)
+def test_a_cache_without_the_array_is_refused_before_a_model_is_loaded(made, objective, message, monkeypatch):
+    monkeypatch.setattr("qat_lora.commands.recover.load", lambda *_: pytest.fail("a model was loaded"))
+    with pytest.raises(CacheError, match=message):
+        call("recover", options(made, "refused", cache=made[2], **objective))
+    assert not (made[0] / "refused").exists()
+
+
+@pytest.mark.parametrize("estimator,draws,flag", [("hybrid", 5, "--tail-draws 5"), ("sampled", 13, "--draws 13")])
+def test_more_draws_than_there_are_are_refused_before_a_model_is_loaded(made, estimator, draws, flag, monkeypatch):
+    monkeypatch.setattr("qat_lora.commands.recover.load", lambda *_: pytest.fail("a model was loaded"))
+    with pytest.raises(CacheError, match=f"draws: {draws} are asked for, the KD cache holds {draws - 1}; .*{flag}"):
+        call("recover", options(made, "too-many-draws", estimator=estimator, draws=draws))
+
+
+@pytest.mark.parametrize(
+    "objective,served",
+    [
+        ({}, {"tail_draw_ids"}),
+        ({"temperature": 1.0, "estimator": "ghost"}, set()),
+        ({"estimator": "sampled", "hidden_weight": 1.0}, {"draw_ids", "teacher_hidden"}),
+        ({"estimator": "full"}, {"teacher_hidden"}),
+        ({"kd_weight": 0.0, "ce_weight": 1.0}, set()),
+    ],
+)
+def test_a_batch_carries_only_what_the_objective_reads(made, objective, served, monkeypatch):
+    dataset = KDCacheDataset(made[1], k=4)
+    check_arrays(dataset, ObjectiveConfig(**objective))
+    monkeypatch.setattr("qat_lora.cache.format.codec.redraw", lambda *_: pytest.fail("drawn again for nobody"))
+    if "tail_draw_ids" not in served:
+        assert set(dataset.rows([0, -1])) & set(OPTIONAL) == served
+    else:
+        with pytest.raises(pytest.fail.Exception):
+            dataset.rows([0])
+
+
+@pytest.mark.parametrize(
+    "objective,user,advice",
+    [
+        ({"estimator": "ghost"}, "estimator ghost", "give --estimator full"),
+        ({"estimator": "full", "hard_top1_weight": 1.0}, "hard_top1_weight", "set it to 0"),
+    ],
+)
+def test_a_cache_of_hidden_states_alone_is_refused_before_a_model_is_loaded(
+    made, tiny, objective, user, advice, tmp_path, monkeypatch
+):
+    cache = call("build_cache", cache_options(tiny, tmp_path / "cache", top_k=0, hidden=True, num_rows=4, eval_rows=0))
+    monkeypatch.setattr("qat_lora.commands.recover.load", lambda *_: pytest.fail("a model was loaded"))
+    with pytest.raises(CacheError, match=f"{user} needs .*--top-k 0; {advice}"):
+        call("recover", options(made, "headless", cache=cache, **objective))
+
+
+def test_more_anchor_rows_than_rows_are_refused(made):
+    with pytest.raises(ConfigError, match="anchor_samples: 1000 rows are more than the"):
+        call("recover", options(made, "too-many", anchor_weight=1.0, anchor_samples=1000))
+
+
+def test_what_is_prepared_and_what_evaluates(made):
+    runtime = select_runtime("cpu")
+    dataset = KDCacheDataset(made[1])
+    auto = prepare(ObjectiveConfig(estimator="full"), dataset, None, None, 0, runtime)
+    assert auto.objective.loss_walk == "vocabulary" == runtime.loss_walk
+    assert auto.anchor is None and auto.teacher_head.vocab_size == dataset.manifest.fingerprint.vocab_size
+    asked = prepare(ObjectiveConfig(loss_walk="positions"), dataset, None, None, 0, runtime)
+    assert asked.objective.loss_walk == "positions" and asked.teacher_head is None
+    assert asked.objective.estimator == "hybrid"  # what `auto` means for a cache with draws from the tail
+    report = evaluation_objective(ObjectiveConfig(temperature=2.0, ce_weight=1.0), auto.teacher_head)
+    assert (report.estimator, report.temperature, report.ce_weight) == ("full", 1.0, 0.0)
+    assert evaluation_objective(ObjectiveConfig(estimator="renorm"), None).estimator == "ghost"
