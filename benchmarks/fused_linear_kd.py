@@ -35,7 +35,7 @@ import torch
 
 from qat_lora.losses.fused.op import fused_linear_kd
 from qat_lora.losses.loss_terms import DenseTerm, HeadTerm
-from qat_lora.types import OutputHead, SparseTeacher
+from qat_lora.types import LMHead, SparseTeacher
 
 OURS = ("fused", "fused_by_positions", "fused_softcap", "fused_softcap_by_positions")
 OURS += ("fused_trained", "fused_trained_by_positions", "fused_full")
@@ -115,15 +115,15 @@ def prepare(width: int, vocab: int, tokens: int, top_k: int) -> dict[str, Callab
         for hidden_CH in hidden_NH.detach().split(CHUNK_TOKENS):
             (hidden_CH @ weight_VH.t()) @ weight_VH
 
-    def ours(walk: str, head: OutputHead, term: HeadTerm | DenseTerm) -> Callable[[], None]:
+    def ours(walk: str, head: LMHead, term: HeadTerm | DenseTerm) -> Callable[[], None]:
         def method() -> None:
             fused_linear_kd(hidden_NH, head, [term], walk=walk).loss_sum.backward()  # type: ignore[arg-type]
             head.weight_VH.grad = None
 
         return method
 
-    plain, capped = OutputHead(weight_VH, vocab), OutputHead(weight_VH, vocab, softcap=30.0)
-    trained = OutputHead(weight_VH.detach().requires_grad_(), vocab)
+    plain, capped = LMHead(weight_VH, vocab), LMHead(weight_VH, vocab, softcap=30.0)
+    trained = LMHead(weight_VH.detach().requires_grad_(), vocab)
     other_NH = hidden_NH.detach().roll(1, 0)  # of a teacher with the same head and other hidden states
     fused = {
         "fused": ours("vocabulary", plain, HeadTerm(teacher)),

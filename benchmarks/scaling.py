@@ -33,7 +33,7 @@ from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.launch.select import select_runtime
 from qat_lora.runtime.launch.workers import run_group
 from qat_lora.train.step import add_sums, micro_batch, optimizer_step, zero_sums
-from qat_lora.types import Batch, OutputHead
+from qat_lora.types import Batch, LMHead
 
 LENGTH = 128
 
@@ -57,9 +57,9 @@ class Student(nn.Module):
             x = x + torch.tanh(x @ base.T + (x @ a.T) @ b.T)
         return x
 
-    def head(self) -> OutputHead:
+    def lm_head(self) -> LMHead:
         """Return the tied head."""
-        return OutputHead(self.embed, self.vocab_size)
+        return LMHead(self.embed, self.vocab_size)
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """Return logits [N, V]."""

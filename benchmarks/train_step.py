@@ -176,7 +176,7 @@ def live_step(
 
     def logits(which: CausalLM) -> Tensor:
         hidden = which.hidden(rows["input_ids"], rows["document_ids"])[:, :-1]
-        return torch.nn.functional.linear(hidden, which.head().weight_VH)
+        return torch.nn.functional.linear(hidden, which.lm_head().weight_VH)
 
     def step() -> None:
         with torch.no_grad():

@@ -35,7 +35,7 @@ and, where the cache was built with them:
   all 0 where the tail is empty (`log_tail` is -inf), where they must get weight 0
 * `draw_ids` i32 [B, L-1, D] (`--draws D`): tokens drawn from the whole teacher at T = 1, with repetition
 * `teacher_hidden` f16 (float32 after `Runtime.feed`) [B, L-1, H] (`--hidden`): the teacher's last hidden states; its
-  output head comes from `KDCacheDataset.teacher_head`. A cache built with `--top-k 0` has these and no head, `lse`
+  output head comes from `KDCacheDataset.teacher_lm_head`. A cache built with `--top-k 0` has these and no head, `lse`
   or `log_tail`
 
 Rows of padding have `target_mask` 0 everywhere, a uniform teacher, draws of 0 and hidden states of 0.
@@ -70,7 +70,7 @@ class SparseTeacher(NamedTuple):
 
 
 @dataclass(frozen=True)
-class OutputHead:
+class LMHead:
     """The last linear map of a causal language model, and what is done to its logits.
 
     logits = softcap · tanh(logit_scale · (h Wᵀ + b) / softcap), the tanh only where `softcap` is set. Rows of
@@ -94,7 +94,7 @@ class LanguageModel(Protocol):
     def hidden(self, input_ids_BL: Tensor, document_ids_BL: Tensor) -> Tensor:
         """Return the last hidden states [B, L, H]; attention stays inside a document."""
 
-    def head(self) -> OutputHead:
+    def lm_head(self) -> LMHead:
         """Return the output head as it is now."""
 
     def logits(self, hidden_NH: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
     tokenizer = load_tokenizer(teacher.folder, options.hub.trust_remote_code)
     teacher = _with_vocabulary(teacher, tokenizer, options.vocab_size)
     template = getattr(tokenizer, "chat_template", None)
-    head = head_file(teacher.head()) if options.hidden else None
+    head = head_file(teacher.lm_head()) if options.hidden else None
     fingerprint = Fingerprint(
         tokenizer_sha256=tokenizer_sha256(tokenizer),
         vocab_size=teacher.vocab_size,

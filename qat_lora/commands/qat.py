@@ -142,7 +142,7 @@ def _train(
     say(run, f"{', '.join(f'{count:,} {kind}' for kind, count in counts.items())} train · {out}")
     prepared = prepare(options.objective, dataset, model, loop, run.seed, runtime)
     rows = cache_evaluation_rows(str(options.kd_cache_dir), options.head_k, options.verify_rows)
-    head = prepared.teacher_head
+    head = prepared.teacher_lm_head
     noted = "".join((path / STATE).read_text(encoding="utf-8") for path in checkpoints(out / "checkpoints")[-1:])
     distance = evaluation_objective(prepared.objective, head)
     result = train(
@@ -160,7 +160,7 @@ def _train(
         seed=run.seed,
         fingerprint={**settings, "base_sha256": checkpoint_sha256(folder, noted)},
         quiet=run.quiet,
-        teacher_head=prepared.teacher_head,
+        teacher_lm_head=prepared.teacher_lm_head,
         anchor=prepared.anchor,
     )
     return {**result, "bits_per_weight": round(bits_per_weight(model.module)["base"], 4)}

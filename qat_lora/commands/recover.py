@@ -124,7 +124,7 @@ def _train(
         options.train,
         loop,
         LoopHooks(
-            evaluation(replace(lessons, objective=prepared.objective), model, loop, runtime, prepared.teacher_head),
+            evaluation(replace(lessons, objective=prepared.objective), model, loop, runtime, prepared.teacher_lm_head),
             lambda name: _export_student(trainee, options, out / name),
             lessons.metric,
         ),
@@ -133,7 +133,7 @@ def _train(
         seed=run.seed,
         fingerprint=settings,
         quiet=run.quiet,
-        teacher_head=prepared.teacher_head,
+        teacher_lm_head=prepared.teacher_lm_head,
         anchor=prepared.anchor,
     )
 

@@ -26,7 +26,7 @@ from qat_lora.errors import CacheError, ConfigError
 from qat_lora.losses.estimators import ESTIMATORS
 from qat_lora.losses.loss_terms import DenseTerm, HeadTerm, Term, hybrid_terms, sampled_term
 from qat_lora.losses.teacher import sparse_teacher_from_batch
-from qat_lora.types import Batch, OutputHead
+from qat_lora.types import Batch, LMHead
 
 EstimatorName = Literal["auto", "ghost", "renorm", "reverse", "hybrid", "sampled", "full"]
 
@@ -84,7 +84,7 @@ def cached_terms(
     temperature: float,
     draws: int | None,
     weight: float | Tensor,
-    teacher_head: OutputHead | None,
+    teacher_lm_head: LMHead | None,
 ) -> list[Term]:
     """Return the terms named `kd` that compare a student with a batch's teacher.
 
@@ -94,9 +94,9 @@ def cached_terms(
     estimator = choose_estimator(estimator, batch, temperature)
     if estimator == "full":
         hidden_NH = wanted(batch, "teacher_hidden", "estimator full")
-        if teacher_head is None:
+        if teacher_lm_head is None:
             raise CacheError("teacher_head: estimator full needs the teacher's output head; build with --hidden")
-        return [DenseTerm(hidden_NH, teacher_head, weight, "kd", temperature)]
+        return [DenseTerm(hidden_NH, teacher_lm_head, weight, "kd", temperature)]
     if estimator == "sampled":
         ids_ND = first_draws(wanted(batch, "draw_ids", "estimator sampled"), draws, DRAW_FLAGS["draw_ids"])
         return [sampled_term(ids_ND, torch.ones_like(ids_ND), weight)]

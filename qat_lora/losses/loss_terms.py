@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qat_lora.losses.estimators import Estimator, ghost, head_part
-from qat_lora.types import OutputHead, SparseTeacher
+from qat_lora.types import LMHead, SparseTeacher
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ class DenseTerm:
     """
 
     hidden_NH: Tensor
-    head: OutputHead
+    head: LMHead
     weight: float | Tensor = 1.0
     name: str = "kd"
     temperature: float = 1.0

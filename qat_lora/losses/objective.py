@@ -25,7 +25,7 @@ from qat_lora.losses.full_vocab import hidden_error_sum
 from qat_lora.losses.fused.op import LossSum, fused_linear_kd
 from qat_lora.losses.kd_terms import OPTIONAL_ARRAYS, EstimatorName, cached_terms, check_estimator, wanted
 from qat_lora.losses.loss_terms import Term, label_term
-from qat_lora.types import Batch, LossWalk, OutputHead
+from qat_lora.types import Batch, LMHead, LossWalk
 
 ObjectiveResult = LossSum
 
@@ -138,11 +138,11 @@ def weight_tensors(weights: Mapping[str, float], device: torch.device) -> dict[s
 
 def objective_loss(
     hidden_BLH: Tensor,
-    head: OutputHead,
+    head: LMHead,
     batch: Batch,
     config: ObjectiveConfig,
     weights: Mapping[str, float | Tensor] | None = None,
-    teacher_head: OutputHead | None = None,
+    teacher_lm_head: LMHead | None = None,
 ) -> ObjectiveResult:
     """Return the objective of a micro-batch, added up over the positions that its `target_mask` keeps.
 
@@ -154,7 +154,7 @@ def objective_loss(
         batch: tensors with the keys of `qat_lora.types.Batch`, on the device of the hidden states.
         config: which terms there are; `anchor` is not for this batch and left out.
         weights: what `config.weights_at` returned for this step, as numbers or `weight_tensors`; by default those at 0.
-        teacher_head: the teacher's output head, for estimator `full`, on the same device.
+        teacher_lm_head: the teacher's output head, for estimator `full`, on the same device.
 
     Raises:
         CacheError: the batch lacks the temperature, or an array that a term needs; names the build flag.
@@ -171,7 +171,7 @@ def objective_loss(
     mask_N = batch["target_mask"].reshape(-1)
     terms: list[Term] = []
     if "kd" in names:
-        terms += cached_terms(batch, config.estimator, config.temperature, config.draws, weights["kd"], teacher_head)
+        terms += cached_terms(batch, config.estimator, config.temperature, config.draws, weights["kd"], teacher_lm_head)
     if "ce" in names:
         terms.append(label_term(batch["input_ids"][:, 1:].reshape(-1), weights["ce"], "ce"))
     if "hard_top1" in names:

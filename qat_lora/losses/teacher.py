@@ -14,7 +14,7 @@ from torch import Tensor
 from qat_lora.errors import CacheError
 from qat_lora.losses.estimators import log_add
 from qat_lora.losses.fused.by_token import project
-from qat_lora.types import Batch, OutputHead, SparseTeacher, temperature_key
+from qat_lora.types import Batch, LMHead, SparseTeacher, temperature_key
 
 
 def sparse_teacher_from_batch(batch: Batch, temperature: float = 1.0) -> SparseTeacher:
@@ -68,7 +68,7 @@ def sparse_teacher_from_logits(logits_NV: Tensor, k: int, temperature: float = 1
 
 @torch.no_grad()
 def sparse_teacher_from_hidden(
-    hidden_NH: Tensor, head: OutputHead, k: int, chunk_bytes: int, temperature: float = 1.0
+    hidden_NH: Tensor, head: LMHead, k: int, chunk_bytes: int, temperature: float = 1.0
 ) -> SparseTeacher:
     """Return the same from hidden states and output head, with `chunk_bytes` of float32 logits at a time.
 

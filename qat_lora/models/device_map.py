@@ -20,7 +20,7 @@ from qat_lora.errors import ModelError
 from qat_lora.extras import require
 from qat_lora.layers.convert import quant_layers
 from qat_lora.models.load import CausalLM, load_model
-from qat_lora.types import OutputHead
+from qat_lora.types import LMHead
 
 
 class SpreadCausalLM(CausalLM):
@@ -30,13 +30,13 @@ class SpreadCausalLM(CausalLM):
         """Return the last hidden states [B, L, H], on the device of the ids."""
         return super().hidden(input_ids_BL, document_ids_BL).to(input_ids_BL.device)
 
-    def head(self) -> OutputHead:
+    def lm_head(self) -> LMHead:
         """Return the output head.
 
         Raises:
             ModelError: it is kept outside the devices.
         """
-        head = super().head()
+        head = super().lm_head()
         if head.weight_VH.is_meta:
             raise ModelError(
                 "device_map: the output head is kept outside the devices and cannot be stored; leave out --hidden"
@@ -45,7 +45,7 @@ class SpreadCausalLM(CausalLM):
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """Return logits as `CausalLM.logits` does, on the device of the hidden states."""
-        head = super().head()
+        head = super().lm_head()
         logits = self.module.get_output_embeddings()(hidden_NH)[:, : head.vocab_size].to(hidden_NH.device)
         if head.logit_scale != 1.0:
             logits = logits.float() * head.logit_scale

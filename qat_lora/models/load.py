@@ -49,7 +49,7 @@ from qat_lora.layers.convert import quant_layers, tied_embedding
 from qat_lora.models.attention_mask import attention_inputs
 from qat_lora.models.hf_quantizer import QUANT_METHOD, QatLoraQuantizationConfig, QatLoraQuantizer
 from qat_lora.quant.spec import Preset
-from qat_lora.types import OutputHead
+from qat_lora.types import LMHead
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FILE_SUFFIXES = (".pt", ".pth", ".safetensors")
@@ -229,7 +229,7 @@ class CausalLM:
         output = backbone(input_ids=input_ids_BL, attention_mask=masks, position_ids=positions, use_cache=False)
         return output.last_hidden_state
 
-    def head(self) -> OutputHead:
+    def lm_head(self) -> LMHead:
         """Return the output head as it is now."""
         linear = self.module.get_output_embeddings()
         config = self.config
@@ -239,11 +239,11 @@ class CausalLM:
         elif getattr(config, "logit_scale", None):  # Cohere multiplies
             scale = float(config.logit_scale)
         softcap = getattr(config, "final_logit_softcapping", None)
-        return OutputHead(linear.weight, self.vocab_size, linear.bias, scale, softcap)
+        return LMHead(linear.weight, self.vocab_size, linear.bias, scale, softcap)
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """Return logits [N, vocab_size], in the model's type, or in float32 where they are scaled or capped."""
-        head = self.head()
+        head = self.lm_head()
         bias = None if head.bias_V is None else head.bias_V[: head.vocab_size].to(hidden_NH.dtype)
         logits = nn.functional.linear(hidden_NH, head.weight_VH[: head.vocab_size].to(hidden_NH.dtype), bias)
         if head.logit_scale != 1.0:

@@ -20,14 +20,14 @@ from qat_lora.models.load import CausalLM
 from qat_lora.runtime.base import Runtime
 from qat_lora.train.anchor import remember
 from qat_lora.train.loop import LoopConfig
-from qat_lora.types import Batch, OutputHead
+from qat_lora.types import Batch, LMHead
 
 
 class Prepared(NamedTuple):
     """An objective, ready for `train`."""
 
     objective: ObjectiveConfig
-    teacher_head: OutputHead | None
+    teacher_lm_head: LMHead | None
     """On the device."""
     anchor: Batch | None
     """What the student says before step 1."""
@@ -95,7 +95,7 @@ def prepare(
     head = None
     headless = isinstance(dataset, KDCacheDataset) and not dataset.k  # then evaluations need the teacher's head
     if objective.needs_teacher_head or headless:
-        held = dataset.teacher_head()
+        held = dataset.teacher_lm_head()
         bias_V = None if held.bias_V is None else held.bias_V.to(runtime.device)
         head = replace(held, weight_VH=held.weight_VH.to(runtime.device), bias_V=bias_V)
     anchor = None
@@ -113,11 +113,11 @@ def prepare(
     return Prepared(objective, head, anchor)
 
 
-def evaluation_objective(objective: ObjectiveConfig, teacher_head: OutputHead | None) -> ObjectiveConfig:
+def evaluation_objective(objective: ObjectiveConfig, teacher_lm_head: LMHead | None) -> ObjectiveConfig:
     """Return the distance to the teacher at temperature 1 that evaluations report.
 
     It is exact where the teacher's output head is there, and else `ghost`, a lower bound that is blind to the tail's
     shape: comparable within a run, not between heads of different K.
     """
-    estimator: EstimatorName = "ghost" if teacher_head is None else "full"
+    estimator: EstimatorName = "ghost" if teacher_lm_head is None else "full"
     return ObjectiveConfig(estimator=estimator, loss_chunk_mb=objective.loss_chunk_mb, loss_walk=objective.loss_walk)

@@ -26,7 +26,7 @@ from qat_lora.runtime.base import Runtime
 from qat_lora.setup.common import check_fits, fits_positions
 from qat_lora.setup.objective import check_arrays, evaluation_objective
 from qat_lora.train.loop import LoopConfig
-from qat_lora.types import OutputHead, VerifyRows
+from qat_lora.types import LMHead, VerifyRows
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def text_lessons(options: RecoverOptions, model: CausalLM) -> Lessons:
 
 
 def evaluation(
-    lessons: Lessons, model: CausalLM, loop: LoopConfig, runtime: Runtime, head: OutputHead | None = None
+    lessons: Lessons, model: CausalLM, loop: LoopConfig, runtime: Runtime, head: LMHead | None = None
 ) -> Callable[[], float] | None:
     """Return the function that measures the mean loss on rows kept apart, None where there are none.
 
@@ -155,7 +155,7 @@ def rows_evaluation(
     model: CausalLM,
     loop: LoopConfig,
     runtime: Runtime,
-    head: OutputHead | None = None,
+    head: LMHead | None = None,
 ) -> Callable[[], float]:
     """Return the function that measures the mean of an objective per token over all of some rows.
 
@@ -181,7 +181,7 @@ def rows_evaluation(
             for batch in runtime.feed(batches()):
                 with runtime.autocast(torch.bfloat16 if loop.autocast else torch.float32):
                     hidden = model.hidden(batch["input_ids"], batch["document_ids"])
-                    result = objective_loss(hidden, model.head(), batch, objective, teacher_head=head)
+                    result = objective_loss(hidden, model.lm_head(), batch, objective, teacher_lm_head=head)
                 total, count = total + result.loss_sum, count + result.token_count
                 runtime.cut()
             if runtime.replicas > 1:

@@ -65,7 +65,7 @@ def remember(
     for batch in runtime.feed({name: batch[name] for name in _TEXT} for batch in drawn):
         hidden_BLH = model.hidden(batch["input_ids"], batch["document_ids"])[:, :-1]
         chunk_bytes = objective.loss_chunk_mb * 2**20
-        teacher = sparse_teacher_from_hidden(hidden_BLH.flatten(0, 1), model.head(), ANCHOR_K, chunk_bytes)
+        teacher = sparse_teacher_from_hidden(hidden_BLH.flatten(0, 1), model.lm_head(), ANCHOR_K, chunk_bytes)
         arrays = {
             "head_ids": teacher.ids_NK.int(),
             "head_logits": teacher.log_probs_NK - teacher.log_probs_NK[:, :1],

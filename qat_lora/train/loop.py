@@ -38,7 +38,7 @@ from qat_lora.train.metrics import EMPTY, LogMark, MetricsLog, append_line, cut_
 from qat_lora.train.optim import KINDS, OptimConfig, averaged, build_optimizer, lr_factor, set_lr
 from qat_lora.train.step import Sums, add_sums, micro_batch, optimizer_step, zero_sums
 from qat_lora.train.trackers import check_trackers, open_trackers
-from qat_lora.types import Batch, LanguageModel, OutputHead
+from qat_lora.types import Batch, LanguageModel, LMHead
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def train(
     seed: int,
     fingerprint: Mapping[str, Any],
     quiet: bool = False,
-    teacher_head: OutputHead | None = None,
+    teacher_lm_head: LMHead | None = None,
     anchor: Batch | None = None,
 ) -> dict[str, Any]:
     """Train until `max_steps`, from the newest complete checkpoint under `out` if there is one.
@@ -178,7 +178,7 @@ def train(
         seed: of the row order.
         fingerprint: settings that a resumed run must share.
         quiet: no progress bar.
-        teacher_head: the teacher's output head, on the device, for estimator `full`.
+        teacher_lm_head: the teacher's output head, on the device, for estimator `full`.
         anchor: what the student says before step 1 (`anchor.remember`), for the term `anchor`.
 
     Returns:
@@ -285,7 +285,7 @@ def train(
                     break
                 watch.batch(batch)
                 with runtime.autocast(torch.bfloat16 if loop.autocast else torch.float32):
-                    sums = add_sums(sums, micro_batch(trainee.model, batch, objective, weights, teacher_head))
+                    sums = add_sums(sums, micro_batch(trainee.model, batch, objective, weights, teacher_lm_head))
                 watch.mark(compiling.TRACED)
                 runtime.cut()
                 watch.mark(compiling.COMPILED)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from qat_lora.losses.objective import ObjectiveConfig, objective_loss
 from qat_lora.runtime.base import Runtime
-from qat_lora.types import Batch, LanguageModel, OutputHead
+from qat_lora.types import Batch, LanguageModel, LMHead
 
 Sums = dict[str, Tensor]
 """Running sums of one optimizer step: `loss`, `tokens` and one per loss term."""
@@ -28,7 +28,7 @@ def micro_batch(
     batch: Batch,
     objective: ObjectiveConfig,
     weights: Mapping[str, Tensor],
-    teacher_head: OutputHead | None = None,
+    teacher_lm_head: LMHead | None = None,
 ) -> Sums:
     """Run forward and backward on one micro-batch; gradients add up in the parameters.
 
@@ -36,7 +36,7 @@ def micro_batch(
         Detached sums over the batch's counted tokens.
     """
     hidden_BLH = model.hidden(batch["input_ids"], batch["document_ids"])
-    result = objective_loss(hidden_BLH, model.head(), batch, objective, weights, teacher_head)
+    result = objective_loss(hidden_BLH, model.lm_head(), batch, objective, weights, teacher_lm_head)
     result.loss_sum.backward()
     sums = {"loss": result.loss_sum.detach(), "tokens": result.token_count.detach()}
     return sums | {f"loss_{name}": value.detach() for name, value in result.terms.items()}

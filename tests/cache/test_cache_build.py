@@ -43,7 +43,7 @@ class Teacher:
         self.shapes.add((tuple(input_ids_BL.shape), input_ids_BL.dtype, document_ids_BL.dtype))
         return self.embed[input_ids_BL.long()] + 0.25 * document_ids_BL[..., None]
 
-    def head(self):
+    def lm_head(self):
         raise AssertionError("the builder asks for logits")
 
     def logits(self, hidden_NH):

@@ -81,7 +81,7 @@ def test_our_writer_gives_the_same_shards(name, tmp_path):
 
 def test_the_golden_head():
     expected = EXPECTED["hidden"]["head"]
-    head = KDCacheDataset(GOLDEN / "hidden").teacher_head()
+    head = KDCacheDataset(GOLDEN / "hidden").teacher_lm_head()
     assert (head.vocab_size, head.logit_scale, head.softcap) == (300, expected["logit_scale"], expected["softcap"])
     assert head.weight_VH.shape == (300, 3)
     np.testing.assert_array_equal(head.weight_VH[[0, -1]], np.float32(expected["weight_rows"]))

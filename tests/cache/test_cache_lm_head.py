@@ -27,7 +27,7 @@ from qat_lora.cache.tools.verify import verify_cache
 from qat_lora.cli import main
 from qat_lora.errors import CacheDamaged, CacheError
 from qat_lora.models.load import load_model
-from qat_lora.types import OutputHead
+from qat_lora.types import LMHead
 
 VOCAB, WIDTH, SHA = 31, 6, "22" * 32
 
@@ -50,9 +50,9 @@ class Teacher:
         rng = np.random.default_rng(5)
         self.embed, weight = (torch.from_numpy(rng.normal(size=(VOCAB + 4, WIDTH))).float() for _ in range(2))
         self.embed = self.embed * scale
-        self._head = OutputHead(weight.to(dtype), VOCAB, torch.linspace(-1, 1, VOCAB + 4).to(dtype), 0.5, 7.0)
+        self._head = LMHead(weight.to(dtype), VOCAB, torch.linspace(-1, 1, VOCAB + 4).to(dtype), 0.5, 7.0)
 
-    def head(self):
+    def lm_head(self):
         return self._head
 
     def hidden(self, input_ids_BL, document_ids_BL):
@@ -68,7 +68,7 @@ def _logits(head, hidden):
 
 
 def _build(out, fingerprint, teacher, top_k=0, rows=5, head=None, **changes):
-    file = head or head_file(teacher.head())
+    file = head or head_file(teacher.lm_head())
     fp = fingerprint(
         vocab_size=VOCAB, top_k=top_k, length=9, optional_arrays=optional_arrays(0, 2, WIDTH, file.sha256), **changes
     )
@@ -86,9 +86,9 @@ def test_the_whole_distribution_comes_back(tmp_path, fingerprint, dtype, top_k):
     _build(tmp_path / "c", fingerprint, teacher, top_k)
     verify_cache(tmp_path / "c")
     dataset = KDCacheDataset(tmp_path / "c")
-    batch, head = dataset.rows(range(5)), dataset.teacher_head()
+    batch, head = dataset.rows(range(5)), dataset.teacher_lm_head()
     assert head.weight_VH.dtype == dtype and head.weight_VH.shape == (VOCAB, WIDTH)
-    assert torch.equal(head.weight_VH, teacher.head().weight_VH[:VOCAB])
+    assert torch.equal(head.weight_VH, teacher.lm_head().weight_VH[:VOCAB])
     assert (head.logit_scale, head.softcap, head.vocab_size) == (0.5, 7.0, VOCAB)
     assert ("head_ids" in batch) == ("lse" in batch) == (top_k > 0)
     ids, documents = (torch.from_numpy(batch[name]) for name in ("input_ids", "document_ids"))
@@ -120,11 +120,11 @@ def test_states_that_float16_cannot_hold(tmp_path, fingerprint):
     with pytest.raises(CacheError, match=r"hidden: .* row 0, position 0 .*65,504"):
         _build(tmp_path / "c", fingerprint, Teacher(scale=1e6))
     with pytest.raises(CacheError, match="of type torch.float64|of type float64"):
-        head_file(OutputHead(torch.zeros(3, 2, dtype=torch.float64), 3))
+        head_file(LMHead(torch.zeros(3, 2, dtype=torch.float64), 3))
 
 
 def test_a_head_that_is_not_the_fingerprints(tmp_path, fingerprint):
-    other = head_file(Teacher(torch.float16).head())
+    other = head_file(Teacher(torch.float16).lm_head())
     fp = fingerprint(vocab_size=VOCAB, top_k=0, optional_arrays=optional_arrays(0, 0, WIDTH, "0" * 64))
     for head in (None, other):
         with pytest.raises(CacheError, match="output head"), CacheWriter(tmp_path / "c", fp, head=head):
@@ -143,21 +143,21 @@ def test_every_damage_to_the_head_is_refused(tmp_path, fingerprint):
         changed = bytearray(good)
         changed[bit // 8] ^= 1 << bit % 8
         file.write_bytes(changed)
-        with pytest.raises(CacheDamaged, match="teacher_head"):
+        with pytest.raises(CacheDamaged, match="teacher_lm_head"):
             read_head(tmp_path / "c", fp)
     cuts = [good[:n] for n in range(0, len(good), 41)] + [good + b"\0", good + good]
     for data in cuts:
         file.write_bytes(data)
         for opened in (CacheReader, verify_cache):
-            with pytest.raises(CacheDamaged, match="teacher_head"):
+            with pytest.raises(CacheDamaged, match="teacher_lm_head"):
                 opened(tmp_path / "c")
     file.unlink()
     for opened in (CacheReader, verify_cache, lambda path: CacheReader(path, verify=False)):
-        with pytest.raises(CacheDamaged, match="teacher_head.*missing"):
+        with pytest.raises(CacheDamaged, match="teacher_lm_head.*missing"):
             opened(tmp_path / "c")
     (tmp_path / "elsewhere").write_bytes(good)
     file.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CacheDamaged, match="teacher_head"):
+    with pytest.raises(CacheDamaged, match="teacher_lm_head"):
         CacheReader(tmp_path / "c")
     file.unlink()
     file.write_bytes(good)
@@ -166,7 +166,7 @@ def test_every_damage_to_the_head_is_refused(tmp_path, fingerprint):
 
 def test_a_head_whose_hash_is_right_and_whose_header_is_not(tmp_path, fingerprint):
     """Made by somebody who seals what is wrong: every field of the header is compared, none trusted."""
-    good = head_file(Teacher().head())
+    good = head_file(Teacher().lm_head())
     header = bytes(good.parts[0])
     size = len(header) - 8
     bad_headers = [
@@ -189,7 +189,7 @@ def test_a_head_whose_hash_is_right_and_whose_header_is_not(tmp_path, fingerprin
         if number == 0:  # positive control: the same way, nothing wrong
             read_head(folder, fp)
         else:
-            with pytest.raises(CacheDamaged, match="teacher_head"):
+            with pytest.raises(CacheDamaged, match="teacher_lm_head"):
                 read_head(folder, fp)
 
 
@@ -229,7 +229,7 @@ def test_the_command_with_everything(tiny, tmp_path, capfd):
     batch = dataset.rows(range(5))
     assert [batch[name].shape[2] for name in ("head_ids", "tail_draw_ids", "draw_ids")] == [8, 3, 4]
     assert batch["teacher_hidden"].shape == (5, 31, teacher.config.hidden_size)
-    assert torch.equal(dataset.teacher_head().weight_VH, teacher.head().weight_VH[: teacher.vocab_size])
+    assert torch.equal(dataset.teacher_lm_head().weight_VH, teacher.lm_head().weight_VH[: teacher.vocab_size])
     capfd.readouterr()
     main(["cache", "audit", str(tmp_path / "c"), "--teacher", str(tiny.teacher), "--device", "cpu", "--json"])
     report = json.loads(capfd.readouterr().out)
@@ -253,13 +253,13 @@ def test_the_command_with_everything(tiny, tmp_path, capfd):
 
 def test_two_builders_share_one_head(tmp_path, fingerprint):
     teacher = Teacher()
-    file = head_file(teacher.head())
+    file = head_file(teacher.lm_head())
     fp = fingerprint(vocab_size=VOCAB, top_k=0, length=9, optional_arrays=optional_arrays(0, 0, WIDTH, file.sha256))
     for builder in (1, 0):
         with CacheWriter(tmp_path / "c", fp, 2, share=Share(builder, 2), head=file) as writer:
             build_kd_cache(teacher, [Row(i, 9) for i in range(builder, 5, 2)], writer, batch_rows=2, quiet=True)
     assert verify_cache(tmp_path / "c").rows == 5
-    assert torch.equal(KDCacheDataset(tmp_path / "c").teacher_head().bias_V, teacher.head().bias_V[:VOCAB])
+    assert torch.equal(KDCacheDataset(tmp_path / "c").teacher_lm_head().bias_V, teacher.lm_head().bias_V[:VOCAB])
 
 
 def test_behind_a_url(tmp_path, fingerprint):
@@ -269,7 +269,7 @@ def test_behind_a_url(tmp_path, fingerprint):
     _build(tmp_path / "c", fingerprint, Teacher(), top_k=4)
     assert verify_cache(url).strangers == verify_cache(tmp_path / "c").strangers == ()
     assert torch.equal(
-        KDCacheDataset(url).teacher_head().weight_VH, KDCacheDataset(tmp_path / "c").teacher_head().weight_VH
+        KDCacheDataset(url).teacher_lm_head().weight_VH, KDCacheDataset(tmp_path / "c").teacher_lm_head().weight_VH
     )
     pytest.importorskip("zstandard")
     pack_cache(url, packed)

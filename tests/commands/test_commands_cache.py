@@ -41,7 +41,7 @@ def test_a_cut_vocabulary_is_that_of_a_teacher_without_the_padding(tiny, padded,
     for name, values in rows["plain"].items():
         torch.testing.assert_close(torch.tensor(rows["cut"][name]), torch.tensor(values), rtol=1e-4, atol=1e-3)
     assert abs(rows["whole"]["lse"] - rows["plain"]["lse"]).max() > 0.01  # positive control: the padding had mass
-    head = KDCacheDataset(caches["cut"]).teacher_head()
+    head = KDCacheDataset(caches["cut"]).teacher_lm_head()
     assert head.vocab_size == len(head.weight_VH) == 320
     student = call("quantize", quantize_options(tiny, tmp_path / "student"))
     for estimator in ("ghost", "full"):

@@ -45,7 +45,7 @@ def test_gguf(student, tmp_path):
     out = call("export", export_options(student, tmp_path / "out", form="gguf", exact_only=True))
     read = {tensor.name: tensor for tensor in gguf.GGUFReader(out / "base.gguf").tensors}
     model = open_student(str(student), HubConfig()).model
-    head = model.head().weight_VH.detach()
+    head = model.lm_head().weight_VH.detach()
     held = gguf.quants.dequantize(read["token_embd.weight"].data, read["token_embd.weight"].tensor_type)
     assert torch.equal(torch.from_numpy(held.copy()), head)
     if "output.weight" in read:

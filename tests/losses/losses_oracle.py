@@ -5,7 +5,7 @@ import math
 import numpy as np
 import torch
 
-from qat_lora.types import OutputHead, SparseTeacher
+from qat_lora.types import LMHead, SparseTeacher
 
 
 def log_softmax(row):
@@ -54,7 +54,7 @@ def numpy_loss(name, student_row, teacher_row, k, temperature=1.0):
 
 def identity_head(vocab, dtype=torch.float64):
     """Return an output head whose logits are the hidden states themselves, so that dL/dhidden is dL/dlogits."""
-    return OutputHead(torch.eye(vocab, dtype=dtype), vocab)
+    return LMHead(torch.eye(vocab, dtype=dtype), vocab)
 
 
 def dense_head(hidden_NH, weight_VH, vocab, bias_V=None, scale=1.0, cap=None):

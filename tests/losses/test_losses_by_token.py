@@ -8,7 +8,7 @@ from losses_oracle import dense_ghost, make_teacher
 from qat_lora.losses.fused.by_token import project, walk_positions
 from qat_lora.losses.fused.gradients import Task, group_terms
 from qat_lora.losses.loss_terms import DenseTerm, HeadTerm, label_term
-from qat_lora.types import OutputHead
+from qat_lora.types import LMHead
 
 COUNT, VOCAB, WIDTH = 7, 41, 5
 
@@ -27,7 +27,7 @@ def test_sums_and_gradients_of_all_groups_add_up(chunk):
     _, teacher = make_teacher(rng, COUNT, VOCAB, 4, 2.0)
     hidden, other = (torch.tensor(rng.normal(size=(COUNT, WIDTH))) for _ in range(2))
     weight, labels = torch.tensor(rng.normal(size=(VOCAB, WIDTH))), torch.tensor(rng.integers(0, VOCAB, COUNT))
-    terms = [HeadTerm(teacher, weight=0.5), label_term(labels, 0.2), DenseTerm(other, OutputHead(weight, VOCAB), 0.3)]
+    terms = [HeadTerm(teacher, weight=0.5), label_term(labels, 0.2), DenseTerm(other, LMHead(weight, VOCAB), 0.3)]
     walked = walk_positions(task(terms, hidden, weight, True), chunk)
     leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
     logits = leaves[0] @ leaves[1].T

@@ -9,7 +9,7 @@ from qat_lora.losses.fused import by_vocab as sweep
 from qat_lora.losses.fused.gradients import Task, group_terms
 from qat_lora.losses.fused.op import fused_linear_kd
 from qat_lora.losses.loss_terms import HeadTerm, PointTerm, label_term
-from qat_lora.types import OutputHead, SparseTeacher
+from qat_lora.types import LMHead, SparseTeacher
 
 COUNT, VOCAB, WIDTH = 7, 41, 5
 
@@ -58,7 +58,7 @@ def test_every_block_size_equals_dense_autograd(block_vocab, growth, temperature
     )
     terms = [HeadTerm(teacher, weight=0.7), draws]
     everywhere = torch.ones(COUNT, dtype=torch.bool)
-    head = OutputHead(weight, VOCAB, bias, scale, cap)
+    head = LMHead(weight, VOCAB, bias, scale, cap)
     got = swept(hidden, head, terms, everywhere, block_vocab, want_head=want_head)
     leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
     logits = dense_head(leaves[0], leaves[1], VOCAB, leaves[2], scale, cap)
@@ -79,7 +79,7 @@ def test_every_block_size_equals_dense_autograd(block_vocab, growth, temperature
 def test_a_head_that_fills_blocks_or_the_vocabulary_leaves_no_nan(block_vocab):
     for k in (VOCAB - 1, VOCAB):
         hidden, weight, teacher, _ = problem(k=k)
-        head, everywhere = OutputHead(weight, VOCAB), torch.ones(COUNT, dtype=torch.bool)
+        head, everywhere = LMHead(weight, VOCAB), torch.ones(COUNT, dtype=torch.bool)
         got = swept(hidden, head, [HeadTerm(teacher)], everywhere, block_vocab)
         leaf = hidden.clone().requires_grad_()
         if k == VOCAB:  # the plain KL over the vocabulary
@@ -99,7 +99,7 @@ def test_masked_positions_get_nothing_whatever_their_targets_hold():
         teacher.log_probs_NK.masked_fill(~mask[:, None], float("nan")),
         teacher.log_tail_N.masked_fill(~mask, float("nan")),
     )
-    head = OutputHead(weight, VOCAB)
+    head = LMHead(weight, VOCAB)
     got = swept(hidden, head, [HeadTerm(spoiled)], mask, 10, want_head=True)
     expected = swept(hidden, head, [HeadTerm(teacher)], mask, 10, want_head=True)
     assert (got.hidden_NH[~mask] == 0).all()
@@ -114,7 +114,7 @@ def test_the_two_walks_agree_also_on_a_padded_head(train_head):
     gradients = []
     for walk in ("positions", "vocabulary"):
         leaf = hidden.clone().requires_grad_()
-        head = OutputHead(weight.clone().requires_grad_(train_head), VOCAB)
+        head = LMHead(weight.clone().requires_grad_(train_head), VOCAB)
         terms = [HeadTerm(teacher), label_term(labels)]
         fused_linear_kd(leaf, head, terms, chunk_tokens=2, walk=walk).loss_sum.backward()
         assert (head.weight_VH.grad is not None) == train_head
@@ -128,7 +128,7 @@ def test_the_two_walks_agree_also_on_a_padded_head(train_head):
 def test_a_gradient_that_nobody_wants_is_not_made():
     hidden, weight, teacher, _ = problem()
     everywhere = torch.ones(COUNT, dtype=torch.bool)
-    got = swept(hidden, OutputHead(weight, VOCAB), [HeadTerm(teacher)], everywhere, 10, want=False)
+    got = swept(hidden, LMHead(weight, VOCAB), [HeadTerm(teacher)], everywhere, 10, want=False)
     assert got[1:] == (None, None, None)
     assert got.sums[0].item() == pytest.approx(dense_ghost(hidden @ weight.T, teacher).sum().item(), rel=1e-11)
 

@@ -11,7 +11,7 @@ from qat_lora.losses.estimators import ESTIMATORS
 from qat_lora.losses.fused.op import fused_linear_kd
 from qat_lora.losses.loss_terms import HeadTerm, PointTerm, hybrid_terms, label_term, sampled_term
 from qat_lora.losses.teacher import sparse_teacher_from_logits
-from qat_lora.types import OutputHead, SparseTeacher
+from qat_lora.types import LMHead, SparseTeacher
 
 SHAPES = [(1, 31, 1), (3, 31, 7), (127, 31, 30), (3, 1009, 64), (2, 31, 31), (1, 1009, 1009), (2, 8192, 64)]
 
@@ -211,7 +211,7 @@ def test_minus_infinity_outside_the_head_counts_as_no_token():
     bias = torch.zeros(37, dtype=torch.float64)
     bias[31:] = -math.inf
     hidden = padded.masked_fill(padded == -math.inf, 0).requires_grad_()
-    head = OutputHead(torch.eye(37, dtype=torch.float64), 37, bias)
+    head = LMHead(torch.eye(37, dtype=torch.float64), 37, bias)
     result = fused_linear_kd(hidden, head, [HeadTerm(teacher)])
     (gradient,) = torch.autograd.grad(result.loss_sum, hidden)
     loss, expected = loss_and_gradient(student, [HeadTerm(teacher)])

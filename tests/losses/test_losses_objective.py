@@ -13,7 +13,7 @@ from qat_lora.errors import CacheError, ConfigError
 from qat_lora.losses.kd_terms import EstimatorName, choose_estimator
 from qat_lora.losses.objective import ObjectiveConfig, objective_loss
 from qat_lora.losses.teacher import sparse_teacher_from_batch
-from qat_lora.types import OutputHead
+from qat_lora.types import LMHead
 
 ROWS, LENGTH, VOCAB, K, WIDTH, DRAWS = 2, 6, 41, 5, 8, 7
 
@@ -55,11 +55,11 @@ def cached_batch(rng, temperatures=(1.0,), half=False):
 
 def student(rng):
     hidden = torch.tensor(rng.normal(size=(ROWS, LENGTH, WIDTH)), dtype=torch.float32, requires_grad=True)
-    return hidden, OutputHead(torch.tensor(rng.normal(size=(VOCAB + 3, WIDTH)), dtype=torch.float32), VOCAB)
+    return hidden, LMHead(torch.tensor(rng.normal(size=(VOCAB + 3, WIDTH)), dtype=torch.float32), VOCAB)
 
 
-def teacher_head(batch):
-    return OutputHead(batch["teacher_table"], VOCAB)
+def teacher_lm_head(batch):
+    return LMHead(batch["teacher_table"], VOCAB)
 
 
 def log_probs(hidden, head):
@@ -104,7 +104,7 @@ def test_full_is_the_dense_kl_at_any_temperature(temperature):
     hidden, head = student(rng)
     config = ObjectiveConfig(estimator="full", temperature=temperature, ce_weight=0.5)
     sparse_free = {name: value for name, value in batch.items() if name not in ("head_ids", "head_logits", "lse")}
-    result = objective_loss(hidden, head, sparse_free, config, teacher_head=teacher_head(batch))
+    result = objective_loss(hidden, head, sparse_free, config, teacher_lm_head=teacher_lm_head(batch))
     own = (hidden.detach().double() @ head.weight_VH.double().T)[..., :VOCAB].numpy()
     kept = kept_positions(batch)
     expected = sum(numpy_loss("full", own[at], logits[at], K, temperature) for at in kept) * temperature**2
@@ -170,7 +170,7 @@ def test_hidden_error_is_relative_to_the_teacher():
         ({"estimator": "sampled"}, "draw_ids", r"draw_ids.*--draws 32"),
         ({"estimator": "full"}, "teacher_hidden", r"teacher_hidden.*--hidden"),
         ({"hidden_weight": 1.0}, "teacher_hidden", r"teacher_hidden.*hidden_weight.*--hidden"),
-        ({"estimator": "full"}, "", r"teacher_head.*--hidden"),
+        ({"estimator": "full"}, "", r"teacher_lm_head.*--hidden"),
         ({"estimator": "sampled", "draws": 8}, "", r"draws: 8 .* holds 7.*--draws 8"),
         ({"estimator": "hybrid", "draws": 9}, "", r"draws: 9 .* holds 7.*--tail-draws 9"),
     ],
@@ -200,11 +200,11 @@ def test_gradient_reaches_kept_positions_only_and_never_the_last(settings):
     rng = np.random.default_rng(1)
     _, batch = cached_batch(rng)
     hidden, head = student(rng)
-    head_of_teacher = teacher_head(batch)
+    head_of_teacher = teacher_lm_head(batch)
     if "hidden_weight" in settings:
         batch["teacher_hidden"] = torch.tensor(rng.normal(size=(ROWS, LENGTH - 1, WIDTH)))
     batch["teacher_hidden"][~batch["target_mask"]] = math.nan
-    result = objective_loss(hidden, head, batch, ObjectiveConfig(**settings), teacher_head=head_of_teacher)
+    result = objective_loss(hidden, head, batch, ObjectiveConfig(**settings), teacher_lm_head=head_of_teacher)
     result.loss_sum.backward()
     moved = hidden.grad.abs().sum(-1) > 0
     assert torch.equal(moved[:, :-1], batch["target_mask"])
@@ -219,8 +219,8 @@ def test_all_masked_batch_of_zeros_gives_exactly_zero():
     empty["teacher_hidden"] = torch.zeros(ROWS, LENGTH - 1, WIDTH)
     for estimator in get_args(EstimatorName):
         config = ObjectiveConfig(estimator=estimator, ce_weight=1.0, hard_top1_weight=1.0, hidden_weight=1.0)
-        table = OutputHead(torch.zeros(VOCAB, WIDTH), VOCAB)
-        result = objective_loss(hidden, head, empty, config, teacher_head=table)
+        table = LMHead(torch.zeros(VOCAB, WIDTH), VOCAB)
+        result = objective_loss(hidden, head, empty, config, teacher_lm_head=table)
         (gradient,) = torch.autograd.grad(result.loss_sum, hidden)
         assert result.loss_sum.item() == 0 == result.token_count.item(), estimator
         assert (gradient == 0).all()

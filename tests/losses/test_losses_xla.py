@@ -14,10 +14,10 @@ import json, sys, torch, torch_xla
 import torch_xla.debug.metrics as met
 from qat_lora.losses.objective import ObjectiveConfig, objective_loss, weight_tensors
 from qat_lora.losses.teacher import sparse_teacher_from_logits
-from qat_lora.types import OutputHead
+from qat_lora.types import LMHead
 
 rows, length, vocab, width, k = 2, 9, 211, 16, 8
-teacher_head = OutputHead(torch.randn(vocab + 3, width, generator=torch.Generator().manual_seed(8)), vocab)
+teacher_lm_head = LMHead(torch.randn(vocab + 3, width, generator=torch.Generator().manual_seed(8)), vocab)
 
 def batch(seed):
     g = torch.Generator().manual_seed(seed)
@@ -43,8 +43,8 @@ def step(config, data, device, autocast, seed, progress):
     weight = torch.randn(vocab + 5, width, generator=torch.Generator().manual_seed(9)).to(device)
     data = {name: value.to(device) for name, value in data.items()}
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-        head = OutputHead(weight, vocab, None, 1.0, 30.0)
-        own = OutputHead(teacher_head.weight_VH.to(device), vocab)
+        head = LMHead(weight, vocab, None, 1.0, 30.0)
+        own = LMHead(teacher_lm_head.weight_VH.to(device), vocab)
         result = objective_loss(hidden, head, data, config, weight_tensors(config.weights_at(progress), device), own)
     result.loss_sum.backward()
     if device.type == "xla":

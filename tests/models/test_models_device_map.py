@@ -56,7 +56,7 @@ def test_what_cannot_be_is_said(tiny, monkeypatch):
     away = load_spread(str(tiny.teacher), {"": "disk"})
     assert away.vocab_size == 320
     with pytest.raises(ModelError, match="device_map: the output head is kept outside"):
-        away.head()
+        away.lm_head()
     with pytest.raises(ModelError, match="does not load.*device"):
         load_spread(str(tiny.teacher), "best")
     runtime = NativeRuntime("cpu")

@@ -111,7 +111,7 @@ def test_packed_rows_are_transformers_document_by_document(family, tiny, tmp_pat
     with torch.no_grad():
         hidden = model.hidden(ids, documents)
         logits = model.logits(hidden.flatten(0, 1)).reshape(expected.shape)
-        head = model.head()
+        head = model.lm_head()
         z = hidden @ head.weight_VH.T * head.logit_scale
         z = z if head.softcap is None else head.softcap * torch.tanh(z / head.softcap)
     assert logits.dtype == torch.float32
@@ -163,7 +163,7 @@ def test_padding_rows_of_the_vocabulary_are_cut(tiny):
     short, hidden = model.with_vocabulary(300), torch.randn(3, 64)
     assert (model.vocab_size, short.vocab_size, model.with_vocabulary(999).vocab_size) == (320, 300, 320)
     assert torch.equal(short.logits(hidden), model.logits(hidden)[:, :300])
-    assert short.head().vocab_size == 300 and short.head().weight_VH.shape[0] == 320
+    assert short.lm_head().vocab_size == 300 and short.lm_head().weight_VH.shape[0] == 320
 
 
 # Strict loading

@@ -71,7 +71,7 @@ def test_dividing_each_micro_batch_by_its_own_tokens_fails_this_check():
     toy = Toy()
     for numbers in (EIGHT[:3], EIGHT[3:]):
         batch = tensors(numbers)
-        result = objective_loss(toy.hidden(batch["input_ids"], None), toy.head(), batch, OBJECTIVE, WEIGHTS)
+        result = objective_loss(toy.hidden(batch["input_ids"], None), toy.lm_head(), batch, OBJECTIVE, WEIGHTS)
         (result.loss_sum / result.token_count / 2).backward()
     assert (toy.scale.grad.double() - oracle.scale.grad).abs().max() > 1e-3
 

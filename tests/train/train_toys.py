@@ -11,7 +11,7 @@ from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.runtime.launch.select import select_runtime
 from qat_lora.train.loop import LoopConfig, LoopHooks, Trainee, train
 from qat_lora.train.optim import OptimConfig
-from qat_lora.types import OutputHead
+from qat_lora.types import LMHead
 
 VOCABULARY, WIDTH, RANK, LENGTH, HEAD, POOL = 23, 8, 2, 7, 5, 40
 
@@ -41,8 +41,8 @@ class Toy(nn.Module):
         x = self.embed[input_ids_BL] * self.scale
         return x + self.dropout(x) @ self.a.T @ self.b.T
 
-    def head(self):
-        return OutputHead(self.table, VOCABULARY)
+    def lm_head(self):
+        return LMHead(self.table, VOCABULARY)
 
     def trainee(self):
         return Trainee(self, {"adapter": {"a": self.a, "b": self.b}, "scales": {"scale": self.scale}})

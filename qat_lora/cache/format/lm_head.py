@@ -20,7 +20,7 @@ from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.records import Fingerprint, strict_json
 from qat_lora.cache.storage.location import Location, Place, locate
 from qat_lora.errors import CacheDamaged, CacheError
-from qat_lora.types import OutputHead
+from qat_lora.types import LMHead
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,7 @@ class HeadFile(NamedTuple):
                 yield view[start : start + _CHUNK_BYTES]
 
 
-def head_file(head: OutputHead) -> HeadFile:
+def head_file(head: LMHead) -> HeadFile:
     """Return an output head as the bytes of its file, padding rows cut off.
 
     Raises:
@@ -125,12 +125,12 @@ def write_head(place: Place, fingerprint: Fingerprint, file: HeadFile | None) ->
     if file is None or file.sha256 != fingerprint.head_sha256:
         raise CacheError(
             f"{location}: is to hold hidden states, but the output head that was given is not the one of its "
-            "fingerprint; give the writer `head_file(teacher.head())` of the same teacher"
+            "fingerprint; give the writer `head_file(teacher.lm_head())` of the same teacher"
         )
     location.write_new(fmt.HEAD, file.chunks(), "head")
 
 
-def read_head(place: Place, fingerprint: Fingerprint) -> OutputHead:
+def read_head(place: Place, fingerprint: Fingerprint) -> LMHead:
     """Return the teacher's output head, tensors on the CPU in the type in which they are stored.
 
     Raises:
@@ -160,7 +160,7 @@ def read_head(place: Place, fingerprint: Fingerprint) -> OutputHead:
     }
     metadata = header["__metadata__"]
     softcap = float(metadata["softcap"]) if "softcap" in metadata else None
-    return OutputHead(
+    return LMHead(
         tensors["weight"], fingerprint.vocab_size, tensors.get("bias"), float(metadata["logit_scale"]), softcap
     )
 

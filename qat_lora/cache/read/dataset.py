@@ -14,7 +14,7 @@ from qat_lora.cache.storage.location import Place
 from qat_lora.cache.storage.store import Progress
 from qat_lora.data import shuffle as order
 from qat_lora.errors import CacheError
-from qat_lora.types import Batch, OutputHead, VerifyRows
+from qat_lora.types import Batch, LMHead, VerifyRows
 
 
 class KDCacheDataset:
@@ -78,7 +78,7 @@ class KDCacheDataset:
         """Return rows as numpy arrays (see `types.Batch`), in the order asked; -1 gives a fully masked row."""
         return self._reader.read(self.split, indices, self.k, self.temperatures, self._optional)
 
-    def teacher_head(self) -> OutputHead:
+    def teacher_lm_head(self) -> LMHead:
         """Return the teacher's output head, tensors on the CPU, for a cache that was built with `--hidden`.
 
         Raises:

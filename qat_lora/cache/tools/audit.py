@@ -36,7 +36,7 @@ from qat_lora.cache.format.records import Fingerprint
 from qat_lora.cache.read.reader import CacheReader
 from qat_lora.cache.storage.location import Place
 from qat_lora.errors import CacheError
-from qat_lora.types import Batch, LanguageModel, OutputHead
+from qat_lora.types import Batch, LanguageModel, LMHead
 
 SMALLEST_K = 4
 Figures = dict[tuple[str, str, int], torch.Tensor]
@@ -148,7 +148,7 @@ def _audit_row(
     teacher: LanguageModel,
     reader: CacheReader,
     row: int,
-    head: OutputHead | None,
+    head: LMHead | None,
     device: torch.device | str,
     chunk_bytes: int,
 ) -> dict[tuple[str, str, int], np.ndarray]:
@@ -241,7 +241,7 @@ def _same(logits_NV: torch.Tensor, whole: Batch, part: slice, held: Fingerprint)
     }
 
 
-def _compare_hidden(log_p_NV: torch.Tensor, fresh_NH: torch.Tensor, stored: np.ndarray, head: OutputHead) -> Figures:
+def _compare_hidden(log_p_NV: torch.Tensor, fresh_NH: torch.Tensor, stored: np.ndarray, head: LMHead) -> Figures:
     """Return the figures of N positions that were stored as hidden states: a head of the whole vocabulary."""
     stored_NH = torch.from_numpy(stored)
     bias = None if head.bias_V is None else head.bias_V.float()

@@ -25,7 +25,7 @@ from qat_lora.losses.fused.by_token import walk_positions
 from qat_lora.losses.fused.by_vocab import sweepable, walk_vocabulary
 from qat_lora.losses.fused.gradients import Task, group_terms
 from qat_lora.losses.loss_terms import DenseTerm, HeadTerm, Term
-from qat_lora.types import LossWalk, OutputHead
+from qat_lora.types import LMHead, LossWalk
 
 CHUNK_BYTES = 32 * 2**20
 
@@ -43,7 +43,7 @@ class LossSum(NamedTuple):
 
 def fused_linear_kd(
     hidden_NH: Tensor,
-    head: OutputHead,
+    head: LMHead,
     terms: Sequence[Term],
     mask_N: Tensor | None = None,
     *,
@@ -103,7 +103,7 @@ class _FusedLinearKD(torch.autograd.Function):
         hidden_NH: Tensor,
         weight_VH: Tensor,
         bias_V: Tensor | None,
-        head: OutputHead,
+        head: LMHead,
         terms: tuple[Term, ...],
         mask_N: Tensor,
         dtype: torch.dtype,
@@ -154,7 +154,7 @@ def _padded(gradient_V: Tensor, like_V: Tensor) -> Tensor:
     return torch.cat([gradient_V, gradient_V.new_zeros(missing, *gradient_V.shape[1:])]) if missing else gradient_V
 
 
-def _check(hidden_NH: Tensor, head: OutputHead, terms: Sequence[Term], mask_N: Tensor | None) -> None:
+def _check(hidden_NH: Tensor, head: LMHead, terms: Sequence[Term], mask_N: Tensor | None) -> None:
     """Refuse shapes that broadcasting would otherwise quietly accept."""
     if hidden_NH.dim() != 2 or head.weight_VH.dim() != 2 or hidden_NH.shape[1] != head.weight_VH.shape[1]:
         raise ValueError(
