@@ -61,7 +61,8 @@ def bend_links(text: str, source: Path) -> str:
 def commands(group: click.Group = cli.cli, words: str = "") -> dict[str, click.Command]:
     """Return every command by its words."""
     found: dict[str, click.Command] = {}
-    for name, command in group.commands.items():
+    for name in group.list_commands(click.Context(group)):
+        command = group.get_command(click.Context(group), name)
         if isinstance(command, click.Group):
             found |= commands(command, f"{words}{name} ")
         else:

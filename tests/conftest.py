@@ -59,3 +59,26 @@ def tiny(tmp_path_factory) -> Tiny:
                 parameter.mul_(4.0 if "embed" not in name else 2.0)
     model.module.save_pretrained(teacher)
     return Tiny(teacher, text, held_out)
+
+
+@pytest.fixture(scope="session")
+def student(tiny, tmp_path_factory):
+    """A quantised student of the tiny teacher."""
+    from toy_pipeline import call, quantize_options
+
+    return call("quantize", quantize_options(tiny, tmp_path_factory.mktemp("student") / "student", init="mse"))
+
+
+@pytest.fixture
+def adapted(student, tmp_path):
+    """A model with an adapter, and the folder that the adapter was saved to."""
+    from toy_export import with_adapter
+
+    from qat_lora.files.identity import checkpoint_sha256
+    from qat_lora.layers.lora import LoraConfig
+    from qat_lora.models.adapter import save_adapter
+
+    config = LoraConfig(recovery_r=3, recovery_alpha=5.0)
+    model = with_adapter(student, config)
+    save_adapter(model.module, config, tmp_path / "adapter", student, checkpoint_sha256(student))
+    return model, tmp_path / "adapter"

@@ -31,5 +31,8 @@ def test_the_command_line_needs_no_torch_for_its_list_of_commands():
     assert loaded("from qat_lora.cli import main\nmain(['--help'])") <= {"yaml"}
 
 
-def test_control_the_app_does_load_them():
-    assert loaded("import os\nos.environ['USE_TORCH_XLA'] = '0'\nimport qat_lora.commands") >= {"torch", "transformers"}
+def test_control_a_command_does_load_them():
+    assert loaded("import os\nos.environ['USE_TORCH_XLA'] = '0'\nimport qat_lora.commands.recover") >= {
+        "torch",
+        "transformers",
+    }

@@ -170,7 +170,7 @@ def test_hidden_error_is_relative_to_the_teacher():
         ({"estimator": "sampled"}, "draw_ids", r"draw_ids.*--draws 32"),
         ({"estimator": "full"}, "teacher_hidden", r"teacher_hidden.*--hidden"),
         ({"hidden_weight": 1.0}, "teacher_hidden", r"teacher_hidden.*hidden_weight.*--hidden"),
-        ({"estimator": "full"}, "", r"teacher_lm_head.*--hidden"),
+        ({"estimator": "full"}, "", r"teacher_head.*--hidden"),
         ({"estimator": "sampled", "draws": 8}, "", r"draws: 8 .* holds 7.*--draws 8"),
         ({"estimator": "hybrid", "draws": 9}, "", r"draws: 9 .* holds 7.*--tail-draws 9"),
     ],

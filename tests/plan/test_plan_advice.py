@@ -84,14 +84,14 @@ def test_a_run_that_does_not_fit_says_what_to_lower(tiny, tmp_path, monkeypatch)
 
 
 STARVED = {
-    "cache build": ("caches", "build_kd_cache", ["--teacher-batch-size 8", "--dtype bfloat16", "--device-map auto"]),
-    "quantize": ("quantising", "quantise_model", ["a machine with more memory (--dry-run"]),
+    "cache build": ("cache", "build_kd_cache", ["--teacher-batch-size 8", "--dtype bfloat16", "--device-map auto"]),
+    "quantize": ("quantize", "quantise_model", ["a machine with more memory (--dry-run"]),
     "quantize with text": (
-        "quantising",
+        "quantize",
         "sensitivities",
         ["--calibration-rows 32", "--calibration-length 128", "--metric outputs", "--calibrate-on teacher", "--init"],
     ),
-    "eval": ("evaluation", "measure", ["--batch-size 4", "--dtype bfloat16", "fewer --students", "--length 16"]),
+    "eval": ("evaluate", "measure", ["--batch-size 4", "--dtype bfloat16", "fewer --students", "--length 16"]),
 }
 
 

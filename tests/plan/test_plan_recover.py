@@ -14,7 +14,7 @@ from qat_lora.errors import CacheError, ConfigError, DeviceError, ModelError
 from qat_lora.layers.convert import linear_layers
 from qat_lora.models.load import load_model
 from qat_lora.plan.recover import plan_quantising, plan_recovery
-from qat_lora.plan.resource_requirements import needs
+from qat_lora.plan.resource_requirements import of_quantize, of_recover
 from qat_lora.runtime.launch.select import choose, look
 from qat_lora.train.loop import LoopConfig
 
@@ -113,10 +113,10 @@ def test_a_stranger_to_the_cache_is_refused(made, tmp_path):
 def test_doctor_knows_what_a_planned_run_needs(made, tiny, tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     options = recover_options(made / "student", made / "cache", tmp_path / "run", train_scales=True)
-    plan, wanted = plan_recovery(quiet(options)), needs("recover", options)
+    plan, wanted = plan_recovery(quiet(options)), of_recover(options)
     assert wanted.memory == wanted.host == plan["total_bytes"] and wanted.disk > 6 * 2 * plan["trained"]
     quantising = quantize_options(tiny, tmp_path / "out")
-    assert needs("quantize", quantising).memory == 4 * plan["parameters"]
+    assert of_quantize(quantising).memory == 4 * plan["parameters"]
     half = tmp_path / "half"
     load_model(str(tiny.teacher)).module.to(torch.bfloat16).save_pretrained(half)
     shutil.copy(tiny.teacher / "tokenizer.json", half)
@@ -124,10 +124,8 @@ def test_doctor_knows_what_a_planned_run_needs(made, tiny, tmp_path, capfd, monk
     assert in_halves["weights_bytes"] >= 2 * plan["parameters"] and in_halves["weights_bytes"] < 4 * plan["parameters"]
     by_text = replace(quantising, init="descent", metric="fisher", kd_cache_dir=str(made / "cache"))
     outputs = [layer.out_features for _, layer in linear_layers(load_model(str(tiny.teacher)).module)]
-    without = needs("quantize", replace(by_text, metric="outputs")).disk
-    assert needs("quantize", by_text).disk - without == sum(4 * o * o for o in outputs)
-    with pytest.raises(ConfigError, match="allowed: recover, qat, quantize"):
-        needs("eval", options)
+    without = of_quantize(replace(by_text, metric="outputs")).disk
+    assert of_quantize(by_text).disk - without == sum(4 * o * o for o in outputs)
     line = ["recover", "--checkpoint", str(made / "student"), "--kd-cache-dir", str(made / "cache"), "--device", "cpu"]
     with contextlib.suppress(SystemExit):  # this machine may lack something else
         cli.main(["doctor", *line])

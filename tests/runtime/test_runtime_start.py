@@ -151,7 +151,7 @@ def test_torch_xla_launches_one_process(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(SPAWN)
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PJRT", "XLA", "TPU", "RANK", "WORLD"))}
-    paths = f"{ROOT}:{ROOT / 'tests'}"
+    paths = f"{ROOT}:{Path(__file__).parent}"
     done = subprocess.run(
         [sys.executable, str(program)],
         env={**kept, "PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
