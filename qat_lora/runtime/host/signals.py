@@ -1,10 +1,10 @@
-"""Stop signals as a list that is looked at between steps, instead of an exception anywhere.
+"""Stop signals as a list that is read between steps, instead of an exception anywhere.
 
-Closing a terminal or losing an SSH session sends SIGHUP, which means stop like the others, unless whoever started the
-process had it ignored (`nohup`): then it stays ignored.
+Closing a terminal or losing an SSH session sends SIGHUP, which means stop like the others, unless it is ignored when
+the process starts (`nohup`): then it stays ignored.
 
-A launcher and the processes that it started may both get a signal and the launcher passes its own on, so the same
-request can arrive twice; a second one counts only when it comes a second later.
+A launcher and its processes may both get a signal, and the launcher passes its own on, so the same request can arrive
+twice; a second one counts only when it comes a second later.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def _handler(received: list[str]) -> Any:
 
 
 def _install(handler: Any) -> dict[Any, Any]:
-    """Set the handler of the stop signals; return what was set before."""
-    heard = [n for n in STOP_SIGNALS if n.name != "SIGHUP" or signal.getsignal(n) != signal.SIG_IGN]
-    return {number: signal.signal(number, handler) for number in heard}
+    """Set the handler of the stop signals; return the old ones."""
+    handled = [n for n in STOP_SIGNALS if n.name != "SIGHUP" or signal.getsignal(n) != signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in handled}
 
 
 def install_for_good() -> None:
@@ -55,7 +55,7 @@ def install_for_good() -> None:
 def stop_signals() -> Iterator[list[str]]:
     """Collect the names of stop signals that arrive; a second one, later, ends the process at once."""
     received: list[str] = []
-    if threading.current_thread() is not threading.main_thread():  # there signals are somebody else's business
+    if threading.current_thread() is not threading.main_thread():  # handlers can be set in the main thread only
         yield _standing[0] if _standing else received
         return
     old = _install(_handler(received))
