@@ -15,10 +15,12 @@ import numpy as np
 import torch
 from runtime_training import check_training_compiles_in_step_one_only_and_equals_plain_training  # noqa: F401
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 
 from qat_lora.errors import DeviceError
 from qat_lora.runtime.base import Runtime
+from qat_lora.runtime.host import saving
 from qat_lora.runtime.host.prefetch import THREAD
 from qat_lora.runtime.launch.select import status_line
 from qat_lora.runtime.native import NativeRuntime
@@ -370,6 +372,25 @@ def check_save_loads_back(runtime, folder):
     assert torch.equal(loaded["transposed"], expected.t())
     assert loaded["half"].dtype == torch.bfloat16
     assert loaded["parameter"].item() == 2.5
+
+
+def check_save_is_called_by_all_and_all_see_the_whole_file(runtime, folder):
+    """The main process writes its own values, slowly, over an old file; none returns before the new one."""
+    path, save_file = folder / "state.safetensors", saving.save_file
+
+    def slowly(*args, **settings):
+        time.sleep(0.1)
+        save_file(*args, **settings)
+
+    saving.save_file = slowly
+    try:
+        for turn in range(3):
+            runtime.save({"value": torch.full((5000,), 10.0 * turn + runtime.rank).to(runtime.device)}, path)
+            assert load_file(path)["value"].unique().tolist() == [10.0 * turn]
+            assert [p.name for p in folder.iterdir()] == [path.name]
+            runtime.barrier("read")
+    finally:
+        saving.save_file = save_file
 
 
 # --- numerics ---------------------------------------------------------------------------------------------------
