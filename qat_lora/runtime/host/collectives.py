@@ -45,15 +45,13 @@ def _joining() -> Iterator[None]:
     """Hide gloo's remarks at joining, which it prints to standard output, where results belong."""
     sys.stdout.flush()
     kept = os.dup(1)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
     try:
-        with among_peers():
+        with open(os.devnull, "wb") as nowhere, among_peers():
+            os.dup2(nowhere.fileno(), 1)
             yield
     finally:
         os.dup2(kept, 1)
         os.close(kept)
-        os.close(nowhere)
 
 
 def join(backend: str = "gloo", **where: Any) -> None:

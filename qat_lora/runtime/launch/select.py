@@ -57,17 +57,14 @@ class Found:
     """PJRT_DEVICE, empty if unset."""
 
     def __str__(self) -> str:
-        parts = ["cpu"]
-        if self.cuda_devices:
-            parts.append(f"cuda ({self.cuda_devices})")
-        if self.mps:
-            parts.append("mps")
-        if self.tpu:
-            parts.append(f"a TPU ({self.tpu})")
-        parts.append("torch_xla" if self.torch_xla else "no torch_xla")
-        if self.pjrt_device:
-            parts.append(f"PJRT_DEVICE={self.pjrt_device}")
-        return ", ".join(parts)
+        parts = {
+            f"cuda ({self.cuda_devices})": self.cuda_devices,
+            "mps": self.mps,
+            f"a TPU ({self.tpu})": self.tpu,
+            "torch_xla" if self.torch_xla else "no torch_xla": True,
+            f"PJRT_DEVICE={self.pjrt_device}": self.pjrt_device,
+        }
+        return ", ".join(["cpu", *(part for part, there in parts.items() if there)])
 
 
 @dataclass(frozen=True)

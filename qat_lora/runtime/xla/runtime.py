@@ -111,7 +111,7 @@ class XlaRuntime:
         self._by_gloo = False
         self._control: dist.ProcessGroup | None = None
         self._deferred = DeferredCalls()
-        self._unread: list[tuple[Future[list[Any]], tuple[torch.Tensor, ...], list[int]]] = []
+        self._unread: list[Callable[[], None]] = []
         self._reader: ThreadPoolExecutor | None = None
         self._counting = threading.Lock()
         self._deferred_reads = 0
@@ -342,9 +342,10 @@ class XlaRuntime:
         alive at the sync of all of them, or those steps are another graph.
         """
         assert self._reader is not None, "defer is called inside launch"
-        future: Future[list[Any]] = Future()
-        self._unread.append((future, tensors, [t._version for t in tensors]))
-        self._deferred.add(fn, future.done, future.result)
+        submit, versions = self._reader.submit, [t._version for t in tensors]
+        reading: list[Future[list[Any]]] = []  # one, from the next sync on
+        self._unread.append(lambda: reading.append(submit(self._read, tensors, versions)))
+        self._deferred.add(fn, lambda: bool(reading) and reading[0].done(), lambda: reading[0].result())
 
     def barrier(self, tag: str) -> None:
         """Run what was deferred, then wait until every process is here: `xm.rendezvous`."""
@@ -391,30 +392,25 @@ class XlaRuntime:
         import torch_xla
 
         torch_xla.sync()
-        if self._reader is not None:
-            for future, tensors, versions in self._unread:
-                self._reader.submit(self._read, future, tensors, versions)
-            self._unread.clear()
+        for start_reading in self._unread:
+            start_reading()
+        self._unread.clear()
 
     def _flush(self) -> None:
         if self._unread:
             self._sync()
         self._deferred.run_all()
 
-    def _read(self, future: Future[list[Any]], tensors: tuple[torch.Tensor, ...], versions: list[int]) -> None:
-        """Fetch tensors to the host, in the reader's thread; `future` gets the values or the exception."""
+    def _read(self, tensors: tuple[torch.Tensor, ...], versions: list[int]) -> list[Any]:
+        """Return tensors as values of the host; runs in the reader's thread."""
         values: list[Any] = []
-        try:
-            for tensor in tensors:
-                with self._counting:
-                    values.append(host_value(tensor.detach().cpu()))
-                    self._deferred_reads += is_xla_device(tensor)
-            if [t._version for t in tensors] != versions:
-                raise RuntimeError("a deferred tensor was changed in place before it was read; make a new one instead")
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(values)
+        for tensor in tensors:
+            with self._counting:
+                values.append(host_value(tensor.detach().cpu()))
+                self._deferred_reads += is_xla_device(tensor)
+        if [t._version for t in tensors] != versions:
+            raise RuntimeError("a deferred tensor was changed in place before it was read; make a new one instead")
+        return values
 
 
 def _chip_name(kind: str) -> str:
