@@ -3,7 +3,7 @@
 import pytest
 
 from qat_lora.errors import ConfigError
-from qat_lora.runtime.launch.select import ChipsConfig, DeviceChoice, LaunchPlan, count_tpu_chips, plan_chips
+from qat_lora.runtime.launch.select import ChipsConfig, DeviceChoice, Found, LaunchPlan, count_tpu_chips, plan_chips
 
 ONE = {"TPU_VISIBLE_CHIPS": "0", "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1", "TPU_PROCESS_BOUNDS": "1,1,1"}
 HALF = {"TPU_VISIBLE_CHIPS": "0,1", "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,2,1", "TPU_PROCESS_BOUNDS": "1,1,1"}
@@ -12,7 +12,7 @@ HALF = {"TPU_VISIBLE_CHIPS": "0,1", "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,2,1", "TP
 def plan(asked, kind="cpu", backend="", chips=0, parallel="spawn", **environ):
     config = ChipsConfig(asked, parallel)
     device = DeviceChoice(kind, backend)
-    planned = plan_chips(config, device, environ, cores=2, gpus=4, tpu_chips=chips)
+    planned = plan_chips(config, device, Found(cores=2, cuda_devices=4, tpu_chips=chips), environ)
     assert planned.device is device
     return planned
 

@@ -8,7 +8,7 @@ import pytest
 
 from qat_lora.errors import ConfigError, DeviceError
 from qat_lora.runtime.launch.process_group import RankInfo, group_size, rank_info, whole_number
-from qat_lora.runtime.launch.select import ChipsConfig, DeviceChoice, plan_chips
+from qat_lora.runtime.launch.select import ChipsConfig, DeviceChoice, Found, plan_chips
 
 ROOT = Path(__file__).resolve().parents[2]
 GROUP = {"WORLD_SIZE": "4", "RANK": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -54,7 +54,7 @@ def test_a_rank_beyond_the_group(name):
 def test_a_plan_names_the_variable(name, kind, backend, parallel, value):
     config = ChipsConfig(parallel=parallel)
     with pytest.raises(ConfigError, match=f"{name}: is .* in the environment; allowed: a number from 1"):
-        plan_chips(config, DeviceChoice(kind, backend), {name: value}, cores=2, gpus=0, tpu_chips=4)
+        plan_chips(config, DeviceChoice(kind, backend), Found(cores=2, tpu_chips=4), {name: value})
 
 
 def test_a_command_says_it_in_one_line(tmp_path):

@@ -55,6 +55,9 @@ class Found:
     """What points to a TPU, for example `/dev/accel0`; empty if nothing does."""
     pjrt_device: str = ""
     """PJRT_DEVICE, empty if unset."""
+    cores: int = 1
+    tpu_chips: int = 0
+    """Of this host, 0 if unknown."""
 
     def __str__(self) -> str:
         parts = {
@@ -139,6 +142,8 @@ def look(environ: Mapping[str, str] = os.environ) -> Found:
         torch_xla=importlib.util.find_spec("torch_xla") is not None,
         tpu=find_tpu(environ),
         pjrt_device=environ.get("PJRT_DEVICE", "").strip().upper(),
+        cores=os.cpu_count() or 1,
+        tpu_chips=count_tpu_chips(),
     )
 
 
@@ -217,18 +222,8 @@ def count_tpu_chips(root: Path = Path("/")) -> int:
     return len(files) or len([f for f in glob.glob(str(root / "dev/vfio/[0-9]*")) if Path(f).name.isdecimal()])
 
 
-def plan_chips(
-    config: ChipsConfig, device: DeviceChoice, environ: Mapping[str, str], *, cores: int, gpus: int, tpu_chips: int
-) -> LaunchPlan:
+def plan_chips(config: ChipsConfig, device: DeviceChoice, found: Found, environ: Mapping[str, str]) -> LaunchPlan:
     """Decide how a run on a chosen device is started; a pure function.
-
-    Args:
-        config: what was asked for.
-        device: what was chosen.
-        environ: the process's variables.
-        cores: of the CPU.
-        gpus: CUDA devices.
-        tpu_chips: of this host, 0 if unknown.
 
     Raises:
         ConfigError: a number that is not possible here; the message lists the possible ones.
@@ -241,13 +236,15 @@ def plan_chips(
         _check_group(config, asked, environ)
         return LaunchPlan(device)
     if on_tpu:
-        return LaunchPlan(device, *_on_tpu(config, asked, environ, tpu_chips))
+        return LaunchPlan(device, *_on_tpu(config, asked, environ, found.tpu_chips))
     if device.kind == "xla":
         return LaunchPlan(device, *_on_xla_cpu(config, asked, environ))
     if device.kind == "mps":
         return LaunchPlan(device, _pick(asked, [1], 1, "Apple GPU"))
-    possible, everything = (gpus, gpus) if device.kind == "cuda" else (max(8, 4 * cores), cores)
-    count = _pick(asked, list(range(1, possible + 1)), everything, device.kind)
+    everything, most = found.cores, max(8, 4 * found.cores)
+    if device.kind == "cuda":
+        everything = most = found.cuda_devices
+    count = _pick(asked, list(range(1, most + 1)), everything, device.kind)
     return LaunchPlan(device, count, "group" if count > 1 else "here")
 
 
@@ -332,15 +329,7 @@ def plan_run(device: str = "auto", tpu: bool = False, chips: ChipsConfig | None 
         DeviceError: the device is not there; the message says what is.
     """
     found = look()
-    choice = choose(device, tpu, found)
-    return plan_chips(
-        chips or ChipsConfig(),
-        choice,
-        os.environ,
-        cores=os.cpu_count() or 1,
-        gpus=found.cuda_devices,
-        tpu_chips=count_tpu_chips() if choice.backend == "TPU" else 0,
-    )
+    return plan_chips(chips or ChipsConfig(), choose(device, tpu, found), found, os.environ)
 
 
 def make_runtime(device: DeviceChoice, chips: ChipsConfig | None = None) -> Runtime:
