@@ -5,7 +5,7 @@ ranks, both types, a frozen base and scales that train, with layers' activations
 students of Qwen3's shape (w2g64), one micro-batch and one optimizer step by the calls that `recover` makes, each point
 in a process of its own. Estimates are asked as a user would, with the device's name and no other hint. Measured are:
 
-* `cpu`: the most bytes of tensors alive at once, counted at torch's dispatcher (`runtime/host/live_bytes.py`).
+* `cpu`: the most bytes of tensors alive at once, counted at torch's dispatcher (`runtime/host/memory.py`).
 * `xla`: what the run holds on the device, and the temporary memory and new results that XLA's buffer assignment gives
   the micro-batch's graph (`--xla_dump_to`, on XLA's CPU backend: the only one that can be had without a TPU).
 
@@ -142,7 +142,7 @@ def step(point: Point, runtime: Any) -> tuple[list[Any], Any]:
 
     def run() -> None:
         sums = add_sums(start, micro_batch(model, here, objective, weights))
-        runtime.cut()
+        runtime.mark_step()
         optimizer_step(optimizer, trained, sums, 1.0, runtime)
 
     return held, run
@@ -150,7 +150,7 @@ def step(point: Point, runtime: Any) -> tuple[list[Any], Any]:
 
 def on_cpu(point: Point) -> int:
     """Return the most bytes alive at once in a step."""
-    from qat_lora.runtime.host.live_bytes import LiveBytes
+    from qat_lora.runtime.host.memory import LiveBytes
     from qat_lora.runtime.native import NativeRuntime
 
     held, run = step(point, NativeRuntime("cpu"))
@@ -167,7 +167,7 @@ def on_xla(point: Point, dump: Path) -> int:
 
     def measure() -> int:
         held, run = step(point, runtime)
-        runtime.cut()  # what preparing has left is a graph of its own, as in `recover`
+        runtime.mark_step()  # what preparing has left is a graph of its own, as in `recover`
         there = set(dump.glob("*buffer-assignment.txt"))
         run()  # the micro-batch's graph is the first of two
         runtime.step_end()

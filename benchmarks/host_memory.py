@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from qat_lora.models.load import load_model, make_qwen3, make_tokenizer
 from qat_lora.runtime.launch.select import select_runtime
-from qat_lora.runtime.launch.workers import run_group
+from qat_lora.runtime.launch.start import run_group
 
 CASES = (("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32"))
 """Type in the files, type asked for."""

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.launch.select import select_runtime
-from qat_lora.runtime.launch.workers import run_group
+from qat_lora.runtime.launch.start import run_group
 from qat_lora.train.step import add_sums, micro_batch, optimizer_step, zero_sums
 from qat_lora.types import Batch, LMHead
 

@@ -72,9 +72,9 @@ def _plain(result: Any) -> Any:
 
 
 def _is_first() -> bool:
-    from qat_lora.runtime.launch.process_group import place_in_group
+    from qat_lora.runtime.launch.process_group import rank_info
 
-    return place_in_group().rank == 0
+    return rank_info().rank == 0
 
 
 class OptionsCommand(click.Command):

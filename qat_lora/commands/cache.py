@@ -197,7 +197,7 @@ def _teacher(options: CacheBuildOptions | AuditOptions, runtime: Runtime) -> Cau
     """Load the teacher; with a device map it is spread over devices at once."""
     if options.device_map == "none":
         return load(str(options.teacher), options.hub, options.run.dtype)
-    runtime.check_spread()
+    runtime.check_device_map()
     hub = options.hub
     return load_spread(
         str(options.teacher),

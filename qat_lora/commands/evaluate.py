@@ -169,7 +169,7 @@ def _report(
     for text, of in rows.items():
         batches = runtime.feed(batches_of(iter(of), length, options.batch_size))
         tallies[text] = measure(
-            models["teacher"], students, batches, run.quiet, runtime.cut, f"evaluate {text}", runtime.piece_bytes
+            models["teacher"], students, batches, run.quiet, runtime.mark_step, f"evaluate {text}", runtime.piece_bytes
         )
     whole = {name: join([of[name] for of in tallies.values()]) for name in models}
     drawn = bootstrap(list(tallies.values()), options.resamples, run.seed)
@@ -208,7 +208,7 @@ def _generate(
     for name, model in models.items():
         say(options.run, f"{name}: {len(prompts)} continuations of {options.health.generate_tokens} tokens")
         ids = continue_greedily(
-            model, prompts, options.health.generate_tokens, runtime.device, runtime.cut, options.run.quiet
+            model, prompts, options.health.generate_tokens, runtime.device, runtime.mark_step, options.run.quiet
         )
         found[name] = health(ids.tolist(), eos_id)
     return found

@@ -184,7 +184,9 @@ def _rounding_kl(
     for model in (student.model, rounded):
         runtime.place(model.module)
     held_out = runtime.feed(batches)
-    scores = score(student.model, {"rounded": rounded}, held_out, options.run.quiet, runtime.cut, runtime.piece_bytes)
+    scores = score(
+        student.model, {"rounded": rounded}, held_out, options.run.quiet, runtime.mark_step, runtime.piece_bytes
+    )
     student.model.module.to("cpu")
     return {
         "kl_of_rounding": round(scores["rounded"].kl, 6),

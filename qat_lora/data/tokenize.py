@@ -34,7 +34,7 @@ import numpy as np
 from tokenizers import models
 
 from qat_lora.errors import TextError
-from qat_lora.runtime.host.heap import give_back
+from qat_lora.runtime.host.memory import give_back
 
 WINDOW_CHARS = 1 << 18
 """Characters that are tokenised at once, which bounds memory (`benchmarks/text_memory.py` measures it)."""

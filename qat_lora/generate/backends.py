@@ -70,7 +70,7 @@ def _ours(name: str, hub: HubConfig, run: RunConfig, runtime: Runtime) -> Speake
             temperature=temperature,
             generator=generator,
             row_length=row,
-            cut=runtime.cut,
+            cut=runtime.mark_step,
         )
         return stream_text(tokenizer, found)
 

@@ -35,7 +35,7 @@ from qat_lora.plan.recover import (
     training_estimate,
 )
 from qat_lora.quant.spec import Preset
-from qat_lora.runtime.host.live_bytes import LiveBytes
+from qat_lora.runtime.host.memory import LiveBytes
 from qat_lora.setup.objective import check_arrays
 from qat_lora.setup.trainable import check_parts, chosen_preset, trained_parts
 from qat_lora.terminal import redact

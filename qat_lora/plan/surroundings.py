@@ -19,8 +19,7 @@ from typing import NamedTuple
 from packaging.requirements import Requirement
 
 from qat_lora.plan.devices import KNOWN
-from qat_lora.runtime.launch.chips import count_tpu_chips
-from qat_lora.runtime.launch.select import Found
+from qat_lora.runtime.launch.select import Found, count_tpu_chips
 
 GIB = 2**30
 HUB_TIMEOUT_S = 3.0

@@ -1,13 +1,13 @@
 """What a device, or many of them, must be able to do: the only seam between the training loop and hardware.
 
-Named by meaning, not by mechanism, so that one process, a process group, PyTorch/XLA with a process per chip
-and SPMD can all fill it. Only `cut` and `step_end` may synchronise with the device: everything between them is
-queued, which is what keeps an XLA graph whole and a GPU busy.
+Methods are named by meaning, not by mechanism, so that one process, a process group, PyTorch/XLA with a process per
+chip and SPMD can all implement them. Only `mark_step` and `step_end` may synchronise with the device: everything
+between them is queued, which is what keeps an XLA graph whole and a GPU busy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
@@ -29,17 +29,17 @@ class Runtime(Protocol):
     replicas: int
     """Data-parallel copies of the model over all processes (not the process count under SPMD)."""
     loss_walk: LossWalk
-    """Which of two equal walks through the logits is the faster here (`losses/fused/op.py`)."""
+    """The faster of two equal walks through the logits on this device (`losses/fused/op.py`)."""
     piece_bytes: int | None
     """How much of a large intermediate result elementwise work should take at a time to stay in the processor's cache;
     None where every piece costs a kernel launch or a graph node."""
 
     attention: AttentionForm
-    """Whose attention keeps no scores here (`layers/attention.py`)."""
+    """The form of attention that keeps no scores on this device (`layers/attention.py`)."""
 
     @property
     def processes(self) -> int:
-        """Processes that read data, `rank` of them being this one; each feeds the rows of replicas / processes."""
+        """Number of processes that read data, this one being number `rank`; each feeds replicas / processes rows."""
 
     @property
     def is_main(self) -> bool:
@@ -50,15 +50,17 @@ class Runtime(Protocol):
         """One line for people, for example `CPU · 2 threads` or `XLA on CPU · 1 device`."""
 
     def launch(self, main: Callable[[], Any]) -> Any:
-        """Run `main` on every replica's process and return what it returned on this one."""
+        """Run `main` in this process, inside the process group where there is one; return its result."""
 
     def place(self, module: M) -> M:
-        """Move a module here and tie again the weights that were tied; the parameter count must not change."""
+        """Move a module to the device and tie again the weights that were tied; the parameter count must not change."""
 
     def for_loops(self) -> Runtime:
-        """Return where long loops of small dependent steps run: here, or the host where a graph would unroll them."""
+        """Return the runtime for long loops of small dependent steps: this one, or the host's where a graph would
+        unroll them.
+        """
 
-    def check_spread(self) -> None:
+    def check_device_map(self) -> None:
         """Raise DeviceError where a loader must not spread one model over several devices instead of `place`."""
 
     def feed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -68,9 +70,9 @@ class Runtime(Protocol):
         """Return a context manager that runs matrix products in `dtype` (nothing for float32)."""
 
     def checkpoint_function(self) -> Callable[..., Any]:
-        """Return what computes a layer again in the backward pass instead of keeping its activations."""
+        """Return the function that recomputes a layer in the backward pass instead of keeping its activations."""
 
-    def cut(self) -> None:
+    def mark_step(self) -> None:
         """End a micro-batch: queued work may be dispatched now."""
 
     def reduce_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -92,10 +94,15 @@ class Runtime(Protocol):
         """Call `fn` with the tensors' host values once they are there, without stopping the device."""
 
     def barrier(self, tag: str) -> None:
-        """Wait until every process is here."""
+        """Run what was deferred, then wait until every process is here."""
 
-    def save(self, state: dict[str, torch.Tensor], path: str | Path) -> None:
-        """Write tensors as safetensors; called by every process, written by the main one."""
+    def save(self, tensors: Mapping[str, torch.Tensor], path: str | Path) -> None:
+        """Write tensors of any device to a safetensors file; the protocol of `xm.save`.
+
+        Every process calls it, at the same place and with the same names: on XLA reading a tensor runs the work that
+        is queued for it, which every process must do. The main process writes the file, whole or not at all. Then all
+        meet, so the whole file is there for every process when this returns.
+        """
 
     def compile_report(self) -> dict[str, int | float]:
         """Return graphs compiled, cache hits and seconds compiling so far (empty where nothing compiles)."""

@@ -2,7 +2,7 @@
 
 Only a few small tensors are trained, so gradients are averaged by one explicit all-reduce per optimizer step.
 That replaces DistributedDataParallel, its buckets, its `no_sync` and its second copy of the forward call, and
-it is the same arithmetic on every runtime. It is not overlapped with the backward pass: what DDP would hide is one
+it is the same arithmetic on every runtime. It is not overlapped with the backward pass: DDP would hide one
 exchange of some megabytes per optimizer step, a thousandth of the step (docs/tpu.md has the model).
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,26 +23,13 @@ from qat_lora.runtime.host.async_readback import DeferredCalls, host_value
 from qat_lora.runtime.host.placement import move_module
 from qat_lora.runtime.host.prefetch import host_tensors, prefetch
 from qat_lora.runtime.host.saving import save_tensors
-from qat_lora.runtime.launch.process_group import group_size, place_in_group
+from qat_lora.runtime.launch.process_group import group_size, rank_info
 from qat_lora.types import AttentionForm, Batch, LossWalk
 
 if TYPE_CHECKING:
     from qat_lora.runtime.base import M
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-
-
-def checkpoint_function() -> Callable[..., Any]:
-    """Return the function that recomputes a layer in the backward pass instead of keeping its activations."""
-    from torch.utils.checkpoint import checkpoint
-
-    return functools.partial(checkpoint, use_reentrant=False)
-
-
-def mean_form(value: torch.Tensor) -> torch.Tensor:
-    """Return a detached tensor that can hold a mean: counts become float32 (exact up to 2^24)."""
-    value = value.detach()
-    return value if value.is_floating_point() else value.float()
 
 
 class NativeRuntime:
@@ -58,7 +45,7 @@ class NativeRuntime:
                 f"device {kind}: WORLD_SIZE={group_size()} asks for a process group, which exists for "
                 f"{' and '.join(_BACKENDS)} only; start one process, or choose another device"
             )
-        self.rank, self.replicas, local_rank = place_in_group()
+        self.rank, self.replicas, local_rank = rank_info()
         self.device = torch.device(kind)
         self.loss_walk: LossWalk = "vocabulary" if kind == "cpu" else "positions"
         self.attention: AttentionForm = "tiled" if kind == "cpu" else "library"
@@ -92,7 +79,7 @@ class NativeRuntime:
         if self.device.type == "mps":
             return "Apple GPU (MPS)"
         threads = f"CPU · {_count(torch.get_num_threads(), 'thread')}"
-        return threads if self.replicas == 1 else f"{threads} · {_count(self.replicas, 'process', 'processes')}"
+        return threads if self.replicas == 1 else f"{threads} · {self.replicas} processes"
 
     def launch(self, main: Callable[[], Any]) -> Any:
         """Run `main` in this process, inside the process group where there is one.
@@ -103,13 +90,9 @@ class NativeRuntime:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if self.replicas > 1:
-            device_id = self.device if self.device.type == "cuda" else None
-            with collectives.joining():
-                dist.init_process_group(_BACKENDS[self.device.type], device_id=device_id, timeout=collectives.PATIENCE)
-                # What hosts decide does not pass through the GPU: no host ever waits for a device to decide.
-                self._control = (
-                    dist.new_group(backend="gloo", timeout=collectives.PATIENCE) if self.device.type == "cuda" else None
-                )
+            collectives.join(_BACKENDS[self.device.type], device_id=self.device if self.device.type == "cuda" else None)
+            # Decisions between hosts do not pass through the GPU: no host ever waits for a device to decide.
+            self._control = collectives.gloo_group() if self.device.type == "cuda" else None
         try:
             result = main()
             self._deferred.run_all()
@@ -119,7 +102,7 @@ class NativeRuntime:
                 dist.destroy_process_group()
 
     def place(self, module: M) -> M:
-        """Move a module here, shared weights stay shared.
+        """Move a module to the device; shared weights stay shared.
 
         Raises:
             DeviceError: the parameter count changed.
@@ -130,7 +113,7 @@ class NativeRuntime:
         """Return this runtime."""
         return self
 
-    def check_spread(self) -> None:
+    def check_device_map(self) -> None:
         """Refuse to spread a model where other processes would spread theirs over the same devices.
 
         Raises:
@@ -153,7 +136,7 @@ class NativeRuntime:
                 yield self._receive(batch, sent)
 
     def _send(self, batch: Batch) -> tuple[Batch, Any]:
-        """Make the tensors and, on CUDA, start their copy on a stream of its own; runs in the feeding thread."""
+        """Make the tensors and, on CUDA, start their copy on a stream of its own; runs in the prefetch thread."""
         tensors = host_tensors(batch)
         if self.device.type != "cuda":
             return tensors, None
@@ -180,15 +163,15 @@ class NativeRuntime:
 
     def autocast(self, dtype: torch.dtype) -> Any:
         """Return `torch.autocast` for bfloat16, an empty context for float32."""
-        if dtype == torch.float32:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=dtype)
+        return contextlib.nullcontext() if dtype == torch.float32 else torch.autocast(self.device.type, dtype=dtype)
 
     def checkpoint_function(self) -> Callable[..., Any]:
         """Return torch's own, in the form that is not re-entrant."""
-        return checkpoint_function()
+        from torch.utils.checkpoint import checkpoint
 
-    def cut(self) -> None:
+        return functools.partial(checkpoint, use_reentrant=False)
+
+    def mark_step(self) -> None:
         """Nothing: eager operations are dispatched as they are called."""
 
     def reduce_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -200,7 +183,7 @@ class NativeRuntime:
 
     def all_reduce_mean(self, value: torch.Tensor) -> torch.Tensor:
         """Return the mean of a tensor over the replicas, on the device; integers as float32."""
-        value = mean_form(value)
+        value = collectives.mean_form(value)
         return value if self.replicas == 1 else collectives.mean(value)
 
     def agree(self, flag: bool) -> bool:
@@ -243,10 +226,10 @@ class NativeRuntime:
             with collectives.among_peers():
                 dist.barrier(self._control)
 
-    def save(self, state: dict[str, torch.Tensor], path: str | Path) -> None:
-        """Write tensors as safetensors, atomically, in the main process; all wait until it is there."""
+    def save(self, tensors: Mapping[str, torch.Tensor], path: str | Path) -> None:
+        """Write a safetensors file in the main process; all wait until it is there."""
         if self.is_main:
-            save_tensors(state, path)
+            save_tensors(tensors, path)
         self.barrier(f"save {Path(path).name}")
 
     def compile_report(self) -> dict[str, int | float]:
@@ -254,5 +237,5 @@ class NativeRuntime:
         return {}
 
 
-def _count(number: int, noun: str, plural: str = "") -> str:
-    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

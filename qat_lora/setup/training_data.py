@@ -183,7 +183,7 @@ def rows_evaluation(
                     hidden = model.hidden(batch["input_ids"], batch["document_ids"])
                     result = objective_loss(hidden, model.lm_head(), batch, objective, teacher_lm_head=head)
                 total, count = total + result.loss_sum, count + result.token_count
-                runtime.cut()
+                runtime.mark_step()
             if runtime.replicas > 1:
                 total, count = runtime.all_reduce_mean(torch.stack([total, count])).unbind()
         model.module.train(was_training)

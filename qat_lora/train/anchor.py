@@ -74,7 +74,7 @@ def remember(
         }
         shape = hidden_BLH.shape[:2]
         arrays = {name: value.reshape(*shape, *value.shape[1:]) for name, value in arrays.items()}
-        runtime.cut()
+        runtime.mark_step()
         kept.append({name: value.cpu().numpy() for name, value in (batch | arrays).items()})
     return {name: np.concatenate([rows[name] for rows in kept])[:samples] for name in kept[0]}
 

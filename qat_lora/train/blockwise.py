@@ -171,7 +171,7 @@ def _first_inputs(
         for batch in batches:
             calls.append([])
             forward(batch)
-            runtime.cut()
+            runtime.mark_step()
     finally:
         for handle in handles:
             handle.remove()
@@ -189,7 +189,7 @@ def _push(block: nn.Module, hidden: list[Tensor], calls: list[Call], runtime: Ru
     out = []
     for states, call in zip(hidden, calls, strict=True):
         out.append(_run(block, states, call))
-        runtime.cut()
+        runtime.mark_step()
     return out
 
 
@@ -236,7 +236,7 @@ def _fit(
         for parameter in (*weights, *scales):
             assert parameter.grad is not None
             parameter.grad.zero_()
-        runtime.cut()
+        runtime.mark_step()
         bar.update()
     for layer in layers.values():
         for parameter in layer.parameters():

@@ -23,7 +23,7 @@ from qat_lora.errors import ConfigError, DamagedFileError, DivergedError, ModelE
 from qat_lora.files.checksums import PROMISE, SUMS, check_sums, notice_no_sums, read_object, write_sums
 from qat_lora.files.finite import json_text, not_finite
 from qat_lora.files.folders import discard, is_ours, sweep, whole_folder
-from qat_lora.runtime.host.randomness import random_states, set_random_states
+from qat_lora.runtime.host.saving import random_states, set_random_states
 from qat_lora.train.metrics import check_log
 
 NAME = re.compile(r"^step-(\d{6,})$")

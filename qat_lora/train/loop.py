@@ -29,7 +29,7 @@ from qat_lora.errors import (
 from qat_lora.files.folders import settle
 from qat_lora.losses.objective import ObjectiveConfig, weight_tensors
 from qat_lora.runtime.base import Runtime
-from qat_lora.runtime.host.randomness import random_states, set_random_states
+from qat_lora.runtime.host.saving import random_states, set_random_states
 from qat_lora.runtime.host.signals import stop_signals
 from qat_lora.train import compile_watch as compiling
 from qat_lora.train.anchor import anchor_batches, anchor_micro_batch
@@ -213,7 +213,7 @@ def train(
     if runtime.is_main:
         _tidy(out, start, state["evaluated"], logs)
     zeros = zero_sums(objective, runtime.device)
-    runtime.cut()  # optimizer state, gradients and zeros are there now, not part of the first micro-batch's graph
+    runtime.mark_step()  # optimizer state, gradients and zeros are there now, not part of the first micro-batch's graph
     batches, anchors = _feeds(dataset, anchor, loop, runtime, start, seed)
 
     def save(step: int) -> None:
@@ -287,12 +287,12 @@ def train(
                 with runtime.autocast(torch.bfloat16 if loop.autocast else torch.float32):
                     sums = add_sums(sums, micro_batch(trainee.model, batch, objective, weights, teacher_lm_head))
                 watch.mark(compiling.TRACED)
-                runtime.cut()
+                runtime.mark_step()
                 watch.mark(compiling.COMPILED)
             if anchors is not None and not failed:
                 with runtime.autocast(torch.bfloat16 if loop.autocast else torch.float32):
                     sums = anchor_micro_batch(trainee.model, next(anchors), objective, weights, sums, runtime)
-                runtime.cut()
+                runtime.mark_step()
             # Looked at once: a signal that comes later is for the next step. All processes stop after the same.
             stop = runtime.agree(bool(stopped or failed))
             if stop and runtime.agree(bool(failed)):

@@ -37,7 +37,7 @@ def main():
     found = {}
     wanted = score_module.score(cpu, {"s": cpu_2}, batches, quiet=True)
     before = runtime.compile_report()["graphs_compiled"]
-    scores = score_module.score(xla, {"s": xla_2}, runtime.feed(batches), True, runtime.cut)
+    scores = score_module.score(xla, {"s": xla_2}, runtime.feed(batches), True, runtime.mark_step)
     found["score graphs"] = runtime.compile_report()["graphs_compiled"] - before
     found["scores"] = [[value.as_dict() for value in result.values()] for result in (wanted, scores)]
     before = runtime.compile_report()["graphs_compiled"]
@@ -45,7 +45,7 @@ def main():
     prompts = [5, 17, 200], [3, 8, 1, 2, 9]
     found["graphs of a text"] = []
     for prompt in prompts:
-        settings = {"row_length": 16, "cut": runtime.cut}
+        settings = {"row_length": 16, "cut": runtime.mark_step}
         texts = [continue_ids(model, prompt, 9, device=device, **settings) for model, device in places]
         found.setdefault("texts", []).append(texts)
         found["graphs of a text"].append(runtime.compile_report()["graphs_compiled"] - before)

@@ -60,10 +60,10 @@ def test_what_cannot_be_is_said(tiny, monkeypatch):
     with pytest.raises(ModelError, match="does not load.*device"):
         load_spread(str(tiny.teacher), "best")
     runtime = NativeRuntime("cpu")
-    runtime.check_spread()
+    runtime.check_device_map()
     runtime.replicas = 2
     with pytest.raises(DeviceError, match="2 processes"):
-        runtime.check_spread()
+        runtime.check_device_map()
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'qat-lora\[big\]'"):
         load_spread(str(tiny.teacher), "auto")
@@ -73,7 +73,7 @@ def test_xla_refuses_with_the_reason():
     xla = pytest.importorskip("qat_lora.runtime.xla.runtime")
     runtime = object.__new__(xla.XlaRuntime)  # no device is touched
     with pytest.raises(DeviceError, match="device_map: .*PyTorch/XLA.*--device cuda or cpu"):
-        runtime.check_spread()
+        runtime.check_device_map()
 
 
 def test_a_cache_of_a_spread_teacher_is_the_same_cache(tiny, tmp_path, monkeypatch, capsys):

@@ -18,7 +18,7 @@ from qat_lora.models.load import DTYPES, cast, load_model
 from qat_lora.options import EstimateOptions, QuantizeOptions, RunConfig
 from qat_lora.plan.activations import Weights, step_bytes, widths
 from qat_lora.plan.devices import named
-from qat_lora.runtime.host.live_bytes import LiveBytes
+from qat_lora.runtime.host.memory import LiveBytes
 from qat_lora.runtime.native import NativeRuntime
 from qat_lora.train.optim import OptimConfig, build_optimizer
 

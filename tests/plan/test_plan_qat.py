@@ -18,7 +18,7 @@ from qat_lora.options import QatOptions
 from qat_lora.plan import qat as planning_qat
 from qat_lora.plan.qat import plan_qat
 from qat_lora.plan.resource_requirements import of_qat
-from qat_lora.runtime.host.live_bytes import LiveBytes
+from qat_lora.runtime.host.memory import LiveBytes
 from qat_lora.runtime.native import NativeRuntime
 from qat_lora.setup.trainable import chosen_preset, trained_parts
 from qat_lora.train.loop import LoopConfig

@@ -15,12 +15,13 @@ import numpy as np
 import torch
 from runtime_training import check_training_compiles_in_step_one_only_and_equals_plain_training  # noqa: F401
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 
-import qat_lora.runtime.native
-import qat_lora.runtime.xla.runtime
 from qat_lora.errors import DeviceError
 from qat_lora.runtime.base import Runtime
+from qat_lora.runtime.host import saving
+from qat_lora.runtime.host.prefetch import THREAD
 from qat_lora.runtime.launch.select import status_line
 from qat_lora.runtime.native import NativeRuntime
 from qat_lora.runtime.xla.runtime import XlaRuntime, is_xla_device, xla_mark_step
@@ -35,7 +36,7 @@ def raises(kind, action) -> str:
     raise AssertionError(f"{kind.__name__} was not raised")
 
 
-def settle(runtime, seen, count):
+def step_until(runtime, seen, count):
     """End steps until `count` callbacks have run; nothing here waits for the device."""
     deadline = time.monotonic() + 20
     while len(seen) < count and time.monotonic() < deadline:
@@ -44,8 +45,8 @@ def settle(runtime, seen, count):
     assert len(seen) == count, seen
 
 
-def feeding_threads():
-    return [t for t in threading.enumerate() if t.name == "qat-lora-feed"]
+def prefetch_threads():
+    return [t for t in threading.enumerate() if t.name.startswith(THREAD)]
 
 
 def make_batch(row: int) -> dict:
@@ -146,7 +147,7 @@ def check_feed_dtypes_order_and_values(runtime, folder):
                 assert (batch[name].cpu().numpy() == array).all(), name
         seen += 1
     assert seen == 5
-    assert not feeding_threads()
+    assert not prefetch_threads()
 
 
 def check_feed_raises_what_the_source_raises_after_its_items(runtime, folder):
@@ -159,7 +160,7 @@ def check_feed_raises_what_the_source_raises_after_its_items(runtime, folder):
     message = raises(OSError, lambda: seen.extend(b["note"] for b in runtime.feed(source())))
     assert message == "disk gone"
     assert seen == ["row 0", "row 1"]
-    assert not feeding_threads()
+    assert not prefetch_threads()
 
 
 def check_feed_stops_with_its_consumer(runtime, folder):
@@ -174,7 +175,7 @@ def check_feed_stops_with_its_consumer(runtime, folder):
     next(feed)
     next(feed)
     feed.close()
-    assert not feeding_threads()
+    assert not prefetch_threads()
     assert 2 <= len(asked) <= 5, asked
 
     def broken():
@@ -182,7 +183,7 @@ def check_feed_stops_with_its_consumer(runtime, folder):
             raise KeyError("in the step")
 
     raises(KeyError, broken)
-    assert not feeding_threads()
+    assert not prefetch_threads()
 
 
 def check_feed_reads_ahead_while_a_batch_is_in_use(runtime, folder):
@@ -230,7 +231,7 @@ def check_reduce_gradients_on_four_chips_is_one_all_reduce_and_a_quarter(runtime
     parameters = [nn.Parameter(torch.ones(n).to(runtime.device)) for n in (3, 5)]
     for p in parameters:
         p.grad = torch.ones_like(p)
-    runtime.cut()
+    runtime.mark_step()
     world_size, replicas = xr.world_size, runtime.replicas
     try:
         xr.world_size, runtime.replicas = lambda: 4, 4
@@ -267,7 +268,7 @@ def check_an_optimizer_step_on_four_chips_reduces_once(runtime, folder):
     for p in parameters:
         p.grad = torch.ones_like(p)
     sums = {name: torch.ones((), device=runtime.device) * i for i, name in enumerate(("loss", "tokens"), 2)}
-    runtime.cut()
+    runtime.mark_step()
     world_size, replicas = xr.world_size, runtime.replicas
     try:
         xr.world_size, runtime.replicas = lambda: 4, 4
@@ -303,7 +304,7 @@ def check_defer_gives_values_in_order(runtime, folder):
         total = total + step
         runtime.defer(lambda v, step=step: note(step, v), total)
         runtime.step_end()
-    settle(runtime, seen, 4)
+    step_until(runtime, seen, 4)
     assert seen == [(0, 0.0), (1, 1.0), (2, 3.0), (3, 6.0)]
     assert all(type(value) is float for _, value in seen)
 
@@ -373,6 +374,25 @@ def check_save_loads_back(runtime, folder):
     assert loaded["parameter"].item() == 2.5
 
 
+def check_save_is_called_by_all_and_all_see_the_whole_file(runtime, folder):
+    """The main process writes its own values, slowly, over an old file; none returns before the new one."""
+    path, save_file = folder / "state.safetensors", saving.save_file
+
+    def slowly(*args, **settings):
+        time.sleep(0.1)
+        save_file(*args, **settings)
+
+    saving.save_file = slowly
+    try:
+        for turn in range(3):
+            runtime.save({"value": torch.full((5000,), 10.0 * turn + runtime.rank).to(runtime.device)}, path)
+            assert load_file(path)["value"].unique().tolist() == [10.0 * turn]
+            assert [p.name for p in folder.iterdir()] == [path.name]
+            runtime.barrier("read")
+    finally:
+        saving.save_file = save_file
+
+
 # --- numerics ---------------------------------------------------------------------------------------------------
 
 
@@ -385,8 +405,7 @@ def check_autocast(runtime, folder):
 
 
 def check_checkpoint_gives_the_same_gradients(runtime, folder):
-    module = qat_lora.runtime.xla.runtime if isinstance(runtime, XlaRuntime) else qat_lora.runtime.native
-    checkpoint = module.checkpoint_function()
+    checkpoint = runtime.checkpoint_function()
     torch.manual_seed(0)
     blocks = runtime.place(nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]))
     x = torch.randn(2, 8).to(runtime.device)  # asks for no gradient, as behind a frozen embedding
@@ -399,7 +418,7 @@ def check_checkpoint_gives_the_same_gradients(runtime, folder):
                 for block in blocks:
                     hidden = checkpoint(block, hidden) if recompute else block(hidden)
             hidden.float().pow(2).sum().backward()
-            runtime.cut()
+            runtime.mark_step()
             gradients.append([p.grad.cpu() for p in blocks.parameters()])
         for plain, recomputed in zip(*gradients, strict=True):
             assert plain.abs().max() > 0

@@ -74,7 +74,7 @@ def check_training_compiles_in_step_one_only_and_equals_plain_training(runtime, 
             "exp_avg_sq": torch.zeros_like(p),
         }
     no_loss, no_tokens = (torch.zeros((), device=runtime.device) for _ in range(2))  # one for both: one more graph
-    runtime.cut()
+    runtime.mark_step()
 
     mine = slice(runtime.rank * ROWS // runtime.replicas, (runtime.rank + 1) * ROWS // runtime.replicas)
 
@@ -94,7 +94,7 @@ def check_training_compiles_in_step_one_only_and_equals_plain_training(runtime, 
             loss = model.loss_sum(batch["input_ids"], mask)
             loss.backward()
             total, tokens = total + loss.detach(), tokens + mask.sum()
-            runtime.cut()
+            runtime.mark_step()
         runtime.reduce_gradients(trained)
         total, tokens = runtime.all_reduce_mean(total), runtime.all_reduce_mean(tokens)
         for p in trained:

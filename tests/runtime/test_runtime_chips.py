@@ -3,7 +3,7 @@
 import pytest
 
 from qat_lora.errors import ConfigError
-from qat_lora.runtime.launch.chips import ChipsConfig, Plan, count_tpu_chips, plan_chips
+from qat_lora.runtime.launch.select import ChipsConfig, DeviceChoice, Found, LaunchPlan, count_tpu_chips, plan_chips
 
 ONE = {"TPU_VISIBLE_CHIPS": "0", "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1", "TPU_PROCESS_BOUNDS": "1,1,1"}
 HALF = {"TPU_VISIBLE_CHIPS": "0,1", "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,2,1", "TPU_PROCESS_BOUNDS": "1,1,1"}
@@ -11,49 +11,58 @@ HALF = {"TPU_VISIBLE_CHIPS": "0,1", "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,2,1", "TP
 
 def plan(asked, kind="cpu", backend="", chips=0, parallel="spawn", **environ):
     config = ChipsConfig(asked, parallel)
-    return plan_chips(config, kind, backend, environ, cores=2, gpus=4, tpu_chips=chips)
+    device = DeviceChoice(kind, backend)
+    planned = plan_chips(config, device, Found(cores=2, cuda_devices=4, tpu_chips=chips), environ)
+    assert planned.device is device
+    return planned
+
+
+def starts(*how):
+    """Return whether a plan has these chips, this start and these variables."""
+    return lambda planned: planned == LaunchPlan(planned.device, *how)
 
 
 @pytest.mark.parametrize(
     ("expected", "given"),
     [
-        (Plan(1), {"asked": None}),
-        (Plan(2, "group"), {"asked": "all"}),
-        (Plan(4, "group"), {"asked": "4"}),
-        (Plan(4, "group"), {"asked": "all", "kind": "cuda"}),
-        (Plan(1), {"asked": "all", "kind": "mps"}),
-        (Plan(1), {"asked": "2", "WORLD_SIZE": "2"}),
-        (Plan(1), {"asked": "2", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2"}),
-        (Plan(1), {"asked": None, "kind": "xla", "backend": "CPU"}),
-        (Plan(1, "torch_xla"), {"asked": "all", "kind": "xla", "backend": "CPU"}),
-        (Plan(1, "here", {"CPU_NUM_DEVICES": "1"}), {"asked": None, "kind": "xla", "parallel": "spmd"}),
-        (Plan(8, "here", {"CPU_NUM_DEVICES": "8"}), {"asked": "8", "kind": "xla", "parallel": "spmd"}),
+        (starts(1), {"asked": None}),
+        (starts(2, "group"), {"asked": "all"}),
+        (starts(4, "group"), {"asked": "4"}),
+        (starts(4, "group"), {"asked": "all", "kind": "cuda"}),
+        (starts(1), {"asked": "all", "kind": "mps"}),
+        (starts(1), {"asked": "2", "WORLD_SIZE": "2"}),
+        (starts(1), {"asked": "2", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2"}),
+        (starts(1), {"asked": None, "kind": "xla", "backend": "CPU"}),
+        (starts(1, "torch_xla"), {"asked": "all", "kind": "xla", "backend": "CPU"}),
+        (starts(1, "here", {"CPU_NUM_DEVICES": "1"}), {"asked": None, "kind": "xla", "parallel": "spmd"}),
+        (starts(8, "here", {"CPU_NUM_DEVICES": "8"}), {"asked": "8", "kind": "xla", "parallel": "spmd"}),
         (
-            Plan(4, "here", {"CPU_NUM_DEVICES": "4"}),
+            starts(4, "here", {"CPU_NUM_DEVICES": "4"}),
             {"asked": "all", "kind": "xla", "parallel": "spmd", "CPU_NUM_DEVICES": "4"},
         ),
     ],
 )
 def test_plan(expected, given):
-    assert plan(**given) == expected
+    assert expected(plan(**given)), plan(**given)
 
 
 @pytest.mark.parametrize(
     ("expected", "given"),
     [
-        (Plan(1, "here", ONE), {"asked": None, "chips": 4}),
-        (Plan(1, "here", ONE), {"asked": "1", "chips": 8}),
-        (Plan(4, "torch_xla"), {"asked": "all", "chips": 4}),
-        (Plan(0, "torch_xla"), {"asked": "all", "chips": 0}),
-        (Plan(2, "torch_xla", {"TPU_PROCESS_BOUNDS": "1,2,1"}), {"asked": "2", "chips": 4}),
-        (Plan(4, "torch_xla", {"TPU_PROCESS_BOUNDS": "2,2,1"}), {"asked": "4", "chips": 8}),
-        (Plan(2, "torch_xla", {"TPU_PROCESS_BOUNDS": "1,2,1"}), {"asked": None, "chips": 4, "TPU_NUM_DEVICES": "2"}),
-        (Plan(4), {"asked": None, "chips": 4, "parallel": "spmd"}),
-        (Plan(2, "here", HALF), {"asked": "2", "chips": 4, "parallel": "spmd"}),
+        (starts(1, "here", ONE), {"asked": None, "chips": 4}),
+        (starts(1, "here", ONE), {"asked": "1", "chips": 8}),
+        (starts(4, "torch_xla"), {"asked": "all", "chips": 4}),
+        (starts(0, "torch_xla"), {"asked": "all", "chips": 0}),
+        (starts(2, "torch_xla", {"TPU_PROCESS_BOUNDS": "1,2,1"}), {"asked": "2", "chips": 4}),
+        (starts(4, "torch_xla", {"TPU_PROCESS_BOUNDS": "2,2,1"}), {"asked": "4", "chips": 8}),
+        (starts(2, "torch_xla", {"TPU_PROCESS_BOUNDS": "1,2,1"}), {"asked": None, "chips": 4, "TPU_NUM_DEVICES": "2"}),
+        (starts(4), {"asked": None, "chips": 4, "parallel": "spmd"}),
+        (starts(2, "here", HALF), {"asked": "2", "chips": 4, "parallel": "spmd"}),
     ],
 )
 def test_plan_on_a_tpu(expected, given):
-    assert plan(kind="xla", backend="TPU", **given) == expected
+    planned = plan(kind="xla", backend="TPU", **given)
+    assert expected(planned), planned
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The parts of a runtime that know no device: reading ahead, deferred calls, atomic files."""
 
+import json
 import threading
 
 import numpy as np
@@ -10,7 +11,7 @@ from safetensors.torch import load_file
 from qat_lora.runtime.host import saving
 from qat_lora.runtime.host.async_readback import DeferredCalls, host_value
 from qat_lora.runtime.host.prefetch import host_tensors, prefetch
-from qat_lora.runtime.host.saving import save_tensors
+from qat_lora.runtime.host.saving import random_states, save_tensors, set_random_states
 
 
 def test_prefetch_raises_what_prepare_raises():
@@ -96,3 +97,17 @@ def test_a_write_that_dies_half_way_leaves_the_old_file(tmp_path, monkeypatch, a
     else:  # the control: the fault is real
         with pytest.raises(Exception, match="(?i)invalid|incomplete|header|buffer"):
             load_file(path)
+
+
+def test_random_states_restore_what_is_drawn():
+    torch.manual_seed(3)
+    torch.randn(7)
+    text = json.dumps(random_states())
+    expected = torch.randn(5)
+    torch.manual_seed(4)
+    set_random_states(json.loads(text))
+    assert torch.equal(torch.randn(5), expected)
+
+
+def test_a_state_of_an_absent_device_is_left_out():
+    set_random_states({**random_states(), "cuda": "AAAA"})

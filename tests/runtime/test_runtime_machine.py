@@ -1,10 +1,11 @@
-"""A result names day, machine and versions, wherever it is made."""
+"""The machine: its fast type, and its name in results."""
 
 from datetime import date
 
+import pytest
 import torch
 
-from qat_lora.runtime.host.machine import made_with
+from qat_lora.runtime.host.machine import fast_dtype, made_with
 
 
 def test_the_processor_is_the_one_that_the_system_names(tmp_path):
@@ -17,3 +18,21 @@ def test_the_processor_is_the_one_that_the_system_names(tmp_path):
 
 def test_without_proc_there_is_still_a_machine(tmp_path):
     assert len(made_with(tmp_path / "nothing")["machine"].split(" of ")[1]) > 2
+
+
+@pytest.mark.parametrize(
+    ("device", "flags", "expected"),
+    [
+        ("cpu", "fpu avx2 avx512_bf16", torch.bfloat16),
+        ("cpu", "fpu avx512f amx_bf16", torch.bfloat16),
+        ("cpu", "fpu avx2 avx512f", torch.float32),
+        ("cpu", None, torch.float32),
+        ("cuda", None, torch.bfloat16),
+        ("xla", None, torch.bfloat16),
+    ],
+)
+def test_fast_dtype(device, flags, expected, tmp_path):
+    cpuinfo = tmp_path / "cpuinfo"
+    if flags is not None:
+        cpuinfo.write_text(f"flags : {flags}\n")
+    assert fast_dtype(torch.device(device), cpuinfo) == expected

@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 
 from qat_lora.errors import ConfigError, DeviceError
-from qat_lora.runtime.launch.chips import ChipsConfig, plan_chips
-from qat_lora.runtime.launch.process_group import Place, group_size, place_in_group, whole_number
+from qat_lora.runtime.launch.process_group import RankInfo, group_size, rank_info, whole_number
+from qat_lora.runtime.launch.select import ChipsConfig, DeviceChoice, Found, plan_chips
 
 ROOT = Path(__file__).resolve().parents[2]
 GROUP = {"WORLD_SIZE": "4", "RANK": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
 def test_a_place():
-    assert place_in_group(GROUP) == Place(2, 4, 0)
-    assert place_in_group({}) == place_in_group({"WORLD_SIZE": "1", "RANK": "0"}) == Place(0, 1, 0)
-    assert place_in_group({"RANK": "3"}) == Place()  # left behind by a scheduler: this process is the main one
+    assert rank_info(GROUP) == RankInfo(2, 4, 0)
+    assert rank_info({}) == rank_info({"WORLD_SIZE": "1", "RANK": "0"}) == RankInfo(0, 1, 0)
+    assert rank_info({"RANK": "3"}) == RankInfo()  # left behind by a scheduler: this process is the main one
     assert (group_size({}), group_size(GROUP), whole_number({}, "X", 7)) == (1, 4, 7)
 
 
@@ -25,21 +25,21 @@ def test_a_place():
 @pytest.mark.parametrize(("value", "given"), [("two", "'two'"), ("-1", "'-1'"), ("1.5", "'1.5'")])
 def test_no_number(name, value, given):
     with pytest.raises(ConfigError, match=f"{name}: is {given} in the environment; allowed: a number .* unset {name}"):
-        place_in_group({**GROUP, name: value})
+        rank_info({**GROUP, name: value})
 
 
 def test_empty_is_no_number():
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         with pytest.raises(ConfigError, match=f"{name}: is empty in the environment"):
-            place_in_group({name: " "})
+            rank_info({name: " "})
     with pytest.raises(DeviceError, match="WORLD_SIZE=4: a process group also needs MASTER_ADDR, MASTER_PORT; start"):
-        place_in_group({**GROUP, "MASTER_ADDR": "", "MASTER_PORT": ""})
+        rank_info({**GROUP, "MASTER_ADDR": "", "MASTER_PORT": ""})
 
 
 @pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK"])
 def test_a_rank_beyond_the_group(name):
     with pytest.raises(ConfigError, match="ranks of 4 processes are 0 to 3"):
-        place_in_group({**GROUP, name: "4"})
+        rank_info({**GROUP, name: "4"})
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_a_rank_beyond_the_group(name):
 def test_a_plan_names_the_variable(name, kind, backend, parallel, value):
     config = ChipsConfig(parallel=parallel)
     with pytest.raises(ConfigError, match=f"{name}: is .* in the environment; allowed: a number from 1"):
-        plan_chips(config, kind, backend, {name: value}, cores=2, gpus=0, tpu_chips=4)
+        plan_chips(config, DeviceChoice(kind, backend), Found(cores=2, tpu_chips=4), {name: value})
 
 
 def test_a_command_says_it_in_one_line(tmp_path):

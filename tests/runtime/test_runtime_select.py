@@ -11,8 +11,16 @@ import torch
 
 from qat_lora.errors import ConfigError, DeviceError, MissingExtraError
 from qat_lora.runtime.launch import select
-from qat_lora.runtime.launch.chips import ChipsConfig
-from qat_lora.runtime.launch.select import Choice, Found, choose, find_tpu, look, select_runtime, status_line
+from qat_lora.runtime.launch.select import (
+    ChipsConfig,
+    DeviceChoice,
+    Found,
+    choose,
+    find_tpu,
+    look,
+    select_runtime,
+    status_line,
+)
 from qat_lora.runtime.native import NativeRuntime
 from qat_lora.runtime.xla.runtime import XlaRuntime, _chip_name, is_xla_device, xla_mark_step
 from qat_lora.runtime.xla.spmd import XlaSpmdRuntime
@@ -29,33 +37,33 @@ EVERYTHING = {**GPU, **APPLE, **TPU}
 @pytest.mark.parametrize(
     ("device", "tpu", "machine", "pjrt", "expected"),
     [
-        ("auto", False, LAPTOP, "", Choice("cpu")),
-        ("auto", False, GPU, "", Choice("cuda")),
-        ("auto", False, APPLE, "", Choice("mps")),
-        ("auto", False, {**GPU, **APPLE}, "", Choice("cuda")),
-        ("auto", False, EVERYTHING, "", Choice("xla", "TPU")),
-        ("auto", False, XLA, "", Choice("cpu")),
-        ("auto", False, {**XLA, **GPU}, "", Choice("cuda")),
+        ("auto", False, LAPTOP, "", DeviceChoice("cpu")),
+        ("auto", False, GPU, "", DeviceChoice("cuda")),
+        ("auto", False, APPLE, "", DeviceChoice("mps")),
+        ("auto", False, {**GPU, **APPLE}, "", DeviceChoice("cuda")),
+        ("auto", False, EVERYTHING, "", DeviceChoice("xla", "TPU")),
+        ("auto", False, XLA, "", DeviceChoice("cpu")),
+        ("auto", False, {**XLA, **GPU}, "", DeviceChoice("cuda")),
         # PJRT_DEVICE says what XLA would run on; only TPU makes `auto` an XLA run.
-        ("auto", False, XLA, "CPU", Choice("cpu")),
-        ("auto", False, EVERYTHING, "CPU", Choice("cuda")),
-        ("auto", False, XLA, "TPU", Choice("xla", "TPU")),
-        ("auto", False, {**XLA, **GPU}, "TPU", Choice("xla", "TPU")),
+        ("auto", False, XLA, "CPU", DeviceChoice("cpu")),
+        ("auto", False, EVERYTHING, "CPU", DeviceChoice("cuda")),
+        ("auto", False, XLA, "TPU", DeviceChoice("xla", "TPU")),
+        ("auto", False, {**XLA, **GPU}, "TPU", DeviceChoice("xla", "TPU")),
         # What is asked for by name is taken, whatever else is there.
-        ("cpu", False, EVERYTHING, "", Choice("cpu")),
-        ("cpu", False, EVERYTHING, "TPU", Choice("cpu")),
-        ("cuda", False, EVERYTHING, "", Choice("cuda")),
-        ("mps", False, EVERYTHING, "", Choice("mps")),
-        ("tpu", False, TPU, "", Choice("xla", "TPU")),
-        ("auto", True, TPU, "", Choice("xla", "TPU")),
-        ("xla", True, TPU, "", Choice("xla", "TPU")),
+        ("cpu", False, EVERYTHING, "", DeviceChoice("cpu")),
+        ("cpu", False, EVERYTHING, "TPU", DeviceChoice("cpu")),
+        ("cuda", False, EVERYTHING, "", DeviceChoice("cuda")),
+        ("mps", False, EVERYTHING, "", DeviceChoice("mps")),
+        ("tpu", False, TPU, "", DeviceChoice("xla", "TPU")),
+        ("auto", True, TPU, "", DeviceChoice("xla", "TPU")),
+        ("xla", True, TPU, "", DeviceChoice("xla", "TPU")),
         # A TPU command tried without a TPU.
-        ("auto", True, XLA, "CPU", Choice("xla", "CPU")),
-        ("tpu", False, EVERYTHING, "CPU", Choice("xla", "CPU")),
-        ("xla", False, XLA, "", Choice("xla", "CPU")),
-        ("xla", False, TPU, "", Choice("xla", "TPU")),
-        ("xla", False, TPU, "CPU", Choice("xla", "CPU")),
-        ("tpu", False, XLA, "TPU", Choice("xla", "TPU")),
+        ("auto", True, XLA, "CPU", DeviceChoice("xla", "CPU")),
+        ("tpu", False, EVERYTHING, "CPU", DeviceChoice("xla", "CPU")),
+        ("xla", False, XLA, "", DeviceChoice("xla", "CPU")),
+        ("xla", False, TPU, "", DeviceChoice("xla", "TPU")),
+        ("xla", False, TPU, "CPU", DeviceChoice("xla", "CPU")),
+        ("tpu", False, XLA, "TPU", DeviceChoice("xla", "TPU")),
     ],
 )
 def test_choice(device, tpu, machine, pjrt, expected):

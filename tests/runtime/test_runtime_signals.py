@@ -12,7 +12,7 @@ from qat_lora.errors import InterruptedRunError, ReplicaError
 from qat_lora.runtime.host import signals
 from qat_lora.runtime.host.collectives import among_peers, free_port
 from qat_lora.runtime.host.signals import install_for_good, passed_on, stop_signals
-from qat_lora.runtime.launch.workers import Board
+from qat_lora.runtime.launch.start import Board
 
 
 def test_the_same_request_twice_is_one_and_a_later_one_ends(monkeypatch):

@@ -14,9 +14,10 @@ import pytest
 from qat_lora.errors import ConfigError, DeviceError, MissingExtraError
 from qat_lora.options import RunConfig
 from qat_lora.registry import COMMANDS, Command
+from qat_lora.runtime.launch import select
 from qat_lora.runtime.launch import start as launch
-from qat_lora.runtime.launch.chips import ChipsConfig
-from qat_lora.runtime.xla.spawn import spawn
+from qat_lora.runtime.launch.select import ChipsConfig, DeviceChoice
+from qat_lora.runtime.xla.runtime import spawn
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,8 +38,8 @@ def test_the_device_is_chosen_before_the_command_is_imported(monkeypatch):
             happened.append("launch")
             return main()
 
-    def select(device, tpu, chips):
-        happened.append(("select", device, tpu))
+    def make(device, chips):
+        happened.append(("make", device.kind))
         return Runtime()
 
     class Imported(Command):
@@ -46,11 +47,11 @@ def test_the_device_is_chosen_before_the_command_is_imported(monkeypatch):
             happened.append(("import", self.function))
             return lambda options, runtime: (options, runtime)
 
-    monkeypatch.setattr(launch, "select_runtime", select)
+    monkeypatch.setattr(launch, "make_runtime", make)
     options = SimpleNamespace(run=RunConfig(device="cpu"))
     given, runtime = launch.run(Imported("command", "some.module", "A command."), options)
     assert given is options and isinstance(runtime, Runtime)
-    assert happened == [("select", "cpu", False), "launch", ("import", "some.module")]
+    assert happened == [("make", "cpu"), "launch", ("import", "some.module")]
 
 
 def test_a_missing_device_stops_before_any_import(monkeypatch):
@@ -110,11 +111,12 @@ def test_a_notebook_shares_its_model_with_forked_workers():
 SPAWN = """
 import sys
 from pathlib import Path
-from qat_lora.runtime.xla.spawn import spawn
+from qat_lora.runtime.launch.select import DeviceChoice, LaunchPlan
+from qat_lora.runtime.launch.start import start
 from test_runtime_start import xla_work
 
 if __name__ == "__main__":
-    result = spawn(xla_work)
+    result = start(LaunchPlan(DeviceChoice("xla", "CPU"), 1, "torch_xla"), xla_work)
     assert result == {"rank": 0, "device": "XLA on CPU · 1 device", "thread": "a worker's", "met": 1}, result
 """
 
@@ -165,7 +167,7 @@ def test_torch_xla_launches_one_process(tmp_path):
 TOUCHED = """
 import torch, torch_xla
 from qat_lora.errors import DeviceError
-from qat_lora.runtime.xla.spawn import spawn
+from qat_lora.runtime.xla.runtime import spawn
 
 torch.ones(2, device=torch_xla.device()).cpu()
 for method in ("spawn", "fork"):
@@ -188,11 +190,23 @@ def test_a_notebook_that_has_touched_the_device_is_told_to_restart():
 def test_a_process_a_chip_needs_torch_xla(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_xla", None)
     with pytest.raises(MissingExtraError, match="pip install 'qat-lora"):
-        spawn(xla_work)
+        spawn(print, "spawn")
+
+
+def test_the_machine_is_looked_at_once_whatever_the_number_of_processes(monkeypatch):
+    look, looks = select.look, []
+    monkeypatch.setattr(select, "look", lambda: looks.append(1) or look())
+    monkeypatch.setattr(launch, "start", lambda plan, work, *_: [work() for _ in range(plan.chips)])
+    monkeypatch.setattr(Command, "load", lambda self: lambda options, runtime: runtime.device.type)
+    options = SimpleNamespace(run=RunConfig(device="cpu", chips=ChipsConfig("2")), dry_run=False)
+    assert launch.run(COMMANDS["recover"], options) == ["cpu", "cpu"]
+    assert len(looks) == 1
+    assert launch.notebook_launch(lambda runtime, _: runtime.device.type, num_chips=2, device="cpu") == ["cpu", "cpu"]
+    assert len(looks) == 2
 
 
 def test_work_is_picklable():
     import multiprocessing.reduction
 
-    work = functools.partial(launch.work_here, COMMANDS["recover"], RunConfig())
+    work = functools.partial(launch.work_here, COMMANDS["recover"], RunConfig(), DeviceChoice("cuda"))
     assert multiprocessing.reduction.ForkingPickler.dumps(work)

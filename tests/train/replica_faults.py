@@ -17,7 +17,7 @@ from replica_training import Rows, work
 
 from qat_lora.errors import ConfigError
 from qat_lora.runtime import native
-from qat_lora.runtime.launch import workers
+from qat_lora.runtime.launch import start
 from qat_lora.train.checkpoint import checkpoints
 
 
@@ -87,7 +87,7 @@ def give_up(number, frame):
 def main(folder: Path, slow_s: float) -> None:
     import torch._dynamo  # noqa: F401 - the optimizer would import it, in every fork
 
-    workers.GRACE_S = 3.0
+    start.GRACE_S = 3.0
     faults = {
         "kill": kill,
         "kill main": kill_main,
@@ -106,7 +106,7 @@ def main(folder: Path, slow_s: float) -> None:
         into, began = folder / name.replace(" ", "-"), time.monotonic()
         signal.alarm(0 if name != "naive" else 8)  # it hangs, which is the point
         try:
-            workers.run_group(functools.partial(work, "cpu", into, 2, fault), 2, 1, "fork")
+            start.run_group(functools.partial(work, "cpu", into, 2, fault), 2, 1, "fork")
             error: BaseException | None = None
         except Exception as raised:
             error = raised

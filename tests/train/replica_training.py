@@ -22,9 +22,8 @@ from train_toys import OPTIM, Toy, rows
 from qat_lora.data.shuffle import micro_batches
 from qat_lora.errors import CacheDamaged, InterruptedRunError
 from qat_lora.losses.objective import ObjectiveConfig
-from qat_lora.runtime.launch.chips import ChipsConfig
-from qat_lora.runtime.launch.select import select_runtime
-from qat_lora.runtime.launch.workers import run_group
+from qat_lora.runtime.launch.select import ChipsConfig, select_runtime
+from qat_lora.runtime.launch.start import run_group
 from qat_lora.train.loop import LoopConfig, LoopHooks, train
 
 GLOBAL, ACCUMULATION, STEPS, POOL = 48, 2, 20, 200  # an epoch is not a whole number of steps: its last has empty rows
@@ -59,7 +58,7 @@ def replica(folder: Path, count: int, disturb, runtime) -> None:
         parameters = list(parameters)
         average(parameters)
         if not gradients:
-            runtime.cut()
+            runtime.mark_step()
             gradients.extend(torch.cat([p.grad.cpu().flatten() for p in parameters]).mul(runtime.replicas).tolist())
 
     runtime.reduce_gradients = noted

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from qat_lora.layers.calibrate.disk_offload import Zeros
 from qat_lora.layers.convert import block_of
-from qat_lora.runtime.host.heap import give_back
+from qat_lora.runtime.host.memory import give_back
 
 MOST_LOGITS = 2**25  # at a time: 128 MB in float32, and while tokens are drawn a few times that
 MOST_OUTPUTS = 4096  # layers wider than this keep only the diagonal of G: the matrix would outgrow the weight

@@ -22,7 +22,7 @@ from qat_lora.layers.convert import HEAD, block_of, put_quantised, quantise_targ
 from qat_lora.layers.lora import Factors
 from qat_lora.quant.initialize import Method
 from qat_lora.quant.spec import Preset
-from qat_lora.runtime.host.heap import give_back
+from qat_lora.runtime.host.memory import give_back
 
 
 def second_moments(

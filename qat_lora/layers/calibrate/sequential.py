@@ -38,7 +38,7 @@ from qat_lora.layers.tied_embedding import embedding_of
 from qat_lora.quant.gptq import damped
 from qat_lora.quant.initialize import Method
 from qat_lora.quant.spec import Preset, QuantSpec
-from qat_lora.runtime.host.heap import give_back
+from qat_lora.runtime.host.memory import give_back
 
 
 class _Stop(Exception):

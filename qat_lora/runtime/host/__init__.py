@@ -1,1 +1,1 @@
-"""What every runtime uses of the host: memory, signals, readback, random states."""
+"""The host's part of every runtime: group exchange, prefetch, readback, memory, signals, files."""

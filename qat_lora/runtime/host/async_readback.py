@@ -1,4 +1,4 @@
-"""Callbacks that wait for values on their way from the device, in the order they were asked for.
+"""Callbacks with values that are on their way from the device, run in the order of the calls.
 
 Reading a loss where it is computed stops the device until the host has looked at it. Here the copy to the host
 is only started; the callback runs at one of the next calls into the runtime, once the copy is there. It always
@@ -37,17 +37,17 @@ class _Call(NamedTuple):
 
 
 class DeferredCalls:
-    """A queue of callbacks, each with a way to ask for its values and one to wait for them."""
+    """A queue of callbacks, each with a test for its values and a way to wait for them."""
 
     def __init__(self) -> None:
         self._calls: deque[_Call] = deque()
 
     def add(self, fn: Callable[..., None], is_ready: Callable[[], bool], values: Callable[[], Sequence[Any]]) -> None:
-        """Append a callback; `values()` waits for the host values, `is_ready()` says whether it would."""
+        """Append a callback; `values()` waits for the host values, `is_ready()` says whether they are there."""
         self._calls.append(_Call(fn, is_ready, values))
 
     def run_ready(self) -> None:
-        """Run the callbacks whose values are there, and none that was asked for after one still waiting."""
+        """Run the callbacks whose values are there, and none that was added after one still waiting."""
         while self._calls and self._calls[0].is_ready():
             call = self._calls.popleft()
             call.fn(*call.values())

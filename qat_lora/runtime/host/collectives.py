@@ -1,4 +1,4 @@
-"""What the processes of a group tell each other through the host, by gloo.
+"""Exchange between the processes of a group through the host, by gloo (gradients on CUDA: by NCCL).
 
 The control plane of every group, whatever carries the gradients: a stop request, a decision of the main process. It
 needs no device, so it never stops one, and it works where XLA has no collectives (on the CPU). There it carries the
@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,13 +22,13 @@ from qat_lora.errors import ReplicaError
 
 PATIENCE = datetime.timedelta(days=2)
 """How long a process waits for others in a collective. Torch's 10 to 30 minutes would end a run whose main process
-quantises or downloads meanwhile; a peer that has died is noticed by other means, within seconds (`signals`, `workers`).
+quantises or downloads meanwhile; a peer that has died is noticed by other means, within seconds (`launch/start.py`).
 """
 
 
 @contextlib.contextmanager
 def among_peers() -> Iterator[None]:
-    """Turn what torch says about a lost process into `ReplicaError`."""
+    """Turn torch's error for a lost process into `ReplicaError`."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -40,19 +41,29 @@ def among_peers() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def joining() -> Iterator[None]:
-    """Join or make groups without gloo's remarks, which it prints to standard output, where results belong."""
+def _joining() -> Iterator[None]:
+    """Hide gloo's remarks at joining, which it prints to standard output, where results belong."""
     sys.stdout.flush()
     kept = os.dup(1)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
     try:
-        with among_peers():
+        with open(os.devnull, "wb") as nowhere, among_peers():
+            os.dup2(nowhere.fileno(), 1)
             yield
     finally:
         os.dup2(kept, 1)
         os.close(kept)
-        os.close(nowhere)
+
+
+def join(backend: str = "gloo", **where: Any) -> None:
+    """Join the process group; where it meets is said as to `torch.distributed.init_process_group`."""
+    with _joining():
+        dist.init_process_group(backend, timeout=PATIENCE, **where)
+
+
+def gloo_group() -> dist.ProcessGroup | None:
+    """Return a second group of the same processes, for what hosts exchange."""
+    with _joining():
+        return dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
 def agree(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
@@ -69,6 +80,12 @@ def mean(value: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.T
     with among_peers():
         dist.all_reduce(total, group=group)
     return total / dist.get_world_size(group)
+
+
+def mean_form(value: torch.Tensor) -> torch.Tensor:
+    """Return a detached tensor that can hold a mean: counts become float32 (exact up to 2^24)."""
+    value = value.detach()
+    return value if value.is_floating_point() else value.float()
 
 
 def flat_gradients(parameters: Sequence[torch.nn.Parameter]) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -91,7 +108,7 @@ def put_back(gradients: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
 
 
 def free_port() -> int:
-    """Return a TCP port of this machine that nobody listens at."""
+    """Return an unused TCP port of this machine."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]

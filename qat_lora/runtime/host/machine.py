@@ -1,4 +1,4 @@
-"""What a result says of its making: day, machine and versions, without which no later figure compares with it."""
+"""The machine: which floating type it is fast at, and its name for results, without which no figures compare."""
 
 from __future__ import annotations
 
@@ -10,10 +10,28 @@ import re
 from datetime import date
 from pathlib import Path
 
+import torch
+
 PACKAGES = ("torch", "torch_xla", "transformers", "numpy")
+CPUINFO = Path("/proc/cpuinfo")
 
 
-def made_with(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
+def fast_dtype(device: torch.device, cpuinfo: Path = CPUINFO) -> torch.dtype:
+    """Return bfloat16 where the hardware multiplies it faster than float32, else float32.
+
+    Speed only, never a change of what a run means. Accelerators all do. A CPU does where it has dot-product
+    instructions for it; without them bfloat16 is emulated, and slow. Where that cannot be seen (no /proc), float32.
+    """
+    if device.type != "cpu":
+        return torch.bfloat16
+    try:
+        flags = cpuinfo.read_text(encoding="utf-8")
+    except OSError:
+        return torch.float32
+    return torch.bfloat16 if "avx512_bf16" in flags or "amx_bf16" in flags else torch.float32
+
+
+def made_with(cpuinfo: Path = CPUINFO) -> dict[str, str]:
     """Return `date`, `machine` (cores that this process may use, and their model) and `versions`.
 
     The model comes from /proc where there is one, as `lscpu` has it; elsewhere from what Python knows.

@@ -1,9 +1,9 @@
 """Move a module to a device without breaking what it shares.
 
-`Module.to` keeps a Parameter object on CUDA, but makes a new one for every place it is registered at on XLA:
-a tied embedding silently becomes two tensors, one of which then trains alone (or wastes memory). Instead of
-asking the model to tie itself again, which only transformers models can and which forgets what we tied or
-untied ourselves, the sharing is recorded before the move and restored after it.
+`Module.to` keeps a Parameter object on CUDA, but on XLA makes a new one for every module that registers it: a tied
+embedding silently becomes two tensors, one of which then trains alone (or wastes memory). Only transformers models
+can tie themselves again, and that forgets the weights that we tied or untied; so the sharing is recorded before the
+move and restored after it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def _sharing(module: torch.nn.Module) -> list[list[tuple[dict, str]]]:
-    """Return, for every parameter and buffer registered more than once, the places where it is."""
+    """Return the registrations of every parameter and buffer that has several, as (table, name)."""
     places: dict[int, list[tuple[dict, str]]] = {}
     for owner in module.modules():
         for table in (owner._parameters, owner._buffers):

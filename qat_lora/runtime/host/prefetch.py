@@ -1,16 +1,17 @@
-"""Turn the numpy batches of the cache into host tensors, one batch ahead of the work.
+"""Turn the numpy batches of the cache into host tensors, ahead of the work.
 
 A thread and not loader processes: reading a row is a copy, a checksum and a few dtype conversions, all of
 which release the interpreter lock, so a thread overlaps them with compute and costs no pickling, no second
-copy of the dataset and no forked process beside a live accelerator client (which TPUs do not survive). The
-queue holds one batch: more would only use memory, since the reader is faster than any step.
+copy of the dataset and no forked process next to a live accelerator client (which TPUs do not survive). Two
+items are made ahead: more would only use memory, since the reader is faster than any step.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,6 +22,7 @@ from qat_lora.types import Batch
 S = TypeVar("S")
 T = TypeVar("T")
 
+THREAD = "qat-lora-prefetch"
 _NUMPY_DTYPES: dict[torch.dtype, Any] = {
     torch.bool: np.bool_,
     torch.int32: np.int32,
@@ -47,8 +49,8 @@ def tensor_dtype(name: str, floating: bool, boolean: bool) -> torch.dtype | None
 def host_tensors(batch: Batch) -> Batch:
     """Return the batch with every array as a CPU tensor of its own memory.
 
-    The copy is wanted: tensors that are on their way to a device must not change under the transfer, and arrays that
-    are read-only cannot be tensors. Values that are no arrays are passed through.
+    The copy is wanted: tensors on their way to a device must not change during the transfer, and read-only arrays
+    cannot be tensors. Values that are not arrays are passed through.
     """
     tensors: Batch = {}
     for name, value in batch.items():
@@ -64,54 +66,31 @@ def host_tensors(batch: Batch) -> Batch:
     return tensors
 
 
-class _End:
-    """What the reading thread puts last: the exception it ended on, if any."""
-
-    def __init__(self, error: BaseException | None = None) -> None:
-        self.error = error
+_END = object()
 
 
 def prefetch(source: Iterable[S], prepare: Callable[[S], T]) -> Generator[T, None, None]:
-    """Yield `prepare(item)` for every item, the next one made by a thread while this one is in use.
+    """Yield `prepare(item)` for every item; a thread makes the next two while one is in use.
 
     An exception of the source or of `prepare` is raised here, after the items before it. When the consumer
     stops early (`close()`, `break`, an exception) the thread ends, and is gone before control returns. The
     source is therefore read up to two items further than it was consumed: a position to resume from has to be
     counted by the consumer.
     """
-    ready: queue.Queue[Any] = queue.Queue(maxsize=1)
-    stop = threading.Event()
+    items = iter(source)
 
-    def read() -> None:
-        end = _End()
-        try:
-            for item in source:
-                made = prepare(item)
-                if stop.is_set():
-                    return
-                ready.put(made)
-                del item, made  # a batch in use twice would be a batch too many in memory
-        except BaseException as error:
-            end = _End(error)
-        if not stop.is_set():
-            ready.put(end)
+    def read() -> T | object:
+        for item in items:
+            return prepare(item)
+        return _END
 
-    thread = threading.Thread(target=read, name="qat-lora-feed", daemon=True)
-    thread.start()
+    reader = ThreadPoolExecutor(1, thread_name_prefix=THREAD)
     try:
-        while True:
-            item = ready.get()
-            if isinstance(item, _End):
-                if item.error is not None:
-                    raise item.error
-                return
-            yield item
-            del item
+        ahead = deque([reader.submit(read), reader.submit(read)])
+        while (made := ahead.popleft().result()) is not _END:
+            ahead.append(reader.submit(read))
+            yield made  # type: ignore[misc]
+            del made  # a batch in use twice would be a batch too many in memory
     finally:
-        stop.set()
-        # `stop` is looked at before every put, so at most one put is still to come, and one free slot lets it
-        # through: no timeout, no polling.
-        while not ready.empty():
-            ready.get_nowait()
-        if thread is not threading.current_thread():  # the garbage collector may close us from any thread
-            thread.join()
+        # The garbage collector may close us from any thread, and a thread cannot wait for itself.
+        reader.shutdown(wait=not threading.current_thread().name.startswith(THREAD), cancel_futures=True)

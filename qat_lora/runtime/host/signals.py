@@ -1,10 +1,10 @@
-"""Stop signals as a list that is looked at between steps, instead of an exception anywhere.
+"""Stop signals as a list that is read between steps, instead of an exception anywhere.
 
-Closing a terminal or losing an SSH session sends SIGHUP, which means stop like the others, unless whoever started the
-process had it ignored (`nohup`): then it stays ignored.
+Closing a terminal or losing an SSH session sends SIGHUP, which means stop like the others, unless it is ignored when
+the process starts (`nohup`): then it stays ignored.
 
-A launcher and the processes that it started may both get a signal and the launcher passes its own on, so the same
-request can arrive twice; a second one counts only when it comes a second later.
+A launcher and its processes may both get a signal, and the launcher passes its own on, so the same request can arrive
+twice; a second one counts only when it comes a second later.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
@@ -23,7 +23,7 @@ _standing: list[list[str]] = []
 """The list of `install_for_good`, if that was called in this process."""
 
 
-def _handler(received: list[str]) -> Any:
+def _collector(received: list[str]) -> Any:
     first_s = 0.0
 
     def handle(number: int, _frame: Any) -> None:
@@ -39,52 +39,49 @@ def _handler(received: list[str]) -> Any:
 
 
 def _install(handler: Any) -> dict[Any, Any]:
-    """Set the handler of the stop signals; return what was set before."""
-    heard = [n for n in STOP_SIGNALS if n.name != "SIGHUP" or signal.getsignal(n) != signal.SIG_IGN]
-    return {number: signal.signal(number, handler) for number in heard}
+    """Set the handler of the stop signals; return the old ones."""
+    handled = [n for n in STOP_SIGNALS if n.name != "SIGHUP" or signal.getsignal(n) != signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in handled}
+
+
+@contextmanager
+def _installed(handler: Any) -> Iterator[None]:
+    """Handle stop signals in the block; nothing outside the main thread, where handlers cannot be set."""
+    old = _install(handler) if threading.current_thread() is threading.main_thread() else {}
+    try:
+        yield
+    finally:
+        for number, before in old.items():
+            signal.signal(number, before)
 
 
 def install_for_good() -> None:
     """Collect stop signals from now on: for workers whose work runs in a thread, where handlers cannot be set."""
     received: list[str] = []
     _standing[:] = [received]
-    _install(_handler(received))
+    _install(_collector(received))
 
 
 @contextmanager
 def stop_signals() -> Iterator[list[str]]:
     """Collect the names of stop signals that arrive; a second one, later, ends the process at once."""
-    received: list[str] = []
-    if threading.current_thread() is not threading.main_thread():  # there signals are somebody else's business
-        yield _standing[0] if _standing else received
-        return
-    old = _install(_handler(received))
-    try:
+    in_thread = threading.current_thread() is not threading.main_thread()
+    received: list[str] = _standing[0] if in_thread and _standing else []
+    with _installed(_collector(received)):
         yield received
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
-def passed_on(pids: Any) -> Iterator[list[str]]:
+def passed_on(pids: Callable[[], Iterable[int | None]]) -> Iterator[list[str]]:
     """Pass stop signals of this process on to the processes that `pids()` returns; yield the names of those seen."""
     received: list[str] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield received
-        return
 
     def handle(number: int, _frame: Any) -> None:
         received.append(signal.Signals(number).name)
         for pid in pids():
-            try:
-                os.kill(pid, number)
-            except ProcessLookupError:
-                continue
+            if pid is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
 
-    old = _install(handle)
-    try:
+    with _installed(handle):
         yield received
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)

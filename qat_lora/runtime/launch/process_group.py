@@ -1,8 +1,8 @@
-"""What the variables of a process group say: WORLD_SIZE, RANK and the others that torchrun or a scheduler sets.
+"""The variables of a process group: WORLD_SIZE, RANK and the others that torchrun or a scheduler sets.
 
 They are read here only, and strictly. `export WORLD_SIZE=` in a job script, or a RANK that a scheduler left behind,
-would otherwise be a traceback from the depths of torch, or worse: a process that believes it is the third of one, so
-that nobody is the main one and nothing is written.
+would otherwise be a traceback from inside torch, or worse: a process that takes itself for the third of one, so
+that no process is the main one and nothing is written.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 HOW = "start through --num-chips N or `torchrun --nproc-per-node N`, or unset WORLD_SIZE"
 
 
-class Place(NamedTuple):
+class RankInfo(NamedTuple):
     """Which process of how many this is."""
 
     rank: int = 0
@@ -27,7 +27,7 @@ class Place(NamedTuple):
 
 
 def whole_number(environ: Mapping[str, str], name: str, default: int, least: int = 0) -> int:
-    """Return a variable that has to be a number, or what is meant where it is not set.
+    """Return a variable that has to be a number, or the default where it is not set.
 
     Raises:
         ConfigError: it is empty, no number, or too small.
@@ -41,31 +41,30 @@ def whole_number(environ: Mapping[str, str], name: str, default: int, least: int
     return int(text)
 
 
-def group_size(environ: Mapping[str, str] | None = None) -> int:
+def group_size(environ: Mapping[str, str] = os.environ) -> int:
     """Return how many processes were started together; 1 without WORLD_SIZE.
 
     Raises:
         ConfigError: WORLD_SIZE is no number.
     """
-    return whole_number(os.environ if environ is None else environ, "WORLD_SIZE", 1, least=1)
+    return whole_number(environ, "WORLD_SIZE", 1, least=1)
 
 
-def place_in_group(environ: Mapping[str, str] | None = None) -> Place:
-    """Return this process's place; alone without WORLD_SIZE, whatever else is set.
+def rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
+    """Return this process's rank; rank 0 of 1 without WORLD_SIZE, whatever else is set.
 
     Raises:
         ConfigError: a variable is no number, or a rank is not among the processes.
         DeviceError: WORLD_SIZE asks for a group, and what a group needs is not set.
     """
-    environ = os.environ if environ is None else environ
     size = group_size(environ)
     rank, local_rank = (whole_number(environ, name, 0) for name in ("RANK", "LOCAL_RANK"))
     if size == 1:
-        return Place()
+        return RankInfo()
     missing = [name for name in NEEDED if not environ.get(name, "").strip()]
     if missing:
         raise DeviceError(f"WORLD_SIZE={size}: a process group also needs {', '.join(missing)}; {HOW}")
     whole_number(environ, "MASTER_PORT", 0, least=1)
     if rank >= size or local_rank >= size:
         raise ConfigError(f"RANK={rank}, LOCAL_RANK={local_rank}: ranks of {size} processes are 0 to {size - 1}; {HOW}")
-    return Place(rank, size, local_rank)
+    return RankInfo(rank, size, local_rank)

@@ -1,8 +1,16 @@
-"""Choose the device: what was asked for, what is there, and what to say when they differ.
+"""Choose the device and plan the start: what was asked for, what is there, and what to say when they differ.
 
-Looking at the machine (`look`) and deciding (`choose`) are apart, so that every combination of flags,
+Looking at the machine (`look`) is separate from deciding (`choose`, `plan_chips`), so that every combination of flags,
 environment and hardware is a line of a table in the tests. Looking is cheap and imports nothing: torch_xla costs
-seconds to import, and starting it takes the TPU away from other programs.
+seconds to import, and starting it takes the TPU away from other programs. Only the process that the user started
+looks and decides; the processes of the run get its `DeviceChoice`.
+
+On a TPU the number of chips becomes variables. `TPU_NUM_DEVICES`, which torch_xla's own error message recommends, is
+read nowhere in torch_xla 2.9, and `xmp.spawn` takes no number but 1; what decides is the topology that libtpu is told:
+`TPU_VISIBLE_CHIPS` and bounds for one process over some chips, process bounds alone for a process per chip (an
+inherited TPU_VISIBLE_CHIPS would give all of them the same chip).
+
+Source: torch_xla/_internal/tpu.py and pjrt.py (2.9). The TPU variables are untested on hardware.
 """
 
 from __future__ import annotations
@@ -14,17 +22,22 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 import torch
 
+from qat_lora.config import option
 from qat_lora.errors import ConfigError, DeviceError
-from qat_lora.runtime.launch.chips import ChipsConfig, Plan, count_tpu_chips, plan_chips
+from qat_lora.runtime.launch.process_group import group_size, whole_number
 
 if TYPE_CHECKING:
     from qat_lora.runtime.base import Runtime
 
 DEVICES = ("auto", "cpu", "cuda", "mps", "tpu", "xla")
+RUNS_ON_REAL_CHIPS = {"spawn": 0, "spmd": 0}
+"""On how many TPU chips each way has been run so far; printed when several are used."""
+ROW_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
+"""The grid of TPU chips of one host, in libtpu's notation."""
 _GOOGLE_PCI_VENDOR = "0x1ae0"
 # v2 and v3, v4, two unnamed in torch_xla's own list (tpu.py), v5e, v6e, 7x.
 _TPU_PCI_DEVICES = {"0x0027", "0x005e", "0x0056", "0x0062", "0x0063", "0x006f", "0x0076"}
@@ -42,28 +55,62 @@ class Found:
     """What points to a TPU, for example `/dev/accel0`; empty if nothing does."""
     pjrt_device: str = ""
     """PJRT_DEVICE, empty if unset."""
+    cores: int = 1
+    tpu_chips: int = 0
+    """Of this host, 0 if unknown."""
 
     def __str__(self) -> str:
-        parts = ["cpu"]
-        if self.cuda_devices:
-            parts.append(f"cuda ({self.cuda_devices})")
-        if self.mps:
-            parts.append("mps")
-        if self.tpu:
-            parts.append(f"a TPU ({self.tpu})")
-        parts.append("torch_xla" if self.torch_xla else "no torch_xla")
-        if self.pjrt_device:
-            parts.append(f"PJRT_DEVICE={self.pjrt_device}")
-        return ", ".join(parts)
+        parts = {
+            f"cuda ({self.cuda_devices})": self.cuda_devices,
+            "mps": self.mps,
+            f"a TPU ({self.tpu})": self.tpu,
+            "torch_xla" if self.torch_xla else "no torch_xla": True,
+            f"PJRT_DEVICE={self.pjrt_device}": self.pjrt_device,
+        }
+        return ", ".join(["cpu", *(part for part, there in parts.items() if there)])
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A runtime to make: its kind, XLA's backend, and what the user should be told about it."""
+class DeviceChoice:
+    """The kind of runtime to make, XLA's backend, and a note for the user."""
 
     kind: Literal["cpu", "cuda", "mps", "xla"]
     backend: str = ""
     note: str = ""
+
+
+@dataclass(frozen=True)
+class ChipsConfig:
+    """How many chips, and how they are driven."""
+
+    num_chips: str | None = option(
+        None, "chips (on a CPU: processes) of this machine to use: a number, or all; default: 1, with spmd all"
+    )
+    parallel: Literal["spawn", "spmd"] = option(
+        "spawn", "on XLA: spawn runs a process a chip, spmd one process over all chips"
+    )
+    shard_base: bool = option(False, "with spmd: spread the frozen weights over the chips instead of copying them")
+
+    def __post_init__(self) -> None:
+        if self.num_chips not in (None, "all") and not (self.num_chips.isdecimal() and int(self.num_chips)):
+            raise ConfigError(f"num_chips: {self.num_chips!r} is no number of chips; allowed: 1 or more, or all")
+        if self.shard_base and self.parallel != "spmd":
+            raise ConfigError("shard_base: only one process over all chips can share weights; add --parallel spmd")
+
+
+Start = Literal["here", "group", "torch_xla"]
+
+
+class LaunchPlan(NamedTuple):
+    """The device of a run, and how its processes are started."""
+
+    device: DeviceChoice
+    chips: int = 1
+    """Replicas on this machine; 0 where only the device itself will tell (all of an unseen number)."""
+    start: Start = "here"
+    """In this process; as processes of our own; or by PyTorch/XLA, a process per chip."""
+    variables: Mapping[str, str] = {}
+    """To set, where nothing is set yet, before the device is touched."""
 
 
 def find_tpu(environ: Mapping[str, str], root: Path = Path("/")) -> str:
@@ -95,23 +142,25 @@ def look(environ: Mapping[str, str] = os.environ) -> Found:
         torch_xla=importlib.util.find_spec("torch_xla") is not None,
         tpu=find_tpu(environ),
         pjrt_device=environ.get("PJRT_DEVICE", "").strip().upper(),
+        cores=os.cpu_count() or 1,
+        tpu_chips=count_tpu_chips(),
     )
 
 
 def check_device(device: str, tpu: bool) -> None:
-    """Raise ConfigError where `--tpu` stands beside another device."""
+    """Raise ConfigError where `--tpu` contradicts another device."""
     if tpu and device not in ("auto", "tpu", "xla"):
         raise ConfigError(f"--tpu with --device {device}: they contradict each other; give one of the two")
 
 
-def choose(device: str, tpu: bool, found: Found) -> Choice:
+def choose(device: str, tpu: bool, found: Found) -> DeviceChoice:
     """Decide which runtime to make; a pure function.
 
     `auto` takes a TPU, then CUDA, then MPS, then the CPU. PJRT_DEVICE=TPU turns `auto` into `tpu`; any value of
     it decides what `tpu` and `xla` run on, so that `--tpu` with PJRT_DEVICE=CPU tries a TPU run without one.
 
     Raises:
-        ConfigError: an unknown device, or `--tpu` beside another one.
+        ConfigError: an unknown device, or `--tpu` with another one.
         DeviceError: a device that was asked for and is not there.
     """
     if device not in DEVICES:
@@ -135,21 +184,21 @@ def choose(device: str, tpu: bool, found: Found) -> Choice:
         )
     if device == "mps" and not found.mps:
         raise DeviceError(f"{asked}: torch sees no Apple GPU; found: {found}; use --device auto")
-    return Choice(cast(Literal["cpu", "cuda", "mps"], device))
+    return DeviceChoice(cast(Literal["cpu", "cuda", "mps"], device))
 
 
-def _choose_any(found: Found) -> Choice:
+def _choose_any(found: Found) -> DeviceChoice:
     note = ""
     if found.tpu and not found.pjrt_device:
         if found.torch_xla:
-            return Choice("xla", "TPU")
+            return DeviceChoice("xla", "TPU")
         note = f"a TPU seems to be here ({found.tpu}) but torch_xla is not; pip install 'qat-lora[tpu]' to use it"
     if found.cuda_devices:
-        return Choice("cuda", note=note)
-    return Choice("mps" if found.mps else "cpu", note=note)
+        return DeviceChoice("cuda", note=note)
+    return DeviceChoice("mps" if found.mps else "cpu", note=note)
 
 
-def _choose_xla(device: str, asked: str, found: Found) -> Choice:
+def _choose_xla(device: str, asked: str, found: Found) -> DeviceChoice:
     backend = found.pjrt_device or ("TPU" if device == "tpu" or found.tpu else "CPU")
     if not found.torch_xla:
         extra = "tpu" if backend == "TPU" else "xla"
@@ -157,14 +206,111 @@ def _choose_xla(device: str, asked: str, found: Found) -> Choice:
             f"{asked}: needs PyTorch/XLA, which is not installed; found: {found}; pip install "
             f"'qat-lora[{extra}]', or use --device auto"
         )
-    # Who sets PJRT_DEVICE=TPU knows of a TPU that we may not see; if it is not there, the launch says so.
+    # PJRT_DEVICE=TPU may name a TPU that is not seen from here; if there is none, the launch says so.
     if backend == "TPU" and not found.tpu and found.pjrt_device != "TPU":
         raise DeviceError(
             f"{asked}: no TPU on this machine (no /dev/accel*, no TPU on the PCI bus, none of "
             f"{', '.join(_TPU_VARIABLES)}); found: {found}; set PJRT_DEVICE=TPU if there is one, PJRT_DEVICE=CPU "
             "to try XLA on the CPU, or use --device auto"
         )
-    return Choice("xla", backend)
+    return DeviceChoice("xla", backend)
+
+
+def count_tpu_chips(root: Path = Path("/")) -> int:
+    """Return the TPU chips of this host, 0 where none can be seen."""
+    files = glob.glob(str(root / "dev/accel[0-9]*"))
+    return len(files) or len([f for f in glob.glob(str(root / "dev/vfio/[0-9]*")) if Path(f).name.isdecimal()])
+
+
+def plan_chips(config: ChipsConfig, device: DeviceChoice, found: Found, environ: Mapping[str, str]) -> LaunchPlan:
+    """Decide how a run on a chosen device is started; a pure function.
+
+    Raises:
+        ConfigError: a number that is not possible here; the message lists the possible ones.
+    """
+    on_tpu = device.kind == "xla" and device.backend == "TPU"
+    asked = config.num_chips or (_from_variable(environ) if on_tpu else None)
+    if config.parallel == "spmd" and device.kind != "xla":
+        raise ConfigError("parallel: spmd exists on XLA only; give --tpu (or --device xla), or leave it out")
+    if group_size(environ) > 1:
+        _check_group(config, asked, environ)
+        return LaunchPlan(device)
+    if on_tpu:
+        return LaunchPlan(device, *_on_tpu(config, asked, environ, found.tpu_chips))
+    if device.kind == "xla":
+        return LaunchPlan(device, *_on_xla_cpu(config, asked, environ))
+    if device.kind == "mps":
+        return LaunchPlan(device, _pick(asked, [1], 1, "Apple GPU"))
+    everything, most = found.cores, max(8, 4 * found.cores)
+    if device.kind == "cuda":
+        everything = most = found.cuda_devices
+    count = _pick(asked, list(range(1, most + 1)), everything, device.kind)
+    return LaunchPlan(device, count, "group" if count > 1 else "here")
+
+
+def _from_variable(environ: Mapping[str, str]) -> str | None:
+    count = whole_number(environ, "TPU_NUM_DEVICES", 0, least=1)
+    return str(count) if count else None
+
+
+def _pick(asked: str | None, possible: list[int], everything: int, what: str) -> int:
+    if asked is None:
+        return 1
+    if asked == "all":
+        return everything
+    if not asked.isdecimal() or int(asked) not in possible:
+        whole_range = len(possible) > 2 and possible[-1] - possible[0] == len(possible) - 1
+        allowed = f"{possible[0]} to {possible[-1]}" if whole_range else ", ".join(map(str, possible))
+        raise ConfigError(f"num_chips: {asked} is not possible here ({what}); possible: {allowed}, or all")
+    return int(asked)
+
+
+def _check_group(config: ChipsConfig, asked: str | None, environ: Mapping[str, str]) -> None:
+    """Check that a number of chips confirms that of the processes that were started already (torchrun)."""
+    size = group_size(environ)
+    here = whole_number(environ, "LOCAL_WORLD_SIZE", size, least=1)
+    if config.parallel == "spmd":
+        raise ConfigError(
+            f"parallel: spmd is one process a machine, but WORLD_SIZE={size}; leave torchrun out, or --parallel spmd"
+        )
+    if asked not in (None, "all") and int(asked) not in (size, here):
+        raise ConfigError(
+            f"num_chips: {asked}, but this is one of {size} processes that were started already (WORLD_SIZE); "
+            "leave --num-chips out, or start without torchrun"
+        )
+
+
+_Start = tuple[int, Start, Mapping[str, str]]
+"""The fields of a `LaunchPlan` after the device."""
+
+
+def _on_xla_cpu(config: ChipsConfig, asked: str | None, environ: Mapping[str, str]) -> _Start:
+    if config.parallel == "spmd":
+        there = whole_number(environ, "CPU_NUM_DEVICES", 0, least=1)
+        count = _pick(asked or "all", [there] if there else list(range(1, 9)), there or 1, "XLA on CPU")
+        return count, "here", {"CPU_NUM_DEVICES": str(count)}
+    count = _pick(asked, [1], 1, "XLA on CPU has no exchange between processes; --parallel spmd takes up to 8")
+    return count, "torch_xla" if asked else "here", {}
+
+
+def _on_tpu(config: ChipsConfig, asked: str | None, environ: Mapping[str, str], chips: int) -> _Start:
+    part = {4: 2, 8: 4}.get(chips)
+    possible = sorted({1, *([part] if part else []), *([chips] if chips else [])})
+    if config.parallel == "spmd":
+        asked = asked or "all"
+    count = _pick(asked, possible, chips, f"{chips or 'an unknown number of'} TPU chips")
+    if asked in (None, "1") or (config.parallel == "spmd" and count == part):  # one process over some chips
+        visible = ",".join(map(str, range(count)))
+        bounds = {"TPU_CHIPS_PER_PROCESS_BOUNDS": ROW_BOUNDS[count], "TPU_PROCESS_BOUNDS": ROW_BOUNDS[1]}
+        return count, "here", {"TPU_VISIBLE_CHIPS": visible, **bounds}
+    if config.parallel == "spmd":
+        return count, "here", {}
+    if environ.get("TPU_VISIBLE_CHIPS"):
+        raise ConfigError(
+            f"TPU_VISIBLE_CHIPS={environ['TPU_VISIBLE_CHIPS']}: every process would take the same chip; unset it and "
+            "give --num-chips, or use --parallel spmd"
+        )
+    return count, "torch_xla", {"TPU_PROCESS_BOUNDS": ROW_BOUNDS[count]} if count == part else {}
 
 
 def runs_on_host(device: str, tpu: bool) -> bool:
@@ -175,58 +321,54 @@ def runs_on_host(device: str, tpu: bool) -> bool:
         return False
 
 
-def plan_run(device: str = "auto", tpu: bool = False, chips: ChipsConfig | None = None) -> Plan:
-    """Decide on how many chips a run starts, and how; touches no device and sets nothing.
+def plan_run(device: str = "auto", tpu: bool = False, chips: ChipsConfig | None = None) -> LaunchPlan:
+    """Choose the device of a run, and how it is started; touches no device and sets nothing.
 
     Raises:
         ConfigError: an unknown device, or a number of chips that is not possible; the possible ones are named.
         DeviceError: the device is not there; the message says what is.
     """
     found = look()
-    choice = choose(device, tpu, found)
-    return plan_chips(
-        chips or ChipsConfig(),
-        choice.kind,
-        choice.backend,
-        os.environ,
-        cores=os.cpu_count() or 1,
-        gpus=found.cuda_devices,
-        tpu_chips=count_tpu_chips() if choice.backend == "TPU" else 0,
-    )
+    return plan_chips(chips or ChipsConfig(), choose(device, tpu, found), found, os.environ)
 
 
-def select_runtime(device: str = "auto", tpu: bool = False, chips: ChipsConfig | None = None) -> Runtime:
-    """Return the runtime for a device; call it before anything imports transformers.
+def make_runtime(device: DeviceChoice, chips: ChipsConfig | None = None) -> Runtime:
+    """Make the runtime of a chosen device; call it before anything imports transformers.
 
     transformers imports torch_xla wherever that is installed, which takes seconds, prints a warning and settles
     PJRT_DEVICE. So the choice is written to the environment, where nothing is yet: PJRT_DEVICE for an XLA run,
     USE_TORCH_XLA=0 (read by transformers and accelerate) for every other.
+    """
+    chips = chips or ChipsConfig()
+    if device.note:
+        logging.getLogger(__name__).warning(device.note)
+    if device.kind == "xla" and chips.parallel == "spmd":
+        from qat_lora.runtime.xla.spmd import XlaSpmdRuntime
+
+        return XlaSpmdRuntime(device.backend, chips.shard_base)
+    if device.kind == "xla":
+        from qat_lora.runtime.xla.runtime import XlaRuntime
+
+        return XlaRuntime(device.backend)
+    from qat_lora.runtime.native import NativeRuntime
+
+    os.environ.setdefault("USE_TORCH_XLA", "0")
+    return NativeRuntime(device.kind)
+
+
+def select_runtime(device: str = "auto", tpu: bool = False, chips: ChipsConfig | None = None) -> Runtime:
+    """Return a runtime for this process alone, or for its part of a group; see `make_runtime`.
 
     Args:
         device: one of `DEVICES`.
         tpu: the `--tpu` flag, the same as `device="tpu"`.
-        chips: how several chips are driven; how many there are is settled before, by `plan_run`.
+        chips: how several chips are driven, not how many.
 
     Raises:
-        ConfigError: an unknown device, or `tpu` beside another one.
+        ConfigError: an unknown device, or `tpu` with another one.
         DeviceError: the device is not there; the message says what is.
     """
-    choice = choose(device, tpu, look())
-    chips = chips or ChipsConfig()
-    if choice.note:
-        logging.getLogger(__name__).warning(choice.note)
-    if choice.kind == "xla" and chips.parallel == "spmd":
-        from qat_lora.runtime.xla.spmd import XlaSpmdRuntime
-
-        return XlaSpmdRuntime(choice.backend, chips.shard_base)
-    if choice.kind == "xla":
-        from qat_lora.runtime.xla.runtime import XlaRuntime
-
-        return XlaRuntime(choice.backend)
-    from qat_lora.runtime.native import NativeRuntime
-
-    os.environ.setdefault("USE_TORCH_XLA", "0")
-    return NativeRuntime(choice.kind)
+    return make_runtime(choose(device, tpu, look()), chips)
 
 
 def status_line(runtime: Runtime, dtype: torch.dtype, effective_batch: int) -> str:

@@ -1,25 +1,46 @@
-"""Run a command of the app on a chosen device: the device first, everything heavy after.
+"""Run a command on its device: here, or in every process of the run.
 
-transformers decides at import whether PyTorch/XLA is used, so the choice of the device has to come before the
-import of `app`. That order is kept in this one place; command line, scripts, notebooks and the Python API all
-start here. So is the start on several chips: the same command in every process, where it finds its rank by itself.
+transformers decides at import whether PyTorch/XLA is used, so the device has to be chosen before a command is
+imported. That order is kept in this one place; command line, scripts, notebooks and the Python API all start here.
+
+Several chips of this machine are processes of our own (on XLA: of `torch_xla.launch`), each of which runs the same
+command. Every worker leaves a note in a folder of the run: its result, or its error. The process that started them
+passes stop signals on and waits; once a worker has failed, the others get a few seconds (they notice by themselves at
+their next exchange, if they can) and are then killed, so that nothing hangs. The one error that it raises is the
+first cause, not its echo in the other workers. torchrun's agent does less: it needs its own command line, prints every
+rank's traceback, and waits for 30 seconds. Notes are JSON, so no pickled result is ever read.
 """
 
 from __future__ import annotations
 
 import functools
+import json
+import multiprocessing
 import os
-from collections.abc import Callable
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, Literal
 
-from qat_lora.errors import ConfigError, disk_errors_explained
+from qat_lora import errors
+from qat_lora.errors import ConfigError, InterruptedRunError, QatLoraError, ReplicaError, disk_errors_explained
 from qat_lora.registry import COMMANDS, Command
 from qat_lora.runtime.base import Runtime
-from qat_lora.runtime.launch.chips import ChipsConfig, Plan
+from qat_lora.runtime.host.collectives import free_port
+from qat_lora.runtime.host.signals import passed_on
 from qat_lora.runtime.launch.process_group import group_size
-from qat_lora.runtime.launch.select import plan_run, select_runtime
+from qat_lora.runtime.launch.select import ChipsConfig, DeviceChoice, LaunchPlan, make_runtime, plan_run
 from qat_lora.terminal import any_text
+
+GRACE_S = 8.0
+"""How long a worker may take to end by itself after another has failed."""
 
 
 @any_text()
@@ -40,7 +61,7 @@ def run(command: Command, options: Any) -> Any:
 def _run(command: Command, options: Any) -> Any:
     asked = options.run
     if command.device == "none" or (command.plan and options.dry_run):  # a dry run needs shapes alone
-        runtime = select_runtime("cpu")
+        runtime = make_runtime(DeviceChoice("cpu"))
         return runtime.launch(lambda: command.load()(options, runtime))
     plan = plan_run(asked.device, asked.tpu, asked.chips)
     several = plan.chips != 1 or asked.chips.parallel == "spmd" or group_size() > 1
@@ -50,33 +71,36 @@ def _run(command: Command, options: Any) -> Any:
             f"num_chips: this command works on one chip; leave --num-chips and --parallel out, and start it once "
             f"(several chips are for {allowed})"
         )
-    return start(plan, functools.partial(work_here, command, options))
+    return start(plan, functools.partial(work_here, command, options, plan.device))
 
 
-def start(plan: Plan, work: Callable[[], Any], start_method: Any = "spawn") -> Any:
-    """Call `work` here or in every process of a plan; return what it returned in the main one."""
+def start(plan: LaunchPlan, work: Callable[[], Any], start_method: Literal["spawn", "fork"] = "spawn") -> Any:
+    """Call `work` here or in every process of a plan; return what it returned in the main one.
+
+    Raises:
+        QatLoraError: the error of the first process that failed, or that one was killed.
+    """
     for name, value in plan.variables.items():
         os.environ[name] = os.environ.get(name) or value  # empty is unset
+    if plan.start == "here":
+        return work()
     if plan.start == "group":
-        from qat_lora.runtime.launch.workers import run_group
-
         return run_group(work, plan.chips, max(1, (os.cpu_count() or 1) // plan.chips), start_method)
-    if plan.start == "torch_xla":
-        from qat_lora.runtime.xla.spawn import spawn
+    from qat_lora.runtime.xla.runtime import spawn
 
-        return spawn(work, start_method)
-    return work()
+    with tempfile.TemporaryDirectory(prefix="qat-lora-run-") as folder:
+        board = Board(Path(folder))
+        return board.verdict(*spawn(functools.partial(attend, board, work=work), start_method))
 
 
 @any_text()
-def work_here(command: Command, options: Any) -> Any:
+def work_here(command: Command, options: Any, device: DeviceChoice) -> Any:
     """Run a command on the device of this process, quietly unless this is the main one."""
-    run = options.run
-    runtime = select_runtime(run.device, run.tpu, run.chips)
+    runtime = make_runtime(device, options.run.chips)
 
     def main() -> Any:
-        mine = options if runtime.is_main else replace(options, run=replace(run, quiet=True))
-        with disk_errors_explained():  # here, where a process of a group notes what ended it
+        mine = options if runtime.is_main else replace(options, run=replace(options.run, quiet=True))
+        with disk_errors_explained():  # here, where a process of a group notes its error
             return command.load()(mine, runtime)
 
     return runtime.launch(main)
@@ -107,7 +131,168 @@ def notebook_launch(
     plan = plan_run(device, False, ChipsConfig(num_chips=str(num_chips)))
 
     def work() -> Any:
-        runtime = select_runtime(device)
+        runtime = make_runtime(plan.device)
         return runtime.launch(lambda: fn(runtime, model))
 
     return start(plan, work, "fork")
+
+
+class Board:
+    """The folder where the workers leave their notes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def finished(self, rank: int, result: Any) -> None:
+        """Note what the work returned; only the main worker's is kept."""
+        if rank == 0:
+            kind = "path" if isinstance(result, Path) else "value"
+            self._write("result", {kind: str(result) if isinstance(result, Path) else result})
+
+    def failed(self, rank: int, error: BaseException) -> None:
+        """Note a worker's error."""
+        trace = "" if isinstance(error, QatLoraError) else traceback.format_exc()
+        note = {"time_s": time.time(), "type": type(error).__name__, "text": str(error), "trace": trace}
+        self._write(f"failed-{rank}", note)
+
+    def _write(self, name: str, note: Mapping[str, Any]) -> None:
+        draft = self.folder / f".{name}"
+        draft.write_text(json.dumps(note, default=str), encoding="utf-8")
+        draft.replace(self.folder / f"{name}.json")
+
+    def failures(self) -> dict[int, Path]:
+        """Return the notes of the workers that failed, by rank."""
+        return {int(file.stem.split("-")[1]): file for file in self.folder.glob("failed-*.json")}
+
+    def verdict(self, exit_codes: Mapping[int, int | None], stopped_by: str = "") -> Any:
+        """Return the main worker's result, or raise what ended the run.
+
+        Raises:
+            QatLoraError: the first cause, of the type that the worker raised.
+        """
+        notes = {rank: json.loads(file.read_text(encoding="utf-8")) for rank, file in self.failures().items()}
+        self._raise_cause(notes, len(exit_codes))
+        for rank, code in exit_codes.items():
+            if code is None or code >= 0 or rank in notes:
+                continue
+            name = signal.Signals(-code).name
+            if stopped_by or name in ("SIGTERM", "SIGINT", "SIGHUP"):
+                raise InterruptedRunError(f"stopped by {stopped_by or name}; the same command goes on from there")
+            raise ReplicaError(
+                f"process {rank} of {len(exit_codes)} was killed ({name}); out of memory is the usual cause. What "
+                "was complete stays: the same command goes on from the last checkpoint"
+            )
+        if notes:
+            raise ReplicaError(notes[min(notes)]["text"])
+        bad = {rank: code for rank, code in exit_codes.items() if code}
+        file = self.folder / "result.json"
+        if bad or not file.is_file():
+            raise ReplicaError(f"processes ended without a result (exit codes by process: {bad or 'all 0'})")
+        note = json.loads(file.read_text(encoding="utf-8"))
+        return Path(note["path"]) if "path" in note else note["value"]
+
+    def _raise_cause(self, notes: Mapping[int, dict[str, Any]], count: int) -> None:
+        """Raise the first error that is not only another process's end; a real one goes before a stop."""
+        causes = [(rank, note) for rank, note in notes.items() if note["type"] != ReplicaError.__name__]
+        if not causes:
+            return
+        rank, note = min(causes, key=lambda item: (item[1]["type"] == "InterruptedRunError", item[1]["time_s"]))
+        kind = getattr(errors, note["type"], None)
+        if isinstance(kind, type) and issubclass(kind, QatLoraError):
+            raise kind(note["text"])
+        if note["type"] in ("KeyboardInterrupt", "SystemExit"):
+            raise InterruptedRunError(f"process {rank} of {count} was stopped ({note['type']})")
+        if note["type"] == "OSError":  # a full disk is no defect of ours
+            raise ReplicaError(f"process {rank} of {count}: {note['text']}")
+        raise RuntimeError(f"process {rank} of {count} failed:\n{note['trace']}")
+
+
+def attend(board: Board, rank: int, work: Callable[[], Any]) -> None:
+    """Run a worker's work; note how it ended, and end the process at once if it failed.
+
+    Not by an exception through the process group's clean-up, which may itself wait for the others for ever.
+    """
+    threading.Thread(target=_watch_others, args=(board, rank), name="qat-lora-watch", daemon=True).start()
+    try:
+        board.finished(rank, work())
+    except BaseException as error:
+        board.failed(rank, error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(getattr(error, "exit_code", 1))
+
+
+def _watch_others(board: Board, rank: int) -> None:
+    """End this process when its parent is gone, or when it outlives another's failure."""
+    parent = multiprocessing.parent_process()
+    since_s: float | None = None
+    while True:
+        if parent is None:
+            time.sleep(0.5)
+        elif wait([parent.sentinel], timeout=0.5):
+            os._exit(1)
+        if since_s is None and board.failures().keys() - {rank}:
+            since_s = time.monotonic()
+        if since_s is not None and time.monotonic() - since_s > GRACE_S:
+            os._exit(1)
+
+
+def run_group(
+    work: Callable[[], Any], count: int, threads: int, start_method: Literal["spawn", "fork"] = "spawn"
+) -> Any:
+    """Run `work` in `count` processes of this machine, with the variables of a process group.
+
+    Args:
+        work: called in every process; picklable where they are spawned.
+        count: of processes.
+        threads: of the CPU, for each.
+        start_method: `fork` shares what this process holds in memory, and is unsafe once it has used threads.
+
+    Returns:
+        What the main process's work returned: a path, or plain values.
+
+    Raises:
+        QatLoraError: the error of the first process that failed, or that one was killed.
+    """
+    context: Any = multiprocessing.get_context(start_method)
+    group = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    with tempfile.TemporaryDirectory(prefix="qat-lora-run-") as folder:
+        board = Board(Path(folder))
+        processes = [
+            context.Process(target=_work_in_group, args=(board, rank, group, threads, work), name=f"qat-lora-{rank}")
+            for rank in range(count)
+        ]
+        with passed_on(lambda: [p.pid for p in processes if p.is_alive()]) as seen:
+            try:
+                for process in processes:
+                    process.start()
+                _wait_for_all(processes)
+            finally:
+                for process in processes:
+                    if process.is_alive():
+                        process.kill()
+                        process.join()
+        codes = {rank: process.exitcode for rank, process in enumerate(processes)}
+        return board.verdict(codes, seen[0] if seen else "")
+
+
+def _work_in_group(board: Board, rank: int, group: Mapping[str, Any], threads: int, work: Callable[[], Any]) -> None:
+    os.setpgid(0, 0)  # Ctrl-C reaches the process that started us, which passes it on once
+    os.environ.update({name: str(value) for name, value in {**group, "RANK": rank, "LOCAL_RANK": rank}.items()})
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    import torch
+
+    torch.set_num_threads(threads)
+    attend(board, rank, work)
+
+
+def _wait_for_all(processes: list[Any]) -> None:
+    """Wait until all have ended, but not longer than the grace after the first failure."""
+    deadline_s: float | None = None
+    while alive := [p for p in processes if p.is_alive()]:
+        left = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+        wait([p.sentinel for p in alive], timeout=left)
+        if deadline_s is None and any(p.exitcode for p in processes):
+            deadline_s = time.monotonic() + GRACE_S
+        if deadline_s is not None and time.monotonic() >= deadline_s:
+            return

@@ -1,19 +1,18 @@
-"""The runtime of PyTorch/XLA: a TPU chip in each of one or more processes, or XLA on the CPU.
+"""The runtime of PyTorch/XLA: a TPU chip in each of one or more processes, or XLA on the CPU; and their start.
 
-PyTorch/XLA is to be replaced, so all that we know about it is here and in `xla_spmd.py` (one process over all chips)
-and `xla_spawn.py` (which starts a process a chip); it is imported inside functions, so these modules can be imported
-where torch_xla is not installed.
+PyTorch/XLA is to be replaced, so all that we know about it is here and in `spmd.py` (one process over all chips). It is
+imported inside functions, so that these modules can be imported where torch_xla is not installed.
 
 Gradients are averaged by one `xm.reduce_gradients` a step, before clipping, and `optimizer.step()` follows it:
 `xm.optimizer_step` would reduce a second time. XLA on the CPU has no exchange between processes; there, in a group
 that torchrun started, gloo carries the gradients: slow, and enough to try everything else.
 
-How a step is cut into graphs. XLA traces what is called and compiles it at a sync; a graph that was seen before
-runs at once. `cut` syncs after every micro-batch, the last one included, and `step_end` after the optimizer, so
+How a step becomes graphs. XLA traces what is called and compiles it at a sync; a graph that was seen before
+runs at once. `mark_step` syncs after every micro-batch, the last one included, and `step_end` after the optimizer, so
 that a training step is made of two kinds of graph whatever the accumulation count: one micro-batch (forward,
-backward, gradients added) and one optimizer step. No cut at all would unroll the accumulation into one graph,
-whose compile time and memory grow with it; a cut between micro-batches only would compile the large graph twice,
-with and without the optimizer. What it costs is that the gradients, which are small, pass through memory once.
+backward, gradients added) and one optimizer step. No sync before the optimizer would unroll the accumulation into one
+graph, whose compile time and memory grow with it; a sync between micro-batches only would compile the large graph
+twice, with and without the optimizer. The price is that the gradients, which are small, pass through memory once.
 
 The counts hold if the caller keeps gradients as zeroed tensors (`zero_grad(set_to_none=False)`, before the first
 step as well), makes the optimizer's state before the first step, and never changes a shape.
@@ -22,15 +21,18 @@ step as well), makes the optimizer's state before the first step, and never chan
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from qat_lora.errors import DeviceError, MissingExtraError
 from qat_lora.runtime.host import collectives
@@ -38,16 +40,17 @@ from qat_lora.runtime.host.async_readback import DeferredCalls, host_value
 from qat_lora.runtime.host.placement import move_module
 from qat_lora.runtime.host.prefetch import host_tensors, prefetch
 from qat_lora.runtime.host.saving import save_tensors
-from qat_lora.runtime.launch.chips import RUNS_ON_REAL_CHIPS
-from qat_lora.runtime.launch.process_group import place_in_group
-from qat_lora.runtime.native import NativeRuntime, mean_form
+from qat_lora.runtime.host.signals import install_for_good, passed_on
+from qat_lora.runtime.launch.process_group import rank_info
+from qat_lora.runtime.launch.select import RUNS_ON_REAL_CHIPS
+from qat_lora.runtime.native import NativeRuntime
 from qat_lora.types import AttentionForm, Batch, LossWalk
 
 if TYPE_CHECKING:
     from qat_lora.runtime.base import M
 
 PORT_VARIABLE = "QAT_LORA_GROUP_PORT"
-"""Where the processes of one host meet; not MASTER_PORT, which torch_xla reads for itself."""
+"""The port of one host's group; not MASTER_PORT, which torch_xla reads for itself."""
 _COUNTERS = {
     "graphs_compiled": "UncachedCompile",
     "graph_cache_hits": "CachedCompile",
@@ -87,38 +90,15 @@ def device_peak_bytes(device: torch.device) -> int | None:
     return int(info.get("peak_bytes_used") or info["bytes_used"])
 
 
-def checkpoint_function() -> Callable[..., Any]:
-    """Return the function that recomputes a layer in the backward pass instead of keeping its activations.
-
-    torch's own checkpoint fails on XLA tensors, and recomputing without the optimisation barriers of torch_xla's
-    is undone by the compiler. Of its two forms only the re-entrant one works, and that one gives no gradient at
-    all if no input asks for one, as under a frozen embedding; hence the wrapper, which makes the first floating
-    input ask.
-
-    Source: torch_xla/utils/checkpoint.py (2.9).
-    """
-    from torch_xla.utils.checkpoint import checkpoint
-
-    def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        inputs = list(args)
-        tensors = [(i, a) for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.is_floating_point()]
-        if torch.is_grad_enabled() and tensors and not any(a.requires_grad for _, a in tensors):
-            position, first = tensors[0]
-            inputs[position] = first.detach().requires_grad_()
-        return checkpoint(function, *inputs, use_reentrant=True, **kwargs)
-
-    return run
-
-
 class XlaRuntime:
     """One XLA device in this process, alone or in a group; a `qat_lora.runtime.base.Runtime`.
 
     Args:
-        backend: `TPU` or `CPU`, as in PJRT_DEVICE. Written there at once if nothing is, because whatever imports
-            torch_xla first (transformers may) settles the backend of the process.
+        backend: `TPU` or `CPU`, as in PJRT_DEVICE. Written there at once if it is unset, because the first import of
+            torch_xla (transformers may do it) settles the backend of the process.
     """
 
-    loss_walk: LossWalk = "positions"  # the other one's many small steps would make a long graph
+    loss_walk: LossWalk = "positions"  # the many small steps of the other one would make a long graph
     piece_bytes: int | None = None
     attention: AttentionForm = "recomputed"
 
@@ -128,10 +108,10 @@ class XlaRuntime:
         self.replicas = 1
         self.device = torch.device("xla")
         self._chip = ""
-        self._over_hosts = False
-        self._control: torch.distributed.ProcessGroup | None = None
+        self._by_gloo = False
+        self._control: dist.ProcessGroup | None = None
         self._deferred = DeferredCalls()
-        self._unread: list[tuple[Future[list[Any]], tuple[torch.Tensor, ...], list[int]]] = []
+        self._unread: list[Callable[[], None]] = []
         self._reader: ThreadPoolExecutor | None = None
         self._counting = threading.Lock()
         self._deferred_reads = 0
@@ -154,10 +134,10 @@ class XlaRuntime:
             line = f"{self._chip or 'TPU'} detected · {self.replicas} chip{plural}"
         else:
             line = f"XLA on {self.backend} · {self.replicas} device{plural}"
-        return line if self.replicas == 1 else f"{line} · {self._way()}"
+        return line if self.replicas == 1 else f"{line} · {self._driven_by()}"
 
-    def _way(self) -> str:
-        if self._over_hosts:
+    def _driven_by(self) -> str:
+        if self._by_gloo:
             return "a process each, exchange by gloo"
         return f"spawn (run on {RUNS_ON_REAL_CHIPS['spawn']} real chips so far)"
 
@@ -177,16 +157,11 @@ class XlaRuntime:
                 return result
             finally:
                 self._unread.clear()
-                self._close()
-
-    def _close(self) -> None:
-        import torch.distributed as dist
-
-        if dist.is_initialized():
-            dist.destroy_process_group()
+                if dist.is_initialized():
+                    dist.destroy_process_group()
 
     def _open(self) -> None:
-        """Start the backend and learn what it is; only here, since nothing may touch it before `launch`."""
+        """Start the backend and join the group; only here, since nothing may touch the device before `launch`."""
         try:
             import torch_xla
             import torch_xla.core.xla_model as xm
@@ -212,47 +187,38 @@ class XlaRuntime:
                 f"PJRT_DEVICE={self.backend}: this process already runs XLA on {running}, and a process has one "
                 "backend; start a new process"
             )
-        self._chip = self._chip_here(xm)
+        self._chip = self._chip_kind(xm)
         self._join()
 
-    def _chip_here(self, xm: Any) -> str:
+    def _chip_kind(self, xm: Any) -> str:
         return _chip_name(xm.xla_device_kind(self.device))
 
     def _before_device(self) -> None:
-        """Under torchrun on a TPU, let torch_xla tell libtpu which chip is this process's."""
-        import torch.distributed as dist
-
+        """Under torchrun on a TPU, let torch_xla tell libtpu the chip of this process."""
         if self.backend == "TPU" and dist.is_torchelastic_launched():
             import torch_xla.distributed.xla_backend  # noqa: F401
 
             dist.init_process_group("xla", init_method="xla://")
 
     def _join(self) -> None:
-        """Learn this process's place, and meet the others by gloo."""
-        import torch.distributed as dist
+        """Learn this process's rank, and meet the others by gloo."""
         import torch_xla.runtime as xr
 
         self.rank, self.replicas = xr.global_ordinal(), xr.world_size()
-        place = place_in_group()
-        if self.backend == "CPU" and place.size > 1:
-            self.rank, self.replicas, self._over_hosts = place.rank, place.size, True
-            with collectives.joining():
-                dist.init_process_group("gloo", timeout=collectives.PATIENCE)
-        elif self.replicas > 1:
-            # One host: at the port that `xla_spawn` chose. Several, or torchrun: torch_xla knows where.
-            with collectives.joining():
-                if dist.is_initialized():
-                    self._control = dist.new_group(backend="gloo", timeout=collectives.PATIENCE)
-                elif xr.world_size() == xr.local_device_count():
-                    where = f"tcp://127.0.0.1:{os.environ[PORT_VARIABLE]}"
-                    dist.init_process_group(
-                        "gloo", where, rank=self.rank, world_size=self.replicas, timeout=collectives.PATIENCE
-                    )
-                else:
-                    dist.init_process_group("gloo", init_method="xla://", timeout=collectives.PATIENCE)
+        mine = rank_info()
+        if self.backend == "CPU" and mine.size > 1:
+            self.rank, self.replicas, self._by_gloo = mine.rank, mine.size, True
+            collectives.join()
+        elif self.replicas > 1 and dist.is_initialized():
+            self._control = collectives.gloo_group()
+        elif self.replicas > 1 and xr.world_size() == xr.local_device_count():  # one host: the port is `spawn`'s
+            port = os.environ[PORT_VARIABLE]
+            collectives.join(init_method=f"tcp://127.0.0.1:{port}", rank=self.rank, world_size=self.replicas)
+        elif self.replicas > 1:  # several hosts: torch_xla knows where they meet
+            collectives.join(init_method="xla://")
 
     def place(self, module: M) -> M:
-        """Move a module here, shared weights stay shared; its parameters are new objects, so do this first.
+        """Move a module to the device; shared weights stay shared. Its parameters are new objects, so do this first.
 
         Raises:
             DeviceError: the parameter count changed.
@@ -260,14 +226,14 @@ class XlaRuntime:
         import torch_xla
 
         module = move_module(module, self.device)
-        torch_xla.sync()  # what a custom move computed must not become part of the first step's graph
+        torch_xla.sync()  # a custom move's computations must not become part of the first step's graph
         return module
 
     def for_loops(self) -> NativeRuntime:
         """Return the host: quantising one small layer column by column made a graph of over 16,000 nodes here."""
         return NativeRuntime("cpu")
 
-    def check_spread(self) -> None:
+    def check_device_map(self) -> None:
         """Refuse to spread a model module by module.
 
         Raises:
@@ -282,13 +248,13 @@ class XlaRuntime:
     def feed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield this replica's batches as tensors on the device; the next one is read and sent meanwhile.
 
-        Not `MpDeviceLoader`: it syncs at every batch, which is `cut`'s decision here.
+        Not `MpDeviceLoader`: it syncs at every batch, which `mark_step` decides here.
         """
         with contextlib.closing(prefetch(batches, self._send)) as ready:
             yield from ready
 
     def _send(self, batch: Batch) -> Batch:
-        """Make the tensors and start their transfer; runs in the feeding thread."""
+        """Make the tensors and start their transfer; runs in the prefetch thread."""
         import torch_xla.core.xla_model as xm
 
         tensors = host_tensors(batch)
@@ -302,10 +268,27 @@ class XlaRuntime:
         return contextlib.nullcontext() if dtype == torch.float32 else torch.autocast("xla", dtype=dtype)
 
     def checkpoint_function(self) -> Callable[..., Any]:
-        """Return the module's `checkpoint_function`."""
-        return checkpoint_function()
+        """Return torch_xla's, re-entrant.
 
-    def cut(self) -> None:
+        torch's own checkpoint fails on XLA tensors, and recomputing without the optimisation barriers of torch_xla's
+        is undone by the compiler. Of its two forms only the re-entrant one works, and that one gives no gradient at
+        all if no input requires one, as after a frozen embedding; hence the wrapper, which makes the first floating
+        input require one.
+
+        Source: torch_xla/utils/checkpoint.py (2.9).
+        """
+        from torch_xla.utils.checkpoint import checkpoint
+
+        def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            inputs = list(args)
+            floating = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.is_floating_point()]
+            if torch.is_grad_enabled() and floating and not any(args[i].requires_grad for i in floating):
+                inputs[floating[0]] = args[floating[0]].detach().requires_grad_()
+            return checkpoint(function, *inputs, use_reentrant=True, **kwargs)
+
+        return run
+
+    def mark_step(self) -> None:
         """Compile (if new) and start the micro-batch; call it after every one, the last included."""
         self._sync()
 
@@ -314,27 +297,27 @@ class XlaRuntime:
         trained = [p for p in parameters if p.requires_grad]
         if self.replicas == 1 or not trained:
             return
-        if self._over_hosts:
+        if self._by_gloo:
             gradients, flat = collectives.flat_gradients(trained)
-            collectives.put_back(gradients, self._mean_over_hosts(flat))
+            collectives.put_back(gradients, self._gloo_mean(flat))
             return
         import torch_xla.core.xla_model as xm
 
-        # It takes an optimizer only to find the parameters in; this one exists for that.
+        # It takes an optimizer only to find its parameters; this one exists for that.
         xm.reduce_gradients(torch.optim.SGD(trained, lr=0.0))
 
     def all_reduce_mean(self, value: torch.Tensor) -> torch.Tensor:
         """Return the mean of a tensor over the replicas, on the device; integers as float32."""
-        value = mean_form(value)
+        value = collectives.mean_form(value)
         if self.replicas == 1:
             return value
-        if self._over_hosts:
-            return self._mean_over_hosts(value)
+        if self._by_gloo:
+            return self._gloo_mean(value)
         import torch_xla.core.xla_model as xm
 
         return xm.all_reduce(xm.REDUCE_SUM, value, scale=1.0 / self.replicas)
 
-    def _mean_over_hosts(self, value: torch.Tensor) -> torch.Tensor:
+    def _gloo_mean(self, value: torch.Tensor) -> torch.Tensor:
         self._sync()
         return collectives.mean(value.cpu()).to(self.device)
 
@@ -359,25 +342,29 @@ class XlaRuntime:
         alive at the sync of all of them, or those steps are another graph.
         """
         assert self._reader is not None, "defer is called inside launch"
-        future: Future[list[Any]] = Future()
-        self._unread.append((future, tensors, [t._version for t in tensors]))
-        self._deferred.add(fn, future.done, future.result)
+        submit, versions = self._reader.submit, [t._version for t in tensors]
+        reading: list[Future[list[Any]]] = []  # one, from the next sync on
+        self._unread.append(lambda: reading.append(submit(self._read, tensors, versions)))
+        self._deferred.add(fn, lambda: bool(reading) and reading[0].done(), lambda: reading[0].result())
 
     def barrier(self, tag: str) -> None:
         """Run what was deferred, then wait until every process is here: `xm.rendezvous`."""
         self._flush()
-        if self._over_hosts:
+        if self._by_gloo:
             collectives.agree(False)
         elif self.replicas > 1:
             import torch_xla.core.xla_model as xm
 
             xm.rendezvous(tag)
 
-    def save(self, state: dict[str, torch.Tensor], path: str | Path) -> None:
-        """Write tensors as safetensors, atomically, in the main process; all wait until it is there."""
+    def save(self, tensors: Mapping[str, torch.Tensor], path: str | Path) -> None:
+        """Write a safetensors file in the main process; all wait until it is there.
+
+        Not `xm.save`, which writes a pickle, and not atomically.
+        """
         self._sync()  # all at once: reading a tensor with work pending would compile a graph for it alone
         if self.is_main:
-            save_tensors(state, path)
+            save_tensors(tensors, path)
         self.barrier(f"save {Path(path).name}")
 
     def compile_report(self) -> dict[str, int | float]:
@@ -405,35 +392,86 @@ class XlaRuntime:
         import torch_xla
 
         torch_xla.sync()
-        if self._reader is not None:
-            for future, tensors, versions in self._unread:
-                self._reader.submit(self._read, future, tensors, versions)
-            self._unread.clear()
+        for start_reading in self._unread:
+            start_reading()
+        self._unread.clear()
 
     def _flush(self) -> None:
         if self._unread:
             self._sync()
         self._deferred.run_all()
 
-    def _read(self, future: Future[list[Any]], tensors: tuple[torch.Tensor, ...], versions: list[int]) -> None:
-        """Fetch tensors to the host, in the reader's thread; `future` gets the values or the exception."""
+    def _read(self, tensors: tuple[torch.Tensor, ...], versions: list[int]) -> list[Any]:
+        """Return tensors as values of the host; runs in the reader's thread."""
         values: list[Any] = []
-        error: BaseException | None = None
-        try:
-            for tensor in tensors:
-                with self._counting:
-                    values.append(host_value(tensor.detach().cpu()))
-                    self._deferred_reads += is_xla_device(tensor)
-        except BaseException as raised:
-            error = raised
+        for tensor in tensors:
+            with self._counting:
+                values.append(host_value(tensor.detach().cpu()))
+                self._deferred_reads += is_xla_device(tensor)
         if [t._version for t in tensors] != versions:
-            error = RuntimeError("a deferred tensor was changed in place before it was read; make a new one instead")
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(values)
+            raise RuntimeError("a deferred tensor was changed in place before it was read; make a new one instead")
+        return values
 
 
 def _chip_name(kind: str) -> str:
     """Turn PJRT's device kind into the name people rent: `TPU v6 lite` is v6e, `TPU v5` is v5p."""
     return {"TPU v5": "TPU v5p"}.get(kind, kind.replace(" lite", "e"))
+
+
+_inherited: list[Callable[[int], None]] = []
+"""The work of forked processes: they have it already, while whatever goes through the pool is pickled."""
+
+
+class _Worker:
+    """Called in every process. Unpickled in its main thread, the only place where signal handlers can be set."""
+
+    def __init__(self, work: Callable[[int], None] | None) -> None:
+        self._work = work
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if multiprocessing.parent_process() is not None:
+            os.setpgid(0, 0)  # Ctrl-C reaches the process that started us, which passes it on once
+            install_for_good()
+
+    def __call__(self, ordinal: int) -> None:
+        import torch_xla.runtime as xr
+
+        (self._work or _inherited[0])(xr.global_ordinal())
+
+
+def spawn(work: Callable[[int], None], start_method: Literal["spawn", "fork"]) -> tuple[dict[int, int | None], str]:
+    """Call `work(rank)` in a process for every chip that the variables of libtpu leave, through `torch_xla.launch`.
+
+    That is a process for two cores on v2 and v3, with a thread each. torch_xla waits for its first process first, so a
+    failure in another one would wait for ever in a collective. Work therefore ends its process when it fails
+    (`launch/start.py:attend`), which breaks the pool; the others end themselves soon after.
+
+    Returns:
+        Exit codes by rank, as far as they are known, and the name of the stop signal that came.
+
+    Raises:
+        MissingExtraError: torch_xla is not installed.
+        DeviceError: this process has used an XLA device itself, which its children would crash on.
+    """
+    try:
+        import torch_xla
+    except ImportError as error:
+        raise MissingExtraError(
+            f"device xla: torch_xla cannot be imported ({error}); pip install 'qat-lora[tpu]' on a TPU"
+        ) from None
+    if is_xla_device():
+        raise DeviceError(
+            "num_chips: this process has used an XLA device already, and the processes that it starts cannot; restart "
+            "the notebook's kernel (or the program) and start the chips first, or use --parallel spmd"
+        )
+    os.environ[PORT_VARIABLE] = str(collectives.free_port())
+    forked = start_method == "fork"
+    _inherited[:] = [work] if forked else []
+    with passed_on(lambda: [child.pid for child in multiprocessing.active_children()]) as seen:
+        codes: dict[int, int | None] = {0: 0}
+        try:
+            torch_xla.launch(_Worker(None if forked else work), start_method=start_method)
+        except BrokenProcessPool:
+            codes = {0: -9}
+    return codes, seen[0] if seen else ""

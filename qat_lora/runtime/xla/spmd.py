@@ -1,15 +1,14 @@
 """PyTorch/XLA with one process over all chips of a host: SPMD, data-parallel.
 
 The batch is sharded over a mesh of all devices, everything else is replicated, and the compiler inserts the
-all-reduce, so there is one copy of the model in host memory, one compilation a host and no rendezvous. It is the form
-that can be tried in full without a TPU, on virtual CPU devices (`CPU_NUM_DEVICES`). With `shard_base` the frozen
-weights lie spread over the devices and are gathered layer by layer as they are needed, for students beyond one
-chip's memory.
+all-reduce, so there is one copy of the model in host memory, one compilation per host and no rendezvous. It can be
+tried in full without a TPU, on virtual CPU devices (`CPU_NUM_DEVICES`). With `shard_base` the frozen weights are
+sharded over the devices and gathered layer by layer as they are needed, for students beyond one chip's memory.
 
-A loss or gradient summed over rows is here a sum over all replicas' rows already; so "the mean over replicas" is a
+A loss or gradient summed over rows is a sum over all replicas' rows already; so "the mean over replicas" is a
 division, and the step's arithmetic stays that of every other runtime.
 
-Weak point: the loss walks over chunks of the flattened positions, which lie on one device each, so chunks are sent
+Weak point: the loss walks over chunks of the flattened positions, each of which is on one device, so chunks are sent
 around. `--parallel spawn` has none of that.
 """
 
@@ -23,8 +22,7 @@ import torch
 from qat_lora.runtime.host import collectives
 from qat_lora.runtime.host.placement import move_module
 from qat_lora.runtime.host.prefetch import host_tensors
-from qat_lora.runtime.launch.chips import RUNS_ON_REAL_CHIPS
-from qat_lora.runtime.native import mean_form
+from qat_lora.runtime.launch.select import RUNS_ON_REAL_CHIPS
 from qat_lora.runtime.xla.runtime import XlaRuntime
 from qat_lora.types import Batch
 
@@ -53,7 +51,7 @@ class XlaSpmdRuntime(XlaRuntime):
         """One a host."""
         return self._processes
 
-    def _way(self) -> str:
+    def _driven_by(self) -> str:
         shared = ", frozen weights sharded" if self._shard_base else ""
         return f"SPMD{shared} (run on {RUNS_ON_REAL_CHIPS['spmd']} real chips so far)"
 
@@ -62,12 +60,11 @@ class XlaSpmdRuntime(XlaRuntime):
 
         xr.use_spmd()
 
-    def _chip_here(self, xm: Any) -> str:
+    def _chip_kind(self, xm: Any) -> str:
         return ""  # the one virtual device of SPMD has no kind
 
     def _join(self) -> None:
         import numpy as np
-        import torch.distributed as dist
         import torch_xla.distributed.spmd as xs
         import torch_xla.runtime as xr
 
@@ -75,11 +72,10 @@ class XlaSpmdRuntime(XlaRuntime):
         self.rank, self._processes = xr.process_index(), xr.process_count()
         self._mesh = xs.Mesh(np.arange(self.replicas), (self.replicas,), (AXIS,))
         if self._processes > 1:
-            with collectives.joining():
-                dist.init_process_group("gloo", init_method="xla://", timeout=collectives.PATIENCE)
+            collectives.join(init_method="xla://")
 
     def place(self, module: M) -> M:
-        """Move a module here, replicated, or with `shard_base` its frozen weights spread over the devices.
+        """Move a module to the devices, replicated; with `shard_base` its frozen weights sharded.
 
         Raises:
             DeviceError: the parameter count changed.
@@ -104,7 +100,7 @@ class XlaSpmdRuntime(XlaRuntime):
                 xs.mark_sharding(tensor, self._mesh, tuple(AXIS if d == even[0] else None for d in range(tensor.ndim)))
 
     def _send(self, batch: Batch) -> Batch:
-        """Make the tensors and start their transfer, each device its rows; runs in the feeding thread.
+        """Make the tensors and start their transfer, each device its rows; runs in the prefetch thread.
 
         Rows that do not divide among the devices (a batch that is not a training step's) go to all of them.
         """
@@ -128,7 +124,7 @@ class XlaSpmdRuntime(XlaRuntime):
 
     def all_reduce_mean(self, value: torch.Tensor) -> torch.Tensor:
         """Return a sum over all replicas' rows divided by the replicas, on the device; integers as float32."""
-        return mean_form(value) / self.replicas
+        return collectives.mean_form(value) / self.replicas
 
     def agree(self, flag: bool) -> bool:
         """Return True in every process if the flag is set in any; one process agrees with itself."""
