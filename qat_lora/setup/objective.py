@@ -7,7 +7,7 @@ before its first step, also where a checkpoint will be loaded over it afterwards
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -20,17 +20,8 @@ from qat_lora.models.load import CausalLM
 from qat_lora.runtime.base import Runtime
 from qat_lora.train.anchor import remember
 from qat_lora.train.loop import LoopConfig
-from qat_lora.types import Batch, LMHead
-
-
-class Prepared(NamedTuple):
-    """An objective, ready for `train`."""
-
-    objective: ObjectiveConfig
-    teacher_lm_head: LMHead | None
-    """On the device."""
-    anchor: Batch | None
-    """What the student says before step 1."""
+from qat_lora.train.step import PreparedObjective
+from qat_lora.types import LMHead
 
 
 def identity(objective: ObjectiveConfig) -> dict[str, Any]:
@@ -73,7 +64,7 @@ def check_arrays(dataset: KDCacheDataset, objective: ObjectiveConfig) -> None:
 
 def prepare(
     objective: ObjectiveConfig, dataset: Any, model: CausalLM, loop: LoopConfig, seed: int, runtime: Runtime
-) -> Prepared:
+) -> PreparedObjective:
     """Return what `train` takes; the model is placed and holds the weights that it has before step 1.
 
     Args:
@@ -110,7 +101,7 @@ def prepare(
         with runtime.autocast(torch.bfloat16 if loop.autocast else torch.float32):
             anchor = remember(model, dataset, objective, loop.batch_size, seed, runtime)
         model.module.train(was_training)
-    return Prepared(objective, head, anchor)
+    return PreparedObjective(objective, head, anchor)
 
 
 def evaluation_objective(objective: ObjectiveConfig, teacher_lm_head: LMHead | None) -> ObjectiveConfig:
