@@ -46,10 +46,10 @@ def check_arrays(dataset: KDCacheDataset, objective: ObjectiveConfig) -> None:
     Raises:
         CacheError: names the array and the build flag, or how many draws there are.
     """
-    if objective.head_user and not dataset.k:
-        advice = "give --estimator full" if objective.head_user.startswith("estimator") else "set it to 0"
+    if objective.topk_user and not dataset.k:
+        advice = "give --estimator full" if objective.topk_user.startswith("estimator") else "set it to 0"
         raise CacheError(
-            f"top_k: {objective.head_user} needs the teacher's likeliest tokens, and the KD cache was built with "
+            f"top_k: {objective.topk_user} needs the teacher's likeliest tokens, and the KD cache was built with "
             f"--top-k 0; {advice}, or build one with --top-k 64"
         )
     held = {name: torch.empty(1, 1, *array.shape[2:]) for name, array in dataset.rows([0]).items()}
@@ -85,7 +85,7 @@ def prepare(
         objective = replace(objective, estimator=name)
     head = None
     headless = isinstance(dataset, KDCacheDataset) and not dataset.k  # then evaluations need the teacher's head
-    if objective.needs_teacher_head or headless:
+    if objective.needs_teacher_lm_head or headless:
         held = dataset.teacher_lm_head()
         bias_V = None if held.bias_V is None else held.bias_V.to(runtime.device)
         head = replace(held, weight_VH=held.weight_VH.to(runtime.device), bias_V=bias_V)
