@@ -27,8 +27,6 @@ from qat_lora.losses.fused.op import LossSum, fused_linear_kd
 from qat_lora.losses.kd_terms import OPTIONAL_ARRAYS, EstimatorName, cached_terms, check_estimator, wanted
 from qat_lora.types import Batch, LMHead, LossWalk
 
-ObjectiveResult = LossSum
-
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
@@ -110,21 +108,17 @@ class ObjectiveConfig:
 
     def weights_at(self, progress: float) -> dict[str, float]:
         """Return the weight of every term at a progress of training from 0 to 1; same names at any progress."""
-        progress = min(max(progress, 0.0), 1.0)
         start = self.hard_top1_weight
         end = start if self.hard_top1_end is None else self.hard_top1_end
-        weights = {}
-        if self.kd_weight > 0:
-            weights["kd"] = self.kd_weight
-        if self.ce_weight > 0:
-            weights["ce"] = self.ce_weight
-        if start > 0 or end > 0:
-            weights["hard_top1"] = start + (end - start) * progress
-        if self.hidden_weight > 0:
-            weights["hidden"] = self.hidden_weight
-        if self.anchor_weight > 0:
-            weights["anchor"] = self.anchor_weight
-        return weights
+        weights = {
+            "kd": self.kd_weight,
+            "ce": self.ce_weight,
+            "hard_top1": start + (end - start) * min(max(progress, 0.0), 1.0),
+            "hidden": self.hidden_weight,
+            "anchor": self.anchor_weight,
+        }
+        largest = weights | {"hard_top1": max(start, end)}
+        return {name: weight for name, weight in weights.items() if largest[name] > 0}
 
 
 def weight_tensors(weights: Mapping[str, float], device: torch.device) -> dict[str, Tensor]:
@@ -143,7 +137,7 @@ def objective_loss(
     config: ObjectiveConfig,
     weights: Mapping[str, float | Tensor] | None = None,
     teacher_lm_head: LMHead | None = None,
-) -> ObjectiveResult:
+) -> LossSum:
     """Return the objective of a micro-batch, added up over the positions that its `target_mask` keeps.
 
     Shifted here, once: position p of a row has seen tokens 0..p and is scored on token p+1.
@@ -159,9 +153,9 @@ def objective_loss(
     Raises:
         CacheError: the batch lacks the temperature, or an array that a term needs; names the build flag.
     """
-    weights = config.weights_at(0.0) if weights is None else weights
-    weights = {name: w.reshape(()) if isinstance(w, Tensor) else w for name, w in weights.items()}
     names = config.weights_at(0.0)
+    given = names if weights is None else weights
+    weights = {name: w.reshape(()) if isinstance(w, Tensor) else w for name, w in given.items()}
     if config.topk_user and "head_ids" not in batch:
         raise CacheError(
             f"head_ids: {config.topk_user} needs the teacher's likeliest tokens, and the batch holds none; train from "
@@ -182,18 +176,13 @@ def objective_loss(
         chunk_bytes = config.loss_chunk_mb * 2**20
         parts.append(fused_linear_kd(hidden_NH, lm_head, terms, mask_N, chunk_bytes=chunk_bytes, walk=walk))
     if "hidden" in names:
-        parts.append(_hidden_error(hidden_NH, batch, mask_N, weights["hidden"]))
+        teacher_NH = wanted(batch, "teacher_hidden", "hidden_weight")
+        if teacher_NH.shape != hidden_NH.shape:
+            raise ConfigError(
+                f"hidden_weight: the teacher's hidden states are {teacher_NH.shape[-1]} wide, the student's "
+                f"{hidden_NH.shape[-1]}; only equal widths can be compared, so set it to 0"
+            )
+        error_sum, count = hidden_error_sum(hidden_NH, teacher_NH, mask_N)
+        parts.append(LossSum(error_sum * weights["hidden"], count, {"hidden": error_sum.detach()}))
     loss_sum = parts[0].loss_sum if len(parts) == 1 else parts[0].loss_sum + parts[1].loss_sum
     return LossSum(loss_sum, parts[0].token_count, {name: x for part in parts for name, x in part.terms.items()})
-
-
-def _hidden_error(hidden_NH: Tensor, batch: Batch, mask_N: Tensor, weight: float | Tensor) -> LossSum:
-    """Return the `hidden` term."""
-    teacher_NH = wanted(batch, "teacher_hidden", "hidden_weight")
-    if teacher_NH.shape != hidden_NH.shape:
-        raise ConfigError(
-            f"hidden_weight: the teacher's hidden states are {teacher_NH.shape[-1]} wide, the student's "
-            f"{hidden_NH.shape[-1]}; only equal widths can be compared, so set it to 0"
-        )
-    error_sum, count = hidden_error_sum(hidden_NH, teacher_NH, mask_N)
-    return LossSum(error_sum * weight, count, {"hidden": error_sum.detach()})

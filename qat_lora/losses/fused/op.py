@@ -151,44 +151,45 @@ def _padded(gradient_V: Tensor, like_V: Tensor) -> Tensor:
 
 def _check(hidden_NH: Tensor, lm_head: LMHead, terms: Sequence[Term], mask_N: Tensor | None) -> None:
     """Refuse shapes that broadcasting would otherwise quietly accept."""
-    if hidden_NH.dim() != 2 or lm_head.weight_VH.dim() != 2 or hidden_NH.shape[1] != lm_head.weight_VH.shape[1]:
+    rows, count, vocab = lm_head.weight_VH.shape[0], hidden_NH.shape[0], lm_head.vocab_size
+    if not _multiply(hidden_NH, lm_head):
         raise ValueError(
             f"hidden states {tuple(hidden_NH.shape)} and output head {tuple(lm_head.weight_VH.shape)}: "
             "expected [positions, width] and [vocabulary, width]; flatten the hidden states first"
         )
-    if not 0 < lm_head.vocab_size <= lm_head.weight_VH.shape[0]:
-        raise ValueError(f"vocab_size {lm_head.vocab_size}: the output head has {lm_head.weight_VH.shape[0]} rows")
+    if not 0 < vocab <= rows:
+        raise ValueError(f"vocab_size {vocab}: the output head has {rows} rows")
     if not terms:
         raise ValueError("terms: none given; pass at least one TopKTerm or PointTerm")
-    count = hidden_NH.shape[0]
     if mask_N is not None and mask_N.shape != (count,):
         raise ValueError(f"mask {tuple(mask_N.shape)}: expected one entry for each of {count} positions")
     for term in terms:
         if isinstance(term, DenseTerm):
-            _check_dense(term, count, lm_head.vocab_size)
+            if not _multiply(term.hidden_NH, term.lm_head) or term.hidden_NH.shape[0] != count:
+                raise ValueError(
+                    f"term {term.name}: the teacher's hidden states {tuple(term.hidden_NH.shape)} and output head "
+                    f"{tuple(term.lm_head.weight_VH.shape)} do not fit {count} positions; expected [positions, width] "
+                    "and [vocabulary, width]"
+                )
+            if term.lm_head.vocab_size != vocab:
+                raise ValueError(
+                    f"term {term.name}: the teacher's vocabulary has {term.lm_head.vocab_size} entries, the student's "
+                    f"{vocab}; cut both to the entries that they share"
+                )
             continue
         if isinstance(term, TopKTerm):
-            ids, values, tail = term.teacher.ids_NK, term.teacher.log_probs_NK, term.teacher.log_tail_N
-            fits = ids.dim() == 2 and ids.shape == values.shape and tail.shape == (count,)
+            ids, values, tail_N, _ = term.teacher
+            fits = tail_N.shape == (count,)
         else:
-            ids, values, fits = term.ids_ND, term.weights_ND, term.ids_ND.dim() == 2
-        if not fits or ids.shape != values.shape or ids.shape[0] != count:
+            ids, values, fits = term.ids_ND, term.weights_ND, True
+        if not fits or ids.dim() != 2 or ids.shape != values.shape or ids.shape[0] != count:
             raise ValueError(
                 f"term {term.name}: ids {tuple(ids.shape)} and values {tuple(values.shape)} do not fit "
                 f"{count} positions; expected two arrays [{count}, entries]"
             )
 
 
-def _check_dense(term: DenseTerm, count: int, vocab: int) -> None:
-    """Refuse a teacher of another batch, width or vocabulary."""
-    shape, weight = tuple(term.hidden_NH.shape), tuple(term.lm_head.weight_VH.shape)
-    if len(shape) != 2 or shape[0] != count or len(weight) != 2 or shape[1] != weight[1]:
-        raise ValueError(
-            f"term {term.name}: the teacher's hidden states {shape} and output head {weight} do not fit {count} "
-            "positions; expected [positions, width] and [vocabulary, width]"
-        )
-    if term.lm_head.vocab_size != vocab:
-        raise ValueError(
-            f"term {term.name}: the teacher's vocabulary has {term.lm_head.vocab_size} entries, the student's {vocab}; "
-            "cut both to the entries that they share"
-        )
+def _multiply(hidden_NH: Tensor, lm_head: LMHead) -> bool:
+    """Tell whether hidden states and an output head are two matrices of one width."""
+    shapes = hidden_NH.shape, lm_head.weight_VH.shape
+    return len(shapes[0]) == len(shapes[1]) == 2 and shapes[0][1] == shapes[1][1]
