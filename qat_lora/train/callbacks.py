@@ -1,9 +1,10 @@
-"""A training run, and the side jobs that the loop does between its steps, one callback each.
+"""A training run, and the side jobs between its steps, one callback each.
 
-The loop (`loop`) computes steps; logging, evaluating, saving and answering a signal are callbacks, as in OLMo-core. All
-of them see the same `Run`. They are called in the order of a list, which is what makes a checkpoint complete: the log
-is flushed before an evaluation, the evaluation is counted before the checkpoint that contains its result, and a stop
-comes after the checkpoint. What an evaluation or an export *is* comes in as a function (`LoopHooks`).
+The loop (`loop`) computes steps; evaluating, saving and answering a signal are callbacks, as in OLMo-core. All of them
+see the same `Run`. They are called in the order of a list, which is what makes a checkpoint complete: the log is
+flushed before an evaluation, the evaluation is counted before the checkpoint that contains its result, and a stop comes
+after the checkpoint. Only the compile watch is no callback, since it looks into a step. What an evaluation or an export
+*is* comes in as a function (`LoopHooks`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -37,14 +38,11 @@ class LoopHooks:
 
 
 class RunSettings(NamedTuple):
-    """Where a run writes, and what identifies it."""
+    """The folder of a run, the seed of its row order, and the settings that a resumed run must share."""
 
     out: Path
-    """The run's folder."""
     seed: int
-    """Of the row order."""
     fingerprint: Mapping[str, Any]
-    """Settings that a resumed run must share."""
     quiet: bool = False
     """No progress bar."""
 
@@ -89,6 +87,8 @@ class Run:
     hooks: LoopHooks
     settings: RunSettings
     progress: Progress
+    start: int
+    """The step from which the run was resumed."""
     log: MetricsLog
     stopped: Sequence[str]
     """Stop signals that this process received; grows at any time."""
@@ -98,11 +98,6 @@ class Run:
     """Evaluations without a better one after which the run ends."""
     stopping: bool = False
     """True in all processes if one of them was asked to stop."""
-    start: int = field(init=False)
-    """The step from which the run was resumed."""
-
-    def __post_init__(self) -> None:
-        self.start = self.progress.step
 
     @property
     def step(self) -> int:
@@ -162,17 +157,6 @@ class Callback:
 
     def after_step(self, run: Run, due: bool) -> None:
         """Called after an optimizer step was dispatched, with the answer of `is_due`."""
-
-
-@dataclass
-class LogMetrics(Callback):
-    """Makes the loop flush the log every so many steps; it does so too before any other callback that is due."""
-
-    every: int
-
-    def is_due(self, run: Run) -> bool:
-        """Tell whether a log interval has ended."""
-        return run.step % self.every == 0
 
 
 @dataclass

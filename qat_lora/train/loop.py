@@ -1,13 +1,15 @@
 """The training loop, the same on a laptop, a GPU, a TPU chip or many, because it knows nothing but a `Runtime`.
 
-An iteration is one optimizer step of `accumulation` micro-batches. Everything else that a run does (log, evaluate,
-save, watch the compiler, answer a signal) is a callback between steps (`callbacks`).
+An iteration is one optimizer step of `accumulation` micro-batches. Its values stay on the device and are fetched
+together every `log_steps`. Everything else that a run does (evaluate, save, answer a signal) is a callback between
+steps (`callbacks`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +28,6 @@ from qat_lora.train.callbacks import (
     Callback,
     Checkpoint,
     Evaluate,
-    LogMetrics,
     LoopHooks,
     Progress,
     Run,
@@ -43,7 +44,7 @@ from qat_lora.train.trackers import check_trackers, open_trackers
 
 @dataclass(frozen=True)
 class LoopConfig:
-    """How long, in what portions, and what is kept."""
+    """How long a run is, in what portions it computes, and what it keeps."""
 
     batch_size: int = option(4, "rows of a micro-batch on one replica", unit="rows")
     accumulation_steps: int = option(1, "micro-batches of an optimizer step", unit="micro-batches")
@@ -148,26 +149,20 @@ def train(
     progress = _resume(state, optimizer, hooks.metric, runtime, settings)
     out, start, hidden = settings.out, progress.step, settings.quiet or not runtime.is_main
     trackers = open_trackers(loop.log_to, out, start, settings.fingerprint) if runtime.is_main else []
-    with (
-        stop_signals() as stopped,
-        MetricsLog(out / METRICS, loop.max_steps, start, hidden, runtime.device, trackers) as log,
-    ):
+    log = MetricsLog(out / METRICS, loop.max_steps, start, hidden, runtime.device, trackers)
+    with stop_signals() as stopped, closing(log):
         limits = (loop.max_steps, loop.keep_checkpoints, loop.early_stop)
-        run = Run(state, optimizer, runtime, hooks, settings, progress, log, stopped, *limits)
+        run = Run(state, optimizer, runtime, hooks, settings, progress, start, log, stopped, *limits)
         watch = CompileWatch(runtime, loop.max_recompiles, log.say)
         steps = _Steps(run, rows, prepared, optim, loop, watch)
-        callbacks: tuple[Callback, ...] = (
-            LogMetrics(loop.log_steps),
-            Evaluate(loop.eval_steps),
-            Checkpoint(loop.save_steps, loop.save_minutes, loop.log_steps),
-            Stop(),
-        )
+        checkpoint = Checkpoint(loop.save_steps, loop.save_minutes, loop.log_steps)
+        callbacks: tuple[Callback, ...] = (Evaluate(loop.eval_steps), checkpoint, Stop())
         for callback in callbacks:
             callback.before_training(run)
         while not run.is_over:
             steps.take()
             due = [callback.is_due(run) for callback in callbacks]
-            if any(due):
+            if run.step % loop.log_steps == 0 or any(due):
                 log.flush(runtime)
             runtime.step_end()
             watch.mark(OPTIMIZER_COMPILED)

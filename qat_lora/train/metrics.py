@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ REMEDY = (
 
 
 class MetricsLog:
-    """Collects the values of steps, appends them to the file and shows progress; a context manager."""
+    """Collects the values of steps, appends them to the file and shows progress."""
 
     def __init__(
         self,
@@ -56,12 +55,8 @@ class MetricsLog:
         self._since = time.perf_counter()
         self._pending: list[tuple[int, float, Sums]] = []
 
-    def __enter__(self) -> MetricsLog:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Close the bar and the trackers."""
         self._bar.close()
         for tracker in self._trackers:
             tracker.close()
@@ -145,24 +140,27 @@ def read_metrics(path: Path, *numbers: str) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    found = [_line(text) for text in lines]
+    found = [_parsed(text) for text in lines]
     if found[-1] is None:
         del found[-1]
     for i, line in enumerate(found):
         if line is None or not all(isinstance(line.get(name), int | float) for name in ("step", *numbers)):
-            raise DamagedFileError(
-                f"{path}: line {i + 1} is not what was written: {lines[i][:60]!r}; restore the file from a copy, or "
-                "remove it: nothing but the log is lost"
-            )
+            raise _damaged(path, f"line {i + 1} is not what was written: {lines[i][:60]!r}")
     return [line for line in found if line is not None]
 
 
-def _line(text: str) -> dict[str, Any] | None:
+def _parsed(text: str) -> dict[str, Any] | None:
+    """Return a line's object, None for anything else."""
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):
         return None
     return line if isinstance(line, dict) else None
+
+
+def _damaged(path: Path, what: str) -> DamagedFileError:
+    remedy = "restore the file from a copy, or remove it: nothing but the log is lost"
+    return DamagedFileError(f"{path}: {what}; {remedy}")
 
 
 METRICS, EVALUATIONS = LOGS = ("metrics.jsonl", "evaluations.jsonl")
@@ -185,10 +183,7 @@ def check_log(path: Path, mark: LogMark) -> None:
     """
     with path.open("rb") as file:
         if hashlib.sha256(file.read(mark["bytes"])).hexdigest() != mark["sha256"]:
-            raise DamagedFileError(
-                f"{path}: its first {mark['bytes']} bytes are not what was written; restore the file from a copy, or "
-                "remove it: nothing but the log is lost"
-            )
+            raise _damaged(path, f"its first {mark['bytes']} bytes are not what was written")
 
 
 def cut_back(path: Path, last_step: int, mark: LogMark | None = None) -> None:
