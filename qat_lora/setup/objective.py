@@ -83,12 +83,12 @@ def prepare(
     if objective.kd_weight > 0:
         name = choose_estimator(objective.estimator, dataset.rows([0]), objective.temperature)
         objective = replace(objective, estimator=name)
-    head = None
-    headless = isinstance(dataset, KDCacheDataset) and not dataset.k  # then evaluations need the teacher's head
+    teacher_lm_head = None
+    headless = isinstance(dataset, KDCacheDataset) and not dataset.k  # then evaluations need the teacher's output head
     if objective.needs_teacher_lm_head or headless:
         held = dataset.teacher_lm_head()
         bias_V = None if held.bias_V is None else held.bias_V.to(runtime.device)
-        head = replace(held, weight_VH=held.weight_VH.to(runtime.device), bias_V=bias_V)
+        teacher_lm_head = replace(held, weight_VH=held.weight_VH.to(runtime.device), bias_V=bias_V)
     anchor = None
     if objective.anchor_weight > 0:
         if objective.anchor_samples > len(dataset):
@@ -101,7 +101,7 @@ def prepare(
         with runtime.autocast(torch.bfloat16 if loop.autocast else torch.float32):
             anchor = remember(model, dataset, objective, loop.batch_size, seed, runtime)
         model.module.train(was_training)
-    return PreparedObjective(objective, head, anchor)
+    return PreparedObjective(objective, teacher_lm_head, anchor)
 
 
 def evaluation_objective(objective: ObjectiveConfig, teacher_lm_head: LMHead | None) -> ObjectiveConfig:
