@@ -33,8 +33,8 @@ from pathlib import Path
 
 import torch
 
+from qat_lora.losses.estimators import DenseTerm, TopKTerm
 from qat_lora.losses.fused.op import fused_linear_kd
-from qat_lora.losses.loss_terms import DenseTerm, HeadTerm
 from qat_lora.types import LMHead, SparseTeacher
 
 OURS = ("fused", "fused_by_positions", "fused_softcap", "fused_softcap_by_positions")
@@ -115,7 +115,7 @@ def prepare(width: int, vocab: int, tokens: int, top_k: int) -> dict[str, Callab
         for hidden_CH in hidden_NH.detach().split(CHUNK_TOKENS):
             (hidden_CH @ weight_VH.t()) @ weight_VH
 
-    def ours(walk: str, head: LMHead, term: HeadTerm | DenseTerm) -> Callable[[], None]:
+    def ours(walk: str, head: LMHead, term: TopKTerm | DenseTerm) -> Callable[[], None]:
         def method() -> None:
             fused_linear_kd(hidden_NH, head, [term], walk=walk).loss_sum.backward()  # type: ignore[arg-type]
             head.weight_VH.grad = None
@@ -126,12 +126,12 @@ def prepare(width: int, vocab: int, tokens: int, top_k: int) -> dict[str, Callab
     trained = LMHead(weight_VH.detach().requires_grad_(), vocab)
     other_NH = hidden_NH.detach().roll(1, 0)  # of a teacher with the same head and other hidden states
     fused = {
-        "fused": ours("vocabulary", plain, HeadTerm(teacher)),
-        "fused_by_positions": ours("positions", plain, HeadTerm(teacher)),
-        "fused_softcap": ours("vocabulary", capped, HeadTerm(teacher)),
-        "fused_softcap_by_positions": ours("positions", capped, HeadTerm(teacher)),
-        "fused_trained": ours("vocabulary", trained, HeadTerm(teacher)),
-        "fused_trained_by_positions": ours("positions", trained, HeadTerm(teacher)),
+        "fused": ours("vocabulary", plain, TopKTerm(teacher)),
+        "fused_by_positions": ours("positions", plain, TopKTerm(teacher)),
+        "fused_softcap": ours("vocabulary", capped, TopKTerm(teacher)),
+        "fused_softcap_by_positions": ours("positions", capped, TopKTerm(teacher)),
+        "fused_trained": ours("vocabulary", trained, TopKTerm(teacher)),
+        "fused_trained_by_positions": ours("positions", trained, TopKTerm(teacher)),
         "fused_full": ours("positions", plain, DenseTerm(other_NH, plain)),
     }
 

@@ -52,6 +52,7 @@ from qat_lora.models.adapter import CONFIG, NOTE, WEIGHTS, read_adapter, save_ad
 from qat_lora.models.load import load_model, load_tokenizer, make_qwen3, make_tokenizer, save_quantised
 from qat_lora.models.student import base_folder
 from qat_lora.quant.spec import Preset, preset
+from qat_lora.runtime.launch.select import select_runtime
 from qat_lora.train.checkpoint import load_checkpoint, save_checkpoint
 from qat_lora.train.metrics import cut_back, read_metrics
 
@@ -532,7 +533,7 @@ def _run_targets(root: Path) -> Iterator[tuple[str, Target]]:
     optimizer.step()
     fingerprint = {"seed": 1, "nested": {"r": 2}}
     state = {"fingerprint": fingerprint, "best_kl": 0.5, "best_step": 1, "evaluations_since_best": 0}
-    saved = save_checkpoint(root / "checkpoints", 3, {"w": weight}, optimizer, state, 2)
+    saved = save_checkpoint(root / "checkpoints", 3, {"w": weight}, optimizer, state, 2, select_runtime("cpu"))
     yield (
         "state.json",
         Target(

@@ -39,9 +39,11 @@ from qat_lora.setup.trainable import check_parts, given, preset_name, trained_pa
 from qat_lora.setup.training_data import cache_evaluation_rows, rows_evaluation
 from qat_lora.setup.unfinished import Unfinished, remove_pieces
 from qat_lora.train.blockwise import reconstruct
+from qat_lora.train.callbacks import LoopHooks, RunSettings
 from qat_lora.train.checkpoint import STATE, checkpoints
-from qat_lora.train.loop import LoopHooks, Trainee, train
+from qat_lora.train.loop import train
 from qat_lora.train.metrics import plot_curve
+from qat_lora.train.optim import TrainState
 
 MAKING = tuple(field.name for field in fields(CodesConfig) if field.name not in ("model", "preset"))
 """Settings that say how `--from-scratch` makes its student, beside the model and the preset."""
@@ -133,7 +135,7 @@ def _train(
     runtime.place(model.module)
     fit_attention(model, runtime, loop.gradient_checkpointing)
     torch.manual_seed(run.seed)
-    trainee = Trainee(model, trained_parts(model, options, full))
+    trainee = TrainState(model, trained_parts(model, options, full))
     if loop.gradient_checkpointing:
         model.checkpoint_gradients(runtime.checkpoint_function())
     runtime.shard_frozen(model.module)
@@ -148,7 +150,7 @@ def _train(
     result = train(
         trainee,
         dataset,
-        prepared.objective,
+        prepared,
         options.train,
         loop,
         LoopHooks(
@@ -156,12 +158,7 @@ def _train(
             lambda name: _export(trainee, out / name),
         ),
         runtime,
-        out=out,
-        seed=run.seed,
-        fingerprint={**settings, "base_sha256": checkpoint_sha256(folder, noted)},
-        quiet=run.quiet,
-        teacher_lm_head=prepared.teacher_lm_head,
-        anchor=prepared.anchor,
+        RunSettings(out, run.seed, {**settings, "base_sha256": checkpoint_sha256(folder, noted)}, run.quiet),
     )
     return {**result, "bits_per_weight": round(bits_per_weight(model.module)["base"], 4)}
 
@@ -237,7 +234,7 @@ def _stored(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _export(trainee: Trainee, folder: Path) -> None:
+def _export(trainee: TrainState, folder: Path) -> None:
     """Write the student as an ordinary quantised checkpoint that computes, bit for bit, what it computes now."""
     model = trainee.model
     assert isinstance(model, CausalLM)

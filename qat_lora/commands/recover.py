@@ -28,8 +28,10 @@ from qat_lora.setup.common import fit_attention, kept, load, picture, run_name, 
 from qat_lora.setup.multiprocess import decide, fetch
 from qat_lora.setup.objective import anchor_batch_rows, identity, prepare
 from qat_lora.setup.training_data import Lessons, cache_lessons, evaluation, text_lessons
-from qat_lora.train.loop import LoopHooks, Trainee, train
+from qat_lora.train.callbacks import LoopHooks, RunSettings
+from qat_lora.train.loop import train
 from qat_lora.train.metrics import plot_curve
+from qat_lora.train.optim import TrainState
 
 
 def recover(options: RecoverOptions, runtime: Runtime) -> Any:
@@ -120,7 +122,7 @@ def _train(
     return train(
         trainee,
         lessons.rows,
-        prepared.objective,
+        prepared,
         options.train,
         loop,
         LoopHooks(
@@ -129,16 +131,11 @@ def _train(
             lessons.metric,
         ),
         runtime,
-        out=out,
-        seed=run.seed,
-        fingerprint=settings,
-        quiet=run.quiet,
-        teacher_lm_head=prepared.teacher_lm_head,
-        anchor=prepared.anchor,
+        RunSettings(out, run.seed, settings, run.quiet),
     )
 
 
-def _trainee(model: CausalLM, options: RecoverOptions) -> Trainee:
+def _trainee(model: CausalLM, options: RecoverOptions) -> TrainState:
     """Put the student into its training state and collect what trains."""
     # A frozen base is multiplied in bfloat16 under autocast, so it is formed in it, once.
     dtype = torch.bfloat16 if options.loop.autocast else model.module.dtype
@@ -150,10 +147,10 @@ def _trainee(model: CausalLM, options: RecoverOptions) -> Trainee:
     for norm in norms.values():
         norm.requires_grad_(True)
     model.module.train()
-    return Trainee(model, {"adapter": factors, "scales": scales, "norms": norms})
+    return TrainState(model, {"adapter": factors, "scales": scales, "norms": norms})
 
 
-def _export_student(trainee: Trainee, options: RecoverOptions, folder: Path) -> None:
+def _export_student(trainee: TrainState, options: RecoverOptions, folder: Path) -> None:
     """Write the student as an adapter folder; with trained scales or norms, their base in it. All appear together."""
     assert isinstance(trainee.model, CausalLM)
     base = trainee.model.folder

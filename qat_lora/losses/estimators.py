@@ -1,38 +1,44 @@
-"""Distances between a student and a teacher of whom only K entries and the mass of the rest are known.
+"""Distances between a student and a teacher of whom only the top-K entries and the mass of the rest are known.
 
-Every function here takes the student's log-probabilities on the head, its log mass outside, and the teacher's same
-two, and returns the loss with its gradient. The view that makes them all alike: the tail is one more outcome, the
-K+1st. A loss over K+1 outcomes has a gradient for each, and the tail's is shared among its tokens in proportion to
-the student's own probabilities there:
+Every estimator takes the student's log-probabilities of the top-K ids and its log mass outside them, log(1 - b), and
+the same two of the teacher, log t and log m, and returns the loss with its gradient. One view makes them all alike: the
+tail is one more outcome, the K+1st. A loss over K+1 outcomes has a gradient for each, and the tail's is shared among
+its tokens in proportion to the student's own probabilities there:
 
-    dz_j = head_NK[j] on the head,     dz_j = tail_N · p_j / (1 - b) elsewhere,     b = Σ_head p.
+    dz_j = topk_NK[j] on the top K,     dz_j = tail_N · p_j / (1 - b) elsewhere,     b = Σ_topK p.
 
 The usual form, dz_j = α p_j + sparse, is the same on paper, but for the ghost bucket α = 1 - m/(1-b), and when a
-student has (nearly) no mass left outside the head that is infinity times zero. Shares stay finite at any logits.
+student has (nearly) no mass left outside the top K that is infinity times zero. Shares stay finite at any logits.
 
-Gradients are with respect to z/T, the softened logits; T² and weights are the caller's. Each is the exact
-derivative of its loss also where the teacher's numbers don't add up to one by a rounding.
+Gradients are with respect to z/T, the softened logits; T² and weights are the caller's. Each is the exact derivative
+of its loss also where rounding keeps the teacher's numbers from adding up to one. Derivations: docs/numerics.md.
 
-Derivations: docs/numerics.md. `log_rest` is the student's log(1 - b), `log_m` the teacher's.
+Three kinds of term are built from these and cover every loss. A `TopKTerm` applies an estimator. A `PointTerm` is a
+cross-entropy -Σ w log p at a few given ids: a label (`ce`, `hard_top1`), draws from the teacher (`sampled`), or draws
+from its tail next to an exact top K (`hybrid`); its ids may repeat and may be top-K ids: every entry counts. A
+`DenseTerm` is the exact KL (`full`) to a teacher whose logits are computed from its hidden states and output head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from qat_lora.types import LMHead, SparseTeacher
 
 
 class Estimate(NamedTuple):
     """A loss at N positions and its gradient with respect to the softened logits."""
 
     loss_N: Tensor
-    head_NK: Tensor
-    """Gradient at the head's ids."""
+    topk_NK: Tensor
+    """Gradient at the top-K ids."""
     tail_N: Tensor
-    """Gradient of the tail as a whole; a token outside the head gets the share p_j / (1 - b) of it."""
+    """Gradient of the tail as a whole; a token of the tail gets the share p_j / (1 - b) of it."""
 
 
 Estimator = Callable[[Tensor, Tensor, Tensor, Tensor], Estimate]
@@ -49,9 +55,9 @@ def log_add(first: Tensor, second: Tensor) -> Tensor:
 
 
 def ghost(log_p_NK: Tensor, log_rest_N: Tensor, log_t_NK: Tensor, log_m_N: Tensor) -> Estimate:
-    """Forward KL with the tail as one bucket: Σ_S t log(t/p) + m log(m/(1-b)).
+    """Forward KL with the tail as one bucket: Σ_topK t log(t/p) + m log(m/(1-b)).
 
-    On the head the gradient is p - t, that of the full KL; on the tail it moves the whole mass, not its shape.
+    On the top K the gradient is p - t, that of the full KL; on the tail it moves the whole mass, not its shape.
     Never more than the full KL, from which it lacks m · KL(teacher's tail ‖ student's tail).
     """
     t_NK, m_N = log_t_NK.exp(), log_m_N.exp()
@@ -61,7 +67,7 @@ def ghost(log_p_NK: Tensor, log_rest_N: Tensor, log_t_NK: Tensor, log_m_N: Tenso
 
 
 def renorm(log_p_NK: Tensor, log_rest_N: Tensor, log_t_NK: Tensor, log_m_N: Tensor) -> Estimate:
-    """Forward KL between both sides renormalised over the head; blind to mass that leaks into the tail."""
+    """Forward KL between both sides renormalised over the top K; blind to mass that leaks into the tail."""
     log_q_NK = log_p_NK - log_p_NK.logsumexp(-1, keepdim=True)
     log_s_NK = log_t_NK - log_t_NK.logsumexp(-1, keepdim=True)
     s_NK = log_s_NK.exp()
@@ -70,7 +76,7 @@ def renorm(log_p_NK: Tensor, log_rest_N: Tensor, log_t_NK: Tensor, log_m_N: Tens
 
 
 def reverse(log_p_NK: Tensor, log_rest_N: Tensor, log_t_NK: Tensor, log_m_N: Tensor) -> Estimate:
-    """Reverse KL over the K+1 outcomes: Σ_S p log(p/t) + (1-b) log((1-b)/m); seeks the teacher's modes.
+    """Reverse KL over the K+1 outcomes: Σ_topK p log(p/t) + (1-b) log((1-b)/m); seeks the teacher's modes.
 
     Infinite where the student has mass and the teacher has none.
     """
@@ -80,10 +86,10 @@ def reverse(log_p_NK: Tensor, log_rest_N: Tensor, log_t_NK: Tensor, log_m_N: Ten
     return Estimate(loss_N, weighted(p_NK, ratio_NK - loss_N[:, None]), weighted(rest_N, ratio_N - loss_N))
 
 
-def head_part(log_p_NK: Tensor, log_rest_N: Tensor, log_t_NK: Tensor, log_m_N: Tensor) -> Estimate:
-    """The head's part of the forward KL, Σ_S t log(t/p), for use with draws from the tail (`hybrid`).
+def topk_part(log_p_NK: Tensor, log_rest_N: Tensor, log_t_NK: Tensor, log_m_N: Tensor) -> Estimate:
+    """The top K's part of the forward KL, Σ_topK t log(t/p), for use with draws from the tail (`hybrid`).
 
-    Alone it is the truncated KL, which pushes mass into the head until the tail is empty and can be negative.
+    Alone it is the truncated KL, which pushes mass into the top K until the tail is empty, and can be negative.
     """
     t_NK = log_t_NK.exp()
     mass_N = t_NK.sum(-1)
@@ -92,4 +98,85 @@ def head_part(log_p_NK: Tensor, log_rest_N: Tensor, log_t_NK: Tensor, log_m_N: T
 
 
 ESTIMATORS: dict[str, Estimator] = {"ghost": ghost, "renorm": renorm, "reverse": reverse}
-"""The estimators that need nothing beyond the head and the tail's mass, by the name used in settings."""
+"""The estimators that need nothing but the top K and the tail's mass, by their names in settings."""
+
+
+@dataclass(frozen=True, eq=False)
+class TopKTerm:
+    """A distance to a sparse teacher, softened by the teacher's temperature and scaled by weight · T²."""
+
+    teacher: SparseTeacher
+    estimator: Estimator = ghost
+    weight: float | Tensor = 1.0
+    name: str = "kd"
+
+    @property
+    def temperature(self) -> float:
+        """The temperature of the teacher's numbers."""
+        return self.teacher.temperature
+
+
+@dataclass(frozen=True, eq=False)
+class PointTerm:
+    """A cross-entropy with weights at given ids, int64 [N, D] and float [N, D]; scaled by weight · T²."""
+
+    ids_ND: Tensor
+    weights_ND: Tensor
+    weight: float | Tensor = 1.0
+    name: str = "ce"
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class DenseTerm:
+    """The forward KL over the whole vocabulary, softened by a temperature and scaled by weight · T².
+
+    The teacher gets no gradient. Its output head has the student's vocabulary, and a width of its own.
+    """
+
+    hidden_NH: Tensor
+    lm_head: LMHead
+    weight: float | Tensor = 1.0
+    name: str = "kd"
+    temperature: float = 1.0
+
+
+Term = TopKTerm | PointTerm | DenseTerm
+
+
+def label_term(labels_N: Tensor, weight: float | Tensor = 1.0, name: str = "ce") -> PointTerm:
+    """Return plain cross-entropy with one label a position (`ce`, and `hard_top1` with the teacher's top-1)."""
+    ids_ND = labels_N.long()[:, None]
+    return PointTerm(ids_ND, torch.ones_like(ids_ND, dtype=torch.float32), weight, name)
+
+
+def sampled_term(
+    ids_ND: Tensor, counts_ND: Tensor, weight: float | Tensor = 1.0, temperature: float = 1.0, name: str = "kd"
+) -> PointTerm:
+    """Return random-sampling KD: draws stand for the teacher, each with weight count / draws. Unbiased.
+
+    Args:
+        ids_ND: distinct ids drawn from the teacher at `temperature`; fill up with any id and count 0.
+        counts_ND: how often each was drawn.
+
+    Source: Sparse Logit Sampling (Anshumann et al., 2025).
+    """
+    counts_ND = counts_ND.float()
+    return PointTerm(ids_ND, counts_ND / counts_ND.sum(-1, keepdim=True), weight, name, temperature)
+
+
+def hybrid_terms(
+    teacher: SparseTeacher,
+    draw_ids_ND: Tensor,
+    draw_weights_ND: Tensor,
+    weight: float | Tensor = 1.0,
+    name: str = "kd",
+) -> tuple[TopKTerm, PointTerm]:
+    """Return an exact top K plus draws from the tail, each worth m / D: an unbiased gradient of the full KL.
+
+    The value lacks the teacher's entropy on its tail, a constant, so it does not reach zero at p = t.
+    """
+    return (
+        TopKTerm(teacher, topk_part, weight, name),
+        PointTerm(draw_ids_ND, draw_weights_ND, weight, name, teacher.temperature),
+    )

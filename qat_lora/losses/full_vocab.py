@@ -1,4 +1,4 @@
-"""Losses on full logits: for evaluation, for small vocabularies, and for code that has the logits anyway.
+"""Losses on full logits or hidden states: for small vocabularies, and for code that has the logits anyway.
 
 Plain log_softmax and products. `F.kl_div` is avoided on purpose: its argument order, its four reductions
 (`mean` divides by the vocabulary too) and its NaN at teacher probability zero are a well-known source of silently
@@ -28,13 +28,10 @@ def _same_shape(student: Tensor, teacher: Tensor, what: str) -> None:
         )
 
 
-def _sum_where(loss: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def _sum_where(loss: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Add up the positions that count; the others may hold anything."""
-    if mask is None:
-        mask = torch.ones_like(loss, dtype=torch.bool)
     if mask.shape != loss.shape:
         raise ValueError(f"mask {tuple(mask.shape)}: expected {tuple(loss.shape)}, one entry a position")
-    mask = mask.bool()
     return torch.where(mask, loss, torch.zeros_like(loss)).sum(), mask.sum(dtype=torch.float32)
 
 
@@ -57,7 +54,7 @@ def kd_soft_ce(student_logits: Tensor, teacher_logits: Tensor, temperature: floa
     return -weighted(teacher, log_student).sum(-1).mean() * temperature**2
 
 
-def cross_entropy_sum(logits: Tensor, targets: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def cross_entropy_sum(logits: Tensor, targets: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return -log softmax(logits)[target] added up over positions, and how many counted.
 
     Args:
@@ -65,35 +62,12 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor, mask: Tensor | None = Non
         targets: integers [...]; where masked they may hold anything.
         mask: True where a position counts, [...].
     """
-    keep = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask.bool()
     log_probs = torch.log_softmax(logits.to(_wide(logits)), dim=-1)
-    ids = targets.long().masked_fill(~keep, 0)
-    return _sum_where(-log_probs.gather(-1, ids[..., None])[..., 0], keep)
+    ids = targets.long().masked_fill(~mask.bool(), 0)
+    return _sum_where(-log_probs.gather(-1, ids[..., None])[..., 0], mask.bool())
 
 
-def kl_sum(
-    student_logits: Tensor,
-    teacher_logits: Tensor,
-    mask: Tensor | None = None,
-    *,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return KL(teacher ‖ student) over the whole vocabulary added up over positions, and how many counted.
-
-    Args:
-        student_logits: [..., V].
-        teacher_logits: [..., V].
-        mask: True where a position counts, [...].
-        dtype: torch.float64 for a reference value; by default float32, or float64 if an argument is.
-    """
-    _same_shape(student_logits, teacher_logits, "kl_sum")
-    wide = dtype or _wide(student_logits, teacher_logits)
-    log_teacher = torch.log_softmax(teacher_logits.to(wide), dim=-1)
-    log_student = torch.log_softmax(student_logits.to(wide), dim=-1)
-    return _sum_where(weighted(log_teacher.exp(), log_teacher - log_student).sum(-1), mask)
-
-
-def hidden_error_sum(student: Tensor, teacher: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def hidden_error_sum(student: Tensor, teacher: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return the relative squared error of hidden states [..., H], summed over positions, and how many counted.
 
     At a position: mean over H of (student - teacher)², divided by the mean over H of teacher². Models differ in the
@@ -101,10 +75,8 @@ def hidden_error_sum(student: Tensor, teacher: Tensor, mask: Tensor | None = Non
     student of zeros would have, everywhere, so that a weight means the same for every model.
     """
     _same_shape(student, teacher, "hidden_error_sum")
-    wide = _wide(student, teacher)
-    if mask is not None:  # before the square: a NaN in padding would come back through its derivative
-        keep = mask.bool()[..., None]
-        student, teacher = student.masked_fill(~keep, 0), teacher.masked_fill(~keep, 0)
-    teacher = teacher.detach().to(wide)
+    wide, keep = _wide(student, teacher), mask.bool()[..., None]
+    # Masked before the square: a NaN in padding would come back through its derivative.
+    student, teacher = student.masked_fill(~keep, 0), teacher.masked_fill(~keep, 0).detach().to(wide)
     scale = teacher.square().mean(-1).clamp_min(torch.finfo(torch.float32).tiny)
-    return _sum_where((student.to(wide) - teacher).square().mean(-1) / scale, mask)
+    return _sum_where((student.to(wide) - teacher).square().mean(-1) / scale, mask.bool())

@@ -1,12 +1,12 @@
 """The training objective: a weighted sum of named terms, from one config and one pass over the logits.
 
-`kd` is the distance to the cached teacher (`cached`), `ce` the cross-entropy with the text's next token, `hard_top1`
-that with the teacher's likeliest token, `hidden` the relative squared error of the last hidden states. Only `kd` is
+`kd` is the distance to the cached teacher (`kd_terms`), `ce` the cross-entropy with the text's next token, `hard_top1`
+that with the teacher's top-1 token, `hidden` the relative squared error of the last hidden states. Only `kd` is
 softened, so only `kd` carries T². `anchor`, the distance to the student as it was before training, has rows of its
 own: `train/anchor.py` runs it as a micro-batch through the same function.
 
-Which terms exist is decided by the config alone; what they weigh at a step comes in separately, because a weight
-that annealed to nothing and took its term along would change the compiled graph.
+The config alone decides which terms exist. Their weights at a step come in separately: a term that disappeared once
+its weight had annealed to 0 would change the compiled graph.
 """
 
 from __future__ import annotations
@@ -21,13 +21,11 @@ from torch import Tensor
 
 from qat_lora.config import option
 from qat_lora.errors import CacheError, ConfigError
+from qat_lora.losses.estimators import Term, label_term
 from qat_lora.losses.full_vocab import hidden_error_sum
 from qat_lora.losses.fused.op import LossSum, fused_linear_kd
 from qat_lora.losses.kd_terms import OPTIONAL_ARRAYS, EstimatorName, cached_terms, check_estimator, wanted
-from qat_lora.losses.loss_terms import Term, label_term
 from qat_lora.types import Batch, LMHead, LossWalk
-
-ObjectiveResult = LossSum
 
 
 @dataclass(frozen=True)
@@ -97,60 +95,56 @@ class ObjectiveConfig:
         return tuple(sorted({1.0, self.temperature})) if uses else (1.0,)
 
     @property
-    def head_user(self) -> str | None:
-        """The term that reads the teacher's likeliest tokens, as its setting is called; None where none does."""
+    def topk_user(self) -> str | None:
+        """The setting of a term that reads the teacher's top K; None where none does."""
         if self.kd_weight > 0 and self.estimator not in ("sampled", "full"):
             return f"estimator {self.estimator}"
         return "hard_top1_weight" if "hard_top1" in self.weights_at(0.0) else None
 
     @property
-    def needs_teacher_head(self) -> bool:
-        """True if the teacher's output head has to be there."""
+    def needs_teacher_lm_head(self) -> bool:
+        """True if a term needs the teacher's output head."""
         return self.kd_weight > 0 and self.estimator == "full"
 
     def weights_at(self, progress: float) -> dict[str, float]:
         """Return the weight of every term at a progress of training from 0 to 1; same names at any progress."""
-        progress = min(max(progress, 0.0), 1.0)
         start = self.hard_top1_weight
         end = start if self.hard_top1_end is None else self.hard_top1_end
-        weights = {}
-        if self.kd_weight > 0:
-            weights["kd"] = self.kd_weight
-        if self.ce_weight > 0:
-            weights["ce"] = self.ce_weight
-        if start > 0 or end > 0:
-            weights["hard_top1"] = start + (end - start) * progress
-        if self.hidden_weight > 0:
-            weights["hidden"] = self.hidden_weight
-        if self.anchor_weight > 0:
-            weights["anchor"] = self.anchor_weight
-        return weights
+        weights = {
+            "kd": self.kd_weight,
+            "ce": self.ce_weight,
+            "hard_top1": start + (end - start) * min(max(progress, 0.0), 1.0),
+            "hidden": self.hidden_weight,
+            "anchor": self.anchor_weight,
+        }
+        largest = weights | {"hard_top1": max(start, end)}
+        return {name: weight for name, weight in weights.items() if largest[name] > 0}
 
 
 def weight_tensors(weights: Mapping[str, float], device: torch.device) -> dict[str, Tensor]:
     """Return weights as data on a device, tensors of one entry.
 
-    As Python numbers, and as tensors without dimensions, PyTorch/XLA compiles them into the graph where they are 0
-    or 1, and merges them with any other equal number, so an annealed weight would compile anew on its way.
+    PyTorch/XLA compiles Python numbers and tensors without dimensions into the graph where they are 0 or 1, and merges
+    them with any other equal number, so an annealed weight would recompile on its way.
     """
     return {name: torch.tensor([value]).to(device) for name, value in weights.items()}
 
 
 def objective_loss(
     hidden_BLH: Tensor,
-    head: LMHead,
+    lm_head: LMHead,
     batch: Batch,
     config: ObjectiveConfig,
     weights: Mapping[str, float | Tensor] | None = None,
     teacher_lm_head: LMHead | None = None,
-) -> ObjectiveResult:
+) -> LossSum:
     """Return the objective of a micro-batch, added up over the positions that its `target_mask` keeps.
 
     Shifted here, once: position p of a row has seen tokens 0..p and is scored on token p+1.
 
     Args:
         hidden_BLH: the student's last hidden states.
-        head: the student's output head.
+        lm_head: the student's output head.
         batch: tensors with the keys of `qat_lora.types.Batch`, on the device of the hidden states.
         config: which terms there are; `anchor` is not for this batch and left out.
         weights: what `config.weights_at` returned for this step, as numbers or `weight_tensors`; by default those at 0.
@@ -159,12 +153,12 @@ def objective_loss(
     Raises:
         CacheError: the batch lacks the temperature, or an array that a term needs; names the build flag.
     """
-    weights = config.weights_at(0.0) if weights is None else weights
-    weights = {name: w.reshape(()) if isinstance(w, Tensor) else w for name, w in weights.items()}
     names = config.weights_at(0.0)
-    if config.head_user and "head_ids" not in batch:
+    given = names if weights is None else weights
+    weights = {name: w.reshape(()) if isinstance(w, Tensor) else w for name, w in given.items()}
+    if config.topk_user and "head_ids" not in batch:
         raise CacheError(
-            f"head_ids: {config.head_user} needs the teacher's likeliest tokens, and the batch holds none; train from "
+            f"head_ids: {config.topk_user} needs the teacher's likeliest tokens, and the batch holds none; train from "
             "a KD cache built with --top-k 1 or more, or set only ce_weight above 0"
         )
     hidden_NH = hidden_BLH[:, :-1].reshape(-1, hidden_BLH.shape[-1])
@@ -180,20 +174,15 @@ def objective_loss(
     if terms:
         walk = "positions" if config.loss_walk == "auto" else config.loss_walk
         chunk_bytes = config.loss_chunk_mb * 2**20
-        parts.append(fused_linear_kd(hidden_NH, head, terms, mask_N, chunk_bytes=chunk_bytes, walk=walk))
+        parts.append(fused_linear_kd(hidden_NH, lm_head, terms, mask_N, chunk_bytes=chunk_bytes, walk=walk))
     if "hidden" in names:
-        parts.append(_hidden_error(hidden_NH, batch, mask_N, weights["hidden"]))
+        teacher_NH = wanted(batch, "teacher_hidden", "hidden_weight")
+        if teacher_NH.shape != hidden_NH.shape:
+            raise ConfigError(
+                f"hidden_weight: the teacher's hidden states are {teacher_NH.shape[-1]} wide, the student's "
+                f"{hidden_NH.shape[-1]}; only equal widths can be compared, so set it to 0"
+            )
+        error_sum, count = hidden_error_sum(hidden_NH, teacher_NH, mask_N)
+        parts.append(LossSum(error_sum * weights["hidden"], count, {"hidden": error_sum.detach()}))
     loss_sum = parts[0].loss_sum if len(parts) == 1 else parts[0].loss_sum + parts[1].loss_sum
     return LossSum(loss_sum, parts[0].token_count, {name: x for part in parts for name, x in part.terms.items()})
-
-
-def _hidden_error(hidden_NH: Tensor, batch: Batch, mask_N: Tensor, weight: float | Tensor) -> LossSum:
-    """Return the `hidden` term."""
-    teacher_NH = wanted(batch, "teacher_hidden", "hidden_weight")
-    if teacher_NH.shape != hidden_NH.shape:
-        raise ConfigError(
-            f"hidden_weight: the teacher's hidden states are {teacher_NH.shape[-1]} wide, the student's "
-            f"{hidden_NH.shape[-1]}; only equal widths can be compared, so set it to 0"
-        )
-    error_sum, count = hidden_error_sum(hidden_NH, teacher_NH, mask_N)
-    return LossSum(error_sum * weight, count, {"hidden": error_sum.detach()})

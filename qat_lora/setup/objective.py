@@ -7,7 +7,7 @@ before its first step, also where a checkpoint will be loaded over it afterwards
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -20,17 +20,8 @@ from qat_lora.models.load import CausalLM
 from qat_lora.runtime.base import Runtime
 from qat_lora.train.anchor import remember
 from qat_lora.train.loop import LoopConfig
-from qat_lora.types import Batch, LMHead
-
-
-class Prepared(NamedTuple):
-    """An objective, ready for `train`."""
-
-    objective: ObjectiveConfig
-    teacher_lm_head: LMHead | None
-    """On the device."""
-    anchor: Batch | None
-    """What the student says before step 1."""
+from qat_lora.train.step import PreparedObjective
+from qat_lora.types import LMHead
 
 
 def identity(objective: ObjectiveConfig) -> dict[str, Any]:
@@ -55,10 +46,10 @@ def check_arrays(dataset: KDCacheDataset, objective: ObjectiveConfig) -> None:
     Raises:
         CacheError: names the array and the build flag, or how many draws there are.
     """
-    if objective.head_user and not dataset.k:
-        advice = "give --estimator full" if objective.head_user.startswith("estimator") else "set it to 0"
+    if objective.topk_user and not dataset.k:
+        advice = "give --estimator full" if objective.topk_user.startswith("estimator") else "set it to 0"
         raise CacheError(
-            f"top_k: {objective.head_user} needs the teacher's likeliest tokens, and the KD cache was built with "
+            f"top_k: {objective.topk_user} needs the teacher's likeliest tokens, and the KD cache was built with "
             f"--top-k 0; {advice}, or build one with --top-k 64"
         )
     held = {name: torch.empty(1, 1, *array.shape[2:]) for name, array in dataset.rows([0]).items()}
@@ -73,7 +64,7 @@ def check_arrays(dataset: KDCacheDataset, objective: ObjectiveConfig) -> None:
 
 def prepare(
     objective: ObjectiveConfig, dataset: Any, model: CausalLM, loop: LoopConfig, seed: int, runtime: Runtime
-) -> Prepared:
+) -> PreparedObjective:
     """Return what `train` takes; the model is placed and holds the weights that it has before step 1.
 
     Args:
@@ -92,12 +83,12 @@ def prepare(
     if objective.kd_weight > 0:
         name = choose_estimator(objective.estimator, dataset.rows([0]), objective.temperature)
         objective = replace(objective, estimator=name)
-    head = None
-    headless = isinstance(dataset, KDCacheDataset) and not dataset.k  # then evaluations need the teacher's head
-    if objective.needs_teacher_head or headless:
+    teacher_lm_head = None
+    headless = isinstance(dataset, KDCacheDataset) and not dataset.k  # then evaluations need the teacher's output head
+    if objective.needs_teacher_lm_head or headless:
         held = dataset.teacher_lm_head()
         bias_V = None if held.bias_V is None else held.bias_V.to(runtime.device)
-        head = replace(held, weight_VH=held.weight_VH.to(runtime.device), bias_V=bias_V)
+        teacher_lm_head = replace(held, weight_VH=held.weight_VH.to(runtime.device), bias_V=bias_V)
     anchor = None
     if objective.anchor_weight > 0:
         if objective.anchor_samples > len(dataset):
@@ -110,7 +101,7 @@ def prepare(
         with runtime.autocast(torch.bfloat16 if loop.autocast else torch.float32):
             anchor = remember(model, dataset, objective, loop.batch_size, seed, runtime)
         model.module.train(was_training)
-    return Prepared(objective, head, anchor)
+    return PreparedObjective(objective, teacher_lm_head, anchor)
 
 
 def evaluation_objective(objective: ObjectiveConfig, teacher_lm_head: LMHead | None) -> ObjectiveConfig:

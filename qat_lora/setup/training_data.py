@@ -128,7 +128,7 @@ def text_lessons(options: RecoverOptions, model: CausalLM) -> Lessons:
 
 
 def evaluation(
-    lessons: Lessons, model: CausalLM, loop: LoopConfig, runtime: Runtime, head: LMHead | None = None
+    lessons: Lessons, model: CausalLM, loop: LoopConfig, runtime: Runtime, teacher_lm_head: LMHead | None = None
 ) -> Callable[[], float] | None:
     """Return the function that measures the mean loss on rows kept apart, None where there are none.
 
@@ -137,7 +137,7 @@ def evaluation(
         model: the student, in training mode or not.
         loop: batch size and autocast.
         runtime: where the student is.
-        head: the teacher's output head on the device, where the objective needs one.
+        teacher_lm_head: the teacher's output head on the device, where the objective needs one.
     """
     if lessons.evaluation is None:
         return None
@@ -145,8 +145,8 @@ def evaluation(
         chunk, walk = lessons.objective.loss_chunk_mb, lessons.objective.loss_walk
         objective = ObjectiveConfig(kd_weight=0.0, ce_weight=1.0, loss_chunk_mb=chunk, loss_walk=walk)
     else:
-        objective = evaluation_objective(lessons.objective, head)
-    return rows_evaluation(lessons.evaluation, objective, model, loop, runtime, head)
+        objective = evaluation_objective(lessons.objective, teacher_lm_head)
+    return rows_evaluation(lessons.evaluation, objective, model, loop, runtime, teacher_lm_head)
 
 
 def rows_evaluation(
@@ -155,7 +155,7 @@ def rows_evaluation(
     model: CausalLM,
     loop: LoopConfig,
     runtime: Runtime,
-    head: LMHead | None = None,
+    teacher_lm_head: LMHead | None = None,
 ) -> Callable[[], float]:
     """Return the function that measures the mean of an objective per token over all of some rows.
 
@@ -181,7 +181,7 @@ def rows_evaluation(
             for batch in runtime.feed(batches()):
                 with runtime.autocast(torch.bfloat16 if loop.autocast else torch.float32):
                     hidden = model.hidden(batch["input_ids"], batch["document_ids"])
-                    result = objective_loss(hidden, model.lm_head(), batch, objective, teacher_lm_head=head)
+                    result = objective_loss(hidden, model.lm_head(), batch, objective, teacher_lm_head=teacher_lm_head)
                 total, count = total + result.loss_sum, count + result.token_count
                 runtime.mark_step()
             if runtime.replicas > 1:

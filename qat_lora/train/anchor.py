@@ -1,41 +1,37 @@
 """The anchor: some training rows on which the student is held near what it was before training.
 
-What the student said on them is remembered before step 1 as the K likeliest tokens, the sum over all and the tail, in
-the arrays of a KD cache's batch, so that the loss of the cache serves the anchor too. (Remembering the *teacher's* head
-would be a second KD term under another name; keeping the old student beside the new one costs a second model.)
+Before step 1 the student's outputs on these rows are remembered as its top-K tokens, the normaliser and the mass of the
+tail, in the arrays of a KD cache's batch, so the loss on a cache serves the anchor too. (Remembering the *teacher's*
+outputs would be a second KD term under another name; keeping a copy of the old student costs a second model.)
 
-Every optimizer step sees one more micro-batch, of as many rows as the others, in turn. (So with an anchor another size
-of micro-batches is another run, and refused on resume; without one only the rows of a whole step count.) Its weight is
-per token: the step minimises mean over the cache's tokens + weight · mean over the anchor's tokens, so its gradient is
-scaled by tokens / anchor tokens before it joins sums that are divided by tokens. All of that stays on the device.
+Every optimizer step gets one more micro-batch, of as many anchor rows as the others have, in turn. (So with an anchor
+the micro-batch size is part of a run's identity; without one only the rows of a whole step count.) The weight is per
+token: a step minimises mean over the cache's tokens + weight · mean over the anchor's tokens. Since its sums will be
+divided by the cache's tokens, the anchor's gradient is scaled by tokens / anchor tokens, all of it on the device.
 
-Nothing is stored with a checkpoint: whoever resumes has built the student from its start again, just before it loads
-the checkpoint, and remembers that. The rows come from the run's seed; dropout is off and no random number is drawn.
+No checkpoint stores the anchor: a resumed run has just built the student from its start again when it loads the
+checkpoint, and remembers that. The rows come from the run's seed; dropout is off, and no random number is drawn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from qat_lora.data.shuffle import micro_batches
+from qat_lora.losses.kd_terms import sparse_teacher_from_hidden
 from qat_lora.losses.objective import ObjectiveConfig
-from qat_lora.losses.teacher import sparse_teacher_from_hidden
 from qat_lora.runtime.base import Runtime
-from qat_lora.train.step import Sums, micro_batch
+from qat_lora.train.step import Sums, TrainingRows, micro_batch
 from qat_lora.types import Batch, LanguageModel
 
-if TYPE_CHECKING:
-    from qat_lora.train.loop import TrainingRows
-
 ANCHOR_K = 64
-"""Tokens remembered at every position; the others are one bucket."""
+"""Tokens remembered at every position; the others form one bucket."""
 _ORDER = 0x616E63686F72
-"""Mixed into the seed, so that the anchor's rows are not just those of the first steps."""
+"""Mixed into the seed, or the anchor's rows would be those of the first steps."""
 _TEXT = ("input_ids", "document_ids", "target_mask")
 
 
@@ -48,15 +44,15 @@ def remember(
     seed: int,
     runtime: Runtime,
 ) -> Batch:
-    """Return what the model says now on some training rows: numpy arrays with the keys of a cache's batch.
+    """Return the model's present outputs on some training rows: numpy arrays with the keys of a cache's batch.
 
     Args:
         model: the student before its first step, in evaluation mode, placed.
         dataset: the training rows.
         objective: how many rows, and how large a chunk of logits.
         batch_rows: rows of a forward.
-        seed: of the run; it draws the rows.
-        runtime: where the model is. Every process remembers all rows.
+        seed: the run's; it draws the rows.
+        runtime: the model's. Every process remembers all rows.
     """
     samples = objective.anchor_samples
     steps = -(-samples // batch_rows)
@@ -82,7 +78,7 @@ def remember(
 def anchor_batches(
     rows: Batch, start_step: int, steps: int, batch_rows: int, replica: int, replicas: int
 ) -> Iterator[Batch]:
-    """Yield this replica's anchor micro-batch of each step: all rows, again and again; a round ends masked."""
+    """Yield this replica's anchor micro-batch of each step; rows go round, and a round's last batch is masked."""
     count = len(rows["input_ids"])
     for numbers in micro_batches(count, start_step, steps, batch_rows, 1, 0, replica, replicas):
         batch = {name: value[numbers] for name, value in rows.items()}
@@ -98,7 +94,7 @@ def anchor_micro_batch(
     sums: Sums,
     runtime: Runtime,
 ) -> Sums:
-    """Run forward and backward on anchor rows, after the step's other micro-batches; return the step's sums with it.
+    """Run forward and backward on anchor rows, after the step's other micro-batches; return the sums of all.
 
     Args:
         model: the student.

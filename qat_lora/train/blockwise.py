@@ -15,7 +15,7 @@ import copy
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,15 @@ class BlockwiseConfig:
         for name in ("blockwise_lr", "blockwise_scale_lr"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}: {getattr(self, name)} is not allowed; give a number above 0")
+
+
+class _Fit(NamedTuple):
+    """How blocks are trained: settings, device, progress bar, and the keeper of finished blocks."""
+
+    config: BlockwiseConfig
+    runtime: Runtime
+    bar: Any
+    work: Work
 
 
 def blocks_of(module: nn.Module) -> str:
@@ -114,7 +123,7 @@ def reconstruct(
                 exact = _push(model, exact, call, runtime)
             kept = work.take(f"block-{name}")
             if kept is None:
-                share, hidden = _reconstruct(block, model, hidden, exact, call, config, runtime, bar, work)
+                share, hidden = _reconstruct(block, model, hidden, exact, call, _Fit(config, runtime, bar, work))
                 work.keep(f"block-{name}", block.state_dict(), {name: share})
             else:
                 block.load_state_dict(kept[0])
@@ -133,19 +142,16 @@ def _reconstruct(
     hidden: list[Tensor],
     exact: list[Tensor],
     calls: list[Call],
-    config: BlockwiseConfig,
-    runtime: Runtime,
-    bar: Any,
-    work: Work,
+    fit: _Fit,
 ) -> tuple[dict[str, float], list[Tensor]]:
     """Train one block, unless its start is better; return its error `before` and `after`, and what it puts out."""
 
     def states() -> list[Tensor]:
         with torch.no_grad():
-            return _push(block, hidden, calls, runtime)
+            return _push(block, hidden, calls, fit.runtime)
 
     started, start = states(), copy.deepcopy(block.state_dict())
-    _fit(block, model, hidden, exact, calls, config, runtime, bar, work)
+    _fit(block, model, hidden, exact, calls, fit)
     fitted = states()
     before, after = _error(started, exact), _error(fitted, exact)
     if after < before:
@@ -204,12 +210,10 @@ def _fit(
     hidden: list[Tensor],
     exact: list[Tensor],
     calls: list[Call],
-    config: BlockwiseConfig,
-    runtime: Runtime,
-    bar: Any,
-    work: Work,
+    fit: _Fit,
 ) -> None:
     """Train one block's weights and scales on the mean squared error of its output."""
+    config, runtime, bar, work = fit
     dense = dict(linear_layers(model))
     weights: list[nn.Parameter] = []
     scales: list[nn.Parameter] = []

@@ -1,13 +1,14 @@
 """Training checkpoints: everything a run needs to go on as if it had never stopped.
 
-A checkpoint is a folder `step-000100` with the trained tensors and the optimizer's state as safetensors, a JSON of
-counters, random state and the fingerprint of the run, and their checksums. It appears whole or not at all (`files`),
-with `COMPLETE` written last for tools that copy folders. Old ones are removed only after the new one is in place, by
-rename first, so that no half-removed one looks complete. No pickle is read or written.
+A checkpoint is a folder `step-000100` with the trained tensors and the optimizer's state as safetensors, a JSON file of
+counters, random state and the run's fingerprint, and checksums of all three. The folder appears whole or not at all
+(`files`); `COMPLETE` is written last, for tools that copy folders file by file. Old checkpoints are removed only after
+the new one is in place, and renamed first, so that no half-removed one looks complete. No pickle is written or read.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping
@@ -16,22 +17,19 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from qat_lora.errors import ConfigError, DamagedFileError, DivergedError, ModelError
 from qat_lora.files.checksums import PROMISE, SUMS, check_sums, notice_no_sums, read_object, write_sums
 from qat_lora.files.finite import json_text, not_finite
 from qat_lora.files.folders import discard, is_ours, sweep, whole_folder
+from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.saving import random_states, set_random_states
-from qat_lora.train.metrics import check_log
+from qat_lora.train.metrics import REMEDY, check_log
 
 NAME = re.compile(r"^step-(\d{6,})$")
 STATE, TRAINED, OPTIMIZER = "state.json", "trained.safetensors", "optimizer.safetensors"
-REMEDY = (
-    "checkpoints and exports from before it are sound. Lower --lr (or --scale-lr), or raise --warmup-steps, and start "
-    "again with --overwrite"
-)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -47,30 +45,42 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     state: Mapping[str, Any],
     keep: int,
+    runtime: Runtime,
 ) -> Path:
     """Write the checkpoint after optimizer step `step`, then remove all but the newest `keep`.
 
+    Every process calls this, as with `xm.save`; the main one writes, the others wait for each file of tensors.
+
     Raises:
-        DivergedError: what trains, or the optimizer's state, is NaN or infinite; nothing is written.
+        DivergedError: a trained tensor, or the optimizer's state, is NaN or infinite; nothing is written.
     """
     final = folder / f"step-{step:06d}"
-    if final not in checkpoints(folder):  # else the same step of an earlier try; equal by construction
-        tensors = {name: p.detach().cpu().contiguous() for name, p in trained.items()}
-        moments = _optimizer_tensors(trained, optimizer)
-        if (found := not_finite({**tensors, **moments})) is not None:
-            raise DivergedError(f"step {step}: {found}; {REMEDY}")
-        text = json_text({**PROMISE, **state, "step": step, "random": random_states()}, final / STATE, indent=1)
-        with whole_folder(final) as draft:
-            save_file(tensors, draft / TRAINED)
-            save_file(moments, draft / OPTIMIZER)
-            (draft / STATE).write_text(text, encoding="utf-8")
-            write_sums(draft, (STATE, TRAINED, OPTIMIZER))
-            (draft / "COMPLETE").write_text("", encoding="utf-8")
-    for old in checkpoints(folder)[:-keep]:
-        if is_ours(old / "COMPLETE"):
-            discard(old)
-    sweep(folder)
+    if not runtime.agree(runtime.is_main and final in checkpoints(folder)):  # else written by an earlier try, and equal
+        tensors = {name: parameter.detach() for name, parameter in trained.items()}
+        moments = {name: value.detach() for name, value in _optimizer_views(trained, optimizer).items()}
+        if runtime.is_main:
+            tensors, moments = _on_host(tensors), _on_host(moments)
+            if (found := not_finite({**tensors, **moments})) is not None:
+                raise DivergedError(f"step {step}: {found}; {REMEDY}")
+            text = json_text({**PROMISE, **state, "step": step, "random": random_states()}, final / STATE, indent=1)
+        with whole_folder(final) if runtime.is_main else contextlib.nullcontext(final) as draft:
+            runtime.save(tensors, draft / TRAINED)
+            runtime.save(moments, draft / OPTIMIZER)
+            if runtime.is_main:
+                (draft / STATE).write_text(text, encoding="utf-8")
+                write_sums(draft, (STATE, TRAINED, OPTIMIZER))
+                (draft / "COMPLETE").write_text("", encoding="utf-8")
+    if runtime.is_main:
+        for old in checkpoints(folder)[:-keep]:
+            if is_ours(old / "COMPLETE"):
+                discard(old)
+        sweep(folder)
     return final
+
+
+def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors in this host's memory, so that they are read from the device once."""
+    return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
 
 
 def load_checkpoint(
@@ -79,12 +89,12 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer,
     fingerprint: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Put a checkpoint's tensors back and return its state (`step` and what the run added).
+    """Copy a checkpoint's tensors into those that train; return its `state.json`.
 
     Raises:
         ConfigError: the checkpoint belongs to other settings; the message names the field.
-        DamagedFileError: a file is missing, or is not what was written.
-        ModelError: its tensors are not the ones that train now.
+        DamagedFileError: a file is missing or damaged.
+        ModelError: other tensors than its own train now.
     """
     state, tensors, moments = _read(path)
     before = state["fingerprint"]
@@ -127,10 +137,10 @@ def _damaged(path: Path, error: Exception) -> DamagedFileError:
 
 
 def check_logs(run: Path) -> None:
-    """Compare the logs of a run with what its newest checkpoint says of them, where it has one that does.
+    """Compare a run's logs with the checksums in its newest checkpoint; earlier versions have none.
 
     Raises:
-        DamagedFileError: a log is not what was written.
+        DamagedFileError: a log is damaged.
     """
     for path in checkpoints(run / "checkpoints")[-1:]:
         for name, mark in (read_object(path / STATE).get("logs") or {}).items():
@@ -144,10 +154,6 @@ def _optimizer_views(trained: Mapping[str, nn.Parameter], optimizer: torch.optim
         for name, parameter in trained.items()
         for part, value in optimizer.state[parameter].items()
     }
-
-
-def _optimizer_tensors(trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    return {k: v.detach().cpu().contiguous() for k, v in _optimizer_views(trained, optimizer).items()}
 
 
 def _copy_into(targets: Mapping[str, Tensor], saved: Mapping[str, Tensor], path: Path) -> None:

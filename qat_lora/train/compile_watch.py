@@ -1,9 +1,9 @@
-"""What the runtime compiles while training, told to the user: how long the first step takes, and surprises later.
+"""Tells the user what the runtime compiles while training: how long the first step takes, and recompiles later.
 
 A graph compiler is silent for minutes in step 1, and a recompile in step 700 looks like a slow machine. So step 1 is
 reported phase by phase, and a graph that is compiled later is a warning that names what changed, or an error with
-`--max-recompiles`. Only training steps are watched: what an evaluation compiles is its own. A runtime that compiles
-nothing (empty `compile_report`) is never asked again.
+`--max-recompiles`. Only training steps are watched: graphs of an evaluation do not count. A runtime that compiles
+nothing (its `compile_report` is empty) is asked once.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ OPTIMIZER_TRACED, OPTIMIZER_COMPILED = "optimizer traced", "compiled "
 
 
 class CompileWatch:
-    """Follows the steps of a run.
+    """Counts the graphs that each step compiles.
 
     Args:
-        runtime: what compiles.
+        runtime: the compiler.
         most: graphs that may be compiled after the first step; None for any number, with a warning.
         say: prints a line.
     """
@@ -39,13 +39,13 @@ class CompileWatch:
         self._changed: dict[str, str] = {}
 
     def begin(self) -> None:
-        """A training step begins."""
+        """Start counting and timing a step."""
         if self._active:
             self._graphs, self._since = int(self._runtime.compile_report()["graphs_compiled"]), time.perf_counter()
             self._changed.clear()
 
     def batch(self, batch: Batch) -> None:
-        """A micro-batch is about to be computed."""
+        """Note which shapes differ from those of the first micro-batch."""
         if not self._active:
             return
         shapes = {name: tuple(value.shape) for name, value in batch.items() if hasattr(value, "shape")}
@@ -56,14 +56,14 @@ class CompileWatch:
                 self._changed[name] = f"{name} was {_shape(before)}, now {_shape(now)}"
 
     def mark(self, phase: str) -> None:
-        """A phase of the step has ended; those of the first step are reported, each once."""
+        """Note the time that a phase of the first step took, each phase once."""
         if self._active and self._is_first:
             now = time.perf_counter()
             self._phases.setdefault(phase, now - self._since)
             self._since = now
 
     def end(self, step: int) -> None:
-        """A training step has ended.
+        """Report the first step, and every later one that compiled a graph.
 
         Raises:
             RecompiledError: more graphs than allowed were compiled after the first step.

@@ -1,36 +1,44 @@
 """The log of a run: `metrics.jsonl`, the progress bar, and the training curve as a picture.
 
-One JSON object per optimizer step. The values arrive in batches of `log_steps` (they stay on the device until
-then), so the file's last lines may lag by that much; a resumed run cuts the file back to its checkpoint, which the
-loop never writes before the lines up to it, and which knows their checksum.
+One JSON object per optimizer step. Values stay on the device and are fetched together, every `log_steps` and before
+anything else is written, so the file may lag behind the run. A resumed run cuts it back to its checkpoint, which was
+written after all lines up to it and holds their checksum.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from qat_lora.errors import DamagedFileError
+from qat_lora.errors import DamagedFileError, DivergedError
 from qat_lora.extras import pyplot
 from qat_lora.files.checksums import sha256_of
 from qat_lora.files.finite import json_text
 from qat_lora.files.folders import ours, whole_file, write_text
+from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.memory import peak_memory_bytes
+from qat_lora.train.step import Sums
 from qat_lora.train.trackers import Tracker
+
+REMEDY = (
+    "checkpoints and exports from before it are sound. Lower --lr (or --scale-lr), or raise --warmup-steps, and start "
+    "again with --overwrite"
+)
+"""What to do about a loss or a weight that is NaN or infinite."""
 
 
 class MetricsLog:
-    """Appends metrics and shows progress; a context manager."""
+    """Collects the values of steps, appends them to the file and shows progress."""
 
     def __init__(
         self,
@@ -45,13 +53,10 @@ class MetricsLog:
         self._bar = tqdm(total=max_steps, initial=start_step, desc="train", unit="step", disable=quiet)
         self._device, self._trackers = device, trackers
         self._since = time.perf_counter()
+        self._pending: list[tuple[int, float, Sums]] = []
 
-    def __enter__(self) -> MetricsLog:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Close the bar and the trackers."""
         self._bar.close()
         for tracker in self._trackers:
             tracker.close()
@@ -66,17 +71,39 @@ class MetricsLog:
         for tracker in self._trackers:
             tracker.log(step, values)
 
+    def add(self, step: int, lr: float, means: Sums) -> None:
+        """Note the values of an optimizer step, which stay on the device until `flush`."""
+        self._pending.append((step, lr, means))
+
+    def flush(self, runtime: Runtime) -> None:
+        """Write the noted steps once their values are on the host, through the runtime's deferred callback.
+
+        Raises:
+            DivergedError: a value is NaN or infinite; the steps before it are written. From wherever callbacks run.
+        """
+        if not self._pending:
+            return
+        steps, lrs, means = zip(*self._pending, strict=True)
+        names = list(means[0])
+        self._pending.clear()
+
+        def write(*values: Any) -> None:
+            flat = [float(value) for value in values]
+            rows = [flat[i : i + len(names)] for i in range(0, len(flat), len(names))]
+            sound = next((i for i, row in enumerate(rows) if not all(map(math.isfinite, row))), len(rows))
+            self.write(steps[:sound], lrs[:sound], names, rows[:sound])
+            if sound < len(rows):
+                odd = dict(zip(names, rows[sound], strict=True))
+                name = next(name for name in ("loss", *names) if not math.isfinite(odd[name]))
+                raise DivergedError(f"{name}: {odd[name]} at step {steps[sound]}; {REMEDY}")
+
+        if runtime.is_main:  # each value by itself: stacking them on the device would be one more graph
+            runtime.defer(write, *(mean[name] for mean in means for name in names))
+
     def write(
         self, steps: Sequence[int], lrs: Sequence[float], names: Sequence[str], rows: Sequence[Sequence[float]]
     ) -> None:
-        """Append one line per step.
-
-        Args:
-            steps: 1-based numbers of the optimizer steps.
-            lrs: their learning rates.
-            names: names of the columns of `rows`.
-            rows: numbers [steps, names].
-        """
+        """Append one line per step: its number, learning rate, and values [steps, names]."""
         now = time.perf_counter()
         tokens = sum(row[names.index("tokens")] for row in rows)
         rate = tokens / max(now - self._since, 1e-9)
@@ -96,36 +123,34 @@ class MetricsLog:
             self._bar.update(len(steps))
 
     def pause(self) -> None:
-        """Leave the time until now out of the next tokens/s (saving, evaluating)."""
+        """Exclude the time until now, spent on saving or evaluating, from the next tokens/s."""
         self._since = time.perf_counter()
 
 
 def read_metrics(path: Path, *numbers: str) -> list[dict[str, Any]]:
-    """Return the lines of a metrics file, [] where there is none; a line cut short by a kill is dropped.
+    """Return the lines of a metrics file, [] where there is none; a last line that a kill cut short is dropped.
 
     Args:
         path: the file.
-        numbers: what every line must have, beside its step.
+        numbers: names that every line must have besides `step`.
 
     Raises:
-        DamagedFileError: a whole line that is no such line.
+        DamagedFileError: any other line is damaged.
     """
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    found = [_line(text) for text in lines]
+    found = [_parsed(text) for text in lines]
     if found[-1] is None:
         del found[-1]
     for i, line in enumerate(found):
         if line is None or not all(isinstance(line.get(name), int | float) for name in ("step", *numbers)):
-            raise DamagedFileError(
-                f"{path}: line {i + 1} is not what was written: {lines[i][:60]!r}; restore the file from a copy, or "
-                "remove it: nothing but the log is lost"
-            )
+            raise _damaged(path, f"line {i + 1} is not what was written: {lines[i][:60]!r}")
     return [line for line in found if line is not None]
 
 
-def _line(text: str) -> dict[str, Any] | None:
+def _parsed(text: str) -> dict[str, Any] | None:
+    """Return a line's object, None for anything else."""
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):
@@ -133,8 +158,15 @@ def _line(text: str) -> dict[str, Any] | None:
     return line if isinstance(line, dict) else None
 
 
+def _damaged(path: Path, what: str) -> DamagedFileError:
+    remedy = "restore the file from a copy, or remove it: nothing but the log is lost"
+    return DamagedFileError(f"{path}: {what}; {remedy}")
+
+
+METRICS, EVALUATIONS = LOGS = ("metrics.jsonl", "evaluations.jsonl")
+"""The logs in a run's folder: training steps and evaluations."""
 LogMark = Mapping[str, Any]
-"""How long a file of lines was, and what was in it: `bytes`, `sha256`."""
+"""Length and checksum of a file of lines at a checkpoint: `bytes`, `sha256`."""
 EMPTY: LogMark = {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}
 
 
@@ -147,14 +179,11 @@ def check_log(path: Path, mark: LogMark) -> None:
     """Compare the beginning of a file of lines with its mark.
 
     Raises:
-        DamagedFileError: it is not what was written.
+        DamagedFileError: it is damaged.
     """
     with path.open("rb") as file:
         if hashlib.sha256(file.read(mark["bytes"])).hexdigest() != mark["sha256"]:
-            raise DamagedFileError(
-                f"{path}: its first {mark['bytes']} bytes are not what was written; restore the file from a copy, or "
-                "remove it: nothing but the log is lost"
-            )
+            raise _damaged(path, f"its first {mark['bytes']} bytes are not what was written")
 
 
 def cut_back(path: Path, last_step: int, mark: LogMark | None = None) -> None:
@@ -163,10 +192,10 @@ def cut_back(path: Path, last_step: int, mark: LogMark | None = None) -> None:
     Args:
         path: the file.
         last_step: that of the checkpoint.
-        mark: what the checkpoint says of the file; None for those of earlier versions, whose lines are looked at.
+        mark: the file's mark in the checkpoint; None in those of earlier versions, then lines are parsed instead.
 
     Raises:
-        DamagedFileError: it is not what was written.
+        DamagedFileError: it is damaged.
     """
     if not path.exists():
         return

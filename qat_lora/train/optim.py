@@ -1,12 +1,12 @@
 """Optimizer and learning-rate schedule, counted in optimizer steps.
 
 AdamW with one group per kind of tensor, because adapters and scales want different learning rates. Three details
-matter on XLA and harm nowhere: the moments exist before the first step (a state that appears in step 1 changes
-the graph of step 2), warm-up starts at 1/n, not at 0 (PyTorch/XLA compiles exact zeros into the graph), and the
+matter on XLA and cost nothing elsewhere: the moments exist before the first step (a state that appears in step 1
+changes the graph of step 2), warm-up starts at 1/n, not at 0 (PyTorch/XLA compiles exact zeros into the graph), and
 numbers that change from step to step are tensors (see `AdamW`).
 
-The moving average of the trained tensors (EMA) is part of the optimizer, not a copy of the model beside the loop: it
-is updated in the optimizer's graph, and saved and resumed with the moments by the same lines.
+The moving average of the trained tensors (EMA) is part of the optimizer instead of a second copy of the model: the
+optimizer's graph updates it, and it is saved and restored together with the moments.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from qat_lora.config import option
 from qat_lora.errors import ConfigError
+from qat_lora.types import LanguageModel
 
 
 class Kind(NamedTuple):
@@ -30,7 +31,7 @@ class Kind(NamedTuple):
     rate: str
     """The setting that is their peak learning rate."""
     decays: bool
-    """Whether weight decay pulls them to 0: it would shrink a scale or a norm, whose rest is not there."""
+    """Whether weight decay pulls them to 0; scales and norms do not rest there, so it would only shrink them."""
 
 
 KINDS = {
@@ -85,16 +86,33 @@ def lr_factor(config: OptimConfig, step: int, max_steps: int) -> float:
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
+@dataclass
+class TrainState:
+    """The model and the tensors of it that train, by name."""
+
+    model: LanguageModel
+    groups: dict[str, dict[str, nn.Parameter]]
+    """By kind (`KINDS`), which decides learning rate and weight decay."""
+
+    def __post_init__(self) -> None:
+        assert set(self.groups) <= set(KINDS), f"kinds {set(self.groups) - set(KINDS)} have no learning rate"
+
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """All tensors that train."""
+        return {name: tensor for tensors in self.groups.values() for name, tensor in tensors.items()}
+
+
 class AdamW(torch.optim.Optimizer):
     """AdamW whose step-dependent numbers go to the device as data.
 
-    torch's own hands them over as Python scalars, which PyTorch/XLA compiles into the graph where they are 0 or 1,
-    and merges where two are equal: with beta2 = 0.99 that is another graph in step 2 (the square root of
-    1 - beta2 equals 1 - beta1 in step 1 only) and again near step 1600 (1 - beta2^t rounds to 1). Its `capturable`
-    form computes them on the device, but not on a CPU.
+    torch's AdamW passes them as Python scalars. PyTorch/XLA compiles a scalar of 0 or 1 into the graph and merges two
+    that are equal: with beta2 = 0.99 that is another graph in step 2 (the square root of 1 - beta2 equals 1 - beta1
+    in step 1 only) and again near step 1600 (1 - beta2^t rounds to 1). The `capturable` form computes them on the
+    device, but does not run on a CPU.
 
-    The state of every parameter is `step` (on the host), `exp_avg` and `exp_avg_sq`, as in torch's, and with an `ema`
-    the parameter's `average` (see `averaged`).
+    The state of a parameter is `step` (on the host), `exp_avg` and `exp_avg_sq`, as in torch, and with `ema` also its
+    `average` (see `averaged`).
     """
 
     def __init__(
@@ -145,7 +163,7 @@ class AdamW(torch.optim.Optimizer):
 
 
 def build_optimizer(config: OptimConfig, groups: Mapping[str, Mapping[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """Return AdamW over the trained tensors, its state already there.
+    """Return AdamW over the trained tensors, with gradients and state allocated.
 
     Args:
         config: learning rates and decay.
@@ -182,9 +200,9 @@ def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> float:
 
 @contextmanager
 def averaged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Put the moving averages in the place of the trained tensors, where there are any; back again at the end.
+    """Swap the moving averages, where there are any, in for the trained tensors, and back at the end.
 
-    The tensors change places and nothing is computed, so XLA sees the graph that it knows.
+    Only pointers are swapped: nothing is computed, so XLA compiles no new graph.
     """
     pairs = [(p, state) for p, state in optimizer.state.items() if "average" in state]
 

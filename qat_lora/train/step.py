@@ -10,7 +10,8 @@ Nothing here reads a value back from the device: losses, counts and the gradient
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,25 @@ from qat_lora.types import Batch, LanguageModel, LMHead
 
 Sums = dict[str, Tensor]
 """Running sums of one optimizer step: `loss`, `tokens` and one per loss term."""
+
+
+class TrainingRows(Protocol):
+    """The rows that are trained on, a KD cache or a text, in the order that `qat_lora.data.shuffle` computes."""
+
+    def batches(
+        self, start_step: int, steps: int, batch_rows: int, accumulation: int, seed: int, replica: int, replicas: int
+    ) -> Iterator[Batch]:
+        """Yield this replica's micro-batches, `accumulation` for each of `steps` steps."""
+
+
+class PreparedObjective(NamedTuple):
+    """An objective and what its terms need from outside a batch."""
+
+    objective: ObjectiveConfig
+    teacher_lm_head: LMHead | None = None
+    """The teacher's output head on the device, for estimator `full`."""
+    anchor: Batch | None = None
+    """The student's outputs before step 1 (`anchor.remember`), for the term `anchor`."""
 
 
 def micro_batch(

@@ -1,9 +1,9 @@
-"""Where numbers go beside the run's own files: TensorBoard and Weights & Biases, on request.
+"""Views of a run's metrics elsewhere, on request: TensorBoard and Weights & Biases.
 
-`metrics.jsonl` is the record; these are views of it, written by the main process from values that are on the host
-anyway. A resumed run goes on in the same place: TensorBoard is told from which step on to forget, Weights & Biases
-finds the run by an id that is kept in the run's folder. Both choose their files' names themselves, so these go on the
-run's list when they have appeared: a run that is killed in between leaves them as files that are not its own.
+`metrics.jsonl` is the record; trackers get the same numbers from the main process once they are on the host. A resumed
+run continues in the same place: TensorBoard is told from which step on to forget, Weights & Biases finds the run by an
+id in the run's folder. Both name their files themselves, so the run's list of files gets them only after they appear; a
+kill in between leaves files that are not listed.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from qat_lora.files.folders import appeared, tree, write_text
 
 
 class Tracker(Protocol):
-    """A place that numbers are sent to."""
+    """Receives the numbers of a run."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the numbers of an optimizer step."""
+        """Send the numbers of an optimizer step."""
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send what is left and close."""
 
 
 class TensorBoard:
-    """Event files under `tensorboard/` in the run's folder; see them with `tensorboard --logdir`."""
+    """Event files under `tensorboard/` in the run's folder; view them with `tensorboard --logdir`."""
 
     def __init__(self, out: Path, start_step: int, settings: Mapping[str, Any]) -> None:
         require("tensorboard", "log")
@@ -72,7 +72,7 @@ class WeightsAndBiases:
         self._own = [folder for folder in self._folder.glob(f"*-{self._run.id}") if folder.is_dir()]
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Send the numbers; steps that the service has already are ignored by it."""
+        """Send the numbers; the service ignores steps that it has already."""
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
@@ -86,20 +86,12 @@ TRACKERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiase
 
 
 def check_trackers(names: tuple[str, ...]) -> None:
-    """Refuse a tracker that does not exist.
-
-    Raises:
-        ConfigError: names what is allowed.
-    """
+    """Raise ConfigError for a tracker that does not exist."""
     for name in names:
         if name not in TRACKERS:
             raise ConfigError(f"log_to: {name!r} is unknown; allowed: {', '.join(TRACKERS)}")
 
 
 def open_trackers(names: tuple[str, ...], out: Path, start_step: int, settings: Mapping[str, Any]) -> list[Tracker]:
-    """Open trackers by name for a run that goes on after `start_step`.
-
-    Raises:
-        MissingExtraError: its package is not installed.
-    """
+    """Open trackers by name for a run that goes on after `start_step`; MissingExtraError without their packages."""
     return [TRACKERS[name](out, start_step, settings) for name in names]

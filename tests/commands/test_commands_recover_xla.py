@@ -46,11 +46,12 @@ def counted_launch(self, main):
     def run():
         global runtime
         runtime = self
-        app, loop = importlib.import_module("qat_lora.commands.recover"), importlib.import_module("qat_lora.train.loop")
+        app = importlib.import_module("qat_lora.commands.recover")
+        callbacks = importlib.import_module("qat_lora.train.callbacks")
         make = app.evaluation
         app.evaluation = lambda *args: counted("evaluate", make(*args))
         app._export_student = counted("export", app._export_student)
-        loop.save_checkpoint = counted("save", loop.save_checkpoint)
+        callbacks.save_checkpoint = counted("save", callbacks.save_checkpoint)
         return main()
     return launch(self, run)
 

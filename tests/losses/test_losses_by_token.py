@@ -5,9 +5,9 @@ import pytest
 import torch
 from losses_oracle import dense_ghost, make_teacher
 
-from qat_lora.losses.fused.by_token import project, walk_positions
-from qat_lora.losses.fused.gradients import Task, group_terms
-from qat_lora.losses.loss_terms import DenseTerm, HeadTerm, label_term
+from qat_lora.losses.estimators import DenseTerm, TopKTerm, label_term
+from qat_lora.losses.fused.by_token import walk_positions
+from qat_lora.losses.fused.gradients import Task, Wanted, group_terms, lm_head_logits
 from qat_lora.types import LMHead
 
 COUNT, VOCAB, WIDTH = 7, 41, 5
@@ -16,9 +16,7 @@ COUNT, VOCAB, WIDTH = 7, 41, 5
 def task(terms, hidden, weight, want):
     scales = [term.weight * term.temperature**2 for term in terms]
     everywhere = torch.ones(COUNT, dtype=torch.bool)
-    return Task(
-        hidden, weight, None, 1.0, None, group_terms(terms), scales, everywhere, hidden.dtype, want, want, False
-    )
+    return Task(hidden, LMHead(weight, VOCAB), group_terms(terms), scales, everywhere, Wanted(want, want))
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 50])
@@ -27,7 +25,7 @@ def test_sums_and_gradients_of_all_groups_add_up(chunk):
     _, teacher = make_teacher(rng, COUNT, VOCAB, 4, 2.0)
     hidden, other = (torch.tensor(rng.normal(size=(COUNT, WIDTH))) for _ in range(2))
     weight, labels = torch.tensor(rng.normal(size=(VOCAB, WIDTH))), torch.tensor(rng.integers(0, VOCAB, COUNT))
-    terms = [HeadTerm(teacher, weight=0.5), label_term(labels, 0.2), DenseTerm(other, LMHead(weight, VOCAB), 0.3)]
+    terms = [TopKTerm(teacher, weight=0.5), label_term(labels, 0.2), DenseTerm(other, LMHead(weight, VOCAB), 0.3)]
     walked = walk_positions(task(terms, hidden, weight, True), chunk)
     leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
     logits = leaves[0] @ leaves[1].T
@@ -47,9 +45,10 @@ def test_sums_and_gradients_of_all_groups_add_up(chunk):
 
 def test_projection_has_its_slope_only_where_it_is_wanted():
     hidden, weight = torch.randn(3, WIDTH), torch.randn(VOCAB, WIDTH)
-    plain, none = project(hidden, weight, None, 1.0, None, torch.float32, True)
+    plain, none = lm_head_logits(hidden, LMHead(weight, VOCAB), torch.float32, True)
     torch.testing.assert_close(plain, hidden @ weight.T)
-    capped, slope = project(hidden, weight, None, 0.5, 2.0, torch.float32, True)
+    head = LMHead(weight, VOCAB, None, 0.5, 2.0)
+    capped, slope = lm_head_logits(hidden, head, torch.float32, True)
     torch.testing.assert_close(capped, 2 * torch.tanh(plain / 4))
     torch.testing.assert_close(slope, 1 - torch.tanh(plain / 4) ** 2)
-    assert none is None is project(hidden, weight, None, 0.5, 2.0, torch.float32, False)[1]
+    assert none is None is lm_head_logits(hidden, head, torch.float32)[1]

@@ -5,32 +5,26 @@ import pytest
 import torch
 from losses_oracle import dense_ghost, dense_head, make_teacher
 
-from qat_lora.losses.fused import by_vocab as sweep
-from qat_lora.losses.fused.gradients import Task, group_terms
+from qat_lora.losses.estimators import PointTerm, TopKTerm, label_term
+from qat_lora.losses.fused import by_vocab
+from qat_lora.losses.fused.gradients import Task, Wanted, group_terms, real_vocabulary
 from qat_lora.losses.fused.op import fused_linear_kd
-from qat_lora.losses.loss_terms import HeadTerm, PointTerm, label_term
 from qat_lora.types import LMHead, SparseTeacher
 
 COUNT, VOCAB, WIDTH = 7, 41, 5
 
 
 def swept(hidden, head, terms, mask, block_vocab, want=True, want_head=False):
-    """Run the sweep alone; one group, scales as the fused pass makes them."""
+    """Run this walk alone; one group, scales as the fused pass makes them."""
     task = Task(
         hidden.masked_fill(~mask[:, None], 0),
-        head.weight_VH[: head.vocab_size],
-        head.bias_V,
-        head.logit_scale,
-        head.softcap,
+        real_vocabulary(head, hidden.dtype, hidden.dtype),
         group_terms(terms),
         [term.weight * term.temperature**2 for term in terms],
         mask,
-        hidden.dtype,
-        want,
-        want_head,
-        want_head and head.bias_V is not None,
+        Wanted(want, want_head, want_head and head.bias_V is not None),
     )
-    return sweep.walk_vocabulary(task, block_vocab)
+    return by_vocab.walk_vocabulary(task, block_vocab)
 
 
 def problem(k=4, temperature=1.0, growth=0.0, seed=0):
@@ -50,13 +44,13 @@ def problem(k=4, temperature=1.0, growth=0.0, seed=0):
 )
 @pytest.mark.parametrize("want_head", [False, True])
 def test_every_block_size_equals_dense_autograd(block_vocab, growth, temperature, scale, cap, want_head, monkeypatch):
-    monkeypatch.setattr(sweep, "PIECE_BYTES", 2 * 8 * min(block_vocab, VOCAB))  # two positions a piece
+    monkeypatch.setattr(by_vocab, "PIECE_BYTES", 2 * 8 * min(block_vocab, VOCAB))  # two positions a piece
     hidden, weight, teacher, labels = problem(temperature=temperature, growth=growth)
     bias = torch.linspace(-1, 1, VOCAB, dtype=torch.float64)
     draws = PointTerm(
         torch.stack([labels, teacher.ids_NK[:, 0]], 1), torch.full((COUNT, 2), 0.3), temperature=temperature
     )
-    terms = [HeadTerm(teacher, weight=0.7), draws]
+    terms = [TopKTerm(teacher, weight=0.7), draws]
     everywhere = torch.ones(COUNT, dtype=torch.bool)
     head = LMHead(weight, VOCAB, bias, scale, cap)
     got = swept(hidden, head, terms, everywhere, block_vocab, want_head=want_head)
@@ -80,7 +74,7 @@ def test_a_head_that_fills_blocks_or_the_vocabulary_leaves_no_nan(block_vocab):
     for k in (VOCAB - 1, VOCAB):
         hidden, weight, teacher, _ = problem(k=k)
         head, everywhere = LMHead(weight, VOCAB), torch.ones(COUNT, dtype=torch.bool)
-        got = swept(hidden, head, [HeadTerm(teacher)], everywhere, block_vocab)
+        got = swept(hidden, head, [TopKTerm(teacher)], everywhere, block_vocab)
         leaf = hidden.clone().requires_grad_()
         if k == VOCAB:  # the plain KL over the vocabulary
             log_p = (leaf @ weight.T).log_softmax(-1).gather(1, teacher.ids_NK)
@@ -100,8 +94,8 @@ def test_masked_positions_get_nothing_whatever_their_targets_hold():
         teacher.log_tail_N.masked_fill(~mask, float("nan")),
     )
     head = LMHead(weight, VOCAB)
-    got = swept(hidden, head, [HeadTerm(spoiled)], mask, 10, want_head=True)
-    expected = swept(hidden, head, [HeadTerm(teacher)], mask, 10, want_head=True)
+    got = swept(hidden, head, [TopKTerm(spoiled)], mask, 10, want_head=True)
+    expected = swept(hidden, head, [TopKTerm(teacher)], mask, 10, want_head=True)
     assert (got.hidden_NH[~mask] == 0).all()
     torch.testing.assert_close(got.hidden_NH, expected.hidden_NH, rtol=0, atol=0)
     torch.testing.assert_close(got.weight_VH, expected.weight_VH, rtol=0, atol=0)
@@ -115,7 +109,7 @@ def test_the_two_walks_agree_also_on_a_padded_head(train_head):
     for walk in ("positions", "vocabulary"):
         leaf = hidden.clone().requires_grad_()
         head = LMHead(weight.clone().requires_grad_(train_head), VOCAB)
-        terms = [HeadTerm(teacher), label_term(labels)]
+        terms = [TopKTerm(teacher), label_term(labels)]
         fused_linear_kd(leaf, head, terms, chunk_tokens=2, walk=walk).loss_sum.backward()
         assert (head.weight_VH.grad is not None) == train_head
         gradients.append([leaf.grad, head.weight_VH.grad])
@@ -128,7 +122,7 @@ def test_the_two_walks_agree_also_on_a_padded_head(train_head):
 def test_a_gradient_that_nobody_wants_is_not_made():
     hidden, weight, teacher, _ = problem()
     everywhere = torch.ones(COUNT, dtype=torch.bool)
-    got = swept(hidden, LMHead(weight, VOCAB), [HeadTerm(teacher)], everywhere, 10, want=False)
+    got = swept(hidden, LMHead(weight, VOCAB), [TopKTerm(teacher)], everywhere, 10, want=False)
     assert got[1:] == (None, None, None)
     assert got.sums[0].item() == pytest.approx(dense_ghost(hidden @ weight.T, teacher).sum().item(), rel=1e-11)
 
@@ -136,9 +130,9 @@ def test_a_gradient_that_nobody_wants_is_not_made():
 def test_terms_of_one_head_and_temperature_share_a_softmax():
     _, _, teacher, labels = problem()
     soft = problem(temperature=2.0)[2]
-    terms = [HeadTerm(teacher), HeadTerm(teacher, name="again"), HeadTerm(soft), label_term(labels)]
+    terms = [TopKTerm(teacher), TopKTerm(teacher, name="again"), TopKTerm(soft), label_term(labels)]
     groups = group_terms(terms)
-    assert [[index for index, _ in group.heads] for group in groups] == [[0, 1], [2]]
+    assert [[index for index, _ in group.topk] for group in groups] == [[0, 1], [2]]
     assert [[index for index, _ in group.points] for group in groups] == [[3], []]
-    assert not sweep.sweepable(groups)
-    assert sweep.sweepable(group_terms([HeadTerm(teacher), label_term(labels)]))
+    assert not by_vocab.one_softmax(groups)
+    assert by_vocab.one_softmax(group_terms([TopKTerm(teacher), label_term(labels)]))

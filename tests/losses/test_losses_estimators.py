@@ -7,10 +7,9 @@ import pytest
 import torch
 from losses_oracle import identity_head, make_teacher, numpy_loss
 
-from qat_lora.losses.estimators import ESTIMATORS
+from qat_lora.losses.estimators import ESTIMATORS, PointTerm, TopKTerm, hybrid_terms, label_term, sampled_term
 from qat_lora.losses.fused.op import fused_linear_kd
-from qat_lora.losses.loss_terms import HeadTerm, PointTerm, hybrid_terms, label_term, sampled_term
-from qat_lora.losses.teacher import sparse_teacher_from_logits
+from qat_lora.losses.kd_terms import sparse_teacher_from_logits
 from qat_lora.types import LMHead, SparseTeacher
 
 SHAPES = [(1, 31, 1), (3, 31, 7), (127, 31, 30), (3, 1009, 64), (2, 31, 31), (1, 1009, 1009), (2, 8192, 64)]
@@ -31,7 +30,7 @@ def test_value_is_the_definition(name, shape, temperature):
     rng = np.random.default_rng(count + vocab + k)
     teacher_logits, teacher = make_teacher(rng, count, vocab, k, temperature)
     student = teacher_logits + rng.normal(size=(count, vocab))
-    loss, _ = loss_and_gradient(student, [HeadTerm(teacher, ESTIMATORS[name])])
+    loss, _ = loss_and_gradient(student, [TopKTerm(teacher, ESTIMATORS[name])])
     pairs = zip(student, teacher_logits, strict=True)
     expected = math.fsum(numpy_loss(name, s, t, k, temperature) for s, t in pairs) * temperature**2
     assert loss.item() == pytest.approx(expected, rel=1e-11, abs=1e-12)
@@ -43,7 +42,7 @@ def test_whole_vocabulary_is_the_dense_kl(name, vocab):
     rng = np.random.default_rng(1)
     teacher_logits, teacher = make_teacher(rng, 3, vocab, vocab)
     student = torch.tensor(teacher_logits + rng.normal(size=(3, vocab)))
-    loss, gradient = loss_and_gradient(student, [HeadTerm(teacher, ESTIMATORS[name])])
+    loss, gradient = loss_and_gradient(student, [TopKTerm(teacher, ESTIMATORS[name])])
     student.requires_grad_()
     log_p, log_t = student.log_softmax(-1), torch.tensor(teacher_logits).log_softmax(-1)
     first, second = (log_t, log_p) if name == "ghost" else (log_p, log_t)
@@ -56,7 +55,7 @@ def test_ghost_gradient_is_p_minus_t_on_the_head_and_the_loss_a_lower_bound():
     rng = np.random.default_rng(2)
     teacher_logits, teacher = make_teacher(rng, 40, 101, 9)
     student = torch.tensor(teacher_logits + 2 * rng.normal(size=(40, 101)))
-    loss, gradient = loss_and_gradient(student, [HeadTerm(teacher)])
+    loss, gradient = loss_and_gradient(student, [TopKTerm(teacher)])
     p = student.softmax(-1)
     torch.testing.assert_close(
         gradient.gather(1, teacher.ids_NK),
@@ -89,7 +88,7 @@ def test_gradcheck(kind, temperature):
     elif kind == "ce":
         terms = [label_term(ids[:, 0], 0.7)]
     else:
-        terms = [HeadTerm(teacher, ESTIMATORS[kind], 0.7)]
+        terms = [TopKTerm(teacher, ESTIMATORS[kind], 0.7)]
     student = torch.tensor(teacher_logits + rng.normal(size=(3, 13)), requires_grad=True)
     assert torch.autograd.gradcheck(
         lambda z: fused_linear_kd(z, identity_head(13), terms, chunk_tokens=2).loss_sum, student
@@ -102,7 +101,7 @@ def test_gradient_is_exact_for_a_teacher_that_does_not_add_up_to_one(name):
     teacher_logits, teacher = make_teacher(rng, 3, 13, 4)
     rounded = teacher._replace(log_probs_NK=teacher.log_probs_NK + 0.05)
     student = torch.tensor(teacher_logits + rng.normal(size=(3, 13)), requires_grad=True)
-    terms = [HeadTerm(rounded, ESTIMATORS[name])]
+    terms = [TopKTerm(rounded, ESTIMATORS[name])]
     assert torch.autograd.gradcheck(lambda z: fused_linear_kd(z, identity_head(13), terms).loss_sum, student)
 
 
@@ -112,11 +111,11 @@ def test_point_terms_are_the_dense_cross_entropy_with_repeats_and_beside_a_head(
     student = torch.tensor(teacher_logits + rng.normal(size=(4, 31)))
     ids = teacher.ids_NK[:, [0, 0, 3]]
     weights = torch.tensor(rng.random((4, 3)))
-    terms = [HeadTerm(teacher), label_term(teacher.ids_NK[:, 1], 0.5), PointTerm(ids, weights, 2.0, "draws")]
+    terms = [TopKTerm(teacher), label_term(teacher.ids_NK[:, 1], 0.5), PointTerm(ids, weights, 2.0, "draws")]
     loss, gradient = loss_and_gradient(student, terms)
     student.requires_grad_()
     log_p = student.log_softmax(-1)
-    alone, ghost_gradient = loss_and_gradient(student.detach(), [HeadTerm(teacher)])
+    alone, ghost_gradient = loss_and_gradient(student.detach(), [TopKTerm(teacher)])
     dense = -0.5 * log_p.gather(1, teacher.ids_NK[:, 1:2]).sum() - 2 * (weights * log_p.gather(1, ids)).sum()
     assert (loss - alone).item() == pytest.approx(dense.item(), rel=1e-12)
     torch.testing.assert_close(gradient - ghost_gradient, torch.autograd.grad(dense, student)[0], rtol=0, atol=1e-13)
@@ -150,7 +149,7 @@ def test_hybrid_and_sampled_are_unbiased_and_ghost_is_not():
     # 31 coordinates at once: the largest of 31 standard normals exceeds 3 by chance in 8% of seeds
     assert worst_deviation(hybrid) < 3
     assert worst_deviation([sampled_term(drawn, torch.ones(drawn.shape))]) < 3
-    assert worst_deviation([HeadTerm(wide)]) > 100  # positive control
+    assert worst_deviation([TopKTerm(wide)]) > 100  # positive control
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -166,7 +165,7 @@ def test_tail_mass_stays_accurate_as_the_head_takes_everything(dtype):
         # a teacher with half its mass in the tail: loss = Σ t log t - Σ t log p + m (log m - log(1-b))
         ids = torch.arange(k).expand(2, k)
         teacher = SparseTeacher(ids, torch.full((2, k), math.log(0.5 / k)), torch.full((2,), math.log(0.5)))
-        loss, gradient = loss_and_gradient(student, [HeadTerm(teacher)])
+        loss, gradient = loss_and_gradient(student, [TopKTerm(teacher)])
         log_p = exact[:, :k] - np.logaddexp.reduce(exact, axis=1)[:, None]
         expected = 0.5 * (math.log(0.5 / k) * 2 - 2 * log_p.mean(1).mean()) + (math.log(0.5) * 2 - tail.sum()) * 0.5
         assert loss.item() == pytest.approx(expected, rel=1e-5)
@@ -184,7 +183,7 @@ def test_tail_mass_of_1e_12_in_float32_has_three_digits():
     assert 1e-12 < true < 1e-11
     ids = torch.arange(k)[None]
     only_tail = SparseTeacher(ids, torch.full((1, k), -math.inf), torch.zeros(1))  # loss = -log(1 - b)
-    loss, _ = loss_and_gradient(student, [HeadTerm(only_tail)])
+    loss, _ = loss_and_gradient(student, [TopKTerm(only_tail)])
     assert math.exp(-loss.item()) == pytest.approx(true, rel=1e-3)
     naive = 1 - student.softmax(-1)[:, :k].sum()
     assert abs(naive.item() - true) > 0.1 * true  # positive control
@@ -197,7 +196,7 @@ def test_extreme_logits_stay_finite(name):
     student[3, :15] = -1e4
     rng = np.random.default_rng(8)
     _, teacher = make_teacher(rng, 4, 31, 4)
-    loss, gradient = loss_and_gradient(student, [HeadTerm(teacher, ESTIMATORS[name])])
+    loss, gradient = loss_and_gradient(student, [TopKTerm(teacher, ESTIMATORS[name])])
     assert torch.isfinite(loss)
     assert torch.isfinite(gradient).all()
 
@@ -212,9 +211,9 @@ def test_minus_infinity_outside_the_head_counts_as_no_token():
     bias[31:] = -math.inf
     hidden = padded.masked_fill(padded == -math.inf, 0).requires_grad_()
     head = LMHead(torch.eye(37, dtype=torch.float64), 37, bias)
-    result = fused_linear_kd(hidden, head, [HeadTerm(teacher)])
+    result = fused_linear_kd(hidden, head, [TopKTerm(teacher)])
     (gradient,) = torch.autograd.grad(result.loss_sum, hidden)
-    loss, expected = loss_and_gradient(student, [HeadTerm(teacher)])
+    loss, expected = loss_and_gradient(student, [TopKTerm(teacher)])
     assert result.loss_sum.item() == pytest.approx(loss.item(), rel=1e-12)
     torch.testing.assert_close(gradient[:, :31], expected, rtol=0, atol=1e-14)
     assert (gradient[:, 31:] == 0).all()
@@ -234,7 +233,7 @@ def test_sparse_teacher_from_logits(k, temperature):
 
 def test_anchor_of_an_unchanged_student_is_zero():
     logits = torch.randn(6, 57, generator=torch.Generator().manual_seed(0))
-    loss, gradient = loss_and_gradient(logits, [HeadTerm(sparse_teacher_from_logits(logits, 8), name="anchor")])
+    loss, gradient = loss_and_gradient(logits, [TopKTerm(sparse_teacher_from_logits(logits, 8), name="anchor")])
     assert abs(loss.item()) < 1e-5
     assert gradient.abs().max() < 1e-6
 

@@ -10,10 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from qat_lora.losses.estimators import renorm
+from qat_lora.losses.estimators import DenseTerm, TopKTerm, label_term, renorm, sampled_term
 from qat_lora.losses.fused.op import fused_linear_kd
-from qat_lora.losses.loss_terms import DenseTerm, HeadTerm, label_term, sampled_term
-from qat_lora.losses.teacher import sparse_teacher_from_logits
+from qat_lora.losses.kd_terms import sparse_teacher_from_logits
 from qat_lora.types import LMHead, SparseTeacher
 
 
@@ -43,7 +42,7 @@ def test_equals_dense_autograd(scale, cap, with_bias, temperature, padding, walk
     for leaf in leaves:
         leaf.requires_grad_()
     head = LMHead(weight, 31, bias if with_bias else None, scale, cap)
-    terms = [HeadTerm(teacher, weight=0.8), label_term(labels, 0.3)]
+    terms = [TopKTerm(teacher, weight=0.8), label_term(labels, 0.3)]
     if temperature != 1:  # one softmax, so that the vocabulary is walked
         terms[1] = sampled_term(labels[:, None], torch.ones(9, 1), 0.3, temperature, "ce")
     result = fused_linear_kd(hidden, head, terms, chunk_tokens=4, walk=walk)
@@ -66,7 +65,7 @@ def test_equals_dense_autograd(scale, cap, with_bias, temperature, padding, walk
 def test_odd_shapes_equal_dense_autograd(count, vocab, k):
     hidden, weight, _, teacher, _ = problem(count, vocab, k=k)
     hidden.requires_grad_()
-    result = fused_linear_kd(hidden, LMHead(weight, vocab), [HeadTerm(teacher, renorm)], chunk_tokens=50)
+    result = fused_linear_kd(hidden, LMHead(weight, vocab), [TopKTerm(teacher, renorm)], chunk_tokens=50)
     log_p = (hidden @ weight.T).gather(1, teacher.ids_NK).log_softmax(-1)
     log_t = teacher.log_probs_NK.log_softmax(-1)
     dense = (log_t.exp() * (log_t - log_p)).sum()
@@ -94,7 +93,7 @@ def test_full_kl_equals_dense_autograd_beside_labels_and_another_head(count, voc
     leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
     term, teacher_logits = dense_term(count, vocab, 2, temperature, 0.8)
     points = sampled_term(labels[:, None], torch.ones(count, 1), 0.2, temperature, "same")
-    terms = [term, label_term(labels, 0.3), points, HeadTerm(anchor, weight=0.1, name="anchor")]
+    terms = [term, label_term(labels, 0.3), points, TopKTerm(anchor, weight=0.1, name="anchor")]
     result = fused_linear_kd(hidden, LMHead(weight, vocab, bias, 0.5, 3.0), terms, chunk_tokens=chunk, walk=walk)
     logits = dense_head(hidden, weight, vocab, bias, 0.5, 3.0)
     log_p, log_t = (x.div(temperature).log_softmax(-1) for x in (logits, teacher_logits))
@@ -113,14 +112,14 @@ def test_full_kl_gradcheck_and_no_gradient_for_the_teacher():
     hidden, weight, _, _, _ = problem(3, 13, 4)
     term, _ = dense_term(3, 13, temperature=1.3)
     term.hidden_NH.requires_grad_()
-    term.head.weight_VH.requires_grad_()
+    term.lm_head.weight_VH.requires_grad_()
 
     def loss(h, w):
         return fused_linear_kd(h, LMHead(w, 13), [term], chunk_tokens=2).loss_sum
 
     assert torch.autograd.gradcheck(loss, (hidden.requires_grad_(), weight.requires_grad_()))
     loss(hidden, weight).backward()
-    assert term.hidden_NH.grad is None is term.head.weight_VH.grad
+    assert term.hidden_NH.grad is None is term.lm_head.weight_VH.grad
 
 
 def test_full_kl_of_one_and_the_same_model_is_zero_and_extreme_logits_stay_finite():
@@ -168,7 +167,7 @@ def test_full_kl_holds_a_chunk_of_each_sides_logits_and_splits_like_any_term():
     assert not watch.operators & READS
     gradient, hidden.grad = hidden.grad, None
     parts = [
-        fused_linear_kd(hidden[rows], LMHead(weight, 1009), [DenseTerm(term.hidden_NH[rows], term.head)], mask[rows])
+        fused_linear_kd(hidden[rows], LMHead(weight, 1009), [DenseTerm(term.hidden_NH[rows], term.lm_head)], mask[rows])
         for rows in (slice(0, 13), slice(13, 40))
     ]
     (parts[0].loss_sum + parts[1].loss_sum).backward()
@@ -182,7 +181,7 @@ def test_two_temperatures_and_two_heads_in_one_call():
     hidden, weight, _, soft, labels = problem(temperature=2.0)
     other = problem(k=3, seed=1)[3]
     hidden.requires_grad_()
-    terms = [HeadTerm(soft, name="kd"), HeadTerm(other, name="anchor", weight=0.5), label_term(labels, 0.1)]
+    terms = [TopKTerm(soft, name="kd"), TopKTerm(other, name="anchor", weight=0.5), label_term(labels, 0.1)]
     result = fused_linear_kd(hidden, LMHead(weight, 31), terms, chunk_tokens=2)
     logits = hidden @ weight.T
     dense = (
@@ -205,10 +204,10 @@ def test_ragged_mask_equals_leaving_the_positions_out_whatever_they_hold():
     bad_labels = labels.masked_fill(~mask, -100)
     weight.requires_grad_()
     head = LMHead(weight, 31)
-    result = fused_linear_kd(dirty, head, [HeadTerm(spoiled), label_term(bad_labels)], mask, chunk_tokens=4)
+    result = fused_linear_kd(dirty, head, [TopKTerm(spoiled), label_term(bad_labels)], mask, chunk_tokens=4)
     kept = SparseTeacher(*(x[mask] for x in teacher[:3]))
     clean = hidden[mask].clone().requires_grad_()
-    expected = fused_linear_kd(clean, head, [HeadTerm(kept), label_term(labels[mask])])
+    expected = fused_linear_kd(clean, head, [TopKTerm(kept), label_term(labels[mask])])
     assert result.loss_sum.item() == pytest.approx(expected.loss_sum.item(), rel=1e-13)
     assert result.token_count.item() == 5
     got, got_weight = torch.autograd.grad(result.loss_sum, [dirty, weight])
@@ -222,7 +221,7 @@ def test_nothing_counts_gives_exactly_zero():
     hidden, weight, _, teacher, labels = problem(dtype=torch.float32)
     hidden.requires_grad_()
     mask = torch.zeros(9, dtype=torch.bool)
-    result = fused_linear_kd(hidden, LMHead(weight, 31), [HeadTerm(teacher), label_term(labels)], mask)
+    result = fused_linear_kd(hidden, LMHead(weight, 31), [TopKTerm(teacher), label_term(labels)], mask)
     result.loss_sum.backward()
     assert result.loss_sum.item() == 0 == result.token_count.item()
     assert (hidden.grad == 0).all()
@@ -239,7 +238,7 @@ def test_any_split_of_a_batch_adds_up_to_the_same(parts, walk):
         piece = SparseTeacher(*(x[rows] for x in teacher[:3]))
         source = hidden[rows].clone().requires_grad_()
         result = fused_linear_kd(
-            source, LMHead(weight, 1009), [HeadTerm(piece), label_term(labels[rows])], mask[rows], walk=walk
+            source, LMHead(weight, 1009), [TopKTerm(piece), label_term(labels[rows])], mask[rows], walk=walk
         )
         result.loss_sum.backward()
         return result.loss_sum.detach(), result.token_count, source.grad
@@ -257,7 +256,7 @@ def test_any_split_of_a_batch_adds_up_to_the_same(parts, walk):
 def test_chunk_size_does_not_change_the_result():
     hidden, weight, _, teacher, _ = problem(count=127)
     losses = [
-        fused_linear_kd(hidden, LMHead(weight, 31), [HeadTerm(teacher)], chunk_tokens=c).loss_sum.item()
+        fused_linear_kd(hidden, LMHead(weight, 31), [TopKTerm(teacher)], chunk_tokens=c).loss_sum.item()
         for c in (1, 3, 64, 126, 127, 1000)
     ]
     np.testing.assert_allclose(losses, losses[0], rtol=1e-12)
@@ -289,7 +288,7 @@ def test_holds_no_logits_does_no_work_for_a_frozen_head_and_reads_nothing_back(t
     hidden.requires_grad_()
     weight.requires_grad_(train_head)
     mask = torch.arange(count) % 3 > 0
-    terms = [HeadTerm(teacher), label_term(labels, torch.tensor(0.2))]
+    terms = [TopKTerm(teacher), label_term(labels, torch.tensor(0.2))]
     with Watch() as watch, FlopCounterMode(display=False) as flops:
         result = fused_linear_kd(hidden, LMHead(weight, vocab, bias), terms, mask, chunk_tokens=5, walk=walk)
         result.loss_sum.backward()
@@ -307,7 +306,7 @@ def test_holds_no_logits_does_no_work_for_a_frozen_head_and_reads_nothing_back(t
 def test_without_gradients_only_the_projection_is_computed():
     hidden, weight, _, teacher, _ = problem(dtype=torch.float32)
     with FlopCounterMode(display=False) as flops:
-        result = fused_linear_kd(hidden, LMHead(weight, 31), [HeadTerm(teacher)])
+        result = fused_linear_kd(hidden, LMHead(weight, 31), [TopKTerm(teacher)])
     assert flops.get_total_flops() == 2 * 9 * 31 * 6
     assert not result.loss_sum.requires_grad
 
@@ -315,7 +314,7 @@ def test_without_gradients_only_the_projection_is_computed():
 def test_default_chunk_keeps_logits_below_the_limit():
     hidden, weight, _, teacher, _ = problem(count=40, vocab=1009, dtype=torch.float32)
     with Watch() as watch:
-        fused_linear_kd(hidden, LMHead(weight, 1009), [HeadTerm(teacher)], chunk_bytes=4 * 1009 * 7)
+        fused_linear_kd(hidden, LMHead(weight, 1009), [TopKTerm(teacher)], chunk_bytes=4 * 1009 * 7)
     assert watch.largest <= 7 * 1009
 
 
@@ -325,7 +324,7 @@ def test_inside_activation_checkpointing(reentrant):
     first = torch.randn(6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
 
     def block(x):
-        return fused_linear_kd(torch.tanh(x @ first), LMHead(weight, 31), [HeadTerm(teacher)]).loss_sum
+        return fused_linear_kd(torch.tanh(x @ first), LMHead(weight, 31), [TopKTerm(teacher)]).loss_sum
 
     hidden.requires_grad_()
     plain = torch.autograd.grad(block(hidden), [hidden, first])
@@ -338,7 +337,7 @@ def test_inside_activation_checkpointing(reentrant):
 def test_bfloat16_is_near_float64_and_sums_in_float32():
     hidden, weight, _, teacher, _ = problem(count=40, vocab=1009, width=32, dtype=torch.float32)
     hidden, weight = hidden.bfloat16().requires_grad_(), (weight * 0.3).bfloat16()
-    result = fused_linear_kd(hidden, LMHead(weight, 1009), [HeadTerm(teacher)])
+    result = fused_linear_kd(hidden, LMHead(weight, 1009), [TopKTerm(teacher)])
     result.loss_sum.backward()
     exact = hidden.detach().double().requires_grad_()
     dense = dense_ghost(exact @ weight.double().T, teacher).sum()
@@ -354,7 +353,7 @@ def test_trained_bfloat16_head_gets_its_gradient_summed_in_float32():
     hidden, weight, bias, teacher, _ = problem(count=120, dtype=torch.float32)
     low = weight.bfloat16().requires_grad_()
     low_bias = bias.bfloat16().requires_grad_()
-    terms = [HeadTerm(teacher)]
+    terms = [TopKTerm(teacher)]
     fused_linear_kd(hidden.bfloat16(), LMHead(low, 31, low_bias), terms, chunk_tokens=1).loss_sum.backward()
     exact, exact_bias = low.detach().double().requires_grad_(), low_bias.detach().double().requires_grad_()
     dense_ghost(hidden.bfloat16().double() @ exact.T + exact_bias, teacher).sum().backward()
@@ -368,11 +367,11 @@ def test_under_autocast_projects_in_its_dtype_and_keeps_the_softmax_wide():
     weight = weight * 0.3
     hidden.requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        result = fused_linear_kd(hidden, LMHead(weight, 1009), [HeadTerm(teacher)])
+        result = fused_linear_kd(hidden, LMHead(weight, 1009), [TopKTerm(teacher)])
     result.loss_sum.backward()
     assert result.loss_sum.dtype == hidden.grad.dtype == torch.float32
     low = hidden.detach().bfloat16().requires_grad_()
-    expected = fused_linear_kd(low, LMHead(weight.bfloat16(), 1009), [HeadTerm(teacher)])
+    expected = fused_linear_kd(low, LMHead(weight.bfloat16(), 1009), [TopKTerm(teacher)])
     expected.loss_sum.backward()
     assert result.loss_sum.item() == expected.loss_sum.item()
     torch.testing.assert_close(hidden.grad, low.grad.float(), rtol=0, atol=0)
@@ -383,7 +382,7 @@ def test_weight_as_number_and_as_tensor_are_the_same():
     hidden.requires_grad_()
     head = LMHead(weight, 31)
     gradients = [
-        torch.autograd.grad(fused_linear_kd(hidden, head, [HeadTerm(teacher, weight=w)]).loss_sum, hidden)[0]
+        torch.autograd.grad(fused_linear_kd(hidden, head, [TopKTerm(teacher, weight=w)]).loss_sum, hidden)[0]
         for w in (0.3, torch.tensor(0.3, dtype=torch.float64))
     ]
     torch.testing.assert_close(*gradients, rtol=0, atol=0)
@@ -398,7 +397,7 @@ def test_descent_recovers_a_student_from_a_sparse_teacher():
     optimizer = torch.optim.Adam([student], lr=0.05)
     losses = []
     for _ in range(150):
-        result = fused_linear_kd(student, LMHead(weight, 57), [HeadTerm(teacher)])
+        result = fused_linear_kd(student, LMHead(weight, 57), [TopKTerm(teacher)])
         optimizer.zero_grad()
         result.loss_sum.backward()
         optimizer.step()
@@ -420,6 +419,6 @@ def test_descent_recovers_a_student_from_a_sparse_teacher():
 )
 def test_shapes_that_do_not_fit_are_refused(change, message):
     hidden, weight, _, teacher, _ = problem(dtype=torch.float32)
-    given = dict(hidden=hidden, terms=[HeadTerm(teacher)], mask=None, vocab=31) | change
+    given = dict(hidden=hidden, terms=[TopKTerm(teacher)], mask=None, vocab=31) | change
     with pytest.raises(ValueError, match=message):
         fused_linear_kd(given["hidden"], LMHead(weight, given["vocab"]), given["terms"], given["mask"])

@@ -10,9 +10,8 @@ from losses_oracle import numpy_loss
 
 from qat_lora.config import from_dict
 from qat_lora.errors import CacheError, ConfigError
-from qat_lora.losses.kd_terms import EstimatorName, choose_estimator
+from qat_lora.losses.kd_terms import EstimatorName, choose_estimator, sparse_teacher_from_batch
 from qat_lora.losses.objective import ObjectiveConfig, objective_loss
-from qat_lora.losses.teacher import sparse_teacher_from_batch
 from qat_lora.types import LMHead
 
 ROWS, LENGTH, VOCAB, K, WIDTH, DRAWS = 2, 6, 41, 5, 8, 7

@@ -54,18 +54,18 @@ def test_an_anchored_run_interrupted_is_the_same_run(made, monkeypatch):
     """The student before step 1 is remembered again from its start, not from the checkpoint."""
     anchored = dict(anchor_weight=0.5, anchor_samples=10)
     whole = call("recover", options(made, "whole", **anchored))
-    from qat_lora.train import loop
+    from qat_lora.train import callbacks
 
-    save, saved = loop.save_checkpoint, []
+    save, saved = callbacks.save_checkpoint, []
 
     def killed(*arguments):
         saved.append(save(*arguments))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(loop, "save_checkpoint", killed)
+    monkeypatch.setattr(callbacks, "save_checkpoint", killed)
     with pytest.raises(KeyboardInterrupt):
         call("recover", options(made, "parts", **anchored))
-    monkeypatch.setattr(loop, "save_checkpoint", save)
+    monkeypatch.setattr(callbacks, "save_checkpoint", save)
     parts = call("recover", options(made, "parts", **anchored))
     assert json.loads((parts / "result.json").read_text())["resumed_from"] == 4
     for name, tensor in load_file(whole / "last" / "adapter_model.safetensors").items():

@@ -24,7 +24,9 @@ from qat_lora.errors import CacheDamaged, InterruptedRunError
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.runtime.launch.select import ChipsConfig, select_runtime
 from qat_lora.runtime.launch.start import run_group
-from qat_lora.train.loop import LoopConfig, LoopHooks, train
+from qat_lora.train.callbacks import LoopHooks, RunSettings
+from qat_lora.train.loop import LoopConfig, train
+from qat_lora.train.step import PreparedObjective
 
 GLOBAL, ACCUMULATION, STEPS, POOL = 48, 2, 20, 200  # an epoch is not a whole number of steps: its last has empty rows
 
@@ -73,9 +75,9 @@ def replica(folder: Path, count: int, disturb, runtime) -> None:
 
     runtime.step_end = reported
     result = train(
-        toy.trainee(),
+        toy.train_state(),
         data,
-        ObjectiveConfig(ce_weight=0.3),
+        PreparedObjective(ObjectiveConfig(ce_weight=0.3)),
         OPTIM,
         LoopConfig(
             batch_size=GLOBAL // (ACCUMULATION * count),
@@ -86,17 +88,14 @@ def replica(folder: Path, count: int, disturb, runtime) -> None:
         ),
         LoopHooks(None, lambda name: None),
         runtime,
-        out=folder,
-        seed=5,
-        fingerprint={"rows": POOL},
-        quiet=True,
+        RunSettings(folder, 5, {"rows": POOL}, quiet=True),
     )
     note = {
         "processes": runtime.processes,
         "replicas": runtime.replicas,
         "from": result["resumed_from"],
         "gradients": gradients,
-        "weights": {name: p.detach().cpu().flatten().tolist() for name, p in toy.trainee().trained.items()},
+        "weights": {name: p.detach().cpu().flatten().tolist() for name, p in toy.train_state().trained.items()},
         "seen": data.seen,
         "reports": reports,
     }

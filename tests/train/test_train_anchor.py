@@ -14,8 +14,9 @@ from qat_lora.files.folders import whole_folder
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.runtime.launch.select import select_runtime
 from qat_lora.train.anchor import anchor_batches, anchor_micro_batch, remember
-from qat_lora.train.loop import LoopHooks, train
-from qat_lora.train.step import micro_batch
+from qat_lora.train.callbacks import LoopHooks, RunSettings
+from qat_lora.train.loop import train
+from qat_lora.train.step import PreparedObjective, micro_batch
 
 OBJECTIVE = ObjectiveConfig(anchor_weight=0.5, anchor_samples=5)
 
@@ -136,9 +137,9 @@ def run(out, stop_after=None, **objective):
 
     hooks = LoopHooks(None, export)
     config_loop = replace(LOOP, log_steps=1)
-    arguments = (toy.trainee(), ToyData(), config, OPTIM, config_loop, hooks, runtime)
-    call = dict(out=out, seed=5, fingerprint=SETTINGS, quiet=True, anchor=anchor)
-    runtime.launch(lambda: train(*arguments, **call))
+    prepared, settings = PreparedObjective(config, anchor=anchor), RunSettings(out, 5, SETTINGS, quiet=True)
+    arguments = (toy.train_state(), ToyData(), prepared, OPTIM, config_loop, hooks, runtime, settings)
+    runtime.launch(lambda: train(*arguments))
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return toy, [{k: v for k, v in line.items() if k != "tokens_per_s"} for line in lines]
 
@@ -149,8 +150,8 @@ def test_resume_is_the_same_run(tmp_path):
         run(tmp_path / "parts", stop_after=4)
     parts, again = run(tmp_path / "parts")
     assert again == metrics
-    for name, tensor in whole.trainee().trained.items():
-        assert torch.equal(tensor, parts.trainee().trained[name]), name
+    for name, tensor in whole.train_state().trained.items():
+        assert torch.equal(tensor, parts.train_state().trained[name]), name
     assert metrics[0]["loss_anchor"] < metrics[-1]["loss_anchor"]
     for line in metrics:
         assert line["loss"] == pytest.approx(line["loss_kd"] + 0.5 * line["loss_anchor"], rel=1e-5)

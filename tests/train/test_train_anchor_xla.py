@@ -18,9 +18,11 @@ import torch
 from train_toys import LOOP, OPTIM, SETTINGS, Toy, ToyData
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.runtime.launch.select import select_runtime
-from qat_lora.train.anchor import remember
 from qat_lora.files.folders import whole_folder
-from qat_lora.train.loop import LoopHooks, train
+from qat_lora.train.anchor import remember
+from qat_lora.train.callbacks import LoopHooks, RunSettings
+from qat_lora.train.loop import train
+from qat_lora.train.step import PreparedObjective
 
 device, weight, out = sys.argv[1], float(sys.argv[2]), Path(sys.argv[3])
 runtime, counts = select_runtime(device), []
@@ -46,8 +48,9 @@ def main():
         toy.train()
     before = dict(runtime.compile_report())
     loop = replace(LOOP, save_steps=100)
-    arguments = (toy.trainee(), ToyData(), objective, OPTIM, loop, LoopHooks(None, export), runtime)
-    train(*arguments, out=out, seed=5, fingerprint=SETTINGS, quiet=True, anchor=anchor)
+    prepared = PreparedObjective(objective, anchor=anchor)
+    settings = RunSettings(out, 5, SETTINGS, quiet=True)
+    train(toy.train_state(), ToyData(), prepared, OPTIM, loop, LoopHooks(None, export), runtime, settings)
     return before
 
 out.mkdir()

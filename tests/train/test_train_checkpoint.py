@@ -14,7 +14,8 @@ from train_toys import SETTINGS
 from qat_lora.errors import ConfigError, DivergedError, ModelError
 from qat_lora.files.checksums import write_sums
 from qat_lora.files.folders import discard, settle, whole_folder
-from qat_lora.train import checkpoint as checkpoint_module
+from qat_lora.runtime.host import saving
+from qat_lora.runtime.launch.select import select_runtime
 from qat_lora.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from qat_lora.train.optim import OptimConfig, build_optimizer
 
@@ -36,7 +37,7 @@ def trained(value=0.0):
 def save(folder, step, keep=2, state=None):
     parameters, optimizer = trained(float(step))
     content = {"best_kl": 0.5, "fingerprint": SETTINGS, **(state or {})}
-    return save_checkpoint(folder, step, parameters, optimizer, content, keep)
+    return save_checkpoint(folder, step, parameters, optimizer, content, keep, select_runtime("cpu"))
 
 
 def load(path, settings=SETTINGS):
@@ -159,7 +160,7 @@ def test_nan_is_not_saved(tmp_path):
         before = tensor.clone()
         tensor.view(-1)[1] = float("nan")
         with pytest.raises(DivergedError, match=f"step 9: {name} is NaN or infinite in 1 of 6 places.*--overwrite"):
-            save_checkpoint(tmp_path, 9, parameters, optimizer, {"fingerprint": SETTINGS}, 2)
+            save_checkpoint(tmp_path, 9, parameters, optimizer, {"fingerprint": SETTINGS}, 2, select_runtime("cpu"))
         tensor.copy_(before)
     assert not list(tmp_path.iterdir())
 
@@ -250,7 +251,7 @@ def crashes(folder, action):
 
 @pytest.mark.parametrize("keep", [1, 2])
 def test_a_crash_at_any_point_leaves_a_whole_checkpoint_and_no_litter(tmp_path, monkeypatch, keep):
-    monkeypatch.setattr(checkpoint_module, "save_file", torn_save_file)
+    monkeypatch.setattr(saving, "save_file", torn_save_file)
     folder = tmp_path / "checkpoints"
     for step in (1, 2):
         save(folder, step, keep)

@@ -62,9 +62,9 @@ def test_the_whole_run(whole):
     assert metrics[0]["lr"] == pytest.approx(0.05 / 3) and metrics[2]["lr"] == pytest.approx(0.05)
     assert [line["step"] for line in lines(out / "evaluations.jsonl")] == [0, 3, 6, 9, 10]
     last = torch.load(out / "last" / "weights.pt", weights_only=True)
-    assert all(torch.equal(last[name], p) for name, p in toy.trainee().trained.items())
+    assert all(torch.equal(last[name], p) for name, p in toy.train_state().trained.items())
     start = torch.load(out / "start" / "weights.pt", weights_only=True)
-    assert all(torch.equal(start[name], p) for name, p in Toy().trainee().trained.items())
+    assert all(torch.equal(start[name], p) for name, p in Toy().train_state().trained.items())
 
 
 def test_best_is_the_export_with_the_lowest_evaluation(whole):
@@ -172,7 +172,7 @@ def test_stopped_in_an_evaluation_the_log_has_every_step(whole, tmp_path):
 
 
 def test_stopped_while_saving_the_next_step_still_leaves_a_checkpoint(whole, tmp_path, monkeypatch):
-    from qat_lora.train import loop
+    from qat_lora.train import callbacks
 
     saved = []
 
@@ -182,8 +182,8 @@ def test_stopped_while_saving_the_next_step_still_leaves_a_checkpoint(whole, tmp
             os.kill(os.getpid(), signal.SIGTERM)
         return real(folder, step, *rest)
 
-    real = loop.save_checkpoint
-    monkeypatch.setattr(loop, "save_checkpoint", save)
+    real = callbacks.save_checkpoint
+    monkeypatch.setattr(callbacks, "save_checkpoint", save)
     with pytest.raises(InterruptedRunError, match="after step 5"):
         run(tmp_path / "run", save_steps=4)
     assert saved == [4, 5]
@@ -237,7 +237,7 @@ def test_killed_after_the_last_checkpoint_the_exports_come_anyway(tmp_path, gone
     assert result["resumed_from"] == 10 and result["best_kl"] is None
     for name in ("best", "last"):
         weights = torch.load(out / name / "weights.pt", weights_only=True)
-        assert all(torch.equal(weights[k], p) for k, p in toy.trainee().trained.items())
+        assert all(torch.equal(weights[k], p) for k, p in toy.train_state().trained.items())
 
 
 def test_an_export_set_aside_by_a_kill_is_back_after_the_resume(whole, tmp_path):
@@ -380,7 +380,7 @@ def test_early_stop_ends_the_run_with_a_checkpoint_and_its_exports(tmp_path, pat
     assert [path.name for path in checkpoints(out / "checkpoints")] == [f"step-{stop:06d}"]
     assert [line["step"] for line in lines(out / "metrics.jsonl")] == list(range(1, stop + 1))
     last = torch.load(out / "last" / "weights.pt", weights_only=True)
-    assert all(torch.equal(last[name], p) for name, p in toy.trainee().trained.items())
+    assert all(torch.equal(last[name], p) for name, p in toy.train_state().trained.items())
     again, _ = run(out, **{**changed, "evaluate": lambda: 0.0})  # killed before it was marked complete
     assert again == {**result, "resumed_from": stop}
 
@@ -392,7 +392,7 @@ def test_early_stop_needs_evaluations(tmp_path):
 
 def test_a_checkpoint_is_due_after_some_minutes(tmp_path, monkeypatch):
     """Looked at every log interval, of two steps here, on a clock that a step takes a minute on."""
-    from qat_lora.train import loop
+    from qat_lora.train import callbacks, loop
 
     now, real = [0.0], loop.optimizer_step
 
@@ -401,7 +401,7 @@ def test_a_checkpoint_is_due_after_some_minutes(tmp_path, monkeypatch):
         return real(*args)
 
     monkeypatch.setattr(loop, "optimizer_step", step)
-    monkeypatch.setattr(loop.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(callbacks.time, "monotonic", lambda: now[0])
     changed = {"save_steps": 100, "keep_checkpoints": 100, "log_steps": 2}
     run(tmp_path / "run", save_minutes=2.5, **changed)
     assert [path.name[-2:] for path in checkpoints(tmp_path / "run" / "checkpoints")] == ["04", "08", "10"]
@@ -414,7 +414,7 @@ def test_autocast_reaches_every_micro_batch(tmp_path):
     toy.before_forward = lambda: seen.append((toy.training, torch.is_autocast_enabled("cpu")))
     run(tmp_path / "run", toy, autocast=True)
     assert [on for training, on in seen if training] == [True] * 20
-    assert all(value.dtype == torch.float32 for value in toy.trainee().trained.values())
+    assert all(value.dtype == torch.float32 for value in toy.train_state().trained.values())
 
 
 def test_an_evaluation_that_is_no_number_is_never_the_best(tmp_path):

@@ -1,6 +1,7 @@
 """The log's files and the picture of the training curve."""
 
 import json
+from contextlib import closing
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def write_steps(path, steps):
-    with MetricsLog(path, 10, steps[0] - 1, True, CPU) as log:
+    with closing(MetricsLog(path, 10, steps[0] - 1, True, CPU)) as log:
         names = ["loss", "tokens", "grad_norm"]
         log.write(steps, [0.1 * s for s in steps], names, [[1.0 / s, 100.0 + s, 2.0] for s in steps])
 
@@ -31,7 +32,7 @@ def test_one_json_object_a_step(tmp_path):
 def test_the_rate_leaves_pauses_out(tmp_path, monkeypatch):
     now = iter([100.0, 110.0, 112.0])
     monkeypatch.setattr("qat_lora.train.metrics.time.perf_counter", lambda: next(now))
-    with MetricsLog(tmp_path / "m.jsonl", 10, 0, True, CPU) as log:  # 100
+    with closing(MetricsLog(tmp_path / "m.jsonl", 10, 0, True, CPU)) as log:  # 100
         log.pause()  # 110
         log.write([1], [0.1], ["loss", "tokens"], [[1.0, 50.0]])  # 112
     assert read_metrics(tmp_path / "m.jsonl")[0]["tokens_per_s"] == 25.0

@@ -18,7 +18,7 @@ EIGHT = [0, 1, -1, 3, 4, 5, 6, 7]
 def step(numbers_of_micro_batches, clip=1e9, toy=None, optimizer=None):
     """Our step with plain gradient descent at rate 1, so that the weights show the gradient."""
     toy = toy or Toy()
-    parameters = list(toy.trainee().trained.values())
+    parameters = list(toy.train_state().trained.values())
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer = optimizer or torch.optim.SGD(parameters, lr=1.0)
@@ -54,14 +54,14 @@ def test_accumulation_equals_one_dense_batch(portions):
     size = 8 // portions
     toy, means = step([EIGHT[i * size : (i + 1) * size] for i in range(portions)])
     oracle, kd, ce, tokens = dense_oracle(EIGHT)
-    for name, parameter in toy.trainee().trained.items():
+    for name, parameter in toy.train_state().trained.items():
         wanted = oracle.get_parameter(name).detach() - oracle.get_parameter(name).grad
         assert (parameter.detach().double() - wanted).abs().max() < 1e-6, name
     assert means["tokens"].item() == tokens
     assert means["loss_kd"].item() == pytest.approx(kd, abs=1e-6)
     assert means["loss_ce"].item() == pytest.approx(ce, abs=1e-6)
     assert means["loss"].item() == pytest.approx(0.7 * kd + 0.3 * ce, abs=1e-6)
-    flat = torch.cat([oracle.get_parameter(n).grad.flatten() for n in toy.trainee().trained])
+    flat = torch.cat([oracle.get_parameter(n).grad.flatten() for n in toy.train_state().trained])
     assert means["grad_norm"].item() == pytest.approx(flat.norm().item(), rel=1e-6)
 
 
@@ -95,7 +95,7 @@ def test_clipping_bounds_the_norm_of_the_mean_gradient():
     norm = means["grad_norm"].item()
     clipped, clipped_means = step([EIGHT], clip=norm / 4)
     assert clipped_means["grad_norm"].item() == norm  # what is logged is the norm before clipping
-    for name, parameter in clipped.trainee().trained.items():
+    for name, parameter in clipped.train_state().trained.items():
         whole, part = free.get_parameter(name) - start.get_parameter(name), parameter - start.get_parameter(name)
         torch.testing.assert_close(part, whole / 4, rtol=1e-4, atol=1e-7)
     loose, _ = step([EIGHT], clip=norm * 1.01)
@@ -104,7 +104,7 @@ def test_clipping_bounds_the_norm_of_the_mean_gradient():
 
 def test_gradients_are_kept_zeroed_and_frozen_weights_untouched():
     toy, _ = step([EIGHT])
-    for parameter in toy.trainee().trained.values():
+    for parameter in toy.train_state().trained.values():
         assert parameter.grad is not None and not parameter.grad.any()
     assert toy.embed.grad is None and toy.table.grad is None
     assert torch.equal(toy.table, Toy().table)

@@ -9,8 +9,10 @@ from torch import nn
 from qat_lora.files.folders import whole_folder
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.runtime.launch.select import select_runtime
-from qat_lora.train.loop import LoopConfig, LoopHooks, Trainee, train
-from qat_lora.train.optim import OptimConfig
+from qat_lora.train.callbacks import LoopHooks, RunSettings
+from qat_lora.train.loop import LoopConfig, train
+from qat_lora.train.optim import OptimConfig, TrainState
+from qat_lora.train.step import PreparedObjective
 from qat_lora.types import LMHead
 
 VOCABULARY, WIDTH, RANK, LENGTH, HEAD, POOL = 23, 8, 2, 7, 5, 40
@@ -44,8 +46,8 @@ class Toy(nn.Module):
     def lm_head(self):
         return LMHead(self.table, VOCABULARY)
 
-    def trainee(self):
-        return Trainee(self, {"adapter": {"a": self.a, "b": self.b}, "scales": {"scale": self.scale}})
+    def train_state(self):
+        return TrainState(self, {"adapter": {"a": self.a, "b": self.b}, "scales": {"scale": self.scale}})
 
 
 def row(number):
@@ -113,23 +115,20 @@ def run(out, toy=None, *, settings=SETTINGS, evaluate=True, data=None, objective
 
     def export(name):
         with whole_folder(out / name) as draft:
-            torch.save({k: v.detach() for k, v in toy.trainee().trained.items()}, draft / "weights.pt")
+            torch.save({k: v.detach() for k, v in toy.train_state().trained.items()}, draft / "weights.pt")
 
     measure = evaluate if callable(evaluate) else (lambda: evaluation(toy)) if evaluate else None
 
     def main():
         return train(
-            toy.trainee(),
+            toy.train_state(),
             data or ToyData(),
-            objective or ObjectiveConfig(hard_top1_weight=0.2, hard_top1_end=0.0),
+            PreparedObjective(objective or ObjectiveConfig(hard_top1_weight=0.2, hard_top1_end=0.0)),
             optim,
             replace(LOOP, **changed),
             LoopHooks(measure, export),
             runtime,
-            out=out,
-            seed=5,
-            fingerprint=settings,
-            quiet=True,
+            RunSettings(out, 5, settings, quiet=True),
         )
 
     return runtime.launch(main), toy

@@ -1,151 +1,189 @@
-"""What is walked through, and terms that share a softmax: what each gives once the mass of the tail is known.
+"""The fused loss between its two walks: what is walked through, and the loss and gradient of each softmax.
 
-However the logits are walked through (`chunks`: positions, `sweep`: vocabulary), a softmax ends up as three things: the
-logits at a head's ids, the logits at the points' ids, and the log of the sum over the rest. From these, all of size
+Whichever way the logits are walked through (`by_token`, `by_vocab`), a softmax ends up as three things: the logits at
+the top-K ids, the logits at the points' ids, and the log of the sum over all others. From these, all of size
 [positions, K], come every loss and every gradient; only the tail's gradient has to be spread over the vocabulary, in
-proportion to the exponentials that the walk already holds. A `DenseTerm` alone needs every logit (`chunks`).
+proportion to exponentials that the walk holds anyway. A `DenseTerm` alone needs every logit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from qat_lora.losses.estimators import log_add, weighted
-from qat_lora.losses.loss_terms import DenseTerm, HeadTerm, PointTerm, Term
+from qat_lora.losses.estimators import DenseTerm, PointTerm, Term, TopKTerm, log_add, weighted
+from qat_lora.types import LMHead
 
 
 class Group(NamedTuple):
-    """Terms that can share one softmax: equal temperature, and one head or none; beside a dense term, none."""
+    """Terms that share one softmax: equal temperature, and one top K or none; next to a dense term, none."""
 
     temperature: float
     ids_NK: Tensor | None
-    heads: list[tuple[int, HeadTerm]]
+    topk: list[tuple[int, TopKTerm]]
+    """Each term with its index among all terms."""
     points: list[tuple[int, PointTerm]]
     dense: list[tuple[int, DenseTerm]]
 
 
+class Wanted(NamedTuple):
+    """Which gradients are asked for."""
+
+    hidden: bool
+    weight: bool = False
+    bias: bool = False
+
+    @property
+    def lm_head(self) -> bool:
+        """True if the output head trains."""
+        return self.weight or self.bias
+
+
 class Task(NamedTuple):
-    """One call of the fused loss, made ready for a walk: real vocabulary only, masked positions blanked."""
+    """One call of the fused loss, ready for a walk."""
 
     hidden_NH: Tensor
     """In the dtype of the products, zero where masked."""
-    weight_VH: Tensor
-    """In the same dtype."""
-    bias_V: Tensor | None
-    logit_scale: float
-    softcap: float | None
+    lm_head: LMHead
+    """Of `real_vocabulary`, in the same dtype."""
     groups: list[Group]
     scales: list[float | Tensor]
     """weight · T² of each term."""
     mask_N: Tensor
-    wide: torch.dtype
-    """Of softmax and sums: float32, or float64 for float64 products."""
-    want_hidden: bool
-    want_weight: bool
-    want_bias: bool
+    wanted: Wanted
 
     @property
-    def wanted(self) -> bool:
-        """True if any gradient is."""
-        return self.want_hidden or self.want_weight or self.want_bias
+    def wide(self) -> torch.dtype:
+        """Of softmax and sums."""
+        return wide_dtype(self.hidden_NH.dtype)
 
 
 class Walked(NamedTuple):
-    """What a walk brings back; gradients that nobody wants are None."""
+    """The result of a walk; gradients that were not asked for are None."""
 
     sums: dict[int, Tensor]
     """A sum for each term's index, without weight and T²."""
-    hidden_NH: Tensor | None
-    weight_VH: Tensor | None
-    bias_V: Tensor | None
+    hidden_NH: Tensor | None = None
+    weight_VH: Tensor | None = None
+    bias_V: Tensor | None = None
 
 
-class Shares(NamedTuple):
-    """Loss sums, and gradients with respect to the unsoftened logits with weights and T² in, zero where masked."""
+class GroupGradient(NamedTuple):
+    """A group's losses, and gradients with respect to the logits, with weight · T² in them and zero where masked."""
 
-    losses: dict[int, Tensor]
-    """A sum for each term's index, without weight and T²."""
+    sums: dict[int, Tensor]
+    """As in `Walked`."""
     tail_C: Tensor
     """Gradient of the tail as a whole."""
-    head_CK: Tensor | None
-    """Gradient at the head's ids."""
-    points: list[Tensor]
-    """What each point term adds to the gradient at its ids."""
+    entries: list[Tensor]
+    """What to add to the gradient at each of `entry_ids`."""
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of softmax and sums: float32, or float64 for float64 products."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def real_vocabulary(lm_head: LMHead, dtype: torch.dtype, wide: torch.dtype) -> LMHead:
+    """Return an output head without padding, its weight in the dtype of the products, its bias in the wide one."""
+    vocab, bias_V = lm_head.vocab_size, lm_head.bias_V
+    bias_V = None if bias_V is None else bias_V[:vocab].to(wide)
+    return replace(lm_head, weight_VH=lm_head.weight_VH[:vocab].to(dtype), bias_V=bias_V)
+
+
+def lm_head_logits(
+    hidden_CH: Tensor, lm_head: LMHead, wide: torch.dtype, with_slope: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Return logits = c · tanh(s (h Wᵀ + b) / c), and the slope 1 - tanh² if it is wanted and there is a cap c.
+
+    Args:
+        hidden_CH: hidden states in the dtype of the weight.
+        lm_head: of `real_vocabulary`.
+        wide: the dtype of the logits.
+        with_slope: whether the slope is wanted.
+    """
+    logits_CV = (hidden_CH @ lm_head.weight_VH.t()).to(wide)
+    if lm_head.bias_V is not None:
+        logits_CV.add_(lm_head.bias_V)
+    if lm_head.logit_scale != 1.0:
+        logits_CV.mul_(lm_head.logit_scale)
+    if lm_head.softcap is None:
+        return logits_CV, None
+    tanh_CV = logits_CV.div_(lm_head.softcap).tanh_()
+    slope_CV = 1 - tanh_CV.square() if with_slope else None
+    return tanh_CV.mul_(lm_head.softcap), slope_CV
 
 
 def group_terms(terms: Sequence[Term]) -> list[Group]:
-    """Sort terms into as few softmax passes as their temperatures and heads allow."""
+    """Sort terms into as few softmax passes as their temperatures and top-K ids allow."""
     groups: list[Group] = []
     for index, term in enumerate(terms):
-        if isinstance(term, HeadTerm):
+        if isinstance(term, TopKTerm):
             ids = term.teacher.ids_NK
             same = [g for g in groups if g.temperature == term.temperature and g.ids_NK is ids]
-            group = same[0] if same else Group(term.temperature, ids, [], [], [])
-            group.heads.append((index, term))
             if not same:
-                groups.append(group)
+                same = [Group(term.temperature, ids, [], [], [])]
+                groups += same
+            same[0].topk.append((index, term))
         elif isinstance(term, DenseTerm):
             groups.append(Group(term.temperature, None, [], [], [(index, term)]))
     for index, term in enumerate(terms):
         if isinstance(term, PointTerm):
-            near = [g for g in groups if g.temperature == term.temperature]
-            if not near:
-                near = [Group(term.temperature, None, [], [], [])]
-                groups += near
-            near[0].points.append((index, term))
+            same = [g for g in groups if g.temperature == term.temperature]
+            if not same:
+                same = [Group(term.temperature, None, [], [], [])]
+                groups += same
+            same[0].points.append((index, term))
     return groups
 
 
-def shares(
-    group: Group,
-    head_z_CK: Tensor | None,
-    point_z: Sequence[Tensor],
-    log_tail_C: Tensor,
-    scales: Sequence[float | Tensor],
-    rows: slice,
-    mask_C: Tensor,
-) -> Shares:
-    """Return what a group's terms make of some positions' softened logits."""
-    log_total_C = log_tail_C if head_z_CK is None else log_add(head_z_CK.logsumexp(1), log_tail_C)
-    log_rest_C = log_tail_C - log_total_C
-    losses: dict[int, Tensor] = {}
-    tail_C = torch.zeros_like(log_tail_C)
-    head_CK: Tensor | None = None
-    if head_z_CK is not None:
-        log_p_CK = head_z_CK - log_total_C[:, None]
-    for index, distance in group.heads:
-        teacher = distance.teacher
-        estimate = distance.estimator(
-            log_p_CK,
-            log_rest_C,
-            teacher.log_probs_NK[rows].to(log_p_CK.dtype),
-            teacher.log_tail_N[rows].to(log_p_CK.dtype),
-        )
-        losses[index] = keep(estimate.loss_N, mask_C).sum()
-        tail_C = tail_C + scales[index] * estimate.tail_N
-        scaled_CK = scales[index] * estimate.head_NK
-        head_CK = scaled_CK if head_CK is None else head_CK + scaled_CK
-    back = 1 / group.temperature  # d(z/T)/dz; with the T² of `scales` a softened term is scaled by T
-    point_grads = []
+def entry_ids(group: Group, mask_C: Tensor, rows: slice) -> list[Tensor]:
+    """Return the ids whose logits a group reads at some positions: the top K's, if any, then each point term's."""
+    ids = [] if group.ids_NK is None else [group.ids_NK]
+    ids += [term.ids_ND for _, term in group.points]
+    return [x[rows].long().masked_fill(~mask_C[:, None], 0) for x in ids]  # where masked, an id that exists
+
+
+def group_gradient(
+    task: Task, group: Group, entry_z: Sequence[Tensor], log_tail_C: Tensor, rows: slice
+) -> GroupGradient:
+    """Return losses and gradients of a group at some positions.
+
+    Args:
+        task: with scales and mask.
+        group: the terms.
+        entry_z: softened logits z/T at the `entry_ids`.
+        log_tail_C: log Σ exp(z/T) over all ids but the top K's.
+        rows: the positions.
+    """
+    mask_C = task.mask_N[rows]
+    topk_z, point_z = (entry_z[:1], entry_z[1:]) if group.topk else ((), entry_z)
+    log_z_C = log_add(topk_z[0].logsumexp(1), log_tail_C) if topk_z else log_tail_C  # log Σ_V exp(z/T)
+    log_rest_C = log_tail_C - log_z_C  # log(1 - b)
+    log_p_CK = topk_z[0] - log_z_C[:, None] if topk_z else log_tail_C.new_zeros(len(log_tail_C), 0)
+    sums: dict[int, Tensor] = {}
+    tail_C, topk_CK, point_grads = torch.zeros_like(log_tail_C), torch.zeros_like(log_p_CK), []
+    for index, topk in group.topk:
+        log_t_CK = topk.teacher.log_probs_NK[rows].to(log_p_CK.dtype)
+        estimate = topk.estimator(log_p_CK, log_rest_C, log_t_CK, topk.teacher.log_tail_N[rows].to(log_p_CK.dtype))
+        sums[index] = keep(estimate.loss_N, mask_C).sum()
+        tail_C = tail_C + task.scales[index] * estimate.tail_N
+        topk_CK = topk_CK + task.scales[index] * estimate.topk_NK
     for (index, points), z_CD in zip(group.points, point_z, strict=True):
+        # -Σ_D w log p, whose gradient is (Σ_D w) p_j everywhere, and -w at the points.
         weights_CD = points.weights_ND[rows].to(z_CD.dtype)
-        losses[index] = keep(weighted(weights_CD, log_total_C[:, None] - z_CD).sum(1), mask_C).sum()
-        mass_C = scales[index] * weights_CD.sum(1)
+        sums[index] = keep(weighted(weights_CD, log_z_C[:, None] - z_CD).sum(1), mask_C).sum()
+        mass_C = task.scales[index] * weights_CD.sum(1)
         tail_C = tail_C + mass_C * log_rest_C.exp()
-        if head_CK is not None:
-            head_CK = head_CK + mass_C[:, None] * log_p_CK.exp()
-        point_grads.append(keep(-scales[index] * weights_CD, mask_C) * back)
-    head_CK = None if head_CK is None else keep(head_CK, mask_C) * back
-    return Shares(losses, keep(tail_C, mask_C) * back, head_CK, point_grads)
-
-
-def safe_ids(ids_NK: Tensor, rows: slice, mask_C: Tensor) -> Tensor:
-    """Return some positions' ids, with a harmless one where masked."""
-    return ids_NK[rows].long().masked_fill(~mask_C[:, None], 0)
+        topk_CK = topk_CK + mass_C[:, None] * log_p_CK.exp()
+        point_grads.append(-task.scales[index] * weights_CD)
+    back = 1 / group.temperature  # d(z/T)/dz; with the T² of `scales` a softened term is scaled by T
+    entries = [topk_CK, *point_grads] if group.topk else point_grads
+    return GroupGradient(sums, keep(tail_C, mask_C) * back, [keep(grad_CE, mask_C) * back for grad_CE in entries])
 
 
 def keep(value: Tensor, mask_C: Tensor) -> Tensor:

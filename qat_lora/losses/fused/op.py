@@ -1,12 +1,13 @@
 """From hidden states and output head to loss and gradient, without ever holding [tokens, vocabulary].
 
-With a vocabulary of 150k, the logits of a few rows of text outweigh the model. So the last linear map belongs to
-the loss: the logits are walked through a part at a time, and because the gradient of every term is known in closed
-form (`estimators`), each part becomes its hidden-state gradient on the spot and is forgotten. Backward only scales.
-There are two walks to the same result, by positions (`chunks`) and by blocks of the vocabulary (`sweep`).
-Compared with recomputing chunks under autograd (activation checkpointing of the head) this saves one of three
-matrix products and all of autograd's [chunk, vocabulary] temporaries; compared with a kernel library it also runs
-on CPU and XLA, knows the tail, and does no work for a head that is frozen.
+With a vocabulary of 150k, the logits of a few rows of text outweigh the model. So the last linear map belongs to the
+loss: the logits are computed a part at a time, and because the gradient of every term is known in closed form
+(`estimators`), each part becomes its share of the gradient on the spot and is forgotten. Backward only scales. Two
+walks give the same result, by positions (`by_token`) and by blocks of the vocabulary (`by_vocab`).
+
+Compared with recomputing chunks under autograd (activation checkpointing of the last layer) this saves one of three
+matrix products and all of autograd's [chunk, vocabulary] temporaries; compared with a kernel library it also runs on
+CPU and XLA, knows the tail, and does no work for an output head that is frozen.
 
 Everything is static: shapes depend on N, V and the chunk size alone, and nothing is read back from the device.
 """
@@ -21,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from qat_lora.losses.estimators import DenseTerm, Term, TopKTerm
 from qat_lora.losses.fused.by_token import walk_positions
-from qat_lora.losses.fused.by_vocab import sweepable, walk_vocabulary
-from qat_lora.losses.fused.gradients import Task, group_terms
-from qat_lora.losses.loss_terms import DenseTerm, HeadTerm, Term
+from qat_lora.losses.fused.by_vocab import one_softmax, walk_vocabulary
+from qat_lora.losses.fused.gradients import Task, Wanted, group_terms, real_vocabulary, wide_dtype
 from qat_lora.types import LMHead, LossWalk
 
 CHUNK_BYTES = 32 * 2**20
@@ -38,12 +39,12 @@ class LossSum(NamedTuple):
     token_count: Tensor
     """0-d float32: positions that counted."""
     terms: dict[str, Tensor]
-    """Each term's sum by name, T² included and weight not, detached: for logging."""
+    """Each term's sum by name, with T² and without weight, detached: for logging."""
 
 
 def fused_linear_kd(
     hidden_NH: Tensor,
-    head: LMHead,
+    lm_head: LMHead,
     terms: Sequence[Term],
     mask_N: Tensor | None = None,
     *,
@@ -51,27 +52,27 @@ def fused_linear_kd(
     chunk_bytes: int = CHUNK_BYTES,
     walk: LossWalk = "positions",
 ) -> LossSum:
-    """Add up terms over all positions of a micro-batch, differentiable in the hidden states (and a trained head).
+    """Add up terms over all positions of a micro-batch, differentiable in hidden states and a trained output head.
 
-    Works in the dtype of the head's weight (under autocast: in its dtype) with float32 softmax and sums. The
-    head's weight and bias get a gradient only if they ask for one; it is accumulated in float32.
+    Works in the dtype of the output head's weight (under autocast: in its dtype) with float32 softmax and sums. The
+    weight and bias get a gradient only if they ask for one; it is accumulated in float32.
 
     Args:
         hidden_NH: last hidden states, one for each position.
-        head: the student's output head; rows from `vocab_size` on are never touched.
-        terms: what to add up; ids must be below `vocab_size`, and distinct within a head.
+        lm_head: the student's output head; rows from `vocab_size` on are never touched.
+        terms: what to add up; ids must be below `vocab_size`, and distinct within a top K.
         mask_N: True where a position counts; elsewhere hidden states and targets may hold anything.
         chunk_tokens: positions that are projected at once; by default as many as fit `chunk_bytes`.
         chunk_bytes: size of one chunk of float32 logits. Two to three of them exist at the peak; the walk through
             the vocabulary holds as many logits, in the dtype of the products, once.
-        walk: `vocabulary` is the faster one on CPUs (a `Runtime` knows: `loss_walk`). Terms that don't share one
-            softmax, and the exact KL, go by positions all the same.
+        walk: `vocabulary` is the faster one on CPUs (see `Runtime.loss_walk`). Terms that do not share one softmax,
+            and the exact KL, go by positions all the same.
 
     Raises:
-        ValueError: no terms, or shapes that don't fit each other.
+        ValueError: no terms, or shapes that do not fit each other.
     """
-    count, vocab = hidden_NH.shape[0], head.vocab_size
-    _check(hidden_NH, head, terms, mask_N)
+    count, vocab = hidden_NH.shape[0], lm_head.vocab_size
+    _check(hidden_NH, lm_head, terms, mask_N)
     if mask_N is None:
         mask_N = torch.ones(count, dtype=torch.bool, device=hidden_NH.device)
     mask_N = mask_N.bool()
@@ -83,15 +84,26 @@ def fused_linear_kd(
 
     device = hidden_NH.device.type
     autocast = torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if autocast else head.weight_VH.dtype
+    dtype = torch.get_autocast_dtype(device) if autocast else lm_head.weight_VH.dtype
+    call = _Call(lm_head, tuple(terms), mask_N, dtype, chunk_tokens, walk)
     with torch.autocast(device, enabled=False) if autocast else contextlib.nullcontext():
-        loss_sum, sums_T = _FusedLinearKD.apply(
-            hidden_NH, head.weight_VH, head.bias_V, head, tuple(terms), mask_N, dtype, chunk_tokens, walk
-        )
+        loss_sum, sums_T = _FusedLinearKD.apply(hidden_NH, lm_head.weight_VH, lm_head.bias_V, call)
     by_name: dict[str, Tensor] = {}
     for index, term in enumerate(terms):
         by_name[term.name] = by_name[term.name] + sums_T[index] if term.name in by_name else sums_T[index]
     return LossSum(loss_sum, mask_N.sum(dtype=torch.float32), by_name)
+
+
+class _Call(NamedTuple):
+    """What is not differentiated in a call of the fused loss."""
+
+    lm_head: LMHead
+    terms: tuple[Term, ...]
+    mask_N: Tensor
+    dtype: torch.dtype
+    """Of the products."""
+    chunk_tokens: int
+    walk: LossWalk
 
 
 class _FusedLinearKD(torch.autograd.Function):
@@ -99,37 +111,21 @@ class _FusedLinearKD(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_NH: Tensor,
-        weight_VH: Tensor,
-        bias_V: Tensor | None,
-        head: LMHead,
-        terms: tuple[Term, ...],
-        mask_N: Tensor,
-        dtype: torch.dtype,
-        chunk_tokens: int,
-        walk: LossWalk,
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, call: _Call
     ) -> tuple[Tensor, Tensor]:
-        want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
-        vocab, wide = head.vocab_size, torch.float64 if dtype == torch.float64 else torch.float32
+        terms, dtype, vocab = call.terms, call.dtype, call.lm_head.vocab_size
         task = Task(
-            hidden_NH.to(dtype).masked_fill(~mask_N[:, None], 0),  # even a NaN must not leak from padding
-            weight_VH[:vocab].to(dtype),
-            None if bias_V is None else bias_V[:vocab].to(wide),
-            head.logit_scale,
-            head.softcap,
+            hidden_NH.to(dtype).masked_fill(~call.mask_N[:, None], 0),  # even a NaN must not leak from padding
+            real_vocabulary(call.lm_head, dtype, wide_dtype(dtype)),
             group_terms(terms),
             [term.weight * term.temperature**2 for term in terms],
-            mask_N,
-            wide,
-            want_hidden,
-            want_weight,
-            want_bias,
+            call.mask_N,
+            Wanted(*ctx.needs_input_grad[:3]),
         )
-        if walk == "vocabulary" and sweepable(task.groups):  # with as many logits at a time
-            walked = walk_vocabulary(task, max(1, chunk_tokens * vocab // max(1, hidden_NH.shape[0])))
+        if call.walk == "vocabulary" and one_softmax(task.groups):  # with as many logits at a time
+            walked = walk_vocabulary(task, max(1, call.chunk_tokens * vocab // max(1, hidden_NH.shape[0])))
         else:
-            walked = walk_positions(task, chunk_tokens)
+            walked = walk_positions(task, call.chunk_tokens)
         sums_T = torch.stack([walked.sums[index] * term.temperature**2 for index, term in enumerate(terms)])
         loss_sum = torch.stack([sums_T[index] * term.weight for index, term in enumerate(terms)]).sum()
         ctx.save_for_backward(
@@ -143,8 +139,7 @@ class _FusedLinearKD(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_loss: Tensor, _d_sums: Tensor) -> tuple[Tensor | None, ...]:
-        grads = [None if grad is None else grad * d_loss.to(grad.dtype) for grad in ctx.saved_tensors]
-        return (*grads, None, None, None, None, None, None)
+        return (*(None if grad is None else grad * d_loss.to(grad.dtype) for grad in ctx.saved_tensors), None)
 
 
 def _padded(gradient_V: Tensor, like_V: Tensor) -> Tensor:
@@ -154,46 +149,47 @@ def _padded(gradient_V: Tensor, like_V: Tensor) -> Tensor:
     return torch.cat([gradient_V, gradient_V.new_zeros(missing, *gradient_V.shape[1:])]) if missing else gradient_V
 
 
-def _check(hidden_NH: Tensor, head: LMHead, terms: Sequence[Term], mask_N: Tensor | None) -> None:
+def _check(hidden_NH: Tensor, lm_head: LMHead, terms: Sequence[Term], mask_N: Tensor | None) -> None:
     """Refuse shapes that broadcasting would otherwise quietly accept."""
-    if hidden_NH.dim() != 2 or head.weight_VH.dim() != 2 or hidden_NH.shape[1] != head.weight_VH.shape[1]:
+    rows, count, vocab = lm_head.weight_VH.shape[0], hidden_NH.shape[0], lm_head.vocab_size
+    if not _multiply(hidden_NH, lm_head):
         raise ValueError(
-            f"hidden states {tuple(hidden_NH.shape)} and output head {tuple(head.weight_VH.shape)}: "
+            f"hidden states {tuple(hidden_NH.shape)} and output head {tuple(lm_head.weight_VH.shape)}: "
             "expected [positions, width] and [vocabulary, width]; flatten the hidden states first"
         )
-    if not 0 < head.vocab_size <= head.weight_VH.shape[0]:
-        raise ValueError(f"vocab_size {head.vocab_size}: the output head has {head.weight_VH.shape[0]} rows")
+    if not 0 < vocab <= rows:
+        raise ValueError(f"vocab_size {vocab}: the output head has {rows} rows")
     if not terms:
-        raise ValueError("terms: none given; pass at least one HeadTerm or PointTerm")
-    count = hidden_NH.shape[0]
+        raise ValueError("terms: none given; pass at least one TopKTerm or PointTerm")
     if mask_N is not None and mask_N.shape != (count,):
         raise ValueError(f"mask {tuple(mask_N.shape)}: expected one entry for each of {count} positions")
     for term in terms:
         if isinstance(term, DenseTerm):
-            _check_dense(term, count, head.vocab_size)
+            if not _multiply(term.hidden_NH, term.lm_head) or term.hidden_NH.shape[0] != count:
+                raise ValueError(
+                    f"term {term.name}: the teacher's hidden states {tuple(term.hidden_NH.shape)} and output head "
+                    f"{tuple(term.lm_head.weight_VH.shape)} do not fit {count} positions; expected [positions, width] "
+                    "and [vocabulary, width]"
+                )
+            if term.lm_head.vocab_size != vocab:
+                raise ValueError(
+                    f"term {term.name}: the teacher's vocabulary has {term.lm_head.vocab_size} entries, the student's "
+                    f"{vocab}; cut both to the entries that they share"
+                )
             continue
-        if isinstance(term, HeadTerm):
-            ids, values, tail = term.teacher.ids_NK, term.teacher.log_probs_NK, term.teacher.log_tail_N
-            fits = ids.dim() == 2 and ids.shape == values.shape and tail.shape == (count,)
+        if isinstance(term, TopKTerm):
+            ids, values, tail_N, _ = term.teacher
+            fits = tail_N.shape == (count,)
         else:
-            ids, values, fits = term.ids_ND, term.weights_ND, term.ids_ND.dim() == 2
-        if not fits or ids.shape != values.shape or ids.shape[0] != count:
+            ids, values, fits = term.ids_ND, term.weights_ND, True
+        if not fits or ids.dim() != 2 or ids.shape != values.shape or ids.shape[0] != count:
             raise ValueError(
                 f"term {term.name}: ids {tuple(ids.shape)} and values {tuple(values.shape)} do not fit "
                 f"{count} positions; expected two arrays [{count}, entries]"
             )
 
 
-def _check_dense(term: DenseTerm, count: int, vocab: int) -> None:
-    """Refuse a teacher of another batch, width or vocabulary."""
-    shape, weight = tuple(term.hidden_NH.shape), tuple(term.head.weight_VH.shape)
-    if len(shape) != 2 or shape[0] != count or len(weight) != 2 or shape[1] != weight[1]:
-        raise ValueError(
-            f"term {term.name}: the teacher's hidden states {shape} and output head {weight} do not fit {count} "
-            "positions; expected [positions, width] and [vocabulary, width]"
-        )
-    if term.head.vocab_size != vocab:
-        raise ValueError(
-            f"term {term.name}: the teacher's vocabulary has {term.head.vocab_size} entries, the student's {vocab}; "
-            "cut both to the entries that they share"
-        )
+def _multiply(hidden_NH: Tensor, lm_head: LMHead) -> bool:
+    """Tell whether hidden states and an output head are two matrices of one width."""
+    shapes = hidden_NH.shape, lm_head.weight_VH.shape
+    return len(shapes[0]) == len(shapes[1]) == 2 and shapes[0][1] == shapes[1][1]
