@@ -58,7 +58,7 @@ class RankByRank(nn.Module):
 
     def __init__(self, layer: QuantLinear, dtype: torch.dtype) -> None:
         super().__init__()
-        self.q_OI = layer._code_values().to(dtype)
+        self.q_OI = layer.code_values().to(dtype)
         self.a = nn.Parameter(layer.scale_a.detach().clone())
         self.b = nn.Parameter(layer.scale_b.detach().clone())
 

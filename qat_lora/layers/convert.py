@@ -16,7 +16,7 @@ from torch import nn
 
 from qat_lora.errors import ConfigError, ModelError
 from qat_lora.layers.lora import Factors, LoraConfig, LoraLinear
-from qat_lora.layers.quant_linear import QuantLinear
+from qat_lora.layers.quant_linear import QuantLinear, dense_linear
 from qat_lora.layers.tied_embedding import TiedEmbedding, embedding_of, tie_embedding, untie_embedding
 from qat_lora.quant.spec import MLP, Preset, QuantSpec
 
@@ -194,24 +194,13 @@ def add_lora(model: nn.Module, config: LoraConfig, start: Mapping[str, Factors] 
     return lora_layers(model)
 
 
-def _dense(layer: nn.Linear, delta_OI: torch.Tensor | float = 0.0) -> nn.Linear:
-    """Return an ordinary linear layer with the same effective weight plus `delta_OI`, rounded once."""
-    weight = layer.weight.detach()
-    # On meta: no random start, which would cost time and shift the random numbers of what follows.
-    dense = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
-    dense.weight = nn.Parameter((weight.float() + delta_OI).to(weight.dtype))
-    if layer.bias is not None:
-        dense.bias = nn.Parameter(layer.bias.detach().clone())
-    return dense
-
-
 def merge(model: nn.Module) -> nn.Module:
     """Fold adapters and codes into ordinary dense linear layers, in place; exact up to float rounding."""
     for name, adapter in list(lora_layers(model).items()):
-        model.set_submodule(name, _dense(adapter.base, adapter.delta().detach()))
+        model.set_submodule(name, dense_linear(adapter.base, adapter.delta().detach()))
     table = tied_embedding(model)
     for name, layer in list(quant_layers(model).items()):
-        dense = _dense(layer)
+        dense = layer.to_linear()
         model.set_submodule(name, dense)
         if table is not None and HEAD.search(name):
             untie_embedding(model, table, dense.weight)

@@ -168,9 +168,8 @@ def _cache(options: QatOptions) -> KDCacheDataset | None:
 def _held_bytes(module: nn.Module, trained: int, averaged: bool) -> dict[str, int]:
     """Return bytes of what stays in memory for the whole run: all in its training state, and what AdamW adds."""
     stored = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-    kept = sum(layer.kept_bytes for layer in quant_layers(module).values())
     return {
-        "weights": sum(tensor.numel() * tensor.element_size() for tensor in stored.values()) + kept,
+        "weights": sum(tensor.numel() * tensor.element_size() for tensor in stored.values()),
         "gradients": 4 * trained,
         "optimizer state": (12 if averaged else 8) * trained,
     }
