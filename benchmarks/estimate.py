@@ -101,7 +101,7 @@ def step(point: Point, runtime: Any) -> tuple[list[Any], Any]:
     from qat_lora.layers.lora import LoraConfig
     from qat_lora.losses.objective import ObjectiveConfig, weight_tensors
     from qat_lora.models.load import DTYPES, cast, make_qwen3
-    from qat_lora.quant.spec import preset
+    from qat_lora.quant.presets import preset
     from qat_lora.setup.common import fit_attention
     from qat_lora.train.optim import OptimConfig, build_optimizer
     from qat_lora.train.step import add_sums, micro_batch, optimizer_step, zero_sums

@@ -31,8 +31,9 @@ from qat_lora.layers.lora import LoraLinear
 from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.quant.codes import code_values
 from qat_lora.quant.initialize import QuantisedWeight
+from qat_lora.quant.presets import PRESETS
 from qat_lora.quant.scales import scale_shapes
-from qat_lora.quant.spec import PRESETS, QuantSpec
+from qat_lora.quant.spec import QuantSpec
 
 SHAPES = {"q_proj": (2048, 1024), "k_proj": (1024, 1024), "o_proj": (1024, 2048)}
 SHAPES |= {"gate_proj": (3072, 1024), "down_proj": (1024, 3072)}

@@ -37,9 +37,8 @@ from qat_lora.layers.lora import Factors, LoraConfig
 from qat_lora.models.adapter import load_starts
 from qat_lora.models.load import CausalLM, load_model, load_tokenizer
 from qat_lora.options import CacheBuildOptions, QuantizeOptions, RunConfig
-from qat_lora.quant.codes import decode, encode
-from qat_lora.quant.spec import preset
-from qat_lora.quant.tables import normal_table
+from qat_lora.quant.codes import decode, encode, normal_table
+from qat_lora.quant.presets import preset
 from qat_lora.registry import COMMANDS
 from qat_lora.runtime.launch.start import run
 from qat_lora.setup.common import text_batches

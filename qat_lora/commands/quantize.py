@@ -33,7 +33,7 @@ from qat_lora.options import QuantizeOptions
 from qat_lora.plan.advice import advised, quantize_advice
 from qat_lora.plan.recover import plan_quantising
 from qat_lora.quant.initialize import NEED_TEXT
-from qat_lora.quant.spec import Preset, preset
+from qat_lora.quant.presets import Preset, preset
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.heap import large_tensors_apart
 from qat_lora.runtime.host.signals import stop_signals

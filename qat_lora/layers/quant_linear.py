@@ -35,8 +35,8 @@ from qat_lora.errors import ModelError
 from qat_lora.layers.latent import Latent, LatentChange, LookUp, Range, as_stored, nearest_start
 from qat_lora.quant.codes import code_values, decode, nearest, pack, packed_width, unpack
 from qat_lora.quant.fake_quantize import Gradient, fake_quantise
-from qat_lora.quant.initialize import QuantisedWeight, pack_zeros, unpack_zeros, zeros_shape
-from qat_lora.quant.scales import away_from_zero, expand, scale_shapes
+from qat_lora.quant.initialize import QuantisedWeight
+from qat_lora.quant.scales import away_from_zero, expand, pack_zeros, scale_shapes, unpack_zeros, zeros_shape
 from qat_lora.quant.spec import QuantSpec
 
 COMPUTED = (

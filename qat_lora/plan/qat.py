@@ -34,7 +34,7 @@ from qat_lora.plan.recover import (
     replicas_of,
     training_estimate,
 )
-from qat_lora.quant.spec import Preset
+from qat_lora.quant.presets import Preset
 from qat_lora.runtime.host.live_bytes import LiveBytes
 from qat_lora.setup.objective import check_arrays
 from qat_lora.setup.trainable import check_parts, chosen_preset, trained_parts

@@ -26,7 +26,7 @@ from qat_lora.options import EstimateOptions, QatOptions, QuantizeOptions, Recov
 from qat_lora.plan.devices import attention_on, likely
 from qat_lora.plan.memory import GIB, meta_model, skeleton, summary
 from qat_lora.quant.initialize import NEED_TEXT
-from qat_lora.quant.spec import preset
+from qat_lora.quant.presets import preset
 from qat_lora.runtime.launch.select import choose, look, plan_run
 from qat_lora.setup.training_data import cache_lessons
 from qat_lora.terminal import redact

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from qat_lora.errors import ConfigError
-from qat_lora.quant.asymmetric import range_scale
-from qat_lora.quant.codes import code_values, encode, pack, packed_width, unpack
+from qat_lora.quant.codes import code_values, encode
 from qat_lora.quant.gptq import BLOCK, Curvature, Grid, descend, gptq, make_grid, refit_scales, slope_of
 from qat_lora.quant.scales import (
     Cost,
@@ -32,11 +31,10 @@ from qat_lora.quant.scales import (
     expand,
     importance_cost,
     low_rank_scales,
-    mse_scale,
     output_cost,
+    range_scale,
 )
 from qat_lora.quant.spec import QuantSpec
-from qat_lora.quant.tables import kmeans_table
 
 Method = Literal["absmax", "mse", "awq", "gptq", "descent"]
 METHODS: tuple[str, ...] = get_args(Method)
@@ -103,7 +101,7 @@ def quantise_weight(
         raise ConfigError(f"init: {method} needs calibration text; give --dataset, or choose mse or absmax")
     weight = weight_OI.float()
     moment = None if method == "absmax" or second_moment_II is None else second_moment_II.float()
-    values = _table(weight, spec, moment)
+    values = _half(code_values(spec).to(weight.device))
     if method in ("gptq", "descent"):
         assert second_moment_II is not None
         curvature = curvature or Curvature(second_moment_II)
@@ -132,41 +130,6 @@ def refine(
         codes, slope = descend(slope, moment, grid, now.codes_OI, SWEEPS)
         now = now._replace(codes_OI=codes)
     return now
-
-
-def pack_zeros(zeros: Tensor, bits: int) -> Tensor:
-    """Return zero points [rows, G] as packed bytes."""
-    return pack(zeros.to(torch.uint8), bits)
-
-
-def unpack_zeros(packed: Tensor, spec: QuantSpec, in_features: int) -> Tensor:
-    """Return the zero points [rows, G] of packed bytes, float32."""
-    return unpack(packed, spec.bits, _groups(spec, in_features)).float()
-
-
-def zeros_shape(spec: QuantSpec, out_features: int, in_features: int) -> tuple[int, int]:
-    """Return the shape of the packed zero points of an asymmetric [O, I] weight."""
-    rows = 1 if spec.sharing == "tensor" else out_features
-    return rows, packed_width(_groups(spec, in_features), spec.bits)
-
-
-def _groups(spec: QuantSpec, in_features: int) -> int:
-    return -(-in_features // spec.group_size) if spec.group_size else 1
-
-
-def _table(weight_OI: Tensor, spec: QuantSpec, moment_II: Tensor | None) -> Tensor:
-    """Return the code book: fixed, or fitted to the weights in turn with the scales of their groups."""
-    values = code_values(spec).to(weight_OI.device)
-    if spec.table != "kmeans":
-        return _half(values)
-    groups = dataclasses.replace(spec, sharing="group", rank=None) if spec.sharing == "lowrank" else spec
-    importance = torch.ones_like(weight_OI) if moment_II is None else moment_II.diagonal().expand_as(weight_OI)
-    for _ in range(3):
-        scale = mse_scale(weight_OI, groups, importance, values)
-        wide = expand((scale,), groups.group_size, *weight_OI.shape)
-        values = kmeans_table(weight_OI / wide, importance * wide.square(), values)
-        values = values / values.abs().max().clamp_min(1e-6)  # scales are searched from the table's end at 1
-    return _half(values)
 
 
 def _scales(

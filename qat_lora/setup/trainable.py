@@ -14,7 +14,8 @@ from qat_lora.layers.convert import check_reach, linear_layers, quant_layers, qu
 from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.models.load import DTYPES, CausalLM
 from qat_lora.options import QatOptions
-from qat_lora.quant.spec import Preset, QuantSpec, preset
+from qat_lora.quant.presets import Preset, preset
+from qat_lora.quant.spec import QuantSpec
 
 
 def chosen_preset(options: QatOptions) -> Preset:

@@ -26,7 +26,7 @@ from qat_lora.models.hub import HubConfig
 from qat_lora.models.load import load_model, save_quantised
 from qat_lora.models.student import open_student
 from qat_lora.options import ExportOptions, GenerateOptions
-from qat_lora.quant.spec import preset
+from qat_lora.quant.presets import preset
 from qat_lora.runtime.launch.select import select_runtime
 
 # Between PEFT and transformers: the one reads an attribute that the other has renamed.

@@ -20,7 +20,7 @@ from qat_lora.models.adapter import save_adapter
 from qat_lora.models.hub import HubConfig
 from qat_lora.models.load import copy_tokenizer, load_model, load_tokenizer, save_quantised
 from qat_lora.models.student import open_student
-from qat_lora.quant.spec import preset
+from qat_lora.quant.presets import preset
 
 gguf = pytest.importorskip("gguf")
 TEXT = "the model of a layer and the weight in the cache. a token to the loss, quant scale code row head tail.\n" * 3

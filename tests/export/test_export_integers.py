@@ -11,7 +11,8 @@ from qat_lora.export.compressed import notes, to_integers
 from qat_lora.export.integers import as_integers, needed_bits, other_tensors, with_integers
 from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.quant.initialize import quantise_weight
-from qat_lora.quant.spec import PRESETS, QuantSpec
+from qat_lora.quant.presets import PRESETS
+from qat_lora.quant.spec import QuantSpec
 
 
 def layer(spec, out_features=5, in_features=24, bias=False):

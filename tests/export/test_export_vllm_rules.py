@@ -12,7 +12,7 @@ from toy_pipeline import call, export_options
 from qat_lora.export.vllm_rules import NOT_RUN, broken_rules, check_vllm
 from qat_lora.layers.calibrate.quantize import quantise_model
 from qat_lora.models.load import copy_tokenizer, load_model, make_qwen3, save_quantised
-from qat_lora.quant.spec import preset
+from qat_lora.quant.presets import preset
 
 PRESETS = ("w2g64", "w3g128", "w4g128", "apple2", "q4_r32", "q4a4", "q2a4", "q2a2")
 WEIGHTS = {

@@ -10,7 +10,7 @@ from qat_lora.layers.calibrate.fit import Metric
 from qat_lora.layers.calibrate.quantize import quantise_model, second_moments
 from qat_lora.layers.convert import add_lora, quant_layers
 from qat_lora.layers.lora import LoraConfig
-from qat_lora.quant.spec import preset
+from qat_lora.quant.presets import preset
 
 
 class Attention(nn.Module):

@@ -19,7 +19,7 @@ from qat_lora.layers.convert import (
     rule_bits,
 )
 from qat_lora.layers.lora import Factors, LoraConfig
-from qat_lora.quant.spec import PRESETS, Preset, preset
+from qat_lora.quant.presets import PRESETS, Preset, preset
 
 
 class Block(nn.Module):
@@ -210,6 +210,16 @@ def test_a_skeleton_takes_the_state_of_the_model_it_stands_for():
     assert torch.equal(skeleton(IDS), model(IDS))
 
 
+def test_a_student_stored_with_kmeans_tables_loads_as_it_was():
+    spec = {"bits": 2, "code": "lut", "sharing": "channel", "table": "kmeans"}
+    skeleton = toy()
+    make_quant_skeleton(skeleton, Preset.from_dict({"name": "x", "rules": [["up_proj", spec]]}))
+    table = torch.tensor([-0.9, -0.2, 0.1, 1.0]).half().float()
+    layer = quant_layers(skeleton)["model.layers.0.mlp.up_proj"]
+    layer.load_state_dict(layer.state_dict() | {"values": table, "codes": torch.full_like(layer.codes, 0b11100100)})
+    assert torch.equal(layer.weight[0, :4], table)
+
+
 def test_a_rank_beyond_a_layer_is_refused_and_nothing_is_changed():
     model = nn.Sequential()
     model.add_module("wide", nn.Linear(64, 48))
@@ -222,7 +232,7 @@ def test_a_rank_beyond_a_layer_is_refused_and_nothing_is_changed():
 
 def test_bits_are_counted_by_rule_and_for_the_whole_model():
     model = toy()
-    chosen = preset("w2g64", keep=(r"layers\.0\.self_attn",), override=(r"mlp\.down_proj=w4g64a",), head="nf4g64")
+    chosen = preset("w2g64", keep=(r"layers\.0\.self_attn",), override=(r"mlp\.down_proj=w4g64a",), lm_head="nf4g64")
     quantise_model(model, chosen, "mse", quiet=True)
     rules = rule_bits(model, chosen)
     assert [(r["pattern"], r["layers"]) for r in rules] == [
@@ -248,8 +258,8 @@ def test_bits_are_counted_by_rule_and_for_the_whole_model():
 
 def test_the_head_is_quantised_only_where_it_is_asked_for_and_there():
     model = toy()
-    assert "lm_head" in quantise_targets(model, preset("w2g64", head="w4g128"))
+    assert "lm_head" in quantise_targets(model, preset("w2g64", lm_head="w4g128"))
     assert "lm_head" not in quantise_targets(model, preset("w2g64"))
     del model.lm_head
     with pytest.raises(ConfigError, match="quantize_head: the model has no single output head; found: none"):
-        quantise_targets(model, preset("w2g64", head="w4g128"))
+        quantise_targets(model, preset("w2g64", lm_head="w4g128"))

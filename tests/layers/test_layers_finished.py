@@ -7,7 +7,7 @@ from torch import nn
 
 from qat_lora.layers.calibrate.finished import Finished, finished_of, kept_of
 from qat_lora.layers.calibrate.fit import Fit, fit_layer
-from qat_lora.quant.spec import PRESETS
+from qat_lora.quant.presets import PRESETS
 
 SPECS = {name: entry.rules[0][1] for name, entry in PRESETS.items()}
 

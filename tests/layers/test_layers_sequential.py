@@ -11,7 +11,7 @@ from qat_lora.layers.calibrate.quantize import quantise_model, second_moments
 from qat_lora.layers.calibrate.sequential import Plan, aimed_weight, quantise_in_order
 from qat_lora.layers.convert import add_lora, quant_layers, quantise_targets
 from qat_lora.layers.lora import LoraConfig
-from qat_lora.quant.spec import preset
+from qat_lora.quant.presets import preset
 
 CHOSEN = preset("w2g64")
 
@@ -132,7 +132,7 @@ def test_what_is_fitted_is_what_a_plain_forward_shows(monkeypatch):
 def test_an_untied_head_is_quantised_on_request():
     model = toy(blocks=1)
     starts = quantise_in_order(
-        model, preset("w2g64", head="nf4g64"), Plan("gptq", 4), batches(1), model.hidden, quiet=True
+        model, preset("w2g64", lm_head="nf4g64"), Plan("gptq", 4), batches(1), model.hidden, quiet=True
     )
     assert quant_layers(model)["lm_head"].spec.table == "normal" and "lm_head" not in starts
 

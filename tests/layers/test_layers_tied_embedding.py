@@ -17,7 +17,7 @@ from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.layers.tied_embedding import TiedEmbedding, embedding_of
 from qat_lora.models.load import cast, load_model
 from qat_lora.quant.initialize import quantise_weight
-from qat_lora.quant.spec import PRESETS
+from qat_lora.quant.presets import PRESETS
 
 IDS = torch.arange(3, 35).reshape(2, 16)
 SPEC = PRESETS["w4g128"].rules[0][1]

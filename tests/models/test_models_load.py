@@ -25,7 +25,7 @@ from qat_lora.models.load import (
     save_with_tensors,
     tokenizer_sha256,
 )
-from qat_lora.quant.spec import PRESETS, preset
+from qat_lora.quant.presets import PRESETS, preset
 
 SMALL = {
     "vocab_size": 320,

@@ -12,7 +12,7 @@ from qat_lora.layers.convert import add_lora, lora_layers, quant_layers
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.models.adapter import save_adapter
 from qat_lora.models.load import load_model, save_quantised
-from qat_lora.quant.spec import PRESETS, preset
+from qat_lora.quant.presets import PRESETS, preset
 
 # Between PEFT and transformers: the one reads an attribute that the other has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

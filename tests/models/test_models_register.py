@@ -14,7 +14,7 @@ from qat_lora.models.adapter import save_adapter
 from qat_lora.models.hf_quantizer import QUANT_METHOD
 from qat_lora.models.load import load_model, save_quantised
 from qat_lora.models.register import FOLLOWER, TARGET
-from qat_lora.quant.spec import preset
+from qat_lora.quant.presets import preset
 
 LOAD = """
 model = transformers.AutoModelForCausalLM.from_pretrained({base!r})

@@ -10,7 +10,7 @@ from qat_lora.quant.spec import QuantSpec
 
 SPECS = {
     "asymmetric": QuantSpec(bits=3, code="asymmetric", sharing="group", group_size=16),
-    "kmeans": QuantSpec(bits=2, code="lut", sharing="group", group_size=16, table="kmeans"),
+    "table": QuantSpec(bits=2, code="lut", sharing="group", group_size=16, table="normal"),
     "group": QuantSpec(bits=2, code="half", sharing="group", group_size=16),
     "channel": QuantSpec(bits=3, code="integer", sharing="channel"),
     "tensor": QuantSpec(bits=2, code="half", sharing="tensor"),

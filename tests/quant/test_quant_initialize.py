@@ -6,7 +6,8 @@ import torch
 
 from qat_lora.errors import ConfigError
 from qat_lora.quant.initialize import METHODS, NEED_TEXT, quantise_weight
-from qat_lora.quant.spec import PRESETS, QuantSpec
+from qat_lora.quant.presets import PRESETS
+from qat_lora.quant.spec import QuantSpec
 
 BOOKS = {
     ("half", 2): np.array([-1.5, -0.5, 0.5, 1.5]),
@@ -15,7 +16,7 @@ BOOKS = {
 }
 SPECS = {
     "asymmetric": QuantSpec(bits=3, code="asymmetric", sharing="group", group_size=16),
-    "kmeans": QuantSpec(bits=2, code="lut", sharing="group", group_size=16, table="kmeans"),
+    "table": QuantSpec(bits=2, code="lut", sharing="group", group_size=16, table="normal"),
     "group": QuantSpec(bits=2, code="half", sharing="group", group_size=16),
     "channel": QuantSpec(bits=3, code="integer", sharing="channel"),
     "tensor": QuantSpec(bits=2, code="half", sharing="tensor"),
@@ -166,16 +167,3 @@ def test_refusals():
             quantise_weight(broken, spec, "mse")
     with pytest.raises(ConfigError, match="float16"):
         quantise_weight(weight * 1e6, spec, "mse")
-
-
-def test_a_kmeans_table_is_the_layers_own_and_beats_an_even_one():
-    weight = (
-        torch.distributions.Laplace(0.0, 1.0).icdf(torch.linspace(0.001, 0.999, 64 * 96)).reshape(96, 64).T.contiguous()
-    )
-    even = QuantSpec(bits=3, code="lut", sharing="channel")
-    fitted = QuantSpec(bits=3, code="lut", sharing="channel", table="kmeans")
-    normal = QuantSpec(bits=3, code="lut", sharing="channel", table="normal")
-    results = {s.table: quantise_weight(weight, s, "mse") for s in (even, normal, fitted)}
-    error = {s.table: float((results[s.table].dense(s) - weight).square().mean()) for s in (even, normal, fitted)}
-    assert error["kmeans"] < 0.95 * error["normal"] < 0.9 * error["even"], error
-    assert results["kmeans"].values.abs().max() == 1 and (results["kmeans"].values.diff() > 0).all()

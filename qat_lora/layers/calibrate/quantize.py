@@ -21,7 +21,7 @@ from qat_lora.layers.calibrate.fit import StartMethod, fit_layer
 from qat_lora.layers.convert import HEAD, block_of, put_quantised, quantise_targets
 from qat_lora.layers.lora import Factors
 from qat_lora.quant.initialize import Method
-from qat_lora.quant.spec import Preset
+from qat_lora.quant.presets import Preset
 from qat_lora.runtime.host.heap import give_back
 
 

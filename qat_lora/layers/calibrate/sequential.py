@@ -37,7 +37,8 @@ from qat_lora.layers.lora import Factors
 from qat_lora.layers.tied_embedding import embedding_of
 from qat_lora.quant.gptq import damped
 from qat_lora.quant.initialize import Method
-from qat_lora.quant.spec import Preset, QuantSpec
+from qat_lora.quant.presets import Preset
+from qat_lora.quant.spec import QuantSpec
 from qat_lora.runtime.host.heap import give_back
 
 
