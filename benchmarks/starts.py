@@ -47,7 +47,6 @@ from qat_lora.types import Batch
 BITS, PRESET, GROUP = 2, "w2g64", 64
 LOFTQ_TURNS = 5
 OURS: dict[str, dict[str, object]] = {
-    "absmax, svd": {"init": "absmax", "start_method": "svd"},
     "mse, qera": {"init": "mse"},
     "gptq, qera": {"init": "gptq"},
     "descent with adapter": {"init": "descent"},

@@ -50,12 +50,10 @@ class Factors(NamedTuple):
 
     a_RI: Tensor
     b_OR: Tensor
-    method: str | None = None
-    """The start method that won in this layer, where several were compared."""
 
     def half(self) -> Factors:
         """Return the factors as they are stored, float16."""
-        return self._replace(a_RI=self.a_RI.half(), b_OR=self.b_OR.half())
+        return Factors(self.a_RI.half(), self.b_OR.half())
 
 
 class LoraLinear(nn.Module):

@@ -73,8 +73,7 @@ def quantise_weight(
     weight_OI: Tensor,
     spec: QuantSpec,
     method: Method,
-    second_moment_II: Tensor | None = None,
-    curvature: Curvature | None = None,
+    calibration: Tensor | Curvature | None = None,
     rounds: int = ROUNDS,
 ) -> QuantisedWeight:
     """Quantise one weight matrix.
@@ -83,9 +82,8 @@ def quantise_weight(
         weight_OI: the weight, any float type.
         spec: how to store it.
         method: one of `METHODS`.
-        second_moment_II: mean of x xᵀ over calibration tokens; needed by `awq`, `gptq` and `descent`, used for
-            importance by `mse`.
-        curvature: of this second moment, where it serves several calls.
+        calibration: mean of x xᵀ over calibration tokens [I, I], or its curvature where it serves several calls;
+            needed by `awq`, `gptq` and `descent`, used for importance by `mse`.
         rounds: of `descent`.
 
     Raises:
@@ -97,16 +95,16 @@ def quantise_weight(
         raise ConfigError("weight: holds NaN or infinite entries; check the checkpoint")
     if weight_OI.abs().max() > LARGEST:
         raise ConfigError(f"weight: holds entries above {LARGEST:g}, whose scales float16 cannot hold")
-    if method in NEED_TEXT and second_moment_II is None:
+    if method in NEED_TEXT and calibration is None:
         raise ConfigError(f"init: {method} needs calibration text; give --dataset, or choose mse or absmax")
     weight = weight_OI.float()
-    moment = None if method == "absmax" or second_moment_II is None else second_moment_II.float()
+    curvature = Curvature(calibration) if isinstance(calibration, Tensor) else calibration
     values = _half(code_values(spec).to(weight.device))
     if method in ("gptq", "descent"):
-        assert second_moment_II is not None
-        curvature = curvature or Curvature(second_moment_II)
+        assert curvature is not None
         start = _compensated(weight, spec, curvature, values)
         return start if method == "gptq" else refine(weight, spec, start, curvature, rounds)
+    moment = None if method == "absmax" or curvature is None else curvature.second_moment_II.float()
     scales, zeros = _scales(weight, spec, method, moment, values)
     return QuantisedWeight(_nearest_codes(weight, values, scales, zeros, spec), values, scales, zeros)
 

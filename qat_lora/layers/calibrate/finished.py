@@ -65,10 +65,7 @@ class Finished(NamedTuple):
     @classmethod
     def of(cls, linear: nn.Linear, spec: QuantSpec, fit: Fit) -> Finished:
         """Return what stands for a linear layer from now on."""
-        factors = fit.factors
-        if factors is not None:
-            a, b = (factor.clone(memory_format=torch.contiguous_format) for factor in factors[:2])
-            factors = Factors(a, b, factors.method)
+        factors = fit.factors and Factors(*(f.clone(memory_format=torch.contiguous_format) for f in fit.factors))
         return cls(QuantLinear.from_linear(linear, spec, fit.quantised), factors)
 
     def corrected(self, rank: int) -> Tensor:
@@ -83,20 +80,20 @@ def kept_of(layers: Mapping[str, Finished]) -> Kept:
     for name, (layer, factors) in layers.items():
         factor = {} if factors is None else {"a_RI": factors.a_RI.cpu(), "b_OR": factors.b_OR.cpu()}
         tensors |= {f"{name}.{part}": tensor for part, tensor in (layer.stored() | factor).items()}
-    return tensors, {name: factors and factors.method for name, (_, factors) in layers.items()}
+    return tensors, dict.fromkeys(layers)
 
 
 def finished_of(kept: Kept, model: nn.Module, specs: Mapping[str, QuantSpec]) -> dict[str, Finished]:
     """Return the finished layers that `kept_of` described, made from the model's linear ones."""
-    tensors, methods = kept
+    tensors, names = kept
     found = {}
-    for name, method in methods.items():
+    for name in names:
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         mine = {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")}
         device = linear.weight.device
         a, b = (mine.pop(part, None) for part in ("a_RI", "b_OR"))
         # Copies: a file's tensors lie at any address, and products round differently there.
-        factors = None if a is None or b is None else Factors(a.to(device, copy=True), b.to(device, copy=True), method)
+        factors = None if a is None or b is None else Factors(a.to(device, copy=True), b.to(device, copy=True))
         found[name] = Finished(QuantLinear.from_stored(linear, specs[name], mine), factors)
     return found
