@@ -16,7 +16,6 @@ from qat_lora.evaluate.health import HealthConfig
 from qat_lora.evaluate.protocols import Protocol
 from qat_lora.evaluate.tasks import TasksConfig
 from qat_lora.layers.calibrate.config import CodesConfig
-from qat_lora.layers.calibrate.fit import StartMethod
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.models.hub import HubConfig
@@ -143,10 +142,7 @@ class QuantizeOptions(CodesConfig):
     joint_rank: int | None = option(
         None, "rank of the adapter that codes are chosen together with, 0: none; default: 16 with descent", unit="rank"
     )
-    start_method: StartMethod = option(
-        "qera",
-        "adapter start: qera (in the metric), svd (of the plain weight error), best (by layer, on rows kept apart)",
-    )
+    start_method: str | None = option(None, "no longer does anything: adapter starts are qera's, in the metric")
     text: TextConfig = option(TextConfig, "calibration text")
     kd_cache_dir: str | None = option(None, "calibrate on the rows of this KD cache instead of --dataset")
     calibration_length: int = option(256, "tokens of a calibration row (with --dataset)", unit="tokens")
@@ -158,6 +154,8 @@ class QuantizeOptions(CodesConfig):
     def __post_init__(self) -> None:
         required(self, "model")
         at_least(self, calibration_rows=1, calibration_length=2, start_rank=0, joint_rank=0)
+        if self.start_method not in (None, "qera"):
+            raise ConfigError(f"start_method: {self.start_method} was removed; adapter starts are qera's, leave it out")
         if (self.joint_rank or 0) > self.start_rank:
             raise ConfigError(f"joint_rank: {self.joint_rank} is more than --start-rank {self.start_rank} stores")
         if self.text.dataset is not None and self.kd_cache_dir is not None:
