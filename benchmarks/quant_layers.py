@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from qat_lora.layers.lora import LoraLinear
 from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.quant.codes import code_values
-from qat_lora.quant.initialize import QuantisedWeight
+from qat_lora.quant.initialize import QuantizedWeight
 from qat_lora.quant.presets import PRESETS
 from qat_lora.quant.scales import scale_shapes
 from qat_lora.quant.spec import QuantSpec
@@ -77,7 +77,7 @@ def quantised(linear: nn.Linear, spec: QuantSpec) -> QuantLinear:
     rows, columns = linear.weight.shape
     codes = torch.randint(2**spec.bits, (rows, columns), dtype=torch.uint8)
     scales = tuple(torch.rand(shape) * 0.1 + 0.01 for shape in scale_shapes(spec, rows, columns).values())
-    return QuantLinear.from_linear(linear, spec, QuantisedWeight(codes, code_values(spec), scales))
+    return QuantLinear.from_linear(linear, spec, QuantizedWeight(codes, code_values(spec), scales))
 
 
 def contests(rows: int, columns: int, dtype: torch.dtype) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:

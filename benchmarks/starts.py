@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from qat_lora.data.sources import TextConfig
 from qat_lora.evaluate.score import score
-from qat_lora.layers.convert import add_lora, linear_layers, lora_layers, prepare_base, quant_layers, quantise_targets
+from qat_lora.layers.convert import add_lora, linear_layers, lora_layers, prepare_base, quant_layers, quantize_targets
 from qat_lora.layers.lora import Factors, LoraConfig
 from qat_lora.models.adapter import load_starts
 from qat_lora.models.load import CausalLM, load_model, load_tokenizer
@@ -96,7 +96,7 @@ def loftq(teacher: CausalLM, rank: int) -> CausalLM:
     from peft.utils.loftq_utils import _low_rank_decomposition
 
     table, starts, module = normal_table(BITS), {}, copy.deepcopy(teacher.module)
-    for name in quantise_targets(module, preset(PRESET)):
+    for name in quantize_targets(module, preset(PRESET)):
         linear = module.get_submodule(name)
         weight = linear.weight.detach().clone()
         correction = torch.zeros_like(weight)
@@ -123,7 +123,7 @@ def torchao(teacher: CausalLM, **settings: bool) -> CausalLM:
 
     config = IntxFakeQuantizeConfig(getattr(torch, f"int{BITS}"), group_size=GROUP, is_symmetric=True, **settings)
     module = copy.deepcopy(teacher.module)
-    for name in quantise_targets(module, preset(PRESET)):
+    for name in quantize_targets(module, preset(PRESET)):
         module.set_submodule(name, FakeQuantizedLinear.from_linear(module.get_submodule(name), weight_config=config))
     if settings:
         initialize_fake_quantizers(module, (torch.zeros(1, 2, dtype=torch.long),))

@@ -15,7 +15,7 @@ from qat_lora.errors import ConfigError
 from qat_lora.evaluate.health import HealthConfig
 from qat_lora.evaluate.protocols import Protocol
 from qat_lora.evaluate.tasks import TasksConfig
-from qat_lora.layers.calibrate.config import CodesConfig
+from qat_lora.layers.calibrate.config import QuantizeConfig
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.models.hub import HubConfig
@@ -134,7 +134,7 @@ class AuditOptions:
 
 
 @dataclass(frozen=True)
-class QuantizeOptions(CodesConfig):
+class QuantizeOptions(QuantizeConfig):
     """`qat-lora quantize`."""
 
     model: str | None = option(None, "full-precision model: Hugging Face folder or Hub name (required)")
@@ -222,7 +222,7 @@ class RecoverOptions:
 
 
 @dataclass(frozen=True)
-class QatOptions(CodesConfig):
+class QatOptions(QuantizeConfig):
     """`qat-lora qat`."""
 
     model: str | None = option(
@@ -280,7 +280,7 @@ class QatOptions(CodesConfig):
     def _refuse_making(self) -> None:
         """Refuse settings that say how a student is made where one is given."""
         read = {"model"} | ({"calibration_rows"} if self.blockwise.blockwise_steps else set())
-        for field in fields(CodesConfig):
+        for field in fields(QuantizeConfig):
             if field.name not in read and getattr(self, field.name) != getattr(QatOptions, field.name):
                 raise ConfigError(
                     f"{field.name}: belongs to --from-scratch; a checkpoint's layers are as they were made"

@@ -21,9 +21,9 @@ from qat_lora.layers.calibrate.disk_offload import zeros_in
 from qat_lora.layers.calibrate.finished import Kept, Work
 from qat_lora.layers.calibrate.fisher import Sensitivity, drawn_in_pieces, sensitivities
 from qat_lora.layers.calibrate.fit import FitSettings
-from qat_lora.layers.calibrate.quantize import LayerFitter, quantise_layers, quantising_bar, second_moments
-from qat_lora.layers.calibrate.sequential import quantise_sequential
-from qat_lora.layers.calibrate.upcast import widen
+from qat_lora.layers.calibrate.quantize import LayerFitter, quantize_layers, quantizing_bar, second_moments
+from qat_lora.layers.calibrate.sequential import quantize_sequential
+from qat_lora.layers.calibrate.upcast import upcast
 from qat_lora.layers.convert import HEAD, bits_per_weight, check_reach, quant_layers, rule_bits
 from qat_lora.layers.lora import Factors
 from qat_lora.models.adapter import save_starts
@@ -69,7 +69,7 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Any:
             f"init: {options.init} needs calibration text; give --dataset or --kd-cache-dir, or choose --init mse"
         )
     model = load(str(options.model), options.hub, "auto")
-    widen(model.module)
+    upcast(model.module)
     if quant_layers(model.module):
         raise ConfigError(f"model: {options.model} is quantised already; give the full-precision model")
     targets = check_reach(model.module, chosen)
@@ -165,11 +165,11 @@ def _fit(
         costs = _sensitivities(options, model, inside, batches, out, work)
     if batches is not None and not sequential:
         moments = second_moments(model.module, targets, batches, forward, costs)
-    with quantising_bar(options.preset, options.init, len(targets), options.run.quiet) as bar:
+    with quantizing_bar(options.preset, options.init, len(targets), options.run.quiet) as bar:
         fitter = LayerFitter(model.module, targets, settings, costs, work, bar)
         if batches is not None and sequential:
-            return quantise_sequential(fitter, batches, forward)
-        return quantise_layers(fitter, moments)
+            return quantize_sequential(fitter, batches, forward)
+        return quantize_layers(fitter, moments)
 
 
 def _sensitivities(

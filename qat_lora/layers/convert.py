@@ -51,7 +51,7 @@ def linear_layers(model: nn.Module, lm_head: bool = False) -> Iterator[tuple[str
             yield name.removesuffix(".base"), module
 
 
-def quantise_targets(model: nn.Module, preset: Preset) -> dict[str, QuantSpec]:
+def quantize_targets(model: nn.Module, preset: Preset) -> dict[str, QuantSpec]:
     """Return the layers that a preset quantises, with their specs, in the model's order.
 
     Raises:
@@ -75,14 +75,14 @@ def _matrices(model: nn.Module) -> dict[str, int]:
 
 
 def check_reach(model: nn.Module, preset: Preset) -> dict[str, QuantSpec]:
-    """Return `quantise_targets`; refuse a model of which they are only a part, unless `--keep` asked for that.
+    """Return `quantize_targets`; refuse a model of which they are only a part, unless `--keep` asked for that.
 
     Raises:
         ModelError: more than `MOST_LEFT` of the weights of its blocks would stay as they are, as the experts of a
             mixture do that are stacked in one parameter.
-        ConfigError: what `quantise_targets` refuses.
+        ConfigError: what `quantize_targets` refuses.
     """
-    targets, matrices = quantise_targets(model, preset), _matrices(model)
+    targets, matrices = quantize_targets(model, preset), _matrices(model)
     keep = [pattern for pattern, spec in preset.rules if spec is None]
     left = {n: size for n, size in matrices.items() if n not in targets and not any(re.search(p, n) for p in keep)}
     share = sum(left.values()) / max(1, sum(matrices.values()))
@@ -110,7 +110,7 @@ def _some(names: list[str]) -> str:
 
 def make_quant_skeleton(model: nn.Module, preset: Preset) -> None:
     """Replace the linear layers that a preset quantises by empty quantised ones, to be filled from a checkpoint."""
-    for name, spec in quantise_targets(model, preset).items():
+    for name, spec in quantize_targets(model, preset).items():
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         bias = linear.bias is not None
@@ -122,7 +122,7 @@ def make_quant_skeleton(model: nn.Module, preset: Preset) -> None:
             tie_embedding(model, table, layer)
 
 
-def put_quantised(model: nn.Module, name: str, layer: QuantLinear) -> None:
+def put_quantized(model: nn.Module, name: str, layer: QuantLinear) -> None:
     """Replace a linear layer by a quantised one, and with it the embedding that is tied to it.
 
     Raises:

@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from qat_lora.errors import ModelError
 from qat_lora.layers.latent import Latent, LatentChange, LookUp, Range, as_stored, nearest_start
 from qat_lora.quant.codes import code_values, decode, nearest, pack, packed_width, unpack
-from qat_lora.quant.fake_quantize import Gradient, fake_quantise
-from qat_lora.quant.initialize import QuantisedWeight
+from qat_lora.quant.fake_quantize import Gradient, fake_quantize
+from qat_lora.quant.initialize import QuantizedWeight
 from qat_lora.quant.scales import away_from_zero, expand, pack_zeros, scale_shapes, unpack_zeros, zeros_shape
 from qat_lora.quant.spec import QuantSpec
 
@@ -110,7 +110,7 @@ class Rounded(Packed):
         """Return the weight as it rounds now."""
         scale = layer.expanded_scale()
         weight = self.latent(away_from_zero(scale))
-        return fake_quantise(weight, scale, layer.spec, layer.book(), layer.expanded_zero(), self.gradient)
+        return fake_quantize(weight, scale, layer.spec, layer.book(), layer.expanded_zero(), self.gradient)
 
     def packed_codes(self, layer: QuantLinear) -> Tensor:
         """Return the codes that the weight rounds to now."""
@@ -156,7 +156,7 @@ class QuantLinear(nn.Linear):
         return nn.Parameter(tensor, requires_grad=False)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, spec: QuantSpec, quantised: QuantisedWeight) -> QuantLinear:
+    def from_linear(cls, linear: nn.Linear, spec: QuantSpec, quantised: QuantizedWeight) -> QuantLinear:
         """Build the layer that replaces `linear`, whose weight has been quantised; `to_linear` is the way back."""
         tensors = dict(zip(scale_shapes(spec, *quantised.codes_OI.shape), quantised.scales, strict=True))
         tensors["codes"] = pack(quantised.codes_OI, spec.bits)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.errors import ConfigError
-from qat_lora.layers.calibrate.upcast import WideEmbedding
+from qat_lora.layers.calibrate.upcast import UpcastEmbedding
 from qat_lora.layers.quant_linear import QuantLinear
 
 
@@ -49,7 +49,7 @@ def embedding_of(model: nn.Module, lm_head: nn.Linear) -> str | None:
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and module.weight is lm_head.weight:
-            if type(module) not in (nn.Embedding, WideEmbedding):
+            if type(module) not in (nn.Embedding, UpcastEmbedding):
                 raise ConfigError(
                     f"quantize_head: the head is tied to {name}, a {type(module).__name__}, which does more than to "
                     "look rows up; leave --quantize-head out"
@@ -62,7 +62,7 @@ def tie_embedding(model: nn.Module, name: str, lm_head: QuantLinear) -> None:
     """Let an embedding look its rows up in a quantised LM head."""
     table = model.get_submodule(name)
     assert isinstance(table, nn.Embedding)
-    dtype = torch.float32 if isinstance(table, WideEmbedding) else table.weight.dtype
+    dtype = torch.float32 if isinstance(table, UpcastEmbedding) else table.weight.dtype
     model.set_submodule(name, TiedEmbedding(lm_head, dtype))
 
 

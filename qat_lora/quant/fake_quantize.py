@@ -36,7 +36,7 @@ from qat_lora.quant.spec import QuantSpec
 Gradient = Literal["lsq", "ste"]
 
 
-class _FakeQuantise(torch.autograd.Function):
+class _FakeQuantize(torch.autograd.Function):
     """Ŵ = nearest code value of W / S, times S."""
 
     @staticmethod
@@ -86,7 +86,7 @@ class _RoundThrough(torch.autograd.Function):
         return gradients[0]
 
 
-def fake_quantise(
+def fake_quantize(
     weight_OI: Tensor,
     scale_OI: Tensor,
     spec: QuantSpec,
@@ -111,7 +111,7 @@ def fake_quantise(
         ends = ends[0] - zero_OI.detach(), ends[1] - zero_OI.detach()
     if gradient == "ste":
         ends = values.new_full((), -torch.inf), values.new_full((), torch.inf)
-    return _FakeQuantise.apply(weight_OI, scale_OI, values, zero_OI, ends, spec)
+    return _FakeQuantize.apply(weight_OI, scale_OI, values, zero_OI, ends, spec)
 
 
 def round_through(x: Tensor) -> Tensor:

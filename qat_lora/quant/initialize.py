@@ -43,7 +43,7 @@ LARGEST = 32_000.0  # weight whose scale is surely a float16 number, with every 
 ROUNDS, SWEEPS = 3, 2  # of scale refits, and of descent after each
 
 
-class QuantisedWeight(NamedTuple):
+class QuantizedWeight(NamedTuple):
     """A weight as codes and scales."""
 
     codes_OI: Tensor
@@ -69,13 +69,13 @@ class QuantisedWeight(NamedTuple):
         return chosen * expand(self.scales, spec.group_size, out_features, in_features)
 
 
-def quantise_weight(
+def quantize_weight(
     weight_OI: Tensor,
     spec: QuantSpec,
     method: Method,
     calibration: Tensor | Curvature | None = None,
     rounds: int = ROUNDS,
-) -> QuantisedWeight:
+) -> QuantizedWeight:
     """Quantise one weight matrix.
 
     Args:
@@ -106,12 +106,12 @@ def quantise_weight(
         return start if method == "gptq" else refine(weight, spec, start, curvature, rounds)
     moment = None if method == "absmax" or curvature is None else curvature.second_moment_II.float()
     scales, zeros = _scales(weight, spec, method, moment, values)
-    return QuantisedWeight(_nearest_codes(weight, values, scales, zeros, spec), values, scales, zeros)
+    return QuantizedWeight(_nearest_codes(weight, values, scales, zeros, spec), values, scales, zeros)
 
 
 def refine(
-    weight_OI: Tensor, spec: QuantSpec, start: QuantisedWeight, curvature: Curvature, rounds: int = ROUNDS
-) -> QuantisedWeight:
+    weight_OI: Tensor, spec: QuantSpec, start: QuantizedWeight, curvature: Curvature, rounds: int = ROUNDS
+) -> QuantizedWeight:
     """Return a start after rounds of refitted scales and coordinate descent; the output error never rises.
 
     Low-rank scales stay as they are: the least-squares problem of a row is no longer small.
@@ -161,12 +161,12 @@ def _nearest_codes(weight_OI: Tensor, values: Tensor, scales: Scales, zeros: Ten
     return encode(ratio if zeros is None else ratio + expand((zeros,), spec.group_size, *shape), values)
 
 
-def _compensated(weight_OI: Tensor, spec: QuantSpec, curvature: Curvature, values: Tensor) -> QuantisedWeight:
+def _compensated(weight_OI: Tensor, spec: QuantSpec, curvature: Curvature, values: Tensor) -> QuantizedWeight:
     """Return the GPTQ start; the scale of a group is chosen from its weights as compensation has left them."""
     moment, inverse_root = curvature.second_moment_II.float(), curvature.inverse_root_II
     if spec.sharing != "group":  # scales that span columns are fixed before rounding begins
         scales, zeros = _scales(weight_OI, spec, "gptq", moment, values)
-        whole = QuantisedWeight(torch.zeros_like(weight_OI, dtype=torch.uint8), values, scales, zeros)
+        whole = QuantizedWeight(torch.zeros_like(weight_OI, dtype=torch.uint8), values, scales, zeros)
         grid = whole.grid(spec)
         codes = gptq(weight_OI.double(), inverse_root, BLOCK, lambda start, stop, _: grid.columns(start, stop))
         return whole._replace(codes_OI=codes)
@@ -181,4 +181,4 @@ def _compensated(weight_OI: Tensor, spec: QuantSpec, curvature: Curvature, value
 
     codes = gptq(weight_OI.double(), inverse_root, spec.group_size, grid_of)
     zeros = torch.cat([zero for _, zero in found if zero is not None], 1) if spec.code == "asymmetric" else None
-    return QuantisedWeight(codes, values, (torch.cat([scale for scale, _ in found], 1),), zeros)
+    return QuantizedWeight(codes, values, (torch.cat([scale for scale, _ in found], 1),), zeros)

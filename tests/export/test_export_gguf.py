@@ -13,7 +13,7 @@ from qat_lora.errors import ModelError
 from qat_lora.export.gguf_file import gguf_name, q4_0, row_order
 from qat_lora.export.gguf_vocab import SPLITS, vocabulary
 from qat_lora.files.identity import checkpoint_sha256
-from qat_lora.layers.calibrate.quantize import quantise_model
+from qat_lora.layers.calibrate.quantize import quantize_model
 from qat_lora.layers.convert import add_lora, lora_layers, quant_layers
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.models.adapter import save_adapter
@@ -50,7 +50,7 @@ def teacher(request, tiny, tmp_path_factory):
 def adapted(teacher, name, root):
     """A quantised student with a random adapter; return the adapter's folder."""
     model = load_model(str(teacher))
-    quantise_model(model.module, preset(name), "mse", quiet=True)
+    quantize_model(model.module, preset(name), "mse", quiet=True)
     save_quantised(model, root / "base", preset(name), {})
     torch.manual_seed(1)
     config = LoraConfig(recovery_r=3, recovery_alpha=5.0)

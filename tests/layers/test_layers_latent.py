@@ -11,8 +11,8 @@ from qat_lora.errors import ModelError
 from qat_lora.layers.latent import LatentChange, LookUp, Range
 from qat_lora.layers.quant_linear import Packed, QuantLinear
 from qat_lora.quant.codes import code_values
-from qat_lora.quant.fake_quantize import fake_quantise
-from qat_lora.quant.initialize import quantise_weight
+from qat_lora.quant.fake_quantize import fake_quantize
+from qat_lora.quant.initialize import quantize_weight
 from qat_lora.quant.spec import QuantSpec
 
 SPECS = {
@@ -29,7 +29,7 @@ def make(sharing, method="mse", seed=0):
     torch.manual_seed(seed)
     linear = nn.Linear(COLUMNS, ROWS)
     moment = torch.randn(64, COLUMNS)
-    quantised = quantise_weight(linear.weight.data, SPECS[sharing], method, moment.T @ moment / 64)
+    quantised = quantize_weight(linear.weight.data, SPECS[sharing], method, moment.T @ moment / 64)
     return linear, QuantLinear.from_linear(linear, SPECS[sharing], quantised)
 
 
@@ -174,7 +174,7 @@ def test_range_learning_is_the_derivative_with_rounding_errors_held_fixed(bits, 
     latent = torch.from_numpy(weight).requires_grad_()
     spec = QuantSpec(bits=bits, code="asymmetric", sharing="channel")
     scale, zero = learned()
-    out = fake_quantise(latent, scale, spec, code_values(spec).double(), zero)
+    out = fake_quantize(latent, scale, spec, code_values(spec).double(), zero)
     out.backward(torch.from_numpy(gradient))
     step = (ends[1] - ends[0]) / most
     zeros = np.round(-ends[0] / step)

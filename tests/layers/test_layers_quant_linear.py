@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qat_lora.errors import ModelError
 from qat_lora.layers.quant_linear import Dense, Packed, QuantLinear, Unpacked
-from qat_lora.quant.initialize import quantise_weight
+from qat_lora.quant.initialize import quantize_weight
 from qat_lora.quant.spec import QuantSpec
 
 SPECS = {
@@ -28,7 +28,7 @@ ROWS, COLUMNS = 6, 21
 def make(sharing, bias=True, seed=0):
     torch.manual_seed(seed)
     linear = nn.Linear(COLUMNS, ROWS, bias=bias)
-    return QuantLinear.from_linear(linear, SPECS[sharing], quantise_weight(linear.weight.data, SPECS[sharing], "mse"))
+    return QuantLinear.from_linear(linear, SPECS[sharing], quantize_weight(linear.weight.data, SPECS[sharing], "mse"))
 
 
 def put(layer, state):
@@ -233,7 +233,7 @@ def test_scales_and_tables_are_float32_whatever_the_default_type():
 
 def test_the_layer_of_a_bfloat16_linear_keeps_its_bias():
     linear = nn.Linear(COLUMNS, ROWS, dtype=torch.bfloat16)
-    layer = QuantLinear.from_linear(linear, SPECS["group"], quantise_weight(linear.weight.data, SPECS["group"], "mse"))
+    layer = QuantLinear.from_linear(linear, SPECS["group"], quantize_weight(linear.weight.data, SPECS["group"], "mse"))
     assert layer.bias.dtype == torch.bfloat16 and torch.equal(layer.bias, linear.bias)
     assert layer.scale.dtype == torch.float32
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from qat_lora.errors import ConfigError
-from qat_lora.quant.initialize import METHODS, NEED_TEXT, quantise_weight
+from qat_lora.quant.initialize import METHODS, NEED_TEXT, quantize_weight
 from qat_lora.quant.presets import PRESETS
 from qat_lora.quant.spec import QuantSpec
 
@@ -80,7 +80,7 @@ def textbook_gptq(weight, moment, spec, book, scales):
 def test_gptq_is_the_textbook_algorithm(sharing, columns):
     spec, weight = SPECS[sharing], weight_of(6, columns)
     _, moment = correlated(columns)
-    result = quantise_weight(weight, spec, "gptq", torch.from_numpy(moment))
+    result = quantize_weight(weight, spec, "gptq", torch.from_numpy(moment))
     scales = wide_scales(result, spec, 6, columns)
     expected = textbook_gptq(weight.numpy(), moment, spec, BOOKS[spec.code, spec.bits], scales)
     assert np.array_equal(result.codes_OI.numpy(), expected)
@@ -100,7 +100,7 @@ def test_each_start_disturbs_fresh_outputs_less_than_the_one_before(sharing):
     draw, _ = correlated(columns, tokens=1200)
     seen, fresh = draw[:800], draw[800:]
     moment = torch.from_numpy(seen.T @ seen / len(seen)).float()
-    error = {m: output_error(quantise_weight(weight, spec, m, moment).dense(spec), weight, fresh) for m in METHODS}
+    error = {m: output_error(quantize_weight(weight, spec, m, moment).dense(spec), weight, fresh) for m in METHODS}
     assert error["gptq"] < 0.6 * error["mse"], error
     assert error["descent"] < 0.95 * error["gptq"], error
     if sharing != "lowrank":  # whose scales are fitted the same way for all starts
@@ -115,7 +115,7 @@ def test_scales_are_float16_numbers_and_codes_fit_every_preset(name, method):
     spec = PRESETS[name].spec_for("model.layers.0.mlp.up_proj")
     weight = weight_of(10, 150) * 0.02
     _, moment = correlated(150)
-    result = quantise_weight(weight, spec, method, torch.from_numpy(moment).float())
+    result = quantize_weight(weight, spec, method, torch.from_numpy(moment).float())
     for stored in (*result.scales, result.values):
         assert stored.dtype == torch.float32 and torch.equal(stored, stored.half().float())
     assert result.codes_OI.dtype == torch.uint8 and int(result.codes_OI.max()) < 2**spec.bits
@@ -132,7 +132,7 @@ def test_scales_are_float16_numbers_and_codes_fit_every_preset(name, method):
 @pytest.mark.parametrize("method", ["absmax", "mse"])
 def test_without_compensation_codes_are_the_nearest_for_the_stored_scales(method):
     spec, weight = SPECS["group"], weight_of(5, 37)
-    result = quantise_weight(weight, spec, method)
+    result = quantize_weight(weight, spec, method)
     ratio = weight.double().numpy() / wide_scales(result, spec, 5, 37)
     assert np.array_equal(result.codes_OI.numpy(), np.abs(ratio[..., None] - BOOKS["half", 2]).argmin(-1))
 
@@ -141,7 +141,7 @@ def test_inputs_that_were_never_seen_do_no_harm():
     _, moment = correlated(32)
     moment[5, :] = moment[:, 5] = 0.0
     for given in (moment, np.zeros_like(moment)):
-        result = quantise_weight(weight_of(4, 32), SPECS["group"], "gptq", torch.from_numpy(given))
+        result = quantize_weight(weight_of(4, 32), SPECS["group"], "gptq", torch.from_numpy(given))
         assert torch.isfinite(result.dense(SPECS["group"])).all()
 
 
@@ -149,7 +149,7 @@ def test_inputs_that_were_never_seen_do_no_harm():
 def test_any_float_type_is_taken_and_left_unchanged(dtype):
     weight = weight_of(4, 32).to(dtype)
     before = weight.clone()
-    quantise_weight(weight, SPECS["group"], "gptq", torch.eye(32))
+    quantize_weight(weight, SPECS["group"], "gptq", torch.eye(32))
     assert torch.equal(weight, before)
 
 
@@ -157,13 +157,13 @@ def test_refusals():
     weight, spec = weight_of(4, 32), SPECS["group"]
     for method in NEED_TEXT:
         with pytest.raises(ConfigError, match=f"{method} needs calibration text"):
-            quantise_weight(weight, spec, method)
+            quantize_weight(weight, spec, method)
     with pytest.raises(ConfigError, match="absmax, mse, awq, gptq, descent"):
-        quantise_weight(weight, spec, "hqq")
+        quantize_weight(weight, spec, "hqq")
     for bad in (float("nan"), float("inf")):
         broken = weight.clone()
         broken[1, 2] = bad
         with pytest.raises(ConfigError, match="NaN or infinite"):
-            quantise_weight(broken, spec, "mse")
+            quantize_weight(broken, spec, "mse")
     with pytest.raises(ConfigError, match="float16"):
-        quantise_weight(weight * 1e6, spec, "mse")
+        quantize_weight(weight * 1e6, spec, "mse")

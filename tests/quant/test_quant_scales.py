@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from qat_lora.quant import scales as S
-from qat_lora.quant.initialize import quantise_weight
+from qat_lora.quant.initialize import quantize_weight
 from qat_lora.quant.spec import QuantSpec
 
 SHARINGS = {
@@ -132,12 +132,12 @@ def test_asymmetric_codes_hold_zero_exactly_and_one_sided_groups_well():
     spec = ASYMMETRIC
     weight = random(6, 32).abs() + 0.5
     weight[:, ::5] = 0.0
-    lopsided = quantise_weight(weight, spec, "mse")
+    lopsided = quantize_weight(weight, spec, "mse")
     assert (lopsided.dense(spec)[:, ::5] == 0).all()
     even = QuantSpec(bits=3, code="integer", sharing="group", group_size=16)
-    error = [float((quantise_weight(weight, s, "mse").dense(s) - weight).square().mean()) for s in (spec, even)]
+    error = [float((quantize_weight(weight, s, "mse").dense(s) - weight).square().mean()) for s in (spec, even)]
     assert error[0] < 0.4 * error[1]
-    full = quantise_weight(weight, spec, "absmax")
+    full = quantize_weight(weight, spec, "absmax")
     ratio = weight.numpy() / np.repeat(full.scales[0].numpy(), 16, 1) + np.repeat(full.zeros.numpy(), 16, 1)
     assert np.array_equal(full.codes_OI.numpy(), np.clip(np.floor(ratio + 0.5), 0, 7))
 

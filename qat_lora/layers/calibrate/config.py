@@ -15,7 +15,7 @@ from qat_lora.quant.initialize import Method
 
 
 @dataclass(frozen=True)
-class CodesConfig:
+class QuantizeConfig:
     """How weights become codes and scales: the same for `quantize` and for `qat --from-scratch`."""
 
     model: str | None = option(None, "full-precision model: Hugging Face folder or Hub name")

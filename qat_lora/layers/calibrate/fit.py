@@ -26,7 +26,7 @@ from torch import Tensor
 from qat_lora.errors import ConfigError
 from qat_lora.layers.lora import Factors
 from qat_lora.quant.gptq import Curvature
-from qat_lora.quant.initialize import ROUNDS, Method, QuantisedWeight, quantise_weight, refine
+from qat_lora.quant.initialize import ROUNDS, Method, QuantizedWeight, quantize_weight, refine
 from qat_lora.quant.spec import QuantSpec
 
 TURNS = 3  # of codes and adapter; the fourth changed the objective by less than 1 %
@@ -50,7 +50,7 @@ class FitSettings(NamedTuple):
 class Fit(NamedTuple):
     """A linear layer's quantised weight, and the adapter start where one was asked for."""
 
-    quantised: QuantisedWeight
+    quantised: QuantizedWeight
     factors: Factors | None
 
 
@@ -154,7 +154,7 @@ def fit_layer(
         outputs_OO: Fisher information of its outputs, whole or [O].
 
     Raises:
-        ConfigError: a joint rank without the start that belongs to it, or what `quantise_weight` refuses.
+        ConfigError: a joint rank without the start that belongs to it, or what `quantize_weight` refuses.
     """
     method, start_rank, joint_rank = settings
     if joint_rank > start_rank:
@@ -163,27 +163,27 @@ def fit_layer(
     weight = weight_OI.float()
     curvature = None if second_moment_II is None else Curvature(second_moment_II)
     if not start_rank:
-        return Fit(quantise_weight(weight, spec, method, curvature), None)
+        return Fit(quantize_weight(weight, spec, method, curvature), None)
     metric = Metric.of(weight, second_moment_II, None if outputs_OO is None else outputs_OO.to(weight.device))
     if joint_rank:
         quantised = _with_adapter(weight, spec, method, curvature, metric, joint_rank)
     else:
-        quantised = quantise_weight(weight, spec, method, curvature)
+        quantised = quantize_weight(weight, spec, method, curvature)
     return Fit(quantised, metric.correction(weight - quantised.dense(spec), start_rank)[0])
 
 
 def _with_adapter(
     weight_OI: Tensor, spec: QuantSpec, method: Method, curvature: Curvature | None, metric: Metric, rank: int
-) -> QuantisedWeight:
+) -> QuantizedWeight:
     """Return the codes that an adapter of this rank corrects best; the two are fitted in turn."""
 
-    def rest(codes: QuantisedWeight) -> tuple[Tensor, float]:
+    def rest(codes: QuantizedWeight) -> tuple[Tensor, float]:
         factors, left = metric.correction(weight_OI - codes.dense(spec), rank, rank)
         return weight_OI - factors.b_OR @ factors.a_RI, left
 
     target, best, aim, least = weight_OI, None, weight_OI, torch.inf
     for _ in range(1 + TURNS):
-        quantised = quantise_weight(target, spec, method, curvature, TURN_ROUNDS)
+        quantised = quantize_weight(target, spec, method, curvature, TURN_ROUNDS)
         following, left = rest(quantised)
         if best is None or left < least:
             best, aim, least = quantised, target, left

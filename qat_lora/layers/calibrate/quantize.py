@@ -22,7 +22,7 @@ from tqdm import tqdm
 from qat_lora.layers.calibrate.finished import NOT_KEPT, Finished, Work, finished_of, kept_of
 from qat_lora.layers.calibrate.fisher import Sensitivity
 from qat_lora.layers.calibrate.fit import FitSettings, fit_layer
-from qat_lora.layers.convert import HEAD, block_of, put_quantised, quantise_targets
+from qat_lora.layers.convert import HEAD, block_of, put_quantized, quantize_targets
 from qat_lora.layers.lora import Factors
 from qat_lora.quant.initialize import Method
 from qat_lora.quant.presets import Preset
@@ -146,11 +146,11 @@ class LayerFitter:
     def put(self, found: Mapping[str, Finished]) -> dict[str, Factors]:
         """Put finished layers into the model; return their adapter starts as they are stored."""
         for name, finished in found.items():
-            put_quantised(self.model, name, finished.layer)
+            put_quantized(self.model, name, finished.layer)
         return {name: factors.half() for name, (_, factors) in found.items() if factors is not None}
 
 
-def quantise_layers(fitter: LayerFitter, moments: Mapping[str, Tensor] | None = None) -> dict[str, Factors]:
+def quantize_layers(fitter: LayerFitter, moments: Mapping[str, Tensor] | None = None) -> dict[str, Factors]:
     """Quantise every target layer, in place; return the adapter starts by layer name.
 
     Args:
@@ -172,7 +172,7 @@ def _fit_each(fitter: LayerFitter, names: Iterable[str], moments: Mapping[str, T
     return {name: fitter.fit(name, moments.get(name)) for name in names}
 
 
-def quantise_model(
+def quantize_model(
     model: nn.Module,
     preset: Preset,
     method: Method,
@@ -193,11 +193,11 @@ def quantise_model(
     Raises:
         ConfigError: a pattern without a match, or a method without the calibration it needs.
     """
-    targets = quantise_targets(model, preset)
-    with quantising_bar(preset.name, method, len(targets), quiet) as bar:
-        return quantise_layers(LayerFitter(model, targets, FitSettings(method, start_rank), bar=bar), moments)
+    targets = quantize_targets(model, preset)
+    with quantizing_bar(preset.name, method, len(targets), quiet) as bar:
+        return quantize_layers(LayerFitter(model, targets, FitSettings(method, start_rank), bar=bar), moments)
 
 
-def quantising_bar(preset: str, method: str, layers: int, quiet: bool) -> tqdm[Any]:
+def quantizing_bar(preset: str, method: str, layers: int, quiet: bool) -> tqdm[Any]:
     """Return the progress bar of a model's quantisation."""
     return tqdm(total=layers, desc=f"quantise {preset} ({method})", unit="layer", disable=quiet)

@@ -39,7 +39,7 @@ from qat_lora.quant.gptq import damped
 
 
 @torch.no_grad()
-def quantise_sequential(
+def quantize_sequential(
     fitter: LayerFitter, batches: Sequence[Any], forward: Callable[[Any], Tensor]
 ) -> dict[str, Factors]:
     """Quantise every target layer, in place; return the adapter starts by layer name.
@@ -65,7 +65,7 @@ def quantise_sequential(
         exact, calls = capture_calls(stack, batches, forward, _check_arguments)
         student = exact
     for name in tied:  # first: the embedding's rows are what the first block gets
-        _quantise_lm_head(fitter, name, batches, forward)
+        _quantize_lm_head(fitter, name, batches, forward)
         student = capture_calls(stack, batches, forward, _check_arguments)[0]
     for i, (name, layers) in enumerate(blocks.items()):
         block = _Block(fitter, name, layers, calls[i])
@@ -78,7 +78,7 @@ def quantise_sequential(
         calls[i].clear()
     for name in outside:  # an untied LM head gets what the quantised model puts out
         if name not in tied:
-            _quantise_lm_head(fitter, name, batches, forward)
+            _quantize_lm_head(fitter, name, batches, forward)
     return adapter_init
 
 
@@ -106,7 +106,7 @@ def _check_arguments(args: tuple[Any, ...]) -> None:
         )
 
 
-def _quantise_lm_head(fitter: LayerFitter, name: str, batches: Sequence[Any], forward: Callable[[Any], Tensor]) -> None:
+def _quantize_lm_head(fitter: LayerFitter, name: str, batches: Sequence[Any], forward: Callable[[Any], Tensor]) -> None:
     """Quantise the LM head, in place, on the hidden states that the model puts out now."""
 
     def fit() -> dict[str, Finished]:

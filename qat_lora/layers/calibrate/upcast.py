@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 
-class _WideProduct(torch.autograd.Function):
+class _UpcastProduct(torch.autograd.Function):
     """x Wᵀ in x's type; for the backward pass W is kept as it is stored."""
 
     @staticmethod
@@ -29,16 +29,16 @@ class _WideProduct(torch.autograd.Function):
         return gradient @ ctx.weight.to(gradient.dtype), None
 
 
-class WideLinear(nn.Linear):
+class UpcastLinear(nn.Linear):
     """A frozen linear layer that computes in its input's type."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the layer."""
-        product = _WideProduct.apply(input, self.weight)
+        product = _UpcastProduct.apply(input, self.weight)
         return product if self.bias is None else product + self.bias.to(product.dtype)
 
 
-class WideEmbedding(nn.Embedding):
+class UpcastEmbedding(nn.Embedding):
     """A frozen embedding that gives float32 rows."""
 
     computes_in = torch.float32
@@ -48,9 +48,9 @@ class WideEmbedding(nn.Embedding):
         return super().forward(input).float()
 
 
-def widen(model: nn.Module) -> None:
+def upcast(model: nn.Module) -> None:
     """Let a model compute in float32; the matrices of its linear layers and embeddings stay as they are stored."""
-    kinds: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: WideLinear, nn.Embedding: WideEmbedding}
+    kinds: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: UpcastLinear, nn.Embedding: UpcastEmbedding}
     for module in model.modules():
         if type(module) in kinds:
             if any(p.is_floating_point() and p.dtype != torch.float32 for p in module.parameters(recurse=False)):
