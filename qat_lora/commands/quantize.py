@@ -24,7 +24,7 @@ from qat_lora.layers.calibrate.fit import FitSettings
 from qat_lora.layers.calibrate.quantize import LayerFitter, quantize_layers, quantizing_bar, second_moments
 from qat_lora.layers.calibrate.sequential import quantize_sequential
 from qat_lora.layers.calibrate.upcast import upcast
-from qat_lora.layers.convert import HEAD, bits_per_weight, check_reach, quant_layers, rule_bits
+from qat_lora.layers.convert import LM_HEAD, bits_per_weight, check_reach, quant_layers, rule_bits
 from qat_lora.layers.lora import Factors
 from qat_lora.models.adapter import save_starts
 from qat_lora.models.load import CausalLM, cast, load_tokenizer, save_quantised
@@ -161,7 +161,7 @@ def _fit(
         return model.hidden(batch["input_ids"], batch["document_ids"])
 
     if batches is not None and options.metric == "fisher" and options.init in NEED_TEXT:
-        inside = [name for name in targets if not HEAD.search(name)]
+        inside = [name for name in targets if not LM_HEAD.search(name)]
         costs = _sensitivities(options, model, inside, batches, out, work)
     if batches is not None and not sequential:
         moments = second_moments(model.module, targets, batches, forward, costs)

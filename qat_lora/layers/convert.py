@@ -22,7 +22,7 @@ from qat_lora.layers.tied_embedding import TiedEmbedding, embedding_of, tie_embe
 from qat_lora.quant.presets import MLP, Preset
 from qat_lora.quant.spec import QuantSpec
 
-HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)$")
+LM_HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)$")
 MOST_LEFT = 0.05
 """Share of the blocks' weights that may stay unquantised without `--keep`: at 16 bits they add 0.7 bits to each weight
 of a 2-bit model, a third. Routers and short convolutions, which nobody quantises, are 1 % of the weights or less."""
@@ -47,7 +47,7 @@ def linear_layers(model: nn.Module, lm_head: bool = False) -> Iterator[tuple[str
                 f"model: {name} is a GPT-2 style Conv1D, which PEFT and the exporters store transposed; "
                 "quantising this family is not supported. Use a Qwen, Llama or Gemma style model"
             )
-        if isinstance(module, nn.Linear) and bool(HEAD.search(name)) == lm_head:
+        if isinstance(module, nn.Linear) and bool(LM_HEAD.search(name)) == lm_head:
             yield name.removesuffix(".base"), module
 
 
@@ -117,7 +117,7 @@ def make_quant_skeleton(model: nn.Module, preset: Preset) -> None:
         device = linear.weight.device
         layer = QuantLinear(linear.in_features, linear.out_features, spec, bias=bias, device=device)
         model.set_submodule(name, layer)
-        if preset.tied and HEAD.search(name):
+        if preset.tied and LM_HEAD.search(name):
             (table,) = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
             tie_embedding(model, table, layer)
 
@@ -130,7 +130,7 @@ def put_quantized(model: nn.Module, name: str, layer: QuantLinear) -> None:
     """
     linear = model.get_submodule(name)
     assert isinstance(linear, nn.Linear)
-    table = embedding_of(model, linear) if HEAD.search(name) else None
+    table = embedding_of(model, linear) if LM_HEAD.search(name) else None
     model.set_submodule(name, layer)
     if table is not None:
         tie_embedding(model, table, layer)
@@ -203,7 +203,7 @@ def merge(model: nn.Module) -> nn.Module:
     for name, layer in list(quant_layers(model).items()):
         dense = layer.to_linear()
         model.set_submodule(name, dense)
-        if table is not None and HEAD.search(name):
+        if table is not None and LM_HEAD.search(name):
             untie_embedding(model, table, dense.weight)
     return model
 

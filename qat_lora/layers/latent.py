@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.quant.codes import decode
-from qat_lora.quant.fake_quantize import round_through
+from qat_lora.quant.fake_quantize import half_through, round_through
 from qat_lora.quant.scales import TINY, away_from_zero
 
 MARGIN = 0.2
@@ -133,20 +133,6 @@ def sum_by_code(grad_OI: Tensor, codes_OI: Tensor, entries: int) -> Tensor:
     return by_row.scatter_add_(1, codes_OI.long(), grad_OI).sum(0)
 
 
-class AsStored(torch.autograd.Function):
-    """Round to float16, the stored type, with the gradient straight through."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        """Return float16 numbers in the tensor's own type."""
-        return tensor.half().to(tensor.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """Return the gradient as it is."""
-        return grad
-
-
 def as_stored(tensor: Tensor) -> Tensor:
     """Return a scale or table as it will be on disk, so that training sees the numbers that are saved."""
-    return AsStored.apply(tensor)
+    return half_through(tensor)

@@ -24,6 +24,7 @@ Sources: LSQ (arXiv 1902.08153); ParetoQ (arXiv 2502.02631); range learning, LSQ
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -74,16 +75,16 @@ class _FakeQuantize(torch.autograd.Function):
         return to_weight, to_scale, to_values, to_zero, None, None
 
 
-class _RoundThrough(torch.autograd.Function):
-    """Round to the nearest whole number; the gradient passes as if nothing had happened (STE)."""
+class _StraightThrough(torch.autograd.Function):
+    """Apply a function; the gradient passes as if nothing had happened (STE)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.round()
+    def forward(ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        return function(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
 
 
 def fake_quantize(
@@ -116,4 +117,9 @@ def fake_quantize(
 
 def round_through(x: Tensor) -> Tensor:
     """Round to the nearest whole number with the straight-through gradient."""
-    return _RoundThrough.apply(x)
+    return _StraightThrough.apply(x, torch.round)
+
+
+def half_through(x: Tensor) -> Tensor:
+    """Round to float16, the stored type, in the tensor's own type and with the straight-through gradient."""
+    return _StraightThrough.apply(x, lambda tensor: tensor.half().to(tensor.dtype))

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from qat_lora.layers.calibrate.finished import NOT_KEPT, Finished, Work, finished_of, kept_of
 from qat_lora.layers.calibrate.fisher import Sensitivity
 from qat_lora.layers.calibrate.fit import FitSettings, fit_layer
-from qat_lora.layers.convert import HEAD, block_of, put_quantized, quantize_targets
+from qat_lora.layers.convert import LM_HEAD, block_of, put_quantized, quantize_targets
 from qat_lora.layers.lora import Factors
 from qat_lora.quant.initialize import Method
 from qat_lora.quant.presets import Preset
@@ -71,7 +71,7 @@ def second_moments(
         return hook
 
     hooks = {name: watch(name) for name in names}
-    lm_heads = {name: hooks.pop(name) for name in list(hooks) if HEAD.search(name)}
+    lm_heads = {name: hooks.pop(name) for name in list(hooks) if LM_HEAD.search(name)}
     handles = [model.get_submodule(name).register_forward_pre_hook(hook) for name, hook in hooks.items()]
     try:
         with torch.no_grad():
@@ -123,7 +123,7 @@ class LayerFitter:
         self.work.may_stop()
         linear = self.linear(name)
         outputs_OO = self.costs[name].outputs_OO if self.costs is not None and name in self.costs else None
-        settings = FitSettings(self.settings.method) if HEAD.search(name) else self.settings  # no adapter there
+        settings = FitSettings(self.settings.method) if LM_HEAD.search(name) else self.settings  # no adapter there
         weight_OI = linear.weight.data if weight_OI is None else weight_OI
         finished = Finished.of(
             linear, self.targets[name], fit_layer(weight_OI, self.targets[name], settings, moment_II, outputs_OO)
