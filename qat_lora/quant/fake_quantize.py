@@ -1,4 +1,4 @@
-"""Fake-quantisation: a float weight that computes as its quantised self, with gradients for weight, scale and table.
+"""Fake quantisation: a float weight that computes as its quantised self, with gradients for weight, scale and table.
 
 Rounding has no useful derivative, so each gradient is a convention. Ours, by code book, is the choice that ParetoQ
 found best at each width:
@@ -14,10 +14,10 @@ The forward is code value times scale, in the order in which `QuantLinear` multi
 saved codes give the same numbers to the last bit. Composed from `round` and `detach` (w + (ŵ - w).detach(), as most
 tools do it) the sum would round once more, and LSQ would keep five tensors of the weight's size.
 
-Where the range of asymmetric codes is learned (`layers.latent.Range`), dŵ/dz is 0 inside, where a shift of the zero
-point shifts the codes with it, and -s outside. `ste` in place of LSQ is the older rule for trained weights: the
-gradient passes everywhere. LSQ's factor 1 / sqrt(N Q) on the gradient of a scale is left out: AdamW divides every
-gradient by its own size, so a constant factor changes no step.
+Where the range of asymmetric codes is learned (`layers.latent.Range`), dŵ/dz is 0 inside the range, where codes shift
+with the zero point, and -s outside. `ste` instead of LSQ is the older rule for trained weights: the gradient passes
+everywhere. LSQ's factor 1 / sqrt(N Q) on the gradient of a scale is left out: AdamW divides every gradient by its own
+size, so a constant factor changes no step.
 
 Sources: LSQ (arXiv 1902.08153); ParetoQ (arXiv 2502.02631); range learning, LSQ+ (arXiv 2004.09576).
 """

@@ -1,14 +1,14 @@
-"""From a full-precision weight to codes and scales: five starts, each exact about what it minimises.
+"""From a full-precision weight to codes and scales: five methods, named by what each minimises.
 
 * `absmax`: scale from the largest weight, round to nearest. What most tools mean by "quantised"; the yardstick.
-* `mse`: the clip that loses least squared weight error, each input weighed by its second moment where text is given.
+* `mse`: the clip with the least squared weight error, each input weighted by its second moment where text is given.
 * `awq`: the clip that disturbs the outputs least, group by group (AWQ's clip search), round to nearest.
 * `gptq`: error-compensated rounding. Column by column, the rounding error is pushed onto the columns not yet
   rounded, along the inverse second moment of the inputs, so that the *output* changes least.
-* `descent`: from there, coordinate descent over the codes in turn with least-squares scales, until output errors
-  fall no more. At 2 bits this is worth more than everything that training with few tokens can do afterwards.
+* `descent`: from there, coordinate descent over the codes alternates with least-squares scales until output errors
+  stop falling. At 2 bits this is worth more than all that training on few tokens can do afterwards.
 
-Source: AWQ (arXiv 2306.00978) for the clip search; the others are named in `compensate`.
+Source: AWQ (arXiv 2306.00978) for the clip search; `gptq` names the others.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from qat_lora.quant.spec import QuantSpec
 Method = Literal["absmax", "mse", "awq", "gptq", "descent"]
 METHODS: tuple[str, ...] = get_args(Method)
 NEED_TEXT = ("awq", "gptq", "descent")
-LARGEST = 32_000.0  # weight whose scale is surely a float16 number, with every code book and scale search
+LARGEST = 32_000.0  # weight whose scale fits float16 with every code book and scale search
 ROUNDS, SWEEPS = 3, 2  # of scale refits, and of descent after each
 
 
@@ -56,7 +56,7 @@ class QuantizedWeight(NamedTuple):
     """Whole zero points [rows, G] as float32, with asymmetric codes."""
 
     def grid(self, spec: QuantSpec, dtype: torch.dtype = torch.float64) -> Grid:
-        """Return what the codes mean."""
+        """Return the meaning of the codes."""
         out_features, in_features = self.codes_OI.shape
         return make_grid(self.values, self.scales, self.zeros, spec.group_size, (out_features, in_features), dtype)
 
@@ -133,7 +133,7 @@ def refine(
 def _scales(
     weight_OI: Tensor, spec: QuantSpec, method: Method, moment_II: Tensor | None, values: Tensor
 ) -> tuple[Scales, Tensor | None]:
-    """Return stored scales and zero points of a weight, or of the columns that share a group's."""
+    """Return stored scales and zero points of a weight, or of the columns of one group."""
     importance = None if moment_II is None else moment_II.diagonal()
     if spec.sharing == "lowrank":
         return tuple(_half(s) for s in low_rank_scales(weight_OI, spec, importance_I=importance, values=values)), None
@@ -150,12 +150,12 @@ def _scales(
 
 
 def _half(tensor: Tensor) -> Tensor:
-    """Round to what is stored, so that codes are chosen for the scales that will be loaded."""
+    """Round to float16, so that codes are chosen for the scales that will be loaded."""
     return tensor.half().float()
 
 
 def _nearest_codes(weight_OI: Tensor, values: Tensor, scales: Scales, zeros: Tensor | None, spec: QuantSpec) -> Tensor:
-    """Return the codes nearest to a weight, in its own type: rounding to nearest needs no more."""
+    """Return the codes nearest to a weight."""
     shape = weight_OI.shape[0], weight_OI.shape[1]
     ratio = weight_OI / away_from_zero(expand(scales, spec.group_size, *shape))
     return encode(ratio if zeros is None else ratio + expand((zeros,), spec.group_size, *shape), values)
