@@ -97,11 +97,11 @@ def step(point: Point, runtime: Any) -> tuple[list[Any], Any]:
     """Build student, optimizer and batch as `recover` does; return what is held, and the step as a function."""
     import torch
 
-    from qat_lora.layers.convert import add_lora, make_quant_skeleton, prepare_base, quant_layers
+    from qat_lora.layers.convert import add_lora, make_quant_skeleton, prepare_base
     from qat_lora.layers.lora import LoraConfig
     from qat_lora.losses.objective import ObjectiveConfig, weight_tensors
     from qat_lora.models.load import DTYPES, cast, make_qwen3
-    from qat_lora.quant.spec import preset
+    from qat_lora.quant.presets import preset
     from qat_lora.setup.common import fit_attention
     from qat_lora.train.optim import OptimConfig, build_optimizer
     from qat_lora.train.step import add_sums, micro_batch, optimizer_step, zero_sums
@@ -135,8 +135,7 @@ def step(point: Point, runtime: Any) -> tuple[list[Any], Any]:
     weights = weight_tensors(objective.weights_at(0.0), runtime.device)
     start = zero_sums(objective, runtime.device)
     trained = [*adapter.values(), *scales.values()]
-    formed = (getattr(q, name) for q in quant_layers(model.module).values() for name in ("_values_OI", "_dense_OI"))
-    held = [*model.module.parameters(), *model.module.buffers(), *(t for t in formed if t is not None)]
+    held = [*model.module.parameters(), *model.module.buffers()]
     held += [p.grad for p in trained] + [v for state in optimizer.state.values() for v in state.values()]
     held += [*here.values(), *ahead.values()]
 

@@ -30,9 +30,10 @@ from torch import Tensor, nn
 from qat_lora.layers.lora import LoraLinear
 from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.quant.codes import code_values
-from qat_lora.quant.initialize import QuantisedWeight
+from qat_lora.quant.initialize import QuantizedWeight
+from qat_lora.quant.presets import PRESETS
 from qat_lora.quant.scales import scale_shapes
-from qat_lora.quant.spec import PRESETS, QuantSpec
+from qat_lora.quant.spec import QuantSpec
 
 SHAPES = {"q_proj": (2048, 1024), "k_proj": (1024, 1024), "o_proj": (1024, 2048)}
 SHAPES |= {"gate_proj": (3072, 1024), "down_proj": (1024, 3072)}
@@ -58,7 +59,7 @@ class RankByRank(nn.Module):
 
     def __init__(self, layer: QuantLinear, dtype: torch.dtype) -> None:
         super().__init__()
-        self.q_OI = layer._code_values().to(dtype)
+        self.q_OI = layer.code_values().to(dtype)
         self.a = nn.Parameter(layer.scale_a.detach().clone())
         self.b = nn.Parameter(layer.scale_b.detach().clone())
 
@@ -76,7 +77,7 @@ def quantised(linear: nn.Linear, spec: QuantSpec) -> QuantLinear:
     rows, columns = linear.weight.shape
     codes = torch.randint(2**spec.bits, (rows, columns), dtype=torch.uint8)
     scales = tuple(torch.rand(shape) * 0.1 + 0.01 for shape in scale_shapes(spec, rows, columns).values())
-    return QuantLinear.from_linear(linear, spec, QuantisedWeight(codes, code_values(spec), scales))
+    return QuantLinear.from_linear(linear, spec, QuantizedWeight(codes, code_values(spec), scales))
 
 
 def contests(rows: int, columns: int, dtype: torch.dtype) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:

@@ -32,14 +32,13 @@ from torch import Tensor, nn
 
 from qat_lora.data.sources import TextConfig
 from qat_lora.evaluate.score import score
-from qat_lora.layers.convert import add_lora, linear_layers, lora_layers, prepare_base, quant_layers, quantise_targets
+from qat_lora.layers.convert import add_lora, linear_layers, lora_layers, prepare_base, quant_layers, quantize_targets
 from qat_lora.layers.lora import Factors, LoraConfig
 from qat_lora.models.adapter import load_starts
 from qat_lora.models.load import CausalLM, load_model, load_tokenizer
 from qat_lora.options import CacheBuildOptions, QuantizeOptions, RunConfig
-from qat_lora.quant.codes import decode, encode
-from qat_lora.quant.spec import preset
-from qat_lora.quant.tables import normal_table
+from qat_lora.quant.codes import decode, encode, normal_table
+from qat_lora.quant.presets import preset
 from qat_lora.registry import COMMANDS
 from qat_lora.runtime.launch.start import run
 from qat_lora.setup.common import text_batches
@@ -48,7 +47,6 @@ from qat_lora.types import Batch
 BITS, PRESET, GROUP = 2, "w2g64", 64
 LOFTQ_TURNS = 5
 OURS: dict[str, dict[str, object]] = {
-    "absmax, svd": {"init": "absmax", "start_method": "svd"},
     "mse, qera": {"init": "mse"},
     "gptq, qera": {"init": "gptq"},
     "descent with adapter": {"init": "descent"},
@@ -98,7 +96,7 @@ def loftq(teacher: CausalLM, rank: int) -> CausalLM:
     from peft.utils.loftq_utils import _low_rank_decomposition
 
     table, starts, module = normal_table(BITS), {}, copy.deepcopy(teacher.module)
-    for name in quantise_targets(module, preset(PRESET)):
+    for name in quantize_targets(module, preset(PRESET)):
         linear = module.get_submodule(name)
         weight = linear.weight.detach().clone()
         correction = torch.zeros_like(weight)
@@ -125,7 +123,7 @@ def torchao(teacher: CausalLM, **settings: bool) -> CausalLM:
 
     config = IntxFakeQuantizeConfig(getattr(torch, f"int{BITS}"), group_size=GROUP, is_symmetric=True, **settings)
     module = copy.deepcopy(teacher.module)
-    for name in quantise_targets(module, preset(PRESET)):
+    for name in quantize_targets(module, preset(PRESET)):
         module.set_submodule(name, FakeQuantizedLinear.from_linear(module.get_submodule(name), weight_config=config))
     if settings:
         initialize_fake_quantizers(module, (torch.zeros(1, 2, dtype=torch.long),))

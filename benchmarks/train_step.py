@@ -43,7 +43,7 @@ from qat_lora.layers.convert import add_lora, lora_layers, make_quant_skeleton, 
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.losses.objective import ObjectiveConfig, weight_tensors
 from qat_lora.models.load import CausalLM, cast, make_qwen3
-from qat_lora.quant.spec import preset
+from qat_lora.quant.presets import preset
 from qat_lora.runtime.launch.select import select_runtime
 from qat_lora.train.optim import OptimConfig, build_optimizer
 from qat_lora.train.step import add_sums, micro_batch, optimizer_step, zero_sums

@@ -5,7 +5,7 @@
 Every setting of the command line is a keyword, under the name or the alias that it has there and with the same
 checks and defaults, since both are read off the same option class; `recipe` names a YAML file. What comes back is
 the folder that was written, or the scores or the text that were asked for. To quantise a module in memory, use
-`qat_lora.layers.calibrate.quantize.quantise_model`.
+`qat_lora.layers.calibrate.quantize.quantize_model`.
 """
 
 from __future__ import annotations

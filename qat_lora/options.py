@@ -15,8 +15,7 @@ from qat_lora.errors import ConfigError
 from qat_lora.evaluate.health import HealthConfig
 from qat_lora.evaluate.protocols import Protocol
 from qat_lora.evaluate.tasks import TasksConfig
-from qat_lora.layers.calibrate.config import CodesConfig
-from qat_lora.layers.calibrate.fit import StartMethod
+from qat_lora.layers.calibrate.config import QuantizeConfig
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.models.hub import HubConfig
@@ -134,7 +133,7 @@ class AuditOptions:
 
 
 @dataclass(frozen=True)
-class QuantizeOptions(CodesConfig):
+class QuantizeOptions(QuantizeConfig):
     """`qat-lora quantize`."""
 
     model: str | None = option(None, "full-precision model: Hugging Face folder or Hub name (required)")
@@ -142,10 +141,7 @@ class QuantizeOptions(CodesConfig):
     joint_rank: int | None = option(
         None, "rank of the adapter that codes are chosen together with, 0: none; default: 16 with descent", unit="rank"
     )
-    start_method: StartMethod = option(
-        "qera",
-        "adapter start: qera (in the metric), svd (of the plain weight error), best (by layer, on rows kept apart)",
-    )
+    start_method: str | None = option(None, "no longer does anything: adapter starts are qera's, in the metric")
     text: TextConfig = option(TextConfig, "calibration text")
     kd_cache_dir: str | None = option(None, "calibrate on the rows of this KD cache instead of --dataset")
     calibration_length: int = option(256, "tokens of a calibration row (with --dataset)", unit="tokens")
@@ -157,6 +153,8 @@ class QuantizeOptions(CodesConfig):
     def __post_init__(self) -> None:
         required(self, "model")
         at_least(self, calibration_rows=1, calibration_length=2, start_rank=0, joint_rank=0)
+        if self.start_method not in (None, "qera"):
+            raise ConfigError(f"start_method: {self.start_method} was removed; adapter starts are qera's, leave it out")
         if (self.joint_rank or 0) > self.start_rank:
             raise ConfigError(f"joint_rank: {self.joint_rank} is more than --start-rank {self.start_rank} stores")
         if self.text.dataset is not None and self.kd_cache_dir is not None:
@@ -223,7 +221,7 @@ class RecoverOptions:
 
 
 @dataclass(frozen=True)
-class QatOptions(CodesConfig):
+class QatOptions(QuantizeConfig):
     """`qat-lora qat`."""
 
     model: str | None = option(
@@ -281,7 +279,7 @@ class QatOptions(CodesConfig):
     def _refuse_making(self) -> None:
         """Refuse settings that say how a student is made where one is given."""
         read = {"model"} | ({"calibration_rows"} if self.blockwise.blockwise_steps else set())
-        for field in fields(CodesConfig):
+        for field in fields(QuantizeConfig):
             if field.name not in read and getattr(self, field.name) != getattr(QatOptions, field.name):
                 raise ConfigError(
                     f"{field.name}: belongs to --from-scratch; a checkpoint's layers are as they were made"

@@ -51,7 +51,7 @@ from qat_lora.layers.lora import LoraConfig
 from qat_lora.models.adapter import CONFIG, NOTE, WEIGHTS, read_adapter, save_adapter
 from qat_lora.models.load import load_model, load_tokenizer, make_qwen3, make_tokenizer, save_quantised
 from qat_lora.models.student import base_folder
-from qat_lora.quant.spec import Preset, preset
+from qat_lora.quant.presets import Preset, preset
 from qat_lora.runtime.launch.select import select_runtime
 from qat_lora.train.checkpoint import load_checkpoint, save_checkpoint
 from qat_lora.train.metrics import cut_back, read_metrics
@@ -497,7 +497,7 @@ def _model_targets(root: Path) -> Iterator[tuple[str, Target]]:
         lambda data: json.loads(data)["quantization_config"], lambda tree: _json({**whole, "quantization_config": tree})
     )
     yield "quantization_config", Target(config, form, lambda: load_model(str(_resealed(root / "quantised"))), 0.05)
-    rules = _written(root / "preset" / "preset.json", preset("q2a4", head="w4g128").to_dict())
+    rules = _written(root / "preset" / "preset.json", preset("q2a4", lm_head="w4g128").to_dict())
 
     def read_preset() -> Any:
         try:

@@ -12,11 +12,11 @@ import torch
 from toy_paths import Tiny
 from toy_pipeline import call, quantize_options
 
-ORDER = {"init": "gptq", "start_rank": 4, "joint_rank": 2, "start_method": "best", "calibration_rows": 16}
+ORDER = {"init": "gptq", "start_rank": 4, "joint_rank": 2, "calibration_rows": 16}
 RESULT = ("model.safetensors", "adapter_start.safetensors", "config.json", "result.json")
 SETTINGS = {
     "with the head": {**ORDER, "quantize_head": "w4g128"},  # which comes first: it is the embedding
-    "descent": {**ORDER, "init": "descent", "start_method": "qera"},
+    "descent": {**ORDER, "init": "descent"},
     "layers alone": {**ORDER, "calibrate_on": "teacher", "preset": "w4g64a"},
     "without text": {"init": "mse", "start_rank": 4, "kd_cache_dir": None},
 }

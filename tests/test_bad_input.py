@@ -12,7 +12,7 @@ import pytest
 
 from qat_lora import cli
 from qat_lora.files.checksums import seal
-from qat_lora.quant.spec import PRESETS
+from qat_lora.quant.presets import PRESETS
 
 BUILD = "cache build --teacher {teacher} --dataset {text} --length 32 --top-k 8"
 QUANTIZE = "quantize --model {teacher} --init mse"

@@ -23,7 +23,7 @@ from qat_lora.evaluate.report import save_json
 from qat_lora.files import outputs
 from qat_lora.files.folders import whole_folder
 from qat_lora.files.identity import checkpoint_sha256
-from qat_lora.layers.calibrate.config import CodesConfig
+from qat_lora.layers.calibrate.config import QuantizeConfig
 from qat_lora.layers.convert import bits_per_weight, quant_layers
 from qat_lora.models.load import DTYPES, CausalLM, save_with_tensors
 from qat_lora.options import QatOptions, QuantizeOptions, RunConfig
@@ -45,7 +45,7 @@ from qat_lora.train.loop import train
 from qat_lora.train.metrics import plot_curve
 from qat_lora.train.optim import TrainState
 
-MAKING = tuple(field.name for field in fields(CodesConfig) if field.name not in ("model", "preset"))
+MAKING = tuple(field.name for field in fields(QuantizeConfig) if field.name not in ("model", "preset"))
 """Settings that say how `--from-scratch` makes its student, beside the model and the preset."""
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,11 @@ from qat_lora.files.identity import checkpoint_sha256
 from qat_lora.layers.calibrate.disk_offload import zeros_in
 from qat_lora.layers.calibrate.finished import Kept, Work
 from qat_lora.layers.calibrate.fisher import Sensitivity, drawn_in_pieces, sensitivities
-from qat_lora.layers.calibrate.fit import ZERO
-from qat_lora.layers.calibrate.quantize import quantise_model, second_moments
-from qat_lora.layers.calibrate.sequential import Plan, quantise_in_order
-from qat_lora.layers.calibrate.upcast import widen
-from qat_lora.layers.convert import HEAD, bits_per_weight, check_reach, quant_layers, quantise_targets, rule_bits
+from qat_lora.layers.calibrate.fit import FitSettings
+from qat_lora.layers.calibrate.quantize import LayerFitter, quantize_layers, quantizing_bar, second_moments
+from qat_lora.layers.calibrate.sequential import quantize_sequential
+from qat_lora.layers.calibrate.upcast import upcast
+from qat_lora.layers.convert import LM_HEAD, bits_per_weight, check_reach, quant_layers, rule_bits
 from qat_lora.layers.lora import Factors
 from qat_lora.models.adapter import save_starts
 from qat_lora.models.load import CausalLM, cast, load_tokenizer, save_quantised
@@ -33,7 +32,8 @@ from qat_lora.options import QuantizeOptions
 from qat_lora.plan.advice import advised, quantize_advice
 from qat_lora.plan.recover import plan_quantising
 from qat_lora.quant.initialize import NEED_TEXT
-from qat_lora.quant.spec import Preset, preset
+from qat_lora.quant.presets import Preset, preset
+from qat_lora.quant.spec import QuantSpec
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.memory import large_tensors_apart
 from qat_lora.runtime.host.signals import stop_signals
@@ -69,21 +69,23 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Any:
             f"init: {options.init} needs calibration text; give --dataset or --kd-cache-dir, or choose --init mse"
         )
     model = load(str(options.model), options.hub, "auto")
-    widen(model.module)
+    upcast(model.module)
     if quant_layers(model.module):
         raise ConfigError(f"model: {options.model} is quantised already; give the full-precision model")
-    check_reach(model.module, chosen)
+    targets = check_reach(model.module, chosen)
+    if options.start_method is not None:
+        say(run, "start_method: no longer does anything; adapter starts are qera's, in the metric of --metric")
     batches = _calibration_batches(options, model) if options.init != "absmax" and has_text else None
     noted = None if run.overwrite else outputs.noted(out)
     settings = {name: value for name, value in to_dict(options).items() if name not in NO_PART_OF_THE_RESULT}
-    settings |= {"seed": run.seed, "model_sha256": checkpoint_sha256(model.folder, noted)}
+    settings |= {"seed": run.seed, "model_sha256": checkpoint_sha256(model.folder, noted), "start_method": "qera"}
     settings["calibration"] = None if batches is None else _calibration_identity(options)
     inputs = [options.model, model.folder, options.kd_cache_dir, *text_inputs(options.text)]
     with outputs.claimed(out, "quantize", settings, run.overwrite, inputs) as complete:
         if complete:
             say(run, f"{out} is complete already")
         else:
-            _make(options, model, chosen, batches, out, runtime)
+            _make(options, model, chosen, targets, batches, out, runtime)
             outputs.complete(out)
         remove_pieces(out)
     return out
@@ -93,20 +95,21 @@ def _make(
     options: QuantizeOptions,
     model: CausalLM,
     chosen: Preset,
+    targets: dict[str, QuantSpec],
     batches: Iterator[Batch] | None,
     out: Path,
     runtime: Runtime,
 ) -> None:
     """Quantise the model and write it to its folder, with the adapter starts and what was found."""
-    run, targets = options.run, quantise_targets(model.module, chosen)
-    runtime = runtime.for_loops()
+    run, runtime = options.run, runtime.for_loops()
     runtime.place(model.module)
     say(run, f"{runtime.description} · {chosen.name}, {len(targets)} layers · {out}")
     with stop_signals() as stopped, large_tensors_apart():
         work = Unfinished(out, "layers", len(targets), stopped)
         if work.parts:
             say(run, f"goes on after {work.parts} of {len(targets)} layers, which an interrupted run finished")
-        starts = _fit(options, model, chosen, list(runtime.feed(batches)) if batches is not None else None, out, work)
+        rows = None if batches is None else list(runtime.feed(batches))
+        starts = _fit(options, model, targets, rows, out, work)
     bits = {name: round(value, 4) for name, value in bits_per_weight(model.module).items()}
     rules = rule_bits(model.module, chosen)
     model.module.to("cpu")
@@ -123,21 +126,11 @@ def _make(
             save_starts(starts, draft)
         save_quantised(model, draft, chosen, details)
     save_yaml(options, out / "config.yaml")
-    won = _winners(starts, targets) if options.start_method == "best" and options.start_rank else {}
-    result = {"preset": chosen.name, "layers": len(targets), **details, "rules": rules}
-    save_json(result | ({"adapter_starts": won} if won else {}), out / "result.json")
+    save_json({"preset": chosen.name, "layers": len(targets), **details, "rules": rules}, out / "result.json")
     if len(rules) > 1:
         for rule in rules:
             say(run, f"  {rule['bits_per_weight'] or 'kept':>6}  {rule['layers']:>4} layers  {rule['pattern']}")
     say(run, f"{bits['base']:.2f} bits per weight in {len(targets)} layers, {bits['model']:.2f} in the model, at {out}")
-    if won:
-        counts = Counter(won.values())
-        say(run, "adapter starts: " + ", ".join(f"{name} in {count} layers" for name, count in counts.most_common()))
-
-
-def _winners(starts: Mapping[str, Factors], targets: Iterable[str]) -> dict[str, str]:
-    """Return by layer which start was best on rows kept apart; no adapter sits on the head."""
-    return {name: str(starts[name].method) if name in starts else ZERO for name in targets if not HEAD.search(name)}
 
 
 def _joint_rank(options: QuantizeOptions) -> int:
@@ -150,7 +143,7 @@ def _joint_rank(options: QuantizeOptions) -> int:
 def _fit(
     options: QuantizeOptions,
     model: CausalLM,
-    chosen: Preset,
+    targets: dict[str, QuantSpec],
     batches: list[Batch] | None,
     out: Path,
     work: Work,
@@ -159,48 +152,24 @@ def _fit(
 
     What is kept of all layers for a while lies on the disk of `out`.
     """
-    quiet, joint_rank = options.run.quiet, _joint_rank(options)
-    if batches is None:
-        return quantise_model(
-            model.module,
-            chosen,
-            options.init,
-            start_rank=options.start_rank,
-            quiet=quiet,
-            joint_rank=joint_rank,
-            start_method=options.start_method,
-            work=work,
-        )
-    targets = quantise_targets(model.module, chosen)
-    costs = None
-    if options.metric == "fisher" and options.init in NEED_TEXT:
-        inside = [name for name in targets if not HEAD.search(name)]
-        costs = _sensitivities(options, model, inside, batches, out, work)
+    settings = FitSettings(options.init, options.start_rank, _joint_rank(options))
+    sequential = options.calibrate_on == "student" and options.init in NEED_TEXT
+    costs = moments = None
 
     def forward(batch: Batch) -> torch.Tensor:
         work.may_stop()
         return model.hidden(batch["input_ids"], batch["document_ids"])
 
-    kept = _held_out(options, len(batches))
-    if options.calibrate_on == "student" and options.init in NEED_TEXT:
-        plan = Plan(options.init, options.start_rank, joint_rank, options.start_method, kept)
-        return quantise_in_order(model.module, chosen, plan, batches, forward, costs, quiet, work)
-    moments = second_moments(model.module, targets, batches[: len(batches) - kept], forward, costs)
-    later = None if costs is None else {n: c._replace(tokens=c.tokens[len(batches) - kept :]) for n, c in costs.items()}
-    fresh = second_moments(model.module, targets, batches[len(batches) - kept :], forward, later)
-    return quantise_model(
-        model.module,
-        chosen,
-        options.init,
-        moments,
-        options.start_rank,
-        quiet,
-        costs=costs,
-        joint_rank=joint_rank,
-        start_method=options.start_method,
-        fresh=fresh,
-        work=work,
-    )
+    if batches is not None and options.metric == "fisher" and options.init in NEED_TEXT:
+        inside = [name for name in targets if not LM_HEAD.search(name)]
+        costs = _sensitivities(options, model, inside, batches, out, work)
+    if batches is not None and not sequential:
+        moments = second_moments(model.module, targets, batches, forward, costs)
+    with quantizing_bar(options.preset, options.init, len(targets), options.run.quiet) as bar:
+        fitter = LayerFitter(model.module, targets, settings, costs, work, bar)
+        if batches is not None and sequential:
+            return quantize_sequential(fitter, batches, forward)
+        return quantize_layers(fitter, moments)
 
 
 def _sensitivities(
@@ -233,21 +202,6 @@ def _sensitivities(
         name: Sensitivity(parts["outputs"], [parts[f"tokens.{i}"].to(device) for i in range(len(batches))])
         for name, (parts, _) in zip(names, pieces, strict=True)
     }
-
-
-def _held_out(options: QuantizeOptions, batches: int) -> int:
-    """Return how many batches of calibration rows only compare adapter starts: none, or an eighth.
-
-    Raises:
-        ConfigError: there is only one batch.
-    """
-    if options.start_method != "best" or not options.start_rank:
-        return 0
-    if batches < 2:
-        raise ConfigError(
-            f"start_method: best keeps rows apart, so it needs more than {CALIBRATION_BATCH_ROWS} calibration rows"
-        )
-    return max(1, batches // 8)
 
 
 def _calibration_identity(options: QuantizeOptions) -> str:

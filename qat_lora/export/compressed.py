@@ -26,7 +26,7 @@ from qat_lora.export.integers import Integers, as_integers, needed_bits, other_t
 from qat_lora.extras import require
 from qat_lora.files.checksums import read_object
 from qat_lora.files.finite import check_finite
-from qat_lora.layers.convert import HEAD, linear_layers, quant_layers, tied_embedding
+from qat_lora.layers.convert import LM_HEAD, linear_layers, quant_layers, tied_embedding
 from qat_lora.models.load import DTYPES, PACKED
 
 PORTABLE = (2, 4, 8)  # bits that every version of compressed-tensors packs alike
@@ -49,7 +49,7 @@ def to_integers(module: Any, container_bits: int | None) -> dict[str, Integers]:
         raise ModelError("model: has no quantised layer to pack; quantise it first with `qat-lora quantize`")
     found = {}
     for name, layer in layers.items():
-        if HEAD.search(name):
+        if LM_HEAD.search(name):
             continue  # the container knows linear layers, and its readers leave the head alone
         needed = needed_bits(layer.spec) or REFIT_BITS
         bits = container_bits or next(width for width in PORTABLE if width >= needed)

@@ -25,7 +25,7 @@ from qat_lora.export.gguf_vocab import vocabulary
 from qat_lora.export.integers import Integers, as_integers, needed_bits, other_tensors
 from qat_lora.extras import require
 from qat_lora.files.finite import check_finite
-from qat_lora.layers.convert import HEAD, lora_layers, quant_layers, tied_embedding
+from qat_lora.layers.convert import LM_HEAD, lora_layers, quant_layers, tied_embedding
 from qat_lora.models.load import DTYPES, CausalLM
 
 BLOCK = 32
@@ -197,7 +197,7 @@ def _tensors(
     tied = tied_embedding(model.module)  # one matrix in the file too: llama.cpp takes the embedding's for the head
     for name in (*plain, *dense):
         order = row_order(model, name)
-        label = f"{gguf_name(tied if tied and HEAD.search(name) else name)}.weight"
+        label = f"{gguf_name(tied if tied and LM_HEAD.search(name) else name)}.weight"
         integers = found.get(name)
         if integers is not None:
             codes, steps = integers.codes_OI.cpu(), integers.steps_OG.cpu()

@@ -1,8 +1,9 @@
 """Convert a whole model: linear layers to quantised ones, adapters onto them, and both back to dense.
 
-Which layers: every `nn.Linear` whose name the preset's rules reach, and the output head only where the preset has a
-spec for it; tied to the embedding, as in most small models, it takes the embedding along (`tied`). A rule or pattern
-that reaches nothing raises: an adapter that silently sits nowhere is the worst failure a recovery tool can have.
+A preset reaches every `nn.Linear` whose name its rules match, and the LM head only where it has a spec for it; an LM
+head that is tied to the embedding, as in most small models, takes the embedding along (`tied_embedding`). A command
+scans the model once (`check_reach`) and hands the targets on. A rule or pattern that reaches nothing raises: an
+adapter that silently sits nowhere is the worst failure a recovery tool can have.
 """
 
 from __future__ import annotations
@@ -16,25 +17,26 @@ from torch import nn
 
 from qat_lora.errors import ConfigError, ModelError
 from qat_lora.layers.lora import Factors, LoraConfig, LoraLinear
-from qat_lora.layers.quant_linear import QuantLinear
+from qat_lora.layers.quant_linear import QuantLinear, dense_linear
 from qat_lora.layers.tied_embedding import TiedEmbedding, embedding_of, tie_embedding, untie_embedding
-from qat_lora.quant.spec import MLP, Preset, QuantSpec
+from qat_lora.quant.presets import MLP, Preset
+from qat_lora.quant.spec import QuantSpec
 
-HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)$")
+LM_HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)$")
 MOST_LEFT = 0.05
-"""Share of the blocks' weights that may stay unquantised unasked: at 16 bits they add 0.7 bits to each weight of a
-2-bit model, a third. Routers and short convolutions, which nobody quantises, are a hundredth of the weights or less."""
+"""Share of the blocks' weights that may stay unquantised without `--keep`: at 16 bits they add 0.7 bits to each weight
+of a 2-bit model, a third. Routers and short convolutions, which nobody quantises, are 1 % of the weights or less."""
 BLOCK_NAME = re.compile(r"^(?:[^.\d]\w*\.)*?\d+(?=\.)")
 
 
 def block_of(name: str) -> str | None:
-    """Return the name of the decoder block that a layer lies in, None for one outside of all blocks."""
+    """Return the name of the decoder block that a layer belongs to, None for one outside of all blocks."""
     match = BLOCK_NAME.match(name)
     return match and match.group()
 
 
-def linear_layers(model: nn.Module, heads: bool = False) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield the linear layers of a model by name, without adapters' insides; or its output head instead.
+def linear_layers(model: nn.Module, lm_head: bool = False) -> Iterator[tuple[str, nn.Linear]]:
+    """Yield the linear layers of a model by name, without those inside adapters; or its LM head instead.
 
     Raises:
         ModelError: the model keeps its weights in GPT-2 style `Conv1D` modules.
@@ -45,42 +47,42 @@ def linear_layers(model: nn.Module, heads: bool = False) -> Iterator[tuple[str, 
                 f"model: {name} is a GPT-2 style Conv1D, which PEFT and the exporters store transposed; "
                 "quantising this family is not supported. Use a Qwen, Llama or Gemma style model"
             )
-        if isinstance(module, nn.Linear) and bool(HEAD.search(name)) == heads:
+        if isinstance(module, nn.Linear) and bool(LM_HEAD.search(name)) == lm_head:
             yield name.removesuffix(".base"), module
 
 
-def quantise_targets(model: nn.Module, preset: Preset) -> dict[str, QuantSpec]:
+def quantize_targets(model: nn.Module, preset: Preset) -> dict[str, QuantSpec]:
     """Return the layers that a preset quantises, with their specs, in the model's order.
 
     Raises:
-        ConfigError: a rule that reaches no layer, or a head that is to be quantised and is not there.
+        ConfigError: a rule that reaches no layer, or an LM head to be quantised in a model without one.
     """
     layers = [name for name, module in linear_layers(model) if not isinstance(module, QuantLinear)]
     for pattern, spec in preset.rules:
-        names = layers if spec is not None else [*layers, *_matrices(model)]  # to be kept, it need not be linear
+        names = layers if spec is not None else [*layers, *_matrices(model)]  # what is kept need not be linear
         if not any(re.search(pattern, name) for name in names):
             raise ConfigError(
                 f"{preset.name}: the pattern {pattern!r} matches no linear layer; there are: {_some(layers)}"
             )
     targets = {name: spec for name in layers if (spec := preset.spec_for(name)) is not None}
-    return targets if preset.head is None else targets | {_head(model): preset.head}
+    return targets if preset.lm_head is None else targets | {_lm_head(model): preset.lm_head}
 
 
 def _matrices(model: nn.Module) -> dict[str, int]:
-    """Return how many numbers every parameter of two or more dimensions in a decoder block has."""
+    """Return the size of every parameter of two or more dimensions in a decoder block."""
     found = {name.removesuffix(".weight"): p for name, p in model.named_parameters() if block_of(name)}
     return {name: parameter.numel() for name, parameter in found.items() if parameter.dim() > 1}
 
 
-def check_reach(model: nn.Module, preset: Preset) -> None:
-    """Refuse a model of which a preset would quantise only a part, unless `--keep` asked for that.
+def check_reach(model: nn.Module, preset: Preset) -> dict[str, QuantSpec]:
+    """Return `quantize_targets`; refuse a model of which they are only a part, unless `--keep` asked for that.
 
     Raises:
         ModelError: more than `MOST_LEFT` of the weights of its blocks would stay as they are, as the experts of a
-            mixture do where they are stacked in one parameter instead of linear layers.
-        ConfigError: what `quantise_targets` refuses.
+            mixture do that are stacked in one parameter.
+        ConfigError: what `quantize_targets` refuses.
     """
-    targets, matrices = quantise_targets(model, preset), _matrices(model)
+    targets, matrices = quantize_targets(model, preset), _matrices(model)
     keep = [pattern for pattern, spec in preset.rules if spec is None]
     left = {n: size for n, size in matrices.items() if n not in targets and not any(re.search(p, n) for p in keep)}
     share = sum(left.values()) / max(1, sum(matrices.values()))
@@ -92,15 +94,14 @@ def check_reach(model: nn.Module, preset: Preset) -> None:
             f"no linear layer that {preset.name} reaches and would stay unquantised; mixtures of experts with stacked "
             f"weights are not supported yet. To leave them so, give --keep '{inside.rpartition('.')[0] or inside}'"
         )
+    return targets
 
 
-def _head(model: nn.Module) -> str:
-    """Return the name of the output head."""
-    heads = dict(linear_layers(model, heads=True))
-    if len(heads) != 1:
-        raise ConfigError(f"quantize_head: the model has no single output head; found: {_some(list(heads))}")
-    ((name, _),) = heads.items()
-    return name
+def _lm_head(model: nn.Module) -> str:
+    names = [name for name, _ in linear_layers(model, lm_head=True)]
+    if len(names) != 1:
+        raise ConfigError(f"quantize_head: the model has no single output head; found: {_some(names)}")
+    return names[0]
 
 
 def _some(names: list[str]) -> str:
@@ -109,34 +110,34 @@ def _some(names: list[str]) -> str:
 
 def make_quant_skeleton(model: nn.Module, preset: Preset) -> None:
     """Replace the linear layers that a preset quantises by empty quantised ones, to be filled from a checkpoint."""
-    for name, spec in quantise_targets(model, preset).items():
+    for name, spec in quantize_targets(model, preset).items():
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         bias = linear.bias is not None
         device = linear.weight.device
         layer = QuantLinear(linear.in_features, linear.out_features, spec, bias=bias, device=device)
         model.set_submodule(name, layer)
-        if preset.tied and HEAD.search(name):
+        if preset.tied and LM_HEAD.search(name):
             (table,) = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
             tie_embedding(model, table, layer)
 
 
-def put_quantised(model: nn.Module, name: str, layer: QuantLinear) -> None:
-    """Put a quantised layer in the place of a linear one, and of the embedding that is tied to it.
+def put_quantized(model: nn.Module, name: str, layer: QuantLinear) -> None:
+    """Replace a linear layer by a quantised one, and with it the embedding that is tied to it.
 
     Raises:
-        ConfigError: the embedding is not one that can look its rows up in codes.
+        ConfigError: the embedding cannot look its rows up in codes.
     """
     linear = model.get_submodule(name)
     assert isinstance(linear, nn.Linear)
-    table = embedding_of(model, linear) if HEAD.search(name) else None
+    table = embedding_of(model, linear) if LM_HEAD.search(name) else None
     model.set_submodule(name, layer)
     if table is not None:
         tie_embedding(model, table, layer)
 
 
 def tied_embedding(model: nn.Module) -> str | None:
-    """Return the name of the embedding that looks its rows up in the quantised head, None where there is none."""
+    """Return the name of the embedding that looks its rows up in the quantised LM head, None where there is none."""
     return next((name for name, module in model.named_modules() if isinstance(module, TiedEmbedding)), None)
 
 
@@ -158,11 +159,11 @@ def add_lora(model: nn.Module, config: LoraConfig, start: Mapping[str, Factors] 
     Args:
         model: the student; its linear layers may be quantised or not.
         config: rank, scaling and targets.
-        start: low-rank starts by layer name; layers without one begin with no correction.
+        start: low-rank starts by layer name; layers without one start with no correction.
 
     Raises:
         ConfigError: the target pattern matches nothing, or is no regular expression; a rank beyond a layer's size.
-        ModelError: the model has adapters already, or a start is for a layer that is not there.
+        ModelError: the model has adapters already, or lacks a layer that a start is for.
     """
     if lora_layers(model):
         raise ModelError("model: has recovery adapters already; load the base without them")
@@ -194,26 +195,15 @@ def add_lora(model: nn.Module, config: LoraConfig, start: Mapping[str, Factors] 
     return lora_layers(model)
 
 
-def _dense(layer: nn.Linear, delta_OI: torch.Tensor | float = 0.0) -> nn.Linear:
-    """Return an ordinary linear layer with the same effective weight plus `delta_OI`, rounded once."""
-    weight = layer.weight.detach()
-    # On meta: no random start, which would cost time and shift the random numbers of what follows.
-    dense = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
-    dense.weight = nn.Parameter((weight.float() + delta_OI).to(weight.dtype))
-    if layer.bias is not None:
-        dense.bias = nn.Parameter(layer.bias.detach().clone())
-    return dense
-
-
 def merge(model: nn.Module) -> nn.Module:
     """Fold adapters and codes into ordinary dense linear layers, in place; exact up to float rounding."""
     for name, adapter in list(lora_layers(model).items()):
-        model.set_submodule(name, _dense(adapter.base, adapter.delta().detach()))
+        model.set_submodule(name, dense_linear(adapter.base, adapter.delta().detach()))
     table = tied_embedding(model)
     for name, layer in list(quant_layers(model).items()):
-        dense = _dense(layer)
+        dense = layer.to_linear()
         model.set_submodule(name, dense)
-        if table is not None and HEAD.search(name):
+        if table is not None and LM_HEAD.search(name):
             untie_embedding(model, table, dense.weight)
     return model
 
@@ -223,7 +213,7 @@ def prepare_base(model: nn.Module, train_scales: bool, dtype: torch.dtype | None
 
     Args:
         model: the student.
-        train_scales: whether scales train; otherwise each weight is formed once, in `dtype`.
+        train_scales: train the scales; otherwise each weight is formed once, in `dtype`.
         dtype: type of activations.
     """
     trained: dict[str, nn.Parameter] = {}
@@ -239,8 +229,8 @@ def prepare_base(model: nn.Module, train_scales: bool, dtype: torch.dtype | None
 def bits_per_weight(model: nn.Module) -> dict[str, float]:
     """Return stored bits per weight: `base`, `with_adapter` (float16 factors) and `model`.
 
-    Weights of the first two are those of the quantised layers only. `model` counts all of it without adapters:
-    embeddings, norms and whatever else is not quantised at 16 bits, tied tensors once.
+    The first two count the quantised layers only. `model` counts everything but adapters: embeddings, norms and
+    whatever else is not quantised at 16 bits, tied tensors once.
     """
     layers = quant_layers(model)
     if not layers:
@@ -259,24 +249,18 @@ def bits_per_weight(model: nn.Module) -> dict[str, float]:
 
 
 def rule_bits(model: nn.Module, preset: Preset) -> list[dict[str, Any]]:
-    """Return, for every rule of a preset and for the head, its layers and their stored bits per weight."""
-    layers = {name: m for name, m in linear_layers(model)}
-    first = {
-        name: next((i for i, (pattern, _) in enumerate(preset.rules) if re.search(pattern, name)), -1)
-        for name in layers
-    }
-    rules = []
-    for i, (pattern, _) in enumerate(preset.rules):
-        mine = [layer for name, layer in layers.items() if first[name] == i]
-        rules.append({"pattern": pattern, "layers": len(mine), "bits_per_weight": _mean_bits(mine)})
-    if preset.head is not None:
-        heads = [head for _, head in linear_layers(model, heads=True)]
-        rules.append({"pattern": "output head", "layers": len(heads), "bits_per_weight": _mean_bits(heads)})
-    return rules
+    """Return, for every rule of a preset and for the LM head, its layers and their stored bits per weight."""
+    by_rule: list[tuple[str, list[nn.Linear]]] = [(pattern, []) for pattern, _ in preset.rules]
+    for name, layer in linear_layers(model):
+        if (rule := preset.rule_for(name)) is not None:
+            by_rule[rule][1].append(layer)
+    if preset.lm_head is not None:
+        by_rule.append(("output head", [layer for _, layer in linear_layers(model, lm_head=True)]))
+    return [{"pattern": p, "layers": len(found), "bits_per_weight": _mean_bits(found)} for p, found in by_rule]
 
 
 def _mean_bits(layers: list[nn.Linear]) -> float | None:
-    """Return the stored bits per weight of layers that are all quantised, None for others."""
+    """Return the stored bits per weight of the quantised ones among layers, None where there is none."""
     quantised = [layer for layer in layers if isinstance(layer, QuantLinear)]
     weights = sum(layer.in_features * layer.out_features for layer in quantised)
     return round(sum(layer.stored_bits for layer in quantised) / weights, 4) if weights else None

@@ -1,18 +1,18 @@
 """Weights that train inside their own quantiser: a float weight, rounded in every forward, straight-through behind.
 
-Scales can train while codes stay; codes can not, since a rounding has no slope. So a float weight is kept beside
-them, the *latent* weight, and the layer computes with FQ(W), the nearest code times its scale, whose gradients
-`quant.fake` defines.
+Scales can train while codes stay. Codes cannot, since rounding has no slope; so a float weight is kept as well, the
+*latent* weight, and the layer computes with FQ(W), the nearest code times its scale, whose gradients
+`quant.fake_quantize` defines.
 
-* `Latent(weight)`: the weight itself trains (quantisation-aware training as in EfficientQAT, ParetoQ).
-* `LatentChange(position, unit, rank)`: W / s is frozen at its start and rounded together with B A (LR-QAT). As few
-  numbers train as in an adapter beside the layer, but nothing has to be merged later: the codes of the sum *are* the
-  result, bit for bit. An adapter beside the layer is stronger at equal rank, since it stays in floats, and costs bits
-  and time for ever. The sum is in units of the scale, so a scale that trains stretches the layer and leaves its codes
-  alone: a change of rank r cannot take back the codes that would flip otherwise (KL 0.48 instead of 0.36).
+* `Latent(weight)`: the weight itself trains (quantisation-aware training as in EfficientQAT and ParetoQ).
+* `LatentChange(position, unit, rank)`: W / s is frozen at its start and rounded together with B A (LR-QAT). It trains
+  as few numbers as an adapter, but nothing has to be merged later: the codes of the sum *are* the result, bit for bit.
+  An adapter outside the quantiser is stronger at equal rank, because it stays in floats, and costs bits and time
+  forever. The sum is in units of the scale, so a scale that trains stretches the layer and leaves its codes alone: a
+  change of rank r could not take back the codes that would flip otherwise (KL 0.48 instead of 0.36).
 
 A latent weight starts at the point of its code's cell that is nearest to the full-precision weight, not at that
-weight itself: rounding W again would throw the codes of an error-compensated start away before the first step.
+weight itself: rounding W again would throw away the codes of an error-compensated start before the first step.
 
 Sources: LR-QAT (arXiv 2406.06385) for the low-rank form; LSQ+ (arXiv 2004.09576) for learned ranges.
 """
@@ -26,12 +26,11 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.quant.codes import decode
-from qat_lora.quant.fake_quantize import round_through
+from qat_lora.quant.fake_quantize import half_through, round_through
 from qat_lora.quant.scales import TINY, away_from_zero
 
-MARGIN = (
-    0.2  # of half a cell: a start on the border itself would cross it in the first step, with every other one there
-)
+MARGIN = 0.2
+"""Of half a cell: a start on the border itself would cross it in the first step, with all others that lie there."""
 
 
 class Latent(nn.Module):
@@ -51,12 +50,12 @@ class Latent(nn.Module):
 
 
 class LatentChange(nn.Module):
-    """A frozen position [O, I] among the code values, and the low-rank change of it that trains."""
+    """A frozen position [O, I] among the code values, and a low-rank change of it that trains."""
 
     unit: Tensor
 
     def __init__(self, position_OI: Tensor, unit: Tensor, rank: int, alpha: float | None = None) -> None:
-        """Take the position W / s, and the layer's mean scale: B A has the weight's unit, as an adapter's has."""
+        """Take the position W / s and the layer's mean scale, which gives B A the unit of an adapter's."""
         super().__init__()
         self.scaling = (alpha or rank) / rank
         self.weight = nn.Parameter(position_OI, requires_grad=False)
@@ -78,8 +77,8 @@ class LatentChange(nn.Module):
 class Range(nn.Module):
     """Scales and zero points of asymmetric codes, trained as the ends of their ranges (LSQ+).
 
-    Scale and zero point pull at the same two ends: a step of one alone moves both. The ends are what weights are
-    clipped to, so each gets the gradient of what it clips.
+    A step of the scale or of the zero point alone moves both ends. Weights are clipped to the ends, so each end gets
+    the gradient of the weights that it clips.
     """
 
     def __init__(self, scale: Tensor, zero: Tensor, bits: int) -> None:
@@ -89,13 +88,13 @@ class Range(nn.Module):
         self.high = nn.Parameter((self.most - zero) * scale)
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Return scales and whole zero points [rows, G], as they will be stored."""
+        """Return scales and integer zero points [rows, G], as they will be stored."""
         scale = as_stored(((self.high - self.low) / self.most).clamp_min(TINY))
         return scale, round_through(-self.low / scale).clamp(0, self.most)
 
 
 def nearest_start(weight_OI: Tensor, codes_OI: Tensor, scale_OI: Tensor, book: Tensor) -> Tensor:
-    """Return the point nearest to a weight that is rounded to the given codes, float32 [O, I].
+    """Return the point nearest to a weight among those that round to the given codes, float32 [O, I].
 
     Args:
         weight_OI: the full-precision weight.
@@ -113,7 +112,7 @@ def nearest_start(weight_OI: Tensor, codes_OI: Tensor, scale_OI: Tensor, book: T
 
 
 class LookUp(torch.autograd.Function):
-    """Code values of given codes, with a gradient for the table; autograd's own sorts [O, I] numbers for that."""
+    """Code values of given codes, with a gradient for the table; autograd's own backward sorts [O, I] numbers."""
 
     @staticmethod
     def forward(ctx: Any, book: Tensor, codes_OI: Tensor) -> Tensor:
@@ -129,25 +128,11 @@ class LookUp(torch.autograd.Function):
 
 
 def sum_by_code(grad_OI: Tensor, codes_OI: Tensor, entries: int) -> Tensor:
-    """Return the sum of a gradient over the weights of each code, [entries]; by rows first, which run in parallel."""
+    """Return the sum of a gradient over the weights of each code, [entries]: row by row first, in parallel."""
     by_row = grad_OI.new_zeros(grad_OI.shape[0], entries)
     return by_row.scatter_add_(1, codes_OI.long(), grad_OI).sum(0)
 
 
-class AsStored(torch.autograd.Function):
-    """Round to float16, the stored type, with the gradient straight through."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        """Return float16 numbers in the tensor's own type."""
-        return tensor.half().to(tensor.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """Return the gradient as it is."""
-        return grad
-
-
 def as_stored(tensor: Tensor) -> Tensor:
-    """Return what will be on disk of a scale or table, so that training sees the numbers that are saved."""
-    return AsStored.apply(tensor)
+    """Return a scale or table as it will be on disk, so that training sees the numbers that are saved."""
+    return half_through(tensor)

@@ -1,9 +1,9 @@
-"""The recovery adapter: a low-rank correction beside a linear layer that stays as it is.
+"""The recovery adapter: a low-rank correction of a linear layer that stays as it is.
 
-y = base(x) + (alpha / r) B A x, with A [R, I] and B [O, R] in float32 whatever the base computes in. Our own
-module rather than PEFT's, because recovery needs three things that its layers do not give: a start from the
-quantisation error, a base that is packed codes, and no branch or dictionary look-up per adapter in the forward,
-which XLA would trace each time. Names and files are PEFT's (see `export/peft.py`), so the result loads there.
+y = base(x) + (alpha / r) B A x, with A [R, I] and B [O, R] in float32 whatever the base computes in. Our own module
+rather than PEFT's, because recovery needs three things that PEFT's layers lack: a start from the quantisation error, a
+base of packed codes, and a forward without a branch or dictionary look-up per adapter, which XLA would trace each time.
+Names and files are PEFT's (`models/adapter.py`), so the result loads there.
 """
 
 from __future__ import annotations
@@ -50,16 +50,14 @@ class Factors(NamedTuple):
 
     a_RI: Tensor
     b_OR: Tensor
-    method: str | None = None
-    """The start method that won in this layer, where several were compared."""
 
     def half(self) -> Factors:
         """Return the factors as they are stored, float16."""
-        return self._replace(a_RI=self.a_RI.half(), b_OR=self.b_OR.half())
+        return Factors(self.a_RI.half(), self.b_OR.half())
 
 
 class LoraLinear(nn.Module):
-    """A linear layer with a recovery adapter beside it."""
+    """A linear layer with a recovery adapter."""
 
     def __init__(self, base: nn.Linear, rank: int, alpha: float, dropout: float = 0.0) -> None:
         super().__init__()
@@ -70,10 +68,10 @@ class LoraLinear(nn.Module):
         self.lora_A = nn.Parameter(torch.empty(rank, base.in_features, dtype=torch.float32, device=device))
         self.lora_B = nn.Parameter(torch.zeros(base.out_features, rank, dtype=torch.float32, device=device))
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
-        self.train(base.training)  # a module is born in training mode: dropout in a model that is being scored
+        self.train(base.training)  # a new module is in training mode, which would be dropout in a model being scored
 
     def start_from(self, factors: Factors) -> None:
-        """Set the adapter to the leading part of a low-rank correction; ranks beyond it keep A random, B zero."""
+        """Set the adapter to the leading columns of a low-rank correction; further ones keep A random and B zero."""
         rank = min(self.lora_A.shape[0], factors.a_RI.shape[0])
         with torch.no_grad():
             self.lora_A[:rank].copy_(factors.a_RI[:rank])

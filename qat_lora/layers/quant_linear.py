@@ -1,24 +1,24 @@
 """A linear layer whose weight is stored as packed codes and scales.
 
-The effective weight W = Q * S is formed and then used in one matrix product, however the scales are shared. The
-predecessor ran one product per rank of its low-rank scales (32 a layer) and detached the base, so that no
-gradient reached the layers below; here autograd sees an ordinary `linear`.
+The effective weight W = Q * S is formed first and then used in one matrix product, however the scales are shared.
+Applying low-rank scales rank by rank instead costs one product per rank, and a detached base would cut off the
+gradient of the layers below; here autograd sees an ordinary `linear`.
 
-Six states, one forward:
+Where the weight comes from is the layer's `source`, one small module per state:
 
-* as loaded: packed codes only; W is formed anew in every forward. Least memory.
-* `hold_dense()`: W formed once and kept. For a frozen base: the cost of a plain linear layer.
-* `train_scales()`: code values kept unpacked, W formed once per forward, gradients reach the scales.
-* `train_range()`: the same through the ends of the range of asymmetric codes, so zero points train too.
-* `train_table()`: codes kept unpacked, and gradients reach the look-up table.
-* `train_weight()`: codes train too, through a float weight that every forward rounds (`latent`).
+* `Packed`: the stored codes, unpacked anew in every forward. The state of a loaded layer; least memory.
+* `Dense` (`hold_dense`): W, formed once. For a frozen base: the cost of an ordinary linear layer.
+* `Unpacked` (`train_scales`, `train_range`): code values, so that gradients reach the scales, or the ends of the
+  ranges of asymmetric codes.
+* `Indexed` (`train_table`): codes, so that gradients reach the look-up table.
+* `Rounded` (`train_weight`): a float weight that every forward rounds, so that the codes train too (`latent`).
 
-Whatever trains, the forward uses scales and tables as they will be stored, in float16: `stored()` is at any moment
-the layer that computes, bit for bit, and `settle()` makes it that.
+Whatever trains, the forward uses scales and tables rounded to float16, as they will be stored: at any moment
+`stored()` describes the very layer that computes, bit for bit, and `settle()` turns the layer into it.
 
-The class is a `torch.nn.Linear` to PEFT and transformers (`weight`, `in_features`, `isinstance`), but `weight` is
-computed: assigning it, or its `data`, is refused rather than lost. (PEFT merges by `weight.data += delta`; on a
-computed tensor that would give back a model without its adapter, and no word of it.)
+To PEFT and transformers the class is a `torch.nn.Linear` (`weight`, `in_features`, `isinstance`), but `weight` is
+computed: assigning to it, or to its `data`, raises. PEFT merges by `weight.data += delta`, which on a computed tensor
+would silently lose the adapter.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from torch import Tensor, nn
 from qat_lora.errors import ModelError
 from qat_lora.layers.latent import Latent, LatentChange, LookUp, Range, as_stored, nearest_start
 from qat_lora.quant.codes import code_values, decode, nearest, pack, packed_width, unpack
-from qat_lora.quant.fake_quantize import Gradient, fake_quantise
-from qat_lora.quant.initialize import QuantisedWeight, pack_zeros, unpack_zeros, zeros_shape
-from qat_lora.quant.scales import away_from_zero, expand, scale_shapes
+from qat_lora.quant.fake_quantize import Gradient, fake_quantize
+from qat_lora.quant.initialize import QuantizedWeight
+from qat_lora.quant.scales import away_from_zero, expand, pack_zeros, scale_shapes, unpack_zeros, zeros_shape
 from qat_lora.quant.spec import QuantSpec
 
 COMPUTED = (
@@ -46,7 +46,7 @@ COMPUTED = (
 
 
 class ComputedWeight(Tensor):
-    """A quantised weight as others see it: an ordinary tensor, save that nothing can be written to its `data`."""
+    """A quantised weight as others see it: an ordinary tensor, except that its `data` cannot be written."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # results are plain tensors
 
@@ -54,6 +54,70 @@ class ComputedWeight(Tensor):
         raise ModelError(COMPUTED)
 
     data = property(_refuse, _refuse)
+
+
+class Packed(nn.Module):
+    """The stored codes, unpacked anew in every forward; base class of the other sources."""
+
+    kept: Tensor
+
+    def __init__(self, kept: Tensor | None = None) -> None:
+        """Take what is kept in memory, [O, I]: a buffer outside the state dict moves with the layer, unsaved."""
+        super().__init__()
+        self.register_buffer("kept", kept, persistent=False)
+
+    def effective(self, layer: QuantLinear) -> Tensor:
+        """Return the weight Q * S, [O, I], differentiable in what this source lets train."""
+        return layer.times_scale(layer.code_values())
+
+    def packed_codes(self, layer: QuantLinear) -> Tensor:
+        """Return the packed codes of this weight."""
+        return layer.codes
+
+
+class Dense(Packed):
+    """The weight, formed once."""
+
+    def effective(self, layer: QuantLinear) -> Tensor:
+        """Return the weight that is kept."""
+        return self.kept
+
+
+class Unpacked(Packed):
+    """The code values, for scales or ranges that train."""
+
+    def effective(self, layer: QuantLinear) -> Tensor:
+        """Return the values times the scales of now."""
+        return layer.times_scale(self.kept)
+
+
+class Indexed(Packed):
+    """The codes as indices, for a look-up table that trains."""
+
+    def effective(self, layer: QuantLinear) -> Tensor:
+        """Return the table's values of now times the scales of now."""
+        return layer.times_scale(LookUp.apply(layer.book(), self.kept))
+
+
+class Rounded(Packed):
+    """A float weight, rounded in every forward."""
+
+    def __init__(self, latent: Latent | LatentChange, gradient: Gradient) -> None:
+        super().__init__()
+        self.latent, self.gradient = latent, gradient
+
+    def effective(self, layer: QuantLinear) -> Tensor:
+        """Return the weight as it rounds now."""
+        scale = layer.expanded_scale()
+        weight = self.latent(away_from_zero(scale))
+        return fake_quantize(weight, scale, layer.spec, layer.book(), layer.expanded_zero(), self.gradient)
+
+    def packed_codes(self, layer: QuantLinear) -> Tensor:
+        """Return the codes that the weight rounds to now."""
+        scale, zero = away_from_zero(layer.expanded_scale()), layer.expanded_zero()
+        position = self.latent(scale) / scale
+        position = position if zero is None else position + zero
+        return pack(nearest(position, layer.book(), layer.spec)[1], layer.spec.bits)
 
 
 class QuantLinear(nn.Linear):
@@ -70,34 +134,30 @@ class QuantLinear(nn.Linear):
     def __init__(
         self, in_features: int, out_features: int, spec: QuantSpec, *, bias: bool = False, device: Any = None
     ) -> None:
-        nn.Module.__init__(self)  # not Linear's: that would make a dense weight
+        nn.Module.__init__(self)  # not Linear's, which would make a dense weight
         self.in_features = in_features
         self.out_features = out_features
         self.spec = spec
         width = packed_width(in_features, spec.bits)
         self.register_buffer("codes", torch.zeros(out_features, width, dtype=torch.uint8, device=device))
         for name, shape in scale_shapes(spec, out_features, in_features).items():
-            self.register_parameter(name, self._stored(torch.ones(shape, dtype=torch.float32, device=device)))
+            self.register_parameter(name, self._frozen(torch.ones(shape, dtype=torch.float32, device=device)))
         if spec.code == "asymmetric":
             shape = zeros_shape(spec, out_features, in_features)
             self.register_buffer("zeros", torch.zeros(shape, dtype=torch.uint8, device=device))
         if spec.code == "lut":
-            self.values = self._stored(torch.zeros(2**spec.bits, dtype=torch.float32, device=device))
-        self.register_parameter("bias", self._stored(torch.zeros(out_features, device=device)) if bias else None)
-        self.latent: Latent | LatentChange | None = None
+            self.values = self._frozen(torch.zeros(2**spec.bits, dtype=torch.float32, device=device))
+        self.register_parameter("bias", self._frozen(torch.zeros(out_features, device=device)) if bias else None)
+        self.source: Packed = Packed()
         self.range: Range | None = None
-        self.gradient: Gradient = "lsq"
-        self._values_OI: Tensor | None = None
-        self._codes_OI: Tensor | None = None
-        self._dense_OI: Tensor | None = None
 
     @staticmethod
-    def _stored(tensor: Tensor) -> nn.Parameter:
+    def _frozen(tensor: Tensor) -> nn.Parameter:
         return nn.Parameter(tensor, requires_grad=False)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, spec: QuantSpec, quantised: QuantisedWeight) -> QuantLinear:
-        """Build the layer that stands for `linear` once its weight is quantised."""
+    def from_linear(cls, linear: nn.Linear, spec: QuantSpec, quantised: QuantizedWeight) -> QuantLinear:
+        """Build the layer that replaces `linear`, whose weight has been quantised; `to_linear` is the way back."""
         tensors = dict(zip(scale_shapes(spec, *quantised.codes_OI.shape), quantised.scales, strict=True))
         tensors["codes"] = pack(quantised.codes_OI, spec.bits)
         if quantised.zeros is not None:
@@ -106,9 +166,13 @@ class QuantLinear(nn.Linear):
             tensors["values"] = quantised.values
         return cls.from_stored(linear, spec, tensors)
 
+    def to_linear(self) -> nn.Linear:
+        """Return an ordinary linear layer with the effective weight."""
+        return dense_linear(self)
+
     @classmethod
     def from_stored(cls, linear: nn.Linear, spec: QuantSpec, tensors: Mapping[str, Tensor]) -> QuantLinear:
-        """Build the layer that stands for `linear` from what `stored` gives."""
+        """Build the layer that replaces `linear` from the tensors of `stored`."""
         bias = linear.bias is not None
         layer = cls(linear.in_features, linear.out_features, spec, bias=bias, device=linear.weight.device)
         for name, tensor in tensors.items():
@@ -116,6 +180,28 @@ class QuantLinear(nn.Linear):
         if bias:
             layer.bias.data = linear.bias.data.clone()
         return layer.train(linear.training)
+
+    def stored(self) -> dict[str, Tensor]:
+        """Return the tensors that describe the layer as it is now: packed codes and zeros, float16 scales and table.
+
+        Computed on the host: on XLA this makes no graphs of its own.
+        """
+        here = copy.deepcopy(self).cpu() if self._codes_may_change else self
+        with torch.no_grad():
+            scales = here.scales if here.range is None else here.range()[:1]
+            tensors = {"codes": here.source.packed_codes(here).cpu()}
+            tensors |= {n: s.detach().cpu().half() for n, s in zip(here.named_scales(), scales, strict=True)}
+            if self.spec.code == "asymmetric":
+                tensors["zeros"] = (
+                    here.zeros.cpu() if here.range is None else pack_zeros(here.range()[1], self.spec.bits)
+                )
+            if self.spec.code == "lut":
+                tensors["values"] = (here.book() if here is not self else self.values).detach().cpu().half()
+        return tensors
+
+    @property
+    def _codes_may_change(self) -> bool:
+        return isinstance(self.source, Rounded) or self.range is not None
 
     @property
     def scales(self) -> tuple[nn.Parameter, ...]:
@@ -129,7 +215,7 @@ class QuantLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:
-        """The effective weight Q * S, [O, I], formed when asked for."""
+        """The effective weight Q * S, [O, I], formed on access."""
         return self.effective().as_subclass(ComputedWeight)
 
     @weight.setter
@@ -137,59 +223,53 @@ class QuantLinear(nn.Linear):
         raise ModelError(COMPUTED)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Add a parameter; assigning one to `weight` comes here, past the property."""
+        """Add a parameter; torch assigns one to `weight` through this method, past the property."""
         if name == "weight":
             raise ModelError(COMPUTED)
         super().register_parameter(name, param)
 
     def effective(self) -> Tensor:
-        """Return Q * S as the layer computes now, [O, I], for those inside this package that only read it."""
-        if self._dense_OI is not None:
-            return self._dense_OI
-        scale = self._scale()
-        if self.latent is not None:
-            weight = self.latent(away_from_zero(scale))
-            return fake_quantise(weight, scale, self.spec, self._book(), self._zero(), self.gradient)
-        if self._codes_OI is not None:
-            return LookUp.apply(self._book(), self._codes_OI) * scale
-        chosen, zero = self._code_values() if self._values_OI is None else self._values_OI, self._zero()
-        return (chosen if zero is None else chosen - zero) * scale
+        """Return Q * S as the layer computes now, [O, I], for readers inside this package."""
+        return self.source.effective(self)
 
-    def _scale(self) -> Tensor:
-        """Return the scale of every weight, [O, I] or what broadcasts to it."""
+    def times_scale(self, values_OI: Tensor) -> Tensor:
+        """Return code values, less their zero points, times their scales."""
+        scale, zero = self.expanded_scale(), self.expanded_zero()
+        return (values_OI if zero is None else values_OI - zero) * scale
+
+    def expanded_scale(self) -> Tensor:
+        """Return the scale of every weight, [O, I] or something that broadcasts to it."""
         stored = tuple(as_stored(scale) for scale in self.scales) if self.range is None else self.range()[:1]
         return expand(stored, self.spec.group_size, self.out_features, self.in_features)
 
-    def _book(self) -> Tensor:
-        """Return the code book in the scales' type; a table that trains beside its codes may change its order."""
-        if self.spec.code != "lut":
-            return code_values(self.spec).to(self.scales[0])
-        book = as_stored(self.values)
-        return book if self.latent is None else book.sort().values
-
-    def _zero(self) -> Tensor | None:
-        """Return the zero point of every weight, [O, I] or what broadcasts to it; None where codes have none."""
+    def expanded_zero(self) -> Tensor | None:
+        """Return the zero point of every weight, [O, I] or something that broadcasts to it; None without any."""
         if self.spec.code != "asymmetric":
             return None
         zeros = unpack_zeros(self.zeros, self.spec, self.in_features) if self.range is None else self.range()[1]
         return expand((zeros,), self.spec.group_size, self.out_features, self.in_features)
 
-    def _code_values(self) -> Tensor:
+    def book(self) -> Tensor:
+        """Return the code book in the scales' type; where codes train too, sorted: training may reorder the table."""
+        if self.spec.code != "lut":
+            return code_values(self.spec).to(self.scales[0])
+        book = as_stored(self.values)
+        return book.sort().values if isinstance(self.source, Rounded) else book
+
+    def code_values(self) -> Tensor:
         """Decode the packed codes to [O, I] in the scales' type."""
-        return decode(unpack(self.codes, self.spec.bits, self.in_features), self._book().detach())
+        return decode(unpack(self.codes, self.spec.bits, self.in_features), self.book().detach())
 
     def hold_dense(self, dtype: torch.dtype | None = None) -> None:
         """Form the weight once and keep it; the scales are frozen from here on."""
         self.settle()
-        self._dense_OI = self.effective().detach().to(dtype or self.scales[0].dtype)
+        self.source = Dense(self.effective().detach().to(dtype or self.scales[0].dtype))
 
     def train_scales(self) -> None:
-        """Let the scales train (in float32); code values are kept unpacked, unless codes or table train as well."""
-        self._dense_OI = None
+        """Let the scales train (in float32)."""
         for scale in self.scales:
             scale.requires_grad_(True)
-        if self.latent is None and self._codes_OI is None:
-            self._values_OI = self._code_values().detach()
+        self._unpack()
 
     def train_range(self) -> Range:
         """Let scales and zero points train as the ends of their ranges (in float32); return those.
@@ -199,12 +279,15 @@ class QuantLinear(nn.Linear):
         """
         if self.spec.code != "asymmetric":
             raise ModelError(f"ranges: a layer with {self.spec.code} codes has no zero points to train")
-        self._dense_OI = None
-        zeros = unpack_zeros(self.zeros, self.spec, self.in_features)
-        self.range = Range(self.scales[0].detach(), zeros, self.spec.bits)
-        if self.latent is None:
-            self._values_OI = self._code_values().detach()
+        self.range = Range(
+            self.scales[0].detach(), unpack_zeros(self.zeros, self.spec, self.in_features), self.spec.bits
+        )
+        self._unpack()
         return self.range
+
+    def _unpack(self) -> None:
+        if not isinstance(self.source, Rounded | Indexed):  # there codes or table train as well
+            self.source = Unpacked(self.code_values().detach())
 
     def train_table(self) -> None:
         """Let the look-up table train (in float32).
@@ -214,10 +297,9 @@ class QuantLinear(nn.Linear):
         """
         if self.spec.code != "lut":
             raise ModelError(f"lut: a layer with {self.spec.code} codes has no look-up table to train")
-        self._dense_OI = self._values_OI = None
         self.values.requires_grad_(True)
-        if self.latent is None:
-            self._codes_OI = unpack(self.codes, self.spec.bits, self.in_features)
+        if not isinstance(self.source, Rounded):
+            self.source = Indexed(unpack(self.codes, self.spec.bits, self.in_features))
 
     def train_weight(
         self,
@@ -229,68 +311,37 @@ class QuantLinear(nn.Linear):
         """Let the codes train through a float weight, or through a low-rank change of it; return that.
 
         Args:
-            weight_OI: the full-precision weight; without it, the start lies in the middle of every code's cell.
-            rank: of the change that trains; 0: the whole weight does.
-            alpha: the change counts alpha / rank; default: rank.
+            weight_OI: the full-precision weight; without it, the start is the middle of every code's cell.
+            rank: of the change that trains; 0 trains the whole weight.
+            alpha: scaling numerator of the change, which counts alpha / rank; default: rank.
             gradient: of weights beyond the range: none (`lsq`) or as inside (`ste`).
         """
-        self.gradient = gradient
-        self._dense_OI = self._values_OI = self._codes_OI = None
+        self.source = Packed()
         with torch.no_grad():
-            codes = unpack(self.codes, self.spec.bits, self.in_features)
+            codes, scale = unpack(self.codes, self.spec.bits, self.in_features), self.expanded_scale()
             if weight_OI is None:
                 start = self.effective()
             else:
-                zero, scale = self._zero(), self._scale()
+                zero = self.expanded_zero()
                 shift = 0.0 if zero is None else zero * scale
-                start = nearest_start(weight_OI.to(codes.device) + shift, codes, scale, self._book()) - shift
-            scale = away_from_zero(self._scale())
-            start = start.detach().clone()
-            self.latent = LatentChange(start / scale, scale.abs().mean(), rank, alpha) if rank else Latent(start)
-        return self.latent
-
-    def stored(self) -> dict[str, Tensor]:
-        """Return the tensors that stand for the layer as it is now: packed codes and zeros, float16 scales and table.
-
-        Computed on the host: on XLA this makes no graphs of its own.
-        """
-        here = self if self.latent is None and self.range is None else copy.deepcopy(self).cpu()
-        with torch.no_grad():
-            tensors = {name: scale.detach().cpu().half() for name, scale in here.named_scales().items()}
-            if here.range is not None:
-                scale, zero = here.range()
-                tensors = {"scale": scale.half(), "zeros": pack_zeros(zero, self.spec.bits)}
-            elif self.spec.code == "asymmetric":
-                tensors["zeros"] = here.zeros.cpu()
-            if self.spec.code == "lut":
-                tensors["values"] = (here.values if here.latent is None else here._book()).detach().cpu().half()
-            return {"codes": here._codes(), **tensors}
-
-    def _codes(self) -> Tensor:
-        """Return the packed codes of the layer as it computes now."""
-        if self.latent is None:
-            return self.codes.cpu()
-        scale, zero = away_from_zero(self._scale()), self._zero()
-        position = self.latent(scale) / scale
-        position = position if zero is None else position + zero
-        return pack(nearest(position, self._book(), self.spec)[1], self.spec.bits)
+                start = nearest_start(weight_OI.to(codes.device) + shift, codes, scale, self.book()) - shift
+            start, scale = start.detach().clone(), away_from_zero(scale)
+            latent = LatentChange(start / scale, scale.abs().mean(), rank, alpha) if rank else Latent(start)
+        self.source = Rounded(latent, gradient)
+        return latent
 
     @torch.no_grad()
     def settle(self) -> None:
         """End all training: codes, scales and table become what is stored, and nothing trains any more."""
-        if self.latent is not None or self.range is not None:
+        if self._codes_may_change:
             for name, tensor in self.stored().items():
                 getattr(self, name).copy_(tensor)
-            self.latent = self.range = None
-        self.release()
+            self.range = None
+        self.source = Packed()
         for name, parameter in self.named_parameters(recurse=False):
             parameter.requires_grad_(False)
             if name != "bias":
                 parameter.copy_(as_stored(parameter))
-
-    def release(self) -> None:
-        """Drop what was kept beside the stored tensors."""
-        self._values_OI = self._codes_OI = self._dense_OI = None
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the layer; the weight takes the input's type, or autocast's."""
@@ -299,29 +350,13 @@ class QuantLinear(nn.Linear):
         # Autocast would multiply the factors of low-rank scales in bfloat16: another weight than `hold_dense` keeps.
         with torch.autocast(device, enabled=False) if autocast else contextlib.nullcontext():
             weight = self.effective()
-        bias: Tensor | None = self.bias
-        if not autocast and weight.dtype != input.dtype:
-            weight = weight.to(input.dtype)
-            bias = None if bias is None else bias.to(input.dtype)
-        return nn.functional.linear(input, weight, bias)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> QuantLinear:
-        """Move or convert the stored tensors; what was kept beside them moves along."""
-        super()._apply(fn, recurse)
-        for name in ("_values_OI", "_codes_OI", "_dense_OI"):
-            kept = getattr(self, name)
-            if kept is not None:
-                setattr(self, name, fn(kept))
-        return self
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of what is kept beside the stored tensors."""
-        kept = (self._values_OI, self._codes_OI, self._dense_OI)
-        return sum(tensor.numel() * tensor.element_size() for tensor in kept if tensor is not None)
+        dtype = weight.dtype if autocast else input.dtype
+        bias = self.bias if autocast or self.bias is None else self.bias.to(dtype)
+        return nn.functional.linear(input, weight.to(dtype), bias)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.release()
+        if not isinstance(self.source, Rounded):  # what is kept is of the codes before
+            self.source = Packed()
         super()._load_from_state_dict(*args, **kwargs)
 
     def reset_parameters(self) -> None:
@@ -335,3 +370,14 @@ class QuantLinear(nn.Linear):
     def stored_bits(self) -> int:
         """Bits that codes, scales and table take on disk."""
         return self.spec.stored_bits(self.out_features, self.in_features)
+
+
+def dense_linear(layer: nn.Linear, delta_OI: Tensor | float = 0.0) -> nn.Linear:
+    """Return an ordinary linear layer with the same effective weight plus `delta_OI`, rounded once."""
+    weight = layer.weight.detach()
+    # On meta: a random start would cost time and shift the random numbers that follow.
+    dense = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+    dense.weight = nn.Parameter((weight.float() + delta_OI).to(weight.dtype))
+    if layer.bias is not None:
+        dense.bias = nn.Parameter(layer.bias.detach().clone())
+    return dense

@@ -1,10 +1,9 @@
-"""An embedding that looks its rows up in a quantised output head: one matrix, stored once as codes.
+"""An embedding that looks its rows up in a quantised LM head: one matrix, stored once as codes.
 
-Small models tie the two, and there the matrix is a large share of all weights (a quarter in Qwen3-0.6B). Kept apart,
-as codes for the head and floats for the embedding, it would take more room than before. So the head holds codes,
-scales and whatever trains, and the embedding holds nothing: it asks the head for its weight. transformers ties
-*parameters* by name and would look for one here, so a checkpoint's config says `tie_word_embeddings: false`, and that
-the two are one is said by the preset beside it.
+Small models tie the two, and their matrix is a large share of all weights (a quarter in Qwen3-0.6B). As codes for the
+LM head and floats for the embedding it would take more room than before. So the LM head holds codes, scales and
+whatever trains, and the embedding asks it for its weight. transformers ties *parameters* by name and would expect one
+here; so a checkpoint's config says `tie_word_embeddings: false`, and the preset in it says that the two are one.
 """
 
 from __future__ import annotations
@@ -13,18 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.errors import ConfigError
-from qat_lora.layers.calibrate.upcast import WideEmbedding
+from qat_lora.layers.calibrate.upcast import UpcastEmbedding
 from qat_lora.layers.quant_linear import QuantLinear
 
 
 class TiedEmbedding(nn.Module):
-    """Rows of a quantised head, [..., H], for token ids [...]."""
+    """Rows of a quantised LM head, [..., H], for token ids [...]."""
 
     like: Tensor
 
-    def __init__(self, head: QuantLinear, dtype: torch.dtype) -> None:
+    def __init__(self, lm_head: QuantLinear, dtype: torch.dtype) -> None:
         super().__init__()
-        self._head = (head,)  # in a tuple, it is no submodule: the state dict names its tensors once
+        self._lm_head = (lm_head,)  # a tuple hides the submodule: the state dict names its tensors once
         self.register_buffer("like", torch.empty(0, dtype=dtype), persistent=False)
 
     @property
@@ -33,29 +32,24 @@ class TiedEmbedding(nn.Module):
         return self.like.dtype
 
     @property
-    def head(self) -> QuantLinear:
-        """The layer that holds the codes."""
-        return self._head[0]
-
-    @property
     def weight(self) -> Tensor:
-        """The effective weight [V, H], formed when asked for."""
-        return self.head.weight
+        """The effective weight [V, H], formed on access."""
+        return self._lm_head[0].weight
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look rows up, in the type that the model computes in."""
-        return nn.functional.embedding(ids, self.head.effective()).to(self.like.dtype)
+        return nn.functional.embedding(ids, self._lm_head[0].effective()).to(self.like.dtype)
 
 
-def embedding_of(model: nn.Module, head: nn.Linear) -> str | None:
-    """Return the name of the embedding that a full-precision head is tied to, None where it has a weight of its own.
+def embedding_of(model: nn.Module, lm_head: nn.Linear) -> str | None:
+    """Return the name of the embedding that a full-precision LM head is tied to, None where it has its own weight.
 
     Raises:
-        ConfigError: the embedding does more than to look rows up, as Gemma's, which scales them.
+        ConfigError: the embedding does more than look rows up, as Gemma's, which scales them.
     """
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and module.weight is head.weight:
-            if type(module) not in (nn.Embedding, WideEmbedding):
+        if isinstance(module, nn.Embedding) and module.weight is lm_head.weight:
+            if type(module) not in (nn.Embedding, UpcastEmbedding):
                 raise ConfigError(
                     f"quantize_head: the head is tied to {name}, a {type(module).__name__}, which does more than to "
                     "look rows up; leave --quantize-head out"
@@ -64,16 +58,16 @@ def embedding_of(model: nn.Module, head: nn.Linear) -> str | None:
     return None
 
 
-def tie_embedding(model: nn.Module, name: str, head: QuantLinear) -> None:
-    """Let an embedding look its rows up in a quantised head."""
+def tie_embedding(model: nn.Module, name: str, lm_head: QuantLinear) -> None:
+    """Let an embedding look its rows up in a quantised LM head."""
     table = model.get_submodule(name)
     assert isinstance(table, nn.Embedding)
-    dtype = torch.float32 if isinstance(table, WideEmbedding) else table.weight.dtype
-    model.set_submodule(name, TiedEmbedding(head, dtype))
+    dtype = torch.float32 if isinstance(table, UpcastEmbedding) else table.weight.dtype
+    model.set_submodule(name, TiedEmbedding(lm_head, dtype))
 
 
 def untie_embedding(model: nn.Module, name: str, weight_VH: Tensor) -> None:
-    """Put an ordinary embedding back in the place of a tied one."""
+    """Replace a tied embedding by an ordinary one."""
     rows, columns = weight_VH.shape
     table = nn.Embedding(rows, columns, device="meta")
     table.weight = nn.Parameter(weight_VH.detach().clone(), requires_grad=False)

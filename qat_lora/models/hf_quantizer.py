@@ -18,7 +18,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from qat_lora.files.checksums import check_folder
 from qat_lora.files.finite import check_finite
 from qat_lora.layers.convert import make_quant_skeleton, quant_layers
-from qat_lora.quant.spec import Preset
+from qat_lora.quant.presets import Preset
 
 QUANT_METHOD = "qat-lora"
 

@@ -48,7 +48,7 @@ from qat_lora.layers.calibrate.upcast import computing_dtype
 from qat_lora.layers.convert import quant_layers, tied_embedding
 from qat_lora.models.attention_mask import attention_inputs
 from qat_lora.models.hf_quantizer import QUANT_METHOD, QatLoraQuantizationConfig, QatLoraQuantizer
-from qat_lora.quant.spec import Preset
+from qat_lora.quant.presets import Preset
 from qat_lora.types import LMHead
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

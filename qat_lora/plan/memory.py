@@ -23,7 +23,7 @@ from qat_lora.models import load as models
 from qat_lora.options import EstimateOptions
 from qat_lora.plan.activations import Weights, step_bytes, widths
 from qat_lora.plan.devices import Attention, Device, attention_on, named
-from qat_lora.quant.spec import Preset, preset
+from qat_lora.quant.presets import Preset, preset
 
 GIB = 2**30
 NOTE = (

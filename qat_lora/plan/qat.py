@@ -34,7 +34,7 @@ from qat_lora.plan.recover import (
     replicas_of,
     training_estimate,
 )
-from qat_lora.quant.spec import Preset
+from qat_lora.quant.presets import Preset
 from qat_lora.runtime.host.memory import LiveBytes
 from qat_lora.setup.objective import check_arrays
 from qat_lora.setup.trainable import check_parts, chosen_preset, trained_parts
@@ -168,9 +168,8 @@ def _cache(options: QatOptions) -> KDCacheDataset | None:
 def _held_bytes(module: nn.Module, trained: int, averaged: bool) -> dict[str, int]:
     """Return bytes of what stays in memory for the whole run: all in its training state, and what AdamW adds."""
     stored = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-    kept = sum(layer.kept_bytes for layer in quant_layers(module).values())
     return {
-        "weights": sum(tensor.numel() * tensor.element_size() for tensor in stored.values()) + kept,
+        "weights": sum(tensor.numel() * tensor.element_size() for tensor in stored.values()),
         "gradients": 4 * trained,
         "optimizer state": (12 if averaged else 8) * trained,
     }

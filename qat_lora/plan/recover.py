@@ -20,13 +20,13 @@ import torch
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.errors import ConfigError, DeviceError, ModelError
 from qat_lora.layers.calibrate.fisher import kept_shape
-from qat_lora.layers.convert import HEAD, bits_per_weight, check_reach, make_quant_skeleton, quant_layers
+from qat_lora.layers.convert import LM_HEAD, bits_per_weight, check_reach, make_quant_skeleton, quant_layers
 from qat_lora.models.load import FILE_SUFFIXES, CausalLM, load_tokenizer, resolve_model, tokenizer_sha256
 from qat_lora.options import EstimateOptions, QatOptions, QuantizeOptions, RecoverOptions, RunConfig
 from qat_lora.plan.devices import attention_on, likely
 from qat_lora.plan.memory import GIB, meta_model, skeleton, summary
 from qat_lora.quant.initialize import NEED_TEXT
-from qat_lora.quant.spec import preset
+from qat_lora.quant.presets import preset
 from qat_lora.runtime.launch.select import choose, look, plan_run
 from qat_lora.setup.training_data import cache_lessons
 from qat_lora.terminal import redact
@@ -171,7 +171,7 @@ def fisher_bytes(module: torch.nn.Module, init: str, metric: str) -> int:
     """Return what `--metric fisher` keeps on disk of every layer while a student is made."""
     if metric != "fisher" or init not in NEED_TEXT:
         return 0
-    inside = (layer for name, layer in quant_layers(module).items() if not HEAD.search(name))
+    inside = (layer for name, layer in quant_layers(module).items() if not LM_HEAD.search(name))
     return sum(4 * math.prod(kept_shape(layer.out_features)) for layer in inside)
 
 

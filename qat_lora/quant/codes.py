@@ -1,11 +1,14 @@
 """Code books, and codes packed into bytes.
 
-A code book is the sorted list of values that an entry of Q may take. Encoding is a search among the midpoints
-between neighbours, so integer grids, half-integer grids and learned tables share one exact rule (ties go up),
-where rounding formulas need one special case each.
+A code book is the sorted list of values that an entry of Q may take. Encoding is a search among the midpoints between
+neighbours, so integer grids, half-integer grids and look-up tables share one exact rule (ties go up), where rounding
+formulas need a special case for each. An even table spends as many codes on the rare large weights as on the many
+small ones; the quantiles of the normal distribution do not, and need no calibration (NF4).
 
 Packed codes are a little-endian bit stream, each row padded to a whole byte: code i of a row occupies bits
 i*b .. i*b+b-1, lowest bit first. It holds any width from 1 to 8 without waste, also 3 bits.
+
+Source: QLoRA (arXiv 2305.14314) for the normal table.
 """
 
 from __future__ import annotations
@@ -16,15 +19,14 @@ import torch
 from torch import Tensor
 
 from qat_lora.quant.spec import QuantSpec
-from qat_lora.quant.tables import normal_table
 
-FEW = 15  # midpoints that are compared one by one: a search among three takes five times as long, among 15 half more
+FEW = 15  # midpoints to compare one by one: a search among 3 takes five times as long, among 15 half as long again
 
 
 def code_values(spec: QuantSpec) -> Tensor:
-    """Return the sorted float32 code book [2^bits] that a spec starts from; k-means tables start from even ones.
+    """Return the sorted float32 code book [2^bits] that a spec starts from.
 
-    Asymmetric codes count from 0: the zero point, which every group has its own, is subtracted beside the book.
+    Asymmetric codes count from 0: every group has a zero point of its own, which is subtracted afterwards.
     """
     n = 2**spec.bits
     if spec.code in ("integer", "asymmetric"):
@@ -33,6 +35,21 @@ def code_values(spec: QuantSpec) -> Tensor:
         return normal_table(spec.bits)
     half = torch.arange(n, dtype=torch.float32) - (n - 1) / 2
     return half if spec.code == "half" else half / ((n - 1) / 2)
+
+
+def normal_table(bits: int) -> Tensor:
+    """Return 2^bits sorted float32 quantiles of the normal distribution, from -1 to 1 with an exact zero.
+
+    One more code is above zero than below. At 4 bits these are the values of NF4.
+    """
+    count = 2**bits
+    outermost = 1 - (1 / (2 * count) + 1 / (2 * count - 2)) / 2
+    above, below = (
+        torch.special.ndtri(torch.linspace(outermost, 0.5, count // 2 + extra, dtype=torch.float64)[:-1])
+        for extra in (1, 0)
+    )
+    table = torch.cat([-below, torch.zeros(1, dtype=torch.float64), above.flip(0)])
+    return (table / table.abs().max()).float()
 
 
 def full_range(spec: QuantSpec) -> float:
@@ -63,8 +80,8 @@ def _count_below(x: Tensor, midpoints: Tensor) -> Tensor:
 def nearest(x: Tensor, values: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
     """Return the nearest code value of every entry of x, and its uint8 index; the same codes as `encode`.
 
-    In operations that compile on every device (a search among midpoints does not on XLA): even code books round,
-    tables are compared with their midpoints one by one.
+    Uses only operations that compile on every device, which a search does not on XLA: even code books round, tables
+    are compared with their midpoints one by one.
     """
     if spec.code == "lut":
         codes = _count_below(x, (values[1:] + values[:-1]) / 2)

@@ -1,4 +1,4 @@
-"""Fake-quantisation: a float weight that computes as its quantised self, with gradients for weight, scale and table.
+"""Fake quantisation: a float weight that computes as its quantised self, with gradients for weight, scale and table.
 
 Rounding has no useful derivative, so each gradient is a convention. Ours, by code book, is the choice that ParetoQ
 found best at each width:
@@ -14,16 +14,17 @@ The forward is code value times scale, in the order in which `QuantLinear` multi
 saved codes give the same numbers to the last bit. Composed from `round` and `detach` (w + (ŵ - w).detach(), as most
 tools do it) the sum would round once more, and LSQ would keep five tensors of the weight's size.
 
-Where the range of asymmetric codes is learned (`layers.latent.Range`), dŵ/dz is 0 inside, where a shift of the zero
-point shifts the codes with it, and -s outside. `ste` in place of LSQ is the older rule for trained weights: the
-gradient passes everywhere. LSQ's factor 1 / sqrt(N Q) on the gradient of a scale is left out: AdamW divides every
-gradient by its own size, so a constant factor changes no step.
+Where the range of asymmetric codes is learned (`layers.latent.Range`), dŵ/dz is 0 inside the range, where codes shift
+with the zero point, and -s outside. `ste` instead of LSQ is the older rule for trained weights: the gradient passes
+everywhere. LSQ's factor 1 / sqrt(N Q) on the gradient of a scale is left out: AdamW divides every gradient by its own
+size, so a constant factor changes no step.
 
 Sources: LSQ (arXiv 1902.08153); ParetoQ (arXiv 2502.02631); range learning, LSQ+ (arXiv 2004.09576).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -36,7 +37,7 @@ from qat_lora.quant.spec import QuantSpec
 Gradient = Literal["lsq", "ste"]
 
 
-class _FakeQuantise(torch.autograd.Function):
+class _FakeQuantize(torch.autograd.Function):
     """Ŵ = nearest code value of W / S, times S."""
 
     @staticmethod
@@ -74,19 +75,19 @@ class _FakeQuantise(torch.autograd.Function):
         return to_weight, to_scale, to_values, to_zero, None, None
 
 
-class _RoundThrough(torch.autograd.Function):
-    """Round to the nearest whole number; the gradient passes as if nothing had happened (STE)."""
+class _StraightThrough(torch.autograd.Function):
+    """Apply a function; the gradient passes as if nothing had happened (STE)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.round()
+    def forward(ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        return function(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
 
 
-def fake_quantise(
+def fake_quantize(
     weight_OI: Tensor,
     scale_OI: Tensor,
     spec: QuantSpec,
@@ -111,9 +112,14 @@ def fake_quantise(
         ends = ends[0] - zero_OI.detach(), ends[1] - zero_OI.detach()
     if gradient == "ste":
         ends = values.new_full((), -torch.inf), values.new_full((), torch.inf)
-    return _FakeQuantise.apply(weight_OI, scale_OI, values, zero_OI, ends, spec)
+    return _FakeQuantize.apply(weight_OI, scale_OI, values, zero_OI, ends, spec)
 
 
 def round_through(x: Tensor) -> Tensor:
     """Round to the nearest whole number with the straight-through gradient."""
-    return _RoundThrough.apply(x)
+    return _StraightThrough.apply(x, torch.round)
+
+
+def half_through(x: Tensor) -> Tensor:
+    """Round to float16, the stored type, in the tensor's own type and with the straight-through gradient."""
+    return _StraightThrough.apply(x, lambda tensor: tensor.half().to(tensor.dtype))

@@ -4,16 +4,16 @@ The output error of Ŵ over calibration inputs x is tr(E H Eᵀ) with E = W - Ŵ
 its own problem, all with the same H.
 
 * `gptq` rounds column by column and pushes each column's error onto those not yet rounded, along the inverse of H.
-  It decides once: what the last columns would have wanted from the first comes too late.
-* `descend` goes over the columns again and again and gives each the nearest code to its optimum given all others.
-* `refit_scales` solves for the scales given the codes, a G x G least-squares problem a row.
+  It decides once, and never revisits an early column for the sake of a late one.
+* `descend` sweeps over the columns and gives each the nearest code to its optimum given all others.
+* `refit_scales` solves for the scales given the codes, a G x G least-squares problem for each row.
 
-Descent and refit lower the same error and never raise it (a refitted scale is kept only where, rounded to float16,
-it is better), so they may alternate. On our saturated teacher that takes an eighth off GPTQ's output error at 2 bits.
-Both work from the slope E H, which descent keeps up to date as it goes: products with H are what they cost.
+Descent and refit lower the same error and never raise it (a refitted scale is kept only where it is better once
+rounded to float16), so they may alternate. On our saturated teacher that takes an eighth off GPTQ's output error at 2
+bits. Both work from the slope E H, which descent updates as it goes: their cost is the products with H.
 
-H is inverted in float64: a nearly singular H is where float32 versions of GPTQ break. Descent and refit invert
-nothing of the kind and take the type that they are given, float32 in `initialise.refine`, at half the cost.
+H is inverted in float64: a nearly singular H is where float32 versions of GPTQ break. Descent and refit do not invert
+H and take the type of their inputs, float32 in `initialize.refine`, at half the cost.
 
 Sources: GPTQ (arXiv 2210.17323); coordinate descent, QuantEase (arXiv 2309.01885).
 """
@@ -36,10 +36,7 @@ BLOCK = 64  # columns handled before their joint effect is pushed on: fewer, lar
 
 
 class Curvature:
-    """The damped second moment of a layer's inputs, and what rounding needs of it, each made once.
-
-    A layer whose codes are chosen in several turns asks for them several times.
-    """
+    """The damped second moment of a layer's inputs and its factors, each computed once: turns of fitting share them."""
 
     def __init__(self, second_moment_II: Tensor) -> None:
         self.second_moment_II = second_moment_II
@@ -58,7 +55,7 @@ class Curvature:
     def inverse_root_II(self) -> Tensor:
         """Upper triangular R with H⁻¹ = Rᵀ R, float64.
 
-        R⁻¹ is what the Cholesky factor of H is when columns are counted from the last: H itself need not be inverted.
+        R⁻¹ is the Cholesky factor of H with the columns counted from the last, so H itself need not be inverted.
         """
         backwards = torch.linalg.cholesky(self.damped_II.flip(0, 1)).flip(0, 1)
         eye = torch.eye(len(backwards), dtype=backwards.dtype, device=backwards.device)
@@ -66,7 +63,7 @@ class Curvature:
 
 
 class Grid(NamedTuple):
-    """What the codes of a weight (or of some columns) mean: (value - zero) * scale."""
+    """The meaning of the codes of a weight (or of some columns): (value - zero) * scale."""
 
     values: Tensor
     """Sorted code book."""
@@ -94,7 +91,7 @@ class Grid(NamedTuple):
         return Grid(self.values, take(self.scale), zero, self.first)
 
     def snap(self, target: Tensor) -> Tensor:
-        """Return what the codes nearest to a target stand for before scaling."""
+        """Return the unscaled values of the codes nearest to a target."""
         ratio = target / self.scale
         if self.zero is not None:
             ratio += self.zero
@@ -105,17 +102,17 @@ class Grid(NamedTuple):
         return chosen if self.zero is None else chosen.sub_(self.zero)
 
     def codes(self, code_values: Tensor) -> Tensor:
-        """Return the codes that stand for values which `snap` gave."""
+        """Return the codes of values that `snap` returned."""
         values = code_values if self.zero is None else code_values + self.zero
         return encode(values, self.values) if self.first is None else (values - self.first).to(torch.uint8)
 
     def code_values(self, codes: Tensor) -> Tensor:
-        """Return what codes stand for before scaling."""
+        """Return the unscaled values of codes."""
         chosen = decode(codes, self.values)
         return chosen if self.zero is None else chosen - self.zero
 
     def dense(self, codes: Tensor) -> Tensor:
-        """Return the weight that codes stand for."""
+        """Return the weight that codes make."""
         return self.code_values(codes) * self.scale
 
 
@@ -155,7 +152,7 @@ def gptq(weight_OI: Tensor, inverse_root_II: Tensor, size: int, grid_of: Callabl
     for start in range(0, in_features, size):
         stop = min(start + size, in_features)
         block = grid_of(start, stop, weight[:, start:stop]).transposed()
-        left = weight[:, start:stop].T.contiguous()  # [columns, O]: what is rounded together lies together
+        left = weight[:, start:stop].T.contiguous()  # [columns, O]: a column is contiguous
         found, errors = torch.empty_like(left), torch.empty_like(left)
         for j in range(stop - start):
             column, row = block.row(j), inverse_root_II[start + j, start + j : stop]
@@ -194,7 +191,7 @@ def descend(slope_OI: Tensor, damped_II: Tensor, grid: Grid, codes_OI: Tensor, s
             within = damped_II[start:stop, start:stop]
             block, local = grid.columns(start, stop).transposed(), slope[:, start:stop].T.contiguous()
             found = block.code_values(codes[:, start:stop].T)
-            steps = found * block.scale  # first the weights that there are, then by how much they change
+            steps = found * block.scale  # the weights of now, then column by column how much they change
             for j in range(stop - start):
                 column = block.row(j)
                 found[j] = column.snap(torch.add(steps[j], local[j], alpha=pull[start + j]))

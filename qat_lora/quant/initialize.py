@@ -1,14 +1,14 @@
-"""From a full-precision weight to codes and scales: five starts, each exact about what it minimises.
+"""From a full-precision weight to codes and scales: five methods, named by what each minimises.
 
 * `absmax`: scale from the largest weight, round to nearest. What most tools mean by "quantised"; the yardstick.
-* `mse`: the clip that loses least squared weight error, each input weighed by its second moment where text is given.
+* `mse`: the clip with the least squared weight error, each input weighted by its second moment where text is given.
 * `awq`: the clip that disturbs the outputs least, group by group (AWQ's clip search), round to nearest.
 * `gptq`: error-compensated rounding. Column by column, the rounding error is pushed onto the columns not yet
   rounded, along the inverse second moment of the inputs, so that the *output* changes least.
-* `descent`: from there, coordinate descent over the codes in turn with least-squares scales, until output errors
-  fall no more. At 2 bits this is worth more than everything that training with few tokens can do afterwards.
+* `descent`: from there, coordinate descent over the codes alternates with least-squares scales until output errors
+  stop falling. At 2 bits this is worth more than all that training on few tokens can do afterwards.
 
-Source: AWQ (arXiv 2306.00978) for the clip search; the others are named in `compensate`.
+Source: AWQ (arXiv 2306.00978) for the clip search; `gptq` names the others.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from qat_lora.errors import ConfigError
-from qat_lora.quant.asymmetric import range_scale
-from qat_lora.quant.codes import code_values, encode, pack, packed_width, unpack
+from qat_lora.quant.codes import code_values, encode
 from qat_lora.quant.gptq import BLOCK, Curvature, Grid, descend, gptq, make_grid, refit_scales, slope_of
 from qat_lora.quant.scales import (
     Cost,
@@ -32,20 +31,19 @@ from qat_lora.quant.scales import (
     expand,
     importance_cost,
     low_rank_scales,
-    mse_scale,
     output_cost,
+    range_scale,
 )
 from qat_lora.quant.spec import QuantSpec
-from qat_lora.quant.tables import kmeans_table
 
 Method = Literal["absmax", "mse", "awq", "gptq", "descent"]
 METHODS: tuple[str, ...] = get_args(Method)
 NEED_TEXT = ("awq", "gptq", "descent")
-LARGEST = 32_000.0  # weight whose scale is surely a float16 number, with every code book and scale search
+LARGEST = 32_000.0  # weight whose scale fits float16 with every code book and scale search
 ROUNDS, SWEEPS = 3, 2  # of scale refits, and of descent after each
 
 
-class QuantisedWeight(NamedTuple):
+class QuantizedWeight(NamedTuple):
     """A weight as codes and scales."""
 
     codes_OI: Tensor
@@ -58,7 +56,7 @@ class QuantisedWeight(NamedTuple):
     """Whole zero points [rows, G] as float32, with asymmetric codes."""
 
     def grid(self, spec: QuantSpec, dtype: torch.dtype = torch.float64) -> Grid:
-        """Return what the codes mean."""
+        """Return the meaning of the codes."""
         out_features, in_features = self.codes_OI.shape
         return make_grid(self.values, self.scales, self.zeros, spec.group_size, (out_features, in_features), dtype)
 
@@ -71,23 +69,21 @@ class QuantisedWeight(NamedTuple):
         return chosen * expand(self.scales, spec.group_size, out_features, in_features)
 
 
-def quantise_weight(
+def quantize_weight(
     weight_OI: Tensor,
     spec: QuantSpec,
     method: Method,
-    second_moment_II: Tensor | None = None,
-    curvature: Curvature | None = None,
+    calibration: Tensor | Curvature | None = None,
     rounds: int = ROUNDS,
-) -> QuantisedWeight:
+) -> QuantizedWeight:
     """Quantise one weight matrix.
 
     Args:
         weight_OI: the weight, any float type.
         spec: how to store it.
         method: one of `METHODS`.
-        second_moment_II: mean of x xᵀ over calibration tokens; needed by `awq`, `gptq` and `descent`, used for
-            importance by `mse`.
-        curvature: of this second moment, where it serves several calls.
+        calibration: mean of x xᵀ over calibration tokens [I, I], or its curvature where it serves several calls;
+            needed by `awq`, `gptq` and `descent`, used for importance by `mse`.
         rounds: of `descent`.
 
     Raises:
@@ -99,23 +95,23 @@ def quantise_weight(
         raise ConfigError("weight: holds NaN or infinite entries; check the checkpoint")
     if weight_OI.abs().max() > LARGEST:
         raise ConfigError(f"weight: holds entries above {LARGEST:g}, whose scales float16 cannot hold")
-    if method in NEED_TEXT and second_moment_II is None:
+    if method in NEED_TEXT and calibration is None:
         raise ConfigError(f"init: {method} needs calibration text; give --dataset, or choose mse or absmax")
     weight = weight_OI.float()
-    moment = None if method == "absmax" or second_moment_II is None else second_moment_II.float()
-    values = _table(weight, spec, moment)
+    curvature = Curvature(calibration) if isinstance(calibration, Tensor) else calibration
+    values = _half(code_values(spec).to(weight.device))
     if method in ("gptq", "descent"):
-        assert second_moment_II is not None
-        curvature = curvature or Curvature(second_moment_II)
+        assert curvature is not None
         start = _compensated(weight, spec, curvature, values)
         return start if method == "gptq" else refine(weight, spec, start, curvature, rounds)
+    moment = None if method == "absmax" or curvature is None else curvature.second_moment_II.float()
     scales, zeros = _scales(weight, spec, method, moment, values)
-    return QuantisedWeight(_nearest_codes(weight, values, scales, zeros, spec), values, scales, zeros)
+    return QuantizedWeight(_nearest_codes(weight, values, scales, zeros, spec), values, scales, zeros)
 
 
 def refine(
-    weight_OI: Tensor, spec: QuantSpec, start: QuantisedWeight, curvature: Curvature, rounds: int = ROUNDS
-) -> QuantisedWeight:
+    weight_OI: Tensor, spec: QuantSpec, start: QuantizedWeight, curvature: Curvature, rounds: int = ROUNDS
+) -> QuantizedWeight:
     """Return a start after rounds of refitted scales and coordinate descent; the output error never rises.
 
     Low-rank scales stay as they are: the least-squares problem of a row is no longer small.
@@ -134,45 +130,10 @@ def refine(
     return now
 
 
-def pack_zeros(zeros: Tensor, bits: int) -> Tensor:
-    """Return zero points [rows, G] as packed bytes."""
-    return pack(zeros.to(torch.uint8), bits)
-
-
-def unpack_zeros(packed: Tensor, spec: QuantSpec, in_features: int) -> Tensor:
-    """Return the zero points [rows, G] of packed bytes, float32."""
-    return unpack(packed, spec.bits, _groups(spec, in_features)).float()
-
-
-def zeros_shape(spec: QuantSpec, out_features: int, in_features: int) -> tuple[int, int]:
-    """Return the shape of the packed zero points of an asymmetric [O, I] weight."""
-    rows = 1 if spec.sharing == "tensor" else out_features
-    return rows, packed_width(_groups(spec, in_features), spec.bits)
-
-
-def _groups(spec: QuantSpec, in_features: int) -> int:
-    return -(-in_features // spec.group_size) if spec.group_size else 1
-
-
-def _table(weight_OI: Tensor, spec: QuantSpec, moment_II: Tensor | None) -> Tensor:
-    """Return the code book: fixed, or fitted to the weights in turn with the scales of their groups."""
-    values = code_values(spec).to(weight_OI.device)
-    if spec.table != "kmeans":
-        return _half(values)
-    groups = dataclasses.replace(spec, sharing="group", rank=None) if spec.sharing == "lowrank" else spec
-    importance = torch.ones_like(weight_OI) if moment_II is None else moment_II.diagonal().expand_as(weight_OI)
-    for _ in range(3):
-        scale = mse_scale(weight_OI, groups, importance, values)
-        wide = expand((scale,), groups.group_size, *weight_OI.shape)
-        values = kmeans_table(weight_OI / wide, importance * wide.square(), values)
-        values = values / values.abs().max().clamp_min(1e-6)  # scales are searched from the table's end at 1
-    return _half(values)
-
-
 def _scales(
     weight_OI: Tensor, spec: QuantSpec, method: Method, moment_II: Tensor | None, values: Tensor
 ) -> tuple[Scales, Tensor | None]:
-    """Return stored scales and zero points of a weight, or of the columns that share a group's."""
+    """Return stored scales and zero points of a weight, or of the columns of one group."""
     importance = None if moment_II is None else moment_II.diagonal()
     if spec.sharing == "lowrank":
         return tuple(_half(s) for s in low_rank_scales(weight_OI, spec, importance_I=importance, values=values)), None
@@ -189,23 +150,23 @@ def _scales(
 
 
 def _half(tensor: Tensor) -> Tensor:
-    """Round to what is stored, so that codes are chosen for the scales that will be loaded."""
+    """Round to float16, so that codes are chosen for the scales that will be loaded."""
     return tensor.half().float()
 
 
 def _nearest_codes(weight_OI: Tensor, values: Tensor, scales: Scales, zeros: Tensor | None, spec: QuantSpec) -> Tensor:
-    """Return the codes nearest to a weight, in its own type: rounding to nearest needs no more."""
+    """Return the codes nearest to a weight."""
     shape = weight_OI.shape[0], weight_OI.shape[1]
     ratio = weight_OI / away_from_zero(expand(scales, spec.group_size, *shape))
     return encode(ratio if zeros is None else ratio + expand((zeros,), spec.group_size, *shape), values)
 
 
-def _compensated(weight_OI: Tensor, spec: QuantSpec, curvature: Curvature, values: Tensor) -> QuantisedWeight:
+def _compensated(weight_OI: Tensor, spec: QuantSpec, curvature: Curvature, values: Tensor) -> QuantizedWeight:
     """Return the GPTQ start; the scale of a group is chosen from its weights as compensation has left them."""
     moment, inverse_root = curvature.second_moment_II.float(), curvature.inverse_root_II
     if spec.sharing != "group":  # scales that span columns are fixed before rounding begins
         scales, zeros = _scales(weight_OI, spec, "gptq", moment, values)
-        whole = QuantisedWeight(torch.zeros_like(weight_OI, dtype=torch.uint8), values, scales, zeros)
+        whole = QuantizedWeight(torch.zeros_like(weight_OI, dtype=torch.uint8), values, scales, zeros)
         grid = whole.grid(spec)
         codes = gptq(weight_OI.double(), inverse_root, BLOCK, lambda start, stop, _: grid.columns(start, stop))
         return whole._replace(codes_OI=codes)
@@ -220,4 +181,4 @@ def _compensated(weight_OI: Tensor, spec: QuantSpec, curvature: Curvature, value
 
     codes = gptq(weight_OI.double(), inverse_root, spec.group_size, grid_of)
     zeros = torch.cat([zero for _, zero in found if zero is not None], 1) if spec.code == "asymmetric" else None
-    return QuantisedWeight(codes, values, (torch.cat([scale for scale, _ in found], 1),), zeros)
+    return QuantizedWeight(codes, values, (torch.cat([scale for scale, _ in found], 1),), zeros)

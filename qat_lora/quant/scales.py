@@ -1,8 +1,12 @@
-"""Scales: from the few stored numbers to one scale for every weight, and how to choose the numbers.
+"""Scales and zero points: from the few stored numbers to one for every weight, and how to choose the numbers.
 
 Scales are a tuple of tensors, one (`scale`) for tensor, channel and group sharing, two (`scale_a`, `scale_b`) for
 low-rank. `expand` is the only function that knows the shapes; it is differentiable, so training the scales
 needs nothing else.
+
+Asymmetric codes have a range [low, high] for each group, which always contains zero: s = (high - low) / (2^b - 1) and
+z = round(-low / s), so that zero itself is a code and weights of exactly zero stay so. The zero point takes `bits`
+bits. Formats that store the lower end as a float instead (GGUF's Q4_1) spend 16, and lose the exact zero.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from qat_lora.quant.codes import code_values, decode, encode, full_range, nearest
+from qat_lora.quant.codes import code_values, decode, encode, full_range, nearest, pack, packed_width, unpack
 from qat_lora.quant.spec import QuantSpec
 
 Scales = tuple[Tensor, ...]
@@ -28,9 +32,26 @@ def scale_shapes(spec: QuantSpec, out_features: int, in_features: int) -> dict[s
     if spec.sharing == "lowrank":
         assert spec.rank is not None
         return {"scale_a": (out_features, spec.rank), "scale_b": (spec.rank, in_features)}
-    rows = 1 if spec.sharing == "tensor" else out_features
-    groups = -(-in_features // spec.group_size) if spec.group_size else 1
-    return {"scale": (rows, groups)}
+    return {"scale": (_rows(spec, out_features), spec.groups(in_features))}
+
+
+def pack_zeros(zeros: Tensor, bits: int) -> Tensor:
+    """Return zero points [rows, G] as packed bytes."""
+    return pack(zeros.to(torch.uint8), bits)
+
+
+def unpack_zeros(packed: Tensor, spec: QuantSpec, in_features: int) -> Tensor:
+    """Return the zero points [rows, G] of packed bytes, float32."""
+    return unpack(packed, spec.bits, spec.groups(in_features)).float()
+
+
+def zeros_shape(spec: QuantSpec, out_features: int, in_features: int) -> tuple[int, int]:
+    """Return the shape of the packed zero points of an asymmetric [O, I] weight."""
+    return _rows(spec, out_features), packed_width(spec.groups(in_features), spec.bits)
+
+
+def _rows(spec: QuantSpec, out_features: int) -> int:
+    return 1 if spec.sharing == "tensor" else out_features
 
 
 def expand(scales: Scales, group_size: int | None, out_features: int, in_features: int) -> Tensor:
@@ -115,6 +136,37 @@ def mse_scale(
 ) -> Tensor:
     """Return the clipped scale [rows, G] with the least squared error, weighed by importance where it is known."""
     return clip_scale(weight_OI, spec, importance_cost(weight_OI, spec, importance_I), values)
+
+
+def range_scale(weight_OI: Tensor, spec: QuantSpec, cost: Cost | None) -> tuple[Tensor, Tensor]:
+    """Return float16-exact scales and whole zero points, both [rows, G].
+
+    Args:
+        weight_OI: the weight.
+        spec: asymmetric codes.
+        cost: the clipped range that costs least is taken; without a cost the range holds every weight.
+    """
+    most = 2**spec.bits - 1
+    members = grouped(weight_OI, spec)
+    low, high = members.amin(-1).clamp_max(0), members.amax(-1).clamp_min(0)
+    values = torch.arange(most + 1, dtype=weight_OI.dtype, device=weight_OI.device)
+
+    def at(share: float) -> tuple[Tensor, Tensor]:
+        scale = ((high - low) * share / most).clamp_min(TINY).half().to(weight_OI.dtype)
+        return scale, (-low * share / scale).round().clamp(0, most)
+
+    best_scale, best_zero = at(1.0)
+    if cost is None:
+        return best_scale, best_zero
+    least = torch.full_like(low, torch.inf)
+    for share in torch.linspace(1.0, 0.2, CLIP_GRID).tolist():
+        scale, zero = at(share)
+        codes = decode(encode(members / scale[..., None] + zero[..., None], values), values)
+        error = cost((codes - zero[..., None]) * scale[..., None] - members)
+        better = error < least
+        best_scale, best_zero = torch.where(better, scale, best_scale), torch.where(better, zero, best_zero)
+        least = torch.where(better, error, least)
+    return best_scale, best_zero
 
 
 def low_rank_scales(

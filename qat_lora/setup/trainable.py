@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from qat_lora.errors import ConfigError, ModelError
-from qat_lora.layers.convert import check_reach, linear_layers, quant_layers, quantise_targets, tied_embedding
+from qat_lora.layers.convert import check_reach, linear_layers, quant_layers, tied_embedding
 from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.models.load import DTYPES, CausalLM
 from qat_lora.options import QatOptions
-from qat_lora.quant.spec import Preset, QuantSpec, preset
+from qat_lora.quant.presets import Preset, preset
+from qat_lora.quant.spec import QuantSpec
 
 
 def chosen_preset(options: QatOptions) -> Preset:
@@ -48,8 +49,7 @@ def check_parts(options: QatOptions, full: CausalLM | None, student: CausalLM | 
     if student is None:
         if quant_layers(given(full).module):
             raise ConfigError(f"model: {options.model} is quantised already; give it as --checkpoint")
-        check_reach(given(full).module, chosen_preset(options))
-        specs = quantise_targets(given(full).module, chosen_preset(options))
+        specs = check_reach(given(full).module, chosen_preset(options))
     else:
         specs = {name: layer.spec for name, layer in quant_layers(student.module).items()}
         if not specs:

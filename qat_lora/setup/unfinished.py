@@ -21,13 +21,13 @@ from qat_lora.errors import DamagedFileError, InterruptedRunError
 from qat_lora.files.atomic import failpoint
 from qat_lora.files.checksums import check_sums, write_sums
 from qat_lora.files.folders import discard, is_ours, sweep, whole_folder
-from qat_lora.layers.calibrate.finished import Kept
+from qat_lora.layers.calibrate.finished import Kept, Work
 
 FOLDER = "unfinished"
 TENSORS, FACTS = "tensors.safetensors", "facts.json"
 
 
-class Unfinished:
+class Unfinished(Work):
     """The pieces of one run; the `layers.finished.Work` of everything else."""
 
     def __init__(self, out: Path, unit: str, total: int, stopped: list[str]) -> None:

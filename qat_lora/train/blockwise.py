@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from qat_lora.config import option
 from qat_lora.errors import ConfigError, ModelError
+from qat_lora.layers.calibrate.blocks import Call, capture_calls, run_block
 from qat_lora.layers.calibrate.finished import NOT_KEPT, Work
 from qat_lora.layers.convert import linear_layers, quant_layers
 from qat_lora.runtime.base import Runtime
@@ -30,8 +31,6 @@ from qat_lora.train.optim import AdamW
 from qat_lora.types import Batch
 
 BLOCK = re.compile(r"^(.+?)\.\d+\.")
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""Arguments of one block's forward, beside the hidden states that come first."""
 
 
 @dataclass(frozen=True)
@@ -110,15 +109,20 @@ def reconstruct(
         ModelError: no list of decoder layers that holds all quantised layers, or no rows.
     """
     where = blocks_of(student)
+    pairs = list(zip(student.get_submodule(where).children(), full.get_submodule(where).children(), strict=True))
+
+    def run(batch: Batch) -> None:
+        forward(batch)
+        runtime.mark_step()
+
     with torch.no_grad():
-        hidden, calls = _first_inputs(full.get_submodule(where), forward, batches, runtime)
+        hidden, calls = capture_calls([model for _, model in pairs], batches, run)
     if not hidden:
         raise ModelError("blockwise_steps: there are no calibration rows")
     exact, shares = list(hidden), []
-    pairs = list(zip(student.get_submodule(where).children(), full.get_submodule(where).children(), strict=True))
     with tqdm(total=len(pairs) * config.blockwise_steps, desc="block by block", unit="step", disable=quiet) as bar:
         for index, (block, model) in enumerate(pairs):
-            call, name = [call[index] for call in calls], str(index)
+            call, name = calls[index], str(index)
             with torch.no_grad():
                 exact = _push(model, exact, call, runtime)
             kept = work.take(f"block-{name}")
@@ -160,41 +164,11 @@ def _reconstruct(
     return {"before": before, "after": before}, started
 
 
-def _first_inputs(
-    blocks: Any, forward: Callable[[Batch], Any], batches: Iterable[Batch], runtime: Runtime
-) -> tuple[list[Tensor], list[list[Call]]]:
-    """Return the hidden states that enter the first block, and by batch and block what else a block is called with."""
-    hidden: list[Tensor] = []
-    calls: list[list[Call]] = []
-
-    def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module is blocks[0]:
-            hidden.append(args[0])
-        calls[-1].append((args[1:], kwargs))
-
-    handles = [block.register_forward_pre_hook(watch, with_kwargs=True) for block in blocks]
-    try:
-        for batch in batches:
-            calls.append([])
-            forward(batch)
-            runtime.mark_step()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return hidden, calls
-
-
-def _run(block: nn.Module, hidden: Tensor, call: Call) -> Tensor:
-    args, kwargs = call
-    output = block(hidden, *args, **kwargs)
-    return output if isinstance(output, Tensor) else output[0]
-
-
 def _push(block: nn.Module, hidden: list[Tensor], calls: list[Call], runtime: Runtime) -> list[Tensor]:
     """Run every batch through a block."""
     out = []
     for states, call in zip(hidden, calls, strict=True):
-        out.append(_run(block, states, call))
+        out.append(run_block(block, states, call))
         runtime.mark_step()
     return out
 
@@ -230,7 +204,7 @@ def _fit(
     for step in range(config.blockwise_steps):
         work.may_stop()
         index = step % len(hidden)
-        difference = _run(block, hidden[index], calls[index]).float() - exact[index].float()
+        difference = run_block(block, hidden[index], calls[index]).float() - exact[index].float()
         (difference.square().sum() / exact[index].float().square().sum()).backward()
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * (

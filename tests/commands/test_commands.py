@@ -34,7 +34,6 @@ from qat_lora.files import outputs
 from qat_lora.files.checksums import seal
 from qat_lora.layers.convert import quant_layers
 from qat_lora.losses.objective import ObjectiveConfig
-from qat_lora.models.adapter import load_starts
 from qat_lora.models.load import load_model
 from qat_lora.train.loop import LoopConfig
 
@@ -158,17 +157,16 @@ def test_a_folder_in_which_another_process_works_is_refused(done, tiny, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_start_that_won_is_kept_by_layer_and_summed_up(done, tiny, tmp_path, capsys):
-    run = replace(part(tmp_path / "best"), quiet=False)
-    options = quantize_options(tiny, tmp_path / "best", done["cache"], start_method="best", run=run)
+def test_the_start_method_that_is_left_is_noted_and_the_others_are_refused(tiny, tmp_path, capsys):
+    run, plain = part(tmp_path / "student"), {"init": "mse", "start_rank": 2, "joint_rank": None}
+    call("quantize", quantize_options(tiny, tmp_path / "student", **plain))
     capsys.readouterr()
-    result = json.loads((call("quantize", options) / "result.json").read_text())
-    won = result["adapter_starts"]
-    assert len(won) == result["layers"] == 14 and set(won.values()) <= {"qera", "svd", "zero"}
-    assert {name for name, method in won.items() if method != "zero"} == load_starts(tmp_path / "best").keys()
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("adapter starts: ")]
-    assert all(f"{method} in {list(won.values()).count(method)} layers" in line for method in won.values())
-    assert "adapter_starts" not in json.loads((done["student"] / "result.json").read_text())
+    call("quantize", quantize_options(tiny, run.out, start_method="qera", run=replace(run, quiet=False), **plain))
+    said = capsys.readouterr().out
+    assert "start_method: no longer does anything" in said and "is complete already" in said
+    for method in ("svd", "best"):
+        with pytest.raises(ConfigError, match=f"^start_method: {method} was removed; [^\n]*$"):
+            quantize_options(tiny, run.out, start_method=method)
 
 
 def test_overwrite_starts_a_run_again(done, tmp_path):

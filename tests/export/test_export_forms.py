@@ -20,13 +20,13 @@ from qat_lora.commands.generate import generate
 from qat_lora.data.sources import TextConfig
 from qat_lora.errors import ConfigError, ModelError, OutputExistsError, QatLoraError
 from qat_lora.files.checksums import seal
-from qat_lora.layers.calibrate.quantize import quantise_model
+from qat_lora.layers.calibrate.quantize import quantize_model
 from qat_lora.layers.convert import bits_per_weight
 from qat_lora.models.hub import HubConfig
 from qat_lora.models.load import load_model, save_quantised
 from qat_lora.models.student import open_student
 from qat_lora.options import ExportOptions, GenerateOptions
-from qat_lora.quant.spec import preset
+from qat_lora.quant.presets import preset
 from qat_lora.runtime.launch.select import select_runtime
 
 # Between PEFT and transformers: the one reads an attribute that the other has renamed.
@@ -50,7 +50,7 @@ def recovered(tiny, tmp_path_factory):
 
 def quantised(tiny, name, folder):
     model = load_model(str(tiny.teacher))
-    quantise_model(model.module, preset(name), "mse", quiet=True)
+    quantize_model(model.module, preset(name), "mse", quiet=True)
     save_quantised(model, folder, preset(name), {"model": str(tiny.teacher)})
     return folder
 

@@ -13,14 +13,14 @@ from qat_lora.errors import ModelError
 from qat_lora.export.gguf_file import gguf_name, q4_0, row_order
 from qat_lora.export.gguf_vocab import SPLITS, vocabulary
 from qat_lora.files.identity import checkpoint_sha256
-from qat_lora.layers.calibrate.quantize import quantise_model
+from qat_lora.layers.calibrate.quantize import quantize_model
 from qat_lora.layers.convert import add_lora, lora_layers, quant_layers
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.models.adapter import save_adapter
 from qat_lora.models.hub import HubConfig
 from qat_lora.models.load import copy_tokenizer, load_model, load_tokenizer, save_quantised
 from qat_lora.models.student import open_student
-from qat_lora.quant.spec import preset
+from qat_lora.quant.presets import preset
 
 gguf = pytest.importorskip("gguf")
 TEXT = "the model of a layer and the weight in the cache. a token to the loss, quant scale code row head tail.\n" * 3
@@ -50,7 +50,7 @@ def teacher(request, tiny, tmp_path_factory):
 def adapted(teacher, name, root):
     """A quantised student with a random adapter; return the adapter's folder."""
     model = load_model(str(teacher))
-    quantise_model(model.module, preset(name), "mse", quiet=True)
+    quantize_model(model.module, preset(name), "mse", quiet=True)
     save_quantised(model, root / "base", preset(name), {})
     torch.manual_seed(1)
     config = LoraConfig(recovery_r=3, recovery_alpha=5.0)

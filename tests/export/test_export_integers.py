@@ -10,14 +10,15 @@ from qat_lora.errors import ConfigError
 from qat_lora.export.compressed import notes, to_integers
 from qat_lora.export.integers import as_integers, needed_bits, other_tensors, with_integers
 from qat_lora.layers.quant_linear import QuantLinear
-from qat_lora.quant.initialize import quantise_weight
-from qat_lora.quant.spec import PRESETS, QuantSpec
+from qat_lora.quant.initialize import quantize_weight
+from qat_lora.quant.presets import PRESETS
+from qat_lora.quant.spec import QuantSpec
 
 
 def layer(spec, out_features=5, in_features=24, bias=False):
     torch.manual_seed(0)
     linear = nn.Linear(in_features, out_features, bias=bias)
-    return QuantLinear.from_linear(linear, spec, quantise_weight(linear.weight.detach(), spec, "mse"))
+    return QuantLinear.from_linear(linear, spec, quantize_weight(linear.weight.detach(), spec, "mse"))
 
 
 def group(bits, code, size):

@@ -10,9 +10,9 @@ import pytest
 from toy_pipeline import call, export_options
 
 from qat_lora.export.vllm_rules import NOT_RUN, broken_rules, check_vllm
-from qat_lora.layers.calibrate.quantize import quantise_model
+from qat_lora.layers.calibrate.quantize import quantize_model
 from qat_lora.models.load import copy_tokenizer, load_model, make_qwen3, save_quantised
-from qat_lora.quant.spec import preset
+from qat_lora.quant.presets import preset
 
 PRESETS = ("w2g64", "w3g128", "w4g128", "apple2", "q4_r32", "q4a4", "q2a4", "q2a2")
 WEIGHTS = {
@@ -24,7 +24,7 @@ WEIGHTS = {
 def folder_of(tiny, name, tmp_path, hidden=64, mlp=128):
     """A student of the shape of tiny, or of another, whose rows groups of 64 divide."""
     model = make_qwen3(tiny.teacher, 320, hidden=hidden, layers=1, heads=2, kv_heads=1, mlp=mlp)
-    quantise_model(model.module, preset(name), "mse", quiet=True)
+    quantize_model(model.module, preset(name), "mse", quiet=True)
     save_quantised(model, tmp_path / "student", preset(name), {"model": "tiny"})
     copy_tokenizer(tiny.teacher, tmp_path / "student")
     return tmp_path / "student"

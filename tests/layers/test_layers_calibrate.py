@@ -7,10 +7,10 @@ from torch import nn
 
 from qat_lora.errors import ConfigError
 from qat_lora.layers.calibrate.fit import Metric
-from qat_lora.layers.calibrate.quantize import quantise_model, second_moments
+from qat_lora.layers.calibrate.quantize import quantize_model, second_moments
 from qat_lora.layers.convert import add_lora, quant_layers
 from qat_lora.layers.lora import LoraConfig
-from qat_lora.quant.spec import preset
+from qat_lora.quant.presets import preset
 
 
 class Attention(nn.Module):
@@ -141,7 +141,7 @@ def test_a_quantised_model_with_its_starts_is_nearer_than_without():
     left = {}
     for method in ("absmax", "mse", "gptq"):
         model = toy()
-        starts = quantise_model(model, preset("w2g64"), method, moments, start_rank=3, quiet=True)
+        starts = quantize_model(model, preset("w2g64"), method, moments, start_rank=3, quiet=True)
         assert sorted(quant_layers(model)) == sorted(starts) == sorted(NAMES)
         assert all(f.a_RI.shape[0] == 3 and f.a_RI.dtype == torch.float16 for f in starts.values())
         plain = (model(x) - expected).square().mean().item()
@@ -151,11 +151,11 @@ def test_a_quantised_model_with_its_starts_is_nearer_than_without():
 
 
 def test_a_start_rank_beyond_the_matrix_is_cut():
-    starts = quantise_model(toy(), preset("w2g64"), "mse", None, start_rank=100, quiet=True)
+    starts = quantize_model(toy(), preset("w2g64"), "mse", None, start_rank=100, quiet=True)
     assert {f.a_RI.shape[0] for f in starts.values()} == {8}
-    assert quantise_model(toy(), preset("w2g64"), "mse", quiet=True) == {}
+    assert quantize_model(toy(), preset("w2g64"), "mse", quiet=True) == {}
 
 
 def test_gptq_without_moments_is_refused():
     with pytest.raises(ConfigError, match="gptq needs calibration text"):
-        quantise_model(toy(), preset("w2g64"), "gptq", None, quiet=True)
+        quantize_model(toy(), preset("w2g64"), "gptq", None, quiet=True)

@@ -2,12 +2,12 @@
 
 from dataclasses import fields
 
-from qat_lora.layers.calibrate.config import CodesConfig
+from qat_lora.layers.calibrate.config import QuantizeConfig
 from qat_lora.options import QatOptions, QuantizeOptions
 
 
 def test_quantize_and_qat_share_every_setting_of_how_codes_are_made():
-    shared = {field.name: field for field in fields(CodesConfig)}
+    shared = {field.name: field for field in fields(QuantizeConfig)}
     for command in (QuantizeOptions, QatOptions):
         own = {field.name: field for field in fields(command)}
         assert set(shared) <= set(own)

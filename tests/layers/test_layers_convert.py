@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from qat_lora.errors import ConfigError, ModelError
-from qat_lora.layers.calibrate.quantize import quantise_model
+from qat_lora.layers.calibrate.quantize import quantize_model
 from qat_lora.layers.convert import (
     add_lora,
     bits_per_weight,
@@ -15,11 +15,11 @@ from qat_lora.layers.convert import (
     merge,
     prepare_base,
     quant_layers,
-    quantise_targets,
+    quantize_targets,
     rule_bits,
 )
 from qat_lora.layers.lora import Factors, LoraConfig
-from qat_lora.quant.spec import PRESETS, Preset, preset
+from qat_lora.quant.presets import PRESETS, Preset, preset
 
 
 class Block(nn.Module):
@@ -58,22 +58,22 @@ def toy():
 
 def adapted(name="w2g64", config=None):
     model = toy()
-    quantise_model(model, preset(name), "mse", quiet=True)
+    quantize_model(model, preset(name), "mse", quiet=True)
     for i, layer in enumerate(add_lora(model, config or LoraConfig(recovery_r=3, recovery_alpha=2.0)).values()):
         nn.init.normal_(layer.lora_B, std=0.1 * (i + 1))
     return model
 
 
 def test_every_linear_layer_but_the_head_is_reached():
-    assert sorted(quantise_targets(toy(), preset("w4g128"))) == NAMES
+    assert sorted(quantize_targets(toy(), preset("w4g128"))) == NAMES
     model = toy()
-    quantise_model(model, preset("w4g128"), "mse", quiet=True)
+    quantize_model(model, preset("w4g128"), "mse", quiet=True)
     assert sorted(quant_layers(model)) == NAMES and type(model.lm_head) is nn.Linear
     assert sorted(lora_layers(adapted())) == NAMES and sorted(quant_layers(adapted())) == NAMES
 
 
 def test_rules_decide_layer_by_layer():
-    specs = quantise_targets(toy(), preset("q2a4", keep=(r"layers\.0\.mlp\.up_proj",)))
+    specs = quantize_targets(toy(), preset("q2a4", keep=(r"layers\.0\.mlp\.up_proj",)))
     assert sorted(specs) == sorted(set(NAMES) - {"model.layers.0.mlp.up_proj"})
     assert {name: spec.bits for name, spec in specs.items()} == {name: 2 if "mlp" in name else 4 for name in specs}
 
@@ -81,7 +81,7 @@ def test_rules_decide_layer_by_layer():
 @pytest.mark.parametrize("keep", [r"layers\.7\.", "lm_head"])
 def test_a_rule_that_reaches_nothing_raises_with_what_there_is(keep):
     with pytest.raises(ConfigError, match="matches no linear layer; there are: model.layers.0"):
-        quantise_targets(toy(), preset("w4g128", keep=(keep,)))
+        quantize_targets(toy(), preset("w4g128", keep=(keep,)))
 
 
 def test_an_adapter_pattern_that_reaches_nothing_raises_and_leaves_the_model_alone():
@@ -120,7 +120,7 @@ def mixture(**changed):
 
 def test_a_model_that_would_be_quantised_in_part_is_refused_unless_asked_for():
     model = mixture()
-    assert len(quantise_targets(model, preset("w2g64"))) == 8  # attention alone, and not a word of the experts
+    assert len(quantize_targets(model, preset("w2g64"))) == 8  # attention alone, and not a word of the experts
     with pytest.raises(
         ModelError, match=r"model: 80% of .* \(6 tensors such as model.layers.0.mlp.experts.gate_up_proj.*'mlp.experts'"
     ):
@@ -142,7 +142,7 @@ def test_conv1d_models_are_refused():
 
     model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=8, n_layer=1, n_head=1, n_positions=16))
     with pytest.raises(ModelError, match="Conv1D.*Use a Qwen, Llama or Gemma style model"):
-        quantise_targets(model, preset("w4g128"))
+        quantize_targets(model, preset("w4g128"))
     with pytest.raises(ModelError, match="Conv1D"):
         add_lora(model, LoraConfig())
 
@@ -204,10 +204,20 @@ def test_bits_per_weight_by_hand():
 def test_a_skeleton_takes_the_state_of_the_model_it_stands_for():
     chosen: Preset = preset("q2a4", keep=(r"layers\.1\.mlp\.up_proj",))
     model, skeleton = toy(), toy()
-    quantise_model(model, chosen, "absmax", quiet=True)
+    quantize_model(model, chosen, "absmax", quiet=True)
     make_quant_skeleton(skeleton, chosen)
     skeleton.load_state_dict(model.state_dict())
     assert torch.equal(skeleton(IDS), model(IDS))
+
+
+def test_a_student_stored_with_kmeans_tables_loads_as_it_was():
+    spec = {"bits": 2, "code": "lut", "sharing": "channel", "table": "kmeans"}
+    skeleton = toy()
+    make_quant_skeleton(skeleton, Preset.from_dict({"name": "x", "rules": [["up_proj", spec]]}))
+    table = torch.tensor([-0.9, -0.2, 0.1, 1.0]).half().float()
+    layer = quant_layers(skeleton)["model.layers.0.mlp.up_proj"]
+    layer.load_state_dict(layer.state_dict() | {"values": table, "codes": torch.full_like(layer.codes, 0b11100100)})
+    assert torch.equal(layer.weight[0, :4], table)
 
 
 def test_a_rank_beyond_a_layer_is_refused_and_nothing_is_changed():
@@ -222,8 +232,8 @@ def test_a_rank_beyond_a_layer_is_refused_and_nothing_is_changed():
 
 def test_bits_are_counted_by_rule_and_for_the_whole_model():
     model = toy()
-    chosen = preset("w2g64", keep=(r"layers\.0\.self_attn",), override=(r"mlp\.down_proj=w4g64a",), head="nf4g64")
-    quantise_model(model, chosen, "mse", quiet=True)
+    chosen = preset("w2g64", keep=(r"layers\.0\.self_attn",), override=(r"mlp\.down_proj=w4g64a",), lm_head="nf4g64")
+    quantize_model(model, chosen, "mse", quiet=True)
     rules = rule_bits(model, chosen)
     assert [(r["pattern"], r["layers"]) for r in rules] == [
         (r"layers\.0\.self_attn", 2),
@@ -248,8 +258,8 @@ def test_bits_are_counted_by_rule_and_for_the_whole_model():
 
 def test_the_head_is_quantised_only_where_it_is_asked_for_and_there():
     model = toy()
-    assert "lm_head" in quantise_targets(model, preset("w2g64", head="w4g128"))
-    assert "lm_head" not in quantise_targets(model, preset("w2g64"))
+    assert "lm_head" in quantize_targets(model, preset("w2g64", lm_head="w4g128"))
+    assert "lm_head" not in quantize_targets(model, preset("w2g64"))
     del model.lm_head
     with pytest.raises(ConfigError, match="quantize_head: the model has no single output head; found: none"):
-        quantise_targets(model, preset("w2g64", head="w4g128"))
+        quantize_targets(model, preset("w2g64", lm_head="w4g128"))

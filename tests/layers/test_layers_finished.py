@@ -6,8 +6,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from qat_lora.layers.calibrate.finished import Finished, finished_of, kept_of
-from qat_lora.layers.calibrate.fit import Fit, fit_layer
-from qat_lora.quant.spec import PRESETS
+from qat_lora.layers.calibrate.fit import Fit, FitSettings, fit_layer
+from qat_lora.quant.presets import PRESETS
 
 SPECS = {name: entry.rules[0][1] for name, entry in PRESETS.items()}
 
@@ -22,7 +22,7 @@ def test_what_was_kept_computes_the_same_bits(name, tmp_path):
     layers, specs = model(), dict.fromkeys(("up", "down"), SPECS[name])
     found = {}
     for path, rank in (("up", 24), ("down", 0)):
-        fit = fit_layer(layers[path].weight, specs[path], "mse", start_rank=rank)
+        fit = fit_layer(layers[path].weight, specs[path], FitSettings("mse", rank))
         found[path] = Finished.of(layers[path], specs[path], fit)
     tensors, facts = kept_of(found)
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, tmp_path / "file")
@@ -38,8 +38,8 @@ def test_what_was_kept_computes_the_same_bits(name, tmp_path):
 def test_factors_are_brought_into_the_form_in_which_they_are_kept():
     """As `fit_layer` gives them they are transposed, and a product of the same numbers can round differently then."""
     linear, spec = model()["up"], SPECS["w2g64"]
-    fit = fit_layer(linear.weight, spec, "mse", start_rank=24)
+    fit = fit_layer(linear.weight, spec, FitSettings("mse", 24))
     transposed = fit.factors._replace(a_RI=fit.factors.a_RI.T.contiguous().T, b_OR=fit.factors.b_OR.T.contiguous().T)
-    found = Finished.of(linear, spec, Fit(fit.quantised, transposed._replace(method="svd")))
-    assert found.factors.a_RI.is_contiguous() and found.factors.b_OR.is_contiguous() and found.factors.method == "svd"
+    found = Finished.of(linear, spec, Fit(fit.quantised, transposed))
+    assert found.factors.a_RI.is_contiguous() and found.factors.b_OR.is_contiguous()
     assert torch.equal(found.corrected(24), Finished.of(linear, spec, fit).corrected(24))

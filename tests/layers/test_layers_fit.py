@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from qat_lora.errors import ConfigError
-from qat_lora.layers.calibrate.fit import INPUT_FLOOR, Metric, _Root, fit_layer
+from qat_lora.layers.calibrate.fit import INPUT_FLOOR, FitSettings, Metric, _Root, fit_layer
 from qat_lora.quant.spec import QuantSpec
 
 SPEC = QuantSpec(bits=2, code="half", sharing="group", group_size=16)
@@ -62,7 +62,7 @@ def test_codes_and_adapter_found_together_leave_less(method, whole):
         weight = torch.randn(48, 64, generator=draw) * 0.1
         weight += torch.randn(48, 4, generator=draw) @ torch.randn(4, 64, generator=draw) * 0.05
         for joint in left:
-            fit = fit_layer(weight, SPEC, method, *given, start_rank=10, joint_rank=joint)
+            fit = fit_layer(weight, SPEC, FitSettings(method, 10, joint), *given)
             assert fit.factors.a_RI.shape == (10, 64)
             corrected = fit.quantised.dense(SPEC) + fit.factors.b_OR[:, :6] @ fit.factors.a_RI[:6]
             error = (weight - corrected).double().numpy()
@@ -74,36 +74,9 @@ def test_without_any_metric_joint_fitting_is_loftq_and_never_worse_than_its_firs
     weight = torch.randn(32, 48, generator=torch.Generator().manual_seed(3))
     errors = []
     for joint in (0, 4):
-        fit = fit_layer(weight, SPEC, "absmax", start_rank=4, joint_rank=joint, start_method="svd")
+        fit = fit_layer(weight, SPEC, FitSettings("absmax", 4, joint))
         errors.append(float((weight - fit.quantised.dense(SPEC) - fit.factors.b_OR @ fit.factors.a_RI).norm()))
     assert errors[1] < errors[0]
-
-
-def test_plain_svd_ignores_the_metric():
-    weight, inputs = torch.randn(12, 16, generator=torch.Generator().manual_seed(0)), torch.from_numpy(moment_of(16, 1))
-    fit = fit_layer(weight, SPEC, "mse", inputs, start_rank=3, start_method="svd")
-    u, s, vh = np.linalg.svd((weight - fit.quantised.dense(SPEC)).double().numpy(), full_matrices=False)
-    assert np.allclose((fit.factors.b_OR @ fit.factors.a_RI).numpy(), (u[:, :3] * s[:3]) @ vh[:3], atol=1e-5)
-
-
-def test_the_best_start_is_the_one_with_least_error_on_rows_it_was_not_made_from():
-    """QERA where calibration speaks for the text to come, the plain SVD where it speaks for the opposite."""
-    weight = torch.randn(24, 16, generator=torch.Generator().manual_seed(0)) * 0.1
-    seen = torch.from_numpy(moment_of(16, 1))
-    opposite = torch.linalg.inv(seen) * 3
-
-    def factors(fresh, method="best", weight=weight):
-        return fit_layer(weight, SPEC, "mse", seen, start_rank=3, start_method=method, fresh_II=fresh).factors
-
-    qera, svd = factors(None, "qera"), factors(None, "svd")
-    assert torch.equal(factors(seen).a_RI, qera.a_RI) and torch.equal(factors(opposite).a_RI, svd.a_RI)
-    assert (factors(seen).method, factors(opposite).method, qera.method) == ("qera", "svd", None)
-    error = (weight - fit_layer(weight, SPEC, "mse", seen).quantised.dense(SPEC)).double().numpy()
-    for fresh, better, worse in ((seen, qera, svd), (opposite, svd, qera)):
-        left = [cost(error - (f.b_OR @ f.a_RI).double().numpy(), fresh.numpy(), np.eye(24)) for f in (better, worse)]
-        assert left[0] < left[1]
-    with pytest.raises(ConfigError, match="start_method: best compares on held-out calibration rows"):
-        factors(None)
 
 
 def test_large_matrices_are_corrected_without_a_whole_svd_as_well_as_with_one(monkeypatch):
@@ -131,7 +104,7 @@ def test_features_that_are_huge_everywhere_do_not_break_the_metric(start_rank):
     moment = sum(rows.T @ rows for rows in x.split(128)) / len(x)
     lift = INPUT_FLOOR * moment.double().diagonal().mean()
     assert torch.linalg.eigvalsh(moment.double())[0] < -lift, "this case is not hard, so it shows nothing"
-    fit = fit_layer(torch.randn(8, 1536, generator=generator), SPEC, "mse", moment, None, start_rank)
+    fit = fit_layer(torch.randn(8, 1536, generator=generator), SPEC, FitSettings("mse", start_rank), moment)
     assert fit.quantised.dense(SPEC).isfinite().all()
     if start_rank:
         assert fit.factors.a_RI.isfinite().all() and fit.factors.b_OR.isfinite().all()
@@ -152,6 +125,4 @@ def test_the_root_of_an_indefinite_moment_is_that_of_its_nearest_definite_one():
 def test_refusals():
     weight = torch.randn(12, 16)
     with pytest.raises(ConfigError, match="joint_rank: 4 is more than the 2 columns"):
-        fit_layer(weight, SPEC, "mse", start_rank=2, joint_rank=4)
-    with pytest.raises(ConfigError, match="start_method: 'pissa' is unknown; allowed: svd, qera, best"):
-        fit_layer(weight, SPEC, "mse", start_rank=2, start_method="pissa")
+        fit_layer(weight, SPEC, FitSettings("mse", start_rank=2, joint_rank=4))

@@ -9,10 +9,10 @@ from torch import nn
 
 from qat_lora.errors import ModelError
 from qat_lora.layers.latent import LatentChange, LookUp, Range
-from qat_lora.layers.quant_linear import QuantLinear
+from qat_lora.layers.quant_linear import Packed, QuantLinear
 from qat_lora.quant.codes import code_values
-from qat_lora.quant.fake_quantize import fake_quantise
-from qat_lora.quant.initialize import quantise_weight
+from qat_lora.quant.fake_quantize import fake_quantize
+from qat_lora.quant.initialize import quantize_weight
 from qat_lora.quant.spec import QuantSpec
 
 SPECS = {
@@ -29,7 +29,7 @@ def make(sharing, method="mse", seed=0):
     torch.manual_seed(seed)
     linear = nn.Linear(COLUMNS, ROWS)
     moment = torch.randn(64, COLUMNS)
-    quantised = quantise_weight(linear.weight.data, SPECS[sharing], method, moment.T @ moment / 64)
+    quantised = quantize_weight(linear.weight.data, SPECS[sharing], method, moment.T @ moment / 64)
     return linear, QuantLinear.from_linear(linear, SPECS[sharing], quantised)
 
 
@@ -53,7 +53,7 @@ def test_training_starts_from_the_codes_that_were_found(sharing, method, rank):
         assert torch.equal(trained.weight, before) and torch.equal(trained(x), expected)
         assert torch.equal(trained.stored()["codes"], codes)
         if weight is not None:  # as near to the full-precision weight as the codes allow
-            error, allowed = (latent(trained._scale()) - weight).abs(), (before - weight).abs()
+            error, allowed = (latent(trained.expanded_scale()) - weight).abs(), (before - weight).abs()
             assert (error <= allowed + 1e-6).all() and error.sum() < 0.7 * allowed.sum()
 
 
@@ -87,7 +87,7 @@ def test_what_is_stored_computes_bit_for_bit_what_was_trained(sharing, rank):
     fresh.load_state_dict({**stored, "bias": linear.bias})
     assert torch.equal(fresh(x), expected)
     layer.settle()
-    assert layer.latent is None and not any(p.requires_grad for p in layer.parameters())
+    assert type(layer.source) is Packed and not any(p.requires_grad for p in layer.parameters())
     assert torch.equal(layer(x), expected) and set(layer.state_dict()) == set(fresh.state_dict())
     layer.hold_dense()
     assert torch.equal(layer(x), expected)
@@ -96,12 +96,12 @@ def test_what_is_stored_computes_bit_for_bit_what_was_trained(sharing, rank):
 def test_control_an_adapter_merged_after_training_is_another_layer():
     """What the mergeable mode avoids: the change of a layer rounded only once training is over."""
     linear, layer, x = trained_layer("channel", rank=2)
-    change = layer.latent.scaling * (layer.latent.lora_B @ layer.latent.lora_A)
+    latent = layer.source.latent
+    change = latent.scaling * (latent.lora_B @ latent.lora_A)
     beside = make("channel")[1]
     trained = beside(x) + x @ change.T
     merged = beside.weight + change
-    beside.train_weight(merged.detach())
-    beside.latent.weight.data.copy_(merged)
+    beside.train_weight(merged.detach()).weight.data.copy_(merged)
     assert (beside(x) - trained).abs().max() > 1e-3
 
 
@@ -174,7 +174,7 @@ def test_range_learning_is_the_derivative_with_rounding_errors_held_fixed(bits, 
     latent = torch.from_numpy(weight).requires_grad_()
     spec = QuantSpec(bits=bits, code="asymmetric", sharing="channel")
     scale, zero = learned()
-    out = fake_quantise(latent, scale, spec, code_values(spec).double(), zero)
+    out = fake_quantize(latent, scale, spec, code_values(spec).double(), zero)
     out.backward(torch.from_numpy(gradient))
     step = (ends[1] - ends[0]) / most
     zeros = np.round(-ends[0] / step)

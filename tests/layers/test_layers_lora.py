@@ -8,7 +8,7 @@ from torch import nn
 from qat_lora.errors import ConfigError
 from qat_lora.layers.lora import Factors, LoraConfig, LoraLinear
 from qat_lora.layers.quant_linear import QuantLinear
-from qat_lora.quant.initialize import quantise_weight
+from qat_lora.quant.initialize import quantize_weight
 from qat_lora.quant.spec import QuantSpec
 
 ROWS, COLUMNS = 5, 9
@@ -19,7 +19,7 @@ def make(rank=3, alpha=6.0, dropout=0.0, quantised=False, seed=0):
     base: nn.Linear = nn.Linear(COLUMNS, ROWS)
     if quantised:
         spec = QuantSpec(bits=4, code="integer", sharing="channel")
-        base = QuantLinear.from_linear(base, spec, quantise_weight(base.weight.data, spec, "mse"))
+        base = QuantLinear.from_linear(base, spec, quantize_weight(base.weight.data, spec, "mse"))
     base.requires_grad_(False)
     layer = LoraLinear(base, rank, alpha, dropout)
     nn.init.normal_(layer.lora_B)

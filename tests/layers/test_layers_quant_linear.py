@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qat_lora.errors import ModelError
-from qat_lora.layers.quant_linear import QuantLinear
-from qat_lora.quant.initialize import quantise_weight
+from qat_lora.layers.quant_linear import Dense, Packed, QuantLinear, Unpacked
+from qat_lora.quant.initialize import quantize_weight
 from qat_lora.quant.spec import QuantSpec
 
 SPECS = {
@@ -20,14 +20,15 @@ SPECS = {
     "lowrank": QuantSpec(bits=4, code="lut", sharing="lowrank", group_size=8, rank=3),
 }
 BOOKS = {"integer": np.arange(-4.0, 4.0), "half": np.array([-1.5, -0.5, 0.5, 1.5])}
-STATES = ("packed", "hold_dense", "train_scales")
+SOURCES = {"packed": Packed, "hold_dense": Dense, "train_scales": Unpacked}
+STATES = tuple(SOURCES)
 ROWS, COLUMNS = 6, 21
 
 
 def make(sharing, bias=True, seed=0):
     torch.manual_seed(seed)
     linear = nn.Linear(COLUMNS, ROWS, bias=bias)
-    return QuantLinear.from_linear(linear, SPECS[sharing], quantise_weight(linear.weight.data, SPECS[sharing], "mse"))
+    return QuantLinear.from_linear(linear, SPECS[sharing], quantize_weight(linear.weight.data, SPECS[sharing], "mse"))
 
 
 def put(layer, state):
@@ -182,8 +183,9 @@ def test_what_is_kept_moves_along(sharing, state):
     assert layer.weight.dtype == torch.float64 and layer.codes.dtype == torch.uint8
     assert torch.allclose(layer(x), nn.functional.linear(x, dense_reference(layer).double(), layer.bias), rtol=1e-6)
     moved = layer.to("meta")
-    kept = [t for t in (moved._values_OI, moved._dense_OI) if t is not None]
-    assert len(kept) == (state != "packed") and all(t.is_meta for t in kept)
+    kept = moved.source.kept
+    assert type(moved.source) is SOURCES[state] and (kept is None) == (state == "packed")
+    assert kept is None or kept.is_meta
 
 
 def test_states_follow_one_another_without_stale_weights():
@@ -198,7 +200,8 @@ def test_states_follow_one_another_without_stale_weights():
     assert torch.equal(layer(x), doubled) and not torch.allclose(doubled, before)
     layer.hold_dense()
     assert torch.equal(layer(x), doubled) and not layer.scale.requires_grad
-    layer.release()
+    layer.settle()
+    assert type(layer.source) is Packed
     assert torch.equal(layer(x), doubled)
     twin = copy.deepcopy(put(layer, "hold_dense"))
     assert torch.equal(twin(x), doubled)
@@ -230,7 +233,7 @@ def test_scales_and_tables_are_float32_whatever_the_default_type():
 
 def test_the_layer_of_a_bfloat16_linear_keeps_its_bias():
     linear = nn.Linear(COLUMNS, ROWS, dtype=torch.bfloat16)
-    layer = QuantLinear.from_linear(linear, SPECS["group"], quantise_weight(linear.weight.data, SPECS["group"], "mse"))
+    layer = QuantLinear.from_linear(linear, SPECS["group"], quantize_weight(linear.weight.data, SPECS["group"], "mse"))
     assert layer.bias.dtype == torch.bfloat16 and torch.equal(layer.bias, linear.bias)
     assert layer.scale.dtype == torch.float32
 
@@ -241,3 +244,20 @@ def test_stored_bits_are_those_of_the_stored_tensors(sharing):
     state = layer.state_dict()
     scales = sum(t.numel() for name, t in state.items() if name not in ("codes", "bias"))
     assert layer.stored_bits == ROWS * COLUMNS * layer.spec.bits + 16 * scales
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("sharing", SPECS)
+def test_the_way_back_is_the_same_layer(sharing, state):
+    layer = put(make(sharing), state)
+    dense = layer.to_linear()
+    assert type(dense) is nn.Linear and torch.equal(dense.weight, dense_reference(layer))
+    assert torch.equal(dense.bias, layer.bias)
+    again = QuantLinear.from_stored(dense, layer.spec, layer.stored())
+    assert torch.equal(again.weight, layer.weight) and torch.equal(again.bias, layer.bias)
+
+
+def test_a_dense_bfloat16_weight_takes_a_float32_bias():
+    layer = make("group")
+    layer.hold_dense(torch.bfloat16)
+    assert layer(torch.randn(3, COLUMNS).bfloat16()).dtype == torch.bfloat16

@@ -7,11 +7,12 @@ from torch import nn
 
 from qat_lora.errors import ModelError
 from qat_lora.layers.calibrate.fisher import drawn_log_likelihood, sensitivities
-from qat_lora.layers.calibrate.quantize import quantise_model, second_moments
-from qat_lora.layers.calibrate.sequential import Plan, aimed_weight, quantise_in_order
-from qat_lora.layers.convert import add_lora, quant_layers, quantise_targets
+from qat_lora.layers.calibrate.fit import FitSettings
+from qat_lora.layers.calibrate.quantize import LayerFitter, quantize_layers, second_moments
+from qat_lora.layers.calibrate.sequential import aimed_weight, quantize_sequential
+from qat_lora.layers.convert import add_lora, quant_layers, quantize_targets
 from qat_lora.layers.lora import LoraConfig
-from qat_lora.quant.spec import preset
+from qat_lora.quant.presets import preset
 
 CHOSEN = preset("w2g64")
 
@@ -69,9 +70,13 @@ def test_the_aimed_weight_is_the_least_squares_map_from_the_students_inputs():
     assert np.allclose(aimed_weight(*given).numpy(), expected, atol=1e-4)
 
 
+def fitter(model, chosen, *settings, costs=None):
+    return LayerFitter(model, quantize_targets(model, chosen), FitSettings(*settings), costs)
+
+
 def costs_of(model, text):
     draws = torch.Generator().manual_seed(3)
-    names = list(quantise_targets(model, CHOSEN))
+    names = list(quantize_targets(model, CHOSEN))
     return sensitivities(model, names, text, lambda b: drawn_log_likelihood(model(b).flatten(0, 1), draws), True)
 
 
@@ -84,17 +89,15 @@ def kl(reference, model, ids):
 def test_in_order_is_nearer_to_the_teacher_on_fresh_text_than_layer_by_layer():
     reference, text, fresh = toy(), batches(1, 12), torch.cat(batches(2))
     costs = costs_of(reference, text)
-    distance = {}
+    distance, ranks = {}, ("descent", 8, 4)
     for name, known in (("alone", None), ("alone fisher", costs), ("order", None), ("order fisher", costs)):
         model = toy()
         if "order" in name:
-            plan = Plan("descent", start_rank=8, joint_rank=4)
-            starts = quantise_in_order(model, CHOSEN, plan, text, model.hidden, known, quiet=True)
+            starts = quantize_sequential(fitter(model, CHOSEN, *ranks, costs=known), text, model.hidden)
         else:
-            moments = second_moments(model, quantise_targets(model, CHOSEN), text, model.hidden, known)
-            ranks = {"start_rank": 8, "joint_rank": 4}
-            starts = quantise_model(model, CHOSEN, "descent", moments, quiet=True, costs=known, **ranks)
-        assert sorted(starts) == sorted(quant_layers(model)) == sorted(quantise_targets(reference, CHOSEN))
+            moments = second_moments(model, quantize_targets(model, CHOSEN), text, model.hidden, known)
+            starts = quantize_layers(fitter(model, CHOSEN, *ranks, costs=known), moments)
+        assert sorted(starts) == sorted(quant_layers(model)) == sorted(quantize_targets(reference, CHOSEN))
         add_lora(model, LoraConfig(recovery_r=4), starts)
         distance[name] = kl(reference, model, fresh)
     assert distance["order"] < 0.9 * distance["alone"], distance
@@ -103,19 +106,19 @@ def test_in_order_is_nearer_to_the_teacher_on_fresh_text_than_layer_by_layer():
 
 def test_what_is_fitted_is_what_a_plain_forward_shows(monkeypatch):
     """The moments that `fit_layer` gets are those of the inputs in a model quantised that far, corrections in place."""
-    from qat_lora.layers.calibrate import sequential as in_order
+    from qat_lora.layers.calibrate import quantize
 
     seen = {}
 
-    def spy(weight, spec, method, moment, *rest):
-        fit = original(weight, spec, method, moment, *rest)
+    def spy(weight, spec, settings, moment, *rest):
+        fit = original(weight, spec, settings, moment, *rest)
         seen[len(seen)] = moment, fit
         return fit
 
-    original = in_order.fit_layer
-    monkeypatch.setattr(in_order, "fit_layer", spy)
+    original = quantize.fit_layer
+    monkeypatch.setattr(quantize, "fit_layer", spy)
     model, text = toy(blocks=2), batches(1)
-    quantise_in_order(model, CHOSEN, Plan("mse", 3, 3), text, model.hidden, quiet=True)
+    quantize_sequential(fitter(model, CHOSEN, "mse", 3, 3), text, model.hidden)
     names = ["blocks.0.up", "blocks.0.gate", "blocks.0.down", "blocks.1.up", "blocks.1.gate", "blocks.1.down"]
     assert len(seen) == len(names)
     again = toy(blocks=2)
@@ -131,9 +134,7 @@ def test_what_is_fitted_is_what_a_plain_forward_shows(monkeypatch):
 
 def test_an_untied_head_is_quantised_on_request():
     model = toy(blocks=1)
-    starts = quantise_in_order(
-        model, preset("w2g64", head="nf4g64"), Plan("gptq", 4), batches(1), model.hidden, quiet=True
-    )
+    starts = quantize_sequential(fitter(model, preset("w2g64", lm_head="nf4g64"), "gptq", 4), batches(1), model.hidden)
     assert quant_layers(model)["lm_head"].spec.table == "normal" and "lm_head" not in starts
 
 
@@ -152,7 +153,7 @@ def test_models_that_are_no_stack_of_blocks_are_refused():
             self.a, self.b = nn.ModuleList([Block()]), nn.ModuleList([Block()])
 
     with pytest.raises(ModelError, match="several stacks of blocks .*--calibrate-on teacher"):
-        quantise_in_order(Two(), CHOSEN, Plan("mse"), batches(1), lambda b: b, quiet=True)
+        quantize_sequential(fitter(Two(), CHOSEN, "mse"), batches(1), lambda b: b)
 
     class Positional(Block):
         def forward(self, x, shift):
@@ -168,4 +169,4 @@ def test_models_that_are_no_stack_of_blocks_are_refused():
 
     model = Odd()
     with pytest.raises(ModelError, match="named arguments.*--calibrate-on teacher"):
-        quantise_in_order(model, CHOSEN, Plan("mse"), batches(1), model.hidden, quiet=True)
+        quantize_sequential(fitter(model, CHOSEN, "mse"), batches(1), model.hidden)

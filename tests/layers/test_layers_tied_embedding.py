@@ -12,12 +12,12 @@ from toy_pipeline import call, part, quantize_options
 from transformers import AutoModelForCausalLM
 
 from qat_lora.errors import ConfigError
-from qat_lora.layers.convert import bits_per_weight, merge, put_quantised, quant_layers, tied_embedding
+from qat_lora.layers.convert import bits_per_weight, merge, put_quantized, quant_layers, tied_embedding
 from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.layers.tied_embedding import TiedEmbedding, embedding_of
 from qat_lora.models.load import cast, load_model
-from qat_lora.quant.initialize import quantise_weight
-from qat_lora.quant.spec import PRESETS
+from qat_lora.quant.initialize import quantize_weight
+from qat_lora.quant.presets import PRESETS
 
 IDS = torch.arange(3, 35).reshape(2, 16)
 SPEC = PRESETS["w4g128"].rules[0][1]
@@ -88,8 +88,8 @@ def test_one_gradient_from_both_uses():
     model = nn.Module()
     model.embed, model.lm_head = nn.Embedding(12, 8), nn.Linear(8, 12, bias=False)
     model.lm_head.weight = model.embed.weight
-    quantised = quantise_weight(model.lm_head.weight.data, SPEC, "mse")
-    put_quantised(model, "lm_head", QuantLinear.from_linear(model.lm_head, SPEC, quantised))
+    quantised = quantize_weight(model.lm_head.weight.data, SPEC, "mse")
+    put_quantized(model, "lm_head", QuantLinear.from_linear(model.lm_head, SPEC, quantised))
     assert tied_embedding(model) == "embed" and sorted(model.state_dict()) == ["lm_head.codes", "lm_head.scale"]
     dense = model.lm_head.weight.detach().clone().requires_grad_()
     ids = torch.tensor([1, 4, 4, 7])

@@ -14,7 +14,7 @@ import qat_lora.models.load as models
 from qat_lora.errors import ModelError
 from qat_lora.files.checksums import seal
 from qat_lora.files.identity import checkpoint_sha256
-from qat_lora.layers.calibrate.quantize import quantise_model
+from qat_lora.layers.calibrate.quantize import quantize_model
 from qat_lora.layers.convert import prepare_base, quant_layers
 from qat_lora.models.load import (
     copy_tokenizer,
@@ -25,7 +25,7 @@ from qat_lora.models.load import (
     save_with_tensors,
     tokenizer_sha256,
 )
-from qat_lora.quant.spec import PRESETS, preset
+from qat_lora.quant.presets import PRESETS, preset
 
 SMALL = {
     "vocab_size": 320,
@@ -264,7 +264,7 @@ def quantised(tiny, tmp_path_factory):
 
 def quantise(tiny, out, name, method="mse", source=None):
     model = load_model(str(source or tiny.teacher))
-    quantise_model(model.module, preset(name), method, quiet=True)
+    quantize_model(model.module, preset(name), method, quiet=True)
     save_quantised(model, out, preset(name), {"init": method})
     return model, out
 
@@ -301,7 +301,7 @@ def test_biases_and_kept_layers_survive(tiny, tmp_path):
     source = make(tmp_path / "dense", "llama", tiny)
     model = load_model(str(source))
     chosen = preset("w3g128", keep=(r"layers\.0\.",))
-    quantise_model(model.module, chosen, "mse", quiet=True)
+    quantize_model(model.module, chosen, "mse", quiet=True)
     save_quantised(model, tmp_path / "q", chosen, {})
     again = load_model(str(tmp_path / "q"))
     assert torch.equal(logits_of(again), logits_of(model)) and len(quant_layers(again.module)) == 14
@@ -311,7 +311,7 @@ def test_overrides_and_a_quantised_head_survive(tiny, tmp_path):
     source = make(tmp_path / "dense", "llama", tiny, tie_word_embeddings=False)
     model = load_model(str(source))
     chosen = preset("w2g64", override=(r"layers\.0\.mlp=w4g64a", "q_proj=nf4g64"), head="w4g128")
-    quantise_model(model.module, chosen, "mse", quiet=True)
+    quantize_model(model.module, chosen, "mse", quiet=True)
     bits = {name: layer.spec.bits for name, layer in quant_layers(model.module).items()}
     assert len(bits) == 22 and bits["lm_head"] == bits["model.layers.0.mlp.up_proj"] == 4
     assert bits["model.layers.1.self_attn.q_proj"] == 4 and bits["model.layers.1.mlp.up_proj"] == 2

@@ -7,12 +7,12 @@ from transformers import AutoModelForCausalLM
 
 from qat_lora.errors import ModelError
 from qat_lora.files.identity import checkpoint_sha256
-from qat_lora.layers.calibrate.quantize import quantise_model
+from qat_lora.layers.calibrate.quantize import quantize_model
 from qat_lora.layers.convert import add_lora, lora_layers, quant_layers
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.models.adapter import save_adapter
 from qat_lora.models.load import load_model, save_quantised
-from qat_lora.quant.spec import PRESETS, preset
+from qat_lora.quant.presets import PRESETS, preset
 
 # Between PEFT and transformers: the one reads an attribute that the other has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -22,7 +22,7 @@ IDS = torch.arange(3, 51).reshape(2, 24)
 def write_pair(tiny, folder, name, lora):
     """Write base and adapter; return our own logits with both."""
     model = load_model(str(tiny.teacher))
-    quantise_model(model.module, preset(name), "mse", quiet=True)
+    quantize_model(model.module, preset(name), "mse", quiet=True)
     save_quantised(model, folder / "base", preset(name), {})
     torch.manual_seed(1)
     for layer in add_lora(model.module, lora).values():

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from qat_lora.files.identity import checkpoint_sha256
-from qat_lora.layers.calibrate.quantize import quantise_model
+from qat_lora.layers.calibrate.quantize import quantize_model
 from qat_lora.layers.convert import add_lora
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.models.adapter import save_adapter
 from qat_lora.models.hf_quantizer import QUANT_METHOD
 from qat_lora.models.load import load_model, save_quantised
 from qat_lora.models.register import FOLLOWER, TARGET
-from qat_lora.quant.spec import preset
+from qat_lora.quant.presets import preset
 
 LOAD = """
 model = transformers.AutoModelForCausalLM.from_pretrained({base!r})
@@ -31,7 +31,7 @@ print(type(model.base_model.model.model.layers[0].mlp.up_proj.base_layer).__name
 def folders(tiny, tmp_path_factory):
     root = tmp_path_factory.mktemp("registered")
     model = load_model(str(tiny.teacher))
-    quantise_model(model.module, preset("w2g64"), "absmax", quiet=True)
+    quantize_model(model.module, preset("w2g64"), "absmax", quiet=True)
     save_quantised(model, root / "base", preset("w2g64"), {})
     torch.manual_seed(0)
     lora = LoraConfig(recovery_r=2)

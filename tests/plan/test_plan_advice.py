@@ -85,7 +85,7 @@ def test_a_run_that_does_not_fit_says_what_to_lower(tiny, tmp_path, monkeypatch)
 
 STARVED = {
     "cache build": ("cache", "build_kd_cache", ["--teacher-batch-size 8", "--dtype bfloat16", "--device-map auto"]),
-    "quantize": ("quantize", "quantise_model", ["a machine with more memory (--dry-run"]),
+    "quantize": ("quantize", "quantize_layers", ["a machine with more memory (--dry-run"]),
     "quantize with text": (
         "quantize",
         "sensitivities",

@@ -60,8 +60,7 @@ def memory(*tensors):
 def test_what_is_held_equals_a_built_model(student, dtype, train_scales, capsys):
     report = ask(student, train_scales=train_scales, run=RunConfig(dtype=dtype))
     model, adapter, scales, optimizer = built(student, dtype, train_scales)
-    kept = [getattr(m, name, None) for m in model.module.modules() for name in ("_values_OI", "_dense_OI")]
-    everything = [*model.module.parameters(), *model.module.buffers(), *(t for t in kept if t is not None)]
+    everything = [*model.module.parameters(), *model.module.buffers()]
     mine = memory(*adapter)
     assert report["bytes"]["weights"] == memory(*everything) - mine
     assert report["bytes"]["adapter"] == mine

@@ -11,7 +11,7 @@ from toy_pipeline import cache_options, call, part, quantize_options
 from qat_lora import cli
 from qat_lora.errors import CacheError, ConfigError, ModelError
 from qat_lora.files.checksums import seal
-from qat_lora.layers.convert import linear_layers, make_quant_skeleton, quant_layers
+from qat_lora.layers.convert import linear_layers, make_quant_skeleton
 from qat_lora.losses.objective import ObjectiveConfig, weight_tensors
 from qat_lora.models.load import DTYPES, cast, load_model, make_qwen3, save_model
 from qat_lora.options import QatOptions
@@ -111,9 +111,7 @@ def test_the_sum_is_near_the_peak_of_a_step(tmp_path, monkeypatch, changed, dtyp
         "lse": torch.full(shape, 1.0),
         "log_tail": torch.full(shape, -1.0),
     }
-    layers = quant_layers(model.module).values()
-    kept = [t for q in layers for t in (q._values_OI, q._codes_OI, q._dense_OI) if t is not None]
-    held = [*model.module.parameters(), *model.module.buffers(), *kept, *(p.grad for p in trained)]
+    held = [*model.module.parameters(), *model.module.buffers(), *(p.grad for p in trained)]
     held += [value for state in optimizer.state.values() for value in state.values()]
     objective = replace(asked.objective, loss_walk=runtime.loss_walk)
     weights = weight_tensors(objective.weights_at(0.0), runtime.device)

@@ -1,11 +1,14 @@
-"""Packing against Python's big integers, encoding against a search over the whole code book."""
+"""Packing against Python's big integers, encoding against a search over the code book, NF4 against QLoRA's numbers."""
 
 import numpy as np
 import pytest
 import torch
 
-from qat_lora.quant.codes import code_values, decode, encode, full_range, pack, packed_width, unpack
+from qat_lora.quant.codes import code_values, decode, encode, full_range, normal_table, pack, packed_width, unpack
 from qat_lora.quant.spec import QuantSpec
+
+NF4 = [-1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0]  # bitsandbytes, rounded
+NF4 += [0.0795803, 0.1609302, 0.2461123, 0.3379152, 0.4407098, 0.5626170, 0.7229568, 1.0]
 
 
 def spec(bits, code):
@@ -58,3 +61,14 @@ def test_ties_go_up_and_what_is_outside_is_clipped():
     assert decode(encode(torch.tensor([-3.5, -0.5, 0.5, 2.5]), integers), integers).tolist() == [-3, 0, 1, 3]
     assert decode(encode(torch.tensor([-1.0, 0.0, 1.0]), halves), halves).tolist() == [-0.5, 0.5, 1.5]
     assert encode(torch.tensor([-1e9, -float("inf"), 1e9, float("inf")]), halves).tolist() == [0, 0, 3, 3]
+
+
+def test_the_normal_table_is_nf4_at_four_bits():
+    assert normal_table(4).tolist() == pytest.approx(NF4, abs=2e-6)
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_normal_tables_are_sorted_with_a_zero_and_both_ends(bits):
+    table = normal_table(bits)
+    assert len(table) == 2**bits and (table.diff() > 0).all()
+    assert table[2 ** (bits - 1) - 1] == 0 and table[0] >= -1 and table[-1] == 1

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from qat_lora.quant.codes import code_values, decode, encode, nearest
-from qat_lora.quant.fake_quantize import fake_quantise, round_through
+from qat_lora.quant.fake_quantize import fake_quantize, round_through
 from qat_lora.quant.scales import expand, scale_shapes
 from qat_lora.quant.spec import QuantSpec
 
@@ -54,7 +54,7 @@ def test_values_and_gradients_are_lsq(code, bits, sharing):
     book = book_of(spec).requires_grad_(code == "lut")
     wide = expand(tuple(stored), spec.group_size, 5, 11)
     gradient = draw(5, 11, seed=7)
-    out = fake_quantise(weight, wide, spec, book)
+    out = fake_quantize(weight, wide, spec, book)
     out.backward(gradient)
     per_weight = wide.detach().expand(5, 11).numpy()
     ends = (book.detach().numpy()[0], book.detach().numpy()[-1])
@@ -78,10 +78,10 @@ def test_where_codes_stand_still_gradients_are_derivatives(code, bits):
     book = book_of(spec).requires_grad_(code == "lut")
     far = (10 * draw(3, 6).sign() * 2**bits).requires_grad_(False)
     scale = (draw(3, 1, seed=1).abs() + 0.5).requires_grad_()
-    assert torch.autograd.gradcheck(lambda s: fake_quantise(far, s, spec, book.detach()), scale)
+    assert torch.autograd.gradcheck(lambda s: fake_quantize(far, s, spec, book.detach()), scale)
     if code == "lut":
         weight = draw(3, 6)
-        assert torch.autograd.gradcheck(lambda v: fake_quantise(weight, scale.detach(), spec, v), book)
+        assert torch.autograd.gradcheck(lambda v: fake_quantize(weight, scale.detach(), spec, v), book)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -93,13 +93,13 @@ def test_the_forward_is_what_will_be_saved_to_the_last_bit(code, bits, dtype):
     values = book_of(spec).to(dtype)
     codes = encode(weight / scale, values)
     assert torch.equal(nearest(weight / scale, values, spec)[1], codes)
-    assert torch.equal(fake_quantise(weight, scale, spec, values), decode(codes, values) * scale)
+    assert torch.equal(fake_quantize(weight, scale, spec, values), decode(codes, values) * scale)
 
 
 def test_two_bits_let_outer_weights_train_that_a_plain_range_would_freeze():
     spec = spec_of("half", 2, "tensor")
     weight = torch.tensor([[-2.1, -1.9, -1.6, 1.6, 1.9, 2.1]], dtype=torch.float64, requires_grad=True)
-    fake_quantise(weight, torch.ones(1, 1, dtype=torch.float64), spec, code_values(spec)).sum().backward()
+    fake_quantize(weight, torch.ones(1, 1, dtype=torch.float64), spec, code_values(spec)).sum().backward()
     assert weight.grad.tolist() == [[0, 1, 1, 1, 1, 0]]
 
 
@@ -110,7 +110,7 @@ def test_straight_through_lets_weights_train_that_the_range_would_freeze():
     for gradient in ("lsq", "ste"):
         trained = weight.clone().requires_grad_()
         scale.grad = None
-        out = fake_quantise(trained, scale, spec, code_values(spec), gradient=gradient)
+        out = fake_quantize(trained, scale, spec, code_values(spec), gradient=gradient)
         out.sum().backward()
         slopes[gradient] = trained.grad.tolist()[0], float(scale.grad)
         assert torch.equal(out, encode_by_hand(weight, 0.5))
@@ -134,7 +134,7 @@ def test_rounding_passes_gradients_on():
 def test_fixed_zero_points_shift_the_range():
     spec, weight = QuantSpec(bits=3, code="asymmetric", sharing="channel"), draw(4, 12).requires_grad_()
     scale, zero = torch.full((4, 1), 0.3, dtype=torch.float64, requires_grad=True), torch.tensor([[0.0], [2], [5], [7]])
-    out = fake_quantise(weight, scale, spec, code_values(spec), zero.double())
+    out = fake_quantize(weight, scale, spec, code_values(spec), zero.double())
     gradient = draw(4, 12, seed=3)
     out.backward(gradient)
     slopes = []

@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from qat_lora.quant.gptq import Curvature, Grid, descend, gptq, slope_of
-from qat_lora.quant.initialize import quantise_weight, refine
+from qat_lora.quant.initialize import quantize_weight, refine
 from qat_lora.quant.spec import QuantSpec
 
 SPECS = {
     "asymmetric": QuantSpec(bits=3, code="asymmetric", sharing="group", group_size=16),
-    "kmeans": QuantSpec(bits=2, code="lut", sharing="group", group_size=16, table="kmeans"),
+    "table": QuantSpec(bits=2, code="lut", sharing="group", group_size=16, table="normal"),
     "group": QuantSpec(bits=2, code="half", sharing="group", group_size=16),
     "channel": QuantSpec(bits=3, code="integer", sharing="channel"),
     "tensor": QuantSpec(bits=2, code="half", sharing="tensor"),
@@ -40,7 +40,7 @@ def test_refining_never_raises_the_output_error(sharing):
     spec, weight = SPECS[sharing], weight_of(12, 40)
     _, moment = correlated(40)
     for method in ("absmax", "mse", "gptq"):
-        now = quantise_weight(weight, spec, method, torch.from_numpy(moment))
+        now = quantize_weight(weight, spec, method, torch.from_numpy(moment))
         errors = [weighted_error(weight, now.dense(spec), moment)]
         for _ in range(4):
             now = refine(weight, spec, now, Curvature(torch.from_numpy(moment)), rounds=1)
@@ -54,7 +54,7 @@ def test_a_descended_start_has_no_better_single_code():
     """Every code, changed alone to any other value, makes the output worse: checked one by one."""
     spec, weight = SPECS["channel"], weight_of(3, 12)
     _, moment = correlated(12)
-    start = quantise_weight(weight, spec, "gptq", torch.from_numpy(moment))
+    start = quantize_weight(weight, spec, "gptq", torch.from_numpy(moment))
     found = refine(weight, spec, start, Curvature(torch.from_numpy(moment)), rounds=10)
     least = weighted_error(weight, found.dense(spec), moment)
     for at in np.ndindex(3, 12):
@@ -67,7 +67,7 @@ def test_a_descended_start_has_no_better_single_code():
 def test_refitted_scales_are_the_least_squares_solution():
     spec, weight = SPECS["group"], weight_of(4, 40)
     _, moment = correlated(40)
-    start = quantise_weight(weight, spec, "absmax")
+    start = quantize_weight(weight, spec, "absmax")
     once = refine(weight, spec, start, Curvature(torch.from_numpy(moment)), rounds=1)
     damped = moment + 0.01 * np.diag(moment).mean() * np.eye(40)
     root = np.linalg.cholesky(damped)

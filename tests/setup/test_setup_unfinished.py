@@ -15,7 +15,8 @@ from toy_pipeline import cache_options, call, quantize_options
 from qat_lora.commands import quantize as quantising
 from qat_lora.errors import InterruptedRunError, OutputExistsError
 from qat_lora.files import folders as files
-from qat_lora.layers.calibrate import sequential as in_order
+from qat_lora.layers.calibrate import quantize as calibrate
+from qat_lora.layers.calibrate import sequential
 from qat_lora.setup.unfinished import Unfinished
 
 
@@ -47,7 +48,7 @@ def options(tiny, cache, out, **changed):
 
 def stopped_in_the_second_block(monkeypatch, tiny, cache, out):
     """Quantise, with SIGTERM in the second block; return the message."""
-    original, blocks = in_order._block, []
+    original, blocks = sequential._Block.fit, []
 
     def block(*args):
         blocks.append(args)
@@ -56,7 +57,7 @@ def stopped_in_the_second_block(monkeypatch, tiny, cache, out):
         return original(*args)
 
     with monkeypatch.context() as patch, pytest.raises(InterruptedRunError) as caught:
-        patch.setattr(in_order, "_block", block)
+        patch.setattr(sequential._Block, "fit", block)
         call("quantize", options(tiny, cache, out))
     assert caught.value.exit_code == 143
     return str(caught.value)
@@ -82,7 +83,7 @@ def test_a_stop_says_what_is_safe_and_nothing_of_it_is_done_again(monkeypatch, t
         f"stopped by SIGTERM: 7 of 14 layers are finished and kept in {out}; the same command goes on from there"
     )
     assert not (out / "model.safetensors").exists()
-    fits, passes = count(monkeypatch, in_order, "fit_layer"), count(monkeypatch, quantising, "sensitivities")
+    fits, passes = count(monkeypatch, calibrate, "fit_layer"), count(monkeypatch, quantising, "sensitivities")
     again = options(tiny, cache, out)
     call("quantize", again, run=again.run.__class__(**{**vars(again.run), "quiet": False}))
     assert (len(fits), len(passes)) == (7, 0)  # a run that keeps nothing: 14 and 1
@@ -101,7 +102,7 @@ def test_a_damaged_block_is_named_and_made_again_and_other_settings_are_refused(
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
     damaged = out / "unfinished" / "block-model.layers.0" / "tensors.safetensors"
     flip_a_bit(damaged)
-    fits = count(monkeypatch, in_order, "fit_layer")
+    fits = count(monkeypatch, calibrate, "fit_layer")
     call("quantize", options(tiny, cache, out))
     assert str(damaged) in capsys.readouterr().err
     assert len(fits) == 14 and content(out) == whole

@@ -1,7 +1,7 @@
-"""What a user chooses about how a full-precision model becomes codes and scales.
+"""The settings that turn a full-precision model into codes and scales.
 
-One declaration for two commands, `quantize` and `qat --from-scratch`, which make the same student from the same words.
-The commands' own option classes inherit it, with another default or help line where they differ, so that a setting
+One declaration serves two commands, `quantize` and `qat --from-scratch`, which make the same student from the same
+settings. Their option classes inherit it, with another default or help line where they differ, so that a setting
 cannot be added to one and forgotten in the other.
 """
 
@@ -15,7 +15,7 @@ from qat_lora.quant.initialize import Method
 
 
 @dataclass(frozen=True)
-class CodesConfig:
+class QuantizeConfig:
     """How weights become codes and scales: the same for `quantize` and for `qat --from-scratch`."""
 
     model: str | None = option(None, "full-precision model: Hugging Face folder or Hub name")

@@ -1,9 +1,9 @@
-"""Less memory for what comes layer by layer: tensors on disk.
+"""Tensors on disk, for what is used layer by layer.
 
 The Fisher information of all outputs takes several times the room of a bfloat16 model, and the backward pass that
-finds it adds to every layer's share with every batch. So it lies in the page cache, which the system writes out and
-drops when memory is short. A file is unlinked as soon as it is mapped, so nothing is left behind however a run ends,
-but for the one file that a killed run was just making; the next run in the folder removes that.
+computes it adds to every layer's matrix with every batch. Mapped files let the system write pages out when memory is
+short. A file is unlinked as soon as it is mapped, so a run leaves nothing behind however it ends, except the one file
+that a killed run was just making; the next run in the folder removes it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,7 @@ Zeros = Callable[..., Tensor]
 
 
 def zeros_in(folder: Path) -> Zeros:
-    """Return a function that makes tensors of zeros which lie on the folder's disk, as `torch.zeros` does in memory.
-
-    The function raises ConfigError where the disk has no room for one.
-    """
+    """Return the equivalent of `torch.zeros` for tensors on the folder's disk; it raises ConfigError on a full disk."""
 
     def zeros(*shape: int) -> Tensor:
         count = math.prod(shape)
@@ -46,7 +43,7 @@ def zeros_in(folder: Path) -> Zeros:
 
 
 def _reserve(descriptor: int, size: int, folder: Path) -> None:
-    """Give a file its blocks now: writing to a mapping without them would kill the process when the disk is full."""
+    """Allocate a file's blocks now: on a full disk, writing to a mapping without them would kill the process."""
     try:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(descriptor, 0, size)

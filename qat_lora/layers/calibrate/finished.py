@@ -1,18 +1,18 @@
-"""What is kept of finished layers, so that an interrupted run goes on after them and ends with the same bytes.
+"""What is kept of finished layers, so that an interrupted run resumes after them and ends with the same bytes.
 
-Layers that follow are fitted to what the finished ones put out, so a run that goes on must compute with the very same
-tensors. That is so by construction: what a layer leaves is first brought into the form in which it is kept (packed
-codes, float16 scales, float32 factors, row by row), and the run that found it goes on from that form as well. A product
-of the same numbers in another memory layout is rounded differently.
+Later layers are fitted to the outputs of the finished ones, so a resumed run must compute with the very same tensors.
+It does by construction: a fitted layer is first brought into the form in which it is kept (packed codes, float16
+scales, float32 factors, contiguous), and the run that fitted it continues from that form as well. A product of the
+same numbers in another memory layout is rounded differently.
 
-Streams of activations are not kept, only recomputed: two forwards through the finished blocks take seconds where their
-fit took minutes, and the states of all calibration rows would outgrow the student on disk.
+Activations are not kept but recomputed: two forwards through the finished blocks take seconds where their fit took
+minutes, and the states of all calibration rows would outgrow the student on disk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +23,15 @@ from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.quant.spec import QuantSpec
 
 Kept = tuple[dict[str, Tensor], dict[str, Any]]
-"""Tensors by name, and a JSON value for every part (layer, block) that is finished with them."""
+"""Tensors by name, and a JSON value for every part (layer, block) that they finish."""
 
 
-class Work(Protocol):
-    """Where finished pieces of work are kept until the whole is done."""
+class Work:
+    """Where finished pieces of work are kept until the whole is done; this one keeps nothing and never stops."""
 
     def take(self, name: str) -> Kept | None:
         """Return a piece that was kept, None where it is still to be done."""
+        return None
 
     def keep(self, name: str, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         """Keep a finished piece."""
@@ -39,21 +40,7 @@ class Work(Protocol):
         """Raise InterruptedRunError where the run was asked to stop."""
 
 
-class NotKept:
-    """Keeps nothing: for callers who would rather start again."""
-
-    def take(self, name: str) -> Kept | None:
-        """Return None."""
-        return None
-
-    def keep(self, name: str, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        """Do nothing."""
-
-    def may_stop(self) -> None:
-        """Do nothing."""
-
-
-NOT_KEPT = NotKept()
+NOT_KEPT = Work()
 
 
 class Finished(NamedTuple):
@@ -64,11 +51,8 @@ class Finished(NamedTuple):
 
     @classmethod
     def of(cls, linear: nn.Linear, spec: QuantSpec, fit: Fit) -> Finished:
-        """Return what stands for a linear layer from now on."""
-        factors = fit.factors
-        if factors is not None:
-            a, b = (factor.clone(memory_format=torch.contiguous_format) for factor in factors[:2])
-            factors = Factors(a, b, factors.method)
+        """Return the layer that replaces a linear one, with its adapter start made contiguous."""
+        factors = fit.factors and Factors(*(f.clone(memory_format=torch.contiguous_format) for f in fit.factors))
         return cls(QuantLinear.from_linear(linear, spec, fit.quantised), factors)
 
     def corrected(self, rank: int) -> Tensor:
@@ -78,25 +62,25 @@ class Finished(NamedTuple):
 
 
 def kept_of(layers: Mapping[str, Finished]) -> Kept:
-    """Return what is to be kept of finished layers."""
+    """Return finished layers in the form in which they are kept."""
     tensors: dict[str, Tensor] = {}
     for name, (layer, factors) in layers.items():
         factor = {} if factors is None else {"a_RI": factors.a_RI.cpu(), "b_OR": factors.b_OR.cpu()}
         tensors |= {f"{name}.{part}": tensor for part, tensor in (layer.stored() | factor).items()}
-    return tensors, {name: factors and factors.method for name, (_, factors) in layers.items()}
+    return tensors, dict.fromkeys(layers)
 
 
 def finished_of(kept: Kept, model: nn.Module, specs: Mapping[str, QuantSpec]) -> dict[str, Finished]:
-    """Return the finished layers that `kept_of` described, made from the model's linear ones."""
-    tensors, methods = kept
+    """Return the finished layers that `kept_of` described, to replace the model's linear ones."""
+    tensors, names = kept
     found = {}
-    for name, method in methods.items():
+    for name in names:
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         mine = {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")}
         device = linear.weight.device
         a, b = (mine.pop(part, None) for part in ("a_RI", "b_OR"))
-        # Copies: a file's tensors lie at any address, and products round differently there.
-        factors = None if a is None or b is None else Factors(a.to(device, copy=True), b.to(device, copy=True), method)
+        # Copies: a file's tensors may start at any address, and products round differently there.
+        factors = None if a is None or b is None else Factors(a.to(device, copy=True), b.to(device, copy=True))
         found[name] = Finished(QuantLinear.from_stored(linear, specs[name], mine), factors)
     return found

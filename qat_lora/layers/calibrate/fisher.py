@@ -1,13 +1,13 @@
 """What an error in a layer's output costs the model: the Fisher information of every layer's outputs.
 
-Two layers, or two tokens, with equal output errors can hurt the predictions a hundredfold unequally. To second order
-the KL that a change dy of a layer's output causes is E[(g · dy)²] / 2, with g the gradient of log p(v) for a token v
-drawn from the model's own predictions. With y = W x and the usual factorisation (K-FAC) the cost of a weight error E
-is tr(G E H Eᵀ): G = E[g gᵀ] over outputs, H the second moment of inputs, each token counting by |g|². One backward
-pass over the calibration rows gives both; the labels of the text are not used.
+Equal output errors of two layers, or at two tokens, can differ a hundredfold in the harm they do to the predictions.
+To second order the KL that a change dy of a layer's output causes is E[(g · dy)²] / 2, with g the gradient of log p(v)
+for a token v drawn from the model's own predictions. With y = W x and the usual factorisation (K-FAC) the cost of a
+weight error E is tr(G E H Eᵀ): G = E[g gᵀ] over outputs, H the second moment of inputs, each token weighted by |g|².
+One backward pass over the calibration rows gives both; the labels of the text are not used.
 
-What grows with the model is kept small: a decoder block computes its activations again in the backward pass, G may lie
-on disk (`scratch`), and logits are drawn from some positions at a time.
+Memory that would grow with the model is bounded: decoder blocks recompute their activations in the backward pass, G
+may be on disk (`disk_offload`), and logits are computed for a few positions at a time.
 
 Sources: K-FAC (arXiv 1503.05671); Fisher weights in rounding, GuidedQuant (arXiv 2505.07004).
 """
@@ -28,12 +28,12 @@ from qat_lora.layers.calibrate.disk_offload import Zeros
 from qat_lora.layers.convert import block_of
 from qat_lora.runtime.host.memory import give_back
 
-MOST_LOGITS = 2**25  # at a time: 128 MB in float32, and while tokens are drawn a few times that
+MOST_LOGITS = 2**25  # at a time: 128 MB in float32, and a few times that while tokens are drawn
 MOST_OUTPUTS = 4096  # layers wider than this keep only the diagonal of G: the matrix would outgrow the weight
 
 
 class Sensitivity(NamedTuple):
-    """What an error costs at the output of one layer."""
+    """The cost of an error at the output of one layer."""
 
     outputs_OO: Tensor
     """Mean of g gᵀ over tokens, float32, on the host; [O] in layers with too many outputs."""
@@ -42,7 +42,7 @@ class Sensitivity(NamedTuple):
 
 
 def kept_shape(outputs: int) -> tuple[int, ...]:
-    """Return the shape of what is kept, in float32, of a layer with so many outputs."""
+    """Return the shape of the G that is kept, in float32, of a layer with so many outputs."""
     return (outputs, outputs) if outputs <= MOST_OUTPUTS else (outputs,)
 
 
@@ -61,7 +61,7 @@ def sensitivities(
         names: linear layers.
         batches: calibration batches.
         log_likelihood: from a batch to the summed log likelihood of tokens drawn from the model's predictions, or to
-            another number with its gradient.
+            any number with the same gradient.
         quiet: no progress bar.
         zeros: makes the matrices.
     """
@@ -102,9 +102,9 @@ def sensitivities(
 
 @contextmanager
 def _computed_again(blocks: list[nn.Module]) -> Iterator[None]:
-    """Let blocks keep their inputs alone for the backward pass; gradients are the same, bit for bit."""
+    """Let blocks keep only their inputs for the backward pass; gradients stay the same, bit for bit."""
     for block in blocks:
-        again = functools.partial(_without_what_is_freed, block.forward)
+        again = functools.partial(_after_giving_back, block.forward)
         block.__dict__["forward"] = functools.partial(checkpoint, again, use_reentrant=False, preserve_rng_state=False)
     try:
         yield
@@ -113,7 +113,7 @@ def _computed_again(blocks: list[nn.Module]) -> Iterator[None]:
             del block.__dict__["forward"]
 
 
-def _without_what_is_freed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _after_giving_back(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     give_back()
     return forward(*args, **kwargs)
 
@@ -121,7 +121,7 @@ def _without_what_is_freed(forward: Callable[..., Any], *args: Any, **kwargs: An
 def drawn_in_pieces(
     hidden_NH: Tensor, logits: Callable[[Tensor], Tensor], vocab_size: int, generator: torch.Generator
 ) -> Tensor:
-    """Return a number with the gradient of `drawn_log_likelihood`, without the logits of all positions at once.
+    """Return a number with the gradient of `drawn_log_likelihood`, without holding the logits of all positions.
 
     Args:
         hidden_NH: last hidden states.
@@ -138,7 +138,7 @@ def drawn_in_pieces(
 
 
 def drawn_log_likelihood(logits_NV: Tensor, generator: torch.Generator) -> Tensor:
-    """Return the summed log likelihood of one token a position, drawn from the predictions themselves."""
+    """Return the summed log likelihood of one token per position, drawn from the predictions themselves."""
     log_probs = logits_NV.float().log_softmax(-1)
     drawn = torch.multinomial(log_probs.detach().exp().cpu(), 1, generator=generator).to(logits_NV.device)
     return log_probs.gather(1, drawn).sum()

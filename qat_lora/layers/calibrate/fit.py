@@ -2,15 +2,15 @@
 
 The best low-rank correction of a weight error E has a closed form in any metric tr(G E H Eᵀ): the truncated SVD of
 G^(1/2) E H^(1/2), carried back. With H the second moment of inputs and no G that is QERA; with G the Fisher
-information of outputs it is what the model's predictions want. LoftQ's SVD of the plain weight error, which ignores
-which inputs matter, closes less than half as much on our saturated teacher.
+information of outputs it is what the model's predictions want. LoftQ's SVD of the plain weight error ignores which
+inputs matter, and closes less than half as much on our saturated teacher.
 
 The roots are Cholesky factors: G = L Lᵀ makes the same corrections, column by column, as the symmetric root does, at a
 thirtieth of the cost of the eigenvectors that the latter needs.
 
-Codes that are chosen first waste their freedom on what the adapter corrects anyhow. So with `joint_rank` the two
-take turns: codes of W - B A by the chosen method, B A of what they leave; the best turn is kept. LoftQ alternates
-likewise, in the plain metric and with rounding to nearest, where more turns soon help no more.
+Codes that are chosen first waste their freedom on what the adapter corrects anyway. With a `joint_rank` the two
+alternate: codes of W - B A by the chosen method, then B A of what they leave; the best turn is kept. LoftQ alternates
+likewise, in the plain metric and with rounding to nearest, where more turns soon stop helping.
 
 Sources: QERA (arXiv 2410.06040), EoRA (arXiv 2410.21271); alternation, LoftQ (arXiv 2310.08659) and CALDERA
 (arXiv 2405.18886).
@@ -18,8 +18,7 @@ Sources: QERA (arXiv 2410.06040), EoRA (arXiv 2410.21271); alternation, LoftQ (a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,25 +26,32 @@ from torch import Tensor
 from qat_lora.errors import ConfigError
 from qat_lora.layers.lora import Factors
 from qat_lora.quant.gptq import Curvature
-from qat_lora.quant.initialize import ROUNDS, Method, QuantisedWeight, quantise_weight, refine
+from qat_lora.quant.initialize import ROUNDS, Method, QuantizedWeight, quantize_weight, refine
 from qat_lora.quant.spec import QuantSpec
 
-StartMethod = Literal["svd", "qera", "best"]
-ZERO = "zero"
-"""What `best` chooses where no correction is better than any."""
 TURNS = 3  # of codes and adapter; the fourth changed the objective by less than 1 %
 TURN_ROUNDS = 1  # of descent in a turn; only the turn that is kept is descended to the end
-OVERSAMPLED, ITERATIONS = 32, 4  # columns and passes more than a correction has, in matrices too large for an SVD
+OVERSAMPLED, ITERATIONS = 32, 4  # extra columns, and passes, of the subspace iteration that replaces large SVDs
 INPUT_FLOOR = 1e-4  # of the mean eigenvalue: inputs that calibration never saw must not get infinite weight
 OUTPUT_FLOOR = 1e-2  # the same for outputs, whose gradients are noisier
 
 
-class Fit(NamedTuple):
-    """What stands for a linear layer."""
+class FitSettings(NamedTuple):
+    """How layers are fitted."""
 
-    quantised: QuantisedWeight
+    method: Method
+    """How codes and scales are chosen."""
+    start_rank: int = 0
+    """Columns of the adapter start; 0 for none."""
+    joint_rank: int = 0
+    """Rank of the adapter that codes are chosen together with; 0: codes first."""
+
+
+class Fit(NamedTuple):
+    """A linear layer's quantised weight, and the adapter start where one was asked for."""
+
+    quantised: QuantizedWeight
     factors: Factors | None
-    """The adapter start; None where none was asked for, or where none was best."""
 
 
 class _Root(NamedTuple):
@@ -69,7 +75,7 @@ class _Root(NamedTuple):
 
     @classmethod
     def plain(cls, size: int, like: Tensor) -> _Root:
-        """Return the root of a metric in which everything counts alike."""
+        """Return the root of the metric in which everything counts alike."""
         return cls(torch.ones(size, dtype=torch.float64, device=like.device))
 
     def times(self, rows: Tensor) -> Tensor:
@@ -92,18 +98,18 @@ class Metric(NamedTuple):
 
     @classmethod
     def of(cls, like_OI: Tensor, second_moment_II: Tensor | None, outputs_OO: Tensor | None = None) -> Metric:
-        """Return the metric of a layer; parts that are not known count alike."""
+        """Return the metric of a layer; without a moment everything counts alike."""
         rows, columns = like_OI.shape
         left = _Root.plain(rows, like_OI) if outputs_OO is None else _Root.of(outputs_OO, OUTPUT_FLOOR)
         right = _Root.plain(columns, like_OI) if second_moment_II is None else _Root.of(second_moment_II, INPUT_FLOOR)
         return cls(left, right)
 
     def weigh(self, error_OI: Tensor) -> Tensor:
-        """Return an error between the roots, in its own type; the squares sum up to what it costs."""
+        """Return an error between the roots, in its own type; the sum of the squares is its cost."""
         return self.outputs.times(self.inputs.times(error_OI).T).T
 
     def correction(self, error_OI: Tensor, rank: int, joint_rank: int = 0) -> tuple[Factors, float]:
-        """Return the best rank-r correction of an error, and what `joint_rank` of its columns leave uncorrected."""
+        """Return the best rank-r correction of an error, and the cost that `joint_rank` of its columns leave."""
         weighed = self.weigh(error_OI)
         u, s, v = _leading(weighed, rank)
         half = s.sqrt()
@@ -116,8 +122,8 @@ class Metric(NamedTuple):
 def _leading(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the largest singular values with their vectors, as columns.
 
-    Of a matrix much larger than the rank, by subspace iteration from a fixed start: what it misses of the last columns
-    is little where values lie close together, and where they do not it misses nothing.
+    A matrix much larger than the rank takes subspace iteration from a fixed start: it misses little of the last
+    columns where values are close together, and nothing where they are not.
     """
     width = rank + OVERSAMPLED
     if 4 * width >= min(matrix.shape):
@@ -131,101 +137,53 @@ def _leading(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     return basis @ u[:, :rank], s[:rank], vh[:rank].T
 
 
-def best_start(error_OI: Tensor, candidates: Mapping[str, Factors | None], fresh: Metric, rank: int) -> str:
-    """Return which correction leaves least of an error in the metric of rows that none of them was made from.
-
-    Args:
-        error_OI: full-precision minus quantised weight.
-        candidates: corrections by name; None corrects nothing.
-        fresh: the metric of held-out rows.
-        rank: columns of a correction that count.
-    """
-
-    def left(factors: Factors | None) -> float:
-        rest = error_OI if factors is None else error_OI - factors.b_OR[:, :rank] @ factors.a_RI[:rank]
-        return float(fresh.weigh(rest).square().sum())
-
-    return min(candidates, key=lambda name: left(candidates[name]))
-
-
 def fit_layer(
     weight_OI: Tensor,
     spec: QuantSpec,
-    method: Method,
+    settings: FitSettings,
     second_moment_II: Tensor | None = None,
     outputs_OO: Tensor | None = None,
-    start_rank: int = 0,
-    joint_rank: int = 0,
-    start_method: StartMethod = "qera",
-    fresh_II: Tensor | None = None,
 ) -> Fit:
     """Quantise one layer and find its adapter start.
 
     Args:
-        weight_OI: the weight to come near.
+        weight_OI: the weight to approximate.
         spec: how to store it.
-        method: how codes and scales are chosen.
+        settings: how to fit it.
         second_moment_II: of the layer's inputs.
         outputs_OO: Fisher information of its outputs, whole or [O].
-        start_rank: columns of the adapter start to return; 0 for none.
-        joint_rank: rank of the adapter that codes are chosen together with; 0: codes first.
-        start_method: `qera`, in the metric given, `svd`, in the plain one, or `best`: of both and none at all, what
-            leaves the least output error over held-out rows, at rank `joint_rank` or all columns.
-        fresh_II: second moment of the layer's inputs over those rows, which `best` needs.
 
     Raises:
-        ConfigError: an unknown start method, `best` without held-out rows, a joint rank without the start that
-            belongs to it, and what `quantise_weight` refuses.
+        ConfigError: a joint rank without the start that belongs to it, or what `quantize_weight` refuses.
     """
-    if start_method not in get_args(StartMethod):
-        raise ConfigError(f"start_method: {start_method!r} is unknown; allowed: {', '.join(get_args(StartMethod))}")
+    method, start_rank, joint_rank = settings
     if joint_rank > start_rank:
         raise ConfigError(f"joint_rank: {joint_rank} is more than the {start_rank} columns of --start-rank")
-    if start_method == "best" and start_rank and fresh_II is None:
-        raise ConfigError("start_method: best compares on held-out calibration rows; give --dataset or --kd-cache-dir")
-    most = min(weight_OI.shape)
-    start_rank, joint_rank = min(start_rank, most), min(joint_rank, most)
+    start_rank, joint_rank = (min(rank, *weight_OI.shape) for rank in (start_rank, joint_rank))
     weight = weight_OI.float()
     curvature = None if second_moment_II is None else Curvature(second_moment_II)
-    outputs_OO = None if outputs_OO is None else outputs_OO.to(weight.device)
-    if not joint_rank:
-        quantised = quantise_weight(weight, spec, method, second_moment_II, curvature)
-        if not start_rank:
-            return Fit(quantised, None)
-    known = start_method != "svd"
-    metric = Metric.of(weight, second_moment_II if known else None, outputs_OO if known else None)
+    if not start_rank:
+        return Fit(quantize_weight(weight, spec, method, curvature), None)
+    metric = Metric.of(weight, second_moment_II, None if outputs_OO is None else outputs_OO.to(weight.device))
     if joint_rank:
-        quantised = _with_adapter(weight, spec, method, second_moment_II, curvature, metric, joint_rank)
-    best = Fit(quantised, metric.correction(weight - quantised.dense(spec), start_rank)[0])
-    if fresh_II is None or start_method != "best":
-        return best
-    error = weight - best.quantised.dense(spec)
-    plain = Metric.of(weight, None).correction(error, start_rank)[0]
-    candidates = {"qera": best.factors, "svd": plain, ZERO: None}
-    fresh = Metric.of(weight, fresh_II, outputs_OO)
-    won = best_start(error, candidates, fresh, joint_rank or start_rank)
-    factors = candidates[won]
-    return best._replace(factors=factors and factors._replace(method=won))
+        quantised = _with_adapter(weight, spec, method, curvature, metric, joint_rank)
+    else:
+        quantised = quantize_weight(weight, spec, method, curvature)
+    return Fit(quantised, metric.correction(weight - quantised.dense(spec), start_rank)[0])
 
 
 def _with_adapter(
-    weight_OI: Tensor,
-    spec: QuantSpec,
-    method: Method,
-    second_moment_II: Tensor | None,
-    curvature: Curvature | None,
-    metric: Metric,
-    rank: int,
-) -> QuantisedWeight:
-    """Return the codes that an adapter of this rank corrects best: its turn and theirs alternate."""
+    weight_OI: Tensor, spec: QuantSpec, method: Method, curvature: Curvature | None, metric: Metric, rank: int
+) -> QuantizedWeight:
+    """Return the codes that an adapter of this rank corrects best; the two are fitted in turn."""
 
-    def rest(codes: QuantisedWeight) -> tuple[Tensor, float]:
+    def rest(codes: QuantizedWeight) -> tuple[Tensor, float]:
         factors, left = metric.correction(weight_OI - codes.dense(spec), rank, rank)
         return weight_OI - factors.b_OR @ factors.a_RI, left
 
     target, best, aim, least = weight_OI, None, weight_OI, torch.inf
     for _ in range(1 + TURNS):
-        quantised = quantise_weight(target, spec, method, second_moment_II, curvature, TURN_ROUNDS)
+        quantised = quantize_weight(target, spec, method, curvature, TURN_ROUNDS)
         following, left = rest(quantised)
         if best is None or left < least:
             best, aim, least = quantised, target, left

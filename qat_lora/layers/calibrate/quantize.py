@@ -1,14 +1,18 @@
 """Quantise a model by what its layers see, every layer on its own: second moments, codes, adapter starts.
 
 One pass over calibration rows collects E[x xᵀ] for every distinct layer input (q, k and v share one matrix, gate
-and up another); then layer by layer, `fit` does the rest. No layer knows that the inputs it will get are no longer
-the full-precision model's: `in_order` cures that, at the price of running every block several times.
+and up another); then `fit` does the rest, layer by layer. No layer knows that its inputs will no longer be those of
+the full-precision model: `sequential` cures that, at the price of running every block several times.
+
+Both ways fit layers through one `LayerFitter`, which keeps finished blocks for a run that is interrupted.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,11 +21,12 @@ from tqdm import tqdm
 
 from qat_lora.layers.calibrate.finished import NOT_KEPT, Finished, Work, finished_of, kept_of
 from qat_lora.layers.calibrate.fisher import Sensitivity
-from qat_lora.layers.calibrate.fit import StartMethod, fit_layer
-from qat_lora.layers.convert import HEAD, block_of, put_quantised, quantise_targets
+from qat_lora.layers.calibrate.fit import FitSettings, fit_layer
+from qat_lora.layers.convert import LM_HEAD, block_of, put_quantized, quantize_targets
 from qat_lora.layers.lora import Factors
 from qat_lora.quant.initialize import Method
-from qat_lora.quant.spec import Preset
+from qat_lora.quant.presets import Preset
+from qat_lora.quant.spec import QuantSpec
 from qat_lora.runtime.host.memory import give_back
 
 
@@ -30,18 +35,18 @@ def second_moments(
     names: Iterable[str],
     batches: Iterable[Any],
     forward: Callable[[Any], Any],
-    costs: dict[str, Sensitivity] | None = None,
+    costs: Mapping[str, Sensitivity] | None = None,
 ) -> dict[str, Tensor]:
     """Return the mean of x xᵀ over all tokens, float32 [I, I], for the input of every named layer.
 
-    Layers that are given the same tensor share one matrix, unless tokens count differently for each.
+    Layers with the same input tensor share one matrix, unless tokens count differently for each.
 
     Args:
         model: the full-precision model.
         names: linear layers to watch.
         batches: calibration batches.
-        forward: runs the model on one batch; where the output head is among the names, it returns the last hidden
-            states, which are the head's input (running the head would cost the logits of a whole batch).
+        forward: runs the model on one batch; where the LM head is among the names, it returns the last hidden
+            states, which are the LM head's input (running the LM head would cost the logits of a whole batch).
         costs: by layer, how much each token counts; without them all count alike.
     """
     sums: dict[str, Tensor] = {}
@@ -66,14 +71,14 @@ def second_moments(
         return hook
 
     hooks = {name: watch(name) for name in names}
-    heads = {name: hooks.pop(name) for name in list(hooks) if HEAD.search(name)}
+    lm_heads = {name: hooks.pop(name) for name in list(hooks) if LM_HEAD.search(name)}
     handles = [model.get_submodule(name).register_forward_pre_hook(hook) for name, hook in hooks.items()]
     try:
         with torch.no_grad():
             for number, batch in enumerate(batches):
                 last["batch"] = number
                 hidden = forward(batch)
-                for name, hook in heads.items():
+                for name, hook in lm_heads.items():
                     hook(model.get_submodule(name), (hidden,))
     finally:
         for handle in handles:
@@ -82,21 +87,100 @@ def second_moments(
     return means | {name: means[shared] for name, shared in owner.items() if shared in means}
 
 
-def quantise_model(
+def _no_bar() -> tqdm[Any]:
+    return tqdm(disable=True)
+
+
+@dataclass(frozen=True)
+class LayerFitter:
+    """Fits the layers of one model: what is the same for all of them."""
+
+    model: nn.Module
+    """The full-precision model, which becomes the quantised one."""
+    targets: Mapping[str, QuantSpec]
+    """Which layers, and how: `convert.check_reach`."""
+    settings: FitSettings
+    costs: Mapping[str, Sensitivity] | None = None
+    """Sensitivities by layer name."""
+    work: Work = NOT_KEPT
+    """Keeps the layers of every finished block, and has those that an interrupted run finished."""
+    bar: tqdm[Any] = field(default_factory=_no_bar)
+    """Counts finished layers."""
+
+    def linear(self, name: str) -> nn.Linear:
+        """Return a full-precision layer."""
+        linear = self.model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        return linear
+
+    def fit(self, name: str, moment_II: Tensor | None, weight_OI: Tensor | None = None) -> Finished:
+        """Fit one layer to its inputs' second moment, and to another weight than its own where one is given.
+
+        Raises:
+            InterruptedRunError: the run was asked to stop.
+            ConfigError: a method without the calibration it needs.
+        """
+        self.work.may_stop()
+        linear = self.linear(name)
+        outputs_OO = self.costs[name].outputs_OO if self.costs is not None and name in self.costs else None
+        settings = FitSettings(self.settings.method) if LM_HEAD.search(name) else self.settings  # no adapter there
+        weight_OI = linear.weight.data if weight_OI is None else weight_OI
+        finished = Finished.of(
+            linear, self.targets[name], fit_layer(weight_OI, self.targets[name], settings, moment_II, outputs_OO)
+        )
+        give_back()
+        self.bar.update()
+        return finished
+
+    def finish(self, block: str, fit: Callable[[], dict[str, Finished]]) -> dict[str, Finished]:
+        """Return a block's layers as an interrupted run finished them, or else fit and keep them now."""
+        kept = self.work.take(f"block-{block}")
+        if kept is None:
+            found = fit()
+            self.work.keep(f"block-{block}", *kept_of(found))
+        else:
+            found = finished_of(kept, self.model, self.targets)
+            self.bar.update(len(found))
+        return found
+
+    def put(self, found: Mapping[str, Finished]) -> dict[str, Factors]:
+        """Put finished layers into the model; return their adapter starts as they are stored."""
+        for name, finished in found.items():
+            put_quantized(self.model, name, finished.layer)
+        return {name: factors.half() for name, (_, factors) in found.items() if factors is not None}
+
+
+def quantize_layers(fitter: LayerFitter, moments: Mapping[str, Tensor] | None = None) -> dict[str, Factors]:
+    """Quantise every target layer, in place; return the adapter starts by layer name.
+
+    Args:
+        fitter: what to fit, and how.
+        moments: second moments by layer name, from `second_moments`.
+
+    Raises:
+        InterruptedRunError: the run was asked to stop.
+        ConfigError: a method without the calibration it needs.
+    """
+    adapter_init: dict[str, Factors] = {}
+    for block, names in itertools.groupby(fitter.targets, lambda name: block_of(name) or name):
+        found = fitter.finish(block, functools.partial(_fit_each, fitter, list(names), moments or {}))
+        adapter_init |= fitter.put(found)
+    return adapter_init
+
+
+def _fit_each(fitter: LayerFitter, names: Iterable[str], moments: Mapping[str, Tensor]) -> dict[str, Finished]:
+    return {name: fitter.fit(name, moments.get(name)) for name in names}
+
+
+def quantize_model(
     model: nn.Module,
     preset: Preset,
     method: Method,
-    moments: dict[str, Tensor] | None = None,
+    moments: Mapping[str, Tensor] | None = None,
     start_rank: int = 0,
     quiet: bool = False,
-    *,
-    costs: dict[str, Sensitivity] | None = None,
-    joint_rank: int = 0,
-    start_method: StartMethod = "qera",
-    fresh: dict[str, Tensor] | None = None,
-    work: Work = NOT_KEPT,
 ) -> dict[str, Factors]:
-    """Quantise every layer that the preset reaches, in place; return the adapter starts by layer name.
+    """Quantise every layer that a preset reaches, in place; return the adapter starts by layer name.
 
     Args:
         model: the full-precision model.
@@ -105,40 +189,15 @@ def quantise_model(
         moments: second moments by layer name, from `second_moments`.
         start_rank: columns of the adapter start to keep; 0 for none.
         quiet: no progress bar.
-        costs: sensitivities by layer name.
-        joint_rank: rank of the adapter that codes are chosen together with; 0: codes first.
-        start_method: metric of the adapter start.
-        fresh: second moments over held-out rows by layer name, for the start method `best`.
-        work: keeps the layers of every finished block, and has those that an interrupted run finished.
 
     Raises:
-        InterruptedRunError: the run was asked to stop.
         ConfigError: a pattern without a match, or a method without the calibration it needs.
     """
-    starts: dict[str, Factors] = {}
-    targets = quantise_targets(model, preset)
-    with tqdm(total=len(targets), desc=f"quantise {preset.name} ({method})", unit="layer", disable=quiet) as bar:
-        for block, names in itertools.groupby(targets, lambda name: block_of(name) or name):
-            kept = work.take(f"block-{block}")
-            found = {} if kept is None else finished_of(kept, model, targets)
-            for name in () if kept else names:
-                work.may_stop()
-                linear, spec = model.get_submodule(name), targets[name]
-                assert isinstance(linear, nn.Linear)
-                outputs = None if costs is None or name not in costs else costs[name].outputs_OO
-                moment = (moments or {}).get(name)
-                ranks = (0, 0) if HEAD.search(name) else (start_rank, joint_rank)  # no adapter sits on the head
-                held_out = (fresh or {}).get(name)
-                fit = fit_layer(linear.weight.data, spec, method, moment, outputs, *ranks, start_method, held_out)
-                found[name] = Finished.of(linear, spec, fit)
-                give_back()
-                bar.update()
-            if kept is None:
-                work.keep(f"block-{block}", *kept_of(found))
-            else:
-                bar.update(len(found))
-            for name, (layer, factors) in found.items():
-                if factors is not None:
-                    starts[name] = factors.half()
-                put_quantised(model, name, layer)
-    return starts
+    targets = quantize_targets(model, preset)
+    with quantizing_bar(preset.name, method, len(targets), quiet) as bar:
+        return quantize_layers(LayerFitter(model, targets, FitSettings(method, start_rank), bar=bar), moments)
+
+
+def quantizing_bar(preset: str, method: str, layers: int, quiet: bool) -> tqdm[Any]:
+    """Return the progress bar of a model's quantisation."""
+    return tqdm(total=layers, desc=f"quantise {preset} ({method})", unit="layer", disable=quiet)

@@ -1,10 +1,10 @@
-"""Compute in float32 with weights that stay as they are stored, half as wide and on disk until they are read.
+"""Compute in float32 with weights that stay in bfloat16, on disk until they are read.
 
-A bfloat16 checkpoint that is loaded in float32 takes twice its size in memory. Loaded as it is, its tensors are
-views of the file, which the system reads when they are used and may drop again. So calibration keeps them so, and
-every layer widens its own weight for the moment of its product: one layer's float32 weight is in memory at a time,
-also in the backward pass, which widens it again instead of keeping it. Every bfloat16 number is a float32 number, so
-results are those of the whole model in float32, bit for bit.
+A bfloat16 checkpoint that is loaded in float32 takes twice its size in memory. Loaded as it is, its tensors are views
+of the file, which the system reads on use and may drop again. Calibration keeps them so, and every layer upcasts its
+own weight for its product: one layer's float32 weight is in memory at a time, also in the backward pass, which upcasts
+it again instead of keeping it. Every bfloat16 number is a float32 number, so results equal those of the whole model in
+float32, bit for bit.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 
-class _WideProduct(torch.autograd.Function):
-    """x Wᵀ in x's type; for the backward pass W is kept as it is stored."""
+class _UpcastProduct(torch.autograd.Function):
+    """x Wᵀ in x's type; the backward pass keeps W in its stored type."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -29,16 +29,16 @@ class _WideProduct(torch.autograd.Function):
         return gradient @ ctx.weight.to(gradient.dtype), None
 
 
-class WideLinear(nn.Linear):
+class UpcastLinear(nn.Linear):
     """A frozen linear layer that computes in its input's type."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the layer."""
-        product = _WideProduct.apply(input, self.weight)
+        product = _UpcastProduct.apply(input, self.weight)
         return product if self.bias is None else product + self.bias.to(product.dtype)
 
 
-class WideEmbedding(nn.Embedding):
+class UpcastEmbedding(nn.Embedding):
     """A frozen embedding that gives float32 rows."""
 
     computes_in = torch.float32
@@ -48,9 +48,9 @@ class WideEmbedding(nn.Embedding):
         return super().forward(input).float()
 
 
-def widen(model: nn.Module) -> None:
-    """Let a model compute in float32; the matrices of its linear layers and embeddings stay as they are stored."""
-    kinds: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: WideLinear, nn.Embedding: WideEmbedding}
+def upcast(model: nn.Module) -> None:
+    """Let a model compute in float32; the matrices of its linear layers and embeddings keep their stored type."""
+    kinds: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: UpcastLinear, nn.Embedding: UpcastEmbedding}
     for module in model.modules():
         if type(module) in kinds:
             if any(p.is_floating_point() and p.dtype != torch.float32 for p in module.parameters(recurse=False)):
@@ -61,6 +61,6 @@ def widen(model: nn.Module) -> None:
 
 
 def computing_dtype(model: Any) -> torch.dtype:
-    """Return the type of a model's activations: of its weights, save where its embedding gives another."""
+    """Return the type of a model's activations: that of its weights unless its embedding gives another."""
     dtype: torch.dtype = getattr(model.get_input_embeddings(), "computes_in", model.dtype)
     return dtype

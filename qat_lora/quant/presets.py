@@ -1,0 +1,145 @@
+"""The one table of presets, and how a user changes one.
+
+A `Preset` gives each linear layer of a model its spec by the first rule whose pattern is found in the layer's name.
+Peers keep such tables in nine places under names with different meanings; here a name that is not in `PRESETS` is
+refused with the list.
+
+A user changes a preset by pattern: `keep` leaves layers as they are, `override` gives them another preset's spec.
+Both become rules in front of the preset's own, so that the preset in a checkpoint's config.json describes it fully.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from qat_lora.errors import ConfigError
+from qat_lora.quant.spec import Code, QuantSpec
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Specs for a whole model: the first rule whose pattern is found in a layer's name decides.
+
+    A rule with spec None keeps the layers it matches as they are. No rule reaches the LM head, which has a spec of
+    its own and stays unquantised without one. `tied`: the embedding looks its rows up in the LM head's codes.
+    """
+
+    name: str
+    rules: tuple[tuple[str, QuantSpec | None], ...]
+    lm_head: QuantSpec | None = None
+    tied: bool = False
+
+    def spec_for(self, layer: str) -> QuantSpec | None:
+        """Return the spec of a layer, or None where it stays unquantised."""
+        rule = self.rule_for(layer)
+        return None if rule is None else self.rules[rule][1]
+
+    def rule_for(self, layer: str) -> int | None:
+        """Return the number of the rule that decides for a layer, None where no rule matches it."""
+        return next((i for i, (pattern, _) in enumerate(self.rules) if re.search(pattern, layer)), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, fit for a model's config.json."""
+        rules = [[pattern, spec and dataclasses.asdict(spec)] for pattern, spec in self.rules]
+        data: dict[str, Any] = {"name": self.name, "rules": rules}
+        if self.lm_head is not None:
+            data["head"] = dataclasses.asdict(self.lm_head)
+        return data | ({"tied": True} if self.tied else {})
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Preset:
+        """Read back what `to_dict` wrote.
+
+        Raises:
+            ConfigError: the mapping is not one of ours.
+        """
+        try:
+            rules = tuple((str(p), None if s is None else _stored_spec(s)) for p, s in data["rules"])
+            for pattern, _ in rules:
+                re.compile(pattern)
+            lm_head = _stored_spec(data["head"]) if data.get("head") else None
+            return cls(str(data["name"]), rules, lm_head, bool(data.get("tied")))
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, re.error) as error:
+            raise ConfigError(f"preset: {data!r} is not a preset of qat-lora ({error})") from None
+
+
+def _stored_spec(data: Mapping[str, Any]) -> QuantSpec:
+    """Return a spec read from a file; k-means tables, which are no longer made, are stored values like any other."""
+    return QuantSpec(**({**data, "table": "even"} if data.get("table") == "kmeans" else data))
+
+
+MLP = r"\.(mlp|feed_forward|ffn)\."
+ATTENTION = r"\.(self_attn|attention|attn)\."
+
+
+def _group(bits: int, code: Code, group_size: int) -> QuantSpec:
+    return QuantSpec(bits=bits, code=code, sharing="group", group_size=group_size)
+
+
+def _low_rank(entries: int, rank: int) -> QuantSpec:
+    return QuantSpec(bits=entries.bit_length() - 1, code="lut", sharing="lowrank", group_size=128, rank=rank)
+
+
+_RULES: dict[str, tuple[tuple[str, QuantSpec], ...]] = {
+    "w2g64": ((".", _group(2, "half", 64)),),
+    "w3g128": ((".", _group(3, "integer", 128)),),
+    "w4g128": ((".", _group(4, "integer", 128)),),
+    "w4g64a": ((".", _group(4, "asymmetric", 64)),),
+    "nf4g64": ((".", QuantSpec(bits=4, code="lut", sharing="group", group_size=64, table="normal")),),
+    "apple2": ((".", QuantSpec(bits=2, code="half", sharing="tensor")),),
+    "q4_r32": ((".", _low_rank(16, 32)),),
+    "q4a4": ((".", _low_rank(16, 4)),),
+    "q2a2": ((".", _low_rank(4, 32)),),
+    "q2a4": ((MLP, _low_rank(4, 32)), (ATTENTION, _low_rank(16, 8))),
+}
+PRESETS: Mapping[str, Preset] = {name: Preset(name, rules) for name, rules in _RULES.items()}
+
+
+def preset(name: str, keep: tuple[str, ...] = (), override: tuple[str, ...] = (), lm_head: str | None = None) -> Preset:
+    """Return a preset by name, changed as the user asked.
+
+    Args:
+        name: an entry of `PRESETS`.
+        keep: patterns of layers that stay unquantised, whatever the other rules say.
+        override: `PATTERN=PRESET`: layers with the spec of another preset; the first match decides.
+        lm_head: preset whose spec the LM head gets; None leaves it unquantised.
+
+    Raises:
+        ConfigError: unknown name (the message lists the known ones), or a pattern that is no regular expression.
+    """
+    base = _known("preset", name)
+    rules: list[tuple[str, QuantSpec | None]] = [(_pattern("keep", pattern), None) for pattern in keep]
+    for word in override:
+        pattern, equals, other = word.rpartition("=")
+        if not (pattern and equals):
+            raise ConfigError(rf"override: {word!r} is not PATTERN=PRESET, for example layers\.(0|27)\.=w4g128")
+        rules.append((_pattern("override", pattern), _only_spec("override", other)))
+    return Preset(base.name, (*rules, *base.rules), None if lm_head is None else _only_spec("quantize_head", lm_head))
+
+
+def _known(field: str, name: str) -> Preset:
+    if name not in PRESETS:
+        raise ConfigError(f"{field}: {name!r} is unknown; allowed: {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+def _only_spec(field: str, name: str) -> QuantSpec:
+    """Return the spec of a preset that treats all layers alike."""
+    chosen = _known(field, name)
+    spec = chosen.rules[0][1]
+    if len(chosen.rules) > 1 or spec is None:
+        alike = [other for other, entry in PRESETS.items() if len(entry.rules) == 1]
+        raise ConfigError(f"{field}: {name} has a rule each for MLP and attention; allowed: {', '.join(alike)}")
+    return spec
+
+
+def _pattern(field: str, pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"{field}: {pattern!r} is not a regular expression ({error})") from None
+    return pattern
