@@ -41,7 +41,7 @@ from qat_lora.terminal import redact
 
 @advised(build_advice)
 def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
-    """Build (or go on building) a KD cache; return its folder (an `ObjectFolder` for a URL), or with `dry_run` a dict.
+    """Build (or go on building) a KD cache; return its folder (an `RemoteFolder` for a URL), or with `dry_run` a dict.
 
     Raises:
         QatLoraError: see the rooms; nothing in an existing cache is lost.

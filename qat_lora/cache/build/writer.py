@@ -47,14 +47,14 @@ _MANIFEST_TEMPORARY = f".{fmt.MANIFEST}.tmp"
 _KINDS = {
     "record": re.compile(rf"{re.escape(fmt.MANIFEST)}|[seb]-[0-9]{{6}}\.json"),
     "tensors": re.compile(rf"{re.escape(fmt.HEAD)}|[se]-[0-9]{{6}}\.safetensors"),
-    "lock": re.compile(rf"{re.escape(fmt.LOCK)}(\.manifest|\.[0-9]+)?(-[0-9]{{6}})?"),
+    "lock": re.compile(rf"{re.escape(fmt.LOCK)}(\.manifest|\.[0-9]+)?"),
     "temporary": re.compile(rf"\.({re.escape(fmt.MANIFEST)}|{re.escape(fmt.HEAD)}|[seb]-[0-9]{{6}}\.[a-z]+)\.tmp"),
 }
 """The names that a builder writes, by what the files are."""
 _OURS = {
     "record": rf'\{{\s*"format": "{fmt.FORMAT}"',
     "tensors": rf'(?s).{{8}}\{{"__metadata__":\{{"format":"{fmt.FORMAT}"',
-    "lock": r"([0-9]+\n|[^\n]* process [0-9]+ [0-9a-f]{16} [0-9]+\n|given back\n)?\Z",
+    "lock": r"([0-9]+\n)?\Z",
 }
 """How each begins; what a kill left half begins with anything, and counts as ours in a folder that is a cache."""
 
@@ -374,6 +374,8 @@ class CacheWriter:
 
     def _sweep(self) -> None:
         """Remove what this builder left when it was killed: temporary files, shards that were never committed."""
+        if self.out.far:  # nothing is half-written there, and a shard without its sidecar may be another's, just put
+            return
         kept = {entry.shard for entries in self._entries.values() for entry in entries}
         for file in self.out.names():
             match = _TEMPORARY.fullmatch(file)

@@ -165,6 +165,12 @@ def read_head(place: Place, fingerprint: Fingerprint) -> LMHead:
     )
 
 
+def largest_head(fingerprint: Fingerprint) -> int:
+    """Return the most bytes that the head's file of a cache can have."""
+    held = fingerprint.contents
+    return 4 * held.vocab_size * (held.hidden + 1) + fmt.HEADER_LIMIT_BYTES
+
+
 def _check_size(location: Location, fingerprint: Fingerprint) -> None:
     """Raise CacheDamaged where the file is missing or has a size that no head of this cache has."""
     held = fingerprint.contents
@@ -174,7 +180,7 @@ def _check_size(location: Location, fingerprint: Fingerprint) -> None:
         raise CacheDamaged(
             f"{location}/{fmt.HEAD}: is missing; hidden states mean nothing without it: restore it from a copy"
         ) from None
-    fewest, most = 2 * held.vocab_size * held.hidden, 4 * held.vocab_size * (held.hidden + 1) + fmt.HEADER_LIMIT_BYTES
+    fewest, most = 2 * held.vocab_size * held.hidden, largest_head(fingerprint)
     if not fewest < size <= most:
         raise CacheDamaged(
             f"{location}/{fmt.HEAD}: has {size:,} bytes; a head of {held.vocab_size:,} × {held.hidden:,} has more than "

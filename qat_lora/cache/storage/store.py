@@ -44,6 +44,11 @@ def read_manifest(path: Place) -> Manifest:
             f"{path}: holds no {fmt.MANIFEST}, so it is no finished KD cache; run the same `qat-lora cache build` "
             "again to complete it, or give the folder of a finished one"
         ) from None
+    return parse_manifest(data, file)
+
+
+def parse_manifest(data: bytes, file: str) -> Manifest:
+    """Return the manifest that a file's bytes are; CacheDamaged unless its shards are named as shards, in order."""
     manifest = parse(Manifest, data, file)
     for split in fmt.SERIES:
         numbers = []
