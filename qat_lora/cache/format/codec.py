@@ -29,7 +29,6 @@ except ImportError:  # a machine for which there is no build of it; the sums are
 
 from qat_lora.cache.format.layout import PACKED_VOCAB, SHORT_VOCAB, ArraySpec
 from qat_lora.cache.format.records import Fingerprint
-from qat_lora.cache.format.redraw import redraw, redraw_uniforms
 from qat_lora.errors import CacheError
 from qat_lora.types import Batch, temperature_key
 
@@ -45,8 +44,6 @@ _DEPTHS = (0.0 - (np.arange(256) / 255) ** 1.5).astype(np.float32)
 """What part of the range below the likeliest entry each `uint8` code stands for."""
 _CODE_ENDS = ((np.arange(255) + 0.5) / 255) ** 1.5
 """Where one code ends and the next begins, as part of the range: half way in codes, not in nats."""
-_BLOCK_ENTRIES = 12 << 10
-"""Entries of the head that are worked on at a time where some are dropped: as float64, less than malloc maps anew."""
 DRAWN = {"tail_draws": "tail_draw_ids", "draws": "draw_ids"}
 """Lists of drawn tokens: name in a shard, key in a batch."""
 OPTIONAL = (*DRAWN.values(), "teacher_hidden")
@@ -263,46 +260,19 @@ def decode_row(
     if not top_k:
         return
     unpack_ids(arrays, k, out["head_ids"])
-    if k < top_k:
-        _decode_fewer(arrays, fingerprint, k, temperatures, starts, out)
-        return
-    decode_values(arrays, k, out["head_logits"])
-    for name in (temperature_key(name, temperature) for temperature in temperatures for name in ("lse", "log_tail")):
-        out[name][...] = arrays[name]
-
-
-def _decode_fewer(
-    arrays: Mapping[str, np.ndarray],
-    fingerprint: Fingerprint,
-    k: int,
-    temperatures: Sequence[float],
-    starts: np.ndarray,
-    out: Batch,
-) -> None:
-    """Write values, sums and draws from the tail for the first k of K entries, some positions at a time.
-
-    Arrays of a whole row would be fresh memory at every step of the sums, and cost more in page faults than the sums.
-    """
-    top_k, positions = fingerprint.top_k, len(out["head_ids"])
-    draws = out.get("tail_draw_ids")
-    if draws is not None:
-        numbers = redraw_uniforms((arrays["input_ids"], starts), fingerprint.seed, top_k - k, draws.shape[1])
-    names = [name for name in arrays if name.startswith(("val", "ids", "lse", "log_tail"))]
-    step = max(1, _BLOCK_ENTRIES // top_k)
-    for part in (slice(start, start + step) for start in range(0, positions, step)):
-        block = {name: arrays[name][part] for name in names}
-        values = decode_values(block, top_k)
-        np.copyto(out["head_logits"][part], values[:, :k])
+    dropped = None
+    if k == top_k:
+        decode_values(arrays, k, out["head_logits"])
+    else:
+        values = decode_values(arrays, top_k)
+        np.copyto(out["head_logits"], values[:, :k])
         dropped = values[:, k:].astype(np.float64)
-        if draws is not None:
-            ids, log_probs = unpack_ids(block, top_k)[:, k:], dropped - block["lse"].astype(np.float64)[:, None]
-            redraw(draws[part], ids, log_probs, block["log_tail"], numbers[part])
-        for temperature in temperatures:
-            lse_key, tail_key = (temperature_key(name, temperature) for name in ("lse", "log_tail"))
-            lse, log_tail = block[lse_key], block[tail_key].astype(np.float64)
-            out[lse_key][part] = lse
-            # Both in log space: a tail of 1e-30 next to a dropped 1e-3 must not be rounded away first.
-            out[tail_key][part] = np.logaddexp(log_tail, _logsumexp(dropped / temperature) - lse)
+    for temperature in temperatures:
+        lse_key, tail_key = (temperature_key(name, temperature) for name in ("lse", "log_tail"))
+        lse, log_tail = arrays[lse_key], arrays[tail_key]
+        if dropped is not None:  # both in log space: a tail of 1e-30 next to a dropped 1e-3 must not be rounded away
+            log_tail = np.logaddexp(log_tail.astype(np.float64), _logsumexp(dropped / temperature) - lse)
+        out[lse_key][...], out[tail_key][...] = lse, log_tail
 
 
 def _logsumexp(values: np.ndarray) -> np.ndarray:

@@ -109,11 +109,17 @@ class CacheReader:
         """Decode rows, in the order asked; index -1 gives a fully masked row, an optional array not named is left out.
 
         Raises:
-            CacheError: a row that is not there, k outside 1..K, a temperature that is not stored.
+            CacheError: a row that is not there, k outside 1..K, a temperature that is not stored, tail draws and k < K.
             CacheDamaged: a row is not what was written, or speaks of tokens outside the vocabulary.
         """
         fingerprint = self.fingerprint
         k = check_request(fingerprint, k, temperatures)
+        if k < fingerprint.top_k and "tail_draw_ids" in optional and (draws := fingerprint.contents.tail_draws):
+            raise CacheError(
+                f"k: the cache's draws are from the tail behind {fingerprint.top_k} entries, so they cannot be used "
+                f"with {k} of them; leave --head-k out, give --estimator ghost, or build a cache with --top-k {k} "
+                f"--tail-draws {draws}"
+            )
         wanted = np.asarray(indices, np.int64)
         if wanted.ndim != 1 or ((wanted < -1) | (wanted >= self.rows(split))).any():
             raise CacheError(f"rows: {wanted.tolist()!r}; allowed: 0 to {self.rows(split) - 1}, or -1 for padding")

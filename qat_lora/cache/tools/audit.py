@@ -154,7 +154,7 @@ def _audit_row(
 ) -> dict[tuple[str, str, int], np.ndarray]:
     """Return the figures of a row's targets, arrays [n]."""
     held = reader.fingerprint
-    stored = {(held.value_dtype, k): reader.read("train", [row], k, (1.0,)) for k in head_sizes(held.top_k)}
+    stored = {(held.value_dtype, k): reader.read("train", [row], k, (1.0,), ()) for k in head_sizes(held.top_k)}
     whole = reader.read("train", [row], None, (1.0,))
     if held.top_k and held.value_dtype == "float16":
         stored |= {
