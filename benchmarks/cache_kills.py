@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from qat_lora.cache.build.builder import build_kd_cache
+from qat_lora.cache.build.builder import ForwardSettings, build_kd_cache
 from qat_lora.cache.build.partition import Share
 from qat_lora.cache.build.writer import CacheWriter, ResumeState
 from qat_lora.cache.format.codec import encode_rows
@@ -147,7 +147,7 @@ def build(writer: Any) -> None:
     if not done.finished:
         rows = rows_from(done.cursor["row"] if done.cursor else 0, TRAIN_ROWS)
         evaluation = list(rows_from(1000, 1000 + EVAL_ROWS))
-        build_kd_cache(Teacher(), rows, writer, eval_rows=evaluation, batch_rows=3, quiet=True)
+        build_kd_cache(Teacher(), rows, writer, ForwardSettings(3), eval_rows=evaluation, quiet=True)
 
 
 def ours(out: Path, report: int) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from qat_lora.cache.build.builder import build_kd_cache
-from qat_lora.cache.build.forecast import forecast
+from qat_lora.cache.build.builder import ForwardSettings, build_kd_cache
+from qat_lora.cache.build.forecast import Size, forecast
 from qat_lora.cache.build.partition import Share
 from qat_lora.cache.build.writer import CacheWriter
 from qat_lora.cache.format.lm_head import head_file
@@ -88,23 +88,18 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
     evaluation, first = take_eval(documents, encode, options.length, options.eval_rows)
     rest = share(documents, first, part.builder, part.builders)
     max_rows = options.num_rows and part.of(options.num_rows)
+    settings = ForwardSettings(options.teacher_batch_size, runtime.device, piece_bytes=runtime.piece_bytes)
     rest(0)  # refuses a blank text before the folder is made
     if options.dry_run:
         _place(teacher, runtime)
-        cost = forecast(
-            teacher,
-            pack_rows(rest(0), encode, options.length),
-            fingerprint,
-            out,
-            eval_rows=0 if part.builder else options.eval_rows,
-            batch_rows=options.teacher_batch_size,
-            device=runtime.device,
-            max_rows=max_rows,
-            shard_rows=options.shard_rows,
-            head_bytes=sum(map(len, head.parts)) if head else 0,
-            piece_bytes=runtime.piece_bytes,
-            quiet=run.quiet,
+        size = Size(
+            0 if part.builder else options.eval_rows,
+            max_rows,
+            options.shard_rows,
+            sum(map(len, head.parts)) if head else 0,
         )
+        train_rows = pack_rows(rest(0), encode, options.length)
+        cost = forecast(teacher, train_rows, fingerprint, out, size, settings, quiet=run.quiet)
         if not run.json:
             print(redact(cost.lines()), flush=True)
         return cost._asdict()
@@ -122,11 +117,9 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
             teacher,
             pack_rows(rest(cursor["document"] if cursor else 0), encode, options.length, cursor),
             writer,
+            settings,
             eval_rows=[] if part.builder else evaluation,
-            batch_rows=options.teacher_batch_size,
-            device=runtime.device,
             max_rows=max_rows,
-            piece_bytes=runtime.piece_bytes,
             quiet=run.quiet,
         )
     if not report.finished:

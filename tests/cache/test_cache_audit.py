@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from qat_lora.cache.build.builder import build_kd_cache
+from qat_lora.cache.build.builder import ForwardSettings, build_kd_cache
 from qat_lora.cache.build.writer import CacheWriter
 from qat_lora.cache.read.reader import CacheReader
 from qat_lora.cache.tools.audit import audit, head_sizes, summary, table_rows
@@ -45,7 +45,7 @@ class Row:
 def _cache(folder, fp, rows=5):
     with CacheWriter(folder, fp, 2) as writer:
         source = (Row(i, fp.length, fp.vocab_size) for i in range(rows))
-        build_kd_cache(Teacher(fp.vocab_size), source, writer, batch_rows=2, quiet=True)
+        build_kd_cache(Teacher(fp.vocab_size), source, writer, ForwardSettings(2), quiet=True)
     return folder
 
 
@@ -108,7 +108,7 @@ def test_bytes_are_those_of_a_cache_with_that_k(tmp_path, fingerprint):
     for row in (report["by_k"][0], report["by_k"][-1]):
         fp = fingerprint(vocab_size=61, top_k=row["k"], length=200)
         with CacheWriter(tmp_path / str(row["k"]), fp) as writer:
-            build_kd_cache(Teacher(61), (Row(i, 200, 61) for i in range(8)), writer, batch_rows=8, quiet=True)
+            build_kd_cache(Teacher(61), (Row(i, 200, 61) for i in range(8)), writer, ForwardSettings(8), quiet=True)
         size = (tmp_path / str(row["k"]) / "s-000000.safetensors").stat().st_size
         assert 0 < size / (8 * 200) - row["bytes_per_token"] < 1
 

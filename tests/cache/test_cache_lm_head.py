@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from qat_lora.cache.build.builder import build_kd_cache
+from qat_lora.cache.build.builder import ForwardSettings, build_kd_cache
 from qat_lora.cache.build.partition import Share
 from qat_lora.cache.build.writer import CacheWriter
 from qat_lora.cache.format.lm_head import head_file, read_head
@@ -75,7 +75,7 @@ def _build(out, fingerprint, teacher, top_k=0, rows=5, head=None, **changes):
     with CacheWriter(out, fp, 2, head=file) as writer:
         done = writer.resume_state()
         source = (Row(i, 9) for i in range(done.cursor or 0, rows))
-        build_kd_cache(teacher, source, writer, batch_rows=2, quiet=True)
+        build_kd_cache(teacher, source, writer, ForwardSettings(2), quiet=True)
     return fp
 
 
@@ -143,21 +143,21 @@ def test_every_damage_to_the_head_is_refused(tmp_path, fingerprint):
         changed = bytearray(good)
         changed[bit // 8] ^= 1 << bit % 8
         file.write_bytes(changed)
-        with pytest.raises(CacheDamaged, match="teacher_lm_head"):
+        with pytest.raises(CacheDamaged, match="teacher_head"):
             read_head(tmp_path / "c", fp)
     cuts = [good[:n] for n in range(0, len(good), 41)] + [good + b"\0", good + good]
     for data in cuts:
         file.write_bytes(data)
         for opened in (CacheReader, verify_cache):
-            with pytest.raises(CacheDamaged, match="teacher_lm_head"):
+            with pytest.raises(CacheDamaged, match="teacher_head"):
                 opened(tmp_path / "c")
     file.unlink()
     for opened in (CacheReader, verify_cache, lambda path: CacheReader(path, verify=False)):
-        with pytest.raises(CacheDamaged, match="teacher_lm_head.*missing"):
+        with pytest.raises(CacheDamaged, match="teacher_head.*missing"):
             opened(tmp_path / "c")
     (tmp_path / "elsewhere").write_bytes(good)
     file.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CacheDamaged, match="teacher_lm_head"):
+    with pytest.raises(CacheDamaged, match="teacher_head"):
         CacheReader(tmp_path / "c")
     file.unlink()
     file.write_bytes(good)
@@ -189,7 +189,7 @@ def test_a_head_whose_hash_is_right_and_whose_header_is_not(tmp_path, fingerprin
         if number == 0:  # positive control: the same way, nothing wrong
             read_head(folder, fp)
         else:
-            with pytest.raises(CacheDamaged, match="teacher_lm_head"):
+            with pytest.raises(CacheDamaged, match="teacher_head"):
                 read_head(folder, fp)
 
 
@@ -257,14 +257,14 @@ def test_two_builders_share_one_head(tmp_path, fingerprint):
     fp = fingerprint(vocab_size=VOCAB, top_k=0, length=9, optional_arrays=optional_arrays(0, 0, WIDTH, file.sha256))
     for builder in (1, 0):
         with CacheWriter(tmp_path / "c", fp, 2, share=Share(builder, 2), head=file) as writer:
-            build_kd_cache(teacher, [Row(i, 9) for i in range(builder, 5, 2)], writer, batch_rows=2, quiet=True)
+            build_kd_cache(teacher, [Row(i, 9) for i in range(builder, 5, 2)], writer, ForwardSettings(2), quiet=True)
     assert verify_cache(tmp_path / "c").rows == 5
     assert torch.equal(KDCacheDataset(tmp_path / "c").teacher_lm_head().bias_V, teacher.lm_head().bias_V[:VOCAB])
 
 
 def test_behind_a_url(tmp_path, fingerprint):
     pytest.importorskip("fsspec")
-    url, packed = f"memory://{tmp_path.name}/c", f"memory://{tmp_path.name}/p"
+    url, packed = f"memory://{tmp_path.name}/c", tmp_path / "p.tar.zst"
     _build(url, fingerprint, Teacher(), top_k=4)
     _build(tmp_path / "c", fingerprint, Teacher(), top_k=4)
     assert verify_cache(url).strangers == verify_cache(tmp_path / "c").strangers == ()

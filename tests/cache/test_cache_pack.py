@@ -185,6 +185,12 @@ def test_what_is_in_the_way_is_not_touched(packed, tmp_path, fingerprint, random
     assert not list(tmp_path.glob("*y"))
 
 
+def test_a_pack_and_its_cache_are_written_to_a_disk(packed, tmp_path):
+    for work, source in ((pack_cache, tmp_path / "c"), (unpack_cache, packed)):
+        with pytest.raises(CacheError, match="--out memory://x/p: is a URL"):
+            work(source, "memory://x/p")
+
+
 def test_a_folder_of_the_earlier_version_is_refused_by_name(tmp_path):
     old = tmp_path / "old"
     old.mkdir()

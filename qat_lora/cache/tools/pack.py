@@ -23,9 +23,8 @@ import numpy as np
 from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.lm_head import check_head, largest_head
 from qat_lora.cache.format.records import Manifest, ShardEntry
-from qat_lora.cache.read.reader import check_entry
 from qat_lora.cache.storage.location import LocalFolder, Location, Place, locate, locate_file
-from qat_lora.cache.storage.store import Progress, check_digest, parse_manifest, read_manifest
+from qat_lora.cache.storage.store import Progress, check_digest, check_entry, parse_manifest, read_manifest
 from qat_lora.errors import CacheDamaged, CacheError, OutputExistsError
 from qat_lora.extras import require
 from qat_lora.files.folders import whole_file, whole_folder
@@ -64,7 +63,7 @@ def pack_cache(path: Place, out: str | Path, progress: Progress | None = None) -
         CacheDamaged: a file of the cache is not what was written.
         OutputExistsError: `out` exists, or lies inside the cache.
     """
-    zstd, source, out = require("zstandard", "transport"), locate(path), Path(out)
+    zstd, source, out = require("zstandard", "transport"), locate(path), _local(out)
     manifest = read_manifest(source)
     inside = isinstance(source, LocalFolder) and out.resolve().is_relative_to(source.path.resolve())
     if inside or out.is_symlink() or out.exists():
@@ -99,7 +98,7 @@ def unpack_cache(path: str | Path, out: str | Path, progress: Progress | None = 
         CacheDamaged: the file, or a shard in it, is not what was written.
         OutputExistsError: `out` exists.
     """
-    zstd, out = require("zstandard", "transport"), Path(out)
+    zstd, out = require("zstandard", "transport"), _local(out)
     source, name = locate_file(path)
     if source.has(name) and locate(path).has(_EARLIER):
         raise CacheError(f"{path}: was packed by an earlier version; unpack it with that one, then pack it again")
@@ -122,6 +121,15 @@ def unpack_cache(path: str | Path, out: str | Path, progress: Progress | None = 
             except (zstd.ZstdError, tarfile.TarError, EOFError) as error:
                 raise _damaged(path, f"is no archive of a cache ({error})") from None
     return _report(out, manifest, size)
+
+
+def _local(out: str | Path) -> Path:
+    place = locate(out)
+    if not isinstance(place, LocalFolder):
+        raise CacheError(
+            f"--out {out}: is a URL; packing and unpacking write to a disk: give a path, then copy it there"
+        )
+    return place.path
 
 
 def _members(source: Location, manifest: Manifest, progress: Progress | None) -> Iterator[tuple[str, int, BinaryIO]]:
