@@ -9,7 +9,7 @@ import torch
 from qat_lora.cache.build.builder import ForwardSettings, build_kd_cache
 from qat_lora.cache.build.writer import CacheWriter
 from qat_lora.cache.read.reader import CacheReader
-from qat_lora.cache.tools.audit import audit, head_sizes, summary, table_rows
+from qat_lora.cache.tools.audit import audit, summary, table_rows, topk_sizes
 from qat_lora.cli import main
 from qat_lora.errors import CacheError
 
@@ -84,7 +84,7 @@ def test_against_whole_distributions(vocab, top_k, shift, tmp_path, fingerprint)
     path = _cache(tmp_path / "c", fingerprint(vocab_size=vocab, top_k=top_k, length=17))
     teacher = Teacher(vocab, shift)
     report = audit(teacher, path, SHA, rows=99, chunk_bytes=8 * vocab * 3)
-    assert report["rows"] == 5 and [row["k"] for row in report["by_k"]] == head_sizes(top_k)
+    assert report["rows"] == 5 and [row["k"] for row in report["by_k"]] == topk_sizes(top_k)
     for row in report["by_k"]:
         stored, largest, tail, even, positions = _dense(path, teacher, row["k"], vocab)
         assert report["positions"] == positions
@@ -129,7 +129,7 @@ def test_no_target_in_the_rows(tmp_path, fingerprint, random_rows, write_cache):
 
 
 def test_head_sizes_and_table():
-    assert [head_sizes(k) for k in (1, 4, 5, 64)] == [[1], [4], [4, 5], [4, 8, 16, 32, 64]]
+    assert [topk_sizes(k) for k in (1, 4, 5, 64)] == [[1], [4], [4, 5], [4, 8, 16, 32, 64]]
     row = dict.fromkeys(("bytes_per_token", "kl_stored", "kl_stored_max", "tail_mass", "kl_even_tail"), 0.5)
     row |= {"k": 4, "encoding": "uint8"}
     report = {"positions": 9, "rows": 1, "same_ids": 1.0, "same_values": 0.5, "mass_defect": 1e-4, "by_k": [row]}

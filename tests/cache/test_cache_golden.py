@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from qat_lora.cache.build.writer import CacheWriter
-from qat_lora.cache.format.lm_head import HeadFile
+from qat_lora.cache.format.lm_head import LMHeadFile
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.cache.read.reader import CacheReader
 from qat_lora.cache.storage.store import read_manifest
@@ -60,10 +60,10 @@ def test_our_writer_gives_the_same_shards(name, tmp_path):
     verify_cache(GOLDEN / name)
     manifest = read_manifest(GOLDEN / name)
     head = None
-    if manifest.fingerprint.head_sha256:
+    if manifest.fingerprint.lm_head_sha256:
         data = (GOLDEN / name / "teacher_head.safetensors").read_bytes()
-        head = HeadFile(manifest.fingerprint.contents.hidden, manifest.fingerprint.head_sha256, (data,))
-    with CacheWriter(tmp_path, manifest.fingerprint, head=head) as writer:
+        head = LMHeadFile(manifest.fingerprint.contents.hidden, manifest.fingerprint.lm_head_sha256, (data,))
+    with CacheWriter(tmp_path, manifest.fingerprint, lm_head=head) as writer:
         for split in ("eval", "train"):
             rows, first = _rows(split, name), 0
             for entry in manifest.shards(split):

@@ -296,7 +296,7 @@ import bucket
 import numpy as np
 from qat_lora.cache.format.records import Fingerprint
 from qat_lora.cache.storage.remote import RemoteFolder
-from qat_lora.cache.build.partition import Share
+from qat_lora.cache.build.partition import Partition
 from qat_lora.cache.read.reader import CacheReader
 from qat_lora.cache.build.writer import CacheWriter
 L, K = 5, 3
@@ -309,8 +309,8 @@ def row(i):
             "head_ids": rng.integers(0, 31, (1, L - 1, K)), "lse": rng.random((1, L - 1)),
             "head_logits": -np.sort(rng.random((1, L - 1, K))), "log_tail": -rng.random((1, L - 1))}
 
-def build(url, share=Share()):
-    with CacheWriter(url, fp, 3, share=share) as writer:
+def build(url, partition=Partition()):
+    with CacheWriter(url, fp, 3, partition=share) as writer:
         done = writer.resume_state()
         if done.finished:
             return
@@ -324,7 +324,7 @@ def objects(url):
     folder = RemoteFolder(url)
     return {name: folder.read(name, 1 << 20) for name in folder.names()}
 
-def child(url, point, share=Share()):
+def child(url, point, partition=Partition()):
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -354,7 +354,7 @@ for number, plan in enumerate(plans):
         kills += 1
     if wait(child(url, None)) != 0 or objects(url) != whole:
         broken.append(plan)
-shares = [Share(0, 2), Share(1, 2)]
+shares = [Partition(0, 2), Partition(1, 2)]
 for share in shares:
     assert wait(child("bucket://whole2", None, share)) == 0
 whole2 = objects("bucket://whole2")

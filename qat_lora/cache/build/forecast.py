@@ -65,7 +65,7 @@ class Size(NamedTuple):
     """The build stops there."""
     shard_rows: int | None = None
     """Rows of a shard; default as in `CacheWriter`."""
-    head_bytes: int = 0
+    lm_head_bytes: int = 0
     """Of the output head that is stored once."""
 
 
@@ -113,7 +113,7 @@ def forecast(
         seen += sum(1 for _ in tqdm(rest, desc="count", unit="row", disable=quiet, dynamic_ncols=True))
     count = seen if max_rows is None else min(seen, max_rows) if ended else max_rows
     per_shard = size.shard_rows or fmt.default_shard_rows(fingerprint.arrays)
-    total_bytes = size.head_bytes + sum(_split_bytes(fingerprint, part, per_shard) for part in (count, eval_rows))
+    total_bytes = size.lm_head_bytes + sum(_split_bytes(fingerprint, part, per_shard) for part in (count, eval_rows))
     tokens = (count + eval_rows) * fingerprint.length
     rate = batch_rows * fingerprint.length / statistics.median(durations)
     return Forecast(

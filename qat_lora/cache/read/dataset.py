@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from qat_lora.cache.format.codec import OPTIONAL
-from qat_lora.cache.format.lm_head import read_head
+from qat_lora.cache.format.lm_head import read_lm_head
 from qat_lora.cache.format.records import Manifest
 from qat_lora.cache.read.reader import CacheReader, check_request
 from qat_lora.cache.storage.location import Place
@@ -82,7 +82,7 @@ class KDCacheDataset:
             CacheError: the cache holds no hidden states.
             CacheDamaged: the file is not what was written.
         """
-        return read_head(self._reader.path, self._reader.fingerprint)
+        return read_lm_head(self._reader.path, self._reader.fingerprint)
 
     def steps_per_epoch(self, global_batch_rows: int) -> int:
         """Return the steps in which every row is seen once."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.codec import OPTIONAL, decode_row, empty_batch, mask_row, strange_ids
-from qat_lora.cache.format.lm_head import check_head
+from qat_lora.cache.format.lm_head import check_lm_head
 from qat_lora.cache.format.records import Fingerprint, ShardEntry
 from qat_lora.cache.read.shard import Shard, most_open, open_shard
 from qat_lora.cache.storage.location import Place, locate
@@ -55,7 +55,7 @@ class CacheReader:
         self.path = locate(path)
         self.manifest = read_manifest(self.path)
         self.fingerprint = self.manifest.fingerprint
-        check_head(self.path, self.fingerprint, whole=verify)
+        check_lm_head(self.path, self.fingerprint, whole=verify)
         self._preload = preload
         self._check_every = {"all": 1, "sampled": _SAMPLED, "off": 0}[verify_rows]
         self._served = 0

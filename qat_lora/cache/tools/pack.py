@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import numpy as np
 
 from qat_lora.cache.format import layout as fmt
-from qat_lora.cache.format.lm_head import check_head, largest_head
+from qat_lora.cache.format.lm_head import check_lm_head, largest_lm_head
 from qat_lora.cache.format.records import Manifest, ShardEntry
 from qat_lora.cache.storage.location import LocalFolder, Location, Place, locate, locate_file
 from qat_lora.cache.storage.store import Progress, check_digest, check_entry, parse_manifest, read_manifest
@@ -136,11 +136,11 @@ def _members(source: Location, manifest: Manifest, progress: Progress | None) ->
     """Yield name, size and content of an archive's files, checked."""
     text = source.read(fmt.MANIFEST, fmt.MANIFEST_LIMIT_BYTES)
     yield fmt.MANIFEST, len(text), io.BytesIO(text)
-    if manifest.fingerprint.head_sha256 is not None:
-        check_head(source, manifest.fingerprint)
-        size = source.size(fmt.HEAD)
-        with source.open(fmt.HEAD) as head:
-            yield fmt.HEAD, size, head
+    if manifest.fingerprint.lm_head_sha256 is not None:
+        check_lm_head(source, manifest.fingerprint)
+        size = source.size(fmt.LM_HEAD)
+        with source.open(fmt.LM_HEAD) as file:
+            yield fmt.LM_HEAD, size, file
     for entry in _entries(manifest):
         check_entry(source, entry, manifest.fingerprint)
         sidecar = source.read(f"{entry.shard}.json", fmt.SIDECAR_LIMIT_BYTES)
@@ -166,9 +166,9 @@ def _extract(archive: tarfile.TarFile, where: str | Path, target: LocalFolder, p
     text = b"".join(read(fmt.MANIFEST, fmt.MANIFEST_LIMIT_BYTES))
     manifest = parse_manifest(text, f"{where}: {fmt.MANIFEST}")
     target.write_new(fmt.MANIFEST, [text], "manifest")
-    if manifest.fingerprint.head_sha256 is not None:
-        target.write_new(fmt.HEAD, read(fmt.HEAD, largest_head(manifest.fingerprint)), "head")
-        check_head(target, manifest.fingerprint)
+    if manifest.fingerprint.lm_head_sha256 is not None:
+        target.write_new(fmt.LM_HEAD, read(fmt.LM_HEAD, largest_lm_head(manifest.fingerprint)), "head")
+        check_lm_head(target, manifest.fingerprint)
     for entry in _entries(manifest):
         sidecar = b"".join(read(f"{entry.shard}.json", fmt.SIDECAR_LIMIT_BYTES))
         data = b"".join(read(f"{entry.shard}.safetensors", entry.bytes))
