@@ -29,7 +29,7 @@ import numpy as np
 import torch
 import transformers
 
-from qat_lora.cache.build.builder import build_kd_cache
+from qat_lora.cache.build.builder import ForwardSettings, build_kd_cache
 from qat_lora.cache.build.writer import CacheWriter
 from qat_lora.cache.format.records import Fingerprint
 from qat_lora.models.load import CausalLM, make_qwen3
@@ -168,7 +168,7 @@ def build(teacher: CausalLM, rows: list[Row], held: Fingerprint, batch: int) -> 
         CacheWriter(folder, held, shard_rows=max(1, len(rows) // 2)) as writer,
     ):
         build_kd_cache(
-            teacher, rows, writer, batch_rows=batch, piece_bytes=NativeRuntime("cpu").piece_bytes, quiet=True
+            teacher, rows, writer, ForwardSettings(batch, piece_bytes=NativeRuntime("cpu").piece_bytes), quiet=True
         )
 
 

@@ -32,8 +32,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from qat_lora.cache.build.builder import build_kd_cache
-from qat_lora.cache.build.partition import Share
+from qat_lora.cache.build.builder import ForwardSettings, build_kd_cache
+from qat_lora.cache.build.partition import Partition
 from qat_lora.cache.build.writer import CacheWriter, ResumeState
 from qat_lora.cache.format.codec import encode_rows
 from qat_lora.cache.format.records import Fingerprint
@@ -81,7 +81,7 @@ class NaiveWriter:
     """The control: a writer as one first writes it. Files get their final name at once, resuming counts them."""
 
     def __init__(self, out: Path, fingerprint: Fingerprint) -> None:
-        self.out, self.fingerprint, self.share, self.stopped = out, fingerprint, Share(), False
+        self.out, self.fingerprint, self.partition, self.stopped = out, fingerprint, Partition(), False
         out.mkdir(exist_ok=True)
         self.pending: list[dict[str, np.ndarray]] = []
 
@@ -147,7 +147,7 @@ def build(writer: Any) -> None:
     if not done.finished:
         rows = rows_from(done.cursor["row"] if done.cursor else 0, TRAIN_ROWS)
         evaluation = list(rows_from(1000, 1000 + EVAL_ROWS))
-        build_kd_cache(Teacher(), rows, writer, eval_rows=evaluation, batch_rows=3, quiet=True)
+        build_kd_cache(Teacher(), rows, writer, ForwardSettings(3), eval_rows=evaluation, quiet=True)
 
 
 def ours(out: Path, report: int) -> None:

@@ -25,33 +25,24 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from qat_lora.cache.build.builder import Row, run_batch
+from qat_lora.cache.build.builder import ForwardSettings, run_batch
 from qat_lora.cache.build.writer import CacheWriter
 from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.records import VALUE_DTYPES, Fingerprint
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.cache.tools.pack import pack_cache
-from qat_lora.data.packing import make_encoder, pack_rows
+from qat_lora.data.packing import PackedRow, make_encoder, pack_rows
 from qat_lora.data.sources import TextConfig, open_documents
 from qat_lora.models.load import CausalLM, load_model, load_tokenizer, make_qwen3
 
 Arrays = dict[str, np.ndarray]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 SHAPE = {"hidden": 1024, "heads": 16, "kv_heads": 8, "mlp": 3072, "head_dim": 128}
-
-
-class RandomRow(NamedTuple):
-    """One row of random tokens, a single document."""
-
-    input_ids: np.ndarray
-    loss_mask: np.ndarray
-    doc_starts: np.ndarray
-    cursor: int
 
 
 def main() -> None:
@@ -92,27 +83,27 @@ def main() -> None:
         Path(arguments.out).write_text(text + "\n", encoding="utf-8")
 
 
-def random_rows(arguments: argparse.Namespace) -> Iterator[Row]:
+def random_rows(arguments: argparse.Namespace) -> Iterator[PackedRow]:
     """Yield rows of random tokens."""
     draw = np.random.default_rng(0)
     for number in range(arguments.rows):
         ids = draw.integers(0, arguments.vocab, arguments.length).astype(np.int32)
         ones = np.ones(arguments.length, np.uint8)
-        yield RandomRow(ids, ones, np.arange(arguments.length) == 0, number)
+        yield PackedRow(ids, ones, np.arange(arguments.length) == 0, {"document": number})
 
 
-def text_rows(folder: str, text: str, length: int) -> Iterator[Row]:
+def text_rows(folder: str, text: str, length: int) -> Iterator[PackedRow]:
     """Yield packed rows of a text."""
     encode = make_encoder(load_tokenizer(Path(folder)))
     return pack_rows(open_documents(TextConfig(dataset=text, format="text")), encode, length)
 
 
-def measure(name: str, teacher: CausalLM, rows: Iterable[Row], length: int, ks: list[int]) -> dict[str, Any]:
+def measure(name: str, teacher: CausalLM, rows: Iterable[PackedRow], length: int, ks: list[int]) -> dict[str, Any]:
     """Run a teacher over some rows and write them in every encoding and with every K."""
     whole = fingerprint(teacher.vocab_size, length, max(ks), "float16")
     parts = []
     for row in rows:
-        parts.append(run_batch(teacher, [row], whole, 1, "cpu"))
+        parts.append(run_batch(teacher, [row], whole, ForwardSettings(1)))
         print(f"{name}: row {len(parts)}", flush=True)
     arrays = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
     lines = [encode(arrays, teacher.vocab_size, length, k, dtype) for dtype in VALUE_DTYPES for k in ks]

@@ -1,10 +1,10 @@
 """Which distance to the teacher a quantised student learns best from: held-out KL at equal tokens and at equal bytes.
 
-One cache (`--top-k 128`, draws, hidden states) and one quantised student (w2g64, GPTQ, adapter start) serve every run:
-a smaller head is a slice, fewer draws are a slice, `hybrid` behind a smaller head draws again (`redraw.py`). A
-run is `recover` with one estimator, K or D, and seed; all other settings are equal, the learning rate too. What counts
-is the adapter after the last step (not the best: choosing would favour noisy runs), scored as `qat-lora eval` does, by
-the KL over the whole vocabulary on text that neither training nor cache saw.
+One quantised student (w2g64, GPTQ, adapter start) serves every run, and one cache all runs of a K: draws from the tail
+are draws behind K entries. The cache of the largest K also holds draws from the whole teacher, of which fewer are a
+slice, and hidden states. A run is `recover` with one estimator, K or D, and seed; all other settings are equal, the
+learning rate too. What counts is the adapter after the last step (not the best: choosing would favour noisy runs),
+scored as `qat-lora eval` does, by the KL over the whole vocabulary on text that neither training nor cache saw.
 
 What is fair. *Equal tokens*: every run sees as many rows, of `--pool` times as many in the cache, so a seed is
 another sample of text, of draws, and another order. *Equal bytes*: K entries cost an id and a value each and two sums a
@@ -87,19 +87,21 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     seen, unseen = texts(arguments, out)
     cases = list(all_cases(arguments))
-    cache = build(arguments, seen, out, max((c.draws or 1 for c in cases if c.estimator == "sampled"), default=1))
+    draws = max((c.draws or 1 for c in cases if c.estimator == "sampled"), default=1)
+    caches = {k: build(arguments, seen, out, k, draws) for k in arguments.k}
     student = run(
         COMMANDS["quantize"],
         QuantizeOptions(
             model=arguments.teacher,
             preset=arguments.preset,
             init="gptq",
-            kd_cache_dir=str(cache),
+            kd_cache_dir=str(caches[max(arguments.k)]),
             start_rank=arguments.rank,
             run=part(arguments, out / "student"),
         ),
     )
-    costs = {case: cost(case, cache) for case in cases}
+    caches = {case: caches[case.k or max(arguments.k)] for case in cases}
+    costs = {case: cost(case, caches[case]) for case in cases}
     settings = {name: getattr(arguments, name) for name in SETTINGS}
     lines = out / "runs.jsonl"
     start = scored(arguments, unseen, student, out / "scores" / "start")
@@ -109,7 +111,7 @@ def main() -> None:
             if any(identity.items() <= line.items() for line in read(lines)):
                 continue
             begun = time.perf_counter()
-            folder = recover(arguments, case, seed, cache, student, out / "runs" / f"{case.name}-s{seed}")
+            folder = recover(arguments, case, seed, caches[case], student, out / "runs" / f"{case.name}-s{seed}")
             result = scored(arguments, unseen, folder / "last", out / "scores" / f"{case.name}-s{seed}")
             seconds = round(time.perf_counter() - begun, 1)
             line = {**identity, "estimator": case.estimator, "k": case.k, "draws": case.draws, **result, **costs[case]}
@@ -132,7 +134,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", required=True, help="output folder")
     parser.add_argument("--machine", default=platform.machine(), help="named in the result")
     parser.add_argument("--estimators", type=words, default=(*HEADS, *ALONE), help="of " + ",".join((*HEADS, *ALONE)))
-    parser.add_argument("--k", type=numbers, default=(2, 4, 8, 32, 128), help="head entries; the largest is cached")
+    parser.add_argument("--k", type=numbers, default=(2, 4, 8, 32, 128), help="entries; each has a cache")
     parser.add_argument("--draws", type=numbers, default=(), help="draws of sampled; default: equal bytes with each K")
     parser.add_argument("--tail-draws", type=int, default=8, help="draws of hybrid")
     parser.add_argument("--seeds", type=numbers, default=(0, 1, 2))
@@ -196,21 +198,22 @@ def texts(arguments: argparse.Namespace, out: Path) -> tuple[TextConfig, TextCon
     return seen, TextConfig(dataset=arguments.held_out_text, files_from=arguments.held_out_files, format="text")
 
 
-def build(arguments: argparse.Namespace, seen: TextConfig, out: Path, draws: int) -> Path:
-    """Return the one cache, made or completed."""
+def build(arguments: argparse.Namespace, seen: TextConfig, out: Path, k: int, draws: int) -> Path:
+    """Return the cache of one K, made or completed; that of the largest has what the estimators without a K read."""
+    largest = k == max(arguments.k)
     return run(
         COMMANDS["cache build"],
         CacheBuildOptions(
             teacher=arguments.teacher,
             text=seen,
             length=arguments.length,
-            top_k=max(arguments.k),
+            top_k=k,
             tail_draws=arguments.tail_draws,
-            draws=draws,
-            hidden=True,
+            draws=draws if largest else 0,
+            hidden=largest,
             num_rows=int(arguments.steps * arguments.batch * arguments.pool),
             teacher_batch_size=16,
-            run=part(arguments, out / "cache"),
+            run=part(arguments, out / f"cache-k{k}"),
         ),
     )
 
@@ -222,7 +225,6 @@ def recover(arguments: argparse.Namespace, case: Case, seed: int, cache: Path, s
         RecoverOptions(
             checkpoint=str(student),
             kd_cache_dir=str(cache),
-            head_k=case.k,
             train_scales=True,
             lora=LoraConfig(recovery_r=arguments.rank),
             objective=case.objective(),
@@ -252,7 +254,7 @@ def scored(arguments: argparse.Namespace, unseen: TextConfig, student: Path, out
 
 def cost(case: Case, cache: Path) -> dict[str, float]:
     """Return the teacher's bytes a token in a cache made for this case alone, and with repeated draws counted."""
-    dataset = KDCacheDataset(cache, k=1, verify=False)
+    dataset = KDCacheDataset(cache, verify=False)
     held = dataset.manifest.fingerprint.contents
     needs = {"full": {"hidden": held.hidden}, "sampled": {"draws": case.draws}, "hybrid": {"tail_draws": case.draws}}
     alone = Contents(held.length, case.k or 0, held.vocab_size, **needs.get(case.estimator, {}))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from qat_lora.cache.build.partition import Share
+from qat_lora.cache.build.partition import Partition
 from qat_lora.config import at_least, option, required
 from qat_lora.data.sources import TextConfig
 from qat_lora.errors import ConfigError
@@ -102,7 +102,7 @@ class CacheBuildOptions:
             raise ConfigError("tail_draws: there is no tail without a head; give --top-k 1 or more, or --draws instead")
         if not self.temperatures or min(self.temperatures) <= 0:
             raise ConfigError("temperatures: allowed: one or more numbers above 0, for example 1,2")
-        share = Share.parse(self.builder)
+        share = Partition.parse(self.builder)
         if self.num_rows is not None and not share.of(self.num_rows):
             raise ConfigError(
                 f"num_rows: {self.num_rows} leaves builder {share} nothing; give more rows or fewer builders"

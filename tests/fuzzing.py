@@ -36,7 +36,7 @@ from hypothesis import strategies as st
 
 import qat_lora
 from qat_lora import options
-from qat_lora.cache.build.partition import Share, read_part
+from qat_lora.cache.build.partition import Partition, read_part
 from qat_lora.cache.format.records import Fingerprint, Part, render
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.cache.storage.location import locate
@@ -483,7 +483,7 @@ def _cache_targets(root: Path) -> Iterator[tuple[str, Target]]:
     fingerprint: Fingerprint = read_manifest(GOLDEN).fingerprint
     part = Part(builder=0, builders=2, train_shards=1, eval_shards=0, fingerprint=fingerprint)
     file = _written(root / "part" / "b-000000.json", render(part))
-    yield "part", Target(file, SEALED, lambda: read_part(locate(file.parent), Share(0, 2), fingerprint))
+    yield "part", Target(file, SEALED, lambda: read_part(locate(file.parent), Partition(0, 2), fingerprint))
 
 
 def _model_targets(root: Path) -> Iterator[tuple[str, Target]]:

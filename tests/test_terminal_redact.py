@@ -9,7 +9,7 @@ import pytest
 import qat_lora
 from qat_lora import errors
 from qat_lora.cache.read.dataset import KDCacheDataset
-from qat_lora.cache.storage.object_store import ObjectFolder
+from qat_lora.cache.storage.remote import RemoteFolder
 from qat_lora.cli import main
 from qat_lora.terminal import redact
 
@@ -57,9 +57,9 @@ def test_commands_on_a_cache_behind_credentials(tiny, tmp_path, capfd, quiet_sto
         main(line.split())
     assert json.loads(fsspec.filesystem("memory").cat("/KEYID:S3CR3T@bucket/cache/manifest.json"))["train"]
     assert "***@bucket/cache" in (tmp_path / "run/config.yaml").read_text()
-    folder = ObjectFolder(URL)
+    folder = RemoteFolder(URL)
     name = next(name for name in folder.names() if name.startswith("s-") and name.endswith("safetensors"))
-    folder.replace(name, folder.read(name, 1 << 30)[:-1] + b"\xff")
+    folder._fs.pipe_file(folder._path(name), folder.read(name, 1 << 30)[:-1] + b"\xff")
     refused = [
         f"cache verify {URL}",
         f"cache info {URL}/none",
@@ -78,7 +78,7 @@ def test_commands_on_a_cache_behind_credentials(tiny, tmp_path, capfd, quiet_sto
     with pytest.raises(errors.CacheDamaged) as caught:
         qat_lora.KDCacheDataset(URL)
     shown = capfd.readouterr()
-    texts = {"out": shown.out, "err": shown.err, "error": str(caught.value), "place": str(ObjectFolder(URL))}
+    texts = {"out": shown.out, "err": shown.err, "error": str(caught.value), "place": str(RemoteFolder(URL))}
     for file in tmp_path.rglob("*"):
         if file.is_file():
             texts[str(file)] = str(file) + file.read_bytes().decode("latin-1")

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from qat_lora.cache.build.builder import build_kd_cache
-from qat_lora.cache.build.forecast import forecast
-from qat_lora.cache.build.partition import Share
+from qat_lora.cache.build.builder import ForwardSettings, build_kd_cache
+from qat_lora.cache.build.forecast import Size, forecast
+from qat_lora.cache.build.partition import Partition
 from qat_lora.cache.build.writer import CacheWriter
-from qat_lora.cache.format.lm_head import head_file
+from qat_lora.cache.format.lm_head import lm_head_file
 from qat_lora.cache.format.records import Fingerprint, optional_arrays
 from qat_lora.cache.storage.location import LocalFolder, locate
 from qat_lora.cache.storage.store import noted_teacher, read_manifest
@@ -41,14 +41,14 @@ from qat_lora.terminal import redact
 
 @advised(build_advice)
 def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
-    """Build (or go on building) a KD cache; return its folder (an `ObjectFolder` for a URL), or with `dry_run` a dict.
+    """Build (or go on building) a KD cache; return its folder (an `RemoteFolder` for a URL), or with `dry_run` a dict.
 
     Raises:
         QatLoraError: see the rooms; nothing in an existing cache is lost.
         InterruptedRunError: SIGTERM or SIGHUP; what is committed stays.
     """
     options = as_builder(options, runtime)
-    run, text, part = options.run, options.text, Share.parse(options.builder)
+    run, text, part = options.run, options.text, Partition.parse(options.builder)
     default = f"caches/{Path(str(text.dataset)).name.replace('.', '-')}_L{options.length}_K{options.top_k}"
     place = locate(run.out or default)
     out = place.path if isinstance(place, LocalFolder) else place
@@ -58,7 +58,7 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
     tokenizer = load_tokenizer(teacher.folder, options.hub.trust_remote_code)
     teacher = _with_vocabulary(teacher, tokenizer, options.vocab_size)
     template = getattr(tokenizer, "chat_template", None)
-    head = head_file(teacher.lm_head()) if options.hidden else None
+    lm_head = lm_head_file(teacher.lm_head()) if options.hidden else None
     fingerprint = Fingerprint(
         tokenizer_sha256=tokenizer_sha256(tokenizer),
         vocab_size=teacher.vocab_size,
@@ -73,7 +73,7 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
         temperatures=tuple(sorted(set(options.temperatures))),
         value_dtype=options.value_dtype,
         optional_arrays=optional_arrays(
-            options.draws_from_tail, options.draws, head.width if head else 0, head.sha256 if head else None
+            options.draws_from_tail, options.draws, lm_head.width if lm_head else 0, lm_head.sha256 if lm_head else None
         ),
         seed=run.seed,
         eval_rows=options.eval_rows,
@@ -88,30 +88,27 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
     evaluation, first = take_eval(documents, encode, options.length, options.eval_rows)
     rest = share(documents, first, part.builder, part.builders)
     max_rows = options.num_rows and part.of(options.num_rows)
+    settings = ForwardSettings(options.teacher_batch_size, runtime.device, piece_bytes=runtime.piece_bytes)
     rest(0)  # refuses a blank text before the folder is made
     if options.dry_run:
         _place(teacher, runtime)
-        cost = forecast(
-            teacher,
-            pack_rows(rest(0), encode, options.length),
-            fingerprint,
-            out,
-            eval_rows=0 if part.builder else options.eval_rows,
-            batch_rows=options.teacher_batch_size,
-            device=runtime.device,
-            max_rows=max_rows,
-            shard_rows=options.shard_rows,
-            head_bytes=sum(map(len, head.parts)) if head else 0,
-            piece_bytes=runtime.piece_bytes,
-            quiet=run.quiet,
+        size = Size(
+            0 if part.builder else options.eval_rows,
+            max_rows,
+            options.shard_rows,
+            sum(map(len, lm_head.parts)) if lm_head else 0,
         )
+        train_rows = pack_rows(rest(0), encode, options.length)
+        cost = forecast(teacher, train_rows, fingerprint, out, size, settings, quiet=run.quiet)
         if not run.json:
             print(redact(cost.lines()), flush=True)
         return cost._asdict()
     if run.overwrite and isinstance(place, LocalFolder):
         inputs = [options.teacher, teacher.folder, *text_inputs(text)]
         outputs.refuse_inputs(place.path, inputs, place.names())
-    with CacheWriter(out, fingerprint, options.shard_rows, overwrite=run.overwrite, share=part, head=head) as writer:
+    with CacheWriter(
+        out, fingerprint, options.shard_rows, overwrite=run.overwrite, partition=part, lm_head=lm_head
+    ) as writer:
         done = writer.resume_state()
         if done.finished:
             say(run, f"{out} is complete already")
@@ -122,11 +119,9 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
             teacher,
             pack_rows(rest(cursor["document"] if cursor else 0), encode, options.length, cursor),
             writer,
+            settings,
             eval_rows=[] if part.builder else evaluation,
-            batch_rows=options.teacher_batch_size,
-            device=runtime.device,
             max_rows=max_rows,
-            piece_bytes=runtime.piece_bytes,
             quiet=run.quiet,
         )
     if not report.finished:

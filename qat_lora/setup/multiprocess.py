@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from qat_lora.cache.build.partition import Share
+from qat_lora.cache.build.partition import Partition
 from qat_lora.errors import ConfigError
 from qat_lora.models.hub import HubConfig
 from qat_lora.models.load import resolve_model
@@ -54,6 +54,6 @@ def as_builder(options: CacheBuildOptions, runtime: Runtime) -> CacheBuildOption
         raise ConfigError("parallel: a cache is built by a process a chip, which share nothing; leave spmd out")
     if runtime.processes == 1:
         return options
-    share = Share.parse(options.builder)
-    mine = Share(share.builder * runtime.processes + runtime.rank, share.builders * runtime.processes)
+    share = Partition.parse(options.builder)
+    mine = Partition(share.builder * runtime.processes + runtime.rank, share.builders * runtime.processes)
     return replace(options, builder=str(mine))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from qat_lora.cache.format.codec import OPTIONAL
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.config import to_dict
 from qat_lora.errors import CacheError, ConfigError
@@ -52,6 +53,8 @@ def check_arrays(dataset: KDCacheDataset, objective: ObjectiveConfig) -> None:
             f"top_k: {objective.topk_user} needs the teacher's likeliest tokens, and the KD cache was built with "
             f"--top-k 0; {advice}, or build one with --top-k 64"
         )
+    if objective.kd_weight == 0 or choose_estimator(objective.estimator, OPTIONAL, objective.temperature) != "hybrid":
+        dataset.leave_out_all_but([name for name in OPTIONAL if name != "tail_draw_ids"])  # refused behind --head-k
     held = {name: torch.empty(1, 1, *array.shape[2:]) for name, array in dataset.rows([0]).items()}
     objective = replace(objective, estimator=choose_estimator(objective.estimator, held, objective.temperature))
     own = OPTIONAL_ARRAYS.get(objective.estimator, ()) if objective.kd_weight > 0 else ()

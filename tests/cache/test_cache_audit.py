@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from qat_lora.cache.build.builder import build_kd_cache
+from qat_lora.cache.build.builder import ForwardSettings, build_kd_cache
 from qat_lora.cache.build.writer import CacheWriter
 from qat_lora.cache.read.reader import CacheReader
-from qat_lora.cache.tools.audit import audit, head_sizes, summary, table_rows
+from qat_lora.cache.tools.audit import audit, summary, table_rows, topk_sizes
 from qat_lora.cli import main
 from qat_lora.errors import CacheError
 
@@ -45,7 +45,7 @@ class Row:
 def _cache(folder, fp, rows=5):
     with CacheWriter(folder, fp, 2) as writer:
         source = (Row(i, fp.length, fp.vocab_size) for i in range(rows))
-        build_kd_cache(Teacher(fp.vocab_size), source, writer, batch_rows=2, quiet=True)
+        build_kd_cache(Teacher(fp.vocab_size), source, writer, ForwardSettings(2), quiet=True)
     return folder
 
 
@@ -84,7 +84,7 @@ def test_against_whole_distributions(vocab, top_k, shift, tmp_path, fingerprint)
     path = _cache(tmp_path / "c", fingerprint(vocab_size=vocab, top_k=top_k, length=17))
     teacher = Teacher(vocab, shift)
     report = audit(teacher, path, SHA, rows=99, chunk_bytes=8 * vocab * 3)
-    assert report["rows"] == 5 and [row["k"] for row in report["by_k"]] == head_sizes(top_k)
+    assert report["rows"] == 5 and [row["k"] for row in report["by_k"]] == topk_sizes(top_k)
     for row in report["by_k"]:
         stored, largest, tail, even, positions = _dense(path, teacher, row["k"], vocab)
         assert report["positions"] == positions
@@ -108,7 +108,7 @@ def test_bytes_are_those_of_a_cache_with_that_k(tmp_path, fingerprint):
     for row in (report["by_k"][0], report["by_k"][-1]):
         fp = fingerprint(vocab_size=61, top_k=row["k"], length=200)
         with CacheWriter(tmp_path / str(row["k"]), fp) as writer:
-            build_kd_cache(Teacher(61), (Row(i, 200, 61) for i in range(8)), writer, batch_rows=8, quiet=True)
+            build_kd_cache(Teacher(61), (Row(i, 200, 61) for i in range(8)), writer, ForwardSettings(8), quiet=True)
         size = (tmp_path / str(row["k"]) / "s-000000.safetensors").stat().st_size
         assert 0 < size / (8 * 200) - row["bytes_per_token"] < 1
 
@@ -129,7 +129,7 @@ def test_no_target_in_the_rows(tmp_path, fingerprint, random_rows, write_cache):
 
 
 def test_head_sizes_and_table():
-    assert [head_sizes(k) for k in (1, 4, 5, 64)] == [[1], [4], [4, 5], [4, 8, 16, 32, 64]]
+    assert [topk_sizes(k) for k in (1, 4, 5, 64)] == [[1], [4], [4, 5], [4, 8, 16, 32, 64]]
     row = dict.fromkeys(("bytes_per_token", "kl_stored", "kl_stored_max", "tail_mass", "kl_even_tail"), 0.5)
     row |= {"k": 4, "encoding": "uint8"}
     report = {"positions": 9, "rows": 1, "same_ids": 1.0, "same_values": 0.5, "mass_defect": 1e-4, "by_k": [row]}

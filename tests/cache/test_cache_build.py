@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from qat_lora.cache.build.builder import build_kd_cache, teacher_arrays
+from qat_lora.cache.build.builder import ForwardSettings, build_kd_cache, teacher_arrays
 from qat_lora.cache.build.writer import CacheWriter
+from qat_lora.cache.format.layout import Contents
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.cache.tools.verify import verify_cache
 from qat_lora.errors import CacheError, ConfigError
@@ -79,7 +80,7 @@ def test_against_a_dense_float64_teacher(tmp_path, fingerprint, vocab, top_k, le
     rows, evaluation = _rows(7, length, vocab), _rows(2, length, vocab, first=50)
     with CacheWriter(tmp_path / "c", fp, 3) as writer:
         report = build_kd_cache(
-            teacher, iter(rows), writer, eval_rows=evaluation, batch_rows=4, chunk_bytes=vocab * 4 * 7, quiet=True
+            teacher, iter(rows), writer, ForwardSettings(4, chunk_bytes=vocab * 4 * 7), eval_rows=evaluation, quiet=True
         )
     assert report[:2] == (7, 2) and report.finished
     assert teacher.shapes == {((4, length), torch.int32, torch.int32)}  # one shape, the last batch included
@@ -113,7 +114,7 @@ def test_a_tiny_tail_is_not_rounding_noise():
         torch.linspace(0, -1, vocab).repeat(len(hidden_NH), 1) - 60 * (torch.arange(vocab) >= top_k)
     )
     ids = torch.zeros(1, 3, dtype=torch.int32)
-    arrays = teacher_arrays(teacher, ids, ids, vocab_size=vocab, top_k=top_k, temperatures=(1.0,))
+    arrays = teacher_arrays(teacher, ids, ids, Contents(3, top_k, vocab), {})
     logits = teacher.logits(torch.zeros(1, 1))[0].double().numpy()
     exact = np.log(np.exp(logits[top_k:]).sum()) - np.log(np.exp(logits).sum())
     assert exact < -55
@@ -136,7 +137,7 @@ def _build(folder, fp, teacher, total=11, **options):
         done = writer.resume_state()
         rows = _rows(total, fp.length, 31)[done.cursor["row"] if done.cursor else 0 :]
         held_back = _rows(3, fp.length, 31, first=90)
-        return build_kd_cache(teacher, rows, writer, eval_rows=held_back, batch_rows=3, quiet=True, **options)
+        return build_kd_cache(teacher, rows, writer, ForwardSettings(3), eval_rows=held_back, quiet=True, **options)
 
 
 @pytest.mark.parametrize("call", [1, 2, 3, 4, 5])
@@ -190,9 +191,9 @@ def test_max_rows_counts_earlier_runs(tmp_path, fingerprint):
             rows = _rows(total, 5, 31)[done.cursor["row"] if done.cursor else 0 :]
             if total == 5:
                 build_kd_cache(Teacher(31, act=lambda n: n == 3 and os.kill(os.getpid(), 15)), rows, writer,
-                               batch_rows=2, quiet=True)  # fmt: skip
+                               ForwardSettings(2), quiet=True)  # fmt: skip
             else:
-                report = build_kd_cache(Teacher(31), rows, writer, batch_rows=2, max_rows=7, quiet=True)
+                report = build_kd_cache(Teacher(31), rows, writer, ForwardSettings(2), max_rows=7, quiet=True)
     assert report.train_rows == 7
     ids = KDCacheDataset(tmp_path).rows(range(7))["input_ids"]
     np.testing.assert_array_equal(ids, [row.input_ids for row in _rows(7, 5, 31)])
@@ -216,7 +217,7 @@ def test_settings_that_cannot_work(tmp_path, fingerprint):
     with pytest.raises(ConfigError, match="vocab_size: .*31.*30"):
         build(Teacher(30))
     with pytest.raises(ConfigError, match="batch_rows"):
-        build(Teacher(31), batch_rows=0)
+        build(Teacher(31), settings=ForwardSettings(0))
     with pytest.raises(ConfigError, match="eval_rows"):
         build(Teacher(31), eval_rows=_rows(1, 5, 31))
     with CacheWriter(tmp_path / "x", fingerprint()) as writer:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qat_lora.cache.build.partition import Share
+from qat_lora.cache.build.partition import Partition
 from qat_lora.cache.build.writer import CacheWriter
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.cache.storage.store import read_manifest
@@ -30,7 +30,7 @@ COUNTS = (7, 0, 4)
 def _run(out, fp, random_rows, builder, builders=3, until=None):
     """One builder's whole work, or up to a row."""
     rows = random_rows(fp, COUNTS[builder], seed=builder)
-    with CacheWriter(out, fp, 2, share=Share(builder, builders)) as writer:
+    with CacheWriter(out, fp, 2, partition=Partition(builder, builders)) as writer:
         done = writer.resume_state()
         if builder == 0 and not done.rows and done.eval_rows < fp.eval_rows:
             held = random_rows(fp, fp.eval_rows, seed=9)
@@ -87,22 +87,22 @@ def test_what_does_not_go_together_is_refused(tmp_path, fingerprint, random_rows
     fp = fingerprint(eval_rows=3)
     _run(tmp_path, fp, random_rows, 0)
     before = _files(tmp_path)
-    for share in (Share(), Share(0, 2), Share(1, 2), Share(3, 4)):
-        with pytest.raises(OutputExistsError, match="filled by 3 builders"), CacheWriter(tmp_path, fp, share=share):
+    for share in (Partition(), Partition(0, 2), Partition(1, 2), Partition(3, 4)):
+        with pytest.raises(OutputExistsError, match="filled by 3 builders"), CacheWriter(tmp_path, fp, partition=share):
             pass
     with pytest.raises(OutputExistsError, match="seed is 0 there, 1"):
         _run(tmp_path, fingerprint(eval_rows=3, seed=1), random_rows, 2)
     with pytest.raises(ConfigError, match="overwrite: builder 1/3 would delete"):
-        CacheWriter(tmp_path, fp, overwrite=True, share=Share(1, 3))
-    with pytest.raises(CacheError, match="complete"), CacheWriter(tmp_path, fp, 2, share=Share(0, 3)) as writer:
+        CacheWriter(tmp_path, fp, overwrite=True, partition=Partition(1, 3))
+    with pytest.raises(CacheError, match="complete"), CacheWriter(tmp_path, fp, 2, partition=Partition(0, 3)) as writer:
         assert writer.waiting_for() == (1, 2)
         writer.append(random_rows(fp, 1), [None])
     assert _files(tmp_path) == before
-    with CacheWriter(tmp_path, fp, share=Share(1, 3)) as one:
-        for other in (Share(1, 3), Share()):
+    with CacheWriter(tmp_path, fp, partition=Partition(1, 3)) as one:
+        for other in (Partition(1, 3), Partition()):
             with (
                 pytest.raises(OutputExistsError, match="another builder|filled by"),
-                CacheWriter(tmp_path, fp, share=other),
+                CacheWriter(tmp_path, fp, partition=other),
             ):
                 pass
         one.stop()
@@ -116,9 +116,9 @@ def test_what_does_not_go_together_is_refused(tmp_path, fingerprint, random_rows
 def test_a_builder_that_never_wrote_a_shard_can_still_end(tmp_path, fingerprint, random_rows):
     """All empty: then there is nothing to train on, and the last one says so."""
     fp = fingerprint()
-    with CacheWriter(tmp_path, fp, share=Share(0, 2)):
+    with CacheWriter(tmp_path, fp, partition=Partition(0, 2)):
         pass
-    with pytest.raises(CacheError, match="no training row"), CacheWriter(tmp_path, fp, share=Share(1, 2)):
+    with pytest.raises(CacheError, match="no training row"), CacheWriter(tmp_path, fp, partition=Partition(1, 2)):
         pass
     assert sorted(_files(tmp_path)) == ["b-000000.json", "b-000001.json"]
     with CacheWriter(tmp_path, fp, overwrite=True) as writer:
@@ -127,12 +127,12 @@ def test_a_builder_that_never_wrote_a_shard_can_still_end(tmp_path, fingerprint,
 
 
 def test_how_shares_are_written():
-    assert Share.parse("1/3") == (1, 3) and str(Share(1, 3)) == "1/3"
+    assert Partition.parse("1/3") == (1, 3) and str(Partition(1, 3)) == "1/3"
     for bad in ("", "1", "3/3", "-1/3", "1/0", "1/3/4", " 0/1", "a/b", "0/1\n"):
         with pytest.raises(ConfigError, match="builder: .*0/2"):
-            Share.parse(bad)
+            Partition.parse(bad)
     for builders in (1, 2, 3, 7):
-        parts = [Share(i, builders).of(17) for i in range(builders)]
+        parts = [Partition(i, builders).of(17) for i in range(builders)]
         assert sum(parts) == 17 and max(parts) - min(parts) <= 1
 
 
@@ -143,7 +143,7 @@ from pathlib import Path
 import numpy as np
 from qat_lora.files.atomic import FAILPOINT_STEPS
 from qat_lora.cache.format.records import Fingerprint
-from qat_lora.cache.build.partition import Share
+from qat_lora.cache.build.partition import Partition
 from qat_lora.cache.build.writer import CacheWriter
 assert "torch" not in sys.modules
 
@@ -160,7 +160,7 @@ def build(out, builder, point=None):
     try:
         if point:
             os.environ["QAT_LORA_FAILPOINT"] = point
-        with CacheWriter(out, fp, 2, share=Share(builder, 2)) as writer:
+        with CacheWriter(out, fp, 2, partition=Partition(builder, 2)) as writer:
             done = writer.resume_state()
             for i in range(done.cursor or 0, 3):
                 rng = np.random.default_rng(10 * builder + i)

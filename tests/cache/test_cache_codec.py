@@ -108,7 +108,12 @@ def test_all_arrays_together_at_odd_sizes(tmp_path, fingerprint, random_rows, wr
         np.testing.assert_array_equal(batch[name][[0, 1, 3]], rows[name][[4, 0, 2]], err_msg=name)
     np.testing.assert_allclose(batch["head_logits"][[0, 1, 3]], rows["head_logits"][[4, 0, 2]], atol=0.1)
     assert not batch["target_mask"][2].any() and not batch["draw_ids"][2].any()
-    fewer = KDCacheDataset(tmp_path / "c", k=2).rows(order)
+    dataset = KDCacheDataset(tmp_path / "c", k=2)
+    with pytest.raises(CacheError, match="k: the cache's draws are from the tail behind 5 entries.*--top-k 2"):
+        dataset.rows(order)
+    dataset.leave_out_all_but(["draw_ids"])
+    fewer = dataset.rows(order)
+    np.testing.assert_array_equal(fewer["draw_ids"], batch["draw_ids"])
     np.testing.assert_array_equal(fewer["head_logits"], batch["head_logits"][..., :2])
     for name, read in (("all", batch), ("fewer", fewer)):
         logs = np.concatenate([read["head_logits"] - read["lse"][..., None], read["log_tail"][..., None]], -1)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from qat_lora.cache.build.builder import build_kd_cache
-from qat_lora.cache.build.draws import draw
+from qat_lora.cache.build.builder import ForwardSettings, build_kd_cache
+from qat_lora.cache.build.topk import draw
 from qat_lora.cache.build.writer import CacheWriter
 from qat_lora.cache.format.records import optional_arrays
 from qat_lora.cache.read.dataset import KDCacheDataset
@@ -90,7 +90,7 @@ def _build(out, fp, count=9, batch_rows=2):
     with CacheWriter(out, fp, 3) as writer:
         done = writer.resume_state()
         rows = (Row(i, fp.length, fp.vocab_size) for i in range(done.cursor or 0, count))
-        build_kd_cache(Teacher(fp.vocab_size), rows, writer, batch_rows=batch_rows, quiet=True)
+        build_kd_cache(Teacher(fp.vocab_size), rows, writer, ForwardSettings(batch_rows), quiet=True)
 
 
 def _shards(folder):
@@ -103,7 +103,7 @@ def test_builds_with_another_batch_size_or_in_two_parts_store_the_same(tmp_path,
     _build(tmp_path / "b", fp, batch_rows=5)
     with CacheWriter(tmp_path / "c", fp, 3) as writer:  # killed after four rows: one shard of three is kept
         rows = (Row(i, fp.length, fp.vocab_size) for i in range(4))
-        build_kd_cache(Teacher(61), rows, _Unfinished(writer), batch_rows=3, quiet=True)
+        build_kd_cache(Teacher(61), rows, _Unfinished(writer), ForwardSettings(3), quiet=True)
         writer.stop()
     _build(tmp_path / "c", fp, batch_rows=4)
     assert _shards(tmp_path / "a") == _shards(tmp_path / "b") == _shards(tmp_path / "c")

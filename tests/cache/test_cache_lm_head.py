@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from qat_lora.cache.build.builder import build_kd_cache
-from qat_lora.cache.build.partition import Share
+from qat_lora.cache.build.builder import ForwardSettings, build_kd_cache
+from qat_lora.cache.build.partition import Partition
 from qat_lora.cache.build.writer import CacheWriter
-from qat_lora.cache.format.lm_head import head_file, read_head
+from qat_lora.cache.format.lm_head import lm_head_file, read_lm_head
 from qat_lora.cache.format.records import optional_arrays
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.cache.read.reader import CacheReader
@@ -50,16 +50,16 @@ class Teacher:
         rng = np.random.default_rng(5)
         self.embed, weight = (torch.from_numpy(rng.normal(size=(VOCAB + 4, WIDTH))).float() for _ in range(2))
         self.embed = self.embed * scale
-        self._head = LMHead(weight.to(dtype), VOCAB, torch.linspace(-1, 1, VOCAB + 4).to(dtype), 0.5, 7.0)
+        self._lm_head = LMHead(weight.to(dtype), VOCAB, torch.linspace(-1, 1, VOCAB + 4).to(dtype), 0.5, 7.0)
 
     def lm_head(self):
-        return self._head
+        return self._lm_head
 
     def hidden(self, input_ids_BL, document_ids_BL):
         return self.embed[input_ids_BL.long()] + 0.25 * document_ids_BL[..., None]
 
     def logits(self, hidden_NH):
-        return _logits(self._head, hidden_NH.double()).float()
+        return _logits(self._lm_head, hidden_NH.double()).float()
 
 
 def _logits(head, hidden):
@@ -68,14 +68,14 @@ def _logits(head, hidden):
 
 
 def _build(out, fingerprint, teacher, top_k=0, rows=5, head=None, **changes):
-    file = head or head_file(teacher.lm_head())
+    file = head or lm_head_file(teacher.lm_head())
     fp = fingerprint(
         vocab_size=VOCAB, top_k=top_k, length=9, optional_arrays=optional_arrays(0, 2, WIDTH, file.sha256), **changes
     )
-    with CacheWriter(out, fp, 2, head=file) as writer:
+    with CacheWriter(out, fp, 2, lm_head=file) as writer:
         done = writer.resume_state()
         source = (Row(i, 9) for i in range(done.cursor or 0, rows))
-        build_kd_cache(teacher, source, writer, batch_rows=2, quiet=True)
+        build_kd_cache(teacher, source, writer, ForwardSettings(2), quiet=True)
     return fp
 
 
@@ -120,19 +120,19 @@ def test_states_that_float16_cannot_hold(tmp_path, fingerprint):
     with pytest.raises(CacheError, match=r"hidden: .* row 0, position 0 .*65,504"):
         _build(tmp_path / "c", fingerprint, Teacher(scale=1e6))
     with pytest.raises(CacheError, match="of type torch.float64|of type float64"):
-        head_file(LMHead(torch.zeros(3, 2, dtype=torch.float64), 3))
+        lm_head_file(LMHead(torch.zeros(3, 2, dtype=torch.float64), 3))
 
 
 def test_a_head_that_is_not_the_fingerprints(tmp_path, fingerprint):
-    other = head_file(Teacher(torch.float16).lm_head())
+    other = lm_head_file(Teacher(torch.float16).lm_head())
     fp = fingerprint(vocab_size=VOCAB, top_k=0, optional_arrays=optional_arrays(0, 0, WIDTH, "0" * 64))
     for head in (None, other):
-        with pytest.raises(CacheError, match="output head"), CacheWriter(tmp_path / "c", fp, head=head):
+        with pytest.raises(CacheError, match="output head"), CacheWriter(tmp_path / "c", fp, lm_head=head):
             pass
     assert sorted(os.listdir(tmp_path / "c")) == [".lock"]
     plain = fingerprint()
     with pytest.raises(CacheError, match="--hidden"):
-        read_head(tmp_path / "c", plain)
+        read_lm_head(tmp_path / "c", plain)
 
 
 def test_every_damage_to_the_head_is_refused(tmp_path, fingerprint):
@@ -143,21 +143,21 @@ def test_every_damage_to_the_head_is_refused(tmp_path, fingerprint):
         changed = bytearray(good)
         changed[bit // 8] ^= 1 << bit % 8
         file.write_bytes(changed)
-        with pytest.raises(CacheDamaged, match="teacher_lm_head"):
-            read_head(tmp_path / "c", fp)
+        with pytest.raises(CacheDamaged, match="teacher_head"):
+            read_lm_head(tmp_path / "c", fp)
     cuts = [good[:n] for n in range(0, len(good), 41)] + [good + b"\0", good + good]
     for data in cuts:
         file.write_bytes(data)
         for opened in (CacheReader, verify_cache):
-            with pytest.raises(CacheDamaged, match="teacher_lm_head"):
+            with pytest.raises(CacheDamaged, match="teacher_head"):
                 opened(tmp_path / "c")
     file.unlink()
     for opened in (CacheReader, verify_cache, lambda path: CacheReader(path, verify=False)):
-        with pytest.raises(CacheDamaged, match="teacher_lm_head.*missing"):
+        with pytest.raises(CacheDamaged, match="teacher_head.*missing"):
             opened(tmp_path / "c")
     (tmp_path / "elsewhere").write_bytes(good)
     file.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CacheDamaged, match="teacher_lm_head"):
+    with pytest.raises(CacheDamaged, match="teacher_head"):
         CacheReader(tmp_path / "c")
     file.unlink()
     file.write_bytes(good)
@@ -166,7 +166,7 @@ def test_every_damage_to_the_head_is_refused(tmp_path, fingerprint):
 
 def test_a_head_whose_hash_is_right_and_whose_header_is_not(tmp_path, fingerprint):
     """Made by somebody who seals what is wrong: every field of the header is compared, none trusted."""
-    good = head_file(Teacher().lm_head())
+    good = lm_head_file(Teacher().lm_head())
     header = bytes(good.parts[0])
     size = len(header) - 8
     bad_headers = [
@@ -187,10 +187,10 @@ def test_a_head_whose_hash_is_right_and_whose_header_is_not(tmp_path, fingerprin
         folder = tmp_path / str(number)
         fp = _build(folder, fingerprint, Teacher(), head=forged)
         if number == 0:  # positive control: the same way, nothing wrong
-            read_head(folder, fp)
+            read_lm_head(folder, fp)
         else:
-            with pytest.raises(CacheDamaged, match="teacher_lm_head"):
-                read_head(folder, fp)
+            with pytest.raises(CacheDamaged, match="teacher_head"):
+                read_lm_head(folder, fp)
 
 
 KILLED = """
@@ -253,18 +253,18 @@ def test_the_command_with_everything(tiny, tmp_path, capfd):
 
 def test_two_builders_share_one_head(tmp_path, fingerprint):
     teacher = Teacher()
-    file = head_file(teacher.lm_head())
+    file = lm_head_file(teacher.lm_head())
     fp = fingerprint(vocab_size=VOCAB, top_k=0, length=9, optional_arrays=optional_arrays(0, 0, WIDTH, file.sha256))
     for builder in (1, 0):
-        with CacheWriter(tmp_path / "c", fp, 2, share=Share(builder, 2), head=file) as writer:
-            build_kd_cache(teacher, [Row(i, 9) for i in range(builder, 5, 2)], writer, batch_rows=2, quiet=True)
+        with CacheWriter(tmp_path / "c", fp, 2, partition=Partition(builder, 2), lm_head=file) as writer:
+            build_kd_cache(teacher, [Row(i, 9) for i in range(builder, 5, 2)], writer, ForwardSettings(2), quiet=True)
     assert verify_cache(tmp_path / "c").rows == 5
     assert torch.equal(KDCacheDataset(tmp_path / "c").teacher_lm_head().bias_V, teacher.lm_head().bias_V[:VOCAB])
 
 
 def test_behind_a_url(tmp_path, fingerprint):
     pytest.importorskip("fsspec")
-    url, packed = f"memory://{tmp_path.name}/c", f"memory://{tmp_path.name}/p"
+    url, packed = f"memory://{tmp_path.name}/c", tmp_path / "p.tar.zst"
     _build(url, fingerprint, Teacher(), top_k=4)
     _build(tmp_path / "c", fingerprint, Teacher(), top_k=4)
     assert verify_cache(url).strangers == verify_cache(tmp_path / "c").strangers == ()

@@ -1,13 +1,17 @@
 """`cache pack` and `cache unpack`: smaller, and the same bytes again; damage is refused; kills lose nothing."""
 
+import hashlib
+import io
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 
@@ -17,7 +21,7 @@ from qat_lora.cache.tools.verify import verify_cache
 from qat_lora.cli import main
 from qat_lora.errors import CacheDamaged, CacheError, MissingExtraError, OutputExistsError
 
-pytest.importorskip("zstandard")
+zstandard = pytest.importorskip("zstandard")
 GOLDEN = Path(__file__).parents[1] / "data" / "golden_cache"
 LOCKS = (".lock",)
 
@@ -28,8 +32,8 @@ def _files(folder):
 
 @pytest.mark.parametrize("name", ["short", "packed", "wide", "codes", "hidden"])
 def test_golden_caches_come_back(name, tmp_path):
-    pack_cache(GOLDEN / name, tmp_path / "p")
-    report = unpack_cache(tmp_path / "p", tmp_path / "c")
+    pack_cache(GOLDEN / name, tmp_path / "p.tar.zst")
+    report = unpack_cache(tmp_path / "p.tar.zst", tmp_path / "c")
     assert _files(tmp_path / "c") == _files(GOLDEN / name)
     assert report.shards == len(list((tmp_path / "c").glob("?-*.safetensors")))
     verify_cache(tmp_path / "c")
@@ -58,24 +62,11 @@ def _teacher_like(fp, count, seed=0):
 def test_bytes_per_token_without_any_pattern(tmp_path, fingerprint, write_cache, value_dtype, most):
     fp = fingerprint(vocab_size=151_936, top_k=64, length=512, value_dtype=value_dtype)
     write_cache(tmp_path / "c", fp, _teacher_like(fp, 32), shard_rows=16)
-    report = pack_cache(tmp_path / "c", tmp_path / "p")
+    report = pack_cache(tmp_path / "c", tmp_path / "p.tar.zst")
     assert report.packed_bytes_per_token <= most
-    assert report.packed_bytes == sum(len(data) for name, data in _files(tmp_path / "p").items() if name[1] == "-")
+    assert report.packed_bytes == (tmp_path / "p.tar.zst").stat().st_size
     assert report.cache_bytes > 1.2 * report.packed_bytes
-    unpack_cache(tmp_path / "p", tmp_path / "again")
-    assert _files(tmp_path / "again") == _files(tmp_path / "c")
-
-
-def test_ids_of_a_text_become_smaller_than_log2_v(tmp_path, fingerprint, write_cache):
-    fp = fingerprint(vocab_size=151_936, top_k=16, length=256)
-    rows = _teacher_like(fp, 16)
-    usual = np.random.default_rng(1).permutation(fp.vocab_size)
-    rows["head_ids"] = usual[np.minimum(np.random.default_rng(2).zipf(1.3, rows["head_ids"].shape), 100_000)]
-    rows["head_ids"] = rows["head_ids"].astype(np.int32)
-    write_cache(tmp_path / "c", fp, rows)
-    report = pack_cache(tmp_path / "c", tmp_path / "p")
-    assert report.packed_bytes_per_token < 16 * 17.2 / 8 + 22
-    unpack_cache(tmp_path / "p", tmp_path / "again")
+    unpack_cache(tmp_path / "p.tar.zst", tmp_path / "again")
     assert _files(tmp_path / "again") == _files(tmp_path / "c")
 
 
@@ -85,55 +76,87 @@ def packed(tmp_path, fingerprint, random_rows, write_cache):
     rows = random_rows(fp, 4) | {"tail_draw_ids": np.ones((4, 4, 2), np.int32)}
     held_out = random_rows(fp, 1, seed=9) | {"tail_draw_ids": np.ones((1, 4, 2), np.int32)}
     write_cache(tmp_path / "c", fp, rows, shard_rows=2, eval_rows=held_out)
-    pack_cache(tmp_path / "c", tmp_path / "p")
-    return tmp_path / "p"
+    pack_cache(tmp_path / "c", tmp_path / "p.tar.zst")
+    return tmp_path / "p.tar.zst"
+
+
+def test_the_same_cache_gives_the_same_bytes_wherever_it_is(packed, tmp_path):
+    fsspec.filesystem("memory").store.clear()
+    for name, data in _files(tmp_path / "c").items():
+        fsspec.filesystem("memory").pipe_file(f"memory://kd/c/{name}", data)
+        os.utime(tmp_path / "c" / name, (1, 1))
+    for number, source in enumerate((tmp_path / "c", "memory://kd/c")):
+        pack_cache(source, tmp_path / f"{number}.tar.zst")
+        assert (tmp_path / f"{number}.tar.zst").read_bytes() == packed.read_bytes()
+    fsspec.filesystem("memory").pipe_file("memory://kd/p.tar.zst", packed.read_bytes())
+    unpack_cache("memory://kd/p.tar.zst", tmp_path / "u")
+    assert _files(tmp_path / "u") == _files(tmp_path / "c")
+
+
+def test_any_tar_lists_it(packed, tmp_path):
+    with zstandard.open(packed, "rb") as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
+        members = archive.getmembers()
+    names = ["manifest.json", "e-000000.json", "e-000000.safetensors"]
+    names += [f"s-{i:06d}.{ending}" for i in (0, 1) for ending in ("json", "safetensors")]
+    assert [member.name for member in members] == names
+    assert {(m.mtime, m.uid, m.gid, m.uname, m.gname, m.mode) for m in members} == {(0, 0, 0, "", "", 0o644)}
 
 
 def test_every_damage_is_refused_and_named(packed, tmp_path):
-    for name in ("s-000001.packed", "packed.json"):
-        good = (packed / name).read_bytes()
-        changes = [good[:n] for n in range(0, len(good), 83)] + [good + b"\0"]
-        for bit in range(0, 8 * len(good), 191):
-            changed = bytearray(good)
-            changed[bit // 8] ^= 1 << bit % 8
-            changes.append(bytes(changed))
-        for number, data in enumerate(changes):
-            (packed / name).write_bytes(data)
-            with pytest.raises(CacheDamaged, match=name.split(".")[0]):
-                unpack_cache(packed, tmp_path / f"{name}-{number}")
-            assert not (tmp_path / f"{name}-{number}" / "manifest.json").exists()
-        (packed / name).write_bytes(good)
-    swapped = [(packed / f"s-00000{i}.packed").read_bytes() for i in (1, 0)]
-    for i, data in enumerate(swapped):
-        (packed / f"s-00000{i}.packed").write_bytes(data)
-    with pytest.raises(CacheDamaged, match="s-000000"):
-        unpack_cache(packed, tmp_path / "x")
-    (packed / "s-000000.packed").unlink()
-    with pytest.raises(CacheDamaged, match="s-000000.*missing"):
-        unpack_cache(packed, tmp_path / "x")
+    good = packed.read_bytes()
+    changes = [good[:n] for n in range(0, len(good), 83)] + [good + b"\0"]
+    for bit in range(0, 8 * len(good), 191):
+        changed = bytearray(good)
+        changed[bit // 8] ^= 1 << bit % 8
+        changes.append(bytes(changed))
+    for data in changes:
+        packed.write_bytes(data)
+        with pytest.raises(CacheDamaged, match=r"p.tar.zst: its sha256 .* copy it again"):
+            unpack_cache(packed, tmp_path / "x")
+        assert not list(tmp_path.glob("*x*"))
 
 
-def test_streams_that_are_sealed_and_wrong(packed, tmp_path, monkeypatch):
-    """Past the sha256, as somebody who forges it would come: sizes are compared before anything is unpacked."""
-    import zstandard
+def _forge(path, members, ending=b""):
+    """Write a pack of these members, sealed as ours are: as somebody who wants to do harm would."""
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        for info, data in members:
+            info.size = len(data) if info.isreg() else 0
+            tar.addfile(info, io.BytesIO(data))
+    frame = ending or zstandard.compress(archive.getvalue())
+    path.write_bytes(frame + bytes.fromhex("502a4d1820000000") + hashlib.sha256(frame).digest())
 
-    from qat_lora.cache.tools import pack
 
-    data = (packed / "s-000000.packed").read_bytes()
-    begin = 8 + 32 + 8 + int.from_bytes(data[40:48], "little")
+def _members(packed):
+    with zstandard.open(packed, "rb") as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
+        return [(member, archive.extractfile(member).read()) for member in archive]
+
+
+def test_an_archive_that_is_sealed_and_wrong(packed, tmp_path):
+    """Past the sha256: names, kinds and sizes are compared before anything is written, contents before it stays."""
+    good = _members(packed)
+    swapped = [*good[:3], good[5], good[6], good[3], good[4]]
+    kinds = {"../evil": None, "/tmp/evil": None, "manifest.json/../../evil": None, "manifest.json": tarfile.SYMTYPE}
+    for number, (name, kind) in enumerate(kinds.items()):
+        info = tarfile.TarInfo(name)
+        info.type, info.linkname = kind or tarfile.REGTYPE, "../../evil"
+        for place in (0, 3):
+            forged = tmp_path / f"{number}-{place}.tar.zst"
+            _forge(forged, [*good[:place], (info, good[0][1]), *good[place + 1 :]])
+            with pytest.raises(CacheDamaged, match="is not where it should be"):
+                unpack_cache(forged, tmp_path / "x")
+    cut = [*good[:-1], (good[-1][0], good[-1][1][:-1])]
+    flipped = [*good[:-1], (good[-1][0], good[-1][1][:-1] + b"?")]
+    for members in (swapped, good[:-1], cut, flipped, []):
+        _forge(tmp_path / "f.tar.zst", members)
+        with pytest.raises(CacheDamaged, match="f.tar.zst: "):
+            unpack_cache(tmp_path / "f.tar.zst", tmp_path / "x")
     bomb = zstandard.compress(bytes(1 << 24))
-    endings = [
-        b"",
-        data[begin : begin + 20],
-        data[begin:] + b"\0",
-        len(bomb).to_bytes(8, "little") + bomb,
-        (1 << 40).to_bytes(8, "little") + b"x",
-        (12).to_bytes(8, "little") + b"no zstandard",
-    ]
-    for number, ending in enumerate(endings):
-        monkeypatch.setattr(pack, "_read_checked", lambda *_, ending=ending: data[:begin] + ending)
-        with pytest.raises(CacheDamaged, match="s-00000|e-00000"):
-            unpack_cache(packed, tmp_path / f"bad{number}")
+    for frame in (b"no zstandard", bomb, zstandard.compress(b"x" * 5000), zstandard.compress(good[0][1])[:20]):
+        _forge(tmp_path / "f.tar.zst", [], frame)
+        with pytest.raises(CacheDamaged, match="f.tar.zst: "):
+            unpack_cache(tmp_path / "f.tar.zst", tmp_path / "x")
+    assert not list(tmp_path.glob("*x*")) and not list(tmp_path.parent.glob("*evil*"))
 
 
 def test_what_is_in_the_way_is_not_touched(packed, tmp_path, fingerprint, random_rows, write_cache):
@@ -141,45 +164,68 @@ def test_what_is_in_the_way_is_not_touched(packed, tmp_path, fingerprint, random
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis.txt").write_text("text")
-    for work, source, out in (
-        (pack_cache, other, mine),
-        (unpack_cache, packed, mine),
-        (pack_cache, other, packed),
-        (unpack_cache, packed, other),
-    ):
+    for work, source, out in ((pack_cache, other, mine), (unpack_cache, packed, mine), (unpack_cache, packed, other)):
         before = _files(out)
-        with pytest.raises(OutputExistsError):
+        with pytest.raises(OutputExistsError, match="exists already"):
             work(source, out)
         assert _files(out) == before
-    with pytest.raises(CacheError, match="no packed.json"):
-        unpack_cache(other, tmp_path / "x")
+    before = packed.read_bytes(), _files(other)
+    with pytest.raises(OutputExistsError, match="exists already"):
+        pack_cache(other, packed)
+    for inside in (other / "p.tar.zst", other / "a" / "p.tar.zst", tmp_path / "mine" / ".." / "o" / "p"):
+        with pytest.raises(OutputExistsError, match="lies inside the cache"):
+            pack_cache(other, inside)
+    assert (packed.read_bytes(), _files(other)) == before
     with pytest.raises(CacheError, match="no manifest.json"):
-        pack_cache(packed, tmp_path / "x")
-    before = _files(packed)
-    pack_cache(tmp_path / "c", packed)  # there already
-    assert _files(packed) == before
+        pack_cache(mine, tmp_path / "x")
     damaged = tmp_path / "c" / "s-000001.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
     with pytest.raises(CacheDamaged, match="s-000001"):
         pack_cache(tmp_path / "c", tmp_path / "y")
-    assert not (tmp_path / "y" / "packed.json").exists()
+    assert not list(tmp_path.glob("*y"))
 
 
-@pytest.mark.parametrize("point", ["shard-written:2", "shard-linked", "sidecar-synced", "manifest-written"])
-def test_kills_and_going_on(packed, tmp_path, point):
-    whole, packed_whole = _files(tmp_path / "c"), _files(packed)
-    for words, source, out, expected in (
-        ("pack", tmp_path / "c", tmp_path / "p2", packed_whole),
-        ("unpack", packed, tmp_path / "c2", whole),
-    ):
-        if words == "pack" and point.startswith("sidecar"):
-            continue
-        code = f"from qat_lora.cache.tools.pack import *; {words}_cache({str(source)!r}, {str(out)!r})"
-        environment = os.environ | {"QAT_LORA_FAILPOINT": point}
-        died = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=100)
-        assert died.returncode == -signal.SIGKILL, died.stderr.decode()[-500:]
-        {"pack": pack_cache, "unpack": unpack_cache}[words](source, out)
-        assert _files(out) == expected
+def test_a_pack_and_its_cache_are_written_to_a_disk(packed, tmp_path):
+    for work, source in ((pack_cache, tmp_path / "c"), (unpack_cache, packed)):
+        with pytest.raises(CacheError, match="--out memory://x/p: is a URL"):
+            work(source, "memory://x/p")
+
+
+def test_a_folder_of_the_earlier_version_is_refused_by_name(tmp_path):
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "packed.json").write_text("{}")
+    with pytest.raises(CacheError, match="packed by an earlier version"):
+        unpack_cache(old, tmp_path / "x")
+
+
+@pytest.mark.parametrize("point", ["shard-written:2", "sidecar-synced", "manifest-written"])
+def test_a_kill_leaves_nothing_half_written(packed, tmp_path, point):
+    code = f"from qat_lora.cache.tools.pack import *; unpack_cache({str(packed)!r}, {str(tmp_path / 'c2')!r})"
+    environment = os.environ | {"QAT_LORA_FAILPOINT": point}
+    died = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=100)
+    assert died.returncode == -signal.SIGKILL, died.stderr.decode()[-500:]
+    assert not (tmp_path / "c2").exists()
+    unpack_cache(packed, tmp_path / "c2")
+    assert _files(tmp_path / "c2") == _files(tmp_path / "c")
+
+
+def test_a_kill_while_packing_leaves_no_pack(packed, tmp_path):
+    code = """
+import os, signal, sys
+from qat_lora.cache.tools import pack
+seen = []
+def progress(shard, size):
+    seen.append(shard)
+    if len(seen) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+pack.pack_cache(sys.argv[1], sys.argv[2], progress)
+"""
+    again = tmp_path / "p2.tar.zst"
+    died = subprocess.run([sys.executable, "-c", code, str(tmp_path / "c"), str(again)], timeout=100)
+    assert died.returncode == -signal.SIGKILL and not again.exists()
+    pack_cache(tmp_path / "c", again)
+    assert again.read_bytes() == packed.read_bytes()
 
 
 def test_without_zstandard(packed, tmp_path, monkeypatch):
@@ -195,8 +241,10 @@ def test_the_commands(packed, tmp_path, capfd):
     assert "3 shards" in capfd.readouterr().out
     assert _files(tmp_path / "u") == _files(tmp_path / "c")
     main(["cache", "pack", str(tmp_path / "u"), str(tmp_path / "v"), "--json"])
-    assert json.loads(capfd.readouterr().out)["packed_bytes"] > 0
-    assert _files(tmp_path / "v") == _files(packed)
+    report = json.loads(capfd.readouterr().out)
+    assert list(report) == ["out", "shards", "cache_bytes", "packed_bytes", "packed_bytes_per_token"]
+    assert report["packed_bytes"] == packed.stat().st_size
+    assert (tmp_path / "v").read_bytes() == packed.read_bytes()
     shutil.rmtree(tmp_path / "u")
     with pytest.raises(SystemExit) as left:
         main(["cache", "unpack", str(tmp_path / "nowhere"), str(tmp_path / "u")])

@@ -151,7 +151,8 @@ import os, resource, sys, tempfile
 tempfile.tempdir = sys.argv[1]
 from conftest import _fingerprint, _random_rows, _write_cache
 import numpy as np
-from qat_lora.cache.tools import overlap, shard
+from qat_lora.cache.read import shard
+from qat_lora.cache.tools import overlap
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.cache.tools.describe import describe
 from qat_lora.cache.tools.verify import verify_cache

@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from qat_lora.cache.build.topk import sparse_arrays, top_entries
+from qat_lora.cache.build.topk import sparse_arrays, top_k_entries
 from qat_lora.types import temperature_key
 
 
 @pytest.mark.parametrize("vocab", [1, 31, 1009, 4099, 20_011])
 @pytest.mark.parametrize("k", [1, 5, 64])
-def test_top_entries_are_those_of_a_full_sort(vocab, k):
+def test_top_k_entries_are_those_of_a_full_sort(vocab, k):
     k = min(k, vocab)
     logits = torch.randn(7, vocab, generator=torch.Generator().manual_seed(vocab + k))
-    values, indices = top_entries(logits, k)
+    values, indices = top_k_entries(logits, k)
     expected = np.sort(logits.numpy(), axis=1)[:, ::-1][:, :k]
     assert np.array_equal(values.numpy(), expected)
     assert torch.equal(logits.gather(1, indices), values)
@@ -26,16 +26,16 @@ def test_the_largest_are_found_wherever_they_lie():
     for places in ([100 + i for i in range(k)], [i * 2_500 for i in range(k)], [vocab - 1 - i for i in range(k)]):
         logits = torch.zeros(1, vocab)
         logits[0, places] = torch.arange(1.0, k + 1)
-        assert sorted(top_entries(logits, k)[1][0].tolist()) == sorted(places)
+        assert sorted(top_k_entries(logits, k)[1][0].tolist()) == sorted(places)
 
 
 def test_ties_and_nan_do_not_break_the_ranking():
-    values, indices = top_entries(torch.zeros(2, 20_011), 8)
+    values, indices = top_k_entries(torch.zeros(2, 20_011), 8)
     assert (values == 0).all()
     assert all(len(set(row)) == 8 for row in indices.tolist())
     spoilt = torch.randn(1, 20_011)
     spoilt[0, 12_345] = float("nan")
-    assert torch.isnan(top_entries(spoilt, 8)[0][0, 0])  # on top, where the writer refuses it
+    assert torch.isnan(top_k_entries(spoilt, 8)[0][0, 0])  # on top, where the writer refuses it
 
 
 @pytest.mark.parametrize("piece_bytes", [None, 1, 3 * 4 * 5003])

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from qat_lora.cache.format.codec import encode_rows
-from qat_lora.cache.format.value_checks import promises
+from qat_lora.cache.format.codec import encode_rows, promises
 
 
 @pytest.mark.parametrize("value_dtype", ["float16", "uint8"])

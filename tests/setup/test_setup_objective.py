@@ -36,10 +36,11 @@ def options(made, name, cache=None, **objective):
     "objective,head_k",
     [
         ({"estimator": "full", "temperature": 2.0, "hidden_weight": 0.1}, None),
-        ({"estimator": "hybrid", "draws": 3}, 4),
-        ({"estimator": "sampled"}, None),
+        ({"estimator": "hybrid", "draws": 3}, None),
+        ({"estimator": "sampled"}, 4),
+        ({"estimator": "ghost"}, 4),
     ],
-    ids=["full", "hybrid", "sampled"],
+    ids=["full", "hybrid", "sampled", "ghost"],
 )
 def test_each_learns_from_one_cache(made, objective, head_k):
     name = objective["estimator"]
@@ -115,15 +116,17 @@ def test_more_draws_than_there_are_are_refused_before_a_model_is_loaded(made, es
         ({"kd_weight": 0.0, "ce_weight": 1.0}, set()),
     ],
 )
-def test_a_batch_carries_only_what_the_objective_reads(made, objective, served, monkeypatch):
-    dataset = KDCacheDataset(made[1], k=4)
+def test_a_batch_carries_only_what_the_objective_reads(made, objective, served):
+    dataset = KDCacheDataset(made[1])
     check_arrays(dataset, ObjectiveConfig(**objective))
-    monkeypatch.setattr("qat_lora.cache.format.codec.redraw", lambda *_: pytest.fail("drawn again for nobody"))
-    if "tail_draw_ids" not in served:
-        assert set(dataset.rows([0, -1])) & set(OPTIONAL) == served
+    assert set(dataset.rows([0, -1])) & set(OPTIONAL) == served
+    fewer = KDCacheDataset(made[1], k=4)
+    if "tail_draw_ids" in served:
+        with pytest.raises(CacheError, match="k: the cache's draws are from the tail behind 16 .*with 4 of them"):
+            check_arrays(fewer, ObjectiveConfig(**objective))
     else:
-        with pytest.raises(pytest.fail.Exception):
-            dataset.rows([0])
+        check_arrays(fewer, ObjectiveConfig(**objective))
+        assert set(fewer.rows([0, -1])) & set(OPTIONAL) == served
 
 
 @pytest.mark.parametrize(

@@ -11,23 +11,24 @@ forward. An exception on either side stops both and surfaces here.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
-import queue
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from qat_lora.cache.build.topk import sparse_arrays
-from qat_lora.cache.build.uniforms import row_uniforms
+from qat_lora.cache.build.topk import row_uniforms, sparse_arrays
 from qat_lora.cache.build.writer import CacheWriter
 from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.codec import DRAWN
 from qat_lora.cache.format.records import Fingerprint
+from qat_lora.data.packing import PackedRow
 from qat_lora.errors import CacheError, ConfigError
 from qat_lora.types import LanguageModel
 
@@ -35,24 +36,22 @@ _QUEUED_BATCHES = 2
 CHUNK_BYTES = 512 << 20  # a matrix product with fewer rows than this gives (883 at V = 151,936) is slow on a CPU
 
 
-class Row(Protocol):
-    """One row of L tokens, as `text.packing` yields it."""
+class ForwardSettings(NamedTuple):
+    """How the teacher runs; what it says does not depend on it."""
 
-    @property
-    def input_ids(self) -> np.ndarray:
-        """int32 [L]."""
+    batch_rows: int = 8
+    """Rows of a forward."""
+    device: torch.device | str = "cpu"
+    """Where the token ids go; the teacher is there already."""
+    chunk_bytes: int = CHUNK_BYTES
+    """Float32 logits held at a time."""
+    piece_bytes: int | None = None
+    """Float32 logits worked on at a time (`Runtime.piece_bytes`); None for a chunk."""
 
-    @property
-    def loss_mask(self) -> np.ndarray:
-        """uint8 [L], 1 where the token counts as a target."""
 
-    @property
-    def doc_starts(self) -> np.ndarray:
-        """Boolean [L], True where a document begins."""
-
-    @property
-    def cursor(self) -> Any:
-        """JSON value: the source's position after this row."""
+_Batch = list[tuple[str, PackedRow]]
+"""Rows with their splits."""
+_DEFAULTS = ForwardSettings()
 
 
 class BuildReport(NamedTuple):
@@ -72,52 +71,43 @@ def teacher_arrays(
     teacher: LanguageModel,
     input_ids_BL: torch.Tensor,
     document_ids_BL: torch.Tensor,
-    *,
-    vocab_size: int,
-    top_k: int,
-    temperatures: Sequence[float],
-    uniforms: Mapping[str, torch.Tensor] | None = None,
-    keep_hidden: bool = False,
-    chunk_bytes: int = CHUNK_BYTES,
-    piece_bytes: int | None = None,
+    held: fmt.Contents,
+    uniforms: Mapping[str, torch.Tensor],
+    settings: ForwardSettings = _DEFAULTS,
 ) -> dict[str, torch.Tensor]:
-    """Return head and tail of a batch, on the teacher's device.
+    """Return what a cache holds of a batch, on the teacher's device.
 
     Args:
         teacher: the model.
         input_ids_BL: rows of tokens.
         document_ids_BL: which document of its row a token belongs to.
-        vocab_size: V.
-        top_k: K; 0 for no head and no sums.
-        temperatures: of the sums.
-        uniforms: what is to be drawn, `tail_draw_ids` or `draw_ids`, and the random numbers [B, L-1, D, 2] for it.
-        keep_hidden: whether to return hidden states.
-        chunk_bytes: float32 logits held at a time.
-        piece_bytes: float32 logits worked on at a time (`sparse`); None for a chunk.
+        held: what the cache holds of a position.
+        uniforms: the random numbers [B, L-1, D, 2] for `tail_draw_ids` and `draw_ids`, as far as they are to be drawn.
+        settings: how the teacher runs.
 
     Returns:
         `head_ids` int32 and `head_logits` float32 [B, L-1, K] in rank order, `lse`, `log_tail` float32 [B, L-1] for
-        every temperature; where they are asked for `tail_draw_ids`, `draw_ids` int32 [B, L-1, D] and
+        every temperature; where the cache holds them `tail_draw_ids`, `draw_ids` int32 [B, L-1, D] and
         `teacher_hidden` float32 [B, L-1, H].
     """
     batch, length = input_ids_BL.shape
     hidden = teacher.hidden(input_ids_BL, document_ids_BL)[:, :-1]
-    kept = {"teacher_hidden": hidden.float()} if keep_hidden else {}
-    if not (top_k or uniforms):
+    kept = {"teacher_hidden": hidden.float()} if held.hidden else {}
+    if not (held.top_k or uniforms):
         return kept
-    rows, part = _chunk_shape(batch, length - 1, max(1, chunk_bytes // (4 * vocab_size)))
+    rows, part = _chunk_shape(batch, length - 1, max(1, settings.chunk_bytes // (4 * held.vocab_size)))
 
     def chunks_of(values: torch.Tensor) -> list[torch.Tensor]:
         return [chunk for group in values.split(rows) for chunk in group.flatten(0, 1).split(rows * part)]
 
-    numbers = {name: chunks_of(values) for name, values in (uniforms or {}).items()}
+    numbers = {name: chunks_of(values) for name, values in uniforms.items()}
     chunks = [
         sparse_arrays(
-            teacher.logits(part_NH)[:, :vocab_size],
-            top_k,
-            temperatures,
+            teacher.logits(part_NH)[:, : held.vocab_size],
+            held.top_k,
+            held.temperatures,
             {name: parts[number] for name, parts in numbers.items()},
-            piece_bytes,
+            settings.piece_bytes,
         )
         for number, part_NH in enumerate(chunks_of(hidden))
     ]
@@ -138,30 +128,24 @@ def _chunk_shape(batch: int, positions: int, most: int) -> tuple[int, int]:
 
 def build_kd_cache(
     teacher: LanguageModel,
-    rows: Iterable[Row],
+    rows: Iterable[PackedRow],
     writer: CacheWriter,
+    settings: ForwardSettings = _DEFAULTS,
     *,
-    eval_rows: Sequence[Row] = (),
-    batch_rows: int = 8,
-    device: torch.device | str = "cpu",
+    eval_rows: Sequence[PackedRow] = (),
     max_rows: int | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
-    piece_bytes: int | None = None,
     quiet: bool = False,
 ) -> BuildReport:
     """Run the teacher over the rows and complete the cache.
 
     Args:
-        teacher: the model; it must be on `device` already.
+        teacher: the model.
         rows: training rows from `writer.resume_state().cursor` on.
         writer: an entered `CacheWriter`; its fingerprint says L, K, V and the temperatures.
+        settings: how the teacher runs.
         eval_rows: all rows kept apart for evaluation, `fingerprint.eval_rows` of them, also when resuming; none in
             builders other than the first, whose they are.
-        batch_rows: rows of a forward.
-        device: where the token ids go.
         max_rows: stop at this many training rows of this builder (those of earlier runs counted): it has ended.
-        chunk_bytes: float32 logits held at a time.
-        piece_bytes: float32 logits worked on at a time (`Runtime.piece_bytes`); None for a chunk.
         quiet: no progress bar.
 
     Raises:
@@ -169,6 +153,7 @@ def build_kd_cache(
         CacheError: a row of another length, logits that are NaN, a full disk.
     """
     fingerprint = writer.fingerprint
+    batch_rows = settings.batch_rows
     if batch_rows < 1 or (max_rows is not None and max_rows < 1):
         raise ConfigError(f"batch_rows, max_rows: {batch_rows} and {max_rows} given; allowed: 1 or more")
     if fingerprint.vocab_size > teacher.vocab_size:
@@ -176,10 +161,10 @@ def build_kd_cache(
             f"vocab_size: the cache is to hold {fingerprint.vocab_size:,} entries, the teacher "
             f"{fingerprint.teacher} has {teacher.vocab_size:,}; allowed: as many or fewer"
         )
-    wanted = 0 if writer.share.builder else fingerprint.eval_rows
+    wanted = 0 if writer.partition.builder else fingerprint.eval_rows
     if len(eval_rows) != wanted:
         raise ConfigError(
-            f"eval_rows: {len(eval_rows)} rows for --eval-rows {fingerprint.eval_rows} in builder {writer.share}; "
+            f"eval_rows: {len(eval_rows)} rows for --eval-rows {fingerprint.eval_rows} in builder {writer.partition}; "
             f"allowed: {wanted}"
         )
     state = writer.resume_state()
@@ -191,11 +176,13 @@ def build_kd_cache(
         (("eval", row) for row in eval_left), (("train", row) for row in itertools.islice(rows, left))
     )
     total_rows = None if left is None else left + len(eval_left)
-    with _stop_on_signal() as stop, _progress(fingerprint, total_rows, quiet) as bar, _Behind(writer) as behind:
+    with (
+        _stop_on_signal() as stop,
+        _progress(fingerprint, total_rows, quiet) as bar,
+        _written_behind(writer) as put,
+    ):
         while not stop.is_set() and (batch := list(itertools.islice(work, batch_rows))):
-            taken = [row for _, row in batch]
-            arrays = run_batch(teacher, taken, fingerprint, batch_rows, device, chunk_bytes, piece_bytes)
-            behind.put(arrays, batch)
+            put(run_batch(teacher, [row for _, row in batch], fingerprint, settings), batch)
             bar.update(len(batch) * fingerprint.length)
     if stop.is_set():
         writer.stop()
@@ -205,39 +192,24 @@ def build_kd_cache(
 
 
 def run_batch(
-    teacher: LanguageModel,
-    rows: Sequence[Row],
-    fingerprint: Fingerprint,
-    batch_rows: int,
-    device: torch.device | str,
-    chunk_bytes: int = CHUNK_BYTES,
-    piece_bytes: int | None = None,
+    teacher: LanguageModel, rows: Sequence[PackedRow], fingerprint: Fingerprint, settings: ForwardSettings = _DEFAULTS
 ) -> dict[str, np.ndarray]:
     """Run the teacher over at most `batch_rows` rows.
 
     Returns:
         The arrays that `codec.encode_rows` takes, [batch_rows, ...] whatever the number of rows.
     """
+    batch_rows, device = settings.batch_rows, settings.device
     inputs = _inputs(rows, batch_rows, fingerprint.length)
     ids_BL, documents_BL = (torch.from_numpy(inputs[name]).to(device) for name in ("input_ids", "documents"))
     held = fingerprint.contents
     numbers = {
-        DRAWN[name]: row_uniforms(fingerprint.seed, name, rows, batch_rows, held.length, size)
+        DRAWN[name]: row_uniforms(fingerprint.seed, name, rows, (batch_rows, held.length, size))
         for name, size in held.id_lists.items()
         if name in DRAWN
     }
-    arrays = teacher_arrays(
-        teacher,
-        ids_BL,
-        documents_BL,
-        vocab_size=held.vocab_size,
-        top_k=held.top_k,
-        temperatures=held.temperatures,
-        uniforms={name: torch.from_numpy(values).to(device) for name, values in numbers.items()},
-        keep_hidden=held.hidden > 0,
-        chunk_bytes=chunk_bytes,
-        piece_bytes=piece_bytes,
-    )
+    uniforms = {name: torch.from_numpy(values).to(device) for name, values in numbers.items()}
+    arrays = teacher_arrays(teacher, ids_BL, documents_BL, held, uniforms, settings)
     return {**inputs, **fetched(arrays)}
 
 
@@ -270,7 +242,7 @@ def _report(writer: CacheWriter) -> BuildReport:
     return BuildReport(state.rows, state.eval_rows, bytes_per_token, not writer.stopped, writer.waiting_for())
 
 
-def _inputs(rows: Sequence[Row], batch_rows: int, length: int) -> dict[str, np.ndarray]:
+def _inputs(rows: Sequence[PackedRow], batch_rows: int, length: int) -> dict[str, np.ndarray]:
     """Stack rows to [batch_rows, L], filled up with empty rows."""
     arrays: dict[str, np.ndarray] = {
         "input_ids": np.zeros((batch_rows, length), np.int32),
@@ -286,53 +258,39 @@ def _inputs(rows: Sequence[Row], batch_rows: int, length: int) -> dict[str, np.n
     return arrays | {"documents": np.cumsum(arrays["doc_starts"], axis=1, dtype=np.int32)}
 
 
-class _Behind:
-    """Hands batches to the writer in one background thread; leaving waits until all are written."""
+@contextlib.contextmanager
+def _written_behind(writer: CacheWriter) -> Iterator[Callable[[dict[str, np.ndarray], _Batch], None]]:
+    """Yield a function that hands a batch to the writer in one background thread; leaving waits until all are written.
 
-    def __init__(self, writer: CacheWriter) -> None:
-        self._writer = writer
-        self._queue: queue.Queue[tuple[dict[str, np.ndarray], list[tuple[str, Row]]] | None]
-        self._queue = queue.Queue(_QUEUED_BATCHES)
-        self._error: BaseException | None = None
-        self._given_up = False
-        self._thread = threading.Thread(target=self._work, name="cache-writer", daemon=True)
+    An error there is raised here, and nothing is appended after it; an error here drops what is still waiting.
+    """
+    failed = threading.Event()
+    waiting: collections.deque[Future[None]] = collections.deque()
 
-    def __enter__(self) -> _Behind:
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._given_up = kind is not None
-        self._queue.put(None)
-        self._thread.join()
-        if kind is None:
-            self._raise()
-
-    def put(self, arrays: dict[str, np.ndarray], batch: list[tuple[str, Row]]) -> None:
-        self._raise()
-        self._queue.put((arrays, batch))
-
-    def _raise(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def _work(self) -> None:
-        # After an error the queue is still emptied, so that the teacher's side never waits for a dead thread.
-        while (item := self._queue.get()) is not None:
-            if self._error is not None or self._given_up:
-                continue
-            try:
-                self._append(*item)
-            except BaseException as error:  # raised again in the other thread
-                self._error = error
-
-    def _append(self, arrays: dict[str, np.ndarray], batch: list[tuple[str, Row]]) -> None:
+    def append(arrays: dict[str, np.ndarray], batch: _Batch) -> None:
         first = 0
-        for split, group in itertools.groupby(batch, key=lambda item: item[0]):
-            cursors = [row.cursor for _, row in group]
-            part = slice(first, first + len(cursors))
-            self._writer.append({name: array[part] for name, array in arrays.items()}, cursors, split)
-            first = part.stop
+        try:
+            for split, group in itertools.groupby([] if failed.is_set() else batch, key=lambda item: item[0]):
+                cursors = [row.cursor for _, row in group]
+                part = slice(first, first + len(cursors))
+                writer.append({name: array[part] for name, array in arrays.items()}, cursors, split)
+                first = part.stop
+        except BaseException:
+            failed.set()
+            raise
+
+    def put(arrays: dict[str, np.ndarray], batch: _Batch) -> None:
+        while waiting and (waiting[0].done() or len(waiting) > _QUEUED_BATCHES):
+            waiting.popleft().result()
+        waiting.append(pool.submit(append, arrays, batch))
+
+    with ThreadPoolExecutor(1, "cache-writer") as pool:
+        try:
+            yield put
+            while waiting:
+                waiting.popleft().result()
+        finally:
+            failed.set()
 
 
 @contextlib.contextmanager

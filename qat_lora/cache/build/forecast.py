@@ -14,12 +14,11 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import torch
-
-from qat_lora.cache.build.builder import Row, run_batch
+from qat_lora.cache.build.builder import ForwardSettings, run_batch
 from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.records import Fingerprint
 from qat_lora.cache.storage.location import Place, locate
+from qat_lora.data.packing import PackedRow
 from qat_lora.errors import TextError
 from qat_lora.types import LanguageModel
 
@@ -57,35 +56,38 @@ class Forecast(NamedTuple):
         )
 
 
+class Size(NamedTuple):
+    """What a build is to write, as far as its rows do not say."""
+
+    eval_rows: int = 0
+    """Rows of the evaluation split that this build writes."""
+    max_rows: int | None = None
+    """The build stops there."""
+    shard_rows: int | None = None
+    """Rows of a shard; default as in `CacheWriter`."""
+    lm_head_bytes: int = 0
+    """Of the output head that is stored once."""
+
+
 def forecast(
     teacher: LanguageModel,
-    rows: Iterable[Row],
+    rows: Iterable[PackedRow],
     fingerprint: Fingerprint,
     out: Place,
+    size: Size,
+    settings: ForwardSettings,
     *,
-    eval_rows: int = 0,
-    batch_rows: int = 8,
-    device: torch.device | str = "cpu",
-    max_rows: int | None = None,
-    shard_rows: int | None = None,
-    head_bytes: int = 0,
-    piece_bytes: int | None = None,
     quiet: bool = False,
 ) -> Forecast:
     """Time a few batches and say what building the rows will take.
 
     Args:
-        teacher: the model, on `device` already.
+        teacher: the model.
         rows: the training rows from their beginning. Without `max_rows` all of them are packed, to be counted.
         fingerprint: what the cache is to hold.
         out: the cache folder or URL; it need not exist and is not made.
-        eval_rows: rows of the evaluation split that this build writes.
-        batch_rows: rows of a forward.
-        device: where the token ids go.
-        max_rows: the build stops there.
-        shard_rows: rows of a shard; default as in `CacheWriter`.
-        head_bytes: of the output head that is stored once.
-        piece_bytes: as in `build_kd_cache`.
+        size: what is to be written.
+        settings: how the teacher runs.
         quiet: no progress bar while counting.
 
     Raises:
@@ -93,24 +95,25 @@ def forecast(
     """
     from tqdm import tqdm
 
+    batch_rows, max_rows, eval_rows = settings.batch_rows, size.max_rows, size.eval_rows
     rest = iter(rows)
     first = list(itertools.islice(rest, min(batch_rows, max_rows or batch_rows)))
     if not first:
         raise TextError("text: has no row to time; give more text")
-    run_batch(teacher, first, fingerprint, batch_rows, device, piece_bytes=piece_bytes)  # compiles, fills caches
+    run_batch(teacher, first, fingerprint, settings)  # compiles, fills caches
     seen, durations, ended = len(first), [], False
     for _ in range(TIMED_BATCHES):
         begun = time.perf_counter()
         batch = list(itertools.islice(rest, batch_rows))
         ended = len(batch) < batch_rows
-        run_batch(teacher, batch or first, fingerprint, batch_rows, device, piece_bytes=piece_bytes)
+        run_batch(teacher, batch or first, fingerprint, settings)
         durations.append(time.perf_counter() - begun)
         seen += len(batch)
     if max_rows is None:
         seen += sum(1 for _ in tqdm(rest, desc="count", unit="row", disable=quiet, dynamic_ncols=True))
     count = seen if max_rows is None else min(seen, max_rows) if ended else max_rows
-    per_shard = shard_rows or fmt.default_shard_rows(fingerprint.arrays)
-    size = head_bytes + sum(_split_bytes(fingerprint, part, per_shard) for part in (count, eval_rows))
+    per_shard = size.shard_rows or fmt.default_shard_rows(fingerprint.arrays)
+    total_bytes = size.lm_head_bytes + sum(_split_bytes(fingerprint, part, per_shard) for part in (count, eval_rows))
     tokens = (count + eval_rows) * fingerprint.length
     rate = batch_rows * fingerprint.length / statistics.median(durations)
     return Forecast(
@@ -119,8 +122,8 @@ def forecast(
         tokens=tokens,
         tokens_per_second=rate,
         hours=tokens / rate / 3600,
-        bytes=size,
-        bytes_per_token=size / tokens,
+        bytes=total_bytes,
+        bytes_per_token=total_bytes / tokens,
         free_bytes=locate(out).free_bytes(),
     )
 

@@ -26,14 +26,14 @@ from qat_lora.errors import CacheDamaged, ConfigError, OutputExistsError
 _WRITTEN = re.compile(r"([0-9]{1,6})/([0-9]{1,6})")
 
 
-class Share(NamedTuple):
+class Partition(NamedTuple):
     """Builder number `builder` of `builders`."""
 
     builder: int = 0
     builders: int = 1
 
     @classmethod
-    def parse(cls, text: str) -> Share:
+    def parse(cls, text: str) -> Partition:
         """Read `i/n`.
 
         Raises:
@@ -76,32 +76,32 @@ class Share(NamedTuple):
             yield
 
 
-def read_part(folder: Location, share: Share, fingerprint: Fingerprint) -> Part | None:
+def read_part(folder: Location, partition: Partition, fingerprint: Fingerprint) -> Part | None:
     """Return a builder's record of having ended, None while it has not.
 
     Raises:
         CacheDamaged: it is not what was written.
         OutputExistsError: it belongs to another cache, or to a build by another number of builders.
     """
-    name = fmt.part_name(share.builder)
+    name = fmt.part_name(partition.builder)
     file = f"{folder}/{name}"
     try:
         part = parse(Part, folder.read(name, fmt.SIDECAR_LIMIT_BYTES), file)
     except FileNotFoundError:
         return None
-    if part.builder != share.builder:
+    if part.builder != partition.builder:
         raise CacheDamaged(f"{file}: is the record of builder {part.builder}; restore it from a copy")
-    if part.builders != share.builders or part.fingerprint != fingerprint:
+    if part.builders != partition.builders or part.fingerprint != fingerprint:
         raise OutputExistsError(
             f"--out {folder}: builder {part.builder} of {part.builders} has written another cache there than builder "
-            f"{share} was asked for; nothing was touched: give all builders the same settings, or another --out"
+            f"{partition} was asked for; nothing was touched: give all builders the same settings, or another --out"
         )
     return part
 
 
 def missing_parts(folder: Location, builders: int, fingerprint: Fingerprint) -> tuple[int, ...]:
     """Return the builders that have not ended."""
-    return tuple(i for i in range(builders) if read_part(folder, Share(i, builders), fingerprint) is None)
+    return tuple(i for i in range(builders) if read_part(folder, Partition(i, builders), fingerprint) is None)
 
 
 def gather(folder: Location, builders: int, fingerprint: Fingerprint) -> dict[str, list[ShardEntry]]:
@@ -114,15 +114,15 @@ def gather(folder: Location, builders: int, fingerprint: Fingerprint) -> dict[st
     for split in fmt.SERIES:
         gathered[split] = []
         for number in range(builders):
-            share = Share(number, builders)
-            found = list(read_sidecars(folder, split, share.builder, builders))
-            part = read_part(folder, share, fingerprint)
+            partition = Partition(number, builders)
+            found = list(read_sidecars(folder, split, partition.builder, builders))
+            part = read_part(folder, partition, fingerprint)
             wanted = -1 if part is None else part.shards(split)
             if len(found) != wanted or any(sidecar.fingerprint != fingerprint for sidecar, _ in found):
                 raise CacheDamaged(
-                    f"{folder}/{share.shard_name(split, len(found))}: builder {share} wrote {wanted} {split} shards, "
-                    f"{len(found)} are there; restore the folder from a copy, or delete that builder's files (shard "
-                    f"numbers that leave {number} when divided by {builders}, and {fmt.part_name(number)})"
+                    f"{folder}/{partition.shard_name(split, len(found))}: builder {partition} wrote {wanted} {split} "
+                    f"shards, {len(found)} are there; restore the folder from a copy, or delete that builder's files "
+                    f"(shard numbers that leave {number} when divided by {builders}, and {fmt.part_name(number)})"
                 )
             gathered[split] += [entry for _, entry in found]
         gathered[split].sort(key=lambda entry: entry.shard)

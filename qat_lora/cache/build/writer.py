@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qat_lora.cache.build.partition import Share, gather, missing_parts, read_part
+from qat_lora.cache.build.partition import Partition, gather, missing_parts, read_part
 from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.codec import Arrays, encode_rows
-from qat_lora.cache.format.lm_head import HeadFile, check_head, write_head
+from qat_lora.cache.format.lm_head import LMHeadFile, check_lm_head, write_lm_head
 from qat_lora.cache.format.records import Fingerprint, Manifest, Part, ShardEntry, Sidecar, render
 from qat_lora.cache.storage.location import Place, locate
 from qat_lora.cache.storage.store import (
@@ -46,15 +46,15 @@ _TEMPORARY = re.compile(r"\.([seb]-[0-9]{6})\.(safetensors|json)\.tmp")
 _MANIFEST_TEMPORARY = f".{fmt.MANIFEST}.tmp"
 _KINDS = {
     "record": re.compile(rf"{re.escape(fmt.MANIFEST)}|[seb]-[0-9]{{6}}\.json"),
-    "tensors": re.compile(rf"{re.escape(fmt.HEAD)}|[se]-[0-9]{{6}}\.safetensors"),
-    "lock": re.compile(rf"{re.escape(fmt.LOCK)}(\.manifest|\.[0-9]+)?(-[0-9]{{6}})?"),
-    "temporary": re.compile(rf"\.({re.escape(fmt.MANIFEST)}|{re.escape(fmt.HEAD)}|[seb]-[0-9]{{6}}\.[a-z]+)\.tmp"),
+    "tensors": re.compile(rf"{re.escape(fmt.LM_HEAD)}|[se]-[0-9]{{6}}\.safetensors"),
+    "lock": re.compile(rf"{re.escape(fmt.LOCK)}(\.manifest|\.[0-9]+)?"),
+    "temporary": re.compile(rf"\.({re.escape(fmt.MANIFEST)}|{re.escape(fmt.LM_HEAD)}|[seb]-[0-9]{{6}}\.[a-z]+)\.tmp"),
 }
 """The names that a builder writes, by what the files are."""
 _OURS = {
     "record": rf'\{{\s*"format": "{fmt.FORMAT}"',
     "tensors": rf'(?s).{{8}}\{{"__metadata__":\{{"format":"{fmt.FORMAT}"',
-    "lock": r"([0-9]+\n|[^\n]* process [0-9]+ [0-9a-f]{16} [0-9]+\n|given back\n)?\Z",
+    "lock": r"([0-9]+\n)?\Z",
 }
 """How each begins; what a kill left half begins with anything, and counts as ours in a folder that is a cache."""
 
@@ -81,8 +81,8 @@ class CacheWriter:
         shard_rows: rows of a shard; default: about 128 MB.
         info: notes for people, kept in the manifest.
         overwrite: delete an existing cache in `out` first (its own files only).
-        share: which of several builders this is.
-        head: the teacher's output head, for a cache that holds hidden states; written before the first row.
+        partition: which of several builders this is.
+        lm_head: the teacher's output head, for a cache that holds hidden states; written before the first row.
 
     Raises:
         ConfigError: `overwrite` with several builders.
@@ -96,13 +96,13 @@ class CacheWriter:
         *,
         info: Mapping[str, Any] | None = None,
         overwrite: bool = False,
-        share: Share | None = None,
-        head: HeadFile | None = None,
+        partition: Partition | None = None,
+        lm_head: LMHeadFile | None = None,
     ) -> None:
-        self.share = share or Share()
-        if overwrite and self.share.builders > 1:
+        self.partition = partition or Partition()
+        if overwrite and self.partition.builders > 1:
             raise ConfigError(
-                f"overwrite: builder {self.share} would delete what the other builders have written; delete {out} "
+                f"overwrite: builder {self.partition} would delete what the other builders have written; delete {out} "
                 "yourself before starting them, or choose another --out"
             )
         self.out = locate(out)
@@ -113,7 +113,7 @@ class CacheWriter:
         self.stopped = False
         self._info = dict(info or {})
         self._overwrite = overwrite
-        self._head = head
+        self._lm_head = lm_head
         self._stack = contextlib.ExitStack()
         self._entries: dict[str, list[ShardEntry]] = {"train": [], "eval": []}
         self._pending: list[Arrays] = []
@@ -141,8 +141,8 @@ class CacheWriter:
         """Return the other builders that must end before there is a manifest."""
         if self.finished:
             return ()
-        missing = missing_parts(self.out, self.share.builders, self.fingerprint)
-        return tuple(builder for builder in missing if builder != self.share.builder)
+        missing = missing_parts(self.out, self.partition.builders, self.fingerprint)
+        return tuple(builder for builder in missing if builder != self.partition.builder)
 
     def append(self, rows: Mapping[str, np.ndarray], cursors: Sequence[Any], split: str = "train") -> None:
         """Add n rows; every full shard is committed before this returns.
@@ -198,15 +198,15 @@ class CacheWriter:
         if self.finished:
             return read_manifest(self.out)
         self._flush()
-        if self.share.builders == 1:
+        if self.partition.builders == 1:
             self._check_rows(self._entries)
-        check_head(self.out, self.fingerprint, whole=not self.out.far)
+        check_lm_head(self.out, self.fingerprint, whole=not self.out.far)
         for entry in (*self._entries["eval"], *self._entries["train"]):
             if self.out.far:  # was read back when it was put: no second transfer of everything
                 check_shard_size(self.out, entry)
             else:
                 check_shard_bytes(self.out, entry, progress)
-        if self.share.builders == 1:
+        if self.partition.builders == 1:
             return self._wrap(lambda: self._seal(self._entries))
         return self._wrap(self._end)
 
@@ -220,13 +220,13 @@ class CacheWriter:
         """Say that this builder has ended; as the last to do so, write the manifest."""
         if not self._ended:
             part = Part(
-                builder=self.share.builder,
-                builders=self.share.builders,
+                builder=self.partition.builder,
+                builders=self.partition.builders,
                 train_shards=len(self._entries["train"]),
                 eval_shards=len(self._entries["eval"]),
                 fingerprint=self.fingerprint,
             )
-            self.out.write_new(fmt.part_name(self.share.builder), [render(part)], "part")
+            self.out.write_new(fmt.part_name(self.partition.builder), [render(part)], "part")
             self._ended = True
         with self.out.in_turn(f"{fmt.LOCK}.manifest"):
             if self.out.has(fmt.MANIFEST):
@@ -235,7 +235,7 @@ class CacheWriter:
             if self.waiting_for():
                 return None
             self.out.delete(_MANIFEST_TEMPORARY)  # of a builder that was killed right here
-            entries = gather(self.out, self.share.builders, self.fingerprint)
+            entries = gather(self.out, self.partition.builders, self.fingerprint)
             self._check_rows(entries)
             try:
                 return self._seal(entries)
@@ -271,21 +271,21 @@ class CacheWriter:
         self._refuse_foreign()
         self.out.make()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self.share.locked(self.out))
+            stack.enter_context(self.partition.locked(self.out))
             if self._overwrite:
                 self._delete()
             else:
                 self._load()
             self._sweep()
-            if self.fingerprint.head_sha256 is not None and not self.finished:
-                self._keep_head()
+            if self.fingerprint.lm_head_sha256 is not None and not self.finished:
+                self._keep_lm_head()
             self._stack = stack.pop_all()
 
-    def _keep_head(self) -> None:
+    def _keep_lm_head(self) -> None:
         """Write the teacher's output head, or check the one that is there; of several builders one at a time."""
-        with self.out.in_turn(f"{fmt.LOCK}.manifest") if self.share.builders > 1 else contextlib.nullcontext():
-            self.out.delete(f".{fmt.HEAD}.tmp")  # of a builder that was killed right here
-            write_head(self.out, self.fingerprint, self._head)
+        with self.out.in_turn(f"{fmt.LOCK}.manifest") if self.partition.builders > 1 else contextlib.nullcontext():
+            self.out.delete(f".{fmt.LM_HEAD}.tmp")  # of a builder that was killed right here
+            write_lm_head(self.out, self.fingerprint, self._lm_head)
 
     def _load(self) -> None:
         """Take over what is committed; raises before anything in the folder is changed."""
@@ -295,7 +295,7 @@ class CacheWriter:
             self.finished = True
         for split in ("eval", "train"):
             self._require_same_builders(split)
-            for sidecar, entry in read_sidecars(self.out, split, *self.share):
+            for sidecar, entry in read_sidecars(self.out, split, *self.partition):
                 self._require_same(sidecar.fingerprint)
                 if sidecar.first_row != self._rows(split):
                     raise CacheDamaged(
@@ -305,9 +305,9 @@ class CacheWriter:
                 self._entries[split].append(entry)
                 if split == "train":
                     self._cursor = sidecar.cursor
-        if self._entries["train"] or self.share.builder:
+        if self._entries["train"] or self.partition.builder:
             self._pending_split = "train"
-        part = read_part(self.out, self.share, self.fingerprint)
+        part = read_part(self.out, self.partition, self.fingerprint)
         self._ended = part is not None
 
     def _require_same_builders(self, split: str) -> None:
@@ -315,10 +315,10 @@ class CacheWriter:
         for number in committed(self.out, split)[:1]:
             sidecar, _ = read_sidecar(self.out, fmt.shard_name(split, number))
             self._require_same(sidecar.fingerprint)
-            if sidecar.builders != self.share.builders:
+            if sidecar.builders != self.partition.builders:
                 raise OutputExistsError(
-                    f"--out {self.out}: is filled by {sidecar.builders} builders, and this is builder {self.share}; "
-                    "nothing was touched: give the same number of builders, or choose another --out"
+                    f"--out {self.out}: is filled by {sidecar.builders} builders, and this is builder "
+                    f"{self.partition}; nothing was touched: give the same number of builders, or choose another --out"
                 )
 
     def _require_same(self, found: Fingerprint) -> None:
@@ -374,14 +374,16 @@ class CacheWriter:
 
     def _sweep(self) -> None:
         """Remove what this builder left when it was killed: temporary files, shards that were never committed."""
+        if self.out.far:  # nothing is half-written there, and a shard without its sidecar may be another's, just put
+            return
         kept = {entry.shard for entries in self._entries.values() for entry in entries}
         for file in self.out.names():
             match = _TEMPORARY.fullmatch(file)
             name = match[1] if match else file.removesuffix(".safetensors")
             orphan = name != file and fmt.parse_shard_name(name) and name not in kept
-            if (orphan or match) and self.share.owns(int(name[2:])):
+            if (orphan or match) and self.partition.owns(int(name[2:])):
                 self.out.delete(file)
-        if self.share.builders == 1 or self.finished:  # else another builder may be writing it now
+        if self.partition.builders == 1 or self.finished:  # else another builder may be writing it now
             self.out.delete(_MANIFEST_TEMPORARY)
         self.out.settle()
 
@@ -391,7 +393,7 @@ class CacheWriter:
 
     def _commit(self) -> None:
         split, rows = self._pending_split, self._pending_rows
-        name = self.share.shard_name(split, len(self._entries[split]))
+        name = self.partition.shard_name(split, len(self._entries[split]))
         plan = fmt.layout(self.fingerprint.arrays, rows, self.fingerprint.sha256)
 
         def chunks() -> Iterator[bytes | memoryview]:
@@ -406,8 +408,8 @@ class CacheWriter:
             rows=rows,
             bytes=plan.total_bytes,
             sha256="",
-            builder=self.share.builder,
-            builders=self.share.builders,
+            builder=self.partition.builder,
+            builders=self.partition.builders,
             cursor=self._pending_cursor,
             fingerprint=self.fingerprint,
         )

@@ -11,6 +11,11 @@ is exactly 0, and the steps grow with depth, slower than the probabilities fall.
 with ranges from 4 to 25 nats this costs a mean KL of about 1e-5; even steps (c/255) cost up to twice that where ranges
 are wide, square-law ones where they are narrow. The losses renormalise, so head and tail add up to one all the same.
 
+A checksum says that bytes are as they were written; `promises` says that what was written can be a teacher: ids in the
+vocabulary, values in rank order, finite sums. It finds a writer that was wrong and sealed what it wrote. Values are
+compared as bits: below zero, fp16 numbers order as the unsigned numbers of the same bits do, and converting them to
+float32 first would cost more than their sha256.
+
 Decoding looks bits up in tables, four ids at a time: shifts and masks over whole arrays read every number several
 times and are six times slower.
 """
@@ -29,7 +34,6 @@ except ImportError:  # a machine for which there is no build of it; the sums are
 
 from qat_lora.cache.format.layout import PACKED_VOCAB, SHORT_VOCAB, ArraySpec
 from qat_lora.cache.format.records import Fingerprint
-from qat_lora.cache.format.redraw import redraw, redraw_uniforms
 from qat_lora.errors import CacheError
 from qat_lora.types import Batch, temperature_key
 
@@ -41,12 +45,15 @@ LARGEST_RANGE = 64.0
 DEEPEST = 20.0
 """The same at temperature 1, e^-20 = 2e-9 being as good as nothing; it grows with the largest temperature. With one
 entry at -64 and the range up to it, the others would share half of the codes, for a KL of 3e-4 instead of 7e-5."""
+_LOWEST_FP16 = np.uint16(0xFBFF)
+"""The bits of -65,504; beyond are minus infinity and NaN."""
+_SIGN = np.uint16(0x8000)
+_ROUNDING = 1e-3
+"""What float32 sums may be beside the truth: how far `lse` may be below 0 and `log_tail` above it."""
 _DEPTHS = (0.0 - (np.arange(256) / 255) ** 1.5).astype(np.float32)
 """What part of the range below the likeliest entry each `uint8` code stands for."""
 _CODE_ENDS = ((np.arange(255) + 0.5) / 255) ** 1.5
 """Where one code ends and the next begins, as part of the range: half way in codes, not in nats."""
-_BLOCK_ENTRIES = 12 << 10
-"""Entries of the head that are worked on at a time where some are dropped: as float64, less than malloc maps anew."""
 DRAWN = {"tail_draws": "tail_draw_ids", "draws": "draw_ids"}
 """Lists of drawn tokens: name in a shard, key in a batch."""
 OPTIONAL = (*DRAWN.values(), "teacher_hidden")
@@ -263,46 +270,19 @@ def decode_row(
     if not top_k:
         return
     unpack_ids(arrays, k, out["head_ids"])
-    if k < top_k:
-        _decode_fewer(arrays, fingerprint, k, temperatures, starts, out)
-        return
-    decode_values(arrays, k, out["head_logits"])
-    for name in (temperature_key(name, temperature) for temperature in temperatures for name in ("lse", "log_tail")):
-        out[name][...] = arrays[name]
-
-
-def _decode_fewer(
-    arrays: Mapping[str, np.ndarray],
-    fingerprint: Fingerprint,
-    k: int,
-    temperatures: Sequence[float],
-    starts: np.ndarray,
-    out: Batch,
-) -> None:
-    """Write values, sums and draws from the tail for the first k of K entries, some positions at a time.
-
-    Arrays of a whole row would be fresh memory at every step of the sums, and cost more in page faults than the sums.
-    """
-    top_k, positions = fingerprint.top_k, len(out["head_ids"])
-    draws = out.get("tail_draw_ids")
-    if draws is not None:
-        numbers = redraw_uniforms((arrays["input_ids"], starts), fingerprint.seed, top_k - k, draws.shape[1])
-    names = [name for name in arrays if name.startswith(("val", "ids", "lse", "log_tail"))]
-    step = max(1, _BLOCK_ENTRIES // top_k)
-    for part in (slice(start, start + step) for start in range(0, positions, step)):
-        block = {name: arrays[name][part] for name in names}
-        values = decode_values(block, top_k)
-        np.copyto(out["head_logits"][part], values[:, :k])
+    dropped = None
+    if k == top_k:
+        decode_values(arrays, k, out["head_logits"])
+    else:
+        values = decode_values(arrays, top_k)
+        np.copyto(out["head_logits"], values[:, :k])
         dropped = values[:, k:].astype(np.float64)
-        if draws is not None:
-            ids, log_probs = unpack_ids(block, top_k)[:, k:], dropped - block["lse"].astype(np.float64)[:, None]
-            redraw(draws[part], ids, log_probs, block["log_tail"], numbers[part])
-        for temperature in temperatures:
-            lse_key, tail_key = (temperature_key(name, temperature) for name in ("lse", "log_tail"))
-            lse, log_tail = block[lse_key], block[tail_key].astype(np.float64)
-            out[lse_key][part] = lse
-            # Both in log space: a tail of 1e-30 next to a dropped 1e-3 must not be rounded away first.
-            out[tail_key][part] = np.logaddexp(log_tail, _logsumexp(dropped / temperature) - lse)
+    for temperature in temperatures:
+        lse_key, tail_key = (temperature_key(name, temperature) for name in ("lse", "log_tail"))
+        lse, log_tail = arrays[lse_key], arrays[tail_key]
+        if dropped is not None:  # both in log space: a tail of 1e-30 next to a dropped 1e-3 must not be rounded away
+            log_tail = np.logaddexp(log_tail.astype(np.float64), _logsumexp(dropped / temperature) - lse)
+        out[lse_key][...], out[tail_key][...] = lse, log_tail
 
 
 def _logsumexp(values: np.ndarray) -> np.ndarray:
@@ -322,3 +302,53 @@ def mask_row(fingerprint: Fingerprint, k: int, temperatures: Sequence[float], ou
         out[temperature_key("lse", temperature)][...] = np.log(vocab_size)
         tail = np.log1p(-k / vocab_size) if k < vocab_size else -np.inf
         out[temperature_key("log_tail", temperature)][...] = tail
+
+
+def strange_ids(row: Mapping[str, np.ndarray], vocab_size: int) -> str | None:
+    """Say which token ids of a decoded row are outside the vocabulary; None where none are."""
+    for name in ("input_ids", "head_ids", *DRAWN.values()):
+        if name in row and row[name].view(np.uint32).max() >= vocab_size:  # as such, negative ones are large
+            return f"{name} from {row[name].min()} to {row[name].max()}; allowed: 0 to {vocab_size - 1}"
+    return None
+
+
+def promises(part: Mapping[str, np.ndarray], fingerprint: Fingerprint) -> dict[str, bool]:
+    """Return the rules for values, and whether some rows of a shard keep them."""
+    held = fingerprint.contents
+    ids = part["input_ids"]
+    kept = {
+        "loss_mask of 0 and 1": bool((part["loss_mask"] <= 1).all()),
+        "input_ids inside the vocabulary": bool(ids.min() >= 0 and ids.max() < held.vocab_size),
+    }
+    for name, entries in held.id_lists.items():
+        ids = unpack_ids(part, entries, name=name)
+        text = "head ids" if name == "ids" else name
+        kept[f"{text} inside the vocabulary"] = bool(ids.min() >= 0 and ids.max() < held.vocab_size)
+    if held.top_k:
+        kept["values falling from 0 in rank order"] = (
+            _fp16_falls(part["val"]) if held.value_dtype == "float16" else _codes_rise(part["val"])
+        )
+        kept["finite lse of 0 or more"] = all(
+            bool(np.isfinite(part[name]).all() and (part[name] > -_ROUNDING).all()) for name in held.sums[::2]
+        )
+        kept["log_tail of 0 or less"] = all(bool((part[name] < _ROUNDING).all()) for name in held.sums[1::2])
+    if "val_range" in part:
+        kept["val_range from 0 to 64"] = bool(((part["val_range"] >= 0) & (part["val_range"] <= LARGEST_RANGE)).all())
+    if held.hidden:
+        kept["finite hidden states"] = bool(((part["hidden"].view("<u2") & 0x7C00) != 0x7C00).all())
+    return kept
+
+
+def _fp16_falls(values: np.ndarray) -> bool:
+    bits = values.view("<u2")
+    depth = bits | _SIGN  # both zeros become the same number, and depth rises as the value falls
+    return bool(
+        (depth[..., 0] == _SIGN).all()
+        and (depth[..., 1:] >= depth[..., :-1]).all()
+        and (depth[..., -1] <= _LOWEST_FP16).all()
+        and ((bits == 0) | (bits >= _SIGN)).all()
+    )
+
+
+def _codes_rise(codes: np.ndarray) -> bool:
+    return bool((codes[..., 0] == 0).all() and (codes[..., 1:] >= codes[..., :-1]).all())

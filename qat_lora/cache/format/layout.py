@@ -25,7 +25,7 @@ FORMAT = "qat-lora-kd-cache"
 VERSION = 1
 MANIFEST = "manifest.json"
 LOCK = ".lock"
-HEAD = "teacher_head.safetensors"
+LM_HEAD = "teacher_head.safetensors"
 """The teacher's output head, in caches that hold its hidden states."""
 HEADER_LIMIT_BYTES = 1 << 20
 SIDECAR_LIMIT_BYTES = 1 << 20

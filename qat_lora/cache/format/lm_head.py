@@ -29,7 +29,7 @@ _DTYPES = {"F32": ("float32", 4), "BF16": ("bfloat16", 2), "F16": ("float16", 2)
 _CHUNK_BYTES = 1 << 20
 
 
-class HeadFile(NamedTuple):
+class LMHeadFile(NamedTuple):
     """The bytes of a head's file."""
 
     width: int
@@ -45,28 +45,28 @@ class HeadFile(NamedTuple):
                 yield view[start : start + _CHUNK_BYTES]
 
 
-def head_file(head: LMHead) -> HeadFile:
+def lm_head_file(lm_head: LMHead) -> LMHeadFile:
     """Return an output head as the bytes of its file, padding rows cut off.
 
     Raises:
         CacheError: weights of another type than float32, bfloat16 or float16.
     """
-    tensors = {"weight": head.weight_VH[: head.vocab_size]}
-    if head.bias_V is not None:
-        tensors["bias"] = head.bias_V[: head.vocab_size].to(head.weight_VH.dtype)
-    name = str(head.weight_VH.dtype).removeprefix("torch.")
+    tensors = {"weight": lm_head.weight_VH[: lm_head.vocab_size]}
+    if lm_head.bias_V is not None:
+        tensors["bias"] = lm_head.bias_V[: lm_head.vocab_size].to(lm_head.weight_VH.dtype)
+    name = str(lm_head.weight_VH.dtype).removeprefix("torch.")
     kind = next((kind for kind, (dtype, _) in _DTYPES.items() if dtype == name), None)
     if kind is None:
         raise CacheError(f"hidden: the teacher's output head is of type {name}; allowed: float32, bfloat16, float16")
-    metadata = {"format": fmt.FORMAT, "version": str(fmt.VERSION), "logit_scale": repr(float(head.logit_scale))}
-    if head.softcap is not None:
-        metadata["softcap"] = repr(float(head.softcap))
+    metadata = {"format": fmt.FORMAT, "version": str(fmt.VERSION), "logit_scale": repr(float(lm_head.logit_scale))}
+    if lm_head.softcap is not None:
+        metadata["softcap"] = repr(float(lm_head.softcap))
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     parts: list[bytes | memoryview] = [_header(kind, shapes, metadata), *map(_bytes_of, tensors.values())]
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)
-    return HeadFile(int(head.weight_VH.shape[1]), digest.hexdigest(), tuple(parts))
+    return LMHeadFile(int(lm_head.weight_VH.shape[1]), digest.hexdigest(), tuple(parts))
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -87,7 +87,7 @@ def _header(kind: str, shapes: dict[str, tuple[int, ...]], metadata: dict[str, s
     return len(text).to_bytes(8, "little") + text
 
 
-def check_head(place: Place, fingerprint: Fingerprint, *, whole: bool = True) -> None:
+def check_lm_head(place: Place, fingerprint: Fingerprint, *, whole: bool = True) -> None:
     """Check the head's file of a cache that has hidden states; of others there is nothing to check.
 
     Args:
@@ -98,39 +98,39 @@ def check_head(place: Place, fingerprint: Fingerprint, *, whole: bool = True) ->
     Raises:
         CacheDamaged: the file is missing or is not what was written.
     """
-    if fingerprint.head_sha256 is None:
+    if fingerprint.lm_head_sha256 is None:
         return
     location = locate(place)
     _check_size(location, fingerprint)
     if whole:
         digest = hashlib.sha256()
-        for chunk in location.chunks(fmt.HEAD):
+        for chunk in location.chunks(fmt.LM_HEAD):
             digest.update(chunk)
         _compare(location, fingerprint, digest.hexdigest())
 
 
-def write_head(place: Place, fingerprint: Fingerprint, file: HeadFile | None) -> None:
+def write_lm_head(place: Place, fingerprint: Fingerprint, file: LMHeadFile | None) -> None:
     """Put the head into the folder of a cache that is to have hidden states, or check the one that is there.
 
     Raises:
         CacheError: there is none and none is given, or it is another than the fingerprint's.
         CacheDamaged: the one that is there is not what was written.
     """
-    if fingerprint.head_sha256 is None:
+    if fingerprint.lm_head_sha256 is None:
         return
     location = locate(place)
-    if location.has(fmt.HEAD):
-        check_head(location, fingerprint)
+    if location.has(fmt.LM_HEAD):
+        check_lm_head(location, fingerprint)
         return
-    if file is None or file.sha256 != fingerprint.head_sha256:
+    if file is None or file.sha256 != fingerprint.lm_head_sha256:
         raise CacheError(
             f"{location}: is to hold hidden states, but the output head that was given is not the one of its "
-            "fingerprint; give the writer `head_file(teacher.lm_head())` of the same teacher"
+            "fingerprint; give the writer `lm_head_file(teacher.lm_head())` of the same teacher"
         )
-    location.write_new(fmt.HEAD, file.chunks(), "head")
+    location.write_new(fmt.LM_HEAD, file.chunks(), "head")
 
 
-def read_head(place: Place, fingerprint: Fingerprint) -> LMHead:
+def read_lm_head(place: Place, fingerprint: Fingerprint) -> LMHead:
     """Return the teacher's output head, tensors on the CPU in the type in which they are stored.
 
     Raises:
@@ -140,13 +140,13 @@ def read_head(place: Place, fingerprint: Fingerprint) -> LMHead:
     import torch
 
     location = locate(place)
-    if fingerprint.head_sha256 is None:
+    if fingerprint.lm_head_sha256 is None:
         raise CacheError(
             f"{location}: holds no hidden states, and so no output head of its teacher; build the cache with --hidden"
         )
     _check_size(location, fingerprint)
     data = bytearray()
-    for chunk in location.chunks(fmt.HEAD):
+    for chunk in location.chunks(fmt.LM_HEAD):
         data += chunk
     _compare(location, fingerprint, hashlib.sha256(data).hexdigest())
     kind, header, start = _parse(data, location, fingerprint)
@@ -165,34 +165,41 @@ def read_head(place: Place, fingerprint: Fingerprint) -> LMHead:
     )
 
 
+def largest_lm_head(fingerprint: Fingerprint) -> int:
+    """Return the most bytes that the head's file of a cache can have."""
+    held = fingerprint.contents
+    return 4 * held.vocab_size * (held.hidden + 1) + fmt.HEADER_LIMIT_BYTES
+
+
 def _check_size(location: Location, fingerprint: Fingerprint) -> None:
     """Raise CacheDamaged where the file is missing or has a size that no head of this cache has."""
     held = fingerprint.contents
     try:
-        size = location.size(fmt.HEAD)
+        size = location.size(fmt.LM_HEAD)
     except FileNotFoundError:
         raise CacheDamaged(
-            f"{location}/{fmt.HEAD}: is missing; hidden states mean nothing without it: restore it from a copy"
+            f"{location}/{fmt.LM_HEAD}: is missing; hidden states mean nothing without it: restore it from a copy"
         ) from None
-    fewest, most = 2 * held.vocab_size * held.hidden, 4 * held.vocab_size * (held.hidden + 1) + fmt.HEADER_LIMIT_BYTES
+    fewest, most = 2 * held.vocab_size * held.hidden, largest_lm_head(fingerprint)
     if not fewest < size <= most:
         raise CacheDamaged(
-            f"{location}/{fmt.HEAD}: has {size:,} bytes; a head of {held.vocab_size:,} × {held.hidden:,} has more than "
-            f"{fewest:,} and at most {most:,}"
+            f"{location}/{fmt.LM_HEAD}: has {size:,} bytes; a head of {held.vocab_size:,} × {held.hidden:,} has more "
+            f"than {fewest:,} and at most {most:,}"
         )
 
 
 def _compare(location: Location, fingerprint: Fingerprint, sha256: str) -> None:
-    if sha256 != fingerprint.head_sha256:
+    if sha256 != fingerprint.lm_head_sha256:
         raise CacheDamaged(
-            f"{location}/{fmt.HEAD}: its sha256 is {sha256[:16]}…, {str(fingerprint.head_sha256)[:16]}… was written; "
-            "restore it from a copy, or delete it and manifest.json and run the same `qat-lora cache build` again"
+            f"{location}/{fmt.LM_HEAD}: its sha256 is {sha256[:16]}…, {str(fingerprint.lm_head_sha256)[:16]}… was "
+            "written; restore it from a copy, or delete it and manifest.json and run the same `qat-lora cache build` "
+            "again"
         )
 
 
 def _parse(data: bytearray, location: Location, fingerprint: Fingerprint) -> tuple[str, dict[str, Any], int]:
     """Return number format, header and where the data begins; the header is rebuilt and compared, never trusted."""
-    where = f"{location}/{fmt.HEAD}"
+    where = f"{location}/{fmt.LM_HEAD}"
     held = fingerprint.contents
     size = int.from_bytes(data[:8], "little")
     if size > fmt.HEADER_LIMIT_BYTES:

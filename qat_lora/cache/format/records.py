@@ -36,7 +36,7 @@ _OPTIONAL_ORDER = ("tail_draws", "draws", "hidden")
 
 
 def optional_arrays(
-    tail_draws: int = 0, draws: int = 0, hidden: int = 0, head_sha256: str | None = None
+    tail_draws: int = 0, draws: int = 0, hidden: int = 0, lm_head_sha256: str | None = None
 ) -> tuple[str, ...]:
     """Return the names by which a fingerprint says what is stored beyond the standard arrays.
 
@@ -44,11 +44,11 @@ def optional_arrays(
         tail_draws: tokens drawn from the tail of each position; 0: none.
         draws: tokens drawn from the whole teacher; 0: none.
         hidden: width H of the stored hidden states; 0: none.
-        head_sha256: of the file with the teacher's output head, where hidden states are stored.
+        lm_head_sha256: of the file with the teacher's output head, where hidden states are stored.
     """
     counts = {"tail_draws": tail_draws, "draws": draws}
     names = [f"{name}:{count}" for name, count in counts.items() if count]
-    return (*names, f"hidden:{hidden}:{head_sha256}") if hidden else tuple(names)
+    return (*names, f"hidden:{hidden}:{lm_head_sha256}") if hidden else tuple(names)
 
 
 def _parse_optional(names: tuple[str, ...]) -> dict[str, tuple[int, str | None]]:
@@ -127,7 +127,7 @@ class Fingerprint:
         return fmt.Contents(self.length, self.top_k, self.vocab_size, self.temperatures, self.value_dtype, **sizes)
 
     @property
-    def head_sha256(self) -> str | None:
+    def lm_head_sha256(self) -> str | None:
         """The sha256 of the teacher's output head in the folder; None where the cache holds no hidden states."""
         return _parse_optional(self.optional_arrays).get("hidden", (0, None))[1]
 

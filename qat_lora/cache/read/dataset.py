@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from qat_lora.cache.format.codec import OPTIONAL
-from qat_lora.cache.format.lm_head import read_head
+from qat_lora.cache.format.lm_head import read_lm_head
 from qat_lora.cache.format.records import Manifest
 from qat_lora.cache.read.reader import CacheReader, check_request
 from qat_lora.cache.storage.location import Place
@@ -23,8 +23,8 @@ class KDCacheDataset:
     Args:
         path: the cache folder, or a URL such as gs://bucket/cache, as text.
         preload: keep the encoded shards in memory; otherwise rows are read from the files.
-        k: serve the first k of K head entries; the rest joins the tail, and tail draws are made again to match
-            (`redraw`). Draws from the whole teacher and hidden states are served as stored.
+        k: serve the first k of K entries; the others join the tail. The cached tail draws are from behind all K, so
+            `rows` refuses to serve them where k < K, unless `leave_out_all_but` left them out.
         split: `train` or `eval`.
         temperatures: at which `lse` and `log_tail` are served; each must be in the cache.
         verify: check every shard's sha256 when opening.
@@ -65,10 +65,7 @@ class KDCacheDataset:
         return self._reader.manifest
 
     def leave_out_all_but(self, optional: Sequence[str]) -> None:
-        """Serve, of the arrays that a cache has on request only (`codec.OPTIONAL`), just these from now on.
-
-        What nobody reads costs time all the same: tail draws are made again for every row where k < K.
-        """
+        """Serve, of the arrays that a cache has on request only (`codec.OPTIONAL`), just these from now on."""
         self._optional = tuple(optional)
 
     def __len__(self) -> int:
@@ -85,7 +82,7 @@ class KDCacheDataset:
             CacheError: the cache holds no hidden states.
             CacheDamaged: the file is not what was written.
         """
-        return read_head(self._reader.path, self._reader.fingerprint)
+        return read_lm_head(self._reader.path, self._reader.fingerprint)
 
     def steps_per_epoch(self, global_batch_rows: int) -> int:
         """Return the steps in which every row is seen once."""

@@ -8,20 +8,18 @@ larger than memory, and one that changes under a run of days is an error that na
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Container, Sequence
 
 import numpy as np
 
 from qat_lora.cache.format import layout as fmt
-from qat_lora.cache.format.codec import OPTIONAL, decode_row, empty_batch, mask_row
-from qat_lora.cache.format.lm_head import check_head
+from qat_lora.cache.format.codec import OPTIONAL, decode_row, empty_batch, mask_row, strange_ids
+from qat_lora.cache.format.lm_head import check_lm_head
 from qat_lora.cache.format.records import Fingerprint, ShardEntry
-from qat_lora.cache.format.value_checks import strange_ids
 from qat_lora.cache.read.shard import Shard, most_open, open_shard
-from qat_lora.cache.storage.location import Location, Place, locate
-from qat_lora.cache.storage.store import Progress, at_once, check_shard_size, in_turns, read_manifest, read_sidecar
+from qat_lora.cache.storage.location import Place, locate
+from qat_lora.cache.storage.store import Progress, at_once, check_entry, in_turns, read_manifest
 from qat_lora.errors import CacheDamaged, CacheError
 from qat_lora.types import Batch, VerifyRows
 
@@ -57,7 +55,7 @@ class CacheReader:
         self.path = locate(path)
         self.manifest = read_manifest(self.path)
         self.fingerprint = self.manifest.fingerprint
-        check_head(self.path, self.fingerprint, whole=verify)
+        check_lm_head(self.path, self.fingerprint, whole=verify)
         self._preload = preload
         self._check_every = {"all": 1, "sampled": _SAMPLED, "off": 0}[verify_rows]
         self._served = 0
@@ -109,11 +107,17 @@ class CacheReader:
         """Decode rows, in the order asked; index -1 gives a fully masked row, an optional array not named is left out.
 
         Raises:
-            CacheError: a row that is not there, k outside 1..K, a temperature that is not stored.
+            CacheError: a row that is not there, k outside 1..K, a temperature that is not stored, tail draws and k < K.
             CacheDamaged: a row is not what was written, or speaks of tokens outside the vocabulary.
         """
         fingerprint = self.fingerprint
         k = check_request(fingerprint, k, temperatures)
+        if k < fingerprint.top_k and "tail_draw_ids" in optional and (draws := fingerprint.contents.tail_draws):
+            raise CacheError(
+                f"k: the cache's draws are from the tail behind {fingerprint.top_k} entries, so they cannot be used "
+                f"with {k} of them; leave --head-k out, give --estimator ghost, or build a cache with --top-k {k} "
+                f"--tail-draws {draws}"
+            )
         wanted = np.asarray(indices, np.int64)
         if wanted.ndim != 1 or ((wanted < -1) | (wanted >= self.rows(split))).any():
             raise CacheError(f"rows: {wanted.tolist()!r}; allowed: 0 to {self.rows(split) - 1}, or -1 for padding")
@@ -140,32 +144,6 @@ class CacheReader:
         if arrays is not None:
             self._spare.append(arrays)
         return batch
-
-
-def check_entries(place: Location, entries: Sequence[ShardEntry], fingerprint: Fingerprint) -> None:
-    """Raise CacheDamaged unless every shard's sidecar is the one that the manifest sealed."""
-    for _ in at_once(place, lambda entry: check_entry(place, entry, fingerprint), entries):
-        pass
-
-
-def check_entry(place: Location, entry: ShardEntry, fingerprint: Fingerprint) -> None:
-    """Raise CacheDamaged unless a shard's sidecar is the one that the manifest sealed, and the shard has its size.
-
-    A sidecar with the listed sha256 is that one, unread; another is read to say what is wrong with it.
-    """
-    try:
-        data = place.read(f"{entry.shard}.json", fmt.SIDECAR_LIMIT_BYTES)
-    except FileNotFoundError:
-        data = b""
-    if hashlib.sha256(data).hexdigest() == entry.sidecar_sha256:
-        check_shard_size(place, entry)
-        return
-    sidecar, found = read_sidecar(place, entry.shard)
-    if found != entry or sidecar.fingerprint != fingerprint:
-        raise CacheDamaged(
-            f"{place}/{entry.shard}.json: is not the sidecar that the manifest lists; shards of two "
-            "caches are mixed, or one was built again: restore the folder from a copy"
-        )
 
 
 def check_request(fingerprint: Fingerprint, k: int | None, temperatures: Sequence[float]) -> int:

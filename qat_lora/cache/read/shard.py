@@ -46,10 +46,15 @@ def open_shard(place: Location, entry: ShardEntry, fingerprint: Fingerprint, *, 
     """
     name = f"{entry.shard}.safetensors"
     try:
-        load = place.load if preload else place.open
-        return Shard(load(name, entry.bytes, entry.sha256), place, entry, fingerprint)
+        data = b"".join(place.chunks(name)) if preload else place.open(name)
     except FileNotFoundError:
         raise CacheDamaged(f"{place}/{name}: is missing; {_CURE}") from None
+    found = len(data) if isinstance(data, bytes) else os.fstat(data.fileno()).st_size
+    if found != entry.bytes:
+        if not isinstance(data, bytes):
+            data.close()
+        raise CacheDamaged(f"{place}/{name}: has {found:,} bytes, {entry.bytes:,} were written")
+    return Shard(data, place, entry, fingerprint)
 
 
 class Shard:

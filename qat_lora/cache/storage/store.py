@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from qat_lora.cache.format import layout as fmt
-from qat_lora.cache.format.records import Manifest, ShardEntry, Sidecar, parse
+from qat_lora.cache.format.records import Fingerprint, Manifest, ShardEntry, Sidecar, parse
 from qat_lora.cache.storage.location import Location, Place, locate
 from qat_lora.errors import CacheDamaged, CacheError
 
@@ -44,6 +44,11 @@ def read_manifest(path: Place) -> Manifest:
             f"{path}: holds no {fmt.MANIFEST}, so it is no finished KD cache; run the same `qat-lora cache build` "
             "again to complete it, or give the folder of a finished one"
         ) from None
+    return parse_manifest(data, file)
+
+
+def parse_manifest(data: bytes, file: str) -> Manifest:
+    """Return the manifest that a file's bytes are; CacheDamaged unless its shards are named as shards, in order."""
     manifest = parse(Manifest, data, file)
     for split in fmt.SERIES:
         numbers = []
@@ -163,6 +168,26 @@ def read_sidecar(place: Location, name: str) -> tuple[Sidecar, ShardEntry]:
     )
     check_shard_size(place, entry)
     return sidecar, entry
+
+
+def check_entry(place: Location, entry: ShardEntry, fingerprint: Fingerprint) -> None:
+    """Raise CacheDamaged unless a shard's sidecar is the one that the manifest sealed, and the shard has its size.
+
+    A sidecar with the listed sha256 is that one, unread; another is read to say what is wrong with it.
+    """
+    try:
+        data = place.read(f"{entry.shard}.json", fmt.SIDECAR_LIMIT_BYTES)
+    except FileNotFoundError:
+        data = b""
+    if hashlib.sha256(data).hexdigest() == entry.sidecar_sha256:
+        check_shard_size(place, entry)
+        return
+    sidecar, found = read_sidecar(place, entry.shard)
+    if found != entry or sidecar.fingerprint != fingerprint:
+        raise CacheDamaged(
+            f"{place}/{entry.shard}.json: is not the sidecar that the manifest lists; shards of two "
+            "caches are mixed, or one was built again: restore the folder from a copy"
+        )
 
 
 def check_shard_size(place: Location, entry: ShardEntry) -> None:

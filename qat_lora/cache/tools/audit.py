@@ -31,7 +31,7 @@ import torch
 
 from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.codec import decode_values, encode_values
-from qat_lora.cache.format.lm_head import read_head
+from qat_lora.cache.format.lm_head import read_lm_head
 from qat_lora.cache.format.records import Fingerprint
 from qat_lora.cache.read.reader import CacheReader
 from qat_lora.cache.storage.location import Place
@@ -86,8 +86,8 @@ def audit(
     held = reader.fingerprint
     check_teacher(held, path, teacher_sha256, teacher.vocab_size)
     chosen = np.unique(np.linspace(0, reader.rows("train") - 1, rows).astype(np.int64))
-    head = read_head(path, held) if held.contents.hidden else None
-    parts = [_audit_row(teacher, reader, int(row), head, device, chunk_bytes) for row in chosen]
+    lm_head = read_lm_head(path, held) if held.contents.hidden else None
+    parts = [_audit_row(teacher, reader, int(row), lm_head, device, chunk_bytes) for row in chosen]
     values = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     positions = next(iter(values.values())).size
     if not positions:
@@ -126,7 +126,7 @@ def check_teacher(held: Fingerprint, path: Place, teacher_sha256: str, vocab_siz
         )
 
 
-def head_sizes(top_k: int) -> list[int]:
+def topk_sizes(top_k: int) -> list[int]:
     """Return 4, 8, 16, … below K, and K; nothing for K = 0."""
     sizes = [top_k] if top_k else []
     k = SMALLEST_K
@@ -148,13 +148,13 @@ def _audit_row(
     teacher: LanguageModel,
     reader: CacheReader,
     row: int,
-    head: LMHead | None,
+    lm_head: LMHead | None,
     device: torch.device | str,
     chunk_bytes: int,
 ) -> dict[tuple[str, str, int], np.ndarray]:
     """Return the figures of a row's targets, arrays [n]."""
     held = reader.fingerprint
-    stored = {(held.value_dtype, k): reader.read("train", [row], k, (1.0,)) for k in head_sizes(held.top_k)}
+    stored = {(held.value_dtype, k): reader.read("train", [row], k, (1.0,), ()) for k in topk_sizes(held.top_k)}
     whole = reader.read("train", [row], None, (1.0,))
     if held.top_k and held.value_dtype == "float16":
         stored |= {
@@ -175,8 +175,8 @@ def _audit_row(
                 found = _compare(truth, _positions(batch, part), k)
                 figures |= {(name, encoding, k): values for name, values in found.items()}
             figures |= _same(logits_NV, whole, part, held)
-        if head is not None:
-            figures |= _compare_hidden(log_p_NV, hidden.float().cpu(), whole["teacher_hidden"][0, part], head)
+        if lm_head is not None:
+            figures |= _compare_hidden(log_p_NV, hidden.float().cpu(), whole["teacher_hidden"][0, part], lm_head)
         parts.append(figures)
     counts = whole["target_mask"][0]
     return {name: torch.cat([p[name] for p in parts]).numpy()[counts] for name in parts[0]}
@@ -196,7 +196,7 @@ def _positions(batch: Batch, part: slice) -> dict[str, torch.Tensor]:
 class _Truth(NamedTuple):
     """The teacher now, as far as heads of any k need it."""
 
-    head_NK: torch.Tensor
+    topk_NK: torch.Tensor
     """Log-probabilities of the K stored entries."""
     tail_N: torch.Tensor
     """Log-probability of all others."""
@@ -213,9 +213,9 @@ def _truth(log_p_NV: torch.Tensor, ids_NK: torch.Tensor) -> _Truth:
 
 def _compare(truth: _Truth, read: dict[str, torch.Tensor], k: int) -> dict[str, torch.Tensor]:
     """Return the figures of N positions for the first k of K entries."""
-    dropped_NK = truth.head_NK[:, k:]
+    dropped_NK = truth.topk_NK[:, k:]
     log_tail_N = torch.logsumexp(torch.cat([truth.tail_N[:, None], dropped_NK], dim=-1), dim=-1)
-    log_p = torch.cat([truth.head_NK[:, :k], log_tail_N[:, None]], dim=-1)
+    log_p = torch.cat([truth.topk_NK[:, :k], log_tail_N[:, None]], dim=-1)
     log_q = torch.cat([read["head_logits"] - read["lse"][:, None], read["log_tail"][:, None]], dim=-1)
     log_sum = torch.logsumexp(log_q, dim=-1, keepdim=True)
     terms = log_p.exp() * (log_p - log_q + log_sum)
@@ -241,13 +241,13 @@ def _same(logits_NV: torch.Tensor, whole: Batch, part: slice, held: Fingerprint)
     }
 
 
-def _compare_hidden(log_p_NV: torch.Tensor, fresh_NH: torch.Tensor, stored: np.ndarray, head: LMHead) -> Figures:
+def _compare_hidden(log_p_NV: torch.Tensor, fresh_NH: torch.Tensor, stored: np.ndarray, lm_head: LMHead) -> Figures:
     """Return the figures of N positions that were stored as hidden states: a head of the whole vocabulary."""
     stored_NH = torch.from_numpy(stored)
-    bias = None if head.bias_V is None else head.bias_V.float()
-    logits_NV = torch.nn.functional.linear(stored_NH.float(), head.weight_VH.float(), bias) * head.logit_scale
-    if head.softcap is not None:
-        logits_NV = head.softcap * torch.tanh(logits_NV / head.softcap)
+    bias = None if lm_head.bias_V is None else lm_head.bias_V.float()
+    logits_NV = torch.nn.functional.linear(stored_NH.float(), lm_head.weight_VH.float(), bias) * lm_head.logit_scale
+    if lm_head.softcap is not None:
+        logits_NV = lm_head.softcap * torch.tanh(logits_NV / lm_head.softcap)
     kl = (log_p_NV.exp() * (log_p_NV - torch.log_softmax(logits_NV.double(), dim=-1))).sum(-1)
     vocab_size = log_p_NV.shape[-1]
     figures = {"kl_stored": kl, "tail_mass": torch.zeros_like(kl), "kl_even_tail": kl}

@@ -90,7 +90,7 @@ def _tail_mass(reader: CacheReader, rows: np.ndarray) -> np.ndarray:
 
 
 def _show(reader: CacheReader, row: int, tokens: int, decode: Decode | None) -> dict[str, Any]:
-    batch = reader.read("train", [row], min(_SHOWN_CHOICES, reader.fingerprint.top_k), (1.0,))
+    batch = reader.read("train", [row], min(_SHOWN_CHOICES, reader.fingerprint.top_k), (1.0,), ())
     shown = {"row": row, "input_ids": batch["input_ids"][0][:tokens].tolist()}
     if "head_ids" in batch:
         probabilities = np.exp(batch["head_logits"][0] - batch["lse"][0][:, None])

@@ -20,10 +20,9 @@ import numpy as np
 from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.codec import DRAWN, decode_values, unpack_ids
 from qat_lora.cache.format.records import Fingerprint, to_json
-from qat_lora.cache.read.reader import check_entry
 from qat_lora.cache.read.shard import open_shard
 from qat_lora.cache.storage.location import Location, Place, locate
-from qat_lora.cache.storage.store import Progress, read_manifest
+from qat_lora.cache.storage.store import Progress, check_entry, read_manifest
 from qat_lora.errors import CacheError, OutputExistsError
 from qat_lora.extras import require
 from qat_lora.files.atomic import publish, sync_folder, temporary

@@ -13,13 +13,12 @@ import time
 from dataclasses import dataclass
 
 from qat_lora.cache.format import layout as fmt
-from qat_lora.cache.format.lm_head import check_head
+from qat_lora.cache.format.codec import promises
+from qat_lora.cache.format.lm_head import check_lm_head
 from qat_lora.cache.format.records import Fingerprint, ShardEntry
-from qat_lora.cache.format.value_checks import promises
-from qat_lora.cache.read.reader import check_entries
 from qat_lora.cache.read.shard import open_shard
 from qat_lora.cache.storage.location import Location, Place, locate
-from qat_lora.cache.storage.store import Progress, at_once, in_turns, read_manifest
+from qat_lora.cache.storage.store import Progress, at_once, check_entry, in_turns, read_manifest
 from qat_lora.errors import CacheDamaged
 
 _ROWS_AT_ONCE = 4
@@ -54,10 +53,11 @@ def verify_cache(path: Place, progress: Progress | None = None, *, threads: int 
     folder = locate(path)
     manifest = read_manifest(folder)
     entries = (*manifest.eval, *manifest.train)
-    check_entries(folder, entries, manifest.fingerprint)
-    check_head(folder, manifest.fingerprint)
+    for _ in at_once(folder, lambda entry: check_entry(folder, entry, manifest.fingerprint), entries):
+        pass
+    check_lm_head(folder, manifest.fingerprint)
     known = {f"{entry.shard}.{ending}" for entry in entries for ending in ("safetensors", "json")}
-    known |= {fmt.MANIFEST} | ({fmt.HEAD} if manifest.fingerprint.head_sha256 else set())
+    known |= {fmt.MANIFEST} | ({fmt.LM_HEAD} if manifest.fingerprint.lm_head_sha256 else set())
     tell = in_turns(progress)
     for _ in at_once(folder, lambda entry: check_shard(folder, entry, manifest.fingerprint, tell), entries, threads):
         pass

@@ -1,14 +1,16 @@
 """A cache folder behind a URL, through fsspec: Google Cloud Storage, S3 and whatever else it has a driver for.
 
-What makes two builders safe here is the store itself: every file of a cache is put whole, by a request that fails if
-the name exists (`ifGenerationMatch=0` on GCS, `If-None-Match: *` on S3). Nothing that was committed can be
-overwritten, whatever the locks say; the lease (see `lease`) only spares two builders the work of finding that out.
-Uploading under a temporary name and renaming, as on a disk, would be worse: a rename is a copy and a delete there, and
-it overwrites. Drivers that know no such request check for the name first and then put, with a gap between the two;
-drivers that would ignore the wish are refused.
+Every file of a cache is put whole, by a request that fails if the name exists (`ifGenerationMatch=0` on GCS,
+`If-None-Match: *` on S3). Builders own different names (`build.partition`), so they need no lock: nothing that was
+committed is ever replaced, and a builder that finds another object under its name stops. Uploading under a temporary
+name and renaming, as on a disk, would be worse: a rename is a copy and a delete there, and it overwrites. Drivers that
+know no such request check for the name first and then put; drivers that would ignore the wish are refused.
 
-A put is not believed: the store's MD5 is compared with ours, or the object is read back where it tells none. So the
-end of a build need not fetch the whole cache again.
+A put is not believed: the store's MD5 is compared with ours, or the object is read back where the store has none. So
+the end of a build need not fetch the whole cache again.
+
+Rows are read in random order, so a reader wants whole shards on its disk: fsspec's `simplecache` copies each shard
+once for the process, into the folder for temporary files, and removes the copies at its end.
 """
 
 from __future__ import annotations
@@ -23,8 +25,6 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
-from qat_lora.cache.storage.lease import Lease, hold
-from qat_lora.cache.storage.spool import Spool, checked
 from qat_lora.errors import CacheDamaged, CacheError, MissingExtraError, OutputExistsError, QatLoraError
 from qat_lora.extras import require
 from qat_lora.files.atomic import failpoint
@@ -36,12 +36,12 @@ _EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3"}
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)(://|::)")
 
 
-def is_object_url(text: str) -> bool:
+def is_url(text: str) -> bool:
     """Return whether a text is a URL rather than a path."""
     return _URL.match(text) is not None
 
 
-class ObjectFolder:
+class RemoteFolder:
     """A folder behind a URL; implements `location.Location`.
 
     Raises:
@@ -54,7 +54,6 @@ class ObjectFolder:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self._fs, self._root = _open_file_system(self.url)
-        self._lease: Lease | None = None
 
     def __str__(self) -> str:
         return redact(self.url)
@@ -82,8 +81,7 @@ class ObjectFolder:
 
     def read(self, name: str, limit_bytes: int) -> bytes:
         """See `Location`."""
-        size = self.size(name)
-        if size > limit_bytes:
+        if self.size(name) > limit_bytes:
             raise CacheDamaged(f"{self}/{name}: is larger than {limit_bytes:,} bytes, so it is no file of a KD cache")
         with self._reading(name):
             return self._fs.cat_file(self._path(name))
@@ -96,52 +94,43 @@ class ObjectFolder:
                 chunk = self._fs.cat_file(self._path(name), start=start, end=min(size, start + CHUNK_BYTES))
             yield chunk
 
-    def load(self, name: str, size: int, sha256: str) -> bytes:
-        """See `Location`."""
-        return b"".join(checked(f"{self}/{name}", size, sha256, self.chunks(name)))
-
-    def open(self, name: str, size: int, sha256: str) -> BinaryIO:
+    def open(self, name: str) -> BinaryIO:
         """See `Location`; a copy on this machine's disk is opened."""
-        return self._spool.open(f"{self}/{name}", size, sha256, lambda: self.chunks(name))
+        with self._reading(name):
+            return self._copies.open(self._path(name), "rb")
+
+    @functools.cached_property
+    def _copies(self) -> Any:
+        """The file system that copies what is opened; its folder is removed with it."""
+        return require("fsspec", "gcs").filesystem("simplecache", fs=self._fs, skip_instance_cache=True)
 
     def make(self) -> None:
         """Do nothing: folders of a store are the names of its objects."""
 
     def write_new(self, name: str, chunks: Iterable[bytes | memoryview], kind: str) -> tuple[int, str]:
-        """See `Location`; the whole file is in memory for the length of the put."""
-        data = b"".join(chunks)
-        if self._lease is not None:
-            self._lease.check()
-        failpoint(f"{kind}-opened")
-        try:
-            self.create(name, data)
-        except FileExistsError:
-            raise OutputExistsError(
-                f"--out {self}: another builder has just written {name}, with other content; nothing of it was "
-                "touched: see that only one builder is at work, then run the same command again"
-            ) from None
-        self._check_stored(name, data)
-        failpoint(f"{kind}-durable")
-        return len(data), hashlib.sha256(data).hexdigest()
+        """See `Location`; the whole file is in memory for the length of the put.
 
-    def create(self, name: str, data: bytes) -> None:
-        """Put an object that must not exist, or exist with these very bytes (as after a put whose answer was lost).
-
-        Raises:
-            FileExistsError: it exists with other bytes; it was not touched.
+        An object that is there with these very bytes counts as put: the answer to an earlier attempt was lost, or a
+        build was killed before it put the sidecar of the shard.
         """
         self._require_create()
+        data = b"".join(chunks)
+        failpoint(f"{kind}-opened")
         with self._writing(name):
             try:
                 self._fs.pipe_file(self._path(name), data, mode="create")
             except FileExistsError:
-                if self.size(name) != len(data) or b"".join(self.chunks(name)) != data:
-                    raise
-
-    def replace(self, name: str, data: bytes) -> None:
-        """Put an object, overwriting what is there."""
-        with self._writing(name):
-            self._fs.pipe_file(self._path(name), data)
+                if not self._holds(name, data):
+                    raise OutputExistsError(
+                        f"--out {self}: there is another {name} already, of another builder or of a build that was "
+                        "killed; it was not touched: see that only one builder is at work, delete that object if it "
+                        "has no sidecar, then run the same command again"
+                    ) from None
+            stored = self._is_stored(name, data)
+        if not stored:
+            raise OSError(errno.EIO, f"{name} is stored with other bytes than were sent")
+        failpoint(f"{kind}-durable")
+        return len(data), hashlib.sha256(data).hexdigest()
 
     def delete(self, name: str) -> None:
         """See `Location`."""
@@ -155,28 +144,12 @@ class ObjectFolder:
         """Return None: a store has no end that it tells of."""
         return None
 
-    @contextlib.contextmanager
-    def exclusive(self, name: str) -> Iterator[None]:
-        """See `Location`; the holder proves that it is alive (see `lease`)."""
+    def exclusive(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Hold no lock: names that are never replaced need none."""
         self._require_create()
-        with hold(self, name) as lease:
-            self._lease = lease
-            try:
-                yield
-            finally:
-                self._lease = None
-
-    def sharing(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Do nothing: builders that divide the work differently find each other's sidecars."""
         return contextlib.nullcontext()
 
-    def in_turn(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Do nothing: of two builders that write the same manifest, one creates it and both are content."""
-        return contextlib.nullcontext()
-
-    @functools.cached_property
-    def _spool(self) -> Spool:
-        return Spool()
+    sharing = in_turn = exclusive
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
@@ -185,19 +158,22 @@ class ObjectFolder:
         with self._reading(name):
             return self._fs.info(self._path(name))
 
-    def _check_stored(self, name: str, data: bytes) -> None:
-        """Raise OSError unless the store holds what was put."""
-        with self._writing(name):
-            info = self._info(name)
-            md5 = hashlib.md5(data, usedforsecurity=False)
-            told = (info.get("md5Hash"), str(info.get("ETag", "")).strip('"'))
-            if base64.b64encode(md5.digest()).decode() == told[0] or md5.hexdigest() == told[1]:
-                return
-            if self.size(name) != len(data) or any(
-                chunk != data[start : start + len(chunk)]
-                for start, chunk in zip(range(0, len(data), CHUNK_BYTES), self.chunks(name), strict=True)
-            ):
-                raise OSError(errno.EIO, f"{name} is stored with other bytes than were sent")
+    def _is_stored(self, name: str, data: bytes) -> bool:
+        """Return whether the store holds what was put, by its MD5 if it has one."""
+        info = self._info(name)
+        md5 = hashlib.md5(data, usedforsecurity=False)
+        found = (info.get("md5Hash"), str(info.get("ETag", "")).strip('"'))
+        return (
+            base64.b64encode(md5.digest()).decode() == found[0]
+            or md5.hexdigest() == found[1]
+            or self._holds(name, data)
+        )
+
+    def _holds(self, name: str, data: bytes) -> bool:
+        starts = range(0, len(data), CHUNK_BYTES)
+        return self.size(name) == len(data) and all(
+            chunk == data[start : start + len(chunk)] for start, chunk in zip(starts, self.chunks(name), strict=True)
+        )
 
     def _require_create(self) -> None:
         """Refuse to write through a driver that knows no create-only put: it would overwrite without a word."""

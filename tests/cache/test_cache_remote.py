@@ -1,12 +1,12 @@
 """Caches behind a URL: the same bytes as in a folder, whatever is killed, and never overwritten."""
 
+import gc
 import json
 import os
-import shutil
 import subprocess
 import sys
+import tempfile
 import threading
-from collections import namedtuple
 from pathlib import Path
 
 import bucket
@@ -16,9 +16,7 @@ import pytest
 
 from qat_lora.cache.build.writer import CacheWriter
 from qat_lora.cache.read.dataset import KDCacheDataset
-from qat_lora.cache.storage import lease, spool
-from qat_lora.cache.storage.object_store import ObjectFolder
-from qat_lora.cache.storage.spool import Spool
+from qat_lora.cache.storage.remote import RemoteFolder
 from qat_lora.cache.tools.describe import describe
 from qat_lora.cache.tools.parquet import export_parquet
 from qat_lora.cache.tools.verify import verify_cache
@@ -27,11 +25,9 @@ from qat_lora.errors import CacheDamaged, CacheError, MissingExtraError, OutputE
 
 @pytest.fixture(autouse=True)
 def stores(tmp_path, monkeypatch):
-    """An empty bucket and memory, a spool of this test's own, leases that run out at once."""
+    """An empty bucket and memory, a folder for copies of this test's own."""
     monkeypatch.setenv("QAT_LORA_TEST_BUCKET", str(tmp_path / "objects"))
-    monkeypatch.setattr(spool.tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(lease, "BEAT_S", 0.05)
-    monkeypatch.setattr(lease, "SILENCE_S", 0.5)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     bucket.Bucket.transferred.clear()
     bucket.Bucket.lost_answers = 0
     memory = fsspec.filesystem("memory")
@@ -40,10 +36,12 @@ def stores(tmp_path, monkeypatch):
 
 
 def _objects(url):
-    """The objects of a folder but the leases, by name."""
-    folder = ObjectFolder(url)
-    names = [name for name in folder.names() if not name.startswith(".lock")]
-    return {name: folder.read(name, 1 << 20) for name in names}
+    folder = RemoteFolder(url)
+    return {name: folder.read(name, 1 << 20) for name in folder.names()}
+
+
+def _put(url, data):
+    fsspec.filesystem(url.split("://")[0]).pipe_file(url.split("://")[1], data)
 
 
 def _files(folder):
@@ -97,7 +95,6 @@ def test_an_interrupted_build_goes_on(url, tmp_path, fingerprint, random_rows, w
         writer.append({name: array[:3] for name, array in rows.items()}, [{"row": i + 1} for i in range(3)])
         raise ZeroDivisionError
     assert sorted(_objects(url)) == ["s-000000.json", "s-000000.safetensors"]
-    ObjectFolder(url).create("s-000001.safetensors", b'8 bytes.{"__metadata__":{"format":"qat-lora-kd-cache"')
     for opened in (verify_cache, KDCacheDataset, describe):
         with pytest.raises(CacheError, match="no manifest.json"):
             opened(url)
@@ -112,18 +109,18 @@ def test_an_interrupted_build_goes_on(url, tmp_path, fingerprint, random_rows, w
         CacheWriter(url, fingerprint(seed=1)),
     ):
         pass
-    ObjectFolder(url).create("notes.txt", b"mine")
+    _put(f"{url}/notes.txt", b"mine")
     with CacheWriter(url, fingerprint(seed=1), overwrite=True) as writer:
         writer.append(rows, [None] * 7)
     assert verify_cache(url).strangers == ("notes.txt",) and KDCacheDataset(url).manifest.fingerprint.seed == 1
 
 
 def test_a_foreign_folder_is_refused(fingerprint):
-    ObjectFolder("bucket://mine").create("thesis.txt", b"text")
+    _put("bucket://mine/thesis.txt", b"text")
     foreign = "bucket://mine: holds files and no KD cache"
     with pytest.raises(OutputExistsError, match=foreign), CacheWriter("bucket://mine", fingerprint()):
         pass
-    assert ObjectFolder("bucket://mine").names() == ["thesis.txt"]
+    assert RemoteFolder("bucket://mine").names() == ["thesis.txt"]
 
 
 @pytest.mark.parametrize("url", URLS)
@@ -138,14 +135,14 @@ def test_damage_is_named(url, fingerprint, random_rows, write_cache):
             for opened in (verify_cache, KDCacheDataset):
                 with pytest.raises(CacheError, match=match):
                     opened(url)
-            if name.startswith("s-000002"):  # without --verify: seen when the shard is fetched
-                with pytest.raises(CacheDamaged, match=name):
-                    KDCacheDataset(url, verify=False).rows([4])
-            ObjectFolder(url).replace(name, good)
+            if name.startswith("s-000002"):  # without --verify: seen when the row is read
+                with pytest.raises(CacheDamaged, match="s-000002"):
+                    KDCacheDataset(url, verify=False).rows([5])
+            _put(f"{url}/{name}", good)
     verify_cache(url)
 
 
-# Two builders that do not know of each other: whatever the locks say, nothing that was put may be overwritten.
+# Two builders of the same shards that do not know of each other: nothing that was put may be overwritten.
 def _two_writers(url, fp, random_rows):
     ours, theirs = random_rows(fp, 4), random_rows(fp, 4, seed=1)
     refused = None
@@ -160,11 +157,10 @@ def _two_writers(url, fp, random_rows):
     return refused
 
 
-def test_two_writers_lose_nothing_even_without_a_lock(monkeypatch, fingerprint, random_rows):
+def test_two_writers_lose_nothing_without_a_lock(fingerprint, random_rows):
     fp = fingerprint()
-    monkeypatch.setattr(ObjectFolder, "exclusive", ObjectFolder.sharing)
     refused = _two_writers("bucket://two", fp, random_rows)
-    assert refused and "another builder has just written s-000000.safetensors" in refused
+    assert refused and "there is another s-000000.safetensors already" in refused
     verify_cache("bucket://two")
     served = KDCacheDataset("bucket://two").rows(range(4))["input_ids"]
     np.testing.assert_array_equal(served, random_rows(fp, 4)["input_ids"])
@@ -173,18 +169,17 @@ def test_two_writers_lose_nothing_even_without_a_lock(monkeypatch, fingerprint, 
         verify_cache("naive://other")
 
 
-def test_two_writers_of_the_same_bytes_meet_in_the_same_cache(
-    monkeypatch, tmp_path, fingerprint, random_rows, write_cache
-):
+def test_two_writers_of_the_same_bytes_meet_in_the_same_cache(tmp_path, fingerprint, random_rows, write_cache):
     fp = fingerprint()
     rows = random_rows(fp, 9)
     write_cache(tmp_path / "c", fp, rows, 2)
-    monkeypatch.setattr(ObjectFolder, "exclusive", ObjectFolder.sharing)
-    errors = []
+    errors, opened = [], threading.Barrier(4)
 
     def build():
         try:
-            write_cache("bucket://same", fp, rows, 2)
+            with CacheWriter("bucket://same", fp, 2) as writer:
+                opened.wait()
+                writer.append(rows, [{"row": i + 1} for i in range(9)])
         except BaseException as error:
             errors.append(error)
 
@@ -193,11 +188,27 @@ def test_two_writers_of_the_same_bytes_meet_in_the_same_cache(
         thread.start()
     for thread in threads:
         thread.join()
-    # One that opens while another is between a shard and its sidecar removes that shard: then somebody stops.
-    if errors:
-        assert all(isinstance(error, CacheError | OutputExistsError) for error in errors)
-    else:
-        assert _objects("bucket://same") == _files(tmp_path / "c")
+    assert errors == [] and _objects("bucket://same") == _files(tmp_path / "c")
+
+
+def test_a_shard_without_its_sidecar_is_taken_over_or_named(tmp_path, fingerprint, random_rows, write_cache):
+    fp = fingerprint()
+    rows = random_rows(fp, 4)
+    write_cache(tmp_path / "c", fp, rows, 2)
+    whole = _files(tmp_path / "c")
+    for url, data in (("bucket://mine", whole["s-000001.safetensors"]), ("bucket://theirs", b"other bytes")):
+        with CacheWriter(url, fp, 2) as writer:
+            writer.append({name: array[:2] for name, array in rows.items()}, [{"row": 1}, {"row": 2}])
+            writer.stop()
+        _put(f"{url}/s-000001.safetensors", data)
+    rest = {name: array[2:] for name, array in rows.items()}
+    with CacheWriter("bucket://mine", fp, 2) as writer:
+        writer.append(rest, [{"row": 3}, {"row": 4}])
+    assert _objects("bucket://mine") == whole
+    before = _objects("bucket://theirs")
+    with pytest.raises(OutputExistsError, match="theirs: .*s-000001"), CacheWriter("bucket://theirs", fp, 2) as writer:
+        writer.append(rest, [{"row": 3}, {"row": 4}])
+    assert _objects("bucket://theirs") == before
 
 
 def test_an_answer_that_was_lost_is_no_second_writer(fingerprint, random_rows, write_cache, tmp_path):
@@ -283,13 +294,11 @@ KILLS = r"""
 import json, os, signal, sys
 import bucket
 import numpy as np
-from qat_lora.cache.storage import lease
 from qat_lora.cache.format.records import Fingerprint
-from qat_lora.cache.storage.object_store import ObjectFolder
-from qat_lora.cache.build.partition import Share
+from qat_lora.cache.storage.remote import RemoteFolder
+from qat_lora.cache.build.partition import Partition
 from qat_lora.cache.read.reader import CacheReader
 from qat_lora.cache.build.writer import CacheWriter
-lease.BEAT_S, lease.SILENCE_S = 0.01, 0.1
 L, K = 5, 3
 fp = Fingerprint(tokenizer_sha256="1", vocab_size=31, teacher="t", teacher_sha256="2", chat_template_sha256=None,
                  dataset="d", packing="p", length=L, top_k=K, eval_rows=2)
@@ -300,8 +309,8 @@ def row(i):
             "head_ids": rng.integers(0, 31, (1, L - 1, K)), "lse": rng.random((1, L - 1)),
             "head_logits": -np.sort(rng.random((1, L - 1, K))), "log_tail": -rng.random((1, L - 1))}
 
-def build(url, share=Share()):
-    with CacheWriter(url, fp, 3, share=share) as writer:
+def build(url, partition=Partition()):
+    with CacheWriter(url, fp, 3, partition=share) as writer:
         done = writer.resume_state()
         if done.finished:
             return
@@ -312,10 +321,10 @@ def build(url, share=Share()):
             writer.append(row(i + 1000 * share.builder), [{"row": i + 1}])
 
 def objects(url):
-    folder = ObjectFolder(url)
-    return {name: folder.read(name, 1 << 20) for name in folder.names() if not name.startswith(".lock")}
+    folder = RemoteFolder(url)
+    return {name: folder.read(name, 1 << 20) for name in folder.names()}
 
-def child(url, point, share=Share()):
+def child(url, point, partition=Partition()):
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -336,8 +345,8 @@ assert wait(child("bucket://whole", None)) == 0
 whole, broken, kills = objects("bucket://whole"), [], 0
 points = [f"{kind}-{step}:{n}" for kind in ("shard", "sidecar") for step in ("opened", "durable") for n in (1, 4)]
 points += ["manifest-opened", "manifest-durable"]
-points += [f"{step}:{n}" for step in ("send", "sent") for n in (2, 3, 9)]  # number 1 is the lease; beats count too
-plans = [[point] for point in points] + [["shard-durable:1", "send:3", "sidecar-opened:1"]]
+points += [f"{step}:{n}" for step in ("send", "sent") for n in (1, 2, 8)]
+plans = [[point] for point in points] + [["shard-durable:1", "send:2", "sidecar-opened:1"]]
 for number, plan in enumerate(plans):
     url = f"bucket://kill{number}"
     for point in plan:
@@ -345,7 +354,7 @@ for number, plan in enumerate(plans):
         kills += 1
     if wait(child(url, None)) != 0 or objects(url) != whole:
         broken.append(plan)
-shares = [Share(0, 2), Share(1, 2)]
+shares = [Partition(0, 2), Partition(1, 2)]
 for share in shares:
     assert wait(child("bucket://whole2", None, share)) == 0
 whole2 = objects("bucket://whole2")
@@ -373,25 +382,21 @@ def test_killed_and_resumed_gives_the_same_objects():
     result = json.loads(done.stdout)
     assert result["broken"] == [] and result["kills"] == 16 + 3 + 4
     assert "manifest.json" in result["objects"] and "s-000002.safetensors" in result["objects"]
-    assert "was writing there and has not said goodbye" in done.stderr
 
 
-def test_shards_are_fetched_once_for_all_readers(tmp_path, fingerprint, random_rows, write_cache):
+def test_a_reader_copies_each_shard_once(tmp_path, fingerprint, random_rows, write_cache):
     fp = fingerprint()
-    url = write_cache("bucket://spool", fp, random_rows(fp, 12), 2)
+    url = write_cache("bucket://copies", fp, random_rows(fp, 12), 2)
     bucket.Bucket.transferred.clear()
-    first = KDCacheDataset(url)
-    second = KDCacheDataset(url)
-    for dataset in (first, second):
-        for row in (0, 5, 11, 3):
-            assert dataset.rows([row])["input_ids"][0, 0] == row
+    dataset = KDCacheDataset(url)
+    for row in (0, 5, 11, 3):
+        assert dataset.rows([row])["input_ids"][0, 0] == row
     shards = {name: size for name, size in bucket.Bucket.transferred.items() if name.endswith("safetensors")}
-    assert shards == {f"{entry.shard}.safetensors": entry.bytes for entry in first.manifest.train}
-    folder = first._reader.path._spool.folder
-    assert len(list(folder.glob("*.safetensors"))) == 6
-    del dataset, first
-    assert folder.exists()
-    del second
+    assert shards == {f"{entry.shard}.safetensors": entry.bytes for entry in dataset.manifest.train}
+    folder = Path(dataset.path._copies.storage[0])
+    assert len(list(folder.iterdir())) == 6
+    del dataset
+    gc.collect()
     assert not folder.exists()
     lazy = KDCacheDataset(url, verify=False)
     bucket.Bucket.transferred.clear()
@@ -403,55 +408,30 @@ def test_a_copy_that_changes_under_a_reader_is_fetched_again_or_one_line(fingerp
     fp = fingerprint()
     dataset = KDCacheDataset(write_cache("bucket://under", fp, random_rows(fp, 6), 3), verify=False)
     good = dataset.rows(range(6))["input_ids"]
-    for file in dataset.path._spool.folder.glob("*.safetensors"):
+    copies = Path(dataset.path._copies.storage[0])
+    for file in copies.iterdir():
         file.unlink()
-    np.testing.assert_array_equal(dataset.rows(range(6))["input_ids"], good)  # who has one open keeps it
+    np.testing.assert_array_equal(dataset.rows(range(6))["input_ids"], good)  # open files stay readable
     dataset._reader._shards.clear()  # closed meanwhile, among many
     bucket.Bucket.transferred.clear()
     np.testing.assert_array_equal(dataset.rows(range(6))["input_ids"], good)
     assert {name for name in bucket.Bucket.transferred} == {"s-000000.safetensors", "s-000001.safetensors"}
-    for file in dataset.path._spool.folder.glob("*.safetensors"):
+    for file in copies.iterdir():
         os.truncate(file, 100)
     with pytest.raises(CacheDamaged, match="bucket://under/s-000001: row 2 is cut off"):
         dataset.rows([5])
     dataset._reader._shards.clear()
-    np.testing.assert_array_equal(dataset.rows(range(6))["input_ids"], good)  # fetched again
+    with pytest.raises(CacheDamaged, match="s-000000.safetensors: has 100 bytes"):
+        dataset.rows([0])
 
 
-def test_a_small_disk_gives_back_the_oldest_copy(tmp_path, monkeypatch):
-    kept = Spool()
-    usage = namedtuple("usage", "free")
-
-    def free(folder):
-        used = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        return usage(free=spool.RESERVE_BYTES + 250 - used)
-
-    monkeypatch.setattr(spool.shutil, "disk_usage", free)
-    import hashlib
-
-    copies = []
-    for number in range(4):
-        data = bytes([number]) * 100
-        digest = hashlib.sha256(data).hexdigest()
-        copies.append(kept.open(f"s{number}", 100, digest, lambda data=data: iter([data])))
-        os.utime(kept.folder / f"{digest}.safetensors", (number, number))
-    assert len(list(kept.folder.glob("*.safetensors"))) == 2
-    assert [copy.read(1) for copy in copies] == [b"\0", b"\1", b"\2", b"\3"]  # who has one open keeps it
-    for copy in copies:
-        copy.close()
-    with pytest.raises(CacheError, match="TMPDIR"):
-        kept.open("big", 300, "00", lambda: iter([b""]))
-    shutil.rmtree(kept.folder)  # another process was the last to leave: fetched again
-    with kept.open("s3", 100, digest, lambda: iter([data])) as again:
-        assert again.read() == data
-    with pytest.raises(CacheDamaged, match="s4.*sha256"):
-        kept.open("s4", 100, "00" * 32, lambda: iter([data]))
-    with pytest.raises(CacheDamaged, match="s4.*has 50 bytes"):
-        kept.open("s4", 100, "00" * 32, lambda: iter([data[:50]]))
-    assert not list(kept.folder.glob("*.tmp"))
-
-
-def test_a_spool_folder_of_somebody_else_is_not_used(tmp_path):
-    (tmp_path / f"qat-lora-spool-{os.getuid()}").symlink_to(tmp_path)
-    with pytest.raises(CacheError, match="not this user's own folder"):
-        Spool()
+def test_eight_readers_at_once(fingerprint, random_rows, write_cache):
+    fp = fingerprint()
+    url = write_cache("bucket://eight", fp, random_rows(fp, 30), 2)
+    read = "import sys, bucket; from qat_lora.cache.read.dataset import KDCacheDataset as D; "
+    read += "d = D(sys.argv[1]); print(d.rows(range(30))['input_ids'][:, 0].tolist() == list(range(30)))"
+    paths = [str(Path(__file__).parent), *filter(None, sys.path)]
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-c", read, url]
+    readers = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(8)]
+    assert [reader.communicate(timeout=100)[0].strip() for reader in readers] == ["True"] * 8
