@@ -312,10 +312,6 @@ class EvalOptions:
     kd_cache_dir: str | None = option(
         None, "training cache: say how much of the text it has already shown", alias="cache_dir"
     )
-    teacher_tokens_per_s: float | None = option(
-        None, "speed of the teacher's forward: say when the cache pays against a live teacher", unit="tokens/s"
-    )
-    build_tokens_per_s: float | None = option(None, "speed of the cache build; default: the teacher's", unit="tokens/s")
     health: HealthConfig = option(HealthConfig, "generation")
     harness: TasksConfig = option(TasksConfig, "tasks")
     hub: HubConfig = option(HubConfig, "models")
@@ -328,10 +324,6 @@ class EvalOptions:
         at_least(self, length=2, eval_rows=0, batch_size=1, resamples=100)
         if self.stride is not None and self.protocol != "sliding":
             raise ConfigError(f"stride: means nothing with --protocol {self.protocol}; it belongs to sliding")
-        for name in ("teacher_tokens_per_s", "build_tokens_per_s"):
-            value = getattr(self, name)
-            if value is not None and (value <= 0 or self.kd_cache_dir is None or self.teacher_tokens_per_s is None):
-                raise ConfigError(f"{name}: {value}; give a speed above 0, with --kd-cache-dir and the teacher's speed")
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ from qat_lora.export.gguf_vocab import vocabulary
 from qat_lora.export.integers import Integers, with_integers
 from qat_lora.export.merged import check_mergeable, save_merged
 from qat_lora.export.pair import copy_generation, save_pair, save_settings
-from qat_lora.export.vllm_rules import check_vllm
 from qat_lora.extras import require
 from qat_lora.files import outputs
 from qat_lora.files.checksums import seal
@@ -47,8 +46,6 @@ class Plan:
     found: Mapping[str, Integers | None] = field(default_factory=dict)
     """Quantised layers in the form of their container."""
     notes: list[str] = field(default_factory=list)
-    check: Callable[[Path], list[str]] = lambda out: []
-    """Further notes, found in what was written."""
 
 
 def export(options: ExportOptions, runtime: Runtime) -> Path:
@@ -73,7 +70,6 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
         base_sha256 = checkpoint_sha256(student.model.folder)
         with moved_into(out) as draft:
             plan.write(draft)
-            said = [*plan.notes, *plan.check(draft)]
             copy_tokenizer(student.model.folder, draft)
             if options.form in ("merged", "compressed-tensors"):
                 copy_generation(student.model.folder, draft)
@@ -81,13 +77,13 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
             result["weights_mb"] = round(sum(_sizes(draft)) / 1e6, 3)
             card = Card(
                 name, options.form, origin, base_sha256, student.bits_per_weight, result, _command(options, name),
-                said, scores, options.license, adapter is not None,
+                plan.notes, scores, options.license, adapter is not None,
             )  # fmt: skip
             (draft / "README.md").write_text(render(card), encoding="utf-8")
             kept = {"form": options.form, "bits_per_weight": student.bits_per_weight, **result}
             save_json(kept, draft / "result.json")
         outputs.complete(out)
-    for line in (*(f"{name}: {value}" for name, value in labelled(result).items()), *said):
+    for line in (*(f"{name}: {value}" for name, value in labelled(result).items()), *plan.notes):
         say(run, line)
     say(run, f"written to {out}")
     return out
@@ -117,7 +113,7 @@ def _compressed(options: ExportOptions, student: Student, adapter: Path | None, 
             shutil.copyfile(adapter / WEIGHTS, out / "adapter" / WEIGHTS)
             save_settings(adapter, out / "adapter", "..", checkpoint_sha256(out))
 
-    return Plan(write, found, notes(module, found), check_vllm)
+    return Plan(write, found, notes(module, found))
 
 
 def _gguf(options: ExportOptions, student: Student, adapter: Path | None, tokenizer: Any) -> Plan:

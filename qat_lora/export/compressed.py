@@ -144,7 +144,7 @@ def is_packed(folder: Path) -> bool:
 
 def notes(module: Any, found: dict[str, Integers]) -> list[str]:
     """Return what a user must know about what the folder holds and where it loads."""
-    lines = ["checked with transformers and the compressed-tensors schema"]
+    lines = ["checked with transformers and the compressed-tensors schema; not run in vLLM"]
     if quant_layers(module).keys() - found.keys():
         lines.append("the quantised output head is written dense: this container packs linear layers inside the model")
     if odd := sorted({integers.bits for integers in found.values()} - set(PORTABLE)):
