@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from qat_lora.export.gguf_file import gguf_name, row_order
+from qat_lora.export.gguf import gguf_name, row_order
 from qat_lora.layers.convert import quant_layers
 from qat_lora.models.hub import HubConfig
 from qat_lora.models.load import load_tokenizer

@@ -331,10 +331,11 @@ class ExportOptions:
     """`qat-lora export`."""
 
     student: str | None = option(None, "model, adapter or run folder (required)", alias="model")
-    form: Literal["merged", "adapter", "compressed-tensors", "gguf"] = option(
+    form: Literal["merged", "adapter", "compressed-tensors", "gguf", "pt"] = option(
         "merged",
         "merged: dense weights with codes and adapter folded in; adapter: PEFT adapter with its quantised base; "
-        "compressed-tensors: packed base (vLLM, transformers), adapter beside it; gguf: base and adapter for llama.cpp",
+        "compressed-tensors: packed base (vLLM, transformers), adapter beside it; gguf: base and adapter for "
+        "llama.cpp; pt: best.pt, the student's state dict for torch.load",
     )
     container_bits: int | None = option(
         None,

@@ -31,8 +31,9 @@ def load_table() -> Any:
 
 
 @click.command("bench", context_settings={"ignore_unknown_options": True})
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[NAME] [ARGUMENTS]...")
-def bench(arguments: tuple[str, ...]) -> None:
+@click.argument("name", required=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def bench(name: str | None, arguments: tuple[str, ...]) -> None:
     """Show what was claimed, asked and reached in one table, or run the benchmark NAME with its own arguments."""
-    if code := load_table().main(arguments):
+    if code := load_table().main([] if name is None else [name, *arguments]):
         raise SystemExit(code)
