@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from qat_lora.export.gguf_file import gguf_name, row_order
+from qat_lora.export.gguf import gguf_name, row_order
 from qat_lora.layers.convert import quant_layers
 from qat_lora.models.hub import HubConfig
 from qat_lora.models.load import load_tokenizer
@@ -277,7 +277,7 @@ def main() -> None:
         "tokens": len(case.ids),
         "perplexity": math.exp(case.nll(case.logits) / len(case.ids)),
         "versions": {package: version(package) for package in PACKAGES},
-        "not_run": ["vLLM (needs a GPU host; the format is held against its loader's rules, see docs/export.md)"],
+        "not_run": ["vLLM (needs a GPU host; see docs/export.md)"],
         "rows": [{k: v if v != math.inf else None for k, v in row.items()} for row in rows],
     }
     given.out.mkdir(parents=True, exist_ok=True)

@@ -309,10 +309,6 @@ class EvalOptions:
     kd_cache_dir: str | None = option(
         None, "training cache: say how much of the text it has already shown", alias="cache_dir"
     )
-    teacher_tokens_per_s: float | None = option(
-        None, "speed of the teacher's forward: say when the cache pays against a live teacher", unit="tokens/s"
-    )
-    build_tokens_per_s: float | None = option(None, "speed of the cache build; default: the teacher's", unit="tokens/s")
     health: HealthConfig = option(HealthConfig, "generation")
     harness: TasksConfig = option(TasksConfig, "tasks")
     hub: HubConfig = option(HubConfig, "models")
@@ -325,10 +321,6 @@ class EvalOptions:
         at_least(self, length=2, eval_rows=0, batch_size=1, resamples=100)
         if self.stride is not None and self.protocol != "sliding":
             raise ConfigError(f"stride: means nothing with --protocol {self.protocol}; it belongs to sliding")
-        for name in ("teacher_tokens_per_s", "build_tokens_per_s"):
-            value = getattr(self, name)
-            if value is not None and (value <= 0 or self.kd_cache_dir is None or self.teacher_tokens_per_s is None):
-                raise ConfigError(f"{name}: {value}; give a speed above 0, with --kd-cache-dir and the teacher's speed")
 
 
 @dataclass(frozen=True)
@@ -336,10 +328,11 @@ class ExportOptions:
     """`qat-lora export`."""
 
     student: str | None = option(None, "model, adapter or run folder (required)", alias="model")
-    form: Literal["merged", "adapter", "compressed-tensors", "gguf"] = option(
+    form: Literal["merged", "adapter", "compressed-tensors", "gguf", "pt"] = option(
         "merged",
         "merged: dense weights with codes and adapter folded in; adapter: PEFT adapter with its quantised base; "
-        "compressed-tensors: packed base (vLLM, transformers), adapter beside it; gguf: base and adapter for llama.cpp",
+        "compressed-tensors: packed base (vLLM, transformers), adapter beside it; gguf: base and adapter for "
+        "llama.cpp; pt: best.pt, the student's state dict for torch.load",
     )
     container_bits: int | None = option(
         None,

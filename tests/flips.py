@@ -19,7 +19,7 @@ from toy_pipeline import cache_options, call, eval_options, export_options, part
 from qat_lora import cli
 from qat_lora.errors import QatLoraError
 from qat_lora.export.card import read_origin, read_scores
-from qat_lora.export.shipping import files_to_ship, summary
+from qat_lora.export.hub import files_to_upload, upload_summary
 from qat_lora.files import outputs
 from qat_lora.files.checksums import seal
 from qat_lora.generate.backends import open_speaker
@@ -107,7 +107,7 @@ def marked(folder, mark, name):
     """Return what commands read of a run besides its models: the files that another command asks for, then all."""
     found = []
     if name == "result.json" and (folder / "README.md").is_file():
-        found.append(summary(folder, files_to_ship(folder)))  # push
+        found.append(upload_summary(folder, files_to_upload(folder)))  # push
     if name == "scores.json":
         found.append(read_scores(str(folder)))  # export
     if name == "config.yaml" and adapter_folder(str(folder)):

@@ -44,7 +44,7 @@ from qat_lora.cache.storage.store import read_manifest, read_sidecar
 from qat_lora.config import leaves, resolve
 from qat_lora.data.sources import TextConfig, open_documents
 from qat_lora.errors import QatLoraError
-from qat_lora.export import card, shipping
+from qat_lora.export import card, hub
 from qat_lora.files import outputs
 from qat_lora.layers.convert import add_lora, make_quant_skeleton
 from qat_lora.layers.lora import LoraConfig
@@ -461,9 +461,9 @@ def _config_targets(root: Path) -> Iterator[tuple[str, Target]]:
     yield "quantization_config in the card", Target(said, JSON, read_origin)
     readme = _written(root / "ship" / "README.md", "---\nlicense: mit\ntags: [a, b]\n---\n# x\n")
     _written(root / "ship" / "model.safetensors", b"\x02\0\0\0\0\0\0\0{}")
-    yield "front matter of a card", Target(readme, FRONT, lambda: shipping.files_to_ship(readme.parent))
+    yield "front matter of a card", Target(readme, FRONT, lambda: hub.files_to_upload(readme.parent))
     result = _written(root / "shipped" / "result.json", {"form": "adapter", "size_bytes": 5})
-    yield "result.json", Target(result, JSON, lambda: shipping.summary(result.parent, []))
+    yield "result.json", Target(result, JSON, lambda: hub.upload_summary(result.parent, []))
     scores = _written(root / "scores" / "scores.json", SCORES)
     yield "scores.json", Target(scores, JSON, lambda: card.read_scores(str(scores.parent)))
 

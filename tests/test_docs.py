@@ -14,7 +14,7 @@ import pytest
 from shown_commands import PAGES as COMMAND_PAGES
 from shown_commands import parse, spans
 
-from qat_lora.commands.bench import benchmarks_folder, look_up
+from qat_lora.commands.bench import load_table
 from qat_lora.registry import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -108,7 +108,9 @@ def test_commands_in_the_text_have_the_options_that_they_are_shown_with():
 @pytest.mark.parametrize("pattern", SCORES)
 def test_the_front_pages_scores_are_the_results(pattern):
     result, path, form = SCORES[pattern]
-    value = look_up(json.loads((benchmarks_folder() / f"results/{result}.json").read_text(encoding="utf-8")), path)
+    value = load_table().look_up(
+        json.loads((ROOT / f"benchmarks/results/{result}.json").read_text(encoding="utf-8")), path
+    )
     shown = re.search(pattern, (ROOT / "README.md").read_text(encoding="utf-8"))
     assert shown and shown[1] == form.format(value).rstrip("%")
 

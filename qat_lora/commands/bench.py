@@ -1,198 +1,33 @@
-"""The committed benchmark results in one table, read off the files themselves, and a way to run a program again.
-
-A table kept by hand claims what somebody remembers. `benchmarks/figures.yaml` says what is claimed, what was asked for
-and where in a result the number stands; the number itself comes from `benchmarks/results`. A result that is not there
-is shown as not run. The terminal's table and that of `benchmarks/README.md` are made by the same functions. The
-programs belong to the repository and are not installed with the package.
-"""
+"""The command over `benchmarks/table.py`, which belongs to the repository and is not installed with the package."""
 
 from __future__ import annotations
 
-import ast
-import json
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+import importlib.util
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
-import yaml
 
 import qat_lora
 from qat_lora.errors import ConfigError
-from qat_lora.terminal import echo
-
-HEADER = ("figure", "asked", "reached", "beside it", "when, where, with", "command")
-NOT_RUN, NOT_IN_RESULT = "not run yet", "not in the result"
 
 
-class Program(NamedTuple):
-    """A benchmark program, as its source describes it."""
-
-    claim: str
-    command: str
-
-
-def benchmarks_folder() -> Path:
-    """Return the folder of the programs.
+def load_table() -> Any:
+    """Import `benchmarks/table.py` by its path.
 
     Raises:
         ConfigError: this is an installed package without its repository.
     """
-    folder = Path(qat_lora.__file__).resolve().parents[1] / "benchmarks"
-    if not (folder / "results").is_dir():
+    file = Path(qat_lora.__file__).resolve().parents[1] / "benchmarks" / "table.py"
+    spec = importlib.util.spec_from_file_location("benchmarks.table", file)
+    if not file.is_file() or spec is None or spec.loader is None:
         raise ConfigError(
             "bench: the benchmark programs come with the repository and not with the package; "
             "clone it and install with pip install -e ."
         )
-    return folder
-
-
-def programs(folder: Path) -> dict[str, Program]:
-    """Return the programs by name, read off their syntax trees; nothing of them is run."""
-    return {file.stem: _describe(file) for file in sorted(folder.glob("*.py"))}
-
-
-def _describe(file: Path) -> Program:
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    lines = (ast.get_docstring(tree) or "").splitlines()
-    commands = [
-        " ".join(f"{line} {after}".replace("\\ ", " ").split() if line.endswith("\\") else line.split())
-        for line, after in zip(lines, [*lines[1:], ""], strict=True)
-        if line.strip().startswith(("python ", "qat-lora "))
-    ]
-    command = commands[0] if commands else f"python benchmarks/{file.name} --help"
-    return Program(lines[0] if lines else "", command)
-
-
-def sections(folder: Path) -> Iterator[tuple[str, list[list[str]]]]:
-    """Yield the sections of `figures.yaml` with their rows of text cells, in the order of `HEADER`."""
-    known = programs(folder)
-    for section in _figures(folder):
-        yield section["section"], [_row(folder, known, figure) for figure in section["figures"]]
-
-
-def without_figure(folder: Path) -> list[str]:
-    """Return the results that no figure is read from."""
-    named = {figure["result"] for section in _figures(folder) for figure in section["figures"]}
-    return sorted({file.stem for file in (folder / "results").glob("*.json")} - named)
-
-
-def _figures(folder: Path) -> list[dict[str, Any]]:
-    return yaml.safe_load((folder / "figures.yaml").read_text(encoding="utf-8"))
-
-
-def _row(folder: Path, known: Mapping[str, Program], figure: Mapping[str, Any]) -> list[str]:
-    name = figure["result"]
-    maker = max((program for program in known if name.startswith(program)), key=len, default=None)
-    command = known[maker].command if maker else figure["said"]["command"]
-    file = folder / "results" / f"{name}.json"
-    if not file.is_file():
-        return [figure["figure"], _asked(figure), NOT_RUN, _beside({}, figure), "-", command]
-    result = json.loads(file.read_text(encoding="utf-8"))
-    value = look_up(result, figure["value"])
-    reached = NOT_IN_RESULT if value is None else f"{_shown(value, figure)}{_verdict(value, figure)}"
-    return [figure["figure"], _asked(figure), reached, _beside(result, figure), _circumstances(result, figure), command]
-
-
-def look_up(result: Any, path: str) -> Any:
-    """Return what stands at a path in a result, None where there is nothing.
-
-    A segment is a key, or for a list `name=value,...`: its first item that has these values.
-    """
-    for segment in path.split("/"):
-        if isinstance(result, list):
-            wanted = dict(pair.split("=", 1) for pair in segment.split(","))
-            result = next((item for item in result if all(str(item.get(k)) == v for k, v in wanted.items())), None)
-        else:
-            result = result.get(segment) if isinstance(result, dict) else None
-        if result is None:
-            return None
-    return result
-
-
-def _shown(value: Any, figure: Mapping[str, Any]) -> str:
-    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(figure["format"]).format(value)
-
-
-def _asked(figure: Mapping[str, Any]) -> str:
-    for name, sign in (("at_most", "≤"), ("at_least", "≥")):
-        if name in figure:
-            yes = figure["format"] == "{}" and name == "at_least"
-            return "yes" if yes else f"{sign} {str(figure['format']).format(figure[name])}"
-    return "-"
-
-
-def _verdict(value: float, figure: Mapping[str, Any]) -> str:
-    """Return ` (missed)` for a number that is not what was asked for."""
-    fine = value <= figure.get("at_most", value) and value >= figure.get("at_least", value)
-    return "" if fine else " (missed)"
-
-
-def _beside(result: Mapping[str, Any], figure: Mapping[str, Any]) -> str:
-    """Return the numbers of others: measured in the same run, or published."""
-    found = []
-    for name, said in figure.get("beside", {}).items():
-        value = look_up(result, said)
-        measured = isinstance(value, int | float)
-        if measured or " " in said or "%" in said:  # a path has neither; without its result there is nothing to say
-            found.append(f"{name} {_shown(value, figure) if measured else said}")
-    return "; ".join(found) or "-"
-
-
-def _circumstances(result: Mapping[str, Any], figure: Mapping[str, Any]) -> str:
-    said = dict(figure.get("said", {})) | {key: value for key, value in result.items() if value}
-    machine, versions = said.get("machine"), said.get("versions")
-    if isinstance(machine, Mapping):
-        machine = ", ".join(f"{key} {value}" for key, value in machine.items())
-    if isinstance(versions, Mapping):
-        versions = ", ".join(f"{key} {value}" for key, value in versions.items())
-    if versions is None and "torch" in said:
-        versions = f"torch {said['torch']}"
-    return "; ".join(str(value) for value in (said.get("date"), machine, versions) if value) or "-"
-
-
-def render(folder: Path) -> str:
-    """Return all sections as lines, all columns beginning at one place."""
-    tables = list(sections(folder))
-    rows = [list(HEADER), *(row for _, rows in tables for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines: list[str] = []
-    for title, found in tables:
-        lines += ["", title.upper()] if lines else [title.upper()]
-        for row in (list(HEADER), *found):
-            lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    lines += ["", f"more results: {', '.join(without_figure(folder)) or 'none'}"]
-    return "\n".join(lines)
-
-
-def markdown(folder: Path) -> str:
-    """Return all sections as one Markdown table, with the commands below it, each once."""
-    lines = [f"| {' | '.join(HEADER[:-1])} |", "|---|---|---|---|---|"]
-    commands: dict[str, None] = {}
-    for title, rows in sections(folder):
-        lines.append(f"| **{title}** | | | | |")
-        for row in rows:
-            cells = [cell.replace("|", "\\|") for cell in row]
-            cells[2] = f"**{cells[2]}**" if cells[2].endswith("(missed)") else cells[2]
-            lines.append(f"| {' | '.join(cells[:-1])} |")
-            commands[row[-1]] = None
-    others = ", ".join(f"`{name}`" for name in without_figure(folder)) or "none"
-    made_by = (f"    {command}" for command in commands)
-    return "\n".join([*lines, "", f"Results without a line here: {others}.", "", "Made by:", "", *made_by])
-
-
-def run_benchmark(folder: Path, name: str, arguments: Sequence[str]) -> int:
-    """Run a program with this Python and return its exit code.
-
-    Raises:
-        ConfigError: there is no such program.
-    """
-    known = programs(folder)
-    if name not in known:
-        raise ConfigError(f"bench: there is no program {name!r}; allowed: {', '.join(known)}")
-    return subprocess.run([sys.executable, str(folder / f"{name}.py"), *arguments], check=False).returncode
+    table = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(table)
+    return table
 
 
 @click.command("bench", context_settings={"ignore_unknown_options": True})
@@ -200,8 +35,5 @@ def run_benchmark(folder: Path, name: str, arguments: Sequence[str]) -> int:
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def bench(name: str | None, arguments: tuple[str, ...]) -> None:
     """Show what was claimed, asked and reached in one table, or run the benchmark NAME with its own arguments."""
-    folder = benchmarks_folder()
-    if name is None:
-        echo(render(folder))
-    elif code := run_benchmark(folder, name, arguments):
+    if code := load_table().main([] if name is None else [name, *arguments]):
         raise SystemExit(code)

@@ -9,14 +9,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from qat_lora.cache.storage.store import read_manifest
 from qat_lora.cache.tools import overlap
 from qat_lora.config import to_dict
 from qat_lora.data.packing import PackedRow, make_encoder, pack_rows
 from qat_lora.data.sources import TextConfig, describe_source, open_documents
 from qat_lora.errors import ConfigError
 from qat_lora.evaluate import card
-from qat_lora.evaluate.break_even import break_even, summary
 from qat_lora.evaluate.health import continue_greedily, health, take_prompts
 from qat_lora.evaluate.plots import plot_report
 from qat_lora.evaluate.protocols import BLOCK, block_rows, sliding_rows
@@ -34,8 +32,6 @@ from qat_lora.plan.advice import advised, eval_advice
 from qat_lora.runtime.base import Runtime
 from qat_lora.setup.common import batches_of, fits_positions, load, picture, say, text_inputs
 from qat_lora.terminal import redact
-from qat_lora.train.checkpoint import check_logs
-from qat_lora.train.metrics import read_metrics
 
 
 @advised(eval_advice)
@@ -84,7 +80,7 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
                 report["models"][name]["bits_per_weight"] = student.bits_per_weight
             for name, source in sources.items():
                 report["texts"][name]["source"] = json.loads(source)
-            report["overlap"], report["break_even"] = seen, _break_even(options)
+            report["overlap"] = seen
             if prompts is not None:
                 report["generation"] = _generate(models, prompts, tokenizer.eos_token_id, options, runtime)
             if manager:
@@ -190,7 +186,7 @@ def _report(
         "calibration": {name: tally.calibration for name, tally in whole.items()},
         "pairs": pairs(whole, drawn, list(students)),
         "domains": domains,
-        **dict.fromkeys(("generation", "overlap", "break_even", "tasks")),
+        **dict.fromkeys(("generation", "overlap", "tasks")),
     }
 
 
@@ -231,21 +227,6 @@ def _tasks(models: dict[str, CausalLM], tokenizer: Any, options: EvalOptions, ma
     return found
 
 
-def _break_even(options: EvalOptions) -> dict[str, Any] | None:
-    """Return when the cache is ahead of a live teacher, for the tokens that the students' own logs count."""
-    if options.kd_cache_dir is None or options.teacher_tokens_per_s is None:
-        return None
-    manifest = read_manifest(options.kd_cache_dir)
-    trained = {}
-    for name, folder in _named(options.students, "students", "teacher").items():
-        log = Path(folder).expanduser() / "metrics.jsonl"
-        if log.is_file():
-            check_logs(log.parent)
-            trained[name] = int(sum(line["tokens"] for line in read_metrics(log, "tokens")))
-    tokens = manifest.rows("train") * manifest.fingerprint.length
-    return break_even(tokens, options.teacher_tokens_per_s, options.build_tokens_per_s, trained)
-
-
 def _write(report: dict[str, Any], out: Path, options: EvalOptions) -> None:
     """Write scores.json, report.json, scores.md, and the report card as page and picture."""
     save_json(report["models"], out / "scores.json")
@@ -254,8 +235,6 @@ def _write(report: dict[str, Any], out: Path, options: EvalOptions) -> None:
     picture(options.run, lambda: plot_report(report, drawing))
     drawn = drawing.is_file()
     write_text(out / "scores.md", card.markdown(report, drawing.name if drawn else None))
-    page = card.page(report, drawing.read_bytes() if drawn else None)
-    write_text(out / "report.html", page)
 
 
 def _show(report: dict[str, Any], out: Path, options: EvalOptions) -> None:
@@ -265,6 +244,4 @@ def _show(report: dict[str, Any], out: Path, options: EvalOptions) -> None:
     say(options.run, "")
     for line in card.notes(report):
         say(options.run, line)
-    for line in summary(report["break_even"]) if report["break_even"] else ():
-        say(options.run, line)
-    say(options.run, f"report card: {out / 'report.html'}")
+    say(options.run, f"report card: {out / 'scores.md'}")

@@ -1,7 +1,4 @@
-"""The command that uploads an exported folder to the Hugging Face Hub.
-
-One commit with all files or none: a repository never shows a card without its weights.
-"""
+"""The command that uploads an exported folder to the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -9,8 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from qat_lora.errors import ConfigError, ModelError
-from qat_lora.export.shipping import files_to_ship, summary
+from qat_lora.errors import ConfigError
+from qat_lora.export.hub import files_to_upload, upload, upload_summary
 from qat_lora.options import PushOptions
 from qat_lora.runtime.base import Runtime
 from qat_lora.setup.common import say
@@ -22,41 +19,26 @@ def push(options: PushOptions, runtime: Runtime, api: Any = None) -> dict[str, o
     """Check a folder and upload it; with `dry_run` only check.
 
     Args:
-        options: the folder and where it goes.
-        runtime: unused but for who speaks: one process uploads.
-        api: what talks with the Hub; default: `huggingface_hub.HfApi()`, with the login that is there.
+        options: the folder and the repository.
+        runtime: its main process uploads.
+        api: see `export.hub.upload`.
 
     Raises:
-        ModelError: something in the folder must not go, or the Hub refuses.
+        ModelError: something in the folder must not be sent, or the Hub refuses.
         ConfigError: `repo` is no repository name.
     """
     run, folder, repo = options.run, Path(str(options.folder)), str(options.repo)
     if not REPO.fullmatch(repo):
         raise ConfigError(f"repo: {repo!r} is no repository name; give OWNER/NAME")
-    files = files_to_ship(folder)
-    result = summary(folder, files) | {"repo": repo, "uploaded": False}
+    files = files_to_upload(folder)
+    result = upload_summary(folder, files) | {"repo": repo, "uploaded": False}
     for file in files:
         say(run, f"{file.size_bytes:>14,}  {file.name}")
-    total = sum(file.size_bytes for file in files)
+    size = f"{len(files)} files, {result['size_bytes']:,} bytes"
     if options.dry_run:
-        say(run, f"{len(files)} files, {total:,} bytes, fit to go to {repo}; nothing was uploaded (--dry-run)")
-        return result
-    if not runtime.is_main:
-        return result
-    from huggingface_hub import CommitOperationAdd, HfApi
-
-    api = api or HfApi()
-    try:
-        api.create_repo(repo, private=options.private, exist_ok=True)
-        # Not upload_folder: its allow_patterns are patterns, and a file may be named `*`.
-        commit = api.create_commit(
-            repo_id=repo,
-            operations=[CommitOperationAdd(file.name, str(folder / file.name)) for file in files],
-            commit_message="Upload a model exported by qat-lora",
-        )
-    except Exception as error:  # of the network, the login or the Hub: all are the user's to mend
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ModelError(f"repo: {repo} did not take the upload ({reason}); log in with `hf auth login`") from None
-    url = str(getattr(commit, "commit_url", commit))
-    say(run, f"{len(files)} files, {total:,} bytes, uploaded: {url}")
-    return result | {"uploaded": True, "url": url}
+        say(run, f"{size}, fit to go to {repo}; nothing was uploaded (--dry-run)")
+    elif runtime.is_main:
+        url = upload(folder, files, repo, options.private, api)
+        say(run, f"{size}, uploaded: {url}")
+        result |= {"uploaded": True, "url": url}
+    return result

@@ -7,13 +7,10 @@ footnote, since numbers travel and footnotes do not.
 
 from __future__ import annotations
 
-import base64
-import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qat_lora.cache.tools import overlap
-from qat_lora.evaluate import break_even
 from qat_lora.evaluate.report import markdown_table
 
 SCHEMA = "qat-lora eval 1"
@@ -21,7 +18,7 @@ SCHEMA = "qat-lora eval 1"
 name: rows, tokens, source); `models` (by name: ppl, nll, kl, top1, tokens, accuracy, ece, bits_per_weight, and
 `interval` with the 95 % limits of each figure); `calibration` (by model: tokens, confidence and accuracy of 15 bins);
 `pairs` (differences between students, paired); `domains` (by text, by model: like `models`); and, null where not asked
-for, `generation`, `overlap`, `break_even`, `tasks`. Keys may be added; a change of meaning changes the number."""
+for, `generation`, `overlap`, `tasks`. Keys may be added; a change of meaning changes the number."""
 
 PROTOCOLS = {
     "packed": "documents packed into rows of {length} tokens, attention within documents",
@@ -138,28 +135,8 @@ def markdown(report: Mapping[str, Any], picture: str | None) -> str:
         parts.append(f"![scores with intervals, calibration and texts]({picture})")
     for heading, rows in tables(report):
         parts += [f"## {heading}", markdown_table(rows)]
-    if report["break_even"]:
-        parts += ["## Cache or live teacher", "\n".join(f"* {x}" for x in break_even.summary(report["break_even"]))]
+    parts.append(LEGEND)
     return "\n\n".join(parts) + "\n"
-
-
-def page(report: Mapping[str, Any], png: bytes | None) -> str:
-    """Return the report as one HTML file, its picture inside."""
-    body = ["<h1>Evaluation</h1>", f'<p class="sub">teacher: {html.escape(str(report["setup"]["teacher"]))}</p>']
-    for line in notes(report):
-        warns = line.startswith("Warning")
-        body.append(f'<p class="{"warn" if warns else "note"}">{html.escape(line)}</p>')
-    head, *others = tables(report)
-    body.append(_table(head[1]))
-    if png:
-        body.append(f'<img alt="scores" src="data:image/png;base64,{base64.b64encode(png).decode()}">')
-    for heading, rows in others:
-        body += [f"<h2>{html.escape(heading)}</h2>", _table(rows)]
-    if report["break_even"]:
-        lines = "".join(f"<li>{html.escape(x)}</li>" for x in break_even.summary(report["break_even"]))
-        body += ["<h2>Cache or live teacher</h2>", f"<ul>{lines}</ul>"]
-    body.append(f"<footer>{html.escape(LEGEND)}</footer>")
-    return _PAGE.format(style=_STYLE, body="\n".join(body))
 
 
 LEGEND = (
@@ -169,26 +146,3 @@ LEGEND = (
     "ECE: how far the likeliest token's probability is from how often it is right. "
     "Bits a weight: of the quantised layers, adapter included."
 )
-_PAGE = (
-    '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-    "<title>Evaluation</title>\n<style>{style}</style></head>\n<body>\n{body}\n</body></html>\n"
-)
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1f2933; max-width: 1080px; margin: 36px auto; padding: 0 20px }
-h1 { font-size: 26px; margin: 0 } h2 { font-size: 17px; margin: 32px 0 8px }
-.sub { color: #616e7c; margin: 2px 0 18px } .note { margin: 4px 0; color: #3e4c59 }
-.warn { background: #fff3c4; border-left: 4px solid #cb912f; padding: 8px 12px; margin: 10px 0 }
-@page { size: A3; margin: 10mm }
-table { border-collapse: collapse; width: 100%; margin: 14px 0; font-variant-numeric: tabular-nums }
-th, td { padding: 6px 10px; text-align: right; white-space: nowrap; border-bottom: 1px solid #e4e7eb }
-th { font-weight: 600; color: #52606d; border-bottom: 2px solid #9aa5b1 }
-th:first-child, td:first-child { text-align: left }
-img { width: 100%; margin: 14px 0 } ul { padding-left: 20px }
-footer { color: #7b8794; font-size: 13px; margin-top: 28px; border-top: 1px solid #e4e7eb; padding-top: 12px }
-"""
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in rows[0])
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows[1:])
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

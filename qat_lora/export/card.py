@@ -1,62 +1,32 @@
 """The model card of an exported folder: what it is, what made it, what was measured, what was not checked.
 
-Everything in it is read from what the earlier commands left (the run's config.yaml, the cache's manifest, an
-evaluation's scores); what cannot be read is said to be unknown, never guessed. Paths of the machine that made it are
-cut to their last part.
+Everything on it is read from files of the earlier commands (the run's config.yaml, the cache's manifest, an
+evaluation's scores). What cannot be read is called unknown, never guessed. Paths of the machine are cut to their last
+part.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
 import yaml
 
 from qat_lora.cache.storage.store import read_manifest
-from qat_lora.config import load_yaml
-from qat_lora.errors import ConfigError, DamagedFileError
+from qat_lora.config import load_yaml, parse_yaml
+from qat_lora.errors import ConfigError, DamagedFileError, ModelError
 from qat_lora.evaluate.report import markdown_table, table_rows
+from qat_lora.export.forms import FORMS
 from qat_lora.files.outputs import MARK, check_listed
-
-LIBRARY = {"merged": "transformers", "adapter": "peft", "compressed-tensors": "transformers", "gguf": "gguf"}
-_TRANSFORMERS = """\
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained(".")
-"""
-_PEFT = "from peft import PeftModel\n" + _TRANSFORMERS
-USE = {
-    "merged": _TRANSFORMERS + 'model = AutoModelForCausalLM.from_pretrained(".")',
-    "adapter": f"""\
-import qat_lora  # lets transformers read the base
-{_PEFT}base = AutoModelForCausalLM.from_pretrained("base")
-model = PeftModel.from_pretrained(base, ".")""",
-    "compressed-tensors": _TRANSFORMERS + 'model = AutoModelForCausalLM.from_pretrained(".")',
-    "gguf": """\
-from llama_cpp import Llama  # in a shell: llama-cli -m base.gguf
-
-model = Llama("base.gguf")""",
-}
-USE_WITH_ADAPTER = USE | {
-    "compressed-tensors": f"""\
-{_PEFT}base = AutoModelForCausalLM.from_pretrained(".")
-base(tokenizer("any", return_tensors="pt").input_ids)  # the first forward unpacks the weights, which PEFT asks for
-model = PeftModel.from_pretrained(base, "adapter")""",
-    "gguf": """\
-from llama_cpp import Llama  # in a shell: llama-cli -m base.gguf --lora adapter.gguf
-
-model = Llama("base.gguf", lora_path="adapter.gguf")""",
-}
-"""Python that loads an export, run in its folder with nothing before it; tests and `benchmarks/consumers.py` do so."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a student comes from, as far as it is written down."""
+    """Where a student comes from, as far as it is recorded."""
 
     model: str = "unknown"
     teacher: str = "unknown"
@@ -66,7 +36,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Card:
-    """What a card says."""
+    """The content of a model card."""
 
     name: str
     form: str
@@ -76,15 +46,15 @@ class Card:
     result: Mapping[str, Any]
     """What the export measured, as in its result.json."""
     command: str
-    notes: list[str] = field(default_factory=list)
+    notes: Sequence[str] = ()
     scores: str | None = None
     """A Markdown table."""
     license: str | None = None
     adapter: bool = False
-    """Whether an adapter lies beside the base."""
+    """Whether there is an adapter beside the base."""
 
 
-def shown(path: str) -> str:
+def display_name(path: str) -> str:
     """Return a name for people: the last part of a path, a Hub name as it is."""
     is_path = path.startswith((".", "/", "~", "\\")) or path.count("/") > 1 or os.path.exists(path)
     return PurePath(path).name if is_path else path
@@ -105,13 +75,13 @@ def read_origin(config: Any, adapter: Path | None) -> Origin:
         except ConfigError as error:
             if (run.parent / MARK).is_file():
                 raise DamagedFileError(f"{error}; restore it, or remove it: the card then says less") from None
-            settings = {}  # a file of somebody else's
+            settings = {}  # another tool's file
         try:
             fingerprint = read_manifest(str(settings.get("kd_cache_dir"))).fingerprint
-            teacher, data = shown(fingerprint.teacher), _dataset(fingerprint.dataset)
+            teacher, data = display_name(fingerprint.teacher), _dataset(fingerprint.dataset)
         except (ValueError, OSError):
-            pass  # the cache is gone: unknown, and the card says so
-    return Origin(shown(model), teacher, data, preset)
+            pass  # the cache is gone: the card says unknown
+    return Origin(display_name(model), teacher, data, preset)
 
 
 def _said(tree: Mapping[str, Any], group: str, name: str, otherwise: str) -> str:
@@ -124,8 +94,8 @@ def _dataset(described: str) -> str:
     try:
         found, end = json.JSONDecoder().raw_decode(described)
     except ValueError:
-        return shown(described)
-    words = [f"{name} {shown(str(value))[:40]}" for name, value in found.items() if value not in (None, "")]
+        return display_name(described)
+    words = [f"{name} {display_name(str(value))[:40]}" for name, value in found.items() if value not in (None, "")]
     return ", ".join(words) + ("," + described[end:] if described[end:] else "")
 
 
@@ -146,7 +116,7 @@ def read_scores(folder: str) -> str:
 
 
 def labelled(result: Mapping[str, Any]) -> dict[str, str]:
-    """Return what an export measured as people read it: words, and sizes with their unit."""
+    """Return an export's measurements for people: words for names, sizes with their unit."""
     units = {name: " MB" if name.endswith("_mb") else "" for name in result}
     return {
         name.removesuffix("_mb").replace("_", " "): f"{value}{units[name]}"
@@ -155,11 +125,11 @@ def labelled(result: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def render(card: Card) -> str:
+def model_card(card: Card) -> str:
     """Return the card as Markdown with the Hub's front matter."""
     front = {
         "license": card.license or "other",
-        "library_name": LIBRARY[card.form],
+        "library_name": FORMS[card.form].library,
         "pipeline_tag": "text-generation",
         "tags": ["qat-lora", "quantized", card.form],
     }
@@ -180,10 +150,23 @@ def render(card: Card) -> str:
     lines = ["---", yaml.safe_dump(front, sort_keys=False).strip(), "---", "", f"# {card.name}", ""]
     lines += ["A language model quantised and recovered with qat-lora.", "", "| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in rows.items()]
-    use = (USE_WITH_ADAPTER if card.adapter else USE)[card.form]
-    lines += ["", "## Use", "", "In this folder:", "", "```python", use, "```", "", "## Scores", ""]
+    usage = FORMS[card.form].usage(card.adapter)
+    lines += ["", "## Use", "", "In this folder:", "", "```python", usage, "```", "", "## Scores", ""]
     lines += [card.scores or "None were given with this export.", ""]
     if card.notes:
         lines += ["## What was and was not checked", "", *(f"* {note}" for note in card.notes), ""]
     lines += ["## Made by", "", "```", card.command, "```", ""]
     return "\n".join(lines)
+
+
+def check_model_card(card: Path) -> None:
+    """Raise a ModelError where a card cannot be read or names no licence."""
+    try:
+        parts = card.read_text(encoding="utf-8").split("---\n")
+        front = parse_yaml(parts[1]) if len(parts) > 2 and not parts[0] else None
+    except (OSError, UnicodeDecodeError, ConfigError) as error:
+        raise ModelError(f"card: {card} cannot be read ({error}); `qat-lora export` writes one") from None
+    if not isinstance(front, dict) or "license" not in front:
+        raise ModelError(
+            f"card: {card} names no licence in its front matter; `qat-lora export --license NAME` writes it"
+        )

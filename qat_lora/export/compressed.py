@@ -1,9 +1,8 @@
-"""The packed base in vLLM's and transformers' format: `compressed-tensors`, pack-quantized.
+"""The packed base in the format of vLLM and transformers: `compressed-tensors`, pack-quantized.
 
-Written here tensor by tensor rather than through the library's `compress`, which quantises a dense weight and would
-round our codes a second time. Its packing function and its config schema are used, so what is written is what it
-reads back. Reading it for ourselves is ours as well: transformers multiplies codes and steps in float16, which rounds
-what the file holds exactly.
+The library's own `compress` quantises a dense weight, which would round our codes a second time. So tensors are written
+here one by one, with its packing function and its config schema: it reads back what is written. (`models/packed.py` is
+our reader.)
 
 Widths are chosen among 2, 4 and 8 bits unless the user names one: those do not cross a 32-bit word, and every
 version of the library packs them alike. The layout of 3 bits changed (ten codes to a word up to 0.15, no gaps in
@@ -13,24 +12,56 @@ version of the library packs them alike. The layout of 3 bits changed (ten codes
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import save_file
 
 from qat_lora.errors import ModelError
+from qat_lora.export.forms import ExportJob, ExportPlan
 from qat_lora.export.integers import Integers, as_integers, needed_bits, other_tensors
+from qat_lora.export.merged import LOAD_TOKENIZER
+from qat_lora.export.pair import save_adapter_copy
 from qat_lora.extras import require
-from qat_lora.files.checksums import read_object
 from qat_lora.files.finite import check_finite
+from qat_lora.files.identity import checkpoint_sha256
 from qat_lora.layers.convert import LM_HEAD, linear_layers, quant_layers, tied_embedding
-from qat_lora.models.load import DTYPES, PACKED
+from qat_lora.models.load import DTYPES, copy_generation_config
 
 PORTABLE = (2, 4, 8)  # bits that every version of compressed-tensors packs alike
 REFIT_BITS = 4
+
+
+def plan(job: ExportJob) -> ExportPlan:
+    """Return what writes a student's packed base and, beside it, its adapter.
+
+    Raises:
+        ModelError: the model has no quantised layer.
+        ConfigError: `container_bits` is too small for exact codes.
+    """
+    model, adapter = job.student.model, job.adapter
+    found = to_integers(model.module, job.container_bits)
+
+    def write(out: Path) -> None:
+        save_compressed(model.module, found, out, job.dtype)
+        copy_generation_config(model.folder, out)
+        if adapter is not None:
+            (out / "adapter").mkdir()
+            save_adapter_copy(adapter, out / "adapter", "..", checkpoint_sha256(out))
+
+    return ExportPlan(write, found, tuple(container_notes(model.module, found)))
+
+
+def usage(adapter: bool) -> str:
+    """Return the Python that loads the export."""
+    if not adapter:
+        return LOAD_TOKENIZER + 'model = AutoModelForCausalLM.from_pretrained(".")'
+    return f"""\
+from peft import PeftModel
+{LOAD_TOKENIZER}base = AutoModelForCausalLM.from_pretrained(".")
+base(tokenizer("any", return_tensors="pt").input_ids)  # the first forward unpacks the weights, which PEFT asks for
+model = PeftModel.from_pretrained(base, "adapter")"""
 
 
 def to_integers(module: Any, container_bits: int | None) -> dict[str, Integers]:
@@ -50,7 +81,7 @@ def to_integers(module: Any, container_bits: int | None) -> dict[str, Integers]:
     found = {}
     for name, layer in layers.items():
         if LM_HEAD.search(name):
-            continue  # the container knows linear layers, and its readers leave the head alone
+            continue  # its readers leave the output head dense
         needed = needed_bits(layer.spec) or REFIT_BITS
         bits = container_bits or next(width for width in PORTABLE if width >= needed)
         found[name] = as_integers(layer, bits)
@@ -93,7 +124,7 @@ def save_compressed(module: Any, found: dict[str, Integers], out: Path, dtype: s
 
 
 def _quantization_config(module: Any, found: dict[str, Integers]) -> dict[str, Any]:
-    """Return the library's own dump of the schema, one group of layers for every form."""
+    """Return the library's own dump of its schema, one group of layers for each pair of bits and group size."""
     schema = require("compressed_tensors.quantization", "export")
     forms: dict[tuple[int, int | None], list[str]] = {}
     for name, integers in found.items():
@@ -117,34 +148,9 @@ def _quantization_config(module: Any, found: dict[str, Integers]) -> dict[str, A
     return json.loads(config.model_dump_json())
 
 
-def read_packed(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights that a folder of compressed-tensors holds packed, by layer name, float32 [O, I].
-
-    Raises:
-        MissingExtraError: compressed-tensors is not installed.
-    """
-    groups = read_object(folder / "config.json")["quantization_config"]["config_groups"]
-    bits = {target: group["weights"]["num_bits"] for group in groups.values() for target in group["targets"]}
-    packing = require("compressed_tensors.compressors.pack_quantized.helpers", "export")
-    for file in sorted(folder.glob("model*.safetensors")):
-        tensors = load_file(file)
-        for name in sorted(key.removesuffix(".weight_packed") for key in tensors if key.endswith(".weight_packed")):
-            shape = torch.Size(tensors[f"{name}.weight_shape"].tolist())
-            width = bits.get(name, bits.get("Linear"))
-            codes_OI = packing.unpack_from_int32(tensors[f"{name}.weight_packed"], width, shape)
-            steps_OG = tensors[f"{name}.weight_scale"].float()
-            yield name, codes_OI.float() * steps_OG.repeat_interleave(shape[1] // steps_OG.shape[1], dim=1)
-
-
-def is_packed(folder: Path) -> bool:
-    """Return whether a model folder is in the form of compressed-tensors."""
-    config = read_object(folder / "config.json")
-    return (config.get("quantization_config") or {}).get("quant_method") == PACKED
-
-
-def notes(module: Any, found: dict[str, Integers]) -> list[str]:
-    """Return what a user must know about what the folder holds and where it loads."""
-    lines = ["checked with transformers and the compressed-tensors schema"]
+def container_notes(module: Any, found: dict[str, Integers]) -> list[str]:
+    """Return what a user must know about the folder: what it holds and where it loads."""
+    lines = ["checked with transformers and the compressed-tensors schema; not run in vLLM"]
     if quant_layers(module).keys() - found.keys():
         lines.append("the quantised output head is written dense: this container packs linear layers inside the model")
     if odd := sorted({integers.bits for integers in found.values()} - set(PORTABLE)):

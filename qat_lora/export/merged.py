@@ -1,7 +1,7 @@
-"""A merged dense model: codes, scales and adapter folded into ordinary weights, loadable by anything.
+"""A merged dense model: codes, scales and adapter folded into ordinary weights that any tool loads.
 
-The size advantage is gone; what stays is the recovered quality, for tools that know neither our codes nor
-adapters. Nothing is re-quantised: a delta smaller than half a code step would be rounded away.
+The size advantage is gone; the recovered quality stays, for tools that know neither our codes nor adapters. The sum is
+not quantised again: an adapter's change smaller than half a code step would be rounded away.
 """
 
 from __future__ import annotations
@@ -9,14 +9,40 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from qat_lora.errors import ModelError
+from qat_lora.export.forms import ExportJob, ExportPlan
 from qat_lora.layers.convert import lora_layers, merge, quant_layers
-from qat_lora.models.load import DTYPES, cast, save_model
+from qat_lora.models.load import DTYPES, cast, copy_generation_config, save_model
+
+LOAD_TOKENIZER = """\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(".")
+"""
 
 
-def check_mergeable(module: nn.Module) -> None:
+def plan(job: ExportJob) -> ExportPlan:
+    """Return what writes a student as dense weights.
+
+    Raises:
+        ModelError: nothing to merge.
+    """
+    model = job.student.model
+    check_mergeable(model.module)
+
+    def write(out: Path) -> None:
+        save_merged(model.module, out, job.dtype)
+        copy_generation_config(model.folder, out)
+
+    return ExportPlan(write)
+
+
+def usage(adapter: bool) -> str:
+    """Return the Python that loads the export."""
+    return LOAD_TOKENIZER + 'model = AutoModelForCausalLM.from_pretrained(".")'
+
+
+def check_mergeable(module: Any) -> None:
     """Raise a ModelError if there is nothing to merge."""
     if not quant_layers(module) and not lora_layers(module):
         raise ModelError("model: has neither quantised layers nor adapters, so there is nothing to merge")

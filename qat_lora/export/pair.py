@@ -1,8 +1,8 @@
-"""Adapter and base as one folder: what PEFT opens, and beside it, in `base/`, the one base that it fits.
+"""Adapter and base as one folder: PEFT opens the folder, and `base/` in it is the one base that the adapter fits.
 
-An adapter is worth nothing without the exact codes that it corrects, and the peers ship it alone, with a path of the
-trainer's disk as its base's name. Here files are copied byte for byte, so the fingerprint that the adapter carries
-stays that of the base, and is checked again on the copy.
+An adapter is worth nothing without the exact codes that it corrects, and other tools export it alone, with a path on
+the trainer's disk as the name of its base. Here the weights are copied byte for byte, so the base keeps the fingerprint
+that the adapter carries, and the copy is checked against it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,36 @@ from pathlib import Path
 from typing import Any
 
 from qat_lora.errors import ModelError
-from qat_lora.export.card import shown
+from qat_lora.export.card import display_name
+from qat_lora.export.forms import ExportJob, ExportPlan
+from qat_lora.export.merged import LOAD_TOKENIZER
 from qat_lora.files.checksums import NOTE, check_folder, read_object, seal
 from qat_lora.files.identity import checkpoint_sha256
 from qat_lora.models.adapter import CONFIG, WEIGHTS, read_adapter
-from qat_lora.models.load import copy_tokenizer
+from qat_lora.models.load import copy_generation_config, copy_tokenizer
 
 BASE = "base"
+
+
+def plan(job: ExportJob) -> ExportPlan:
+    """Return what copies a student's adapter and base.
+
+    Raises:
+        ModelError: the student has no adapter.
+    """
+    adapter, base = job.adapter, job.student.model.folder
+    if adapter is None:
+        raise ModelError(f"student: {job.name} has no adapter; give the folder of a `qat-lora recover` run")
+    return ExportPlan(lambda out: save_pair(adapter, base, out))
+
+
+def usage(adapter: bool) -> str:
+    """Return the Python that loads the export."""
+    return f"""\
+import qat_lora  # lets transformers read the base
+from peft import PeftModel
+{LOAD_TOKENIZER}base = AutoModelForCausalLM.from_pretrained("base")
+model = PeftModel.from_pretrained(base, ".")"""
 
 
 def save_pair(adapter: Path, base: Path, out: Path) -> None:
@@ -33,41 +56,34 @@ def save_pair(adapter: Path, base: Path, out: Path) -> None:
     (out / BASE).mkdir(parents=True)
     for file in sorted([*base.glob("model*.safetensors"), *base.glob("model*.index.json")]):
         shutil.copyfile(file, out / BASE / file.name)
-    config = read_object(base / "config.json")
-    _forget_folders(config)
-    _write(config, out / BASE / "config.json")
+    _write(_without_paths(read_object(base / "config.json")), out / BASE / "config.json")
     copy_tokenizer(base, out / BASE)
-    copy_generation(base, out / BASE)
+    copy_generation_config(base, out / BASE)
     seal(out / BASE)
     if info.base_sha256 not in (None, checkpoint_sha256(out / BASE, info.base_sha256)):
         raise ModelError(f"adapter: {adapter} belongs to another base than {base}, which changed meanwhile")
-    shutil.copyfile(adapter / WEIGHTS, out / WEIGHTS)
+    save_adapter_copy(adapter, out, BASE, checkpoint_sha256(out / BASE))
     copy_tokenizer(base, out)
-    save_settings(adapter, out, BASE, checkpoint_sha256(out / BASE))
+    seal(out)
 
 
-def save_settings(adapter: Path, out: Path, base: str, base_sha256: str) -> None:
-    """Write an adapter's settings, for a base under another name and with its fingerprint, and all checksums."""
+def save_adapter_copy(adapter: Path, out: Path, base: str, base_sha256: str) -> None:
+    """Copy an adapter's weights; write its settings for a base of another name and fingerprint, and the checksums."""
+    shutil.copyfile(adapter / WEIGHTS, out / WEIGHTS)
     _write({**read_object(adapter / CONFIG), "base_model_name_or_path": base}, out / CONFIG)
     note = read_object(adapter / NOTE) if (adapter / NOTE).is_file() else {}
     _write({**note, "base_sha256": base_sha256}, out / NOTE)
     seal(out)
 
 
-def copy_generation(source: Path, out: Path) -> None:
-    """Copy how a model generates, where its folder says so."""
-    file = source / "generation_config.json"
-    if file.is_file():
-        shutil.copyfile(file, out / file.name)
-
-
-def _forget_folders(config: dict[str, Any]) -> None:
-    """Cut the path of the full-precision model, for people only, to its last part."""
+def _without_paths(config: dict[str, Any]) -> dict[str, Any]:
+    """Cut the path of the full-precision model, which is there for people only, to its last part."""
     details = (config.get("quantization_config") or {}).get("details") or {}
     if "model" in details:
-        details["model"] = shown(str(details["model"]))
+        details["model"] = display_name(str(details["model"]))
     if config.get("_name_or_path"):
-        config["_name_or_path"] = shown(str(config["_name_or_path"]))
+        config["_name_or_path"] = display_name(str(config["_name_or_path"]))
+    return config
 
 
 def _write(values: dict[str, Any], file: Path) -> None:

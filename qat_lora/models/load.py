@@ -373,6 +373,13 @@ def copy_tokenizer(source: Path, out: Path) -> None:
             shutil.copyfile(file, out / file.name)
 
 
+def copy_generation_config(source: Path, out: Path) -> None:
+    """Copy a model's default generation settings, where its folder has them."""
+    file = source / "generation_config.json"
+    if file.is_file():
+        shutil.copyfile(file, out / file.name)
+
+
 def save_with_tensors(folder: Path, out: Path, tensors: Mapping[str, Tensor]) -> Path:
     """Copy a checkpoint with some tensors replaced, in the types that they have there; return the new folder.
 
@@ -397,8 +404,9 @@ def save_with_tensors(folder: Path, out: Path, tensors: Mapping[str, Tensor]) ->
     if left:
         raise ModelError(f"checkpoint {folder}: lacks the tensors {', '.join(sorted(left)[:4])}")
     for file in folder.glob("*.json"):
-        if file.name in ("config.json", "generation_config.json", "model.safetensors.index.json"):
+        if file.name in ("config.json", "model.safetensors.index.json"):
             shutil.copyfile(file, out / file.name)
+    copy_generation_config(folder, out)
     copy_tokenizer(folder, out)
     seal(out)
     return out

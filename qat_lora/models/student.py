@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 
 from qat_lora.errors import ModelError
-from qat_lora.export.compressed import is_packed, read_packed
 from qat_lora.files.identity import checkpoint_sha256
 from qat_lora.layers.convert import bits_per_weight, lora_layers, prepare_base, quant_layers
 from qat_lora.models.adapter import CONFIG, check_tokenizer, load_adapter, read_adapter
 from qat_lora.models.hub import HubConfig
 from qat_lora.models.load import CausalLM, load_model, resolve_model
+from qat_lora.models.packed import is_packed, read_packed
 
 
 @dataclass(frozen=True)

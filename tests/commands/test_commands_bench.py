@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from qat_lora import cli
-from qat_lora.commands import bench
+from qat_lora.commands.bench import load_table
 from qat_lora.errors import ConfigError
 
+bench = load_table()
 README = Path(__file__).resolve().parents[2] / "benchmarks" / "README.md"
 BLOCK = re.compile(r"(?<=<!-- qat-lora bench -->\n).*?(?=<!-- end -->)", re.S)
 
@@ -67,9 +68,9 @@ def test_a_row_a_figure_with_what_the_files_say(folder):
         ["gone", "-", "not in the result", "-", where, COMMAND],
         ["to come", "≤ 3", "not run yet", "-", "-", COMMAND],
     ]
-    text = bench.markdown(folder)
+    text = bench.markdown_table(folder)
     assert "| the same at least | ≥ 1.50 | **1.25 (missed)** |" in text and text.count(COMMAND) == 1
-    assert bench.render(folder).splitlines()[-1] == "more results: stray"
+    assert bench.terminal_table(folder).splitlines()[-1] == "more results: stray"
 
 
 def test_a_program_runs_with_its_own_arguments_and_exit_code(folder):
@@ -87,7 +88,7 @@ def test_the_repository_lists_its_own_and_a_bare_package_says_why_not(capfd, mon
     assert caught.value.code == 2 and "no_such_program" in capfd.readouterr().err
     monkeypatch.setattr("qat_lora.__file__", str(tmp_path / "qat_lora" / "__init__.py"))
     with pytest.raises(ConfigError, match="clone it"):
-        bench.benchmarks_folder()
+        load_table()
 
 
 def test_the_readme_shows_what_the_results_say():
@@ -97,7 +98,7 @@ def test_the_readme_shows_what_the_results_say():
 
 
 def table() -> str:
-    return f"\n{bench.markdown(bench.benchmarks_folder())}\n\n"
+    return f"\n{bench.markdown_table(README.parent)}\n\n"
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from toy_pipeline import cache_options, call, export_options, part, quantize_opt
 
 from qat_lora.commands.push import push
 from qat_lora.errors import ConfigError, ModelError
-from qat_lora.export.shipping import files_to_ship, summary
+from qat_lora.export.hub import files_to_upload, upload_summary
 from qat_lora.files.checksums import seal
 from qat_lora.options import PushOptions
 from qat_lora.runtime.launch.select import select_runtime
@@ -165,10 +165,10 @@ def test_refused(folder, damage, words):
 
 def test_no_folder_no_weights_no_name(folder, tmp_path):
     with pytest.raises(ModelError, match="there is no folder"):
-        files_to_ship(tmp_path / "nothing")
+        files_to_upload(tmp_path / "nothing")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelError, match="holds no weights"):
-        files_to_ship(tmp_path / "empty")
+        files_to_upload(tmp_path / "empty")
     with pytest.raises(ConfigError, match="OWNER/NAME"):
         pushed(folder, Hub(), repo="tiny")
-    assert summary(folder, files_to_ship(folder))["form"] == "adapter"
+    assert upload_summary(folder, files_to_upload(folder))["form"] == "adapter"

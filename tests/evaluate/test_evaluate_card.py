@@ -1,13 +1,11 @@
-"""The report card: every part there or left out, for usual and for odd scores; a page that stands alone."""
+"""The report card: every part there or left out, for usual and for odd scores."""
 
 import copy
 import math
-import re
 
 import pytest
 
 from qat_lora.evaluate import card
-from qat_lora.evaluate.break_even import break_even
 from qat_lora.evaluate.plots import plot_report
 from qat_lora.evaluate.tally import BINS
 
@@ -43,7 +41,6 @@ def report(students=2, texts=2, **parts):
         "domains": {f"text {i}": models for i in range(texts)},
         "generation": None,
         "overlap": None,
-        "break_even": None,
         "tasks": None,
         **parts,
     }
@@ -56,7 +53,6 @@ GENERATION = {
 FULL = report(
     generation=GENERATION,
     overlap={"run": 13, "tokens": 99, "seen": 50, "share": 0.5, "by_text": {"text 0": 0.5}, "cache_tokens": 1000},
-    break_even=break_even(1000, 10.0, None, {"student 1 <b>": 500}),
     tasks={name: {"arc": {"acc": 0.25, "acc_stderr": 0.1}} for name in GENERATION},
 )
 
@@ -75,18 +71,16 @@ REPORTS |= {"fifteen": report(students=15, texts=1), "one student": report(stude
 
 
 @pytest.mark.parametrize("name", REPORTS)
-def test_every_report_has_its_page_tables_and_picture(tmp_path, name):
+def test_every_report_has_its_tables_and_picture(tmp_path, name):
     pytest.importorskip("matplotlib")
     found = REPORTS[name]
     plot_report(found, tmp_path / "s.png")
     png = (tmp_path / "s.png").read_bytes()
     assert png[:8] == b"\x89PNG\r\n\x1a\n"
-    page, text = card.page(found, png), card.markdown(found, "s.png")
-    assert "student 1 <b>" not in page and page.count("<table>") == len(card.tables(found))
-    assert not re.search(r'(src|href)="(?!data:)', page) and "<script" not in page
-    assert page.count("<tr>") == sum(len(rows) for _, rows in card.tables(found))
-    assert text.count("\n## ") == len(card.tables(found)) + bool(found["break_even"])
-    assert "![" not in card.markdown(found, None) and "<img" not in card.page(found, None)
+    text = card.markdown(found, "s.png")
+    assert text.count("\n## ") == len(card.tables(found))
+    assert text.count("\n|") == sum(len(rows) + 1 for _, rows in card.tables(found))
+    assert "![" in text and "![" not in card.markdown(found, None)
 
 
 def test_tables_and_notes_of_the_full_report():

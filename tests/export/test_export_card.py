@@ -6,8 +6,9 @@ import pytest
 import yaml
 
 from qat_lora.errors import ConfigError, DamagedFileError, ModelError
-from qat_lora.export.card import Card, Origin, labelled, read_origin, read_scores, render, shown
-from qat_lora.export.pair import save_pair, save_settings
+from qat_lora.export.card import Card, Origin, display_name, labelled, model_card, read_origin, read_scores
+from qat_lora.export.forms import FORMS
+from qat_lora.export.pair import save_adapter_copy, save_pair
 from qat_lora.files.outputs import claim
 from qat_lora.models.adapter import CONFIG
 
@@ -17,7 +18,7 @@ def card(**changed):
         "name": "tiny", "form": "merged", "origin": Origin(), "base_sha256": "f" * 64, "bits_per_weight": None,
         "result": {"layers_rounded": 3, "nothing": None}, "command": "qat-lora export",
     }  # fmt: skip
-    return render(Card(**{**facts, **changed}))
+    return model_card(Card(**{**facts, **changed}))
 
 
 def test_unknown_is_said():
@@ -39,7 +40,7 @@ def test_a_hub_model_is_named():
     assert front["base_model"] == "Qwen/Qwen3-0.6B"
 
 
-@pytest.mark.parametrize("form", ["merged", "adapter", "compressed-tensors", "gguf"])
+@pytest.mark.parametrize("form", FORMS)
 def test_every_form_says_how_it_is_used(form):
     text = card(form=form, notes=["not run in vLLM"])
     assert "\n```python\n" in text and "* not run in vLLM" in text
@@ -58,7 +59,7 @@ def test_every_form_says_how_it_is_used(form):
     ],
 )
 def test_paths_are_cut(path, wanted):
-    assert shown(path) == wanted
+    assert display_name(path) == wanted
 
 
 def test_origin_without_run_or_cache(tmp_path):
@@ -94,6 +95,6 @@ def test_a_pair_of_strangers_is_refused(adapted, student, tiny, tmp_path):
     with pytest.raises(ModelError, match="belongs to another base"):
         save_pair(adapter, tiny.teacher, tmp_path / "pair")
     (tmp_path / "new").mkdir()
-    save_settings(adapter, tmp_path / "new", "..", "a" * 64)
+    save_adapter_copy(adapter, tmp_path / "new", "..", "a" * 64)
     assert json.loads((tmp_path / "new" / CONFIG).read_text())["base_model_name_or_path"] == ".."
     assert json.loads((tmp_path / "new" / "qat_lora.json").read_text())["base_sha256"] == "a" * 64

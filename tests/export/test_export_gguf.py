@@ -10,8 +10,7 @@ from toy_pipeline import call, export_options
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from qat_lora.errors import ModelError
-from qat_lora.export.gguf_file import gguf_name, q4_0, row_order
-from qat_lora.export.gguf_vocab import SPLITS, vocabulary
+from qat_lora.export.gguf import SPLITS, gguf_name, q4_0, row_order, vocabulary
 from qat_lora.files.identity import checkpoint_sha256
 from qat_lora.layers.calibrate.quantize import quantize_model
 from qat_lora.layers.convert import add_lora, lora_layers, quant_layers

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from qat_lora.errors import ConfigError
-from qat_lora.export.compressed import notes, to_integers
+from qat_lora.export.compressed import container_notes, to_integers
 from qat_lora.export.integers import as_integers, needed_bits, other_tensors, with_integers
 from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.quant.initialize import quantize_weight
@@ -90,7 +90,9 @@ def test_a_model_with_them_in_place():
     assert all(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
     found = to_integers(model, None)
     assert {integers.bits for integers in found.values()} == {4}  # 3 would do, but 3 is not packed alike everywhere
-    assert notes(model, found) == ["checked with transformers and the compressed-tensors schema"]
+    assert container_notes(model, found) == [
+        "checked with transformers and the compressed-tensors schema; not run in vLLM"
+    ]
     assert math.isclose(found["up"].bits_per_weight, 4 + 16 / 8)
     with_integers(model, found)
     assert type(model.up) is nn.Linear and torch.equal(model.up(x), before)

@@ -50,7 +50,7 @@ def run(line, out):
     return code, said.getvalue()
 
 def content(out):
-    skipped = {"qat_lora_run.json", "qat_lora_files.txt", "config.yaml", "metrics.jsonl", "report.html", ".lock"}
+    skipped = {"qat_lora_run.json", "qat_lora_files.txt", "config.yaml", "metrics.jsonl", ".lock"}
     skipped |= {"result.json", "audit.json", "state.json", "README.md", "adapter_config.json", "scores.md"}
     skipped |= {"SHA256SUMS"}  # of files that name their folder
     return {f.relative_to(out).as_posix(): f.read_bytes().hex() for f in sorted(out.rglob("*"))

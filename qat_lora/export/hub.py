@@ -1,18 +1,18 @@
-"""What may leave for the Hub: which files of a folder, and everything that speaks against sending them.
+"""Uploading an export to the Hugging Face Hub: which files of a folder are sent, and every reason not to send them.
 
-Checked before anything is sent, since what was once public stays so: weights that run code when they are read,
-a card that says nothing, an adapter beside the wrong base, keys and tokens, paths of the sender's machine. What goes is
-a list of the kinds of files that exports hold, not everything but a list of exceptions, which nobody can complete.
+All checks come before anything is sent, since what was once public stays public: weights that run code when they are
+read, a card without a licence, an adapter with the wrong base, keys and tokens, paths of the sender's machine. The
+files to send are chosen by the kinds that exports hold, not by a list of exceptions, which nobody can complete.
 """
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from qat_lora.config import parse_yaml
-from qat_lora.errors import ConfigError, ModelError
+from qat_lora.errors import ModelError
+from qat_lora.export.card import check_model_card
 from qat_lora.files.checksums import check_folder, read_object
 from qat_lora.files.folders import LIST, MARK
 from qat_lora.files.identity import checkpoint_sha256
@@ -22,7 +22,7 @@ from qat_lora.models.adapter import CONFIG, read_adapter
 WEIGHTS = (".safetensors", ".gguf")
 TEXTS = (".json", ".jinja", ".md")
 SENT = {"merges.txt", "vocab.txt", "tokenizer.model", "SHA256SUMS", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE"}
-"""Files that go by their whole name, beside weights and texts."""
+"""Other files that are sent, by their whole name."""
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz")
 _PICKLE = re.compile(rb"\x80[\x02-\x05]|PK\x03\x04")  # how pickles begin, and torch's archives of them
 _SECRET_NAME = re.compile(r"\.env(\..*)?|\.netrc|id_(rsa|dsa|ecdsa|ed25519)|.*\.(pem|key|p12|pfx|kdbx|keystore)", re.I)
@@ -33,21 +33,21 @@ _SECRET = re.compile(
     r'|"(api_?key|access_token|auth_token|hf_token|password|secret\w*|private_key)"\s*:\s*"[^"]{8,}"'
 )
 VOCABULARIES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model")
-"""Made of pieces of a training text: anything may look like anything in them."""
+"""Pieces of a training text, in which anything may look like a secret."""
 OURS = {MARK, LIST, "config.yaml", "metrics.jsonl"}
-"""Files of a run that say where it ran; they stay here."""
+"""Files of a run that say where it ran; they are not sent."""
 CARD = "README.md"
 _PATH = re.compile(r'"(/[^"/]+/[^"]*|[A-Z]:\\\\[^"]*)"')  # in JSON
 
 
-class Shipped(NamedTuple):
+class Upload(NamedTuple):
     """One file that would be sent."""
 
     name: str
     size_bytes: int
 
 
-def files_to_ship(folder: Path) -> list[Shipped]:
+def files_to_upload(folder: Path) -> list[Upload]:
     """Return the files of a folder that would be sent, by name: weights, settings, tokenizer and card of an export.
 
     Raises:
@@ -73,10 +73,10 @@ def files_to_ship(folder: Path) -> list[Shipped]:
                 f"folder: {name} may be pickled and run code when it is read; only safetensors and gguf go"
             )
         if path.suffix in WEIGHTS + TEXTS or path.name in SENT:
-            found.append(Shipped(name, path.stat().st_size))
+            found.append(Upload(name, path.stat().st_size))
     if not any(file.name.endswith(WEIGHTS) for file in found):
         raise ModelError(f"folder: {folder} holds no weights (.safetensors or .gguf); make it with `qat-lora export`")
-    _check_card(folder / CARD)
+    check_model_card(folder / CARD)
     _check_adapter(folder)
     _check_texts(folder, found)
     for part in (folder, folder / "base", folder / "adapter"):
@@ -86,24 +86,12 @@ def files_to_ship(folder: Path) -> list[Shipped]:
 
 
 def _is_pickle(path: Path) -> bool:
-    """Tell by name and first bytes; the length that a safetensors file begins with may look like a pickle."""
+    """Decide by name and first bytes, of which a safetensors file has a length: any bytes, then a brace."""
     with path.open("rb") as file:
-        head = file.read(9)
+        begin = file.read(9)
     if path.suffix == ".safetensors":
-        return head[8:] != b"{"
-    return path.suffix.lower() in PICKLES or _PICKLE.match(head) is not None
-
-
-def _check_card(card: Path) -> None:
-    try:
-        parts = card.read_text(encoding="utf-8").split("---\n")
-        front = parse_yaml(parts[1]) if len(parts) > 2 and not parts[0] else None
-    except (OSError, UnicodeDecodeError, ConfigError) as error:
-        raise ModelError(f"card: {card} cannot be read ({error}); `qat-lora export` writes one") from None
-    if not isinstance(front, dict) or "license" not in front:
-        raise ModelError(
-            f"card: {card} names no licence in its front matter; `qat-lora export --license NAME` writes it"
-        )
+        return begin[8:] != b"{"
+    return path.suffix.lower() in PICKLES or _PICKLE.match(begin) is not None
 
 
 def _check_adapter(folder: Path) -> None:
@@ -120,7 +108,7 @@ def _check_adapter(folder: Path) -> None:
             raise ModelError(f"adapter: {adapter} does not belong to the base {base} beside it; export the pair again")
 
 
-def _check_texts(folder: Path, files: list[Shipped]) -> None:
+def _check_texts(folder: Path, files: list[Upload]) -> None:
     for file in files:
         name = Path(file.name).name
         if name.endswith(WEIGHTS) or name in VOCABULARIES:
@@ -135,7 +123,7 @@ def _check_texts(folder: Path, files: list[Shipped]) -> None:
             raise ModelError(f"folder: {file.name} names a path of this machine ({match[1]}); take it out first")
 
 
-def summary(folder: Path, files: list[Shipped]) -> dict[str, object]:
+def upload_summary(folder: Path, files: list[Upload]) -> dict[str, object]:
     """Return what is sent as plain values."""
     result = folder / "result.json"
     check_listed(result)
@@ -145,3 +133,33 @@ def summary(folder: Path, files: list[Shipped]) -> dict[str, object]:
         "size_bytes": sum(file.size_bytes for file in files),
         "files": {file.name: file.size_bytes for file in files},
     }
+
+
+def upload(folder: Path, files: list[Upload], repo: str, private: bool, api: Any = None) -> str:
+    """Send files in one commit, so that a repository never shows a card without its weights; return its address.
+
+    Args:
+        folder: holds the files.
+        files: from `files_to_upload`.
+        repo: OWNER/NAME, made if missing.
+        private: whether a new repository is private.
+        api: client of the Hub; default: `huggingface_hub.HfApi()`, with the login that is there.
+
+    Raises:
+        ModelError: the Hub refuses.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    api = api or HfApi()
+    try:
+        api.create_repo(repo, private=private, exist_ok=True)
+        # Not upload_folder: its allow_patterns are patterns, and a file may be named `*`.
+        commit = api.create_commit(
+            repo_id=repo,
+            operations=[CommitOperationAdd(file.name, str(folder / file.name)) for file in files],
+            commit_message="Upload a model exported by qat-lora",
+        )
+    except Exception as error:  # of the network, the login or the Hub: the user can mend all of them
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ModelError(f"repo: {repo} did not take the upload ({reason}); log in with `hf auth login`") from None
+    return str(getattr(commit, "commit_url", commit))

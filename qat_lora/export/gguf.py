@@ -1,27 +1,30 @@
-"""Base and adapter as GGUF files for llama.cpp.
+"""Base, adapter and vocabulary as GGUF files for llama.cpp.
 
-The block that is chosen for codes is Q4_0: 32 integers of -8 to 7 and one float16 step. Our codes of up to 3 bits
-half-integer or 4 bits integer are such integers once `integers` has written them so, and a group of 64 or 128 is two
-or four blocks with the same step: exact, at 4.5 bits. The smaller blocks are not exact: Q2_K and Q3_K round steps to 4
-and 6 bits, which on a recovered student undoes part of the recovery. (llama.cpp rounds *activations* to 8 bits in its
-product with Q4_0 on a CPU; that is its arithmetic, and the weights in the file are ours bit for bit.)
+Codes go into Q4_0 blocks: 32 integers of -8 to 7 and one float16 step. Our codes of up to 3 bits half-integer or 4 bits
+integer are such integers (`integers.py`), and a group of 64 or 128 is two or four blocks with the same step: exact, at
+4.5 bits. The smaller blocks are not exact: Q2_K and Q3_K round steps to 4 and 6 bits, which on a recovered student
+undoes part of the recovery. (llama.cpp rounds *activations* to 8 bits in its product with Q4_0 on a CPU; that is its
+arithmetic, and the weights in the file are ours bit for bit.) Layers that no Q4_0 holds exactly (look-up tables,
+low-rank scales, zero points) are rounded to it and the error is stated, or written dense if the user asks for that.
 
-Layers that no Q4_0 holds exactly (look-up tables, low-rank scales, zero points) are rounded to it, with the error
-stated, or, if the user wants that, written dense.
+llama.cpp does not read a tokenizer's splitting rule. It knows rules by name, and a wrong name gives other tokens
+without a warning. So the rule is recognised from the tokenizer's own description, and an unknown one is refused.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from qat_lora.errors import ModelError
-from qat_lora.export.gguf_vocab import vocabulary
+from qat_lora.export.card import display_name
+from qat_lora.export.forms import ExportJob, ExportPlan
 from qat_lora.export.integers import Integers, as_integers, needed_bits, other_tensors
 from qat_lora.extras import require
 from qat_lora.files.finite import check_finite
@@ -46,6 +49,38 @@ INSIDE = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+
+
+def plan(job: ExportJob) -> ExportPlan:
+    """Return what writes a student as `base.gguf` and, where it has an adapter, `adapter.gguf`.
+
+    Raises:
+        ModelError: an architecture or a tokenizer that is not supported.
+    """
+    model = job.student.model
+    check_architecture(model)
+    vocabulary(job.tokenizer, _rows(model))
+    found = to_blocks(model, job.exact_only)
+    name = display_name(job.name)
+
+    def write(out: Path) -> None:
+        save_base(model, found, job.tokenizer, out / "base.gguf", job.dtype, name)
+        if lora_layers(model.module):
+            save_lora(model, out / "adapter.gguf", name)
+
+    notes = ["llama.cpp rounds activations to 8 bits in its products with Q4_0 on a CPU; the weights are these"]
+    if dense := [layer for layer, integers in found.items() if integers is None]:
+        notes.append(f"{len(dense)} quantised layers are stored dense, since no Q4_0 block holds them")
+    return ExportPlan(write, found, tuple(notes))
+
+
+def usage(adapter: bool) -> str:
+    """Return the Python that loads the export."""
+    option, argument = (" --lora adapter.gguf", ', lora_path="adapter.gguf"') if adapter else ("", "")
+    return f"""\
+from llama_cpp import Llama  # in a shell: llama-cli -m base.gguf{option}
+
+model = Llama("base.gguf"{argument})"""
 
 
 def check_architecture(model: CausalLM) -> str:
@@ -112,7 +147,7 @@ def q4_0(codes_OI: Tensor, steps_OG: Tensor, group_size: int) -> np.ndarray:
 def row_order(model: CausalLM, layer: str) -> Tensor | None:
     """Return the order of a layer's rows in GGUF, None where it is ours.
 
-    llama.cpp turns neighbouring pairs of a Llama head, transformers the two halves of it.
+    In the rotary embedding of a Llama head, llama.cpp pairs neighbouring rows and transformers the two halves.
     """
     config = model.config
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(layer.rsplit(".", 1)[-1])
@@ -120,6 +155,10 @@ def row_order(model: CausalLM, layer: str) -> Tensor | None:
         return None
     rows = heads * _head_width(config)
     return torch.arange(rows).reshape(heads, 2, -1).transpose(1, 2).reshape(-1)
+
+
+def _rows(model: CausalLM) -> int:
+    return int(model.module.get_input_embeddings().weight.shape[0])
 
 
 def _head_width(config: Any) -> int:
@@ -145,8 +184,7 @@ def save_base(
     """
     gguf = require("gguf", "export")
     architecture = check_architecture(model)
-    rows = int(model.module.get_input_embeddings().weight.shape[0])
-    vocab = vocabulary(tokenizer, rows)
+    vocab = vocabulary(tokenizer, _rows(model))
     writer = gguf.GGUFWriter(file, architecture)
     _describe(writer, model, name)
     writer.add_tokenizer_model("gpt2")
@@ -185,7 +223,7 @@ def _describe(writer: Any, model: CausalLM, name: str) -> None:
     writer.add_rope_dimension_count(width)
     writer.add_key_length(width)
     writer.add_value_length(width)
-    writer.add_vocab_size(int(model.module.get_input_embeddings().weight.shape[0]))
+    writer.add_vocab_size(_rows(model))
 
 
 def _tensors(
@@ -194,7 +232,7 @@ def _tensors(
     kinds = gguf.GGMLQuantizationType
     dense = {name: layer.weight.detach().float() for name, layer in quant_layers(model.module).items()}
     plain = {key.removesuffix(".weight"): t for key, t in other_tensors(model.module, torch.float32).items()}
-    tied = tied_embedding(model.module)  # one matrix in the file too: llama.cpp takes the embedding's for the head
+    tied = tied_embedding(model.module)  # one matrix in the file: llama.cpp uses the embedding's for the head
     for name in (*plain, *dense):
         order = row_order(model, name)
         label = f"{gguf_name(tied if tied and LM_HEAD.search(name) else name)}.weight"
@@ -246,3 +284,55 @@ def _finish(writer: Any) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # gguf.TokenType
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLITS = {_WORDS + r"\p{N}" + _REST: "qwen2", _WORDS + r"\p{N}{1,3}" + _REST: "llama-bpe"}
+"""llama.cpp's name of a splitting rule."""
+
+
+class Vocabulary(NamedTuple):
+    """What GGUF stores of a tokenizer."""
+
+    splitting: str
+    tokens: list[str]
+    kinds: list[int]
+    merges: list[str]
+
+
+def vocabulary(tokenizer: Any, rows: int) -> Vocabulary:
+    """Return a tokenizer's tables for a model with `rows` embeddings.
+
+    Raises:
+        ModelError: no byte-level BPE, an unknown splitting rule, or more tokens than rows.
+    """
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    if backend["model"].get("type") != "BPE":
+        raise ModelError(f"tokenizer: is of type {backend['model'].get('type')}; GGUF export knows byte-level BPE only")
+    splitting = _splitting(backend.get("pre_tokenizer") or {})
+    vocab = tokenizer.get_vocab()
+    if len(vocab) > rows or max(vocab.values()) >= rows:
+        raise ModelError(f"tokenizer: has {len(vocab)} tokens, the model {rows} rows; it belongs to another model")
+    by_id = {index: token for token, index in vocab.items()}
+    added = {entry["id"]: CONTROL if entry["special"] else USER_DEFINED for entry in backend["added_tokens"]}
+    tokens = [by_id.get(i, f"[PAD{i}]") for i in range(rows)]
+    kinds = [added.get(i, NORMAL) if i in by_id else UNUSED for i in range(rows)]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in backend["model"]["merges"]]
+    return Vocabulary(splitting, tokens, kinds, merges)
+
+
+def _splitting(rule: dict[str, Any]) -> str:
+    parts = rule.get("pretokenizers", [rule])
+    kinds = [part.get("type") for part in parts]
+    if kinds == ["ByteLevel"] and parts[0].get("use_regex") and not parts[0].get("add_prefix_space"):
+        return "gpt-2"
+    if kinds == ["Split", "ByteLevel"] and not parts[1].get("use_regex"):
+        pattern = parts[0]["pattern"].get("Regex")
+        if pattern in SPLITS:
+            return SPLITS[pattern]
+    raise ModelError(
+        f"tokenizer: splits text by a rule that GGUF export does not know ({' + '.join(map(str, kinds)) or 'none'}); "
+        f"known: {', '.join(('gpt-2', *SPLITS.values()))}"
+    )
