@@ -24,11 +24,12 @@ PAGES = sorted(
 LINK = re.compile(r"\]\((?!\w+:)([^)\s]*)\)")
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 PROSE = [page for page in COMMAND_PAGES if page != "benchmarks/README.md"]
-"""Pages that explain; the reference of commands is made, and explains nothing."""
+"""Pages that explain; the reference of commands is generated and does not count."""
 OF_OTHERS = {
     *("--zone", "--accelerator-type", "--version", "--spot", "--worker", "--command"),  # gcloud
     *("--nnodes", "--layers", "--help"),  # torchrun, a benchmark, every command
 }
+MOST_WORDS, MOST_TERMS = 14_000, 40
 LOG_GAP = "rows/preset=w2g64,rank=16/closed/log_gap_of_absmax/mean"
 SCORES = {
     r"unavoidable products \| \*\*(\S+) ×": ("fused_linear_kd", "methods/fused/times_the_products", "{:.2f}"),
@@ -69,6 +70,14 @@ def test_links(page):
         assert target.exists(), f"{link} leads nowhere"
         assert target.is_relative_to(ROOT)
         assert not anchor or anchor in anchors(target), f"{link}: no such heading"
+
+
+def test_the_pages_stay_short():
+    """A reader's time is the budget: a fact that is added takes the place of another, and tables count as text."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) <= MOST_WORDS
+    terms = re.findall(r"\*\*([^*]+)\*\*", (ROOT / "docs/glossary.md").read_text(encoding="utf-8"))
+    assert 20 < len(terms) <= MOST_TERMS and len(set(terms)) == len(terms)
 
 
 def all_flags() -> dict[str, list[str]]:

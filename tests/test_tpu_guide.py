@@ -56,7 +56,7 @@ def batch_table(folder: Path) -> list[str]:
             cells = []
             for length in LENGTHS:
                 tried = [replace(asked, length=length, gradient_checkpointing=again) for again in (False, True)]
-                cells.append(" / ".join(most_rows(built, options, chip) for options in tried))
+                cells.append("/".join(most_rows(built, options, chip) for options in tried))
             lines.append(f"| {preset} | {names} | {' | '.join(cells)} |")
     return lines
 
@@ -73,10 +73,8 @@ def most_rows(built: tuple, options: EstimateOptions, chip: str) -> str:
 
 
 def cost_table(folder: Path) -> list[str]:
-    """Return hours and dollars of an epoch and of the recipe's run, each place with its own batch."""
-    lines = [
-        "| device | rows, checkpointing | `q4_r32`: epoch | run of 1,000 steps | `w2g64`: epoch | run of 2,000 steps |"
-    ]
+    """Return minutes and dollars of an epoch and of the recipe's run, each place with its own batch."""
+    lines = ["| device | rows, checkpointing | `q4_r32`: epoch | 1,000 steps | `w2g64`: epoch | 2,000 steps |"]
     lines.append("|---|---|---|---|---|---|")
     asked = {preset: student(folder, preset) for preset in ("q4_r32", "w2g64")}
     built = {preset: estimates.skeleton(options) for preset, options in asked.items()}
@@ -94,7 +92,7 @@ def cost_table(folder: Path) -> list[str]:
                 )
                 there = estimates.summary(*built[preset], mine, [device])["devices"][device.name]
                 assert there["fits"] and there["tokens"] == steps * STEP_ROWS * 1024, (device, preset)
-                cells.append(f"{60 * there['hours']:.1f} min, {there['usd']:.2f} USD")
+                cells.append(f"{60 * there['hours']:.1f}, {there['usd']:.2f}")
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

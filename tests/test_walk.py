@@ -1,11 +1,11 @@
-"""Every command that the documentation shows is either run, in order, as somebody new would, or it is said why not.
+"""Every command that the documentation shows is run in order, as a new user would, or has a stated reason why not.
 
-`python tests/test_walk.py` walks and writes docs/walk.md (with names of sections: these). It begins with a clone of the
-last commit and nothing installed: what installs runs there, each `pip` in an environment of its own, and the pages are
-walked with what `make` made. A page is walked in a new folder in which the Hub's names are folders: a small Qwen3
-instead of Qwen3-0.6B, a few pages of text instead of WikiText. So commands run as they are written, and settings are
-only added to make them small. What a walk needs an hour for, the tests check in a moment: each command is one the
-parsers take, it has its place in docs/walk.md, and nothing of a machine stands there.
+`python tests/test_walk.py` walks and writes tests/data/walk.md (give names of sections to walk only these). It starts
+from a clone of the last commit with nothing installed: commands that install run there, each `pip` in an environment
+of its own, and the pages are walked with what `make` made. Each page is walked in a new folder in which names of the
+Hub are folders: a small Qwen3 for Qwen3-0.6B, a few pages of text for WikiText. So commands run as written, and
+settings are only added to make them small. A walk takes an hour; the tests check in a moment that every command parses
+and has its place in tests/data/walk.md, and that nothing of a machine is recorded there.
 """
 
 import re
@@ -22,7 +22,7 @@ import pytest
 from shown_commands import PAGES, ROOT, Shown, check, shown, snippets
 from toy_model import make_toy
 
-PAGE = ROOT / "docs/walk.md"
+PAGE = ROOT / "tests/data/walk.md"
 MODEL, WIKITEXT, CHATS = "Qwen/Qwen3-0.6B", "Salesforce/wikitext", "chats.jsonl"
 CACHE, STUDENT = "caches/wikitext103_L1024_K128", "runs/Qwen3-0.6B_q4_r32"
 SMALL_CACHE = "length=64 num_rows=96 eval_rows=8"
@@ -308,7 +308,7 @@ def test_every_shown_command_was_walked_or_has_its_reason():
                 line = f"    $ {command.text}\n"
             case Run() as decision:
                 line = f"    $ {as_run(command, decision)}\n"
-        assert line in page, f"{command.page}: {command.text} is not in docs/walk.md; python tests/test_walk.py"
+        assert line in page, f"{command.page}: {command.text} is not in tests/data/walk.md; python tests/test_walk.py"
 
 
 def test_the_walk_ended_well_and_holds_nothing_of_a_machine():
@@ -320,7 +320,7 @@ def test_the_walk_ended_well_and_holds_nothing_of_a_machine():
 
 
 def told_before() -> dict[str, list[str]]:
-    """Return the sections of docs/walk.md as lines, by name."""
+    """Return the sections of tests/data/walk.md as lines, by name."""
     parts = PAGE.read_text(encoding="utf-8").split("\n## ")
     lines = (part.splitlines() for part in parts[1:])
     return {first: [*rest[1:], ""] for first, *rest in lines if first in SECTIONS}
