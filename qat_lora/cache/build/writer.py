@@ -5,7 +5,7 @@ is therefore a look at the last sidecar: no replay of the text, no counters that
 predecessor's `--resume` restored its counter and started the text again, so its caches held everything twice).
 The manifest is written last and only by a build that ran to its end: leaving the `with` block by an exception
 writes none, where other dataset writers happily seal half a dataset. Several builders can fill one folder: see
-`shares`.
+`partition`.
 
 Evaluation rows come first, as a shard series of their own (`e-`), then the training rows (`s-`). A cache is a pure
 function of its rows: no dates, no host names, so equal builds have equal bytes.
