@@ -14,6 +14,7 @@ function of its rows: no dates, no host names, so equal builds have equal bytes.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import re
 import sys
@@ -415,7 +416,7 @@ class CacheWriter:
         )
         _check_sidecar(render(sidecar), name)  # before the shard: a cursor that cannot be stored must not cost it
         size, digest = self.out.write_new(f"{name}.safetensors", chunks(), "shard")
-        text = render(Sidecar(**{**_shallow(sidecar), "sha256": digest, "bytes": size}))
+        text = render(dataclasses.replace(sidecar, sha256=digest, bytes=size))
         self.out.write_new(f"{name}.json", [text], "sidecar")
         self._entries[split].append(
             ShardEntry(
@@ -430,10 +431,6 @@ class CacheWriter:
 def _kind(name: str) -> str | None:
     """Return what a file would be in a cache, None for a name that no builder writes."""
     return next((kind for kind, form in _KINDS.items() if form.fullmatch(name)), None)
-
-
-def _shallow(record: Any) -> dict[str, Any]:
-    return {name: getattr(record, name) for name in record.__dataclass_fields__}
 
 
 def _check_sidecar(text: bytes, name: str) -> None:
