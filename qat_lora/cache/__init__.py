@@ -1,8 +1,9 @@
 """The KD cache: a teacher's top-K logits on disk, intact or refused.
 
-`records` says what a cache is, `format` where its bytes lie, `codec` how rows become bytes; `writer`, `reader`,
-`dataset`, `verify` and `describe` do what their names say, `parquet` writes rows for other tools, and `shares` divides
-the work among several builders. None of them imports torch, so that a cache can be written, checked and served by a
-process that holds no model; only `build`, which runs the teacher, `forecast`, which times it, and `audit`, which runs
-it again, do. The layout in prose, for readers in other languages: `docs/cache-format.md`.
+`format` is the bytes: array layout, codec, records. `build` runs the teacher and commits shards; `read` serves rows to
+training; `storage` is a folder or a URL, and the checks of the files in it; `tools` are the commands on a finished
+cache. A row goes from disk to a batch through `storage.location`, `read.shard`, `format.codec`, `read.reader` and
+`read.dataset`. Only `build` (which runs the teacher) and `tools.audit` (which runs it again) import torch, so a process
+without a model can write, check and serve a cache. The format in prose, for readers in other languages:
+`docs/cache-format.md`.
 """

@@ -309,7 +309,7 @@ def row(i):
             "head_ids": rng.integers(0, 31, (1, L - 1, K)), "lse": rng.random((1, L - 1)),
             "head_logits": -np.sort(rng.random((1, L - 1, K))), "log_tail": -rng.random((1, L - 1))}
 
-def build(url, partition=Partition()):
+def build(url, share=Partition()):
     with CacheWriter(url, fp, 3, partition=share) as writer:
         done = writer.resume_state()
         if done.finished:
@@ -324,7 +324,7 @@ def objects(url):
     folder = RemoteFolder(url)
     return {name: folder.read(name, 1 << 20) for name in folder.names()}
 
-def child(url, point, partition=Partition()):
+def child(url, point, share=Partition()):
     pid = os.fork()
     if pid == 0:
         code = 1

@@ -1,4 +1,4 @@
-"""What a build will cost, measured instead of guessed: a few real batches, no file touched.
+"""The cost of a build, measured instead of guessed: a few real batches, no file touched.
 
 The rate of a teacher follows from its size only within a factor of three or so, depending on device, number format
 and vocabulary; three batches tell it within a few percent. Tokenising is in the measured time, since it runs

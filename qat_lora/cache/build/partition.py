@@ -1,13 +1,14 @@
-"""Several builders fill one cache: who owns which shard, and who writes the manifest.
+"""Several builders fill one cache: how documents and shards are divided, and which builder writes the manifest.
 
-Builder i of n owns the documents j with j mod n = i and the shard numbers j mod n = i. It never waits for another
-and never writes a name that another writes, so builders may run on machines that share nothing but the folder, and
-each resumes by itself. A coordinator, or documents drawn from a common queue, would balance the load better, but
-then the rows would depend on timing, and no killed build could be continued to the same bytes.
+Builder i of n owns the documents j with j mod n = i and the shard numbers j mod n = i. It never waits for another and
+never writes a name that another writes, so builders may run on machines that share nothing but the folder, and each
+resumes by itself. On an object store, where a put never replaces an object, they need no lock either. A coordinator,
+or documents drawn from a common queue, would balance the load better, but then the rows would depend on timing, and
+no killed build could be continued to the same bytes.
 
-A builder whose rows have ended says so in a record of its own (`b-000001.json`). Whoever finds all n of them writes
-the manifest, one at a time behind a lock; a crash between the last record and the manifest is mended by running any
-of the builders again.
+A builder whose rows have ended writes a record of its own (`b-000001.json`). The builder that finds all n of them
+writes the manifest, under a lock; after a crash between the last record and the manifest, running any of the builders
+again writes it.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ is therefore a look at the last sidecar: no replay of the text, no counters that
 predecessor's `--resume` restored its counter and started the text again, so its caches held everything twice).
 The manifest is written last and only by a build that ran to its end: leaving the `with` block by an exception
 writes none, where other dataset writers happily seal half a dataset. Several builders can fill one folder: see
-`shares`.
+`partition`.
 
 Evaluation rows come first, as a shard series of their own (`e-`), then the training rows (`s-`). A cache is a pure
 function of its rows: no dates, no host names, so equal builds have equal bytes.
@@ -14,6 +14,7 @@ function of its rows: no dates, no host names, so equal builds have equal bytes.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import re
 import sys
@@ -415,7 +416,7 @@ class CacheWriter:
         )
         _check_sidecar(render(sidecar), name)  # before the shard: a cursor that cannot be stored must not cost it
         size, digest = self.out.write_new(f"{name}.safetensors", chunks(), "shard")
-        text = render(Sidecar(**{**_shallow(sidecar), "sha256": digest, "bytes": size}))
+        text = render(dataclasses.replace(sidecar, sha256=digest, bytes=size))
         self.out.write_new(f"{name}.json", [text], "sidecar")
         self._entries[split].append(
             ShardEntry(
@@ -430,10 +431,6 @@ class CacheWriter:
 def _kind(name: str) -> str | None:
     """Return what a file would be in a cache, None for a name that no builder writes."""
     return next((kind for kind, form in _KINDS.items() if form.fullmatch(name)), None)
-
-
-def _shallow(record: Any) -> dict[str, Any]:
-    return {name: getattr(record, name) for name in record.__dataclass_fields__}
 
 
 def _check_sidecar(text: bytes, name: str) -> None:

@@ -1,9 +1,9 @@
-"""Where the bytes of a KD cache lie: file names, the arrays of a shard, and the shard's header.
+"""The layout of a KD cache: file names, the arrays of a shard, and the shard's header.
 
 A shard is a plain safetensors file, so that any language can map it with a JSON parser and eight bytes of
 arithmetic, and nothing in it can be executed. The alternatives lose: pickled `.pt` files run code and are read
-whole; MDS and Parquet need their library to find a row; zarr has no row access below its chunks. What
-safetensors lacks, checksums and a commit protocol, is added beside it: see `records` and `commit`.
+whole; MDS and Parquet need their library to find a row; zarr has no row access below its chunks. Safetensors lacks
+checksums and a commit protocol: sidecars and a manifest have them (`records`, `build.writer`).
 
 The arrays of a shard are a pure function of the fingerprint (its `Contents`) and the row count. Readers therefore
 *compute* the header they expect and refuse any other, which leaves nothing to attack in a header: overlapping
@@ -26,7 +26,7 @@ VERSION = 1
 MANIFEST = "manifest.json"
 LOCK = ".lock"
 LM_HEAD = "teacher_head.safetensors"
-"""The teacher's output head, in caches that hold its hidden states."""
+"""The teacher's LM head, in caches that hold its hidden states."""
 HEADER_LIMIT_BYTES = 1 << 20
 SIDECAR_LIMIT_BYTES = 1 << 20
 MANIFEST_LIMIT_BYTES = 64 << 20
@@ -58,7 +58,7 @@ class ArraySpec(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Where an array lies in its shard file."""
+    """An array's position in its shard file."""
 
     spec: ArraySpec
     shape: tuple[int, ...]
@@ -75,12 +75,12 @@ class Layout(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """What a shard holds of every position, as far as it decides the arrays."""
+    """What a shard holds of every position; it decides the arrays."""
 
     length: int
     """L: tokens of a row."""
     top_k: int
-    """K: head entries of a position; 0 where hidden states are stored instead of logits."""
+    """K: entries of a position; 0 where hidden states are stored instead of logits."""
     vocab_size: int
     temperatures: Sequence[float] = (1.0,)
     value_dtype: str = "float16"
@@ -99,7 +99,7 @@ class Contents(NamedTuple):
 
     @property
     def sums(self) -> tuple[str, ...]:
-        """The arrays of normalisers: `lse` and `log_tail` for each temperature; none without a head."""
+        """The arrays of normalisers: `lse` and `log_tail` for each temperature; none where K is 0."""
         if not self.top_k:
             return ()
         return tuple(temperature_key(name, t) for t in self.temperatures for name in ("lse", "log_tail"))

@@ -1,4 +1,4 @@
-"""What a cache says about itself: fingerprint, sidecars and manifest, as strictly read JSON.
+"""The records of a cache: fingerprint, sidecars and manifest, as strictly read JSON.
 
 Three rules hold for every record. It is *closed*: an unknown, absent or repeated key is an error, never ignored,
 so that a typing mistake or a newer version cannot pass for something else. It is *bounded*: files above a size
@@ -86,7 +86,7 @@ class Fingerprint:
     length: int
     """L: tokens of a row."""
     top_k: int
-    """K: head entries of a position; 0 where hidden states are stored instead of logits."""
+    """K: entries of a position; 0 where hidden states are stored instead of logits."""
     temperatures: tuple[float, ...] = (1.0,)
     value_dtype: str = "float16"
     """How head values are stored: `float16`, or `uint8` (codes and a range a position)."""

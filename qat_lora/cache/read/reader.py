@@ -2,8 +2,8 @@
 
 Everything is checked before the first row is served: manifest and sidecar seals, names, sizes, and by default the
 sha256 of every shard (1 to 2 GB/s), since a flipped bit reads as a slightly different teacher and no training run
-would notice. After that, a row is read, compared with its CRC-32 and decoded when it is asked for: a cache may be
-larger than memory, and one that changes under a run of days is an error that names shard and row (`shard`).
+would notice. After that, a row is read, compared with its CRC-32 and decoded on demand: a cache may be larger than
+memory, and one that changes during a run of days is an error that names shard and row (`shard`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One shard, open for reading: its rows are read when they are asked for, and are what was written or an error.
+"""One shard, open for reading: a row is read on demand, and is what was written or an error.
 
 A row is read with `pread` into memory of its own, and its CRC-32 is computed from those very bytes before they are
 decoded. Mapping the file would save a copy of half a megabyte, but a mapped file that shrinks ends the process with

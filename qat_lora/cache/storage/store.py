@@ -1,9 +1,8 @@
-"""Finds and checks the files of a cache folder: manifest, sidecars, shards.
+"""Finds and checks the files of a cache: manifest, sidecars, shards.
 
-Shared by the writer that resumes, the reader that opens and `verify` that doubts everything, wherever the folder lies
-(`location`). Names come from records and are matched against `s-000123` before they become a path; every file must be
-a regular file of the recorded size. All messages name the shard, because the cure for damage is to rebuild that shard,
-not the cache.
+The writer (resuming), the reader (opening) and `tools.verify` share these checks, for a folder and for a URL
+(`location`). Names come from records and must match `s-000123` before they become a path; every file must be a regular
+file of the recorded size. Messages name the shard, because damage is mended by rebuilding that shard, not the cache.
 """
 
 from __future__ import annotations

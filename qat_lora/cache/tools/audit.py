@@ -1,13 +1,13 @@
-"""How far a cache is from its teacher: the teacher runs again on some rows, and its full distribution is compared.
+"""The distance of a cache from its teacher: the teacher runs again on some rows, and full distributions are compared.
 
 The teacher's own probabilities p come from float32 logits over the whole vocabulary, in float64 from there on. The
 cache gives, for its first k entries, their probabilities and the mass of all others, as a training run with
 `--head-k k` reads them. Three figures for each k, means over the positions that count as targets, at temperature 1:
 
-* `kl_stored`: KL(p ‖ q) where q has the stored head, and the stored tail mass spread in the teacher's own proportions.
-  Inside the tail both then agree, so by the chain rule this full-vocabulary KL *is* the KL on k + 1 outcomes (the head,
-  and "anything else"). It is the error of storing: values rounded to fp16, sums to float32. q is normalised first, as
-  the losses do; `mass_defect` says how far head and tail were from summing to one.
+* `kl_stored`: KL(p ‖ q) where q has the stored top k, and the stored tail mass spread in the teacher's own
+  proportions. Inside the tail both then agree, so by the chain rule this full-vocabulary KL *is* the KL on k + 1
+  outcomes (the top k, and "anything else"). It is the error of storing: values rounded to fp16, sums to float32. q is
+  normalised first, as the losses do; `mass_defect` says how far top k and tail were from summing to one.
 * `tail_mass`: the teacher's probability outside the k entries, which no storing error describes.
 * `kl_even_tail`: the same full-vocabulary KL with the tail mass spread evenly over the other V - k tokens, which is all
   that can be rebuilt from the cache alone. That it is much larger is no defect: a loss that treats the tail as one

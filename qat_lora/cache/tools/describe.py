@@ -1,4 +1,4 @@
-"""What is in a cache, for people: sizes, the mass that the head misses, a few rows."""
+"""A summary of a cache for people: sizes, the probability outside the top K, a few rows."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _sample(reader: CacheReader) -> np.ndarray:
 
 
 def _tail_mass(reader: CacheReader, rows: np.ndarray) -> np.ndarray:
-    """Return the probability outside the head at every position of some rows that counts: 1 where there is none."""
+    """Return the probability outside the top K at the target positions of some rows: 1 where K is 0."""
     masses = []
     for row in rows:
         batch = reader.read("train", [row], None, (1.0,))
@@ -104,10 +104,10 @@ def _show(reader: CacheReader, row: int, tokens: int, decode: Decode | None) -> 
 
 
 def plot_tail_mass(path: Place, out: str | Path) -> None:
-    """Draw how much probability the head misses, as a histogram over positions, as PNG.
+    """Draw the probability outside the top K, as a histogram over positions, as PNG.
 
     Raises:
-        CacheError: no finished cache, or one without a head.
+        CacheError: no finished cache, or one with K = 0.
         MissingExtraError: matplotlib is not installed.
         OutputExistsError: there is a file of that name.
     """
