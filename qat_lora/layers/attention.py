@@ -1,13 +1,18 @@
-"""Attention that keeps no scores for the backward pass: in tiles of queries on CPUs, computed again under XLA.
+"""Attention that keeps no scores for the backward pass: in tiles of queries on CPUs, recomputed under XLA.
 
-torch's fused attention for CPUs keeps no scores either, but it multiplies the blocked half of the scores too, asks for
-keys and values repeated for every query head, and spent ten times what its six products take alone. Here a tile of
-queries, for all heads of one key head together, meets the keys up to its own end in one product; backward makes the
-tile's probabilities again from the stored log-sum. Scores are multiplied and kept in float32 whatever the model
-computes in: products that round them to bfloat16 are a little faster still, and five times as far from exact.
+torch's fused attention for CPUs keeps no scores either, but with a mask it also multiplies the blocked half of the
+scores, and it wants keys and values repeated for every query head. Here a tile of queries, for all query heads of one
+key head together, meets the keys up to its own end in one product; the backward pass rebuilds the tile's probabilities
+from the stored log-sum. Scores are multiplied and kept in float32 whatever the model computes in: products that round
+them to bfloat16 are slightly faster, and five times as far from exact.
+
+At 1,024 tokens (16 query and 8 key heads of 128, one core) tiles take 1.4 to 1.6 times less time than torch's masked
+attention, a layer's training step 1.1 times and a cache build 1.2 times less. That is under the 1.3 that a speed-up of
+this size should win; it stays because the cache builder misses its bar of 0.93 of the teacher's bare forward without it
+(0.90, with it 1.09).
 
 Under PyTorch/XLA tiles would only make the graph longer. There the library's attention is computed a second time in the
-backward pass (`recomputed`), all of a layer's at once.
+backward pass (`recomputed`), a whole layer at once.
 
 Source: FlashAttention-2 (Dao, 2023), Algorithms 1 and 2, without its tiles of keys.
 """
@@ -22,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 TILE = 64
-"""Queries of a tile: fewer repack the keys more often, more compute what the mask then blocks."""
+"""Queries of a tile: smaller tiles repack the keys more often, larger ones compute more that the mask blocks."""
 
 
 def tiled_attention(
@@ -34,7 +39,7 @@ def tiled_attention(
         query_BHLD: queries; H is a multiple of the key heads' number G.
         key_BGLD: keys.
         value_BGLD: values.
-        mask_B1LL: added to the scaled scores; it must block all later positions, which are not looked at.
+        mask_B1LL: added to the scaled scores; it must block all later positions, which are never read.
         scale: of the scores.
     """
     output: Tensor = _TiledAttention.apply(query_BHLD, key_BGLD, value_BGLD, mask_B1LL, scale)
@@ -42,9 +47,9 @@ def tiled_attention(
 
 
 def tiled_or(otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an attention function for transformers: tiled where it can be, else what `otherwise` computes.
+    """Return an attention function for transformers: tiled where possible, else `otherwise`.
 
-    It can be for a mask [B, 1, L, L] and all keys at once, without dropout and autocast.
+    It is possible for a mask [B, 1, L, L] and all keys at once, without dropout and autocast.
     """
 
     def attend(
@@ -67,10 +72,10 @@ def tiled_or(otherwise: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def recomputed(otherwise: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an attention function for transformers that keeps no scores: what `otherwise` computes, computed twice.
+    """Return an attention function for transformers that computes `otherwise` twice instead of keeping scores.
 
     Where a compiler traces products and softmax one by one, autograd keeps [heads, length, length] numbers of every
-    layer, more than all else together at 1,024 tokens: Qwen3-0.6B's 4 x 1,024 tokens 14 of 26 GiB.
+    layer, more than everything else together: 14 of 26 GiB for 4 x 1,024 tokens of Qwen3-0.6B.
 
     Args:
         otherwise: attention function whose first result is differentiable in queries, keys and values.

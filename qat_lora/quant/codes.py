@@ -24,7 +24,7 @@ FEW = 15  # midpoints to compare one by one: a search among 3 takes five times a
 
 
 def code_values(spec: QuantSpec) -> Tensor:
-    """Return the sorted float32 code book [2^bits] that a spec starts from.
+    """Return the sorted float32 code book [2^bits] that a spec starts from; tables are float16 numbers, as stored.
 
     Asymmetric codes count from 0: every group has a zero point of its own, which is subtracted afterwards.
     """
@@ -32,9 +32,9 @@ def code_values(spec: QuantSpec) -> Tensor:
     if spec.code in ("integer", "asymmetric"):
         return torch.arange(n, dtype=torch.float32) - (n // 2 if spec.code == "integer" else 0)
     if spec.table == "normal":
-        return normal_table(spec.bits)
+        return normal_table(spec.bits).half().float()
     half = torch.arange(n, dtype=torch.float32) - (n - 1) / 2
-    return half if spec.code == "half" else half / ((n - 1) / 2)
+    return half if spec.code == "half" else (half / ((n - 1) / 2)).half().float()
 
 
 def normal_table(bits: int) -> Tensor:

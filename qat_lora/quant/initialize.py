@@ -99,13 +99,12 @@ def quantize_weight(
         raise ConfigError(f"init: {method} needs calibration text; give --dataset, or choose mse or absmax")
     weight = weight_OI.float()
     curvature = Curvature(calibration) if isinstance(calibration, Tensor) else calibration
-    values = _half(code_values(spec).to(weight.device))
     if method in ("gptq", "descent"):
         assert curvature is not None
-        start = _compensated(weight, spec, curvature, values)
+        start = _compensated(weight, spec, curvature)
         return start if method == "gptq" else refine(weight, spec, start, curvature, rounds)
     moment = None if method == "absmax" or curvature is None else curvature.second_moment_II.float()
-    scales, zeros = _scales(weight, spec, method, moment, values)
+    values, (scales, zeros) = code_values(spec).to(weight.device), _scales(weight, spec, method, moment)
     return QuantizedWeight(_nearest_codes(weight, values, scales, zeros, spec), values, scales, zeros)
 
 
@@ -131,12 +130,12 @@ def refine(
 
 
 def _scales(
-    weight_OI: Tensor, spec: QuantSpec, method: Method, moment_II: Tensor | None, values: Tensor
+    weight_OI: Tensor, spec: QuantSpec, method: Method, moment_II: Tensor | None
 ) -> tuple[Scales, Tensor | None]:
     """Return stored scales and zero points of a weight, or of the columns of one group."""
     importance = None if moment_II is None else moment_II.diagonal()
     if spec.sharing == "lowrank":
-        return tuple(_half(s) for s in low_rank_scales(weight_OI, spec, importance_I=importance, values=values)), None
+        return tuple(_half(s) for s in low_rank_scales(weight_OI, spec, importance_I=importance)), None
     cost: Cost | None = None
     if method == "awq":
         assert moment_II is not None
@@ -146,7 +145,7 @@ def _scales(
     if spec.code == "asymmetric":
         scale, zeros = range_scale(weight_OI, spec, cost)
         return (_half(scale),), zeros
-    return (_half(absmax_scale(weight_OI, spec) if cost is None else clip_scale(weight_OI, spec, cost, values)),), None
+    return (_half(absmax_scale(weight_OI, spec) if cost is None else clip_scale(weight_OI, spec, cost)),), None
 
 
 def _half(tensor: Tensor) -> Tensor:
@@ -161,11 +160,12 @@ def _nearest_codes(weight_OI: Tensor, values: Tensor, scales: Scales, zeros: Ten
     return encode(ratio if zeros is None else ratio + expand((zeros,), spec.group_size, *shape), values)
 
 
-def _compensated(weight_OI: Tensor, spec: QuantSpec, curvature: Curvature, values: Tensor) -> QuantizedWeight:
+def _compensated(weight_OI: Tensor, spec: QuantSpec, curvature: Curvature) -> QuantizedWeight:
     """Return the GPTQ start; the scale of a group is chosen from its weights as compensation has left them."""
     moment, inverse_root = curvature.second_moment_II.float(), curvature.inverse_root_II
+    values = code_values(spec).to(weight_OI.device)
     if spec.sharing != "group":  # scales that span columns are fixed before rounding begins
-        scales, zeros = _scales(weight_OI, spec, "gptq", moment, values)
+        scales, zeros = _scales(weight_OI, spec, "gptq", moment)
         whole = QuantizedWeight(torch.zeros_like(weight_OI, dtype=torch.uint8), values, scales, zeros)
         grid = whole.grid(spec)
         codes = gptq(weight_OI.double(), inverse_root, BLOCK, lambda start, stop, _: grid.columns(start, stop))
@@ -175,7 +175,7 @@ def _compensated(weight_OI: Tensor, spec: QuantSpec, curvature: Curvature, value
     found: list[tuple[Tensor, Tensor | None]] = []
 
     def grid_of(start: int, stop: int, members: Tensor) -> Grid:
-        (scale,), zero = _scales(members.float(), one_group, "gptq", moment[start:stop, start:stop], values)
+        (scale,), zero = _scales(members.float(), one_group, "gptq", moment[start:stop, start:stop])
         found.append((scale, zero))
         return make_grid(values, (scale,), zero, None, (members.shape[0], members.shape[1]))
 

@@ -11,6 +11,7 @@ bits. Formats that store the lower end as a float instead (GGUF's Q4_1) spend 16
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -81,12 +82,12 @@ def absmax_scale(weight_OI: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def importance_cost(weight_OI: Tensor, spec: QuantSpec, importance_I: Tensor | None = None) -> Cost:
-    """Return the cost of errors [rows, G, members] as [rows, G]: their squares, weighed by importance.
+    """Return the cost of errors [rows, G, members] as [rows, G]: their squares, weighted by importance.
 
     Args:
         weight_OI: the weight, for its shape and type.
         spec: the sharing.
-        importance_I: mean squared input of every column; weighs the error by what it does to the output.
+        importance_I: mean squared input of every column: what its errors do to the output.
     """
     ones = torch.ones_like(weight_OI)
     importance = grouped(ones if importance_I is None else ones * importance_I.to(weight_OI), spec)
@@ -94,9 +95,9 @@ def importance_cost(weight_OI: Tensor, spec: QuantSpec, importance_I: Tensor | N
 
 
 def output_cost(weight_OI: Tensor, spec: QuantSpec, second_moment_II: Tensor) -> Cost:
-    """Return the cost of errors as what each group alone does to the output: e H_gg eᵀ.
+    """Return the cost of errors as the effect of each group alone on the output: e H_gg eᵀ.
 
-    With one scale for the whole matrix the groups are not apart; then it is the cost by importance.
+    One scale for the whole matrix makes no groups; then it is the cost by importance.
     """
     if spec.sharing == "tensor":
         return importance_cost(weight_OI, spec, second_moment_II.diagonal())
@@ -108,94 +109,79 @@ def output_cost(weight_OI: Tensor, spec: QuantSpec, second_moment_II: Tensor) ->
     return lambda error: (torch.einsum("ogm,gmn->ogn", error, blocks) * error).sum(-1)
 
 
-def clip_scale(weight_OI: Tensor, spec: QuantSpec, cost: Cost, values: Tensor | None = None) -> Tensor:
-    """Return the clipped scale [rows, G] that costs least among `CLIP_GRID` candidates.
+def clip_scale(weight_OI: Tensor, spec: QuantSpec, cost: Cost) -> Tensor:
+    """Return the clipped scale [rows, G] that costs least, by a cost from errors [rows, G, members] to [rows, G]."""
+    values, members, widest = code_values(spec).to(weight_OI), grouped(weight_OI, spec), absmax_scale(weight_OI, spec)
 
-    Args:
-        weight_OI: the weight.
-        spec: the code book and sharing.
-        cost: from errors [rows, G, members] to what they cost, [rows, G].
-        values: the table where it is not the one the spec starts from.
-    """
-    values = (code_values(spec) if values is None else values).to(weight_OI)
-    members = grouped(weight_OI, spec)
-    widest = absmax_scale(weight_OI, spec)
-    best_scale, best_error = widest, torch.full_like(widest, torch.inf)
-    for clip in torch.linspace(1.0, 0.2, CLIP_GRID).tolist():
+    def at(clip: float) -> tuple[tuple[Tensor, ...], Tensor]:
         scale = (widest * clip).clamp_min(TINY)
         chosen, _ = nearest(members / scale[..., None], values, spec)
-        error = cost(chosen.mul_(scale[..., None]).sub_(members))
-        better = error < best_error
-        best_scale = torch.where(better, scale, best_scale)
-        best_error = torch.where(better, error, best_error)
-    return best_scale
+        return (scale,), chosen.mul_(scale[..., None]).sub_(members)
+
+    return _cheapest(at, cost)[0]
 
 
-def mse_scale(
-    weight_OI: Tensor, spec: QuantSpec, importance_I: Tensor | None = None, values: Tensor | None = None
-) -> Tensor:
-    """Return the clipped scale [rows, G] with the least squared error, weighed by importance where it is known."""
-    return clip_scale(weight_OI, spec, importance_cost(weight_OI, spec, importance_I), values)
+def mse_scale(weight_OI: Tensor, spec: QuantSpec, importance_I: Tensor | None = None) -> Tensor:
+    """Return the clipped scale [rows, G] with the least squared error, weighted by importance where it is known."""
+    return clip_scale(weight_OI, spec, importance_cost(weight_OI, spec, importance_I))
 
 
 def range_scale(weight_OI: Tensor, spec: QuantSpec, cost: Cost | None) -> tuple[Tensor, Tensor]:
-    """Return float16-exact scales and whole zero points, both [rows, G].
+    """Return float16-exact scales and integer zero points, both [rows, G], of asymmetric codes.
 
-    Args:
-        weight_OI: the weight.
-        spec: asymmetric codes.
-        cost: the clipped range that costs least is taken; without a cost the range holds every weight.
+    The clipped range that costs least is taken; without a cost the range contains every weight.
     """
-    most = 2**spec.bits - 1
-    members = grouped(weight_OI, spec)
-    low, high = members.amin(-1).clamp_max(0), members.amax(-1).clamp_min(0)
-    values = torch.arange(most + 1, dtype=weight_OI.dtype, device=weight_OI.device)
+    values, members = code_values(spec).to(weight_OI), grouped(weight_OI, spec)
+    low, high, most = members.amin(-1).clamp_max(0), members.amax(-1).clamp_min(0), len(values) - 1
 
-    def at(share: float) -> tuple[Tensor, Tensor]:
-        scale = ((high - low) * share / most).clamp_min(TINY).half().to(weight_OI.dtype)
-        return scale, (-low * share / scale).round().clamp(0, most)
+    def of(clip: float) -> tuple[Tensor, Tensor]:
+        scale = ((high - low) * clip / most).clamp_min(TINY).half().to(weight_OI.dtype)
+        return scale, (-low * clip / scale).round().clamp(0, most)
 
-    best_scale, best_zero = at(1.0)
-    if cost is None:
-        return best_scale, best_zero
-    least = torch.full_like(low, torch.inf)
-    for share in torch.linspace(1.0, 0.2, CLIP_GRID).tolist():
-        scale, zero = at(share)
+    def at(clip: float) -> tuple[tuple[Tensor, ...], Tensor]:
+        scale, zero = of(clip)
         codes = decode(encode(members / scale[..., None] + zero[..., None], values), values)
-        error = cost((codes - zero[..., None]) * scale[..., None] - members)
-        better = error < least
-        best_scale, best_zero = torch.where(better, scale, best_scale), torch.where(better, zero, best_zero)
-        least = torch.where(better, error, least)
-    return best_scale, best_zero
+        return (scale, zero), (codes - zero[..., None]) * scale[..., None] - members
+
+    if cost is None:
+        return of(1.0)
+    scale, zero = _cheapest(at, cost)
+    return scale, zero
 
 
-def low_rank_scales(
-    weight_OI: Tensor,
-    spec: QuantSpec,
-    sweeps: int = 8,
-    importance_I: Tensor | None = None,
-    values: Tensor | None = None,
-) -> Scales:
-    """Fit S = A B so that codes times S is near the weight.
+def _cheapest(at: Callable[[float], tuple[tuple[Tensor, ...], Tensor]], cost: Cost) -> tuple[Tensor, ...]:
+    """Return group by group the numbers [rows, G], among those of `CLIP_GRID` clips, whose errors cost least."""
+    best: tuple[Tensor, ...] = ()
+    least = torch.zeros(0)
+    for clip in torch.linspace(1.0, 0.2, CLIP_GRID).tolist():
+        found, errors = at(clip)
+        price = cost(errors)
+        if not best:
+            best, least = found, price.nan_to_num(nan=torch.inf, posinf=torch.inf)
+        better = price < least
+        best = tuple(torch.where(better, new, old) for new, old in zip(found, best, strict=True))
+        least = torch.where(better, price, least)
+    return best
 
-    Starts from the clipped scales of groups, cut to the rank by SVD; then alternates between snapping the codes
-    to the nearest and solving A and B by least squares for those codes. Without the second half the codes and
-    the factors disagree, which cost the predecessor a hundredfold perplexity.
 
-    Each half lowers the squared error, weighed by importance where it is known.
+def low_rank_scales(weight_OI: Tensor, spec: QuantSpec, sweeps: int = 8, importance_I: Tensor | None = None) -> Scales:
+    """Fit S = A B so that codes times S approximate the weight.
+
+    Starts from the clipped scales of groups, cut to the rank by SVD; then alternates between rounding to the nearest
+    codes and solving A and B by least squares for those codes. Each half lowers the squared error, weighted by
+    importance where it is known. Without the second, codes and factors disagree, at a hundredfold perplexity.
 
     Source: LoRDS (arXiv 2601.22716) for the form; the alternation is ours.
     """
     assert spec.rank is not None and spec.group_size is not None
     out_features, in_features = weight_OI.shape
-    groups = QuantSpec(bits=spec.bits, code=spec.code, sharing="group", group_size=spec.group_size)
-    chosen = mse_scale(weight_OI, groups, importance_I, values)
-    start = expand((chosen,), spec.group_size, out_features, in_features)
+    groups = dataclasses.replace(spec, sharing="group", rank=None)
+    start = expand((mse_scale(weight_OI, groups, importance_I),), spec.group_size, out_features, in_features)
     u, s, vh = torch.linalg.svd(start.expand(out_features, in_features), full_matrices=False)
     rank = min(spec.rank, s.numel())
     root = s[:rank].sqrt()
     a, b = u[:, :rank] * root, root[:, None] * vh[:rank]
-    values = (code_values(spec) if values is None else values).to(weight_OI)
+    values = code_values(spec).to(weight_OI)
     importance = torch.ones_like(weight_OI) if importance_I is None else importance_I.to(weight_OI).expand_as(weight_OI)
     for _ in range(sweeps):
         q = decode(encode(weight_OI / away_from_zero(a @ b), values), values)
