@@ -2,9 +2,9 @@
 
 Claim: a model that is loaded in the type of its files stays memory-mapped, so 1, 2 and 4 gloo workers together hold one
 copy of it, until each has placed its own on its chip. The control is a conversion (bfloat16 files, float32 asked for),
-which is a copy a process and cannot be anything else. Every worker loads the model and reads every weight; what the
-workers have more than before, their shared pages counted once (the sum of Linux's PSS), is the result, at the end and
-at the worst moment of loading (sampled; each process's own worst, so their sum is an upper bound).
+which cannot be anything but a copy per process. Every worker loads the model and reads every weight; the result is the
+growth of all workers together, their shared pages counted once (the sum of Linux's PSS), at the end and at the worst
+moment of loading (sampled; each process's own worst, so their sum is an upper bound).
 
     python benchmarks/host_memory.py --machine "two cores of ..." --out benchmarks/results/host_memory.json
 """

@@ -3,10 +3,10 @@
 Claims: the bytes that a process hands to an exchange in an optimizer step are 4 x trained parameters within 5 %, and
 two gloo processes pinned to one core each do at least 0.85 times twice the tokens per second of one pinned process.
 Each process trains the same number of rows a step in every run (weak scaling, as chips are added), on a toy with the
-shape of the real work: a frozen base, large products, a small trained part. The runs alternate, so that what else the
-machine does meets both; the medians are compared. On a busy machine the ratio means nothing: `load_before` is
-recorded. `modelled_efficiency` is what the scaling model of docs/tpu.md says of this machine, from the measured step of
-one process and the measured time of the exchange alone: what `efficiency` lacks to it, shared caches and memory cost.
+shape of the real work: a frozen base, large products, a small trained part. The runs alternate, so that other load on
+the machine affects both; the medians are compared. On a busy machine the ratio means nothing: `load_before` is
+recorded. `modelled_efficiency` is the figure of docs/tpu.md's scaling model for this machine, from the measured step of
+one process and the measured time of the exchange alone; the gap to `efficiency` is shared caches and memory.
 
     python benchmarks/scaling.py --machine "two cores of ..." --out benchmarks/results/scaling.json
     python benchmarks/scaling.py --model        the table of docs/tpu.md: computed from data sheets, not measured

@@ -226,6 +226,7 @@ class XlaRuntime:
         import torch_xla
 
         module = move_module(module, self.device)
+        self.shard_frozen(module)  # before the sync: nothing has been sent yet, so each device gets its part only
         torch_xla.sync()  # a custom move's computations must not become part of the first step's graph
         return module
 
@@ -323,7 +324,7 @@ class XlaRuntime:
 
     def agree(self, flag: bool) -> bool:
         """Return True in every process if the flag is set in any; through the hosts, so no device waits."""
-        return flag if self.replicas == 1 else collectives.agree(flag, self._control)
+        return flag if self.processes == 1 else collectives.agree(flag, self._control)
 
     def shard_frozen(self, module: torch.nn.Module) -> None:
         """Nothing: every process has its own copy."""

@@ -15,19 +15,15 @@ around. `--parallel spawn` has none of that.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from qat_lora.runtime.host import collectives
-from qat_lora.runtime.host.placement import move_module
 from qat_lora.runtime.host.prefetch import host_tensors
 from qat_lora.runtime.launch.select import RUNS_ON_REAL_CHIPS
 from qat_lora.runtime.xla.runtime import XlaRuntime
 from qat_lora.types import Batch
-
-if TYPE_CHECKING:
-    from qat_lora.runtime.base import M
 
 AXIS = "data"
 
@@ -74,19 +70,6 @@ class XlaSpmdRuntime(XlaRuntime):
         if self._processes > 1:
             collectives.join(init_method="xla://")
 
-    def place(self, module: M) -> M:
-        """Move a module to the devices, replicated; with `shard_base` its frozen weights sharded.
-
-        Raises:
-            DeviceError: the parameter count changed.
-        """
-        import torch_xla
-
-        module = move_module(module, self.device)
-        self.shard_frozen(module)  # before the sync: nothing has been sent yet, so each device gets its part only
-        torch_xla.sync()
-        return module
-
     def shard_frozen(self, module: torch.nn.Module) -> None:
         """With `shard_base`, spread every frozen matrix over the devices along a dimension that divides evenly."""
         if not self._shard_base or self.replicas == 1:
@@ -125,10 +108,6 @@ class XlaSpmdRuntime(XlaRuntime):
     def all_reduce_mean(self, value: torch.Tensor) -> torch.Tensor:
         """Return a sum over all replicas' rows divided by the replicas, on the device; integers as float32."""
         return collectives.mean_form(value) / self.replicas
-
-    def agree(self, flag: bool) -> bool:
-        """Return True in every process if the flag is set in any; one process agrees with itself."""
-        return flag if self.processes == 1 else collectives.agree(flag)
 
     def barrier(self, tag: str) -> None:
         """Run what was deferred, then wait until every host is here."""
