@@ -14,7 +14,7 @@ from typing import Any
 
 from qat_lora.config import to_dict
 from qat_lora.evaluate.report import save_json
-from qat_lora.evaluate.score import score
+from qat_lora.evaluate.score import measure
 from qat_lora.export.card import Card, display_name, labelled, model_card, read_origin, read_scores
 from qat_lora.export.forms import FORMS, ExportJob
 from qat_lora.export.integers import Integers, with_integers
@@ -110,12 +110,15 @@ def _rounding_kl(
     for model in (student.model, rounded):
         runtime.place(model.module)
     held_out = runtime.feed(batches)
-    scores = score(student.model, {"rounded": rounded}, held_out, options.run.quiet, runtime.cut, runtime.piece_bytes)
+    tallies = measure(
+        student.model, {"rounded": rounded}, held_out, options.run.quiet, runtime.cut, piece_bytes=runtime.piece_bytes
+    )
+    before, after = tallies["teacher"].figures, tallies["rounded"].figures
     student.model.module.to("cpu")
     return {
-        "kl_of_rounding": round(scores["rounded"].kl, 6),
-        "perplexity_before_and_after": f"{scores['teacher'].ppl:.3f}, {scores['rounded'].ppl:.3f}",
-        "measured_on": f"{scores['rounded'].tokens} tokens of {display_name(str(options.text.dataset))}",
+        "kl_of_rounding": round(after["kl"], 6),
+        "perplexity_before_and_after": f"{before['ppl']:.3f}, {after['ppl']:.3f}",
+        "measured_on": f"{after['tokens']} tokens of {display_name(str(options.text.dataset))}",
     }
 
 

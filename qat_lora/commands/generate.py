@@ -9,7 +9,7 @@ import torch
 
 from qat_lora.data.chat import Message
 from qat_lora.errors import TextError
-from qat_lora.generate.backends import open_speaker
+from qat_lora.generate.backends import open_backend
 from qat_lora.options import GenerateOptions
 from qat_lora.runtime.base import Runtime
 
@@ -22,8 +22,8 @@ def generate(options: GenerateOptions, runtime: Runtime) -> str | list[dict[str,
     """
     run = options.run
     prompts = [str(options.prompt)] if options.prompts is None else _lines(Path(options.prompts))
-    speaker = open_speaker(str(options.student), options.hub, run, runtime)
-    encode = (lambda text: speaker.encode_chat([_user(text)])) if options.chat else speaker.encode_text
+    backend = open_backend(str(options.student), options.hub, run, runtime)
+    encode = (lambda text: backend.encode_chat([_user(text)])) if options.chat else backend.encode_text
     encoded = [encode(prompt) for prompt in prompts]
     row_length = max(map(len, encoded)) + options.max_new_tokens
     show = _printer(run.quiet or run.json)
@@ -32,7 +32,7 @@ def generate(options: GenerateOptions, runtime: Runtime) -> str | list[dict[str,
         show(f"{prompt}\n" if options.chat else prompt)
         pieces = []
         generator = torch.Generator().manual_seed(run.seed)
-        for piece in speaker.stream(ids, options.max_new_tokens, options.gen_temperature, generator, row_length):
+        for piece in backend.stream(ids, options.max_new_tokens, options.gen_temperature, generator, row_length):
             show(piece)
             pieces.append(piece)
         show("\n")

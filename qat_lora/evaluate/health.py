@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from qat_lora.config import option
-from qat_lora.errors import ConfigError, TextError
+from qat_lora.config import at_least, option
+from qat_lora.errors import TextError
 from qat_lora.models.kv_cache import begin, step
 
 if TYPE_CHECKING:
@@ -39,9 +39,7 @@ class HealthConfig:
     prompt_tokens: int = option(32, "length of a prompt", unit="tokens")
 
     def __post_init__(self) -> None:
-        for name, least in (("generate", 0), ("generate_tokens", GRAM), ("prompt_tokens", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}: {getattr(self, name)} is too small; allowed: {least} or more")
+        at_least(self, generate=0, generate_tokens=GRAM, prompt_tokens=1)
 
 
 def take_prompts(rows: Iterable[Any], config: HealthConfig) -> np.ndarray:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from qat_lora.config import option
+from qat_lora.config import at_least, option
 from qat_lora.errors import ConfigError, is_out_of_memory
 from qat_lora.extras import require
 
@@ -34,10 +34,7 @@ class TasksConfig:
     )
 
     def __post_init__(self) -> None:
-        for name, least in (("task_limit", 1), ("task_shots", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(f"{name}: {value} is too small; allowed: {least} or more")
+        at_least(self, task_limit=1, task_shots=0)
 
 
 def check_tasks(config: TasksConfig) -> Any:
