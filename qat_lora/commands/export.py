@@ -1,7 +1,7 @@
 """The command that writes a student for other tools.
 
-Everything that can be refused is refused before the output folder is touched; then the files are made under another
-name and move in, those last without which nothing loads: a kill leaves no half of a model that loads.
+Everything that can be refused is refused before the output folder is touched. Then the files are made under another
+name and moved in, last those without which nothing loads: a kill never leaves half a model that loads.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
             plan.write(draft)
             copy_tokenizer(student.model.folder, draft)
             seal(draft)
-            result["weights_mb"] = round(sum(_sizes(draft)) / 1e6, 3)
+            weights = (file for file in draft.rglob("*") if file.suffix in (".safetensors", ".gguf", ".pt"))
+            result["weights_mb"] = round(sum(file.stat().st_size for file in weights) / 1e6, 3)
             card = Card(
                 name, options.form, origin, base_sha256, student.bits_per_weight, result, _command(options, name),
                 plan.notes, scores, options.license, adapter is not None,
@@ -76,7 +77,7 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
 def _measure(
     options: ExportOptions, student: Student, found: Mapping[str, Integers | None], tokenizer: Any, runtime: Runtime
 ) -> dict[str, Any]:
-    """Return what the containers cost: bits, layers rounded anew, their weight error, and KL where text is given."""
+    """Return the cost of the containers: bits, layers rounded again, their weight error, and KL where text is given."""
     held = {name: integers for name, integers in found.items() if integers is not None}
     if not held:
         return {}
@@ -120,10 +121,6 @@ def _rounding_kl(
         "perplexity_before_and_after": f"{before['ppl']:.3f}, {after['ppl']:.3f}",
         "measured_on": f"{after['tokens']} tokens of {display_name(str(options.text.dataset))}",
     }
-
-
-def _sizes(folder: Path) -> list[int]:
-    return [file.stat().st_size for file in folder.rglob("*") if file.suffix in (".safetensors", ".gguf", ".pt")]
 
 
 def _command(options: ExportOptions, name: str) -> str:
