@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.data.sources import TextConfig
-from qat_lora.evaluate.score import score
+from qat_lora.evaluate.score import measure
 from qat_lora.layers.convert import add_lora, linear_layers, lora_layers, prepare_base, quant_layers, quantize_targets
 from qat_lora.layers.lora import Factors, LoraConfig
 from qat_lora.models.adapter import load_starts
@@ -265,7 +265,7 @@ def main() -> None:
         return [{key: torch.from_numpy(array) for key, array in batch.items()} for batch in found]
 
     def kl(student: CausalLM, batches: list[Batch]) -> float:
-        return score(teacher, {"student": student}, batches, quiet=True)["student"].kl
+        return measure(teacher, {"student": student}, batches, quiet=True)["student"].figures["kl"]
 
     held_out = rows(unseen, arguments.eval_rows)
     learned = rows(seen, arguments.steps * arguments.batch + arguments.choosing_rows)

@@ -22,7 +22,7 @@ from qat_lora.export.card import read_origin, read_scores
 from qat_lora.export.hub import files_to_upload, upload_summary
 from qat_lora.files import outputs
 from qat_lora.files.checksums import seal
-from qat_lora.generate.backends import open_speaker
+from qat_lora.generate.backends import open_backend
 from qat_lora.models.adapter import load_starts, starts_sha256
 from qat_lora.models.hub import HubConfig
 from qat_lora.models.load import load_tokenizer
@@ -98,7 +98,7 @@ def logs(run):
 def spoken(folder):
     runtime = select_runtime("cpu")
     try:
-        return open_speaker(str(folder), HubConfig(), RunConfig(quiet=True), runtime).description
+        return open_backend(str(folder), HubConfig(), RunConfig(quiet=True), runtime).description
     except ImportError as error:  # llama.cpp is not here; what is refused is refused before
         return str(error)
 

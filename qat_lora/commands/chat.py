@@ -1,7 +1,7 @@
-"""The command that talks with a model on the terminal, word by word.
+"""The command for a chat with a model on the terminal.
 
-Rows are rounded up to a multiple of `ROW_STEP` tokens, so that a compiling device makes one graph for many turns
-instead of one for each. A chat that outgrows the model's positions loses its oldest turns, and says so.
+Rows are rounded up to a multiple of `ROW_STEP` tokens, so that a compiling device makes one graph for many turns. A
+chat that outgrows the model's positions loses its oldest turns, and a note says so.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from qat_lora.data.chat import Message
 from qat_lora.errors import ConfigError
-from qat_lora.generate.backends import Speaker, open_speaker
+from qat_lora.generate.backends import Backend, open_backend
 from qat_lora.options import ChatOptions
 from qat_lora.runtime.base import Runtime
 from qat_lora.setup.common import say
@@ -31,17 +31,17 @@ def chat(options: ChatOptions, runtime: Runtime) -> list[Message]:
     Lines that are commands: /new forgets the conversation, /exit ends.
     """
     run = options.run
-    speaker = open_speaker(str(options.student), options.hub, run, runtime)
-    templated = speaker.templated
+    backend = open_backend(str(options.student), options.hub, run, runtime)
+    templated = backend.templated
     if options.system and not templated:
         raise ConfigError("system: this tokenizer has no chat template, so there is no place for it; leave it out")
-    room = (speaker.positions or sys.maxsize) - options.max_new_tokens
+    room = (backend.positions or sys.maxsize) - options.max_new_tokens
     if room < 1:
-        raise ConfigError(f"max_new_tokens: {options.max_new_tokens} leave no room in {speaker.positions} positions")
+        raise ConfigError(f"max_new_tokens: {options.max_new_tokens} leave no room in {backend.positions} positions")
     beginning: list[Message] = [{"role": "system", "content": options.system}] if options.system else []
     messages = list(beginning)
     generator = torch.Generator().manual_seed(run.seed)
-    say(run, f"{speaker.description} · {options.student} · /new begins again, /exit ends")
+    say(run, f"{backend.description} · {options.student} · /new begins again, /exit ends")
     if not templated:
         say(run, NO_TEMPLATE)
     silent = run.quiet or run.json
@@ -52,10 +52,10 @@ def chat(options: ChatOptions, runtime: Runtime) -> list[Message]:
             messages = list(beginning)
             continue
         said = [*(messages if templated else []), {"role": "user", "content": line}]
-        ids = _encode(speaker, said)
+        ids = _encode(backend, said)
         while len(ids) > room and len(said) > len(beginning) + 1:
             del said[len(beginning) : len(beginning) + 2]
-            ids = _encode(speaker, said)
+            ids = _encode(backend, said)
         if len(ids) > room:
             say(run, f"note: that is {len(ids)} tokens, and there is room for {room}; say it shorter")
             continue
@@ -64,8 +64,8 @@ def chat(options: ChatOptions, runtime: Runtime) -> list[Message]:
         messages = said
         width = -(-(len(ids) + options.max_new_tokens) // ROW_STEP) * ROW_STEP
         answer = ""
-        row_length = min(width, speaker.positions or width)
-        for piece in speaker.stream(ids, options.max_new_tokens, options.gen_temperature, generator, row_length):
+        row_length = min(width, backend.positions or width)
+        for piece in backend.stream(ids, options.max_new_tokens, options.gen_temperature, generator, row_length):
             answer += piece
             if not silent:
                 print(piece, end="", flush=True)
@@ -74,9 +74,9 @@ def chat(options: ChatOptions, runtime: Runtime) -> list[Message]:
     return messages
 
 
-def _encode(speaker: Speaker, messages: list[Message]) -> list[int]:
+def _encode(backend: Backend, messages: list[Message]) -> list[int]:
     """Return the ids up to the answer; without a template, of the last line alone."""
-    return speaker.encode_chat(messages) if speaker.templated else speaker.encode_text(messages[-1]["content"])
+    return backend.encode_chat(messages) if backend.templated else backend.encode_text(messages[-1]["content"])
 
 
 def _typed(silent: bool) -> Iterator[str]:

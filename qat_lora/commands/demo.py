@@ -31,7 +31,8 @@ from qat_lora.commands.recover import recover as train
 from qat_lora.data.packing import PackedRow, make_encoder, pack_rows
 from qat_lora.data.sources import TextConfig, open_documents
 from qat_lora.errors import TextError
-from qat_lora.evaluate.report import markdown_table, plot_scores, save_json, table_rows, text_table
+from qat_lora.evaluate.plots import plot_scores
+from qat_lora.evaluate.report import markdown_table, save_json, table_rows, text_table
 from qat_lora.evaluate.score import recovery
 from qat_lora.files import outputs
 from qat_lora.files.checksums import seal

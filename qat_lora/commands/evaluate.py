@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from qat_lora.evaluate import card
 from qat_lora.evaluate.health import continue_greedily, health, take_prompts
 from qat_lora.evaluate.plots import plot_report
 from qat_lora.evaluate.protocols import BLOCK, block_rows, sliding_rows
-from qat_lora.evaluate.report import save_json, text_table
+from qat_lora.evaluate.report import save_json
 from qat_lora.evaluate.score import measure
 from qat_lora.evaluate.tally import Tally, bootstrap, intervals, join, pairs
 from qat_lora.evaluate.tasks import check_tasks, run_tasks
@@ -52,21 +52,18 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
     students = _open_students(options, tokenizer, noted)
     texts = _texts(options)
     rows = {name: list(_rows(text, tokenizer, options)) for name, text in texts.items()}
-    every = [row for of in rows.values() for row in of]
-    prompts = take_prompts(every, options.health) if options.health.generate else None
-    seen = None
-    if options.kd_cache_dir:
-        seen = overlap.overlap(options.kd_cache_dir, rows, tokenizer_sha256(tokenizer))
+    prompts = take_prompts(chain(*rows.values()), options.health) if options.health.generate else None
+    cache = options.kd_cache_dir
+    seen = overlap.overlap(cache, rows, tokenizer_sha256(tokenizer)) if cache else None
     identity = {name: student.sha256 for name, student in students.items()}
     identity["teacher"] = checkpoint_sha256(teacher.folder, noted)
     sources = {name: describe_source(text) for name, text in texts.items()}
-    decisive = {"dtype": run.dtype, "seed": run.seed}
-    settings = to_dict(options) | {"run": decisive, "weights": identity, "text": sources, "overlap": seen}
-    settings["kd_cache_dir"] = options.kd_cache_dir and redact(options.kd_cache_dir)
+    settings = to_dict(options) | {"weights": identity, "text": sources, "overlap": seen}
+    settings |= {"run": {"dtype": run.dtype, "seed": run.seed}, "kd_cache_dir": cache and redact(cache)}
     inputs = [
         *(word.rpartition("=")[2] for word in (*options.students, *options.domain)),
-        *(model.folder for model in (teacher, *(student.model for student in students.values()))),
-        *(options.teacher, options.kd_cache_dir, options.harness.tasks_path, *text_inputs(options.text)),
+        *(student.model.folder for student in students.values()),
+        *(teacher.folder, options.teacher, cache, options.harness.tasks_path, *text_inputs(options.text)),
     ]
     with outputs.claimed(out, "eval", settings, run.overwrite, inputs) as complete:
         if complete:
@@ -75,19 +72,23 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
         else:
             models = _placed(teacher, students, runtime)
             say(run, f"{runtime.description} · {run.dtype} · {len(models)} models · {options.protocol} rows")
-            report = _report(models, rows, options, runtime)
+            report = _report(models, rows, options, runtime) | {"overlap": seen}
             for name, student in students.items():
                 report["models"][name]["bits_per_weight"] = student.bits_per_weight
             for name, source in sources.items():
                 report["texts"][name]["source"] = json.loads(source)
-            report["overlap"] = seen
             if prompts is not None:
                 report["generation"] = _generate(models, prompts, tokenizer.eos_token_id, options, runtime)
             if manager:
                 report["tasks"] = _tasks(models, tokenizer, options, manager)
-            _write(report, out, options)
+            save_json(report["models"], out / "scores.json")
+            save_json(report, out / "report.json")
+            drawing = out / "scores.png"
+            picture(run, lambda: plot_report(report, drawing))
+            markdown = card.markdown_report(report, drawing.name if drawing.is_file() else None)
+            write_text(out / "scores.md", markdown)
             outputs.complete(out)
-    _show(report, out, options)
+    say(run, f"\n{card.terminal_report(report)}\nreport card: {out / 'scores.md'}")
     return report["models"]
 
 
@@ -106,11 +107,7 @@ def _length(options: EvalOptions) -> int:
 
 
 def _named(words: tuple[str, ...], setting: str, known: str) -> dict[str, str]:
-    """Return the paths of NAME=PATH or PATH by name.
-
-    Raises:
-        ConfigError: two have one name, or one has the name that something else here has.
-    """
+    """Return the paths of NAME=PATH or PATH by name; raise a ConfigError for a name that is taken."""
     found: dict[str, str] = {}
     for word in words:
         name, equals, path = word.rpartition("=")
@@ -134,7 +131,7 @@ def _open_students(options: EvalOptions, tokenizer: Any, noted: str | None) -> d
 
 
 def _texts(options: EvalOptions) -> dict[str, TextConfig]:
-    """Return the texts by name: that of --dataset, if there is one, and every --domain."""
+    """Return the texts by name: --dataset, if given, and every --domain."""
     main = options.text
     first = "" if main.dataset is None else Path(main.dataset).name or main.dataset
     texts = {first: main} if main.dataset else {}
@@ -144,7 +141,7 @@ def _texts(options: EvalOptions) -> dict[str, TextConfig]:
 
 
 def _rows(text: TextConfig, tokenizer: Any, options: EvalOptions) -> Iterator[PackedRow]:
-    """Return the rows of a text that are scored, as the protocol makes them."""
+    """Return the rows of a text to score, by the protocol."""
     documents, encode = open_documents(text), make_encoder(tokenizer)
     if options.protocol == "sliding":
         rows = sliding_rows(documents, encode, options.length, options.stride or options.length // 2)
@@ -158,7 +155,7 @@ def _rows(text: TextConfig, tokenizer: Any, options: EvalOptions) -> Iterator[Pa
 def _report(
     models: dict[str, CausalLM], rows: dict[str, list[PackedRow]], options: EvalOptions, runtime: Runtime
 ) -> dict[str, Any]:
-    """Score the models on every text and return what `card.SCHEMA` says, the parts not asked for as None."""
+    """Score the models on every text; return a report (`card.SCHEMA`) whose optional parts are None."""
     run, length = options.run, _length(options)
     students = {name: model for name, model in models.items() if name != "teacher"}
     tallies: dict[str, dict[str, Tally]] = {}
@@ -199,49 +196,21 @@ def _figures(tallies: dict[str, Tally], drawn: dict[str, Any]) -> dict[str, dict
 def _generate(
     models: dict[str, CausalLM], prompts: Any, eos_id: int | None, options: EvalOptions, runtime: Runtime
 ) -> dict[str, dict[str, float]]:
-    """Let every model continue the prompts and return how its text behaves."""
-    found = {}
+    """Let every model continue the prompts and return the figures of its text."""
+    found, new = {}, options.health.generate_tokens
     for name, model in models.items():
-        say(options.run, f"{name}: {len(prompts)} continuations of {options.health.generate_tokens} tokens")
-        ids = continue_greedily(
-            model, prompts, options.health.generate_tokens, runtime.device, runtime.mark_step, options.run.quiet
-        )
+        say(options.run, f"{name}: {len(prompts)} continuations of {new} tokens")
+        ids = continue_greedily(model, prompts, new, runtime.device, runtime.mark_step, options.run.quiet)
         found[name] = health(ids.tolist(), eos_id)
     return found
 
 
 def _tasks(models: dict[str, CausalLM], tokenizer: Any, options: EvalOptions, manager: Any) -> dict[str, Any]:
     """Run the harness's tasks on every model."""
-    found = {}
+    found, settings = {}, {"batch_size": options.batch_size, "seed": options.run.seed}
     for name, model in models.items():
         say(options.run, f"{name}: {', '.join(options.harness.tasks)}")
         found[name] = run_tasks(
-            model.module,
-            tokenizer,
-            options.harness,
-            manager,
-            batch_size=options.batch_size,
-            max_length=model.max_positions,
-            seed=options.run.seed,
+            model.module, tokenizer, options.harness, manager, max_length=model.max_positions, **settings
         )
     return found
-
-
-def _write(report: dict[str, Any], out: Path, options: EvalOptions) -> None:
-    """Write scores.json, report.json, scores.md, and the report card as page and picture."""
-    save_json(report["models"], out / "scores.json")
-    save_json(report, out / "report.json")
-    drawing = out / "scores.png"
-    picture(options.run, lambda: plot_report(report, drawing))
-    drawn = drawing.is_file()
-    write_text(out / "scores.md", card.markdown(report, drawing.name if drawn else None))
-
-
-def _show(report: dict[str, Any], out: Path, options: EvalOptions) -> None:
-    """Print the tables, and what flatters them."""
-    for heading, table in card.tables(report):
-        say(options.run, f"\n{heading}\n{text_table(table)}")
-    say(options.run, "")
-    for line in card.notes(report):
-        say(options.run, line)
-    say(options.run, f"report card: {out / 'scores.md'}")

@@ -1,7 +1,7 @@
 """The command that writes a student for other tools.
 
-Everything that can be refused is refused before the output folder is touched; then the files are made under another
-name and move in, those last without which nothing loads: a kill leaves no half of a model that loads.
+Everything that can be refused is refused before the output folder is touched. Then the files are made under another
+name and moved in, last those without which nothing loads: a kill never leaves half a model that loads.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from qat_lora.config import to_dict
 from qat_lora.evaluate.report import save_json
-from qat_lora.evaluate.score import score
+from qat_lora.evaluate.score import measure
 from qat_lora.export.card import Card, display_name, labelled, model_card, read_origin, read_scores
 from qat_lora.export.forms import FORMS, ExportJob
 from qat_lora.export.integers import Integers, with_integers
@@ -58,7 +58,8 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
             plan.write(draft)
             copy_tokenizer(student.model.folder, draft)
             seal(draft)
-            result["weights_mb"] = round(sum(_sizes(draft)) / 1e6, 3)
+            weights = (file for file in draft.rglob("*") if file.suffix in (".safetensors", ".gguf", ".pt"))
+            result["weights_mb"] = round(sum(file.stat().st_size for file in weights) / 1e6, 3)
             card = Card(
                 name, options.form, origin, base_sha256, student.bits_per_weight, result, _command(options, name),
                 plan.notes, scores, options.license, adapter is not None,
@@ -76,7 +77,7 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
 def _measure(
     options: ExportOptions, student: Student, found: Mapping[str, Integers | None], tokenizer: Any, runtime: Runtime
 ) -> dict[str, Any]:
-    """Return what the containers cost: bits, layers rounded anew, their weight error, and KL where text is given."""
+    """Return the cost of the containers: bits, layers rounded again, their weight error, and KL where text is given."""
     held = {name: integers for name, integers in found.items() if integers is not None}
     if not held:
         return {}
@@ -110,19 +111,26 @@ def _rounding_kl(
     for model in (student.model, rounded):
         runtime.place(model.module)
     held_out = runtime.feed(batches)
-    scores = score(
-        student.model, {"rounded": rounded}, held_out, options.run.quiet, runtime.mark_step, runtime.piece_bytes
+    tallies = measure(
+        student.model,
+        {"rounded": rounded},
+        held_out,
+        options.run.quiet,
+        runtime.mark_step,
+        piece_bytes=runtime.piece_bytes,
     )
+        held_out,
+        options.run.quiet,
+        runtime.mark_step,
+        piece_bytes=runtime.piece_bytes,
+    )
+    before, after = tallies["teacher"].figures, tallies["rounded"].figures
     student.model.module.to("cpu")
     return {
-        "kl_of_rounding": round(scores["rounded"].kl, 6),
-        "perplexity_before_and_after": f"{scores['teacher'].ppl:.3f}, {scores['rounded'].ppl:.3f}",
-        "measured_on": f"{scores['rounded'].tokens} tokens of {display_name(str(options.text.dataset))}",
+        "kl_of_rounding": round(after["kl"], 6),
+        "perplexity_before_and_after": f"{before['ppl']:.3f}, {after['ppl']:.3f}",
+        "measured_on": f"{after['tokens']} tokens of {display_name(str(options.text.dataset))}",
     }
-
-
-def _sizes(folder: Path) -> list[int]:
-    return [file.stat().st_size for file in folder.rglob("*") if file.suffix in (".safetensors", ".gguf", ".pt")]
 
 
 def _command(options: ExportOptions, name: str) -> str:

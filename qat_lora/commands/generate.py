@@ -1,15 +1,13 @@
-"""The command that continues a prompt, or every line of a file, and shows the text as it grows."""
+"""The command that continues a prompt, or each line of a file, and shows the text as it grows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from qat_lora.data.chat import Message
 from qat_lora.errors import TextError
-from qat_lora.generate.backends import open_speaker
+from qat_lora.generate.backends import open_backend
 from qat_lora.options import GenerateOptions
 from qat_lora.runtime.base import Runtime
 
@@ -22,28 +20,29 @@ def generate(options: GenerateOptions, runtime: Runtime) -> str | list[dict[str,
     """
     run = options.run
     prompts = [str(options.prompt)] if options.prompts is None else _lines(Path(options.prompts))
-    speaker = open_speaker(str(options.student), options.hub, run, runtime)
-    encode = (lambda text: speaker.encode_chat([_user(text)])) if options.chat else speaker.encode_text
-    encoded = [encode(prompt) for prompt in prompts]
+    backend = open_backend(str(options.student), options.hub, run, runtime)
+    if options.chat:
+        encoded = [backend.encode_chat([{"role": "user", "content": prompt}]) for prompt in prompts]
+    else:
+        encoded = [backend.encode_text(prompt) for prompt in prompts]
     row_length = max(map(len, encoded)) + options.max_new_tokens
-    show = _printer(run.quiet or run.json)
+    silent = run.quiet or run.json
+
+    def show(piece: str) -> str:
+        if not silent:
+            print(piece, end="", flush=True)
+        return piece
+
     texts = []
     for prompt, ids in zip(prompts, encoded, strict=True):
         show(f"{prompt}\n" if options.chat else prompt)
-        pieces = []
         generator = torch.Generator().manual_seed(run.seed)
-        for piece in speaker.stream(ids, options.max_new_tokens, options.gen_temperature, generator, row_length):
-            show(piece)
-            pieces.append(piece)
+        pieces = backend.stream(ids, options.max_new_tokens, options.gen_temperature, generator, row_length)
+        texts.append("".join(map(show, pieces)))
         show("\n")
-        texts.append("".join(pieces))
     if options.prompts is None:
         return texts[0]
     return [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
-
-
-def _user(text: str) -> Message:
-    return {"role": "user", "content": text}
 
 
 def _lines(file: Path) -> list[str]:
@@ -54,7 +53,3 @@ def _lines(file: Path) -> list[str]:
     if not found:
         raise TextError(f"prompts: {file} holds no line with text; give one prompt a line")
     return found
-
-
-def _printer(silent: bool) -> Callable[[str], None]:
-    return (lambda piece: None) if silent else (lambda piece: print(piece, end="", flush=True))

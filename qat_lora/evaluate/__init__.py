@@ -1,1 +1,1 @@
-"""How good a student is: scores on held-out text, and the report that shows them."""
+"""Scores of students and their teacher on held-out text, and the report card."""

@@ -1,17 +1,16 @@
-"""The report card of an evaluation: its one schema as JSON, Markdown, and a page that stands alone.
+"""The report card of an evaluation: its schema as JSON, and the same tables for the terminal and as Markdown.
 
-The page holds its picture inside, so it can be sent as one file; it loads nothing and runs no script. What a reader
-must know to trust a number (protocol, tokens, overlap with the training cache) stands above the table and not in a
-footnote, since numbers travel and footnotes do not.
+What a reader must know to trust a number (protocol, tokens, overlap with the training cache) is above the tables and
+not in a footnote, since numbers travel and footnotes do not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from qat_lora.cache.tools import overlap
-from qat_lora.evaluate.report import markdown_table
+from qat_lora.evaluate.report import Columns, markdown_table, table_rows, text_table
 
 SCHEMA = "qat-lora eval 1"
 """Of `report.json`. Keys: `schema`; `setup` (teacher, protocol, length, stride, dtype, device, resamples); `texts` (by
@@ -27,30 +26,42 @@ PROTOCOLS = {
 }
 FEW_ROWS = 20
 """Below this, a bootstrap has too little to draw from."""
-HEADER = ("model", "perplexity", "95 %", "KL to teacher", "95 %", "same top-1", "right", "ECE", "bits/weight")
+PERPLEXITY, KL, TOP1 = ("ppl", "perplexity", ",.2f"), ("kl", "KL to teacher", ".4f"), ("top1", "same top-1", ".1%")
+SCORES: Columns = (
+    PERPLEXITY,
+    ("ppl limits", "95 %", ",.2f"),
+    KL,
+    ("kl limits", "95 %", ".4f"),
+    TOP1,
+    ("accuracy", "right", ".1%"),
+    ("ece", "ECE", ".1%"),
+    ("bits_per_weight", "bits/weight", ".2f"),
+)
+DOMAINS: Columns = (PERPLEXITY, KL, TOP1, ("tokens", "tokens", ","))
+GENERATION: Columns = (
+    ("repetition", "repeated 4-grams", ".1%"),
+    ("distinct_1", "distinct tokens", ".1%"),
+    ("distinct_2", "distinct pairs", ".1%"),
+    ("termination", "ended", ".1%"),
+    ("tokens", "mean tokens", ".0f"),
+)
+LEGEND = (
+    "KL to teacher: mean KL(teacher, model) over the full vocabulary, nats a token; 0 is the teacher itself. "
+    "Same top-1: positions where both have the same likeliest token. "
+    "Right: positions where that token is the text's. "
+    "ECE: how far the likeliest token's probability is from how often it is right. "
+    "Bits a weight: of the quantised layers, adapter included."
+)
 
 
-def score_rows(models: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """Return header and rows of text cells, one row a model, with the limits of perplexity and KL."""
-    rows = [list(HEADER)]
+def score_rows(models: Mapping[str, Mapping[str, Any]], columns: Columns = SCORES) -> list[list[str]]:
+    """Return header and rows of text cells, one row a model; the teacher is not compared with itself."""
+    flat = {}
     for name, of in models.items():
-        limits = of["interval"]
-        bits = of.get("bits_per_weight")
-        known = name != "teacher"
-        rows.append(
-            [
-                name,
-                f"{of['ppl']:,.2f}",
-                f"{limits['ppl'][0]:,.2f}–{limits['ppl'][1]:,.2f}",
-                f"{of['kl']:.4f}" if known else "-",
-                f"{limits['kl'][0]:.4f}–{limits['kl'][1]:.4f}" if known else "-",
-                f"{of['top1']:.1%}" if known else "-",
-                f"{of['accuracy']:.1%}",
-                f"{of['ece']:.1%}",
-                "-" if bits is None else f"{bits:.2f}",
-            ]
-        )
-    return rows
+        flat[name] = {**of, **{f"{figure} limits": limits for figure, limits in of["interval"].items()}}
+        if name == "teacher":
+            flat[name] |= dict.fromkeys(("kl", "kl limits", "top1"))
+    return table_rows(flat, columns)
 
 
 def pair_rows(pairs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -65,37 +76,25 @@ def pair_rows(pairs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def domain_rows(domains: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """Return header and rows of text cells: a row a text and model."""
-    rows = [["text", "model", "perplexity", "KL to teacher", "same top-1", "tokens"]]
-    for text, models in domains.items():
-        for name, of in models.items():
-            own = [f"{of['kl']:.4f}", f"{of['top1']:.1%}"] if name != "teacher" else ["-", "-"]
-            rows.append([text, name, f"{of['ppl']:,.2f}", *own, f"{of['tokens']:,}"])
-    return rows
-
-
-def generation_rows(generation: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
-    """Return header and rows of text cells on greedy continuations."""
-    rows = [["model", "repeated 4-grams", "distinct tokens", "distinct pairs", "ended", "mean tokens"]]
-    for name, of in generation.items():
-        shares = [f"{of[key]:.1%}" for key in ("repetition", "distinct_1", "distinct_2", "termination")]
-        rows.append([name, *shares, f"{of['tokens']:.0f}"])
-    return rows
+    """Return header and rows of text cells: a row for each text and model."""
+    tables = {text: score_rows(models, DOMAINS) for text, models in domains.items()}
+    header = next(iter(tables.values()))[0]
+    return [["text", *header], *([text, *row] for text, rows in tables.items() for row in rows[1:])]
 
 
 def task_rows(tasks: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[list[str]]:
-    """Return header and rows of text cells: a row a task and metric, a column a model."""
-    names = list(tasks)
-    rows = [["task", "metric", *names]]
-    for task, metrics in tasks[names[0]].items():
-        for metric in metrics:
-            if not metric.endswith("_stderr"):
-                rows.append([task, metric, *(f"{tasks[name][task][metric]:.4f}" for name in names)])
-    return rows
+    """Return header and rows of text cells: a row for each task and metric, a column for each model."""
+    body = [
+        [task, metric, *(f"{of[task][metric]:.4f}" for of in tasks.values())]
+        for task, metrics in next(iter(tasks.values())).items()
+        for metric in metrics
+        if not metric.endswith("_stderr")
+    ]
+    return [["task", "metric", *tasks], *body]
 
 
 def notes(report: Mapping[str, Any]) -> list[str]:
-    """Return what a reader must know before the table, a line each."""
+    """Return the lines that a reader must know before the tables."""
     setup = report["setup"]
     texts = ", ".join(f"{name} ({of['rows']:,} rows, {of['tokens']:,} tokens)" for name, of in report["texts"].items())
     lines = [
@@ -114,35 +113,32 @@ def notes(report: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def tables(report: Mapping[str, Any]) -> list[tuple[str, list[list[str]]]]:
+def tables(report: Mapping[str, Any]) -> dict[str, list[list[str]]]:
     """Return the tables that a report has data for, by heading."""
-    found = [("Scores", score_rows(report["models"]))]
+    found = {"Scores": score_rows(report["models"])}
     if report["pairs"]:
-        found.append(("Differences between students, paired", pair_rows(report["pairs"])))
+        found["Differences between students, paired"] = pair_rows(report["pairs"])
     if len(report["domains"]) > 1:
-        found.append(("By text", domain_rows(report["domains"])))
+        found["By text"] = domain_rows(report["domains"])
     if report["generation"]:
-        found.append(("Greedy generation", generation_rows(report["generation"])))
+        found["Greedy generation"] = table_rows(report["generation"], GENERATION)
     if report["tasks"]:
-        found.append(("Tasks (lm-eval harness)", task_rows(report["tasks"])))
+        found["Tasks (lm-eval harness)"] = task_rows(report["tasks"])
     return found
 
 
-def markdown(report: Mapping[str, Any], picture: str | None) -> str:
+def _show(report: Mapping[str, Any], heading: str, table: Callable[[list[list[str]]], str]) -> list[str]:
+    return [heading.format(title) + table(rows) for title, rows in tables(report).items()]
+
+
+def terminal_report(report: Mapping[str, Any]) -> str:
+    """Return the report for the terminal, where the end is what is read: tables, then notes."""
+    return "\n\n".join([*_show(report, "{}\n", text_table), "\n".join(notes(report))])
+
+
+def markdown_report(report: Mapping[str, Any], picture: str | None) -> str:
     """Return the report as Markdown; `picture` is the file name of its plots."""
     parts = ["# Evaluation", "\n".join(f"* {line}" for line in notes(report))]
     if picture:
         parts.append(f"![scores with intervals, calibration and texts]({picture})")
-    for heading, rows in tables(report):
-        parts += [f"## {heading}", markdown_table(rows)]
-    parts.append(LEGEND)
-    return "\n\n".join(parts) + "\n"
-
-
-LEGEND = (
-    "KL to teacher: mean KL(teacher, model) over the full vocabulary, nats a token; 0 is the teacher itself. "
-    "Same top-1: positions where both have the same likeliest token. "
-    "Right: positions where that token is the text's. "
-    "ECE: how far the likeliest token's probability is from how often it is right. "
-    "Bits a weight: of the quantised layers, adapter included."
-)
+    return "\n\n".join([*parts, *_show(report, "## {}\n\n", markdown_table), LEGEND]) + "\n"

@@ -1,16 +1,17 @@
 """Long greedy generation, and whether it still behaves: what teacher-forced scores cannot see.
 
 KL and perplexity look one token ahead along a given text. A student can be near its teacher there and still, left to
-itself, circle in a loop that it never leaves; distillation restores the one before the other. So all models continue
-the same prompts, taking the likeliest token each time, and are compared with what the *teacher* does on them: greedy
-text of small models repeats itself anyway, and only the difference is damage.
+itself, fall into a loop; distillation restores the one before the other. So all models continue the same prompts
+greedily and are compared with the *teacher's* continuations: greedy text of small models repeats itself anyway, and
+only the difference is damage.
 
-All prompts have one length and walk in one batch of one shape, the position being data: two graphs on XLA, of the row
-and of a token (`decoding.py`), and nothing is read before the end.
+All prompts have one length and one batch holds them all; the position is data. So there are two graphs on XLA, of the
+row and of a token (`models/kv_cache.py`), and nothing is read before the end.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,8 +21,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from qat_lora.config import option
-from qat_lora.errors import ConfigError, TextError
+from qat_lora.config import at_least, option
+from qat_lora.errors import TextError
 from qat_lora.models.kv_cache import begin, step
 
 if TYPE_CHECKING:
@@ -32,28 +33,21 @@ GRAM = 4  # tokens; of the repetition rate
 
 @dataclass(frozen=True)
 class HealthConfig:
-    """How generation is looked at."""
+    """Settings of the comparison by generation."""
 
     generate: int = option(0, "prompts of the text that every model continues greedily; 0: none", unit="prompts")
     generate_tokens: int = option(256, "length of a continuation", unit="tokens")
     prompt_tokens: int = option(32, "length of a prompt", unit="tokens")
 
     def __post_init__(self) -> None:
-        for name, least in (("generate", 0), ("generate_tokens", GRAM), ("prompt_tokens", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}: {getattr(self, name)} is too small; allowed: {least} or more")
+        at_least(self, generate=0, generate_tokens=GRAM, prompt_tokens=1)
 
 
 def take_prompts(rows: Iterable[Any], config: HealthConfig) -> np.ndarray:
-    """Return the first tokens of the first document of rows, int64 [prompts, prompt tokens].
-
-    Args:
-        rows: with `input_ids`, `loss_mask` and `doc_starts`, like `text.packing.PackedRow`; those whose first
-            document is too short are passed over.
-        config: how many and how long.
+    """Return the first tokens of rows (like `PackedRow`) whose first document is long enough, int64 [prompts, tokens].
 
     Raises:
-        TextError: no row will do.
+        TextError: there is no such row.
     """
     prompts: list[np.ndarray] = []
     for row in rows:
@@ -75,18 +69,12 @@ def continue_greedily(
     prompts_BP: np.ndarray,
     new_tokens: int,
     device: torch.device,
-    cut: Callable[[], None] = lambda: None,
+    mark_step: Callable[[], None] = lambda: None,
     quiet: bool = True,
 ) -> np.ndarray:
-    """Return the likeliest continuation of each prompt, int64 [B, new_tokens]; an end token stops nothing.
+    """Return the greedy continuation of each prompt, int64 [B, new_tokens]; an end token does not stop it.
 
-    Args:
-        model: on `device`.
-        prompts_BP: token ids.
-        new_tokens: to add to each.
-        device: where the model is.
-        cut: dispatches queued work, `Runtime.cut`.
-        quiet: no progress bar.
+    `device` is the model's; `mark_step` dispatches queued work, `Runtime.mark_step`.
     """
     rows, known = prompts_BP.shape
     ids_BL = torch.zeros(rows, known + new_tokens, dtype=torch.int64)
@@ -95,13 +83,13 @@ def continue_greedily(
     hidden_BLH, cache = begin(model, ids_BL)
     position = torch.tensor([known]).to(device)
     ids_BL = _with_next(model, ids_BL, hidden_BLH.index_select(1, position - 1), position)
-    cut()
+    mark_step()
     for after in tqdm(range(known + 1, known + new_tokens), desc="generate", unit="token", disable=quiet):
         position = torch.tensor([after]).to(device)
         hidden_B1H = step(model, ids_BL.index_select(1, position - 1), position - 1, cache)
         ids_BL = _with_next(model, ids_BL, hidden_B1H, position)
-        cut()
-    return ids_BL.cpu().numpy()[:, known:]  # sliced on the device, it would be one more graph
+        mark_step()
+    return ids_BL.cpu().numpy()[:, known:]  # a slice on the device would be one more graph
 
 
 def _with_next(model: CausalLM, ids_BL: Tensor, hidden_B1H: Tensor, position: Tensor) -> Tensor:
@@ -110,19 +98,14 @@ def _with_next(model: CausalLM, ids_BL: Tensor, hidden_B1H: Tensor, position: Te
 
 
 def health(continuations: Sequence[Sequence[int]], eos_id: int | None) -> dict[str, float]:
-    """Return figures of continuations, each cut at its end token first.
+    """Return figures of continuations, each up to its end token.
 
-    `repetition` is the share of a continuation's 4-grams that occurred in it before, averaged; `distinct_1` and
-    `distinct_2` are different tokens and pairs over all tokens and pairs (Li et al. 2016, arXiv:1510.03055);
-    `termination` is the share that reached the end token; `tokens` the mean length. Continuations of fewer than four
-    tokens repeat nothing.
+    `repetition` is the share of a continuation's 4-grams that occurred in it before, averaged (fewer than four tokens
+    repeat nothing); `distinct_1` and `distinct_2` are different tokens and pairs over all tokens and pairs (Li et al.
+    2016, arXiv:1510.03055); `termination` is the share that reached the end token; `tokens` the mean length.
     """
-    texts, ended = [], 0
-    for ids in continuations:
-        ids = list(ids)
-        if eos_id is not None and eos_id in ids:
-            ids, ended = ids[: ids.index(eos_id)], ended + 1
-        texts.append(ids)
+    ended = sum(eos_id in ids for ids in continuations)
+    texts = [list(itertools.takewhile(lambda token: token != eos_id, ids)) for ids in continuations]
     grams = {n: [[tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)] for ids in texts] for n in (1, 2, GRAM)}
     repeated = [1 - len(set(of)) / len(of) if of else 0.0 for of in grams[GRAM]]
 

@@ -1,13 +1,14 @@
-"""The pictures of a report card: one panel a question, every model in one colour throughout, the teacher in grey.
+"""The pictures of an evaluation: one panel for each question, a model in the same colour in all, the teacher in grey.
 
-Bars lie down, so that names of any length are read without turning the head; error bars are the bootstrap's 95 %.
+Bars are horizontal, so that names of any length can be read; error bars are the bootstrap's 95 %.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,151 +33,165 @@ STYLE = {
     "legend.fontsize": 8,
 }
 COLUMNS = {2: 2, 4: 2}  # panels side by side, by how many there are; else 3
+LEAST_TOKENS = 20  # of a calibration bin that is drawn
+Panel = Callable[[Any], None]
+"""Draws on an axis of matplotlib."""
 
 
 def colours_of(models: Iterable[str]) -> dict[str, str]:
-    """Return the colour of every model, by its place among the students; that of the teacher is grey."""
+    """Return the colour of every model: grey for the teacher, for a student by its place among the students."""
     students = (name for name in models if name != "teacher")
     return {"teacher": FAINT, **dict(zip(students, itertools.cycle(COLOURS), strict=False))}
 
 
 def plot_report(report: Mapping[str, Any], out: Path) -> None:
-    """Draw the panels that a report has data for as one PNG.
-
-    Args:
-        report: see `card.SCHEMA`.
-        out: the PNG.
+    """Draw the panels that a report (`card.SCHEMA`) has data for as one PNG.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    plt = pyplot()
-    models = report["models"]
+    models, domains = report["models"], report["domains"]
     students = [name for name in models if name != "teacher"]
     colours = colours_of(models)
-    panels: list[Callable[[Any], None]] = [lambda axis: _bars(axis, models, list(models), "ppl", colours, "Perplexity")]
+    bars = partial(_bars, models=models, colours=colours)
+    panels: list[Panel] = [partial(bars, names=list(models), figure="ppl", title="Perplexity")]
     if students:
-        same = "Same likeliest token as the teacher"
-        panels = [
-            lambda axis: _bars(axis, models, students, "kl", colours, "KL to the teacher, nats a token"),
-            *panels,
-            lambda axis: _bars(axis, models, students, "top1", colours, same, percent=True),
-        ]
-    panels.append(lambda axis: _calibration(axis, report["calibration"], models, colours))
-    if students and len(report["domains"]) > 1:
-        panels.append(lambda axis: _groups(axis, report["domains"], students, colours))
-        panels.append(lambda axis: _ratios(axis, report["domains"], students, colours))
+        same = partial(bars, names=students, figure="top1", title="Same likeliest token as the teacher", percent=True)
+        kl = partial(bars, names=students, figure="kl", title="KL to the teacher, nats a token")
+        panels = [kl, *panels, same]
+    panels.append(partial(_calibration, bins=report["calibration"], models=models, colours=colours))
+    if students and len(domains) > 1:
+        panels += [partial(draw, domains=domains, names=students, colours=colours) for draw in (_kl_by_text, _ratios)]
     if report["generation"]:
-        panels.append(lambda axis: _generation(axis, report["generation"], colours))
+        panels.append(partial(_generation, generation=report["generation"], colours=colours))
+    _draw(panels, len(models), out)
+
+
+def plot_scores(scores: Mapping[str, Mapping[str, Any]], out: Path, draw_training: Panel | None = None) -> None:
+    """Draw perplexity and KL of models, and the training curve where there is one, as one PNG.
+
+    Args:
+        scores: by model name; `ppl` and, but for the teacher, `kl`.
+        out: the PNG to write.
+        draw_training: draws the training curve on an axis.
+    """
+    bars = partial(_bars, models=scores, colours=colours_of(scores))
+    students = [name for name in scores if name != "teacher"]
+    panels: list[Panel] = [
+        partial(bars, names=list(scores), figure="ppl", title="Held-out perplexity"),
+        partial(bars, names=students, figure="kl", title="Held-out KL to the teacher, nats a token"),
+    ]
+    _draw([*panels, draw_training] if draw_training else panels, len(scores), out)
+
+
+def _draw(panels: Sequence[Panel], models: int, out: Path) -> None:
+    plt = pyplot()
     columns = COLUMNS.get(len(panels), 3)
     rows = -(-len(panels) // columns)
     with plt.rc_context(STYLE):
-        height = max(2.7, 0.36 * len(models) + 1.3)
+        height = max(2.7, 0.36 * models + 1.3)
         figure, axes = plt.subplots(rows, columns, figsize=(4.2 * columns, height * rows), layout="constrained")
         figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
-        spare = list(axes.flat)
-        for draw in panels:
-            draw(spare.pop(0))
-        for axis in spare:
-            axis.axis("off")
+        for axis, draw in itertools.zip_longest(axes.flat, panels):
+            draw(axis) if draw else axis.axis("off")
         with whole_file(out) as draft:
             figure.savefig(draft, dpi=150)
         plt.close(figure)
 
 
 def _finite(value: float | None) -> float:
-    return value if value is not None and math.isfinite(value) else 0.0  # a ruined model: its label says so
+    return value if value is not None and math.isfinite(value) else 0.0  # of a ruined model; its label shows the number
+
+
+def _limits(axis: Any, y: float, limits: Sequence[float], **form: Any) -> None:
+    if limits and all(map(math.isfinite, limits)):
+        axis.plot(limits, [y, y], color=INK, **form)
+
+
+def _label(axis: Any, text: str, x: float, y: float) -> None:
+    axis.annotate(text, (x, y), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8.5)
+
+
+def _names(axis: Any, names: Sequence[str]) -> None:
+    axis.set_yticks(range(len(names)), [name if len(name) <= 22 else name[:21] + "…" for name in names])
+    axis.set_ylim(max(len(names), 1) - 0.5, -0.5)
+    axis.tick_params(axis="y", length=0)
 
 
 def _bars(
     axis: Any,
     models: Mapping[str, Any],
-    names: list[str],
-    key: str,
     colours: Mapping[str, str],
+    names: Sequence[str],
+    figure: str,
     title: str,
     percent: bool = False,
 ) -> None:
-    """Draw a bar a model, first on top, with its interval and its value."""
+    """Draw a bar for each model, the first on top, with its interval where there is one and its value."""
     axis.set_title(title)
-    values = [_finite(models[name][key]) for name in names]
-    limits = [models[name]["interval"][key] for name in names]
-    ends = [max(value, _finite(high)) for value, (_, high) in zip(values, limits, strict=True)]
-    far = max(ends, default=0.0) or 1.0
-    for y, (name, value, (low, high), end) in enumerate(zip(names, values, limits, ends, strict=True)):
-        axis.barh(y, value, height=0.62, color=colours[name])
-        if math.isfinite(low) and math.isfinite(high):
-            axis.plot([low, high], [y, y], color=INK, lw=1.1, marker="|", ms=6, mew=1.1)
-        shown = format(models[name][key], ".1%" if percent else ",.4g")
-        axis.annotate(shown, (end, y), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8.5)
+    far = 0.0
+    for y, name in enumerate(names):
+        value, limits = models[name][figure], models[name].get("interval", {}).get(figure, ())
+        axis.barh(y, _finite(value), height=0.62, color=colours[name])
+        _limits(axis, y, limits, lw=1.1, marker="|", ms=6, mew=1.1)
+        end = max(map(_finite, (value, *limits)))
+        _label(axis, format(value, ".1%" if percent else ",.4g"), end, y)
+        far = max(far, end)
     _names(axis, names)
-    axis.set_xlim(0, far * 1.24)
+    axis.set_xlim(0, (far or 1.0) * 1.24)
     if percent:
         axis.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}" if value <= 1 else "")
 
 
-def _names(axis: Any, names: list[str]) -> None:
-    axis.set_yticks(range(len(names)), [name if len(name) <= 22 else name[:21] + "…" for name in names])
-    axis.set_ylim(len(names) - 0.5, -0.5)
-    axis.tick_params(axis="y", length=0)
-
-
-def _calibration(axis: Any, calibration: Mapping[str, Any], models: Mapping[str, Any], colours: Any) -> None:
-    """Draw how often the likeliest token is right against its probability; bins under 20 tokens are left out."""
+def _calibration(axis: Any, bins: Mapping[str, Any], models: Mapping[str, Any], colours: Mapping[str, str]) -> None:
+    """Draw how often the likeliest token is right against its probability."""
     axis.set_title("Calibration of the likeliest token")
     axis.plot([0, 1], [0, 1], color=FAINT, lw=0.9, ls=(0, (4, 3)))
-    for name, bins in calibration.items():
-        points = [
-            (c, a) for n, c, a in zip(bins["tokens"], bins["confidence"], bins["accuracy"], strict=True) if n >= 20
-        ]
-        label = f"{name} (ECE {models[name]['ece']:.1%})"
+    for name, of in bins.items():
+        columns = zip(of["tokens"], of["confidence"], of["accuracy"], strict=True)
+        points = [(confidence, right) for tokens, confidence, right in columns if tokens >= LEAST_TOKENS]
         xs, ys = zip(*points, strict=True) if points else ((), ())
+        label = f"{name} (ECE {models[name]['ece']:.1%})"
         axis.plot(xs, ys, color=colours[name], marker="o", ms=3.2, lw=1.4, label=label)
     axis.set(xlim=(0, 1), ylim=(0, 1), xlabel="probability given", ylabel="share right")
     axis.legend(loc="upper left", handlelength=1.4)
 
 
-def _groups(axis: Any, domains: Mapping[str, Any], names: list[str], colours: Mapping[str, str]) -> None:
-    """Draw the KL of every text, a bar a student, with intervals."""
+def _kl_by_text(axis: Any, domains: Mapping[str, Any], names: Sequence[str], colours: Mapping[str, str]) -> None:
+    """Draw the KL on every text, a bar for each student, with intervals."""
     axis.set_title("KL by text, nats a token")
-    for name, y, of in _places(domains, names):
-        axis.barh(y, _finite(of["kl"]), height=0.72 / len(names), color=colours[name])
-        low, high = of["interval"]["kl"]
-        if math.isfinite(low) and math.isfinite(high):
-            axis.plot([low, high], [y, y], color=INK, lw=0.9)
+    for name, y, models in _grouped(domains, names):
+        axis.barh(y, _finite(models[name]["kl"]), height=0.72 / len(names), color=colours[name])
+        _limits(axis, y, models[name]["interval"]["kl"], lw=0.9)
     _names(axis, list(domains))
     axis.set_xlim(0, None)
 
 
-def _ratios(axis: Any, domains: Mapping[str, Any], names: list[str], colours: Mapping[str, str]) -> None:
-    """Draw how many times the teacher's perplexity each student has; texts alone differ far more than models do."""
+def _ratios(axis: Any, domains: Mapping[str, Any], names: Sequence[str], colours: Mapping[str, str]) -> None:
+    """Draw each student's perplexity over the teacher's; texts alone differ far more than models do."""
     axis.set_title("Perplexity over the teacher's, by text")
-    for name, y, of in _places(domains, names):
-        teacher = list(domains.values())[round(y)]["teacher"]
-        ratio = _finite(of["ppl"]) / (_finite(teacher["ppl"]) or 1.0)
+    for name, y, models in _grouped(domains, names):
+        ratio = _finite(models[name]["ppl"]) / (_finite(models["teacher"]["ppl"]) or 1.0)
         axis.barh(y, ratio, height=0.72 / len(names), color=colours[name])
     axis.axvline(1, color=INK, lw=0.9, ls=(0, (4, 3)))
     _names(axis, list(domains))
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:g} ×")
 
 
-def _places(domains: Mapping[str, Any], names: list[str]) -> Iterator[tuple[str, float, Mapping[str, Any]]]:
-    """Yield student, height on the axis and figures: a group of bars a text."""
+def _grouped(domains: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[str, float, Mapping[str, Any]]]:
+    """Yield student, height on the axis and the text's figures by model: a group of bars for each text."""
     step = 0.8 / len(names)
-    for i, of in enumerate(domains.values()):
+    for i, models in enumerate(domains.values()):
         for place, name in enumerate(names):
-            yield name, i - 0.4 + step * (place + 0.5), of[name]
+            yield name, i - 0.4 + step * (place + 0.5), models
 
 
 def _generation(axis: Any, generation: Mapping[str, Any], colours: Mapping[str, str]) -> None:
-    """Draw how much of the greedy continuations repeats, and say how many end."""
+    """Draw how much of the greedy continuations repeats, and label how many end."""
     axis.set_title("Greedy text: repeated 4-grams")
-    names = list(generation)
-    for y, name in enumerate(names):
-        share, ended = generation[name]["repetition"], generation[name]["termination"]
-        axis.barh(y, share, height=0.62, color=colours[name])
-        label = f"{share:.0%}, {ended:.0%} end"
-        axis.annotate(label, (share, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8.5)
-    _names(axis, names)
+    for y, (name, of) in enumerate(generation.items()):
+        axis.barh(y, of["repetition"], height=0.62, color=colours[name])
+        _label(axis, f"{of['repetition']:.0%}, {of['termination']:.0%} end", of["repetition"], y)
+    _names(axis, list(generation))
     axis.set_xlim(0, 1.4)
     axis.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0%", "25%", "50%", "75%", "100%"])

@@ -1,15 +1,15 @@
 """How a held-out text becomes rows to score: a perplexity means nothing without the name of its protocol.
 
-Three protocols, since published numbers follow three habits and differ by several percent on the same model and text:
+There are three, since published numbers follow three conventions that differ by several percent on one model and text:
 
-* `packed` (`packing.py`): documents one behind the other, cut every L tokens, attention restarting with every document.
-  What students are trained on. Tokens at the start of a row have little context, so it scores worst.
-* `sliding`: each document is walked through in windows of L tokens, moved on by a stride, and only the tokens that no
-  earlier window scored count: every token is scored once, with at least L - stride tokens before it where the document
-  has them. The perplexity of transformers' guide; nearest to what a model can do, and L / stride times the work.
-* `blocks2048`: the convention of the quantisation papers (GPTQ and after): all documents joined by a blank line,
-  encoded once as the tokenizer does by itself, cut into blocks of 2,048 tokens that ignore documents, and a last block
-  that is not full left out. Only numbers of this protocol compare with those tables, and then only on their text.
+* `packed` (`data/packing.py`): documents one behind the other, cut every L tokens, attention restarting with each
+  document, as students are trained. Tokens at the start of a row have little context, so it gives the worst scores.
+* `sliding`: windows of L tokens over each document, moved on by a stride. Only tokens that no earlier window scored
+  count, so each is scored once, with at least L - stride tokens before it where the document has them. This is the
+  perplexity of transformers' guide: nearest to what a model can do, at L / stride times the work.
+* `blocks2048`: the convention of the quantisation papers (GPTQ and after): all documents joined by a blank line and
+  encoded once with the tokenizer's defaults, cut into blocks of 2,048 tokens that ignore documents, the incomplete last
+  block dropped. Only numbers of this protocol compare with those tables, and only on their text.
 """
 
 from __future__ import annotations
@@ -30,13 +30,7 @@ BLOCK = 2048  # tokens of a row of `blocks2048`
 
 
 def sliding_rows(documents: Iterable[Document], encode: Encode, length: int, stride: int) -> Iterator[PackedRow]:
-    """Yield one row a window; its mask counts the tokens that no earlier window of the document held.
-
-    Args:
-        documents: the text.
-        encode: see `make_encoder`.
-        length: L, tokens of a window.
-        stride: tokens from one window's start to the next's.
+    """Return a row for each window; its mask counts the tokens that no earlier window of the document held.
 
     Raises:
         ConfigError: a stride below 1 or above L - 1, which would leave tokens without any context.
@@ -69,7 +63,7 @@ def _window(ids: np.ndarray, mask: np.ndarray, scored: int, length: int) -> Pack
 
 
 def block_rows(documents: Iterable[Document], tokenizer: Any, length: int = BLOCK) -> Iterator[PackedRow]:
-    """Yield the full blocks of the joined text, every token but each block's first counted.
+    """Return the full blocks of the joined text, which count every token but their first.
 
     Raises:
         TextError: chats, which this protocol does not know, or less text than one block.
@@ -103,14 +97,14 @@ def _joined(documents: Iterable[Document]) -> Iterator[str]:
 
 
 def _frame(tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ids that the tokenizer puts before and behind a text by itself, int32."""
+    """Return the ids that the tokenizer adds before and behind a text by default, int32."""
     bare, framed = (tokenizer("a", add_special_tokens=own, verbose=False)["input_ids"] for own in (False, True))
     at = next(i for i in range(len(framed)) if framed[i : i + len(bare)] == bare)
     return np.array(framed[:at], np.int32), np.array(framed[at + len(bare) :], np.int32)
 
 
 def _row(ids: np.ndarray, length: int) -> PackedRow:
-    """Return a row of one document, nothing counted; what is left over is a document of padding."""
+    """Return a row of one document that counts nothing; the rest of the row is a document of padding."""
     row = PackedRow(np.zeros(length, np.int32), np.zeros(length, np.uint8), np.zeros(length, np.bool_), {})
     row.input_ids[: len(ids)] = ids
     row.doc_starts[0] = True

@@ -1,13 +1,13 @@
-"""What is added up over a text, row by row, and the figures that follow from the sums, with their uncertainty.
+"""Sums over a text, row by row, and the figures that follow from them, with their uncertainty.
 
-Every figure here is a function of sums over tokens (of the loss, of the KL, of what calibration bins hold), so a row
-of text is one line of sums, and resampling rows is one matrix product: a thousand bootstrap draws cost less than a
-forward. The row, not the token, is what is drawn, since tokens of a row depend on each other and intervals over
-tokens would come out several times too narrow. All models are drawn with the same rows: two students share the
-difficulty of the text, so the interval of their *difference* is far narrower than their own intervals suggest.
+Every figure is a function of sums over tokens (of the loss, of the KL, of calibration bins), so a row of text is one
+line of sums, and resampling rows is one matrix product: a thousand bootstrap draws cost less than a forward. Rows are
+drawn, not tokens, since tokens of a row depend on each other and intervals over tokens would be several times too
+narrow. All models are drawn with the same rows: two students share the difficulty of the text, so the interval of their
+*difference* is far narrower than their own intervals suggest.
 
-Calibration is the expected calibration error of Guo et al. 2017 (arXiv:1706.04599): the likeliest token's
-probability against how often it is right, in 15 bins of equal width.
+Calibration is the expected calibration error of Guo et al. 2017 (arXiv:1706.04599): the probability of the top-1 token
+against how often it is right, in 15 bins of equal width.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def add_up(row_N: np.ndarray, values_FN: np.ndarray, rows: int) -> np.ndarray:
 
     Args:
         row_N: the row of each position.
-        values_FN: loss, KL, same top-1, confidence (probability of the likeliest token), whether that token is right.
-        rows: how many there are.
+        values_FN: loss, KL, same top-1, confidence (probability of the top-1 token), whether that token is right.
+        rows: their number.
     """
     loss, kl, same, confidence, right = values_FN.astype(np.float64)
     sums = np.zeros((rows, COLUMNS))
@@ -95,9 +95,9 @@ def bootstrap(texts: Sequence[Mapping[str, Tally]], resamples: int, seed: int) -
     """Return the figures of resampled rows, arrays [resamples], by model and name.
 
     Args:
-        texts: tallies by model, of the same rows in the same order within a text; rows are drawn within each text, as
-            how many rows come from which text was no chance.
-        resamples: how often rows are drawn, with repetition, as many as a text has.
+        texts: tallies by model, of the same rows in the same order; rows are drawn within each text, whose share of
+            the rows is not random.
+        resamples: how often all rows of a text are drawn, with replacement.
         seed: of the draws.
     """
     draw = np.random.default_rng(seed)
@@ -114,7 +114,7 @@ def bootstrap(texts: Sequence[Mapping[str, Tally]], resamples: int, seed: int) -
 
 
 def interval(values: np.ndarray) -> list[float]:
-    """Return the limits between which the middle 95 % of values lie."""
+    """Return the limits of the middle 95 % of values."""
     low, high = np.quantile(values, [(1 - SHARE) / 2, (1 + SHARE) / 2])
     return [float(low), float(high)]
 

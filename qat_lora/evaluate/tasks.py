@@ -1,10 +1,10 @@
-"""Downstream tasks by the lm-eval harness, on a model that is already loaded here.
+"""Downstream tasks by the lm-eval harness, on a model that is already loaded.
 
-The harness's own loader would need an export first, and would read an adapter on a packed base not at all. Its
-Hugging Face model class takes a module instead of a name, so teacher, quantised and recovered students are scored by
-the same code that scores everybody else's models, from the same weights as all other figures of the report.
+The harness's own loader would need an export first, and cannot read an adapter on a packed base at all. Its Hugging
+Face model class takes a module instead of a name, so teacher, quantised and recovered students are scored by the code
+that scores everybody else's models, from the same weights as all other figures of the report.
 
-The harness forms batches of changing shapes: on XLA every new one is compiled, so tasks belong on a CPU or a GPU.
+The harness forms batches of changing shapes: XLA compiles each new one, so tasks belong on a CPU or a GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from qat_lora.config import option
+from qat_lora.config import at_least, option
 from qat_lora.errors import ConfigError, is_out_of_memory
 from qat_lora.extras import require
 
@@ -34,10 +34,7 @@ class TasksConfig:
     )
 
     def __post_init__(self) -> None:
-        for name, least in (("task_limit", 1), ("task_shots", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(f"{name}: {value} is too small; allowed: {least} or more")
+        at_least(self, task_limit=1, task_shots=0)
 
 
 def check_tasks(config: TasksConfig) -> Any:
@@ -72,11 +69,11 @@ def run_tasks(
 
     Args:
         module: a transformers model, on its device.
-        tokenizer: its tokenizer.
+        tokenizer: the model's.
         config: the tasks.
-        manager: of `check_tasks`.
+        manager: from `check_tasks`.
         batch_size: sequences of a forward.
-        max_length: most tokens of a sequence; None: as the model says.
+        max_length: of a sequence, in tokens; None for the model's own.
         seed: of the few-shot examples.
 
     Raises:
@@ -101,7 +98,7 @@ def run_tasks(
                 log_samples=False,
                 fewshot_random_seed=seed,
             )
-        except Exception as error:  # a task is a program of its author, and its data come from elsewhere
+        except Exception as error:  # a task is its author's program on data from elsewhere
             if is_out_of_memory(error):
                 raise
             reason = " ".join(str(error).split())[:300] or type(error).__name__

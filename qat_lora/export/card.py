@@ -64,8 +64,7 @@ def read_origin(config: Any, adapter: Path | None) -> Origin:
     """Return where a student comes from: its base's config.json, and the run that its adapter lies in."""
     quantization: Any = getattr(config, "quantization_config", None) or {}
     plain: dict[str, Any] = quantization.to_dict() if hasattr(quantization, "to_dict") else dict(quantization)
-    model = _said(plain, "details", "model", "unknown")
-    preset = _said(plain, "preset", "name", "none")
+    model, preset = _entry(plain.get("details"), "model", "unknown"), _entry(plain.get("preset"), "name", "none")
     teacher = data = "unknown"
     run = adapter.parent / "config.yaml" if adapter is not None else None
     if run is not None and run.is_file():
@@ -84,9 +83,8 @@ def read_origin(config: Any, adapter: Path | None) -> Origin:
     return Origin(display_name(model), teacher, data, preset)
 
 
-def _said(tree: Mapping[str, Any], group: str, name: str, otherwise: str) -> str:
-    inner = tree.get(group)
-    return str(inner.get(name, otherwise)) if isinstance(inner, dict) else otherwise
+def _entry(group: Any, name: str, otherwise: str) -> str:
+    return str(group.get(name, otherwise)) if isinstance(group, dict) else otherwise
 
 
 def _dataset(described: str) -> str:
@@ -117,9 +115,8 @@ def read_scores(folder: str) -> str:
 
 def labelled(result: Mapping[str, Any]) -> dict[str, str]:
     """Return an export's measurements for people: words for names, sizes with their unit."""
-    units = {name: " MB" if name.endswith("_mb") else "" for name in result}
     return {
-        name.removesuffix("_mb").replace("_", " "): f"{value}{units[name]}"
+        name.removesuffix("_mb").replace("_", " "): f"{value} MB" if name.endswith("_mb") else f"{value}"
         for name, value in result.items()
         if value is not None
     }

@@ -29,7 +29,7 @@ from qat_lora.files.identity import checkpoint_sha256
 from qat_lora.layers.convert import LM_HEAD, linear_layers, quant_layers, tied_embedding
 from qat_lora.models.load import DTYPES, copy_generation_config
 
-PORTABLE = (2, 4, 8)  # bits that every version of compressed-tensors packs alike
+PORTABLE = (2, 4, 8)  # widths that every version of compressed-tensors packs alike
 REFIT_BITS = 4
 
 
@@ -65,15 +65,11 @@ model = PeftModel.from_pretrained(base, "adapter")"""
 
 
 def to_integers(module: Any, container_bits: int | None) -> dict[str, Integers]:
-    """Return every quantised layer in the form of its container.
-
-    Args:
-        module: the model.
-        container_bits: bits of all containers; None: the least portable width that is exact, 4 where none is.
+    """Return every quantised layer as integers, of the least portable width that is exact (4 where none is).
 
     Raises:
         ModelError: the model has no quantised layer.
-        ConfigError: `container_bits` is too small for exact codes.
+        ConfigError: the user's `container_bits` are too few for exact codes.
     """
     layers = quant_layers(module)
     if not layers:
@@ -89,13 +85,7 @@ def to_integers(module: Any, container_bits: int | None) -> dict[str, Integers]:
 
 
 def save_compressed(module: Any, found: dict[str, Integers], out: Path, dtype: str) -> None:
-    """Write a model's packed base, without tokenizer files and without its adapter.
-
-    Args:
-        module: the model.
-        found: its quantised layers, from `to_integers`.
-        out: an existing folder.
-        dtype: type of all other tensors, `float32` or `bfloat16`.
+    """Write config and tensors of a model without its adapter: layers in `found` packed, all others in `dtype`.
 
     Raises:
         MissingExtraError: compressed-tensors is not installed.
@@ -130,20 +120,15 @@ def _quantization_config(module: Any, found: dict[str, Integers]) -> dict[str, A
     for name, integers in found.items():
         whole_row = integers.steps_OG.shape[1] == 1
         forms.setdefault((integers.bits, None if whole_row else integers.group_size), []).append(name)
-    groups = {}
+    groups, form = {}, "pack-quantized"
     for i, ((bits, group), names) in enumerate(forms.items()):
-        weights = schema.QuantizationArgs(
-            num_bits=bits, symmetric=True, group_size=group, strategy="group" if group else "channel"
-        )
+        strategy = "group" if group else "channel"
+        weights = schema.QuantizationArgs(num_bits=bits, symmetric=True, group_size=group, strategy=strategy)
         targets = ["Linear"] if len(forms) == 1 else sorted(names)
-        scheme = schema.QuantizationScheme(targets=targets, weights=weights, format="pack-quantized")
-        groups[f"group_{i}"] = scheme
-    plain = [name for name, _ in linear_layers(module) if name not in found]
+        groups[f"group_{i}"] = schema.QuantizationScheme(targets=targets, weights=weights, format=form)
+    ignore = ["lm_head", *sorted(name for name, _ in linear_layers(module) if name not in found)]
     config = schema.QuantizationConfig(
-        config_groups=groups,
-        format="pack-quantized",
-        quantization_status="compressed",
-        ignore=["lm_head", *sorted(plain)],
+        config_groups=groups, format=form, quantization_status="compressed", ignore=ignore
     )
     return json.loads(config.model_dump_json())
 

@@ -49,22 +49,15 @@ class Form(NamedTuple):
     """An entry of the table."""
 
     module: str
-    """Has `plan(job) -> ExportPlan`, and `usage(adapter) -> str`: the Python that loads the export, run in its folder
-    with nothing before it (tests and `benchmarks/consumers.py` do so); `adapter` says whether one is beside the base.
-    """
+    """Has `plan(job) -> ExportPlan`, and `usage(adapter) -> str`: the Python that loads an export with or without an
+    adapter, run in its folder with nothing before it (tests and `benchmarks/consumers.py` run it)."""
     library: str
     """`library_name` on the model card."""
     needs: str = ""
     """Package of the extra `export`."""
 
     def plan(self, job: ExportJob) -> ExportPlan:
-        """Check everything that may be refused and return what will be written.
-
-        Raises:
-            MissingExtraError: the form's package is not installed.
-            ModelError: the student does not fit the form.
-            ConfigError: a setting of the form does not fit the student.
-        """
+        """Check everything that may be refused, by a QatLoraError, and return what will be written."""
         if self.needs:
             require(self.needs, "export")
         return importlib.import_module(self.module).plan(job)

@@ -118,12 +118,7 @@ def gguf_name(layer: str) -> str:
 
 
 def to_blocks(model: CausalLM, exact_only: bool = False) -> dict[str, Integers | None]:
-    """Return every quantised layer as Q4_0 would hold it, None where it is to be written dense.
-
-    Args:
-        model: holds the layers.
-        exact_only: write dense what Q4_0 does not hold exactly.
-    """
+    """Return every quantised layer as Q4_0 holds it, None to write it dense (`exact_only`: if Q4_0 is not exact)."""
     found: dict[str, Integers | None] = {}
     for name, layer in quant_layers(model.module).items():
         needed = needed_bits(layer.spec)
@@ -168,24 +163,17 @@ def _head_width(config: Any) -> int:
 def save_base(
     model: CausalLM, found: dict[str, Integers | None], tokenizer: Any, file: Path, dtype: str, name: str
 ) -> None:
-    """Write a model without its adapter as one GGUF file.
+    """Write a model without its adapter as one GGUF file; `name` is its name in there.
 
-    Args:
-        model: the model.
-        found: its quantised layers, from `to_blocks`.
-        tokenizer: the model's.
-        file: the new file.
-        dtype: type of embeddings, head and dense layers, `float32` or `bfloat16`; norms are always float32.
-        name: what the file says the model is called.
+    Layers that `to_blocks` found are Q4_0, norms float32, and all other tensors of type `dtype`.
 
     Raises:
         ModelError: an architecture or tokenizer that cannot be written.
         MissingExtraError: gguf is not installed.
     """
     gguf = require("gguf", "export")
-    architecture = check_architecture(model)
     vocab = vocabulary(tokenizer, _rows(model))
-    writer = gguf.GGUFWriter(file, architecture)
+    writer = gguf.GGUFWriter(file, check_architecture(model))
     _describe(writer, model, name)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(vocab.splitting)
@@ -230,10 +218,10 @@ def _tensors(
     gguf: Any, model: CausalLM, found: dict[str, Integers | None], dtype: str
 ) -> Iterator[tuple[str, np.ndarray, Any]]:
     kinds = gguf.GGMLQuantizationType
-    dense = {name: layer.weight.detach().float() for name, layer in quant_layers(model.module).items()}
-    plain = {key.removesuffix(".weight"): t for key, t in other_tensors(model.module, torch.float32).items()}
+    weights = {key.removesuffix(".weight"): t for key, t in other_tensors(model.module, torch.float32).items()}
+    weights |= {name: layer.weight.detach().float() for name, layer in quant_layers(model.module).items()}
     tied = tied_embedding(model.module)  # one matrix in the file: llama.cpp uses the embedding's for the head
-    for name in (*plain, *dense):
+    for name, weight in weights.items():
         order = row_order(model, name)
         label = f"{gguf_name(tied if tied and LM_HEAD.search(name) else name)}.weight"
         integers = found.get(name)
@@ -244,14 +232,12 @@ def _tensors(
             check_finite({label: steps.half()}, "GGUF")
             yield label, q4_0(codes, steps, integers.group_size), kinds.Q4_0
             continue
-        tensor = (dense[name] if name in dense else plain[name]).cpu()
-        tensor = tensor if order is None else tensor[order]
+        tensor = weight.cpu() if order is None else weight.cpu()[order]
         check_finite({label: tensor.to(DTYPES[dtype])}, "GGUF")
         if tensor.ndim == 1 or DTYPES[dtype] == torch.float32:
             yield label, tensor.contiguous().numpy(), None
         else:
-            array = tensor.to(DTYPES[dtype]).contiguous().view(torch.uint8).numpy()
-            yield label, array, kinds.BF16
+            yield label, tensor.to(DTYPES[dtype]).contiguous().view(torch.uint8).numpy(), kinds.BF16
 
 
 def save_lora(model: CausalLM, file: Path, name: str) -> None:
@@ -266,8 +252,7 @@ def save_lora(model: CausalLM, file: Path, name: str) -> None:
     writer.add_type("adapter")
     writer.add_name(name)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
-    scalings = {layer.scaling * layer.lora_A.shape[0] for layer in layers.values()}
-    (alpha,) = scalings  # one adapter, one alpha
+    (alpha,) = {layer.scaling * layer.lora_A.shape[0] for layer in layers.values()}  # one adapter, one alpha
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(alpha))
     for layer_name, layer in layers.items():
         order = row_order(model, layer_name)
@@ -294,7 +279,7 @@ SPLITS = {_WORDS + r"\p{N}" + _REST: "qwen2", _WORDS + r"\p{N}{1,3}" + _REST: "l
 
 
 class Vocabulary(NamedTuple):
-    """What GGUF stores of a tokenizer."""
+    """A tokenizer's tables in GGUF."""
 
     splitting: str
     tokens: list[str]

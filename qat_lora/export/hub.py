@@ -79,9 +79,8 @@ def files_to_upload(folder: Path) -> list[Upload]:
     check_model_card(folder / CARD)
     _check_adapter(folder)
     _check_texts(folder, found)
-    for part in (folder, folder / "base", folder / "adapter"):
-        if part.is_dir():
-            check_folder(part)
+    for part in filter(Path.is_dir, (folder, folder / "base", folder / "adapter")):
+        check_folder(part)
     return found
 
 
@@ -138,12 +137,8 @@ def upload_summary(folder: Path, files: list[Upload]) -> dict[str, object]:
 def upload(folder: Path, files: list[Upload], repo: str, private: bool, api: Any = None) -> str:
     """Send files in one commit, so that a repository never shows a card without its weights; return its address.
 
-    Args:
-        folder: holds the files.
-        files: from `files_to_upload`.
-        repo: OWNER/NAME, made if missing.
-        private: whether a new repository is private.
-        api: client of the Hub; default: `huggingface_hub.HfApi()`, with the login that is there.
+    The repository is made if it is missing. `api` is a client of the Hub; default: `huggingface_hub.HfApi()`, with the
+    login of this machine.
 
     Raises:
         ModelError: the Hub refuses.

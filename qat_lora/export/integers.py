@@ -1,18 +1,18 @@
 """A quantised layer as the integers and steps that other tools' containers hold.
 
-Containers know one form: an integer times the step of its group. Integer codes are that form already. Half-integer
-codes become it by doubling, (q + 1/2) s = (2 q + 1) (s / 2): exact, since halving a float16 is, at the price of one
-more bit; the zero points that containers offer are integers and cannot say 1/2. A group that does not divide the row
-is cut to one that does, with its step repeated: exact as well, and paid in steps.
+Containers know one form: an integer times the step of its group. Integer codes have it. Half-integer codes get it by
+doubling, (q + 1/2) s = (2 q + 1) (s / 2): exact, since halving a float16 is, at the price of one more bit; the zero
+points that containers offer are integers and cannot be 1/2. A group that does not divide the row is cut to one that
+does, with its step repeated: exact as well, at the price of more steps.
 
-Look-up tables, zero points and scales without groups have no such form. They are rounded anew, and the error that
-this makes is measured, never assumed to be small.
+Look-up tables, zero points and scales without groups have no such form. They are rounded again, and the error is
+measured, never assumed to be small.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from qat_lora.quant.codes import decode, encode, unpack
 from qat_lora.quant.scales import mse_scale
 from qat_lora.quant.spec import SCALE_BITS, QuantSpec
 
-REFIT_GROUP = 32  # inputs of a group where codes are rounded anew: llama.cpp's block, and a group that vLLM knows
+REFIT_GROUP = 32  # inputs of a group where codes are rounded again: llama.cpp's block, and a group that vLLM takes
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Integers:
     """Inputs that share a step; divides I."""
     bits: int
     error: float
-    """Frobenius norm of what the weight lost, as a share of its own; 0 where the form is exact."""
+    """Frobenius norm of the weight's change over the weight's own; 0 where the form is exact."""
 
     def dense(self) -> Tensor:
         """Return the weight, float32 [O, I]."""
@@ -59,7 +59,7 @@ def needed_bits(spec: QuantSpec) -> int | None:
 
 
 def as_integers(layer: QuantLinear, bits: int) -> Integers:
-    """Return a layer as integers of `bits` bits: exactly where its codes allow it, rounded anew where not.
+    """Return a layer as integers of `bits` bits: exact where its codes allow it, else rounded again.
 
     Raises:
         ConfigError: codes that have an exact form, but not in so few bits.
@@ -92,21 +92,19 @@ def _rounded(layer: QuantLinear, bits: int) -> Integers:
     spec = QuantSpec(bits=bits, code="integer", sharing="group", group_size=group)
     values = torch.arange(2**bits, dtype=torch.float32, device=weight.device) - 2 ** (bits - 1)
     steps = mse_scale(weight, spec).half().float().clamp_min(2.0**-24)
-    wide = steps.repeat_interleave(group, dim=1)
-    codes = decode(encode(weight / wide, values), values)
+    codes = decode(encode(weight / steps.repeat_interleave(group, dim=1), values), values)
     return _measured(layer, codes, steps, group, bits)
 
 
 def _measured(layer: QuantLinear, codes: Tensor, steps: Tensor, group: int, bits: int) -> Integers:
-    codes, steps = codes.to(torch.int8).contiguous(), steps.half().float().contiguous()
+    found = Integers(codes.to(torch.int8).contiguous(), steps.half().float().contiguous(), group, bits, 0.0)
     weight = layer.weight.detach().float()
-    lost = codes.float() * steps.repeat_interleave(group, dim=1) - weight
-    error = float(lost.double().norm() / weight.double().norm().clamp_min(1e-30))
-    return Integers(codes, steps, group, bits, error)
+    error = (found.dense() - weight).double().norm() / weight.double().norm().clamp_min(1e-30)
+    return replace(found, error=float(error))
 
 
 def with_integers(module: nn.Module, found: dict[str, Integers | None]) -> nn.Module:
-    """Replace quantised layers, in place, by dense ones that compute what a container holds; None leaves a layer."""
+    """Replace quantised layers, in place, by dense ones with the container's weights; None leaves a layer as it is."""
     for name, layer in quant_layers(module).items():
         integers = found[name]
         if integers is None:

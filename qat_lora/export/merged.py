@@ -28,7 +28,8 @@ def plan(job: ExportJob) -> ExportPlan:
         ModelError: nothing to merge.
     """
     model = job.student.model
-    check_mergeable(model.module)
+    if not quant_layers(model.module) and not lora_layers(model.module):
+        raise ModelError("model: has neither quantised layers nor adapters, so there is nothing to merge")
 
     def write(out: Path) -> None:
         save_merged(model.module, out, job.dtype)
@@ -42,24 +43,12 @@ def usage(adapter: bool) -> str:
     return LOAD_TOKENIZER + 'model = AutoModelForCausalLM.from_pretrained(".")'
 
 
-def check_mergeable(module: Any) -> None:
-    """Raise a ModelError if there is nothing to merge."""
-    if not quant_layers(module) and not lora_layers(module):
-        raise ModelError("model: has neither quantised layers nor adapters, so there is nothing to merge")
-
-
 def save_merged(module: Any, out: Path, dtype: str = "float32") -> None:
     """Merge a transformers model in place and write it as an ordinary folder, without tokenizer files.
 
-    Args:
-        module: the model, in float32: weights are rounded once, after adapter and base were added.
-        out: the folder.
-        dtype: type of the weights, `float32` or `bfloat16`.
-
-    Raises:
-        ModelError: nothing to merge.
+    The model is in float32 and becomes `dtype` (`float32` or `bfloat16`) at the end: the sum of base and adapter is
+    rounded once.
     """
-    check_mergeable(module)
     merge(module)
     cast(module, DTYPES[dtype])
     module.hf_quantizer = None

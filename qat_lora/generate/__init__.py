@@ -1,1 +1,1 @@
-"""Continue a prompt, with a model of ours or a GGUF export."""
+"""Continuing a prompt, with one of our models or with a GGUF export."""

@@ -1,13 +1,14 @@
-"""Continue a prompt with shapes that never change, and hand the text out as it grows.
+"""Continue a prompt with shapes that never change, and yield the text as it grows.
 
-Growing inputs, and caches that grow with them, give a compiling device a new graph per token. Here the row has
-its final length from the start, and what is not yet written is padding behind the last token. One forward goes over the
-whole row, and from then on a token costs the forward of one token (`decoding.py`). That needs nothing of transformers'
-generation machinery, and several prompts that share one row length share the two graphs too.
+Growing inputs, and caches that grow with them, give a compiling device a new graph for each token. Here the row has its
+final length from the start, and the unwritten part is padding behind the last token. One forward goes over the whole
+row; from then on a token costs the forward of one token (`models/kv_cache.py`). That needs nothing of transformers'
+generation code, and all prompts of one row length share two graphs.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -31,28 +32,26 @@ def stream_ids(
     max_new_tokens: int,
     *,
     device: torch.device,
-    eos_id: int | None = None,
     temperature: float = 0.0,
     generator: torch.Generator | None = None,
     row_length: int | None = None,
-    cut: Callable[[], None] = lambda: None,
+    mark_step: Callable[[], None] = lambda: None,
 ) -> Iterator[int]:
-    """Yield the ids that follow a prompt, until `max_new_tokens` or the end token.
+    """Yield the `max_new_tokens` ids that follow a prompt, each computed when it is asked for.
 
     Args:
         model: the model, on `device`.
         prompt_ids: at least one token.
         max_new_tokens: length of the continuation.
-        device: where the model is.
-        eos_id: ends the text; not returned.
-        temperature: 0 takes the likeliest token, above 0 draws.
+        device: the model's.
+        temperature: 0 takes the top-1 token, above 0 draws.
         generator: of the draws, on the CPU.
-        row_length: tokens of the row; the default is what prompt and continuation take.
-        cut: dispatches queued work, `Runtime.cut`.
+        row_length: tokens of the row; default: those of prompt and continuation.
+        mark_step: dispatches queued work, as `Runtime.mark_step`.
 
     Raises:
         ConfigError: an empty prompt, one that leaves no room within the model's positions, or a length or
-            temperature that means nothing.
+            temperature out of range.
     """
     total = len(prompt_ids) + max_new_tokens
     if not prompt_ids:
@@ -69,42 +68,46 @@ def stream_ids(
     hidden_B1H, cache = begin(model, ids.to(device))
     hidden_B1H = hidden_B1H.index_select(1, last)
     for position in range(len(prompt_ids), total):
-        scores = model.logits(hidden_B1H[:, 0])
-        cut()  # before it is read: a read alone would leave the cache to be computed again
-        token = _choose(scores.cpu()[0].float(), temperature, generator)
-        if token == eos_id:
-            return
+        logits = model.logits(hidden_B1H[:, 0])
+        mark_step()  # before the read: a read alone would leave the cache to be computed again
+        token = _choose(logits.cpu()[0].float(), temperature, generator)
         yield token
         if position + 1 < total:
             hidden_B1H = step(model, torch.tensor([[token]]).to(device), torch.tensor([position]).to(device), cache)
 
 
 def _choose(logits_V: Tensor, temperature: float, generator: torch.Generator | None) -> int:
-    """Return the likeliest token at temperature 0, a drawn one above."""
+    """Return the top-1 token at temperature 0, a drawn one above."""
     if temperature == 0:
         return int(logits_V.argmax())
     return int(torch.multinomial(torch.softmax(logits_V / temperature, -1), 1, generator=generator))
 
 
-def continue_ids(model: CausalLM, prompt_ids: list[int], max_new_tokens: int, **settings: Any) -> list[int]:
-    """Return the ids that follow a prompt; see `stream_ids`."""
-    return list(stream_ids(model, prompt_ids, max_new_tokens, **settings))
+def until_end(ids: Iterable[int], eos_id: int | None) -> Iterator[int]:
+    """Yield ids up to the end token, which is left out."""
+    return itertools.takewhile(lambda token: token != eos_id, ids)
+
+
+def continue_ids(
+    model: CausalLM, prompt_ids: list[int], max_new_tokens: int, eos_id: int | None = None, **settings: Any
+) -> list[int]:
+    """Return the ids that follow a prompt, up to the end token; see `stream_ids`."""
+    return list(until_end(stream_ids(model, prompt_ids, max_new_tokens, **settings), eos_id))
 
 
 def stream_text(tokenizer: Any, ids: Iterable[int]) -> Iterator[str]:
     """Yield the text of ids in pieces as they come; half characters wait for their other half.
 
-    All ids are decoded every time, since the text of one token depends on its neighbours.
+    All ids are decoded each time, since the text of one token depends on its neighbours.
     """
     written: list[int] = []
-    shown = ""
+    shown = text = ""
     for token in ids:
         written.append(token)
         text = tokenizer.decode(written, clean_up_tokenization_spaces=False)
         if not text.endswith(PENDING) and text.startswith(shown) and text != shown:
             yield text[len(shown) :]
             shown = text
-    text = tokenizer.decode(written, clean_up_tokenization_spaces=False)
     if text.startswith(shown) and text != shown:
         yield text[len(shown) :]
 
@@ -116,12 +119,12 @@ def plain_prompt(tokenizer: Any, prompt: str) -> list[int]:
 
 
 def has_template(tokenizer: Any) -> bool:
-    """Return whether the tokenizer knows how a chat is written."""
+    """Return whether the tokenizer has a chat template."""
     return bool(getattr(tokenizer, "chat_template", None))
 
 
 def chat_prompt(tokenizer: Any, messages: list[Message]) -> list[int]:
-    """Return the ids of a chat up to where the assistant answers.
+    """Return the ids of a chat up to the assistant's answer.
 
     Raises:
         TextError: the tokenizer has no chat template, or it refuses the messages.
@@ -139,6 +142,5 @@ def chat_prompt(tokenizer: Any, messages: list[Message]) -> list[int]:
 
 def continue_text(model: CausalLM, tokenizer: Any, prompt: str, max_new_tokens: int, **settings: Any) -> str:
     """Return the text that follows a prompt; see `stream_ids`."""
-    ids = plain_prompt(tokenizer, prompt)
-    new = continue_ids(model, ids, max_new_tokens, eos_id=tokenizer.eos_token_id, **settings)
+    new = continue_ids(model, plain_prompt(tokenizer, prompt), max_new_tokens, tokenizer.eos_token_id, **settings)
     return tokenizer.decode(new, clean_up_tokenization_spaces=False)

@@ -1,1 +1,1 @@
-"""Hugging Face models and what we make of them: loaded, adapted, quantised, spread over devices."""
+"""Hugging Face models: loading, adapters, quantised and packed checkpoints, device maps."""

@@ -1,8 +1,8 @@
 """The recovery adapter as a PEFT folder: `adapter_config.json` and `adapter_model.safetensors`.
 
-PEFT, transformers and vLLM load it as it is. What none of them checks is the base: an adapter corrects the errors
-of one set of codes and scales, and on any other it does damage without a word. So the base's fingerprint is
-stored beside (`qat_lora.json`) and our loader refuses another base.
+PEFT, transformers and vLLM load it as it is. None of them checks the base: an adapter corrects the errors of one set of
+codes and scales, and on any other it does damage without a warning. So the base's fingerprint is stored in
+`qat_lora.json`, and our loader refuses another base.
 """
 
 from __future__ import annotations
@@ -30,19 +30,21 @@ from qat_lora.models.load import load_tokenizer, tokenizer_sha256
 PREFIX = "base_model.model."
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 STARTS = "adapter_start.safetensors"
-# Settings of PEFT that change what an adapter computes and that ours never have, with the values that mean "off".
+# Settings of PEFT that change what an adapter computes and that ours never use, with the values that mean "off".
 OFF: dict[str, tuple[Any, ...]] = {
     "use_dora": (False,),
     "use_rslora": (False,),
     "bias": ("none",),
     "fan_in_fan_out": (False,),
+    "modules_to_save": (None, []),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
 }
-OFF |= {"modules_to_save": (None, []), "rank_pattern": (None, {}), "alpha_pattern": (None, {})}
 
 
 @dataclass(frozen=True)
 class AdapterInfo:
-    """What an adapter folder says about itself."""
+    """The settings of an adapter folder."""
 
     folder: Path
     base: str
@@ -69,11 +71,10 @@ def save_adapter(model: nn.Module, lora: LoraConfig, out: Path, base: Path, base
     if not layers:
         raise ModelError("model: has no recovery adapters to save")
     out.mkdir(parents=True, exist_ok=True)
-    tensors = {}
-    for name, layer in layers.items():
-        for factor in ("lora_A", "lora_B"):
-            half = layer.get_parameter(factor).detach().cpu().half()  # on the host: no graphs of its own on XLA
-            tensors[f"{PREFIX}{name}.{factor}.weight"] = half.contiguous()
+    tensors = {
+        name: parameter.detach().cpu().half().contiguous()  # on the host: no graphs of its own on XLA
+        for name, parameter in _factors(layers).items()
+    }
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -93,13 +94,21 @@ def save_adapter(model: nn.Module, lora: LoraConfig, out: Path, base: Path, base
     settings = json_text(config, out / CONFIG, indent=2)
     save_file(tensors, out / WEIGHTS, metadata={"format": "pt"})
     (out / CONFIG).write_text(settings + "\n", encoding="utf-8")
-    note: dict[str, Any] = {"base_sha256": base_sha256, "mlp_only": lora.mlp_only, "lora_targets": lora.lora_targets}
-    for folder in (out / "base", base):
-        if (folder / "tokenizer.json").is_file():
-            note["tokenizer_sha256"] = _tokenizer_of(folder, sha256_of(folder / "tokenizer.json"))
-            break
+    note = {"base_sha256": base_sha256, "mlp_only": lora.mlp_only, "lora_targets": lora.lora_targets}
+    folders = [folder for folder in (out / "base", base) if (folder / "tokenizer.json").is_file()]
+    if folders:
+        note["tokenizer_sha256"] = _tokenizer_of(folders[0], sha256_of(folders[0] / "tokenizer.json"))
     (out / NOTE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
     seal(out)
+
+
+def _factors(layers: dict[str, Any]) -> dict[str, nn.Parameter]:
+    """Return the adapters' factors by their names in PEFT."""
+    return {
+        f"{PREFIX}{name}.{factor}.weight": layer.get_parameter(factor)
+        for name, layer in layers.items()
+        for factor in ("lora_A", "lora_B")
+    }
 
 
 @functools.cache  # a run saves many adapters of one base
@@ -108,11 +117,7 @@ def _tokenizer_of(folder: Path, _sha256: str) -> str:
 
 
 def check_tokenizer(adapter: Path, base: Path) -> None:
-    """Refuse a base whose tokenizer is not the one that the adapter was trained with; where none is noted, take it.
-
-    Raises:
-        ModelError: another tokenizer, which would feed the model other tokens than it knows.
-    """
+    """Raise a ModelError for a base with another tokenizer than the adapter was trained with, where that is noted."""
     wanted = read_adapter(adapter).tokenizer_sha256
     if wanted is None:
         return
@@ -125,7 +130,7 @@ def check_tokenizer(adapter: Path, base: Path) -> None:
 
 
 def read_adapter(folder: Path) -> AdapterInfo:
-    """Read what an adapter folder says; its weights are compared with their checksum and not read.
+    """Read the settings of an adapter folder; its weights are compared with their checksum and not read.
 
     Raises:
         DamagedFileError: a file is not what was written.
@@ -177,28 +182,25 @@ def load_adapter(model: nn.Module, folder: Path, base_sha256: str) -> LoraConfig
             f"{base_sha256[:12]}); load it on {info.base}"
         )
     saved = _read_tensors(folder / WEIGHTS)
-    layers = add_lora(model, info.lora)
-    wanted = {f"{PREFIX}{name}.{factor}.weight" for name in layers for factor in ("lora_A", "lora_B")}
-    if wanted != set(saved):
-        names = ", ".join(sorted(wanted ^ set(saved))[:4])
+    wanted = _factors(add_lora(model, info.lora))
+    if wanted.keys() != saved.keys():
+        names = ", ".join(sorted(wanted.keys() ^ saved.keys())[:4])
         raise ModelError(f"adapter: {folder} does not fit the model's layers: {names}")
     with torch.no_grad():
-        for name, layer in layers.items():
-            for factor in ("lora_A", "lora_B"):
-                tensor, target = saved[f"{PREFIX}{name}.{factor}.weight"], layer.get_parameter(factor)
-                if tensor.shape != target.shape:
-                    had, wants = tuple(tensor.shape), tuple(target.shape)
-                    raise ModelError(f"adapter: {name}.{factor} has shape {had}, the model wants {wants}")
-                target.copy_(tensor)
+        for name, target in wanted.items():
+            if saved[name].shape != target.shape:
+                factor = name.removeprefix(PREFIX).removesuffix(".weight")
+                had, wants = tuple(saved[name].shape), tuple(target.shape)
+                raise ModelError(f"adapter: {factor} has shape {had}, the model wants {wants}")
+            target.copy_(saved[name])
     return info.lora
 
 
 def save_starts(starts: dict[str, Factors], out: Path) -> None:
-    """Write adapter starts, float16, most important columns first, to where their quantised checkpoint will be."""
-    tensors = {}
-    for name, factors in starts.items():
-        tensors[f"{name}.lora_A"] = factors.a_RI.cpu().half().contiguous()
-        tensors[f"{name}.lora_B"] = factors.b_OR.cpu().half().contiguous()
+    """Write adapter starts, float16, most important columns first, into the folder of their quantised checkpoint."""
+    parts = {f"{name}.lora_A": of.a_RI for name, of in starts.items()}
+    parts |= {f"{name}.lora_B": of.b_OR for name, of in starts.items()}
+    tensors = {name: part.cpu().half().contiguous() for name, part in parts.items()}
     check_finite(tensors, out / STARTS)
     save_file(tensors, out / STARTS)
 

@@ -1,8 +1,8 @@
-"""What a token may attend to, as additive masks that are made in the graph.
+"""Attention masks for packed rows and for generation, as additive masks that are built in the graph.
 
-Handed a 2-D mask or none, transformers inspects it on the host in every forward, which on XLA is a stop of the device,
-and would let packed documents see each other. So the mask is made here, from document ids or positions, in the form
-that it takes as it is.
+Given a 2-D mask or none, transformers inspects it on the host in each forward, which stops an XLA device, and packed
+documents would see each other. So the mask is built here, from document ids or positions, in the form that transformers
+passes through unchanged.
 """
 
 from __future__ import annotations

@@ -1,30 +1,29 @@
-"""A teacher larger than one device: spread over GPUs, then host memory, then disk, by accelerate's device map.
+"""A teacher larger than one device: on GPUs, then in host memory, then on disk, by accelerate's device map.
 
-The cache is written once, so a teacher need not be fast to be worth having: with its last layers on disk it reads its
-weights for every batch, and large batches (`--teacher-batch-size`) pay for that. Tensor parallelism would be faster,
-but wants as many equal devices as the model needs; a device map takes what is there.
+The cache is written once, so a slow teacher is still worth having: with its last layers on disk it reads weights for
+every batch, which large batches (`--teacher-batch-size`) amortise. Tensor parallelism would be faster, but needs as
+many equal devices as the model fills; a device map uses whatever there is.
 
 accelerate's hooks carry tensors to where each module is, but only when a module is *called*. So the output head is
-called here, not multiplied by hand as in `CausalLM`, and results come back to the device that the ids were on: to the
-rest of the package the teacher looks like one on one device.
+called here, not multiplied by hand as in `CausalLM`, and results return to the device of the ids: to the rest of the
+package the teacher looks like a model on one device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from qat_lora.errors import ModelError
 from qat_lora.extras import require
 from qat_lora.layers.convert import quant_layers
-from qat_lora.models.load import CausalLM, load_model
+from qat_lora.models.load import CausalLM, load_model, scale_and_cap
 from qat_lora.types import LMHead
 
 
 class SpreadCausalLM(CausalLM):
-    """A causal language model whose modules are on several devices; only to be called, never to be moved."""
+    """A causal language model with modules on several devices; it can be called and must not be moved."""
 
     def hidden(self, input_ids_BL: Tensor, document_ids_BL: Tensor) -> Tensor:
         """Return the last hidden states [B, L, H], on the device of the ids."""
@@ -47,9 +46,7 @@ class SpreadCausalLM(CausalLM):
         """Return logits as `CausalLM.logits` does, on the device of the hidden states."""
         head = super().lm_head()
         logits = self.module.get_output_embeddings()(hidden_NH)[:, : head.vocab_size].to(hidden_NH.device)
-        if head.logit_scale != 1.0:
-            logits = logits.float() * head.logit_scale
-        return logits if head.softcap is None else head.softcap * torch.tanh(logits.float() / head.softcap)
+        return scale_and_cap(logits, head)
 
 
 def load_spread(
@@ -60,17 +57,14 @@ def load_spread(
     trust_remote_code: bool = False,
     dtype: str = "float32",
 ) -> SpreadCausalLM:
-    """Load a full-precision model, spread over devices.
+    """Load a full-precision model over several devices; the other arguments are those of `load_model`.
 
     Args:
         name: folder or Hub name.
         device_map: a rule of accelerate (`auto`, `balanced`, …), or the device of every module, `disk` allowed.
-        revision: branch, tag or commit on the Hub.
-        trust_remote_code: run Python code that comes with the model.
-        dtype: `float32` or `bfloat16`.
 
     Raises:
-        ModelError: as `load_model`; also a model that we quantised.
+        ModelError: as `load_model`; also for a model that we quantised.
         MissingExtraError: accelerate is not installed.
     """
     require("accelerate", "big")

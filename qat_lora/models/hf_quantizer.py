@@ -1,9 +1,8 @@
-"""What transformers has to know of us: `quant_method: qat-lora` in a config, and the modules that it stands for.
+"""Our plug-in for transformers: `quant_method: qat-lora` in a config, and the modules that it stands for.
 
-Importing this module registers both, after which `AutoModelForCausalLM.from_pretrained` and PEFT load our
-checkpoints like any other. `import qat_lora` sees to it that it is imported as soon as transformers' quantizers are
-(`registration`), so nobody has to know it. It is apart from `models`, which brings model classes and tokenizers
-along, since it runs in programs that only wanted to load a checkpoint.
+Importing this module registers both, after which `AutoModelForCausalLM.from_pretrained` and PEFT load our checkpoints
+like any other. After `import qat_lora` it is imported together with transformers' quantizers (`register.py`). It is
+apart from `load.py`, which imports model classes and tokenizers, since it runs in programs that only load a checkpoint.
 """
 
 from __future__ import annotations

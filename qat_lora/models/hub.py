@@ -1,4 +1,4 @@
-"""How models are fetched: settings alone, so that the command line reads them without transformers."""
+"""Settings of fetching models, without transformers, so that the command line reads them at once."""
 
 from __future__ import annotations
 

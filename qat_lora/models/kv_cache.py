@@ -1,9 +1,9 @@
-"""The forward of generation: one token at a time, over keys and values that are kept in tensors of fixed shape.
+"""The forward of generation: one token at a time, over keys and values in tensors of fixed shape.
 
-transformers' own caches either grow, which gives a compiling device a new graph per token, or keep a count of their own
-beside the positions. Here the first forward takes the whole row, padding included, and keeps all its keys and values;
-from then on every token overwrites its place and attends to the places up to it. So padding is never seen, positions
-are data, and there are two graphs: of the row, and of a token.
+transformers' own caches either grow, which gives a compiling device a new graph for each token, or count tokens apart
+from the positions. Here the first forward takes the whole row, padding included, and keeps all its keys and values;
+from then on each token overwrites its place and attends to the places up to it. So padding is never seen, positions are
+data, and there are two graphs: of the row, and of a token.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor
 from qat_lora.layers.calibrate.upcast import computing_dtype
 from qat_lora.models.attention_mask import additive_masks
 
-if TYPE_CHECKING:  # transformers takes seconds to load, and the command line's options come this way
+if TYPE_CHECKING:  # transformers takes seconds to import, and the command line's options import this module
     from qat_lora.models.load import CausalLM
 
 
 class KeyValueCache:
-    """Keys and values of a row [B, heads, L, D] by layer, as far as a transformers model asks for them."""
+    """Keys and values of a row [B, heads, L, D] by layer, with the one method that transformers' layers call."""
 
     def __init__(self) -> None:
         self.positions_T = torch.empty(0, dtype=torch.int64)
-        """Of the tokens that go through the model now."""
+        """Of the tokens in the current forward."""
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
@@ -39,7 +39,7 @@ class KeyValueCache:
 
 
 def begin(model: CausalLM, input_ids_BL: Tensor) -> tuple[Tensor, KeyValueCache]:
-    """Return the last hidden states [B, L, H] of whole rows, one document each, and the cache of what follows."""
+    """Return the last hidden states [B, L, H] of whole rows, one document each, and the cache for `step`."""
     cache = KeyValueCache()
     length = input_ids_BL.shape[1]
     return _forward(model, input_ids_BL, torch.arange(length, device=input_ids_BL.device), length, cache), cache

@@ -1,11 +1,11 @@
-"""Hugging Face models: found, loaded strictly, cut before the output head, saved.
+"""Hugging Face models: finding, loading strictly, cutting before the output head, saving.
 
-The only file that imports transformers' model classes. Two decisions live here:
+With `hf_quantizer` the only module that imports transformers. Two decisions are made here:
 
-* A name is first turned into a local folder (downloaded from the Hub where it is not one), so every later step,
-  loading and hashing alike, sees files. A missing or unexpected tensor is an error: transformers only warns and
-  fills the gap with random numbers.
-* Attention masks are made by us (`masks.py`) from document ids, or packed documents would see each other.
+* A name is first turned into a local folder (downloaded from the Hub where it is none), so every later step, loading
+  and hashing alike, sees files. A missing or unexpected tensor is an error: transformers only warns and fills the gap
+  with random numbers.
+* Attention masks are built here (`attention_mask.py`) from document ids, or packed documents would see each other.
 """
 
 from __future__ import annotations
@@ -53,30 +53,28 @@ from qat_lora.types import LMHead
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FILE_SUFFIXES = (".pt", ".pth", ".safetensors")
-"""Of names that mean a file; any other dot belongs to a folder's name, as in Qwen3-0.6B."""
+"""Of names of files; any other dot belongs to the name of a folder, as in Qwen3-0.6B."""
 PACKED = "compressed-tensors"
 TILED, RECOMPUTED = "qat_lora_tiled", "qat_lora_recomputed"
-"""Name of our attention among transformers' own."""
+"""Names of our attention among those of transformers."""
 PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", SUMS]
 
 
 def resolve_model(name: str, revision: str | None = None) -> Path:
     """Return the local folder of a model, downloading it from the Hub where `name` is not a folder.
 
-    A path whose last part does not exist but whose folder does (`runs/v2/best.pt`, the guide's spelling) means the
-    folder of that name without the suffix; a `.safetensors` file means the folder it lies in; the folder of a
-    `qat-lora qat` run means its `best`.
+    A path that does not exist (`runs/v2/best.pt`, the guide's spelling) means the folder of that name without the
+    suffix, a `.safetensors` file its folder, and the folder of a `qat-lora qat` run its `best`.
 
     Raises:
         ModelError: nothing there, no config.json, or the Hub does not give it.
     """
     path = Path(name).expanduser()
     is_file_name = path.suffix in FILE_SUFFIXES
+    if is_file_name and path.is_file() and path.suffix != ".safetensors":
+        raise ModelError(f"model: {name} is a pickled file; give the Hugging Face folder beside it instead")
     if is_file_name:
-        folder = path.parent if path.suffix == ".safetensors" and path.is_file() else path.with_suffix("")
-        if path.is_file() and path.suffix != ".safetensors":
-            raise ModelError(f"model: {name} is a pickled file; give the Hugging Face folder beside it instead")
-        path = folder
+        path = path.parent if path.is_file() else path.with_suffix("")
     if path.is_dir():
         if not (path / "config.json").is_file() and (path / "best" / "config.json").is_file():
             path = path / "best"
@@ -126,10 +124,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
 
 
 def tokenizer_sha256(tokenizer: Any) -> str:
-    """Return the sha256 of what maps text to ids: vocabulary, merges, normaliser, splitter, added tokens.
-
-    Padding, truncation and chat template are left out: they change no id.
-    """
+    """Return the sha256 of all that maps text to ids; padding, truncation and chat template change no id."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     for part in ("padding", "truncation", "post_processor"):
         backend.pop(part, None)
@@ -138,10 +133,7 @@ def tokenizer_sha256(tokenizer: Any) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep transformers' own progress bars and warnings off the terminal, without changing them for others.
-
-    What it warns of while loading (missing and unexpected tensors) is an error here, with a line of its own.
-    """
+    """Keep transformers' progress bars and warnings off the terminal for a while: here, bad tensors are errors."""
     had_bars, verbosity = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
     hf_logging.disable_progress_bar()
     hf_logging.set_verbosity_error()
@@ -160,9 +152,9 @@ class CausalLM:
     module: Any
     """The transformers model."""
     folder: Path
-    """Where its files lie."""
+    """Holds its files."""
     vocab_limit: int | None = None
-    """Rows of the head that count, where fewer than there are (padded vocabularies)."""
+    """Rows of the output head that count, where it has more (padded vocabularies)."""
 
     @property
     def config(self) -> Any:
@@ -177,15 +169,15 @@ class CausalLM:
 
     @property
     def max_positions(self) -> int | None:
-        """Longest row the model was made for, or None where its config does not say."""
+        """Longest row that the model was made for, None where its config does not say."""
         return getattr(self.config, "max_position_embeddings", None)
 
     def with_vocabulary(self, rows: int) -> CausalLM:
-        """Return the same model with all head rows from `rows` on counted as padding."""
+        """Return the same model with all rows of the output head from `rows` on counted as padding."""
         return replace(self, vocab_limit=rows)
 
     def checkpoint_gradients(self, function: Callable[..., Any]) -> None:
-        """Let every layer be computed again in the backward pass instead of keeping its activations.
+        """Recompute every layer in the backward pass instead of keeping its activations.
 
         Args:
             function: `Runtime.checkpoint_function`; transformers' own switch takes torch's, which fails on XLA.
@@ -200,11 +192,11 @@ class CausalLM:
             layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, function
 
     def tile_attention(self) -> None:
-        """Let attention be computed in tiles (`layers/attention.py`), faster on CPUs than transformers' `sdpa`."""
+        """Compute attention in tiles (`layers/attention.py`), faster on CPUs than transformers' `sdpa`."""
         self._attend(TILED, tiled_or)
 
     def recompute_attention(self, function: Callable[..., Any]) -> None:
-        """Let attention be computed again in the backward pass; `function` is `Runtime.checkpoint_function`."""
+        """Recompute attention in the backward pass; `function` is `Runtime.checkpoint_function`."""
         self._attend(RECOMPUTED, lambda otherwise: recomputed(otherwise, function))
 
     def _attend(self, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -223,32 +215,35 @@ class CausalLM:
         }
 
     def hidden(self, input_ids_BL: Tensor, document_ids_BL: Tensor) -> Tensor:
-        """Return the last hidden states [B, L, H]; attention and positions restart with every document."""
+        """Return the last hidden states [B, L, H]; attention and positions restart with each document."""
         masks, positions = attention_inputs(self.config, document_ids_BL, computing_dtype(self.module))
         backbone = getattr(self.module, self.module.base_model_prefix)
         output = backbone(input_ids=input_ids_BL, attention_mask=masks, position_ids=positions, use_cache=False)
         return output.last_hidden_state
 
     def lm_head(self) -> LMHead:
-        """Return the output head as it is now."""
-        linear = self.module.get_output_embeddings()
-        config = self.config
-        scale = 1.0
+        """Return the output head with its current weight."""
+        linear, config = self.module.get_output_embeddings(), self.config
+        scale = float(getattr(config, "logit_scale", None) or 1.0)  # Cohere multiplies
         if getattr(config, "logits_scaling", None):  # Granite divides
             scale = 1.0 / config.logits_scaling
-        elif getattr(config, "logit_scale", None):  # Cohere multiplies
-            scale = float(config.logit_scale)
-        softcap = getattr(config, "final_logit_softcapping", None)
-        return LMHead(linear.weight, self.vocab_size, linear.bias, scale, softcap)
+        return LMHead(
+            linear.weight, self.vocab_size, linear.bias, scale, getattr(config, "final_logit_softcapping", None)
+        )
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """Return logits [N, vocab_size], in the model's type, or in float32 where they are scaled or capped."""
         head = self.lm_head()
         bias = None if head.bias_V is None else head.bias_V[: head.vocab_size].to(hidden_NH.dtype)
         logits = nn.functional.linear(hidden_NH, head.weight_VH[: head.vocab_size].to(hidden_NH.dtype), bias)
-        if head.logit_scale != 1.0:
-            logits = logits.float() * head.logit_scale
-        return logits if head.softcap is None else head.softcap * torch.tanh(logits.float() / head.softcap)
+        return scale_and_cap(logits, head)
+
+
+def scale_and_cap(logits_NV: Tensor, head: LMHead) -> Tensor:
+    """Return logits as an architecture with scaled or capped logits has them, in float32; others as they are."""
+    if head.logit_scale != 1.0:
+        logits_NV = logits_NV.float() * head.logit_scale
+    return logits_NV if head.softcap is None else head.softcap * torch.tanh(logits_NV.float() / head.softcap)
 
 
 def load_model(
@@ -264,8 +259,8 @@ def load_model(
 
     Scales and look-up tables stay float32 whatever the dtype (`auto`: as in the files), so it computes what was saved.
     Tensors that the files hold in that type stay memory-mapped, so the processes of a host share them until each has
-    placed its own. A device map belongs to `spread.load_spread`. With `dequantize`, a folder in the form of
-    compressed-tensors is read as the dense weights that it stands for.
+    placed its own. `device_map` is for `load_spread`. With `dequantize`, a folder of compressed-tensors is read as the
+    dense weights that it stands for.
 
     Raises:
         MissingExtraError: compressed-tensors is not installed.
@@ -343,7 +338,7 @@ def save_quantised(model: CausalLM, out: Path, preset: Preset, details: dict[str
         model: holds `QuantLinear` layers and no adapters.
         out: the folder, made if missing.
         preset: written to config.json, from which the layers are rebuilt.
-        details: what made it (method, calibration, bits per weight), for people.
+        details: method, calibration, bits per weight, for people.
     """
     if tied_embedding(model.module) is not None:
         preset, model.config.tie_word_embeddings = replace(preset, tied=True), False
@@ -356,7 +351,7 @@ def save_quantised(model: CausalLM, out: Path, preset: Preset, details: dict[str
 
 
 def save_model(module: Any, out: Path) -> None:
-    """Write a transformers model's config and weights; `checksums.seal` comes once the folder is whole.
+    """Write a transformers model's config and weights; call `checksums.seal` once the folder is complete.
 
     Raises:
         ModelError: a weight is NaN or infinite.
@@ -367,7 +362,7 @@ def save_model(module: Any, out: Path) -> None:
 
 
 def copy_tokenizer(source: Path, out: Path) -> None:
-    """Copy tokenizer and chat template files as they are: saving them anew can change their bytes."""
+    """Copy tokenizer and chat template files: saving them again can change their bytes."""
     for pattern in TOKENIZER:
         for file in source.glob(pattern):
             shutil.copyfile(file, out / file.name)

@@ -1,9 +1,8 @@
-"""Make our checkpoints known to transformers without importing it: when it comes, so do we.
+"""Register our quantiser with transformers at the moment when transformers is imported, and not before.
 
-transformers has no plug-in entry points; a quantiser is known once somebody registers it. Importing transformers to
-do so would cost every `import qat_lora` seconds, and would settle whether it uses PyTorch/XLA before a device is
-chosen. So a finder stands in front of Python's own, looks for one name, and lets the import of that module be
-followed by the import of `qat_lora.models.hf_quantizer`.
+transformers has no plug-in entry points: a quantiser is known once somebody registers it. Importing transformers to do
+so would cost every `import qat_lora` seconds, and would decide whether it uses PyTorch/XLA before a device is chosen.
+So an import hook waits for one module name and imports `qat_lora.models.hf_quantizer` right after it.
 """
 
 from __future__ import annotations
@@ -18,36 +17,28 @@ from types import ModuleType
 TARGET, FOLLOWER = "transformers.quantizers", "qat_lora.models.hf_quantizer"
 
 
-class _FollowedLoader(Loader):
-    """Another loader, and one import after it."""
+def _import_ours_after(loader: Loader) -> None:
+    """Let a loader import our module once it has run its own."""
+    execute = loader.exec_module
 
-    def __init__(self, loader: Loader) -> None:
-        self.loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Leave it to the real loader."""
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Run the module with its real loader in place, then import ours."""
-        module.__loader__ = self.loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self.loader
-        self.loader.exec_module(module)
+    def exec_module(module: ModuleType) -> None:
+        execute(module)
         importlib.import_module(FOLLOWER)
+
+    loader.exec_module = exec_module  # type: ignore[method-assign]
 
 
 class _Finder(MetaPathFinder):
-    """Finds the target as the finders behind this one do, and nothing else."""
+    """Finds the target, and nothing else, through the finders behind this one."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return the target's spec with a followed loader."""
+        """Return the target's spec, whose loader imports ours too."""
         if name != TARGET:
             return None
         for finder in sys.meta_path:
             spec = None if isinstance(finder, _Finder) else finder.find_spec(name, path, target)
             if spec is not None and spec.loader is not None:
-                spec.loader = _FollowedLoader(spec.loader)
+                _import_ours_after(spec.loader)
                 return spec
         return None
 

@@ -1,7 +1,7 @@
-"""Open whatever a user may name as a model: a plain folder, a quantised one, an adapter, a run's output, an export.
+"""Open whatever a user names as a model: a plain folder, a quantised one, an adapter, a run's output, an export.
 
-Exports are opened as what they hold, not as what they were made from: that shows what another tool will compute. A
-folder of compressed-tensors is unpacked into dense weights, its adapter put on; GGUF is left to llama.cpp.
+An export is opened as what it holds, not as what it was made from: that shows what another tool will compute. A folder
+of compressed-tensors is unpacked into dense weights, with its adapter on them; GGUF is left to llama.cpp.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Student:
     bits_per_weight: float | None
     """Of the quantised layers, adapter included; None for an unquantised model and for one in another container."""
     sha256: str
-    """Identity of its weights, adapter included."""
+    """Fingerprint of its weights, adapter included."""
 
 
 def adapter_folder(name: str) -> Path | None:
@@ -41,7 +41,7 @@ def adapter_folder(name: str) -> Path | None:
 
 
 def base_folder(adapter: Path) -> Path:
-    """Return the folder of an adapter's base: one saved with it, the path it names, or that path beside it.
+    """Return the folder of an adapter's base: one saved with it, the path that it names, or that path relative to it.
 
     Raises:
         ModelError: none of them is there.
@@ -60,7 +60,7 @@ def base_folder(adapter: Path) -> Path:
 
 
 def open_student(name: str, hub: HubConfig, dtype: str = "float32", noted: str | None = None) -> Student:
-    """Load a model for scoring, generation or export; `noted` is what `checkpoint_sha256` takes.
+    """Load a model for scoring, generation or export; `noted` is that of `checkpoint_sha256`.
 
     Raises:
         DamagedFileError: a file is not what was written.
@@ -84,7 +84,7 @@ def open_student(name: str, hub: HubConfig, dtype: str = "float32", noted: str |
 
 
 def _load(name: str, hub: HubConfig, dtype: str) -> CausalLM:
-    """Load a model without adapter; weights that another tool's container holds are formed in float32 here."""
+    """Load a model without adapter; packed weights are formed in float32."""
     model = load_model(
         name, revision=hub.revision, trust_remote_code=hub.trust_remote_code, dtype=dtype, dequantize=True
     )

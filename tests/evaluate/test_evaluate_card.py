@@ -77,19 +77,29 @@ def test_every_report_has_its_tables_and_picture(tmp_path, name):
     plot_report(found, tmp_path / "s.png")
     png = (tmp_path / "s.png").read_bytes()
     assert png[:8] == b"\x89PNG\r\n\x1a\n"
-    text = card.markdown(found, "s.png")
+    text = card.markdown_report(found, "s.png")
     assert text.count("\n## ") == len(card.tables(found))
-    assert text.count("\n|") == sum(len(rows) + 1 for _, rows in card.tables(found))
-    assert "![" in text and "![" not in card.markdown(found, None)
+    assert text.count("\n|") == sum(len(rows) + 1 for rows in card.tables(found).values())
+    assert "![" in text and "![" not in card.markdown_report(found, None)
+    shown = card.terminal_report(found)
+    assert shown.endswith("\n".join(card.notes(found))) and all(f"{title}\n" in shown for title in card.tables(found))
 
 
 def test_tables_and_notes_of_the_full_report():
-    headings = [heading.split(" (")[0].split(",")[0] for heading, _ in card.tables(FULL)]
+    headings = [heading.split(" (")[0].split(",")[0] for heading in card.tables(FULL)]
     assert headings == ["Scores", "Differences between students", "By text", "Greedy generation", "Tasks"]
     first = card.score_rows(FULL["models"])
     assert first[1] == ["teacher", "10.00", "9.00–11.00", "-", "-", "-", "40.0%", "5.0%", "-"]
     assert first[2][3:5] == ["0.5000", "0.4500–0.5500"] and first[2][-1] == "2.25"
     assert card.pair_rows(FULL["pairs"])[1][1] == "-0.1000 (-0.2000 to +0.1000), not clear"
+    assert card.tables(FULL)["Greedy generation"][:2] == [
+        ["model", "repeated 4-grams", "distinct tokens", "distinct pairs", "ended", "mean tokens"],
+        ["teacher", "50.0%", "10.0%", "20.0%", "0.0%", "64"],
+    ]
+    assert card.tables(FULL)["By text"][1:3] == [
+        ["text 0", "teacher", "10.00", "-", "-", "99"],
+        ["text 0", "student 1 <b>", "10.50", "0.5000", "70.0%", "99"],
+    ]
     assert card.task_rows(FULL["tasks"]) == [
         ["task", "metric", *GENERATION],
         ["arc", "acc", "0.2500", "0.2500", "0.2500"],

@@ -9,7 +9,8 @@ import torch
 from toy_pipeline import call, export_options
 
 from qat_lora.errors import ModelError
-from qat_lora.export.merged import save_merged
+from qat_lora.export import merged
+from qat_lora.export.forms import ExportJob
 from qat_lora.models.hub import HubConfig
 from qat_lora.models.load import load_model
 from qat_lora.models.student import open_student
@@ -47,13 +48,13 @@ def test_logits_are_ours_in_plain_transformers(adapted, tmp_path):
 
 def test_a_quantised_student_without_adapter_merges_too(student, tmp_path):
     out = call("export", export_options(student, tmp_path / "merged"))
-    merged, ours = load_model(str(out)), load_model(str(student))
-    for name, parameter in merged.module.named_parameters():
+    dense, ours = load_model(str(out)), load_model(str(student))
+    for name, parameter in dense.module.named_parameters():
         if name.endswith("proj.weight"):
             assert torch.equal(parameter, ours.module.get_submodule(name.removesuffix(".weight")).weight), name
 
 
-def test_a_plain_model_is_refused(tiny, tmp_path):
+def test_a_plain_model_is_refused(tiny):
+    student = open_student(str(tiny.teacher), HubConfig())
     with pytest.raises(ModelError, match="nothing to merge"):
-        save_merged(load_model(str(tiny.teacher)).module, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+        merged.plan(ExportJob("teacher", student, None, None, "float32"))

@@ -9,7 +9,7 @@ from toy_pipeline import cache_options, call, export_options, part, quantize_opt
 
 from qat_lora.commands.generate import generate
 from qat_lora.errors import MissingExtraError, ModelError
-from qat_lora.generate.backends import open_speaker
+from qat_lora.generate.backends import open_backend
 from qat_lora.models.hub import HubConfig
 from qat_lora.options import GenerateOptions
 from qat_lora.runtime.launch.select import select_runtime
@@ -28,7 +28,7 @@ def gguf(tiny, tmp_path_factory):
 
 
 def opened(name):
-    return open_speaker(str(name), HubConfig(), part(None), select_runtime("cpu"))
+    return open_backend(str(name), HubConfig(), part(None), select_runtime("cpu"))
 
 
 def test_without_the_binding_the_error_says_what_to_install(gguf, monkeypatch):
@@ -45,10 +45,10 @@ def test_llama_cpp_writes_what_our_own_model_writes(gguf):
     runtime = select_runtime("cpu")
     ours, theirs = (generate(replace(options, student=str(name)), runtime) for name in (run, folder))
     assert len(ours) > 4 and theirs == ours
-    speakers = opened(run), opened(folder)
-    assert speakers[0].encode_text(PROMPT) == speakers[1].encode_text(PROMPT)
-    assert speakers[0].positions == speakers[1].positions and not speakers[1].templated
-    drawn = ["".join(speakers[1].stream([3, 4], 8, 1.0, torch.Generator().manual_seed(seed), 10)) for seed in (1, 1, 2)]
+    backends = opened(run), opened(folder)
+    assert backends[0].encode_text(PROMPT) == backends[1].encode_text(PROMPT)
+    assert backends[0].positions == backends[1].positions and not backends[1].templated
+    drawn = ["".join(backends[1].stream([3, 4], 8, 1.0, torch.Generator().manual_seed(seed), 10)) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
 
 

@@ -35,11 +35,11 @@ def main():
         for _ in range(4)
     ]
     found = {}
-    wanted = score_module.score(cpu, {"s": cpu_2}, batches, quiet=True)
+    wanted = score_module.measure(cpu, {"s": cpu_2}, batches, quiet=True)
     before = runtime.compile_report()["graphs_compiled"]
-    scores = score_module.score(xla, {"s": xla_2}, runtime.feed(batches), True, runtime.mark_step)
+    scores = score_module.measure(xla, {"s": xla_2}, runtime.feed(batches), True, runtime.mark_step)
     found["score graphs"] = runtime.compile_report()["graphs_compiled"] - before
-    found["scores"] = [[value.as_dict() for value in result.values()] for result in (wanted, scores)]
+    found["scores"] = [[value.figures for value in result.values()] for result in (wanted, scores)]
     before = runtime.compile_report()["graphs_compiled"]
     places = ((cpu, torch.device("cpu")), (xla, runtime.device))
     prompts = [5, 17, 200], [3, 8, 1, 2, 9]
