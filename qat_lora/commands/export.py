@@ -119,11 +119,6 @@ def _rounding_kl(
         runtime.mark_step,
         piece_bytes=runtime.piece_bytes,
     )
-        held_out,
-        options.run.quiet,
-        runtime.mark_step,
-        piece_bytes=runtime.piece_bytes,
-    )
     before, after = tallies["teacher"].figures, tallies["rounded"].figures
     student.model.module.to("cpu")
     return {
