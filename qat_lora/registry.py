@@ -28,7 +28,7 @@ class Command:
     """One command.
 
     `function` is called as `function(options, runtime)`; where a command has no `options`, it is a command of the click
-    library that reads its own words. `plan(options)` returns its `Requirements`, from shapes alone.
+    library that reads its own words. `plan(options)` returns its `plan.dry_run.DryRun`, from shapes alone.
     """
 
     words: str
@@ -110,7 +110,7 @@ COMMANDS: dict[str, Command] = {
             "qat_lora.commands.quantize:quantize",
             "Quantise a model and prepare its adapter start.",
             "QuantizeOptions",
-            plan="qat_lora.plan.resource_requirements:of_quantize",
+            plan="qat_lora.plan.quantize:plan_quantize",
         ),
         Command(
             "recover",
@@ -118,7 +118,7 @@ COMMANDS: dict[str, Command] = {
             "Train a recovery adapter from a KD cache.",
             "RecoverOptions",
             device="several chips",
-            plan="qat_lora.plan.resource_requirements:of_recover",
+            plan="qat_lora.plan.recover:plan_recover",
         ),
         Command(
             "qat",
@@ -126,7 +126,7 @@ COMMANDS: dict[str, Command] = {
             "Train a quantised model's own scales, tables, norms or weights.",
             "QatOptions",
             device="several chips",
-            plan="qat_lora.plan.resource_requirements:of_qat",
+            plan="qat_lora.plan.qat:plan_qat",
         ),
         Command(
             "eval",

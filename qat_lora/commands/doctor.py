@@ -325,5 +325,5 @@ def _requirements(planned: Sequence[str]) -> Requirements:
     select_runtime("cpu")  # before transformers is imported, as for every command
     parser = OptionsCommand(command)
     options = parser.options(parser.make_context(planned[0], list(planned[1:])))
-    found = command.load_plan()(options)
-    return found._replace(device="tpu" if options.run.tpu else options.run.device)
+    needs: Requirements = command.load_plan()(options).requirements
+    return needs._replace(device="tpu" if options.run.tpu else options.run.device)

@@ -54,7 +54,7 @@ def qat(options: QatOptions, runtime: Runtime) -> Any:
     The model is `best` in the folder.
     """
     if options.dry_run:
-        return plan_qat(options)
+        return plan_qat(options).show(options.run)
     refuse_spmd_over_hosts(runtime)
     run, loop = options.run, options.loop
     start = preset_name(options) if options.from_scratch else run_name(str(options.checkpoint))

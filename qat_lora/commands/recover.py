@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from qat_lora.config import save_yaml, to_dict
 from qat_lora.errors import ConfigError
@@ -16,17 +15,18 @@ from qat_lora.evaluate.report import save_json
 from qat_lora.files import outputs
 from qat_lora.files.folders import whole_folder
 from qat_lora.files.identity import checkpoint_sha256
-from qat_lora.layers.convert import add_lora, lora_layers, prepare_base, quant_layers
+from qat_lora.layers.convert import add_lora, quant_layers
 from qat_lora.models.adapter import load_starts, save_adapter, starts_sha256
 from qat_lora.models.load import DTYPES, CausalLM, save_with_tensors
 from qat_lora.options import RecoverOptions
-from qat_lora.plan.advice import memory_advice, training_advice
-from qat_lora.plan.recover import estimate_options, plan_recovery
+from qat_lora.plan.advice import memory_advice, recovery_advice
+from qat_lora.plan.recover import plan_recover, recovery_estimate
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.launch.select import status_line
 from qat_lora.setup.common import fit_attention, kept, load, picture, run_name, say, text_inputs
 from qat_lora.setup.multiprocess import decide, fetch
 from qat_lora.setup.objective import anchor_batch_rows, identity, prepare
+from qat_lora.setup.trainable import recovery_parts
 from qat_lora.setup.training_data import Lessons, cache_lessons, evaluation, text_lessons
 from qat_lora.train.loop import LoopHooks, Trainee, train
 from qat_lora.train.metrics import plot_curve
@@ -35,7 +35,7 @@ from qat_lora.train.metrics import plot_curve
 def recover(options: RecoverOptions, runtime: Runtime) -> Any:
     """Train a recovery adapter from a KD cache or a text; return the run's folder, or with `dry_run` a dict."""
     if options.dry_run:
-        return plan_recovery(options)
+        return plan_recover(options).show(options.run)
     run, loop = options.run, options.loop
     student = str(options.checkpoint or options.model)
     out = Path(run.out or f"runs/recovery_{run_name(student)}")
@@ -61,8 +61,8 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Any:
             save_yaml(options, out / "config.yaml")
         say(run, status_line(runtime, DTYPES[run.dtype], effective))
         begin = "from the quantisation error" if starts else "at zero"
-        asked = estimate_options(options, str(model.folder), lessons.length, lessons.head_k, runtime.device.type)
-        with memory_advice(lambda: training_advice(asked, loop.global_batch_size)):
+        asked = recovery_estimate(options, str(model.folder), lessons.length, lessons.head_k, runtime.device.type)
+        with memory_advice(lambda: recovery_advice(asked, loop.global_batch_size)):
             result = _train(options, lessons, model, settings, runtime, out, f"adapters start {begin} · {out}")
         runtime.barrier("before_final_save")
         if runtime.is_main:
@@ -109,7 +109,9 @@ def _train(
     run, loop = options.run, options.loop
     runtime.place(model.module)
     fit_attention(model, runtime, loop.gradient_checkpointing)
-    trainee = _trainee(model, options)
+    # A frozen base is multiplied in bfloat16 under autocast, so it is formed in it, once.
+    dtype = torch.bfloat16 if loop.autocast else model.module.dtype
+    trainee = Trainee(model, recovery_parts(model, options.train_scales, options.train_norms, dtype))
     if loop.gradient_checkpointing:
         model.checkpoint_gradients(runtime.checkpoint_function())
     runtime.shard_frozen(model.module)
@@ -136,21 +138,6 @@ def _train(
         teacher_lm_head=prepared.teacher_lm_head,
         anchor=prepared.anchor,
     )
-
-
-def _trainee(model: CausalLM, options: RecoverOptions) -> Trainee:
-    """Put the student into its training state and collect what trains."""
-    # A frozen base is multiplied in bfloat16 under autocast, so it is formed in it, once.
-    dtype = torch.bfloat16 if options.loop.autocast else model.module.dtype
-    scales = prepare_base(model.module, options.train_scales, dtype)
-    factors: dict[str, nn.Parameter] = {}
-    for name, adapter in lora_layers(model.module).items():
-        factors |= {f"{name}.lora_A": adapter.lora_A, f"{name}.lora_B": adapter.lora_B}
-    norms = model.norms() if options.train_norms else {}
-    for norm in norms.values():
-        norm.requires_grad_(True)
-    model.module.train()
-    return Trainee(model, {"adapter": factors, "scales": scales, "norms": norms})
 
 
 def _export_student(trainee: Trainee, options: RecoverOptions, folder: Path) -> None:
