@@ -60,9 +60,12 @@ def option(
             no line in a `config.yaml`, and are refused where they are given, since a setting without effect misleads.
         below: exclusive limit of a whole number.
         min, above, max: limits of a number; `above` is exclusive.
-        refusal: what an error says of a number outside these, where "too small" is not enough.
+        refusal: what an error says of a number outside these, in place of the usual words.
     """
-    bounds = {"min": min, "above": above, "max": max, "refusal": refusal or f"is too small; allowed: {min} or more"}
+    usual = (
+        f"is not allowed; give a number above {above}" if above > -math.inf else f"is too small; allowed: {min} or more"
+    )
+    bounds = {"min": min, "above": above, "max": max, "refusal": refusal or usual}
     metadata = {"help": help, "unit": unit, "alias": alias, "without": without, "below": below, **bounds}
     if isinstance(default, type) and dataclasses.is_dataclass(default):
         return dataclasses.field(default_factory=default, metadata=metadata)

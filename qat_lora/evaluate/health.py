@@ -12,7 +12,6 @@ and of a token (`decoding.py`), and nothing is read before the end.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,8 +19,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from qat_lora.config import option
-from qat_lora.errors import ConfigError, TextError
+from qat_lora.config import option, settings
+from qat_lora.errors import TextError
 from qat_lora.models.kv_cache import begin, step
 
 if TYPE_CHECKING:
@@ -30,18 +29,13 @@ if TYPE_CHECKING:
 GRAM = 4  # tokens; of the repetition rate
 
 
-@dataclass(frozen=True)
+@settings
 class HealthConfig:
     """How generation is looked at."""
 
-    generate: int = option(0, "prompts of the text that every model continues greedily; 0: none", unit="prompts")
-    generate_tokens: int = option(256, "length of a continuation", unit="tokens")
-    prompt_tokens: int = option(32, "length of a prompt", unit="tokens")
-
-    def __post_init__(self) -> None:
-        for name, least in (("generate", 0), ("generate_tokens", GRAM), ("prompt_tokens", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}: {getattr(self, name)} is too small; allowed: {least} or more")
+    generate: int = option(0, "prompts of the text that every model continues greedily; 0: none", unit="prompts", min=0)
+    generate_tokens: int = option(256, "length of a continuation", unit="tokens", min=GRAM)
+    prompt_tokens: int = option(32, "length of a prompt", unit="tokens", min=1)
 
 
 def take_prompts(rows: Iterable[Any], config: HealthConfig) -> np.ndarray:

@@ -14,14 +14,13 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from qat_lora.config import option
+from qat_lora.config import option, settings
 from qat_lora.errors import ConfigError, ModelError
 from qat_lora.layers.calibrate.finished import NOT_KEPT, Work
 from qat_lora.layers.convert import linear_layers, quant_layers
@@ -34,22 +33,19 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of one block's forward, beside the hidden states that come first."""
 
 
-@dataclass(frozen=True)
+@settings
 class BlockwiseConfig:
     """How long and how fast every decoder layer is reconstructed."""
 
     blockwise_steps: int = option(
         0, "optimizer steps for each decoder layer alone, before the model trains as a whole; 0: none", unit="steps"
     )
-    blockwise_lr: float = option(1e-4, "peak learning rate of the weights in it")
-    blockwise_scale_lr: float = option(1e-4, "peak learning rate of the scales in it")
+    blockwise_lr: float = option(1e-4, "peak learning rate of the weights in it", above=0)
+    blockwise_scale_lr: float = option(1e-4, "peak learning rate of the scales in it", above=0)
 
     def __post_init__(self) -> None:
         if self.blockwise_steps < 0:
             raise ConfigError(f"blockwise_steps: {self.blockwise_steps} is below 0")
-        for name in ("blockwise_lr", "blockwise_scale_lr"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name}: {getattr(self, name)} is not allowed; give a number above 0")
 
 
 def blocks_of(module: nn.Module) -> str:
