@@ -47,9 +47,10 @@ def counted_launch(self, main):
         global runtime
         runtime = self
         app, loop = importlib.import_module("qat_lora.commands.recover"), importlib.import_module("qat_lora.train.loop")
-        make = app.evaluation
-        app.evaluation = lambda *args: counted("evaluate", make(*args))
-        app._export_student = counted("export", app._export_student)
+        setup = importlib.import_module("qat_lora.setup.training_run")
+        make = setup.evaluation
+        setup.evaluation = lambda *args: counted("evaluate", make(*args))
+        app._export = counted("export", app._export)
         loop.save_checkpoint = counted("save", loop.save_checkpoint)
         return main()
     return launch(self, run)
