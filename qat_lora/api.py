@@ -3,8 +3,8 @@
     folder = qat_lora.quantize_model(model="Qwen/Qwen3-0.6B", preset="q4_r32", kd_cache_dir="caches/wikitext103")
 
 Every setting of the command line is a keyword, under the name or the alias that it has there and with the same
-checks and defaults, since both are read off the same option class; `recipe` names a YAML file. What comes back is
-the folder that was written, or the scores or the text that were asked for. To quantise a module in memory, use
+checks and defaults, since both are read off the same option class; `recipe` names a YAML file. Each returns
+the folder that it wrote, or the scores or the text. To quantise a module in memory, use
 `qat_lora.layers.calibrate.quantize.quantize_model`.
 """
 

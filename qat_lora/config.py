@@ -1,9 +1,9 @@
 """Settings: frozen dataclasses, filled strictly from a recipe, flags and `key=value` words.
 
-A setting is declared once, as a dataclass field made by `option(default, help)`, beside the code it steers.
-The command line, the YAML recipes, the `config.yaml` of a run and the fingerprint are all read off that one
-declaration. Structured-config libraries do the same with their own type language on top; a plain dataclass
-needs none, is checked by the type checker, and costs the two hundred lines below.
+A setting is declared once, with its bounds, as a field `option(default, help)` of a `@settings` class next to the code
+that it steers. The command line, the YAML recipes, the `config.yaml` of a run and the fingerprint are all read off that
+declaration. Structured-config libraries do the same with a type language of their own on top; a plain dataclass needs
+none, and the type checker understands it.
 
 Precedence: `key=value` words over flags over the recipe over the defaults.
 """
@@ -19,6 +19,7 @@ import math
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -46,13 +47,26 @@ def option(
     alias: str | None = None,
     without: tuple[str, ...] = (),
     below: int = INT_LIMIT,
+    min: float = -math.inf,
+    above: float = -math.inf,
+    max: float = math.inf,
+    refusal: str = "",
 ) -> Any:
-    """Declare a setting: its default, one line of help, its unit, a second name that users know, a bound if whole.
+    """Declare a setting: its default (of a group: its class), one line of help, its unit, a second name.
 
-    Of a group, `without` names settings (or groups, or dotted paths) that its owner does not use: they get no flag and
-    no line in a `config.yaml`, and are refused where they are given, since a setting that does nothing misleads.
+    Args:
+        default, help, unit, alias: as above.
+        without: of a group, the settings (or groups, or dotted paths) that its owner does not use. They get no flag and
+            no line in a `config.yaml`, and are refused where they are given, since a setting without effect misleads.
+        below: exclusive limit of a whole number.
+        min, above, max: limits of a number; `above` is exclusive.
+        refusal: what an error says of a number outside these, in place of the usual words.
     """
-    metadata = {"help": help, "unit": unit, "alias": alias, "without": without, "below": below}
+    usual = (
+        f"is not allowed; give a number above {above}" if above > -math.inf else f"is too small; allowed: {min} or more"
+    )
+    bounds = {"min": min, "above": above, "max": max, "refusal": refusal or usual}
+    metadata = {"help": help, "unit": unit, "alias": alias, "without": without, "below": below, **bounds}
     if isinstance(default, type) and dataclasses.is_dataclass(default):
         return dataclasses.field(default_factory=default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -68,16 +82,34 @@ def required(config: object, name: str) -> None:
         raise ConfigError(f"{name}: missing; give --{name.replace('_', '-')}")
 
 
-def at_least(config: object, **bounds: int) -> None:
-    """Refuse numbers below a bound; a setting that is None passes.
+@typing.dataclass_transform(frozen_default=True)
+def settings(cls: type[C]) -> type[C]:
+    """Make a class one of settings: a frozen dataclass that refuses numbers outside the bounds of their options."""
+    more = getattr(cls, "__post_init__", None)
 
-    Raises:
-        ConfigError: names the setting and what is allowed.
-    """
-    for name, bound in bounds.items():
-        value = getattr(config, name)
-        if value is not None and value < bound:
-            raise ConfigError(f"{name}: {value} is too small; allowed: {bound} or more")
+    def check(self: Any) -> None:
+        _check_bounds(self)
+        if more is not None:
+            more(self)
+
+    cls.__post_init__ = check  # type: ignore[attr-defined]
+    return dataclass(frozen=True)(cls)
+
+
+def _check_bounds(config: Any) -> None:
+    """Raise ConfigError for numbers outside their bounds or not finite; a setting that is None passes."""
+    for field in dataclasses.fields(config):
+        value, bounds = getattr(config, field.name), field.metadata
+        if "refusal" in bounds and isinstance(value, int | float):
+            if not (bounds["min"] <= value <= bounds["max"] and bounds["above"] < value < math.inf):
+                raise ConfigError(f"{field.name}: {value} {bounds['refusal']}")
+            _refuse_large(field, value, field.name)
+
+
+def _refuse_large(field: dataclasses.Field[Any], value: Any, where: str) -> None:
+    below = field.metadata.get("below", INT_LIMIT)
+    if isinstance(value, int) and abs(value) >= below:
+        raise ConfigError(f"{where}: {value} is too large; allowed: whole numbers below 2^{below.bit_length() - 1}")
 
 
 class Leaf(typing.NamedTuple):
@@ -134,6 +166,8 @@ def _allowed(value: Any, allowed: Sequence[str]) -> str:
 def _coerce(value: Any, hint: Any, where: str) -> Any:
     """Turn a YAML or command-line value into the declared type, or say why not."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return from_dict(typing.cast(type, hint), value, where)
     if origin in (typing.Union, types.UnionType):
         if value is None or (isinstance(value, str) and value.lower() in ("none", "null")):
             if type(None) in args:
@@ -170,6 +204,22 @@ def _coerce(value: Any, hint: Any, where: str) -> Any:
     raise TypeError(f"{where}: settings of type {hint} are not supported")  # a defect of ours
 
 
+def _exact(value: Any, hint: Any, where: str) -> Any:
+    """Return a JSON value that is of the declared type already, or say why not; lists become tuples."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return from_dict(typing.cast(type, hint), value, where, exact=True)
+    if hint is Any or (value is None and type(None) in args):
+        return value
+    if origin is tuple and isinstance(value, list):
+        return tuple(_exact(item, args[0], where) for item in value)
+    kind = {tuple: list, dict: dict}.get(origin, args[0] if type(None) in args else hint)
+    value = float(value) if kind is float and type(value) is int else value
+    if type(value) is not kind or (kind is int and value < 0):
+        raise ConfigError(f"{where}: {value!r} is not {'a whole number' if kind is int else 'a ' + kind.__name__}")
+    return value
+
+
 def _number(value: Any) -> int | float | None:
     """Read a number, whole ones exactly at any size; None for anything else, infinities and NaN included."""
     if isinstance(value, bool):
@@ -183,29 +233,43 @@ def _number(value: Any) -> int | float | None:
     return None
 
 
-def from_dict(cls: type[C], data: Mapping[str, Any], where: str = "") -> C:
-    """Build a config from a nested mapping; unknown names and wrong types are refused.
+def from_dict(cls: type[C], data: Mapping[str, Any], where: str = "", *, exact: bool = False) -> C:
+    """Build a dataclass from a nested mapping; unknown names and wrong types are refused.
+
+    Args:
+        cls: the class.
+        data: values by field.
+        where: what the mapping is, for errors.
+        exact: for files that a program wrote: all fields have to be there, and no value is converted, so that damage
+            or a file of another version cannot pass for something else. Whole numbers are 0 or more.
 
     Raises:
         ConfigError: names the field, what was given and what is allowed.
     """
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{where or 'settings'}: expected `name: value` lines, got {type(data).__name__}")
-    hints = typing.get_type_hints(cls)
-    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    names = list(fields)
+        expected = "an object" if exact else "`name: value` lines"
+        raise ConfigError(f"{where or 'settings'}: expected {expected}, got {type(data).__name__}")
+    fields = _fields(typing.cast(Any, cls))
+    if exact and data.keys() != fields.keys():
+        odd = ", ".join(map(repr, sorted(data.keys() ^ fields.keys())))
+        raise ConfigError(f"{where}: keys that should not be there, or are missing: {odd}")
     values: dict[str, Any] = {}
     for key, value in data.items():
         at = f"{where}.{key}" if where else str(key)
-        if key not in names:
-            raise ConfigError(f"{at}: no such setting; {_allowed(key, names)}")
-        hint = hints[key]
-        nested = isinstance(hint, type) and dataclasses.is_dataclass(hint)
-        values[key] = from_dict(hint, value, at) if nested else _coerce(value, hint, at)
-        below = fields[key].metadata.get("below", INT_LIMIT)
-        if isinstance(values[key], int) and abs(values[key]) >= below:
-            raise ConfigError(f"{at}: {value} is too large; allowed: whole numbers below 2^{below.bit_length() - 1}")
+        if key not in fields:
+            raise ConfigError(f"{at}: no such setting; {_allowed(key, list(fields))}")
+        field, hint = fields[key]
+        values[key] = _exact(value, hint, at) if exact else _coerce(value, hint, at)
+        if not exact:
+            _refuse_large(field, values[key], at)
     return cls(**values)
+
+
+@functools.cache  # a cache's manifest has a record for every shard
+def _fields(cls: Any) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
+    """Return the fields of a dataclass with their types, by name."""
+    hints = typing.get_type_hints(cls)
+    return {field.name: (field, hints[field.name]) for field in dataclasses.fields(cls)}
 
 
 def to_dict(config: Any) -> dict[str, Any]:

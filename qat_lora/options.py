@@ -5,11 +5,11 @@ The command line is read off these classes (`cli.py`), so a flag, its default, i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Literal
 
 from qat_lora.cache.build.partition import Partition
-from qat_lora.config import at_least, option, required
+from qat_lora.config import option, required, settings
 from qat_lora.data.sources import TextConfig
 from qat_lora.errors import ConfigError
 from qat_lora.evaluate.health import HealthConfig
@@ -34,7 +34,7 @@ QAT_PARTS = ("scales", "ranges", "lut", "weights", "norms", "embeddings", "head"
 """What `qat` can train."""
 
 
-@dataclass(frozen=True)
+@settings
 class RunConfig:
     """Where and how to run; every command has of this what it uses, and refuses the rest."""
 
@@ -46,29 +46,28 @@ class RunConfig:
     tpu: bool = option(False, "same as --device tpu")
     chips: ChipsConfig = option(ChipsConfig, "how many chips")
     dtype: Literal["float32", "bfloat16"] = option("float32", "type of weights and activations")
-    seed: int = option(0, "seed of everything random", below=2**63)
+    seed: int = option(0, "seed of everything random", min=0, below=2**63)
     quiet: bool = option(False, "no progress bars, no status lines")
     json: bool = option(False, "print the result as JSON, and nothing else, to standard output")
 
     def __post_init__(self) -> None:
-        at_least(self, seed=0)
         check_device(self.device, self.tpu)
-        if self.seed >= 2**63:
-            raise ConfigError(f"seed: {self.seed} is too large; allowed: 0 to 2^63 - 1")
 
 
 TAIL_DRAWS = 8
 """A sample of the tail for 18 bytes a token: with it, `hybrid` on 2 entries beats `ghost` on 32 (docs/numerics.md)."""
 
 
-@dataclass(frozen=True)
+@settings
 class CacheBuildOptions:
     """`qat-lora cache build`."""
 
     teacher: str | None = option(None, "full-precision teacher: Hugging Face folder or Hub name (required)")
     text: TextConfig = option(TextConfig, "the text")
-    length: int = option(1024, "tokens of a row", unit="tokens", alias="max_length")
-    top_k: int = option(128, "teacher's likeliest tokens that are kept at every position", unit="tokens", alias="topk")
+    length: int = option(1024, "tokens of a row", unit="tokens", alias="max_length", min=2)
+    top_k: int = option(
+        128, "teacher's likeliest tokens that are kept at every position", unit="tokens", alias="topk", min=0
+    )
     temperatures: tuple[float, ...] = option((1.0,), "temperatures that training may use later", unit="list")
     value_dtype: Literal["float16", "uint8"] = option(
         "float16", "how the likeliest tokens' logits are stored; uint8: half the size, mean KL about 1e-5"
@@ -77,16 +76,20 @@ class CacheBuildOptions:
         None,
         "tokens drawn from the teacher's tail at every position, for hybrid; default: 8, and 0 with --top-k 0",
         unit="tokens",
+        min=0,
     )
-    draws: int = option(0, "tokens drawn from the whole teacher at every position, for sampled", unit="tokens")
+    draws: int = option(0, "tokens drawn from the whole teacher at every position, for sampled", unit="tokens", min=0)
     hidden: bool = option(False, "store hidden states and the output head, for full; instead of logits with --top-k 0")
     vocab_size: int | None = option(
-        None, "rows of the teacher's head that count, for students with less padding; default: all", unit="tokens"
+        None,
+        "rows of the teacher's head that count, for students with less padding; default: all",
+        unit="tokens",
+        min=1,
     )
-    num_rows: int | None = option(None, "stop after this many training rows; default: all text", unit="rows")
-    eval_rows: int = option(0, "rows kept apart as evaluation split, whole documents", unit="rows")
-    teacher_batch_size: int = option(8, "rows of a teacher forward", unit="rows", alias="batch_size")
-    shard_rows: int | None = option(None, "rows of a shard; default: about 128 MB", unit="rows")
+    num_rows: int | None = option(None, "stop after this many training rows; default: all text", unit="rows", min=1)
+    eval_rows: int = option(0, "rows kept apart as evaluation split, whole documents", unit="rows", min=0)
+    teacher_batch_size: int = option(8, "rows of a teacher forward", unit="rows", alias="batch_size", min=1)
+    shard_rows: int | None = option(None, "rows of a shard; default: about 128 MB", unit="rows", min=1)
     device_map: DeviceMap = option("none", DEVICE_MAP_HELP)
     builder: str = option("0/1", "i/n: this is builder i of n that fill --out together, each with every n-th document")
     dry_run: bool = option(False, "time a few batches, print hours, bytes and free disk, and write nothing")
@@ -96,8 +99,8 @@ class CacheBuildOptions:
     def __post_init__(self) -> None:
         required(self, "teacher")
         required(self.text, "dataset")
-        at_least(self, length=2, top_k=0 if self.hidden else 1, num_rows=1, eval_rows=0, teacher_batch_size=1)
-        at_least(self, shard_rows=1, tail_draws=0, draws=0, vocab_size=1)
+        if not (self.top_k or self.hidden):
+            raise ConfigError("top_k: 0 is too small; allowed: 1 or more")
         if self.tail_draws and not self.top_k:
             raise ConfigError("tail_draws: there is no tail without a head; give --top-k 1 or more, or --draws instead")
         if not self.temperatures or min(self.temperatures) <= 0:
@@ -114,13 +117,13 @@ class CacheBuildOptions:
         return (TAIL_DRAWS if self.top_k else 0) if self.tail_draws is None else self.tail_draws
 
 
-@dataclass(frozen=True)
+@settings
 class AuditOptions:
     """`qat-lora cache audit`."""
 
     kd_cache_dir: str | None = option(None, "the KD cache, also as first word (required)", alias="cache_dir")
     teacher: str | None = option(None, "the teacher that made it: Hugging Face folder or Hub name (required)")
-    rows: int = option(8, "training rows to look at, evenly spread", unit="rows")
+    rows: int = option(8, "training rows to look at, evenly spread", unit="rows", min=1)
     text: str | None = option(None, "evaluation text, file or folder: how much of it the cache has already shown")
     device_map: DeviceMap = option("none", DEVICE_MAP_HELP)
     hub: HubConfig = option(HubConfig, "models")
@@ -129,30 +132,33 @@ class AuditOptions:
     def __post_init__(self) -> None:
         required(self, "kd_cache_dir")
         required(self, "teacher")
-        at_least(self, rows=1)
 
 
-@dataclass(frozen=True)
+@settings
 class QuantizeOptions(QuantizeConfig):
     """`qat-lora quantize`."""
 
     model: str | None = option(None, "full-precision model: Hugging Face folder or Hub name (required)")
     preset: str = option("w2g64", "how weights are stored", alias="config")
     joint_rank: int | None = option(
-        None, "rank of the adapter that codes are chosen together with, 0: none; default: 16 with descent", unit="rank"
+        None,
+        "rank of the adapter that codes are chosen together with, 0: none; default: 16 with descent",
+        unit="rank",
+        min=0,
     )
     start_method: str | None = option(None, "no longer does anything: adapter starts are qera's, in the metric")
     text: TextConfig = option(TextConfig, "calibration text")
     kd_cache_dir: str | None = option(None, "calibrate on the rows of this KD cache instead of --dataset")
-    calibration_length: int = option(256, "tokens of a calibration row (with --dataset)", unit="tokens")
-    start_rank: int = option(64, "rank up to which adapter starts are stored with the checkpoint; 0: none", unit="rank")
+    calibration_length: int = option(256, "tokens of a calibration row (with --dataset)", unit="tokens", min=2)
+    start_rank: int = option(
+        64, "rank up to which adapter starts are stored with the checkpoint; 0: none", unit="rank", min=0
+    )
     dry_run: bool = option(False, "print layers, bits and bytes from shapes alone, and write nothing")
     hub: HubConfig = option(HubConfig, "models")
     run: RunConfig = option(RunConfig, "run", without=("chips", "dtype"))
 
     def __post_init__(self) -> None:
         required(self, "model")
-        at_least(self, calibration_rows=1, calibration_length=2, start_rank=0, joint_rank=0)
         if self.start_method not in (None, "qera"):
             raise ConfigError(f"start_method: {self.start_method} was removed; adapter starts are qera's, leave it out")
         if (self.joint_rank or 0) > self.start_rank:
@@ -161,7 +167,7 @@ class QuantizeOptions(QuantizeConfig):
             raise ConfigError("dataset: calibration reads --kd-cache-dir; give one of the two")
 
 
-@dataclass(frozen=True)
+@settings
 class RecoverOptions:
     """`qat-lora recover`."""
 
@@ -175,13 +181,17 @@ class RecoverOptions:
     kd_cache_dir: str | None = option(
         None, "KD cache with the teacher's logits; needed for kd and kd+ce", alias="cache_dir"
     )
-    head_k: int | None = option(None, "use only the first entries of the cached head; default: all", unit="tokens")
+    head_k: int | None = option(
+        None, "use only the first entries of the cached head; default: all", unit="tokens", min=1
+    )
     text: TextConfig = option(TextConfig, "the text, for ce and sft")
     length: int = option(
-        1024, "tokens of a row, for ce and sft (a cache has its own)", unit="tokens", alias="max_length"
+        1024, "tokens of a row, for ce and sft (a cache has its own)", unit="tokens", alias="max_length", min=2
     )
-    num_rows: int | None = option(None, "train on this many rows at most, for ce and sft; default: all", unit="rows")
-    eval_rows: int = option(0, "rows kept apart for evaluation, whole documents, for ce and sft", unit="rows")
+    num_rows: int | None = option(
+        None, "train on this many rows at most, for ce and sft; default: all", unit="rows", min=1
+    )
+    eval_rows: int = option(0, "rows kept apart for evaluation, whole documents, for ce and sft", unit="rows", min=0)
     train_scales: bool = option(False, "train the quantiser's scales too (saved with the adapter)")
     train_norms: bool = option(False, "train the norms too (saved with the adapter; needs float32 weights)")
     start: Literal["auto", "zero"] = option("auto", "adapter start: from the quantisation error if stored, or zero")
@@ -212,7 +222,6 @@ class RecoverOptions:
         for given, name in ((self.text.dataset, "dataset"), (self.kd_cache_dir, "kd_cache_dir")):
             if given is not None and (name == "dataset") == self.uses_cache:
                 raise ConfigError(f"{name}: nothing reads it with --objective {self.learn}; leave it out")
-        at_least(self, head_k=1, length=2, num_rows=1, eval_rows=0)
         if self.checkpoint is None and self.model is None:
             raise ConfigError("checkpoint: missing; give --checkpoint FOLDER (or --model for an unquantised student)")
         for name, on in (("train_norms", self.train_norms), ("autocast", self.loop.autocast)):
@@ -220,7 +229,7 @@ class RecoverOptions:
                 raise ConfigError(f"{name}: needs float32 weights; leave out --dtype {self.run.dtype}")
 
 
-@dataclass(frozen=True)
+@settings
 class QatOptions(QuantizeConfig):
     """`qat-lora qat`."""
 
@@ -228,11 +237,13 @@ class QatOptions(QuantizeConfig):
         None, "full-precision model, required with --from-scratch; with --checkpoint, where trained weights start"
     )
     preset: str | None = option(None, "how weights are stored (with --from-scratch); default: q4_r32", alias="config")
-    calibration_rows: int = option(128, "rows of the cache for calibration and blocks", unit="rows")
+    calibration_rows: int = option(128, "rows of the cache for calibration and blocks", unit="rows", min=1)
     from_scratch: bool = option(False, "quantise the full-precision --model first; without it, go on from --checkpoint")
     checkpoint: str | None = option(None, "quantised student to go on from: folder made by `quantize` or `qat`")
     kd_cache_dir: str | None = option(None, "KD cache with the teacher's logits (required)", alias="cache_dir")
-    head_k: int | None = option(None, "use only the first entries of the cached head; default: all", unit="tokens")
+    head_k: int | None = option(
+        None, "use only the first entries of the cached head; default: all", unit="tokens", min=1
+    )
     train_parts: tuple[str, ...] = option(
         ("scales",), "what trains: scales, ranges, lut, weights, norms, embeddings, head", unit="list"
     )
@@ -240,7 +251,7 @@ class QatOptions(QuantizeConfig):
         "lsq", "gradient of trained weights beyond the range: none (lsq) or as inside it (ste)"
     )
     mergeable: bool = option(False, "train a low-rank change inside the rounding too, which is no adapter in the end")
-    mergeable_r: int = option(16, "rank of that change", unit="rank")
+    mergeable_r: int = option(16, "rank of that change", unit="rank", min=1)
     blockwise: BlockwiseConfig = option(BlockwiseConfig, "block by block")
     objective: ObjectiveConfig = option(ObjectiveConfig, "objective")
     train: OptimConfig = option(OptimConfig, "optimizer")
@@ -257,7 +268,6 @@ class QatOptions(QuantizeConfig):
 
     def __post_init__(self) -> None:
         required(self, "kd_cache_dir")
-        at_least(self, head_k=1, calibration_rows=1, mergeable_r=1)
         if self.from_scratch:
             required(self, "model")
             if self.checkpoint is not None:
@@ -286,7 +296,7 @@ class QatOptions(QuantizeConfig):
                 )
 
 
-@dataclass(frozen=True)
+@settings
 class EvalOptions:
     """`qat-lora eval`."""
 
@@ -299,13 +309,13 @@ class EvalOptions:
     protocol: Protocol = option(
         "packed", "how text becomes rows: packed as in training, sliding windows, or the papers' blocks of 2048 tokens"
     )
-    length: int = option(1024, "tokens of a row (blocks2048 has its own)", unit="tokens")
+    length: int = option(1024, "tokens of a row (blocks2048 has its own)", unit="tokens", min=2)
     stride: int | None = option(
         None, "tokens from a window to the next, with sliding; default: half of --length", unit="tokens"
     )
-    eval_rows: int = option(64, "rows to score of each text; 0: all", unit="rows")
-    batch_size: int = option(4, "rows of a forward", unit="rows")
-    resamples: int = option(1000, "bootstrap draws for the 95 % intervals", unit="draws")
+    eval_rows: int = option(64, "rows to score of each text; 0: all", unit="rows", min=0)
+    batch_size: int = option(4, "rows of a forward", unit="rows", min=1)
+    resamples: int = option(1000, "bootstrap draws for the 95 % intervals", unit="draws", min=100)
     kd_cache_dir: str | None = option(
         None, "training cache: say how much of the text it has already shown", alias="cache_dir"
     )
@@ -318,12 +328,11 @@ class EvalOptions:
         required(self, "teacher")
         if not self.domain:
             required(self.text, "dataset")
-        at_least(self, length=2, eval_rows=0, batch_size=1, resamples=100)
         if self.stride is not None and self.protocol != "sliding":
             raise ConfigError(f"stride: means nothing with --protocol {self.protocol}; it belongs to sliding")
 
 
-@dataclass(frozen=True)
+@settings
 class ExportOptions:
     """`qat-lora export`."""
 
@@ -338,11 +347,14 @@ class ExportOptions:
         None,
         "bits of packed codes, with compressed-tensors; default: the fewest of 2, 4, 8 that are exact",
         unit="bits",
+        min=2,
+        max=8,
+        refusal="is not supported; allowed: 2 to 8",
     )
     exact_only: bool = option(False, "with gguf: layers that no block holds exactly are written dense, not rounded")
     text: TextConfig = option(TextConfig, "text to measure what rounding costs")
-    length: int = option(256, "tokens of a row of that text", unit="tokens")
-    eval_rows: int = option(16, "rows of that text", unit="rows")
+    length: int = option(256, "tokens of a row of that text", unit="tokens", min=2)
+    eval_rows: int = option(16, "rows of that text", unit="rows", min=1)
     scores: str | None = option(None, "folder of a `qat-lora eval` run whose scores the model card shows")
     license: str | None = option(None, "licence that the model card names, for example apache-2.0")
     hub: HubConfig = option(HubConfig, "models")
@@ -350,9 +362,6 @@ class ExportOptions:
 
     def __post_init__(self) -> None:
         required(self, "student")
-        at_least(self, length=2, eval_rows=1)
-        if self.container_bits is not None and not 2 <= self.container_bits <= 8:
-            raise ConfigError(f"container_bits: {self.container_bits} is not supported; allowed: 2 to 8")
         for name, form in (("container_bits", "compressed-tensors"), ("exact_only", "gguf")):
             if getattr(self, name) and self.form != form:
                 raise ConfigError(f"{name}: means nothing with --form {self.form}; it belongs to --form {form}")
@@ -360,7 +369,7 @@ class ExportOptions:
             raise ConfigError(f"dtype: {self.run.dtype} means nothing with --form adapter, which copies the files")
 
 
-@dataclass(frozen=True)
+@settings
 class GenerateOptions:
     """`qat-lora generate`."""
 
@@ -368,8 +377,8 @@ class GenerateOptions:
     prompt: str | None = option(None, "text to continue")
     prompts: str | None = option(None, "file with one prompt a line, instead of --prompt")
     chat: bool = option(False, "the prompt is a question: write it as the tokenizer's chat template says")
-    max_new_tokens: int = option(64, "length of the continuation", unit="tokens")
-    gen_temperature: float = option(0.0, "0 takes the likeliest token; above, tokens are drawn")
+    max_new_tokens: int = option(64, "length of the continuation", unit="tokens", min=1)
+    gen_temperature: float = option(0.0, "0 takes the likeliest token; above, tokens are drawn", min=0)
     hub: HubConfig = option(HubConfig, "models")
     run: RunConfig = option(RunConfig, "run", without=("chips", "out", "overwrite"))
 
@@ -377,26 +386,24 @@ class GenerateOptions:
         required(self, "student")
         if (self.prompt is None) == (self.prompts is None):
             raise ConfigError("prompt: give --prompt TEXT or --prompts FILE, one of the two")
-        at_least(self, max_new_tokens=1, gen_temperature=0)
 
 
-@dataclass(frozen=True)
+@settings
 class ChatOptions:
     """`qat-lora chat`."""
 
     student: str | None = option(None, "model, adapter or run folder, also as first word (required)", alias="model")
     system: str = option("", "system message that the chat begins with")
-    max_new_tokens: int = option(256, "longest answer", unit="tokens")
-    gen_temperature: float = option(0.7, "0 takes the likeliest token; above, tokens are drawn")
+    max_new_tokens: int = option(256, "longest answer", unit="tokens", min=1)
+    gen_temperature: float = option(0.7, "0 takes the likeliest token; above, tokens are drawn", min=0)
     hub: HubConfig = option(HubConfig, "models")
     run: RunConfig = option(RunConfig, "run", without=("chips", "out", "overwrite"))
 
     def __post_init__(self) -> None:
         required(self, "student")
-        at_least(self, max_new_tokens=1, gen_temperature=0)
 
 
-@dataclass(frozen=True)
+@settings
 class PushOptions:
     """`qat-lora push`."""
 
@@ -411,27 +418,29 @@ class PushOptions:
         required(self, "repo")
 
 
-@dataclass(frozen=True)
+@settings
 class DemoOptions:
     """`qat-lora demo`."""
 
     run: RunConfig = option(RunConfig, "run", without=("chips",))
 
 
-@dataclass(frozen=True)
+@settings
 class SmokeOptions:
     """`qat-lora smoke`."""
 
     run_training: bool = option(False, "also train for some epochs and check that the loss falls")
-    train_epochs: int = option(2, "passes over the little cache, with --run-training", unit="epochs")
+    train_epochs: int = option(
+        2,
+        "passes over the little cache, with --run-training",
+        unit="epochs",
+        min=2,
+        refusal="has no first and last to compare; give 2 or more",
+    )
     run: RunConfig = option(RunConfig, "run", without=("chips",))
 
-    def __post_init__(self) -> None:
-        if self.train_epochs < 2:
-            raise ConfigError(f"train_epochs: {self.train_epochs} has no first and last to compare; give 2 or more")
 
-
-@dataclass(frozen=True)
+@settings
 class EstimateOptions:
     """`qat-lora estimate`."""
 
@@ -441,17 +450,28 @@ class EstimateOptions:
     train_scales: bool = option(False, "the quantiser's scales train too")
     train_norms: bool = option(False, "the norms train too")
     lora: LoraConfig = option(LoraConfig, "adapter")
-    length: int = option(1024, "tokens of a row", unit="tokens", alias="max_length")
-    head_k: int = option(128, "entries of the cached head", unit="tokens")
-    batch_size: int = option(4, "rows of a micro-batch on one replica", unit="rows")
-    accumulation_steps: int = option(1, "micro-batches of an optimizer step", unit="micro-batches")
+    length: int = option(1024, "tokens of a row", unit="tokens", alias="max_length", min=1, refusal="is below 1")
+    head_k: int = option(128, "entries of the cached head", unit="tokens", min=0)
+    batch_size: int = option(4, "rows of a micro-batch on one replica", unit="rows", min=1, refusal="is below 1")
+    accumulation_steps: int = option(
+        1, "micro-batches of an optimizer step", unit="micro-batches", min=1, refusal="is below 1"
+    )
     gradient_checkpointing: bool = option(False, "layers are computed again in the backward pass")
-    loss_chunk_mb: int = option(32, "logits held at once while the loss is computed", unit="MiB")
-    max_steps: int = option(1000, "optimizer steps, for time and cost", unit="steps")
+    loss_chunk_mb: int = option(
+        32, "logits held at once while the loss is computed", unit="MiB", min=1, refusal="is below 1"
+    )
+    max_steps: int = option(1000, "optimizer steps, for time and cost", unit="steps", min=1, refusal="is below 1")
     devices: tuple[str, ...] = option(
         (), "devices to estimate time and cost for, such as v6e-1,h100; default: all that are known", alias="for"
     )
-    utilisation: float = option(0.3, "share of the device's peak rate that is reached", unit="share")
+    utilisation: float = option(
+        0.3,
+        "share of the device's peak rate that is reached",
+        unit="share",
+        above=0,
+        max=1,
+        refusal="is not a share; give a number above 0, at most 1",
+    )
     table: bool = option(
         False, "print the memory for batch sizes and lengths, with and without --gradient-checkpointing"
     )
@@ -464,9 +484,3 @@ class EstimateOptions:
 
     def __post_init__(self) -> None:
         required(self, "model")
-        for name in ("length", "batch_size", "accumulation_steps", "loss_chunk_mb", "max_steps"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: {getattr(self, name)} is below 1")
-        at_least(self, head_k=0)
-        if not 0 < self.utilisation <= 1:
-            raise ConfigError(f"utilisation: {self.utilisation} is not a share; give a number above 0, at most 1")

@@ -1,8 +1,8 @@
-"""Every command, registered once: its words, its function, its settings and what it asks of the machine.
+"""Every command, registered once: its words, its function, its settings and what it requires of the machine.
 
-The command line, the Python API, the launcher and the doctor all read this table, and it imports none of them: a
-function is named here and imported when it runs, after the device was chosen, since transformers decides at import
-whether PyTorch/XLA is used.
+The command line, the Python API, the launcher and the doctor read this table. It imports no command: functions are
+named here and imported when they run, after the device was chosen, because transformers decides at import whether
+PyTorch/XLA is used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Command:
     """One command.
 
     `function` is called as `function(options, runtime)`; where a command has no `options`, it is a command of the click
-    library that reads its own words. `plan(options)` returns its `Requirements`, from shapes alone.
+    library that reads its own words. `plan(options)` returns its `plan.dry_run.DryRun`, from shapes alone.
     """
 
     words: str
@@ -57,127 +57,93 @@ def _named(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-COMMANDS: dict[str, Command] = {
-    command.words: command
-    for command in (
-        Command(
-            "demo",
-            "qat_lora.commands.demo:demo",
-            "Train, damage and recover a small model on this machine.",
-            "DemoOptions",
-        ),
-        Command(
+def _command(words: str, function: str, help: str, *rest: Any, **more: Any) -> tuple[str, Command]:
+    return words, Command(words, f"qat_lora.commands.{function}", help, *rest, **more)
+
+
+# Words, function in `commands`, line of help, class in `options`, words without a name.
+COMMANDS: dict[str, Command] = dict(
+    [
+        _command("demo", "demo:demo", "Train, damage and recover a small model on this machine.", "DemoOptions"),
+        _command(
             "cache build",
-            "qat_lora.commands.cache:build_cache",
+            "cache:build_cache",
             "Write a teacher's logits to a KD cache.",
             "CacheBuildOptions",
             device="several chips",
         ),
-        Command(
+        _command(
             "cache audit",
-            "qat_lora.commands.cache:audit_cache",
+            "cache:audit_cache",
             "Compare a cache with what its teacher says.",
             "AuditOptions",
             {"kd_cache_dir": "PATH"},
         ),
-        Command(
+        _command(
             "cache verify",
-            "qat_lora.commands.cache_files:verify",
+            "cache_files:verify",
             "Read every byte of a cache; exit code 1 and the shard's name on any damage.",
         ),
-        Command(
-            "cache info",
-            "qat_lora.commands.cache_files:info",
-            "Show what is in a cache: sizes, head, tail mass, a few rows.",
-        ),
-        Command(
-            "cache export",
-            "qat_lora.commands.cache_files:export_cache",
-            "Write a cache's rows in a form that other tools read.",
-        ),
-        Command(
+        _command("cache info", "cache_files:info", "Show what is in a cache: sizes, head, tail mass, a few rows."),
+        _command("cache export", "cache_files:export_cache", "Write a cache's rows in a form that other tools read."),
+        _command(
             "cache pack",
-            "qat_lora.commands.cache_files:pack",
+            "cache_files:pack",
             "Make a cache smaller for moving it, without loss; unpack it before training from it.",
         ),
-        Command(
-            "cache unpack",
-            "qat_lora.commands.cache_files:unpack",
-            "Write the cache that was packed, bit for bit.",
-        ),
-        Command(
+        _command("cache unpack", "cache_files:unpack", "Write the cache that was packed, bit for bit."),
+        _command(
             "quantize",
-            "qat_lora.commands.quantize:quantize",
+            "quantize:quantize",
             "Quantise a model and prepare its adapter start.",
             "QuantizeOptions",
-            plan="qat_lora.plan.resource_requirements:of_quantize",
+            plan="qat_lora.plan.quantize:plan_quantize",
         ),
-        Command(
+        _command(
             "recover",
-            "qat_lora.commands.recover:recover",
+            "recover:recover",
             "Train a recovery adapter from a KD cache.",
             "RecoverOptions",
             device="several chips",
-            plan="qat_lora.plan.resource_requirements:of_recover",
+            plan="qat_lora.plan.recover:plan_recover",
         ),
-        Command(
+        _command(
             "qat",
-            "qat_lora.commands.qat:qat",
+            "qat:qat",
             "Train a quantised model's own scales, tables, norms or weights.",
             "QatOptions",
             device="several chips",
-            plan="qat_lora.plan.resource_requirements:of_qat",
+            plan="qat_lora.plan.qat:plan_qat",
         ),
-        Command(
-            "eval",
-            "qat_lora.commands.evaluate:evaluate",
-            "Score models against a teacher on held-out text.",
-            "EvalOptions",
-        ),
-        Command(
-            "export",
-            "qat_lora.commands.export:export",
-            "Write a student in a form other tools load.",
-            "ExportOptions",
-        ),
-        Command("generate", "qat_lora.commands.generate:generate", "Continue a prompt.", "GenerateOptions"),
-        Command(
-            "chat",
-            "qat_lora.commands.chat:chat",
-            "Talk with a model on the terminal.",
-            "ChatOptions",
-            {"student": "STUDENT"},
-        ),
-        Command(
+        _command("eval", "evaluate:evaluate", "Score models against a teacher on held-out text.", "EvalOptions"),
+        _command("export", "export:export", "Write a student in a form other tools load.", "ExportOptions"),
+        _command("generate", "generate:generate", "Continue a prompt.", "GenerateOptions"),
+        _command("chat", "chat:chat", "Talk with a model on the terminal.", "ChatOptions", {"student": "STUDENT"}),
+        _command(
             "push",
-            "qat_lora.commands.push:push",
+            "push:push",
             "Upload an exported folder to the Hugging Face Hub.",
             "PushOptions",
             {"folder": "FOLDER", "repo": "REPO"},
             device="none",
         ),
-        Command(
-            "smoke",
-            "qat_lora.commands.smoke:smoke",
-            "Check device, data, training and checkpoints.",
-            "SmokeOptions",
-        ),
-        Command(
+        _command("smoke", "smoke:smoke", "Check device, data, training and checkpoints.", "SmokeOptions"),
+        _command(
             "estimate",
-            "qat_lora.commands.estimate:estimate",
+            "estimate:estimate",
             "Estimate the memory a run will need.",
             "EstimateOptions",
             device="none",
         ),
-        Command(
+        _command(
             "doctor",
-            "qat_lora.commands.doctor:doctor",
+            "doctor:doctor",
             "Check Python, packages, devices, variables, Hub and room, also for a planned COMMAND.",
         ),
-        Command(
+        _command(
             "bench",
-            "qat_lora.commands.bench:bench",
+            "bench:bench",
             "Show what was claimed, asked and reached in one table, or run the benchmark NAME with its own arguments.",
         ),
-    )
-}
+    ]
+)

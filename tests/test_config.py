@@ -8,7 +8,18 @@ from typing import Literal
 import pytest
 import yaml
 
-from qat_lora.config import fingerprint, from_dict, leaves, load_yaml, option, resolve, save_yaml, setting_path, to_dict
+from qat_lora.config import (
+    fingerprint,
+    from_dict,
+    leaves,
+    load_yaml,
+    option,
+    resolve,
+    save_yaml,
+    setting_path,
+    settings,
+    to_dict,
+)
 from qat_lora.errors import ConfigError
 
 
@@ -157,6 +168,64 @@ def test_a_name_that_two_settings_have_must_be_given_in_full():
     with pytest.raises(ConfigError, match="lr: no such setting"):
         setting_path(Two, "lr")
     assert setting_path(Two, "two.lr") == ("two", "lr")
+
+
+@settings
+class Bounded:
+    rows: int | None = option(4, "rows", min=2)
+    share: float = option(0.5, "share", above=0, max=1, refusal="is no share")
+    plain: float = option(0.0, "any")
+
+    def __post_init__(self):
+        if self.rows == 7:
+            raise ConfigError("rows: 7 is taken")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"rows": 1}, "rows: 1 is too small; allowed: 2 or more"),
+        ({"rows": 2**31}, "rows: 2147483648 is too large; allowed: whole numbers below 2^31"),
+        ({"rows": 7}, "rows: 7 is taken"),
+        ({"share": 0}, "share: 0 is no share"),
+        ({"share": 1.1}, "share: 1.1 is no share"),
+        ({"share": float("nan")}, "share: nan is no share"),
+        ({"plain": float("inf")}, "plain: inf is too small"),
+    ],
+)
+def test_a_field_declares_its_bounds(given, says):
+    assert Bounded(rows=None, share=1).rows is None
+    with pytest.raises(ConfigError) as caught:
+        Bounded(**given)
+    assert str(caught.value).startswith(says)
+
+
+@dataclass(frozen=True)
+class Record:
+    name: str | None
+    sizes: tuple[float, ...]
+    parts: tuple[Inner, ...]
+    notes: dict[str, typing.Any]
+
+
+def test_exact_records_are_not_converted():
+    tree = {"name": None, "sizes": [1, 2.5], "parts": [{"lr": 1.0, "steps": 2}], "notes": {"a": [1]}}
+    assert from_dict(Record, tree, exact=True) == Record(None, (1.0, 2.5), (Inner(1.0, 2),), {"a": [1]})
+    part = tree["parts"][0]
+    for changed, says in [
+        ({"name": 3}, "Record.name: 3 is not a str"),
+        ({"sizes": 1.0}, "Record.sizes: 1.0 is not a list"),
+        ({"sizes": ["1"]}, "Record.sizes: '1' is not a float"),
+        ({"parts": [part | {"steps": -1}]}, "Record.parts.steps: -1 is not a whole number"),
+        ({"parts": [part | {"steps": True}]}, "Record.parts.steps: True is not a whole number"),
+        ({"parts": [{"lr": 1.0}]}, "Record.parts: keys that should not be there, or are missing: 'steps'"),
+        ({"parts": [1]}, "Record.parts: expected an object"),
+        ({"more": 1}, "Record: keys that should not be there, or are missing: 'more'"),
+        ({"notes": []}, "Record.notes: [] is not a dict"),
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            from_dict(Record, tree | changed, "Record", exact=True)
+        assert str(caught.value).startswith(says)
 
 
 def test_the_fingerprint_is_the_sha256_of_canonical_json():

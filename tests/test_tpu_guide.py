@@ -61,11 +61,11 @@ def batch_table(folder: Path) -> list[str]:
     return lines
 
 
-def most_rows(built: tuple, options: EstimateOptions, chip: str) -> str:
+def most_rows(built: estimates.Shapes, options: EstimateOptions, chip: str) -> str:
     """Return the largest power of two, up to `MOST_ROWS`, that the estimate calls fitting."""
     rows = 1
     while rows <= MOST_ROWS:
-        found = estimates.summary(*built, replace(options, batch_size=rows), named((chip,)))
+        found = estimates.forecast(built, replace(options, batch_size=rows), named((chip,)))
         if not found["devices"][chip]["fits"]:
             break
         rows *= 2
@@ -90,7 +90,7 @@ def cost_table(folder: Path) -> list[str]:
                     gradient_checkpointing=again,
                     max_steps=steps,
                 )
-                there = estimates.summary(*built[preset], mine, [device])["devices"][device.name]
+                there = estimates.forecast(built[preset], mine, [device])["devices"][device.name]
                 assert there["fits"] and there["tokens"] == steps * STEP_ROWS * 1024, (device, preset)
                 cells.append(f"{60 * there['hours']:.1f}, {there['usd']:.2f}")
         lines.append(f"| {' | '.join(cells)} |")

@@ -1,12 +1,12 @@
-"""The first run: a really trained model loses its quality to 2 bits and gets it back, in minutes, offline.
+"""`demo`: a small trained model loses its quality at 2 bits and gets it back, in minutes and offline.
 
-The text is one that every machine with Python has, the standard library's own source. A small Qwen3 model is
-trained on it towards saturation, because only a model that uses its weights fully shows what low bits cost: an
-under-trained one hardly notices. Muon for the matrices gets there in a fraction of AdamW's tokens.
+The text is one that every machine with Python has: the standard library's own source. A small Qwen3 model is trained on
+it towards saturation, because only a model that uses all its weights shows what low bits cost; an under-trained one
+hardly notices. Muon on the matrices gets there in a fraction of AdamW's tokens.
 
-From there on the demo is nothing special: it calls the same functions as `qat-lora cache build`, `quantize`,
-`recover` and `eval`, on the folder that the training left. Whole files are held out; tokenizer, teacher, cache,
-calibration and recovery never see them.
+The rest is nothing special: the same functions as `qat-lora cache build`, `quantize`, `recover` and `eval`, called on
+the folder of the trained model. Whole files are held out; tokenizer, teacher, cache, calibration and recovery never see
+them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What is wrong with this machine, and how to put it right, before a run finds out the expensive way.
+"""`doctor`: what is wrong with this machine and how to fix it, before a run finds out the expensive way.
 
-Gathering facts and judging them are apart: every `_check_*` is a pure function of plain values, so each fault has
-a test that needs no broken machine. Version limits are not repeated here; they are read off the package's own
-metadata, which pip used too. Nothing is started: torch_xla is not imported, because that takes the TPU away from
-a program that is running on it. What lies outside this machine and on its accelerators is asked in `surroundings.py`.
+Facts are gathered in one place and judged in another: every `_check_*` is a pure function of plain values, so each
+fault has a test that needs no broken machine. Version limits are read off the package's own metadata, as pip does.
+Nothing is started: torch_xla is not imported, because that takes the TPU away from a program that is running on it;
+`plan/surroundings.py` asks accelerators and Hub without it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,10 @@ LOW_DISK_GIB, LOW_RAM_GIB = 5, 2  # a small cache with a small student still fit
 BACKENDS = ("TPU", "CPU")  # values of PJRT_DEVICE that our XLA runtime starts
 MARKS = {"ok": "✓", "note": "–", "problem": "✗"}
 
-_DEAD = {
-    "XLA_USE_BF16": "it is deprecated and changes every float32 behind the program's back; unset it, give "
-    "--dtype bfloat16",
-    "XLA_DOWNCAST_BF16": "it is deprecated and changes every float32 behind the program's back; unset it, give "
-    "--dtype bfloat16",
-}
+_DEAD = dict.fromkeys(
+    ("XLA_USE_BF16", "XLA_DOWNCAST_BF16"),
+    "it is deprecated and changes every float32 behind the program's back; unset it, give --dtype bfloat16",
+)
 _NOTED = {
     "TPU_VISIBLE_CHIPS": "with several processes each would take these chips, so --num-chips N is refused beside it",
     "XLA_PERSISTENT_CACHE_PATH": "PyTorch/XLA 2.9 fails to read back what it writes there; every start compiles anew",
@@ -91,7 +89,7 @@ def examine(environ: Mapping[str, str], needs: Requirements | None = None) -> li
     ]
 
 
-def render(findings: Sequence[Finding]) -> str:
+def findings_text(findings: Sequence[Finding]) -> str:
     """Return one line a finding, with a tick; the fix below each problem, and the count at the end."""
     width = max(len(finding.name) for finding in findings)
     lines = []
@@ -153,14 +151,8 @@ def _check_device(found: Found, nvidia_driver: bool) -> list[Finding]:
     """Say what is here and what `--device auto` takes."""
     findings = []
     if nvidia_driver and not found.cuda_devices:
-        findings.append(
-            Finding(
-                "cuda",
-                "problem",
-                "an NVIDIA driver is here, but torch sees no GPU",
-                "check nvidia-smi and CUDA_VISIBLE_DEVICES; install a CUDA build of torch",
-            )
-        )
+        fix = "check nvidia-smi and CUDA_VISIBLE_DEVICES; install a CUDA build of torch"
+        findings.append(Finding("cuda", "problem", "an NVIDIA driver is here, but torch sees no GPU", fix))
     try:
         choice = choose("auto", False, found)
     except QatLoraError as error:
@@ -309,7 +301,7 @@ def doctor(planned: tuple[str, ...]) -> None:
     Exit code 1 where something needs fixing.
     """
     findings = examine(os.environ, _requirements(planned) if planned else None)
-    echo(render(findings))
+    echo(findings_text(findings))
     if any(finding.fix for finding in findings):
         raise SystemExit(1)
 
@@ -325,5 +317,5 @@ def _requirements(planned: Sequence[str]) -> Requirements:
     select_runtime("cpu")  # before transformers is imported, as for every command
     parser = OptionsCommand(command)
     options = parser.options(parser.make_context(planned[0], list(planned[1:])))
-    found = command.load_plan()(options)
-    return found._replace(device="tpu" if options.run.tpu else options.run.device)
+    needs: Requirements = command.load_plan()(options).requirements
+    return needs._replace(device="tpu" if options.run.tpu else options.run.device)

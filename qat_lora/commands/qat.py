@@ -1,14 +1,12 @@
-"""The command that trains a quantised model itself: scales, tables, norms, weights through their quantiser.
+"""`qat`: train a quantised model itself: its scales, tables and norms, or its weights through their quantiser.
 
-The same loop as for a recovery adapter, with other tensors to train, and a quantised model as result instead of an
-adapter. What comes before the loop is kept as folders under the run's own, each a model that loads by itself:
-`quantised` (with `--from-scratch`) and `blockwise` (with `--blockwise-steps`). An interrupted run finds them there
-and goes on after them.
+The loop is that of a recovery adapter; the result is a quantised model instead of an adapter. What is made before the
+loop is kept in folders under the run's own, each a model that loads by itself: `quantised` (with `--from-scratch`) and
+`blockwise` (with `--blockwise-steps`). An interrupted run finds them there and goes on after them.
 """
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -18,35 +16,29 @@ from torch import Tensor, nn
 
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.commands.quantize import quantize
-from qat_lora.config import save_yaml, to_dict
 from qat_lora.evaluate.report import save_json
 from qat_lora.files import outputs
 from qat_lora.files.folders import whole_folder
 from qat_lora.files.identity import checkpoint_sha256
 from qat_lora.layers.calibrate.config import QuantizeConfig
 from qat_lora.layers.convert import bits_per_weight, quant_layers
-from qat_lora.models.load import DTYPES, CausalLM, save_with_tensors
+from qat_lora.models.load import CausalLM, save_with_tensors
 from qat_lora.options import QatOptions, QuantizeOptions, RunConfig
 from qat_lora.plan.advice import advised, qat_advice
 from qat_lora.plan.qat import plan_qat
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.signals import stop_signals
-from qat_lora.runtime.launch.select import status_line
-from qat_lora.setup.common import cached_calibration_rows, check_fits, fit_attention, kept, load, picture, run_name, say
-from qat_lora.setup.multiprocess import decide, fetch, refuse_spmd_over_hosts
-from qat_lora.setup.objective import anchor_batch_rows, check_arrays, evaluation_objective, identity, prepare
+from qat_lora.setup.common import cached_calibration_rows, check_fits, load, run_name, say
+from qat_lora.setup.multiprocess import fetch, refuse_spmd_over_hosts
 from qat_lora.setup.trainable import check_parts, given, preset_name, trained_parts
-from qat_lora.setup.training_data import cache_evaluation_rows, rows_evaluation
+from qat_lora.setup.training_data import cache_lessons
+from qat_lora.setup.training_run import Groups, TrainingRun, complete_run, train_student
 from qat_lora.setup.unfinished import Unfinished, remove_pieces
 from qat_lora.train.blockwise import reconstruct
-from qat_lora.train.callbacks import LoopHooks, RunSettings
 from qat_lora.train.checkpoint import STATE, checkpoints
-from qat_lora.train.loop import train
-from qat_lora.train.metrics import plot_curve
-from qat_lora.train.optim import TrainState
 
 MAKING = tuple(field.name for field in fields(QuantizeConfig) if field.name not in ("model", "preset"))
-"""Settings that say how `--from-scratch` makes its student, beside the model and the preset."""
+"""Settings that say how `--from-scratch` makes its student, apart from the model and the preset."""
 
 
 @advised(qat_advice)
@@ -56,110 +48,66 @@ def qat(options: QatOptions, runtime: Runtime) -> Any:
     The model is `best` in the folder.
     """
     if options.dry_run:
-        return plan_qat(options)
+        return plan_qat(options).show(options.run)
     refuse_spmd_over_hosts(runtime)
-    run, loop = options.run, options.loop
+    run = options.run
     start = preset_name(options) if options.from_scratch else run_name(str(options.checkpoint))
     out = Path(run.out or f"runs/v2_{start.split('_')[0]}")
-    dataset = KDCacheDataset(
-        str(options.kd_cache_dir),
-        options.preload,
-        options.head_k,
-        temperatures=options.objective.cached_temperatures,
-        verify_rows=options.verify_rows,
-    )
-    check_arrays(dataset, options.objective)
+    lessons = cache_lessons(options)
     for name in filter(None, (options.model, options.checkpoint)):
         fetch(runtime, name, options.hub)
     full = None if options.model is None else load(options.model, options.hub, "float32")
     student = None if options.from_scratch else load(str(options.checkpoint), options.hub, "float32")
-    check_fits(dataset, student or given(full))
+    check_fits(lessons.rows, student or given(full))
     check_parts(options, full, student)
-    effective = loop.batch_size * loop.accumulation(runtime.replicas) * runtime.replicas
-    plain = to_dict(options)
-    decisive: tuple[str, ...] = MAKING if options.from_scratch else ()
-    if options.blockwise.blockwise_steps and not options.from_scratch:
-        decisive += ("calibration_rows",)
-    decisive += ("head_k", "train_parts", "weight_gradient", "mergeable", "mergeable_r", "blockwise", "train")
+    plan = TrainingRun("qat", options, lessons, runtime, out)
     noted = None if run.overwrite else outputs.noted(out)
     settings = {
         "model_sha256": full and checkpoint_sha256(full.folder, noted),
         "checkpoint_sha256": student and checkpoint_sha256(student.folder, noted),
-        "cache": dataset.manifest.fingerprint.sha256,
-        "dtype": run.dtype,
-        "seed": run.seed,
-        "autocast": loop.autocast,
-        "max_steps": loop.max_steps,
-        "early_stop": loop.early_stop,
-        "global_batch_rows": effective,
-        "objective": identity(options.objective),
-        "anchor_batch_rows": anchor_batch_rows(options.objective, loop, runtime.replicas),
         "preset": preset_name(options) if options.from_scratch else None,
         **({"mergeable_in": "units of the first scale"} if options.mergeable else {}),  # it once was added to weights
-        **{key: plain[key] for key in decisive},
+        **plan.decisive(_decisive(options)),
     }
     inputs = [options.checkpoint, options.model, options.kd_cache_dir, *(m.folder for m in (full, student) if m)]
-    with outputs.alone(out) if runtime.is_main else contextlib.nullcontext():
-        if decide(runtime, lambda: outputs.claim(out, "qat", settings, run.overwrite, inputs)):
-            say(run, f"{out} is complete already")
-            return out
-        if runtime.is_main:
-            save_yaml(options, out / "config.yaml")
-        folder = _start(options, out, dataset, student, full, runtime)
-        say(run, status_line(runtime, DTYPES[run.dtype], effective))
-        student = None  # `_train` loads what it trains; float32 copies that nobody needs would take twice its memory
+    models = [student, full]
+    del student, full  # `work` drops them before it trains: float32 copies would take twice its memory
+
+    def work() -> dict[str, Any]:
+        full, student = models.pop(), models.pop()
+        folder = _start(options, out, lessons.rows, student, full, runtime)
+        student = None
         full = full if options.mergeable or "weights" in options.train_parts else None
-        result = _train(options, dataset, folder, full, settings, runtime, out)
-        runtime.barrier("before_final_save")
-        if runtime.is_main:
-            save_json(result, out / "result.json")
-            picture(run, lambda: plot_curve(out / "metrics.jsonl", out / "evaluations.jsonl", out / "curve.png"))
-            outputs.complete(out)
-    say(run, f"{result['step']} steps, {kept(result, 'model')} in {out / 'best'}")
-    return out
+        return _train(plan, folder, full, settings)
+
+    return complete_run(plan, settings, inputs, work, "model")
 
 
-def _train(
-    options: QatOptions,
-    dataset: KDCacheDataset,
-    folder: Path,
-    full: CausalLM | None,
-    settings: dict[str, Any],
-    runtime: Runtime,
-    out: Path,
-) -> dict[str, Any]:
-    """Load the student that training begins with, put it into its training state, and run the loop."""
-    run, loop = options.run, options.loop
-    model = load(str(folder), options.hub, run.dtype)
-    model = model.with_vocabulary(dataset.manifest.fingerprint.vocab_size)
-    runtime.place(model.module)
-    fit_attention(model, runtime, loop.gradient_checkpointing)
-    torch.manual_seed(run.seed)
-    trainee = TrainState(model, trained_parts(model, options, full))
-    if loop.gradient_checkpointing:
-        model.checkpoint_gradients(runtime.checkpoint_function())
-    runtime.shard_frozen(model.module)
-    runtime.barrier("before_warmup")
-    counts = {kind: sum(p.numel() for p in tensors.values()) for kind, tensors in trainee.groups.items()}
-    say(run, f"{', '.join(f'{count:,} {kind}' for kind, count in counts.items())} train · {out}")
-    prepared = prepare(options.objective, dataset, model, loop, run.seed, runtime)
-    rows = cache_evaluation_rows(str(options.kd_cache_dir), options.head_k, options.verify_rows)
-    head = prepared.teacher_lm_head
+def _decisive(options: QatOptions) -> tuple[str, ...]:
+    """Return the names of the options that decide the result."""
+    names: tuple[str, ...] = MAKING if options.from_scratch else ()
+    if options.blockwise.blockwise_steps and not options.from_scratch:
+        names += ("calibration_rows",)
+    return (*names, "head_k", "train_parts", "weight_gradient", "mergeable", "mergeable_r", "blockwise", "train")
+
+
+def _train(plan: TrainingRun, folder: Path, full: CausalLM | None, settings: dict[str, Any]) -> dict[str, Any]:
+    """Train the student of a folder, whose weights may start at the full-precision model's."""
+    options, out = plan.options, plan.out
+    assert isinstance(options, QatOptions)
+    model = plan.lessons.with_vocabulary(load(str(folder), options.hub, options.run.dtype))
+
+    def groups() -> Groups:
+        torch.manual_seed(options.run.seed)
+        return trained_parts(model, options, full)
+
+    def announce(groups: Groups) -> str:
+        counts = {kind: sum(p.numel() for p in tensors.values()) for kind, tensors in groups.items()}
+        return f"{', '.join(f'{count:,} {kind}' for kind, count in counts.items())} train · {out}"
+
     noted = "".join((path / STATE).read_text(encoding="utf-8") for path in checkpoints(out / "checkpoints")[-1:])
-    distance = evaluation_objective(prepared.objective, head)
-    result = train(
-        trainee,
-        dataset,
-        prepared,
-        options.train,
-        loop,
-        LoopHooks(
-            None if rows is None else rows_evaluation(rows, distance, model, loop, runtime, head),
-            lambda name: _export(trainee, out / name),
-        ),
-        runtime,
-        RunSettings(out, run.seed, {**settings, "base_sha256": checkpoint_sha256(folder, noted)}, run.quiet),
-    )
+    fingerprint = {**settings, "base_sha256": checkpoint_sha256(folder, noted)}
+    result = train_student(plan, model, groups, announce, lambda _, folder: _export(model, folder), fingerprint)
     return {**result, "bits_per_weight": round(bits_per_weight(model.module)["base"], 4)}
 
 
@@ -234,10 +182,8 @@ def _stored(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _export(trainee: TrainState, folder: Path) -> None:
+def _export(model: CausalLM, folder: Path) -> None:
     """Write the student as an ordinary quantised checkpoint that computes, bit for bit, what it computes now."""
-    model = trainee.model
-    assert isinstance(model, CausalLM)
     whole = {name: parameter for name, parameter in model.module.named_parameters() if parameter.requires_grad}
     inner = tuple(f"{name}." for name in quant_layers(model.module))
     tensors = {name: parameter for name, parameter in whole.items() if not name.startswith(inner)}

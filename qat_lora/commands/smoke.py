@@ -1,9 +1,8 @@
-"""Does it work here? Every part of a recovery run on this device, at toy size, one tick a line.
+"""`smoke`: every part of a recovery run on this device, at toy size, one line a check.
 
-Nothing is mocked and nothing is downloaded: a random teacher, a cache of its logits, a 2-bit student and an
-adapter are made by the functions that the real commands call, so a tick means that the real thing works on this
-device and a cross comes with the error that the real thing would have given. The checks stop at the first
-failure, since each needs those before it.
+Nothing is mocked and nothing is downloaded. The functions that the real commands call make a random teacher, a cache of
+its logits, a 2-bit student and an adapter, so a tick means that the real thing works on this device, and a cross comes
+with the error that it would have given. The checks stop at the first failure, because each needs those before it.
 """
 
 from __future__ import annotations
@@ -49,23 +48,7 @@ LENGTH, VOCABULARY, TOP_K, ROWS = 64, 320, 32, 64
 BATCH, ACCUMULATION = 4, 2
 STEPS_PER_EPOCH = ROWS // (BATCH * ACCUMULATION)
 SHORT_STEPS = 4
-WORDS = (
-    "a",
-    "the",
-    "token",
-    "layer",
-    "weight",
-    "scale",
-    "code",
-    "row",
-    "head",
-    "tail",
-    "of",
-    "to",
-    "and",
-    "in",
-    "loss",
-)
+WORDS = "a the token layer weight scale code row head tail of to and in loss"
 
 
 class SmokeFailedError(QatLoraError):
@@ -75,7 +58,7 @@ class SmokeFailedError(QatLoraError):
 
 
 class _Bench(NamedTuple):
-    """What the checks share: where they work, on what, and the run they look at."""
+    """What the checks share: their settings, their device and their folder."""
 
     options: SmokeOptions
     runtime: Runtime
@@ -156,7 +139,7 @@ def _data(bench: _Bench) -> str:
     text.mkdir(exist_ok=True)
     draw, written = random.Random(bench.options.run.seed), list[Path]()
     for i in range(80):
-        lines = [" ".join(draw.choices(WORDS, k=12)) + "." for _ in range(12)]
+        lines = [" ".join(draw.choices(WORDS.split(), k=12)) + "." for _ in range(12)]
         file = ours(text / f"{i:03d}.txt")
         file.write_text("\n".join(lines) + "\n", encoding="utf-8")
         written.append(file)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from qat_lora.config import at_least, option
+from qat_lora.config import option, settings
 from qat_lora.errors import TextError
 from qat_lora.models.kv_cache import begin, step
 
@@ -31,16 +30,13 @@ if TYPE_CHECKING:
 GRAM = 4  # tokens; of the repetition rate
 
 
-@dataclass(frozen=True)
+@settings
 class HealthConfig:
     """Settings of the comparison by generation."""
 
-    generate: int = option(0, "prompts of the text that every model continues greedily; 0: none", unit="prompts")
-    generate_tokens: int = option(256, "length of a continuation", unit="tokens")
-    prompt_tokens: int = option(32, "length of a prompt", unit="tokens")
-
-    def __post_init__(self) -> None:
-        at_least(self, generate=0, generate_tokens=GRAM, prompt_tokens=1)
+    generate: int = option(0, "prompts of the text that every model continues greedily; 0: none", unit="prompts", min=0)
+    generate_tokens: int = option(256, "length of a continuation", unit="tokens", min=GRAM)
+    prompt_tokens: int = option(32, "length of a prompt", unit="tokens", min=1)
 
 
 def take_prompts(rows: Iterable[Any], config: HealthConfig) -> np.ndarray:

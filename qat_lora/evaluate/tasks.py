@@ -12,29 +12,25 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from qat_lora.config import at_least, option
+from qat_lora.config import option, settings
 from qat_lora.errors import ConfigError, is_out_of_memory
 from qat_lora.extras import require
 
 
-@dataclass(frozen=True)
+@settings
 class TasksConfig:
     """Which tasks of the lm-eval harness to run."""
 
     tasks: tuple[str, ...] = option((), "tasks of the lm-eval harness, for example arc_easy,hellaswag")
     tasks_path: str | None = option(None, "folder with task files of your own (YAML of the harness)")
-    task_limit: int | None = option(None, "examples of each task; default: all", unit="examples")
+    task_limit: int | None = option(None, "examples of each task; default: all", unit="examples", min=1)
     task_shots: int | None = option(
-        None, "worked examples before each question; default: as the task says", unit="examples"
+        None, "worked examples before each question; default: as the task says", unit="examples", min=0
     )
-
-    def __post_init__(self) -> None:
-        at_least(self, task_limit=1, task_shots=0)
 
 
 def check_tasks(config: TasksConfig) -> Any:

@@ -71,7 +71,7 @@ def _ours(name: str, hub: HubConfig, run: RunConfig, runtime: Runtime) -> Backen
             temperature=temperature,
             generator=generator,
             row_length=row,
-            cut=runtime.mark_step,
+            mark_step=runtime.mark_step,
         )
         return stream_text(tokenizer, until_end(tokens, tokenizer.eos_token_id))
 

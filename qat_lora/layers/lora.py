@@ -9,23 +9,22 @@ Names and files are PEFT's (`models/adapter.py`), so the result loads there.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from qat_lora.config import option
+from qat_lora.config import option, settings
 from qat_lora.errors import ConfigError
 
 
-@dataclass(frozen=True)
+@settings
 class LoraConfig:
     """Shape of the recovery adapter."""
 
     recovery_r: int = option(16, "rank of the recovery adapter", unit="rank")
     recovery_alpha: float | None = option(
-        None, "scaling numerator; the adapter counts alpha / rank", unit="default: rank"
+        None, "scaling numerator; the adapter counts alpha / rank", unit="default: rank", above=0
     )
     lora_targets: str = option("", "regular expression of the linear layers that get an adapter", unit="default: all")
     mlp_only: bool = option(False, "adapters on the MLP layers only")
@@ -34,8 +33,6 @@ class LoraConfig:
     def __post_init__(self) -> None:
         if self.recovery_r < 1:
             raise ConfigError(f"recovery_r: {self.recovery_r} is not a rank; give 1 or more (8 or 16 are usual)")
-        if self.recovery_alpha is not None and not 0 < self.recovery_alpha < math.inf:
-            raise ConfigError(f"recovery_alpha: {self.recovery_alpha} is not allowed; give a number above 0")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout: {self.dropout} is not a probability below 1")
 

@@ -1,7 +1,7 @@
-"""What to lower when a run does not fit: out-of-memory errors of every device, answered with the command's own flags.
+"""What to lower when a run does not fit: every device's out-of-memory error, answered with the command's own flags.
 
-Training is answered from the estimate, which knows the largest parts. The other commands hold little besides weights
-and one batch, so theirs is a list of what there is to lower, with the value to try next.
+`recover` is answered from the estimate, which knows the largest parts. The other commands hold little besides weights
+and one batch, so each has a list of settings to lower, with the value to try next.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Command = Callable[[Options, Runtime], R]
 
 @contextmanager
 def memory_advice(advice: Callable[[], str]) -> Iterator[None]:
-    """Turn an out-of-memory error into one that says what to lower; `advice` is asked only then.
+    """Turn an out-of-memory error into one that says what to lower; `advice` is called only then.
 
     Raises:
-        OutOfMemoryError: in the place of the device's own error.
+        OutOfMemoryError: in place of the device's own error.
     """
     try:
         yield
@@ -39,7 +39,7 @@ def memory_advice(advice: Callable[[], str]) -> Iterator[None]:
 
 
 def advised(advice: Callable[[Options], str]) -> Callable[[Command[Options, R]], Command[Options, R]]:
-    """Decorate a command: out of memory, it says what `advice` says of its options."""
+    """Decorate a command with `memory_advice` made of its options."""
 
     def decorate(command: Command[Options, R]) -> Command[Options, R]:
         @functools.wraps(command)
@@ -53,7 +53,7 @@ def advised(advice: Callable[[Options], str]) -> Callable[[Command[Options, R]],
 
 
 def build_advice(options: CacheBuildOptions) -> str:
-    """Return what to lower where a cache is built: what is held is the teacher and its logits of a batch."""
+    """Return what to lower in `cache build`, which holds the teacher and its logits of a batch."""
     rows = options.teacher_batch_size
     return _try(
         f"--teacher-batch-size {rows // 2}" if rows > 1 else "",
@@ -63,7 +63,7 @@ def build_advice(options: CacheBuildOptions) -> str:
 
 
 def quantize_advice(options: QuantizeOptions) -> str:
-    """Return what to lower where a model is quantised: what is held is its weights and what calibration keeps."""
+    """Return what to lower in `quantize`, which holds the weights and what calibration keeps."""
     has_text = options.text.dataset is not None or options.kd_cache_dir is not None
     fits_text = has_text and options.init in NEED_TEXT
     rows, length = options.calibration_rows, options.calibration_length
@@ -77,7 +77,7 @@ def quantize_advice(options: QuantizeOptions) -> str:
 
 
 def eval_advice(options: EvalOptions) -> str:
-    """Return what to lower where models are scored: what is held is all of them and their logits of a batch."""
+    """Return what to lower in `eval`, which holds all its models and their logits of a batch."""
     return _try(
         f"--batch-size {options.batch_size // 2}" if options.batch_size > 1 else "",
         "" if options.run.dtype == "bfloat16" else "--dtype bfloat16",
@@ -86,59 +86,53 @@ def eval_advice(options: EvalOptions) -> str:
     )
 
 
-def _try(*answers: str) -> str:
-    given = [answer for answer in answers if answer]
-    return f"Try {', or '.join(given)}"
-
-
 def qat_advice(options: QatOptions) -> str:
-    """Return what to lower where a quantised model trains; its parts are what `--dry-run` shows."""
+    """Return what to lower in `qat`; its parts are what `--dry-run` shows."""
     loop, rows, chunk = options.loop, options.loop.batch_size, options.objective.loss_chunk_mb
     steps = "" if loop.global_batch_size else f" --accumulation-steps {loop.accumulation_steps * 2}"
-    return (
-        _try(
-            "" if loop.gradient_checkpointing else "--gradient-checkpointing",
-            f"--batch-size {rows // 2}{steps}" if rows > 1 else "",
-            f"--loss-chunk-mb {chunk // 2}" if chunk > 1 else "",
-            "--mergeable instead of training whole weights" if "weights" in options.train_parts else "",
-            f"--calibration-rows {options.calibration_rows // 2}" if options.from_scratch else "",
-        )
-        + "; --dry-run shows the parts"
+    answers = _try(
+        "" if loop.gradient_checkpointing else "--gradient-checkpointing",
+        f"--batch-size {rows // 2}{steps}" if rows > 1 else "",
+        f"--loss-chunk-mb {chunk // 2}" if chunk > 1 else "",
+        "--mergeable instead of training whole weights" if "weights" in options.train_parts else "",
+        f"--calibration-rows {options.calibration_rows // 2}" if options.from_scratch else "",
     )
+    return f"{answers}; --dry-run shows the parts"
 
 
-GENERAL = "Lower --batch-size and raise --accumulation-steps, or give --gradient-checkpointing"
+def _try(*answers: str) -> str:
+    return f"Try {', or '.join(filter(None, answers))}"
 
 
-def training_advice(options: EstimateOptions, global_batch_size: int | None = None) -> str:
-    """Return the largest parts of a training run, and which flag makes each smaller.
+def recovery_advice(options: EstimateOptions, global_batch_size: int | None = None) -> str:
+    """Return the largest parts of a recovery, and which flag makes each smaller.
 
-    With a global batch size the number of micro-batches follows by itself.
+    With a global batch size, the number of micro-batches follows by itself.
     """
     try:
         parts = memory(options)
     except QatLoraError:  # a model that cannot be estimated still gets the general answer
-        return GENERAL
-    total = sum(parts.values())
-    largest = sorted(parts.items(), key=lambda part: -part[1])[:3]
+        return "Lower --batch-size and raise --accumulation-steps, or give --gradient-checkpointing"
     steps = "" if global_batch_size else f" --accumulation-steps {options.accumulation_steps * 2}"
+    largest = sorted(parts.items(), key=lambda part: -part[1])[:3]
     lines = [f"{name} {size / GIB:.2f} GiB{_lower(name, options, steps)}" for name, size in largest]
-    return f"This run is estimated to need {total / GIB:.2f} GiB, most of it: {'; '.join(lines)}"
+    total = sum(parts.values()) / GIB
+    return f"This run is estimated to need {total:.2f} GiB, most of it: {'; '.join(lines)}"
 
 
 def _lower(part: str, options: EstimateOptions, steps: str) -> str:
     """Return which flag makes a part smaller, with the value to try; `steps` goes with half the batch."""
     rows = options.batch_size
     batch = f"--batch-size {rows // 2}{steps}" if rows > 1 else "a cache with shorter rows"
-    halved = max(1, options.loss_chunk_mb // 2)
+    rank = "--recovery-r with a smaller number"
     answers: dict[str, Any] = {
         "activations": batch if options.gradient_checkpointing else f"--gradient-checkpointing, or {batch}",
         "formed weights": "" if options.gradient_checkpointing else "--gradient-checkpointing",
-        "working memory": f"{batch}, or --loss-chunk-mb {halved}",
+        "working memory": f"{batch}, or --loss-chunk-mb {max(1, options.loss_chunk_mb // 2)}",
         "cached head": "--head-k with a smaller number",
-        "adapter": "--recovery-r with a smaller number",
-        "gradients": "--recovery-r with a smaller number",
-        "optimizer state": "--recovery-r with a smaller number",
+        "adapter": rank,
+        "gradients": rank,
+        "optimizer state": rank,
         "weights": "" if options.run.dtype == "bfloat16" else "--dtype bfloat16",
     }
     return f" (try {answers[part]})" if answers.get(part) else ""

@@ -1,4 +1,4 @@
-"""Devices that a run may be estimated for: memory, peak rate and price of one chip.
+"""The devices that a run can be estimated for: memory, peak rate and price of one chip.
 
 Peak rates are the makers' figures for dense bfloat16 products; prices are on-demand list prices as known in mid-2025
 (Google Cloud for TPUs, typical GPU clouds for cards) and only there for an order of magnitude: check them.
@@ -13,7 +13,7 @@ from typing import Literal
 from qat_lora.errors import ConfigError
 
 Attention = Literal["tiled", "fused", "plain", "xla"]
-"""Who computes attention, and so what a training step keeps of it (`plan/activations.py`)."""
+"""The attention kernel, which decides what a training step keeps (`plan/activations.py`)."""
 
 _ATTENTION: dict[str, Attention] = {"cpu": "tiled", "mps": "plain", "tpu": "xla", "xla": "xla"}
 
@@ -56,9 +56,9 @@ def named(names: tuple[str, ...]) -> list[Device]:
 
 
 def likely(device: str, chips: int) -> list[Device]:
-    """Return what a run on `--device` may be on: the usual chips or cards of that kind, as many as it takes.
+    """Return the usual chips or cards behind `--device`, as many as the run takes.
 
-    Several processes on one CPU share it, so for them there is none whose time is known.
+    Several processes on one CPU share it, so their time is not known.
     """
     if device in ("tpu", "xla"):
         return [_named(f"{kind}-{chips}") for kind in ("v5e", "v6e")]
@@ -68,7 +68,7 @@ def likely(device: str, chips: int) -> list[Device]:
 
 
 def attention_on(device: str) -> Attention:
-    """Return who computes attention on `--device`, which decides what a training step keeps."""
+    """Return the attention kernel on `--device`."""
     return _ATTENTION.get(device, "fused")
 
 

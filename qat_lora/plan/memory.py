@@ -1,56 +1,91 @@
-"""How much memory, time and money a recovery run will need, from a model's config.json alone.
+"""The one memory estimate: what a training run holds and needs, by parts, from a model's config.json alone.
 
-The model is built on torch's meta device, which has shapes and no memory, and taken through the same calls that
-a run makes: quantised layers, adapters, which tensors train. What is *held* (weights, adapter, gradients,
-optimizer state) is then counted, not modelled. What comes and goes in a step (activations, working memory) is a
-formula over the config that differs by device (`activations`), and the printed table says so. Time is arithmetic over
-an assumed share of a device's peak rate (`plan/devices.py`), which only a measurement on that device can replace.
+The student is built on torch's meta device, which has shapes and no memory, and put into its training state by the
+calls that a run makes. What is *held* (weights, adapter, gradients, optimizer state) is therefore counted, not
+modelled. What comes and goes within a step (activations, working memory) is a formula over the config that differs
+by device (`activations`). Time is arithmetic over an assumed share of a device's peak rate (`devices`), which only a
+measurement on that device can replace.
+
+`estimate` and the dry runs of `recover` and `qat` differ in what trains, and in nothing else: each builds its `Shapes`
+and asks for the same `forecast`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from qat_lora.errors import ModelError
 from qat_lora.files.checksums import check_folder, read_object
 from qat_lora.layers.convert import add_lora, lora_layers, make_quant_skeleton, quant_layers
 from qat_lora.models import load as models
 from qat_lora.options import EstimateOptions
-from qat_lora.plan.activations import Weights, step_bytes, widths
+from qat_lora.plan.activations import Trains, step_bytes, widths
 from qat_lora.plan.devices import Attention, Device, attention_on, named
 from qat_lora.quant.presets import Preset, preset
+from qat_lora.setup.trainable import recovery_parts
 
 GIB = 2**30
-NOTE = (
-    "An estimate. Weights, adapter, gradients and optimizer state are counted on the model's real shapes. Activations\n"
-    "and working memory are formulas for Qwen and Llama style layers, each device's own attention in them;\n"
-    "compared with measured steps on a CPU, and with XLA's buffers there in float32. Nothing of it has been measured\n"
-    "on a TPU yet. Time assumes a share of the peak rate; prices are list prices as of mid-2025, to be checked."
-)
 
 
-def summary(
-    config: Any, module: torch.nn.Module, options: EstimateOptions, devices: Sequence[Device]
-) -> dict[str, Any]:
-    """Return parameter counts, bytes on one replica, and time and cost on devices, for what `skeleton` built.
+@dataclass(frozen=True)
+class Shapes:
+    """A student on the meta device, in its training state."""
+
+    config: Any
+    """Of its text model."""
+    module: Any
+    trained: Mapping[str, Mapping[str, nn.Parameter]]
+    """What trains, by kind."""
+    adapter_rank: int
+    weight_gradients: bool
+    """Whether the backward pass forms a gradient of every quantised weight."""
+    formed_bytes: int
+    """Weights that a forward forms anew from codes and scales and keeps for its backward pass."""
+    averaged: bool = False
+    """Whether the optimizer keeps an average of what trains."""
+
+    @property
+    def trained_by_kind(self) -> dict[str, int]:
+        """How many numbers train."""
+        return {kind: sum(p.numel() for p in tensors.values()) for kind, tensors in self.trained.items()}
+
+    @property
+    def quantised(self) -> list[int]:
+        """Numbers of each quantised weight."""
+        return [layer.in_features * layer.out_features for layer in quant_layers(self.module).values()]
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output head."""
+        return int(self.module.get_output_embeddings().weight.shape[0])
+
+    @property
+    def adapter(self) -> list[nn.Parameter]:
+        """The factors of the adapters."""
+        return [p for layer in lora_layers(self.module).values() for p in (layer.lora_A, layer.lora_B)]
+
+
+def forecast(shapes: Shapes, options: EstimateOptions, devices: Sequence[Device]) -> dict[str, Any]:
+    """Return parameter counts, bytes on one replica, and time and cost on devices.
 
     The parts are those of the device that the settings name, or of the first; every device has its own total.
     """
     shown = _attention(options, devices)
-    parts = _parts(config, module, options, shown)
-    flops = flops_per_token(config, module, options)
+    parts = _parts(shapes, options, shown)
+    flops = flops_per_token(shapes, options)
     there = {}
     for device in devices:
         own = shown if options.attention != "auto" else attention_on(device.device)
-        total = sum((parts if own == shown else _parts(config, module, options, own)).values())
+        total = sum((parts if own == shown else _parts(shapes, options, own)).values())
         there[device.name] = {"attention": own, **_on(device, options, flops, total)}
     return {
-        **_counts(module, options),
+        **_counts(shapes),
         "attention": shown,
         "bytes": parts,
         "total_bytes": sum(parts.values()),
@@ -61,11 +96,11 @@ def summary(
 
 def memory(options: EstimateOptions) -> dict[str, int]:
     """Return the parts of a run's memory on one replica, in bytes by name; their sum is the peak of a step."""
-    return _parts(*skeleton(options), options, _attention(options, named(options.devices)))
+    return _parts(skeleton(options), options, _attention(options, named(options.devices)))
 
 
 def _attention(options: EstimateOptions, devices: Sequence[Device]) -> Attention:
-    """Return who computes attention: as asked, or as on the device that `--device` or else `--for` names first."""
+    """Return the attention kernel: as set, or that of the device which `--device` or else `--for` names first."""
     if options.attention != "auto":
         return options.attention
     if options.run.tpu or options.run.device != "auto":
@@ -73,48 +108,59 @@ def _attention(options: EstimateOptions, devices: Sequence[Device]) -> Attention
     return attention_on(devices[0].device)
 
 
-def _parts(config: Any, module: torch.nn.Module, options: EstimateOptions, attention: Attention) -> dict[str, int]:
-    sizes = [layer.in_features * layer.out_features for layer in quant_layers(module).values()]
-    quantised = Weights(sum(sizes), max(sizes, default=0))
+def _parts(shapes: Shapes, options: EstimateOptions, attention: Attention) -> dict[str, int]:
+    largest = max(shapes.quantised, default=0) if shapes.weight_gradients else 0
+    trains = Trains(shapes.adapter_rank, shapes.formed_bytes, largest)
     return {
-        **_held_bytes(module, options),
-        **step_bytes(config, options, attention, _rows(module), quantised),
-        # Ids, mask and head of this micro-batch and of the next one, which is fetched meanwhile.
+        **_held_bytes(shapes),
+        **step_bytes(shapes.config, options, attention, shapes.vocab_size, trains),
+        # Ids, mask and top-K entries of this micro-batch and of the next one, which is fetched meanwhile.
         "cached head": 2 * options.batch_size * (options.length - 1) * (options.head_k * (8 + 4) + 21),
     }
 
 
-def _counts(module: torch.nn.Module, options: EstimateOptions) -> dict[str, int]:
-    quantised = quant_layers(module)
-    weights = sum(layer.in_features * layer.out_features for layer in quantised.values())
-    adapter = sum(a.lora_A.numel() + a.lora_B.numel() for a in lora_layers(module).values())
-    scales = sum(s.numel() for layer in quantised.values() for s in layer.scales)
-    dense = sum(p.numel() for p in module.parameters()) - adapter
-    dense -= sum(p.numel() for layer in quantised.values() for name, p in layer.named_parameters() if name != "bias")
+def _held_bytes(shapes: Shapes) -> dict[str, int]:
+    """Return bytes of what stays in memory for the whole run."""
+    module, adapter = shapes.module, shapes.adapter
+    factors = {id(p) for p in adapter}
+    stored = {id(t): t for t in (*module.parameters(), *module.buffers()) if id(t) not in factors}
+    trained = sum(shapes.trained_by_kind.values())
     return {
-        "parameters": dense + weights,
-        "quantised": weights,
-        "trained": adapter + (scales if options.train_scales else 0) + sum(p.numel() for p in _norms(module, options)),
-        "stored_bytes_of_quantised": sum(layer.stored_bits for layer in quantised.values()) // 8,
+        "weights": sum(t.numel() * t.element_size() for t in stored.values()),
+        **({"adapter": sum(p.numel() * p.element_size() for p in adapter)} if adapter else {}),
+        "gradients": 4 * trained,
+        "optimizer state": (12 if shapes.averaged else 8) * trained,
     }
 
 
-def flops_per_token(config: Any, module: Any, options: EstimateOptions) -> int:
+def _counts(shapes: Shapes) -> dict[str, int]:
+    layers, weights = quant_layers(shapes.module).values(), sum(shapes.quantised)
+    inside = sum(p.numel() for layer in layers for name, p in layer.named_parameters() if name != "bias")
+    adapter = sum(p.numel() for p in shapes.adapter)
+    return {
+        "parameters": sum(p.numel() for p in shapes.module.parameters()) - adapter - inside + weights,
+        "quantised": weights,
+        "trained": sum(shapes.trained_by_kind.values()),
+        "stored_bytes_of_quantised": sum(layer.stored_bits for layer in layers) // 8,
+    }
+
+
+def flops_per_token(shapes: Shapes, options: EstimateOptions) -> int:
     """Return the floating-point operations of one token of training: 4 N for what is frozen, 6 N for what trains.
 
     A frozen weight is multiplied once forward and once for the gradient of its input; one that trains (or whose scales
     do) once more for its own. Attention is counted in full, not causal; checkpointing adds the layers' forward again.
     """
-    linear = sum(m.in_features * m.out_features for m in module.modules() if isinstance(m, torch.nn.Linear))
-    head = _rows(module) * config.hidden_size
-    adapter = sum(a.lora_A.numel() + a.lora_B.numel() for a in lora_layers(module).values())
-    linear -= head if isinstance(module.get_output_embeddings(), torch.nn.Linear) else 0
-    quantised = sum(layer.in_features * layer.out_features for layer in quant_layers(module).values())
+    config, module = shapes.config, shapes.module
+    linear = sum(m.in_features * m.out_features for m in module.modules() if isinstance(m, nn.Linear))
+    lm_head = shapes.vocab_size * config.hidden_size
+    linear -= lm_head if isinstance(module.get_output_embeddings(), nn.Linear) else 0
+    adapter = sum(p.numel() for p in shapes.adapter)
     attention = 4 * options.length * widths(config).queries * config.num_hidden_layers
     forward = 2 * (linear + adapter) + attention
-    trained = adapter + (quantised if options.train_scales else 0)
+    trained = adapter + (sum(shapes.quantised) if shapes.weight_gradients else 0)
     again = forward if options.gradient_checkpointing else 0
-    return forward + 2 * linear + 2 * adapter + 2 * attention + 2 * trained + 4 * head + again
+    return forward + 2 * linear + 2 * adapter + 2 * attention + 2 * trained + 4 * lm_head + again
 
 
 def _on(device: Device, options: EstimateOptions, flops: int, total: int) -> dict[str, Any]:
@@ -130,20 +176,20 @@ def _on(device: Device, options: EstimateOptions, flops: int, total: int) -> dic
     }
 
 
-def table(config: Any, module: torch.nn.Module, options: EstimateOptions, attention: Attention) -> list[dict[str, Any]]:
-    """Return the peak for halves and doubles of batch and length, with and without gradient checkpointing."""
+def peak_table(shapes: Shapes, options: EstimateOptions, attention: Attention) -> list[dict[str, Any]]:
+    """Return the peak at fractions and multiples of batch and length, with and without gradient checkpointing."""
     rows = []
     for batch_size in sorted({max(1, options.batch_size // 4), options.batch_size, options.batch_size * 4}):
         for length in sorted({max(2, options.length // 2), options.length, options.length * 2}):
             peaks = {}
             for name, again in (("kept", False), ("checkpointed", True)):
                 asked = replace(options, batch_size=batch_size, length=length, gradient_checkpointing=again)
-                peaks[name] = sum(_parts(config, module, asked, attention).values())
+                peaks[name] = sum(_parts(shapes, asked, attention).values())
             rows.append({"batch_size": batch_size, "length": length, **peaks})
     return rows
 
 
-def meta_model(name: str) -> tuple[Any, torch.nn.Module]:
+def meta_model(name: str) -> tuple[Any, nn.Module]:
     """Build a model on the meta device as its config.json says, without its quantisation; return config and model.
 
     Raises:
@@ -162,17 +208,21 @@ def meta_model(name: str) -> tuple[Any, torch.nn.Module]:
         raise ModelError(f"model: {name} has no config.json that transformers can build ({reason})") from None
 
 
-def skeleton(options: EstimateOptions) -> tuple[Any, torch.nn.Module]:
-    """Build the student on the meta device; return its text config and the model.
+def stored_quantisation(config: Any) -> dict[str, Any] | None:
+    """Return what a config says of the model's quantisation; None where it has none."""
+    stored = getattr(config, "quantization_config", None)
+    return stored if stored is None or isinstance(stored, dict) else stored.to_dict()
+
+
+def skeleton(options: EstimateOptions) -> Shapes:
+    """Build a student with an adapter on the meta device.
 
     Raises:
         ModelError: no config.json, an architecture that transformers does not know, or quantised twice.
         ConfigError: an unknown preset, or patterns that match no layer.
     """
     config, module = meta_model(str(options.model))
-    stored = getattr(config, "quantization_config", None)
-    if stored is not None and not isinstance(stored, dict):
-        stored = stored.to_dict()
+    stored = stored_quantisation(config)
     if stored is not None and stored.get("quant_method") != models.QUANT_METHOD:
         raise ModelError(f"model: {options.model} is quantised by {stored.get('quant_method')}; give the original")
     if stored is not None and options.preset is not None:
@@ -183,71 +233,12 @@ def skeleton(options: EstimateOptions) -> tuple[Any, torch.nn.Module]:
     if chosen is not None:
         make_quant_skeleton(module, chosen)
     add_lora(module, options.lora)
-    models.cast(module, models.DTYPES[options.run.dtype])
+    dtype = models.DTYPES[options.run.dtype]
+    models.cast(module, dtype)
     for layer in lora_layers(module).values():
-        layer.float()  # cast reached the adapter, which a run adds after it
-    return config.get_text_config(), module
-
-
-def _held_bytes(module: torch.nn.Module, options: EstimateOptions) -> dict[str, int]:
-    """Return bytes of what stays in memory for the whole run, as `layers.prepare_base` leaves it."""
-    width = models.DTYPES[options.run.dtype].itemsize
-    adapters, quantised = lora_layers(module), quant_layers(module)
-    adapter = [p for layer in adapters.values() for p in (layer.lora_A, layer.lora_B)]
-    scales = [s for q in quantised.values() for s in q.scales] if options.train_scales else []
-    trained = [*adapter, *scales, *_norms(module, options)]
-    mine = {id(p) for p in adapter}
-    stored = {id(t): t for t in (*module.parameters(), *module.buffers()) if id(t) not in mine}
-    # A frozen base is formed once in the activations' type, a training one keeps its code values in the scales'.
-    formed = sum(q.in_features * q.out_features for q in quantised.values())
-    count = sum(p.numel() for p in trained)
-    return {
-        "weights": sum(t.numel() * t.element_size() for t in stored.values())
-        + formed * (4 if options.train_scales else width),
-        "adapter": sum(p.numel() * p.element_size() for p in adapter),
-        "gradients": 4 * count,
-        "optimizer state": 8 * count,
-    }
-
-
-def _norms(module: torch.nn.Module, options: EstimateOptions) -> list[torch.nn.Parameter]:
-    """Return the norms' parameters, where they train."""
-    return list(models.CausalLM(module, Path()).norms().values()) if options.train_norms else []
-
-
-def _rows(module: Any) -> int:
-    return int(module.get_output_embeddings().weight.shape[0])
-
-
-def report_text(report: dict[str, Any], options: EstimateOptions, replicas: int) -> str:
-    """Return an estimate as lines for the terminal."""
-    lines = [f"{options.model}: {report['parameters']:,} parameters, {report['quantised']:,} of them quantised"]
-    if report["quantised"]:
-        lines[0] += f" ({report['stored_bytes_of_quantised'] / GIB:.3f} GiB stored)"
-    lines.append(f"{report['trained']:,} numbers train (rank {options.lora.recovery_r})")
-    lines.append(
-        f"batch {options.batch_size} x {options.length} tokens, {options.accumulation_steps} micro-batches, "
-        f"{replicas} replica{'s' if replicas > 1 else ''}: effective batch {report['effective_batch']}"
-    )
-    places = [name for name, there in report["devices"].items() if there["attention"] == report["attention"]]
-    lines += ["", f"a step with {report['attention']} attention" + (f", as on {', '.join(places)}" if places else "")]
-    lines += [f"{name:<18}{size / GIB:>9.3f} GiB" for name, size in report["bytes"].items() if size]
-    lines.append(f"{'together':<18}{report['total_bytes'] / GIB:>9.3f} GiB")
-    if options.table:
-        lines += ["", "batch x length      GiB   with --gradient-checkpointing"]
-        for row in report["table"]:
-            size = f"{row['batch_size']} x {row['length']}"
-            lines.append(f"{size:<14}{row['kept'] / GIB:>9.2f}{row['checkpointed'] / GIB:>12.2f}")
-    lines += [
-        "",
-        f"{options.max_steps} steps at {options.utilisation:.0%} of the peak rate, {report['flops_per_token']:.3g} "
-        "operations a token",
-    ]
-    for name, there in report["devices"].items():
-        cost = f"{there['usd']:,.2f} USD" if there["usd"] else "-"
-        fits = "fits" if there["fits"] else "does not fit"
-        lines.append(
-            f"{name:<9}{there['total_bytes'] / GIB:>8.2f} GiB  {fits:<12}{there['hours']:>9.2f} h{cost:>14}"
-            f"{there['tokens']:>16,} tokens"
-        )
-    return "\n".join([*lines, "", NOTE])
+        layer.float()  # a run adds the adapter after the cast
+    groups = recovery_parts(models.CausalLM(module, Path()), options.train_scales, options.train_norms, dtype)
+    sizes = [layer.in_features * layer.out_features for layer in quant_layers(module).values()]
+    formed = dtype.itemsize * sum(sizes) if options.train_scales else 0
+    rank = options.lora.recovery_r
+    return Shapes(config.get_text_config(), module, groups, rank, options.train_scales, formed)

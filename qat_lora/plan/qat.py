@@ -1,14 +1,12 @@
-"""What `qat` would do, from shapes alone: `qat --dry-run`.
+"""`qat --dry-run`: what training a quantised model itself would train, take and see.
 
-The student is put into its training state on torch's meta device by the call that the run makes (`qat_parts`), so what
-trains is counted, not modelled. So are the weights that a forward forms anew from codes and scales: each layer forms
-its own here, without memory, while the bytes that autograd keeps of it are watched. What comes and goes with tokens is
-the estimate of a recovery, whose layers are the same.
+The student is put into its training state by the call that the run makes (`setup/trainable.py`), so what trains is
+counted, not modelled. So are the weights that a forward forms anew from codes and scales: each layer forms its own on
+the meta device while the bytes that autograd keeps of it are counted.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,34 +16,36 @@ from torch import nn
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.errors import ConfigError, ModelError
 from qat_lora.layers.convert import make_quant_skeleton, quant_layers
-from qat_lora.layers.lora import LoraConfig
 from qat_lora.models.load import DTYPES, QUANT_METHOD, CausalLM, cast, resolve_model
 from qat_lora.options import CacheBuildOptions, QatOptions
-from qat_lora.plan.devices import likely
-from qat_lora.plan.memory import GIB, meta_model, summary
-from qat_lora.plan.recover import (
+from qat_lora.plan.devices import attention_on
+from qat_lora.plan.dry_run import (
     HEAD_K,
+    DryRun,
     check_shapes,
     device_of,
-    fisher_bytes,
     is_there,
     no_cache,
-    plan_lines,
     replicas_of,
     training_estimate,
+    training_report,
+    training_text,
 )
+from qat_lora.plan.memory import GIB, Shapes, meta_model, stored_quantisation
+from qat_lora.plan.quantize import fisher_bytes
 from qat_lora.quant.presets import Preset
+from qat_lora.registry import Requirements
 from qat_lora.runtime.host.memory import LiveBytes
+from qat_lora.runtime.launch.select import runs_on_host
 from qat_lora.setup.objective import check_arrays
 from qat_lora.setup.trainable import check_parts, chosen_preset, trained_parts
-from qat_lora.terminal import redact
 
 LENGTH = CacheBuildOptions.length
-"""Tokens of a cached row, where the cache is not there to be asked; what `cache build` makes."""
+"""Tokens of a row where there is no cache to ask; what `cache build` makes."""
 
 
-def plan_qat(options: QatOptions) -> dict[str, Any]:
-    """Return (and print, unless `--json`) what training a quantised model would train, take and see.
+def plan_qat(options: QatOptions) -> DryRun:
+    """Plan the training of a quantised model.
 
     Raises:
         ModelError: a model has no config.json here or on the Hub, or the checkpoint is no folder here.
@@ -54,88 +54,85 @@ def plan_qat(options: QatOptions) -> dict[str, Any]:
     """
     assumed: list[str] = []
     replicas = replicas_of(options.run, assumed)
-    loop = replace(options.loop, accumulation_steps=options.loop.accumulation(replicas), global_batch_size=None)
+    accumulation = options.loop.accumulation(replicas)
     config, student, full = _models(options)
     dataset = _cache(options)
     length, head_k = (dataset.manifest.fingerprint.length, dataset.k) if dataset else (LENGTH, options.head_k or HEAD_K)
-    name = str(options.model if options.from_scratch else options.checkpoint)
     if dataset:
-        check_shapes(dataset, str(student.folder), student.module)
+        check_shapes(dataset, student.folder, student.module)
     else:
         assumed.append(no_cache(str(options.kd_cache_dir), length, head_k, "what `cache build` makes"))
-    device = device_of(options.run)
-    # Whatever trains, gradients reach every quantised weight. There is no adapter; rank 1 is nothing beside the rest.
-    trains = {"train_scales": True, "lora": LoraConfig(recovery_r=1)}
-    asked = training_estimate(replace(options, loop=loop), name, length, head_k, device, trains)
-    devices = likely(device, replicas)
-    found = summary(config, student.module, asked, devices)
-    groups = trained_parts(student, options, None)
-    trained = {kind: sum(p.numel() for p in tensors.values()) for kind, tensors in groups.items()}
-    parts = _held_bytes(student.module, sum(trained.values()), options.train.ema > 0)
-    formed = _formed_bytes(student.module, torch.bfloat16 if loop.autocast else DTYPES[options.run.dtype])
-    parts["formed weights"] = formed // config.num_hidden_layers if loop.gradient_checkpointing else formed
-    parts |= {part: size for part, size in found["bytes"].items() if part not in (*parts, "adapter")}
-    blockwise = options.blockwise.blockwise_steps > 0
-    total, rows = sum(parts.values()), len(dataset) if dataset else None
-    step_rows, whole = loop.batch_size * loop.accumulation_steps * replicas, 4 * found["parameters"]
-    fits = {d.name: {**found["devices"][d.name], "fits": total < 0.9 * d.memory_gb * 1e9} for d in devices}
-    plan: dict[str, Any] = {
-        "student": f"{name} at {chosen_preset(options).name}" if options.from_scratch else name,
-        "parameters": found["parameters"],
-        "quantised": found["quantised"],
-        "trained": sum(trained.values()),
-        "trained_by_kind": trained,
-        "bytes": parts,
-        "total_bytes": total,
-        "stored_bytes": found["stored_bytes_of_quantised"] + 4 * (found["parameters"] - found["quantised"]),
-        # The original in float32, and beside it the model that is quantised, or what reconstruction needs of both.
+    name = str(options.model if options.from_scratch else options.checkpoint)
+    asked = training_estimate(options, name, length, head_k, device_of(options.run), accumulation)
+    shapes = _shapes(options, config, student)
+    shown = f"{name} at {chosen_preset(options).name}" if options.from_scratch else name
+    report = training_report(shapes, asked, shown, replicas, len(dataset) if dataset else None, assumed)
+    whole, blockwise = 4 * report["parameters"], options.blockwise.blockwise_steps > 0
+    stored = report.pop("stored_bytes_of_quantised") + 4 * (report["parameters"] - report["quantised"])
+    report |= {
+        "trained_by_kind": shapes.trained_by_kind,
+        "stored_bytes": stored,
+        # The original in float32, and with it the model that is quantised, or what reconstruction needs of both.
         "start_bytes": whole * max(2 * options.from_scratch, (options.from_scratch + 2) * blockwise),
         "scratch_bytes": fisher_bytes(student.module, options.init, options.metric) if options.from_scratch else 0,
         "host_bytes": whole if full and (options.mergeable or "weights" in options.train_parts) else 0,
-        "replicas": replicas,
-        "batch_size": loop.batch_size,
-        "accumulation_steps": loop.accumulation_steps,
-        "effective_batch": step_rows,
-        "length": length,
-        "head_k": head_k,
-        "steps": loop.max_steps,
-        "tokens": loop.max_steps * step_rows * length,
-        "epochs": loop.max_steps * step_rows / rows if rows else None,
-        "devices": fits,
-        "assumed": assumed,
     }
-    if not options.run.json:
-        kinds = ", ".join(f"{count:,} {kind}" for kind, count in trained.items())
-        host = (("while the start is made", plan["start_bytes"]), ("while it trains", plan["host_bytes"]))
-        more = [f"host     {size / GIB:.3f} GiB of float32 weights beside it, {when}" for when, size in host if size]
-        print(redact("\n".join(plan_lines(plan, kinds, asked.utilisation, more))), flush=True)
-    return plan
+    kinds = ", ".join(f"{count:,} {kind}" for kind, count in shapes.trained_by_kind.items())
+    host = (("while the start is made", report["start_bytes"]), ("while it trains", report["host_bytes"]))
+    more = [f"host     {size / GIB:.3f} GiB of float32 weights beside it, {when}" for when, size in host if size]
+    return DryRun(report, training_text(report, kinds, asked.utilisation, more), _requirements(options, report))
+
+
+def _requirements(options: QatOptions, report: dict[str, Any]) -> Requirements:
+    start, host, total = report["start_bytes"], report["host_bytes"], report["total_bytes"]
+    disk = (options.loop.keep_checkpoints + 1) * 12 * report["trained"] + (3 + (start > 0)) * report["stored_bytes"]
+    disk += report["scratch_bytes"]
+    if runs_on_host(options.run.device, options.run.tpu):
+        memory = max(total + host, start)
+        return Requirements("this training", memory, memory, disk)
+    original = 4 * report["parameters"] if options.from_scratch else 0  # on the host while its copy is quantised
+    return Requirements("this training", max(total, start - original), max(host, start), disk)
+
+
+def _shapes(options: QatOptions, config: Any, student: CausalLM) -> Shapes:
+    """Put the student into its training state, and count what a forward forms of its layers."""
+    groups = trained_parts(student, options, None)
+    formed = _formed_bytes(student.module, torch.bfloat16 if options.loop.autocast else DTYPES[options.run.dtype])
+    if options.loop.gradient_checkpointing and attention_on(device_of(options.run)) == "xla":
+        formed //= config.num_hidden_layers  # counted as on other devices: nobody measured what XLA keeps of these
+    return Shapes(
+        config,
+        student.module,
+        groups,
+        adapter_rank=1,  # none trains; the sums were compared with real steps as those of a recovery at rank 1
+        weight_gradients=True,  # whatever trains, gradients reach every quantised weight
+        formed_bytes=formed,
+        averaged=options.train.ema > 0,
+    )
 
 
 def _models(options: QatOptions) -> tuple[Any, CausalLM, CausalLM | None]:
-    """Return the student's text config, the student and the full-precision model, if one is named, without memory.
+    """Return the student's text config, the student and the full-precision model, if one is named, on the meta device.
 
     Raises:
         ModelError, ConfigError: what the run would refuse of them.
     """
     full = None if options.model is None else CausalLM(meta_model(options.model)[1], Path(options.model))
+    folder = Path(str(options.model)) if options.from_scratch else _checkpoint(str(options.checkpoint))
+    config, module = meta_model(str(folder))
+    stored = stored_quantisation(config)
     if options.from_scratch:
-        config, module = meta_model(str(options.model))
-        if getattr(config, "quantization_config", None) is not None:
+        if stored is not None:
             raise ConfigError(f"model: {options.model} is quantised already; give it as --checkpoint")
         check_parts(options, full, None)
         chosen = chosen_preset(options)
+    elif stored is None or stored.get("quant_method") != QUANT_METHOD:
+        raise ConfigError(f"checkpoint: {options.checkpoint} has no quantised layers; give --from-scratch --model")
     else:
-        folder = _checkpoint(str(options.checkpoint))
-        config, module = meta_model(str(folder))
-        stored = getattr(config, "quantization_config", None) or {}
-        stored = stored if isinstance(stored, dict) else stored.to_dict()
-        if stored.get("quant_method") != QUANT_METHOD:
-            raise ConfigError(f"checkpoint: {options.checkpoint} has no quantised layers; give --from-scratch --model")
         chosen = Preset.from_dict(stored["preset"])
     make_quant_skeleton(module, chosen)
     cast(module, DTYPES[options.run.dtype])
-    student = CausalLM(module, Path(str(options.model)) if options.from_scratch else folder)
+    student = CausalLM(module, folder)
     if not options.from_scratch:
         check_parts(options, full, student)
     return config.get_text_config(), student, full
@@ -165,18 +162,8 @@ def _cache(options: QatOptions) -> KDCacheDataset | None:
     return dataset
 
 
-def _held_bytes(module: nn.Module, trained: int, averaged: bool) -> dict[str, int]:
-    """Return bytes of what stays in memory for the whole run: all in its training state, and what AdamW adds."""
-    stored = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-    return {
-        "weights": sum(tensor.numel() * tensor.element_size() for tensor in stored.values()),
-        "gradients": 4 * trained,
-        "optimizer state": (12 if averaged else 8) * trained,
-    }
-
-
 def _formed_bytes(module: nn.Module, dtype: torch.dtype) -> int:
-    """Return what a forward forms of the training layers' weights and keeps for its backward pass."""
+    """Return the bytes of the training layers' weights that a forward forms and keeps for its backward pass."""
     formed = 0
     for layer in quant_layers(module).values():
         if any(parameter.requires_grad for parameter in layer.parameters()):

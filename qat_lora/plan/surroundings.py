@@ -1,8 +1,8 @@
-"""What the doctor asks that is not in this process: chips and their memory, the Hub, what torch_xla was made for.
+"""Facts from outside this process, for the doctor: chips and their memory, the Hub, which libtpu torch_xla needs.
 
-Asking an accelerator through torch or torch_xla takes it, or memory of it, from a program that is running on it. The
-driver's own tool and the files of the bus tell as much without that. The Hub is asked once, for a moment, since a
-machine without a network is no broken machine.
+Querying an accelerator through torch or torch_xla takes it, or some of its memory, from a program that is running on
+it; the driver's own tool and the files of the bus say as much without that. The Hub gets one short request, because a
+machine without a network is not broken.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Accelerator(NamedTuple):
 
 
 class HubState(NamedTuple):
-    """Whether models can be had by name."""
+    """Whether the Hub can be reached."""
 
     offline: bool = False
     """By the user's own wish."""

@@ -1,12 +1,12 @@
-"""What several commands need: status lines, pictures that may be left out, models, batches of text.
+"""Helpers of several commands: status lines, optional pictures, models, batches of text.
 
-A helper comes here when a second command needs it; what one command needs stays beside it.
+A helper moves here when a second command needs it.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,6 @@ def picture(run: RunConfig, draw: Callable[[], None]) -> None:
         draw()
     except MissingExtraError as error:
         say(run, f"no picture: {error}")
-
-
-def kept(result: Mapping[str, Any], what: str) -> str:
-    """Return which state of a training run was kept as its best: that of no step, where nothing was evaluated."""
-    step = result["best_step"]
-    return f"last {what} (no evaluation to choose by)" if step is None else f"best {what} (step {step})"
 
 
 def load(name: str, hub: HubConfig, dtype: str) -> CausalLM:

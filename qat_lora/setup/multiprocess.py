@@ -1,6 +1,6 @@
-"""What a command does differently when it runs in several processes: who fetches, who claims, which share is whose.
+"""What a command does differently in several processes: fetching models, claiming folders, dividing a cache.
 
-Only the main process writes shared files and decides; the others learn the decision by `Runtime.agree`.
+Only the main process writes shared files and decides; the others learn its decision by `Runtime.agree`.
 """
 
 from __future__ import annotations

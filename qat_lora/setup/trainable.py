@@ -1,7 +1,7 @@
-"""What `qat` trains: refused where a student does not have it, and put into its training state.
+"""What `recover` and `qat` train: checked against the student, and put into its training state.
 
-The run and its `--dry-run` call the same functions, the one on real tensors, the other on torch's meta device, so that
-what a plan says of a run is what the run does.
+A run and its `--dry-run` call the same functions, one on real tensors, the other on torch's meta device, so what a plan
+says of a run is what the run does.
 """
 
 from __future__ import annotations
@@ -10,7 +10,14 @@ import torch
 from torch import nn
 
 from qat_lora.errors import ConfigError, ModelError
-from qat_lora.layers.convert import check_reach, linear_layers, quant_layers, tied_embedding
+from qat_lora.layers.convert import (
+    check_reach,
+    linear_layers,
+    lora_layers,
+    prepare_base,
+    quant_layers,
+    tied_embedding,
+)
 from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.models.load import DTYPES, CausalLM
 from qat_lora.options import QatOptions
@@ -83,6 +90,28 @@ def check_parts(options: QatOptions, full: CausalLM | None, student: CausalLM | 
             raise ConfigError(
                 "train_parts: the head is the embedding in this model; give embeddings, which trains both"
             )
+
+
+def recovery_parts(
+    model: CausalLM, train_scales: bool, train_norms: bool, dtype: torch.dtype
+) -> dict[str, dict[str, nn.Parameter]]:
+    """Put a student with an adapter into its training state and return what trains, by kind.
+
+    Args:
+        model: the student.
+        train_scales: the quantiser's scales train too.
+        train_norms: the norms train too.
+        dtype: in which a frozen base is formed, once.
+    """
+    scales = prepare_base(model.module, train_scales, dtype)
+    factors: dict[str, nn.Parameter] = {}
+    for name, adapter in lora_layers(model.module).items():
+        factors |= {f"{name}.lora_A": adapter.lora_A, f"{name}.lora_B": adapter.lora_B}
+    norms = model.norms() if train_norms else {}
+    for norm in norms.values():
+        norm.requires_grad_(True)
+    model.module.train()
+    return {"adapter": factors, "scales": scales, "norms": norms}
 
 
 def trained_parts(model: CausalLM, options: QatOptions, full: CausalLM | None) -> dict[str, dict[str, nn.Parameter]]:

@@ -21,7 +21,7 @@ from qat_lora.data.sources import Document, describe_source, open_documents
 from qat_lora.data.text_dataset import ENCODERS, TextDataset
 from qat_lora.losses.objective import ObjectiveConfig, objective_loss
 from qat_lora.models.load import CausalLM, load_tokenizer, tokenizer_sha256
-from qat_lora.options import RecoverOptions
+from qat_lora.options import QatOptions, RecoverOptions
 from qat_lora.runtime.base import Runtime
 from qat_lora.setup.common import check_fits, fits_positions
 from qat_lora.setup.objective import check_arrays, evaluation_objective
@@ -59,17 +59,21 @@ class Lessons:
         if isinstance(self.rows, TextDataset):
             return model
         check_fits(self.rows, model)
+        return self.with_vocabulary(model)
+
+    def with_vocabulary(self, model: CausalLM) -> CausalLM:
+        """Return the model with the vocabulary of the cache, without padded rows."""
         return model.with_vocabulary(self.rows.manifest.fingerprint.vocab_size)
 
 
-def cache_lessons(options: RecoverOptions) -> Lessons:
+def cache_lessons(options: RecoverOptions | QatOptions) -> Lessons:
     """Open the KD cache of a run.
 
     Raises:
         CacheError: no cache, damage, or it lacks what the objective reads.
     """
     objective, path = options.objective, str(options.kd_cache_dir)
-    if options.learn == "kd+ce" and not objective.ce_weight:
+    if isinstance(options, RecoverOptions) and options.learn == "kd+ce" and not objective.ce_weight:
         objective = replace(objective, ce_weight=1.0)
     temperatures, checked = objective.cached_temperatures, options.verify_rows
     rows = KDCacheDataset(path, options.preload, options.head_k, temperatures=temperatures, verify_rows=checked)

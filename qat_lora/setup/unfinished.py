@@ -1,9 +1,9 @@
-"""The finished pieces of an interrupted run, in its folder `unfinished` until the whole is done.
+"""The finished pieces of an interrupted run, kept in its folder `unfinished` until the whole is done.
 
-Every piece is a folder that appears whole or not at all (`files`) and carries its checksums, so what a kill
-leaves can be trusted or is not there. All sums are checked before a run goes on; a damaged piece is removed and made
-again, which gives the same bytes: what it is made from is the model, the text and the pieces before it, all of them
-checked.
+This is the store behind the protocol `layers.calibrate.finished.Work`; the layers know no folder. Every piece is a
+folder that appears whole or not at all (`files`) and carries its checksums, so whatever a kill leaves can be trusted.
+All checksums are verified before a run goes on. A damaged piece is removed and made again, which gives the same bytes,
+because it is made from the model, the text and earlier pieces, all of them verified.
 """
 
 from __future__ import annotations

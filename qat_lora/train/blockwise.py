@@ -14,14 +14,13 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from qat_lora.config import option
+from qat_lora.config import option, settings
 from qat_lora.errors import ConfigError, ModelError
 from qat_lora.layers.calibrate.blocks import Call, capture_calls, run_block
 from qat_lora.layers.calibrate.finished import NOT_KEPT, Work
@@ -33,22 +32,19 @@ from qat_lora.types import Batch
 BLOCK = re.compile(r"^(.+?)\.\d+\.")
 
 
-@dataclass(frozen=True)
+@settings
 class BlockwiseConfig:
     """How long and how fast every decoder layer is reconstructed."""
 
     blockwise_steps: int = option(
         0, "optimizer steps for each decoder layer alone, before the model trains as a whole; 0: none", unit="steps"
     )
-    blockwise_lr: float = option(1e-4, "peak learning rate of the weights in it")
-    blockwise_scale_lr: float = option(1e-4, "peak learning rate of the scales in it")
+    blockwise_lr: float = option(1e-4, "peak learning rate of the weights in it", above=0)
+    blockwise_scale_lr: float = option(1e-4, "peak learning rate of the scales in it", above=0)
 
     def __post_init__(self) -> None:
         if self.blockwise_steps < 0:
             raise ConfigError(f"blockwise_steps: {self.blockwise_steps} is below 0")
-        for name in ("blockwise_lr", "blockwise_scale_lr"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name}: {getattr(self, name)} is not allowed; give a number above 0")
 
 
 class _Fit(NamedTuple):

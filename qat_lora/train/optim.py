@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from qat_lora.config import option
+from qat_lora.config import option, settings
 from qat_lora.errors import ConfigError
 from qat_lora.types import LanguageModel
 
@@ -44,27 +44,24 @@ KINDS = {
 """Kinds of trained tensors: LoRA factors, latent weights, the quantiser's scales and tables, norms."""
 
 
-@dataclass(frozen=True)
+@settings
 class OptimConfig:
     """How the trained tensors move."""
 
-    lr: float = option(3e-4, "peak learning rate of the adapter (and of weights, where they train)")
-    scale_lr: float = option(3e-4, "peak learning rate of the quantiser's scales and tables, where they train")
-    norm_lr: float = option(1e-4, "peak learning rate of norms, where they train")
+    lr: float = option(3e-4, "peak learning rate of the adapter (and of weights, where they train)", above=0)
+    scale_lr: float = option(3e-4, "peak learning rate of the quantiser's scales and tables, where they train", above=0)
+    norm_lr: float = option(1e-4, "peak learning rate of norms, where they train", above=0)
     schedule: Literal["cosine", "constant"] = option("cosine", "learning rate after warm-up")
     warmup_steps: int = option(20, "optimizer steps of linear warm-up, from 1/n of the peak", unit="steps")
     min_lr_ratio: float = option(0.1, "learning rate at the end, as a share of the peak (cosine)")
     weight_decay: float = option(0.0, "decoupled weight decay of adapter and weights; scales and norms have none")
-    clip_grad_norm: float = option(1.0, "largest gradient norm over all trained tensors")
+    clip_grad_norm: float = option(1.0, "largest gradient norm over all trained tensors", above=0)
     adam_beta2: float = option(0.99, "decay of the second moment; short runs want less than 0.999")
     ema: float = option(
         0.0, "decay of a moving average of what trains, evaluated and exported in its place; 0: none, 0.999 is usual"
     )
 
     def __post_init__(self) -> None:
-        for name in ("lr", "scale_lr", "norm_lr", "clip_grad_norm"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name}: {getattr(self, name)} is not allowed; give a number above 0")
         if not 0 <= self.weight_decay < math.inf:
             raise ConfigError(f"weight_decay: {self.weight_decay} is not allowed; give 0 (none) or a number above")
         for name in ("adam_beta2", "ema"):

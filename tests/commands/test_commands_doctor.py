@@ -160,20 +160,20 @@ def test_extras_are_never_something_to_fix():
     assert only(doctor._check_extras(REQUIRED, ["log"], {"wandb": "0.21"})).state == "ok"
 
 
-def test_render_gives_one_line_a_finding_and_the_fix_below_a_problem():
+def test_the_text_gives_one_line_a_finding_and_the_fix_below_a_problem():
     findings = [
         doctor.Finding("torch", "ok", "2.9.0"),
         doctor.Finding("gpu driver", "problem", "is too old", "install a newer one"),
         doctor.Finding("extra log", "note", "not installed"),
     ]
-    assert doctor.render(findings).splitlines() == [
+    assert doctor.findings_text(findings).splitlines() == [
         "✓ torch       2.9.0",
         "✗ gpu driver  is too old",
         "              fix: install a newer one",
         "– extra log   not installed",
         "1 to fix",
     ]
-    assert doctor.render(findings[:1]).endswith("nothing to fix")
+    assert doctor.findings_text(findings[:1]).endswith("nothing to fix")
 
 
 def test_the_command_exits_1_for_a_problem_only_and_starts_nothing():

@@ -77,12 +77,12 @@ def trained(request, tiny, work, tmp_path_factory):
     out = tmp_path_factory.mktemp(request.param) / "run"
     seen = {}
 
-    def watched(trainee, folder):
-        trainee.model.module.eval()
+    def watched(model, folder):
+        model.module.eval()
         with torch.no_grad():
-            seen[folder.name] = trainee.model.hidden(IDS, torch.zeros_like(IDS))
-        trainee.model.module.train()
-        return real(trainee, folder)
+            seen[folder.name] = model.hidden(IDS, torch.zeros_like(IDS))
+        model.module.train()
+        return real(model, folder)
 
     real = qat._export
     with pytest.MonkeyPatch.context() as patch:

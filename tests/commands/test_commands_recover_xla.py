@@ -48,9 +48,10 @@ def counted_launch(self, main):
         runtime = self
         app = importlib.import_module("qat_lora.commands.recover")
         callbacks = importlib.import_module("qat_lora.train.callbacks")
-        make = app.evaluation
-        app.evaluation = lambda *args: counted("evaluate", make(*args))
-        app._export_student = counted("export", app._export_student)
+        setup = importlib.import_module("qat_lora.setup.training_run")
+        make = setup.evaluation
+        setup.evaluation = lambda *args: counted("evaluate", make(*args))
+        app._export = counted("export", app._export)
         callbacks.save_checkpoint = counted("save", callbacks.save_checkpoint)
         return main()
     return launch(self, run)

@@ -14,7 +14,7 @@ from qat_lora.data.sources import TextConfig
 from qat_lora.errors import CacheError, OutOfMemoryError, QatLoraError, is_out_of_memory
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.options import EstimateOptions, QatOptions
-from qat_lora.plan.advice import memory_advice, training_advice
+from qat_lora.plan.advice import memory_advice, recovery_advice
 from qat_lora.registry import COMMANDS
 from qat_lora.runtime.host.memory import peak_memory_bytes
 from qat_lora.train.loop import LoopConfig
@@ -29,7 +29,7 @@ ERRORS = [
 
 
 def advice(model):
-    return memory_advice(lambda: training_advice(EstimateOptions(model=str(model))))
+    return memory_advice(lambda: recovery_advice(EstimateOptions(model=str(model))))
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: str(error)[:12] or "host")

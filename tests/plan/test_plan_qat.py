@@ -17,7 +17,6 @@ from qat_lora.models.load import DTYPES, cast, load_model, make_qwen3, save_mode
 from qat_lora.options import QatOptions
 from qat_lora.plan import qat as planning_qat
 from qat_lora.plan.qat import plan_qat
-from qat_lora.plan.resource_requirements import of_qat
 from qat_lora.runtime.host.memory import LiveBytes
 from qat_lora.runtime.native import NativeRuntime
 from qat_lora.setup.trainable import chosen_preset, trained_parts
@@ -54,7 +53,7 @@ def options(tiny, cache, out, **changed):
 )
 def test_what_trains_is_what_the_run_trains(made, tiny, tmp_path, capfd, changed):
     asked = options(tiny, made / "cache", tmp_path / "run", **changed)
-    plan = plan_qat(asked)
+    plan = plan_qat(asked).report
     assert list(tmp_path.iterdir()) == []
     capfd.readouterr()
     call("qat", asked, run=replace(asked.run, quiet=False, json=False))
@@ -91,7 +90,7 @@ def test_the_sum_is_near_the_peak_of_a_step(tmp_path, monkeypatch, changed, dtyp
         run=part(tmp_path / "run", json=True, dtype=dtype),
         **changed,
     )
-    plan, runtime = plan_qat(asked), NativeRuntime("cpu")
+    plan, runtime = plan_qat(asked).report, NativeRuntime("cpu")
     model = load_model(str(tmp_path), dtype="float32")
     make_quant_skeleton(model.module, chosen_preset(asked))
     cast(model.module, DTYPES[dtype])
@@ -172,16 +171,16 @@ def test_a_stranger_to_the_cache_is_refused_however_the_checkpoint_is_named(made
 
 def test_doctor_knows_what_it_needs(made, tiny, tmp_path):
     asked = options(tiny, made / "cache", tmp_path / "run", train_parts=("weights",))
-    plan, wanted = plan_qat(asked), of_qat(asked)
+    plan, _, wanted = plan_qat(asked)
     whole = 4 * plan["parameters"]
     assert plan["start_bytes"] == 2 * whole and plan["host_bytes"] == whole
     assert wanted.memory == wanted.host == max(plan["total_bytes"] + whole, 2 * whole)
     assert wanted.disk > 12 * plan["trained"]
     on_cuda = replace(asked, run=replace(asked.run, device="cuda"))
-    elsewhere = of_qat(on_cuda)
-    assert elsewhere.memory == max(plan_qat(on_cuda)["total_bytes"], whole) and elsewhere.host == 2 * whole
+    there, _, elsewhere = plan_qat(on_cuda)
+    assert elsewhere.memory == max(there["total_bytes"], whole) and elsewhere.host == 2 * whole
     text = replace(asked, init="descent", metric="fisher")
     outputs = [layer.out_features for _, layer in linear_layers(load_model(str(tiny.teacher)).module)]
-    scratch = plan_qat(text)["scratch_bytes"]
-    assert scratch == sum(4 * o * o for o in outputs)
-    assert of_qat(text).disk - of_qat(replace(text, metric="outputs")).disk == scratch
+    (report, _, with_fisher), without = plan_qat(text), plan_qat(replace(text, metric="outputs")).requirements
+    assert report["scratch_bytes"] == sum(4 * o * o for o in outputs)
+    assert with_fisher.disk - without.disk == report["scratch_bytes"]

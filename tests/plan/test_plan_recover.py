@@ -13,8 +13,8 @@ from qat_lora import cli
 from qat_lora.errors import CacheError, ConfigError, DeviceError, ModelError
 from qat_lora.layers.convert import linear_layers
 from qat_lora.models.load import load_model
-from qat_lora.plan.recover import plan_quantising, plan_recovery
-from qat_lora.plan.resource_requirements import of_quantize, of_recover
+from qat_lora.plan.quantize import plan_quantize
+from qat_lora.plan.recover import plan_recover
 from qat_lora.runtime.launch.select import choose, look
 from qat_lora.train.loop import LoopConfig
 
@@ -27,16 +27,12 @@ def made(tiny, tmp_path_factory):
     return root
 
 
-def quiet(options, **changed):
-    return replace(options, run=replace(options.run, json=True), **changed)
-
-
 def test_the_plan_is_what_the_run_does(made, tmp_path, capfd):
     loop = LoopConfig(batch_size=4, accumulation_steps=2, max_steps=3)
     options = recover_options(
         made / "student", made / "cache", tmp_path / "run", train_scales=True, train_norms=True, loop=loop
     )
-    plan = plan_recovery(replace(options, run=replace(options.run, json=True)))
+    plan = plan_recover(options).report
     loud = replace(options, run=replace(options.run, quiet=False))
     capfd.readouterr()
     call("recover", loud)
@@ -49,13 +45,13 @@ def test_the_plan_is_what_the_run_does(made, tmp_path, capfd):
 
 
 def test_a_quantised_models_plan_is_what_quantising_prints(made, tiny, tmp_path):
-    plan = plan_quantising(quiet(quantize_options(tiny, tmp_path / "out")))
+    plan = plan_quantize(quantize_options(tiny, tmp_path / "out")).report
     result = json.loads((made / "student/result.json").read_text())
     assert plan["layers"] == result["layers"]
     assert plan["bits_per_weight"] == pytest.approx(result["bits_per_weight"], abs=1e-4)
     assert plan["bits_per_weight_model"] == pytest.approx(result["bits_per_weight_model"], abs=1e-4)
     with pytest.raises(ModelError, match="quantised already"):
-        plan_quantising(replace(quantize_options(tiny, tmp_path / "out"), model=str(made / "student")))
+        plan_quantize(replace(quantize_options(tiny, tmp_path / "out"), model=str(made / "student")))
 
 
 def test_no_device_no_cache_and_no_file_are_needed(made, tmp_path, monkeypatch, capfd):
@@ -81,13 +77,13 @@ def test_a_tpu_that_is_elsewhere_is_planned_for(made, tmp_path, monkeypatch):
     monkeypatch.setattr("qat_lora.runtime.launch.select.importlib.util.find_spec", lambda name: None)
     with pytest.raises(DeviceError):
         choose("auto", False, look())
-    options = quiet(recover_options(made / "student", made / "cache", tmp_path / "run"))
-    plan = plan_recovery(replace(options, run=replace(options.run, device="auto")))
+    options = recover_options(made / "student", made / "cache", tmp_path / "run")
+    plan = plan_recover(replace(options, run=replace(options.run, device="auto"))).report
     assert any(name.startswith("v6e") for name in plan["devices"])
 
 
 def test_what_the_run_would_refuse_is_refused(made, tiny, tmp_path):
-    options = quiet(recover_options(made / "student", made / "cache", tmp_path / "run"))
+    options = recover_options(made / "student", made / "cache", tmp_path / "run")
     for changed, error, message in (
         ({"checkpoint": str(tmp_path / "none")}, ModelError, "checkpoint: there is no folder .*qat-lora estimate"),
         ({"kd_cache_dir": str(tmp_path)}, CacheError, "manifest"),
@@ -95,7 +91,7 @@ def test_what_the_run_would_refuse_is_refused(made, tiny, tmp_path):
         ({"checkpoint": None, "model": str(tiny.teacher), "train_scales": True}, ConfigError, "no quantised layers"),
     ):
         with pytest.raises(error, match=message):
-            plan_recovery(replace(options, **changed))
+            plan_recover(replace(options, **changed))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -107,25 +103,25 @@ def test_a_stranger_to_the_cache_is_refused(made, tmp_path):
     model.module.config.save_pretrained(tmp_path / "stranger")
     options = recover_options(made / "student", made / "cache", tmp_path / "run")
     with pytest.raises(CacheError, match="tokenizer: the student's is"):
-        plan_recovery(quiet(options, checkpoint=None, model=str(tmp_path / "stranger")))
+        plan_recover(replace(options, checkpoint=None, model=str(tmp_path / "stranger")))
 
 
 def test_doctor_knows_what_a_planned_run_needs(made, tiny, tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     options = recover_options(made / "student", made / "cache", tmp_path / "run", train_scales=True)
-    plan, wanted = plan_recovery(quiet(options)), of_recover(options)
+    plan, _, wanted = plan_recover(options)
     assert wanted.memory == wanted.host == plan["total_bytes"] and wanted.disk > 6 * 2 * plan["trained"]
     quantising = quantize_options(tiny, tmp_path / "out")
-    assert of_quantize(quantising).memory == 4 * plan["parameters"]
+    assert plan_quantize(quantising).requirements.memory == 4 * plan["parameters"]
     half = tmp_path / "half"
     load_model(str(tiny.teacher)).module.to(torch.bfloat16).save_pretrained(half)
     shutil.copy(tiny.teacher / "tokenizer.json", half)
-    in_halves = plan_quantising(quiet(replace(quantising, model=str(half))))
+    in_halves = plan_quantize(replace(quantising, model=str(half))).report
     assert in_halves["weights_bytes"] >= 2 * plan["parameters"] and in_halves["weights_bytes"] < 4 * plan["parameters"]
     by_text = replace(quantising, init="descent", metric="fisher", kd_cache_dir=str(made / "cache"))
     outputs = [layer.out_features for _, layer in linear_layers(load_model(str(tiny.teacher)).module)]
-    without = of_quantize(replace(by_text, metric="outputs")).disk
-    assert of_quantize(by_text).disk - without == sum(4 * o * o for o in outputs)
+    without = plan_quantize(replace(by_text, metric="outputs")).requirements.disk
+    assert plan_quantize(by_text).requirements.disk - without == sum(4 * o * o for o in outputs)
     line = ["recover", "--checkpoint", str(made / "student"), "--kd-cache-dir", str(made / "cache"), "--device", "cpu"]
     with contextlib.suppress(SystemExit):  # this machine may lack something else
         cli.main(["doctor", *line])

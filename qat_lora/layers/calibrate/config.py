@@ -38,4 +38,4 @@ class QuantizeConfig:
     metric: Literal["fisher", "outputs"] = option(
         "fisher", "cost of an error: to the model's predictions (needs a backward pass) or to the layer's own outputs"
     )
-    calibration_rows: int = option(128, "rows of calibration text", unit="rows")
+    calibration_rows: int = option(128, "rows of calibration text", unit="rows", min=1)

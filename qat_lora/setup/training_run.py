@@ -1,0 +1,143 @@
+"""One training run, from a claimed folder to a complete one: `recover` and `qat` differ in what trains and is exported.
+
+The folder is claimed by the settings that decide the result, so the same command goes on with an interrupted run and
+another one is refused. Only the main process writes; the others take part in training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from qat_lora.config import save_yaml, to_dict
+from qat_lora.evaluate.report import save_json
+from qat_lora.files import outputs
+from qat_lora.models.load import DTYPES, CausalLM
+from qat_lora.options import QatOptions, RecoverOptions
+from qat_lora.runtime.base import Runtime
+from qat_lora.runtime.launch.select import status_line
+from qat_lora.setup.common import fit_attention, picture, say
+from qat_lora.setup.multiprocess import decide
+from qat_lora.setup.objective import anchor_batch_rows, identity, prepare
+from qat_lora.setup.training_data import Lessons, evaluation
+from qat_lora.train.callbacks import LoopHooks, RunSettings
+from qat_lora.train.loop import train
+from qat_lora.train.metrics import plot_curve
+from qat_lora.train.optim import TrainState
+
+Groups = dict[str, dict[str, nn.Parameter]]
+"""What trains, by kind and name."""
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """What all steps of a run share."""
+
+    command: str
+    options: RecoverOptions | QatOptions
+    lessons: Lessons
+    runtime: Runtime
+    out: Path
+
+    @property
+    def batch_rows(self) -> int:
+        """Rows of an optimizer step over all replicas."""
+        loop, replicas = self.options.loop, self.runtime.replicas
+        return loop.batch_size * loop.accumulation(replicas) * replicas
+
+    def decisive(self, keys: Sequence[str]) -> dict[str, Any]:
+        """Return the settings that decide the result of any training run, and the options `keys` of this one's."""
+        loop, run, objective = self.options.loop, self.options.run, self.lessons.objective
+        plain = to_dict(self.options)
+        return {
+            **self.lessons.identity,
+            "objective": identity(objective),
+            "anchor_batch_rows": anchor_batch_rows(objective, loop, self.runtime.replicas),
+            "dtype": run.dtype,
+            "autocast": loop.autocast,
+            "seed": run.seed,
+            "max_steps": loop.max_steps,
+            "early_stop": loop.early_stop,
+            "global_batch_rows": self.batch_rows,
+            **{key: plain[key] for key in keys},
+        }
+
+
+def complete_run(
+    plan: TrainingRun, settings: dict[str, Any], inputs: Sequence[Any], work: Callable[[], dict[str, Any]], what: str
+) -> Path:
+    """Claim the run's folder, do its work and complete it; return the folder.
+
+    Args:
+        plan: the run.
+        settings: that decide its result.
+        inputs: files and folders that it reads, which `--overwrite` must spare.
+        work: trains, and returns the result.
+        what: is trained, for people.
+    """
+    run, out, runtime = plan.options.run, plan.out, plan.runtime
+    with outputs.alone(out) if runtime.is_main else contextlib.nullcontext():
+        if decide(runtime, lambda: outputs.claim(out, plan.command, settings, run.overwrite, inputs)):
+            say(run, f"{out} is complete already")
+            return out
+        if runtime.is_main:
+            save_yaml(plan.options, out / "config.yaml")
+        result = work()
+        runtime.barrier("before_final_save")
+        if runtime.is_main:
+            save_json(result, out / "result.json")
+            picture(run, lambda: plot_curve(out / "metrics.jsonl", out / "evaluations.jsonl", out / "curve.png"))
+            outputs.complete(out)
+    best = result["best_step"]
+    kept = f"last {what} (no evaluation to choose by)" if best is None else f"best {what} (step {best})"
+    stopped = " (stopped early)" if result["stopped_early"] else ""
+    say(run, f"{result['step']} steps{stopped}, {kept} in {out / 'best'}")
+    return out
+
+
+def train_student(
+    plan: TrainingRun,
+    model: CausalLM,
+    groups: Callable[[], Groups],
+    announce: Callable[[Groups], str],
+    export: Callable[[Groups, Path], None],
+    fingerprint: dict[str, Any],
+) -> dict[str, Any]:
+    """Place the student, prepare what its objective needs, and run the loop; return its result.
+
+    Args:
+        plan: the run.
+        model: the student.
+        groups: puts the placed student into its training state and returns what trains.
+        announce: says what trains.
+        export: writes the student as it is to a folder.
+        fingerprint: settings that a resumed run must share.
+    """
+    run, loop, runtime, lessons = plan.options.run, plan.options.loop, plan.runtime, plan.lessons
+    say(run, status_line(runtime, DTYPES[run.dtype], plan.batch_rows))
+    runtime.place(model.module)
+    fit_attention(model, runtime, loop.gradient_checkpointing)
+    state = TrainState(model, groups())
+    if loop.gradient_checkpointing:
+        model.checkpoint_gradients(runtime.checkpoint_function())
+    runtime.shard_frozen(model.module)
+    runtime.barrier("before_warmup")
+    say(run, announce(state.groups))
+    prepared = prepare(lessons.objective, lessons.rows, model, loop, run.seed, runtime)
+    measured = replace(lessons, objective=prepared.objective)
+    evaluate = evaluation(measured, model, loop, runtime, prepared.teacher_lm_head)
+    return train(
+        state,
+        lessons.rows,
+        prepared,
+        plan.options.train,
+        loop,
+        LoopHooks(evaluate, lambda name: export(state.groups, plan.out / name), lessons.metric),
+        runtime,
+        RunSettings(plan.out, run.seed, fingerprint, run.quiet),
+    )
