@@ -184,7 +184,7 @@ class LocalFolder:
 
     def settle(self) -> None:
         """See `Location`."""
-        commit.sync_folder(self.path)
+        commit.fsync(self.path)
 
     def free_bytes(self) -> int | None:
         """See `Location`; of the file system on which the folder is or would be."""
