@@ -1,4 +1,4 @@
-"""Chats: data sets' layouts to messages, messages to tokens with a mask of what the assistant said.
+"""Chats to tokens, with a mask of what the assistant said.
 
 Which tokens are the assistant's is not in the token ids. Searching for marker strings needs a list of every
 model's markers, and `{% generation %}` blocks, the official way, are missing from most published templates
@@ -14,83 +14,14 @@ same text without its beginning.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
+from qat_lora.data.layouts import Message
 from qat_lora.data.tokenize import Piece, encode_pieces, slices
 from qat_lora.errors import TextError
-
-Message = dict[str, str]
-
-ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "assistant": "assistant",
-    "tool": "tool",
-}
-"""What the layouts call a speaker, and what chat templates call it."""
-
-
-def messages_of(row: Mapping[str, Any], layout: str, where: str) -> list[Message]:
-    """Turn a data set's row into messages.
-
-    * `alpaca`: `instruction` and, where it is not blank, `input` are the user's turn, `output` the assistant's.
-    * `sharegpt`, `openhermes`: `conversations`, a list of `from`/`value`; a `system_prompt` beside it comes first.
-      Answers before the first question are left out, as is usual with this layout: ShareGPT has many cut threads.
-      Rows of the first OpenHermes, which has alpaca's fields, are read as alpaca.
-    * `messages`: a list of `role`/`content`.
-
-    Raises:
-        TextError: a missing field (with the fields there are), an unknown speaker, a content that is not text.
-    """
-    if layout == "openhermes" and "conversations" not in row:
-        layout = "alpaca"
-    if layout == "alpaca":
-        instruction, given, output = (
-            _text(row, "instruction", where),
-            _text(row, "input", where) if row.get("input") else "",
-            _text(row, "output", where),
-        )
-        question = f"{instruction}\n\n{given}" if given.strip() else instruction
-        return [{"role": "user", "content": question}, {"role": "assistant", "content": output}]
-    if layout == "messages":
-        return _turns(row, "messages", "role", "content", where)
-    turns = _turns(row, "conversations", "from", "value", where)
-    if row.get("system_prompt") and turns and turns[0]["role"] != "system":
-        turns.insert(0, {"role": "system", "content": _text(row, "system_prompt", where)})
-    first_question = next((i for i, turn in enumerate(turns) if turn["role"] == "user"), len(turns))
-    return [turn for i, turn in enumerate(turns) if i >= first_question or turn["role"] == "system"]
-
-
-def _text(row: Mapping[str, Any], field: str, where: str) -> str:
-    if field not in row:
-        raise TextError(f"{where}: no field {field!r}; fields there: {', '.join(map(str, row)) or 'none'}")
-    if not isinstance(row[field], str):
-        raise TextError(f"{where}: field {field!r} holds {type(row[field]).__name__}; allowed: text")
-    return row[field]
-
-
-def _turns(row: Mapping[str, Any], field: str, speaker: str, content: str, where: str) -> list[Message]:
-    if field not in row:
-        raise TextError(f"{where}: no field {field!r}; fields there: {', '.join(map(str, row)) or 'none'}")
-    turns = row[field]
-    if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
-        raise TextError(f"{where}: field {field!r} is not a list of {{{speaker!r}, {content!r}}} turns")
-    messages = []
-    for turn in turns:
-        role = _text(turn, speaker, where)
-        if role not in ROLES:
-            raise TextError(f"{where}: unknown speaker {role!r}; allowed: {', '.join(ROLES)}")
-        messages.append({"role": ROLES[role], "content": _text(turn, content, where)})
-    return messages
 
 
 def encode_chat(

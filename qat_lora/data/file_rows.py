@@ -220,34 +220,3 @@ def well_formed(text: str) -> str:
 def unreadable(name: str, error: OSError) -> TextError:
     """Say that a file cannot be read, and why."""
     return TextError(f"dataset: {name} cannot be read: {error.strerror or error}; check the path and its permissions")
-
-
-def layout_of(row: Row) -> str:
-    """Tell a row's layout by its fields.
-
-    Chat layouts go before `text`: where both are there, the text is the chat as one model's template writes it.
-    """
-    fields = row.load()
-    if "messages" in fields:
-        return "messages"
-    if "conversations" in fields:
-        return "sharegpt"
-    return "alpaca" if {"instruction", "output"} <= fields.keys() else "text"
-
-
-def text_of(row: Row, field: str) -> str:
-    """Return a row's text, "" where it is null.
-
-    Raises:
-        TextError: no such field (with the fields there are), or no text in it.
-    """
-    fields = row.load()
-    if field not in fields:
-        raise TextError(
-            f"text_field: {row.name} has no field {field!r}; fields there: "
-            f"{', '.join(fields) or 'none'}; choose one with --text-field"
-        )
-    text = fields[field]
-    if text is not None and not isinstance(text, str):
-        raise TextError(f"text_field: {field!r} of {row.name} holds {type(text).__name__}; allowed: text")
-    return text or ""

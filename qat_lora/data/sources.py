@@ -18,27 +18,15 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from qat_lora.config import option
-from qat_lora.data.chat import messages_of
-from qat_lora.data.file_rows import (
-    ROW_SUFFIXES,
-    Row,
-    as_row,
-    bounded_lines,
-    file_rows,
-    layout_of,
-    text_of,
-    unreadable,
-    well_formed,
-)
+from qat_lora.data.file_rows import ROW_SUFFIXES, Row, as_row, bounded_lines, file_rows, unreadable, well_formed
+from qat_lora.data.layouts import CHATS, Format, articles, layout_of, messages_of, starts_with_title, text_of
 from qat_lora.data.tokenize import WINDOW_CHARS, slices
-from qat_lora.data.wikitext import articles, starts_with_title
 from qat_lora.errors import MissingExtraError, TextError
 
 PLAIN_SUFFIXES = (".txt", ".md", ".rst", ".py")
-CHAT_LAYOUTS = ("alpaca", "openhermes", "sharegpt", "messages")
 
 
 @dataclass(frozen=True)
@@ -89,7 +77,7 @@ class TextConfig:
     dataset_revision: str | None = option(None, "branch, tag or commit of the Hugging Face dataset")
     split: str = option("train", "split of the Hugging Face dataset; files have none")
     text_field: str = option("text", "field of a row that holds its text")
-    format: Literal["auto", "text", "wikitext", "alpaca", "openhermes", "sharegpt", "messages"] = option(
+    format: Format = option(
         "auto",
         "layout: text, wikitext (lines joined to articles) or a chat layout; auto looks at the first document",
     )
@@ -270,17 +258,16 @@ def _file_loads(name: str, path: Path, config: TextConfig) -> Iterator[_Load]:
     if path.suffix.lower() in ROW_SUFFIXES:
         rows = partial(file_rows, name, path)
         return _wikitext_loads(name, rows, config) if _is_wikitext(rows, config) else _row_loads(rows(), config)
-    if config.format in CHAT_LAYOUTS:
+    if config.format in CHATS:
         raise TextError(f"format: {config.format} needs rows ({', '.join(ROW_SUFFIXES)}), and {name} is plain text")
     if config.format == "wikitext" or (config.format == "auto" and _begins_with_title(TextFile(name, path))):
-        lines = _lines(name, path)
-        found = (Document(article.text, None, f"{name}: {article.title}") for article in articles(lines))
-        return (partial(_same, document) for document in found)
+        return _article_loads(name, _lines(name, path))
     return iter([partial(_plain_document, name, path)])
 
 
-def _same(document: Document) -> Document:
-    return document
+def _article_loads(name: str, lines: Iterable[str]) -> Iterator[_Load]:
+    found = (Document(article.text, None, f"{name}: {article.title}") for article in articles(lines))
+    return (partial(Document, *document) for document in found)
 
 
 def _begins_with_title(parts: Iterable[str]) -> bool:
@@ -363,8 +350,7 @@ def _is_wikitext(rows: Callable[[], Iterator[Row]], config: TextConfig) -> bool:
 
 def _wikitext_loads(name: str, rows: Callable[[], Iterator[Row]], config: TextConfig) -> Iterator[_Load]:
     lines = (line for row in rows() for line in text_of(row, config.text_field).removesuffix("\n").split("\n"))
-    found = (Document(article.text, None, f"{name}: {article.title}") for article in articles(lines))
-    return (partial(_same, document) for document in found)
+    return _article_loads(name, lines)
 
 
 def _row_loads(rows: Iterable[Row], config: TextConfig) -> Iterator[_Load]:
@@ -373,6 +359,6 @@ def _row_loads(rows: Iterable[Row], config: TextConfig) -> Iterator[_Load]:
 
 def _row_document(row: Row, config: TextConfig) -> Document:
     layout = layout_of(row) if config.format == "auto" else config.format
-    if layout in CHAT_LAYOUTS:
+    if layout in CHATS:
         return Document(None, messages_of(row.load(), layout, row.name), row.name)
     return Document(text_of(row, config.text_field), None, row.name)

@@ -1,11 +1,11 @@
-"""Files that are there whole or not at all: temporary file, fsync, link, fsync of the folder.
+"""New files that appear whole or not at all, and locks: temporary file, fsync, link, fsync of the folder.
 
-Writing under the final name leaves half files after a kill; rename without fsync leaves empty ones after a power
-cut; rename also overwrites what another process has just finished, which `link` refuses. The lock is `flock`,
-because the kernel drops it with the process: a lock *file* would outlive a kill and block the next run.
+Writing under the final name leaves half a file after a kill, and rename without fsync leaves an empty one after a power
+cut. Rename also overwrites what another process has just finished; `link` refuses. The lock is `flock`, because the
+kernel drops it with the process, while a lock *file* would outlive a kill and block the next run.
 
-`failpoint` is how the tests prove this: killed at each named step, a build must go on to the same bytes. Random
-kills almost never land inside a commit; these always do.
+`failpoint` lets the tests kill a process at each named step; a build must then go on to the same bytes. Kills at random
+times almost never land inside a commit.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Literal
 
 from qat_lora.errors import OutputExistsError
-from qat_lora.files.folders import ours
+from qat_lora.files.folders import fsync, ours
 
 FAILPOINT_STEPS = ("opened", "started", "written", "synced", "linked", "durable")
 """Steps of one commit, each a failpoint `<kind>-<step>` for the kinds shard, sidecar, part and manifest."""
@@ -76,7 +78,7 @@ def write_new(path: Path, chunks: Iterable[bytes | memoryview], kind: str) -> tu
         failpoint(f"{kind}-linked")
     finally:
         partial.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    fsync(path.parent)
     failpoint(f"{kind}-durable")
     return size, digest.hexdigest()
 
@@ -98,68 +100,49 @@ def publish(partial: Path, path: Path) -> None:
         os.rename(partial, path)
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
-def exclusive(path: Path) -> Iterator[None]:
+def exclusive(path: Path) -> AbstractContextManager[None]:
     """Hold an exclusive lock on a file until leaving; freed by the kernel if the process dies.
 
     Raises:
         OutputExistsError: another process holds it.
     """
-    import fcntl
-
-    with _locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB) as descriptor:
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"{os.getpid()}\n".encode())
-        yield
+    return _locked(path, "exclusive")
 
 
-@contextlib.contextmanager
-def sharing(path: Path) -> Iterator[None]:
-    """Hold a lock that others may share until leaving, but none may have for itself.
+def sharing(path: Path) -> AbstractContextManager[None]:
+    """Hold a shared lock until leaving.
 
     Raises:
-        OutputExistsError: another process holds it for itself.
+        OutputExistsError: another process holds an exclusive one.
     """
-    import fcntl
-
-    with _locked(path, fcntl.LOCK_SH | fcntl.LOCK_NB):
-        yield
+    return _locked(path, "shared")
 
 
-@contextlib.contextmanager
-def in_turn(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock until leaving, after waiting for whoever has it."""
-    import fcntl
-
-    with _locked(path, fcntl.LOCK_EX):
-        yield
+def in_turn(path: Path) -> AbstractContextManager[None]:
+    """Hold an exclusive lock until leaving, after waiting for the process that has it."""
+    return _locked(path, "exclusive, waiting")
 
 
 @contextlib.contextmanager
-def _locked(path: Path, operation: int) -> Iterator[int]:
+def _locked(path: Path, kind: Literal["exclusive", "shared", "exclusive, waiting"]) -> Iterator[None]:
     import fcntl
 
     if not path.exists():
         ours(path)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    operation = fcntl.LOCK_SH if kind == "shared" else fcntl.LOCK_EX
     try:
         try:
-            fcntl.flock(descriptor, operation)
+            fcntl.flock(descriptor, operation if kind == "exclusive, waiting" else operation | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.read(descriptor, 32).decode("ascii", "replace").strip() or "unknown"
             raise OutputExistsError(
                 f"--out {path.parent}: another builder is writing there (process {holder}); wait for it, stop it, "
                 "or choose another --out"
             ) from None
-        yield descriptor
+        if kind == "exclusive":
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"{os.getpid()}\n".encode())
+        yield
     finally:
         os.close(descriptor)

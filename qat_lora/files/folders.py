@@ -1,16 +1,16 @@
-"""A run's own files: listed before they are written, there whole or not at all, and never in the place of another's.
+"""A run's own files: listed before they are written, replaced atomically, never written over somebody else's.
 
-A run keeps a list of what it writes (`qat_lora_files.txt`), so that "start again" removes these files and no others,
-and a name that is taken by a file which is not on the list is refused instead of written over. The known alternative,
-that a run owns its folder and everything in it, deletes what people put there. The list is written ahead: a kill leaves
-no file of a run unlisted. What is listed is known by its name; a file of a user's under the name of one of ours is
-ours. Folders of an earlier version have no list, and are the run's as a whole, as they were.
+A run keeps a list of the files it writes (`qat_lora_files.txt`). `--overwrite` removes the listed files and no others,
+and a name that is taken by an unlisted file is refused. The usual alternative, a run that owns its folder and
+everything in it, deletes what people put there. The list is a write-ahead log: a kill leaves no file of a run unlisted.
+Files are known by name only, so a user's file under a listed name counts as the run's. Folders of earlier versions
+have no list and belong to their run as a whole.
 
-A file is replaced by one rename. A folder is not, since a rename refuses to land on a folder that holds something: the
-new one is filled under another name, the one before it is set aside, the new one takes its name, others' files in the
-old one move over, and only then is the old one removed. A kill leaves the old folder, the new one, or, between the two
-renames, the old one under its other name, which `settle` puts back. Writing into the folder itself, file by file, would
-leave new factors beside an old base: a mixture that loads without a word.
+A file is replaced by one rename. A folder cannot be, because rename refuses a target that is not empty. So the new
+folder is filled under another name, the old one is renamed away, the new one takes its name, other people's files move
+from the old one to the new one, and the old one is removed last. A kill leaves the old folder, the new folder, or,
+between the two renames, the old folder under its other name, which `restore_dir` renames back. Writing file by file
+into the folder itself could leave new factors with an old base, and nothing would notice when they are loaded.
 """
 
 from __future__ import annotations
@@ -194,15 +194,8 @@ def replace_own(file: Path, text: str) -> None:
     if not is_draft(draft, text):
         raise OutputExistsError(f"{draft}: is in the way, and no run wrote it; move it away, or choose another --out")
     draft.unlink(missing_ok=True)
-    try:
-        with draft.open("x", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        draft.replace(file)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
+    with _replacing(file, draft), draft.open("x", encoding="utf-8") as stream:
+        stream.write(text)
 
 
 def is_draft(draft: Path, text: str) -> bool:
@@ -224,8 +217,15 @@ def whole_file(path: Path) -> Iterator[Path]:
     held = _run_of(path)[0] is not None
     draft = path.with_name(f".tmp-{path.name}" if held else f".tmp-{os.getpid()}-{path.name}")
     _note([path, draft])
-    try:
+    with _replacing(path, draft):
         yield draft
+
+
+@contextmanager
+def _replacing(path: Path, draft: Path) -> Iterator[None]:
+    """Flush a draft that the block wrote to disk and rename it to `path`; remove it if anything fails."""
+    try:
+        yield
         fsync(draft)
         draft.replace(path)
     except BaseException:
@@ -417,7 +417,7 @@ def tree(folder: Path) -> set[Path]:
 
 
 def fsync(path: Path) -> None:
-    """Flush a file's or folder's content to disk."""
+    """Flush a file's content, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from qat_lora.data.chat import encode_chat, messages_of
+from qat_lora.data.chat import encode_chat
 from qat_lora.errors import TextError
 
 CHATML = (
@@ -138,58 +138,3 @@ def test_an_answer_without_question_is_refused(tokenizer):
     tokenizer.chat_template = CHATML
     with pytest.raises(TextError, match="the first message is the assistant's"):
         encode_chat(tokenizer, [{"role": "assistant", "content": "hello"}])
-
-
-@pytest.mark.parametrize(
-    ("layout", "row", "expected"),
-    [
-        ("alpaca", {"instruction": "q", "input": "", "output": "a"}, ["user:q", "assistant:a"]),
-        ("alpaca", {"instruction": "q", "output": "a"}, ["user:q", "assistant:a"]),
-        ("alpaca", {"instruction": "q", "input": "i", "output": "a"}, ["user:q\n\ni", "assistant:a"]),
-        ("openhermes", {"instruction": "q", "input": None, "output": "a"}, ["user:q", "assistant:a"]),
-        (
-            "openhermes",
-            {"system_prompt": None, "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
-            ["user:q", "assistant:a"],
-        ),
-        (
-            "sharegpt",
-            {"system_prompt": "s", "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
-            ["system:s", "user:q", "assistant:a"],
-        ),
-        (
-            "sharegpt",
-            {
-                "conversations": [
-                    {"from": "system", "value": "s"},
-                    {"from": "gpt", "value": "cut"},
-                    {"from": "human", "value": "q", "weight": None},
-                    {"from": "gpt", "value": "a"},
-                ]
-            },
-            ["system:s", "user:q", "assistant:a"],
-        ),
-        ("sharegpt", {"conversations": [{"from": "gpt", "value": "cut"}]}, []),
-        ("messages", {"messages": [{"role": "user", "content": "q", "name": None}]}, ["user:q"]),
-    ],
-)
-def test_layouts(layout, row, expected):
-    assert [f"{m['role']}:{m['content']}" for m in messages_of(row, layout, "row")] == expected
-
-
-@pytest.mark.parametrize(
-    ("layout", "row", "message"),
-    [
-        ("messages", {"text": "x", "id": 1}, "row 7: no field 'messages'; fields there: text, id"),
-        ("sharegpt", {}, "no field 'conversations'; fields there: none"),
-        ("alpaca", {"instruction": "q"}, "no field 'output'; fields there: instruction"),
-        ("alpaca", {"instruction": 3, "output": "a"}, "field 'instruction' holds int; allowed: text"),
-        ("messages", {"messages": "x"}, "field 'messages' is not a list of {'role', 'content'} turns"),
-        ("messages", {"messages": [{"role": "user"}]}, "no field 'content'; fields there: role"),
-        ("messages", {"messages": [{"role": "user", "content": None}]}, "field 'content' holds NoneType"),
-        ("sharegpt", {"conversations": [{"from": "dog", "value": "x"}]}, "unknown speaker 'dog'; allowed: system"),
-    ],
-)
-def test_bad_layouts(layout, row, message):
-    with pytest.raises(TextError, match=message):
-        messages_of(row, layout, "row 7")

@@ -8,7 +8,8 @@ import pyarrow.parquet
 import pytest
 
 from qat_lora.data import file_rows as room
-from qat_lora.data.file_rows import Row, file_rows, layout_of, text_of, well_formed
+from qat_lora.data.file_rows import Row, file_rows, well_formed
+from qat_lora.data.layouts import layout_of, text_of
 from qat_lora.errors import TextError
 
 

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from qat_lora.config import from_dict, leaves
-from qat_lora.data import sources, wikitext
+from qat_lora.data import layouts, sources
 from qat_lora.data.sources import TextConfig, describe_source, open_documents
 from qat_lora.errors import MissingExtraError, TextError
 
@@ -78,7 +78,7 @@ def test_a_file_name_that_is_not_utf8(tmp_path):
 
 
 def test_an_article_that_is_too_long_is_refused_with_its_title(tmp_path, monkeypatch):
-    monkeypatch.setattr(wikitext, "ROW_CHARS", 100)
+    monkeypatch.setattr(layouts, "ROW_CHARS", 100)
     put(tmp_path, a_txt=" = Short = \ntext\n = Long = \n" + "line of text\n" * 20)
     with pytest.raises(TextError, match="the article 'Long' has more than .* characters; divide it"):
         read(tmp_path / "a.txt")

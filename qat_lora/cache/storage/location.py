@@ -86,7 +86,7 @@ class LocalFolder:
 
     def settle(self) -> None:
         """Make names that were written or removed durable."""
-        atomic.sync_folder(self.path)
+        atomic.fsync(self.path)
 
     def free_bytes(self) -> int | None:
         """Return the room on the folder's file system, also before the folder is made; None where it is not known."""

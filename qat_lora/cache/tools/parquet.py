@@ -25,7 +25,8 @@ from qat_lora.cache.storage.location import Location, Place, locate
 from qat_lora.cache.storage.store import Progress, check_entry, read_manifest
 from qat_lora.errors import CacheError, OutputExistsError
 from qat_lora.extras import require
-from qat_lora.files.atomic import publish, sync_folder, temporary
+from qat_lora.files.atomic import publish, temporary
+from qat_lora.files.folders import fsync
 
 GROUP_BYTES = 32 << 20
 """Stored bytes that make a row group, about; a group does not reach over the end of a shard."""
@@ -91,7 +92,7 @@ def export_parquet(
             raise OutputExistsError(f"--out {out}: was made by another process meanwhile; it was not touched") from None
     finally:
         partial.unlink(missing_ok=True)
-    sync_folder(out.parent)
+    fsync(out.parent)
     return {"out": str(out), "split": split, "rows": manifest.rows(split), "row_groups": groups, "bytes": size}
 
 

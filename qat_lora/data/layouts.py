@@ -1,0 +1,195 @@
+"""Layouts of text: what a row's fields or a file's lines mean, one entry in one table each.
+
+A row of a data set is a text or a chat. Chats come in a few layouts that say the same with other fields; each becomes
+messages with `role` and `content`, which is what chat templates take. `CHATS` is the only place that knows a chat
+layout: to add one, write its reader and add its name to `Format`.
+
+WikiText is distributed as lines, and the Hugging Face copies make every line a row of its own. Taken as documents those
+lines are orphans: a model sees sentences without their article, and a shuffle mixes articles. The title lines
+` = Title = ` (subtitles have more equals signs: ` = = History = = `) say where an article begins, which is enough to
+put the articles together again (Merity et al. 2016, "Pointer Sentinel Mixture Models").
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+from qat_lora.data.file_rows import ROW_CHARS, Row, too_long
+from qat_lora.errors import TextError
+
+Format = Literal["auto", "text", "wikitext", "alpaca", "openhermes", "sharegpt", "messages"]
+Message = dict[str, str]
+Fields = Mapping[str, Any]
+
+ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+"""What the layouts call a speaker, and what chat templates call it."""
+
+
+def _sharegpt(row: Fields, where: str) -> list[Message]:
+    """Read `conversations`, a list of `from`/`value`; a `system_prompt` next to it comes first.
+
+    Answers before the first question are left out, as is usual with this layout: ShareGPT has many cut threads.
+    """
+    turns = _turns(row, "conversations", "from", "value", where)
+    if row.get("system_prompt") and turns and turns[0]["role"] != "system":
+        turns.insert(0, {"role": "system", "content": _text(row, "system_prompt", where)})
+    first_question = next((i for i, turn in enumerate(turns) if turn["role"] == "user"), len(turns))
+    return [turn for i, turn in enumerate(turns) if i >= first_question or turn["role"] == "system"]
+
+
+def _alpaca(row: Fields, where: str) -> list[Message]:
+    """Read `instruction` and, where it is not blank, `input` as the user's turn, `output` as the assistant's."""
+    question = _text(row, "instruction", where)
+    given = _text(row, "input", where) if row.get("input") else ""
+    question = f"{question}\n\n{given}" if given.strip() else question
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": _text(row, "output", where)}]
+
+
+def _openhermes(row: Fields, where: str) -> list[Message]:
+    """Read OpenHermes 2.5, which has ShareGPT's fields, or the first OpenHermes, which has Alpaca's."""
+    return (_sharegpt if "conversations" in row else _alpaca)(row, where)
+
+
+class ChatLayout(NamedTuple):
+    """One layout of chats."""
+
+    read: Callable[[Fields, str], list[Message]]
+    """A row's fields, and the row's name for errors, to messages."""
+    fields: frozenset[str] | None
+    """Fields by which `auto` knows the layout; None where another layout reads such rows."""
+
+
+CHATS = {
+    "messages": ChatLayout(
+        lambda row, where: _turns(row, "messages", "role", "content", where), frozenset({"messages"})
+    ),
+    "sharegpt": ChatLayout(_sharegpt, frozenset({"conversations"})),
+    "alpaca": ChatLayout(_alpaca, frozenset({"instruction", "output"})),
+    "openhermes": ChatLayout(_openhermes, None),
+}
+"""Every layout of chats. `auto` takes the first that fits."""
+
+
+def layout_of(row: Row) -> str:
+    """Tell a row's layout by its fields.
+
+    Chat layouts go before `text`: where both are there, the text is the chat as one model's template writes it.
+    """
+    present = row.load().keys()
+    fitting = (name for name, layout in CHATS.items() if layout.fields is not None and layout.fields <= present)
+    return next(fitting, "text")
+
+
+def messages_of(row: Fields, layout: str, where: str) -> list[Message]:
+    """Turn a data set's row into messages.
+
+    Raises:
+        TextError: a missing field (with the fields there are), an unknown speaker, a content that is not text.
+    """
+    return CHATS[layout].read(row, where)
+
+
+def text_of(row: Row, field: str) -> str:
+    """Return a row's text, "" where it is null.
+
+    Raises:
+        TextError: no such field (with the fields there are), or no text in it.
+    """
+    fields = row.load()
+    if field not in fields:
+        raise TextError(
+            f"text_field: {row.name} has no field {field!r}; fields there: "
+            f"{', '.join(fields) or 'none'}; choose one with --text-field"
+        )
+    text = fields[field]
+    if text is not None and not isinstance(text, str):
+        raise TextError(f"text_field: {field!r} of {row.name} holds {type(text).__name__}; allowed: text")
+    return text or ""
+
+
+def _field(row: Fields, field: str, where: str) -> Any:
+    if field not in row:
+        raise TextError(f"{where}: no field {field!r}; fields there: {', '.join(map(str, row)) or 'none'}")
+    return row[field]
+
+
+def _text(row: Fields, field: str, where: str) -> str:
+    text = _field(row, field, where)
+    if not isinstance(text, str):
+        raise TextError(f"{where}: field {field!r} holds {type(text).__name__}; allowed: text")
+    return text
+
+
+def _turns(row: Fields, field: str, speaker: str, content: str, where: str) -> list[Message]:
+    turns = _field(row, field, where)
+    if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
+        raise TextError(f"{where}: field {field!r} is not a list of {{{speaker!r}, {content!r}}} turns")
+    messages = []
+    for turn in turns:
+        role = _text(turn, speaker, where)
+        if role not in ROLES:
+            raise TextError(f"{where}: unknown speaker {role!r}; allowed: {', '.join(ROLES)}")
+        messages.append({"role": ROLES[role], "content": _text(turn, content, where)})
+    return messages
+
+
+# WikiText
+
+TITLE = re.compile(r"\s*= ([^=](?:.*[^=])?) =\s*")
+
+
+class Article(NamedTuple):
+    """One article: its title ("" for text before the first title) and its text, title line included."""
+
+    title: str
+    text: str
+
+
+def title_of(line: str) -> str | None:
+    """Return the title if a line begins an article, else None."""
+    match = TITLE.fullmatch(line)
+    return match[1].strip() if match else None
+
+
+def starts_with_title(lines: Iterable[str]) -> bool:
+    """Tell whether the first line that is not blank is an article's title."""
+    first = next((line for line in lines if line.strip()), "")
+    return title_of(first) is not None
+
+
+def articles(lines: Iterable[str]) -> Iterator[Article]:
+    """Join lines to articles; a blank line stays a blank line, blank text before the first title is left out.
+
+    The files mark a blank line by a space and the Hugging Face rows by nothing; both come out as "", so that
+    the same corpus gives the same articles from either.
+
+    Raises:
+        TextError: an article of more than `ROW_CHARS` characters, as text has that is no WikiText.
+    """
+    title, body, size = "", list[str](), 0
+    for line in lines:
+        new_title = title_of(line)
+        if new_title is not None:
+            if any(body):
+                yield Article(title, "\n".join(body) + "\n")
+            title, body, size = new_title, [], 0
+        content = line.rstrip("\r\n")
+        size += len(content) + 1
+        if size > ROW_CHARS:
+            raise too_long(f"the article {title!r}")
+        body.append(content if content.strip() else "")
+    if any(body):
+        yield Article(title, "\n".join(body) + "\n")
