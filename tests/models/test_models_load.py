@@ -310,7 +310,7 @@ def test_biases_and_kept_layers_survive(tiny, tmp_path):
 def test_overrides_and_a_quantised_head_survive(tiny, tmp_path):
     source = make(tmp_path / "dense", "llama", tiny, tie_word_embeddings=False)
     model = load_model(str(source))
-    chosen = preset("w2g64", override=(r"layers\.0\.mlp=w4g64a", "q_proj=nf4g64"), head="w4g128")
+    chosen = preset("w2g64", override=(r"layers\.0\.mlp=w4g64a", "q_proj=nf4g64"), lm_head="w4g128")
     quantize_model(model.module, chosen, "mse", quiet=True)
     bits = {name: layer.spec.bits for name, layer in quant_layers(model.module).items()}
     assert len(bits) == 22 and bits["lm_head"] == bits["model.layers.0.mlp.up_proj"] == 4
