@@ -3,9 +3,9 @@
     folder = qat_lora.quantize_model(model="Qwen/Qwen3-0.6B", preset="q4_r32", kd_cache_dir="caches/wikitext103")
 
 Every setting of the command line is a keyword, under the name or the alias that it has there and with the same
-checks and defaults, since both are read off the same option class; `recipe` names a YAML file. Each returns
-the folder that it wrote, or the scores or the text. To quantise a module in memory, use
-`qat_lora.layers.calibrate.quantize.quantize_model`.
+checks and defaults, since both are read off the same option class; `recipe` names a YAML file. In place of keywords,
+one object of that class may be given. Errors are `QatLoraError`s with a message for people. To quantise a module in
+memory, use `qat_lora.layers.calibrate.quantize.quantize_model`.
 """
 
 from __future__ import annotations
@@ -32,15 +32,10 @@ if TYPE_CHECKING:
 def build_kd_cache(options: CacheBuildOptions | None = None, /, **settings: Any) -> Path:
     """Write a teacher's logits to a KD cache; the same as `qat-lora cache build`.
 
-    Args:
-        options: all settings as one object, or
-        **settings: some by name, for example `teacher`, `dataset`, `length`, `top_k`, `out`, `recipe`.
+    Settings are, among others, `teacher`, `dataset`, `length`, `top_k`, `out`, `recipe`.
 
     Returns:
         The folder of the finished cache.
-
-    Raises:
-        QatLoraError: with a message for people.
     """
     return _call("cache build", options, settings)
 
@@ -48,15 +43,10 @@ def build_kd_cache(options: CacheBuildOptions | None = None, /, **settings: Any)
 def quantize_model(options: QuantizeOptions | None = None, /, **settings: Any) -> Path:
     """Quantise a model and prepare its adapter start; the same as `qat-lora quantize`.
 
-    Args:
-        options: all settings as one object, or
-        **settings: some by name, for example `model`, `preset`, `init`, `kd_cache_dir`, `out`, `recipe`.
+    Settings are, among others, `model`, `preset`, `init`, `kd_cache_dir`, `out`, `recipe`.
 
     Returns:
         The folder of the quantised model.
-
-    Raises:
-        QatLoraError: with a message for people.
     """
     return _call("quantize", options, settings)
 
@@ -64,15 +54,10 @@ def quantize_model(options: QuantizeOptions | None = None, /, **settings: Any) -
 def train_recovery_lora(options: RecoverOptions | None = None, /, **settings: Any) -> Path:
     """Train a recovery adapter from a KD cache; the same as `qat-lora recover`.
 
-    Args:
-        options: all settings as one object, or
-        **settings: some by name, for example `checkpoint`, `kd_cache_dir`, `recovery_r`, `max_steps`, `recipe`.
+    Settings are, among others, `checkpoint`, `kd_cache_dir`, `recovery_r`, `max_steps`, `recipe`.
 
     Returns:
         The run's folder; its `best` is the adapter.
-
-    Raises:
-        QatLoraError: with a message for people.
     """
     return _call("recover", options, settings)
 
@@ -80,15 +65,10 @@ def train_recovery_lora(options: RecoverOptions | None = None, /, **settings: An
 def evaluate_models(options: EvalOptions | None = None, /, **settings: Any) -> dict[str, Any]:
     """Score students beside their teacher on held-out text; the same as `qat-lora eval`.
 
-    Args:
-        options: all settings as one object, or
-        **settings: some by name, for example `teacher`, `students`, `dataset`, `out`, `recipe`.
+    Settings are, among others, `teacher`, `students`, `dataset`, `out`, `recipe`.
 
     Returns:
         Perplexity, KL to the teacher, agreement and more, by model; report card and picture are in `out`.
-
-    Raises:
-        QatLoraError: with a message for people.
     """
     return _call("eval", options, settings)
 
@@ -96,15 +76,10 @@ def evaluate_models(options: EvalOptions | None = None, /, **settings: Any) -> d
 def generate_text(options: GenerateOptions | None = None, /, **settings: Any) -> str | list[dict[str, str]]:
     """Continue a prompt, or every line of a file, with a student; the same as `qat-lora generate`.
 
-    Args:
-        options: all settings as one object, or
-        **settings: some by name, for example `student`, `prompt`, `chat`, `max_new_tokens`.
+    Settings are, among others, `student`, `prompt`, `chat`, `max_new_tokens`.
 
     Returns:
         The text; for a file of prompts a list of prompts and texts.
-
-    Raises:
-        QatLoraError: with a message for people.
     """
     return _call("generate", options, settings)
 
@@ -112,15 +87,10 @@ def generate_text(options: GenerateOptions | None = None, /, **settings: Any) ->
 def export_student(options: ExportOptions | None = None, /, **settings: Any) -> Path:
     """Write a student in a form that other tools load; the same as `qat-lora export`.
 
-    Args:
-        options: all settings as one object, or
-        **settings: some by name, for example `student`, `form`, `out`.
+    Settings are, among others, `student`, `form`, `out`.
 
     Returns:
         The folder that was written.
-
-    Raises:
-        QatLoraError: with a message for people.
     """
     return _call("export", options, settings)
 

@@ -30,6 +30,10 @@ DeviceMap = Literal["none", "auto", "balanced", "balanced_low_0", "sequential"]
 """How a teacher's modules are dealt out to devices, in accelerate's words; `none`: to the one device of the run."""
 DEVICE_MAP_HELP = "spread a large teacher over GPUs, then host memory, then disk, by this rule of accelerate"
 
+HEAD_K_HELP = "use only the first entries of the cached head; default: all"
+VERIFY_ROWS_HELP = "rows of the cache that are compared with their checksum as they are read (sampled: one of 16)"
+DRY_RUN_HELP = "print parameters, memory, steps and batch from shapes alone, without the device, and write nothing"
+
 QAT_PARTS = ("scales", "ranges", "lut", "weights", "norms", "embeddings", "head")
 """What `qat` can train."""
 
@@ -181,9 +185,7 @@ class RecoverOptions:
     kd_cache_dir: str | None = option(
         None, "KD cache with the teacher's logits; needed for kd and kd+ce", alias="cache_dir"
     )
-    head_k: int | None = option(
-        None, "use only the first entries of the cached head; default: all", unit="tokens", min=1
-    )
+    head_k: int | None = option(None, HEAD_K_HELP, unit="tokens", min=1)
     text: TextConfig = option(TextConfig, "the text, for ce and sft")
     length: int = option(
         1024, "tokens of a row, for ce and sft (a cache has its own)", unit="tokens", alias="max_length", min=2
@@ -200,12 +202,8 @@ class RecoverOptions:
     train: OptimConfig = option(OptimConfig, "optimizer")
     loop: LoopConfig = option(LoopConfig, "loop")
     preload: bool = option(False, "hold the cache in memory instead of reading rows from its files")
-    verify_rows: VerifyRows = option(
-        "all", "rows of the cache that are compared with their checksum as they are read (sampled: one of 16)"
-    )
-    dry_run: bool = option(
-        False, "print parameters, memory, steps and batch from shapes alone, without the device, and write nothing"
-    )
+    verify_rows: VerifyRows = option("all", VERIFY_ROWS_HELP)
+    dry_run: bool = option(False, DRY_RUN_HELP)
     hub: HubConfig = option(HubConfig, "models")
     run: RunConfig = option(RunConfig, "run")
 
@@ -241,9 +239,7 @@ class QatOptions(QuantizeConfig):
     from_scratch: bool = option(False, "quantise the full-precision --model first; without it, go on from --checkpoint")
     checkpoint: str | None = option(None, "quantised student to go on from: folder made by `quantize` or `qat`")
     kd_cache_dir: str | None = option(None, "KD cache with the teacher's logits (required)", alias="cache_dir")
-    head_k: int | None = option(
-        None, "use only the first entries of the cached head; default: all", unit="tokens", min=1
-    )
+    head_k: int | None = option(None, HEAD_K_HELP, unit="tokens", min=1)
     train_parts: tuple[str, ...] = option(
         ("scales",), "what trains: scales, ranges, lut, weights, norms, embeddings, head", unit="list"
     )
@@ -257,12 +253,8 @@ class QatOptions(QuantizeConfig):
     train: OptimConfig = option(OptimConfig, "optimizer")
     loop: LoopConfig = option(LoopConfig, "loop")
     preload: bool = option(False, "hold the cache in memory instead of reading rows from its files")
-    verify_rows: VerifyRows = option(
-        "all", "rows of the cache that are compared with their checksum as they are read (sampled: one of 16)"
-    )
-    dry_run: bool = option(
-        False, "print parameters, memory, steps and batch from shapes alone, without the device, and write nothing"
-    )
+    verify_rows: VerifyRows = option("all", VERIFY_ROWS_HELP)
+    dry_run: bool = option(False, DRY_RUN_HELP)
     hub: HubConfig = option(HubConfig, "models")
     run: RunConfig = option(RunConfig, "run")
 

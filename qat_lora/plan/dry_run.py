@@ -21,6 +21,7 @@ from qat_lora.plan.devices import attention_on, likely
 from qat_lora.plan.memory import GIB, Shapes, forecast
 from qat_lora.registry import Requirements
 from qat_lora.runtime.launch.select import choose, look, plan_run
+from qat_lora.setup.training_data import cache_lessons
 from qat_lora.terminal import redact
 
 HEAD_K = 128
@@ -64,9 +65,17 @@ def replicas_of(run: RunConfig, assumed: list[str]) -> int:
     return chips or 1
 
 
-def is_there(path: str) -> bool:
-    """Tell whether a cache is where a run would look for it; assumed of a URL."""
-    return "://" in path or Path(path).expanduser().exists()
+def cache_of(options: RecoverOptions | QatOptions) -> KDCacheDataset | None:
+    """Return the run's cache, None where there is none yet; a URL is assumed to be there.
+
+    Raises:
+        CacheError: something is there, and it is no complete cache or lacks what the objective reads.
+    """
+    path = str(options.kd_cache_dir)
+    if not ("://" in path or Path(path).expanduser().exists()):
+        return None
+    rows: KDCacheDataset = cache_lessons(options).rows
+    return rows
 
 
 def check_shapes(dataset: KDCacheDataset, student: Path, module: Any) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.errors import ConfigError, ModelError
 from qat_lora.layers.convert import make_quant_skeleton, quant_layers
 from qat_lora.models.load import DTYPES, QUANT_METHOD, CausalLM, cast, resolve_model
@@ -22,9 +21,9 @@ from qat_lora.plan.devices import attention_on
 from qat_lora.plan.dry_run import (
     HEAD_K,
     DryRun,
+    cache_of,
     check_shapes,
     device_of,
-    is_there,
     no_cache,
     replicas_of,
     training_estimate,
@@ -37,7 +36,6 @@ from qat_lora.quant.presets import Preset
 from qat_lora.registry import Requirements
 from qat_lora.runtime.host.memory import LiveBytes
 from qat_lora.runtime.launch.select import runs_on_host
-from qat_lora.setup.objective import check_arrays
 from qat_lora.setup.trainable import check_parts, chosen_preset, trained_parts
 
 LENGTH = CacheBuildOptions.length
@@ -56,7 +54,7 @@ def plan_qat(options: QatOptions) -> DryRun:
     replicas = replicas_of(options.run, assumed)
     accumulation = options.loop.accumulation(replicas)
     config, student, full = _models(options)
-    dataset = _cache(options)
+    dataset = cache_of(options)
     length, head_k = (dataset.manifest.fingerprint.length, dataset.k) if dataset else (LENGTH, options.head_k or HEAD_K)
     if dataset:
         check_shapes(dataset, student.folder, student.module)
@@ -146,20 +144,6 @@ def _checkpoint(name: str) -> Path:
             "quantize`, or give --from-scratch --model MODEL"
         )
     return resolve_model(name)
-
-
-def _cache(options: QatOptions) -> KDCacheDataset | None:
-    """Return the run's cache, None where there is none yet.
-
-    Raises:
-        CacheError: something is there, and it is no complete cache or lacks what the objective reads.
-    """
-    path = str(options.kd_cache_dir)
-    if not is_there(path):
-        return None
-    dataset = KDCacheDataset(path, k=options.head_k, temperatures=options.objective.cached_temperatures)
-    check_arrays(dataset, options.objective)
-    return dataset
 
 
 def _formed_bytes(module: nn.Module, dtype: torch.dtype) -> int:

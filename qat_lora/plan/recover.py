@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.errors import ConfigError, ModelError
 from qat_lora.models.load import FILE_SUFFIXES, resolve_model
 from qat_lora.options import EstimateOptions, RecoverOptions
 from qat_lora.plan.dry_run import (
     HEAD_K,
     DryRun,
+    cache_of,
     check_shapes,
     device_of,
-    is_there,
     no_cache,
     replicas_of,
     training_estimate,
@@ -24,7 +23,6 @@ from qat_lora.plan.dry_run import (
 from qat_lora.plan.memory import skeleton
 from qat_lora.registry import Requirements
 from qat_lora.runtime.launch.select import runs_on_host
-from qat_lora.setup.training_data import cache_lessons
 
 
 def recovery_estimate(
@@ -48,7 +46,9 @@ def plan_recover(options: RecoverOptions) -> DryRun:
     replicas = replicas_of(options.run, assumed)
     accumulation = options.loop.accumulation(replicas)
     student = _student(options)
-    dataset = _cache(options, assumed)
+    dataset = cache_of(options) if options.uses_cache else None
+    if not options.uses_cache and options.num_rows is None:
+        assumed.append("the text is not read, so the number of its rows is not known")
     length = dataset.manifest.fingerprint.length if dataset else options.length
     head_k = dataset.k if dataset else (options.head_k or HEAD_K) if options.uses_cache else 0
     asked = recovery_estimate(options, student, length, head_k, device_of(options.run), accumulation)
@@ -86,19 +86,3 @@ def _student(options: RecoverOptions) -> str:
             "quantize`, or ask `qat-lora estimate --model MODEL --preset PRESET`, which needs no checkpoint"
         )
     return name
-
-
-def _cache(options: RecoverOptions, assumed: list[str]) -> KDCacheDataset | None:
-    """Return the run's cache, None where there is none yet.
-
-    Raises:
-        CacheError: something is there, and it is no complete cache or lacks what the objective reads.
-    """
-    if not options.uses_cache:
-        if options.num_rows is None:
-            assumed.append("the text is not read, so the number of its rows is not known")
-        return None
-    if not is_there(str(options.kd_cache_dir)):
-        return None
-    rows: KDCacheDataset = cache_lessons(options).rows
-    return rows

@@ -134,37 +134,25 @@ def text_lessons(options: RecoverOptions, model: CausalLM) -> Lessons:
 def evaluation(
     lessons: Lessons, model: CausalLM, loop: LoopConfig, runtime: Runtime, teacher_lm_head: LMHead | None = None
 ) -> Callable[[], float] | None:
-    """Return the function that measures the mean loss on rows kept apart, None where there are none.
+    """Return the function that measures the mean loss per token on rows kept apart, None where there are none.
+
+    Batches have training's shape, the last one filled with masked rows, so that XLA compiles one graph more.
 
     Args:
-        lessons: with the rows, and the objective as `objectives.prepare` left it.
+        lessons: with the rows, and the objective as `setup.objective.prepare` left it.
         model: the student, in training mode or not.
         loop: batch size and autocast.
         runtime: where the student is.
         teacher_lm_head: the teacher's output head on the device, where the objective needs one.
     """
-    if lessons.evaluation is None:
+    rows = lessons.evaluation
+    if rows is None:
         return None
     if lessons.metric == "nll":
         chunk, walk = lessons.objective.loss_chunk_mb, lessons.objective.loss_walk
         objective = ObjectiveConfig(kd_weight=0.0, ce_weight=1.0, loss_chunk_mb=chunk, loss_walk=walk)
     else:
         objective = evaluation_objective(lessons.objective, teacher_lm_head)
-    return rows_evaluation(lessons.evaluation, objective, model, loop, runtime, teacher_lm_head)
-
-
-def rows_evaluation(
-    rows: Any,
-    objective: ObjectiveConfig,
-    model: CausalLM,
-    loop: LoopConfig,
-    runtime: Runtime,
-    teacher_lm_head: LMHead | None = None,
-) -> Callable[[], float]:
-    """Return the function that measures the mean of an objective per token over all of some rows.
-
-    Batches have training's shape, the last one filled with masked rows, so that XLA compiles one graph more.
-    """
     batch_rows = loop.batch_size * runtime.replicas
     # Made once, and two: zeros made in every evaluation, or one tensor in both places, are more graphs on XLA.
     no_loss, no_tokens = (torch.zeros((), device=runtime.device) for _ in range(2))
