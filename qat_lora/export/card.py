@@ -61,7 +61,7 @@ def display_name(path: str) -> str:
 
 
 def read_origin(config: Any, adapter: Path | None) -> Origin:
-    """Return where a student comes from: its base's config.json, and the run that its adapter lies in."""
+    """Return where a student comes from: its base's config.json, and the run that its adapter is in."""
     quantization: Any = getattr(config, "quantization_config", None) or {}
     plain: dict[str, Any] = quantization.to_dict() if hasattr(quantization, "to_dict") else dict(quantization)
     model, preset = _entry(plain.get("details"), "model", "unknown"), _entry(plain.get("preset"), "name", "none")

@@ -36,7 +36,7 @@ def additive_masks(config: Any, full: Tensor, distance: Tensor, dtype: torch.dty
     Args:
         config: the text model's.
         full: what layers without a window may see, [B, T, L].
-        distance: how far each of T tokens lies behind each of L, [T, L].
+        distance: how far each of T tokens is behind each of L, [T, L].
         dtype: of the masks.
 
     Raises:
