@@ -21,7 +21,7 @@ from qat_lora.commands.quantize import quantize
 from qat_lora.config import save_yaml, to_dict
 from qat_lora.evaluate.report import save_json
 from qat_lora.files import outputs
-from qat_lora.files.folders import whole_folder
+from qat_lora.files.folders import atomic_dir
 from qat_lora.files.identity import checkpoint_sha256
 from qat_lora.layers.calibrate.config import CodesConfig
 from qat_lora.layers.convert import bits_per_weight, quant_layers
@@ -97,7 +97,7 @@ def qat(options: QatOptions, runtime: Runtime) -> Any:
         **{key: plain[key] for key in decisive},
     }
     inputs = [options.checkpoint, options.model, options.kd_cache_dir, *(m.folder for m in (full, student) if m)]
-    with outputs.alone(out) if runtime.is_main else contextlib.nullcontext():
+    with outputs.lock_dir(out) if runtime.is_main else contextlib.nullcontext():
         if decide(runtime, lambda: outputs.claim(out, "qat", settings, run.overwrite, inputs)):
             say(run, f"{out} is complete already")
             return out
@@ -220,7 +220,7 @@ def _reconstruct(
         )
     full.module.to("cpu")
     tensors = _stored(student.module)
-    with whole_folder(out / "blockwise") as draft:
+    with atomic_dir(out / "blockwise") as draft:
         save_with_tensors(student.folder, draft, tensors)
         save_json({"layers": shares}, draft / "result.json")
     remove_pieces(out)
@@ -244,5 +244,5 @@ def _export(trainee: Trainee, folder: Path) -> None:
     whole = {name: parameter for name, parameter in model.module.named_parameters() if parameter.requires_grad}
     inner = tuple(f"{name}." for name in quant_layers(model.module))
     tensors = {name: parameter for name, parameter in whole.items() if not name.startswith(inner)}
-    with whole_folder(folder) as draft:
+    with atomic_dir(folder) as draft:
         save_with_tensors(model.folder, draft, {**_stored(model.module), **tensors})

@@ -14,7 +14,7 @@ from qat_lora.config import save_yaml, to_dict
 from qat_lora.errors import ConfigError
 from qat_lora.evaluate.report import save_json
 from qat_lora.files import outputs
-from qat_lora.files.folders import whole_folder
+from qat_lora.files.folders import atomic_dir
 from qat_lora.files.identity import checkpoint_sha256
 from qat_lora.layers.convert import add_lora, lora_layers, prepare_base, quant_layers
 from qat_lora.models.adapter import load_starts, save_adapter, starts_sha256
@@ -53,7 +53,7 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Any:
     torch.manual_seed(run.seed)
     add_lora(model.module, options.lora, starts)
     inputs = [options.checkpoint, options.model, options.kd_cache_dir, *text_inputs(options.text), model.folder]
-    with outputs.alone(out) if runtime.is_main else contextlib.nullcontext():
+    with outputs.lock_dir(out) if runtime.is_main else contextlib.nullcontext():
         if decide(runtime, lambda: outputs.claim(out, "recover", settings, run.overwrite, inputs)):
             say(run, f"{out} is complete already")
             return out
@@ -158,7 +158,7 @@ def _export_student(trainee: Trainee, options: RecoverOptions, folder: Path) -> 
     assert isinstance(trainee.model, CausalLM)
     base = trainee.model.folder
     changed = trainee.groups["scales"] | trainee.groups["norms"]
-    with whole_folder(folder) as draft:
+    with atomic_dir(folder) as draft:
         sha256 = checkpoint_sha256(base)
         if changed:
             sha256 = checkpoint_sha256(save_with_tensors(base, draft / "base", changed))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from qat_lora.extras import pyplot
-from qat_lora.files.folders import whole_file
+from qat_lora.files.folders import atomic_file
 
 INK, FAINT = "#1f2933", "#9aa5b1"
 COLOURS = ("#0b6e99", "#d9730d", "#448361", "#9065b0", "#c14c8a", "#cb912f", "#337ea9", "#787774")
@@ -79,7 +79,7 @@ def plot_report(report: Mapping[str, Any], out: Path) -> None:
             draw(spare.pop(0))
         for axis in spare:
             axis.axis("off")
-        with whole_file(out) as draft:
+        with atomic_file(out) as draft:
             figure.savefig(draft, dpi=150)
         plt.close(figure)
 

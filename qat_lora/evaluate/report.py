@@ -10,7 +10,7 @@ from typing import Any
 from qat_lora.evaluate.plots import colours_of
 from qat_lora.extras import pyplot
 from qat_lora.files.finite import json_text
-from qat_lora.files.folders import whole_file, write_text
+from qat_lora.files.folders import atomic_file, write_text
 
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("ppl", "perplexity", ",.2f"),
@@ -86,6 +86,6 @@ def plot_scores(
     axes[0].axhline(scores[names[0]]["ppl"], color="grey", lw=0.8, ls="--")
     if draw_training:
         draw_training(axes[2])
-    with whole_file(out) as draft:
+    with atomic_file(out) as draft:
         figure.savefig(draft, dpi=120)
     plt.close(figure)

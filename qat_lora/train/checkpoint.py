@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from qat_lora.errors import ConfigError, DamagedFileError, DivergedError, ModelError
 from qat_lora.files.checksums import PROMISE, SUMS, check_sums, notice_no_sums, read_object, write_sums
 from qat_lora.files.finite import json_text, not_finite
-from qat_lora.files.folders import discard, is_ours, sweep, whole_folder
+from qat_lora.files.folders import atomic_dir, discard, is_ours, sweep
 from qat_lora.runtime.host.randomness import random_states, set_random_states
 from qat_lora.train.metrics import check_log
 
@@ -60,7 +60,7 @@ def save_checkpoint(
         if (found := not_finite({**tensors, **moments})) is not None:
             raise DivergedError(f"step {step}: {found}; {REMEDY}")
         text = json_text({**PROMISE, **state, "step": step, "random": random_states()}, final / STATE, indent=1)
-        with whole_folder(final) as draft:
+        with atomic_dir(final) as draft:
             save_file(tensors, draft / TRAINED)
             save_file(moments, draft / OPTIMIZER)
             (draft / STATE).write_text(text, encoding="utf-8")

@@ -26,7 +26,7 @@ from qat_lora.errors import (
     QatLoraError,
     ReplicaError,
 )
-from qat_lora.files.folders import settle
+from qat_lora.files.folders import restore_dir
 from qat_lora.losses.objective import ObjectiveConfig, weight_tensors
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.randomness import random_states, set_random_states
@@ -140,7 +140,7 @@ class LoopHooks:
     evaluate: Callable[[], float] | None
     """Mean loss on the evaluation split (KL for a cache), lower is better; None where there is none."""
     export: Callable[[str], None]
-    """Write the student as it is now under the run's folder, as `start`, `best` or `last`, by `whole_folder`."""
+    """Write the student as it is now under the run's folder, as `start`, `best` or `last`, by `atomic_dir`."""
     metric: str = "kl"
     """What `evaluate` measures, as it is called in files."""
 
@@ -346,7 +346,7 @@ def _tidy(out: Path, step: int, evaluated: bool, logs: Mapping[str, LogMark]) ->
     cut_back(out / "metrics.jsonl", step, logs.get("metrics.jsonl"))
     cut_back(out / "evaluations.jsonl", step if evaluated else step - 1, logs.get("evaluations.jsonl"))
     for name in EXPORTS:
-        settle(out / name)
+        restore_dir(out / name)
 
 
 def _feeds(
