@@ -18,7 +18,7 @@ from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.commands.quantize import quantize
 from qat_lora.evaluate.report import save_json
 from qat_lora.files import outputs
-from qat_lora.files.folders import whole_folder
+from qat_lora.files.folders import atomic_dir
 from qat_lora.files.identity import checkpoint_sha256
 from qat_lora.layers.calibrate.config import QuantizeConfig
 from qat_lora.layers.convert import bits_per_weight, quant_layers
@@ -165,7 +165,7 @@ def _reconstruct(
         )
     full.module.to("cpu")
     tensors = _stored(student.module)
-    with whole_folder(out / "blockwise") as draft:
+    with atomic_dir(out / "blockwise") as draft:
         save_with_tensors(student.folder, draft, tensors)
         save_json({"layers": shares}, draft / "result.json")
     remove_pieces(out)
@@ -187,5 +187,5 @@ def _export(model: CausalLM, folder: Path) -> None:
     whole = {name: parameter for name, parameter in model.module.named_parameters() if parameter.requires_grad}
     inner = tuple(f"{name}." for name in quant_layers(model.module))
     tensors = {name: parameter for name, parameter in whole.items() if not name.startswith(inner)}
-    with whole_folder(folder) as draft:
+    with atomic_dir(folder) as draft:
         save_with_tensors(model.folder, draft, {**_stored(model.module), **tensors})

@@ -9,7 +9,7 @@ import torch
 
 from qat_lora.errors import ConfigError
 from qat_lora.files import outputs
-from qat_lora.files.folders import whole_folder
+from qat_lora.files.folders import atomic_dir
 from qat_lora.files.identity import checkpoint_sha256
 from qat_lora.layers.convert import add_lora, quant_layers
 from qat_lora.models.adapter import load_starts, save_adapter, starts_sha256
@@ -74,7 +74,7 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Any:
 def _export(model: CausalLM, options: RecoverOptions, changed: dict[str, Any], folder: Path) -> None:
     """Write the student as an adapter folder, at once; what of its base was `changed` by training goes into it."""
     base = model.folder
-    with whole_folder(folder) as draft:
+    with atomic_dir(folder) as draft:
         sha256 = checkpoint_sha256(base)
         if changed:
             sha256 = checkpoint_sha256(save_with_tensors(base, draft / "base", changed))

@@ -30,7 +30,7 @@ from qat_lora.data.sources import TextConfig
 from qat_lora.errors import OutputExistsError, QatLoraError
 from qat_lora.files import outputs
 from qat_lora.files.checksums import seal
-from qat_lora.files.folders import ours, whole_folder
+from qat_lora.files.folders import atomic_dir, ours
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.models.adapter import PREFIX, WEIGHTS
 from qat_lora.models.hub import HubConfig
@@ -100,7 +100,7 @@ def smoke(options: SmokeOptions, runtime: Runtime) -> dict[str, Any]:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="qat-lora-smoke-")))
         else:
             folder = Path(options.run.out)
-            stack.enter_context(outputs.alone(folder))
+            stack.enter_context(outputs.lock_dir(folder))
             outputs.claim(folder, "smoke", {"started": time.time()}, options.run.overwrite)  # never a run to go on with
         bench = _Bench(options, runtime, folder)
         for name, check in checks.items():
@@ -149,7 +149,7 @@ def _data(bench: _Bench) -> str:
         for parameter in model.module.parameters():
             if parameter.ndim == 2:
                 parameter.mul_(4.0)
-    with whole_folder(teacher) as draft:
+    with atomic_dir(teacher) as draft:
         make_tokenizer((file.read_text(encoding="utf-8") for file in written), VOCABULARY, draft)
         save_model(model.module, draft)
         seal(draft)

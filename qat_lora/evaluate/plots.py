@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qat_lora.extras import pyplot
-from qat_lora.files.folders import whole_file
+from qat_lora.files.folders import atomic_file
 
 INK, FAINT = "#1f2933", "#9aa5b1"
 COLOURS = ("#0b6e99", "#d9730d", "#448361", "#9065b0", "#c14c8a", "#cb912f", "#337ea9", "#787774")
@@ -94,7 +94,7 @@ def _draw(panels: Sequence[Panel], models: int, out: Path) -> None:
         figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
         for axis, draw in itertools.zip_longest(axes.flat, panels):
             draw(axis) if draw else axis.axis("off")
-        with whole_file(out) as draft:
+        with atomic_file(out) as draft:
             figure.savefig(draft, dpi=150)
         plt.close(figure)
 

@@ -208,7 +208,7 @@ def is_draft(draft: Path, text: str) -> bool:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
+def atomic_file(path: Path) -> Iterator[Path]:
     """Yield the path to write a file under; when the block ends well it takes the place of `path`, else it is removed.
 
     Raises:
@@ -235,12 +235,12 @@ def _replacing(path: Path, draft: Path) -> Iterator[None]:
 
 def write_text(path: Path, text: str) -> None:
     """Write a text as UTF-8: the old file stays, or the whole new one is there."""
-    with whole_file(path) as draft:
+    with atomic_file(path) as draft:
         draft.write_text(text, encoding="utf-8")
 
 
 @contextmanager
-def whole_folder(final: Path) -> Iterator[Path]:
+def atomic_dir(final: Path) -> Iterator[Path]:
     """Yield an empty folder to fill; when the block ends well it takes the place of `final`, else it is removed.
 
     Files in `final` that the run did not write stay in it.
@@ -248,7 +248,7 @@ def whole_folder(final: Path) -> Iterator[Path]:
     Raises:
         OutputExistsError: one of these has the name of a file that is written.
     """
-    settle(final)
+    restore_dir(final)
     draft, old = _draft(final), _set_aside(final)
     with _filled(draft):
         yield draft
@@ -315,7 +315,7 @@ def _files(draft: Path) -> list[Path]:
     return [path for path in found if not path.is_dir()]
 
 
-def settle(final: Path) -> None:
+def restore_dir(final: Path) -> None:
     """Finish what a kill interrupted: put back a folder that was set aside and not yet replaced."""
     old = _set_aside(final)
     if not old.is_dir() or not _is_our_folder(old):

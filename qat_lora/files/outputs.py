@@ -33,7 +33,7 @@ _SHOWN = 8
 
 
 @contextlib.contextmanager
-def alone(out: Path) -> Iterator[None]:
+def lock_dir(out: Path) -> Iterator[None]:
     """Hold a run's folder (made if missing) so that no other process of ours works there; freed even by a kill.
 
     The lock is `flock` on the folder itself: nothing is left behind, and nothing is to be cleaned up. A file system
@@ -68,13 +68,13 @@ def alone(out: Path) -> Iterator[None]:
 def claimed(
     out: Path, command: str, settings: Mapping[str, Any], overwrite: bool, inputs: Iterable[object] = ()
 ) -> Iterator[bool]:
-    """Hold a folder (`alone`) and `claim` it; give True where an equal run has completed there.
+    """Hold a folder (`lock_dir`) and `claim` it; give True where an equal run has completed there.
 
     Raises:
         OutputExistsError: another process works there, or the folder holds another run, or files that are not ours.
         DamagedFileError: an equal run has completed there, and a file of it is missing or changed.
     """
-    with alone(out):
+    with lock_dir(out):
         yield claim(out, command, settings, overwrite, inputs)
 
 
@@ -281,7 +281,7 @@ def _remove(out: Path, names: set[str]) -> None:
         part = (out / name).parent
         keeper, own = files.listed(part)
         if Path(name).name == MARK and keeper is not None and os.path.lexists(out / name):
-            with alone(part):
+            with lock_dir(part):
                 _remove(part, own)
                 for last in (LIST, MARK):
                     (part / last).unlink(missing_ok=True)

@@ -81,7 +81,7 @@ def complete_run(
         what: is trained, for people.
     """
     run, out, runtime = plan.options.run, plan.out, plan.runtime
-    with outputs.alone(out) if runtime.is_main else contextlib.nullcontext():
+    with outputs.lock_dir(out) if runtime.is_main else contextlib.nullcontext():
         if decide(runtime, lambda: outputs.claim(out, plan.command, settings, run.overwrite, inputs)):
             say(run, f"{out} is complete already")
             return out

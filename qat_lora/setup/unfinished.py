@@ -20,7 +20,7 @@ from torch import Tensor
 from qat_lora.errors import DamagedFileError, InterruptedRunError
 from qat_lora.files.atomic import failpoint
 from qat_lora.files.checksums import check_sums, write_sums
-from qat_lora.files.folders import discard, is_ours, sweep, whole_folder
+from qat_lora.files.folders import atomic_dir, discard, is_ours, sweep
 from qat_lora.layers.calibrate.finished import Kept, Work
 
 FOLDER = "unfinished"
@@ -65,7 +65,7 @@ class Unfinished(Work):
     def keep(self, name: str, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         """Write a finished piece, so that it stays after a power cut."""
         kind = name.partition("-")[0]
-        with whole_folder(self.folder / name) as draft:
+        with atomic_dir(self.folder / name) as draft:
             save_file({part: tensor.contiguous().cpu() for part, tensor in tensors.items()}, draft / TENSORS)
             (draft / FACTS).write_text(json.dumps(facts), encoding="utf-8")
             failpoint(f"{kind}-written")

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from qat_lora.errors import ConfigError, DamagedFileError, DivergedError, ModelError
 from qat_lora.files.checksums import PROMISE, SUMS, check_sums, notice_no_sums, read_object, write_sums
 from qat_lora.files.finite import json_text, not_finite
-from qat_lora.files.folders import discard, is_ours, sweep, whole_folder
+from qat_lora.files.folders import atomic_dir, discard, is_ours, sweep
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.saving import random_states, set_random_states
 from qat_lora.train.metrics import REMEDY, check_log
@@ -63,7 +63,7 @@ def save_checkpoint(
             if (found := not_finite({**tensors, **moments})) is not None:
                 raise DivergedError(f"step {step}: {found}; {REMEDY}")
             text = json_text({**PROMISE, **state, "step": step, "random": random_states()}, final / STATE, indent=1)
-        with whole_folder(final) if runtime.is_main else contextlib.nullcontext(final) as draft:
+        with atomic_dir(final) if runtime.is_main else contextlib.nullcontext(final) as draft:
             runtime.save(tensors, draft / TRAINED)
             runtime.save(moments, draft / OPTIMIZER)
             if runtime.is_main:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from qat_lora.config import option
 from qat_lora.errors import ConfigError, QatLoraError
-from qat_lora.files.folders import settle
+from qat_lora.files.folders import restore_dir
 from qat_lora.losses.objective import weight_tensors
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.saving import random_states, set_random_states
@@ -196,7 +196,7 @@ def _resume(
         cut_back(out / METRICS, step, logs.get(METRICS))
         cut_back(out / EVALUATIONS, step if progress.evaluated else step - 1, logs.get(EVALUATIONS))
         for name in EXPORTS:
-            settle(out / name)
+            restore_dir(out / name)
     return progress
 
 

@@ -24,7 +24,7 @@ from qat_lora.errors import DamagedFileError, DivergedError
 from qat_lora.extras import pyplot
 from qat_lora.files.checksums import sha256_of
 from qat_lora.files.finite import json_text
-from qat_lora.files.folders import ours, whole_file, write_text
+from qat_lora.files.folders import atomic_file, ours, write_text
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.memory import peak_memory_bytes
 from qat_lora.train.step import Sums
@@ -218,7 +218,7 @@ def plot_curve(metrics: Path, evaluations: Path, out: Path) -> None:
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
     draw_curve(axis, metrics, evaluations)
-    with whole_file(out) as draft:
+    with atomic_file(out) as draft:
         figure.savefig(draft, dpi=120)
     plt.close(figure)
 

@@ -150,7 +150,7 @@ def test_a_folder_that_is_not_ours_is_refused_and_untouched(done, tiny, tmp_path
 @pytest.mark.parametrize("name", sorted(CHANGES.keys() - {"cache"}))  # a cache has its lease
 def test_a_folder_in_which_another_process_works_is_refused(done, tiny, tmp_path, name):
     with (
-        outputs.alone(tmp_path),
+        outputs.lock_dir(tmp_path),
         pytest.raises(OutputExistsError, match="another process is working there; wait for it"),
     ):
         CHANGES[name](done, tiny, tmp_path)

@@ -19,13 +19,13 @@ from qat_lora.files import outputs
 from qat_lora.files.folders import (
     LIST,
     MARK,
+    atomic_dir,
     discard,
     is_ours,
     moved_into,
     ours,
-    settle,
+    restore_dir,
     sweep,
-    whole_folder,
     write_text,
 )
 
@@ -70,7 +70,7 @@ def work(out, into):
     write_text(out / "config.yaml", "settings")
     ours(out / ".scratch").write_text("0")
     (out / ".scratch").unlink()
-    settle(out / "best")
+    restore_dir(out / "best")
     if into:
         with moved_into(out) as draft:
             fill(draft, "quantised")
@@ -79,9 +79,9 @@ def work(out, into):
             write_text(ours(out / "metrics.jsonl"), (out / "metrics.jsonl").read_text())
         with ours(out / "metrics.jsonl").open("a") as lines:
             lines.write(f"{step}\n")
-        with whole_folder(out / "best") as draft:
+        with atomic_dir(out / "best") as draft:
             fill(draft, str(step))
-        with whole_folder(out / "checkpoints" / f"step-{step:06d}") as draft:
+        with atomic_dir(out / "checkpoints" / f"step-{step:06d}") as draft:
             (draft / "state").write_text(str(step))
             (draft / "COMPLETE").write_text("")
         for old in sorted((out / "checkpoints").glob("step-*"))[:-1]:

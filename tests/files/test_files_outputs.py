@@ -185,7 +185,7 @@ def test_completing_keeps_the_settings(tmp_path):
 
 
 def hold(folder, ready, end):
-    with outputs.alone(folder):
+    with outputs.lock_dir(folder):
         ready.set()
         end.wait(30)
 
@@ -201,13 +201,13 @@ def test_a_folder_is_worked_in_by_one_process_at_a_time(tmp_path):
     other.start()
     try:
         assert ready.wait(30)
-        with pytest.raises(OutputExistsError, match="another process is working there"), outputs.alone(out):
+        with pytest.raises(OutputExistsError, match="another process is working there"), outputs.lock_dir(out):
             pass
         assert outputs.claim(out, "recover", {"a": 1}, False) is False
         assert outputs.claim(out, "recover", {"a": 1}, False) is False
         other.kill()
         other.join()
-        with outputs.alone(out):  # a kill frees it
+        with outputs.lock_dir(out):  # a kill frees it
             assert {path.name for path in out.iterdir()} == {LIST, MARK}  # and nothing is left behind
     finally:
         other.kill()
@@ -219,7 +219,7 @@ def test_a_folder_is_worked_in_by_one_process_at_a_time(tmp_path):
     with outputs.claimed(out, "recover", {"a": 1}, False) as complete:
         assert complete
     (tmp_path / "file").write_text("")
-    with pytest.raises(OutputExistsError, match="is a file"), outputs.alone(tmp_path / "file"):
+    with pytest.raises(OutputExistsError, match="is a file"), outputs.lock_dir(tmp_path / "file"):
         pass
 
 

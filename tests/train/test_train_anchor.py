@@ -10,7 +10,7 @@ import torch
 from train_toys import LOOP, OPTIM, SETTINGS, VOCABULARY, Toy, ToyData, evaluation, tensors
 
 from qat_lora.errors import InterruptedRunError
-from qat_lora.files.folders import whole_folder
+from qat_lora.files.folders import atomic_dir
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.runtime.launch.select import select_runtime
 from qat_lora.train.anchor import anchor_batches, anchor_micro_batch, remember
@@ -132,7 +132,7 @@ def run(out, stop_after=None, **objective):
     toy.before_forward = count
 
     def export(name):
-        with whole_folder(out / name) as draft:
+        with atomic_dir(out / name) as draft:
             (draft / "x").write_text("")
 
     hooks = LoopHooks(None, export)

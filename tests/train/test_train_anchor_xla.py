@@ -18,7 +18,7 @@ import torch
 from train_toys import LOOP, OPTIM, SETTINGS, Toy, ToyData
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.runtime.launch.select import select_runtime
-from qat_lora.files.folders import whole_folder
+from qat_lora.files.folders import atomic_dir
 from qat_lora.train.anchor import remember
 from qat_lora.train.callbacks import LoopHooks, RunSettings
 from qat_lora.train.loop import train
@@ -35,7 +35,7 @@ def counted():
 runtime.step_end = counted
 
 def export(name):
-    with whole_folder(out / name) as draft:
+    with atomic_dir(out / name) as draft:
         (draft / "x").write_text("")
 
 def main():

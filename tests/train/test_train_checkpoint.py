@@ -13,7 +13,7 @@ from train_toys import SETTINGS
 
 from qat_lora.errors import ConfigError, DivergedError, ModelError
 from qat_lora.files.checksums import write_sums
-from qat_lora.files.folders import discard, settle, whole_folder
+from qat_lora.files.folders import atomic_dir, discard, restore_dir
 from qat_lora.runtime.host import saving
 from qat_lora.runtime.launch.select import select_runtime
 from qat_lora.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
@@ -307,7 +307,7 @@ def content(folder):
 
 
 def replace_export(final, text):
-    with whole_folder(final) as draft:
+    with atomic_dir(final) as draft:
         fill(draft, text)
 
 
@@ -317,7 +317,7 @@ def test_an_export_is_replaced_whole_whatever_is_killed_when(tmp_path):
     replace_export(run / "best", "old")
     seen = set()
     for _ in crashes(run, lambda: replace_export(run / "best", "new")):
-        settle(run / "best")  # what the resumed run does first
+        restore_dir(run / "best")  # what the resumed run does first
         seen |= content(run / "best")
         assert len(content(run / "best")) == 1
         replace_export(run / "best", "newer")
@@ -349,7 +349,7 @@ def test_discarding_leaves_a_folder_whole_or_gone(tmp_path):
 
 def test_a_failed_export_leaves_the_earlier_one_and_no_litter(tmp_path):
     replace_export(tmp_path / "best", "old")
-    with pytest.raises(RuntimeError, match="disk"), whole_folder(tmp_path / "best") as draft:
+    with pytest.raises(RuntimeError, match="disk"), atomic_dir(tmp_path / "best") as draft:
         (draft / "adapter").write_text("half")
         raise RuntimeError("disk full")
     assert content(tmp_path / "best") == {"old"} and [path.name for path in tmp_path.iterdir()] == ["best"]

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from qat_lora.files.folders import whole_folder
+from qat_lora.files.folders import atomic_dir
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.runtime.launch.select import select_runtime
 from qat_lora.train.callbacks import LoopHooks, RunSettings
@@ -114,7 +114,7 @@ def run(out, toy=None, *, settings=SETTINGS, evaluate=True, data=None, objective
     out.mkdir(exist_ok=True)
 
     def export(name):
-        with whole_folder(out / name) as draft:
+        with atomic_dir(out / name) as draft:
             torch.save({k: v.detach() for k, v in toy.train_state().trained.items()}, draft / "weights.pt")
 
     measure = evaluate if callable(evaluate) else (lambda: evaluation(toy)) if evaluate else None

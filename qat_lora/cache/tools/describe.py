@@ -15,7 +15,7 @@ from qat_lora.cache.read.reader import CacheReader
 from qat_lora.cache.storage.location import Place
 from qat_lora.errors import CacheError, OutputExistsError
 from qat_lora.extras import pyplot
-from qat_lora.files.folders import whole_file
+from qat_lora.files.folders import atomic_file
 
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
 SAMPLE_ROWS = 64
@@ -129,7 +129,7 @@ def plot_tail_mass(path: Place, out: str | Path) -> None:
     axis.set_xlabel(f"probability outside the {reader.fingerprint.top_k} stored entries (1e-6 or less: first bar)")
     axis.set_title(f"tail mass of {Path(str(path)).name}, {mass.size:,} positions", fontsize=10)
     axis.spines[["top", "right"]].set_visible(False)
-    with whole_file(out) as draft:
+    with atomic_file(out) as draft:
         figure.savefig(draft, dpi=120)
     plt.close(figure)
 

@@ -27,7 +27,7 @@ from qat_lora.cache.storage.location import LocalFolder, Location, Place, locate
 from qat_lora.cache.storage.store import Progress, check_digest, check_entry, parse_manifest, read_manifest
 from qat_lora.errors import CacheDamaged, CacheError, OutputExistsError
 from qat_lora.extras import require
-from qat_lora.files.folders import whole_file, whole_folder
+from qat_lora.files.folders import atomic_dir, atomic_file
 
 _LEVEL = 3
 _SKIPPED_FRAME = bytes.fromhex("502a4d1820000000")
@@ -70,7 +70,7 @@ def pack_cache(path: Place, out: str | Path, progress: Progress | None = None) -
         reason = "lies inside the cache that it is to hold" if inside else "exists already"
         raise OutputExistsError(f"--out {out}: {reason}; nothing was touched: choose another name")
     out.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(out) as draft, open(draft, "w+b") as file:
+    with atomic_file(out) as draft, open(draft, "w+b") as file:
         with (
             zstd.ZstdCompressor(level=_LEVEL).stream_writer(file, closefd=False) as stream,
             tarfile.open(fileobj=stream, mode="w|", format=tarfile.GNU_FORMAT) as archive,
@@ -114,7 +114,7 @@ def unpack_cache(path: str | Path, out: str | Path, progress: Progress | None = 
         if file.read() != _SKIPPED_FRAME + _sha256(file, end):
             raise _damaged(path, "its sha256 is not the one that was written")
         file.seek(0)
-        with zstd.ZstdDecompressor().stream_reader(file, closefd=False) as stream, whole_folder(out) as draft:
+        with zstd.ZstdDecompressor().stream_reader(file, closefd=False) as stream, atomic_dir(out) as draft:
             try:
                 with tarfile.open(fileobj=stream, mode="r|") as archive:
                     manifest = _extract(archive, path, LocalFolder(draft), progress)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from qat_lora.files.folders import fsync, whole_file
+from qat_lora.files.folders import atomic_file, fsync
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: str | Path) -> None:
@@ -20,7 +20,7 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: str | Path) -> None:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(path) as draft:
+    with atomic_file(path) as draft:
         save_file(_unshared(tensors), draft, metadata={"format": "pt"})
     fsync(path.parent)
 
