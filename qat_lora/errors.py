@@ -1,8 +1,7 @@
-"""The exceptions that people meet.
+"""The exceptions that users see.
 
-Every message says four things: the field, what was given, what is allowed, and how to fix it. The command
-line prints the message alone, on one line, and leaves with `exit_code`; a traceback therefore always means a
-defect of ours, never a mistake of the user's.
+Every message states the field, the value given, what is allowed, and how to fix it. The command line prints the message
+alone, on one line, and exits with `exit_code`, so a traceback always means a bug of ours, never a user's mistake.
 """
 
 import contextlib

@@ -1,12 +1,12 @@
-"""What leaves for the terminal: any text, whatever the encoding, and no credentials.
+"""What is printed: any text in any encoding, and no credentials.
 
-Our lines hold "·" and "…", and file names need not be text at all. A terminal in ASCII or Latin-1 raises on both, in
-the middle of a run that has nothing else wrong; Python's own switch (`PYTHONIOENCODING=ascii:replace`) has to be set
-beforehand. So while a command runs, what cannot be printed is replaced (`any_text`); files stay UTF-8.
+Our lines contain "·" and "…", and file names need not be valid text at all. A terminal in ASCII or Latin-1 would raise
+on both in the middle of a healthy run, and Python's own switch (`PYTHONIOENCODING=ascii:replace`) must be set
+beforehand. So while a command runs, characters that cannot be printed are replaced (`any_text`); files stay UTF-8.
 
-`s3://KEY:SECRET@bucket/cache` and `https://host/cache?token=…` are addresses that drivers take, and messages,
-`config.yaml` and results name addresses. Text is redacted where it leaves (`redact`): in the constructor of our errors,
-in status lines, in what commands print and in files of settings. Better is to give credentials by the environment.
+Drivers accept addresses such as `s3://KEY:SECRET@bucket/cache` and `https://host/cache?token=…`, and messages,
+`config.yaml` and results quote addresses. `redact` is applied wherever text leaves: in the constructor of our errors,
+in status lines, in printed results and in files of settings. Credentials in the environment are safer still.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""From documents to rows of tokens: where text comes from, chats, packing and masks."""
+"""Text: sources, layouts, tokens, packed rows, and their order in training."""

@@ -1,11 +1,11 @@
-r"""Rows of local files: JSON lines, JSON arrays, Parquet; and what a row's fields say.
+r"""Rows of local files: JSON lines, JSON arrays, Parquet.
 
-A row is parsed when it is used, so that skipping to row n of a long file costs reading its lines and no more. Files
-are read a row at a time, arrays too, so memory follows the longest row, and one of more than `ROW_CHARS` is refused.
-Parquet goes through pyarrow rather than `datasets`, which would first copy the file into its own cache.
+A row is parsed when it is used, so skipping to row n of a long file only reads lines. Files are read a row at a time,
+arrays too, so memory follows the longest row; a row of more than `ROW_CHARS` is refused. Parquet goes through pyarrow
+rather than `datasets`, which would first copy the file into its own cache.
 
-Any bytes are read. Those that are not UTF-8 become U+FFFD, and so does a lone surrogate (`"\ud800"`: half of a
-character of UTF-16, which JSON can write and no tokenizer takes), in fields and in their names: see `well_formed`.
+Any bytes are accepted. Bytes that are not UTF-8 become U+FFFD, and so does a lone surrogate (`"\ud800"`, half a UTF-16
+character, which JSON can express and no tokenizer accepts), in fields and in their names: see `well_formed`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -43,11 +44,11 @@ def file_rows(name: str, path: Path) -> Iterator[Row]:
         TextError: not JSON or Parquet, no permission, a row of more than `ROW_CHARS`.
         MissingExtraError: Parquet without pyarrow.
     """
-    try:
+    with reading(name):
         if path.suffix.lower() == ".parquet":
             yield from _parquet_rows(name, path)
             return
-        with path.open(encoding="utf-8-sig", errors="replace") as file:
+        with open_text(path) as file:
             if path.suffix.lower() == ".json" and file.read(4096).lstrip().startswith("["):
                 file.seek(0)
                 for i, row in enumerate(_members(file, name)):
@@ -57,8 +58,6 @@ def file_rows(name: str, path: Path) -> Iterator[Row]:
             for number, line in enumerate(bounded_lines(file, name), 1):
                 if line.strip():
                     yield Row(f"{name}:{number}", partial(_parse_row, line, f"{name}:{number}"))
-    except OSError as error:
-        raise unreadable(name, error) from None
 
 
 def _parquet_rows(name: str, path: Path) -> Iterator[Row]:
@@ -217,6 +216,16 @@ def well_formed(text: str) -> str:
     return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
 
 
-def unreadable(name: str, error: OSError) -> TextError:
-    """Say that a file cannot be read, and why."""
-    return TextError(f"dataset: {name} cannot be read: {error.strerror or error}; check the path and its permissions")
+@contextmanager
+def reading(name: str) -> Iterator[None]:
+    """Turn errors of the disk into a TextError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise TextError(f"dataset: {name} cannot be read: {reason}; check the path and its permissions") from None
+
+
+def open_text(path: Path) -> IO[str]:
+    """Open a text as UTF-8, without its byte order mark, with U+FFFD for bytes that are not."""
+    return path.open(encoding="utf-8-sig", errors="replace")

@@ -1,14 +1,14 @@
 """Documents to rows of exactly L tokens, resumable at every row without a replay.
 
-Documents are put one behind the other and cut every L tokens. Padding each document to L wastes most of a batch on
-short texts, and truncating loses the ends of long ones; best-fit packing keeps documents whole but needs a buffer
-of documents, which would have to be saved to resume. Cutting loses no token, and its whole state is one place in
-the text: the cursor {"document": index, "token": offset} of the next row's first token. Resuming re-encodes that
-one document up to there. Documents come in pieces (`pieces.py`), so memory follows neither their size nor their number.
+Documents are concatenated and cut every L tokens. Padding each document to L wastes most of a batch on short texts,
+truncating loses the ends of long ones, and best-fit packing needs a buffer of documents, which would have to be saved
+to resume. Cutting loses no token, and its whole state is one position in the text: the cursor {"document": index,
+"token": offset} of the next row's first token. To resume, that one document is encoded again up to the offset.
+Documents arrive in pieces (`tokenize.py`), so memory depends neither on their size nor on their number.
 
-A row knows where its documents begin (`doc_starts`), since attention and positions restart there. A document that
-goes on in the next row begins anew there. The first token of a document in a row has nothing to be predicted from,
-so its `loss_mask` is 0.
+A row knows where its documents begin (`doc_starts`), because attention and positions restart there. A document that
+continues in the next row starts anew there. Nothing predicts the first token of a document in a row, so its `loss_mask`
+is 0.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Where text comes from: a file, a folder, or a Hugging Face dataset, as one numbered series of documents.
 
-The number of a document is what makes a build resumable: the same settings give the same documents in the same
-order on every machine, and `open_documents(config, start=n)` goes on at number n. So folders are read in the order
-of their relative paths, rows in the order of their file, nothing is shuffled here (rows are, later, by a seed),
-and blank documents keep their numbers. Skipping parses nothing that it need not parse.
+Document numbers make a build resumable: the same settings give the same documents in the same order on every machine,
+and `open_documents(config, start=n)` continues at number n. Folders are read in the order of their relative paths and
+rows in the order of their file; nothing is shuffled here (rows are later, by a seed), and blank documents keep their
+numbers. Skipped documents are not parsed.
 
-Everything local is read with the standard library (Parquet by pyarrow); `datasets` serves the hub and folders that
-it saved itself. Its generic loaders would copy local text into its own cache first and make every line a document.
+Local text is read with the standard library (Parquet with pyarrow); `datasets` serves the hub and folders that it
+saved. Its generic loaders would first copy local text into its cache and make every line a document.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from qat_lora.config import option
-from qat_lora.data.file_rows import ROW_SUFFIXES, Row, as_row, bounded_lines, file_rows, unreadable, well_formed
+from qat_lora.data.file_rows import ROW_SUFFIXES, Row, as_row, bounded_lines, file_rows, open_text, reading, well_formed
 from qat_lora.data.layouts import CHATS, Format, articles, layout_of, messages_of, starts_with_title, text_of
 from qat_lora.data.tokenize import WINDOW_CHARS, slices
 from qat_lora.errors import MissingExtraError, TextError
@@ -42,12 +42,9 @@ class TextFile:
         Raises:
             TextError: the file cannot be read.
         """
-        try:
-            with self.path.open(encoding="utf-8-sig", errors="replace") as file:
-                while part := file.read(WINDOW_CHARS):
-                    yield part
-        except OSError as error:
-            raise unreadable(self.name, error) from None
+        with reading(self.name), open_text(self.path) as file:
+            while part := file.read(WINDOW_CHARS):
+                yield part
 
 
 class Document(NamedTuple):
@@ -149,11 +146,8 @@ def describe_source(config: TextConfig) -> str:
 def _digest(files: list[tuple[str, Path]]) -> dict[str, Any]:
     total, digest = 0, hashlib.sha256()
     for name, path in files:
-        try:
-            with path.open("rb") as file:
-                content, size = hashlib.file_digest(file, "sha256").digest(), path.stat().st_size
-        except OSError as error:
-            raise unreadable(name, error) from None
+        with reading(name), path.open("rb") as file:
+            content, size = hashlib.file_digest(file, "sha256").digest(), path.stat().st_size
         digest.update(f"{name}\0{size}\0".encode(errors="surrogateescape") + content)
         total += size
     return {"files": len(files), "bytes": total, "sha256": digest.hexdigest()}
@@ -203,15 +197,12 @@ def _files(path: Path, config: TextConfig) -> list[tuple[str, Path]]:
 
 
 def _refuse_binary(name: str, path: Path) -> None:
-    try:
-        with path.open("rb") as file:
-            head = file.read(1 << 16)
-    except OSError as error:
-        raise unreadable(name, error) from None
-    text = head.decode("utf-8-sig", errors="replace")
+    with reading(name), path.open("rb") as file:
+        start = file.read(1 << 16)
+    text = start.decode("utf-8-sig", errors="replace")
     # Python sources may declare an old encoding; what that costs is a few characters, so they are read all the same
     replaced = 0 if path.suffix == ".py" else text.count("\ufffd")
-    if b"\0" in head or replaced > len(text) / 10:
+    if b"\0" in start or replaced > len(text) / 10:
         raise TextError(f"dataset: {name} is not UTF-8 text; convert it, or leave it out with --glob or --files-from")
 
 
@@ -276,19 +267,14 @@ def _begins_with_title(parts: Iterable[str]) -> bool:
 
 
 def _lines(name: str, path: Path) -> Iterator[str]:
-    try:
-        with path.open(encoding="utf-8-sig", errors="replace") as file:
-            yield from bounded_lines(file, name)
-    except OSError as error:
-        raise unreadable(name, error) from None
+    with reading(name), open_text(path) as file:
+        yield from bounded_lines(file, name)
 
 
 def _plain_document(name: str, path: Path) -> Document:
     text = TextFile(name, path)
-    try:
+    with reading(name):
         small = path.stat().st_size <= WINDOW_CHARS
-    except OSError as error:
-        raise unreadable(name, error) from None
     return Document("".join(text) if small else text, None, name)
 
 

@@ -1,8 +1,8 @@
-"""A text as training data without a teacher: packed rows in memory, served in the order that a KD cache has.
+"""A text as training data without a teacher: packed rows in memory, in the same order as a KD cache.
 
-Rows are packed once, before the first step, because the order is a permutation of all of them: a stream could only be
-shuffled through a buffer, and could not be resumed at any step. That costs nine bytes a token, 100 million tokens are
-0.9 GB; longer texts want a KD cache, whose rows are read when they are wanted.
+Rows are packed once, before the first step, because the order is a permutation of all rows: a stream could only be
+shuffled through a buffer and could not be resumed at an arbitrary step. It costs nine bytes a token (0.9 GB for 100
+million tokens); longer texts should become a KD cache, whose rows are read on demand.
 """
 
 from __future__ import annotations

@@ -184,15 +184,17 @@ def _meeting(here: np.ndarray, there: np.ndarray, window: str, low: int, high: i
     words = any(marks[near, _WORD].any() for marks, near in zip((here, there), in_reach, strict=True))
     if not words and not within:
         return 0, 0
-    heads = {int(there[j, _BEGIN]): j for j in range(AGREEING, len(there) - AGREEING) if _is_head(there, j)}
+    starts_at = {
+        int(there[j, _BEGIN]): j for j in range(AGREEING, len(there) - AGREEING) if _starts_character(there, j)
+    }
     middle = (low + high) // 2
     fits = in_reach[0] & (here[:, _WORD] == words)
     for i in sorted(np.flatnonzero(fits).tolist(), key=lambda i: abs(int(here[i, _BEGIN]) - middle)):
-        j = heads.get(int(here[i, _BEGIN]), 0)
+        j = starts_at.get(int(here[i, _BEGIN]), 0)
         if (
             j
             and AGREEING <= i < len(here) - AGREEING
-            and _is_head(here, i)
+            and _starts_character(here, i)
             and np.array_equal(here[i - AGREEING : i + AGREEING], there[j - AGREEING : j + AGREEING])
             and _begins_anew(window[here[i, _BEGIN]])
         ):
@@ -200,7 +202,7 @@ def _meeting(here: np.ndarray, there: np.ndarray, window: str, low: int, high: i
     return 0, 0
 
 
-def _is_head(marks: np.ndarray, i: int) -> bool:
+def _starts_character(marks: np.ndarray, i: int) -> bool:
     """Whether token i begins with a character, not amid the bytes of one."""
     return bool(marks[i, _BEGIN] >= marks[i - 1, _END])
 

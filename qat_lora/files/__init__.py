@@ -1,1 +1,1 @@
-"""Files on disk: atomic, listed, checked, locked."""
+"""Files on disk: atomic, listed, checksummed, locked."""

@@ -1,13 +1,13 @@
-"""Checksums of what the tool writes, in the form that every system can check: `sha256sum -c SHA256SUMS`.
+"""Checksums of the files we write, in the format of `sha256sum -c SHA256SUMS`.
 
-Safetensors have no checksum: a flipped bit in a weight is a slightly different model, and no loader notices. So every
-folder that can be loaded by itself (checkpoint, adapter, student, export) gets a file `SHA256SUMS` as its last, and a
-key in one of its JSON files that promises it. Sums missing where they are promised are damage; sums that were never
-promised belong to a folder of an earlier version, which loads with one notice. A checksum inside each file would need
-a reader of our own for every format; this one survives copies and needs no tool of ours.
+Safetensors has no checksum: a flipped bit in a weight gives a slightly different model, and no loader notices. So every
+folder that can be loaded by itself (checkpoint, adapter, student, export) gets a `SHA256SUMS`, written last, and a key
+in one of its JSON files that promises it. Missing sums are damage where they are promised; a folder without the promise
+comes from an earlier version and loads with one notice. Checksums inside each file would need a reader of our own for
+every format; these survive copying and can be checked with standard tools.
 
-The promise of a model, adapter or export is in `qat_lora.json`, not in `config.json`: transformers carries unknown keys
-of a config along, so a model that somebody trains on and saves would promise sums that nobody wrote.
+The promise of a model, adapter or export is in `qat_lora.json`, not in `config.json`: transformers copies unknown keys
+of a config along, so a model that somebody fine-tunes and saves would promise sums that nobody wrote.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""NaN and infinity, found before they are used or written: in tensors, and in what is about to become JSON.
+"""NaN and infinity, caught before they are used or written, in tensors and in JSON.
 
-One NaN in a scale makes a whole model's output NaN, and nothing complains: comparisons with it are false, averages take
-it along, and Python's own JSON writes a word that no other reader knows. So every tensor is looked at once where it
-enters and once where it leaves. The smallest and the largest number of a tensor tell: both are NaN where one number is,
-and an infinity is one of them. That takes one pass and no memory, where `torch.isfinite` takes a hundred times as long.
+One NaN in a scale makes a whole model's output NaN without an error: comparisons with it are false, averages absorb it,
+and Python's JSON writes a word that no other reader accepts. So every tensor is checked once when it is read and once
+before it is written. Its minimum and maximum suffice: both are NaN if any entry is, and an infinity is one of the two.
+That takes one pass and no memory; `torch.isfinite` takes a hundred times as long.
 """
 
 from __future__ import annotations

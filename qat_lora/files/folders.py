@@ -59,8 +59,8 @@ def begin_list(root: Path, command: str, names: set[str]) -> None:
     if listed(root) == (command, names) and file.read_bytes().endswith(b"\n") and file.stat().st_nlink == 1:
         hold(root, names)
         return
-    head = f"# qat-lora {command}: files of this run; --overwrite removes them and no others\n"
-    replace_own(file, "".join([head, *map(_line, sorted(names))]))
+    header = f"# qat-lora {command}: files of this run; --overwrite removes them and no others\n"
+    replace_own(file, "".join([header, *map(_line, sorted(names))]))
     hold(root, names)
 
 

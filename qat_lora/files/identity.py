@@ -1,9 +1,8 @@
-"""The identity of a base, a teacher or an adapter: one sha256 over its weights and what its settings make of them.
+"""The identity of a base, teacher or adapter: one sha256 over its weights and the settings that change its output.
 
-Weights alone are not a model: with another `rms_norm_eps` the same bytes compute something else. So the settings count
-too, without what changes nothing: who wrote them with which version, from where, and what is noted for people. What
-earlier versions noted is over the weights alone. It is still recognised, by being exactly that: text that holds the
-weights' own sha256 was written then, since newer text holds the one over both.
+Weights alone do not define a model: with another `rms_norm_eps` the same bytes compute something else. So settings
+count too, except those that change nothing, such as the version that wrote them or notes for people. Earlier versions
+noted the hash of the weights alone. It is still accepted: a note that contains exactly that hash must be an old one.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Output folders: new, resumed, already complete, or somebody else's.
+"""Output folders: new, to be resumed, complete, or somebody else's.
 
-Every command that writes a folder claims it first with the settings that decide its content, and holds it while it
-writes. The same settings again mean "go on" or "it is there"; other settings are refused, naming the first that
-differs, and so is a second process in the same folder. Only `--overwrite` removes anything: the files that a run of the
-same command has listed there (`files`), never those of others, and nothing at all where an input lies among them.
+Every command claims its output folder with the settings that decide the content, and locks it while it writes. The same
+settings again mean "resume" or "already there"; other settings are refused with the name of the first that differs, and
+so is a second process. Only `--overwrite` removes anything: the files listed by an earlier run of the same command
+(`files/folders.py`), never other files, and nothing at all if an input is among them.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ HASHED_BELOW_BYTES = 16 << 20
 """Files of a complete run that are smaller are read when the command is given again; of others the size counts."""
 _NOT_KEPT = ("checkpoints", "tensorboard", "unfinished", "wandb")
 _EDITED = (".md", ".png", ".html")
-"""What a complete run may lose, and what people may edit: folders for going on or looking on, cards and pictures."""
+"""Not checked in a complete run: folders that only resuming or watching needs, and files that people may edit."""
 _SHOWN = 8
 
 
 @contextlib.contextmanager
 def lock_dir(out: Path) -> Iterator[None]:
-    """Hold a run's folder (made if missing) so that no other process of ours works there; freed even by a kill.
+    """Lock a run's folder (made if missing) against other processes of ours; a kill frees it.
 
-    The lock is `flock` on the folder itself: nothing is left behind, and nothing is to be cleaned up. A file system
-    that cannot lock a folder (some network ones) gives no protection.
+    The lock is `flock` on the folder itself, so nothing is left behind. File systems that cannot lock a folder (some
+    network ones) give no protection.
 
     Raises:
         OutputExistsError: another process holds it, or the folder is a file.
