@@ -8,10 +8,9 @@ part.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -21,6 +20,7 @@ from qat_lora.config import load_yaml, parse_yaml
 from qat_lora.errors import ConfigError, DamagedFileError, ModelError
 from qat_lora.evaluate.report import markdown_table, table_rows
 from qat_lora.export.forms import FORMS
+from qat_lora.export.job import display_name
 from qat_lora.files.outputs import MARK, check_listed
 
 
@@ -52,12 +52,6 @@ class Card:
     license: str | None = None
     adapter: bool = False
     """Whether there is an adapter beside the base."""
-
-
-def display_name(path: str) -> str:
-    """Return a name for people: the last part of a path, a Hub name as it is."""
-    is_path = path.startswith((".", "/", "~", "\\")) or path.count("/") > 1 or os.path.exists(path)
-    return PurePath(path).name if is_path else path
 
 
 def read_origin(config: Any, adapter: Path | None) -> Origin:

@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import save_file
 
 from qat_lora.errors import ModelError
-from qat_lora.export.forms import ExportJob, ExportPlan
 from qat_lora.export.integers import Integers, as_integers, needed_bits, other_tensors
+from qat_lora.export.job import ExportJob, ExportPlan
 from qat_lora.export.merged import LOAD_TOKENIZER
 from qat_lora.export.pair import save_adapter_copy
 from qat_lora.extras import require

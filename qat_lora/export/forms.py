@@ -1,48 +1,16 @@
 """The forms that a student can be exported in: one entry each, and the two functions that their modules provide.
 
 A form is added with a module that has `plan` and `usage`, an entry in `FORMS`, and its name in the `--form` option.
-The table names modules as text, so that the modules may import this one.
+The table names modules as text, since two of them need a package of the extra `export`.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from qat_lora.export.integers import Integers
+from qat_lora.export.job import ExportJob, ExportPlan
 from qat_lora.extras import require
-from qat_lora.models.student import Student
-
-
-@dataclass(frozen=True)
-class ExportJob:
-    """The student to export and the settings of the form."""
-
-    name: str
-    """The student as the user named it."""
-    student: Student
-    adapter: Path | None
-    """Folder of its adapter."""
-    tokenizer: Any
-    dtype: str
-    """Of all tensors that have no type of their own, `float32` or `bfloat16`."""
-    container_bits: int | None = None
-    exact_only: bool = False
-
-
-@dataclass(frozen=True)
-class ExportPlan:
-    """What an export will write, once everything that could be refused has been checked."""
-
-    write: Callable[[Path], None]
-    """Fills an empty folder; the command adds tokenizer, model card and checksums."""
-    containers: Mapping[str, Integers | None] = field(default_factory=dict)
-    """Quantised layers as the container holds them; None for a layer that is written dense."""
-    notes: tuple[str, ...] = ()
-    """For the model card and the terminal."""
 
 
 class Form(NamedTuple):

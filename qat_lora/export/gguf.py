@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 
 from qat_lora.errors import ModelError
-from qat_lora.export.card import display_name
-from qat_lora.export.forms import ExportJob, ExportPlan
 from qat_lora.export.integers import Integers, as_integers, needed_bits, other_tensors
+from qat_lora.export.job import ExportJob, ExportPlan, display_name
 from qat_lora.extras import require
 from qat_lora.files.finite import check_finite
 from qat_lora.layers.convert import LM_HEAD, lora_layers, quant_layers, tied_embedding

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qat_lora.errors import ModelError
-from qat_lora.export.forms import ExportJob, ExportPlan
+from qat_lora.export.job import ExportJob, ExportPlan
 from qat_lora.layers.convert import lora_layers, merge, quant_layers
 from qat_lora.models.load import DTYPES, cast, copy_generation_config, save_model
 
