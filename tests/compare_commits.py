@@ -39,7 +39,10 @@ INTENDED: dict[str, str] = {
     r"start_method": "the start methods svd and best are removed; qera was the default",
     r"break_even|teacher_tokens_per_s|build_tokens_per_s": "the break-even estimate is removed",
     r"\.html\b": "no HTML card",
-    r"checkpoints/step-\d+.*(only one commit|SHA256SUMS)": "how checkpoints are written",
+    r"scores\.md: : new .KL to teacher": "no HTML card: its legend is in scores.md",
+    r"qat_lora_run\.json: \.files\.report\.json\[0\]": "the break-even estimate is removed",
+    r"README\.md: .*(checked with transformers|vLLM)": "the list of vLLM's rules is removed",
+    r"checkpoints/step-\d+.*(only one commit|SHA256SUMS|metadata: None, now \{'format': 'pt'\})": "how checkpoints are written",
     r"qat_lora_(files\.txt|run\.json): .*checkpoints/": "how checkpoints are written",
 }
 """Patterns of differences (`path: what`) that were decided on, and why."""
