@@ -42,7 +42,8 @@ INTENDED: dict[str, str] = {
     r"scores\.md: : new .KL to teacher": "no HTML card: its legend is in scores.md",
     r"qat_lora_run\.json: \.files\.report\.json\[0\]": "the break-even estimate is removed",
     r"README\.md: .*(checked with transformers|vLLM)": "the list of vLLM's rules is removed",
-    r"checkpoints/step-\d+.*(only one commit|SHA256SUMS|metadata: None, now \{'format': 'pt'\})": "how checkpoints are written",
+    r"checkpoints/step-\d+.*(only one commit|SHA256SUMS)": "how checkpoints are written",
+    r"checkpoints/.*metadata: None, now \{'format': 'pt'\}": "how checkpoints are written",
     r"qat_lora_(files\.txt|run\.json): .*checkpoints/": "how checkpoints are written",
 }
 """Patterns of differences (`path: what`) that were decided on, and why."""
