@@ -2,21 +2,22 @@
 
 Methods are named by meaning, not by mechanism, so that one process, a process group, PyTorch/XLA with a process per
 chip and SPMD can all implement them. Only `mark_step` and `step_end` may synchronise with the device: everything
-between them is queued, which is what keeps an XLA graph whole and a GPU busy.
+between them is queued, which is what keeps an XLA graph whole and a GPU busy. A method with a body is the same on
+most devices.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
-    from qat_lora.types import AttentionForm, Batch, LossWalk
-
-M = TypeVar("M", bound="torch.nn.Module")
+from qat_lora.runtime.host.placement import M, move_module
+from qat_lora.runtime.host.saving import save_tensors
+from qat_lora.types import AttentionForm, Batch, LossWalk
 
 
 @runtime_checkable
@@ -40,52 +41,73 @@ class Runtime(Protocol):
     @property
     def processes(self) -> int:
         """Number of processes that read data, this one being number `rank`; each feeds replicas / processes rows."""
+        return self.replicas
 
     @property
     def is_main(self) -> bool:
         """True in the one process that writes shared files and prints."""
+        return self.rank == 0
 
     @property
     def description(self) -> str:
         """One line for people, for example `CPU · 2 threads` or `XLA on CPU · 1 device`."""
 
     def launch(self, main: Callable[[], Any]) -> Any:
-        """Run `main` in this process, inside the process group where there is one; return its result."""
+        """Run `main` in this process, inside the process group where there is one; return its result.
+
+        The group is joined here and left here, also when `main` raises. Every deferred callback has run when this
+        returns.
+        """
 
     def place(self, module: M) -> M:
-        """Move a module to the device and tie again the weights that were tied; the parameter count must not change."""
+        """Move a module to the device and tie again the weights that were tied.
+
+        On XLA its parameters are new objects, so make the optimizer afterwards.
+
+        Raises:
+            DeviceError: the parameter count changed.
+        """
+        return move_module(module, self.device)
 
     def for_loops(self) -> Runtime:
         """Return the runtime for long loops of small dependent steps: this one, or the host's where a graph would
         unroll them.
         """
+        return self
 
     def check_device_map(self) -> None:
         """Raise DeviceError where a loader must not spread one model over several devices instead of `place`."""
 
     def feed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the batches as tensors on the device (this replica's rows), transfer overlapped with work."""
+        """Yield the batches as tensors on the device; the next one is read and sent meanwhile.
+
+        The caller passes the rows of this process only: reading everyone's rows in every process would multiply the
+        traffic to the cache.
+        """
 
     def autocast(self, dtype: torch.dtype) -> Any:
         """Return a context manager that runs matrix products in `dtype` (nothing for float32)."""
+        return contextlib.nullcontext() if dtype == torch.float32 else torch.autocast(self.device.type, dtype=dtype)
 
     def checkpoint_function(self) -> Callable[..., Any]:
         """Return the function that recomputes a layer in the backward pass instead of keeping its activations."""
 
     def mark_step(self) -> None:
-        """End a micro-batch: queued work may be dispatched now."""
+        """End a micro-batch: queued work may be dispatched now. Nothing where operations run as they are called."""
+        return
 
     def reduce_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Average gradients over replicas, once per optimizer step; under SPMD that divides the sum that they are."""
 
     def all_reduce_mean(self, value: torch.Tensor) -> torch.Tensor:
-        """Average a sum over rows over replicas; stays on the device."""
+        """Average a sum over rows over replicas; stays on the device. Integers become float32."""
 
     def agree(self, flag: bool) -> bool:
         """Return True in every process if the flag is set in any; all call it at the same place, no device waits."""
 
     def shard_frozen(self, module: torch.nn.Module) -> None:
         """Spread frozen weights over the devices of this process, where that was asked for; else nothing."""
+        return
 
     def step_end(self) -> None:
         """End an optimizer step."""
@@ -97,12 +119,17 @@ class Runtime(Protocol):
         """Run what was deferred, then wait until every process is here."""
 
     def save(self, tensors: Mapping[str, torch.Tensor], path: str | Path) -> None:
-        """Write tensors of any device to a safetensors file; the protocol of `xm.save`.
+        """Write tensors of any device to a safetensors file: the protocol of `xm.save`, which writes a pickle.
 
         Every process calls it, at the same place and with the same names: on XLA reading a tensor runs the work that
         is queued for it, which every process must do. The main process writes the file, whole or not at all. Then all
         meet, so the whole file is there for every process when this returns.
         """
+        self.mark_step()  # all at once: reading a tensor with work pending would compile a graph for it alone
+        if self.is_main:
+            save_tensors(tensors, path)
+        self.barrier(f"save {Path(path).name}")
 
     def compile_report(self) -> dict[str, int | float]:
         """Return graphs compiled, cache hits and seconds compiling so far (empty where nothing compiles)."""
+        return {}

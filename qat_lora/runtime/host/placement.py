@@ -8,14 +8,13 @@ move and restored after it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TypeVar
+
+import torch
 
 from qat_lora.errors import DeviceError
 
-if TYPE_CHECKING:
-    import torch
-
-    from qat_lora.runtime.base import M
+M = TypeVar("M", bound=torch.nn.Module)
 
 
 def _sharing(module: torch.nn.Module) -> list[list[tuple[dict, str]]]:
@@ -36,8 +35,6 @@ def _size(module: torch.nn.Module) -> tuple[int, int]:
 
 def move_module(module: M, device: torch.device) -> M:
     """Move a module to a device, restore shared parameters and buffers, and check that none was lost or added.
-
-    Make the optimizer afterwards: on XLA the parameters are new objects.
 
     Raises:
         DeviceError: the module's parameters are not the same in number and size after the move.

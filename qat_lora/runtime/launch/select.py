@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from qat_lora.runtime.base import Runtime
 
 DEVICES = ("auto", "cpu", "cuda", "mps", "tpu", "xla")
-RUNS_ON_REAL_CHIPS = {"spawn": 0, "spmd": 0}
-"""On how many TPU chips each way has been run so far; printed when several are used."""
 ROW_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 """The grid of TPU chips of one host, in libtpu's notation."""
 _GOOGLE_PCI_VENDOR = "0x1ae0"

@@ -25,30 +25,27 @@ import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from qat_lora.errors import DeviceError, MissingExtraError
+from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host import collectives
 from qat_lora.runtime.host.async_readback import DeferredCalls, host_value
-from qat_lora.runtime.host.placement import move_module
+from qat_lora.runtime.host.placement import M
 from qat_lora.runtime.host.prefetch import host_tensors, prefetch
-from qat_lora.runtime.host.saving import save_tensors
 from qat_lora.runtime.host.signals import install_for_good, passed_on
 from qat_lora.runtime.launch.process_group import rank_info
-from qat_lora.runtime.launch.select import RUNS_ON_REAL_CHIPS
 from qat_lora.runtime.native import NativeRuntime
 from qat_lora.types import AttentionForm, Batch, LossWalk
 
-if TYPE_CHECKING:
-    from qat_lora.runtime.base import M
-
+RUNS_ON_REAL_CHIPS = {"spawn": 0, "spmd": 0}
+"""On how many TPU chips each way has been run so far; printed when several are used."""
 PORT_VARIABLE = "QAT_LORA_GROUP_PORT"
 """The port of one host's group; not MASTER_PORT, which torch_xla reads for itself."""
 _COUNTERS = {
@@ -90,8 +87,8 @@ def device_peak_bytes(device: torch.device) -> int | None:
     return int(info.get("peak_bytes_used") or info["bytes_used"])
 
 
-class XlaRuntime:
-    """One XLA device in this process, alone or in a group; a `qat_lora.runtime.base.Runtime`.
+class XlaRuntime(Runtime):
+    """One XLA device in this process, alone or in a group.
 
     Args:
         backend: `TPU` or `CPU`, as in PJRT_DEVICE. Written there at once if it is unset, because the first import of
@@ -115,16 +112,6 @@ class XlaRuntime:
         self._reader: ThreadPoolExecutor | None = None
         self._counting = threading.Lock()
         self._deferred_reads = 0
-
-    @property
-    def is_main(self) -> bool:
-        """True in the process of rank 0."""
-        return self.rank == 0
-
-    @property
-    def processes(self) -> int:
-        """As many as replicas."""
-        return self.replicas
 
     @property
     def description(self) -> str:
@@ -218,14 +205,10 @@ class XlaRuntime:
             collectives.join(init_method="xla://")
 
     def place(self, module: M) -> M:
-        """Move a module to the device; shared weights stay shared. Its parameters are new objects, so do this first.
-
-        Raises:
-            DeviceError: the parameter count changed.
-        """
+        """Move a module to the device; shared weights stay shared. Its parameters are new objects, so do this first."""
         import torch_xla
 
-        module = move_module(module, self.device)
+        module = super().place(module)
         self.shard_frozen(module)  # before the sync: nothing has been sent yet, so each device gets its part only
         torch_xla.sync()  # a custom move's computations must not become part of the first step's graph
         return module
@@ -247,10 +230,7 @@ class XlaRuntime:
         )
 
     def feed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield this replica's batches as tensors on the device; the next one is read and sent meanwhile.
-
-        Not `MpDeviceLoader`: it syncs at every batch, which `mark_step` decides here.
-        """
+        """Yield the batches on the device; not by `MpDeviceLoader`, which syncs at each: `mark_step` decides that."""
         with contextlib.closing(prefetch(batches, self._send)) as ready:
             yield from ready
 
@@ -263,10 +243,6 @@ class XlaRuntime:
         # One call for all, and at once: `Tensor.to` would leave the transfer to the next sync.
         sent = xm.send_cpu_data_to_device([tensors[name] for name in names], self.device)
         return {**tensors, **dict(zip(names, sent, strict=True))}
-
-    def autocast(self, dtype: torch.dtype) -> Any:
-        """Return `torch.autocast('xla')` for bfloat16, an empty context for float32."""
-        return contextlib.nullcontext() if dtype == torch.float32 else torch.autocast("xla", dtype=dtype)
 
     def checkpoint_function(self) -> Callable[..., Any]:
         """Return torch_xla's, re-entrant.
@@ -308,7 +284,7 @@ class XlaRuntime:
         xm.reduce_gradients(torch.optim.SGD(trained, lr=0.0))
 
     def all_reduce_mean(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the mean of a tensor over the replicas, on the device; integers as float32."""
+        """Return the mean of a tensor over the replicas, by an all-reduce in the graph or by gloo."""
         value = collectives.mean_form(value)
         if self.replicas == 1:
             return value
@@ -320,14 +296,14 @@ class XlaRuntime:
 
     def _gloo_mean(self, value: torch.Tensor) -> torch.Tensor:
         self._sync()
-        return collectives.mean(value.cpu()).to(self.device)
+        total = value.cpu()
+        with collectives.among_peers():
+            dist.all_reduce(total)
+        return (total / self.replicas).to(self.device)
 
     def agree(self, flag: bool) -> bool:
         """Return True in every process if the flag is set in any; through the hosts, so no device waits."""
         return flag if self.processes == 1 else collectives.agree(flag, self._control)
-
-    def shard_frozen(self, module: torch.nn.Module) -> None:
-        """Nothing: every process has its own copy."""
 
     def step_end(self) -> None:
         """Compile (if new) and start the optimizer step, then run the deferred callbacks that can be."""
@@ -357,16 +333,6 @@ class XlaRuntime:
             import torch_xla.core.xla_model as xm
 
             xm.rendezvous(tag)
-
-    def save(self, tensors: Mapping[str, torch.Tensor], path: str | Path) -> None:
-        """Write a safetensors file in the main process; all wait until it is there.
-
-        Not `xm.save`, which writes a pickle, and not atomically.
-        """
-        self._sync()  # all at once: reading a tensor with work pending would compile a graph for it alone
-        if self.is_main:
-            save_tensors(tensors, path)
-        self.barrier(f"save {Path(path).name}")
 
     def compile_report(self) -> dict[str, int | float]:
         """Return what XLA has done in this process so far.

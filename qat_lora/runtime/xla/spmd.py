@@ -21,15 +21,14 @@ import torch
 
 from qat_lora.runtime.host import collectives
 from qat_lora.runtime.host.prefetch import host_tensors
-from qat_lora.runtime.launch.select import RUNS_ON_REAL_CHIPS
-from qat_lora.runtime.xla.runtime import XlaRuntime
+from qat_lora.runtime.xla.runtime import RUNS_ON_REAL_CHIPS, XlaRuntime
 from qat_lora.types import Batch
 
 AXIS = "data"
 
 
 class XlaSpmdRuntime(XlaRuntime):
-    """All XLA devices of a host in this process; a `qat_lora.runtime.base.Runtime`.
+    """All XLA devices of a host in this process.
 
     Args:
         backend: `TPU` or `CPU`.
@@ -106,7 +105,7 @@ class XlaSpmdRuntime(XlaRuntime):
                 parameter.grad.mul_(1.0 / self.replicas)
 
     def all_reduce_mean(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a sum over all replicas' rows divided by the replicas, on the device; integers as float32."""
+        """Return a sum over all replicas' rows divided by the replicas."""
         return collectives.mean_form(value) / self.replicas
 
     def barrier(self, tag: str) -> None:
