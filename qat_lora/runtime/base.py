@@ -11,13 +11,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
+import torch.distributed as dist
 
-from qat_lora.runtime.host.placement import M, move_module
+from qat_lora.errors import DeviceError
+from qat_lora.runtime.host import collectives
+from qat_lora.runtime.host.prefetch import prefetch
 from qat_lora.runtime.host.saving import save_tensors
 from qat_lora.types import AttentionForm, Batch, LossWalk
+
+M = TypeVar("M", bound=torch.nn.Module)
 
 
 @runtime_checkable
@@ -37,6 +42,8 @@ class Runtime(Protocol):
 
     attention: AttentionForm
     """The form of attention that keeps no scores on this device (`layers/attention.py`)."""
+    _control: dist.ProcessGroup | None = None
+    """The group for decisions between hosts, where the default group's exchanges go through the devices."""
 
     @property
     def processes(self) -> int:
@@ -84,6 +91,16 @@ class Runtime(Protocol):
         The caller passes the rows of this process only: reading everyone's rows in every process would multiply the
         traffic to the cache.
         """
+        with contextlib.closing(prefetch(batches, self._send)) as ready:
+            for sent in ready:
+                yield self._receive(sent)
+
+    def _send(self, batch: Batch) -> Any:
+        """Make the tensors and start their transfer; runs in the prefetch thread."""
+
+    def _receive(self, sent: Any) -> Batch:
+        """Return what `_send` sent, usable by the computation that is called next; no host wait."""
+        return sent
 
     def autocast(self, dtype: torch.dtype) -> Any:
         """Return a context manager that runs matrix products in `dtype` (nothing for float32)."""
@@ -104,6 +121,7 @@ class Runtime(Protocol):
 
     def agree(self, flag: bool) -> bool:
         """Return True in every process if the flag is set in any; all call it at the same place, no device waits."""
+        return flag if self.processes == 1 else collectives.agree(flag, self._control)
 
     def shard_frozen(self, module: torch.nn.Module) -> None:
         """Spread frozen weights over the devices of this process, where that was asked for; else nothing."""
@@ -133,3 +151,44 @@ class Runtime(Protocol):
     def compile_report(self) -> dict[str, int | float]:
         """Return graphs compiled, cache hits and seconds compiling so far (empty where nothing compiles)."""
         return {}
+
+
+def move_module(module: M, device: torch.device) -> M:
+    """Move a module to a device, restore shared parameters and buffers, and check that none was lost or added.
+
+    `Module.to` keeps a Parameter object on CUDA, but on XLA makes a new one for every module that registers it: a tied
+    embedding silently becomes two tensors, one of which then trains alone. Only transformers models can tie themselves
+    again, and that forgets the weights that we tied or untied; so the sharing is recorded before the move.
+
+    Raises:
+        DeviceError: the module's parameters are not the same in number and size after the move.
+    """
+    before, sharing = _size(module), _sharing(module)
+    module = module.to(device)
+    for (first_table, first_name), *others in sharing:
+        for table, name in others:
+            table[name] = first_table[first_name]
+    after = _size(module)
+    if after != before:
+        raise DeviceError(
+            f"moving the model to {device}: {before[0]} parameters with {before[1]:,} values became {after[0]} "
+            f"with {after[1]:,}; a move may change neither, so a weight was split, lost or added by "
+            f"{type(module).__name__}; share weights by registering one Parameter twice"
+        )
+    return module
+
+
+def _sharing(module: torch.nn.Module) -> list[list[tuple[dict, str]]]:
+    """Return the registrations of every parameter and buffer that has several, as (table, name)."""
+    places: dict[int, list[tuple[dict, str]]] = {}
+    for owner in module.modules():
+        for table in (owner._parameters, owner._buffers):
+            for name, tensor in table.items():
+                if tensor is not None:
+                    places.setdefault(id(tensor), []).append((table, name))
+    return [shared for shared in places.values() if len(shared) > 1]
+
+
+def _size(module: torch.nn.Module) -> tuple[int, int]:
+    parameters = list(module.parameters())
+    return len(parameters), sum(p.numel() for p in parameters)

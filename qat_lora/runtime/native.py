@@ -8,19 +8,19 @@ exchange of some megabytes per optimizer step, a thousandth of the step (docs/tp
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from qat_lora.errors import DeviceError
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host import collectives
 from qat_lora.runtime.host.async_readback import DeferredCalls, host_value
-from qat_lora.runtime.host.prefetch import host_tensors, prefetch
+from qat_lora.runtime.host.prefetch import host_tensors
 from qat_lora.runtime.launch.process_group import group_size, rank_info
 from qat_lora.types import AttentionForm, Batch, LossWalk
 
@@ -52,7 +52,6 @@ class NativeRuntime(Runtime):
                     f"LOCAL_RANK={local_rank}: this machine shows {torch.cuda.device_count()} CUDA devices; "
                     "start at most one process for each"
                 )
-        self._control: dist.ProcessGroup | None = None
         self._deferred = DeferredCalls()
         self._copy_stream: torch.cuda.Stream | None = None
 
@@ -94,12 +93,6 @@ class NativeRuntime(Runtime):
                 "or leave out --device-map"
             )
 
-    def feed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the batches on the device; on CUDA the copies run next to the computation, on a stream of their own."""
-        with contextlib.closing(prefetch(batches, self._send)) as ready:
-            for batch, sent in ready:
-                yield self._receive(batch, sent)
-
     def _send(self, batch: Batch) -> tuple[Batch, Any]:
         """Make the tensors and, on CUDA, start their copy on a stream of its own; runs in the prefetch thread."""
         tensors = host_tensors(batch)
@@ -114,11 +107,12 @@ class NativeRuntime(Runtime):
                     tensors[name] = value.pin_memory().to(self.device, non_blocking=True)
             return tensors, self._copy_stream.record_event()
 
-    def _receive(self, batch: Batch, sent: Any) -> Batch:
+    def _receive(self, sent: tuple[Batch, Any]) -> Batch:
         """Let the computing stream wait for the copy, and tell the allocator who uses it; no host wait."""
+        batch, copied = sent
         if self.device.type == "cuda":
             stream = torch.cuda.current_stream(self.device)
-            stream.wait_event(sent)
+            stream.wait_event(copied)
             for value in batch.values():
                 if isinstance(value, torch.Tensor):
                     value.record_stream(stream)
@@ -128,8 +122,6 @@ class NativeRuntime(Runtime):
 
     def checkpoint_function(self) -> Callable[..., Any]:
         """Return torch's own, in the form that is not re-entrant."""
-        from torch.utils.checkpoint import checkpoint
-
         return functools.partial(checkpoint, use_reentrant=False)
 
     def reduce_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -149,10 +141,6 @@ class NativeRuntime(Runtime):
         with collectives.among_peers():
             dist.all_reduce(total)
         return total / self.replicas
-
-    def agree(self, flag: bool) -> bool:
-        """Return True on every replica if the flag is set on any; through the hosts, whatever the device."""
-        return flag if self.replicas == 1 else collectives.agree(flag, self._control)
 
     def step_end(self) -> None:
         """Run the deferred callbacks whose values have arrived; waits for nothing."""
@@ -183,9 +171,7 @@ class NativeRuntime(Runtime):
     def barrier(self, tag: str) -> None:
         """Run what was deferred, then wait until every process is here. `tag` names the place in stack dumps."""
         self._deferred.run_all()
-        if self.replicas > 1:
-            with collectives.among_peers():
-                dist.barrier(self._control)
+        self.agree(False)
 
 
 def _count(number: int, noun: str) -> str:

@@ -22,12 +22,6 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 THREAD = "qat-lora-prefetch"
-_NUMPY_DTYPES: dict[torch.dtype, Any] = {
-    torch.bool: np.bool_,
-    torch.int32: np.int32,
-    torch.int64: np.int64,
-    torch.float32: np.float32,
-}
 
 
 def tensor_dtype(name: str, floating: bool, boolean: bool) -> torch.dtype | None:
@@ -55,7 +49,7 @@ def host_tensors(batch: Batch) -> Batch:
     for name, value in batch.items():
         if isinstance(value, np.ndarray):
             dtype = tensor_dtype(name, value.dtype.kind == "f", value.dtype.kind == "b")
-            numpy_dtype = value.dtype if dtype is None else _NUMPY_DTYPES[dtype]
+            numpy_dtype = value.dtype if dtype is None else str(dtype).removeprefix("torch.")
             tensors[name] = torch.from_numpy(np.array(value, dtype=numpy_dtype, order="C"))
         elif isinstance(value, torch.Tensor):
             dtype = tensor_dtype(name, value.is_floating_point(), value.dtype == torch.bool)

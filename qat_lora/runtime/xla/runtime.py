@@ -1,31 +1,23 @@
 """The runtime of PyTorch/XLA: a TPU chip in each of one or more processes, or XLA on the CPU; and their start.
 
-PyTorch/XLA is to be replaced, so all that we know about it is here and in `spmd.py` (one process over all chips). It is
-imported inside functions, so that these modules can be imported where torch_xla is not installed.
+PyTorch/XLA is to be replaced, so all that is known about it is here and in `spmd.py` (one process over all chips). It
+is imported inside functions, so that these modules can be imported where torch_xla is not installed.
 
-Gradients are averaged by one `xm.reduce_gradients` a step, before clipping, and `optimizer.step()` follows it:
-`xm.optimizer_step` would reduce a second time. XLA on the CPU has no exchange between processes; there, in a group
-that torchrun started, gloo carries the gradients: slow, and enough to try everything else.
-
-How a step becomes graphs. XLA traces what is called and compiles it at a sync; a graph that was seen before
-runs at once. `mark_step` syncs after every micro-batch, the last one included, and `step_end` after the optimizer, so
-that a training step is made of two kinds of graph whatever the accumulation count: one micro-batch (forward,
-backward, gradients added) and one optimizer step. No sync before the optimizer would unroll the accumulation into one
-graph, whose compile time and memory grow with it; a sync between micro-batches only would compile the large graph
-twice, with and without the optimizer. The price is that the gradients, which are small, pass through memory once.
-
-The counts hold if the caller keeps gradients as zeroed tensors (`zero_grad(set_to_none=False)`, before the first
-step as well), makes the optimizer's state before the first step, and never changes a shape.
+XLA traces what is called and compiles it at a sync; a graph that was seen before runs at once. `mark_step` syncs after
+every micro-batch and `step_end` after the optimizer, so a step is made of two kinds of graph whatever the accumulation
+count. Without the sync before the optimizer, one graph would hold the whole accumulation; with syncs only between
+micro-batches, the large graph would be compiled twice, with and without the optimizer. The counts hold if the caller
+keeps gradients as zeroed tensors (`zero_grad(set_to_none=False)`, before the first step as well), makes the optimizer's
+state before the first step, and never changes a shape.
 """
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, Literal
@@ -34,11 +26,10 @@ import torch
 import torch.distributed as dist
 
 from qat_lora.errors import DeviceError, MissingExtraError
-from qat_lora.runtime.base import Runtime
+from qat_lora.runtime.base import M, Runtime
 from qat_lora.runtime.host import collectives
 from qat_lora.runtime.host.async_readback import DeferredCalls, host_value
-from qat_lora.runtime.host.placement import M
-from qat_lora.runtime.host.prefetch import host_tensors, prefetch
+from qat_lora.runtime.host.prefetch import host_tensors
 from qat_lora.runtime.host.signals import install_for_good, passed_on
 from qat_lora.runtime.launch.process_group import rank_info
 from qat_lora.runtime.native import NativeRuntime
@@ -106,7 +97,6 @@ class XlaRuntime(Runtime):
         self.device = torch.device("xla")
         self._chip = ""
         self._by_gloo = False
-        self._control: dist.ProcessGroup | None = None
         self._deferred = DeferredCalls()
         self._unread: list[Callable[[], None]] = []
         self._reader: ThreadPoolExecutor | None = None
@@ -229,13 +219,8 @@ class XlaRuntime(Runtime):
             "or build the cache with --device cuda or cpu"
         )
 
-    def feed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the batches on the device; not by `MpDeviceLoader`, which syncs at each: `mark_step` decides that."""
-        with contextlib.closing(prefetch(batches, self._send)) as ready:
-            yield from ready
-
     def _send(self, batch: Batch) -> Batch:
-        """Make the tensors and start their transfer; runs in the prefetch thread."""
+        """Make the tensors and start their transfer. Not `MpDeviceLoader`, which syncs at every batch."""
         import torch_xla.core.xla_model as xm
 
         tensors = host_tensors(batch)
@@ -266,11 +251,15 @@ class XlaRuntime(Runtime):
         return run
 
     def mark_step(self) -> None:
-        """Compile (if new) and start the micro-batch; call it after every one, the last included."""
+        """Compile (if new) and start the micro-batch."""
         self._sync()
 
     def reduce_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Average the gradients over the replicas by one all-reduce in the graph; nothing for one replica."""
+        """Average the gradients over the replicas by one all-reduce in the graph; nothing for one replica.
+
+        `optimizer.step()` follows it, since `xm.optimizer_step` would reduce a second time. XLA on the CPU has no
+        exchange between processes; there gloo carries the gradients: slow, and enough to try everything else.
+        """
         trained = [p for p in parameters if p.requires_grad]
         if self.replicas == 1 or not trained:
             return
@@ -301,10 +290,6 @@ class XlaRuntime(Runtime):
             dist.all_reduce(total)
         return (total / self.replicas).to(self.device)
 
-    def agree(self, flag: bool) -> bool:
-        """Return True in every process if the flag is set in any; through the hosts, so no device waits."""
-        return flag if self.processes == 1 else collectives.agree(flag, self._control)
-
     def step_end(self) -> None:
         """Compile (if new) and start the optimizer step, then run the deferred callbacks that can be."""
         self._sync()
@@ -328,7 +313,7 @@ class XlaRuntime(Runtime):
         """Run what was deferred, then wait until every process is here: `xm.rendezvous`."""
         self._flush()
         if self._by_gloo:
-            collectives.agree(False)
+            self.agree(False)
         elif self.replicas > 1:
             import torch_xla.core.xla_model as xm
 
@@ -412,10 +397,8 @@ def spawn(work: Callable[[int], None], start_method: Literal["spawn", "fork"]) -
 
     That is a process for two cores on v2 and v3, with a thread each. torch_xla waits for its first process first, so a
     failure in another one would wait for ever in a collective. Work therefore ends its process when it fails
-    (`launch/start.py:attend`), which breaks the pool; the others end themselves soon after.
-
-    Returns:
-        Exit codes by rank, as far as they are known, and the name of the stop signal that came.
+    (`launch/start.py:attend`), which breaks the pool; the others end themselves soon after. Returns exit codes by rank,
+    as far as they are known, and the name of the stop signal that came.
 
     Raises:
         MissingExtraError: torch_xla is not installed.
@@ -436,9 +419,9 @@ def spawn(work: Callable[[int], None], start_method: Literal["spawn", "fork"]) -
     forked = start_method == "fork"
     _inherited[:] = [work] if forked else []
     with passed_on(lambda: [child.pid for child in multiprocessing.active_children()]) as seen:
-        codes: dict[int, int | None] = {0: 0}
         try:
             torch_xla.launch(_Worker(None if forked else work), start_method=start_method)
+            code = 0
         except BrokenProcessPool:
-            codes = {0: -9}
-    return codes, seen[0] if seen else ""
+            code = -9
+    return {0: code}, seen[0] if seen else ""
