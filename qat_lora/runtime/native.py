@@ -171,7 +171,9 @@ class NativeRuntime(Runtime):
     def barrier(self, tag: str) -> None:
         """Run what was deferred, then wait until every process is here. `tag` names the place in stack dumps."""
         self._deferred.run_all()
-        self.agree(False)
+        if self.replicas > 1:
+            with collectives.among_peers():
+                dist.barrier(self._control)
 
 
 def _count(number: int, noun: str) -> str:

@@ -39,13 +39,6 @@ RUNS_ON_REAL_CHIPS = {"spawn": 0, "spmd": 0}
 """On how many TPU chips each way has been run so far; printed when several are used."""
 PORT_VARIABLE = "QAT_LORA_GROUP_PORT"
 """The port of one host's group; not MASTER_PORT, which torch_xla reads for itself."""
-_COUNTERS = {
-    "graphs_compiled": "UncachedCompile",
-    "graph_cache_hits": "CachedCompile",
-    "persistent_cache_hits": "PersistentCacheHit",
-    "persistent_cache_misses": "PersistentCacheMiss",
-    "persistent_cache_unreadable": "PersistentCacheDeserializeFailure",
-}
 
 
 def is_xla_device(device: torch.device | torch.Tensor | str | None = None) -> bool:
@@ -323,21 +316,20 @@ class XlaRuntime(Runtime):
         """Return what XLA has done in this process so far.
 
         `graphs_compiled`, `graph_cache_hits`, `compile_s`, and `host_reads`: tensors read back, each of which
-        stopped the device, not counting deferred ones. Counters of the persistent cache where it is used.
+        stopped the device, not counting deferred ones.
         """
         import torch_xla.debug.metrics as metrics
 
-        report: dict[str, int | float] = {}
-        for name, counter in _COUNTERS.items():
-            value = metrics.counter_value(counter)
-            if value is not None or not name.startswith("persistent"):
-                report[name] = value or 0
         compile_times = metrics.metric_data("CompileTime")
-        report["compile_s"] = compile_times[1] / 1e9 if compile_times else 0.0
         with self._counting:
             reads = metrics.metric_data("TransferFromDeviceTime")
-            report["host_reads"] = (reads[0] if reads else 0) - self._deferred_reads
-        return report
+            host_reads = (reads[0] if reads else 0) - self._deferred_reads
+        return {
+            "graphs_compiled": metrics.counter_value("UncachedCompile") or 0,
+            "graph_cache_hits": metrics.counter_value("CachedCompile") or 0,
+            "compile_s": compile_times[1] / 1e9 if compile_times else 0.0,
+            "host_reads": host_reads,
+        }
 
     def _sync(self) -> None:
         """Start all that is queued, then let the reader fetch what was deferred before it."""

@@ -1,15 +1,13 @@
 """PyTorch/XLA with one process over all chips of a host: SPMD, data-parallel.
 
-The batch is sharded over a mesh of all devices, everything else is replicated, and the compiler inserts the
-all-reduce, so there is one copy of the model in host memory, one compilation per host and no rendezvous. It can be
-tried in full without a TPU, on virtual CPU devices (`CPU_NUM_DEVICES`). With `shard_base` the frozen weights are
-sharded over the devices and gathered layer by layer as they are needed, for students beyond one chip's memory.
+The batch is sharded over a mesh of all devices, all else is replicated, and the compiler inserts the all-reduce: one
+copy of the model in host memory, one compilation per host, no rendezvous. It can be tried in full on virtual CPU
+devices (`CPU_NUM_DEVICES`). With `shard_base` the frozen weights are sharded too and gathered layer by layer as they
+are needed, for students beyond one chip's memory.
 
 A loss or gradient summed over rows is a sum over all replicas' rows already; so "the mean over replicas" is a
-division, and the step's arithmetic stays that of every other runtime.
-
-Weak point: the loss walks over chunks of the flattened positions, each of which is on one device, so chunks are sent
-around. `--parallel spawn` has none of that.
+division. Weak point: the loss walks over chunks of the flattened positions, each of which is on one device, so chunks
+are sent around. `--parallel spawn` has none of that.
 """
 
 from __future__ import annotations
@@ -28,12 +26,7 @@ AXIS = "data"
 
 
 class XlaSpmdRuntime(XlaRuntime):
-    """All XLA devices of a host in this process.
-
-    Args:
-        backend: `TPU` or `CPU`.
-        shard_base: spread frozen weights over the devices.
-    """
+    """All XLA devices of a host in this process; with `shard_base`, frozen weights are spread over them."""
 
     def __init__(self, backend: str, shard_base: bool = False) -> None:
         super().__init__(backend)
