@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,14 +13,9 @@ import pytest
 from toy_pipeline import call, quantize_options, recover_options
 
 from qat_lora.cache.tools.verify import verify_cache
-from qat_lora.cli import main
 from qat_lora.commands.qat import qat
-from qat_lora.commands.recover import recover
 from qat_lora.errors import CacheError, ConfigError, ModelError
 from qat_lora.options import QatOptions
-from qat_lora.registry import COMMANDS
-from qat_lora.runtime.host import collectives
-from qat_lora.runtime.launch import select
 from qat_lora.runtime.launch.select import select_runtime
 from qat_lora.setup.multiprocess import as_builder, decide, fetch
 from qat_lora.train.loop import LoopConfig
@@ -94,49 +88,6 @@ def test_two_chips_learn_what_one_learns(work):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("2 processes · float32 · effective batch 8") == 1, done.stdout
     same_as_alone(root, root / "two", 1e-5)
-
-
-def modules_on_the_stack() -> list[str]:
-    """Return our modules whose functions are being called, outermost first."""
-    names, frame = [], sys._getframe(1)
-    while frame is not None:
-        names.insert(0, frame.f_globals["__name__"])
-        frame = frame.f_back
-    return [name for name in dict.fromkeys(names) if name.startswith("qat_lora.")]
-
-
-def noted(function, ways: list[list[str]]):
-    def noting(*args, **kwargs):
-        ways.append(modules_on_the_stack())
-        return function(*args, **kwargs)
-
-    return noting
-
-
-def recover_noting_the_way(options, runtime):
-    """Run `recover` in a worker, and write the modules on the stack when the gradients are exchanged."""
-    ways: list[list[str]] = []
-    collectives.flat_gradients = noted(collectives.flat_gradients, ways)
-    result = recover(options, runtime)
-    Path(f"way-{runtime.rank}.json").write_text(json.dumps([*ways[0], collectives.__name__]))
-    return result
-
-
-def test_from_the_command_line_to_the_gradient_are_eight_modules(work, monkeypatch):
-    root, _ = work
-    planned: list[list[str]] = []
-    monkeypatch.setattr(select, "plan_chips", noted(select.plan_chips, planned))
-    monkeypatch.setattr(BaseProcess, "start", noted(BaseProcess.start, planned))
-    probed = replace(COMMANDS["recover"], function="test_scripts_multi:recover_noting_the_way")
-    monkeypatch.setitem(COMMANDS, "recover", probed)
-    monkeypatch.chdir(root)
-    arguments = f"recover --checkpoint student --kd-cache-dir cache {TRAINING} --out way --device cpu --num-chips 2"
-    main(arguments.split())
-    reduced = json.loads((root / "way-1.json").read_text())
-    assert len(planned) == 3, planned  # the plan, and the start of each process
-    way = {name for modules in (*planned, reduced) for name in modules}
-    assert {"qat_lora.cli", "qat_lora.runtime.launch.start", "qat_lora.train.loop"} < way
-    assert len(way) <= 8, way
 
 
 @pytest.mark.xla

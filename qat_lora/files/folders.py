@@ -138,11 +138,16 @@ def _run_of(path: Path) -> tuple[_Run | None, str]:
 
 
 def _note(paths: Iterable[Path], folder: str = "") -> None:
-    """List files, or folders that are a run's with everything in them (`folder` is "/")."""
+    """List files, or folders that are a run's with everything in them (`folder` is "/").
+
+    A file in such a folder, as in the draft of a folder, gets no line of its own.
+    """
     new: dict[str, list[str]] = {}
     for path in paths:
         run, name = _run_of(path)
         if run is None or run.names is None:
+            continue
+        if not folder and any(f"{parent}/" in run.names for parent in PurePosixPath(name).parents):
             continue
         known = name + folder in run.names
         _refuse_taken(run.root, name, stat.S_ISDIR if folder else stat.S_ISREG, known)

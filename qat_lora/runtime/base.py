@@ -2,21 +2,27 @@
 
 Methods are named by meaning, not by mechanism, so that one process, a process group, PyTorch/XLA with a process per
 chip and SPMD can all implement them. Only `mark_step` and `step_end` may synchronise with the device: everything
-between them is queued, which is what keeps an XLA graph whole and a GPU busy.
+between them is queued, which is what keeps an XLA graph whole and a GPU busy. A method with a body is the same on
+most devices.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
-if TYPE_CHECKING:
-    import torch
+import torch
+import torch.distributed as dist
 
-    from qat_lora.types import AttentionForm, Batch, LossWalk
+from qat_lora.errors import DeviceError
+from qat_lora.runtime.host import collectives
+from qat_lora.runtime.host.prefetch import prefetch
+from qat_lora.runtime.host.saving import save_tensors
+from qat_lora.types import AttentionForm, Batch, LossWalk
 
-M = TypeVar("M", bound="torch.nn.Module")
+M = TypeVar("M", bound=torch.nn.Module)
 
 
 @runtime_checkable
@@ -36,56 +42,90 @@ class Runtime(Protocol):
 
     attention: AttentionForm
     """The form of attention that keeps no scores on this device (`layers/attention.py`)."""
+    _control: dist.ProcessGroup | None = None
+    """The group for decisions between hosts, where the default group's exchanges go through the devices."""
 
     @property
     def processes(self) -> int:
         """Number of processes that read data, this one being number `rank`; each feeds replicas / processes rows."""
+        return self.replicas
 
     @property
     def is_main(self) -> bool:
         """True in the one process that writes shared files and prints."""
+        return self.rank == 0
 
     @property
     def description(self) -> str:
         """One line for people, for example `CPU · 2 threads` or `XLA on CPU · 1 device`."""
 
     def launch(self, main: Callable[[], Any]) -> Any:
-        """Run `main` in this process, inside the process group where there is one; return its result."""
+        """Run `main` in this process, inside the process group where there is one; return its result.
+
+        The group is joined here and left here, also when `main` raises. Every deferred callback has run when this
+        returns.
+        """
 
     def place(self, module: M) -> M:
-        """Move a module to the device and tie again the weights that were tied; the parameter count must not change."""
+        """Move a module to the device and tie again the weights that were tied.
+
+        On XLA its parameters are new objects, so make the optimizer afterwards.
+
+        Raises:
+            DeviceError: the parameter count changed.
+        """
+        return move_module(module, self.device)
 
     def for_loops(self) -> Runtime:
         """Return the runtime for long loops of small dependent steps: this one, or the host's where a graph would
         unroll them.
         """
+        return self
 
     def check_device_map(self) -> None:
         """Raise DeviceError where a loader must not spread one model over several devices instead of `place`."""
 
     def feed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the batches as tensors on the device (this replica's rows), transfer overlapped with work."""
+        """Yield the batches as tensors on the device; the next one is read and sent meanwhile.
+
+        The caller passes the rows of this process only: reading everyone's rows in every process would multiply the
+        traffic to the cache.
+        """
+        with contextlib.closing(prefetch(batches, self._send)) as ready:
+            for sent in ready:
+                yield self._receive(sent)
+
+    def _send(self, batch: Batch) -> Any:
+        """Make the tensors and start their transfer; runs in the prefetch thread."""
+
+    def _receive(self, sent: Any) -> Batch:
+        """Return what `_send` sent, usable by the computation that is called next; no host wait."""
+        return sent
 
     def autocast(self, dtype: torch.dtype) -> Any:
         """Return a context manager that runs matrix products in `dtype` (nothing for float32)."""
+        return contextlib.nullcontext() if dtype == torch.float32 else torch.autocast(self.device.type, dtype=dtype)
 
     def checkpoint_function(self) -> Callable[..., Any]:
         """Return the function that recomputes a layer in the backward pass instead of keeping its activations."""
 
     def mark_step(self) -> None:
-        """End a micro-batch: queued work may be dispatched now."""
+        """End a micro-batch: queued work may be dispatched now. Nothing where operations run as they are called."""
+        return
 
     def reduce_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Average gradients over replicas, once per optimizer step; under SPMD that divides the sum that they are."""
 
     def all_reduce_mean(self, value: torch.Tensor) -> torch.Tensor:
-        """Average a sum over rows over replicas; stays on the device."""
+        """Average a sum over rows over replicas; stays on the device. Integers become float32."""
 
     def agree(self, flag: bool) -> bool:
         """Return True in every process if the flag is set in any; all call it at the same place, no device waits."""
+        return flag if self.processes == 1 else collectives.agree(flag, self._control)
 
     def shard_frozen(self, module: torch.nn.Module) -> None:
         """Spread frozen weights over the devices of this process, where that was asked for; else nothing."""
+        return
 
     def step_end(self) -> None:
         """End an optimizer step."""
@@ -97,12 +137,58 @@ class Runtime(Protocol):
         """Run what was deferred, then wait until every process is here."""
 
     def save(self, tensors: Mapping[str, torch.Tensor], path: str | Path) -> None:
-        """Write tensors of any device to a safetensors file; the protocol of `xm.save`.
+        """Write tensors of any device to a safetensors file: the protocol of `xm.save`, which writes a pickle.
 
         Every process calls it, at the same place and with the same names: on XLA reading a tensor runs the work that
         is queued for it, which every process must do. The main process writes the file, whole or not at all. Then all
         meet, so the whole file is there for every process when this returns.
         """
+        self.mark_step()  # all at once: reading a tensor with work pending would compile a graph for it alone
+        if self.is_main:
+            save_tensors(tensors, path)
+        self.barrier(f"save {Path(path).name}")
 
     def compile_report(self) -> dict[str, int | float]:
         """Return graphs compiled, cache hits and seconds compiling so far (empty where nothing compiles)."""
+        return {}
+
+
+def move_module(module: M, device: torch.device) -> M:
+    """Move a module to a device, restore shared parameters and buffers, and check that none was lost or added.
+
+    `Module.to` keeps a Parameter object on CUDA, but on XLA makes a new one for every module that registers it: a tied
+    embedding silently becomes two tensors, one of which then trains alone. Only transformers models can tie themselves
+    again, and that forgets the weights that we tied or untied; so the sharing is recorded before the move.
+
+    Raises:
+        DeviceError: the module's parameters are not the same in number and size after the move.
+    """
+    before, sharing = _size(module), _sharing(module)
+    module = module.to(device)
+    for (first_table, first_name), *others in sharing:
+        for table, name in others:
+            table[name] = first_table[first_name]
+    after = _size(module)
+    if after != before:
+        raise DeviceError(
+            f"moving the model to {device}: {before[0]} parameters with {before[1]:,} values became {after[0]} "
+            f"with {after[1]:,}; a move may change neither, so a weight was split, lost or added by "
+            f"{type(module).__name__}; share weights by registering one Parameter twice"
+        )
+    return module
+
+
+def _sharing(module: torch.nn.Module) -> list[list[tuple[dict, str]]]:
+    """Return the registrations of every parameter and buffer that has several, as (table, name)."""
+    places: dict[int, list[tuple[dict, str]]] = {}
+    for owner in module.modules():
+        for table in (owner._parameters, owner._buffers):
+            for name, tensor in table.items():
+                if tensor is not None:
+                    places.setdefault(id(tensor), []).append((table, name))
+    return [shared for shared in places.values() if len(shared) > 1]
+
+
+def _size(module: torch.nn.Module) -> tuple[int, int]:
+    parameters = list(module.parameters())
+    return len(parameters), sum(p.numel() for p in parameters)

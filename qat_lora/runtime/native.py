@@ -8,32 +8,27 @@ exchange of some megabytes per optimizer step, a thousandth of the step (docs/tp
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from qat_lora.errors import DeviceError
+from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host import collectives
 from qat_lora.runtime.host.async_readback import DeferredCalls, host_value
-from qat_lora.runtime.host.placement import move_module
-from qat_lora.runtime.host.prefetch import host_tensors, prefetch
-from qat_lora.runtime.host.saving import save_tensors
+from qat_lora.runtime.host.prefetch import host_tensors
 from qat_lora.runtime.launch.process_group import group_size, rank_info
 from qat_lora.types import AttentionForm, Batch, LossWalk
-
-if TYPE_CHECKING:
-    from qat_lora.runtime.base import M
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
-class NativeRuntime:
-    """CPU, CUDA or MPS through PyTorch itself; a `qat_lora.runtime.base.Runtime`.
+class NativeRuntime(Runtime):
+    """CPU, CUDA or MPS through PyTorch itself.
 
     With the variables that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK ...) this process is one replica of a
     group, over gloo on CPU and NCCL on CUDA; without them it is alone.
@@ -57,19 +52,8 @@ class NativeRuntime:
                     f"LOCAL_RANK={local_rank}: this machine shows {torch.cuda.device_count()} CUDA devices; "
                     "start at most one process for each"
                 )
-        self._control: dist.ProcessGroup | None = None
         self._deferred = DeferredCalls()
         self._copy_stream: torch.cuda.Stream | None = None
-
-    @property
-    def is_main(self) -> bool:
-        """True in the process of rank 0."""
-        return self.rank == 0
-
-    @property
-    def processes(self) -> int:
-        """As many as replicas."""
-        return self.replicas
 
     @property
     def description(self) -> str:
@@ -82,11 +66,7 @@ class NativeRuntime:
         return threads if self.replicas == 1 else f"{threads} · {self.replicas} processes"
 
     def launch(self, main: Callable[[], Any]) -> Any:
-        """Run `main` in this process, inside the process group where there is one.
-
-        The group is joined here and left here, also when `main` raises. Every deferred callback has run when
-        this returns.
-        """
+        """Run `main` inside the process group of torchrun's variables, where there is one."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if self.replicas > 1:
@@ -101,18 +81,6 @@ class NativeRuntime:
             if self.replicas > 1:
                 dist.destroy_process_group()
 
-    def place(self, module: M) -> M:
-        """Move a module to the device; shared weights stay shared.
-
-        Raises:
-            DeviceError: the parameter count changed.
-        """
-        return move_module(module, self.device)
-
-    def for_loops(self) -> NativeRuntime:
-        """Return this runtime."""
-        return self
-
     def check_device_map(self) -> None:
         """Refuse to spread a model where other processes would spread theirs over the same devices.
 
@@ -124,16 +92,6 @@ class NativeRuntime:
                 f"device_map: {self.replicas} processes would each spread the model over all devices; run one process, "
                 "or leave out --device-map"
             )
-
-    def feed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield this replica's batches as tensors on the device; the next one is read and sent meanwhile.
-
-        The caller passes the rows of this replica only: reading everyone's rows in every process would
-        multiply the traffic to the cache.
-        """
-        with contextlib.closing(prefetch(batches, self._send)) as ready:
-            for batch, sent in ready:
-                yield self._receive(batch, sent)
 
     def _send(self, batch: Batch) -> tuple[Batch, Any]:
         """Make the tensors and, on CUDA, start their copy on a stream of its own; runs in the prefetch thread."""
@@ -149,11 +107,12 @@ class NativeRuntime:
                     tensors[name] = value.pin_memory().to(self.device, non_blocking=True)
             return tensors, self._copy_stream.record_event()
 
-    def _receive(self, batch: Batch, sent: Any) -> Batch:
+    def _receive(self, sent: tuple[Batch, Any]) -> Batch:
         """Let the computing stream wait for the copy, and tell the allocator who uses it; no host wait."""
+        batch, copied = sent
         if self.device.type == "cuda":
             stream = torch.cuda.current_stream(self.device)
-            stream.wait_event(sent)
+            stream.wait_event(copied)
             for value in batch.values():
                 if isinstance(value, torch.Tensor):
                     value.record_stream(stream)
@@ -161,37 +120,27 @@ class NativeRuntime:
             return {k: v.to(self.device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
         return batch
 
-    def autocast(self, dtype: torch.dtype) -> Any:
-        """Return `torch.autocast` for bfloat16, an empty context for float32."""
-        return contextlib.nullcontext() if dtype == torch.float32 else torch.autocast(self.device.type, dtype=dtype)
-
     def checkpoint_function(self) -> Callable[..., Any]:
         """Return torch's own, in the form that is not re-entrant."""
-        from torch.utils.checkpoint import checkpoint
-
         return functools.partial(checkpoint, use_reentrant=False)
-
-    def mark_step(self) -> None:
-        """Nothing: eager operations are dispatched as they are called."""
 
     def reduce_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Average the gradients over the replicas by one all-reduce of one flat float32 tensor."""
         trained = [p for p in parameters if p.requires_grad]
         if self.replicas > 1 and trained:
             gradients, flat = collectives.flat_gradients(trained)
-            collectives.put_back(gradients, collectives.mean(flat))
+            collectives.put_back(gradients, self._mean(flat))
 
     def all_reduce_mean(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the mean of a tensor over the replicas, on the device; integers as float32."""
+        """Return the mean of a tensor over the replicas by an all-reduce of gloo or NCCL."""
         value = collectives.mean_form(value)
-        return value if self.replicas == 1 else collectives.mean(value)
+        return value if self.replicas == 1 else self._mean(value.clone())
 
-    def agree(self, flag: bool) -> bool:
-        """Return True on every replica if the flag is set on any; through the hosts, whatever the device."""
-        return flag if self.replicas == 1 else collectives.agree(flag, self._control)
-
-    def shard_frozen(self, module: torch.nn.Module) -> None:
-        """Nothing: every replica has its own copy."""
+    def _mean(self, total: torch.Tensor) -> torch.Tensor:
+        """Return the mean of a tensor over the replicas; its own memory is written to."""
+        with collectives.among_peers():
+            dist.all_reduce(total)
+        return total / self.replicas
 
     def step_end(self) -> None:
         """Run the deferred callbacks whose values have arrived; waits for nothing."""
@@ -225,16 +174,6 @@ class NativeRuntime:
         if self.replicas > 1:
             with collectives.among_peers():
                 dist.barrier(self._control)
-
-    def save(self, tensors: Mapping[str, torch.Tensor], path: str | Path) -> None:
-        """Write a safetensors file in the main process; all wait until it is there."""
-        if self.is_main:
-            save_tensors(tensors, path)
-        self.barrier(f"save {Path(path).name}")
-
-    def compile_report(self) -> dict[str, int | float]:
-        """Nothing is compiled here: empty."""
-        return {}
 
 
 def _count(number: int, noun: str) -> str:

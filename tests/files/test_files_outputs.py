@@ -9,7 +9,7 @@ import pytest
 
 from qat_lora.errors import OutputExistsError
 from qat_lora.files import outputs
-from qat_lora.files.folders import LIST, MARK, ours
+from qat_lora.files.folders import LIST, MARK, listed, ours, release, whole_folder, write_text
 from qat_lora.files.outputs import claim, complete
 
 SETTINGS = {"seed": 1, "nested": {"lr": 0.1, "list": (1, 2)}, "none": None}
@@ -238,3 +238,21 @@ def test_a_part_of_a_run_is_made_again_around_files_of_others(tmp_path):
     (tmp_path / "alone" / "notes.txt").write_text("mine")
     with pytest.raises(OutputExistsError, match="no qat-lora run made"):
         claim(tmp_path / "alone", "quantize", {}, False)
+
+
+def test_files_of_a_draft_folder_have_no_lines_of_their_own(tmp_path):
+    """Three checkpoints, each written anew: the list names their files and the draft and old folders, once each."""
+    out = tmp_path / "run"
+    claim(out, "recover", SETTINGS, False)
+    try:
+        for step in (1, 1, 2):
+            with whole_folder(out / "checkpoints" / f"step-{step}") as draft:
+                write_text(draft / "state.json", "{}")
+        write_text(out / "result.json", "{}")
+    finally:
+        release(out)
+    files = [f"step-{step}/state.json" for step in (1, 2)]
+    folders = [".step-1.new/", ".step-1.old/", ".step-2.new/"]
+    assert listed(out)[1] == {f"checkpoints/{name}" for name in files + folders} | {"result.json", ".tmp-result.json"}
+    with outputs.claimed(out, "recover", {"seed": 2}, True):
+        assert sorted(path.name for path in out.iterdir()) == [LIST, MARK]

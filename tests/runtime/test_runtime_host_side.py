@@ -1,6 +1,9 @@
 """The parts of a runtime that know no device: reading ahead, deferred calls, atomic files."""
 
 import json
+import signal
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -39,6 +42,33 @@ def test_prefetch_holds_at_most_two_items_beyond_the_one_in_use():
     for n in prefetch(source(), int):
         assert len(alive) <= n + 3
     assert len(alive) == 50
+
+
+HANGING = """
+import threading
+from qat_lora.runtime.host import prefetch
+
+def source():
+    yield 1
+    print("reading", flush=True)
+    threading.Event().wait()  # a disk that never answers
+
+prefetch._HANGING_S = 0.1
+for item in prefetch.prefetch(source(), int):
+    pass
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_process_whose_reader_hangs_can_be_stopped(number):
+    process = subprocess.Popen([sys.executable, "-c", HANGING], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    try:
+        assert process.stdout.readline() == b"reading\n"
+        process.send_signal(number)
+        assert process.wait(60) == -number
+    finally:
+        process.kill()
+        process.stdout.close()
 
 
 def test_host_tensors_own_their_memory(tmp_path):

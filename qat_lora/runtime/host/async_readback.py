@@ -11,12 +11,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    import torch
+import torch
 
 HostValue = float | int | bool | np.ndarray
 """A tensor on the host: a plain number for a tensor without dimensions, a numpy array otherwise."""
@@ -24,36 +22,30 @@ HostValue = float | int | bool | np.ndarray
 
 def host_value(tensor: torch.Tensor) -> HostValue:
     """Return a CPU tensor as a number or an array of its own; bfloat16, which numpy lacks, as float32."""
-    tensor = tensor.detach()
-    if str(tensor.dtype) == "torch.bfloat16":
-        tensor = tensor.float()
+    tensor = tensor.detach().float() if tensor.dtype == torch.bfloat16 else tensor.detach()
     return tensor.item() if tensor.ndim == 0 else tensor.numpy().copy()
-
-
-class _Call(NamedTuple):
-    fn: Callable[..., None]
-    is_ready: Callable[[], bool]
-    values: Callable[[], Sequence[Any]]
 
 
 class DeferredCalls:
     """A queue of callbacks, each with a test for its values and a way to wait for them."""
 
     def __init__(self) -> None:
-        self._calls: deque[_Call] = deque()
+        self._calls: deque[tuple[Callable[..., None], Callable[[], bool], Callable[[], Sequence[Any]]]] = deque()
 
     def add(self, fn: Callable[..., None], is_ready: Callable[[], bool], values: Callable[[], Sequence[Any]]) -> None:
         """Append a callback; `values()` waits for the host values, `is_ready()` says whether they are there."""
-        self._calls.append(_Call(fn, is_ready, values))
+        self._calls.append((fn, is_ready, values))
 
     def run_ready(self) -> None:
         """Run the callbacks whose values are there, and none that was added after one still waiting."""
-        while self._calls and self._calls[0].is_ready():
-            call = self._calls.popleft()
-            call.fn(*call.values())
+        while self._calls and self._calls[0][1]():
+            self._run_first()
 
     def run_all(self) -> None:
         """Run every callback, waiting for its values."""
         while self._calls:
-            call = self._calls.popleft()
-            call.fn(*call.values())
+            self._run_first()
+
+    def _run_first(self) -> None:
+        fn, _, values = self._calls.popleft()
+        fn(*values())

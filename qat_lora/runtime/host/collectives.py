@@ -74,14 +74,6 @@ def agree(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
     return bool(value.item())
 
 
-def mean(value: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Return the mean of a tensor over the processes, as a new tensor on its device."""
-    total = value.clone()
-    with among_peers():
-        dist.all_reduce(total, group=group)
-    return total / dist.get_world_size(group)
-
-
 def mean_form(value: torch.Tensor) -> torch.Tensor:
     """Return a detached tensor that can hold a mean: counts become float32 (exact up to 2^24)."""
     value = value.detach()

@@ -1,14 +1,12 @@
 """Memory of this process: the most that was in use, and freed memory that really is free.
 
-Two ways to measure. `peak_memory_bytes` asks the device, or on a host the system, whose figure includes whatever was
-freed and kept by an allocator. `LiveBytes` counts tensors at torch's dispatcher, on any device: each storage from the
-operation that first returns it until it is freed; buffers inside one kernel are not seen.
+`peak_memory_bytes` asks the device, or on a host the system, whose figure includes whatever an allocator kept.
+`LiveBytes` counts tensors at torch's dispatcher, on any device; buffers inside one kernel are not seen.
 
 The C library of Linux takes blocks of up to 32 MB from one heap and keeps what is freed below anything that stays
 alive: a few codes among a layer's temporary tensors, or the tokens of a row among the encodings of a long text. The
 heap then grows to several times what is in use. `give_back`, called after every layer or window of text, returns those
-pages; `large_tensors_apart`, while a model is quantised, gives everything above a megabyte pages of its own, which
-a layer's products hardly notice.
+pages; `large_tensors_apart`, while a model is quantised, gives everything above a megabyte pages of its own.
 """
 
 from __future__ import annotations
@@ -46,10 +44,8 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts bytes of tensors while it is active; use as a context manager.
-
-    Args:
-        *held: tensors that are alive already, counted from the beginning.
+    """Counts bytes of tensors while it is active, each storage from the operation that first returns it until it is
+    freed; use as a context manager. `held` are alive already.
     """
 
     def __init__(self, *held: torch.Tensor) -> None:

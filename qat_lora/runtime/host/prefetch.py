@@ -8,10 +8,9 @@ items are made ahead: more would only use memory, since the reader is faster tha
 
 from __future__ import annotations
 
+import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,12 +22,6 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 THREAD = "qat-lora-prefetch"
-_NUMPY_DTYPES: dict[torch.dtype, Any] = {
-    torch.bool: np.bool_,
-    torch.int32: np.int32,
-    torch.int64: np.int64,
-    torch.float32: np.float32,
-}
 
 
 def tensor_dtype(name: str, floating: bool, boolean: bool) -> torch.dtype | None:
@@ -56,7 +49,7 @@ def host_tensors(batch: Batch) -> Batch:
     for name, value in batch.items():
         if isinstance(value, np.ndarray):
             dtype = tensor_dtype(name, value.dtype.kind == "f", value.dtype.kind == "b")
-            numpy_dtype = value.dtype if dtype is None else _NUMPY_DTYPES[dtype]
+            numpy_dtype = value.dtype if dtype is None else str(dtype).removeprefix("torch.")
             tensors[name] = torch.from_numpy(np.array(value, dtype=numpy_dtype, order="C"))
         elif isinstance(value, torch.Tensor):
             dtype = tensor_dtype(name, value.is_floating_point(), value.dtype == torch.bool)
@@ -67,30 +60,47 @@ def host_tensors(batch: Batch) -> Batch:
 
 
 _END = object()
+_HANGING_S = 10.0
 
 
 def prefetch(source: Iterable[S], prepare: Callable[[S], T]) -> Generator[T, None, None]:
     """Yield `prepare(item)` for every item; a thread makes the next two while one is in use.
 
     An exception of the source or of `prepare` is raised here, after the items before it. When the consumer
-    stops early (`close()`, `break`, an exception) the thread ends, and is gone before control returns. The
-    source is therefore read up to two items further than it was consumed: a position to resume from has to be
-    counted by the consumer.
+    stops early (`close()`, `break`, an exception) the thread ends, and is gone before control returns, unless a read
+    hangs (a network disk that is gone): no process waits for that to end. The source is therefore read up to two items
+    further than it was consumed: a position to resume from has to be counted by the consumer.
     """
     items = iter(source)
+    made: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+    room, stopped = threading.Semaphore(2), threading.Event()
 
-    def read() -> T | object:
+    def make() -> T | object:  # a function, so that no name keeps an item while the next one is waited for
         for item in items:
             return prepare(item)
         return _END
 
-    reader = ThreadPoolExecutor(1, thread_name_prefix=THREAD)
+    def read() -> None:
+        try:
+            while room.acquire() and not stopped.is_set():
+                made.put((make(), None))
+        except BaseException as error:
+            made.put((_END, error))
+
+    reader = threading.Thread(target=read, name=THREAD, daemon=True)
+    reader.start()
     try:
-        ahead = deque([reader.submit(read), reader.submit(read)])
-        while (made := ahead.popleft().result()) is not _END:
-            ahead.append(reader.submit(read))
-            yield made  # type: ignore[misc]
-            del made  # a batch in use twice would be a batch too many in memory
+        while True:
+            item, error = made.get()
+            if error is not None:
+                raise error
+            if item is _END:
+                return
+            room.release()
+            yield item
+            del item  # a batch in use twice would be a batch too many in memory
     finally:
-        # The garbage collector may close us from any thread, and a thread cannot wait for itself.
-        reader.shutdown(wait=not threading.current_thread().name.startswith(THREAD), cancel_futures=True)
+        stopped.set()
+        room.release()
+        if reader is not threading.current_thread():  # the garbage collector may close us from any thread
+            reader.join(_HANGING_S)

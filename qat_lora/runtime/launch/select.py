@@ -1,15 +1,12 @@
 """Choose the device and plan the start: what was asked for, what is there, and what to say when they differ.
 
 Looking at the machine (`look`) is separate from deciding (`choose`, `plan_chips`), so that every combination of flags,
-environment and hardware is a line of a table in the tests. Looking is cheap and imports nothing: torch_xla costs
-seconds to import, and starting it takes the TPU away from other programs. Only the process that the user started
-looks and decides; the processes of the run get its `DeviceChoice`.
+environment and hardware is a line of a table in the tests. Looking imports nothing: torch_xla costs seconds to import,
+and starting it takes the TPU away from other programs.
 
-On a TPU the number of chips becomes variables. `TPU_NUM_DEVICES`, which torch_xla's own error message recommends, is
-read nowhere in torch_xla 2.9, and `xmp.spawn` takes no number but 1; what decides is the topology that libtpu is told:
-`TPU_VISIBLE_CHIPS` and bounds for one process over some chips, process bounds alone for a process per chip (an
-inherited TPU_VISIBLE_CHIPS would give all of them the same chip).
-
+`TPU_NUM_DEVICES`, which torch_xla's own error message recommends, is read nowhere in torch_xla 2.9, and `xmp.spawn`
+takes no number but 1. What decides is the topology that libtpu is told: `TPU_VISIBLE_CHIPS` and bounds for one process
+over some chips, process bounds alone for a process per chip (with TPU_VISIBLE_CHIPS all would take the same one).
 Source: torch_xla/_internal/tpu.py and pjrt.py (2.9). The TPU variables are untested on hardware.
 """
 
@@ -34,8 +31,6 @@ if TYPE_CHECKING:
     from qat_lora.runtime.base import Runtime
 
 DEVICES = ("auto", "cpu", "cuda", "mps", "tpu", "xla")
-RUNS_ON_REAL_CHIPS = {"spawn": 0, "spmd": 0}
-"""On how many TPU chips each way has been run so far; printed when several are used."""
 ROW_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 """The grid of TPU chips of one host, in libtpu's notation."""
 _GOOGLE_PCI_VENDOR = "0x1ae0"
@@ -229,7 +224,9 @@ def plan_chips(config: ChipsConfig, device: DeviceChoice, found: Found, environ:
         ConfigError: a number that is not possible here; the message lists the possible ones.
     """
     on_tpu = device.kind == "xla" and device.backend == "TPU"
-    asked = config.num_chips or (_from_variable(environ) if on_tpu else None)
+    asked = config.num_chips
+    if asked is None and on_tpu and (count := whole_number(environ, "TPU_NUM_DEVICES", 0, least=1)):
+        asked = str(count)
     if config.parallel == "spmd" and device.kind != "xla":
         raise ConfigError("parallel: spmd exists on XLA only; give --tpu (or --device xla), or leave it out")
     if group_size(environ) > 1:
@@ -246,11 +243,6 @@ def plan_chips(config: ChipsConfig, device: DeviceChoice, found: Found, environ:
         everything = most = found.cuda_devices
     count = _pick(asked, list(range(1, most + 1)), everything, device.kind)
     return LaunchPlan(device, count, "group" if count > 1 else "here")
-
-
-def _from_variable(environ: Mapping[str, str]) -> str | None:
-    count = whole_number(environ, "TPU_NUM_DEVICES", 0, least=1)
-    return str(count) if count else None
 
 
 def _pick(asked: str | None, possible: list[int], everything: int, what: str) -> int:
@@ -359,10 +351,7 @@ def make_runtime(device: DeviceChoice, chips: ChipsConfig | None = None) -> Runt
 def select_runtime(device: str = "auto", tpu: bool = False, chips: ChipsConfig | None = None) -> Runtime:
     """Return a runtime for this process alone, or for its part of a group; see `make_runtime`.
 
-    Args:
-        device: one of `DEVICES`.
-        tpu: the `--tpu` flag, the same as `device="tpu"`.
-        chips: how several chips are driven, not how many.
+    `tpu` is the same as `device="tpu"`; of `chips` only the way in which several are driven matters.
 
     Raises:
         ConfigError: an unknown device, or `tpu` with another one.

@@ -3,12 +3,11 @@
 transformers decides at import whether PyTorch/XLA is used, so the device has to be chosen before a command is
 imported. That order is kept in this one place; command line, scripts, notebooks and the Python API all start here.
 
-Several chips of this machine are processes of our own (on XLA: of `torch_xla.launch`), each of which runs the same
-command. Every worker leaves a note in a folder of the run: its result, or its error. The process that started them
-passes stop signals on and waits; once a worker has failed, the others get a few seconds (they notice by themselves at
-their next exchange, if they can) and are then killed, so that nothing hangs. The one error that it raises is the
-first cause, not its echo in the other workers. torchrun's agent does less: it needs its own command line, prints every
-rank's traceback, and waits for 30 seconds. Notes are JSON, so no pickled result is ever read.
+Several chips of this machine are processes of our own (on XLA: of `torch_xla.launch`). Every worker leaves a note in a
+folder of the run: its result, or its error, as JSON, so no pickled result is ever read. The process that started them
+passes stop signals on and waits; once a worker has failed, the others get a few seconds and are then killed, so that
+nothing hangs. It raises the first cause, not its echo in the other workers. torchrun's agent does less: it needs its
+own command line, prints every rank's traceback, and waits for 30 seconds.
 """
 
 from __future__ import annotations
@@ -44,21 +43,15 @@ GRACE_S = 8.0
 
 
 @any_text()
+@disk_errors_explained()
 def run(command: Command, options: Any) -> Any:
     """Run a command on every process of the chosen device, which are started if need be.
 
-    Args:
-        command: from `qat_lora.registry.COMMANDS`.
-        options: its options; `options.run` names the device and how many chips.
+    `options.run` names the device and how many chips.
 
     Raises:
         QatLoraError: with a message for people; the first cause, if one of several processes failed.
     """
-    with disk_errors_explained():
-        return _run(command, options)
-
-
-def _run(command: Command, options: Any) -> Any:
     asked = options.run
     if command.device == "none" or (command.plan and options.dry_run):  # a dry run needs shapes alone
         runtime = make_runtime(DeviceChoice("cpu"))
@@ -116,14 +109,9 @@ def notebook_launch(
     """Call `fn(runtime, model)` on several chips from a notebook; return what it returned on the main one.
 
     The workers are forked, so they share the model that is already built (and the function, wherever it was defined)
-    instead of loading it once each. That needs a notebook that has not touched the accelerator, nor run a backward
-    pass, before; then restart it. Without a model to share, plain `train_recovery_lora(num_chips=...)` is safer.
-
-    Args:
-        fn: what to run; returns a path or plain values.
-        model: shared with all workers as it is; `runtime.place` it in each.
-        num_chips: how many, or `all`.
-        device: as `--device`.
+    instead of loading it once each; `fn` moves it by `runtime.place`, and returns a path or plain values. That needs a
+    notebook that has not touched the accelerator, nor run a backward pass, before; then restart it. Without a model to
+    share, plain `train_recovery_lora(num_chips=...)` is safer.
 
     Raises:
         QatLoraError: with a message for people; the first cause, if one of several processes failed.
@@ -146,8 +134,7 @@ class Board:
     def finished(self, rank: int, result: Any) -> None:
         """Note what the work returned; only the main worker's is kept."""
         if rank == 0:
-            kind = "path" if isinstance(result, Path) else "value"
-            self._write("result", {kind: str(result) if isinstance(result, Path) else result})
+            self._write("result", {"path": str(result)} if isinstance(result, Path) else {"value": result})
 
     def failed(self, rank: int, error: BaseException) -> None:
         """Note a worker's error."""
@@ -231,10 +218,10 @@ def _watch_others(board: Board, rank: int) -> None:
             time.sleep(0.5)
         elif wait([parent.sentinel], timeout=0.5):
             os._exit(1)
-        if since_s is None and board.failures().keys() - {rank}:
-            since_s = time.monotonic()
-        if since_s is not None and time.monotonic() - since_s > GRACE_S:
-            os._exit(1)
+        if board.failures().keys() - {rank}:
+            since_s = since_s or time.monotonic()
+            if time.monotonic() - since_s > GRACE_S:
+                os._exit(1)
 
 
 def run_group(
@@ -242,14 +229,9 @@ def run_group(
 ) -> Any:
     """Run `work` in `count` processes of this machine, with the variables of a process group.
 
-    Args:
-        work: called in every process; picklable where they are spawned.
-        count: of processes.
-        threads: of the CPU, for each.
-        start_method: `fork` shares what this process holds in memory, and is unsafe once it has used threads.
-
-    Returns:
-        What the main process's work returned: a path, or plain values.
+    Each computes with `threads` threads of the CPU. `spawn` pickles the work; `fork` shares what this process holds in
+    memory, and is unsafe once it has used threads. Returns what the main process's work returned: a path, or plain
+    values.
 
     Raises:
         QatLoraError: the error of the first process that failed, or that one was killed.

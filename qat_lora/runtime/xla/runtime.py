@@ -1,63 +1,44 @@
 """The runtime of PyTorch/XLA: a TPU chip in each of one or more processes, or XLA on the CPU; and their start.
 
-PyTorch/XLA is to be replaced, so all that we know about it is here and in `spmd.py` (one process over all chips). It is
-imported inside functions, so that these modules can be imported where torch_xla is not installed.
+PyTorch/XLA is to be replaced, so all that is known about it is here and in `spmd.py` (one process over all chips). It
+is imported inside functions, so that these modules can be imported where torch_xla is not installed.
 
-Gradients are averaged by one `xm.reduce_gradients` a step, before clipping, and `optimizer.step()` follows it:
-`xm.optimizer_step` would reduce a second time. XLA on the CPU has no exchange between processes; there, in a group
-that torchrun started, gloo carries the gradients: slow, and enough to try everything else.
-
-How a step becomes graphs. XLA traces what is called and compiles it at a sync; a graph that was seen before
-runs at once. `mark_step` syncs after every micro-batch, the last one included, and `step_end` after the optimizer, so
-that a training step is made of two kinds of graph whatever the accumulation count: one micro-batch (forward,
-backward, gradients added) and one optimizer step. No sync before the optimizer would unroll the accumulation into one
-graph, whose compile time and memory grow with it; a sync between micro-batches only would compile the large graph
-twice, with and without the optimizer. The price is that the gradients, which are small, pass through memory once.
-
-The counts hold if the caller keeps gradients as zeroed tensors (`zero_grad(set_to_none=False)`, before the first
-step as well), makes the optimizer's state before the first step, and never changes a shape.
+XLA traces what is called and compiles it at a sync; a graph that was seen before runs at once. `mark_step` syncs after
+every micro-batch and `step_end` after the optimizer, so a step is made of two kinds of graph whatever the accumulation
+count. Without the sync before the optimizer, one graph would hold the whole accumulation; with syncs only between
+micro-batches, the large graph would be compiled twice, with and without the optimizer. The counts hold if the caller
+keeps gradients as zeroed tensors (`zero_grad(set_to_none=False)`, before the first step as well), makes the optimizer's
+state before the first step, and never changes a shape.
 """
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from qat_lora.errors import DeviceError, MissingExtraError
+from qat_lora.runtime.base import M, Runtime
 from qat_lora.runtime.host import collectives
 from qat_lora.runtime.host.async_readback import DeferredCalls, host_value
-from qat_lora.runtime.host.placement import move_module
-from qat_lora.runtime.host.prefetch import host_tensors, prefetch
-from qat_lora.runtime.host.saving import save_tensors
+from qat_lora.runtime.host.prefetch import host_tensors
 from qat_lora.runtime.host.signals import install_for_good, passed_on
 from qat_lora.runtime.launch.process_group import rank_info
-from qat_lora.runtime.launch.select import RUNS_ON_REAL_CHIPS
 from qat_lora.runtime.native import NativeRuntime
 from qat_lora.types import AttentionForm, Batch, LossWalk
 
-if TYPE_CHECKING:
-    from qat_lora.runtime.base import M
-
+RUNS_ON_REAL_CHIPS = {"spawn": 0, "spmd": 0}
+"""On how many TPU chips each way has been run so far; printed when several are used."""
 PORT_VARIABLE = "QAT_LORA_GROUP_PORT"
 """The port of one host's group; not MASTER_PORT, which torch_xla reads for itself."""
-_COUNTERS = {
-    "graphs_compiled": "UncachedCompile",
-    "graph_cache_hits": "CachedCompile",
-    "persistent_cache_hits": "PersistentCacheHit",
-    "persistent_cache_misses": "PersistentCacheMiss",
-    "persistent_cache_unreadable": "PersistentCacheDeserializeFailure",
-}
 
 
 def is_xla_device(device: torch.device | torch.Tensor | str | None = None) -> bool:
@@ -90,8 +71,8 @@ def device_peak_bytes(device: torch.device) -> int | None:
     return int(info.get("peak_bytes_used") or info["bytes_used"])
 
 
-class XlaRuntime:
-    """One XLA device in this process, alone or in a group; a `qat_lora.runtime.base.Runtime`.
+class XlaRuntime(Runtime):
+    """One XLA device in this process, alone or in a group.
 
     Args:
         backend: `TPU` or `CPU`, as in PJRT_DEVICE. Written there at once if it is unset, because the first import of
@@ -109,22 +90,11 @@ class XlaRuntime:
         self.device = torch.device("xla")
         self._chip = ""
         self._by_gloo = False
-        self._control: dist.ProcessGroup | None = None
         self._deferred = DeferredCalls()
         self._unread: list[Callable[[], None]] = []
         self._reader: ThreadPoolExecutor | None = None
         self._counting = threading.Lock()
         self._deferred_reads = 0
-
-    @property
-    def is_main(self) -> bool:
-        """True in the process of rank 0."""
-        return self.rank == 0
-
-    @property
-    def processes(self) -> int:
-        """As many as replicas."""
-        return self.replicas
 
     @property
     def description(self) -> str:
@@ -218,14 +188,10 @@ class XlaRuntime:
             collectives.join(init_method="xla://")
 
     def place(self, module: M) -> M:
-        """Move a module to the device; shared weights stay shared. Its parameters are new objects, so do this first.
-
-        Raises:
-            DeviceError: the parameter count changed.
-        """
+        """Move a module to the device; shared weights stay shared. Its parameters are new objects, so do this first."""
         import torch_xla
 
-        module = move_module(module, self.device)
+        module = super().place(module)
         self.shard_frozen(module)  # before the sync: nothing has been sent yet, so each device gets its part only
         torch_xla.sync()  # a custom move's computations must not become part of the first step's graph
         return module
@@ -246,16 +212,8 @@ class XlaRuntime:
             "or build the cache with --device cuda or cpu"
         )
 
-    def feed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield this replica's batches as tensors on the device; the next one is read and sent meanwhile.
-
-        Not `MpDeviceLoader`: it syncs at every batch, which `mark_step` decides here.
-        """
-        with contextlib.closing(prefetch(batches, self._send)) as ready:
-            yield from ready
-
     def _send(self, batch: Batch) -> Batch:
-        """Make the tensors and start their transfer; runs in the prefetch thread."""
+        """Make the tensors and start their transfer. Not `MpDeviceLoader`, which syncs at every batch."""
         import torch_xla.core.xla_model as xm
 
         tensors = host_tensors(batch)
@@ -263,10 +221,6 @@ class XlaRuntime:
         # One call for all, and at once: `Tensor.to` would leave the transfer to the next sync.
         sent = xm.send_cpu_data_to_device([tensors[name] for name in names], self.device)
         return {**tensors, **dict(zip(names, sent, strict=True))}
-
-    def autocast(self, dtype: torch.dtype) -> Any:
-        """Return `torch.autocast('xla')` for bfloat16, an empty context for float32."""
-        return contextlib.nullcontext() if dtype == torch.float32 else torch.autocast("xla", dtype=dtype)
 
     def checkpoint_function(self) -> Callable[..., Any]:
         """Return torch_xla's, re-entrant.
@@ -290,11 +244,15 @@ class XlaRuntime:
         return run
 
     def mark_step(self) -> None:
-        """Compile (if new) and start the micro-batch; call it after every one, the last included."""
+        """Compile (if new) and start the micro-batch."""
         self._sync()
 
     def reduce_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Average the gradients over the replicas by one all-reduce in the graph; nothing for one replica."""
+        """Average the gradients over the replicas by one all-reduce in the graph; nothing for one replica.
+
+        `optimizer.step()` follows it, since `xm.optimizer_step` would reduce a second time. XLA on the CPU has no
+        exchange between processes; there gloo carries the gradients: slow, and enough to try everything else.
+        """
         trained = [p for p in parameters if p.requires_grad]
         if self.replicas == 1 or not trained:
             return
@@ -308,7 +266,7 @@ class XlaRuntime:
         xm.reduce_gradients(torch.optim.SGD(trained, lr=0.0))
 
     def all_reduce_mean(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the mean of a tensor over the replicas, on the device; integers as float32."""
+        """Return the mean of a tensor over the replicas, by an all-reduce in the graph or by gloo."""
         value = collectives.mean_form(value)
         if self.replicas == 1:
             return value
@@ -320,14 +278,10 @@ class XlaRuntime:
 
     def _gloo_mean(self, value: torch.Tensor) -> torch.Tensor:
         self._sync()
-        return collectives.mean(value.cpu()).to(self.device)
-
-    def agree(self, flag: bool) -> bool:
-        """Return True in every process if the flag is set in any; through the hosts, so no device waits."""
-        return flag if self.processes == 1 else collectives.agree(flag, self._control)
-
-    def shard_frozen(self, module: torch.nn.Module) -> None:
-        """Nothing: every process has its own copy."""
+        total = value.cpu()
+        with collectives.among_peers():
+            dist.all_reduce(total)
+        return (total / self.replicas).to(self.device)
 
     def step_end(self) -> None:
         """Compile (if new) and start the optimizer step, then run the deferred callbacks that can be."""
@@ -352,41 +306,30 @@ class XlaRuntime:
         """Run what was deferred, then wait until every process is here: `xm.rendezvous`."""
         self._flush()
         if self._by_gloo:
-            collectives.agree(False)
+            self.agree(False)
         elif self.replicas > 1:
             import torch_xla.core.xla_model as xm
 
             xm.rendezvous(tag)
 
-    def save(self, tensors: Mapping[str, torch.Tensor], path: str | Path) -> None:
-        """Write a safetensors file in the main process; all wait until it is there.
-
-        Not `xm.save`, which writes a pickle, and not atomically.
-        """
-        self._sync()  # all at once: reading a tensor with work pending would compile a graph for it alone
-        if self.is_main:
-            save_tensors(tensors, path)
-        self.barrier(f"save {Path(path).name}")
-
     def compile_report(self) -> dict[str, int | float]:
         """Return what XLA has done in this process so far.
 
         `graphs_compiled`, `graph_cache_hits`, `compile_s`, and `host_reads`: tensors read back, each of which
-        stopped the device, not counting deferred ones. Counters of the persistent cache where it is used.
+        stopped the device, not counting deferred ones.
         """
         import torch_xla.debug.metrics as metrics
 
-        report: dict[str, int | float] = {}
-        for name, counter in _COUNTERS.items():
-            value = metrics.counter_value(counter)
-            if value is not None or not name.startswith("persistent"):
-                report[name] = value or 0
         compile_times = metrics.metric_data("CompileTime")
-        report["compile_s"] = compile_times[1] / 1e9 if compile_times else 0.0
         with self._counting:
             reads = metrics.metric_data("TransferFromDeviceTime")
-            report["host_reads"] = (reads[0] if reads else 0) - self._deferred_reads
-        return report
+            host_reads = (reads[0] if reads else 0) - self._deferred_reads
+        return {
+            "graphs_compiled": metrics.counter_value("UncachedCompile") or 0,
+            "graph_cache_hits": metrics.counter_value("CachedCompile") or 0,
+            "compile_s": compile_times[1] / 1e9 if compile_times else 0.0,
+            "host_reads": host_reads,
+        }
 
     def _sync(self) -> None:
         """Start all that is queued, then let the reader fetch what was deferred before it."""
@@ -446,10 +389,8 @@ def spawn(work: Callable[[int], None], start_method: Literal["spawn", "fork"]) -
 
     That is a process for two cores on v2 and v3, with a thread each. torch_xla waits for its first process first, so a
     failure in another one would wait for ever in a collective. Work therefore ends its process when it fails
-    (`launch/start.py:attend`), which breaks the pool; the others end themselves soon after.
-
-    Returns:
-        Exit codes by rank, as far as they are known, and the name of the stop signal that came.
+    (`launch/start.py:attend`), which breaks the pool; the others end themselves soon after. Returns exit codes by rank,
+    as far as they are known, and the name of the stop signal that came.
 
     Raises:
         MissingExtraError: torch_xla is not installed.
@@ -470,9 +411,9 @@ def spawn(work: Callable[[int], None], start_method: Literal["spawn", "fork"]) -
     forked = start_method == "fork"
     _inherited[:] = [work] if forked else []
     with passed_on(lambda: [child.pid for child in multiprocessing.active_children()]) as seen:
-        codes: dict[int, int | None] = {0: 0}
         try:
             torch_xla.launch(_Worker(None if forked else work), start_method=start_method)
+            code = 0
         except BrokenProcessPool:
-            codes = {0: -9}
-    return codes, seen[0] if seen else ""
+            code = -9
+    return {0: code}, seen[0] if seen else ""

@@ -1,15 +1,13 @@
 """PyTorch/XLA with one process over all chips of a host: SPMD, data-parallel.
 
-The batch is sharded over a mesh of all devices, everything else is replicated, and the compiler inserts the
-all-reduce, so there is one copy of the model in host memory, one compilation per host and no rendezvous. It can be
-tried in full without a TPU, on virtual CPU devices (`CPU_NUM_DEVICES`). With `shard_base` the frozen weights are
-sharded over the devices and gathered layer by layer as they are needed, for students beyond one chip's memory.
+The batch is sharded over a mesh of all devices, all else is replicated, and the compiler inserts the all-reduce: one
+copy of the model in host memory, one compilation per host, no rendezvous. It can be tried in full on virtual CPU
+devices (`CPU_NUM_DEVICES`). With `shard_base` the frozen weights are sharded too and gathered layer by layer as they
+are needed, for students beyond one chip's memory.
 
 A loss or gradient summed over rows is a sum over all replicas' rows already; so "the mean over replicas" is a
-division, and the step's arithmetic stays that of every other runtime.
-
-Weak point: the loss walks over chunks of the flattened positions, each of which is on one device, so chunks are sent
-around. `--parallel spawn` has none of that.
+division. Weak point: the loss walks over chunks of the flattened positions, each of which is on one device, so chunks
+are sent around. `--parallel spawn` has none of that.
 """
 
 from __future__ import annotations
@@ -21,20 +19,14 @@ import torch
 
 from qat_lora.runtime.host import collectives
 from qat_lora.runtime.host.prefetch import host_tensors
-from qat_lora.runtime.launch.select import RUNS_ON_REAL_CHIPS
-from qat_lora.runtime.xla.runtime import XlaRuntime
+from qat_lora.runtime.xla.runtime import RUNS_ON_REAL_CHIPS, XlaRuntime
 from qat_lora.types import Batch
 
 AXIS = "data"
 
 
 class XlaSpmdRuntime(XlaRuntime):
-    """All XLA devices of a host in this process; a `qat_lora.runtime.base.Runtime`.
-
-    Args:
-        backend: `TPU` or `CPU`.
-        shard_base: spread frozen weights over the devices.
-    """
+    """All XLA devices of a host in this process; with `shard_base`, frozen weights are spread over them."""
 
     def __init__(self, backend: str, shard_base: bool = False) -> None:
         super().__init__(backend)
@@ -106,7 +98,7 @@ class XlaSpmdRuntime(XlaRuntime):
                 parameter.grad.mul_(1.0 / self.replicas)
 
     def all_reduce_mean(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a sum over all replicas' rows divided by the replicas, on the device; integers as float32."""
+        """Return a sum over all replicas' rows divided by the replicas."""
         return collectives.mean_form(value) / self.replicas
 
     def barrier(self, tag: str) -> None:

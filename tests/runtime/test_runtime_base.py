@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from qat_lora.errors import DeviceError
-from qat_lora.runtime.host.placement import move_module
+from qat_lora.runtime.base import move_module
 
 
 def tied() -> nn.Module:
