@@ -44,6 +44,11 @@ class Estimate(NamedTuple):
 Estimator = Callable[[Tensor, Tensor, Tensor, Tensor], Estimate]
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of softmax and sums: float32, or float64 for float64 products."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def weighted(weight: Tensor, value: Tensor) -> Tensor:
     """Return weight · value with 0 · inf = 0, as lim x log x asks for; a NaN on either side survives."""
     return torch.where(weight == 0, torch.zeros_like(value), weight * value)
@@ -150,33 +155,20 @@ def label_term(labels_N: Tensor, weight: float | Tensor = 1.0, name: str = "ce")
     return PointTerm(ids_ND, torch.ones_like(ids_ND, dtype=torch.float32), weight, name)
 
 
-def sampled_term(
-    ids_ND: Tensor, counts_ND: Tensor, weight: float | Tensor = 1.0, temperature: float = 1.0, name: str = "kd"
-) -> PointTerm:
-    """Return random-sampling KD: draws stand for the teacher, each with weight count / draws. Unbiased.
-
-    Args:
-        ids_ND: distinct ids drawn from the teacher at `temperature`; fill up with any id and count 0.
-        counts_ND: how often each was drawn.
+def sampled_term(ids_ND: Tensor, weight: float | Tensor = 1.0, temperature: float = 1.0, name: str = "kd") -> PointTerm:
+    """Return random-sampling KD: draws from the teacher at `temperature` stand for it, D of equal weight. Unbiased.
 
     Source: Sparse Logit Sampling (Anshumann et al., 2025).
     """
-    counts_ND = counts_ND.float()
-    return PointTerm(ids_ND, counts_ND / counts_ND.sum(-1, keepdim=True), weight, name, temperature)
+    shares_ND = torch.full_like(ids_ND, 1 / ids_ND.shape[1], dtype=torch.float32)
+    return PointTerm(ids_ND, shares_ND, weight, name, temperature)
 
 
-def hybrid_terms(
-    teacher: SparseTeacher,
-    draw_ids_ND: Tensor,
-    draw_weights_ND: Tensor,
-    weight: float | Tensor = 1.0,
-    name: str = "kd",
-) -> tuple[TopKTerm, PointTerm]:
-    """Return an exact top K plus draws from the tail, each worth m / D: an unbiased gradient of the full KL.
+def hybrid_terms(teacher: SparseTeacher, draw_ids_ND: Tensor, weight: float | Tensor = 1.0) -> list[Term]:
+    """Return an exact top K plus D draws from the tail, each worth m / D: an unbiased gradient of the full KL.
 
     The value lacks the teacher's entropy on its tail, a constant, so it does not reach zero at p = t.
     """
-    return (
-        TopKTerm(teacher, topk_part, weight, name),
-        PointTerm(draw_ids_ND, draw_weights_ND, weight, name, teacher.temperature),
-    )
+    shares_N1 = teacher.log_tail_N.exp()[:, None] / draw_ids_ND.shape[1]
+    draws = PointTerm(draw_ids_ND, shares_N1.expand(draw_ids_ND.shape), weight, "kd", teacher.temperature)
+    return [TopKTerm(teacher, topk_part, weight), draws]

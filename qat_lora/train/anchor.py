@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from qat_lora.data.shuffle import micro_batches
-from qat_lora.losses.kd_terms import sparse_teacher_from_hidden
-from qat_lora.losses.objective import ObjectiveConfig
+from qat_lora.losses.objective import ObjectiveConfig, sparse_teacher_from_hidden
 from qat_lora.runtime.base import Runtime
 from qat_lora.train.step import Sums, TrainingRows, micro_batch
 from qat_lora.types import Batch, LanguageModel

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qat_lora.losses.estimators import DenseTerm, PointTerm, Term, TopKTerm, log_add, weighted
+from qat_lora.losses.estimators import DenseTerm, PointTerm, Term, TopKTerm, log_add, weighted, wide_dtype
 from qat_lora.types import LMHead
 
 
@@ -81,11 +81,6 @@ class GroupGradient(NamedTuple):
     """Gradient of the tail as a whole."""
     entries: list[Tensor]
     """What to add to the gradient at each of `entry_ids`."""
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of softmax and sums: float32, or float64 for float64 products."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def real_vocabulary(lm_head: LMHead, dtype: torch.dtype, wide: torch.dtype) -> LMHead:

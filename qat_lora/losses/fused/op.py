@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qat_lora.losses.estimators import DenseTerm, Term, TopKTerm
+from qat_lora.losses.estimators import DenseTerm, Term, TopKTerm, wide_dtype
 from qat_lora.losses.fused.by_token import walk_positions
 from qat_lora.losses.fused.by_vocab import one_softmax, walk_vocabulary
-from qat_lora.losses.fused.gradients import Task, Wanted, group_terms, real_vocabulary, wide_dtype
+from qat_lora.losses.fused.gradients import Task, Wanted, group_terms, real_vocabulary
 from qat_lora.types import LMHead, LossWalk
 
 CHUNK_BYTES = 32 * 2**20
