@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from qat_lora.config import option, settings
-from qat_lora.errors import ConfigError, ModelError
+from qat_lora.errors import ModelError
 from qat_lora.layers.calibrate.blocks import Call, capture_calls, run_block
 from qat_lora.layers.calibrate.finished import NOT_KEPT, Work
 from qat_lora.layers.convert import linear_layers, quant_layers
@@ -37,14 +37,14 @@ class BlockwiseConfig:
     """How long and how fast every decoder layer is reconstructed."""
 
     blockwise_steps: int = option(
-        0, "optimizer steps for each decoder layer alone, before the model trains as a whole; 0: none", unit="steps"
+        0,
+        "optimizer steps for each decoder layer alone, before the model trains as a whole; 0: none",
+        unit="steps",
+        min=0,
+        refusal="is below 0",
     )
     blockwise_lr: float = option(1e-4, "peak learning rate of the weights in it", above=0)
     blockwise_scale_lr: float = option(1e-4, "peak learning rate of the scales in it", above=0)
-
-    def __post_init__(self) -> None:
-        if self.blockwise_steps < 0:
-            raise ConfigError(f"blockwise_steps: {self.blockwise_steps} is below 0")
 
 
 class _Fit(NamedTuple):

@@ -26,7 +26,7 @@ from qat_lora.files.finite import json_text, not_finite
 from qat_lora.files.folders import discard, is_ours, sweep, whole_folder
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.saving import random_states, set_random_states
-from qat_lora.train.metrics import REMEDY, check_log
+from qat_lora.train.metrics import REMEDY
 
 NAME = re.compile(r"^step-(\d{6,})$")
 STATE, TRAINED, OPTIMIZER = "state.json", "trained.safetensors", "optimizer.safetensors"
@@ -134,18 +134,6 @@ def _damaged(path: Path, error: Exception) -> DamagedFileError:
     return DamagedFileError(
         f"checkpoint {path}: cannot be read ({reason}); remove that folder to go on from the one before it"
     )
-
-
-def check_logs(run: Path) -> None:
-    """Compare a run's logs with the checksums in its newest checkpoint; earlier versions have none.
-
-    Raises:
-        DamagedFileError: a log is damaged.
-    """
-    for path in checkpoints(run / "checkpoints")[-1:]:
-        for name, mark in (read_object(path / STATE).get("logs") or {}).items():
-            if (run / name).is_file():
-                check_log(run / name, mark)
 
 
 def _optimizer_views(trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

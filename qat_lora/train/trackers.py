@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from qat_lora.errors import ConfigError
 from qat_lora.extras import require
 from qat_lora.files.folders import appeared, tree, write_text
 
@@ -83,15 +82,4 @@ class WeightsAndBiases:
 
 
 TRACKERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
-
-
-def check_trackers(names: tuple[str, ...]) -> None:
-    """Raise ConfigError for a tracker that does not exist."""
-    for name in names:
-        if name not in TRACKERS:
-            raise ConfigError(f"log_to: {name!r} is unknown; allowed: {', '.join(TRACKERS)}")
-
-
-def open_trackers(names: tuple[str, ...], out: Path, start_step: int, settings: Mapping[str, Any]) -> list[Tracker]:
-    """Open trackers by name for a run that goes on after `start_step`; MissingExtraError without their packages."""
-    return [TRACKERS[name](out, start_step, settings) for name in names]
+"""By name; each is opened with the run's folder, the step after which it goes on, and its settings."""
