@@ -45,17 +45,11 @@ def remember(
 ) -> Batch:
     """Return the model's present outputs on some training rows: numpy arrays with the keys of a cache's batch.
 
-    Args:
-        model: the student before its first step, in evaluation mode, placed.
-        dataset: the training rows.
-        objective: how many rows, and how large a chunk of logits.
-        batch_rows: rows of a forward.
-        seed: the run's; it draws the rows.
-        runtime: the model's. Every process remembers all rows.
+    The model is the student before its first step, in evaluation mode, placed. Every process remembers all rows; the
+    run's seed draws them, and `batch_rows` go through the model at once.
     """
     samples = objective.anchor_samples
-    steps = -(-samples // batch_rows)
-    drawn = dataset.batches(0, steps, batch_rows, 1, seed ^ _ORDER, 0, 1)
+    drawn = dataset.batches(0, -(-samples // batch_rows), batch_rows, 1, seed ^ _ORDER, 0, 1)
     kept: list[Batch] = []
     for batch in runtime.feed({name: batch[name] for name in _TEXT} for batch in drawn):
         hidden_BLH = model.hidden(batch["input_ids"], batch["document_ids"])[:, :-1]
@@ -67,8 +61,7 @@ def remember(
             "lse": -teacher.log_probs_NK[:, 0],
             "log_tail": teacher.log_tail_N,
         }
-        shape = hidden_BLH.shape[:2]
-        arrays = {name: value.reshape(*shape, *value.shape[1:]) for name, value in arrays.items()}
+        arrays = {name: value.unflatten(0, hidden_BLH.shape[:2]) for name, value in arrays.items()}
         runtime.mark_step()
         kept.append({name: value.cpu().numpy() for name, value in (batch | arrays).items()})
     return {name: np.concatenate([rows[name] for rows in kept])[:samples] for name in kept[0]}
@@ -93,15 +86,10 @@ def anchor_micro_batch(
     sums: Sums,
     runtime: Runtime,
 ) -> Sums:
-    """Run forward and backward on anchor rows, after the step's other micro-batches; return the sums of all.
+    """Run forward and backward on a batch of `anchor_batches`, after the step's other micro-batches.
 
-    Args:
-        model: the student.
-        batch: of `anchor_batches`, on the device.
-        objective: of the run: chunk and walk.
-        weights: of this step, with `anchor`.
-        sums: of the step's micro-batches.
-        runtime: averages both token counts.
+    Returns:
+        The sums of all micro-batches; `sums` are those of the others.
     """
     counts = torch.stack([sums["tokens"].float(), batch["target_mask"].sum(dtype=torch.float32)])
     tokens, own_tokens = runtime.all_reduce_mean(counts).unbind()

@@ -56,16 +56,16 @@ def save_checkpoint(
     """
     final = folder / f"step-{step:06d}"
     if not runtime.agree(runtime.is_main and final in checkpoints(folder)):  # else written by an earlier try, and equal
-        tensors = {name: parameter.detach() for name, parameter in trained.items()}
-        moments = {name: value.detach() for name, value in _optimizer_views(trained, optimizer).items()}
-        if runtime.is_main:
-            tensors, moments = _on_host(tensors), _on_host(moments)
-            if (found := not_finite({**tensors, **moments})) is not None:
+        parts: dict[str, dict[str, Tensor]] = {TRAINED: {**trained}, OPTIMIZER: _optimizer_views(trained, optimizer)}
+        parts = {file: {name: value.detach() for name, value in part.items()} for file, part in parts.items()}
+        if runtime.is_main:  # on the host, so that they are read from the device once
+            parts = {file: {n: x.cpu().contiguous() for n, x in part.items()} for file, part in parts.items()}
+            if (found := not_finite({**parts[TRAINED], **parts[OPTIMIZER]})) is not None:
                 raise DivergedError(f"step {step}: {found}; {REMEDY}")
             text = json_text({**PROMISE, **state, "step": step, "random": random_states()}, final / STATE, indent=1)
         with whole_folder(final) if runtime.is_main else contextlib.nullcontext(final) as draft:
-            runtime.save(tensors, draft / TRAINED)
-            runtime.save(moments, draft / OPTIMIZER)
+            for file, part in parts.items():
+                runtime.save(part, draft / file)
             if runtime.is_main:
                 (draft / STATE).write_text(text, encoding="utf-8")
                 write_sums(draft, (STATE, TRAINED, OPTIMIZER))
@@ -76,11 +76,6 @@ def save_checkpoint(
                 discard(old)
         sweep(folder)
     return final
-
-
-def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors in this host's memory, so that they are read from the device once."""
-    return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
 
 
 def load_checkpoint(

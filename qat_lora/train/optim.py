@@ -60,11 +60,7 @@ class OptimConfig:
         20, "optimizer steps of linear warm-up, from 1/n of the peak", unit="steps", min=0, refusal="is below 0"
     )
     min_lr_ratio: float = option(
-        0.1,
-        "learning rate at the end, as a share of the peak (cosine)",
-        min=0,
-        max=1,
-        refusal="is not between 0 and 1",
+        0.1, "learning rate at the end, as a share of the peak (cosine)", min=0, max=1, refusal="is not between 0 and 1"
     )
     weight_decay: float = option(
         0.0,
