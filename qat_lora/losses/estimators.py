@@ -2,21 +2,14 @@
 
 Every estimator takes the student's log-probabilities of the top-K ids and its log mass outside them, log(1 - b), and
 the same two of the teacher, log t and log m, and returns the loss with its gradient. One view makes them all alike: the
-tail is one more outcome, the K+1st. A loss over K+1 outcomes has a gradient for each, and the tail's is shared among
-its tokens in proportion to the student's own probabilities there:
+tail is one more outcome, the K+1st, and its gradient is shared among its tokens in proportion to the student's own
+probabilities there:
 
     dz_j = topk_NK[j] on the top K,     dz_j = tail_N · p_j / (1 - b) elsewhere,     b = Σ_topK p.
 
 The usual form, dz_j = α p_j + sparse, is the same on paper, but for the ghost bucket α = 1 - m/(1-b), and when a
 student has (nearly) no mass left outside the top K that is infinity times zero. Shares stay finite at any logits.
-
-Gradients are with respect to z/T, the softened logits; T² and weights are the caller's. Each is the exact derivative
-of its loss also where rounding keeps the teacher's numbers from adding up to one. Derivations: docs/numerics.md.
-
-Three kinds of term are built from these and cover every loss. A `TopKTerm` applies an estimator. A `PointTerm` is a
-cross-entropy -Σ w log p at a few given ids: a label (`ce`, `hard_top1`), draws from the teacher (`sampled`), or draws
-from its tail next to an exact top K (`hybrid`); its ids may repeat and may be top-K ids: every entry counts. A
-`DenseTerm` is the exact KL (`full`) to a teacher whose logits are computed from its hidden states and output head.
+Gradients are with respect to z/T, the softened logits; T² and weights are the caller's (derivations: docs/numerics.md).
 """
 
 from __future__ import annotations
@@ -123,7 +116,10 @@ class TopKTerm:
 
 @dataclass(frozen=True, eq=False)
 class PointTerm:
-    """A cross-entropy with weights at given ids, int64 [N, D] and float [N, D]; scaled by weight · T²."""
+    """A cross-entropy -Σ w log p at given ids, int64 [N, D] and float [N, D]; scaled by weight · T².
+
+    Ids are labels (`ce`, `hard_top1`) or draws (`sampled`, `hybrid`); they may repeat, and may be top-K ids.
+    """
 
     ids_ND: Tensor
     weights_ND: Tensor

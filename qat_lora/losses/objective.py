@@ -7,9 +7,8 @@ micro-batch through the same function. The config alone decides which terms exis
 separately: a term that disappeared once its weight had annealed to 0 would change the compiled graph.
 
 A sparse teacher is only correct together with the mass of its tail at the same temperature, 1 - Σ_topK exp(z/T)/Z_T.
-That needs Z_T, a sum over the whole vocabulary that only the builder of the cache saw. Guessing it from the mass at
-T = 1 is wrong by orders of magnitude, so a temperature that the batch does not carry is refused. Likewise draws are
-only right at the temperature at which they were drawn, which is 1.
+Only the builder of the cache saw the whole vocabulary; guessing Z_T from the mass at T = 1 is wrong by orders of
+magnitude, so a temperature that the batch does not carry is refused. Draws are right at T = 1 only.
 """
 
 from __future__ import annotations

@@ -129,12 +129,7 @@ def reconstruct(
 
 
 def _reconstruct(
-    block: nn.Module,
-    model: nn.Module,
-    hidden: list[Tensor],
-    exact: list[Tensor],
-    calls: list[Call],
-    fit: _Fit,
+    block: nn.Module, model: nn.Module, hidden: list[Tensor], exact: list[Tensor], calls: list[Call], fit: _Fit
 ) -> tuple[dict[str, float], list[Tensor]]:
     """Train one block, unless its start is better; return its error `before` and `after`, and its outputs."""
     started, start = _push(block, hidden, calls, fit.runtime), copy.deepcopy(block.state_dict())
@@ -164,12 +159,7 @@ def _error(ours: list[Tensor], theirs: list[Tensor]) -> float:
 
 
 def _fit(
-    block: nn.Module,
-    model: nn.Module,
-    hidden: list[Tensor],
-    exact: list[Tensor],
-    calls: list[Call],
-    fit: _Fit,
+    block: nn.Module, model: nn.Module, hidden: list[Tensor], exact: list[Tensor], calls: list[Call], fit: _Fit
 ) -> None:
     """Train one block's weights and scales on the mean squared error of its output."""
     config, runtime, bar, work = fit

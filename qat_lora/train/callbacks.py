@@ -34,6 +34,7 @@ from qat_lora.train.optim import TrainState, averaged
 from qat_lora.train.trackers import TRACKERS
 
 _count = functools.partial(option, min=1, refusal="is below 1")
+_limit = functools.partial(option, min=0, refusal="is not allowed; give 0 or more")
 
 
 @settings
@@ -49,12 +50,8 @@ class LoopConfig:
     log_steps: int = _count(10, "optimizer steps between fetches of the log values", unit="steps")
     eval_steps: int = _count(50, "optimizer steps between evaluations on the cache's evaluation split", unit="steps")
     save_steps: int = _count(100, "optimizer steps between checkpoints", unit="steps")
-    save_minutes: float = option(
-        5.0,
-        "minutes after which a checkpoint is due anyway (looked at every log interval); 0: never",
-        unit="minutes",
-        min=0,
-        refusal="is not allowed; give 0 or more",
+    save_minutes: float = _limit(
+        5.0, "minutes after which a checkpoint is due anyway (looked at every log interval); 0: never", unit="minutes"
     )
     keep_checkpoints: int = option(
         2,
@@ -72,12 +69,10 @@ class LoopConfig:
     autocast: bool = option(
         False, "float32 weights, matrix products in bfloat16 (--dtype bfloat16: all floats are bfloat16)"
     )
-    max_recompiles: int | None = option(
+    max_recompiles: int | None = _limit(
         None,
         "graphs that may be compiled after step 1 before the run fails; default: any, with a warning",
         unit="graphs",
-        min=0,
-        refusal="is not allowed; give 0 or more",
     )
     log_to: tuple[str, ...] = option((), "send the numbers on to tensorboard, wandb or both", unit="list")
 

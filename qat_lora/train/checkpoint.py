@@ -79,10 +79,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    path: Path,
-    trained: Mapping[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    fingerprint: Mapping[str, Any],
+    path: Path, trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, fingerprint: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Copy a checkpoint's tensors into those that train; return its `state.json`.
 

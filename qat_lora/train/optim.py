@@ -3,10 +3,8 @@
 AdamW with one group per kind of tensor, because adapters and scales want different learning rates. Three details
 matter on XLA and cost nothing elsewhere: the moments exist before the first step (a state that appears in step 1
 changes the graph of step 2), warm-up starts at 1/n, not at 0 (PyTorch/XLA compiles exact zeros into the graph), and
-numbers that change from step to step are tensors (see `AdamW`).
-
-The moving average of the trained tensors (EMA) is part of the optimizer instead of a second copy of the model: the
-optimizer's graph updates it, and it is saved and restored together with the moments.
+numbers that change from step to step are tensors (see `AdamW`). The moving average of the trained tensors (EMA) is
+optimizer state instead of a second copy of the model: updated by its graph, saved and restored with the moments.
 """
 
 from __future__ import annotations

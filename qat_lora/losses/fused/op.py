@@ -5,11 +5,9 @@ loss: the logits are computed a part at a time, and because the gradient of ever
 (`estimators`), each part becomes its share of the gradient on the spot and is forgotten. Backward only scales. Two
 walks give the same result, by positions (`by_token`) and by blocks of the vocabulary (`by_vocab`).
 
-Compared with recomputing chunks under autograd (activation checkpointing of the last layer) this saves one of three
-matrix products and all of autograd's [chunk, vocabulary] temporaries; compared with a kernel library it also runs on
-CPU and XLA, knows the tail, and does no work for an output head that is frozen.
-
-Everything is static: shapes depend on N, V and the chunk size alone, and nothing is read back from the device.
+Compared with recomputing chunks under autograd this saves one of three matrix products and all [chunk, vocabulary]
+temporaries; compared with a kernel library it also runs on CPU and XLA, knows the tail, and does no work for a frozen
+output head. Shapes depend on N, V and the chunk size alone, and nothing is read back from the device.
 """
 
 from __future__ import annotations
