@@ -24,13 +24,6 @@ def _same_shape(student: Tensor, teacher: Tensor, what: str) -> None:
         )
 
 
-def _sum_where(loss: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum of the positions that count, and their number; the others may hold anything."""
-    if mask.shape != loss.shape:
-        raise ValueError(f"mask {tuple(mask.shape)}: expected {tuple(loss.shape)}, one entry a position")
-    return torch.where(mask, loss, torch.zeros_like(loss)).sum(), mask.sum(dtype=torch.float32)
-
-
 def kd_soft_ce(student_logits: Tensor, teacher_logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Return the mean soft cross-entropy -Σ softmax(teacher/T) · log_softmax(student/T), times T², as a scalar.
 
@@ -50,19 +43,6 @@ def kd_soft_ce(student_logits: Tensor, teacher_logits: Tensor, temperature: floa
     return -weighted(teacher, log_student).sum(-1).mean() * temperature**2
 
 
-def cross_entropy_sum(logits: Tensor, targets: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return -log softmax(logits)[target] added up over positions, and how many counted.
-
-    Args:
-        logits: [..., V].
-        targets: integers [...]; where masked they may hold anything.
-        mask: True where a position counts, [...].
-    """
-    log_probs = torch.log_softmax(logits.to(wide_dtype(logits.dtype)), dim=-1)
-    ids = targets.long().masked_fill(~mask.bool(), 0)
-    return _sum_where(-log_probs.gather(-1, ids[..., None])[..., 0], mask.bool())
-
-
 def hidden_error_sum(student: Tensor, teacher: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return the relative squared error of hidden states [..., H], summed over positions, and how many counted.
 
@@ -71,8 +51,11 @@ def hidden_error_sum(student: Tensor, teacher: Tensor, mask: Tensor) -> tuple[Te
     student of zeros would have, everywhere, so that a weight means the same for every model.
     """
     _same_shape(student, teacher, "hidden_error_sum")
+    if mask.shape != student.shape[:-1]:
+        raise ValueError(f"mask {tuple(mask.shape)}: expected {tuple(student.shape[:-1])}, one entry a position")
     wide, keep = wide_dtype(torch.promote_types(student.dtype, teacher.dtype)), mask.bool()[..., None]
     # Masked before the square: a NaN in padding would come back through its derivative.
     student, teacher = student.masked_fill(~keep, 0), teacher.masked_fill(~keep, 0).detach().to(wide)
     scale = teacher.square().mean(-1).clamp_min(torch.finfo(torch.float32).tiny)
-    return _sum_where((student.to(wide) - teacher).square().mean(-1) / scale, mask.bool())
+    loss = (student.to(wide) - teacher).square().mean(-1) / scale
+    return torch.where(mask.bool(), loss, torch.zeros_like(loss)).sum(), mask.sum(dtype=torch.float32)

@@ -29,8 +29,6 @@ from qat_lora.train.optim import OptimConfig, TrainState, build_optimizer, lr_fa
 from qat_lora.train.step import PreparedObjective, Sums, TrainingRows, add_sums, micro_batch, optimizer_step, zero_sums
 from qat_lora.train.trackers import TRACKERS
 
-EXPORTS = ("start", "best", "last")
-
 
 def train(
     state: TrainState,
@@ -105,7 +103,7 @@ def _resume(
     if runtime.is_main:
         cut_back(out / METRICS, step, logs.get(METRICS))
         cut_back(out / EVALUATIONS, step if progress.evaluated else step - 1, logs.get(EVALUATIONS))
-        for name in EXPORTS:
+        for name in ("start", "best", "last"):
             settle(out / name)
     return progress
 

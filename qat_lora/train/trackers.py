@@ -11,20 +11,10 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from qat_lora.extras import require
 from qat_lora.files.folders import appeared, tree, write_text
-
-
-class Tracker(Protocol):
-    """Receives the numbers of a run."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Send the numbers of an optimizer step."""
-
-    def close(self) -> None:
-        """Send what is left and close."""
 
 
 class TensorBoard:
@@ -81,5 +71,6 @@ class WeightsAndBiases:
             appeared(folder, set())
 
 
-TRACKERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+Tracker = TensorBoard | WeightsAndBiases
+TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
 """By name; each is opened with the run's folder, the step after which it goes on, and its settings."""
