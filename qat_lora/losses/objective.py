@@ -309,9 +309,6 @@ def sparse_teacher_from_hidden(hidden_NH: Tensor, lm_head: LMHead, k: int, chunk
     wide = wide_dtype(dtype)
     real = real_vocabulary(lm_head, dtype, wide)
     chunks = hidden_NH.to(dtype).split(max(1, chunk_bytes // (4 * vocab)))
-    parts = [sparse_teacher_from_logits(lm_head_logits(x_CH, real, wide)[0], min(k, vocab)) for x_CH in chunks]
-    return SparseTeacher(
-        torch.cat([part.ids_NK for part in parts]),
-        torch.cat([part.log_probs_NK for part in parts]),
-        torch.cat([part.log_tail_N for part in parts]),
-    )
+    parts = [sparse_teacher_from_logits(lm_head_logits(x_CH, real, wide)[0], min(k, vocab))[:3] for x_CH in chunks]
+    ids_NK, log_probs_NK, log_tail_N = map(torch.cat, zip(*parts, strict=True))
+    return SparseTeacher(ids_NK, log_probs_NK, log_tail_N)

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from qat_lora.config import option, settings
 from qat_lora.errors import ModelError
 from qat_lora.layers.calibrate.blocks import Call, capture_calls, run_block
-from qat_lora.layers.calibrate.finished import NOT_KEPT, Work
+from qat_lora.layers.calibrate.finished import Work
 from qat_lora.layers.convert import block_of, linear_layers, quant_layers
 from qat_lora.runtime.base import Runtime
 from qat_lora.train.optim import OptimConfig, build_optimizer, set_lr
@@ -77,8 +77,8 @@ def reconstruct(
     batches: Iterable[Batch],
     config: BlockwiseConfig,
     runtime: Runtime,
-    quiet: bool = False,
-    work: Work = NOT_KEPT,
+    quiet: bool,
+    work: Work,
 ) -> list[dict[str, float]]:
     """Train the codes and scales of a quantised model block by block, in place; packed codes again at the end.
 

@@ -21,13 +21,7 @@ OPTIMIZER_TRACED, OPTIMIZER_COMPILED = "optimizer traced", "compiled "
 
 
 class CompileWatch:
-    """Counts the graphs that each step compiles.
-
-    Args:
-        runtime: the compiler.
-        most: graphs that may be compiled after the first step; None for any number, with a warning.
-        say: prints a line.
-    """
+    """Counts the graphs that each step compiles; more than `most` after the first are an error, None allows any."""
 
     def __init__(self, runtime: Runtime, most: int | None, say: Callable[[str], None]) -> None:
         self._runtime, self._most, self._say = runtime, most, say

@@ -129,12 +129,8 @@ class MetricsLog:
 def read_metrics(path: Path, *numbers: str) -> list[dict[str, Any]]:
     """Return the lines of a metrics file, [] where there is none; a last line that a kill cut short is dropped.
 
-    Args:
-        path: the file.
-        numbers: names that every line must have besides `step`.
-
     Raises:
-        DamagedFileError: any other line is damaged.
+        DamagedFileError: any other line is damaged, or lacks `step` or one of the `numbers`.
     """
     if not path.exists():
         return []
@@ -165,8 +161,8 @@ def _damaged(path: Path, what: str) -> DamagedFileError:
 METRICS, EVALUATIONS = LOGS = ("metrics.jsonl", "evaluations.jsonl")
 """The logs in a run's folder: training steps and evaluations."""
 LogMark = Mapping[str, Any]
-"""Length and checksum of a file of lines at a checkpoint: `bytes`, `sha256`."""
 EMPTY: LogMark = {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}
+"""Length and checksum of a file of lines at a checkpoint."""
 
 
 def log_mark(path: Path) -> LogMark:
@@ -186,12 +182,9 @@ def check_log(path: Path, mark: LogMark) -> None:
 
 
 def cut_back(path: Path, last_step: int, mark: LogMark | None = None) -> None:
-    """Drop what was written to a file of lines after a checkpoint, if there is such a file.
+    """Drop what was written to a file of lines after a checkpoint of `last_step`, if there is such a file.
 
-    Args:
-        path: the file.
-        last_step: that of the checkpoint.
-        mark: the file's mark in the checkpoint; None in those of earlier versions, then lines are parsed instead.
+    The checkpoint holds the file's mark; those of earlier versions do not, so lines are parsed instead.
 
     Raises:
         DamagedFileError: it is damaged.

@@ -160,11 +160,7 @@ class AdamW(torch.optim.Optimizer):
 
 
 def build_optimizer(config: OptimConfig, groups: Mapping[str, Mapping[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """Return AdamW over the trained tensors, with gradients and state allocated.
-
-    Args:
-        config: learning rates and decay.
-        groups: the tensors by name, by kind (`KINDS`).
+    """Return AdamW over the trained tensors (by name, by kind of `KINDS`), with gradients and state allocated.
 
     Raises:
         ConfigError: nothing to train.
