@@ -21,7 +21,7 @@ from qat_lora.errors import QatLoraError
 from qat_lora.export.card import read_origin, read_scores
 from qat_lora.export.hub import files_to_upload, upload_summary
 from qat_lora.files import outputs
-from qat_lora.files.checksums import seal
+from qat_lora.files.checksums import read_object, seal
 from qat_lora.generate.backends import open_backend
 from qat_lora.models.adapter import load_starts, starts_sha256
 from qat_lora.models.hub import HubConfig
@@ -29,9 +29,9 @@ from qat_lora.models.load import load_tokenizer
 from qat_lora.models.student import adapter_folder, open_student
 from qat_lora.options import QatOptions, RunConfig
 from qat_lora.runtime.launch.select import select_runtime
-from qat_lora.train.checkpoint import check_logs, load_checkpoint
+from qat_lora.train.checkpoint import STATE, checkpoints, load_checkpoint
 from qat_lora.train.loop import LoopConfig
-from qat_lora.train.metrics import read_metrics
+from qat_lora.train.metrics import check_log, read_metrics
 from qat_lora.train.optim import OptimConfig, build_optimizer
 
 LOOP = LoopConfig(batch_size=8, max_steps=4, log_steps=1, eval_steps=2, save_steps=2)
@@ -91,7 +91,8 @@ def checkpoint(folder):
 
 
 def logs(run):
-    check_logs(run)
+    for name, mark in read_object(checkpoints(run / "checkpoints")[-1] / STATE)["logs"].items():
+        check_log(run / name, mark)
     return read_metrics(run / "metrics.jsonl", "loss"), read_metrics(run / "evaluations.jsonl")
 
 

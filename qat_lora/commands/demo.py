@@ -39,7 +39,6 @@ from qat_lora.files.checksums import seal
 from qat_lora.files.folders import moved_into, write_text
 from qat_lora.generate.sample import continue_text
 from qat_lora.layers.lora import LoraConfig
-from qat_lora.losses.full_vocab import cross_entropy_sum
 from qat_lora.models.hub import HubConfig
 from qat_lora.models.load import CausalLM, load_model, load_tokenizer, make_qwen3, make_tokenizer, save_model
 from qat_lora.models.student import open_student
@@ -197,8 +196,9 @@ def _make_teacher(text: TextConfig, out: Path, runtime: Runtime, run: RunConfig)
         with runtime.autocast(fast_dtype(runtime.device)):
             hidden = model.hidden(batch["input_ids"], batch["document_ids"])
             logits = model.logits(hidden[:, :-1].flatten(0, 1)).float()
-        targets, mask = batch["input_ids"][:, 1:].reshape(-1), batch["target_mask"].reshape(-1)
-        loss_sum, tokens = cross_entropy_sum(logits, targets, mask)
+        mask = batch["target_mask"].reshape(-1)
+        targets = batch["input_ids"][:, 1:].reshape(-1).long().masked_fill(~mask, -100)
+        loss_sum, tokens = torch.nn.functional.cross_entropy(logits, targets, reduction="sum"), mask.sum()
         (loss_sum / tokens).backward()
         torch.nn.utils.clip_grad_norm_(model.module.parameters(), 1.0)
         for optimizer in optimizers:

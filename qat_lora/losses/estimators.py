@@ -2,21 +2,14 @@
 
 Every estimator takes the student's log-probabilities of the top-K ids and its log mass outside them, log(1 - b), and
 the same two of the teacher, log t and log m, and returns the loss with its gradient. One view makes them all alike: the
-tail is one more outcome, the K+1st. A loss over K+1 outcomes has a gradient for each, and the tail's is shared among
-its tokens in proportion to the student's own probabilities there:
+tail is one more outcome, the K+1st, and its gradient is shared among its tokens in proportion to the student's own
+probabilities there:
 
     dz_j = topk_NK[j] on the top K,     dz_j = tail_N · p_j / (1 - b) elsewhere,     b = Σ_topK p.
 
 The usual form, dz_j = α p_j + sparse, is the same on paper, but for the ghost bucket α = 1 - m/(1-b), and when a
 student has (nearly) no mass left outside the top K that is infinity times zero. Shares stay finite at any logits.
-
-Gradients are with respect to z/T, the softened logits; T² and weights are the caller's. Each is the exact derivative
-of its loss also where rounding keeps the teacher's numbers from adding up to one. Derivations: docs/numerics.md.
-
-Three kinds of term are built from these and cover every loss. A `TopKTerm` applies an estimator. A `PointTerm` is a
-cross-entropy -Σ w log p at a few given ids: a label (`ce`, `hard_top1`), draws from the teacher (`sampled`), or draws
-from its tail next to an exact top K (`hybrid`); its ids may repeat and may be top-K ids: every entry counts. A
-`DenseTerm` is the exact KL (`full`) to a teacher whose logits are computed from its hidden states and output head.
+Gradients are with respect to z/T, the softened logits; T² and weights are the caller's (derivations: docs/numerics.md).
 """
 
 from __future__ import annotations
@@ -42,6 +35,11 @@ class Estimate(NamedTuple):
 
 
 Estimator = Callable[[Tensor, Tensor, Tensor, Tensor], Estimate]
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of softmax and sums: float32, or float64 for float64 products."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def weighted(weight: Tensor, value: Tensor) -> Tensor:
@@ -118,7 +116,10 @@ class TopKTerm:
 
 @dataclass(frozen=True, eq=False)
 class PointTerm:
-    """A cross-entropy with weights at given ids, int64 [N, D] and float [N, D]; scaled by weight · T²."""
+    """A cross-entropy -Σ w log p at given ids, int64 [N, D] and float [N, D]; scaled by weight · T².
+
+    Ids are labels (`ce`, `hard_top1`) or draws (`sampled`, `hybrid`); they may repeat, and may be top-K ids.
+    """
 
     ids_ND: Tensor
     weights_ND: Tensor
@@ -150,33 +151,20 @@ def label_term(labels_N: Tensor, weight: float | Tensor = 1.0, name: str = "ce")
     return PointTerm(ids_ND, torch.ones_like(ids_ND, dtype=torch.float32), weight, name)
 
 
-def sampled_term(
-    ids_ND: Tensor, counts_ND: Tensor, weight: float | Tensor = 1.0, temperature: float = 1.0, name: str = "kd"
-) -> PointTerm:
-    """Return random-sampling KD: draws stand for the teacher, each with weight count / draws. Unbiased.
-
-    Args:
-        ids_ND: distinct ids drawn from the teacher at `temperature`; fill up with any id and count 0.
-        counts_ND: how often each was drawn.
+def sampled_term(ids_ND: Tensor, weight: float | Tensor = 1.0, temperature: float = 1.0, name: str = "kd") -> PointTerm:
+    """Return random-sampling KD: draws from the teacher at `temperature` stand for it, D of equal weight. Unbiased.
 
     Source: Sparse Logit Sampling (Anshumann et al., 2025).
     """
-    counts_ND = counts_ND.float()
-    return PointTerm(ids_ND, counts_ND / counts_ND.sum(-1, keepdim=True), weight, name, temperature)
+    shares_ND = torch.full_like(ids_ND, 1 / ids_ND.shape[1], dtype=torch.float32)
+    return PointTerm(ids_ND, shares_ND, weight, name, temperature)
 
 
-def hybrid_terms(
-    teacher: SparseTeacher,
-    draw_ids_ND: Tensor,
-    draw_weights_ND: Tensor,
-    weight: float | Tensor = 1.0,
-    name: str = "kd",
-) -> tuple[TopKTerm, PointTerm]:
-    """Return an exact top K plus draws from the tail, each worth m / D: an unbiased gradient of the full KL.
+def hybrid_terms(teacher: SparseTeacher, draw_ids_ND: Tensor, weight: float | Tensor = 1.0) -> list[Term]:
+    """Return an exact top K plus D draws from the tail, each worth m / D: an unbiased gradient of the full KL.
 
     The value lacks the teacher's entropy on its tail, a constant, so it does not reach zero at p = t.
     """
-    return (
-        TopKTerm(teacher, topk_part, weight, name),
-        PointTerm(draw_ids_ND, draw_weights_ND, weight, name, teacher.temperature),
-    )
+    shares_N1 = teacher.log_tail_N.exp()[:, None] / draw_ids_ND.shape[1]
+    draws = PointTerm(draw_ids_ND, shares_N1.expand(draw_ids_ND.shape), weight, "kd", teacher.temperature)
+    return [TopKTerm(teacher, topk_part, weight), draws]

@@ -13,11 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qat_lora.losses.estimators import weighted
-
-
-def _wide(*tensors: Tensor) -> torch.dtype:
-    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+from qat_lora.losses.estimators import weighted, wide_dtype
 
 
 def _same_shape(student: Tensor, teacher: Tensor, what: str) -> None:
@@ -26,13 +22,6 @@ def _same_shape(student: Tensor, teacher: Tensor, what: str) -> None:
             f"{what}: student {tuple(student.shape)} and teacher {tuple(teacher.shape)} differ; both must have "
             "one shape, so slice padded vocabulary entries off the wider one"
         )
-
-
-def _sum_where(loss: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Add up the positions that count; the others may hold anything."""
-    if mask.shape != loss.shape:
-        raise ValueError(f"mask {tuple(mask.shape)}: expected {tuple(loss.shape)}, one entry a position")
-    return torch.where(mask, loss, torch.zeros_like(loss)).sum(), mask.sum(dtype=torch.float32)
 
 
 def kd_soft_ce(student_logits: Tensor, teacher_logits: Tensor, temperature: float = 1.0) -> Tensor:
@@ -48,23 +37,10 @@ def kd_soft_ce(student_logits: Tensor, teacher_logits: Tensor, temperature: floa
     _same_shape(student_logits, teacher_logits, "kd_soft_ce")
     if not temperature > 0:
         raise ValueError(f"temperature {temperature}: expected a number above 0")
-    wide = _wide(student_logits, teacher_logits)
+    wide = wide_dtype(torch.promote_types(student_logits.dtype, teacher_logits.dtype))
     teacher = torch.softmax(teacher_logits.detach().to(wide) / temperature, dim=-1)
     log_student = torch.log_softmax(student_logits.to(wide) / temperature, dim=-1)
     return -weighted(teacher, log_student).sum(-1).mean() * temperature**2
-
-
-def cross_entropy_sum(logits: Tensor, targets: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return -log softmax(logits)[target] added up over positions, and how many counted.
-
-    Args:
-        logits: [..., V].
-        targets: integers [...]; where masked they may hold anything.
-        mask: True where a position counts, [...].
-    """
-    log_probs = torch.log_softmax(logits.to(_wide(logits)), dim=-1)
-    ids = targets.long().masked_fill(~mask.bool(), 0)
-    return _sum_where(-log_probs.gather(-1, ids[..., None])[..., 0], mask.bool())
 
 
 def hidden_error_sum(student: Tensor, teacher: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,8 +51,11 @@ def hidden_error_sum(student: Tensor, teacher: Tensor, mask: Tensor) -> tuple[Te
     student of zeros would have, everywhere, so that a weight means the same for every model.
     """
     _same_shape(student, teacher, "hidden_error_sum")
-    wide, keep = _wide(student, teacher), mask.bool()[..., None]
+    if mask.shape != student.shape[:-1]:
+        raise ValueError(f"mask {tuple(mask.shape)}: expected {tuple(student.shape[:-1])}, one entry a position")
+    wide, keep = wide_dtype(torch.promote_types(student.dtype, teacher.dtype)), mask.bool()[..., None]
     # Masked before the square: a NaN in padding would come back through its derivative.
     student, teacher = student.masked_fill(~keep, 0), teacher.masked_fill(~keep, 0).detach().to(wide)
     scale = teacher.square().mean(-1).clamp_min(torch.finfo(torch.float32).tiny)
-    return _sum_where((student.to(wide) - teacher).square().mean(-1) / scale, mask.bool())
+    loss = (student.to(wide) - teacher).square().mean(-1) / scale
+    return torch.where(mask.bool(), loss, torch.zeros_like(loss)).sum(), mask.sum(dtype=torch.float32)

@@ -1,34 +1,59 @@
 """The training objective: a weighted sum of named terms, from one config and one pass over the logits.
 
-`kd` is the distance to the cached teacher (`kd_terms`), `ce` the cross-entropy with the text's next token, `hard_top1`
-that with the teacher's top-1 token, `hidden` the relative squared error of the last hidden states. Only `kd` is
-softened, so only `kd` carries T². `anchor`, the distance to the student as it was before training, has rows of its
-own: `train/anchor.py` runs it as a micro-batch through the same function.
+`kd` is the distance to the cached teacher, `ce` the cross-entropy with the text's next token, `hard_top1` that with the
+teacher's top-1 token, `hidden` the relative squared error of the last hidden states. Only `kd` is softened, so only it
+carries T². `anchor`, the distance to the student before training, has rows of its own: `train/anchor.py` runs it as a
+micro-batch through the same function. The config alone decides which terms exist, and their weights at a step come in
+separately: a term that disappeared once its weight had annealed to 0 would change the compiled graph.
 
-The config alone decides which terms exist. Their weights at a step come in separately: a term that disappeared once
-its weight had annealed to 0 would change the compiled graph.
+A sparse teacher is only correct together with the mass of its tail at the same temperature, 1 - Σ_topK exp(z/T)/Z_T.
+Only the builder of the cache saw the whole vocabulary; guessing Z_T from the mass at T = 1 is wrong by orders of
+magnitude, so a temperature that the batch does not carry is refused. Draws are right at T = 1 only.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+import functools
+from collections.abc import Container, Mapping
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from qat_lora.config import option
+from qat_lora.config import option, settings
 from qat_lora.errors import CacheError, ConfigError
-from qat_lora.losses.estimators import Term, label_term
+from qat_lora.losses.estimators import (
+    ESTIMATORS,
+    DenseTerm,
+    Term,
+    TopKTerm,
+    hybrid_terms,
+    label_term,
+    log_add,
+    sampled_term,
+    wide_dtype,
+)
 from qat_lora.losses.full_vocab import hidden_error_sum
+from qat_lora.losses.fused.gradients import lm_head_logits, real_vocabulary
 from qat_lora.losses.fused.op import LossSum, fused_linear_kd
-from qat_lora.losses.kd_terms import OPTIONAL_ARRAYS, EstimatorName, cached_terms, check_estimator, wanted
-from qat_lora.types import Batch, LMHead, LossWalk
+from qat_lora.types import Batch, LMHead, LossWalk, SparseTeacher, temperature_key
+
+EstimatorName = Literal["auto", "ghost", "renorm", "reverse", "hybrid", "sampled", "full"]
+"""`auto`: `hybrid` (better at every K, docs/numerics.md) where the cache has draws from the tail, else `ghost`."""
+OPTIONAL_ARRAYS: dict[str, tuple[str, ...]] = {
+    "hybrid": ("tail_draw_ids",),
+    "sampled": ("draw_ids",),
+    "full": ("teacher_hidden",),
+}
+"""Keys of a batch that an estimator needs beyond top K and tail mass; a cache has them on request only."""
+_BUILD_FLAGS = {"tail_draw_ids": "--tail-draws 8", "draw_ids": "--draws 32", "teacher_hidden": "--hidden"}
 
 
-@dataclass(frozen=True)
+_weight = functools.partial(option, min=0, refusal="is not allowed; give 0 (off) or a number above 0")
+_count = functools.partial(option, min=1, refusal="is not allowed; give 1 or more")
+
+
+@settings
 class ObjectiveConfig:
     """What a recovery run minimises."""
 
@@ -38,40 +63,41 @@ class ObjectiveConfig:
         "and draws from the tail), sampled (draws only), full (exact, from hidden states), or auto (hybrid where the "
         "cache has draws from the tail, else ghost)",
     )
-    draws: int | None = option(
+    draws: int | None = _count(
         None, "with hybrid and sampled: use only the first of the cached draws; default: all", unit="draws"
     )
-    temperature: float = option(1.0, "softening of student and teacher; the cache must have been built with it")
-    kd_weight: float = option(1.0, "weight of the distance to the cached teacher")
-    ce_weight: float = option(0.0, "weight of the cross-entropy with the text's next token")
-    hard_top1_weight: float = option(
+    temperature: float = option(
+        1.0,
+        "softening of student and teacher; the cache must have been built with it",
+        above=0,
+        refusal="is not allowed; give a number above 0, such as 1 or 2",
+    )
+    kd_weight: float = _weight(1.0, "weight of the distance to the cached teacher")
+    ce_weight: float = _weight(0.0, "weight of the cross-entropy with the text's next token")
+    hard_top1_weight: float = _weight(
         0.0, "weight of the cross-entropy with the teacher's likeliest token, at the start"
     )
-    hard_top1_end: float | None = option(None, "that weight at the end of training, linear in between; none: constant")
-    hidden_weight: float = option(0.0, "weight of the relative squared error of the last hidden states")
-    anchor_weight: float = option(
+    hard_top1_end: float | None = _weight(None, "that weight at the end of training, linear in between; none: constant")
+    hidden_weight: float = _weight(0.0, "weight of the relative squared error of the last hidden states")
+    anchor_weight: float = _weight(
         0.0, "weight of the distance to the student as it was before training", alias="anchor_kl_weight"
     )
-    anchor_samples: int = option(32, "training rows on which that student is remembered", unit="rows")
-    loss_chunk_mb: int = option(32, "logits held at once while the loss is computed", unit="MiB")
+    anchor_samples: int = _count(32, "training rows on which that student is remembered", unit="rows")
+    loss_chunk_mb: int = _count(32, "logits held at once while the loss is computed", unit="MiB")
     loss_walk: Literal["auto", LossWalk] = option(
         "auto",
         "how the logits are walked through: positions, vocabulary (frozen heads on CPUs), or as the device likes",
     )
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature > 0):
-            raise ConfigError(f"temperature: {self.temperature} is not allowed; give a number above 0, such as 1 or 2")
-        check_estimator(self.estimator, self.temperature)
-        weights = ("kd_weight", "ce_weight", "hard_top1_weight", "hard_top1_end", "hidden_weight", "anchor_weight")
-        for name in weights:
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"{name}: {value} is not allowed; give 0 (off) or a number above 0")
-        for name in ("loss_chunk_mb", "draws", "anchor_samples"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}: {value} is not allowed; give 1 or more")
+        known = get_args(EstimatorName)
+        if self.estimator not in known:
+            raise ConfigError(f"estimator: {self.estimator!r} is unknown; allowed: {', '.join(known)}")
+        if self.estimator in ("hybrid", "sampled") and self.temperature != 1.0:
+            raise ConfigError(
+                f"temperature: {self.temperature:g} does not go with estimator {self.estimator}, whose tokens were "
+                "drawn from the teacher at temperature 1; give --temperature 1, or --estimator ghost or full"
+            )
         if self.draws is not None and self.estimator not in ("hybrid", "sampled"):
             raise ConfigError(
                 f"draws: for estimators hybrid and sampled only, and it is {self.estimator}; leave it out, or name one"
@@ -143,19 +169,17 @@ def objective_loss(
     Shifted here, once: position p of a row has seen tokens 0..p and is scored on token p+1.
 
     Args:
-        hidden_BLH: the student's last hidden states.
-        lm_head: the student's output head.
-        batch: tensors with the keys of `qat_lora.types.Batch`, on the device of the hidden states.
+        hidden_BLH, lm_head: the student's last hidden states and output head.
+        batch: tensors, on the same device.
         config: which terms there are; `anchor` is not for this batch and left out.
-        weights: what `config.weights_at` returned for this step, as numbers or `weight_tensors`; by default those at 0.
-        teacher_lm_head: the teacher's output head, for estimator `full`, on the same device.
+        weights: of `config.weights_at` for this step, as numbers or `weight_tensors`; by default those at 0.
+        teacher_lm_head: for estimator `full`.
 
     Raises:
         CacheError: the batch lacks the temperature, or an array that a term needs; names the build flag.
     """
     names = config.weights_at(0.0)
-    given = names if weights is None else weights
-    weights = {name: w.reshape(()) if isinstance(w, Tensor) else w for name, w in given.items()}
+    weights = {name: w.reshape(()) if isinstance(w, Tensor) else w for name, w in (weights or names).items()}
     if config.topk_user and "head_ids" not in batch:
         raise CacheError(
             f"head_ids: {config.topk_user} needs the teacher's likeliest tokens, and the batch holds none; train from "
@@ -165,7 +189,7 @@ def objective_loss(
     mask_N = batch["target_mask"].reshape(-1)
     terms: list[Term] = []
     if "kd" in names:
-        terms += cached_terms(batch, config.estimator, config.temperature, config.draws, weights["kd"], teacher_lm_head)
+        terms += _kd_terms(batch, config, weights["kd"], teacher_lm_head)
     if "ce" in names:
         terms.append(label_term(batch["input_ids"][:, 1:].reshape(-1), weights["ce"], "ce"))
     if "hard_top1" in names:
@@ -186,3 +210,105 @@ def objective_loss(
         parts.append(LossSum(error_sum * weights["hidden"], count, {"hidden": error_sum.detach()}))
     loss_sum = parts[0].loss_sum if len(parts) == 1 else parts[0].loss_sum + parts[1].loss_sum
     return LossSum(loss_sum, parts[0].token_count, {name: x for part in parts for name, x in part.terms.items()})
+
+
+def choose_estimator(name: EstimatorName, arrays: Container[str], temperature: float) -> EstimatorName:
+    """Return the estimator that `auto` means for a cache with these arrays; any other name as it is."""
+    if name != "auto":
+        return name
+    return "hybrid" if "tail_draw_ids" in arrays and temperature == 1.0 else "ghost"
+
+
+def wanted(batch: Batch, key: str, user: str, draws: int | None = None) -> Tensor:
+    """Return an optional array of a batch, for all positions; of independent draws the first `draws`.
+
+    Raises:
+        CacheError: it is not there, or has fewer draws; names the build flag.
+    """
+    flag = _BUILD_FLAGS[key]
+    if key not in batch:
+        raise CacheError(f"{key}: {user} needs it, and the KD cache was built without; build one with {flag}")
+    array = batch[key].flatten(0, 1)
+    if draws is not None and draws > (held := array.shape[1]):
+        flag = f"{flag.split()[0]} {draws}"
+        raise CacheError(f"draws: {draws} are asked for, the KD cache holds {held}; build one with {flag}")
+    return array if draws is None else array[:, :draws]
+
+
+def _kd_terms(
+    batch: Batch, config: ObjectiveConfig, weight: float | Tensor, teacher_lm_head: LMHead | None
+) -> list[Term]:
+    """Return the terms named `kd` that compare a student with a batch's teacher."""
+    estimator, temperature = choose_estimator(config.estimator, batch, config.temperature), config.temperature
+    if estimator == "full":
+        hidden_NH = wanted(batch, "teacher_hidden", "estimator full")
+        if teacher_lm_head is None:
+            raise CacheError("teacher_head: estimator full needs the teacher's output head; build with --hidden")
+        return [DenseTerm(hidden_NH, teacher_lm_head, weight, "kd", temperature)]
+    if estimator == "sampled":
+        ids_ND = wanted(batch, "draw_ids", "estimator sampled", config.draws).long()
+        return [sampled_term(ids_ND, weight)]
+    teacher = sparse_teacher_from_batch(batch, temperature)
+    if estimator == "hybrid":
+        ids_ND = wanted(batch, "tail_draw_ids", "estimator hybrid", config.draws).long()
+        return hybrid_terms(teacher, ids_ND, weight)
+    return [TopKTerm(teacher, ESTIMATORS[estimator], weight, "kd")]
+
+
+def sparse_teacher_from_batch(batch: Batch, temperature: float = 1.0) -> SparseTeacher:
+    """Return the cached teacher at every position of a batch, flattened to N = B·(L-1).
+
+    The top-K logits are stored in half precision, their mass and the tail's in full. The rounding error is spread over
+    all K+1 outcomes, so that they add up to one and no loss can drop below zero.
+
+    Raises:
+        CacheError: the batch holds no normaliser for this temperature.
+    """
+    lse_key, tail_key = temperature_key("lse", temperature), temperature_key("log_tail", temperature)
+    if lse_key not in batch or tail_key not in batch:
+        held = sorted(float(k.partition("@")[2] or 1) for k in batch if k.partition("@")[0] == "lse")
+        names = ",".join(f"{t:g}" for t in held)
+        wanted = ",".join(f"{t:g}" for t in sorted({*held, temperature}))
+        raise CacheError(
+            f"temperature {temperature:g}: the KD cache has the teacher's normaliser for {names or 'none'} only, "
+            f"and the tail's mass cannot be derived from another one; train with one of those, or build the cache "
+            f"with --temperatures {wanted}"
+        )
+    ids_BLK = batch["head_ids"]
+    entries = ids_BLK.shape[-1]
+    log_t_NK = (batch["head_logits"].float() / temperature - batch[lse_key].float()[..., None]).reshape(-1, entries)
+    log_tail_N = batch[tail_key].float().reshape(-1)
+    log_mass_N = log_add(log_t_NK.logsumexp(-1), log_tail_N)
+    return SparseTeacher(
+        ids_BLK.reshape(-1, entries).long(), log_t_NK - log_mass_N[:, None], log_tail_N - log_mass_N, temperature
+    )
+
+
+@torch.no_grad()
+def sparse_teacher_from_logits(logits_NV: Tensor, k: int, temperature: float = 1.0) -> SparseTeacher:
+    """Return the top-k entries of each position and the exact log mass of the others.
+
+    Holds one copy of the logits, so pass chunks; slice padding off first.
+
+    Raises:
+        ValueError: k is not between 1 and the vocabulary.
+    """
+    if not 1 <= k <= logits_NV.shape[-1]:
+        raise ValueError(f"k {k}: expected 1 to {logits_NV.shape[-1]}, the number of logits")
+    z_NV = logits_NV.to(wide_dtype(logits_NV.dtype)) / temperature
+    top = z_NV.topk(k, dim=-1)
+    log_tail_N = z_NV.scatter(-1, top.indices, float("-inf")).logsumexp(-1)
+    log_total_N = log_add(top.values.logsumexp(-1), log_tail_N)
+    return SparseTeacher(top.indices, top.values - log_total_N[:, None], log_tail_N - log_total_N, temperature)
+
+
+@torch.no_grad()
+def sparse_teacher_from_hidden(hidden_NH: Tensor, lm_head: LMHead, k: int, chunk_bytes: int) -> SparseTeacher:
+    """Return the same from hidden states, with `chunk_bytes` of float32 logits at a time; at most the vocabulary."""
+    vocab, dtype = lm_head.vocab_size, lm_head.weight_VH.dtype
+    wide = wide_dtype(dtype)
+    real = real_vocabulary(lm_head, dtype, wide)
+    chunks = hidden_NH.to(dtype).split(max(1, chunk_bytes // (4 * vocab)))
+    parts = [sparse_teacher_from_logits(lm_head_logits(x_CH, real, wide)[0], min(k, vocab))[:3] for x_CH in chunks]
+    ids_NK, log_probs_NK, log_tail_N = map(torch.cat, zip(*parts, strict=True))
+    return SparseTeacher(ids_NK, log_probs_NK, log_tail_N)

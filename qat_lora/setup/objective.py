@@ -15,8 +15,7 @@ from qat_lora.cache.format.codec import OPTIONAL
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.config import to_dict
 from qat_lora.errors import CacheError, ConfigError
-from qat_lora.losses.kd_terms import DRAW_FLAGS, OPTIONAL_ARRAYS, EstimatorName, choose_estimator, first_draws, wanted
-from qat_lora.losses.objective import ObjectiveConfig
+from qat_lora.losses.objective import OPTIONAL_ARRAYS, EstimatorName, ObjectiveConfig, choose_estimator, wanted
 from qat_lora.models.load import CausalLM
 from qat_lora.runtime.base import Runtime
 from qat_lora.train.anchor import remember
@@ -59,9 +58,8 @@ def check_arrays(dataset: KDCacheDataset, objective: ObjectiveConfig) -> None:
     objective = replace(objective, estimator=choose_estimator(objective.estimator, held, objective.temperature))
     own = OPTIONAL_ARRAYS.get(objective.estimator, ()) if objective.kd_weight > 0 else ()
     for name in objective.optional_arrays:
-        array = wanted(held, name, f"estimator {objective.estimator}" if name in own else "hidden_weight")
-        if name in DRAW_FLAGS:
-            first_draws(array, objective.draws, DRAW_FLAGS[name])
+        user = f"estimator {objective.estimator}" if name in own else "hidden_weight"
+        wanted(held, name, user, objective.draws if name.endswith("draw_ids") else None)
     dataset.leave_out_all_but(objective.optional_arrays)
 
 

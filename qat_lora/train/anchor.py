@@ -1,13 +1,11 @@
 """The anchor: some training rows on which the student is held near what it was before training.
 
-Before step 1 the student's outputs on these rows are remembered as its top-K tokens, the normaliser and the mass of the
-tail, in the arrays of a KD cache's batch, so the loss on a cache serves the anchor too. (Remembering the *teacher's*
-outputs would be a second KD term under another name; keeping a copy of the old student costs a second model.)
-
-Every optimizer step gets one more micro-batch, of as many anchor rows as the others have, in turn. (So with an anchor
-the micro-batch size is part of a run's identity; without one only the rows of a whole step count.) The weight is per
-token: a step minimises mean over the cache's tokens + weight · mean over the anchor's tokens. Since its sums will be
-divided by the cache's tokens, the anchor's gradient is scaled by tokens / anchor tokens, all of it on the device.
+Before step 1 the student's outputs on these rows are remembered in the arrays of a KD cache's batch, so the loss on a
+cache serves the anchor too. (Remembering the *teacher's* outputs would be a second KD term under another name; keeping
+a copy of the old student costs a second model.) Every optimizer step gets one more micro-batch, of as many anchor rows
+as the others have, in turn; so with an anchor the micro-batch size is part of a run's identity. The weight is per
+token: since a step's sums are divided by the cache's tokens, the anchor's gradient is scaled by tokens / anchor tokens,
+all of it on the device.
 
 No checkpoint stores the anchor: a resumed run has just built the student from its start again when it loads the
 checkpoint, and remembers that. The rows come from the run's seed; dropout is off, and no random number is drawn.
@@ -22,8 +20,7 @@ import torch
 from torch import Tensor
 
 from qat_lora.data.shuffle import micro_batches
-from qat_lora.losses.kd_terms import sparse_teacher_from_hidden
-from qat_lora.losses.objective import ObjectiveConfig
+from qat_lora.losses.objective import ObjectiveConfig, sparse_teacher_from_hidden
 from qat_lora.runtime.base import Runtime
 from qat_lora.train.step import Sums, TrainingRows, micro_batch
 from qat_lora.types import Batch, LanguageModel
@@ -46,17 +43,11 @@ def remember(
 ) -> Batch:
     """Return the model's present outputs on some training rows: numpy arrays with the keys of a cache's batch.
 
-    Args:
-        model: the student before its first step, in evaluation mode, placed.
-        dataset: the training rows.
-        objective: how many rows, and how large a chunk of logits.
-        batch_rows: rows of a forward.
-        seed: the run's; it draws the rows.
-        runtime: the model's. Every process remembers all rows.
+    The model is the student before its first step, in evaluation mode, placed. Every process remembers all rows; the
+    run's seed draws them, and `batch_rows` go through the model at once.
     """
     samples = objective.anchor_samples
-    steps = -(-samples // batch_rows)
-    drawn = dataset.batches(0, steps, batch_rows, 1, seed ^ _ORDER, 0, 1)
+    drawn = dataset.batches(0, -(-samples // batch_rows), batch_rows, 1, seed ^ _ORDER, 0, 1)
     kept: list[Batch] = []
     for batch in runtime.feed({name: batch[name] for name in _TEXT} for batch in drawn):
         hidden_BLH = model.hidden(batch["input_ids"], batch["document_ids"])[:, :-1]
@@ -68,8 +59,7 @@ def remember(
             "lse": -teacher.log_probs_NK[:, 0],
             "log_tail": teacher.log_tail_N,
         }
-        shape = hidden_BLH.shape[:2]
-        arrays = {name: value.reshape(*shape, *value.shape[1:]) for name, value in arrays.items()}
+        arrays = {name: value.unflatten(0, hidden_BLH.shape[:2]) for name, value in arrays.items()}
         runtime.mark_step()
         kept.append({name: value.cpu().numpy() for name, value in (batch | arrays).items()})
     return {name: np.concatenate([rows[name] for rows in kept])[:samples] for name in kept[0]}
@@ -94,15 +84,10 @@ def anchor_micro_batch(
     sums: Sums,
     runtime: Runtime,
 ) -> Sums:
-    """Run forward and backward on anchor rows, after the step's other micro-batches; return the sums of all.
+    """Run forward and backward on a batch of `anchor_batches`, after the step's other micro-batches.
 
-    Args:
-        model: the student.
-        batch: of `anchor_batches`, on the device.
-        objective: of the run: chunk and walk.
-        weights: of this step, with `anchor`.
-        sums: of the step's micro-batches.
-        runtime: averages both token counts.
+    Returns:
+        The sums of all micro-batches; `sums` are those of the others.
     """
     counts = torch.stack([sums["tokens"].float(), batch["target_mask"].sum(dtype=torch.float32)])
     tokens, own_tokens = runtime.all_reduce_mean(counts).unbind()

@@ -12,7 +12,6 @@ Source: BRECQ (arXiv 2102.05426); Block-AP of EfficientQAT (arXiv 2407.11062).
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -21,15 +20,13 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from qat_lora.config import option, settings
-from qat_lora.errors import ConfigError, ModelError
+from qat_lora.errors import ModelError
 from qat_lora.layers.calibrate.blocks import Call, capture_calls, run_block
-from qat_lora.layers.calibrate.finished import NOT_KEPT, Work
-from qat_lora.layers.convert import linear_layers, quant_layers
+from qat_lora.layers.calibrate.finished import Work
+from qat_lora.layers.convert import block_of, linear_layers, quant_layers
 from qat_lora.runtime.base import Runtime
-from qat_lora.train.optim import AdamW
+from qat_lora.train.optim import OptimConfig, build_optimizer, set_lr
 from qat_lora.types import Batch
-
-BLOCK = re.compile(r"^(.+?)\.\d+\.")
 
 
 @settings
@@ -37,18 +34,18 @@ class BlockwiseConfig:
     """How long and how fast every decoder layer is reconstructed."""
 
     blockwise_steps: int = option(
-        0, "optimizer steps for each decoder layer alone, before the model trains as a whole; 0: none", unit="steps"
+        0,
+        "optimizer steps for each decoder layer alone, before the model trains as a whole; 0: none",
+        unit="steps",
+        min=0,
+        refusal="is below 0",
     )
     blockwise_lr: float = option(1e-4, "peak learning rate of the weights in it", above=0)
     blockwise_scale_lr: float = option(1e-4, "peak learning rate of the scales in it", above=0)
 
-    def __post_init__(self) -> None:
-        if self.blockwise_steps < 0:
-            raise ConfigError(f"blockwise_steps: {self.blockwise_steps} is below 0")
-
 
 class _Fit(NamedTuple):
-    """How blocks are trained: settings, device, progress bar, and the keeper of finished blocks."""
+    """How blocks are trained."""
 
     config: BlockwiseConfig
     runtime: Runtime
@@ -63,7 +60,7 @@ def blocks_of(module: nn.Module) -> str:
         ModelError: they lie in several lists, or in none.
     """
     names = [*quant_layers(module)]
-    lists = {found.group(1) if (found := BLOCK.match(name)) else name for name in names}
+    lists = {(block_of(name) or name).rpartition(".")[0] for name in names}
     lists = {name for name in lists if isinstance(module.get_submodule(name), nn.ModuleList)}
     if len(lists) != 1 or not all(name.startswith(f"{next(iter(lists))}.") for name in names):
         there = ", ".join(sorted(lists)) or "none"
@@ -80,21 +77,18 @@ def reconstruct(
     batches: Iterable[Batch],
     config: BlockwiseConfig,
     runtime: Runtime,
-    quiet: bool = False,
-    work: Work = NOT_KEPT,
+    quiet: bool,
+    work: Work,
 ) -> list[dict[str, float]]:
     """Train the codes and scales of a quantised model block by block, in place; packed codes again at the end.
 
     A block that training did not bring nearer keeps its start.
 
     Args:
-        student: the quantised model, placed, in float32.
-        full: the model it was made of, likewise.
+        student, full: the quantised model and the one it was made of, placed, in float32.
         forward: runs `full` on one batch.
         batches: calibration batches of one shape, on the device.
-        config: steps and learning rates.
-        runtime: where this runs.
-        quiet: no progress bar.
+        config, runtime, quiet: steps and learning rates; the device; no progress bar.
         work: keeps every finished block, and has those that an interrupted run finished.
 
     Returns:
@@ -119,8 +113,7 @@ def reconstruct(
     with tqdm(total=len(pairs) * config.blockwise_steps, desc="block by block", unit="step", disable=quiet) as bar:
         for index, (block, model) in enumerate(pairs):
             call, name = calls[index], str(index)
-            with torch.no_grad():
-                exact = _push(model, exact, call, runtime)
+            exact = _push(model, exact, call, runtime)
             kept = work.take(f"block-{name}")
             if kept is None:
                 share, hidden = _reconstruct(block, model, hidden, exact, call, _Fit(config, runtime, bar, work))
@@ -128,8 +121,7 @@ def reconstruct(
             else:
                 block.load_state_dict(kept[0])
                 share = kept[1][name]
-                with torch.no_grad():
-                    hidden = _push(block, hidden, call, runtime)
+                hidden = _push(block, hidden, call, runtime)
                 bar.update(config.blockwise_steps)
             shares.append(share)
             bar.set_postfix_str("layer {}: error {before:.3f} -> {after:.3f}".format(index, **share))
@@ -137,22 +129,12 @@ def reconstruct(
 
 
 def _reconstruct(
-    block: nn.Module,
-    model: nn.Module,
-    hidden: list[Tensor],
-    exact: list[Tensor],
-    calls: list[Call],
-    fit: _Fit,
+    block: nn.Module, model: nn.Module, hidden: list[Tensor], exact: list[Tensor], calls: list[Call], fit: _Fit
 ) -> tuple[dict[str, float], list[Tensor]]:
-    """Train one block, unless its start is better; return its error `before` and `after`, and what it puts out."""
-
-    def states() -> list[Tensor]:
-        with torch.no_grad():
-            return _push(block, hidden, calls, fit.runtime)
-
-    started, start = states(), copy.deepcopy(block.state_dict())
+    """Train one block, unless its start is better; return its error `before` and `after`, and its outputs."""
+    started, start = _push(block, hidden, calls, fit.runtime), copy.deepcopy(block.state_dict())
     _fit(block, model, hidden, exact, calls, fit)
-    fitted = states()
+    fitted = _push(block, hidden, calls, fit.runtime)
     before, after = _error(started, exact), _error(fitted, exact)
     if after < before:
         return {"before": before, "after": after}, fitted
@@ -160,6 +142,7 @@ def _reconstruct(
     return {"before": before, "after": before}, started
 
 
+@torch.no_grad()
 def _push(block: nn.Module, hidden: list[Tensor], calls: list[Call], runtime: Runtime) -> list[Tensor]:
     """Run every batch through a block."""
     out = []
@@ -170,46 +153,34 @@ def _push(block: nn.Module, hidden: list[Tensor], calls: list[Call], runtime: Ru
 
 
 def _error(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    """Return the squared error as a share of the reference's own square."""
     wrong = torch.stack([(a.float() - b.float()).square().sum() for a, b in zip(ours, theirs, strict=True)]).sum()
     return float(wrong / torch.stack([b.float().square().sum() for b in theirs]).sum())
 
 
 def _fit(
-    block: nn.Module,
-    model: nn.Module,
-    hidden: list[Tensor],
-    exact: list[Tensor],
-    calls: list[Call],
-    fit: _Fit,
+    block: nn.Module, model: nn.Module, hidden: list[Tensor], exact: list[Tensor], calls: list[Call], fit: _Fit
 ) -> None:
     """Train one block's weights and scales on the mean squared error of its output."""
     config, runtime, bar, work = fit
     dense = dict(linear_layers(model))
-    weights: list[nn.Parameter] = []
-    scales: list[nn.Parameter] = []
+    weights: dict[str, nn.Parameter] = {}
+    scales: dict[str, nn.Parameter] = {}
     layers = quant_layers(block)
     for name, layer in layers.items():
-        weights.append(layer.train_weight(dense[name].weight.detach()).weight)
+        weights[name] = layer.train_weight(dense[name].weight.detach()).weight
         layer.train_scales()
-        scales += layer.scales
-    groups = [{"params": weights, "lr": config.blockwise_lr}, {"params": scales, "lr": config.blockwise_scale_lr}]
-    optimizer = AdamW([{**group, "weight_decay": 0.0} for group in groups], betas=(0.9, 0.99))
-    peaks = [group["lr"] for group in optimizer.param_groups]
-    for parameter in (*weights, *scales):
-        parameter.grad = torch.zeros_like(parameter)
+        scales |= {f"{name}.{i}": scale for i, scale in enumerate(layer.scales)}
+    rates = OptimConfig(lr=config.blockwise_lr, scale_lr=config.blockwise_scale_lr)
+    optimizer = build_optimizer(rates, {"weights": weights, "scales": scales})
     for step in range(config.blockwise_steps):
         work.may_stop()
         index = step % len(hidden)
         difference = run_block(block, hidden[index], calls[index]).float() - exact[index].float()
         (difference.square().sum() / exact[index].float().square().sum()).backward()
-        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-            group["lr"] = peak * (
-                1 - step / config.blockwise_steps
-            )  # to zero, or weights beside a border keep crossing it
+        set_lr(optimizer, 1 - step / config.blockwise_steps)  # to zero, or weights near a border keep crossing it
         optimizer.step()
-        for parameter in (*weights, *scales):
-            assert parameter.grad is not None
-            parameter.grad.zero_()
+        optimizer.zero_grad(set_to_none=False)
         runtime.mark_step()
         bar.update()
     for layer in layers.values():

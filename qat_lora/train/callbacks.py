@@ -1,14 +1,14 @@
-"""A training run, and the side jobs between its steps, one callback each.
+"""A training run, its settings, and the side jobs between its steps, one callback each.
 
-The loop (`loop`) computes steps; evaluating, saving and answering a signal are callbacks, as in OLMo-core. All of them
-see the same `Run`. They are called in the order of a list, which is what makes a checkpoint complete: the log is
-flushed before an evaluation, the evaluation is counted before the checkpoint that contains its result, and a stop comes
-after the checkpoint. Only the compile watch is no callback, since it looks into a step. What an evaluation or an export
-*is* comes in as a function (`LoopHooks`).
+The loop (`loop`) computes steps; evaluating and saving are callbacks, as in OLMo-core, and both see the same `Run`.
+Their order makes a checkpoint complete: the log is flushed before an evaluation, the evaluation is counted before the
+checkpoint that contains its result, and a stop comes after the checkpoint. Only the compile watch is no callback, since
+it looks into a step. What an evaluation or an export *is* comes in as a function (`LoopHooks`).
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,11 +18,84 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from qat_lora.errors import DamagedFileError, DivergedError, InterruptedRunError, QatLoraError, ReplicaError
+from qat_lora.config import option, settings
+from qat_lora.errors import (
+    ConfigError,
+    DamagedFileError,
+    DivergedError,
+    InterruptedRunError,
+    QatLoraError,
+    ReplicaError,
+)
 from qat_lora.runtime.base import Runtime
 from qat_lora.train.checkpoint import save_checkpoint
-from qat_lora.train.metrics import EVALUATIONS, LOGS, REMEDY, MetricsLog, append_line, log_mark
+from qat_lora.train.metrics import EVALUATIONS, LOGS, REMEDY, MetricsLog, append_lines, log_mark
 from qat_lora.train.optim import TrainState, averaged
+from qat_lora.train.trackers import TRACKERS
+
+_count = functools.partial(option, min=1, refusal="is below 1")
+_limit = functools.partial(option, min=0, refusal="is not allowed; give 0 or more")
+
+
+@settings
+class LoopConfig:
+    """How long a run is, in what portions it computes, and what it keeps."""
+
+    batch_size: int = _count(4, "rows of a micro-batch on one replica", unit="rows")
+    accumulation_steps: int = _count(1, "micro-batches of an optimizer step", unit="micro-batches")
+    global_batch_size: int | None = _count(
+        None, "rows of an optimizer step over all replicas; sets the accumulation", unit="rows"
+    )
+    max_steps: int = _count(1000, "optimizer steps", unit="steps")
+    log_steps: int = _count(10, "optimizer steps between fetches of the log values", unit="steps")
+    eval_steps: int = _count(50, "optimizer steps between evaluations on the cache's evaluation split", unit="steps")
+    save_steps: int = _count(100, "optimizer steps between checkpoints", unit="steps")
+    save_minutes: float = _limit(
+        5.0, "minutes after which a checkpoint is due anyway (looked at every log interval); 0: never", unit="minutes"
+    )
+    keep_checkpoints: int = option(
+        2,
+        "complete checkpoints that are kept",
+        unit="checkpoints",
+        min=1,
+        refusal="would leave nothing to resume from; give 1 or more",
+    )
+    early_stop: int | None = _count(
+        None, "stop after this many evaluations without a better one; default: never", unit="evaluations"
+    )
+    gradient_checkpointing: bool = option(
+        False, "compute each layer again in the backward pass instead of keeping its activations"
+    )
+    autocast: bool = option(
+        False, "float32 weights, matrix products in bfloat16 (--dtype bfloat16: all floats are bfloat16)"
+    )
+    max_recompiles: int | None = _limit(
+        None,
+        "graphs that may be compiled after step 1 before the run fails; default: any, with a warning",
+        unit="graphs",
+    )
+    log_to: tuple[str, ...] = option((), "send the numbers on to tensorboard, wandb or both", unit="list")
+
+    def __post_init__(self) -> None:
+        for name in self.log_to:
+            if name not in TRACKERS:
+                raise ConfigError(f"log_to: {name!r} is unknown; allowed: {', '.join(TRACKERS)}")
+
+    def accumulation(self, replicas: int) -> int:
+        """Return micro-batches per step for a number of replicas.
+
+        Raises:
+            ConfigError: the global batch does not divide.
+        """
+        if self.global_batch_size is None:
+            return self.accumulation_steps
+        rows = self.batch_size * replicas
+        if self.global_batch_size % rows:
+            raise ConfigError(
+                f"global_batch_size: {self.global_batch_size} is not a multiple of "
+                f"batch_size x replicas = {self.batch_size} x {replicas} = {rows}"
+            )
+        return self.global_batch_size // rows
 
 
 @dataclass(frozen=True)
@@ -86,16 +159,13 @@ class Run:
     runtime: Runtime
     hooks: LoopHooks
     settings: RunSettings
+    loop: LoopConfig
     progress: Progress
     start: int
     """The step from which the run was resumed."""
     log: MetricsLog
     stopped: Sequence[str]
     """Stop signals that this process received; grows at any time."""
-    max_steps: int
-    keep_checkpoints: int
-    early_stop: int | None
-    """Evaluations without a better one after which the run ends."""
     stopping: bool = False
     """True in all processes if one of them was asked to stop."""
 
@@ -107,10 +177,8 @@ class Run:
     @property
     def is_over(self) -> bool:
         """True if no step is left, or evaluations stopped improving."""
-        patience = self.early_stop
-        return self.step >= self.max_steps or (
-            patience is not None and self.progress.evaluations_since_best >= patience
-        )
+        patience, since = self.loop.early_stop, self.progress.evaluations_since_best
+        return self.step >= self.loop.max_steps or (patience is not None and since >= patience)
 
     def export(self, name: str) -> None:
         """Write the student, with averaged tensors where there are any, from the main process."""
@@ -126,8 +194,8 @@ class Run:
         if self.runtime.is_main:
             content = self.progress.to_json(self.hooks.metric) | {"fingerprint": dict(self.settings.fingerprint)}
             content["logs"] = {name: log_mark(out / name) for name in LOGS}
-        folder, trained = out / "checkpoints", self.state.trained
-        save_checkpoint(folder, self.step, trained, self.optimizer, content, self.keep_checkpoints, self.runtime)
+        trained, keep = self.state.trained, self.loop.keep_checkpoints
+        save_checkpoint(out / "checkpoints", self.step, trained, self.optimizer, content, keep, self.runtime)
         self.runtime.barrier("checkpoint")
 
     def give_up(self, error: QatLoraError | OSError | None) -> NoReturn:
@@ -159,11 +227,8 @@ class Callback:
         """Called after an optimizer step was dispatched, with the answer of `is_due`."""
 
 
-@dataclass
 class Evaluate(Callback):
     """Evaluates at the start, every so many steps and at the end, and exports each new best."""
-
-    every: int
 
     def before_training(self, run: Run) -> None:
         """Export and evaluate the untrained student; on resume, repeat an evaluation that failed."""
@@ -171,18 +236,16 @@ class Evaluate(Callback):
             run.export("start")
         if run.start == 0 or not run.progress.evaluated:
             _evaluate(run)
-            run.log.pause()
 
     def is_due(self, run: Run) -> bool:
         """Tell whether an interval or the run has ended."""
-        return run.step % self.every == 0 or run.step == run.max_steps
+        return run.step % run.loop.eval_steps == 0 or run.step == run.loop.max_steps
 
     def after_step(self, run: Run, due: bool) -> None:
         """Evaluate, then look at the stop signals again, since evaluations are long."""
         if due:
             run.runtime.barrier("metrics")  # all lines are written now, so their rate does not include the pause
             _evaluate(run)
-            run.log.pause()
             run.stopping = run.runtime.agree(bool(run.stopped))
 
 
@@ -207,24 +270,19 @@ def _evaluate(run: Run) -> None:
     if not math.isfinite(value):
         raise DivergedError(f"evaluation {hooks.metric}: {value} after step {run.step}; {REMEDY}")
     if run.runtime.is_main:
-        append_line(run.settings.out / EVALUATIONS, {"step": run.step, hooks.metric: value})
+        append_lines(run.settings.out / EVALUATIONS, [{"step": run.step, hooks.metric: value}])
         run.log.track(run.step, {f"evaluation/{hooks.metric}": value})
     progress.evaluations_since_best += 1
     if progress.best is None or value < progress.best:
         progress.best, progress.best_step, progress.evaluations_since_best = value, run.step, 0
         run.export("best")
+    run.log.pause()
 
 
-@dataclass
 class Checkpoint(Callback):
-    """Saves every so many steps or minutes, at the end, and before a stop."""
+    """Saves every so many steps or minutes and at the end; saves, and then ends, a run that was asked to stop."""
 
-    every: int
-    minutes: float
-    """Age of the newest checkpoint at which the next is due anyway; 0: never."""
-    log_every: int
-    """Steps between looks at the clock, on which all processes have to agree."""
-    saved_at: float = 0.0
+    saved_at = 0.0
 
     def before_training(self, run: Run) -> None:
         """Start the clock."""
@@ -232,28 +290,22 @@ class Checkpoint(Callback):
 
     def is_due(self, run: Run) -> bool:
         """Tell whether an interval or the run has ended, or the newest checkpoint is too old on any process's clock."""
-        if run.step % self.every == 0 or run.step == run.max_steps:
+        loop = run.loop
+        if run.step % loop.save_steps == 0 or run.step == loop.max_steps:
             return True
-        if run.step % self.log_every or not self.minutes:
+        if run.step % loop.log_steps or not loop.save_minutes:  # looking means that all processes have to agree
             return False
-        return run.runtime.agree(time.monotonic() - self.saved_at > 60 * self.minutes)
+        return run.runtime.agree(time.monotonic() - self.saved_at > 60 * loop.save_minutes)
 
     def after_step(self, run: Run, due: bool) -> None:
-        """Save."""
+        """Save; raise InterruptedRunError if the run was asked to stop and is not over anyway."""
         if due or run.stopping or run.is_over:
             run.save()
             self.saved_at = time.monotonic()
             run.log.pause()
-
-
-class Stop(Callback):
-    """Ends a run that was asked to stop; `Checkpoint`, before it in the list, has saved it."""
-
-    def after_step(self, run: Run, due: bool) -> None:
-        """Raise InterruptedRunError, unless the run is over anyway."""
         if run.stopping and not run.is_over:
             by = run.stopped[0] if run.stopped else "a signal to another process"
             raise InterruptedRunError(
-                f"stopped by {by} after step {run.step} of {run.max_steps}; "
+                f"stopped by {by} after step {run.step} of {run.loop.max_steps}; "
                 f"the checkpoint is complete, the same command goes on from it"
             )

@@ -26,7 +26,7 @@ from qat_lora.files.finite import json_text, not_finite
 from qat_lora.files.folders import atomic_dir, discard, is_ours, sweep
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.saving import random_states, set_random_states
-from qat_lora.train.metrics import REMEDY, check_log
+from qat_lora.train.metrics import REMEDY
 
 NAME = re.compile(r"^step-(\d{6,})$")
 STATE, TRAINED, OPTIMIZER = "state.json", "trained.safetensors", "optimizer.safetensors"
@@ -56,16 +56,16 @@ def save_checkpoint(
     """
     final = folder / f"step-{step:06d}"
     if not runtime.agree(runtime.is_main and final in checkpoints(folder)):  # else written by an earlier try, and equal
-        tensors = {name: parameter.detach() for name, parameter in trained.items()}
-        moments = {name: value.detach() for name, value in _optimizer_views(trained, optimizer).items()}
-        if runtime.is_main:
-            tensors, moments = _on_host(tensors), _on_host(moments)
-            if (found := not_finite({**tensors, **moments})) is not None:
+        parts: dict[str, dict[str, Tensor]] = {TRAINED: {**trained}, OPTIMIZER: _optimizer_views(trained, optimizer)}
+        parts = {file: {name: value.detach() for name, value in part.items()} for file, part in parts.items()}
+        if runtime.is_main:  # on the host, so that they are read from the device once
+            parts = {file: {n: x.cpu().contiguous() for n, x in part.items()} for file, part in parts.items()}
+            if (found := not_finite({**parts[TRAINED], **parts[OPTIMIZER]})) is not None:
                 raise DivergedError(f"step {step}: {found}; {REMEDY}")
             text = json_text({**PROMISE, **state, "step": step, "random": random_states()}, final / STATE, indent=1)
         with atomic_dir(final) if runtime.is_main else contextlib.nullcontext(final) as draft:
-            runtime.save(tensors, draft / TRAINED)
-            runtime.save(moments, draft / OPTIMIZER)
+            for file, part in parts.items():
+                runtime.save(part, draft / file)
             if runtime.is_main:
                 (draft / STATE).write_text(text, encoding="utf-8")
                 write_sums(draft, (STATE, TRAINED, OPTIMIZER))
@@ -78,16 +78,8 @@ def save_checkpoint(
     return final
 
 
-def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors in this host's memory, so that they are read from the device once."""
-    return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-
-
 def load_checkpoint(
-    path: Path,
-    trained: Mapping[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    fingerprint: Mapping[str, Any],
+    path: Path, trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, fingerprint: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Copy a checkpoint's tensors into those that train; return its `state.json`.
 
@@ -134,18 +126,6 @@ def _damaged(path: Path, error: Exception) -> DamagedFileError:
     return DamagedFileError(
         f"checkpoint {path}: cannot be read ({reason}); remove that folder to go on from the one before it"
     )
-
-
-def check_logs(run: Path) -> None:
-    """Compare a run's logs with the checksums in its newest checkpoint; earlier versions have none.
-
-    Raises:
-        DamagedFileError: a log is damaged.
-    """
-    for path in checkpoints(run / "checkpoints")[-1:]:
-        for name, mark in (read_object(path / STATE).get("logs") or {}).items():
-            if (run / name).is_file():
-                check_log(run / name, mark)
 
 
 def _optimizer_views(trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -21,13 +21,7 @@ OPTIMIZER_TRACED, OPTIMIZER_COMPILED = "optimizer traced", "compiled "
 
 
 class CompileWatch:
-    """Counts the graphs that each step compiles.
-
-    Args:
-        runtime: the compiler.
-        most: graphs that may be compiled after the first step; None for any number, with a warning.
-        say: prints a line.
-    """
+    """Counts the graphs that each step compiles; more than `most` after the first are an error, None allows any."""
 
     def __init__(self, runtime: Runtime, most: int | None, say: Callable[[str], None]) -> None:
         self._runtime, self._most, self._say = runtime, most, say
@@ -35,7 +29,7 @@ class CompileWatch:
         self._is_first, self._late = True, 0
         self._graphs, self._since = 0, 0.0
         self._phases: dict[str, float] = {}
-        self._known: dict[str, tuple[int, ...]] = {}
+        self._known: dict[str, str] = {}
         self._changed: dict[str, str] = {}
 
     def begin(self) -> None:
@@ -48,12 +42,12 @@ class CompileWatch:
         """Note which shapes differ from those of the first micro-batch."""
         if not self._active:
             return
-        shapes = {name: tuple(value.shape) for name, value in batch.items() if hasattr(value, "shape")}
+        shapes = {name: str(list(value.shape)) for name, value in batch.items() if hasattr(value, "shape")}
         self._known = self._known or shapes
         for name in sorted(shapes.keys() | self._known.keys()):
-            before, now = self._known.get(name), shapes.get(name)
+            before, now = (found.get(name, "not there") for found in (self._known, shapes))
             if before != now:
-                self._changed[name] = f"{name} was {_shape(before)}, now {_shape(now)}"
+                self._changed[name] = f"{name} was {before}, now {now}"
 
     def mark(self, phase: str) -> None:
         """Note the time that a phase of the first step took, each phase once."""
@@ -88,7 +82,3 @@ class CompileWatch:
         if self._most is not None and self._late > self._most:
             raise RecompiledError(f"max_recompiles: {self._most}, but {message}")
         logging.getLogger(__name__).warning(message)
-
-
-def _shape(shape: tuple[int, ...] | None) -> str:
-    return "not there" if shape is None else str(list(shape))

@@ -7,16 +7,13 @@ steps (`callbacks`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qat_lora.config import option
 from qat_lora.errors import ConfigError, QatLoraError
 from qat_lora.files.folders import restore_dir
 from qat_lora.losses.objective import weight_tensors
@@ -24,91 +21,13 @@ from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.saving import random_states, set_random_states
 from qat_lora.runtime.host.signals import stop_signals
 from qat_lora.train.anchor import anchor_batches, anchor_micro_batch
-from qat_lora.train.callbacks import (
-    Callback,
-    Checkpoint,
-    Evaluate,
-    LoopHooks,
-    Progress,
-    Run,
-    RunSettings,
-    Stop,
-)
+from qat_lora.train.callbacks import Callback, Checkpoint, Evaluate, LoopConfig, LoopHooks, Progress, Run, RunSettings
 from qat_lora.train.checkpoint import STATE, checkpoints, load_checkpoint
 from qat_lora.train.compile_watch import COMPILED, OPTIMIZER_COMPILED, OPTIMIZER_TRACED, TRACED, CompileWatch
 from qat_lora.train.metrics import EMPTY, EVALUATIONS, LOGS, METRICS, MetricsLog, cut_back
 from qat_lora.train.optim import OptimConfig, TrainState, build_optimizer, lr_factor, set_lr
 from qat_lora.train.step import PreparedObjective, Sums, TrainingRows, add_sums, micro_batch, optimizer_step, zero_sums
-from qat_lora.train.trackers import check_trackers, open_trackers
-
-
-@dataclass(frozen=True)
-class LoopConfig:
-    """How long a run is, in what portions it computes, and what it keeps."""
-
-    batch_size: int = option(4, "rows of a micro-batch on one replica", unit="rows")
-    accumulation_steps: int = option(1, "micro-batches of an optimizer step", unit="micro-batches")
-    global_batch_size: int | None = option(
-        None, "rows of an optimizer step over all replicas; sets the accumulation", unit="rows"
-    )
-    max_steps: int = option(1000, "optimizer steps", unit="steps")
-    log_steps: int = option(10, "optimizer steps between fetches of the log values", unit="steps")
-    eval_steps: int = option(50, "optimizer steps between evaluations on the cache's evaluation split", unit="steps")
-    save_steps: int = option(100, "optimizer steps between checkpoints", unit="steps")
-    save_minutes: float = option(
-        5.0, "minutes after which a checkpoint is due anyway (looked at every log interval); 0: never", unit="minutes"
-    )
-    keep_checkpoints: int = option(2, "complete checkpoints that are kept", unit="checkpoints")
-    early_stop: int | None = option(
-        None, "stop after this many evaluations without a better one; default: never", unit="evaluations"
-    )
-    gradient_checkpointing: bool = option(
-        False, "compute each layer again in the backward pass instead of keeping its activations"
-    )
-    autocast: bool = option(
-        False, "float32 weights, matrix products in bfloat16 (--dtype bfloat16: all floats are bfloat16)"
-    )
-    max_recompiles: int | None = option(
-        None,
-        "graphs that may be compiled after step 1 before the run fails; default: any, with a warning",
-        unit="graphs",
-    )
-    log_to: tuple[str, ...] = option((), "send the numbers on to tensorboard, wandb or both", unit="list")
-
-    def __post_init__(self) -> None:
-        names = ("batch_size", "accumulation_steps", "max_steps", "log_steps", "eval_steps", "save_steps")
-        for name in (*names, "global_batch_size", "early_stop"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}: {value} is below 1")
-        for name in ("save_minutes", "max_recompiles"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
-                raise ConfigError(f"{name}: {value} is not allowed; give 0 or more")
-        check_trackers(self.log_to)
-        if self.keep_checkpoints < 1:
-            raise ConfigError(
-                f"keep_checkpoints: {self.keep_checkpoints} would leave nothing to resume from; give 1 or more"
-            )
-
-    def accumulation(self, replicas: int) -> int:
-        """Return micro-batches per step for a number of replicas.
-
-        Raises:
-            ConfigError: the global batch does not divide.
-        """
-        if self.global_batch_size is None:
-            return self.accumulation_steps
-        rows = self.batch_size * replicas
-        if self.global_batch_size % rows:
-            raise ConfigError(
-                f"global_batch_size: {self.global_batch_size} is not a multiple of "
-                f"batch_size x replicas = {self.batch_size} x {replicas} = {rows}"
-            )
-        return self.global_batch_size // rows
-
-
-EXPORTS = ("start", "best", "last")
+from qat_lora.train.trackers import TRACKERS
 
 
 def train(
@@ -121,17 +40,7 @@ def train(
     runtime: Runtime,
     settings: RunSettings,
 ) -> dict[str, Any]:
-    """Train until `max_steps`, from the newest complete checkpoint of the run if there is one.
-
-    Args:
-        state: model and trained tensors, placed on the runtime's device.
-        rows: the training rows.
-        prepared: loss terms, with a teacher's output head and an anchor where they need one.
-        optim: learning rates and schedule.
-        loop: lengths and portions.
-        hooks: evaluation and export.
-        runtime: the device or devices.
-        settings: folder, seed and fingerprint of the run.
+    """Train placed tensors until `max_steps`, from the newest complete checkpoint of the run if there is one.
 
     Returns:
         `step`, `best_step`, `best_kl` (or the metric evaluated), `stopped_early`, `resumed_from`.
@@ -148,15 +57,14 @@ def train(
     optimizer = build_optimizer(optim, state.groups)
     progress = _resume(state, optimizer, hooks.metric, runtime, settings)
     out, start, hidden = settings.out, progress.step, settings.quiet or not runtime.is_main
-    trackers = open_trackers(loop.log_to, out, start, settings.fingerprint) if runtime.is_main else []
+    wanted = loop.log_to if runtime.is_main else ()
+    trackers = [TRACKERS[name](out, start, settings.fingerprint) for name in wanted]
     log = MetricsLog(out / METRICS, loop.max_steps, start, hidden, runtime.device, trackers)
     with stop_signals() as stopped, closing(log):
-        limits = (loop.max_steps, loop.keep_checkpoints, loop.early_stop)
-        run = Run(state, optimizer, runtime, hooks, settings, progress, start, log, stopped, *limits)
+        run = Run(state, optimizer, runtime, hooks, settings, loop, progress, start, log, stopped)
         watch = CompileWatch(runtime, loop.max_recompiles, log.say)
-        steps = _Steps(run, rows, prepared, optim, loop, watch)
-        checkpoint = Checkpoint(loop.save_steps, loop.save_minutes, loop.log_steps)
-        callbacks: tuple[Callback, ...] = (Evaluate(loop.eval_steps), checkpoint, Stop())
+        steps = _Steps(run, rows, prepared, optim, watch)
+        callbacks: tuple[Callback, ...] = (Evaluate(), Checkpoint())
         for callback in callbacks:
             callback.before_training(run)
         while not run.is_over:
@@ -195,7 +103,7 @@ def _resume(
     if runtime.is_main:
         cut_back(out / METRICS, step, logs.get(METRICS))
         cut_back(out / EVALUATIONS, step if progress.evaluated else step - 1, logs.get(EVALUATIONS))
-        for name in EXPORTS:
+        for name in ("start", "best", "last"):
             restore_dir(out / name)
     return progress
 
@@ -204,16 +112,10 @@ class _Steps:
     """The optimizer steps of a run, from its position on."""
 
     def __init__(
-        self,
-        run: Run,
-        rows: TrainingRows,
-        prepared: PreparedObjective,
-        optim: OptimConfig,
-        loop: LoopConfig,
-        watch: CompileWatch,
+        self, run: Run, rows: TrainingRows, prepared: PreparedObjective, optim: OptimConfig, watch: CompileWatch
     ) -> None:
         self._run, self._prepared, self._optim, self._watch = run, prepared, optim, watch
-        runtime = run.runtime
+        runtime, loop = run.runtime, run.loop
         self._accumulation = loop.accumulation(runtime.replicas)
         self._dtype = torch.bfloat16 if loop.autocast else torch.float32
         self._zeros = zero_sums(prepared.objective, runtime.device)
@@ -230,14 +132,14 @@ class _Steps:
         run, optim, runtime = self._run, self._optim, self._run.runtime
         self._watch.begin()
         done, random = run.step, random_states()
-        weights = self._prepared.objective.weights_at(done / max(1, run.max_steps - 1))
+        weights = self._prepared.objective.weights_at(done / max(1, run.loop.max_steps - 1))
         sums, failed = self._gradients(weight_tensors(weights, runtime.device))
         # Looked at once: a signal that comes later is for the next step. All processes stop after the same.
         run.stopping = runtime.agree(bool(run.stopped or failed))
         if run.stopping and runtime.agree(bool(failed)):
             set_random_states(random)  # this step has not begun
             run.give_up(failed)
-        lr = set_lr(run.optimizer, lr_factor(optim, done, run.max_steps))
+        lr = set_lr(run.optimizer, lr_factor(optim, done, run.loop.max_steps))
         means = optimizer_step(run.optimizer, list(run.state.trained.values()), sums, optim.clip_grad_norm, runtime)
         self._watch.mark(OPTIMIZER_TRACED)
         run.progress.step += 1

@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -88,39 +89,37 @@ class MetricsLog:
         self._pending.clear()
 
         def write(*values: Any) -> None:
-            flat = [float(value) for value in values]
-            rows = [flat[i : i + len(names)] for i in range(0, len(flat), len(names))]
-            sound = next((i for i, row in enumerate(rows) if not all(map(math.isfinite, row))), len(rows))
-            self.write(steps[:sound], lrs[:sound], names, rows[:sound])
-            if sound < len(rows):
-                odd = dict(zip(names, rows[sound], strict=True))
+            numbers = map(float, values)
+            lines = [
+                {"step": step, **{name: next(numbers) for name in names}, "lr": lr}
+                for step, lr in zip(steps, lrs, strict=True)
+            ]
+            sound = list(takewhile(lambda line: all(map(math.isfinite, line.values())), lines))
+            self.write(sound)
+            if len(sound) < len(lines):
+                odd = lines[len(sound)]
                 name = next(name for name in ("loss", *names) if not math.isfinite(odd[name]))
-                raise DivergedError(f"{name}: {odd[name]} at step {steps[sound]}; {REMEDY}")
+                raise DivergedError(f"{name}: {odd[name]} at step {odd['step']}; {REMEDY}")
 
         if runtime.is_main:  # each value by itself: stacking them on the device would be one more graph
             runtime.defer(write, *(mean[name] for mean in means for name in names))
 
-    def write(
-        self, steps: Sequence[int], lrs: Sequence[float], names: Sequence[str], rows: Sequence[Sequence[float]]
-    ) -> None:
-        """Append one line per step: its number, learning rate, and values [steps, names]."""
+    def write(self, lines: Sequence[Mapping[str, float]]) -> None:
+        """Append some steps' values, all at one rate of tokens, to the file, and show the last."""
         now = time.perf_counter()
-        tokens = sum(row[names.index("tokens")] for row in rows)
-        rate = tokens / max(now - self._since, 1e-9)
+        rate = sum(line["tokens"] for line in lines) / max(now - self._since, 1e-9)
         self._since = now
-        with ours(self.path).open("a", encoding="utf-8") as file:
-            for step, lr, row in zip(steps, lrs, rows, strict=True):
-                values = dict(zip(names, row, strict=True))
-                line = {"step": step, **values, "lr": lr, "tokens_per_s": round(rate, 1)}
-                file.write(json_text(line, self.path) + "\n")
-                self.track(step, {f"train/{name}": value for name, value in line.items() if name != "step"})
-        if not self._bar.disable:
-            terms = [n for n in names if n.startswith("loss_")]
+        lines = [{**line, "tokens_per_s": round(rate, 1)} for line in lines]
+        append_lines(self.path, lines)
+        for line in lines:
+            self.track(int(line["step"]), {f"train/{name}": value for name, value in line.items() if name != "step"})
+        if lines and not self._bar.disable:
+            terms = [name for name in lines[-1] if name.startswith("loss_")]
             shown = ["loss", *(terms if len(terms) > 1 else [])]  # one term alone is the loss
-            losses = [f"{name.removeprefix('loss_')} {rows[-1][names.index(name)]:.4f}" for name in shown]
+            losses = [f"{name.removeprefix('loss_')} {lines[-1][name]:.4f}" for name in shown]
             used = f"{peak_memory_bytes(self._device) / 2**30:.1f} GiB"
             self._bar.set_postfix_str(", ".join([*losses, f"{rate:,.0f} tokens/s", used]))
-            self._bar.update(len(steps))
+            self._bar.update(len(lines))
 
     def pause(self) -> None:
         """Exclude the time until now, spent on saving or evaluating, from the next tokens/s."""
@@ -130,12 +129,8 @@ class MetricsLog:
 def read_metrics(path: Path, *numbers: str) -> list[dict[str, Any]]:
     """Return the lines of a metrics file, [] where there is none; a last line that a kill cut short is dropped.
 
-    Args:
-        path: the file.
-        numbers: names that every line must have besides `step`.
-
     Raises:
-        DamagedFileError: any other line is damaged.
+        DamagedFileError: any other line is damaged, or lacks `step` or one of the `numbers`.
     """
     if not path.exists():
         return []
@@ -166,8 +161,8 @@ def _damaged(path: Path, what: str) -> DamagedFileError:
 METRICS, EVALUATIONS = LOGS = ("metrics.jsonl", "evaluations.jsonl")
 """The logs in a run's folder: training steps and evaluations."""
 LogMark = Mapping[str, Any]
-"""Length and checksum of a file of lines at a checkpoint: `bytes`, `sha256`."""
 EMPTY: LogMark = {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}
+"""Length and checksum of a file of lines at a checkpoint."""
 
 
 def log_mark(path: Path) -> LogMark:
@@ -187,12 +182,9 @@ def check_log(path: Path, mark: LogMark) -> None:
 
 
 def cut_back(path: Path, last_step: int, mark: LogMark | None = None) -> None:
-    """Drop what was written to a file of lines after a checkpoint, if there is such a file.
+    """Drop what was written to a file of lines after a checkpoint of `last_step`, if there is such a file.
 
-    Args:
-        path: the file.
-        last_step: that of the checkpoint.
-        mark: the file's mark in the checkpoint; None in those of earlier versions, then lines are parsed instead.
+    The checkpoint holds the file's mark; those of earlier versions do not, so lines are parsed instead.
 
     Raises:
         DamagedFileError: it is damaged.
@@ -207,10 +199,10 @@ def cut_back(path: Path, last_step: int, mark: LogMark | None = None) -> None:
     write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
 
 
-def append_line(path: Path, line: dict[str, Any]) -> None:
-    """Append one JSON object to a file of lines."""
+def append_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Append JSON objects to a file of lines."""
     with ours(path).open("a", encoding="utf-8") as file:
-        file.write(json_text(line, path) + "\n")
+        file.writelines(json_text(line, path) + "\n" for line in lines)
 
 
 def plot_curve(metrics: Path, evaluations: Path, out: Path) -> None:
@@ -224,7 +216,7 @@ def plot_curve(metrics: Path, evaluations: Path, out: Path) -> None:
 
 
 def draw_curve(axis: Any, metrics: Path, evaluations: Path) -> None:
-    """Draw the curve on an axis of matplotlib."""
+    """Draw the curve on a matplotlib axis."""
     train, evaluated = read_metrics(metrics, "loss"), read_metrics(evaluations)
     axis.plot([x["step"] for x in train], [x["loss"] for x in train], lw=0.8, alpha=0.6, label="training loss")
     if evaluated:

@@ -3,14 +3,13 @@
 AdamW with one group per kind of tensor, because adapters and scales want different learning rates. Three details
 matter on XLA and cost nothing elsewhere: the moments exist before the first step (a state that appears in step 1
 changes the graph of step 2), warm-up starts at 1/n, not at 0 (PyTorch/XLA compiles exact zeros into the graph), and
-numbers that change from step to step are tensors (see `AdamW`).
-
-The moving average of the trained tensors (EMA) is part of the optimizer instead of a second copy of the model: the
-optimizer's graph updates it, and it is saved and restored together with the moments.
+numbers that change from step to step are tensors (see `AdamW`). The moving average of the trained tensors (EMA) is
+optimizer state instead of a second copy of the model: updated by its graph, saved and restored with the moments.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -44,6 +43,9 @@ KINDS = {
 """Kinds of trained tensors: LoRA factors, latent weights, the quantiser's scales and tables, norms."""
 
 
+_decay = functools.partial(option, min=0, max=math.nextafter(1, 0), refusal="is not from 0 to below 1")
+
+
 @settings
 class OptimConfig:
     """How the trained tensors move."""
@@ -52,25 +54,23 @@ class OptimConfig:
     scale_lr: float = option(3e-4, "peak learning rate of the quantiser's scales and tables, where they train", above=0)
     norm_lr: float = option(1e-4, "peak learning rate of norms, where they train", above=0)
     schedule: Literal["cosine", "constant"] = option("cosine", "learning rate after warm-up")
-    warmup_steps: int = option(20, "optimizer steps of linear warm-up, from 1/n of the peak", unit="steps")
-    min_lr_ratio: float = option(0.1, "learning rate at the end, as a share of the peak (cosine)")
-    weight_decay: float = option(0.0, "decoupled weight decay of adapter and weights; scales and norms have none")
+    warmup_steps: int = option(
+        20, "optimizer steps of linear warm-up, from 1/n of the peak", unit="steps", min=0, refusal="is below 0"
+    )
+    min_lr_ratio: float = option(
+        0.1, "learning rate at the end, as a share of the peak (cosine)", min=0, max=1, refusal="is not between 0 and 1"
+    )
+    weight_decay: float = option(
+        0.0,
+        "decoupled weight decay of adapter and weights; scales and norms have none",
+        min=0,
+        refusal="is not allowed; give 0 (none) or a number above",
+    )
     clip_grad_norm: float = option(1.0, "largest gradient norm over all trained tensors", above=0)
-    adam_beta2: float = option(0.99, "decay of the second moment; short runs want less than 0.999")
-    ema: float = option(
+    adam_beta2: float = _decay(0.99, "decay of the second moment; short runs want less than 0.999")
+    ema: float = _decay(
         0.0, "decay of a moving average of what trains, evaluated and exported in its place; 0: none, 0.999 is usual"
     )
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.weight_decay < math.inf:
-            raise ConfigError(f"weight_decay: {self.weight_decay} is not allowed; give 0 (none) or a number above")
-        for name in ("adam_beta2", "ema"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"{name}: {getattr(self, name)} is not from 0 to below 1")
-        if self.warmup_steps < 0:
-            raise ConfigError(f"warmup_steps: {self.warmup_steps} is below 0")
-        if not 0 <= self.min_lr_ratio <= 1:
-            raise ConfigError(f"min_lr_ratio: {self.min_lr_ratio} is not between 0 and 1")
 
 
 def lr_factor(config: OptimConfig, step: int, max_steps: int) -> float:
@@ -160,11 +160,7 @@ class AdamW(torch.optim.Optimizer):
 
 
 def build_optimizer(config: OptimConfig, groups: Mapping[str, Mapping[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """Return AdamW over the trained tensors, with gradients and state allocated.
-
-    Args:
-        config: learning rates and decay.
-        groups: the tensors by name, by kind (`KINDS`).
+    """Return AdamW over the trained tensors (by name, by kind of `KINDS`), with gradients and state allocated.
 
     Raises:
         ConfigError: nothing to train.

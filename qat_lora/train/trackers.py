@@ -11,21 +11,10 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from qat_lora.errors import ConfigError
 from qat_lora.extras import require
 from qat_lora.files.folders import appeared, tree, write_text
-
-
-class Tracker(Protocol):
-    """Receives the numbers of a run."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Send the numbers of an optimizer step."""
-
-    def close(self) -> None:
-        """Send what is left and close."""
 
 
 class TensorBoard:
@@ -82,16 +71,6 @@ class WeightsAndBiases:
             appeared(folder, set())
 
 
-TRACKERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
-
-
-def check_trackers(names: tuple[str, ...]) -> None:
-    """Raise ConfigError for a tracker that does not exist."""
-    for name in names:
-        if name not in TRACKERS:
-            raise ConfigError(f"log_to: {name!r} is unknown; allowed: {', '.join(TRACKERS)}")
-
-
-def open_trackers(names: tuple[str, ...], out: Path, start_step: int, settings: Mapping[str, Any]) -> list[Tracker]:
-    """Open trackers by name for a run that goes on after `start_step`; MissingExtraError without their packages."""
-    return [TRACKERS[name](out, start_step, settings) for name in names]
+Tracker = TensorBoard | WeightsAndBiases
+TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+"""By name; each is opened with the run's folder, the step after which it goes on, and its settings."""

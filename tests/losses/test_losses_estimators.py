@@ -7,9 +7,17 @@ import pytest
 import torch
 from losses_oracle import identity_head, make_teacher, numpy_loss
 
-from qat_lora.losses.estimators import ESTIMATORS, PointTerm, TopKTerm, hybrid_terms, label_term, sampled_term
+from qat_lora.losses.estimators import (
+    ESTIMATORS,
+    PointTerm,
+    TopKTerm,
+    hybrid_terms,
+    label_term,
+    sampled_term,
+    topk_part,
+)
 from qat_lora.losses.fused.op import fused_linear_kd
-from qat_lora.losses.kd_terms import sparse_teacher_from_logits
+from qat_lora.losses.objective import sparse_teacher_from_logits
 from qat_lora.types import LMHead, SparseTeacher
 
 SHAPES = [(1, 31, 1), (3, 31, 7), (127, 31, 30), (3, 1009, 64), (2, 31, 31), (1, 1009, 1009), (2, 8192, 64)]
@@ -82,9 +90,10 @@ def test_gradcheck(kind, temperature):
     ids = torch.tensor(rng.integers(0, 13, size=(3, 5)))  # may repeat, may hit the head
     weights = torch.tensor(rng.random((3, 5)))
     if kind == "hybrid":
-        terms = list(hybrid_terms(teacher, ids, weights, 0.7))
+        points = PointTerm(ids, weights, 0.7, temperature=temperature)
+        terms = [TopKTerm(teacher, topk_part, 0.7), points, *hybrid_terms(teacher, ids, 0.2)]
     elif kind == "sampled":
-        terms = [sampled_term(ids, torch.ones(3, 5), 0.7, temperature)]
+        terms = [sampled_term(ids, 0.7, temperature)]
     elif kind == "ce":
         terms = [label_term(ids[:, 0], 0.7)]
     else:
@@ -122,10 +131,10 @@ def test_point_terms_are_the_dense_cross_entropy_with_repeats_and_beside_a_head(
 
 
 def draws_from_the_tail(rng, logits, teacher, draws):
-    """Return ids [trials, draws] drawn from one position's tail and the weight of each, m / draws."""
+    """Return ids [trials, draws] drawn from one position's tail."""
     probs = np.exp(logits - np.logaddexp.reduce(logits))
     probs[teacher.ids_NK[0].numpy()] = 0
-    return torch.tensor(rng.choice(len(probs), size=draws, p=probs / probs.sum())), probs.sum() / draws[1]
+    return torch.tensor(rng.choice(len(probs), size=draws, p=probs / probs.sum()))
 
 
 def test_hybrid_and_sampled_are_unbiased_and_ghost_is_not():
@@ -142,13 +151,12 @@ def test_hybrid_and_sampled_are_unbiased_and_ghost_is_not():
         error = gradient.std(0) / math.sqrt(trials) + 1e-12
         return ((gradient.mean(0) - expected[0]).abs() / error).max().item()
 
-    ids, weight = draws_from_the_tail(rng, teacher_logits[0], teacher, (trials, 4))
-    hybrid = hybrid_terms(wide, ids, torch.full(ids.shape, weight, dtype=torch.float64))
+    hybrid = hybrid_terms(wide, draws_from_the_tail(rng, teacher_logits[0], teacher, (trials, 4)))
     probs = np.exp(teacher_logits[0] - np.logaddexp.reduce(teacher_logits[0]))
     drawn = torch.tensor(rng.choice(vocab, size=(trials, 8), p=probs / probs.sum()))
     # 31 coordinates at once: the largest of 31 standard normals exceeds 3 by chance in 8% of seeds
     assert worst_deviation(hybrid) < 3
-    assert worst_deviation([sampled_term(drawn, torch.ones(drawn.shape))]) < 3
+    assert worst_deviation([sampled_term(drawn)]) < 3
     assert worst_deviation([TopKTerm(wide)]) > 100  # positive control
 
 

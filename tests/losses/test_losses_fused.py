@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from qat_lora.losses.estimators import DenseTerm, TopKTerm, label_term, renorm, sampled_term
 from qat_lora.losses.fused.op import fused_linear_kd
-from qat_lora.losses.kd_terms import sparse_teacher_from_logits
+from qat_lora.losses.objective import sparse_teacher_from_logits
 from qat_lora.types import LMHead, SparseTeacher
 
 
@@ -44,7 +44,7 @@ def test_equals_dense_autograd(scale, cap, with_bias, temperature, padding, walk
     head = LMHead(weight, 31, bias if with_bias else None, scale, cap)
     terms = [TopKTerm(teacher, weight=0.8), label_term(labels, 0.3)]
     if temperature != 1:  # one softmax, so that the vocabulary is walked
-        terms[1] = sampled_term(labels[:, None], torch.ones(9, 1), 0.3, temperature, "ce")
+        terms[1] = sampled_term(labels[:, None], 0.3, temperature, "ce")
     result = fused_linear_kd(hidden, head, terms, chunk_tokens=4, walk=walk)
     logits = dense_head(hidden, weight, 31, bias if with_bias else None, scale, cap)
     kd = dense_ghost(logits, teacher).sum()
@@ -92,7 +92,7 @@ def test_full_kl_equals_dense_autograd_beside_labels_and_another_head(count, voc
     hidden, weight, bias, anchor, labels = problem(count, vocab, padding=7)
     leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
     term, teacher_logits = dense_term(count, vocab, 2, temperature, 0.8)
-    points = sampled_term(labels[:, None], torch.ones(count, 1), 0.2, temperature, "same")
+    points = sampled_term(labels[:, None], 0.2, temperature, "same")
     terms = [term, label_term(labels, 0.3), points, TopKTerm(anchor, weight=0.1, name="anchor")]
     result = fused_linear_kd(hidden, LMHead(weight, vocab, bias, 0.5, 3.0), terms, chunk_tokens=chunk, walk=walk)
     logits = dense_head(hidden, weight, vocab, bias, 0.5, 3.0)

@@ -10,8 +10,13 @@ from losses_oracle import numpy_loss
 
 from qat_lora.config import from_dict
 from qat_lora.errors import CacheError, ConfigError
-from qat_lora.losses.kd_terms import EstimatorName, choose_estimator, sparse_teacher_from_batch
-from qat_lora.losses.objective import ObjectiveConfig, objective_loss
+from qat_lora.losses.objective import (
+    EstimatorName,
+    ObjectiveConfig,
+    choose_estimator,
+    objective_loss,
+    sparse_teacher_from_batch,
+)
 from qat_lora.types import LMHead
 
 ROWS, LENGTH, VOCAB, K, WIDTH, DRAWS = 2, 6, 41, 5, 8, 7

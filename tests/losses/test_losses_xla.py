@@ -12,8 +12,7 @@ pytest.importorskip("torch_xla")
 PROGRAM = """
 import json, sys, torch, torch_xla
 import torch_xla.debug.metrics as met
-from qat_lora.losses.objective import ObjectiveConfig, objective_loss, weight_tensors
-from qat_lora.losses.kd_terms import sparse_teacher_from_logits
+from qat_lora.losses.objective import ObjectiveConfig, objective_loss, sparse_teacher_from_logits, weight_tensors
 from qat_lora.types import LMHead
 
 rows, length, vocab, width, k = 2, 9, 211, 16, 8

@@ -7,15 +7,14 @@ import pytest
 import torch
 
 from qat_lora.errors import DamagedFileError, ModelError
-from qat_lora.train.metrics import EMPTY, MetricsLog, append_line, cut_back, log_mark, plot_curve, read_metrics
+from qat_lora.train.metrics import EMPTY, MetricsLog, append_lines, cut_back, log_mark, plot_curve, read_metrics
 
 CPU = torch.device("cpu")
 
 
 def write_steps(path, steps):
     with closing(MetricsLog(path, 10, steps[0] - 1, True, CPU)) as log:
-        names = ["loss", "tokens", "grad_norm"]
-        log.write(steps, [0.1 * s for s in steps], names, [[1.0 / s, 100.0 + s, 2.0] for s in steps])
+        log.write([{"step": s, "loss": 1.0 / s, "tokens": 100.0 + s, "grad_norm": 2.0, "lr": 0.1 * s} for s in steps])
 
 
 def test_one_json_object_a_step(tmp_path):
@@ -34,7 +33,7 @@ def test_the_rate_leaves_pauses_out(tmp_path, monkeypatch):
     monkeypatch.setattr("qat_lora.train.metrics.time.perf_counter", lambda: next(now))
     with closing(MetricsLog(tmp_path / "m.jsonl", 10, 0, True, CPU)) as log:  # 100
         log.pause()  # 110
-        log.write([1], [0.1], ["loss", "tokens"], [[1.0, 50.0]])  # 112
+        log.write([{"step": 1, "loss": 1.0, "tokens": 50.0, "lr": 0.1}])  # 112
     assert read_metrics(tmp_path / "m.jsonl")[0]["tokens_per_s"] == 25.0
 
 
@@ -42,21 +41,21 @@ def test_the_rate_leaves_pauses_out(tmp_path, monkeypatch):
 def test_cut_back_drops_what_comes_after_a_step(tmp_path, last, kept):
     path = tmp_path / "metrics.jsonl"
     for step in range(4):
-        append_line(path, {"step": step, "kl": 0.25})
+        append_lines(path, [{"step": step, "kl": 0.25}])
     with path.open("a") as file:
         file.write('{"step": 4, "kl')
     cut_back(path, last)
     assert [line["step"] for line in read_metrics(path)] == kept
-    append_line(path, {"step": 8})
+    append_lines(path, [{"step": 8}])
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [*kept, 8]
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_cut_back_to_a_mark_compares_and_keeps_every_byte(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    append_line(path, {"step": 1, "kl": 0.25})
+    append_lines(path, [{"step": 1, "kl": 0.25}])
     mark, whole = log_mark(path), path.read_bytes()
-    append_line(path, {"step": 2, "kl": 0.5})
+    append_lines(path, [{"step": 2, "kl": 0.5}])
     cut_back(path, 1, mark)
     assert path.read_bytes() == whole
     for damaged in (whole.replace(b"0.25", b"0.35"), whole[:-1]):
@@ -78,7 +77,7 @@ def test_odd_lines_are_one_line(tmp_path, line):
 
 def test_a_number_that_is_none_is_not_logged(tmp_path):
     with pytest.raises(ModelError, match=r"metrics.jsonl: kl is nan"):
-        append_line(tmp_path / "metrics.jsonl", {"step": 1, "kl": float("nan")})
+        append_lines(tmp_path / "metrics.jsonl", [{"step": 1, "kl": float("nan")}])
 
 
 def test_cut_back_makes_no_file(tmp_path):
@@ -91,7 +90,7 @@ def test_the_curve_is_a_picture(tmp_path, evaluated):
     pytest.importorskip("matplotlib")
     write_steps(tmp_path / "m.jsonl", list(range(1, 8)))
     if evaluated:
-        append_line(tmp_path / "e.jsonl", {"step": 0, "kl": 0.3})
+        append_lines(tmp_path / "e.jsonl", [{"step": 0, "kl": 0.3}])
     plot_curve(tmp_path / "m.jsonl", tmp_path / "e.jsonl", tmp_path / "curve.png")
     image = (tmp_path / "curve.png").read_bytes()
     assert image[:8] == b"\x89PNG\r\n\x1a\n" and int.from_bytes(image[16:20], "big") == 840

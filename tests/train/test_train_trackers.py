@@ -9,7 +9,7 @@ from train_toys import run
 
 from qat_lora.errors import ConfigError, MissingExtraError
 from qat_lora.train.loop import LoopConfig
-from qat_lora.train.trackers import open_trackers
+from qat_lora.train.trackers import TRACKERS
 
 
 def test_an_unknown_tracker_is_refused():
@@ -21,7 +21,7 @@ def test_an_unknown_tracker_is_refused():
 def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingExtraError, match=rf"{name} is not installed: pip install 'qat-lora\[log\]'"):
-        open_trackers((name,), tmp_path, 0, {})
+        TRACKERS[name](tmp_path, 0, {})
 
 
 @pytest.mark.filterwarnings("default")  # of the packages, which are not ours to mend

@@ -1,27 +1,16 @@
 """All positions at once, the vocabulary block by block: the faster walk where a processor's caches decide.
 
-A matrix product of few rows is slow on a CPU, because each one repacks the whole weight and streams it from memory.
-With a frozen output head nothing needs the softmax's normaliser before the end: the gradient of the hidden states is
-linear in the exponentials, so a block's exponentials, relative to the largest logit so far, are multiplied by its
-weight at once, and the sum over earlier blocks is rescaled when a larger logit comes. That is FlashAttention with the
-output head as both keys and values:
+A product of few rows is slow on a CPU, because each one repacks the whole weight and streams it from memory. With a
+frozen output head a block's exponentials, relative to the largest logit so far, are multiplied by its weight at once,
+and the sum over earlier blocks is rescaled when a larger logit comes. That is FlashAttention (Dao et al., 2022,
+Algorithm 1) with the output head as both keys and values:
 
     m' = max(m, max_B z),    l' = l · exp(m - m') + Σ_B exp(z - m'),    O' = O · exp(m - m') + exp(z_B - m') W_B.
 
-The weight is read once, a block of it is still in the cache for the second product, and the passes over logits run on
-pieces that fit the second-level cache. On two cores this is 2.4 times as fast as `by_token`, with a trained output head
-2.9 times (`benchmarks/results/fused_linear_kd.json`).
-
-A trained output head needs the final normaliser for each entry of its gradient, so the vocabulary is walked twice, for
-the sums and for the gradients, with one product more than `by_token` has. It is faster and smaller all the same: each
-block of the head's gradient is finished where it is made, while `by_token` reads and writes a float32 copy of the whole
-for every chunk of positions.
-
-Top-K entries stay out of the sums (see `by_token`); their gradient is added at the end. The exact KL has no place here:
-a second softmax, the teacher's, would have to be rescaled along, and its product with the weight would be a fourth
-where `by_token` needs three.
-
-Source: FlashAttention (Dao et al., 2022), Algorithm 1; online softmax (Milakov and Gimelshein, 2018).
+A trained output head needs the final normaliser for each entry of its gradient, so the vocabulary is walked twice, with
+one product more than `by_token`, but each block of its gradient is finished where it is made. On two cores this is 2.4
+times as fast as `by_token`, with a trained head 2.9 times. Top-K entries stay out of the sums; the exact KL, with a
+second softmax to rescale along, has no place here.
 """
 
 from __future__ import annotations

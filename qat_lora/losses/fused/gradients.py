@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qat_lora.losses.estimators import DenseTerm, PointTerm, Term, TopKTerm, log_add, weighted
+from qat_lora.losses.estimators import DenseTerm, PointTerm, Term, TopKTerm, log_add, weighted, wide_dtype
 from qat_lora.types import LMHead
 
 
@@ -83,11 +83,6 @@ class GroupGradient(NamedTuple):
     """What to add to the gradient at each of `entry_ids`."""
 
 
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of softmax and sums: float32, or float64 for float64 products."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def real_vocabulary(lm_head: LMHead, dtype: torch.dtype, wide: torch.dtype) -> LMHead:
     """Return an output head without padding, its weight in the dtype of the products, its bias in the wide one."""
     vocab, bias_V = lm_head.vocab_size, lm_head.bias_V
@@ -98,13 +93,9 @@ def real_vocabulary(lm_head: LMHead, dtype: torch.dtype, wide: torch.dtype) -> L
 def lm_head_logits(
     hidden_CH: Tensor, lm_head: LMHead, wide: torch.dtype, with_slope: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Return logits = c · tanh(s (h Wᵀ + b) / c), and the slope 1 - tanh² if it is wanted and there is a cap c.
+    """Return logits = c · tanh(s (h Wᵀ + b) / c) in the wide dtype, and on request the slope 1 - tanh² of a cap c.
 
-    Args:
-        hidden_CH: hidden states in the dtype of the weight.
-        lm_head: of `real_vocabulary`.
-        wide: the dtype of the logits.
-        with_slope: whether the slope is wanted.
+    The output head is one of `real_vocabulary`, and the hidden states are in its dtype.
     """
     logits_CV = (hidden_CH @ lm_head.weight_VH.t()).to(wide)
     if lm_head.bias_V is not None:
@@ -153,12 +144,7 @@ def group_gradient(
 ) -> GroupGradient:
     """Return losses and gradients of a group at some positions.
 
-    Args:
-        task: with scales and mask.
-        group: the terms.
-        entry_z: softened logits z/T at the `entry_ids`.
-        log_tail_C: log Σ exp(z/T) over all ids but the top K's.
-        rows: the positions.
+    `entry_z` are the softened logits z/T at the `entry_ids`; `log_tail_C` is log Σ exp(z/T) without the top K's.
     """
     mask_C = task.mask_N[rows]
     topk_z, point_z = (entry_z[:1], entry_z[1:]) if group.topk else ((), entry_z)

@@ -5,11 +5,9 @@ loss: the logits are computed a part at a time, and because the gradient of ever
 (`estimators`), each part becomes its share of the gradient on the spot and is forgotten. Backward only scales. Two
 walks give the same result, by positions (`by_token`) and by blocks of the vocabulary (`by_vocab`).
 
-Compared with recomputing chunks under autograd (activation checkpointing of the last layer) this saves one of three
-matrix products and all of autograd's [chunk, vocabulary] temporaries; compared with a kernel library it also runs on
-CPU and XLA, knows the tail, and does no work for an output head that is frozen.
-
-Everything is static: shapes depend on N, V and the chunk size alone, and nothing is read back from the device.
+Compared with recomputing chunks under autograd this saves one of three matrix products and all [chunk, vocabulary]
+temporaries; compared with a kernel library it also runs on CPU and XLA, knows the tail, and does no work for a frozen
+output head. Shapes depend on N, V and the chunk size alone, and nothing is read back from the device.
 """
 
 from __future__ import annotations
@@ -22,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qat_lora.losses.estimators import DenseTerm, Term, TopKTerm
+from qat_lora.losses.estimators import DenseTerm, Term, TopKTerm, wide_dtype
 from qat_lora.losses.fused.by_token import walk_positions
 from qat_lora.losses.fused.by_vocab import one_softmax, walk_vocabulary
-from qat_lora.losses.fused.gradients import Task, Wanted, group_terms, real_vocabulary, wide_dtype
+from qat_lora.losses.fused.gradients import Task, Wanted, group_terms, real_vocabulary
 from qat_lora.types import LMHead, LossWalk
 
 CHUNK_BYTES = 32 * 2**20
