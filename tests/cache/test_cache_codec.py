@@ -7,7 +7,6 @@ from qat_lora.cache.build.writer import CacheWriter
 from qat_lora.cache.format.codec import DEEPEST, decode_values, encode_values
 from qat_lora.cache.format.records import optional_arrays
 from qat_lora.cache.read.dataset import KDCacheDataset
-from qat_lora.cache.read.reader import CacheReader
 from qat_lora.cache.tools.verify import verify_cache
 from qat_lora.errors import CacheError
 
@@ -131,4 +130,4 @@ def test_shapes_that_do_not_fit_are_named(tmp_path, fingerprint, random_rows):
             with pytest.raises(CacheError, match=f"{name.removesuffix('_ids')}s: from .* vocab_size"):
                 writer.append({**rows, name: rows[name] + fp.vocab_size}, [0, 1])
         writer.append(rows, [0, 1])
-    assert CacheReader(tmp_path / "c").rows("train") == 2
+    assert len(KDCacheDataset(tmp_path / "c")) == 2

@@ -15,7 +15,6 @@ from safetensors.numpy import load_file
 from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.records import Manifest, Sidecar, parse, render
 from qat_lora.cache.read.dataset import KDCacheDataset
-from qat_lora.cache.read.reader import CacheReader
 from qat_lora.cache.read.shard import check_header
 from qat_lora.cache.storage.store import check_shard_bytes, read_manifest
 from qat_lora.cache.tools.describe import describe
@@ -94,7 +93,7 @@ def test_truncation_and_growth_of_every_file(cache):
         for data in [good[:n] for n in range(0, len(good), 7)] + [good + b"\0", good + good]:
             file.write_bytes(data)
             with pytest.raises(CacheDamaged, match=name.split(".")[0]):
-                CacheReader(cache, verify=False)
+                KDCacheDataset(cache, verify=False)
         file.write_bytes(good)
 
 
@@ -107,7 +106,7 @@ def test_swapped_zeroed_missing_and_foreign_files(cache, tmp_path, settings, fin
         with pytest.raises(CacheDamaged, match=name):
             verify_cache(cache)
         with pytest.raises(CacheDamaged, match=name):
-            CacheReader(cache)
+            KDCacheDataset(cache)
 
     first.write_bytes(b)
     second.write_bytes(a)
@@ -131,11 +130,11 @@ def test_links_pipes_and_paths_are_not_followed(cache, tmp_path):
     shutil.move(shard, tmp_path / "elsewhere")
     shard.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CacheDamaged, match="s-000000"):
-        CacheReader(cache)
+        KDCacheDataset(cache)
     shard.unlink()
     os.mkfifo(shard)
     with pytest.raises(CacheDamaged, match="s-000000.*regular"):
-        CacheReader(cache)
+        KDCacheDataset(cache)
     shard.unlink()
     shutil.move(tmp_path / "elsewhere", shard)
     manifest = read_manifest(cache)
@@ -144,11 +143,11 @@ def test_links_pipes_and_paths_are_not_followed(cache, tmp_path):
         fake = Manifest(fingerprint=manifest.fingerprint, train=(entry,))
         (cache / "manifest.json").write_bytes(render(fake))
         with pytest.raises(CacheDamaged, match="manifest.json"):
-            CacheReader(cache)
+            KDCacheDataset(cache)
     double = Manifest(fingerprint=manifest.fingerprint, train=(manifest.train[0], manifest.train[0]))
     (cache / "manifest.json").write_bytes(render(double))
     with pytest.raises(CacheDamaged, match="once each"):
-        CacheReader(cache)
+        KDCacheDataset(cache)
 
 
 def test_headers_are_compared_not_trusted(cache, fingerprint, settings):

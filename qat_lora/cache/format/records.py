@@ -10,7 +10,6 @@ checksums over a prefix of the bytes do not.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 import math
@@ -18,7 +17,6 @@ import os
 import re
 import stat
 import typing
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -291,7 +289,7 @@ def parse(cls: type[R], data: bytes, where: str) -> R:
                 f"{where}: is of cache format version {tree.get('version')!r}, this program reads {fmt.VERSION}; "
                 "use the qat-lora that wrote it, or build the cache again"
             )
-        record = _build(cls, tree, cls.__name__)
+        record = config.from_dict(cls, tree, cls.__name__, exact=True)
         if getattr(record, "format", fmt.FORMAT) != fmt.FORMAT:
             raise ValueError(f"format is {record.format!r}, expected {fmt.FORMAT!r}")  # type: ignore[attr-defined]
         return record
@@ -314,41 +312,3 @@ def strict_json(text: str) -> Any:
         raise ValueError(f"{word} is not JSON")
 
     return json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
-
-
-@functools.cache
-def _hints(cls: Any) -> dict[str, Any]:
-    return typing.get_type_hints(cls)  # once: a manifest has an entry for every shard
-
-
-def _build(cls: type[R], tree: Mapping[str, Any], where: str) -> R:
-    hints = _hints(typing.cast(Any, cls))
-    if tree.keys() != hints.keys():
-        odd = sorted(tree.keys() ^ hints.keys())
-        raise ValueError(f"{where}: keys that should not be there, or are missing: {', '.join(map(repr, odd))}")
-    return cls(**{name: _value(hints[name], value, f"{where}.{name}") for name, value in tree.items()})
-
-
-def _value(hint: Any, value: Any, where: str) -> Any:
-    if hint is Any:
-        return value
-    if dataclasses.is_dataclass(hint):
-        if not isinstance(value, dict):
-            raise ValueError(f"{where}: expected an object")
-        return _build(typing.cast(type, hint), value, where)
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise ValueError(f"{where}: expected a list")
-        return tuple(_value(args[0], item, where) for item in value)
-    if origin is dict:
-        hint = dict
-    elif type(None) in args:
-        if value is None:
-            return None
-        hint = args[0]
-    if hint is float and type(value) is int:
-        value = float(value)
-    if type(value) is not hint or (hint is int and value < 0):
-        raise ValueError(f"{where}: {value!r} is not {'a whole number' if hint is int else 'a ' + hint.__name__}")
-    return value

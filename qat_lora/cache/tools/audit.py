@@ -33,7 +33,7 @@ from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.codec import decode_values, encode_values
 from qat_lora.cache.format.lm_head import read_lm_head
 from qat_lora.cache.format.records import Fingerprint
-from qat_lora.cache.read.reader import CacheReader
+from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.cache.storage.location import Place
 from qat_lora.errors import CacheError
 from qat_lora.types import Batch, LanguageModel, LMHead
@@ -82,12 +82,12 @@ def audit(
     Raises:
         CacheError: no finished cache, another teacher, no position that counts in these rows.
     """
-    reader = CacheReader(path, verify=False)
-    held = reader.fingerprint
+    dataset = KDCacheDataset(path, verify=False)
+    held = dataset.fingerprint
     check_teacher(held, path, teacher_sha256, teacher.vocab_size)
-    chosen = np.unique(np.linspace(0, reader.rows("train") - 1, rows).astype(np.int64))
+    chosen = np.unique(np.linspace(0, len(dataset) - 1, rows).astype(np.int64))
     lm_head = read_lm_head(path, held) if held.contents.hidden else None
-    parts = [_audit_row(teacher, reader, int(row), lm_head, device, chunk_bytes) for row in chosen]
+    parts = [_audit_row(teacher, dataset, int(row), lm_head, device, chunk_bytes) for row in chosen]
     values = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     positions = next(iter(values.values())).size
     if not positions:
@@ -146,16 +146,16 @@ def _bytes_per_token(held: Fingerprint, k: int, encoding: str) -> float:
 
 def _audit_row(
     teacher: LanguageModel,
-    reader: CacheReader,
+    dataset: KDCacheDataset,
     row: int,
     lm_head: LMHead | None,
     device: torch.device | str,
     chunk_bytes: int,
 ) -> dict[tuple[str, str, int], np.ndarray]:
     """Return the figures of a row's targets, arrays [n]."""
-    held = reader.fingerprint
-    stored = {(held.value_dtype, k): reader.read("train", [row], k, (1.0,), ()) for k in topk_sizes(held.top_k)}
-    whole = reader.read("train", [row], None, (1.0,))
+    held = dataset.fingerprint
+    stored = {(held.value_dtype, k): dataset.rows([row], k, ()) for k in topk_sizes(held.top_k)}
+    whole = dataset.rows([row])
     if held.top_k and held.value_dtype == "float16":
         stored |= {
             ("uint8", k): _as_uint8(batch, whole, max(held.temperatures)) for (_, k), batch in list(stored.items())

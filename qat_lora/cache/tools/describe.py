@@ -11,7 +11,7 @@ import numpy as np
 
 from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.records import to_json
-from qat_lora.cache.read.reader import CacheReader
+from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.cache.storage.location import Place
 from qat_lora.errors import CacheError, OutputExistsError
 from qat_lora.extras import pyplot
@@ -43,8 +43,8 @@ def describe(path: Place, *, show_rows: int = 2, show_tokens: int = 16, decode: 
         CacheError: no finished cache.
         CacheDamaged: a record or a size is not what was written.
     """
-    reader = CacheReader(path, verify=False)
-    manifest, held = reader.manifest, reader.fingerprint
+    dataset = KDCacheDataset(path, verify=False)
+    manifest, held = dataset.manifest, dataset.fingerprint
     splits = {}
     for split in fmt.SERIES:
         shards = manifest.shards(split)
@@ -52,11 +52,11 @@ def describe(path: Place, *, show_rows: int = 2, show_tokens: int = 16, decode: 
         size = sum(shard.bytes for shard in shards)
         splits[split] = {"shards": len(shards), "rows": rows, "tokens": rows * held.length, "bytes": size}
     tokens = sum(split["tokens"] for split in splits.values())
-    chosen = _sample(reader)
-    mass = _tail_mass(reader, chosen)
+    chosen = _sample(dataset)
+    mass = _tail_mass(dataset, chosen)
     counted = mass if mass.size else np.zeros(1)
     return {
-        "path": str(reader.path),
+        "path": str(dataset.path),
         "fingerprint": to_json(held),
         "fingerprint_sha256": held.sha256,
         "info": manifest.info,
@@ -71,26 +71,26 @@ def describe(path: Place, *, show_rows: int = 2, show_tokens: int = 16, decode: 
         }
         if held.top_k
         else None,
-        "rows": [_show(reader, int(row), show_tokens, decode) for row in chosen[:show_rows]],
+        "rows": [_show(dataset, int(row), show_tokens, decode) for row in chosen[:show_rows]],
     }
 
 
-def _sample(reader: CacheReader) -> np.ndarray:
-    return np.unique(np.linspace(0, reader.rows("train") - 1, SAMPLE_ROWS).astype(np.int64))
+def _sample(dataset: KDCacheDataset) -> np.ndarray:
+    return np.unique(np.linspace(0, len(dataset) - 1, SAMPLE_ROWS).astype(np.int64))
 
 
-def _tail_mass(reader: CacheReader, rows: np.ndarray) -> np.ndarray:
+def _tail_mass(dataset: KDCacheDataset, rows: np.ndarray) -> np.ndarray:
     """Return the probability outside the top K at the target positions of some rows: 1 where K is 0."""
     masses = []
     for row in rows:
-        batch = reader.read("train", [row], None, (1.0,))
+        batch = dataset.rows([row])
         tails = batch.get("log_tail", np.zeros(batch["target_mask"].shape))
         masses.append(np.exp(tails[batch["target_mask"]], dtype=np.float64))
     return np.concatenate(masses)
 
 
-def _show(reader: CacheReader, row: int, tokens: int, decode: Decode | None) -> dict[str, Any]:
-    batch = reader.read("train", [row], min(_SHOWN_CHOICES, reader.fingerprint.top_k), (1.0,), ())
+def _show(dataset: KDCacheDataset, row: int, tokens: int, decode: Decode | None) -> dict[str, Any]:
+    batch = dataset.rows([row], min(_SHOWN_CHOICES, dataset.fingerprint.top_k), ())
     shown = {"row": row, "input_ids": batch["input_ids"][0][:tokens].tolist()}
     if "head_ids" in batch:
         probabilities = np.exp(batch["head_logits"][0] - batch["lse"][0][:, None])
@@ -114,10 +114,10 @@ def plot_tail_mass(path: Place, out: str | Path) -> None:
     plt, out = pyplot(), Path(out)
     if os.path.lexists(out):
         raise OutputExistsError(f"--plot {out}: exists already and was not touched; delete it or choose another name")
-    reader = CacheReader(path, verify=False)
-    if not reader.fingerprint.top_k:
+    dataset = KDCacheDataset(path, verify=False)
+    if not dataset.fingerprint.top_k:
         raise CacheError(f"{path}: holds hidden states instead of a head, so no mass is outside it; leave --plot out")
-    mass = _tail_mass(reader, _sample(reader))
+    mass = _tail_mass(dataset, _sample(dataset))
     figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
     edges = np.geomspace(_SMALLEST_MASS, 1, 61)
     axis.hist(np.clip(mass, _SMALLEST_MASS, 1), bins=edges, weights=np.full(mass.size, 100 / max(1, mass.size)))
@@ -126,7 +126,7 @@ def plot_tail_mass(path: Place, out: str | Path) -> None:
             axis.axvline(max(value, _SMALLEST_MASS), color="black", lw=0.8, ls=style, label=f"{name} {value:.2g}")
         axis.legend()
     axis.set(xscale="log", xlim=(_SMALLEST_MASS, 1), ylabel="% of positions")
-    axis.set_xlabel(f"probability outside the {reader.fingerprint.top_k} stored entries (1e-6 or less: first bar)")
+    axis.set_xlabel(f"probability outside the {dataset.fingerprint.top_k} stored entries (1e-6 or less: first bar)")
     axis.set_title(f"tail mass of {Path(str(path)).name}, {mass.size:,} positions", fontsize=10)
     axis.spines[["top", "right"]].set_visible(False)
     with whole_file(out) as draft:
