@@ -68,8 +68,7 @@ def _parse_optional(names: tuple[str, ...]) -> dict[str, tuple[int, str | None]]
 class Fingerprint:
     """Everything that decides what a cache holds. Resuming a build compares all of it.
 
-    A student only compares `tokenizer_sha256`, `vocab_size` and `length` (`KDCacheDataset.check_student`): which
-    teacher and which text it learns from is the user's choice.
+    A student is compared with `tokenizer_sha256`, `vocab_size` and `length` only (`KDCacheDataset.check_student`).
     """
 
     tokenizer_sha256: str
@@ -87,7 +86,7 @@ class Fingerprint:
     """K: entries of a position; 0 where hidden states are stored instead of logits."""
     temperatures: tuple[float, ...] = (1.0,)
     value_dtype: str = "float16"
-    """How head values are stored: `float16`, or `uint8` (codes and a range a position)."""
+    """How values are stored: `float16`, or `uint8` (codes and a range a position)."""
     seed: int = 0
     eval_rows: int = 0
     builder: str = ""
@@ -97,12 +96,11 @@ class Fingerprint:
 
     def __post_init__(self) -> None:
         extras = _parse_optional(self.optional_arrays)
-        fewest = 0 if "hidden" in extras else 1
-        heads = f"1 to vocab_size = {self.vocab_size}, or 0 with --hidden"
+        fewest, topk_allowed = int("hidden" not in extras), f"1 to vocab_size = {self.vocab_size}, or 0 with --hidden"
         rules = [
             ("length", self.length, 2 <= self.length < 1 << 24, "2 or more tokens: a row of 1 predicts nothing"),
             ("vocab_size", self.vocab_size, 1 <= self.vocab_size < 1 << 31, "1 to 2^31 - 1"),
-            ("top_k", self.top_k, fewest <= self.top_k <= self.vocab_size, heads),
+            ("top_k", self.top_k, fewest <= self.top_k <= self.vocab_size, topk_allowed),
             ("value_dtype", self.value_dtype, self.value_dtype in VALUE_DTYPES, " or ".join(VALUE_DTYPES)),
             ("eval_rows", self.eval_rows, self.eval_rows >= 0, "0 or more"),
             ("tail_draws", self.optional_arrays, self.top_k or "tail_draws" not in extras, "none where --top-k is 0"),
@@ -312,3 +310,18 @@ def strict_json(text: str) -> Any:
         raise ValueError(f"{word} is not JSON")
 
     return json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
+
+
+def read_header(data: bytes | bytearray, where: str) -> tuple[Any, int]:
+    """Return the JSON header at the beginning of a safetensors file, and where it ends.
+
+    Raises:
+        CacheDamaged: it is too long for the data or the format, or no strict JSON.
+    """
+    size = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or size > min(fmt.HEADER_LIMIT_BYTES, len(data) - 8):
+        raise CacheDamaged(f"{where}: its header claims {size:,} bytes; allowed: 1 MB within the file")
+    try:
+        return strict_json(data[8 : 8 + size].decode("ascii")), 8 + size
+    except (ValueError, RecursionError) as error:
+        raise CacheDamaged(f"{where}: its header cannot be read ({error})") from None
