@@ -15,8 +15,9 @@ from safetensors.numpy import load_file
 from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.records import Manifest, Sidecar, parse, render
 from qat_lora.cache.read.dataset import KDCacheDataset
-from qat_lora.cache.read.shard import check_header
-from qat_lora.cache.storage.store import check_shard_bytes, read_manifest
+from qat_lora.cache.read.shard import check_header, open_shard
+from qat_lora.cache.storage.location import locate
+from qat_lora.cache.storage.store import read_manifest
 from qat_lora.cache.tools.describe import describe
 from qat_lora.cache.tools.verify import verify_cache
 from qat_lora.cli import main
@@ -52,19 +53,20 @@ def test_every_bit_flip_in_a_record(cache, name, record):
 
 def test_every_bit_flip_in_a_shard(cache):
     file = cache / "s-000001.safetensors"
-    good, entry = file.read_bytes(), read_manifest(cache).train[1]
+    good, manifest = file.read_bytes(), read_manifest(cache)
+    entry, held, place = manifest.train[1], manifest.fingerprint, locate(cache)
     silent = 0  # positive control: what the container itself lets through
     for number, changed in enumerate(_flips(good)):
         with open(file, "r+b") as opened:  # not write_bytes: to truncate and grow costs a millisecond
             opened.write(changed)
         with pytest.raises(CacheDamaged, match="s-000001"):
-            check_shard_bytes(cache, entry)
+            open_shard(place, entry, held).check_sha256()
         if number >= 8 * (len(good) - 20):
             load_file(file)
             silent += 1
     assert silent == 160
     file.write_bytes(good)
-    check_shard_bytes(cache, entry)
+    open_shard(place, entry, held).check_sha256()
 
 
 def test_damage_is_seen_through_the_front_doors(cache):

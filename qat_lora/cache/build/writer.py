@@ -30,10 +30,9 @@ from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.codec import Arrays, encode_rows
 from qat_lora.cache.format.lm_head import LMHeadFile, check_lm_head, write_lm_head
 from qat_lora.cache.format.records import Fingerprint, Manifest, Part, ShardEntry, Sidecar, render
+from qat_lora.cache.read.shard import open_shard
 from qat_lora.cache.storage.location import Place, locate
 from qat_lora.cache.storage.store import (
-    Progress,
-    check_shard_bytes,
     check_shard_size,
     committed,
     read_manifest,
@@ -181,13 +180,10 @@ class CacheWriter:
         self.stopped = True
         self._pending, self._pending_rows = [], 0
 
-    def finish(self, progress: Progress | None = None) -> Manifest | None:
+    def finish(self) -> Manifest | None:
         """Commit the last, partial shard, read every shard back and write the manifest.
 
         Where several builders share the cache, the last to finish writes it.
-
-        Args:
-            progress: called with (shard, bytes read) while reading back.
 
         Returns:
             The manifest, None while other builders are at work.
@@ -203,10 +199,9 @@ class CacheWriter:
             self._check_rows(self._entries)
         check_lm_head(self.out, self.fingerprint, whole=not self.out.far)
         for entry in (*self._entries["eval"], *self._entries["train"]):
-            if self.out.far:  # was read back when it was put: no second transfer of everything
-                check_shard_size(self.out, entry)
-            else:
-                check_shard_bytes(self.out, entry, progress)
+            check_shard_size(self.out, entry)
+            if not self.out.far:  # there it was read back when it was put: no second transfer of everything
+                open_shard(self.out, entry, self.fingerprint).check_sha256()
         if self.partition.builders == 1:
             return self._wrap(lambda: self._seal(self._entries))
         return self._wrap(self._end)

@@ -203,18 +203,6 @@ def check_shard_size(place: Location, entry: ShardEntry) -> None:
         )
 
 
-def check_shard_bytes(path: Place, entry: ShardEntry, progress: Progress | None = None) -> None:
-    """Raise CacheDamaged unless the shard's sha256 is what was written."""
-    place = locate(path)
-    check_shard_size(place, entry)
-    digest = hashlib.sha256()
-    for chunk in place.chunks(f"{entry.shard}.safetensors"):
-        digest.update(chunk)
-        if progress is not None:
-            progress(entry.shard, len(chunk))
-    check_digest(place, entry, digest.hexdigest())
-
-
 def check_digest(place: Location, entry: ShardEntry, sha256: str) -> None:
     """Raise CacheDamaged unless a shard's sha256 is what was written."""
     if sha256 != entry.sha256:
