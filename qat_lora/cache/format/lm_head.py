@@ -25,23 +25,15 @@ if TYPE_CHECKING:
     import torch
 
 _DTYPES = {"F32": ("float32", 4), "BF16": ("bfloat16", 2), "F16": ("float16", 2)}
-_CHUNK_BYTES = 1 << 20
 
 
 class LMHeadFile(NamedTuple):
-    """The bytes of a head's file."""
+    """The bytes of an LM head's file."""
 
     width: int
     """H."""
     sha256: str
     parts: tuple[bytes | memoryview, ...]
-
-    def chunks(self) -> Iterator[bytes | memoryview]:
-        """Yield the file's bytes."""
-        for part in self.parts:
-            view = memoryview(part)
-            for start in range(0, len(view), _CHUNK_BYTES):
-                yield view[start : start + _CHUNK_BYTES]
 
 
 def lm_head_file(lm_head: LMHead) -> LMHeadFile:

@@ -48,29 +48,24 @@ def describe(path: Place, *, show_rows: int = 2, show_tokens: int = 16, decode: 
     splits = {}
     for split in fmt.SERIES:
         shards = manifest.shards(split)
-        rows = manifest.rows(split)
-        size = sum(shard.bytes for shard in shards)
+        rows, size = manifest.rows(split), sum(shard.bytes for shard in shards)
         splits[split] = {"shards": len(shards), "rows": rows, "tokens": rows * held.length, "bytes": size}
-    tokens = sum(split["tokens"] for split in splits.values())
+    tokens, size = (sum(split[name] for split in splits.values()) for name in ("tokens", "bytes"))
     chosen = _sample(dataset)
     mass = _tail_mass(dataset, chosen)
     counted = mass if mass.size else np.zeros(1)
+    quantiles = {f"p{q * 100:g}": float(np.quantile(counted, q)) for q in QUANTILES}
     return {
         "path": str(dataset.path),
         "fingerprint": to_json(held),
         "fingerprint_sha256": held.sha256,
         "info": manifest.info,
         "splits": splits,
-        "bytes_per_token": sum(split["bytes"] for split in splits.values()) / tokens,
+        "bytes_per_token": size / tokens,
         "bytes_per_token_by_array": {spec.name: spec.row_bytes / held.length for spec in held.arrays},
         "sampled_rows": len(chosen),
         "target_fraction": mass.size / (len(chosen) * (held.length - 1)),
-        "tail_mass": {
-            "mean": float(counted.mean()),
-            **{f"p{q * 100:g}": float(np.quantile(counted, q)) for q in QUANTILES},
-        }
-        if held.top_k
-        else None,
+        "tail_mass": {"mean": float(counted.mean()), **quantiles} if held.top_k else None,
         "rows": [_show(dataset, int(row), show_tokens, decode) for row in chosen[:show_rows]],
     }
 
@@ -138,6 +133,7 @@ def render(description: dict[str, Any]) -> str:
     """Return what `describe` found as text for a terminal."""
     held = description["fingerprint"]
     temperatures = ", ".join(f"{t:g}" for t in held["temperatures"])
+    masses = ", ".join(f"{name} {value:.2g}" for name, value in (description["tail_mass"] or {}).items())
     lines = [
         f"{description['path']}: rows of {held['length']:,} tokens, {_stored(held)} at each",
         *(
@@ -149,7 +145,7 @@ def render(description: dict[str, Any]) -> str:
         f"packing      {held['packing']}",
         f"size         {description['bytes_per_token']:.0f} bytes a token",
         f"targets      {description['target_fraction']:.1%} of the positions count",
-        *_mass_line(description["tail_mass"]),
+        *([f"tail mass    {masses}"] if masses else []),
         f"fingerprint  {description['fingerprint_sha256']}",
     ]
     for row in description["rows"]:
@@ -164,12 +160,6 @@ def _stored(held: dict[str, Any]) -> str:
     for name, size, *_ in (text.split(":") for text in held["optional_arrays"]):
         parts.append(words[name].format(size))
     return ", ".join(parts)
-
-
-def _mass_line(masses: dict[str, float] | None) -> list[str]:
-    if masses is None:
-        return []
-    return ["tail mass    " + ", ".join(f"{name} {value:.2g}" for name, value in masses.items())]
 
 
 def _row_lines(row: dict[str, Any]) -> list[str]:
