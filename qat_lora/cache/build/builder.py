@@ -49,6 +49,8 @@ class ForwardSettings(NamedTuple):
     """Float32 logits worked on at a time (`Runtime.piece_bytes`); None for a chunk."""
 
 
+_Batch = list[tuple[str, PackedRow]]
+"""Rows with their splits."""
 _DEFAULTS = ForwardSettings()
 
 
@@ -257,7 +259,7 @@ def _inputs(rows: Sequence[PackedRow], batch_rows: int, length: int) -> dict[str
 @contextlib.contextmanager
 def _written_behind(
     writer: CacheWriter,
-) -> Iterator[Callable[[dict[str, np.ndarray], list[tuple[str, PackedRow]]], None]]:
+) -> Iterator[Callable[[dict[str, np.ndarray], _Batch], None]]:
     """Yield a function that hands a batch to the writer in one background thread; leaving waits until all are written.
 
     An error there is raised here, and nothing is appended after it; an error here drops what is still waiting.
@@ -265,7 +267,7 @@ def _written_behind(
     failed = threading.Event()
     waiting: collections.deque[Future[None]] = collections.deque()
 
-    def append(arrays: dict[str, np.ndarray], batch: list[tuple[str, PackedRow]]) -> None:
+    def append(arrays: dict[str, np.ndarray], batch: _Batch) -> None:
         first = 0
         try:
             for split, group in itertools.groupby([] if failed.is_set() else batch, key=lambda item: item[0]):
@@ -277,7 +279,7 @@ def _written_behind(
             failed.set()
             raise
 
-    def put(arrays: dict[str, np.ndarray], batch: list[tuple[str, PackedRow]]) -> None:
+    def put(arrays: dict[str, np.ndarray], batch: _Batch) -> None:
         while waiting and (waiting[0].done() or len(waiting) > _QUEUED_BATCHES):
             waiting.popleft().result()
         waiting.append(pool.submit(append, arrays, batch))

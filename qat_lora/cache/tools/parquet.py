@@ -42,7 +42,7 @@ def export_parquet(
 ) -> dict[str, Any]:
     """Write a split of a cache to a Parquet file, which appears when it is whole.
 
-    Columns, all of fixed-size lists, for rows of L tokens and K entries a position: `input_ids` int32 [L], `loss_mask` uint8
+    Columns, all of fixed-size lists, for rows of L tokens and K entries each: `input_ids` int32 [L], `loss_mask` uint8
     [L], `doc_starts` bool [L], `head_ids` int32 [L-1, K], `head_logits` [L-1, K] (logit minus the position's largest;
     float16, or float32 where the cache stores it as uint8 codes), `lse` and `log_tail` float32 [L-1], with `lse@2` and
     so on for other temperatures; where the cache has them `tail_draw_ids` and `draw_ids` int32 [L-1, D] and
