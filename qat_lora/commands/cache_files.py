@@ -26,8 +26,7 @@ def verify(path: str, quiet: bool, as_json: bool) -> None:
     from qat_lora.cache.storage.store import read_manifest
     from qat_lora.cache.tools.verify import verify_cache
 
-    manifest = read_manifest(path)
-    total = sum(shard.bytes for shard in (*manifest.eval, *manifest.train))
+    total = sum(shard.bytes for shard in read_manifest(path).all_shards)
     with _byte_bar("verify", total, quiet) as bar:
         report = verify_cache(path, lambda _shard, read: bar.update(read))
     if as_json:

@@ -13,9 +13,7 @@ again writes it.
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from qat_lora.cache.format import layout as fmt
@@ -60,21 +58,6 @@ class Partition(NamedTuple):
     def of(self, rows: int) -> int:
         """Return this builder's part of a number of rows; all parts sum to it and differ by at most one."""
         return rows * (self.builder + 1) // self.builders - rows * self.builder // self.builders
-
-    @contextlib.contextmanager
-    def locked(self, folder: Location) -> Iterator[None]:
-        """Keep out the same builder a second time, and builders that divide the work differently.
-
-        Raises:
-            OutputExistsError: one of them is at work.
-        """
-        with contextlib.ExitStack() as stack:
-            if self.builders == 1:
-                stack.enter_context(folder.exclusive(fmt.LOCK))
-            else:
-                stack.enter_context(folder.sharing(fmt.LOCK))
-                stack.enter_context(folder.exclusive(f"{fmt.LOCK}.{self.builder}"))
-            yield
 
 
 def read_part(folder: Location, partition: Partition, fingerprint: Fingerprint) -> Part | None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ import numpy as np
 from qat_lora.cache.build.partition import Partition, gather, missing_parts, read_part
 from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.codec import Arrays, encode_rows
-from qat_lora.cache.format.lm_head import LMHeadFile, check_lm_head, write_lm_head
+from qat_lora.cache.format.lm_head import LMHeadFile, check_lm_head
 from qat_lora.cache.format.records import Fingerprint, Manifest, Part, ShardEntry, Sidecar, render
 from qat_lora.cache.read.shard import open_shard
 from qat_lora.cache.storage.location import Place, locate
@@ -38,6 +37,7 @@ from qat_lora.cache.storage.store import (
     read_manifest,
     read_sidecar,
     read_sidecars,
+    shard_entry,
 )
 from qat_lora.errors import CacheDamaged, CacheError, ConfigError, OutputExistsError
 from qat_lora.files import folders as files
@@ -79,7 +79,6 @@ class CacheWriter:
         out: the cache folder or URL, made if absent. A folder with the same fingerprint is resumed.
         fingerprint: what the cache will hold.
         shard_rows: rows of a shard; default: about 128 MB.
-        info: notes for people, kept in the manifest.
         overwrite: delete an existing cache in `out` first (its own files only).
         partition: which of several builders this is.
         lm_head: the teacher's output head, for a cache that holds hidden states; written before the first row.
@@ -94,7 +93,6 @@ class CacheWriter:
         fingerprint: Fingerprint,
         shard_rows: int | None = None,
         *,
-        info: Mapping[str, Any] | None = None,
         overwrite: bool = False,
         partition: Partition | None = None,
         lm_head: LMHeadFile | None = None,
@@ -111,7 +109,6 @@ class CacheWriter:
         self.finished = False
         self._ended = False
         self.stopped = False
-        self._info = dict(info or {})
         self._overwrite = overwrite
         self._lm_head = lm_head
         self._stack = contextlib.ExitStack()
@@ -240,9 +237,8 @@ class CacheWriter:
                 return read_manifest(self.out)
 
     def _seal(self, entries: Mapping[str, Sequence[ShardEntry]]) -> Manifest:
-        manifest = Manifest(
-            fingerprint=self.fingerprint, train=tuple(entries["train"]), eval=tuple(entries["eval"]), info=self._info
-        )
+        train, held_out = tuple(entries["train"]), tuple(entries["eval"])
+        manifest = Manifest(fingerprint=self.fingerprint, train=train, eval=held_out)
         self.out.write_new(fmt.MANIFEST, [render(manifest)], "manifest")
         self.finished = True
         return manifest
@@ -267,21 +263,33 @@ class CacheWriter:
         self._refuse_foreign()
         self.out.make()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self.partition.locked(self.out))
+            if self.partition.builders == 1:
+                stack.enter_context(self.out.exclusive(fmt.LOCK))
+            else:  # keep out the same builder a second time, and builders that divide the work differently
+                stack.enter_context(self.out.sharing(fmt.LOCK))
+                stack.enter_context(self.out.exclusive(f"{fmt.LOCK}.{self.partition.builder}"))
             if self._overwrite:
                 self._delete()
             else:
                 self._load()
             self._sweep()
             if self.fingerprint.lm_head_sha256 is not None and not self.finished:
-                self._keep_lm_head()
+                self._put_lm_head(self._lm_head)
             self._stack = stack.pop_all()
 
-    def _keep_lm_head(self) -> None:
-        """Write the teacher's output head, or check the one that is there; of several builders one at a time."""
+    def _put_lm_head(self, file: LMHeadFile | None) -> None:
+        """Write the teacher's LM head, or check the one that is there; of several builders one at a time."""
         with self.out.in_turn(f"{fmt.LOCK}.manifest") if self.partition.builders > 1 else contextlib.nullcontext():
             self.out.delete(f".{fmt.LM_HEAD}.tmp")  # of a builder that was killed right here
-            write_lm_head(self.out, self.fingerprint, self._lm_head)
+            if self.out.has(fmt.LM_HEAD):
+                check_lm_head(self.out, self.fingerprint)
+            elif file is None or file.sha256 != self.fingerprint.lm_head_sha256:
+                raise CacheError(
+                    f"{self.out}: is to hold hidden states, but the output head that was given is not the one of its "
+                    "fingerprint; give the writer `lm_head_file(teacher.lm_head())` of the same teacher"
+                )
+            else:
+                self.out.write_new(fmt.LM_HEAD, file.parts, "head")
 
     def _load(self) -> None:
         """Take over what is committed; raises before anything in the folder is changed."""
@@ -411,13 +419,10 @@ class CacheWriter:
         )
         _check_sidecar(render(sidecar), name)  # before the shard: a cursor that cannot be stored must not cost it
         size, digest = self.out.write_new(f"{name}.safetensors", chunks(), "shard")
-        text = render(dataclasses.replace(sidecar, sha256=digest, bytes=size))
+        sidecar = dataclasses.replace(sidecar, sha256=digest, bytes=size)
+        text = render(sidecar)
         self.out.write_new(f"{name}.json", [text], "sidecar")
-        self._entries[split].append(
-            ShardEntry(
-                shard=name, rows=rows, bytes=size, sha256=digest, sidecar_sha256=hashlib.sha256(text).hexdigest()
-            )
-        )
+        self._entries[split].append(shard_entry(sidecar, text))
         if split == "train":
             self._cursor = self._pending_cursor
         self._pending, self._pending_rows = [], 0

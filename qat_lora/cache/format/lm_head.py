@@ -92,27 +92,6 @@ def check_lm_head(place: Place, fingerprint: Fingerprint, *, whole: bool = True)
             pass
 
 
-def write_lm_head(place: Place, fingerprint: Fingerprint, file: LMHeadFile | None) -> None:
-    """Put the LM head into the folder of a cache that is to have hidden states, or check the one that is there.
-
-    Raises:
-        CacheError: there is none and none is given, or it is another than the fingerprint's.
-        CacheDamaged: the one that is there is not what was written.
-    """
-    if fingerprint.lm_head_sha256 is None:
-        return
-    location = locate(place)
-    if location.has(fmt.LM_HEAD):
-        check_lm_head(location, fingerprint)
-        return
-    if file is None or file.sha256 != fingerprint.lm_head_sha256:
-        raise CacheError(
-            f"{location}: is to hold hidden states, but the output head that was given is not the one of its "
-            "fingerprint; give the writer `lm_head_file(teacher.lm_head())` of the same teacher"
-        )
-    location.write_new(fmt.LM_HEAD, file.parts, "head")
-
-
 def read_lm_head(place: Place, fingerprint: Fingerprint) -> LMHead:
     """Return the teacher's output head, tensors on the CPU in the type in which they are stored.
 

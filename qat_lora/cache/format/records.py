@@ -212,6 +212,11 @@ class Manifest:
         """Return the shards of a split, in row order."""
         return {"train": self.train, "eval": self.eval}[split]
 
+    @property
+    def all_shards(self) -> tuple[ShardEntry, ...]:
+        """The shards of both splits, in the order in which they were written."""
+        return (*self.eval, *self.train)
+
     def rows(self, split: str) -> int:
         """Return the number of rows of a split."""
         return sum(shard.rows for shard in self.shards(split))

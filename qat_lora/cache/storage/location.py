@@ -1,9 +1,9 @@
 """Where a cache is: a folder of this machine, or one behind a URL (`gs://`, `s3://`, any of fsspec's).
 
-The rest of the cache needs files by name and no more: list, read, write once, delete, hold a lock. There are two kinds
-of location because their guarantees differ. A local folder has links, `fsync`, `flock` and files that can be read at
-any place, and uses all four. An object store has none of them, but its objects appear whole, and a put can be made to
-fail where the name exists. One layer over both (fsspec's own local file system) would give up the best of each.
+The rest of the cache only lists, reads, writes once, deletes and locks files by name. There are two kinds of location
+because their guarantees differ. A local folder has links, `fsync`, `flock` and files that can be read at any place. An
+object store has none of them, but its objects appear whole, and a put can be made to fail where the name exists. One
+layer over both (fsspec's own local file system) would give up the best of each.
 """
 
 from __future__ import annotations
