@@ -46,7 +46,7 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
 
     Raises:
         QatLoraError: see the rooms; nothing in an existing cache is lost.
-        InterruptedRunError: SIGTERM or SIGHUP; what is committed stays.
+        InterruptedRunError: SIGTERM, SIGINT or SIGHUP; what is committed stays.
     """
     options = as_builder(options, runtime)
     run, text, part = options.run, options.text, Partition.parse(options.builder)

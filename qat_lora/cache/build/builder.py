@@ -14,7 +14,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
-import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,6 +29,7 @@ from qat_lora.cache.format.codec import DRAWN
 from qat_lora.cache.format.records import Fingerprint
 from qat_lora.data.packing import PackedRow
 from qat_lora.errors import CacheError, ConfigError
+from qat_lora.runtime.host.signals import stop_signals
 from qat_lora.types import LanguageModel
 
 _QUEUED_BATCHES = 2
@@ -61,7 +61,7 @@ class BuildReport(NamedTuple):
     eval_rows: int
     bytes_per_token: float
     finished: bool
-    """False if it was asked to stop (SIGTERM, SIGHUP) before the rows ended: the same call goes on from there."""
+    """False if a signal stopped it before the rows ended: the same call goes on from there."""
     waiting_for: tuple[int, ...] = ()
     """Builders of the same cache that have not ended; the last of them writes the manifest."""
 
@@ -175,14 +175,14 @@ def build_kd_cache(
     )
     total_rows = None if left is None else left + len(eval_left)
     with (
-        _stop_on_signal() as stop,
+        stop_signals() as stopped,
         _progress(fingerprint, total_rows, quiet) as bar,
         _written_behind(writer) as put,
     ):
-        while not stop.is_set() and (batch := list(itertools.islice(work, batch_rows))):
+        while not stopped and (batch := list(itertools.islice(work, batch_rows))):
             put(run_batch(teacher, [row for _, row in batch], fingerprint, settings), batch)
             bar.update(len(batch) * fingerprint.length)
-    if stop.is_set():
+    if stopped:
         writer.stop()
     else:
         writer.finish()
@@ -291,29 +291,6 @@ def _written_behind(
                 waiting.popleft().result()
         finally:
             failed.set()
-
-
-@contextlib.contextmanager
-def _stop_on_signal() -> Iterator[threading.Event]:
-    """Yield an event that SIGTERM and SIGHUP set; a second one acts as before, and so does an ignored one (nohup)."""
-    event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield event  # only the main thread may set handlers
-        return
-
-    def handler(number: int, _frame: object) -> None:
-        event.set()
-        signal.signal(number, before[number])
-
-    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    before = {n: old for n in numbers if (old := signal.getsignal(n)) != signal.SIG_IGN}
-    for number in before:
-        signal.signal(number, handler)
-    try:
-        yield event
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
 
 
 def _progress(fingerprint: Fingerprint, total_rows: int | None, quiet: bool) -> Any:
