@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -146,3 +149,9 @@ def test_a_student_that_does_not_fit_is_told_the_field(dataset):
                              (("11" * 32, 31, 4), "length")):  # fmt: skip
         with pytest.raises(CacheError, match=f"^{field}: "):
             dataset.check_student(*arguments)
+
+
+def test_reader_and_writer_need_no_torch():
+    modules = "qat_lora.cache.build.writer, qat_lora.cache.read.dataset, qat_lora.cache.tools.pack"
+    code = f"import sys, {modules}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
