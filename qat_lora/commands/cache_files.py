@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import Any
 
@@ -30,7 +29,7 @@ def verify(path: str, quiet: bool, as_json: bool) -> None:
     with _byte_bar("verify", total, quiet) as bar:
         report = verify_cache(path, lambda _shard, read: bar.update(read))
     if as_json:
-        echo(json.dumps({"intact": True, **dataclasses.asdict(report)}))
+        echo(json.dumps({"intact": True, **report._asdict()}))
         return
     strangers = f"; files that are not its own: {', '.join(report.strangers)}" if report.strangers else ""
     size = f"{report.bytes / 1e6:,.1f} MB in {report.seconds:.1f} s"

@@ -116,7 +116,7 @@ def _chi_square_z(drawn, probabilities):
 @pytest.mark.parametrize("scale", [0.5, 3.0])
 def test_the_distribution(vocab, scale):
     logits = np.random.default_rng(1).normal(size=vocab) * scale
-    logits[::3] = -np.inf  # as a head that is cut out
+    logits[::3] = -np.inf  # as a top K that is cut out
     truth = np.exp(logits - logits[np.isfinite(logits)].max())
     truth /= truth.sum()
     drawn = draw(torch.from_numpy(logits).float()[None].repeat(4, 1), _numbers(2, 4, 25_000)).numpy().reshape(-1)

@@ -64,7 +64,7 @@ class Size(NamedTuple):
     shard_rows: int | None = None
     """Rows of a shard; default as in `CacheWriter`."""
     lm_head_bytes: int = 0
-    """Of the output head that is stored once."""
+    """Of the LM head, which is stored once."""
 
 
 def forecast(

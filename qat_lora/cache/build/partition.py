@@ -83,11 +83,6 @@ def read_part(folder: Location, partition: Partition, fingerprint: Fingerprint) 
     return part
 
 
-def missing_parts(folder: Location, builders: int, fingerprint: Fingerprint) -> tuple[int, ...]:
-    """Return the builders that have not ended."""
-    return tuple(i for i in range(builders) if read_part(folder, Partition(i, builders), fingerprint) is None)
-
-
 def gather(folder: Location, builders: int, fingerprint: Fingerprint) -> dict[str, list[ShardEntry]]:
     """Return all builders' shards in row order; every builder must have ended.
 

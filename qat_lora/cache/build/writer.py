@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qat_lora.cache.build.partition import Partition, gather, missing_parts, read_part
+from qat_lora.cache.build.partition import Partition, gather, read_part
 from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.codec import Arrays, encode_rows
 from qat_lora.cache.format.lm_head import LMHeadFile, check_lm_head
@@ -56,7 +56,7 @@ _OURS = {
     "tensors": rf'(?s).{{8}}\{{"__metadata__":\{{"format":"{fmt.FORMAT}"',
     "lock": r"([0-9]+\n)?\Z",
 }
-"""How each begins; what a kill left half begins with anything, and counts as ours in a folder that is a cache."""
+"""How each begins; a file that a kill cut off begins with anything, and is ours in a folder that is a cache."""
 
 
 class ResumeState(NamedTuple):
@@ -81,7 +81,7 @@ class CacheWriter:
         shard_rows: rows of a shard; default: about 128 MB.
         overwrite: delete an existing cache in `out` first (its own files only).
         partition: which of several builders this is.
-        lm_head: the teacher's output head, for a cache that holds hidden states; written before the first row.
+        lm_head: the teacher's LM head, for a cache that holds hidden states; written before the first row.
 
     Raises:
         ConfigError: `overwrite` with several builders.
@@ -138,8 +138,9 @@ class CacheWriter:
         """Return the other builders that must end before there is a manifest."""
         if self.finished:
             return ()
-        missing = missing_parts(self.out, self.partition.builders, self.fingerprint)
-        return tuple(builder for builder in missing if builder != self.partition.builder)
+        every = (Partition(builder, self.partition.builders) for builder in range(self.partition.builders))
+        others = (each for each in every if each != self.partition)
+        return tuple(each.builder for each in others if read_part(self.out, each, self.fingerprint) is None)
 
     def append(self, rows: Mapping[str, np.ndarray], cursors: Sequence[Any], split: str = "train") -> None:
         """Add n rows; every full shard is committed before this returns.
@@ -315,7 +316,7 @@ class CacheWriter:
         self._ended = part is not None
 
     def _require_same_builders(self, split: str) -> None:
-        """One shard tells how the whole folder is divided, whoever wrote it."""
+        """Refuse a folder that is divided otherwise: one shard tells, whichever builder wrote it."""
         for number in committed(self.out, split)[:1]:
             sidecar, _ = read_sidecar(self.out, fmt.shard_name(split, number))
             self._require_same(sidecar.fingerprint)
@@ -338,8 +339,7 @@ class CacheWriter:
     def _refuse_foreign(self) -> None:
         """Refuse a folder that holds files and no cache of ours, or others' files under the names of a cache.
 
-        A build that goes on reads its records anyway, and refuses what they are not: it asks only for what it would
-        remove or write into unread.
+        A resumed build reads its records anyway; only what it would remove or write unread is looked at here.
         """
         names = self.out.names()
         kinds = {name: kind for name in names if (kind := _kind(name)) is not None}
@@ -361,11 +361,11 @@ class CacheWriter:
             print(f"note: {self.out}: not of a KD cache, so left as it is: {', '.join(others[:8])}", file=sys.stderr)
 
     def _is_ours(self, name: str, kind: str) -> bool:
-        """Tell by how a file begins whether it is of a KD cache; its name alone may be anybody's."""
+        """Tell by its first bytes whether a file is of a KD cache; the name alone does not."""
         try:
             with contextlib.closing(self.out.chunks(name)) as chunks:  # type: ignore[type-var]
                 return re.match(_OURS[kind].encode(), next(chunks, b"")[:256]) is not None
-        except FileNotFoundError:  # removed meanwhile, so in nobody's way
+        except FileNotFoundError:  # removed meanwhile
             return True
         except (OSError, CacheDamaged):
             return False

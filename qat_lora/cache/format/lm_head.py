@@ -37,7 +37,7 @@ class LMHeadFile(NamedTuple):
 
 
 def lm_head_file(lm_head: LMHead) -> LMHeadFile:
-    """Return an output head as the bytes of its file, padding rows cut off.
+    """Return an LM head as the bytes of its file, padding rows cut off.
 
     Raises:
         CacheError: weights of another type than float32, bfloat16 or float16.
@@ -93,7 +93,7 @@ def check_lm_head(place: Place, fingerprint: Fingerprint, *, whole: bool = True)
 
 
 def read_lm_head(place: Place, fingerprint: Fingerprint) -> LMHead:
-    """Return the teacher's output head, tensors on the CPU in the type in which they are stored.
+    """Return the teacher's LM head, tensors on the CPU in the type in which they are stored.
 
     Raises:
         CacheError: the cache holds no hidden states.

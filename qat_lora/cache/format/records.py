@@ -13,12 +13,8 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import re
-import stat
-import typing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import qat_lora.config as config
@@ -124,7 +120,7 @@ class Fingerprint:
 
     @property
     def lm_head_sha256(self) -> str | None:
-        """The sha256 of the teacher's output head in the folder; None where the cache holds no hidden states."""
+        """The sha256 of the teacher's LM head in the folder; None where the cache holds no hidden states."""
         return _parse_optional(self.optional_arrays).get("hidden", (0, None))[1]
 
     @property
@@ -234,39 +230,6 @@ def render(record: Any) -> bytes:
     if not body.endswith(_SEAL):
         raise AssertionError("the checksum must be the last key")
     return (body + hashlib.sha256(body.encode()).hexdigest() + _SEAL_END).encode()
-
-
-def read_bounded(path: str | Path, limit_bytes: int) -> bytes:
-    """Read a small regular file, following no link.
-
-    Raises:
-        FileNotFoundError: there is none.
-        CacheDamaged: it is a link, no regular file, or larger than `limit_bytes`.
-    """
-    with open_regular(path) as file:
-        data = file.read(limit_bytes + 1)
-    if len(data) > limit_bytes:
-        raise CacheDamaged(f"{path}: is larger than {limit_bytes:,} bytes, so it is no file of a KD cache")
-    return data
-
-
-def open_regular(path: str | Path) -> typing.BinaryIO:
-    """Open a regular file for reading; a link, pipe or device is refused rather than followed.
-
-    Raises:
-        FileNotFoundError: there is none.
-        CacheDamaged: it is something else than a regular file.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise CacheDamaged(f"{path}: cannot be opened as a regular file ({error.strerror})") from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise CacheDamaged(f"{path}: is not a regular file, so it is not read; a KD cache holds plain files only")
-    return os.fdopen(descriptor, "rb")
 
 
 def parse(cls: type[R], data: bytes, where: str) -> R:

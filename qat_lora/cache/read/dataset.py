@@ -166,7 +166,7 @@ class KDCacheDataset:
         return batch
 
     def teacher_lm_head(self) -> LMHead:
-        """Return the teacher's output head, tensors on the CPU, for a cache that was built with `--hidden`.
+        """Return the teacher's LM head, tensors on the CPU, for a cache that was built with `--hidden`.
 
         Raises:
             CacheError: the cache holds no hidden states.
@@ -198,7 +198,7 @@ class KDCacheDataset:
 
         Args:
             tokenizer_sha256: of the student's tokenizer; None if it is not known (then not compared).
-            vocab_size: rows of the student's output head that are not padding.
+            vocab_size: rows of the student's LM head that are not padding.
             max_positions: longest row that the student can read; None for no limit.
 
         Raises:
@@ -224,7 +224,7 @@ class KDCacheDataset:
 
 
 def _check_request(fingerprint: Fingerprint, k: int | None, temperatures: Sequence[float]) -> int:
-    """Return the k to serve; 0 where there is no head, and then any temperature will do.
+    """Return the k to serve; 0 where the cache has no top K, and then any temperature will do.
 
     Raises:
         CacheError: k outside 1..K, or a temperature that is not stored.

@@ -10,7 +10,7 @@ A shard is read by one thread; hashing and comparing leave the interpreter lock,
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.codec import promises
@@ -24,8 +24,7 @@ from qat_lora.errors import CacheDamaged
 _ROWS_AT_ONCE = 4
 
 
-@dataclass(frozen=True)
-class VerifyReport:
+class VerifyReport(NamedTuple):
     """What was checked; there is a report only for an intact cache."""
 
     path: str
