@@ -150,7 +150,7 @@ def open_verified(folder: Path, threads: int | None) -> float:
     def at_once(place: Location, action: Any, items: Any, chosen: int | None = None) -> Any:
         return real(place, action, items, threads or chosen)
 
-    with mock.patch("qat_lora.cache.read.reader.at_once", at_once):
+    with mock.patch("qat_lora.cache.read.dataset.at_once", at_once):
         begun = time.perf_counter()
         KDCacheDataset(folder)
         return round(time.perf_counter() - begun, 3)

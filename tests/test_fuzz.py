@@ -11,7 +11,6 @@ import fuzzing
 import pytest
 
 from qat_lora import config
-from qat_lora.cache.format import records
 from qat_lora.config import resolve
 from qat_lora.errors import ConfigError
 from qat_lora.layers.lora import LoraConfig
@@ -67,8 +66,8 @@ def test_it_finds_a_recipe_reader_without_the_limit_of_aliases(targets, monkeypa
 
 
 def test_it_finds_a_manifest_reader_that_trusts_a_count(targets, monkeypatch):
-    real = records._value
-    monkeypatch.setattr(records, "_value", lambda hint, *rest: rest[0] if hint is int else real(hint, *rest))
+    real = config._exact
+    monkeypatch.setattr(config, "_exact", lambda value, hint, at: value if hint is int else real(value, hint, at))
     assert fuzzing.survey(targets["cache manifest"], 600, until_found=True).faults
 
 

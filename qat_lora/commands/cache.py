@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,15 @@ from qat_lora.cache.build.builder import ForwardSettings, build_kd_cache
 from qat_lora.cache.build.forecast import Size, forecast
 from qat_lora.cache.build.partition import Partition
 from qat_lora.cache.build.writer import CacheWriter
-from qat_lora.cache.format.lm_head import lm_head_file
+from qat_lora.cache.format.lm_head import LMHeadFile, lm_head_file
 from qat_lora.cache.format.records import Fingerprint, optional_arrays
-from qat_lora.cache.storage.location import LocalFolder, locate
+from qat_lora.cache.storage.location import LocalFolder, Location, locate
 from qat_lora.cache.storage.store import noted_teacher, read_manifest
 from qat_lora.cache.tools import overlap
 from qat_lora.cache.tools.audit import audit, check_teacher, summary
 from qat_lora.cache.tools.audit import table_rows as audit_rows
-from qat_lora.data.packing import make_encoder, pack_rows, share, take_eval
-from qat_lora.data.sources import Document, TextConfig, describe_source, open_documents
+from qat_lora.data.packing import PackedRow, make_encoder, pack_rows, share, take_eval
+from qat_lora.data.sources import TextConfig, describe_source, open_documents
 from qat_lora.errors import CacheError, ConfigError, InterruptedRunError
 from qat_lora.evaluate.report import save_json, text_table
 from qat_lora.files import outputs
@@ -45,7 +46,7 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
 
     Raises:
         QatLoraError: see the rooms; nothing in an existing cache is lost.
-        InterruptedRunError: SIGTERM or SIGHUP; what is committed stays.
+        InterruptedRunError: SIGTERM, SIGINT or SIGHUP; what is committed stays.
     """
     options = as_builder(options, runtime)
     run, text, part = options.run, options.text, Partition.parse(options.builder)
@@ -57,49 +58,26 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
     fits_positions(teacher, options.length)
     tokenizer = load_tokenizer(teacher.folder, options.hub.trust_remote_code)
     teacher = _with_vocabulary(teacher, tokenizer, options.vocab_size)
-    template = getattr(tokenizer, "chat_template", None)
     lm_head = lm_head_file(teacher.lm_head()) if options.hidden else None
-    fingerprint = Fingerprint(
-        tokenizer_sha256=tokenizer_sha256(tokenizer),
-        vocab_size=teacher.vocab_size,
-        teacher=str(Path(str(options.teacher))),  # T/ and ./T are T
-        teacher_sha256=checkpoint_sha256(teacher.folder, None if run.overwrite else noted_teacher(place)),
-        chat_template_sha256=hashlib.sha256(str(template).encode()).hexdigest() if template else None,
-        dataset=describe_source(text) + (f" first {options.num_rows} rows" if options.num_rows else ""),
-        packing="documents with bos and eos; attention and positions restart at each"
-        + (f"; dealt out to {part.builders} builders" if part.builders > 1 else ""),
-        length=options.length,
-        top_k=options.top_k,
-        temperatures=tuple(sorted(set(options.temperatures))),
-        value_dtype=options.value_dtype,
-        optional_arrays=optional_arrays(
-            options.draws_from_tail, options.draws, lm_head.width if lm_head else 0, lm_head.sha256 if lm_head else None
-        ),
-        seed=run.seed,
-        eval_rows=options.eval_rows,
-        builder=f"torch {torch.__version__}, {runtime.device.type}, {run.dtype}",
-    )
+    fingerprint = _fingerprint(options, runtime, teacher, tokenizer, lm_head, place)
     encode = make_encoder(tokenizer)
     say(run, f"{runtime.description} · {run.dtype} · cache in {out}")
-
-    def documents(start: int) -> Iterator[Document]:
-        return open_documents(text, start)
-
+    documents = partial(open_documents, text)
     evaluation, first = take_eval(documents, encode, options.length, options.eval_rows)
+    evaluation = [] if part.builder else evaluation
     rest = share(documents, first, part.builder, part.builders)
     max_rows = options.num_rows and part.of(options.num_rows)
     settings = ForwardSettings(options.teacher_batch_size, runtime.device, piece_bytes=runtime.piece_bytes)
+
+    def rows(cursor: Any = None) -> Iterator[PackedRow]:
+        return pack_rows(rest(cursor["document"] if cursor else 0), encode, options.length, cursor)
+
     rest(0)  # refuses a blank text before the folder is made
     if options.dry_run:
         _place(teacher, runtime)
-        size = Size(
-            0 if part.builder else options.eval_rows,
-            max_rows,
-            options.shard_rows,
-            sum(map(len, lm_head.parts)) if lm_head else 0,
-        )
-        train_rows = pack_rows(rest(0), encode, options.length)
-        cost = forecast(teacher, train_rows, fingerprint, out, size, settings, quiet=run.quiet)
+        lm_head_bytes = sum(map(len, lm_head.parts)) if lm_head else 0
+        size = Size(0 if part.builder else options.eval_rows, max_rows, options.shard_rows, lm_head_bytes)
+        cost = forecast(teacher, rows(), fingerprint, out, size, settings, quiet=run.quiet)
         if not run.json:
             print(redact(cost.lines()), flush=True)
         return cost._asdict()
@@ -114,15 +92,9 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
             say(run, f"{out} is complete already")
             return out
         _place(teacher, runtime)
-        cursor = done.cursor if done.rows else None
+        train_rows = rows(done.cursor if done.rows else None)
         report = build_kd_cache(
-            teacher,
-            pack_rows(rest(cursor["document"] if cursor else 0), encode, options.length, cursor),
-            writer,
-            settings,
-            eval_rows=[] if part.builder else evaluation,
-            max_rows=max_rows,
-            quiet=run.quiet,
+            teacher, train_rows, writer, settings, eval_rows=evaluation, max_rows=max_rows, quiet=run.quiet
         )
     if not report.finished:
         raise InterruptedRunError(f"stopped after {report.train_rows} rows; the same command goes on from there")
@@ -133,8 +105,40 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
     return out
 
 
+def _fingerprint(
+    options: CacheBuildOptions,
+    runtime: Runtime,
+    teacher: CausalLM,
+    tokenizer: Any,
+    lm_head: LMHeadFile | None,
+    place: Location,
+) -> Fingerprint:
+    """Return what the cache is to hold; the teacher's identity is taken from an unfinished one where that can be."""
+    run, builders = options.run, Partition.parse(options.builder).builders
+    template = getattr(tokenizer, "chat_template", None)
+    packing = "documents with bos and eos; attention and positions restart at each"
+    hidden = (lm_head.width, lm_head.sha256) if lm_head else ()
+    return Fingerprint(
+        tokenizer_sha256=tokenizer_sha256(tokenizer),
+        vocab_size=teacher.vocab_size,
+        teacher=str(Path(str(options.teacher))),  # T/ and ./T are T
+        teacher_sha256=checkpoint_sha256(teacher.folder, None if run.overwrite else noted_teacher(place)),
+        chat_template_sha256=hashlib.sha256(str(template).encode()).hexdigest() if template else None,
+        dataset=describe_source(options.text) + (f" first {options.num_rows} rows" if options.num_rows else ""),
+        packing=packing + (f"; dealt out to {builders} builders" if builders > 1 else ""),
+        length=options.length,
+        top_k=options.top_k,
+        temperatures=tuple(sorted(set(options.temperatures))),
+        value_dtype=options.value_dtype,
+        optional_arrays=optional_arrays(options.draws_from_tail, options.draws, *hidden),
+        seed=run.seed,
+        eval_rows=options.eval_rows,
+        builder=f"torch {torch.__version__}, {runtime.device.type}, {run.dtype}",
+    )
+
+
 def _with_vocabulary(teacher: CausalLM, tokenizer: Any, rows: int | None) -> CausalLM:
-    """Return the teacher with the first rows of its head alone, as if the others were not there.
+    """Return the teacher with the first rows of its LM head alone, as if the others were not there.
 
     Models of one family have one tokenizer and unlike padding (Qwen2.5: 151,936 and 152,064 rows).
 
@@ -189,7 +193,7 @@ def audit_cache(options: AuditOptions, runtime: Runtime) -> dict[str, Any]:
 
 
 def _teacher(options: CacheBuildOptions | AuditOptions, runtime: Runtime) -> CausalLM:
-    """Load the teacher; with a device map it is spread over devices at once."""
+    """Load the teacher; a device map spreads it over devices at once."""
     if options.device_map == "none":
         return load(str(options.teacher), options.hub, options.run.dtype)
     runtime.check_device_map()

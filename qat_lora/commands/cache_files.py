@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import Any
 
@@ -26,12 +25,11 @@ def verify(path: str, quiet: bool, as_json: bool) -> None:
     from qat_lora.cache.storage.store import read_manifest
     from qat_lora.cache.tools.verify import verify_cache
 
-    manifest = read_manifest(path)
-    total = sum(shard.bytes for shard in (*manifest.eval, *manifest.train))
+    total = sum(shard.bytes for shard in read_manifest(path).all_shards)
     with _byte_bar("verify", total, quiet) as bar:
         report = verify_cache(path, lambda _shard, read: bar.update(read))
     if as_json:
-        echo(json.dumps({"intact": True, **dataclasses.asdict(report)}))
+        echo(json.dumps({"intact": True, **report._asdict()}))
         return
     strangers = f"; files that are not its own: {', '.join(report.strangers)}" if report.strangers else ""
     size = f"{report.bytes / 1e6:,.1f} MB in {report.seconds:.1f} s"

@@ -8,7 +8,7 @@ import torch
 
 from qat_lora.cache.build.builder import ForwardSettings, build_kd_cache
 from qat_lora.cache.build.writer import CacheWriter
-from qat_lora.cache.read.reader import CacheReader
+from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.cache.tools.audit import audit, summary, table_rows, topk_sizes
 from qat_lora.cli import main
 from qat_lora.errors import CacheError
@@ -56,10 +56,10 @@ def _softmax(values):
 
 def _dense(path, teacher, k, vocab):
     """Mean figures from whole distributions: the stored head and tail written out over all V tokens."""
-    reader = CacheReader(path)
+    dataset = KDCacheDataset(path)
     stored, even, tails = [], [], []
-    for row in range(reader.rows("train")):
-        batch = reader.read("train", [row], k, (1.0,))
+    for row in range(len(dataset)):
+        batch = dataset.rows([row], k)
         hidden = teacher.hidden(*(torch.from_numpy(batch[n]) for n in ("input_ids", "document_ids")))
         logits = teacher.logits(hidden[0, :-1]).double().numpy()
         for p in np.flatnonzero(batch["target_mask"][0]):

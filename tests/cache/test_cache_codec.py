@@ -1,13 +1,12 @@
-"""`uint8` values and the optional arrays: what comes back, at any k, and what storing costs."""
+"""Values and the optional arrays: what comes back at any k, what storing costs, which values are refused."""
 
 import numpy as np
 import pytest
 
 from qat_lora.cache.build.writer import CacheWriter
-from qat_lora.cache.format.codec import DEEPEST, decode_values, encode_values
+from qat_lora.cache.format.codec import DEEPEST, decode_values, encode_rows, encode_values, promises
 from qat_lora.cache.format.records import optional_arrays
 from qat_lora.cache.read.dataset import KDCacheDataset
-from qat_lora.cache.read.reader import CacheReader
 from qat_lora.cache.tools.verify import verify_cache
 from qat_lora.errors import CacheError
 
@@ -131,4 +130,20 @@ def test_shapes_that_do_not_fit_are_named(tmp_path, fingerprint, random_rows):
             with pytest.raises(CacheError, match=f"{name.removesuffix('_ids')}s: from .* vocab_size"):
                 writer.append({**rows, name: rows[name] + fp.vocab_size}, [0, 1])
         writer.append(rows, [0, 1])
-    assert CacheReader(tmp_path / "c").rows("train") == 2
+    assert len(KDCacheDataset(tmp_path / "c")) == 2
+
+
+# The rules for values say which one is broken; `test_cache_damage.py` has them on sealed files, rule by rule.
+
+
+@pytest.mark.parametrize("value_dtype", ["float16", "uint8"])
+def test_what_was_encoded_keeps_them_and_a_swap_breaks_one(fingerprint, random_rows, value_dtype):
+    fp = fingerprint(vocab_size=97, top_k=9, length=17, value_dtype=value_dtype, optional_arrays=("draws:3",))
+    arrays = encode_rows(random_rows(fp, 3), fp)
+    assert all(promises(arrays, fp).values())
+    values = arrays["val"].copy()
+    values[1, 5] = values[1, 5, ::-1]
+    broken = promises({**arrays, "val": values}, fp)
+    assert [name for name, kept in broken.items() if not kept] == ["values falling from 0 in rank order"]
+    high = promises({**arrays, "draws_lo": np.full_like(arrays["draws_lo"], 97)}, fp)
+    assert [name for name, kept in high.items() if not kept] == ["draws inside the vocabulary"]

@@ -15,9 +15,9 @@ from safetensors.numpy import load_file
 from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.records import Manifest, Sidecar, parse, render
 from qat_lora.cache.read.dataset import KDCacheDataset
-from qat_lora.cache.read.reader import CacheReader
-from qat_lora.cache.read.shard import check_header
-from qat_lora.cache.storage.store import check_shard_bytes, read_manifest
+from qat_lora.cache.read.shard import check_header, open_shard
+from qat_lora.cache.storage.location import locate
+from qat_lora.cache.storage.store import read_manifest
 from qat_lora.cache.tools.describe import describe
 from qat_lora.cache.tools.verify import verify_cache
 from qat_lora.cli import main
@@ -53,19 +53,20 @@ def test_every_bit_flip_in_a_record(cache, name, record):
 
 def test_every_bit_flip_in_a_shard(cache):
     file = cache / "s-000001.safetensors"
-    good, entry = file.read_bytes(), read_manifest(cache).train[1]
+    good, manifest = file.read_bytes(), read_manifest(cache)
+    entry, held, place = manifest.train[1], manifest.fingerprint, locate(cache)
     silent = 0  # positive control: what the container itself lets through
     for number, changed in enumerate(_flips(good)):
         with open(file, "r+b") as opened:  # not write_bytes: to truncate and grow costs a millisecond
             opened.write(changed)
         with pytest.raises(CacheDamaged, match="s-000001"):
-            check_shard_bytes(cache, entry)
+            open_shard(place, entry, held).check_sha256()
         if number >= 8 * (len(good) - 20):
             load_file(file)
             silent += 1
     assert silent == 160
     file.write_bytes(good)
-    check_shard_bytes(cache, entry)
+    open_shard(place, entry, held).check_sha256()
 
 
 def test_damage_is_seen_through_the_front_doors(cache):
@@ -94,7 +95,7 @@ def test_truncation_and_growth_of_every_file(cache):
         for data in [good[:n] for n in range(0, len(good), 7)] + [good + b"\0", good + good]:
             file.write_bytes(data)
             with pytest.raises(CacheDamaged, match=name.split(".")[0]):
-                CacheReader(cache, verify=False)
+                KDCacheDataset(cache, verify=False)
         file.write_bytes(good)
 
 
@@ -107,7 +108,7 @@ def test_swapped_zeroed_missing_and_foreign_files(cache, tmp_path, settings, fin
         with pytest.raises(CacheDamaged, match=name):
             verify_cache(cache)
         with pytest.raises(CacheDamaged, match=name):
-            CacheReader(cache)
+            KDCacheDataset(cache)
 
     first.write_bytes(b)
     second.write_bytes(a)
@@ -131,11 +132,11 @@ def test_links_pipes_and_paths_are_not_followed(cache, tmp_path):
     shutil.move(shard, tmp_path / "elsewhere")
     shard.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CacheDamaged, match="s-000000"):
-        CacheReader(cache)
+        KDCacheDataset(cache)
     shard.unlink()
     os.mkfifo(shard)
     with pytest.raises(CacheDamaged, match="s-000000.*regular"):
-        CacheReader(cache)
+        KDCacheDataset(cache)
     shard.unlink()
     shutil.move(tmp_path / "elsewhere", shard)
     manifest = read_manifest(cache)
@@ -144,11 +145,11 @@ def test_links_pipes_and_paths_are_not_followed(cache, tmp_path):
         fake = Manifest(fingerprint=manifest.fingerprint, train=(entry,))
         (cache / "manifest.json").write_bytes(render(fake))
         with pytest.raises(CacheDamaged, match="manifest.json"):
-            CacheReader(cache)
+            KDCacheDataset(cache)
     double = Manifest(fingerprint=manifest.fingerprint, train=(manifest.train[0], manifest.train[0]))
     (cache / "manifest.json").write_bytes(render(double))
     with pytest.raises(CacheDamaged, match="once each"):
-        CacheReader(cache)
+        KDCacheDataset(cache)
 
 
 def test_headers_are_compared_not_trusted(cache, fingerprint, settings):

@@ -19,7 +19,6 @@ from qat_lora.cache.build.writer import CacheWriter
 from qat_lora.cache.format.lm_head import lm_head_file, read_lm_head
 from qat_lora.cache.format.records import optional_arrays
 from qat_lora.cache.read.dataset import KDCacheDataset
-from qat_lora.cache.read.reader import CacheReader
 from qat_lora.cache.tools.audit import audit
 from qat_lora.cache.tools.describe import describe, render
 from qat_lora.cache.tools.pack import pack_cache, unpack_cache
@@ -148,17 +147,17 @@ def test_every_damage_to_the_head_is_refused(tmp_path, fingerprint):
     cuts = [good[:n] for n in range(0, len(good), 41)] + [good + b"\0", good + good]
     for data in cuts:
         file.write_bytes(data)
-        for opened in (CacheReader, verify_cache):
+        for opened in (KDCacheDataset, verify_cache):
             with pytest.raises(CacheDamaged, match="teacher_head"):
                 opened(tmp_path / "c")
     file.unlink()
-    for opened in (CacheReader, verify_cache, lambda path: CacheReader(path, verify=False)):
+    for opened in (KDCacheDataset, verify_cache, lambda path: KDCacheDataset(path, verify=False)):
         with pytest.raises(CacheDamaged, match="teacher_head.*missing"):
             opened(tmp_path / "c")
     (tmp_path / "elsewhere").write_bytes(good)
     file.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CacheDamaged, match="teacher_head"):
-        CacheReader(tmp_path / "c")
+        KDCacheDataset(tmp_path / "c")
     file.unlink()
     file.write_bytes(good)
     assert verify_cache(tmp_path / "c").strangers == ()

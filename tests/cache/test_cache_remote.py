@@ -20,6 +20,7 @@ from qat_lora.cache.storage.remote import RemoteFolder
 from qat_lora.cache.tools.describe import describe
 from qat_lora.cache.tools.parquet import export_parquet
 from qat_lora.cache.tools.verify import verify_cache
+from qat_lora.data.shuffle import global_batch
 from qat_lora.errors import CacheDamaged, CacheError, MissingExtraError, OutputExistsError
 
 
@@ -77,7 +78,7 @@ def test_a_url_holds_what_a_folder_would(url, tmp_path, fingerprint, random_rows
                 np.testing.assert_array_equal(array, near[name])
     parts = [list(KDCacheDataset(url).batches(3, 2, 1, seed=4, replica=r, replicas=9)) for r in range(9)]  # 4 shards
     ids = [part[step]["input_ids"][0, 0] for step in range(2) for part in parts]
-    wanted = np.concatenate([KDCacheDataset(tmp_path / "c").global_batch(step, 9, 4) for step in (3, 4)])
+    wanted = np.concatenate([global_batch(11, step, 9, 4) for step in (3, 4)])
     assert ids == np.maximum(wanted, 0).tolist()
     assert describe(url)["splits"] == describe(tmp_path / "c")["splits"]
     report = export_parquet(url, tmp_path / "far.parquet")
@@ -297,8 +298,8 @@ import numpy as np
 from qat_lora.cache.format.records import Fingerprint
 from qat_lora.cache.storage.remote import RemoteFolder
 from qat_lora.cache.build.partition import Partition
-from qat_lora.cache.read.reader import CacheReader
 from qat_lora.cache.build.writer import CacheWriter
+from qat_lora.cache.read.dataset import KDCacheDataset
 L, K = 5, 3
 fp = Fingerprint(tokenizer_sha256="1", vocab_size=31, teacher="t", teacher_sha256="2", chat_template_sha256=None,
                  dataset="d", packing="p", length=L, top_k=K, eval_rows=2)
@@ -368,7 +369,7 @@ for step in ("part-opened", "part-durable", "manifest-opened", "manifest-durable
     kills += 1
     if wait(child(f"bucket://{step}", None, shares[1])) != 0 or objects(f"bucket://{step}") != whole2:
         broken.append(step)
-assert CacheReader("bucket://whole2", preload=True).rows("train") == 14
+assert len(KDCacheDataset("bucket://whole2", preload=True)) == 14
 assert "torch" not in sys.modules
 print(json.dumps({"kills": kills, "broken": broken, "objects": sorted(whole)}))
 """
@@ -412,7 +413,7 @@ def test_a_copy_that_changes_under_a_reader_is_fetched_again_or_one_line(fingerp
     for file in copies.iterdir():
         file.unlink()
     np.testing.assert_array_equal(dataset.rows(range(6))["input_ids"], good)  # open files stay readable
-    dataset._reader._shards.clear()  # closed meanwhile, among many
+    dataset._shards.clear()  # closed meanwhile, among many
     bucket.Bucket.transferred.clear()
     np.testing.assert_array_equal(dataset.rows(range(6))["input_ids"], good)
     assert {name for name in bucket.Bucket.transferred} == {"s-000000.safetensors", "s-000001.safetensors"}
@@ -420,7 +421,7 @@ def test_a_copy_that_changes_under_a_reader_is_fetched_again_or_one_line(fingerp
         os.truncate(file, 100)
     with pytest.raises(CacheDamaged, match="bucket://under/s-000001: row 2 is cut off"):
         dataset.rows([5])
-    dataset._reader._shards.clear()
+    dataset._shards.clear()
     with pytest.raises(CacheDamaged, match="s-000000.safetensors: has 100 bytes"):
         dataset.rows([0])
 

@@ -89,7 +89,7 @@ def test_a_file_that_shrinks_or_vanishes_while_it_is_open(cache, damage, what):
     damage(file)
     with pytest.raises(CacheDamaged, match=f"/s-000001: {what}"):
         dataset.rows([5])
-    dataset._reader._shards.clear()  # closed meanwhile, among many
+    dataset._shards.clear()  # closed meanwhile, among many
     if not file.exists() or file.stat().st_size != copy.stat().st_size:
         with pytest.raises(
             CacheDamaged, match="s-000001.safetensors: (is missing|has .* were written).*its row 2 was wanted"
@@ -173,8 +173,8 @@ for place in (sys.argv[1] + "/c", "memory://c"):
     print("open", len(os.listdir("/proc/self/fd")))
     sets.clear()
 shard.most_open = lambda: 1_000
-import qat_lora.cache.read.reader as reader
-reader.most_open = shard.most_open
+import qat_lora.cache.read.dataset as dataset
+dataset.most_open = shard.most_open
 try:
     KDCacheDataset(sys.argv[1] + "/c").rows(range(120))
 except CacheDamaged as error:

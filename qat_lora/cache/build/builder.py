@@ -1,9 +1,9 @@
-"""Runs the teacher over rows of text and writes what it says to a cache.
+"""Runs the teacher over rows of text and writes its outputs to a cache.
 
-The teacher is a `LanguageModel`: hidden states first, logits after, for as few positions at a time as
-`chunk_bytes` allows. At 151,936 entries a batch of 8 × 1,024 tokens has 5 GB of float32 logits, and `topk` and
-`logsumexp` want copies of that; here nothing of that size exists (`sparse` takes a chunk's logits apart). Shapes are
-the same for every batch (the last is filled with rows that are not written), so that a compiling device compiles once.
+The teacher is a `LanguageModel`: hidden states first, then logits for as few positions at a time as `chunk_bytes`
+allows. At 151,936 entries a batch of 8 × 1,024 tokens has 5 GB of float32 logits, and `topk` and `logsumexp` want
+copies of that; here nothing of that size exists (`topk` takes a chunk's logits apart). Shapes are the same for every
+batch (the last is filled with rows that are not written), so that a compiling device compiles once.
 
 Packing, checksums and disk run in one background thread behind a short queue, hidden behind the teacher's next
 forward. An exception on either side stops both and surfaces here.
@@ -14,7 +14,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
-import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,6 +29,7 @@ from qat_lora.cache.format.codec import DRAWN
 from qat_lora.cache.format.records import Fingerprint
 from qat_lora.data.packing import PackedRow
 from qat_lora.errors import CacheError, ConfigError
+from qat_lora.runtime.host.signals import stop_signals
 from qat_lora.types import LanguageModel
 
 _QUEUED_BATCHES = 2
@@ -37,7 +37,7 @@ CHUNK_BYTES = 512 << 20  # a matrix product with fewer rows than this gives (883
 
 
 class ForwardSettings(NamedTuple):
-    """How the teacher runs; what it says does not depend on it."""
+    """How the teacher runs; its outputs do not depend on it."""
 
     batch_rows: int = 8
     """Rows of a forward."""
@@ -61,7 +61,7 @@ class BuildReport(NamedTuple):
     eval_rows: int
     bytes_per_token: float
     finished: bool
-    """False if it was asked to stop (SIGTERM, SIGHUP) before the rows ended: the same call goes on from there."""
+    """False if a signal stopped it before the rows ended: the same call goes on from there."""
     waiting_for: tuple[int, ...] = ()
     """Builders of the same cache that have not ended; the last of them writes the manifest."""
 
@@ -78,12 +78,10 @@ def teacher_arrays(
     """Return what a cache holds of a batch, on the teacher's device.
 
     Args:
-        teacher: the model.
-        input_ids_BL: rows of tokens.
+        teacher, input_ids_BL, settings: as they say.
         document_ids_BL: which document of its row a token belongs to.
         held: what the cache holds of a position.
         uniforms: the random numbers [B, L-1, D, 2] for `tail_draw_ids` and `draw_ids`, as far as they are to be drawn.
-        settings: how the teacher runs.
 
     Returns:
         `head_ids` int32 and `head_logits` float32 [B, L-1, K] in rank order, `lse`, `log_tail` float32 [B, L-1] for
@@ -177,14 +175,14 @@ def build_kd_cache(
     )
     total_rows = None if left is None else left + len(eval_left)
     with (
-        _stop_on_signal() as stop,
+        stop_signals() as stopped,
         _progress(fingerprint, total_rows, quiet) as bar,
         _written_behind(writer) as put,
     ):
-        while not stop.is_set() and (batch := list(itertools.islice(work, batch_rows))):
+        while not stopped and (batch := list(itertools.islice(work, batch_rows))):
             put(run_batch(teacher, [row for _, row in batch], fingerprint, settings), batch)
             bar.update(len(batch) * fingerprint.length)
-    if stop.is_set():
+    if stopped:
         writer.stop()
     else:
         writer.finish()
@@ -219,7 +217,9 @@ def fetched(arrays: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
     A device that collects work until something is read (XLA) would run the whole teacher again for every array.
     """
     # As float32, ids in two halves that it holds exactly: reading the bits as another type ends a graph on XLA.
-    parts = [part for values in arrays.values() for part in _as_floats(values)]
+    parts: list[torch.Tensor] = []
+    for values in arrays.values():
+        parts += [values] if values.is_floating_point() else [(values & 0xFFFF).float(), (values >> 16).float()]
     numbers = iter(torch.cat([part.flatten() for part in parts]).cpu().split([part.numel() for part in parts]))
     found = {}
     for name, values in arrays.items():
@@ -230,16 +230,14 @@ def fetched(arrays: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
     return found
 
 
-def _as_floats(values: torch.Tensor) -> list[torch.Tensor]:
-    """Return float32 tensors that hold an array: itself, or the low and high 16 bits of ids."""
-    return [values] if values.is_floating_point() else [(values & 0xFFFF).float(), (values >> 16).float()]
-
-
 def _report(writer: CacheWriter) -> BuildReport:
     state = writer.resume_state()
-    table, length = writer.fingerprint.arrays, writer.fingerprint.length
-    bytes_per_token = fmt.row_bytes(table) / length
-    return BuildReport(state.rows, state.eval_rows, bytes_per_token, not writer.stopped, writer.waiting_for())
+    size = _bytes_per_token(writer.fingerprint)
+    return BuildReport(state.rows, state.eval_rows, size, not writer.stopped, writer.waiting_for())
+
+
+def _bytes_per_token(fingerprint: Fingerprint) -> float:
+    return fmt.row_bytes(fingerprint.arrays) / fingerprint.length
 
 
 def _inputs(rows: Sequence[PackedRow], batch_rows: int, length: int) -> dict[str, np.ndarray]:
@@ -259,7 +257,9 @@ def _inputs(rows: Sequence[PackedRow], batch_rows: int, length: int) -> dict[str
 
 
 @contextlib.contextmanager
-def _written_behind(writer: CacheWriter) -> Iterator[Callable[[dict[str, np.ndarray], _Batch], None]]:
+def _written_behind(
+    writer: CacheWriter,
+) -> Iterator[Callable[[dict[str, np.ndarray], _Batch], None]]:
     """Yield a function that hands a batch to the writer in one background thread; leaving waits until all are written.
 
     An error there is raised here, and nothing is appended after it; an error here drops what is still waiting.
@@ -293,33 +293,10 @@ def _written_behind(writer: CacheWriter) -> Iterator[Callable[[dict[str, np.ndar
             failed.set()
 
 
-@contextlib.contextmanager
-def _stop_on_signal() -> Iterator[threading.Event]:
-    """Yield an event that SIGTERM and SIGHUP set; a second one acts as before, and so does an ignored one (nohup)."""
-    event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield event  # only the main thread may set handlers
-        return
-
-    def handler(number: int, _frame: object) -> None:
-        event.set()
-        signal.signal(number, before[number])
-
-    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    before = {n: old for n in numbers if (old := signal.getsignal(n)) != signal.SIG_IGN}
-    for number in before:
-        signal.signal(number, handler)
-    try:
-        yield event
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
-
-
-def _progress(fingerprint: Any, total_rows: int | None, quiet: bool) -> Any:
+def _progress(fingerprint: Fingerprint, total_rows: int | None, quiet: bool) -> Any:
     from tqdm import tqdm
 
     total = None if total_rows is None else total_rows * fingerprint.length
     bar = tqdm(total=total, desc="teacher", unit="tok", unit_scale=True, disable=quiet, dynamic_ncols=True)
-    bar.set_postfix_str(f"{fmt.row_bytes(fingerprint.arrays) / fingerprint.length:.0f} bytes/token")
+    bar.set_postfix_str(f"{_bytes_per_token(fingerprint):.0f} bytes/token")
     return bar

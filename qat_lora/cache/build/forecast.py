@@ -46,18 +46,16 @@ class Forecast(NamedTuple):
             enough = self.free_bytes > self.bytes
             verdict = "enough" if enough else "NOT ENOUGH: choose another --out or fewer --num-rows"
             room = f"{self.free_bytes / 1e6:,.1f} MB, {verdict}"
-        return "\n".join(
-            (
-                f"rows      {self.rows:,} for training, {self.eval_rows:,} for evaluation, {self.tokens:,} tokens",
-                f"time      {self.hours:,.3g} hours at {self.tokens_per_second:,.0f} tokens a second",
-                f"size      {self.bytes / 1e6:,.1f} MB, {self.bytes_per_token:.0f} bytes a token",
-                f"free      {room}",
-            )
+        return (
+            f"rows      {self.rows:,} for training, {self.eval_rows:,} for evaluation, {self.tokens:,} tokens\n"
+            f"time      {self.hours:,.3g} hours at {self.tokens_per_second:,.0f} tokens a second\n"
+            f"size      {self.bytes / 1e6:,.1f} MB, {self.bytes_per_token:.0f} bytes a token\n"
+            f"free      {room}"
         )
 
 
 class Size(NamedTuple):
-    """What a build is to write, as far as its rows do not say."""
+    """What a build is to write beyond what its rows say."""
 
     eval_rows: int = 0
     """Rows of the evaluation split that this build writes."""
@@ -66,7 +64,7 @@ class Size(NamedTuple):
     shard_rows: int | None = None
     """Rows of a shard; default as in `CacheWriter`."""
     lm_head_bytes: int = 0
-    """Of the output head that is stored once."""
+    """Of the LM head, which is stored once."""
 
 
 def forecast(
@@ -129,7 +127,7 @@ def forecast(
 
 
 def _split_bytes(fingerprint: Fingerprint, rows: int, per_shard: int) -> int:
-    """Return the bytes of a split's shards; sidecars and manifest are some 2 KB a shard beside them."""
+    """Return the bytes of a split's shards; sidecars and manifest add some 2 KB a shard."""
     full, rest = divmod(rows, per_shard)
-    sizes = (fmt.layout(fingerprint.arrays, n, fingerprint.sha256).total_bytes if n else 0 for n in (per_shard, rest))
-    return full * next(sizes) + next(sizes)
+    counts = [(full, per_shard), (int(rest > 0), rest)]
+    return sum(n * fmt.layout(fingerprint.arrays, size, fingerprint.sha256).total_bytes for n, size in counts)

@@ -13,9 +13,7 @@ again writes it.
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from qat_lora.cache.format import layout as fmt
@@ -61,21 +59,6 @@ class Partition(NamedTuple):
         """Return this builder's part of a number of rows; all parts sum to it and differ by at most one."""
         return rows * (self.builder + 1) // self.builders - rows * self.builder // self.builders
 
-    @contextlib.contextmanager
-    def locked(self, folder: Location) -> Iterator[None]:
-        """Keep out the same builder a second time, and builders that divide the work differently.
-
-        Raises:
-            OutputExistsError: one of them is at work.
-        """
-        with contextlib.ExitStack() as stack:
-            if self.builders == 1:
-                stack.enter_context(folder.exclusive(fmt.LOCK))
-            else:
-                stack.enter_context(folder.sharing(fmt.LOCK))
-                stack.enter_context(folder.exclusive(f"{fmt.LOCK}.{self.builder}"))
-            yield
-
 
 def read_part(folder: Location, partition: Partition, fingerprint: Fingerprint) -> Part | None:
     """Return a builder's record of having ended, None while it has not.
@@ -98,11 +81,6 @@ def read_part(folder: Location, partition: Partition, fingerprint: Fingerprint) 
             f"{partition} was asked for; nothing was touched: give all builders the same settings, or another --out"
         )
     return part
-
-
-def missing_parts(folder: Location, builders: int, fingerprint: Fingerprint) -> tuple[int, ...]:
-    """Return the builders that have not ended."""
-    return tuple(i for i in range(builders) if read_part(folder, Partition(i, builders), fingerprint) is None)
 
 
 def gather(folder: Location, builders: int, fingerprint: Fingerprint) -> dict[str, list[ShardEntry]]:

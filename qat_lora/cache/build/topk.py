@@ -1,21 +1,14 @@
 """What is kept of a position's logits: the K largest, sums at each temperature, draws. Tensors only, on any device.
 
-Over a vocabulary of 151,936 entries, ranking, softmax and sums cost as much as the forward of a 0.6 B teacher that made
-the logits. Two things bring that to a few per cent. The vocabulary is divided into small groups, the largest entry of
-each is found, and only the K groups with the largest ones are ranked: the K largest logits are all in them. And on a
-device whose cache is small for the logits (`piece_bytes`), all passes over a few positions follow one another.
+Over a vocabulary of 151,936 entries, ranking, softmax and sums cost as much as the forward of a 0.6 B teacher. Two
+things bring that to a few per cent: only the K groups of entries with the largest maxima are ranked, and on a device
+with a small cache (`piece_bytes`) all passes over a few positions follow one another.
 
 The tail's sum runs over the tail alone, relative to its own largest entry. As 1 - Σ of the top K it would be rounding
 noise wherever it is small, and small is the usual case.
 
-Tokens are drawn from the tail (for the `hybrid` estimator) or from the whole teacher (`sampled`). A draw is a pure
-function of the seed, the row's tokens and the teacher's probabilities: a build that was killed, or that runs with
-another batch size or with other builders, stores the same draws, where a device's own random numbers would make every
-resumed cache another one. The numbers are made on the host (`row_uniforms`), two a draw; the choice is made on the
-device. It inverts the cumulative distribution in two steps: a block of about √V tokens, then a token of that block. One
-float32 cumulative sum over 151,936 tokens is wrong by up to 1e-4 of the whole in its rear, and a single 24-bit number
-cannot tell apart tokens below 6e-8; sums of 390 numbers are exact to 1e-6 of themselves. (Gumbel noise would do too,
-but needs V random numbers a draw instead of two.)
+Tokens are drawn from the tail (estimator `hybrid`) or the whole teacher (`sampled`). A draw is a pure function of seed,
+row and probabilities, so that a resumed build stores the same, which a device's own random numbers would not.
 """
 
 from __future__ import annotations
@@ -36,13 +29,16 @@ _RANKED = 16
 
 
 def top_k_entries(logits_NV: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k largest entries of each row and their int64 indices, largest first, as `torch.topk` does."""
+    """Return the k largest entries of each row and their int64 indices, largest first, as `torch.topk` does.
+
+    The vocabulary is divided into groups; the K largest are all in the K groups with the largest maxima.
+    """
     count, vocab = logits_NV.shape
     if vocab < _RANKED * k:
         return torch.topk(logits_NV, k, dim=-1, sorted=True)
     size = math.isqrt(vocab // k)
     groups = vocab // size
-    # Group g holds the entries g, g + groups, g + 2 groups ...: so its largest is found by whole vectors.
+    # Group g holds the entries g, g + groups, ...: so its largest is found by whole vectors.
     body_NSG = logits_NV[:, : size * groups].unflatten(1, (size, groups))
     chosen_NK = top_k_entries(body_NSG.amax(1), k)[1]
     steps_S1 = groups * torch.arange(size, device=logits_NV.device)[:, None]
@@ -91,7 +87,7 @@ def _piece(
     uniforms: Mapping[str, Tensor],
     weights_NV: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Return the arrays of a piece; `weights_NV` is memory to work in."""
+    """Return the arrays of a piece; `weights_NV` is scratch memory."""
     arrays = {"draw_ids": draw(logits_NV, uniforms["draw_ids"])} if "draw_ids" in uniforms else {}
     if not top_k:
         return arrays
@@ -120,21 +116,19 @@ def _piece(
 
 
 def draw(log_weights_NV: Tensor, uniforms_ND2: Tensor) -> Tensor:
-    """Draw tokens with repetition, in proportion to exp(log_weights).
-
-    Args:
-        log_weights_NV: float32, -inf where a token must not be drawn.
-        uniforms_ND2: two numbers in [0, 1) for each draw.
-
-    Returns:
-        int32 [N, D]; 0 where no token can be drawn.
-    """
+    """Draw tokens int32 [N, D] with repetition, in proportion to exp(log_weights): float32, -inf for none."""
     largest_N1 = log_weights_NV.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
     return draw_weighted(torch.exp(log_weights_NV - largest_N1), uniforms_ND2)
 
 
 def draw_weighted(weights_NV: Tensor, uniforms_ND2: Tensor) -> Tensor:
-    """Draw tokens as `draw` does, in proportion to weights of which the largest is 1."""
+    """Draw tokens int32 [N, D] with repetition, in proportion to weights of which the largest is 1; 0 without any.
+
+    Two numbers in [0, 1) a draw invert the cumulative distribution in two steps: a block of about √V tokens, then a
+    token of it. One float32 cumulative sum over 151,936 tokens is wrong by up to 1e-4 of the whole in its rear, and one
+    24-bit number cannot tell apart tokens below 6e-8; sums of 390 numbers are exact to 1e-6 of themselves. Gumbel noise
+    would need V numbers a draw.
+    """
     vocab_size = weights_NV.shape[-1]
     width = math.isqrt(vocab_size - 1) + 1 if vocab_size > 1 else 1
     weights_NV = torch.nn.functional.pad(weights_NV, (0, -vocab_size % width))

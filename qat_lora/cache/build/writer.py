@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,20 +24,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qat_lora.cache.build.partition import Partition, gather, missing_parts, read_part
+from qat_lora.cache.build.partition import Partition, gather, read_part
 from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.codec import Arrays, encode_rows
-from qat_lora.cache.format.lm_head import LMHeadFile, check_lm_head, write_lm_head
+from qat_lora.cache.format.lm_head import LMHeadFile, check_lm_head
 from qat_lora.cache.format.records import Fingerprint, Manifest, Part, ShardEntry, Sidecar, render
+from qat_lora.cache.read.shard import open_shard
 from qat_lora.cache.storage.location import Place, locate
 from qat_lora.cache.storage.store import (
-    Progress,
-    check_shard_bytes,
     check_shard_size,
     committed,
     read_manifest,
     read_sidecar,
     read_sidecars,
+    shard_entry,
 )
 from qat_lora.errors import CacheDamaged, CacheError, ConfigError, OutputExistsError
 from qat_lora.files import folders as files
@@ -57,7 +56,7 @@ _OURS = {
     "tensors": rf'(?s).{{8}}\{{"__metadata__":\{{"format":"{fmt.FORMAT}"',
     "lock": r"([0-9]+\n)?\Z",
 }
-"""How each begins; what a kill left half begins with anything, and counts as ours in a folder that is a cache."""
+"""How each begins; a file that a kill cut off begins with anything, and is ours in a folder that is a cache."""
 
 
 class ResumeState(NamedTuple):
@@ -80,10 +79,9 @@ class CacheWriter:
         out: the cache folder or URL, made if absent. A folder with the same fingerprint is resumed.
         fingerprint: what the cache will hold.
         shard_rows: rows of a shard; default: about 128 MB.
-        info: notes for people, kept in the manifest.
         overwrite: delete an existing cache in `out` first (its own files only).
         partition: which of several builders this is.
-        lm_head: the teacher's output head, for a cache that holds hidden states; written before the first row.
+        lm_head: the teacher's LM head, for a cache that holds hidden states; written before the first row.
 
     Raises:
         ConfigError: `overwrite` with several builders.
@@ -95,7 +93,6 @@ class CacheWriter:
         fingerprint: Fingerprint,
         shard_rows: int | None = None,
         *,
-        info: Mapping[str, Any] | None = None,
         overwrite: bool = False,
         partition: Partition | None = None,
         lm_head: LMHeadFile | None = None,
@@ -112,7 +109,6 @@ class CacheWriter:
         self.finished = False
         self._ended = False
         self.stopped = False
-        self._info = dict(info or {})
         self._overwrite = overwrite
         self._lm_head = lm_head
         self._stack = contextlib.ExitStack()
@@ -142,8 +138,9 @@ class CacheWriter:
         """Return the other builders that must end before there is a manifest."""
         if self.finished:
             return ()
-        missing = missing_parts(self.out, self.partition.builders, self.fingerprint)
-        return tuple(builder for builder in missing if builder != self.partition.builder)
+        every = (Partition(builder, self.partition.builders) for builder in range(self.partition.builders))
+        others = (each for each in every if each != self.partition)
+        return tuple(each.builder for each in others if read_part(self.out, each, self.fingerprint) is None)
 
     def append(self, rows: Mapping[str, np.ndarray], cursors: Sequence[Any], split: str = "train") -> None:
         """Add n rows; every full shard is committed before this returns.
@@ -181,13 +178,10 @@ class CacheWriter:
         self.stopped = True
         self._pending, self._pending_rows = [], 0
 
-    def finish(self, progress: Progress | None = None) -> Manifest | None:
+    def finish(self) -> Manifest | None:
         """Commit the last, partial shard, read every shard back and write the manifest.
 
         Where several builders share the cache, the last to finish writes it.
-
-        Args:
-            progress: called with (shard, bytes read) while reading back.
 
         Returns:
             The manifest, None while other builders are at work.
@@ -203,10 +197,9 @@ class CacheWriter:
             self._check_rows(self._entries)
         check_lm_head(self.out, self.fingerprint, whole=not self.out.far)
         for entry in (*self._entries["eval"], *self._entries["train"]):
-            if self.out.far:  # was read back when it was put: no second transfer of everything
-                check_shard_size(self.out, entry)
-            else:
-                check_shard_bytes(self.out, entry, progress)
+            check_shard_size(self.out, entry)
+            if not self.out.far:  # there it was read back when it was put: no second transfer of everything
+                open_shard(self.out, entry, self.fingerprint).check_sha256()
         if self.partition.builders == 1:
             return self._wrap(lambda: self._seal(self._entries))
         return self._wrap(self._end)
@@ -245,9 +238,8 @@ class CacheWriter:
                 return read_manifest(self.out)
 
     def _seal(self, entries: Mapping[str, Sequence[ShardEntry]]) -> Manifest:
-        manifest = Manifest(
-            fingerprint=self.fingerprint, train=tuple(entries["train"]), eval=tuple(entries["eval"]), info=self._info
-        )
+        train, held_out = tuple(entries["train"]), tuple(entries["eval"])
+        manifest = Manifest(fingerprint=self.fingerprint, train=train, eval=held_out)
         self.out.write_new(fmt.MANIFEST, [render(manifest)], "manifest")
         self.finished = True
         return manifest
@@ -272,21 +264,33 @@ class CacheWriter:
         self._refuse_foreign()
         self.out.make()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self.partition.locked(self.out))
+            if self.partition.builders == 1:
+                stack.enter_context(self.out.exclusive(fmt.LOCK))
+            else:  # keep out the same builder a second time, and builders that divide the work differently
+                stack.enter_context(self.out.sharing(fmt.LOCK))
+                stack.enter_context(self.out.exclusive(f"{fmt.LOCK}.{self.partition.builder}"))
             if self._overwrite:
                 self._delete()
             else:
                 self._load()
             self._sweep()
             if self.fingerprint.lm_head_sha256 is not None and not self.finished:
-                self._keep_lm_head()
+                self._put_lm_head(self._lm_head)
             self._stack = stack.pop_all()
 
-    def _keep_lm_head(self) -> None:
-        """Write the teacher's output head, or check the one that is there; of several builders one at a time."""
+    def _put_lm_head(self, file: LMHeadFile | None) -> None:
+        """Write the teacher's LM head, or check the one that is there; of several builders one at a time."""
         with self.out.in_turn(f"{fmt.LOCK}.manifest") if self.partition.builders > 1 else contextlib.nullcontext():
             self.out.delete(f".{fmt.LM_HEAD}.tmp")  # of a builder that was killed right here
-            write_lm_head(self.out, self.fingerprint, self._lm_head)
+            if self.out.has(fmt.LM_HEAD):
+                check_lm_head(self.out, self.fingerprint)
+            elif file is None or file.sha256 != self.fingerprint.lm_head_sha256:
+                raise CacheError(
+                    f"{self.out}: is to hold hidden states, but the output head that was given is not the one of its "
+                    "fingerprint; give the writer `lm_head_file(teacher.lm_head())` of the same teacher"
+                )
+            else:
+                self.out.write_new(fmt.LM_HEAD, file.parts, "head")
 
     def _load(self) -> None:
         """Take over what is committed; raises before anything in the folder is changed."""
@@ -312,7 +316,7 @@ class CacheWriter:
         self._ended = part is not None
 
     def _require_same_builders(self, split: str) -> None:
-        """One shard tells how the whole folder is divided, whoever wrote it."""
+        """Refuse a folder that is divided otherwise: one shard tells, whichever builder wrote it."""
         for number in committed(self.out, split)[:1]:
             sidecar, _ = read_sidecar(self.out, fmt.shard_name(split, number))
             self._require_same(sidecar.fingerprint)
@@ -335,8 +339,7 @@ class CacheWriter:
     def _refuse_foreign(self) -> None:
         """Refuse a folder that holds files and no cache of ours, or others' files under the names of a cache.
 
-        A build that goes on reads its records anyway, and refuses what they are not: it asks only for what it would
-        remove or write into unread.
+        A resumed build reads its records anyway; only what it would remove or write unread is looked at here.
         """
         names = self.out.names()
         kinds = {name: kind for name in names if (kind := _kind(name)) is not None}
@@ -358,11 +361,11 @@ class CacheWriter:
             print(f"note: {self.out}: not of a KD cache, so left as it is: {', '.join(others[:8])}", file=sys.stderr)
 
     def _is_ours(self, name: str, kind: str) -> bool:
-        """Tell by how a file begins whether it is of a KD cache; its name alone may be anybody's."""
+        """Tell by its first bytes whether a file is of a KD cache; the name alone does not."""
         try:
             with contextlib.closing(self.out.chunks(name)) as chunks:  # type: ignore[type-var]
                 return re.match(_OURS[kind].encode(), next(chunks, b"")[:256]) is not None
-        except FileNotFoundError:  # removed meanwhile, so in nobody's way
+        except FileNotFoundError:  # removed meanwhile
             return True
         except (OSError, CacheDamaged):
             return False
@@ -416,13 +419,10 @@ class CacheWriter:
         )
         _check_sidecar(render(sidecar), name)  # before the shard: a cursor that cannot be stored must not cost it
         size, digest = self.out.write_new(f"{name}.safetensors", chunks(), "shard")
-        text = render(dataclasses.replace(sidecar, sha256=digest, bytes=size))
+        sidecar = dataclasses.replace(sidecar, sha256=digest, bytes=size)
+        text = render(sidecar)
         self.out.write_new(f"{name}.json", [text], "sidecar")
-        self._entries[split].append(
-            ShardEntry(
-                shard=name, rows=rows, bytes=size, sha256=digest, sidecar_sha256=hashlib.sha256(text).hexdigest()
-            )
-        )
+        self._entries[split].append(shard_entry(sidecar, text))
         if split == "train":
             self._cursor = self._pending_cursor
         self._pending, self._pending_rows = [], 0

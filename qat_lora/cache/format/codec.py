@@ -1,20 +1,9 @@
-"""How rows become bytes and back: packed ids, fp16 or u8 values, row checksums, any k ≤ K.
+"""How rows become bytes and back: packed ids, fp16 or uint8 values, row checksums, any k ≤ K.
 
-An id below 2^18 is kept as 16 low bits in one array and 2 high bits, four to a byte, in another: 18 bits
-against 32, still sliced without unpacking what is not asked for. Delta-coded or compressed ids would be
-smaller still and would lose that. A value is the logit minus the position's largest, in fp16, where its rounding
-costs a mean KL below 1e-7 nats on our teachers (`qat-lora cache audit`); bfloat16, of the same size, has an eighth of
-its precision.
-
-At half the size, `uint8` values are codes c of -R·(c/255)^1.5 with one fp16 range R a position: the likeliest entry
-is exactly 0, and the steps grow with depth, slower than the probabilities fall. On our teachers and on Zipf-like ones
-with ranges from 4 to 25 nats this costs a mean KL of about 1e-5; even steps (c/255) cost up to twice that where ranges
-are wide, square-law ones where they are narrow. The losses renormalise, so head and tail add up to one all the same.
-
-A checksum says that bytes are as they were written; `promises` says that what was written can be a teacher: ids in the
-vocabulary, values in rank order, finite sums. It finds a writer that was wrong and sealed what it wrote. Values are
-compared as bits: below zero, fp16 numbers order as the unsigned numbers of the same bits do, and converting them to
-float32 first would cost more than their sha256.
+An id below 2^18 is kept as 16 low bits in one array and 2 high bits, four to a byte, in another: 18 bits instead of
+32, and still sliced without unpacking the rest. Delta coding or compression would be smaller and lose that. A value is
+the logit minus the position's largest, in fp16, whose rounding costs a mean KL below 1e-7 nats on our teachers
+(`qat-lora cache audit`); bfloat16, of the same size, has an eighth of its precision. `uint8` values take half.
 
 Decoding looks bits up in tables, four ids at a time: shifts and masks over whole arrays read every number several
 times and are six times slower.
@@ -23,7 +12,6 @@ times and are six times slower.
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -32,16 +20,15 @@ try:
 except ImportError:  # a machine for which there is no build of it; the sums are the same
     from zlib import crc32
 
-from qat_lora.cache.format.layout import PACKED_VOCAB, SHORT_VOCAB, ArraySpec
+from qat_lora.cache.format.layout import PACKED_VOCAB, SHORT_VOCAB, ArraySpec, Contents
 from qat_lora.cache.format.records import Fingerprint
 from qat_lora.errors import CacheError
 from qat_lora.types import Batch, temperature_key
 
 Arrays = dict[str, np.ndarray]
-_FP16_LOWEST = -65504.0
 _FP16_LARGEST = np.float32(65504.0)
 LARGEST_RANGE = 64.0
-"""Nats below the likeliest entry at which `uint8` values end at the latest."""
+"""Nats below the top entry at which `uint8` values end at the latest."""
 DEEPEST = 20.0
 """The same at temperature 1, e^-20 = 2e-9 being as good as nothing; it grows with the largest temperature. With one
 entry at -64 and the range up to it, the others would share half of the codes, for a KL of 3e-4 instead of 7e-5."""
@@ -49,9 +36,9 @@ _LOWEST_FP16 = np.uint16(0xFBFF)
 """The bits of -65,504; beyond are minus infinity and NaN."""
 _SIGN = np.uint16(0x8000)
 _ROUNDING = 1e-3
-"""What float32 sums may be beside the truth: how far `lse` may be below 0 and `log_tail` above it."""
+"""How far float32 sums may be from the truth: `lse` below 0, `log_tail` above it."""
 _DEPTHS = (0.0 - (np.arange(256) / 255) ** 1.5).astype(np.float32)
-"""What part of the range below the likeliest entry each `uint8` code stands for."""
+"""The part of the range below the top entry that each `uint8` code stands for."""
 _CODE_ENDS = ((np.arange(255) + 0.5) / 255) ** 1.5
 """Where one code ends and the next begins, as part of the range: half way in codes, not in nats."""
 DRAWN = {"tail_draws": "tail_draw_ids", "draws": "draw_ids"}
@@ -64,6 +51,17 @@ _HIGH_IDS = (_PAIRS << 16).astype(np.int32)
 """What a byte of `ids_hi` adds to four ids."""
 _FP16 = np.arange(1 << 16, dtype="<u2").view("<f2").astype(np.float32)
 """Every fp16 number by its bits."""
+
+
+def position_arrays(held: Contents) -> dict[str, tuple[type[np.generic], tuple[int, ...]]]:
+    """Return the arrays of a batch that a cache fills: the type and the shape at one position, by key."""
+    arrays: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {}
+    if held.top_k:
+        arrays |= {"head_ids": (np.int32, (held.top_k,)), "head_logits": (np.float32, (held.top_k,))}
+    arrays |= {DRAWN[name]: (np.int32, (size,)) for name, size in held.id_lists.items() if name in DRAWN}
+    if held.hidden:
+        arrays["teacher_hidden"] = (np.float16, (held.hidden,))
+    return arrays | {name: (np.float32, ()) for name in held.sums}
 
 
 def pack_ids(ids: np.ndarray, vocab_size: int, name: str = "ids") -> Arrays:
@@ -106,7 +104,12 @@ def unpack_ids(
 
 
 def encode_values(head_logits: np.ndarray, value_dtype: str, temperature: float = 1.0) -> Arrays:
-    """Return the array or arrays that hold head values [..., K], at most 0 and falling.
+    """Return the array or arrays that hold top-K values [..., K], at most 0 and falling.
+
+    `uint8` values are codes c of -R·(c/255)^1.5 with one fp16 range R a position: the top entry is exactly 0, and the
+    steps grow with depth, slower than the probabilities fall. On our teachers and on Zipf-like ones with ranges from 4
+    to 25 nats this costs a mean KL of about 1e-5; even steps (c/255) cost up to twice that where ranges are wide,
+    square-law ones where they are narrow. The losses renormalise, so top K and tail sum to one all the same.
 
     Args:
         head_logits: the values.
@@ -114,7 +117,7 @@ def encode_values(head_logits: np.ndarray, value_dtype: str, temperature: float 
         temperature: the largest at which they are used.
     """
     if value_dtype == "float16":
-        return {"val": np.maximum(head_logits, _FP16_LOWEST).astype("<f2")}
+        return {"val": np.maximum(head_logits, -_FP16_LARGEST).astype("<f2")}
     deepest = min(LARGEST_RANGE, DEEPEST * max(1.0, temperature))
     depths = np.minimum(-head_logits.astype(np.float64), deepest)
     ranges = depths[..., -1].astype("<f2")
@@ -148,36 +151,30 @@ def encode_rows(rows: Mapping[str, np.ndarray], fingerprint: Fingerprint) -> Arr
             that float16 cannot hold.
     """
     held = fingerprint.contents
-    length, top_k, keys = held.length, held.top_k, held.sums
     n = len(rows["input_ids"])
-    shapes: dict[str, tuple[int, ...]] = {name: (n, length) for name in ("input_ids", "loss_mask", "doc_starts")}
-    if top_k:
-        shapes |= {name: (n, length - 1, top_k) for name in ("head_ids", "head_logits")}
-    drawn = {name: size for name, size in held.id_lists.items() if name in DRAWN}
-    shapes |= {DRAWN[name]: (n, length - 1, size) for name, size in drawn.items()}
-    if held.hidden:
-        shapes["teacher_hidden"] = (n, length - 1, held.hidden)
-    shapes |= {name: (n, length - 1) for name in keys}
+    shapes: dict[str, tuple[int, ...]] = {name: (n, held.length) for name in ("input_ids", "loss_mask", "doc_starts")}
+    shapes |= {name: (n, held.length - 1, *shape) for name, (_, shape) in position_arrays(held).items()}
     for name, shape in shapes.items():
         if name not in rows or rows[name].shape != shape:
             given = rows[name].shape if name in rows else "absent"
             raise CacheError(f"{name}: shape {given}; this cache needs {shape}")
-    for name in keys:
+    for name in held.sums:
         _check_finite(name, rows[name])
     ids = rows["input_ids"]
     if ids.min(initial=0) < 0 or ids.max(initial=0) >= held.vocab_size:
         raise CacheError(f"input_ids: from {ids.min()} to {ids.max()}; allowed: 0 to {held.vocab_size - 1}")
     arrays: Arrays = {
-        "input_ids": rows["input_ids"].astype("<i4"),
+        "input_ids": ids.astype("<i4"),
         "loss_mask": (rows["loss_mask"] != 0).astype(np.uint8),
         "doc_starts": np.packbits(rows["doc_starts"] != 0, axis=1, bitorder="little"),
-        **{name: rows[name].astype("<f4") for name in keys},
+        **{name: rows[name].astype("<f4") for name in held.sums},
     }
-    if top_k:
+    if held.top_k:
         arrays |= encode_values(rows["head_logits"], held.value_dtype, max(held.temperatures))
         arrays |= pack_ids(rows["head_ids"], held.vocab_size)
-    for name in drawn:
-        arrays |= pack_ids(rows[DRAWN[name]], held.vocab_size, name)
+    for name, key in DRAWN.items():
+        if name in held.id_lists:
+            arrays |= pack_ids(rows[key], held.vocab_size, name)
     if held.hidden:
         arrays["hidden"] = _half(rows["teacher_hidden"])
     arrays["row_crc32"] = row_checksums(arrays, fingerprint.arrays)
@@ -226,36 +223,25 @@ def empty_batch(
     optional: Container[str] = OPTIONAL,
 ) -> Batch:
     """Return the arrays of a batch, not filled in; of the optional ones that there are, those named in `optional`."""
-    held = fingerprint.contents
-    positions = (count, held.length - 1)
-    batch: dict[str, Any] = {
+    held = fingerprint.contents._replace(top_k=k, temperatures=temperatures)
+    wanted = {name: of for name, of in position_arrays(held).items() if name not in OPTIONAL or name in optional}
+    return {
         "input_ids": np.empty((count, held.length), np.int32),
         "document_ids": np.empty((count, held.length), np.int32),
-        "target_mask": np.empty(positions, np.bool_),
+        "target_mask": np.empty((count, held.length - 1), np.bool_),
+        **{name: np.empty((count, held.length - 1, *shape), kind) for name, (kind, shape) in wanted.items()},
     }
-    if held.top_k:
-        batch["head_ids"] = np.empty((*positions, k), np.int32)
-        batch["head_logits"] = np.empty((*positions, k), np.float32)
-        for temperature in temperatures:
-            for name in ("lse", "log_tail"):
-                batch[temperature_key(name, temperature)] = np.empty(positions, np.float32)
-    for name, size in held.id_lists.items():
-        if name in DRAWN and DRAWN[name] in optional:
-            batch[DRAWN[name]] = np.empty((*positions, size), np.int32)
-    if held.hidden and "teacher_hidden" in optional:
-        batch["teacher_hidden"] = np.empty((*positions, held.hidden), np.float16)
-    return batch
 
 
 def decode_row(
     arrays: Mapping[str, np.ndarray], fingerprint: Fingerprint, k: int, temperatures: Sequence[float], out: Batch
 ) -> None:
-    """Write one row with the first k of K head entries into `out`: views of a batch, without the row dimension.
+    """Write one row with the first k of K entries into `out`: views of a batch, without the row dimension.
 
-    Straight from the bytes that were read to its place: gathering rows first, then decoding them, touches three times
-    the fresh memory, and the page faults of that cost more than the decoding.
+    Straight from the bytes that were read: gathering rows first and then decoding them touches three times the fresh
+    memory, and its page faults cost more than the decoding.
 
-    With k < K the dropped entries join the tail, at every temperature, so that head and tail still sum to one.
+    With k < K the dropped entries join the tail, at every temperature, so that top k and tail still sum to one.
     """
     starts = np.unpackbits(arrays["doc_starts"], count=fingerprint.length, bitorder="little")
     np.copyto(out["input_ids"], arrays["input_ids"])
@@ -313,7 +299,12 @@ def strange_ids(row: Mapping[str, np.ndarray], vocab_size: int) -> str | None:
 
 
 def promises(part: Mapping[str, np.ndarray], fingerprint: Fingerprint) -> dict[str, bool]:
-    """Return the rules for values, and whether some rows of a shard keep them."""
+    """Return the rules for values, and whether some rows of a shard keep them.
+
+    A checksum says that bytes are as they were written; these rules find a writer that was wrong and sealed what it
+    wrote. Values are compared as bits: below zero, fp16 numbers order as the unsigned numbers of the same bits do, and
+    converting them to float32 first would cost more than their sha256.
+    """
     held = fingerprint.contents
     ids = part["input_ids"]
     kept = {

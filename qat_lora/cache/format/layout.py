@@ -1,20 +1,19 @@
 """The layout of a KD cache: file names, the arrays of a shard, and the shard's header.
 
-A shard is a plain safetensors file, so that any language can map it with a JSON parser and eight bytes of
-arithmetic, and nothing in it can be executed. The alternatives lose: pickled `.pt` files run code and are read
-whole; MDS and Parquet need their library to find a row; zarr has no row access below its chunks. Safetensors lacks
-checksums and a commit protocol: sidecars and a manifest have them (`records`, `build.writer`).
+A shard is a plain safetensors file, so that any language can map it with a JSON parser and eight bytes of arithmetic,
+and nothing in it can be executed. The alternatives lose: pickled `.pt` files run code and are read whole; MDS and
+Parquet need their library to find a row; zarr has no row access below its chunks. Safetensors lacks checksums and a
+commit protocol: sidecars and a manifest have them (`records`, `build.writer`).
 
-The arrays of a shard are a pure function of the fingerprint (its `Contents`) and the row count. Readers therefore
-*compute* the header they expect and refuse any other, which leaves nothing to attack in a header: overlapping
-offsets, absent arrays and odd types are all just "not what was expected".
+The arrays of a shard follow from the fingerprint (its `Contents`) and the row count. Readers therefore *compute* the
+header they expect and refuse any other, so there is nothing to attack in one: no overlapping offsets, no odd types.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +32,6 @@ MANIFEST_LIMIT_BYTES = 64 << 20
 
 SERIES = {"train": "s", "eval": "e"}
 """The letter of each split's shard series."""
-
 PACKED_VOCAB = 1 << 18
 """Up to this vocabulary, ids are 16 low bits plus 2 high bits; beyond it, raw int32."""
 SHORT_VOCAB = 1 << 16
@@ -131,26 +129,31 @@ def array_table(held: Contents) -> tuple[ArraySpec, ...]:
 
 def layout(table: Sequence[ArraySpec], rows: int, fingerprint_sha256: str) -> Layout:
     """Return the header and the array positions of a shard with `rows` rows."""
-    header: dict[str, object] = {
-        "__metadata__": {"format": FORMAT, "version": str(VERSION), "fingerprint": fingerprint_sha256}
-    }
+    metadata = {"format": FORMAT, "version": str(VERSION), "fingerprint": fingerprint_sha256}
+    arrays = [(s.name, _SAFETENSORS_DTYPE[s.dtype.str], (rows, *s.row_shape), rows * s.row_bytes) for s in table]
+    header = safetensors_header(metadata, arrays)
+    placed, start = [], len(header)
+    for spec, (_, _, shape, size) in zip(table, arrays, strict=True):
+        placed.append(Placed(spec, shape, start))
+        start += size
+    return Layout(header, tuple(placed), start)
+
+
+def safetensors_header(metadata: dict[str, str], arrays: Iterable[tuple[str, str, Sequence[int], int]]) -> bytes:
+    """Return the beginning of a safetensors file: header length and header, padded to a multiple of 8.
+
+    Args:
+        metadata: of the file.
+        arrays: name, type, shape and bytes of each, in file order.
+    """
+    header: dict[str, object] = {"__metadata__": metadata}
     offset = 0
-    places: list[tuple[ArraySpec, tuple[int, ...], int]] = []
-    for spec in table:
-        shape = (rows, *spec.row_shape)
-        end = offset + rows * spec.row_bytes
-        header[spec.name] = {
-            "dtype": _SAFETENSORS_DTYPE[spec.dtype.str],
-            "shape": list(shape),
-            "data_offsets": [offset, end],
-        }
-        places.append((spec, shape, offset))
-        offset = end
+    for name, kind, shape, size in arrays:
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
     text = json.dumps(header, separators=(",", ":")).encode("ascii")
     text += b" " * (-len(text) % 8)
-    prefix = len(text).to_bytes(8, "little") + text
-    arrays = tuple(Placed(spec, shape, len(prefix) + start) for spec, shape, start in places)
-    return Layout(prefix, arrays, len(prefix) + offset)
+    return len(text).to_bytes(8, "little") + text
 
 
 def row_bytes(table: Sequence[ArraySpec]) -> int:

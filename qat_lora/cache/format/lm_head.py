@@ -11,13 +11,12 @@ Tensors are written as bytes, because NumPy has no bfloat16 and the writer impor
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qat_lora.cache.format import layout as fmt
-from qat_lora.cache.format.records import Fingerprint, strict_json
+from qat_lora.cache.format.records import Fingerprint, read_header
 from qat_lora.cache.storage.location import Location, Place, locate
 from qat_lora.errors import CacheDamaged, CacheError
 from qat_lora.types import LMHead
@@ -26,27 +25,19 @@ if TYPE_CHECKING:
     import torch
 
 _DTYPES = {"F32": ("float32", 4), "BF16": ("bfloat16", 2), "F16": ("float16", 2)}
-_CHUNK_BYTES = 1 << 20
 
 
 class LMHeadFile(NamedTuple):
-    """The bytes of a head's file."""
+    """The bytes of an LM head's file."""
 
     width: int
     """H."""
     sha256: str
     parts: tuple[bytes | memoryview, ...]
 
-    def chunks(self) -> Iterator[bytes | memoryview]:
-        """Yield the file's bytes."""
-        for part in self.parts:
-            view = memoryview(part)
-            for start in range(0, len(view), _CHUNK_BYTES):
-                yield view[start : start + _CHUNK_BYTES]
-
 
 def lm_head_file(lm_head: LMHead) -> LMHeadFile:
-    """Return an output head as the bytes of its file, padding rows cut off.
+    """Return an LM head as the bytes of its file, padding rows cut off.
 
     Raises:
         CacheError: weights of another type than float32, bfloat16 or float16.
@@ -76,19 +67,13 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _header(kind: str, shapes: dict[str, tuple[int, ...]], metadata: dict[str, str]) -> bytes:
-    header: dict[str, Any] = {"__metadata__": metadata}
-    offset = 0
-    for name, shape in shapes.items():
-        end = offset + math.prod(shape) * _DTYPES[kind][1]
-        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode("ascii")
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    width = _DTYPES[kind][1]
+    arrays = [(name, kind, shape, width * math.prod(shape)) for name, shape in shapes.items()]
+    return fmt.safetensors_header(metadata, arrays)
 
 
 def check_lm_head(place: Place, fingerprint: Fingerprint, *, whole: bool = True) -> None:
-    """Check the head's file of a cache that has hidden states; of others there is nothing to check.
+    """Check the LM head's file of a cache that has hidden states; of others there is nothing to check.
 
     Args:
         place: the cache folder.
@@ -103,35 +88,12 @@ def check_lm_head(place: Place, fingerprint: Fingerprint, *, whole: bool = True)
     location = locate(place)
     _check_size(location, fingerprint)
     if whole:
-        digest = hashlib.sha256()
-        for chunk in location.chunks(fmt.LM_HEAD):
-            digest.update(chunk)
-        _compare(location, fingerprint, digest.hexdigest())
-
-
-def write_lm_head(place: Place, fingerprint: Fingerprint, file: LMHeadFile | None) -> None:
-    """Put the head into the folder of a cache that is to have hidden states, or check the one that is there.
-
-    Raises:
-        CacheError: there is none and none is given, or it is another than the fingerprint's.
-        CacheDamaged: the one that is there is not what was written.
-    """
-    if fingerprint.lm_head_sha256 is None:
-        return
-    location = locate(place)
-    if location.has(fmt.LM_HEAD):
-        check_lm_head(location, fingerprint)
-        return
-    if file is None or file.sha256 != fingerprint.lm_head_sha256:
-        raise CacheError(
-            f"{location}: is to hold hidden states, but the output head that was given is not the one of its "
-            "fingerprint; give the writer `lm_head_file(teacher.lm_head())` of the same teacher"
-        )
-    location.write_new(fmt.LM_HEAD, file.chunks(), "head")
+        for _ in _checked(location, fingerprint):
+            pass
 
 
 def read_lm_head(place: Place, fingerprint: Fingerprint) -> LMHead:
-    """Return the teacher's output head, tensors on the CPU in the type in which they are stored.
+    """Return the teacher's LM head, tensors on the CPU in the type in which they are stored.
 
     Raises:
         CacheError: the cache holds no hidden states.
@@ -146,19 +108,14 @@ def read_lm_head(place: Place, fingerprint: Fingerprint) -> LMHead:
         )
     _check_size(location, fingerprint)
     data = bytearray()
-    for chunk in location.chunks(fmt.LM_HEAD):
+    for chunk in _checked(location, fingerprint):
         data += chunk
-    _compare(location, fingerprint, hashlib.sha256(data).hexdigest())
     kind, header, start = _parse(data, location, fingerprint)
     dtype = getattr(torch, _DTYPES[kind][0])
-    tensors = {
-        name: torch.frombuffer(
-            data, dtype=dtype, count=math.prod(entry["shape"]), offset=start + entry["data_offsets"][0]
-        ).reshape(entry["shape"])
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }
-    metadata = header["__metadata__"]
+    metadata, tensors = header.pop("__metadata__"), {}
+    for name, entry in header.items():
+        shape, offset = entry["shape"], start + entry["data_offsets"][0]
+        tensors[name] = torch.frombuffer(data, dtype=dtype, count=math.prod(shape), offset=offset).reshape(shape)
     softcap = float(metadata["softcap"]) if "softcap" in metadata else None
     return LMHead(
         tensors["weight"], fingerprint.vocab_size, tensors.get("bias"), float(metadata["logit_scale"]), softcap
@@ -166,13 +123,13 @@ def read_lm_head(place: Place, fingerprint: Fingerprint) -> LMHead:
 
 
 def largest_lm_head(fingerprint: Fingerprint) -> int:
-    """Return the most bytes that the head's file of a cache can have."""
+    """Return the most bytes that the LM head's file of a cache can have."""
     held = fingerprint.contents
     return 4 * held.vocab_size * (held.hidden + 1) + fmt.HEADER_LIMIT_BYTES
 
 
 def _check_size(location: Location, fingerprint: Fingerprint) -> None:
-    """Raise CacheDamaged where the file is missing or has a size that no head of this cache has."""
+    """Raise CacheDamaged where the file is missing or has a size that no LM head of this cache has."""
     held = fingerprint.contents
     try:
         size = location.size(fmt.LM_HEAD)
@@ -188,12 +145,17 @@ def _check_size(location: Location, fingerprint: Fingerprint) -> None:
         )
 
 
-def _compare(location: Location, fingerprint: Fingerprint, sha256: str) -> None:
-    if sha256 != fingerprint.lm_head_sha256:
+def _checked(location: Location, fingerprint: Fingerprint) -> Iterator[bytes]:
+    """Yield the file's bytes; CacheDamaged at the end unless they have the sha256 that was written."""
+    digest = hashlib.sha256()
+    for chunk in location.chunks(fmt.LM_HEAD):
+        digest.update(chunk)
+        yield chunk
+    if digest.hexdigest() != fingerprint.lm_head_sha256:
         raise CacheDamaged(
-            f"{location}/{fmt.LM_HEAD}: its sha256 is {sha256[:16]}…, {str(fingerprint.lm_head_sha256)[:16]}… was "
-            "written; restore it from a copy, or delete it and manifest.json and run the same `qat-lora cache build` "
-            "again"
+            f"{location}/{fmt.LM_HEAD}: its sha256 is {digest.hexdigest()[:16]}…, "
+            f"{str(fingerprint.lm_head_sha256)[:16]}… was written; restore it from a copy, or delete it and "
+            "manifest.json and run the same `qat-lora cache build` again"
         )
 
 
@@ -201,11 +163,8 @@ def _parse(data: bytearray, location: Location, fingerprint: Fingerprint) -> tup
     """Return number format, header and where the data begins; the header is rebuilt and compared, never trusted."""
     where = f"{location}/{fmt.LM_HEAD}"
     held = fingerprint.contents
-    size = int.from_bytes(data[:8], "little")
-    if size > fmt.HEADER_LIMIT_BYTES:
-        raise CacheDamaged(f"{where}: its header claims {size:,} bytes; allowed: 1 MB")
+    header, start = read_header(data, where)
     try:
-        header = strict_json(data[8 : 8 + size].decode("ascii"))
         kind, metadata = header["weight"]["dtype"], header["__metadata__"]
         shapes: dict[str, tuple[int, ...]] = {"weight": (held.vocab_size, held.hidden)}
         if "bias" in header:
@@ -216,7 +175,7 @@ def _parse(data: bytearray, location: Location, fingerprint: Fingerprint) -> tup
             raise ValueError("its metadata does not say how logits are made")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CacheDamaged(f"{where}: its header cannot be read ({error})") from None
-    total = len(expected) + sum(math.prod(shape) for shape in shapes.values()) * _DTYPES[kind][1]
-    if strict_json(expected[8:].decode("ascii")) != header or 8 + size != len(expected) or len(data) != total:
+    total = start + sum(map(math.prod, shapes.values())) * _DTYPES[kind][1]
+    if read_header(expected, where) != (header, start) or len(data) != total:
         raise CacheDamaged(f"{where}: is not the head of {held.vocab_size:,} × {held.hidden:,} that was written")
-    return kind, header, 8 + size
+    return kind, header, start

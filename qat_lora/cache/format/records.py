@@ -10,17 +10,11 @@ checksums over a prefix of the bytes do not.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 import math
-import os
 import re
-import stat
-import typing
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import qat_lora.config as config
@@ -70,8 +64,7 @@ def _parse_optional(names: tuple[str, ...]) -> dict[str, tuple[int, str | None]]
 class Fingerprint:
     """Everything that decides what a cache holds. Resuming a build compares all of it.
 
-    A student only compares `tokenizer_sha256`, `vocab_size` and `length` (`KDCacheDataset.check_student`): which
-    teacher and which text it learns from is the user's choice.
+    A student is compared with `tokenizer_sha256`, `vocab_size` and `length` only (`KDCacheDataset.check_student`).
     """
 
     tokenizer_sha256: str
@@ -89,7 +82,7 @@ class Fingerprint:
     """K: entries of a position; 0 where hidden states are stored instead of logits."""
     temperatures: tuple[float, ...] = (1.0,)
     value_dtype: str = "float16"
-    """How head values are stored: `float16`, or `uint8` (codes and a range a position)."""
+    """How values are stored: `float16`, or `uint8` (codes and a range a position)."""
     seed: int = 0
     eval_rows: int = 0
     builder: str = ""
@@ -99,12 +92,11 @@ class Fingerprint:
 
     def __post_init__(self) -> None:
         extras = _parse_optional(self.optional_arrays)
-        fewest = 0 if "hidden" in extras else 1
-        heads = f"1 to vocab_size = {self.vocab_size}, or 0 with --hidden"
+        fewest, topk_allowed = int("hidden" not in extras), f"1 to vocab_size = {self.vocab_size}, or 0 with --hidden"
         rules = [
             ("length", self.length, 2 <= self.length < 1 << 24, "2 or more tokens: a row of 1 predicts nothing"),
             ("vocab_size", self.vocab_size, 1 <= self.vocab_size < 1 << 31, "1 to 2^31 - 1"),
-            ("top_k", self.top_k, fewest <= self.top_k <= self.vocab_size, heads),
+            ("top_k", self.top_k, fewest <= self.top_k <= self.vocab_size, topk_allowed),
             ("value_dtype", self.value_dtype, self.value_dtype in VALUE_DTYPES, " or ".join(VALUE_DTYPES)),
             ("eval_rows", self.eval_rows, self.eval_rows >= 0, "0 or more"),
             ("tail_draws", self.optional_arrays, self.top_k or "tail_draws" not in extras, "none where --top-k is 0"),
@@ -128,7 +120,7 @@ class Fingerprint:
 
     @property
     def lm_head_sha256(self) -> str | None:
-        """The sha256 of the teacher's output head in the folder; None where the cache holds no hidden states."""
+        """The sha256 of the teacher's LM head in the folder; None where the cache holds no hidden states."""
         return _parse_optional(self.optional_arrays).get("hidden", (0, None))[1]
 
     @property
@@ -216,6 +208,11 @@ class Manifest:
         """Return the shards of a split, in row order."""
         return {"train": self.train, "eval": self.eval}[split]
 
+    @property
+    def all_shards(self) -> tuple[ShardEntry, ...]:
+        """The shards of both splits, in the order in which they were written."""
+        return (*self.eval, *self.train)
+
     def rows(self, split: str) -> int:
         """Return the number of rows of a split."""
         return sum(shard.rows for shard in self.shards(split))
@@ -233,39 +230,6 @@ def render(record: Any) -> bytes:
     if not body.endswith(_SEAL):
         raise AssertionError("the checksum must be the last key")
     return (body + hashlib.sha256(body.encode()).hexdigest() + _SEAL_END).encode()
-
-
-def read_bounded(path: str | Path, limit_bytes: int) -> bytes:
-    """Read a small regular file, following no link.
-
-    Raises:
-        FileNotFoundError: there is none.
-        CacheDamaged: it is a link, no regular file, or larger than `limit_bytes`.
-    """
-    with open_regular(path) as file:
-        data = file.read(limit_bytes + 1)
-    if len(data) > limit_bytes:
-        raise CacheDamaged(f"{path}: is larger than {limit_bytes:,} bytes, so it is no file of a KD cache")
-    return data
-
-
-def open_regular(path: str | Path) -> typing.BinaryIO:
-    """Open a regular file for reading; a link, pipe or device is refused rather than followed.
-
-    Raises:
-        FileNotFoundError: there is none.
-        CacheDamaged: it is something else than a regular file.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise CacheDamaged(f"{path}: cannot be opened as a regular file ({error.strerror})") from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise CacheDamaged(f"{path}: is not a regular file, so it is not read; a KD cache holds plain files only")
-    return os.fdopen(descriptor, "rb")
 
 
 def parse(cls: type[R], data: bytes, where: str) -> R:
@@ -291,7 +255,7 @@ def parse(cls: type[R], data: bytes, where: str) -> R:
                 f"{where}: is of cache format version {tree.get('version')!r}, this program reads {fmt.VERSION}; "
                 "use the qat-lora that wrote it, or build the cache again"
             )
-        record = _build(cls, tree, cls.__name__)
+        record = config.from_dict(cls, tree, cls.__name__, exact=True)
         if getattr(record, "format", fmt.FORMAT) != fmt.FORMAT:
             raise ValueError(f"format is {record.format!r}, expected {fmt.FORMAT!r}")  # type: ignore[attr-defined]
         return record
@@ -316,39 +280,16 @@ def strict_json(text: str) -> Any:
     return json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
 
 
-@functools.cache
-def _hints(cls: Any) -> dict[str, Any]:
-    return typing.get_type_hints(cls)  # once: a manifest has an entry for every shard
+def read_header(data: bytes | bytearray, where: str) -> tuple[Any, int]:
+    """Return the JSON header at the beginning of a safetensors file, and where it ends.
 
-
-def _build(cls: type[R], tree: Mapping[str, Any], where: str) -> R:
-    hints = _hints(typing.cast(Any, cls))
-    if tree.keys() != hints.keys():
-        odd = sorted(tree.keys() ^ hints.keys())
-        raise ValueError(f"{where}: keys that should not be there, or are missing: {', '.join(map(repr, odd))}")
-    return cls(**{name: _value(hints[name], value, f"{where}.{name}") for name, value in tree.items()})
-
-
-def _value(hint: Any, value: Any, where: str) -> Any:
-    if hint is Any:
-        return value
-    if dataclasses.is_dataclass(hint):
-        if not isinstance(value, dict):
-            raise ValueError(f"{where}: expected an object")
-        return _build(typing.cast(type, hint), value, where)
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise ValueError(f"{where}: expected a list")
-        return tuple(_value(args[0], item, where) for item in value)
-    if origin is dict:
-        hint = dict
-    elif type(None) in args:
-        if value is None:
-            return None
-        hint = args[0]
-    if hint is float and type(value) is int:
-        value = float(value)
-    if type(value) is not hint or (hint is int and value < 0):
-        raise ValueError(f"{where}: {value!r} is not {'a whole number' if hint is int else 'a ' + hint.__name__}")
-    return value
+    Raises:
+        CacheDamaged: it is too long for the data or the format, or no strict JSON.
+    """
+    size = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or size > min(fmt.HEADER_LIMIT_BYTES, len(data) - 8):
+        raise CacheDamaged(f"{where}: its header claims {size:,} bytes; allowed: 1 MB within the file")
+    try:
+        return strict_json(data[8 : 8 + size].decode("ascii")), 8 + size
+    except (ValueError, RecursionError) as error:
+        raise CacheDamaged(f"{where}: its header cannot be read ({error})") from None

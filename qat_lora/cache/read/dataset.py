@@ -1,20 +1,31 @@
-"""A KD cache as training data: the rows of each step, in the order that `qat_lora.data.shuffle` computes."""
+"""A KD cache as training data: row numbers become batches, in the order that `qat_lora.data.shuffle` computes.
+
+Everything is checked before the first row is served: seals of the manifest and the sidecars, names, sizes, and by
+default the sha256 of every shard (1 to 2 GB/s), since a flipped bit reads as a slightly different teacher and no
+training run would notice. After that a row is read, compared with its CRC-32 and decoded on demand: a cache may be
+larger than memory, and one that changes during a run of days is an error that names shard and row (`shard`).
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from qat_lora.cache.format.codec import OPTIONAL
-from qat_lora.cache.format.lm_head import read_lm_head
-from qat_lora.cache.format.records import Manifest
-from qat_lora.cache.read.reader import CacheReader, check_request
-from qat_lora.cache.storage.location import Place
-from qat_lora.cache.storage.store import Progress
+from qat_lora.cache.format import layout as fmt
+from qat_lora.cache.format.codec import OPTIONAL, decode_row, empty_batch, mask_row, strange_ids
+from qat_lora.cache.format.lm_head import check_lm_head, read_lm_head
+from qat_lora.cache.format.records import Fingerprint, ShardEntry
+from qat_lora.cache.read.shard import Shard, most_open, open_shard
+from qat_lora.cache.storage.location import Place, locate
+from qat_lora.cache.storage.store import Progress, at_once, check_entry, in_turns, read_manifest
 from qat_lora.data import shuffle as order
-from qat_lora.errors import CacheError
+from qat_lora.errors import CacheDamaged, CacheError
 from qat_lora.types import Batch, LMHead, VerifyRows
+
+_CHECK_EVERY = {"all": 1, "sampled": 16, "off": 0}
+"""One row of so many is compared with its CRC-32."""
 
 
 class KDCacheDataset:
@@ -27,7 +38,8 @@ class KDCacheDataset:
             `rows` refuses to serve them where k < K, unless `leave_out_all_but` left them out.
         split: `train` or `eval`.
         temperatures: at which `lse` and `log_tail` are served; each must be in the cache.
-        verify: check every shard's sha256 when opening.
+        verify: check every shard's sha256 when opening. Without it, only names, sizes, seals and headers are checked;
+            from behind a URL, shards then come (and are checked) when they are first needed.
         verify_rows: which rows are compared with their CRC-32 as they are read: `all`, `sampled` (one of 16) or `off`.
         progress: called with (shard, bytes) while checking.
 
@@ -48,51 +60,123 @@ class KDCacheDataset:
         verify_rows: VerifyRows = "all",
         progress: Progress | None = None,
     ) -> None:
-        if split not in ("train", "eval"):
+        if split not in fmt.SERIES:
             raise CacheError(f"split: {split!r} is unknown; allowed: train, eval")
-        self._reader = CacheReader(path, verify, preload=preload, verify_rows=verify_rows, progress=progress)
-        self.path = self._reader.path
+        self.path = locate(path)
+        self.manifest = read_manifest(self.path)
+        self.fingerprint = self.manifest.fingerprint
         self.split = split
         self.temperatures = tuple(temperatures)
+        self._entries = self.manifest.shards(split)
+        self._ends = np.cumsum([entry.rows for entry in self._entries], dtype=np.int64)
         self._optional: tuple[str, ...] = OPTIONAL
-        self.k = check_request(self._reader.fingerprint, k, self.temperatures)
+        self._check_every = _CHECK_EVERY[verify_rows]
+        self._served = 0
+        self._spare: list[dict[str, np.ndarray]] = []
+        self._shards: OrderedDict[int, Shard] = OrderedDict()
+        self._check_files(verify, preload, progress)
+        self.k = _check_request(self.fingerprint, k, self.temperatures)
         if not len(self):
             raise CacheError(f"{path}: has no rows in the {split} split; build it with --eval-rows to have one")
 
-    @property
-    def manifest(self) -> Manifest:
-        """What the cache says about itself."""
-        return self._reader.manifest
+    def _check_files(self, verify: bool, preload: bool, progress: Progress | None) -> None:
+        """Check all shards of both splits; with `preload`, keep those of this one."""
+        check_lm_head(self.path, self.fingerprint, whole=verify)
+        tell = in_turns(progress)
+        threads = None if verify or self.path.far else 1  # several have nothing to wait for
+        for split in fmt.SERIES:
+            keep = preload and split == self.split
+
+            def check(entry: ShardEntry, keep: bool = keep) -> Shard | None:
+                check_entry(self.path, entry, self.fingerprint)
+                if self.path.far and not (verify or keep):
+                    return None
+                shard = open_shard(self.path, entry, self.fingerprint, preload=keep)
+                if verify:
+                    shard.check_sha256(tell)
+                return shard if keep else None
+
+            for number, shard in enumerate(at_once(self.path, check, self.manifest.shards(split), threads)):
+                if shard is not None:
+                    self._shards[number] = shard
+
+    def _shard(self, number: int) -> Shard:
+        """Return a shard, opened if it is not; of the open ones the least recently used is closed at some number."""
+        if number not in self._shards:
+            while len(self._shards) >= most_open():
+                self._shards.popitem(last=False)
+            self._shards[number] = open_shard(self.path, self._entries[number], self.fingerprint)
+        self._shards.move_to_end(number)
+        return self._shards[number]
 
     def leave_out_all_but(self, optional: Sequence[str]) -> None:
         """Serve, of the arrays that a cache has on request only (`codec.OPTIONAL`), just these from now on."""
         self._optional = tuple(optional)
 
     def __len__(self) -> int:
-        return self._reader.rows(self.split)
+        return int(self._ends[-1]) if len(self._ends) else 0
 
-    def rows(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        """Return rows as numpy arrays (see `types.Batch`), in the order asked; -1 gives a fully masked row."""
-        return self._reader.read(self.split, indices, self.k, self.temperatures, self._optional)
+    def rows(
+        self, indices: Sequence[int] | np.ndarray, k: int | None = None, optional: Sequence[str] | None = None
+    ) -> Batch:
+        """Return rows as numpy arrays (see `types.Batch`), in the order asked; -1 gives a fully masked row.
+
+        Args:
+            indices: row numbers.
+            k: entries of a position, at most K, instead of the dataset's own.
+            optional: the only arrays of `codec.OPTIONAL` to serve, instead of the dataset's own.
+
+        Raises:
+            CacheError: a row that is not there, tail draws and k < K.
+            CacheDamaged: a row is not what was written, or speaks of tokens outside the vocabulary.
+        """
+        k = self.k if k is None else k
+        optional = self._optional if optional is None else optional
+        held, temperatures = self.fingerprint, self.temperatures
+        if k < held.top_k and "tail_draw_ids" in optional and (draws := held.contents.tail_draws):
+            raise CacheError(
+                f"k: the cache's draws are from the tail behind {held.top_k} entries, so they cannot be used "
+                f"with {k} of them; leave --head-k out, give --estimator ghost, or build a cache with --top-k {k} "
+                f"--tail-draws {draws}"
+            )
+        wanted = np.asarray(indices, np.int64)
+        if wanted.ndim != 1 or ((wanted < -1) | (wanted >= len(self))).any():
+            raise CacheError(f"rows: {wanted.tolist()!r}; allowed: 0 to {len(self) - 1}, or -1 for padding")
+        batch = empty_batch(len(wanted), held, k, temperatures, optional)
+        arrays = self._spare.pop() if self._spare else None
+        for place, (row, shard) in enumerate(zip(wanted, np.searchsorted(self._ends, wanted, "right"), strict=True)):
+            out = {name: array[place] for name, array in batch.items()}
+            if row < 0:
+                mask_row(held, k, temperatures, out)
+                continue
+            inside = int(row - self._ends[shard]) + self._entries[shard].rows
+            self._served += 1
+            check = self._check_every > 0 and self._served % self._check_every == 0
+            try:
+                opened = self._shard(int(shard))
+            except CacheDamaged as error:
+                raise CacheDamaged(f"{error}; its row {inside} was wanted") from None
+            arrays = opened.rows(inside, check=check, into=arrays)
+            decode_row({name: array[0] for name, array in arrays.items()}, held, k, temperatures, out)
+            if wrong := strange_ids(out, held.vocab_size):
+                name = self._entries[shard].shard
+                raise CacheDamaged(f"{self.path}/{name}: row {inside} has {wrong}; restore the shard from a copy")
+        if arrays is not None:
+            self._spare.append(arrays)
+        return batch
 
     def teacher_lm_head(self) -> LMHead:
-        """Return the teacher's output head, tensors on the CPU, for a cache that was built with `--hidden`.
+        """Return the teacher's LM head, tensors on the CPU, for a cache that was built with `--hidden`.
 
         Raises:
             CacheError: the cache holds no hidden states.
             CacheDamaged: the file is not what was written.
         """
-        return read_lm_head(self._reader.path, self._reader.fingerprint)
+        return read_lm_head(self.path, self.fingerprint)
 
     def steps_per_epoch(self, global_batch_rows: int) -> int:
         """Return the steps in which every row is seen once."""
         return order.steps_per_epoch(len(self), global_batch_rows)
-
-    def global_batch(self, step: int, global_batch_rows: int, seed: int) -> np.ndarray:
-        """Return the row numbers of a step, int64 [global_batch_rows], padded with -1 at an epoch's end."""
-        if global_batch_rows < 1 or step < 0:
-            raise CacheError(f"global batch: {global_batch_rows} rows at step {step}; allowed: 1 or more, from step 0")
-        return order.global_batch(len(self), step, global_batch_rows, seed)
 
     def batches(
         self,
@@ -114,13 +198,13 @@ class KDCacheDataset:
 
         Args:
             tokenizer_sha256: of the student's tokenizer; None if it is not known (then not compared).
-            vocab_size: rows of the student's output head that are not padding.
+            vocab_size: rows of the student's LM head that are not padding.
             max_positions: longest row that the student can read; None for no limit.
 
         Raises:
             CacheError: names the field that does not fit.
         """
-        held = self.manifest.fingerprint
+        held = self.fingerprint
         if tokenizer_sha256 is not None and tokenizer_sha256 != held.tokenizer_sha256:
             raise CacheError(
                 f"tokenizer: the student's is {tokenizer_sha256[:16]}…, the cache {self.path} was made with "
@@ -137,3 +221,27 @@ class KDCacheDataset:
                 f"length: rows have {held.length:,} tokens, the student reads at most {max_positions:,}; build a "
                 f"cache with --length {max_positions} or less"
             )
+
+
+def _check_request(fingerprint: Fingerprint, k: int | None, temperatures: Sequence[float]) -> int:
+    """Return the k to serve; 0 where the cache has no top K, and then any temperature will do.
+
+    Raises:
+        CacheError: k outside 1..K, or a temperature that is not stored.
+    """
+    if not fingerprint.top_k:
+        if k:
+            raise CacheError(f"k: {k} entries were asked for; this cache holds hidden states and no head: give no k")
+        return 0
+    k = fingerprint.top_k if k is None else k
+    if not 1 <= k <= fingerprint.top_k:
+        raise CacheError(f"k: {k} entries were asked for; allowed: 1 to {fingerprint.top_k}, what the cache holds")
+    for temperature in temperatures:
+        if temperature not in fingerprint.temperatures:
+            held = ", ".join(f"{t:g}" for t in fingerprint.temperatures)
+            raise CacheError(
+                f"temperature: {temperature:g} is not in the cache, which holds {held}; the tail at another "
+                f"temperature cannot be computed from it: train at one of these, or build with --temperatures "
+                f"{held.replace(', ', ',')},{temperature:g}"
+            )
+    return k

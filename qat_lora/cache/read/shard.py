@@ -2,10 +2,8 @@
 
 A row is read with `pread` into memory of its own, and its CRC-32 is computed from those very bytes before they are
 decoded. Mapping the file would save a copy of half a megabyte, but a mapped file that shrinks ends the process with
-SIGBUS, which no program can turn into a line, and bytes that change between the check and the use are not seen. A short
-read, a wrong checksum or a file that was removed are one error that names shard and row.
-
-An open shard holds a descriptor, and a process may have few (256 on macOS): `most_open` says how many one reader keeps.
+SIGBUS, which no program can turn into a message, and bytes that change between check and use would go unnoticed. A
+short read, a wrong checksum and a file that was removed give one error that names shard and row.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ import numpy as np
 
 from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.codec import row_checksums
-from qat_lora.cache.format.records import Fingerprint, ShardEntry, strict_json
+from qat_lora.cache.format.records import Fingerprint, ShardEntry, read_header
 from qat_lora.cache.storage.location import Location
 from qat_lora.cache.storage.store import Progress, check_digest
 from qat_lora.errors import CacheDamaged
@@ -31,7 +29,10 @@ _CURE = "restore the shard from a copy"
 
 
 def most_open() -> int:
-    """Return how many shards a reader may keep open: a quarter of the process's limit, since two may read at a time."""
+    """Return how many shards a reader may keep open: a quarter of the process's limit, since two may read at a time.
+
+    An open shard holds a descriptor, and a process may have few (256 on macOS).
+    """
     import resource
 
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -69,12 +70,8 @@ class Shard:
         file = f"{place}/{entry.shard}.safetensors"
         if entry.bytes != plan.total_bytes:
             raise CacheDamaged(f"{file}: has {entry.bytes:,} bytes; its {entry.rows} rows take {plan.total_bytes:,}")
-        for size in (len(plan.header), min(entry.bytes, 8 + fmt.HEADER_LIMIT_BYTES)):
-            header = np.empty(size, np.uint8)
-            self._fill(header, 0, "its header")
-            if header.tobytes() == plan.header:
-                return
-        check_header(header.tobytes(), plan, file)
+        if self._beginning(len(plan.header)) != plan.header:
+            check_header(self._beginning(min(entry.bytes, 8 + fmt.HEADER_LIMIT_BYTES)), plan, file)
 
     def rows(
         self, first: int, count: int = 1, *, check: bool = True, into: dict[str, np.ndarray] | None = None
@@ -117,6 +114,11 @@ class Shard:
                 progress(self._entry.shard, len(chunk))
         check_digest(self._place, self._entry, digest.hexdigest())
 
+    def _beginning(self, size: int) -> bytes:
+        header = np.empty(size, np.uint8)
+        self._fill(header, 0, "its header")
+        return header.tobytes()
+
     def _fill(self, array: np.ndarray, start: int, where: str) -> None:
         """Read an array's bytes from a place in the file."""
         if isinstance(self._data, bytes):
@@ -133,7 +135,7 @@ class Shard:
         return CacheDamaged(f"{self._place}/{self._entry.shard}: {where} {what}; {_CURE}")
 
 
-def check_header(data: bytes | memoryview, plan: fmt.Layout, where: str) -> None:
+def check_header(data: bytes, plan: fmt.Layout, where: str) -> None:
     """Compare a shard's safetensors header with the one that its fingerprint demands.
 
     Args:
@@ -144,20 +146,11 @@ def check_header(data: bytes | memoryview, plan: fmt.Layout, where: str) -> None
     Raises:
         CacheDamaged: the header is too long, no strict JSON, or describes other arrays.
     """
-    if bytes(data[: len(plan.header)]) == plan.header:
-        return
-    size = int.from_bytes(bytes(data[:8]), "little")
-    if len(data) < 8 or size > min(fmt.HEADER_LIMIT_BYTES, len(data) - 8):
-        raise CacheDamaged(f"{where}: its header claims {size:,} bytes; allowed: 1 MB within the file")
-    try:
-        found = strict_json(bytes(data[8 : 8 + size]).decode("ascii"))
-    except (ValueError, RecursionError) as error:
-        raise CacheDamaged(f"{where}: its header cannot be read ({error})") from None
-    if found != strict_json(plan.header[8:].decode("ascii")) or 8 + size != len(plan.header):
+    if read_header(data, where) != read_header(plan.header, where):
         raise CacheDamaged(f"{where}: its header describes other arrays than the cache's fingerprint demands")
 
 
 @functools.lru_cache(maxsize=64)
 def _plan(fingerprint: Fingerprint, rows: int) -> fmt.Layout:
-    """Return where the arrays of a shard lie: the same in all shards of as many rows, and a cache can have 20,000."""
+    """Return the layout of a shard: the same in all shards of as many rows, and a cache can have 20,000."""
     return fmt.layout(fingerprint.arrays, rows, fingerprint.sha256)

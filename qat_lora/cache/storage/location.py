@@ -1,9 +1,9 @@
 """Where a cache is: a folder of this machine, or one behind a URL (`gs://`, `s3://`, any of fsspec's).
 
-The rest of the cache needs files by name and no more: list, read, write once, delete, hold a lock. There are two kinds
-of location because their guarantees differ. A local folder has links, `fsync`, `flock` and files that can be read at
-any place, and uses all four. An object store has none of them, but its objects appear whole, and a put can be made to
-fail where the name exists. One layer over both (fsspec's own local file system) would give up the best of each.
+The rest of the cache only lists, reads, writes once, deletes and locks files by name. There are two kinds of location
+because their guarantees differ. A local folder has links, `fsync`, `flock` and files that can be read at any place. An
+object store has none of them, but its objects appear whole, and a put can be made to fail where the name exists. One
+layer over both (fsspec's own local file system) would give up the best of each.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import contextlib
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from qat_lora.cache.format.records import open_regular, read_bounded
 from qat_lora.cache.storage.remote import RemoteFolder, is_url
-from qat_lora.errors import CacheError
+from qat_lora.errors import CacheDamaged, CacheError
 from qat_lora.files import atomic
 
 _MANGLED = re.compile(r"[a-z][a-z0-9+]{1,15}:")
@@ -29,7 +29,7 @@ class LocalFolder:
     """A folder of this machine's file systems; `files.atomic` has the mechanics of its writes and locks.
 
     Its methods are those of every location; `str` of it is what the user gave. Names are file names, never paths.
-    Reading a name that is not there raises FileNotFoundError; reading what is no plain file, CacheDamaged.
+    Reading a name that is not there raises FileNotFoundError; reading a link or no plain file, CacheDamaged.
     """
 
     far = False
@@ -41,9 +41,6 @@ class LocalFolder:
 
     def __str__(self) -> str:
         return self._text
-
-    def _file(self, name: str) -> str:
-        return f"{self._text}/{name}"  # there can be 20,000 shards, and joining Paths takes as long as a system call
 
     def names(self) -> list[str]:
         """Return the names in the folder, sorted; none if there is no folder."""
@@ -60,7 +57,11 @@ class LocalFolder:
 
     def read(self, name: str, limit_bytes: int) -> bytes:
         """Read a small file; CacheDamaged if it is larger than the limit."""
-        return read_bounded(self._file(name), limit_bytes)
+        with self.open(name) as opened:
+            data = opened.read(limit_bytes + 1)
+        if len(data) > limit_bytes:
+            raise CacheDamaged(f"{self}/{name}: is larger than {limit_bytes:,} bytes, so it is no file of a KD cache")
+        return data
 
     def chunks(self, name: str) -> Iterator[bytes]:
         """Yield a file from its beginning to its end."""
@@ -70,7 +71,17 @@ class LocalFolder:
 
     def open(self, name: str) -> BinaryIO:
         """Open a file of this machine, or a copy on this machine, for reading at any place."""
-        return open_regular(self._file(name))
+        path = f"{self._text}/{name}"  # there can be 20,000 shards, and joining Paths takes as long as a system call
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise CacheDamaged(f"{path}: cannot be opened as a regular file ({error.strerror})") from None
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise CacheDamaged(f"{path}: is not a regular file, so it is not read; a KD cache holds plain files only")
+        return os.fdopen(descriptor, "rb")
 
     def make(self) -> None:
         """Make the folder where that means something."""

@@ -1,13 +1,10 @@
 """A cache folder behind a URL, through fsspec: Google Cloud Storage, S3 and whatever else it has a driver for.
 
-Every file of a cache is put whole, by a request that fails if the name exists (`ifGenerationMatch=0` on GCS,
-`If-None-Match: *` on S3). Builders own different names (`build.partition`), so they need no lock: nothing that was
-committed is ever replaced, and a builder that finds another object under its name stops. Uploading under a temporary
-name and renaming, as on a disk, would be worse: a rename is a copy and a delete there, and it overwrites. Drivers that
-know no such request check for the name first and then put; drivers that would ignore the wish are refused.
-
-A put is not believed: the store's MD5 is compared with ours, or the object is read back where the store has none. So
-the end of a build need not fetch the whole cache again.
+Every file is put whole, by a request that fails if the name exists (`ifGenerationMatch=0` on GCS, `If-None-Match: *` on
+S3). Builders own different names (`build.partition`), so they need no lock: nothing committed is ever replaced.
+Uploading under a temporary name and renaming, as on a disk, would be worse: there a rename is a copy and a delete, and
+it overwrites. A put is not believed: the store's MD5 is compared with ours, or the object is read back where the store
+has none. So the end of a build need not fetch the whole cache again.
 
 Rows are read in random order, so a reader wants whole shards on its disk: fsspec's `simplecache` copies each shard
 once for the process, into the folder for temporary files, and removes the copies at its end.

@@ -35,7 +35,6 @@ def read_manifest(path: Place) -> Manifest:
         CacheDamaged: it is not what was written.
     """
     place = locate(path)
-    file = f"{place}/{fmt.MANIFEST}"
     try:
         data = place.read(fmt.MANIFEST, fmt.MANIFEST_LIMIT_BYTES)
     except (FileNotFoundError, NotADirectoryError):
@@ -43,7 +42,7 @@ def read_manifest(path: Place) -> Manifest:
             f"{path}: holds no {fmt.MANIFEST}, so it is no finished KD cache; run the same `qat-lora cache build` "
             "again to complete it, or give the folder of a finished one"
         ) from None
-    return parse_manifest(data, file)
+    return parse_manifest(data, f"{place}/{fmt.MANIFEST}")
 
 
 def parse_manifest(data: bytes, file: str) -> Manifest:
@@ -158,15 +157,17 @@ def read_sidecar(place: Location, name: str) -> tuple[Sidecar, ShardEntry]:
             f"{file}: speaks of {sidecar.shard!r}, {sidecar.rows} rows, {sidecar.bytes} bytes; "
             f"expected {name!r} and {expected} bytes"
         )
-    entry = ShardEntry(
-        shard=name,
-        rows=sidecar.rows,
-        bytes=sidecar.bytes,
-        sha256=sidecar.sha256,
-        sidecar_sha256=hashlib.sha256(data).hexdigest(),
-    )
+    entry = shard_entry(sidecar, data)
     check_shard_size(place, entry)
     return sidecar, entry
+
+
+def shard_entry(sidecar: Sidecar, data: bytes) -> ShardEntry:
+    """Return how the manifest lists a shard whose sidecar's bytes are `data`."""
+    digest = hashlib.sha256(data).hexdigest()
+    return ShardEntry(
+        shard=sidecar.shard, rows=sidecar.rows, bytes=sidecar.bytes, sha256=sidecar.sha256, sidecar_sha256=digest
+    )
 
 
 def check_entry(place: Location, entry: ShardEntry, fingerprint: Fingerprint) -> None:
@@ -203,23 +204,10 @@ def check_shard_size(place: Location, entry: ShardEntry) -> None:
         )
 
 
-def check_shard_bytes(path: Place, entry: ShardEntry, progress: Progress | None = None) -> None:
-    """Raise CacheDamaged unless the shard's sha256 is what was written."""
-    place = locate(path)
-    check_shard_size(place, entry)
-    digest = hashlib.sha256()
-    for chunk in place.chunks(f"{entry.shard}.safetensors"):
-        digest.update(chunk)
-        if progress is not None:
-            progress(entry.shard, len(chunk))
-    check_digest(place, entry, digest.hexdigest())
-
-
 def check_digest(place: Location, entry: ShardEntry, sha256: str) -> None:
     """Raise CacheDamaged unless a shard's sha256 is what was written."""
     if sha256 != entry.sha256:
         raise CacheDamaged(
             f"{place}/{entry.shard}.safetensors: its sha256 is {sha256[:16]}…, {entry.sha256[:16]}… was written; "
-            f"restore it from a copy, or delete manifest.json and {entry.shard} and those after it, "
-            "and build again"
+            f"restore it from a copy, or delete manifest.json and {entry.shard} and those after it, and build again"
         )

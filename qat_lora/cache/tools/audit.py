@@ -1,29 +1,18 @@
 """The distance of a cache from its teacher: the teacher runs again on some rows, and full distributions are compared.
 
 The teacher's own probabilities p come from float32 logits over the whole vocabulary, in float64 from there on. The
-cache gives, for its first k entries, their probabilities and the mass of all others, as a training run with
-`--head-k k` reads them. Three figures for each k, means over the positions that count as targets, at temperature 1:
+cache gives its first k entries and the mass of all others. Means over the positions that count, at temperature 1:
 
-* `kl_stored`: KL(p ‖ q) where q has the stored top k, and the stored tail mass spread in the teacher's own
-  proportions. Inside the tail both then agree, so by the chain rule this full-vocabulary KL *is* the KL on k + 1
-  outcomes (the top k, and "anything else"). It is the error of storing: values rounded to fp16, sums to float32. q is
-  normalised first, as the losses do; `mass_defect` says how far top k and tail were from summing to one.
+* `kl_stored`: KL(p ‖ q), where q spreads the stored tail mass in the teacher's own proportions. By the chain rule this
+  is the KL on k + 1 outcomes, so it is the error of storing. q is normalised first, as the losses do.
 * `tail_mass`: the teacher's probability outside the k entries, which no storing error describes.
-* `kl_even_tail`: the same full-vocabulary KL with the tail mass spread evenly over the other V - k tokens, which is all
-  that can be rebuilt from the cache alone. That it is much larger is no defect: a loss that treats the tail as one
-  outcome does not use this spread. It says what such a loss cannot see.
-
-A cache with hidden states has one more line, K = V: KL(p ‖ q) over the whole vocabulary, where q is the teacher's
-stored output head at the stored states. And a cache with float16 values shows beside them what `--value-dtype uint8`
-would have cost, from the same entries.
-
-Where the teacher now runs on another device, number format or batch than when the cache was built, its last bits differ
-and `kl_stored` includes that. `same_ids` and `same_values` tell: the shares of positions at which all K ids, and all
-K values, are those that this run would store; `same_hidden` says it of hidden states.
+* `kl_even_tail`: the same KL with the tail mass spread evenly over the other V - k tokens: no defect, but what a loss
+  that treats the tail as one outcome cannot see.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,9 +20,8 @@ import torch
 
 from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.codec import decode_values, encode_values
-from qat_lora.cache.format.lm_head import read_lm_head
 from qat_lora.cache.format.records import Fingerprint
-from qat_lora.cache.read.reader import CacheReader
+from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.cache.storage.location import Place
 from qat_lora.errors import CacheError
 from qat_lora.types import Batch, LanguageModel, LMHead
@@ -75,24 +63,26 @@ def audit(
         chunk_bytes: float64 logits held at a time.
 
     Returns:
-        JSON values: `rows`, `positions`, `same_ids`, `same_values`, `same_hidden`, `mass_defect` (largest |sum - 1|),
-        and `by_k`, a list of dicts with `k`, `encoding`, `bytes_per_token` and the figures described above (nats);
-        `others` is such a list for encodings other than the cache's `value_dtype`.
+        JSON values: `rows`, `positions`; `same_ids`, `same_values`, `same_hidden`, the shares of positions at which
+        this run would store the same (another device, number format or batch than the build's gives other last bits,
+        which `kl_stored` includes); `mass_defect`, the largest |sum - 1| of top K and tail; and `by_k`, a list of
+        dicts with `k`, `encoding`, `bytes_per_token` and the figures described above (nats). Hidden states have one
+        more line, K = V: the stored LM head at the stored states. `others` is such a list for encodings other than
+        the cache's `value_dtype`: what `uint8` would have cost where values are float16.
 
     Raises:
         CacheError: no finished cache, another teacher, no position that counts in these rows.
     """
-    reader = CacheReader(path, verify=False)
-    held = reader.fingerprint
+    dataset = KDCacheDataset(path, verify=False)
+    held = dataset.fingerprint
     check_teacher(held, path, teacher_sha256, teacher.vocab_size)
-    chosen = np.unique(np.linspace(0, reader.rows("train") - 1, rows).astype(np.int64))
-    lm_head = read_lm_head(path, held) if held.contents.hidden else None
-    parts = [_audit_row(teacher, reader, int(row), lm_head, device, chunk_bytes) for row in chosen]
+    chosen = np.unique(np.linspace(0, len(dataset) - 1, rows).astype(np.int64))
+    lm_head = dataset.teacher_lm_head() if held.contents.hidden else None
+    parts = [_audit_row(teacher, dataset, int(row), lm_head, device, chunk_bytes) for row in chosen]
     values = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     positions = next(iter(values.values())).size
     if not positions:
         raise CacheError(f"{path}: none of the {len(chosen)} rows looked at has a target; give more --rows")
-    defect = ("mass_defect", held.value_dtype)
     lines = [
         {
             "k": k,
@@ -106,7 +96,7 @@ def audit(
         for (name, encoding, k), kl in values.items()
         if name == "kl_stored"
     ]
-    defects = [float(v.max()) for (name, encoding, _), v in values.items() if (name, encoding) == defect]
+    defects = [float(v.max()) for key, v in values.items() if key[:2] == ("mass_defect", held.value_dtype)]
     return {
         "rows": len(chosen),
         "positions": positions,
@@ -128,38 +118,32 @@ def check_teacher(held: Fingerprint, path: Place, teacher_sha256: str, vocab_siz
 
 def topk_sizes(top_k: int) -> list[int]:
     """Return 4, 8, 16, … below K, and K; nothing for K = 0."""
-    sizes = [top_k] if top_k else []
-    k = SMALLEST_K
-    while k < top_k:
-        sizes.insert(-1, k)
-        k *= 2
-    return sizes
+    smaller = itertools.takewhile(lambda k: k < top_k, (SMALLEST_K << i for i in itertools.count()))
+    return [*smaller, top_k] if top_k else []
 
 
 def _bytes_per_token(held: Fingerprint, k: int, encoding: str) -> float:
-    """Return what a cache of the same rows with K = k in this encoding takes, records and output head apart."""
-    own = held.contents._replace(tail_draws=0, draws=0)
-    if encoding == "hidden":
-        return fmt.row_bytes(fmt.array_table(own._replace(top_k=0))) / held.length
-    return fmt.row_bytes(fmt.array_table(own._replace(top_k=k, value_dtype=encoding, hidden=0))) / held.length
+    """Return what a cache of the same rows with K = k in this encoding takes, records and LM head apart."""
+    other = {"top_k": 0} if encoding == "hidden" else {"top_k": k, "value_dtype": encoding, "hidden": 0}
+    own = held.contents._replace(tail_draws=0, draws=0, **other)
+    return fmt.row_bytes(fmt.array_table(own)) / held.length
 
 
 def _audit_row(
     teacher: LanguageModel,
-    reader: CacheReader,
+    dataset: KDCacheDataset,
     row: int,
     lm_head: LMHead | None,
     device: torch.device | str,
     chunk_bytes: int,
 ) -> dict[tuple[str, str, int], np.ndarray]:
     """Return the figures of a row's targets, arrays [n]."""
-    held = reader.fingerprint
-    stored = {(held.value_dtype, k): reader.read("train", [row], k, (1.0,), ()) for k in topk_sizes(held.top_k)}
-    whole = reader.read("train", [row], None, (1.0,))
+    held = dataset.fingerprint
+    stored = {(held.value_dtype, k): dataset.rows([row], k, ()) for k in topk_sizes(held.top_k)}
+    whole = dataset.rows([row])
     if held.top_k and held.value_dtype == "float16":
-        stored |= {
-            ("uint8", k): _as_uint8(batch, whole, max(held.temperatures)) for (_, k), batch in list(stored.items())
-        }
+        codes = encode_values(whole["head_logits"], "uint8", max(held.temperatures))  # of all K, as a builder would
+        stored |= {("uint8", k): {**stored["float16", k], "head_logits": decode_values(codes, k)} for _, k in [*stored]}
     ids_BL, documents_BL = (torch.from_numpy(whole[name]).to(device) for name in ("input_ids", "document_ids"))
     hidden_NH = teacher.hidden(ids_BL, documents_BL)[0, :-1]
     parts, start = [], 0
@@ -172,7 +156,8 @@ def _audit_row(
         if held.top_k:
             truth = _truth(log_p_NV, torch.from_numpy(whole["head_ids"][0, part]).long())
             for (encoding, k), batch in stored.items():
-                found = _compare(truth, _positions(batch, part), k)
+                read = {n: torch.from_numpy(batch[n][0, part]).double() for n in ("head_logits", "lse", "log_tail")}
+                found = _compare(truth, read, k)
                 figures |= {(name, encoding, k): values for name, values in found.items()}
             figures |= _same(logits_NV, whole, part, held)
         if lm_head is not None:
@@ -182,19 +167,8 @@ def _audit_row(
     return {name: torch.cat([p[name] for p in parts]).numpy()[counts] for name in parts[0]}
 
 
-def _as_uint8(batch: Batch, whole: Batch, temperature: float) -> Batch:
-    """Return a batch whose values went through `uint8` codes, made for all K entries as a builder would."""
-    stored = encode_values(whole["head_logits"], "uint8", temperature)
-    return {**batch, "head_logits": decode_values(stored, batch["head_logits"].shape[-1])}
-
-
-def _positions(batch: Batch, part: slice) -> dict[str, torch.Tensor]:
-    names = ("head_logits", "lse", "log_tail")
-    return {name: torch.from_numpy(batch[name][0, part]).double() for name in names}
-
-
 class _Truth(NamedTuple):
-    """The teacher now, as far as heads of any k need it."""
+    """The teacher now, as far as comparisons at any k need it."""
 
     topk_NK: torch.Tensor
     """Log-probabilities of the K stored entries."""
@@ -231,7 +205,7 @@ def _compare(truth: _Truth, read: dict[str, torch.Tensor], k: int) -> dict[str, 
 
 
 def _same(logits_NV: torch.Tensor, whole: Batch, part: slice, held: Fingerprint) -> Figures:
-    """Say at which positions this run would store the same head."""
+    """Say at which positions this run would store the same top K."""
     fresh = torch.topk(logits_NV, held.top_k, dim=-1)
     logits = (fresh.values - fresh.values[:, :1]).numpy()
     values = decode_values(encode_values(logits, held.value_dtype, max(held.temperatures)), held.top_k)
@@ -242,7 +216,7 @@ def _same(logits_NV: torch.Tensor, whole: Batch, part: slice, held: Fingerprint)
 
 
 def _compare_hidden(log_p_NV: torch.Tensor, fresh_NH: torch.Tensor, stored: np.ndarray, lm_head: LMHead) -> Figures:
-    """Return the figures of N positions that were stored as hidden states: a head of the whole vocabulary."""
+    """Return the figures of N positions that were stored as hidden states: K is the whole vocabulary."""
     stored_NH = torch.from_numpy(stored)
     bias = None if lm_head.bias_V is None else lm_head.bias_V.float()
     logits_NV = torch.nn.functional.linear(stored_NH.float(), lm_head.weight_VH.float(), bias) * lm_head.logit_scale
@@ -250,10 +224,12 @@ def _compare_hidden(log_p_NV: torch.Tensor, fresh_NH: torch.Tensor, stored: np.n
         logits_NV = lm_head.softcap * torch.tanh(logits_NV / lm_head.softcap)
     kl = (log_p_NV.exp() * (log_p_NV - torch.log_softmax(logits_NV.double(), dim=-1))).sum(-1)
     vocab_size = log_p_NV.shape[-1]
-    figures = {"kl_stored": kl, "tail_mass": torch.zeros_like(kl), "kl_even_tail": kl}
-    same = (fresh_NH.half() == stored_NH).all(-1).double()
-    by_name = {(name, "hidden", vocab_size): values for name, values in figures.items()}
-    return by_name | {("same_hidden", "", 0): same}
+    return {
+        ("kl_stored", "hidden", vocab_size): kl,
+        ("tail_mass", "hidden", vocab_size): torch.zeros_like(kl),
+        ("kl_even_tail", "hidden", vocab_size): kl,
+        ("same_hidden", "", 0): (fresh_NH.half() == stored_NH).all(-1).double(),
+    }
 
 
 def _plogp(log_p: torch.Tensor) -> torch.Tensor:
@@ -262,8 +238,9 @@ def _plogp(log_p: torch.Tensor) -> torch.Tensor:
 
 def table_rows(report: dict[str, Any]) -> list[list[str]]:
     """Return header and rows of text cells, one row a K."""
-    lines = [*report["by_k"], *report.get("others", [])]
-    body = [[format(row[key], form) for key, _, form in COLUMNS] for row in lines]
+    body = [
+        [format(row[key], form) for key, _, form in COLUMNS] for row in (*report["by_k"], *report.get("others", []))
+    ]
     return [[title for _, title, _ in COLUMNS], *body]
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.records import to_json
-from qat_lora.cache.read.reader import CacheReader
+from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.cache.storage.location import Place
 from qat_lora.errors import CacheError, OutputExistsError
 from qat_lora.extras import pyplot
@@ -43,54 +43,49 @@ def describe(path: Place, *, show_rows: int = 2, show_tokens: int = 16, decode: 
         CacheError: no finished cache.
         CacheDamaged: a record or a size is not what was written.
     """
-    reader = CacheReader(path, verify=False)
-    manifest, held = reader.manifest, reader.fingerprint
+    dataset = KDCacheDataset(path, verify=False)
+    manifest, held = dataset.manifest, dataset.fingerprint
     splits = {}
     for split in fmt.SERIES:
         shards = manifest.shards(split)
-        rows = manifest.rows(split)
-        size = sum(shard.bytes for shard in shards)
+        rows, size = manifest.rows(split), sum(shard.bytes for shard in shards)
         splits[split] = {"shards": len(shards), "rows": rows, "tokens": rows * held.length, "bytes": size}
-    tokens = sum(split["tokens"] for split in splits.values())
-    chosen = _sample(reader)
-    mass = _tail_mass(reader, chosen)
+    tokens, size = (sum(split[name] for split in splits.values()) for name in ("tokens", "bytes"))
+    chosen = _sample(dataset)
+    mass = _tail_mass(dataset, chosen)
     counted = mass if mass.size else np.zeros(1)
+    quantiles = {f"p{q * 100:g}": float(np.quantile(counted, q)) for q in QUANTILES}
     return {
-        "path": str(reader.path),
+        "path": str(dataset.path),
         "fingerprint": to_json(held),
         "fingerprint_sha256": held.sha256,
         "info": manifest.info,
         "splits": splits,
-        "bytes_per_token": sum(split["bytes"] for split in splits.values()) / tokens,
+        "bytes_per_token": size / tokens,
         "bytes_per_token_by_array": {spec.name: spec.row_bytes / held.length for spec in held.arrays},
         "sampled_rows": len(chosen),
         "target_fraction": mass.size / (len(chosen) * (held.length - 1)),
-        "tail_mass": {
-            "mean": float(counted.mean()),
-            **{f"p{q * 100:g}": float(np.quantile(counted, q)) for q in QUANTILES},
-        }
-        if held.top_k
-        else None,
-        "rows": [_show(reader, int(row), show_tokens, decode) for row in chosen[:show_rows]],
+        "tail_mass": {"mean": float(counted.mean()), **quantiles} if held.top_k else None,
+        "rows": [_show(dataset, int(row), show_tokens, decode) for row in chosen[:show_rows]],
     }
 
 
-def _sample(reader: CacheReader) -> np.ndarray:
-    return np.unique(np.linspace(0, reader.rows("train") - 1, SAMPLE_ROWS).astype(np.int64))
+def _sample(dataset: KDCacheDataset) -> np.ndarray:
+    return np.unique(np.linspace(0, len(dataset) - 1, SAMPLE_ROWS).astype(np.int64))
 
 
-def _tail_mass(reader: CacheReader, rows: np.ndarray) -> np.ndarray:
+def _tail_mass(dataset: KDCacheDataset, rows: np.ndarray) -> np.ndarray:
     """Return the probability outside the top K at the target positions of some rows: 1 where K is 0."""
     masses = []
     for row in rows:
-        batch = reader.read("train", [row], None, (1.0,))
+        batch = dataset.rows([row])
         tails = batch.get("log_tail", np.zeros(batch["target_mask"].shape))
         masses.append(np.exp(tails[batch["target_mask"]], dtype=np.float64))
     return np.concatenate(masses)
 
 
-def _show(reader: CacheReader, row: int, tokens: int, decode: Decode | None) -> dict[str, Any]:
-    batch = reader.read("train", [row], min(_SHOWN_CHOICES, reader.fingerprint.top_k), (1.0,), ())
+def _show(dataset: KDCacheDataset, row: int, tokens: int, decode: Decode | None) -> dict[str, Any]:
+    batch = dataset.rows([row], min(_SHOWN_CHOICES, dataset.fingerprint.top_k), ())
     shown = {"row": row, "input_ids": batch["input_ids"][0][:tokens].tolist()}
     if "head_ids" in batch:
         probabilities = np.exp(batch["head_logits"][0] - batch["lse"][0][:, None])
@@ -114,10 +109,10 @@ def plot_tail_mass(path: Place, out: str | Path) -> None:
     plt, out = pyplot(), Path(out)
     if os.path.lexists(out):
         raise OutputExistsError(f"--plot {out}: exists already and was not touched; delete it or choose another name")
-    reader = CacheReader(path, verify=False)
-    if not reader.fingerprint.top_k:
+    dataset = KDCacheDataset(path, verify=False)
+    if not dataset.fingerprint.top_k:
         raise CacheError(f"{path}: holds hidden states instead of a head, so no mass is outside it; leave --plot out")
-    mass = _tail_mass(reader, _sample(reader))
+    mass = _tail_mass(dataset, _sample(dataset))
     figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
     edges = np.geomspace(_SMALLEST_MASS, 1, 61)
     axis.hist(np.clip(mass, _SMALLEST_MASS, 1), bins=edges, weights=np.full(mass.size, 100 / max(1, mass.size)))
@@ -126,7 +121,7 @@ def plot_tail_mass(path: Place, out: str | Path) -> None:
             axis.axvline(max(value, _SMALLEST_MASS), color="black", lw=0.8, ls=style, label=f"{name} {value:.2g}")
         axis.legend()
     axis.set(xscale="log", xlim=(_SMALLEST_MASS, 1), ylabel="% of positions")
-    axis.set_xlabel(f"probability outside the {reader.fingerprint.top_k} stored entries (1e-6 or less: first bar)")
+    axis.set_xlabel(f"probability outside the {dataset.fingerprint.top_k} stored entries (1e-6 or less: first bar)")
     axis.set_title(f"tail mass of {Path(str(path)).name}, {mass.size:,} positions", fontsize=10)
     axis.spines[["top", "right"]].set_visible(False)
     with atomic_file(out) as draft:
@@ -138,6 +133,7 @@ def render(description: dict[str, Any]) -> str:
     """Return what `describe` found as text for a terminal."""
     held = description["fingerprint"]
     temperatures = ", ".join(f"{t:g}" for t in held["temperatures"])
+    masses = ", ".join(f"{name} {value:.2g}" for name, value in (description["tail_mass"] or {}).items())
     lines = [
         f"{description['path']}: rows of {held['length']:,} tokens, {_stored(held)} at each",
         *(
@@ -149,7 +145,7 @@ def render(description: dict[str, Any]) -> str:
         f"packing      {held['packing']}",
         f"size         {description['bytes_per_token']:.0f} bytes a token",
         f"targets      {description['target_fraction']:.1%} of the positions count",
-        *_mass_line(description["tail_mass"]),
+        *([f"tail mass    {masses}"] if masses else []),
         f"fingerprint  {description['fingerprint_sha256']}",
     ]
     for row in description["rows"]:
@@ -164,12 +160,6 @@ def _stored(held: dict[str, Any]) -> str:
     for name, size, *_ in (text.split(":") for text in held["optional_arrays"]):
         parts.append(words[name].format(size))
     return ", ".join(parts)
-
-
-def _mass_line(masses: dict[str, float] | None) -> list[str]:
-    if masses is None:
-        return []
-    return ["tail mass    " + ", ".join(f"{name} {value:.2g}" for name, value in masses.items())]
 
 
 def _row_lines(row: dict[str, Any]) -> list[str]:

@@ -34,7 +34,7 @@ def overlap(path: Place, texts: Mapping[str, Sequence[Any]], tokenizer_sha256: s
 
     Args:
         path: the cache folder or URL; its shards are not checked (`cache verify` does that).
-        texts: rows by name, with `input_ids` [L], `loss_mask` [L] and `doc_starts` [L] like `text.packing.PackedRow`.
+        texts: rows by name, with `input_ids` [L], `loss_mask` [L] and `doc_starts` [L] like `data.packing.PackedRow`.
         tokenizer_sha256: of the tokenizer that made the rows.
         run: tokens of a run.
 
@@ -51,7 +51,11 @@ def overlap(path: Place, texts: Mapping[str, Sequence[Any]], tokenizer_sha256: s
             f"kd_cache_dir: {path} was made with another tokenizer than the teacher's, so its token ids cannot be "
             "compared; give a cache of this teacher, or leave it out"
         )
-    parts = [(name, chunk, *_runs_of(chunk, run)) for name, rows in texts.items() for chunk in _chunks(rows)]
+    parts = []
+    for name, rows in texts.items():
+        for start in range(0, len(rows), _ROWS_AT_ONCE):
+            chunk = rows[start : start + _ROWS_AT_ONCE]
+            parts.append((name, chunk, *_runs(_stack(chunk, "input_ids"), _stack(chunk, "doc_starts"), run)))
     none = np.zeros(0, np.uint64)
     wanted = np.unique(np.concatenate([none, *(hashes[whole] for _, _, hashes, whole in parts)]))
     found = np.zeros(len(wanted), np.bool_)
@@ -59,8 +63,10 @@ def overlap(path: Place, texts: Mapping[str, Sequence[Any]], tokenizer_sha256: s
     for ids_BL, starts_BL in _cache_rows(path):
         cache_tokens += ids_BL.size
         hashes, whole = _runs(ids_BL, starts_BL, run)
-        at, there = _find(wanted, hashes[whole])
-        found[at[there]] = True
+        shown = hashes[whole]
+        at = np.searchsorted(wanted, shown)
+        inside = at < len(wanted)
+        found[at[inside][wanted[at[inside]] == shown[inside]]] = True
     tokens, seen = (dict.fromkeys(texts, 0) for _ in range(2))
     for name, chunk, hashes, whole in parts:
         counts_BL = _stack(chunk, "loss_mask") > 0
@@ -94,16 +100,8 @@ def summary(report: dict[str, Any]) -> str:
     return f"warning: {line}; scores on text that was trained on flatter: choose another text"
 
 
-def _chunks(rows: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    return (rows[start : start + _ROWS_AT_ONCE] for start in range(0, len(rows), _ROWS_AT_ONCE))
-
-
 def _stack(rows: Sequence[Any], name: str) -> np.ndarray:
     return np.stack([getattr(row, name) for row in rows])
-
-
-def _runs_of(rows: Sequence[Any], run: int) -> tuple[np.ndarray, np.ndarray]:
-    return _runs(_stack(rows, "input_ids"), _stack(rows, "doc_starts"), run)
 
 
 def _runs(ids_BL: np.ndarray, starts_BL: np.ndarray, run: int) -> tuple[np.ndarray, np.ndarray]:
@@ -119,14 +117,6 @@ def _runs(ids_BL: np.ndarray, starts_BL: np.ndarray, run: int) -> tuple[np.ndarr
     return hashes, document_BL[:, :width] == last
 
 
-def _find(wanted: np.ndarray, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the place of each hash among the sorted ones, and whether it is there."""
-    if not len(wanted):
-        return np.zeros(hashes.shape, np.int64), np.zeros(hashes.shape, np.bool_)
-    at = np.minimum(np.searchsorted(wanted, hashes), len(wanted) - 1)
-    return at, wanted[at] == hashes
-
-
 def _cache_rows(path: Place) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield token ids [B, L] and document starts [B, L] of the training rows."""
     place = locate(path)
@@ -136,8 +126,4 @@ def _cache_rows(path: Place) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         shard = open_shard(place, entry, manifest.fingerprint)
         for start in range(0, entry.rows, _ROWS_AT_ONCE):
             part = shard.rows(start, min(_ROWS_AT_ONCE, entry.rows - start))
-            yield part["input_ids"], _bits(part["doc_starts"], length)
-
-
-def _bits(packed: np.ndarray, length: int) -> np.ndarray:
-    return np.unpackbits(packed, axis=1, count=length, bitorder="little")
+            yield part["input_ids"], np.unpackbits(part["doc_starts"], axis=1, count=length, bitorder="little")

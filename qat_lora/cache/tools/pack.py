@@ -1,9 +1,9 @@
 """`cache pack` and `cache unpack`: a cache as one `.tar.zst` for moving it, and back to the same bytes.
 
-A pack is a tar archive under zstandard, which any machine can list. It differs from `tar --zstd` in two ways. A shard's
-values are replaced by the differences of neighbours, byte plane by byte plane: they fall from entry to entry, and a
-compressor sees that only in the differences (they take 49 bytes a token instead of 89 at K = 64). And the sha256 of
-the compressed archive follows it in a frame that decompressors skip, so damage is found before anything is unpacked.
+A pack is a tar archive under zstandard, which any machine can list. Two things are not as in `tar --zstd`. A shard's
+values are replaced by the differences of neighbours, byte plane by byte plane: they fall from entry to entry, which a
+compressor sees only in the differences (49 bytes a token instead of 89 at K = 64). And the sha256 of the compressed
+archive follows it in a frame that decompressors skip, so damage is found before anything is unpacked.
 
 The archive is a pure function of the cache: members in the manifest's order, no dates, no owners. Unpacking takes no
 name from it: each member must be the regular file that the manifest has at this place, and is compared with its sha256.
@@ -141,7 +141,7 @@ def _members(source: Location, manifest: Manifest, progress: Progress | None) ->
         size = source.size(fmt.LM_HEAD)
         with source.open(fmt.LM_HEAD) as file:
             yield fmt.LM_HEAD, size, file
-    for entry in _entries(manifest):
+    for entry in manifest.all_shards:
         check_entry(source, entry, manifest.fingerprint)
         sidecar = source.read(f"{entry.shard}.json", fmt.SIDECAR_LIMIT_BYTES)
         yield f"{entry.shard}.json", len(sidecar), io.BytesIO(sidecar)
@@ -169,7 +169,7 @@ def _extract(archive: tarfile.TarFile, where: str | Path, target: LocalFolder, p
     if manifest.fingerprint.lm_head_sha256 is not None:
         target.write_new(fmt.LM_HEAD, read(fmt.LM_HEAD, largest_lm_head(manifest.fingerprint)), "head")
         check_lm_head(target, manifest.fingerprint)
-    for entry in _entries(manifest):
+    for entry in manifest.all_shards:
         sidecar = b"".join(read(f"{entry.shard}.json", fmt.SIDECAR_LIMIT_BYTES))
         data = b"".join(read(f"{entry.shard}.safetensors", entry.bytes))
         if len(data) == fmt.layout(manifest.fingerprint.arrays, entry.rows, manifest.fingerprint.sha256).total_bytes:
@@ -221,11 +221,7 @@ def _damaged(where: str | Path, what: str) -> CacheDamaged:
     return CacheDamaged(f"{where}: {what}; copy it again from where it was packed")
 
 
-def _entries(manifest: Manifest) -> tuple[ShardEntry, ...]:
-    return (*manifest.eval, *manifest.train)
-
-
 def _report(out: Path, manifest: Manifest, packed_bytes: int) -> PackReport:
-    entries = _entries(manifest)
+    entries = manifest.all_shards
     tokens = sum(entry.rows for entry in entries) * manifest.fingerprint.length
     return PackReport(str(out), len(entries), sum(e.bytes for e in entries), packed_bytes, packed_bytes / tokens)

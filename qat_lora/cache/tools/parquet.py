@@ -1,8 +1,8 @@
 """A cache as one Parquet file, for tools that know nothing of our format: DuckDB, pandas, polars, datasets.
 
 Nothing is lost or derived: every array of a shard becomes a column, one record a row of the cache, ids unpacked and
-document starts spelled out, fp16 values as they are stored. The cache itself is not Parquet because a
-trainer asks for single rows in random order, and Parquet decodes a whole group of them to find one.
+document starts spelled out, fp16 values as they are stored. The cache itself is not Parquet because a trainer asks for
+single rows in random order, and Parquet decodes a whole group of them to find one.
 
 Groups of rows are written as they are read, from shards that are checked first, so memory does not grow with the cache.
 """
@@ -42,12 +42,12 @@ def export_parquet(
 ) -> dict[str, Any]:
     """Write a split of a cache to a Parquet file, which appears when it is whole.
 
-    Columns, all of fixed-size lists, for rows of L tokens and K head entries: `input_ids` int32 [L], `loss_mask` uint8
+    Columns, all of fixed-size lists, for rows of L tokens and K entries each: `input_ids` int32 [L], `loss_mask` uint8
     [L], `doc_starts` bool [L], `head_ids` int32 [L-1, K], `head_logits` [L-1, K] (logit minus the position's largest;
     float16, or float32 where the cache stores it as uint8 codes), `lse` and `log_tail` float32 [L-1], with `lse@2` and
     so on for other temperatures; where the cache has them `tail_draw_ids` and `draw_ids` int32 [L-1, D] and
     `teacher_hidden` float16 [L-1, H]. The log-probability of an entry is `head_logits` / T - `lse`. The file's metadata
-    holds the fingerprint as JSON; the teacher's output head is not copied: it lies in the cache's folder.
+    holds the fingerprint as JSON; the teacher's LM head is not copied: it is in the cache's folder.
 
     Args:
         path: the cache folder or URL.
@@ -130,19 +130,9 @@ def _columns(arrays: Mapping[str, np.ndarray], held: Fingerprint) -> dict[str, n
 
 
 def _schema(arrow: Any, held: Fingerprint) -> Any:
-    contents = held.contents
-    tokens, positions = held.length, held.length - 1
-    lists: dict[str, tuple[Any, int]] = {}
-    if contents.top_k:
-        values = arrow.float16() if contents.value_dtype == "float16" else arrow.float32()
-        lists = {"head_ids": (arrow.int32(), contents.top_k), "head_logits": (values, contents.top_k)}
-    lists |= {DRAWN[name]: (arrow.int32(), size) for name, size in contents.id_lists.items() if name in DRAWN}
-    if contents.hidden:
-        lists["teacher_hidden"] = (arrow.float16(), contents.hidden)
-    row = {"input_ids": arrow.int32(), "loss_mask": arrow.uint8(), "doc_starts": arrow.bool_()}
-    fields = [(name, arrow.list_(kind, tokens)) for name, kind in row.items()]
-    fields += [(name, arrow.list_(arrow.list_(kind, size), positions)) for name, (kind, size) in lists.items()]
-    fields += [(name, arrow.list_(arrow.float32(), positions)) for name in contents.sums]
+    """Return the columns' types: those of no rows."""
+    none = _columns({spec.name: np.empty((0, *spec.row_shape), spec.dtype) for spec in held.arrays}, held)
+    fields = [(name, _lists(arrow, values).type) for name, values in none.items()]
     return arrow.schema(fields, metadata={fmt.FORMAT: json.dumps(to_json(held))})
 
 

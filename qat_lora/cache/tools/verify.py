@@ -10,7 +10,7 @@ A shard is read by one thread; hashing and comparing leave the interpreter lock,
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.codec import promises
@@ -24,8 +24,7 @@ from qat_lora.errors import CacheDamaged
 _ROWS_AT_ONCE = 4
 
 
-@dataclass(frozen=True)
-class VerifyReport:
+class VerifyReport(NamedTuple):
     """What was checked; there is a report only for an intact cache."""
 
     path: str
@@ -52,7 +51,7 @@ def verify_cache(path: Place, progress: Progress | None = None, *, threads: int 
     begun = time.perf_counter()
     folder = locate(path)
     manifest = read_manifest(folder)
-    entries = (*manifest.eval, *manifest.train)
+    entries = manifest.all_shards
     for _ in at_once(folder, lambda entry: check_entry(folder, entry, manifest.fingerprint), entries):
         pass
     check_lm_head(folder, manifest.fingerprint)
@@ -67,12 +66,12 @@ def verify_cache(path: Place, progress: Progress | None = None, *, threads: int 
         rows=sum(entry.rows for entry in entries),
         bytes=sum(entry.bytes for entry in entries),
         seconds=time.perf_counter() - begun,
-        strangers=tuple(sorted(name for name in folder.names() if not _is_ours(name, known))),
+        strangers=tuple(name for name in folder.names() if not (name in known or _is_ours(name))),
     )
 
 
-def _is_ours(name: str, known: set[str]) -> bool:
-    return name in known or fmt.is_part_name(name) or name.startswith(fmt.LOCK)
+def _is_ours(name: str) -> bool:
+    return fmt.is_part_name(name) or name.startswith(fmt.LOCK)
 
 
 def check_shard(path: Location, entry: ShardEntry, fingerprint: Fingerprint, progress: Progress) -> None:
