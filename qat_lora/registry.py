@@ -23,7 +23,8 @@ class Requirements(NamedTuple):
     device: str = "auto"  # where it is to run
 
 
-SEVERAL = "several chips"
+Device = Literal["none", "one chip", "several chips"]
+SEVERAL: Device = "several chips"
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Command:
     function: str  # "package.module:name", as the paths below
     help: str
     options: str = ""  # class in qat_lora.options
-    device: Literal["none", "one chip", "several chips"] = "one chip"
+    device: Device = "one chip"
     plan: str = ""
     first_words: Mapping[str, str] = field(default_factory=dict)  # setting -> how --help calls a word without a name
 
@@ -60,9 +61,11 @@ def _named(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _command(words: str, function: str, help: str, *rest: Any, plan: str = "", **first_words: str) -> Command:
+def _command(
+    words: str, function: str, help: str, options: str = "", device: Device = "one chip", plan: str = "", **first: str
+) -> Command:
     plan = plan and f"qat_lora.plan.{plan}"
-    return Command(words, f"qat_lora.commands.{function}", help, *rest, plan=plan, first_words=first_words)
+    return Command(words, f"qat_lora.commands.{function}", help, options, device, plan, first)
 
 
 # Words, function in `commands`, line of help, class in `options`, device; the function in `plan`; words without a name.

@@ -3,7 +3,7 @@
 from qat_lora.options import RunConfig
 from qat_lora.plan.dry_run import DryRun, device_of, no_cache, replicas_of
 from qat_lora.registry import Requirements
-from qat_lora.runtime.launch.chips import ChipsConfig
+from qat_lora.runtime.launch.select import ChipsConfig
 
 
 def test_people_get_the_text_and_programs_the_report(capsys):
