@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from qat_lora.errors import OutOfMemoryError, QatLoraError, is_out_of_memory
 from qat_lora.options import CacheBuildOptions, EstimateOptions, EvalOptions, QatOptions, QuantizeOptions
@@ -24,11 +24,7 @@ Command = Callable[[Options, Runtime], R]
 
 @contextmanager
 def memory_advice(advice: Callable[[], str]) -> Iterator[None]:
-    """Turn an out-of-memory error into one that says what to lower; `advice` is called only then.
-
-    Raises:
-        OutOfMemoryError: in place of the device's own error.
-    """
+    """Raise OutOfMemoryError, which says what to lower, in place of the device's own; `advice` is called only then."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -125,7 +121,7 @@ def _lower(part: str, options: EstimateOptions, steps: str) -> str:
     rows = options.batch_size
     batch = f"--batch-size {rows // 2}{steps}" if rows > 1 else "a cache with shorter rows"
     rank = "--recovery-r with a smaller number"
-    answers: dict[str, Any] = {
+    answers = {
         "activations": batch if options.gradient_checkpointing else f"--gradient-checkpointing, or {batch}",
         "formed weights": "" if options.gradient_checkpointing else "--gradient-checkpointing",
         "working memory": f"{batch}, or --loss-chunk-mb {max(1, options.loss_chunk_mb // 2)}",

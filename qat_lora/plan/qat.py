@@ -102,7 +102,7 @@ def _shapes(options: QatOptions, config: Any, student: CausalLM) -> Shapes:
         config,
         student.module,
         groups,
-        adapter_rank=1,  # none trains; the sums were compared with real steps as those of a recovery at rank 1
+        adapter_rank=1,  # there is no adapter; rank 1 adds next to nothing to the activations
         weight_gradients=True,  # whatever trains, gradients reach every quantised weight
         formed_bytes=formed,
         averaged=options.train.ema > 0,
@@ -110,11 +110,7 @@ def _shapes(options: QatOptions, config: Any, student: CausalLM) -> Shapes:
 
 
 def _models(options: QatOptions) -> tuple[Any, CausalLM, CausalLM | None]:
-    """Return the student's text config, the student and the full-precision model, if one is named, on the meta device.
-
-    Raises:
-        ModelError, ConfigError: what the run would refuse of them.
-    """
+    """Return text config, student and the full-precision model, if one is named, on the meta device."""
     full = None if options.model is None else CausalLM(meta_model(options.model)[1], Path(options.model))
     folder = Path(str(options.model)) if options.from_scratch else _checkpoint(str(options.checkpoint))
     config, module = meta_model(str(folder))

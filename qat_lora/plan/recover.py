@@ -71,11 +71,7 @@ def plan_recover(options: RecoverOptions) -> DryRun:
 
 
 def _student(options: RecoverOptions) -> str:
-    """Return the student's folder, or the name under which the Hub has the config of a `--model`.
-
-    Raises:
-        ModelError: the checkpoint is no folder here; checkpoints on the Hub are for real runs.
-    """
+    """Return the student's folder, or the name under which the Hub has the config of a `--model`."""
     name = str(options.checkpoint or options.model)
     path = Path(name).expanduser()
     if path.exists() or path.suffix in FILE_SUFFIXES:

@@ -32,17 +32,14 @@ class Accelerator(NamedTuple):
 
     name: str
     number: int
-    memory_gib: float | None
-    """Of one; None where nothing tells."""
+    memory_gib: float | None  # of one; None where nothing tells
 
 
 class HubState(NamedTuple):
     """Whether the Hub can be reached."""
 
-    offline: bool = False
-    """By the user's own wish."""
-    error: str = ""
-    """Why it does not answer; empty if it does."""
+    offline: bool = False  # by the user's own wish
+    error: str = ""  # why it does not answer
     token: bool = False
 
 
