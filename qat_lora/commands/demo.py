@@ -87,19 +87,17 @@ def _make(out: Path, run: RunConfig, runtime: Runtime) -> None:
     def part(name: str) -> RunConfig:
         return replace(run, out=str(out / name), overwrite=False)
 
-    cache = build_cache(
-        CacheBuildOptions(
-            teacher=str(teacher),
-            text=seen,
-            length=LENGTH,
-            top_k=TOP_K,
-            num_rows=CACHE_ROWS,
-            eval_rows=32,
-            teacher_batch_size=32,
-            run=part("cache"),
-        ),
-        runtime,
+    build = CacheBuildOptions(
+        teacher=str(teacher),
+        text=seen,
+        length=LENGTH,
+        top_k=TOP_K,
+        num_rows=CACHE_ROWS,
+        eval_rows=32,
+        teacher_batch_size=32,
+        run=part("cache"),
     )
+    cache = build_cache(build, runtime)
     rough = QuantizeOptions(model=str(teacher), preset="w2g64", init="absmax", start_rank=0, run=part("quantised"))
     start = QuantizeOptions(
         model=str(teacher), preset="w2g64", start_rank=RANK, kd_cache_dir=str(cache), run=part("student")
@@ -116,18 +114,16 @@ def _make(out: Path, run: RunConfig, runtime: Runtime) -> None:
     )
     recovered = train(recover, runtime)
     students = {"quantised": quantised, "calibrated": recovered / "start", "recovered": recovered}
-    scores = evaluate(
-        EvalOptions(
-            teacher=str(teacher),
-            students=tuple(f"{name}={folder}" for name, folder in students.items()),
-            text=unseen,
-            length=LENGTH,
-            eval_rows=EVAL_ROWS,
-            batch_size=32,
-            run=replace(part("eval"), quiet=True),
-        ),
-        runtime,
+    scoring = EvalOptions(
+        teacher=str(teacher),
+        students=tuple(f"{name}={folder}" for name, folder in students.items()),
+        text=unseen,
+        length=LENGTH,
+        eval_rows=EVAL_ROWS,
+        batch_size=32,
+        run=replace(part("eval"), quiet=True),
     )
+    scores = evaluate(scoring, runtime)
     report = {**scores, **recovery(scores["quantised"], scores["recovered"], scores["teacher"])}
     report["seconds"] = round(time.perf_counter() - started, 1)
     _write_report(report, scores, {"teacher": teacher, **students}, out, runtime)

@@ -77,19 +77,21 @@ def cache_of(options: RecoverOptions | QatOptions) -> KDCacheDataset | None:
     return rows
 
 
-def check_shapes(dataset: KDCacheDataset, student: Path, module: Any) -> None:
-    """Raise CacheError where the student cannot learn from the cache; its tokenizer is compared if it is here."""
-    here, model = (student / "tokenizer.json").is_file(), CausalLM(module, student)
-    sha256 = tokenizer_sha256(load_tokenizer(student)) if here else None
-    dataset.check_student(sha256, model.vocab_size, model.max_positions)
+def check_cache(
+    dataset: KDCacheDataset | None, asked: EstimateOptions, path: str | None, student: CausalLM, source: str
+) -> list[str]:
+    """Compare a student with its cache; return what is assumed of one that is not there, from a `source` for people.
 
-
-def no_cache(path: str, length: int, head_k: int, source: str) -> str:
-    """Return what is assumed of a cache that is not there."""
-    return (
-        f"{path} is not there yet: rows of {length:,} tokens and {head_k} entries a position are taken from {source}, "
-        "and the fit of the tokenizer is not checked"
-    )
+    Raises:
+        CacheError: the student cannot learn from the cache; its tokenizer is compared if it is here.
+    """
+    if dataset is None:
+        sizes = f"rows of {asked.length:,} tokens and {asked.head_k} entries a position are taken from {source}"
+        return [f"{path} is not there yet: {sizes}, and the fit of the tokenizer is not checked"]
+    here = (student.folder / "tokenizer.json").is_file()
+    sha256 = tokenizer_sha256(load_tokenizer(student.folder)) if here else None
+    dataset.check_student(sha256, student.vocab_size, student.max_positions)
+    return []
 
 
 def training_estimate(

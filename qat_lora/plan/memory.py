@@ -12,6 +12,7 @@ and asks for the same `forecast`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -180,13 +181,14 @@ def _on(device: Device, options: EstimateOptions, flops: int, total: int) -> dic
 def peak_table(shapes: Shapes, options: EstimateOptions, attention: Attention) -> list[dict[str, Any]]:
     """Return the peak at fractions and multiples of batch and length, with and without gradient checkpointing."""
     rows = []
-    for batch_size in sorted({max(1, options.batch_size // 4), options.batch_size, options.batch_size * 4}):
-        for length in sorted({max(2, options.length // 2), options.length, options.length * 2}):
-            row: dict[str, Any] = {"batch_size": batch_size, "length": length}
-            for name, again in (("kept", False), ("checkpointed", True)):
-                asked = replace(options, **row, gradient_checkpointing=again)
-                row |= {name: sum(_parts(shapes, asked, attention).values())}
-            rows.append(row)
+    batches = sorted({max(1, options.batch_size // 4), options.batch_size, options.batch_size * 4})
+    lengths = sorted({max(2, options.length // 2), options.length, options.length * 2})
+    for batch_size, length in itertools.product(batches, lengths):
+        peaks = {}
+        for name, again in (("kept", False), ("checkpointed", True)):
+            asked = replace(options, batch_size=batch_size, length=length, gradient_checkpointing=again)
+            peaks[name] = sum(_parts(shapes, asked, attention).values())
+        rows.append({"batch_size": batch_size, "length": length, **peaks})
     return rows
 
 

@@ -22,9 +22,8 @@ from qat_lora.plan.dry_run import (
     HEAD_K,
     DryRun,
     cache_of,
-    check_shapes,
+    check_cache,
     device_of,
-    no_cache,
     replicas_of,
     training_estimate,
     training_report,
@@ -56,12 +55,9 @@ def plan_qat(options: QatOptions) -> DryRun:
     config, student, full = _models(options)
     dataset = cache_of(options)
     length, head_k = (dataset.manifest.fingerprint.length, dataset.k) if dataset else (LENGTH, options.head_k or HEAD_K)
-    if dataset:
-        check_shapes(dataset, student.folder, student.module)
-    else:
-        assumed.append(no_cache(str(options.kd_cache_dir), length, head_k, "what `cache build` makes"))
     name = str(options.model if options.from_scratch else options.checkpoint)
     asked = training_estimate(options, name, length, head_k, device_of(options.run), accumulation)
+    assumed += check_cache(dataset, asked, options.kd_cache_dir, student, "what `cache build` makes")
     shapes = _shapes(options, config, student)
     shown = f"{name} at {chosen_preset(options).name}" if options.from_scratch else name
     report = training_report(shapes, asked, shown, replicas, len(dataset) if dataset else None, assumed)

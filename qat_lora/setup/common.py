@@ -1,7 +1,4 @@
-"""Helpers of several commands: status lines, optional pictures, models, batches of text.
-
-A helper moves here when a second command needs it.
-"""
+"""Functions that several commands need: status lines, optional pictures, models, batches of text."""
 
 from __future__ import annotations
 

@@ -10,14 +10,7 @@ import torch
 from torch import nn
 
 from qat_lora.errors import ConfigError, ModelError
-from qat_lora.layers.convert import (
-    check_reach,
-    linear_layers,
-    lora_layers,
-    prepare_base,
-    quant_layers,
-    tied_embedding,
-)
+from qat_lora.layers.convert import check_reach, linear_layers, lora_layers, prepare_base, quant_layers, tied_embedding
 from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.models.load import DTYPES, CausalLM
 from qat_lora.options import QatOptions

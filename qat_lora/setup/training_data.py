@@ -7,7 +7,7 @@ data in a run's settings.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.data.packing import make_encoder, pack_rows, take_eval
-from qat_lora.data.sources import Document, describe_source, open_documents
+from qat_lora.data.sources import describe_source, open_documents
 from qat_lora.data.text_dataset import ENCODERS, TextDataset
 from qat_lora.losses.objective import ObjectiveConfig, objective_loss
 from qat_lora.models.load import CausalLM, load_tokenizer, tokenizer_sha256
@@ -95,18 +95,11 @@ def text_lessons(options: RecoverOptions, model: CausalLM) -> Lessons:
     fits_positions(model, options.length)
     tokenizer = load_tokenizer(model.folder, options.hub.trust_remote_code)
     encode = ENCODERS[options.learn](make_encoder(tokenizer))
-
-    def documents(start: int) -> Iterator[Document]:
-        return open_documents(options.text, start)
-
+    documents = partial(open_documents, options.text)
     kept, first = take_eval(documents, encode, options.length, options.eval_rows)
-    no_teacher: dict[str, Any] = {
-        "kd_weight": 0.0,
-        "hard_top1_weight": 0.0,
-        "hard_top1_end": None,
-        "hidden_weight": 0.0,
-    }
-    objective = replace(options.objective, ce_weight=options.objective.ce_weight or 1.0, **no_teacher)
+    objective, ce_weight = options.objective, options.objective.ce_weight or 1.0
+    objective = replace(objective, kd_weight=0.0, ce_weight=ce_weight, hard_top1_weight=0.0, hard_top1_end=None)
+    objective = replace(objective, hidden_weight=0.0)
     identity = {
         "text": describe_source(options.text),
         "tokenizer_sha256": tokenizer_sha256(tokenizer),
