@@ -120,8 +120,7 @@ class Leaf(typing.NamedTuple):
     path: tuple[str, ...]
     type: Any
     field: dataclasses.Field[Any]
-    used: bool
-    """False where its owner leaves it out of a group (`without`)."""
+    used: bool  # False where the owner of its group leaves it out (`without`)
 
     @property
     def name(self) -> str:

@@ -49,11 +49,9 @@ class Finding(NamedTuple):
     """One thing that was looked at."""
 
     name: str
-    state: Literal["ok", "note", "problem"]
-    """`note` is worth knowing and needs no action."""
+    state: Literal["ok", "note", "problem"]  # `note` is worth knowing and needs no action
     found: str
-    fix: str | None = None
-    """What to do; only for problems, and for all of them."""
+    fix: str | None = None  # what to do; only for problems, and for all of them
 
 
 def examine(environ: Mapping[str, str], needs: Requirements | None = None) -> list[Finding]:
@@ -73,7 +71,7 @@ def examine(environ: Mapping[str, str], needs: Requirements | None = None) -> li
         required, extras = [], []
         package = [Finding("qat-lora", "problem", "is not installed", "pip install -e . in its folder")]
     return [
-        _check_python(platform.python_version()),
+        Finding("python", "ok", platform.python_version()),  # an older one than we need could not import this
         *package,
         *_check_packages(required, versions),
         _check_xla_fit(versions, found, libtpu_specifier()),
@@ -98,12 +96,6 @@ def findings_text(findings: Sequence[Finding]) -> str:
     problems = sum(finding.fix is not None for finding in findings)
     lines.append(f"{problems} to fix" if problems else "nothing to fix")
     return "\n".join(lines)
-
-
-def _check_python(version: str) -> Finding:
-    if Version(version) < Version("3.11"):
-        return Finding("python", "problem", version, "make an environment with Python 3.11 or newer")
-    return Finding("python", "ok", version)
 
 
 def _check_packages(required: Sequence[Requirement], versions: Mapping[str, str]) -> list[Finding]:

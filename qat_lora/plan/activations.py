@@ -1,16 +1,13 @@
 """Memory of one training step beyond what a run holds: activations for the backward pass, and working memory.
 
-These are formulas over a model's config, for layers of Qwen's and Llama's kind; every term stands for tensors that a
-trace of a step shows. Tracing the step itself would be exact, but needs the model in memory and the device at hand,
-because what autograd keeps depends on the attention kernel:
+Formulas over a model's config, for layers of Qwen's and Llama's kind; every term stands for tensors that a trace of a
+step shows. Tracing would be exact but needs model and device, because what autograd keeps depends on the attention:
 
-* `tiled`: ours, on CPUs (`layers/attention.py`). Keeps keys and values as they are and no scores; the loss walks
-  through the vocabulary in pieces.
-* `fused`: torch's kernels on CUDA. Keeps no scores, but repeats keys and values for every query head.
-* `plain`: two products and a softmax in float32 with the probabilities kept, as torch does where no kernel fits
-  (Apple's GPU).
-* `xla`: the plain form traced by PyTorch/XLA, which would keep the masked scores as well. Attention is therefore
-  recomputed, one layer at a time. Where a layer has an adapter, XLA keeps both summands instead of their sum.
+* `tiled` (`layers/attention.py`, CPUs) keeps keys and values as they are and no scores.
+* `fused` (torch's kernels on CUDA) keeps no scores, but repeats keys and values for every query head.
+* `plain` (where no kernel fits: Apple's GPU) keeps the probabilities of a softmax in float32.
+* `xla` is the plain form, recomputed one layer at a time, because XLA would keep the masked scores as well. Where a
+  layer has an adapter, XLA keeps both summands instead of their sum.
 
 `benchmarks/estimate.py` compares the sums with measured peaks.
 """

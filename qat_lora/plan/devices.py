@@ -23,14 +23,10 @@ class Device:
     """One or several equal chips."""
 
     name: str
-    device: str
-    """What `--device` calls it."""
-    memory_gb: float
-    """Of one chip, in 10^9 bytes."""
-    tflops: float
-    """Peak rate of one chip in bfloat16, 10^12 operations a second."""
-    usd_per_hour: float
-    """List price of one chip; 0 where there is none."""
+    device: str  # what `--device` calls it
+    memory_gb: float  # of one chip, in 10^9 bytes
+    tflops: float  # peak rate of one chip in bfloat16, 10^12 operations a second
+    usd_per_hour: float  # list price of one chip; 0 where there is none
     chips: int = 1
 
 

@@ -31,8 +31,7 @@ class DryRun(NamedTuple):
     """What a command would do."""
 
     report: dict[str, Any]
-    text: str
-    """The same for people."""
+    text: str  # the same for people
     requirements: Requirements
 
     def show(self, run: RunConfig) -> dict[str, Any]:

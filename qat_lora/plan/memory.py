@@ -2,12 +2,11 @@
 
 The student is built on torch's meta device, which has shapes and no memory, and put into its training state by the
 calls that a run makes. What is *held* (weights, adapter, gradients, optimizer state) is therefore counted, not
-modelled. What comes and goes within a step (activations, working memory) is a formula over the config that differs
-by device (`activations`). Time is arithmetic over an assumed share of a device's peak rate (`devices`), which only a
-measurement on that device can replace.
+modelled. What comes and goes within a step is a formula (`activations`). Time is arithmetic over an assumed share of a
+device's peak rate (`devices`), which only a measurement on that device can replace.
 
-`estimate` and the dry runs of `recover` and `qat` differ in what trains, and in nothing else: each builds its `Shapes`
-and asks for the same `forecast`.
+`estimate` and the dry runs of `recover` and `qat` differ in what trains: each builds its `Shapes` and asks for the same
+`forecast`.
 """
 
 from __future__ import annotations
@@ -38,18 +37,13 @@ GIB = 2**30
 class Shapes:
     """A student on the meta device, in its training state."""
 
-    config: Any
-    """Of its text model."""
+    config: Any  # of its text model
     module: Any
-    trained: Mapping[str, Mapping[str, nn.Parameter]]
-    """What trains, by kind."""
+    trained: Mapping[str, Mapping[str, nn.Parameter]]  # by kind and name
     adapter_rank: int
-    weight_gradients: bool
-    """Whether the backward pass forms a gradient of every quantised weight."""
-    formed_bytes: int
-    """Weights that a forward forms anew from codes and scales and keeps for its backward pass."""
-    averaged: bool = False
-    """Whether the optimizer keeps an average of what trains."""
+    weight_gradients: bool  # whether the backward pass forms a gradient of every quantised weight
+    formed_bytes: int  # weights that a forward forms anew from codes and scales and keeps for its backward pass
+    averaged: bool = False  # whether the optimizer keeps an average of what trains
 
     @property
     def trained_by_kind(self) -> dict[str, int]:

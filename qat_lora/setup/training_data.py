@@ -32,17 +32,12 @@ from qat_lora.types import LMHead
 class Lessons:
     """Training rows, evaluation rows, and what is minimised on them."""
 
-    rows: Any
-    """Training rows: `KDCacheDataset` or `TextDataset`."""
-    evaluation: Any
-    """Rows kept apart, None where there are none."""
+    rows: Any  # of training: `KDCacheDataset` or `TextDataset`
+    evaluation: Any  # rows kept apart, None where there are none
     objective: ObjectiveConfig
-    identity: dict[str, Any]
-    """What makes these lessons other ones, for the run's settings."""
-    length: int
-    """Tokens of a row."""
-    head_k: int
-    """Entries of the teacher's head at a position, 0 without a teacher."""
+    identity: dict[str, Any]  # what makes these lessons other ones, for the run's settings
+    length: int  # tokens of a row
+    head_k: int  # top-K entries of the teacher at a position, 0 without a teacher
 
     @property
     def metric(self) -> str:

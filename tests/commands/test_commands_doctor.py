@@ -22,11 +22,6 @@ def only(findings):
     return finding
 
 
-@pytest.mark.parametrize("version,state", [("3.10.14", "problem"), ("3.11.0", "ok"), ("3.12.3", "ok")])
-def test_python(version, state):
-    assert doctor._check_python(version).state == state
-
-
 @pytest.mark.parametrize(
     "versions,bad",
     [
