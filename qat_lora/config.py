@@ -238,14 +238,10 @@ def _number(value: Any) -> int | float | None:
 
 
 def from_dict(cls: type[C], data: Mapping[str, Any], where: str = "", *, exact: bool = False) -> C:
-    """Build a dataclass from a nested mapping; unknown names and wrong types are refused.
+    """Build a dataclass from a nested mapping; `where` says in errors what the mapping is.
 
-    Args:
-        cls: the class.
-        data: values by field.
-        where: what the mapping is, for errors.
-        exact: for files that a program wrote: all fields have to be there, and no value is converted, so that damage
-            or a file of another version cannot pass for something else. Whole numbers are 0 or more.
+    With `exact`, for files that a program wrote, all fields have to be there, and no value is converted, so that damage
+    or a file of another version cannot pass for something else. Whole numbers are 0 or more.
 
     Raises:
         ConfigError: names the field, what was given and what is allowed.
@@ -418,16 +414,16 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     """
     try:
         with Path(path).open("rb") as file:
-            data = parse_yaml(file.read(YAML_LIMIT_BYTES + 1).decode("utf-8"))
+            data = parse_yaml(file.read(YAML_LIMIT_BYTES + 1).decode("utf-8")) or {}
     except OSError as error:
         raise ConfigError(f"recipe {path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
         raise ConfigError(f"recipe {path}: is not UTF-8 text; give a YAML file") from None
     except ConfigError as error:
         raise ConfigError(f"recipe {path}: is not valid YAML: {error}") from None
-    if not isinstance(data or {}, dict):
+    if not isinstance(data, dict):
         raise ConfigError(f"recipe {path}: expected `name: value` lines")
-    return data or {}
+    return data
 
 
 def save_yaml(config: Any, path: str | Path) -> None:

@@ -77,8 +77,8 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Any:
     batches, text = _calibration(options, model) if options.init != "absmax" and has_text else (None, None)
     noted = None if run.overwrite else outputs.noted(out)
     settings = {name: value for name, value in to_dict(options).items() if name not in NO_PART_OF_THE_RESULT}
-    settings |= {"seed": run.seed, "model_sha256": checkpoint_sha256(model.folder, noted), "start_method": "qera"}
-    settings["calibration"] = text
+    settings |= {"seed": run.seed, "model_sha256": checkpoint_sha256(model.folder, noted)}
+    settings |= {"start_method": "qera", "calibration": text}
     inputs = [options.model, model.folder, options.kd_cache_dir, *text_inputs(options.text)]
     with outputs.claimed(out, "quantize", settings, run.overwrite, inputs) as complete:
         if complete:
@@ -134,9 +134,8 @@ def _make(
 
 def _joint_rank(options: QuantizeOptions) -> int:
     """Return the rank that codes are chosen together with: recovery's usual one where the start is searched anyway."""
-    if options.joint_rank is not None:
-        return options.joint_rank
-    return min(16, options.start_rank) if options.init == "descent" else 0
+    usual = min(16, options.start_rank) if options.init == "descent" else 0
+    return usual if options.joint_rank is None else options.joint_rank
 
 
 def _fit(
