@@ -27,7 +27,7 @@ from tqdm import tqdm
 from qat_lora.commands.cache import build_cache
 from qat_lora.commands.evaluate import evaluate
 from qat_lora.commands.quantize import quantize
-from qat_lora.commands.recover import recover as train
+from qat_lora.commands.recover import recover
 from qat_lora.data.packing import PackedRow, make_encoder, pack_rows
 from qat_lora.data.sources import TextConfig, open_documents
 from qat_lora.errors import TextError
@@ -103,7 +103,7 @@ def _make(out: Path, run: RunConfig, runtime: Runtime) -> None:
         model=str(teacher), preset="w2g64", start_rank=RANK, kd_cache_dir=str(cache), run=part("student")
     )
     quantised, student = quantize(rough, runtime), quantize(start, runtime)
-    recover = RecoverOptions(
+    training = RecoverOptions(
         checkpoint=str(student),
         kd_cache_dir=str(cache),
         train_scales=True,
@@ -112,7 +112,7 @@ def _make(out: Path, run: RunConfig, runtime: Runtime) -> None:
         loop=LoopConfig(batch_size=RECOVERY_ROWS, max_steps=RECOVERY_STEPS),
         run=part("recovered"),
     )
-    recovered = train(recover, runtime)
+    recovered = recover(training, runtime)
     students = {"quantised": quantised, "calibrated": recovered / "start", "recovered": recovered}
     scoring = EvalOptions(
         teacher=str(teacher),
