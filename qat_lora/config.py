@@ -31,7 +31,6 @@ from qat_lora.terminal import redact
 
 C = TypeVar("C")
 
-
 INT_LIMIT = 2**31
 """Whole numbers are below: shapes, rows and steps beyond it fit no machine, and overflow where they are used."""
 YAML_LIMIT_BYTES = 1 << 20
@@ -45,6 +44,7 @@ def option(
     *,
     unit: str | None = None,
     alias: str | None = None,
+    required: bool = False,
     without: tuple[str, ...] = (),
     below: int = INT_LIMIT,
     min: float = -math.inf,
@@ -56,6 +56,7 @@ def option(
 
     Args:
         default, help, unit, alias: as above.
+        required: there is no default, and a config without a value is refused.
         without: of a group, the settings (or groups, or dotted paths) that its owner does not use. They get no flag and
             no line in a `config.yaml`, and are refused where they are given, since a setting without effect misleads.
         below: exclusive limit of a whole number.
@@ -66,18 +67,16 @@ def option(
         f"is not allowed; give a number above {above}" if above > -math.inf else f"is too small; allowed: {min} or more"
     )
     bounds = {"min": min, "above": above, "max": max, "refusal": refusal or usual}
-    metadata = {"help": help, "unit": unit, "alias": alias, "without": without, "below": below, **bounds}
+    help += " (required)" if required else ""
+    own = {"help": help, "unit": unit, "alias": alias, "required": required, "without": without, "below": below}
+    metadata = own | bounds
     if isinstance(default, type) and dataclasses.is_dataclass(default):
         return dataclasses.field(default_factory=default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def required(config: object, name: str) -> None:
-    """Refuse a config without a setting that has no default.
-
-    Raises:
-        ConfigError: names the flag.
-    """
+    """Raise ConfigError where a setting that has no default is missing."""
     if getattr(config, name) is None:
         raise ConfigError(f"{name}: missing; give --{name.replace('_', '-')}")
 
@@ -89,6 +88,9 @@ def settings(cls: type[C]) -> type[C]:
 
     def check(self: Any) -> None:
         _check_bounds(self)
+        for field in dataclasses.fields(self):
+            if field.metadata.get("required"):
+                required(self, field.name)
         if more is not None:
             more(self)
 
@@ -118,6 +120,7 @@ class Leaf(typing.NamedTuple):
     path: tuple[str, ...]
     type: Any
     field: dataclasses.Field[Any]
+    used: bool  # False where the owner of its group leaves it out (`without`)
 
     @property
     def name(self) -> str:
@@ -132,30 +135,33 @@ class Leaf(typing.NamedTuple):
 
 def leaves(cls: type) -> Iterator[Leaf]:
     """Yield every setting that a config class uses, depth first, in order of declaration."""
-    return (leaf for leaf, used in _leaves_of(cls) if used)
+    return (leaf for leaf in _every_leaf(cls) if leaf.used)
 
 
-def unused(cls: type) -> Iterator[Leaf]:
-    """Yield every setting that a config class has from a group and does not use."""
-    return (leaf for leaf, used in _leaves_of(cls) if not used)
+def _unused(cls: type) -> Iterator[Leaf]:
+    return (leaf for leaf in _every_leaf(cls) if not leaf.used)
 
 
 @functools.cache  # asked for every word of a recipe
-def _leaves_of(cls: type) -> tuple[tuple[Leaf, bool], ...]:
-    return tuple(_every_leaf(cls))
-
-
 def _every_leaf(
     cls: type, prefix: tuple[str, ...] = (), without: frozenset[tuple[str, ...]] = frozenset()
-) -> Iterator[tuple[Leaf, bool]]:
-    hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        hint, path = hints[field.name], (*prefix, field.name)
+) -> tuple[Leaf, ...]:
+    found: list[Leaf] = []
+    for name, (field, hint) in _fields(cls).items():
+        path = (*prefix, name)
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            more = {(*path, *name.split(".")) for name in field.metadata.get("without", ())}
-            yield from _every_leaf(hint, path, without | more)
+            more = {(*path, *left.split(".")) for left in field.metadata.get("without", ())}
+            found += _every_leaf(hint, path, without | more)
         else:
-            yield Leaf(path, hint, field), not any(path[: len(part)] == part for part in without)
+            found.append(Leaf(path, hint, field, not any(path[: len(part)] == part for part in without)))
+    return tuple(found)
+
+
+@functools.cache  # a cache's manifest has a record for every shard
+def _fields(cls: Any) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
+    """Return the fields of a dataclass with their types, by name."""
+    hints = typing.get_type_hints(cls)
+    return {field.name: (field, hints[field.name]) for field in dataclasses.fields(cls)}
 
 
 def _allowed(value: Any, allowed: Sequence[str]) -> str:
@@ -184,11 +190,9 @@ def _coerce(value: Any, hint: Any, where: str) -> Any:
             items = [items]
         return tuple(_coerce(v.strip() if isinstance(v, str) else v, args[0], where) for v in items if v != "")
     if hint is bool:
-        words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-        if isinstance(value, bool):
-            return value
-        if str(value).lower() in words:
-            return words[str(value).lower()]
+        word = str(value).lower()
+        if word in ("true", "yes", "1", "false", "no", "0"):
+            return word in ("true", "yes", "1")
         raise ConfigError(f"{where}: {value!r} is not a switch; allowed: true, false")
     if hint in (int, float):
         number = _number(value)
@@ -234,14 +238,10 @@ def _number(value: Any) -> int | float | None:
 
 
 def from_dict(cls: type[C], data: Mapping[str, Any], where: str = "", *, exact: bool = False) -> C:
-    """Build a dataclass from a nested mapping; unknown names and wrong types are refused.
+    """Build a dataclass from a nested mapping; `where` says in errors what the mapping is.
 
-    Args:
-        cls: the class.
-        data: values by field.
-        where: what the mapping is, for errors.
-        exact: for files that a program wrote: all fields have to be there, and no value is converted, so that damage
-            or a file of another version cannot pass for something else. Whole numbers are 0 or more.
+    With `exact`, for files that a program wrote, all fields have to be there, and no value is converted, so that damage
+    or a file of another version cannot pass for something else. Whole numbers are 0 or more.
 
     Raises:
         ConfigError: names the field, what was given and what is allowed.
@@ -265,17 +265,10 @@ def from_dict(cls: type[C], data: Mapping[str, Any], where: str = "", *, exact: 
     return cls(**values)
 
 
-@functools.cache  # a cache's manifest has a record for every shard
-def _fields(cls: Any) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
-    """Return the fields of a dataclass with their types, by name."""
-    hints = typing.get_type_hints(cls)
-    return {field.name: (field, hints[field.name]) for field in dataclasses.fields(cls)}
-
-
 def to_dict(config: Any) -> dict[str, Any]:
     """Return a config as nested plain values, fit for YAML and JSON, without what it does not use."""
     plain = json.loads(json.dumps(dataclasses.asdict(config)))
-    for leaf in unused(type(config)):
+    for leaf in _unused(type(config)):
         _drop(plain, leaf.path)
     return plain
 
@@ -303,12 +296,8 @@ def _means(key: str, leaf: Leaf) -> bool:
 
 
 def refuse_unused(cls: type, key: str) -> None:
-    """Refuse a word that names a setting without use here; other words pass.
-
-    Raises:
-        ConfigError: names it.
-    """
-    if any(_means(key, leaf) for leaf in unused(cls)) and not any(_means(key, leaf) for leaf in leaves(cls)):
+    """Raise ConfigError for a word that names a setting without use here; other words pass."""
+    if any(_means(key, leaf) for leaf in _unused(cls)) and not any(_means(key, leaf) for leaf in leaves(cls)):
         raise ConfigError(f"{key}: this command does not use it; leave it out")
 
 
@@ -316,7 +305,7 @@ def setting_path(cls: type, key: str) -> tuple[str, ...]:
     """Return the path of the setting that a word means: a dotted path, a unique last name or an alias.
 
     Raises:
-        ConfigError: no setting, or more than one, has that name, or one that is of no use here.
+        ConfigError: no setting or more than one has that name, or this command does not use it.
     """
     refuse_unused(cls, key)
     found = [leaf for leaf in leaves(cls) if _means(key, leaf)]
@@ -362,18 +351,16 @@ def resolve(
         if not equals:
             raise ConfigError(f"{word!r}: expected a setting as name=value, for example train.lr=3e-4")
         _put(tree, setting_path(cls, key), value)
-    for leaf in unused(cls):
-        if _given(tree, leaf.path):
+    for leaf in _unused(cls):
+        if _holds(tree, leaf.path):
             refuse_unused(cls, ".".join(leaf.path))
     return from_dict(cls, tree)
 
 
-def _given(tree: Any, path: Sequence[str]) -> bool:
-    for part in path:
-        if not isinstance(tree, Mapping) or part not in tree:
-            return False
-        tree = tree[part]
-    return True
+def _holds(tree: Any, path: Sequence[str]) -> bool:
+    if not path:
+        return True
+    return isinstance(tree, Mapping) and path[0] in tree and _holds(tree[path[0]], path[1:])
 
 
 class _BoundedLoader(yaml.SafeLoader):
@@ -427,16 +414,16 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     """
     try:
         with Path(path).open("rb") as file:
-            data = parse_yaml(file.read(YAML_LIMIT_BYTES + 1).decode("utf-8"))
+            data = parse_yaml(file.read(YAML_LIMIT_BYTES + 1).decode("utf-8")) or {}
     except OSError as error:
         raise ConfigError(f"recipe {path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
         raise ConfigError(f"recipe {path}: is not UTF-8 text; give a YAML file") from None
     except ConfigError as error:
         raise ConfigError(f"recipe {path}: is not valid YAML: {error}") from None
-    if not isinstance(data or {}, dict):
+    if not isinstance(data, dict):
         raise ConfigError(f"recipe {path}: expected `name: value` lines")
-    return data or {}
+    return data
 
 
 def save_yaml(config: Any, path: str | Path) -> None:

@@ -66,7 +66,7 @@ TAIL_DRAWS = 8
 class CacheBuildOptions:
     """`qat-lora cache build`."""
 
-    teacher: str | None = option(None, "full-precision teacher: Hugging Face folder or Hub name (required)")
+    teacher: str | None = option(None, "full-precision teacher: Hugging Face folder or Hub name", required=True)
     text: TextConfig = option(TextConfig, "the text")
     length: int = option(1024, "tokens of a row", unit="tokens", alias="max_length", min=2)
     top_k: int = option(
@@ -101,7 +101,6 @@ class CacheBuildOptions:
     run: RunConfig = option(RunConfig, "run", without=("chips.parallel", "chips.shard_base"))
 
     def __post_init__(self) -> None:
-        required(self, "teacher")
         required(self.text, "dataset")
         if not (self.top_k or self.hidden):
             raise ConfigError("top_k: 0 is too small; allowed: 1 or more")
@@ -125,24 +124,20 @@ class CacheBuildOptions:
 class AuditOptions:
     """`qat-lora cache audit`."""
 
-    kd_cache_dir: str | None = option(None, "the KD cache, also as first word (required)", alias="cache_dir")
-    teacher: str | None = option(None, "the teacher that made it: Hugging Face folder or Hub name (required)")
+    kd_cache_dir: str | None = option(None, "the KD cache, also as first word", required=True, alias="cache_dir")
+    teacher: str | None = option(None, "the teacher that made it: Hugging Face folder or Hub name", required=True)
     rows: int = option(8, "training rows to look at, evenly spread", unit="rows", min=1)
     text: str | None = option(None, "evaluation text, file or folder: how much of it the cache has already shown")
     device_map: DeviceMap = option("none", DEVICE_MAP_HELP)
     hub: HubConfig = option(HubConfig, "models")
     run: RunConfig = option(RunConfig, "run", without=("chips", "seed"))
 
-    def __post_init__(self) -> None:
-        required(self, "kd_cache_dir")
-        required(self, "teacher")
-
 
 @settings
 class QuantizeOptions(QuantizeConfig):
     """`qat-lora quantize`."""
 
-    model: str | None = option(None, "full-precision model: Hugging Face folder or Hub name (required)")
+    model: str | None = option(None, "full-precision model: Hugging Face folder or Hub name", required=True)
     preset: str = option("w2g64", "how weights are stored", alias="config")
     joint_rank: int | None = option(
         None,
@@ -162,7 +157,6 @@ class QuantizeOptions(QuantizeConfig):
     run: RunConfig = option(RunConfig, "run", without=("chips", "dtype"))
 
     def __post_init__(self) -> None:
-        required(self, "model")
         if self.start_method not in (None, "qera"):
             raise ConfigError(f"start_method: {self.start_method} was removed; adapter starts are qera's, leave it out")
         if (self.joint_rank or 0) > self.start_rank:
@@ -238,7 +232,7 @@ class QatOptions(QuantizeConfig):
     calibration_rows: int = option(128, "rows of the cache for calibration and blocks", unit="rows", min=1)
     from_scratch: bool = option(False, "quantise the full-precision --model first; without it, go on from --checkpoint")
     checkpoint: str | None = option(None, "quantised student to go on from: folder made by `quantize` or `qat`")
-    kd_cache_dir: str | None = option(None, "KD cache with the teacher's logits (required)", alias="cache_dir")
+    kd_cache_dir: str | None = option(None, "KD cache with the teacher's logits", required=True, alias="cache_dir")
     head_k: int | None = option(None, HEAD_K_HELP, unit="tokens", min=1)
     train_parts: tuple[str, ...] = option(
         ("scales",), "what trains: scales, ranges, lut, weights, norms, embeddings, head", unit="list"
@@ -259,7 +253,6 @@ class QatOptions(QuantizeConfig):
     run: RunConfig = option(RunConfig, "run")
 
     def __post_init__(self) -> None:
-        required(self, "kd_cache_dir")
         if self.from_scratch:
             required(self, "model")
             if self.checkpoint is not None:
@@ -292,7 +285,7 @@ class QatOptions(QuantizeConfig):
 class EvalOptions:
     """`qat-lora eval`."""
 
-    teacher: str | None = option(None, "the reference: Hugging Face folder or Hub name (required)")
+    teacher: str | None = option(None, "the reference: Hugging Face folder or Hub name", required=True)
     students: tuple[str, ...] = option(
         (), "what to score: model, adapter or run folders, each as NAME=FOLDER or FOLDER", alias="models"
     )
@@ -317,7 +310,6 @@ class EvalOptions:
     run: RunConfig = option(RunConfig, "run", without=("chips",))
 
     def __post_init__(self) -> None:
-        required(self, "teacher")
         if not self.domain:
             required(self.text, "dataset")
         if self.stride is not None and self.protocol != "sliding":
@@ -328,7 +320,7 @@ class EvalOptions:
 class ExportOptions:
     """`qat-lora export`."""
 
-    student: str | None = option(None, "model, adapter or run folder (required)", alias="model")
+    student: str | None = option(None, "model, adapter or run folder", required=True, alias="model")
     form: Literal["merged", "adapter", "compressed-tensors", "gguf", "pt"] = option(
         "merged",
         "merged: dense weights with codes and adapter folded in; adapter: PEFT adapter with its quantised base; "
@@ -353,7 +345,6 @@ class ExportOptions:
     run: RunConfig = option(RunConfig, "run", without=("chips", "seed"))
 
     def __post_init__(self) -> None:
-        required(self, "student")
         for name, form in (("container_bits", "compressed-tensors"), ("exact_only", "gguf")):
             if getattr(self, name) and self.form != form:
                 raise ConfigError(f"{name}: means nothing with --form {self.form}; it belongs to --form {form}")
@@ -365,7 +356,7 @@ class ExportOptions:
 class GenerateOptions:
     """`qat-lora generate`."""
 
-    student: str | None = option(None, "model, adapter or run folder (required)", alias="model")
+    student: str | None = option(None, "model, adapter or run folder", required=True, alias="model")
     prompt: str | None = option(None, "text to continue")
     prompts: str | None = option(None, "file with one prompt a line, instead of --prompt")
     chat: bool = option(False, "the prompt is a question: write it as the tokenizer's chat template says")
@@ -375,7 +366,6 @@ class GenerateOptions:
     run: RunConfig = option(RunConfig, "run", without=("chips", "out", "overwrite"))
 
     def __post_init__(self) -> None:
-        required(self, "student")
         if (self.prompt is None) == (self.prompts is None):
             raise ConfigError("prompt: give --prompt TEXT or --prompts FILE, one of the two")
 
@@ -384,30 +374,23 @@ class GenerateOptions:
 class ChatOptions:
     """`qat-lora chat`."""
 
-    student: str | None = option(None, "model, adapter or run folder, also as first word (required)", alias="model")
+    student: str | None = option(None, "model, adapter or run folder, also as first word", required=True, alias="model")
     system: str = option("", "system message that the chat begins with")
     max_new_tokens: int = option(256, "longest answer", unit="tokens", min=1)
     gen_temperature: float = option(0.7, "0 takes the likeliest token; above, tokens are drawn", min=0)
     hub: HubConfig = option(HubConfig, "models")
     run: RunConfig = option(RunConfig, "run", without=("chips", "out", "overwrite"))
 
-    def __post_init__(self) -> None:
-        required(self, "student")
-
 
 @settings
 class PushOptions:
     """`qat-lora push`."""
 
-    folder: str | None = option(None, "folder made by `qat-lora export`, also as first word (required)")
-    repo: str | None = option(None, "OWNER/NAME on the Hub, also as second word (required)")
+    folder: str | None = option(None, "folder made by `qat-lora export`, also as first word", required=True)
+    repo: str | None = option(None, "OWNER/NAME on the Hub, also as second word", required=True)
     dry_run: bool = option(False, "list and check the files, and upload nothing")
     private: bool = option(False, "make a new repository private")
     run: RunConfig = option(RunConfig, "run", without=("out", "overwrite", "device", "tpu", "chips", "dtype", "seed"))
-
-    def __post_init__(self) -> None:
-        required(self, "folder")
-        required(self, "repo")
 
 
 @settings
@@ -436,7 +419,7 @@ class SmokeOptions:
 class EstimateOptions:
     """`qat-lora estimate`."""
 
-    model: str | None = option(None, "model folder or Hub name; only its config.json is read (required)")
+    model: str | None = option(None, "model folder or Hub name; only its config.json is read", required=True)
     preset: str | None = option(None, "how weights are stored; default: as the model's config says", alias="config")
     keep: tuple[str, ...] = option((), "patterns of layers that stay unquantised", unit="regular expressions")
     train_scales: bool = option(False, "the quantiser's scales train too")
@@ -473,6 +456,3 @@ class EstimateOptions:
         "computed again), or auto (as each device does)",
     )
     run: RunConfig = option(RunConfig, "run", without=("out", "overwrite", "chips", "seed", "quiet"))
-
-    def __post_init__(self) -> None:
-        required(self, "model")

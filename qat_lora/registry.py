@@ -23,6 +23,10 @@ class Requirements(NamedTuple):
     device: str = "auto"  # where it is to run
 
 
+Device = Literal["none", "one chip", "several chips"]
+SEVERAL: Device = "several chips"
+
+
 @dataclass(frozen=True)
 class Command:
     """One command.
@@ -35,9 +39,9 @@ class Command:
     function: str  # "package.module:name", as the paths below
     help: str
     options: str = ""  # class in qat_lora.options
-    first_words: Mapping[str, str] = field(default_factory=dict)  # setting -> how --help calls a word without a name
-    device: Literal["none", "one chip", "several chips"] = "one chip"
+    device: Device = "one chip"
     plan: str = ""
+    first_words: Mapping[str, str] = field(default_factory=dict)  # setting -> how --help calls a word without a name
 
     def load(self) -> Any:
         """Import the function."""
@@ -57,93 +61,86 @@ def _named(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _command(words: str, function: str, help: str, *rest: Any, **more: Any) -> tuple[str, Command]:
-    return words, Command(words, f"qat_lora.commands.{function}", help, *rest, **more)
+def _command(
+    words: str, function: str, help: str, options: str = "", device: Device = "one chip", plan: str = "", **first: str
+) -> Command:
+    plan = plan and f"qat_lora.plan.{plan}"
+    return Command(words, f"qat_lora.commands.{function}", help, options, device, plan, first)
 
 
-# Words, function in `commands`, line of help, class in `options`, words without a name.
-COMMANDS: dict[str, Command] = dict(
-    [
-        _command("demo", "demo:demo", "Train, damage and recover a small model on this machine.", "DemoOptions"),
-        _command(
-            "cache build",
-            "cache:build_cache",
-            "Write a teacher's logits to a KD cache.",
-            "CacheBuildOptions",
-            device="several chips",
-        ),
-        _command(
-            "cache audit",
-            "cache:audit_cache",
-            "Compare a cache with what its teacher says.",
-            "AuditOptions",
-            {"kd_cache_dir": "PATH"},
-        ),
-        _command(
-            "cache verify",
-            "cache_files:verify",
-            "Read every byte of a cache; exit code 1 and the shard's name on any damage.",
-        ),
-        _command("cache info", "cache_files:info", "Show what is in a cache: sizes, head, tail mass, a few rows."),
-        _command("cache export", "cache_files:export_cache", "Write a cache's rows in a form that other tools read."),
-        _command(
-            "cache pack",
-            "cache_files:pack",
-            "Make a cache smaller for moving it, without loss; unpack it before training from it.",
-        ),
-        _command("cache unpack", "cache_files:unpack", "Write the cache that was packed, bit for bit."),
-        _command(
-            "quantize",
-            "quantize:quantize",
-            "Quantise a model and prepare its adapter start.",
-            "QuantizeOptions",
-            plan="qat_lora.plan.quantize:plan_quantize",
-        ),
-        _command(
-            "recover",
-            "recover:recover",
-            "Train a recovery adapter from a KD cache.",
-            "RecoverOptions",
-            device="several chips",
-            plan="qat_lora.plan.recover:plan_recover",
-        ),
-        _command(
-            "qat",
-            "qat:qat",
-            "Train a quantised model's own scales, tables, norms or weights.",
-            "QatOptions",
-            device="several chips",
-            plan="qat_lora.plan.qat:plan_qat",
-        ),
-        _command("eval", "evaluate:evaluate", "Score models against a teacher on held-out text.", "EvalOptions"),
-        _command("export", "export:export", "Write a student in a form other tools load.", "ExportOptions"),
-        _command("generate", "generate:generate", "Continue a prompt.", "GenerateOptions"),
-        _command("chat", "chat:chat", "Talk with a model on the terminal.", "ChatOptions", {"student": "STUDENT"}),
-        _command(
-            "push",
-            "push:push",
-            "Upload an exported folder to the Hugging Face Hub.",
-            "PushOptions",
-            {"folder": "FOLDER", "repo": "REPO"},
-            device="none",
-        ),
-        _command("smoke", "smoke:smoke", "Check device, data, training and checkpoints.", "SmokeOptions"),
-        _command(
-            "estimate",
-            "estimate:estimate",
-            "Estimate the memory a run will need.",
-            "EstimateOptions",
-            device="none",
-        ),
-        _command(
-            "doctor",
-            "doctor:doctor",
-            "Check Python, packages, devices, variables, Hub and room, also for a planned COMMAND.",
-        ),
-        _command(
-            "bench",
-            "bench:bench",
-            "Show what was claimed, asked and reached in one table, or run the benchmark NAME with its own arguments.",
-        ),
-    ]
+# Words, function in `commands`, line of help, class in `options`, device; the function in `plan`; words without a name.
+_COMMANDS = (
+    _command("demo", "demo:demo", "Train, damage and recover a small model on this machine.", "DemoOptions"),
+    _command(
+        "cache build", "cache:build_cache", "Write a teacher's logits to a KD cache.", "CacheBuildOptions", SEVERAL
+    ),
+    _command(
+        "cache audit",
+        "cache:audit_cache",
+        "Compare a cache with what its teacher says.",
+        "AuditOptions",
+        kd_cache_dir="PATH",
+    ),
+    _command(
+        "cache verify",
+        "cache_files:verify",
+        "Read every byte of a cache; exit code 1 and the shard's name on any damage.",
+    ),
+    _command("cache info", "cache_files:info", "Show what is in a cache: sizes, head, tail mass, a few rows."),
+    _command("cache export", "cache_files:export_cache", "Write a cache's rows in a form that other tools read."),
+    _command(
+        "cache pack",
+        "cache_files:pack",
+        "Make a cache smaller for moving it, without loss; unpack it before training from it.",
+    ),
+    _command("cache unpack", "cache_files:unpack", "Write the cache that was packed, bit for bit."),
+    _command(
+        "quantize",
+        "quantize:quantize",
+        "Quantise a model and prepare its adapter start.",
+        "QuantizeOptions",
+        plan="quantize:plan_quantize",
+    ),
+    _command(
+        "recover",
+        "recover:recover",
+        "Train a recovery adapter from a KD cache.",
+        "RecoverOptions",
+        SEVERAL,
+        plan="recover:plan_recover",
+    ),
+    _command(
+        "qat",
+        "qat:qat",
+        "Train a quantised model's own scales, tables, norms or weights.",
+        "QatOptions",
+        SEVERAL,
+        plan="qat:plan_qat",
+    ),
+    _command("eval", "evaluate:evaluate", "Score models against a teacher on held-out text.", "EvalOptions"),
+    _command("export", "export:export", "Write a student in a form other tools load.", "ExportOptions"),
+    _command("generate", "generate:generate", "Continue a prompt.", "GenerateOptions"),
+    _command("chat", "chat:chat", "Talk with a model on the terminal.", "ChatOptions", student="STUDENT"),
+    _command(
+        "push",
+        "push:push",
+        "Upload an exported folder to the Hugging Face Hub.",
+        "PushOptions",
+        "none",
+        folder="FOLDER",
+        repo="REPO",
+    ),
+    _command("smoke", "smoke:smoke", "Check device, data, training and checkpoints.", "SmokeOptions"),
+    _command("estimate", "estimate:estimate", "Estimate the memory a run will need.", "EstimateOptions", "none"),
+    _command(
+        "doctor",
+        "doctor:doctor",
+        "Check Python, packages, devices, variables, Hub and room, also for a planned COMMAND.",
+    ),
+    _command(
+        "bench",
+        "bench:bench",
+        "Show what was claimed, asked and reached in one table, or run the benchmark NAME with its own arguments.",
+    ),
 )
+COMMANDS = {command.words: command for command in _COMMANDS}

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from qat_lora.commands.cache import build_cache
 from qat_lora.commands.evaluate import evaluate
 from qat_lora.commands.quantize import quantize
-from qat_lora.commands.recover import recover as train
+from qat_lora.commands.recover import recover
 from qat_lora.data.packing import PackedRow, make_encoder, pack_rows
 from qat_lora.data.sources import TextConfig, open_documents
 from qat_lora.errors import TextError
@@ -65,17 +65,18 @@ def demo(options: DemoOptions, runtime: Runtime) -> dict[str, Any]:
     run = options.run
     out = Path(run.out or "runs/demo")
     with outputs.claimed(out, "demo", {"seed": run.seed, "recipe": _recipe()}, run.overwrite) as complete:
-        if complete:
-            report = json.loads((out / "report.json").read_text(encoding="utf-8"))
-        else:
-            report = _make(out, run, runtime)
+        if not complete:
+            _make(out, run, runtime)
             outputs.complete(out)
-    _show(out, run)
+    if not run.json:  # JSON goes alone to standard output
+        print((out / "report.txt").read_text(encoding="utf-8"))
+        print(f"{out / 'report.md'} and report.png hold the same, with the training curve")
+    report: dict[str, Any] = json.loads((out / "report.json").read_text(encoding="utf-8"))
     return report
 
 
-def _make(out: Path, run: RunConfig, runtime: Runtime) -> dict[str, Any]:
-    """Run the parts that are not yet complete; write and return the report."""
+def _make(out: Path, run: RunConfig, runtime: Runtime) -> None:
+    """Run the parts that are not yet complete; write the report."""
     started = time.perf_counter()
     library, held_out, trained_on = _list_files(out)
     seen = TextConfig(dataset=str(library), files_from=str(trained_on), format="text")
@@ -85,25 +86,23 @@ def _make(out: Path, run: RunConfig, runtime: Runtime) -> dict[str, Any]:
     def part(name: str) -> RunConfig:
         return replace(run, out=str(out / name), overwrite=False)
 
-    cache = build_cache(
-        CacheBuildOptions(
-            teacher=str(teacher),
-            text=seen,
-            length=LENGTH,
-            top_k=TOP_K,
-            num_rows=CACHE_ROWS,
-            eval_rows=32,
-            teacher_batch_size=32,
-            run=part("cache"),
-        ),
-        runtime,
+    build = CacheBuildOptions(
+        teacher=str(teacher),
+        text=seen,
+        length=LENGTH,
+        top_k=TOP_K,
+        num_rows=CACHE_ROWS,
+        eval_rows=32,
+        teacher_batch_size=32,
+        run=part("cache"),
     )
+    cache = build_cache(build, runtime)
     rough = QuantizeOptions(model=str(teacher), preset="w2g64", init="absmax", start_rank=0, run=part("quantised"))
     start = QuantizeOptions(
         model=str(teacher), preset="w2g64", start_rank=RANK, kd_cache_dir=str(cache), run=part("student")
     )
     quantised, student = quantize(rough, runtime), quantize(start, runtime)
-    recover = RecoverOptions(
+    training = RecoverOptions(
         checkpoint=str(student),
         kd_cache_dir=str(cache),
         train_scales=True,
@@ -112,30 +111,21 @@ def _make(out: Path, run: RunConfig, runtime: Runtime) -> dict[str, Any]:
         loop=LoopConfig(batch_size=RECOVERY_ROWS, max_steps=RECOVERY_STEPS),
         run=part("recovered"),
     )
-    recovered = train(recover, runtime)
+    recovered = recover(training, runtime)
     students = {"quantised": quantised, "calibrated": recovered / "start", "recovered": recovered}
-    scores = evaluate(
-        EvalOptions(
-            teacher=str(teacher),
-            students=tuple(f"{name}={folder}" for name, folder in students.items()),
-            text=unseen,
-            length=LENGTH,
-            eval_rows=EVAL_ROWS,
-            batch_size=32,
-            run=replace(part("eval"), quiet=True),
-        ),
-        runtime,
+    scoring = EvalOptions(
+        teacher=str(teacher),
+        students=tuple(f"{name}={folder}" for name, folder in students.items()),
+        text=unseen,
+        length=LENGTH,
+        eval_rows=EVAL_ROWS,
+        batch_size=32,
+        run=replace(part("eval"), quiet=True),
     )
+    scores = evaluate(scoring, runtime)
     report = {**scores, **recovery(scores["quantised"], scores["recovered"], scores["teacher"])}
     report["seconds"] = round(time.perf_counter() - started, 1)
     _write_report(report, scores, {"teacher": teacher, **students}, out, runtime)
-    return report
-
-
-def _show(out: Path, run: RunConfig) -> None:
-    if not run.json:  # JSON goes alone to standard output
-        print((out / "report.txt").read_text(encoding="utf-8"))
-        print(f"{out / 'report.md'} and report.png hold the same, with the training curve")
 
 
 def _recipe() -> dict[str, Any]:
@@ -143,11 +133,7 @@ def _recipe() -> dict[str, Any]:
 
 
 def _list_files(out: Path) -> tuple[Path, Path, Path]:
-    """Write the lists of held-out and training files; return the library folder and both lists.
-
-    Raises:
-        TextError: this Python came without its sources.
-    """
+    """Write the lists of held-out and training files; return the library folder and both lists."""
     library = Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     files = sorted(
@@ -171,12 +157,12 @@ def _train_teacher(text: TextConfig, out: Path, runtime: Runtime, run: RunConfig
     with outputs.claimed(out, "teacher", {"seed": run.seed, "recipe": _recipe()}, overwrite=False) as complete:
         if not complete:
             with moved_into(out) as draft:
-                _make_teacher(text, draft, runtime, run)
+                _train(text, draft, runtime, run)
             outputs.complete(out)
     return out
 
 
-def _make_teacher(text: TextConfig, out: Path, runtime: Runtime, run: RunConfig) -> None:
+def _train(text: TextConfig, out: Path, runtime: Runtime, run: RunConfig) -> None:
     make_tokenizer(("".join(d.parts()) for d in open_documents(text)), VOCABULARY, out)
     encode = make_encoder(load_tokenizer(out))
     rows = list(tqdm(pack_rows(open_documents(text), encode, LENGTH), desc="tokenize", unit="row", disable=run.quiet))
@@ -240,18 +226,18 @@ def _write_report(
     report: dict[str, Any], scores: dict[str, Any], folders: dict[str, Path], out: Path, runtime: Runtime
 ) -> None:
     """Write report.json, report.md, report.png, and report.txt, which is what the terminal shows."""
+    save_json(report, out / "report.json")
     table = table_rows(scores)
     lines = [
         f"gap recovered (log perplexity): {report['gap_recovered_log']:.1%}",
         f"KL recovered:                   {report['kl_recovered']:.1%}",
         f"seconds:                        {report['seconds']}",
     ]
-    continued = _samples(folders, runtime)
-    samples = [f"--- {name}\n{PROMPT}{text}" for name, text in continued.items()]
-    save_json(report, out / "report.json")
+    continued = {name: PROMPT + _continuation(name, folder, runtime) for name, folder in folders.items()}
+    samples = [f"--- {name}\n{text}" for name, text in continued.items()]
     shown = ["the same prompt, continued by each model:", *samples, "", text_table(table), "", *lines]
     write_text(out / "report.txt", "\n".join(shown) + "\n")
-    blocks = [f"```python\n# {name}\n{PROMPT}{text}\n```" for name, text in continued.items()]
+    blocks = [f"```python\n# {name}\n{text}\n```" for name, text in continued.items()]
     explained = (
         "Scored on held-out files of Python's standard library. *quantised*: 2-bit round to nearest, absmax scales, "
         "groups of 64. *calibrated*: the student as recovery finds it, untrained. *recovered*: adapter and scales "
@@ -260,24 +246,12 @@ def _write_report(
     markdown = ["# qat-lora demo", explained, markdown_table(table), "\n".join(f"* {x}" for x in lines)]
     markdown += ["![scores and training curve](report.png)", *blocks]
     write_text(out / "report.md", "\n\n".join(markdown) + "\n")
-    run = out / "recovered"
-    plot_scores(
-        scores, out / "report.png", lambda axis: draw_curve(axis, run / "metrics.jsonl", run / "evaluations.jsonl")
-    )
+    curves = [out / "recovered" / name for name in ("metrics.jsonl", "evaluations.jsonl")]
+    plot_scores(scores, out / "report.png", lambda axis: draw_curve(axis, *curves))
 
 
-def _samples(folders: dict[str, Path], runtime: Runtime) -> dict[str, str]:
-    texts = {}
-    for name, folder in folders.items():
-        model = load_model(str(folder)) if name == "teacher" else open_student(str(folder), HubConfig()).model
-        runtime.place(model.module)
-        texts[name] = continue_text(
-            model,
-            load_tokenizer(model.folder),
-            PROMPT,
-            64,
-            device=runtime.device,
-            temperature=0.5,
-            generator=torch.Generator().manual_seed(0),
-        )
-    return texts
+def _continuation(name: str, folder: Path, runtime: Runtime) -> str:
+    model = load_model(str(folder)) if name == "teacher" else open_student(str(folder), HubConfig()).model
+    runtime.place(model.module)
+    tokenizer, generator = load_tokenizer(model.folder), torch.Generator().manual_seed(0)
+    return continue_text(model, tokenizer, PROMPT, 64, device=runtime.device, temperature=0.5, generator=generator)

@@ -8,6 +8,7 @@ Nothing is started: torch_xla is not imported, because that takes the TPU away f
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -19,6 +20,7 @@ from typing import Literal, NamedTuple
 import click
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from qat_lora.errors import QatLoraError
@@ -32,10 +34,7 @@ LOW_DISK_GIB, LOW_RAM_GIB = 5, 2  # a small cache with a small student still fit
 BACKENDS = ("TPU", "CPU")  # values of PJRT_DEVICE that our XLA runtime starts
 MARKS = {"ok": "✓", "note": "–", "problem": "✗"}
 
-_DEAD = dict.fromkeys(
-    ("XLA_USE_BF16", "XLA_DOWNCAST_BF16"),
-    "it is deprecated and changes every float32 behind the program's back; unset it, give --dtype bfloat16",
-)
+_DEAD = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16")
 _NOTED = {
     "TPU_VISIBLE_CHIPS": "with several processes each would take these chips, so --num-chips N is refused beside it",
     "XLA_PERSISTENT_CACHE_PATH": "PyTorch/XLA 2.9 fails to read back what it writes there; every start compiles anew",
@@ -50,22 +49,20 @@ class Finding(NamedTuple):
     """One thing that was looked at."""
 
     name: str
-    state: Literal["ok", "note", "problem"]
-    """`note` is worth knowing and needs no action."""
+    state: Literal["ok", "note", "problem"]  # `note` is worth knowing and needs no action
     found: str
-    fix: str | None = None
-    """What to do; only for problems, and for all of them."""
+    fix: str | None = None  # what to do; only for problems, and for all of them
 
 
 def examine(environ: Mapping[str, str], needs: Requirements | None = None) -> list[Finding]:
     """Look at everything; changes nothing and starts nothing.
 
-    Args:
-        environ: the environment to judge, usually `os.environ`.
-        needs: of the run that is planned; without it, disk and memory are held against a small run.
+    Disk and memory are held against the needs of the planned run; without one, against those of a small run.
     """
     found = look(environ)
-    versions = {_key(d.metadata["Name"]): d.version for d in importlib.metadata.distributions()}
+    versions: dict[str, str] = {
+        canonicalize_name(d.metadata["Name"]): d.version for d in importlib.metadata.distributions()
+    }
     try:
         required = [Requirement(line) for line in importlib.metadata.requires("qat-lora") or []]
         extras = importlib.metadata.metadata("qat-lora").get_all("Provides-Extra") or []
@@ -74,12 +71,11 @@ def examine(environ: Mapping[str, str], needs: Requirements | None = None) -> li
         required, extras = [], []
         package = [Finding("qat-lora", "problem", "is not installed", "pip install -e . in its folder")]
     return [
-        _check_python(platform.python_version()),
+        Finding("python", "ok", platform.python_version()),  # an older one than we need could not import this
         *package,
         *_check_packages(required, versions),
         _check_xla_fit(versions, found, libtpu_specifier()),
-        *_check_device(found, nvidia_driver=Path("/proc/driver/nvidia/version").exists()),
-        *_check_asked_device(found, needs),
+        *_check_device(found, Path("/proc/driver/nvidia/version").exists(), needs),
         *_check_accelerators(accelerators(environ, found), needs),
         *_check_variables(environ, found),
         _check_disk(shutil.disk_usage(Path.cwd()).free / GIB, Path.cwd(), needs),
@@ -102,26 +98,16 @@ def findings_text(findings: Sequence[Finding]) -> str:
     return "\n".join(lines)
 
 
-def _check_python(version: str) -> Finding:
-    if Version(version) < Version("3.11"):
-        return Finding("python", "problem", version, "make an environment with Python 3.11 or newer")
-    return Finding("python", "ok", version)
-
-
 def _check_packages(required: Sequence[Requirement], versions: Mapping[str, str]) -> list[Finding]:
     """Compare what is installed with what the package requires without any extra."""
     findings = []
-    for requirement in required:
-        if requirement.marker is not None:
-            continue
-        name, version = requirement.name, versions.get(_key(requirement.name))
-        if version is None:
-            findings.append(Finding(name, "problem", "is not installed", f"pip install '{requirement}'"))
-        elif not requirement.specifier.contains(version, prereleases=True):
-            wanted = f"{version}, which is not {requirement.specifier}"
-            findings.append(Finding(name, "problem", wanted, f"pip install '{requirement}'"))
+    for requirement in (requirement for requirement in required if requirement.marker is None):
+        version = versions.get(canonicalize_name(requirement.name))
+        if version is not None and requirement.specifier.contains(version, prereleases=True):
+            findings.append(Finding(requirement.name, "ok", version))
         else:
-            findings.append(Finding(name, "ok", version))
+            wrong = f"{version}, which is not {requirement.specifier}" if version else "is not installed"
+            findings.append(Finding(requirement.name, "problem", wrong, f"pip install '{requirement}'"))
     return findings
 
 
@@ -147,46 +133,40 @@ def _check_xla_fit(versions: Mapping[str, str], found: Found, libtpu_wanted: str
     return Finding("torch_xla", "ok", f"{xla}" + (f", libtpu {libtpu}" if libtpu else ""))
 
 
-def _check_device(found: Found, nvidia_driver: bool) -> list[Finding]:
-    """Say what is here and what `--device auto` takes."""
+def _check_device(found: Found, nvidia_driver: bool, needs: Requirements | None = None) -> list[Finding]:
+    """Say what is here, what `--device auto` takes, and where the device of the planned run is not here."""
     findings = []
     if nvidia_driver and not found.cuda_devices:
         fix = "check nvidia-smi and CUDA_VISIBLE_DEVICES; install a CUDA build of torch"
         findings.append(Finding("cuda", "problem", "an NVIDIA driver is here, but torch sees no GPU", fix))
     try:
         choice = choose("auto", False, found)
+        taken = f"XLA on {choice.backend}" if choice.kind == "xla" else choice.kind
+        findings.append(Finding("device", "ok", f"--device auto takes {taken}; found: {found}"))
     except QatLoraError as error:
-        return [*findings, Finding("device", "problem", f"found: {found}", str(error))]
-    taken = f"XLA on {choice.backend}" if choice.kind == "xla" else choice.kind
-    return [*findings, Finding("device", "ok", f"--device auto takes {taken}; found: {found}")]
-
-
-def _check_asked_device(found: Found, needs: Requirements | None) -> list[Finding]:
-    """Say so where the device that a planned run asks for is not here."""
-    if needs is None or needs.device == "auto":
-        return []
-    try:
-        choose(needs.device, False, found)
-    except QatLoraError as error:
-        return [Finding("device", "problem", f"{needs.what} asks for --device {needs.device}", str(error))]
-    return []
+        findings.append(Finding("device", "problem", f"found: {found}", str(error)))
+    if needs is not None and needs.device != "auto":
+        try:
+            choose(needs.device, False, found)
+        except QatLoraError as error:
+            asked = f"{needs.what} asks for --device {needs.device}"
+            findings.append(Finding("device", "problem", asked, str(error)))
+    return findings
 
 
 def _check_accelerators(there: Sequence[Accelerator], needs: Requirements | None) -> list[Finding]:
     """Say how many chips there are, how much memory each has, and whether the planned run fits one."""
     findings = []
     for chip in there:
-        text = f"{chip.number} x {chip.name}"
+        text, fix = f"{chip.number} x {chip.name}", None
         if chip.memory_gib is None:
             findings.append(Finding("chips", "note", f"{text}; `qat-lora smoke` says what they are"))
             continue
-        text += f", {chip.memory_gib:.0f} GiB of memory each"
         if needs is not None and needs.memory > 0.9 * chip.memory_gib * GIB:
-            wanted = f"{text}; {needs.what} is estimated to need {needs.memory / GIB:.1f} GiB"
             fix = "lower --batch-size and raise --accumulation-steps, or give --gradient-checkpointing"
-            findings.append(Finding("chips", "problem", wanted, fix))
-        else:
-            findings.append(Finding("chips", "ok", text))
+        text += f", {chip.memory_gib:.0f} GiB of memory each"
+        text += f"; {needs.what} is estimated to need {needs.memory / GIB:.1f} GiB" if needs and fix else ""
+        findings.append(Finding("chips", "problem" if fix else "ok", text, fix))
     return findings
 
 
@@ -202,30 +182,33 @@ def _check_hub(state: HubState) -> Finding:
 
 def _check_variables(environ: Mapping[str, str], found: Found) -> list[Finding]:
     """Name the variables that do nothing, harm, or hold a value that nothing understands."""
-    findings = [
-        Finding(name, "problem", f"is set to {environ[name]!r}", fix) for name, fix in _DEAD.items() if name in environ
-    ]
+    findings = []
+
+    def add(name: str, fix: str | None, text: str = "") -> None:
+        """Add a note, or a problem where there is a fix."""
+        findings.append(Finding(name, "problem" if fix else "note", f"is set to {environ[name]!r}{text}", fix))
+
+    for name in filter(environ.__contains__, _DEAD):
+        add(
+            name,
+            "it is deprecated and changes every float32 behind the program's back; unset it, give --dtype bfloat16",
+        )
     chips = environ.get("TPU_NUM_DEVICES")
     if chips is not None and (chips == "all" or (chips.isdecimal() and int(chips))):
-        found_text = (
-            f"is set to {chips!r}: taken as --num-chips {chips} and translated into the variables that libtpu reads; "
-            "torch_xla itself never reads it, so in other programs it does nothing"
+        taken = (
+            f": taken as --num-chips {chips} and translated into the variables that libtpu reads; torch_xla itself "
+            "never reads it, so in other programs it does nothing"
         )
-        findings.append(Finding("TPU_NUM_DEVICES", "note", found_text))
+        add("TPU_NUM_DEVICES", None, taken)
     elif chips is not None:
         fix = "unset it, or set it to a number of chips; dead in torch_xla, and taken as --num-chips here"
-        findings.append(Finding("TPU_NUM_DEVICES", "problem", f"is set to {chips!r}, which is no number of chips", fix))
+        add("TPU_NUM_DEVICES", fix, ", which is no number of chips")
     for name in (n for n in _NUMBERS if n in environ and not environ[n].isdecimal()):
-        fix = f"unset {name}, or start through torchrun, which sets it"
-        findings.append(Finding(name, "problem", f"is set to {environ[name]!r}, which is no number", fix))
-    findings += [
-        Finding(name, "note", f"is set to {environ[name]!r}: {text}")
-        for name, text in _NOTED.items()
-        if environ.get(name)
-    ]
+        add(name, f"unset {name}, or start through torchrun, which sets it", ", which is no number")
+    for name in filter(environ.get, _NOTED):
+        add(name, None, f": {_NOTED[name]}")
     for name in sorted(n for n in environ if n.startswith("XRT_")):
-        fix = "torch_xla no longer reads it; unset it (PJRT_DEVICE took its place)"
-        findings.append(Finding(name, "problem", f"is set to {environ[name]!r}", fix))
+        add(name, "torch_xla no longer reads it; unset it (PJRT_DEVICE took its place)")
     backend = found.pjrt_device
     if backend and backend not in BACKENDS:
         fix = f"unset PJRT_DEVICE, or set it to one of {', '.join(BACKENDS)}"
@@ -261,36 +244,23 @@ def _check_ram(free_gib: float | None, needs: Requirements | None = None) -> Fin
 def _check_extras(required: Sequence[Requirement], extras: Sequence[str], versions: Mapping[str, str]) -> list[Finding]:
     """Say which optional features are there; none has to be."""
     findings = []
-    for extra in extras:
-        if extra in ("dev", "docs", "tpu", "xla"):  # for developers; judged as torch_xla
-            continue
+    for extra in (extra for extra in extras if extra not in ("dev", "docs", "tpu", "xla")):  # judged as torch_xla
         names = [r.name for r in required if r.marker is not None and r.marker.evaluate({"extra": extra})]
-        missing = [name for name in names if _key(name) not in versions]
-        if missing:
-            hint = f"{', '.join(missing)} not installed; pip install 'qat-lora[{extra}]' to have it"
-            findings.append(Finding(f"extra {extra}", "note", hint))
-        else:
-            findings.append(Finding(f"extra {extra}", "ok", ", ".join(names)))
+        missing = ", ".join(name for name in names if canonicalize_name(name) not in versions)
+        hint = f"{missing} not installed; pip install 'qat-lora[{extra}]' to have it"
+        findings.append(Finding(f"extra {extra}", *(("note", hint) if missing else ("ok", ", ".join(names)))))
     return findings
-
-
-def _key(name: str) -> str:
-    """Return a distribution's name as it is compared: `torch_xla` and `Torch-XLA` are one."""
-    return name.lower().replace("_", "-").replace(".", "-")
 
 
 def _free_ram_gib() -> float | None:
     """Return memory that programs can still get, None where the system does not tell."""
-    try:
+    with contextlib.suppress(OSError):
         for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024 / GIB
-    except OSError:
-        pass
-    try:
+    with contextlib.suppress(AttributeError, OSError, ValueError):
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
-    except (AttributeError, OSError, ValueError):
-        return None
+    return None
 
 
 @click.command("doctor", context_settings={"ignore_unknown_options": True})

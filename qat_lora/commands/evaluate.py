@@ -85,8 +85,7 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
             save_json(report, out / "report.json")
             drawing = out / "scores.png"
             picture(run, lambda: plot_report(report, drawing))
-            markdown = card.markdown_report(report, drawing.name if drawing.is_file() else None)
-            write_text(out / "scores.md", markdown)
+            write_text(out / "scores.md", card.markdown_report(report, drawing.name if drawing.is_file() else None))
             outputs.complete(out)
     say(run, f"\n{card.terminal_report(report)}\nreport card: {out / 'scores.md'}")
     return report["models"]
@@ -119,11 +118,10 @@ def _named(words: tuple[str, ...], setting: str, known: str) -> dict[str, str]:
 
 
 def _open_students(options: EvalOptions, tokenizer: Any, noted: str | None) -> dict[str, Student]:
-    opened = {}
+    opened, expected = {}, tokenizer_sha256(tokenizer)
     for name, folder in _named(options.students, "students", "teacher").items():
         opened[name] = open_student(folder, options.hub, options.run.dtype, noted)
-        other = tokenizer_sha256(load_tokenizer(opened[name].model.folder))
-        if other != tokenizer_sha256(tokenizer):
+        if tokenizer_sha256(load_tokenizer(opened[name].model.folder)) != expected:
             raise ConfigError(
                 f"students: {name} has another tokenizer than the teacher, so KL between them means nothing"
             )
@@ -134,10 +132,9 @@ def _texts(options: EvalOptions) -> dict[str, TextConfig]:
     """Return the texts by name: --dataset, if given, and every --domain."""
     main = options.text
     first = "" if main.dataset is None else Path(main.dataset).name or main.dataset
-    texts = {first: main} if main.dataset else {}
-    for name, path in _named(options.domain, "domain", first).items():
-        texts[name] = replace(main, dataset=path, files_from=None)
-    return texts
+    others = _named(options.domain, "domain", first).items()
+    domains = {name: replace(main, dataset=path, files_from=None) for name, path in others}
+    return ({first: main} if main.dataset else {}) | domains
 
 
 def _rows(text: TextConfig, tokenizer: Any, options: EvalOptions) -> Iterator[PackedRow]:

@@ -82,10 +82,10 @@ def _measure(
     held = {name: integers for name, integers in found.items() if integers is not None}
     if not held:
         return {}
-    weights = {name: integers.codes_OI.numel() for name, integers in held.items()}
-    bits = sum(integers.bits_per_weight * weights[name] for name, integers in held.items()) / sum(weights.values())
+    weights = sum(integers.codes_OI.numel() for integers in held.values())
+    bits = sum(integers.bits_per_weight * integers.codes_OI.numel() for integers in held.values()) / weights
     layers = quant_layers(student.model.module)
-    own = sum(layers[name].stored_bits for name in held) / sum(weights.values())
+    own = sum(layers[name].stored_bits for name in held) / weights
     rounded = [integers.error for integers in held.values() if integers.error]
     result: dict[str, Any] = {
         "bits_per_weight_in_the_container": round(bits, 3),
@@ -131,11 +131,7 @@ def _rounding_kl(
 
 def _command(options: ExportOptions, name: str) -> str:
     """Return the command that makes this export, without the paths of this machine."""
-    words = ["qat-lora export", f"--student {name}", f"--form {options.form}", f"--dtype {options.run.dtype}"]
-    if options.container_bits:
-        words.append(f"--container-bits {options.container_bits}")
-    if options.exact_only:
-        words.append("--exact-only")
-    if options.text.dataset:
-        words.append(f"--dataset {display_name(options.text.dataset)}")
-    return " ".join(words)
+    command = f"qat-lora export --student {name} --form {options.form} --dtype {options.run.dtype}"
+    command += f" --container-bits {options.container_bits}" if options.container_bits else ""
+    command += " --exact-only" if options.exact_only else ""
+    return command + (f" --dataset {display_name(options.text.dataset)}" if options.text.dataset else "")

@@ -13,11 +13,7 @@ from qat_lora.runtime.base import Runtime
 
 
 def generate(options: GenerateOptions, runtime: Runtime) -> str | list[dict[str, str]]:
-    """Continue one prompt, or every line of a file, with a model, adapter, run or export folder.
-
-    Returns:
-        The text; for a file of prompts a list of prompts and texts.
-    """
+    """Continue a prompt; return its text, or for a file of prompts, one a line, a list of prompts and texts."""
     run = options.run
     prompts = [str(options.prompt)] if options.prompts is None else _lines(Path(options.prompts))
     backend = open_backend(str(options.student), options.hub, run, runtime)

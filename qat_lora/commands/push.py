@@ -16,12 +16,7 @@ REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def push(options: PushOptions, runtime: Runtime, api: Any = None) -> dict[str, object]:
-    """Check a folder and upload it; with `dry_run` only check.
-
-    Args:
-        options: the folder and the repository.
-        runtime: its main process uploads.
-        api: see `export.hub.upload`.
+    """Check a folder and upload it from the main process; with `dry_run` only check. `api`: see `export.hub.upload`.
 
     Raises:
         ModelError: something in the folder must not be sent, or the Hub refuses.

@@ -122,19 +122,16 @@ def _start(
     """Return the folder of the student that training begins with, made where it is not there yet."""
     folder = out / "quantised" if student is None else student.folder
     if runtime.is_main and student is None:
-        run = RunConfig(out=str(folder), seed=options.run.seed, quiet=options.run.quiet, json=options.run.json)
-        quantize(
-            QuantizeOptions(
-                **{name: getattr(options, name) for name in MAKING},
-                model=options.model,
-                preset=preset_name(options),
-                kd_cache_dir=options.kd_cache_dir,
-                start_rank=0,
-                hub=options.hub,
-                run=run,
-            ),
-            runtime,
+        making = QuantizeOptions(
+            **{name: getattr(options, name) for name in MAKING},
+            model=options.model,
+            preset=preset_name(options),
+            kd_cache_dir=options.kd_cache_dir,
+            start_rank=0,
+            hub=options.hub,
+            run=RunConfig(out=str(folder), seed=options.run.seed, quiet=options.run.quiet, json=options.run.json),
         )
+        quantize(making, runtime)
     if options.blockwise.blockwise_steps:
         if runtime.is_main and not (out / "blockwise").is_dir():
             _reconstruct(options, load(str(folder), options.hub, "float32"), given(full), dataset, runtime, out)
@@ -175,17 +172,13 @@ def _reconstruct(
 
 def _stored(module: nn.Module) -> dict[str, Tensor]:
     """Return the quantised layers' tensors as they will be on disk, by their names there."""
-    return {
-        f"{name}.{part}": tensor
-        for name, layer in quant_layers(module).items()
-        for part, tensor in layer.stored().items()
-    }
+    layers = quant_layers(module).items()
+    return {f"{name}.{part}": tensor for name, layer in layers for part, tensor in layer.stored().items()}
 
 
 def _export(model: CausalLM, folder: Path) -> None:
     """Write the student as an ordinary quantised checkpoint that computes, bit for bit, what it computes now."""
-    whole = {name: parameter for name, parameter in model.module.named_parameters() if parameter.requires_grad}
     inner = tuple(f"{name}." for name in quant_layers(model.module))
-    tensors = {name: parameter for name, parameter in whole.items() if not name.startswith(inner)}
+    tensors = {n: p for n, p in model.module.named_parameters() if p.requires_grad and not n.startswith(inner)}
     with atomic_dir(folder) as draft:
         save_with_tensors(model.folder, draft, {**_stored(model.module), **tensors})

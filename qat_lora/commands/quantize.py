@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from qat_lora.cache.read.dataset import KDCacheDataset
-from qat_lora.cache.storage.store import read_manifest
 from qat_lora.config import save_yaml, to_dict
 from qat_lora.data.sources import describe_source
 from qat_lora.errors import ConfigError
@@ -75,11 +74,11 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Any:
     targets = check_reach(model.module, chosen)
     if options.start_method is not None:
         say(run, "start_method: no longer does anything; adapter starts are qera's, in the metric of --metric")
-    batches = _calibration_batches(options, model) if options.init != "absmax" and has_text else None
+    batches, text = _calibration(options, model) if options.init != "absmax" and has_text else (None, None)
     noted = None if run.overwrite else outputs.noted(out)
     settings = {name: value for name, value in to_dict(options).items() if name not in NO_PART_OF_THE_RESULT}
-    settings |= {"seed": run.seed, "model_sha256": checkpoint_sha256(model.folder, noted), "start_method": "qera"}
-    settings["calibration"] = None if batches is None else _calibration_identity(options)
+    settings |= {"seed": run.seed, "model_sha256": checkpoint_sha256(model.folder, noted)}
+    settings |= {"start_method": "qera", "calibration": text}
     inputs = [options.model, model.folder, options.kd_cache_dir, *text_inputs(options.text)]
     with outputs.claimed(out, "quantize", settings, run.overwrite, inputs) as complete:
         if complete:
@@ -135,9 +134,8 @@ def _make(
 
 def _joint_rank(options: QuantizeOptions) -> int:
     """Return the rank that codes are chosen together with: recovery's usual one where the start is searched anyway."""
-    if options.joint_rank is not None:
-        return options.joint_rank
-    return min(16, options.start_rank) if options.init == "descent" else 0
+    usual = min(16, options.start_rank) if options.init == "descent" else 0
+    return usual if options.joint_rank is None else options.joint_rank
 
 
 def _fit(
@@ -148,10 +146,7 @@ def _fit(
     out: Path,
     work: Work,
 ) -> dict[str, Factors]:
-    """Quantise the model in place, by the batches where there are any; return the adapter starts.
-
-    What is kept of all layers for a while lies on the disk of `out`.
-    """
+    """Quantise the model in place, by the batches where there are any; return the adapter starts."""
     settings = FitSettings(options.init, options.start_rank, _joint_rank(options))
     sequential = options.calibrate_on == "student" and options.init in NEED_TEXT
     costs = moments = None
@@ -175,10 +170,7 @@ def _fit(
 def _sensitivities(
     options: QuantizeOptions, model: CausalLM, names: list[str], batches: list[Batch], out: Path, work: Work
 ) -> dict[str, Sensitivity]:
-    """Return what an error costs at the output of every layer.
-
-    One pass over the text finds it for all of them, a good part of a run's time; so it is kept for a run that goes on.
-    """
+    """Return what an error costs at the output of every layer; kept for a run that goes on, because it takes long."""
     draws = torch.Generator().manual_seed(options.run.seed)
 
     def log_likelihood(batch: Batch) -> torch.Tensor:
@@ -204,19 +196,14 @@ def _sensitivities(
     }
 
 
-def _calibration_identity(options: QuantizeOptions) -> str:
-    """Return what the calibration text is, wherever it lies."""
-    if options.kd_cache_dir is not None:
-        return read_manifest(options.kd_cache_dir).fingerprint.sha256
-    return describe_source(options.text)
-
-
-def _calibration_batches(options: QuantizeOptions, model: CausalLM) -> Iterator[Batch]:
+def _calibration(options: QuantizeOptions, model: CausalLM) -> tuple[Iterator[Batch], str]:
+    """Return the rows to calibrate on, and what their text is, wherever it lies."""
     rows, length = options.calibration_rows, options.calibration_length
     if options.kd_cache_dir is not None:
         dataset = KDCacheDataset(options.kd_cache_dir)
         check_fits(dataset, model)
-        return cached_calibration_rows(dataset, rows, options.run.seed)
+        return cached_calibration_rows(dataset, rows, options.run.seed), dataset.manifest.fingerprint.sha256
     fits_positions(model, length)
     tokenizer = load_tokenizer(model.folder, options.hub.trust_remote_code)
-    return calibration_rows(text_batches(options.text, tokenizer, length, rows, CALIBRATION_BATCH_ROWS), rows)
+    batches = text_batches(options.text, tokenizer, length, rows, CALIBRATION_BATCH_ROWS)
+    return calibration_rows(batches, rows), describe_source(options.text)

@@ -13,7 +13,7 @@ from qat_lora.files.folders import atomic_dir
 from qat_lora.files.identity import checkpoint_sha256
 from qat_lora.layers.convert import add_lora, quant_layers
 from qat_lora.models.adapter import load_starts, save_adapter, starts_sha256
-from qat_lora.models.load import CausalLM, save_with_tensors
+from qat_lora.models.load import save_with_tensors
 from qat_lora.options import RecoverOptions
 from qat_lora.plan.advice import memory_advice, recovery_advice
 from qat_lora.plan.recover import plan_recover, recovery_estimate
@@ -60,7 +60,14 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Any:
         return f"{count:,} numbers train, adapters start {begin} · {out}"
 
     def export(groups: Groups, folder: Path) -> None:
-        _export(model, options, groups["scales"] | groups["norms"], folder)
+        """Write the student as an adapter folder, at once; what training changed of its base goes into it."""
+        base, changed = model.folder, groups["scales"] | groups["norms"]
+        with atomic_dir(folder) as draft:
+            sha256 = checkpoint_sha256(base)
+            if changed:
+                sha256 = checkpoint_sha256(save_with_tensors(base, draft / "base", changed))
+                base = folder / "base"
+            save_adapter(model.module, options.lora, draft, base, sha256)
 
     def work() -> dict[str, Any]:
         asked = recovery_estimate(options, str(model.folder), lessons.length, lessons.head_k, runtime.device.type)
@@ -69,14 +76,3 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Any:
 
     inputs = [options.checkpoint, options.model, options.kd_cache_dir, *text_inputs(options.text), model.folder]
     return complete_run(plan, settings, inputs, work, "adapter")
-
-
-def _export(model: CausalLM, options: RecoverOptions, changed: dict[str, Any], folder: Path) -> None:
-    """Write the student as an adapter folder, at once; what of its base was `changed` by training goes into it."""
-    base = model.folder
-    with atomic_dir(folder) as draft:
-        sha256 = checkpoint_sha256(base)
-        if changed:
-            sha256 = checkpoint_sha256(save_with_tensors(base, draft / "base", changed))
-            base = folder / "base"
-        save_adapter(model.module, options.lora, draft, base, sha256)

@@ -137,12 +137,10 @@ def _data(bench: _Bench) -> str:
     """Text becomes a teacher, a KD cache that verifies, and a 2-bit student."""
     text, teacher = bench.folder / "text", bench.folder / "teacher"
     text.mkdir(exist_ok=True)
-    draw, written = random.Random(bench.options.run.seed), list[Path]()
-    for i in range(80):
-        lines = [" ".join(draw.choices(WORDS.split(), k=12)) + "." for _ in range(12)]
-        file = ours(text / f"{i:03d}.txt")
-        file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        written.append(file)
+    draw, words = random.Random(bench.options.run.seed), WORDS.split()
+    written = ["".join(" ".join(draw.choices(words, k=12)) + ".\n" for _ in range(12)) for _ in range(80)]
+    for i, lines in enumerate(written):
+        ours(text / f"{i:03d}.txt").write_text(lines, encoding="utf-8")
     torch.manual_seed(bench.options.run.seed)
     model = make_qwen3(teacher, VOCABULARY, hidden=64, layers=2, heads=2, kv_heads=1, mlp=128, positions=LENGTH)
     with torch.no_grad():  # as made, logits are nearly flat and quantisation changes nothing worth learning
@@ -150,21 +148,12 @@ def _data(bench: _Bench) -> str:
             if parameter.ndim == 2:
                 parameter.mul_(4.0)
     with atomic_dir(teacher) as draft:
-        make_tokenizer((file.read_text(encoding="utf-8") for file in written), VOCABULARY, draft)
+        make_tokenizer(iter(written), VOCABULARY, draft)
         save_model(model.module, draft)
         seal(draft)
-    cache = build_cache(
-        CacheBuildOptions(
-            teacher=str(teacher),
-            text=TextConfig(dataset=str(text)),
-            length=LENGTH,
-            top_k=TOP_K,
-            num_rows=ROWS,
-            run=bench.settings("cache"),
-        ),
-        bench.runtime,
-    )
-    verify_cache(cache, None)
+    source, run = TextConfig(dataset=str(text)), bench.settings("cache")
+    build = CacheBuildOptions(teacher=str(teacher), text=source, length=LENGTH, top_k=TOP_K, num_rows=ROWS, run=run)
+    verify_cache(build_cache(build, bench.runtime), None)
     student = QuantizeOptions(model=str(teacher), init="absmax", start_rank=0, run=bench.settings("student"))
     quantize(student, bench.runtime)
     return f"cache of {ROWS} rows of {LENGTH} tokens verified, {student.preset} student made"
@@ -253,9 +242,9 @@ def _export(bench: _Bench) -> str:
     adapter = load_file(bench.trained / "last" / WEIGHTS)
     trained = load_file(checkpoints(bench.trained / "checkpoints")[-1] / "trained.safetensors")
     for name, tensor in adapter.items():
-        source = trained[name.removeprefix(PREFIX).removesuffix(".weight")]
-        _require(torch.equal(tensor, source.half()), f"{name} in the adapter is not what was trained")
-        loaded = student.model.module.get_parameter(name.removeprefix(PREFIX).removesuffix(".weight"))
+        own = name.removeprefix(PREFIX).removesuffix(".weight")
+        _require(torch.equal(tensor, trained[own].half()), f"{name} in the adapter is not what was trained")
+        loaded = student.model.module.get_parameter(own)
         _require(torch.equal(loaded.half(), tensor), f"{name} changed while loading")
     ids = torch.arange(LENGTH)[None] % VOCABULARY
     hidden = student.model.hidden(ids, torch.zeros_like(ids))

@@ -1,16 +1,13 @@
 """Memory of one training step beyond what a run holds: activations for the backward pass, and working memory.
 
-These are formulas over a model's config, for layers of Qwen's and Llama's kind; every term stands for tensors that a
-trace of a step shows. Tracing the step itself would be exact, but needs the model in memory and the device at hand,
-because what autograd keeps depends on the attention kernel:
+Formulas over a model's config, for layers of Qwen's and Llama's kind; every term stands for tensors that a trace of a
+step shows. Tracing would be exact but needs model and device, because what autograd keeps depends on the attention:
 
-* `tiled`: ours, on CPUs (`layers/attention.py`). Keeps keys and values as they are and no scores; the loss walks
-  through the vocabulary in pieces.
-* `fused`: torch's kernels on CUDA. Keeps no scores, but repeats keys and values for every query head.
-* `plain`: two products and a softmax in float32 with the probabilities kept, as torch does where no kernel fits
-  (Apple's GPU).
-* `xla`: the plain form traced by PyTorch/XLA, which would keep the masked scores as well. Attention is therefore
-  recomputed, one layer at a time. Where a layer has an adapter, XLA keeps both summands instead of their sum.
+* `tiled` (`layers/attention.py`, CPUs) keeps keys and values as they are and no scores.
+* `fused` (torch's kernels on CUDA) keeps no scores, but repeats keys and values for every query head.
+* `plain` (where no kernel fits: Apple's GPU) keeps the probabilities of a softmax in float32.
+* `xla` is the plain form, recomputed one layer at a time, because XLA would keep the masked scores as well. Where a
+  layer has an adapter, XLA keeps both summands instead of their sum.
 
 `benchmarks/estimate.py` compares the sums with measured peaks.
 """
@@ -37,16 +34,6 @@ class Widths(NamedTuple):
     heads: int
 
 
-class Trains(NamedTuple):
-    """What trains, as far as the memory of a step depends on it."""
-
-    adapter_rank: int
-    formed_bytes: int = 0
-    """Weights that a forward forms anew from codes and scales and keeps for its backward pass."""
-    largest: int = 0
-    """Numbers of the largest such weight."""
-
-
 def widths(config: Any) -> Widths:
     """Return the widths of a model's layers."""
     hidden, heads = config.hidden_size, config.num_attention_heads
@@ -58,17 +45,27 @@ def widths(config: Any) -> Widths:
 
 
 def step_bytes(
-    config: Any, options: EstimateOptions, attention: Attention, vocab: int, trains: Trains
+    config: Any,
+    options: EstimateOptions,
+    attention: Attention,
+    vocab: int,
+    adapter_rank: int,
+    formed: int = 0,
+    largest: int = 0,
 ) -> dict[str, int]:
-    """Return the bytes that a step needs beyond what is held: `formed weights`, `activations`, `working memory`."""
+    """Return the bytes that a step needs beyond what is held: `formed weights`, `activations`, `working memory`.
+
+    `formed` are the bytes of weights that a forward forms anew from codes and scales and keeps for its backward pass,
+    `largest` are the numbers of the largest of them.
+    """
     tokens, layers = options.batch_size * options.length, config.num_hidden_layers
     width, sizes = DTYPES[options.run.dtype].itemsize, widths(config)
-    layer = _layer(config, options, attention, trains.adapter_rank)
+    layer = _layer(config, options, attention, adapter_rank)
     other = (4 + width) * sizes.hidden + width * options.length  # the last norm, and the mask
-    formed = trains.formed_bytes
     backward = tokens * width * (3 * sizes.mlp + 2 * sizes.hidden)  # gradients of a layer's widest tensors
-    backward += 8 * trains.largest  # a weight's gradient, and its product with the codes
-    again = _attention_again(config, options) if attention == "xla" else 0
+    backward += 8 * largest  # a weight's gradient, and its product with the codes
+    # Recomputed attention: masked scores and probabilities in float32.
+    again = 4 * (3 * sizes.queries + 2 * sizes.heads * options.length) if attention == "xla" else 0
     if options.gradient_checkpointing:  # only the layers' inputs are kept; one layer at a time is recomputed
         kept = layers * width * sizes.hidden + other
         layer -= width * (sizes.queries + 2 * sizes.keys) if again else 0  # kept for attention alone
@@ -101,12 +98,6 @@ def _layer(config: Any, options: EstimateOptions, attention: Attention, adapter_
     if attention == "xla":  # both halves of what base and adapter add up to, and the sigmoid
         return width * (inputs + 6 * mlp + 2 * normed) + attended + 4 * 2 * hidden
     return width * (inputs + 3 * mlp) + attended + 4 * (2 * hidden + normed)
-
-
-def _attention_again(config: Any, options: EstimateOptions) -> int:
-    """Return the bytes that recomputed attention needs for one token: float32 masked scores and probabilities."""
-    _, _, queries, _, heads = widths(config)
-    return 4 * (3 * queries + 2 * heads * options.length)
 
 
 def _loss(options: EstimateOptions, attention: Attention, tokens: int, hidden: int, vocab: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from qat_lora.errors import OutOfMemoryError, QatLoraError, is_out_of_memory
 from qat_lora.options import CacheBuildOptions, EstimateOptions, EvalOptions, QatOptions, QuantizeOptions
@@ -24,11 +24,7 @@ Command = Callable[[Options, Runtime], R]
 
 @contextmanager
 def memory_advice(advice: Callable[[], str]) -> Iterator[None]:
-    """Turn an out-of-memory error into one that says what to lower; `advice` is called only then.
-
-    Raises:
-        OutOfMemoryError: in place of the device's own error.
-    """
+    """Raise OutOfMemoryError, which says what to lower, in place of the device's own; `advice` is called only then."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -105,7 +101,7 @@ def _try(*answers: str) -> str:
 
 
 def recovery_advice(options: EstimateOptions, global_batch_size: int | None = None) -> str:
-    """Return the largest parts of a recovery, and which flag makes each smaller.
+    """Return the largest parts of a recovery, and which flag makes each smaller, with the value to try.
 
     With a global batch size, the number of micro-batches follows by itself.
     """
@@ -113,26 +109,19 @@ def recovery_advice(options: EstimateOptions, global_batch_size: int | None = No
         parts = memory(options)
     except QatLoraError:  # a model that cannot be estimated still gets the general answer
         return "Lower --batch-size and raise --accumulation-steps, or give --gradient-checkpointing"
+    rows, checkpoints = options.batch_size, options.gradient_checkpointing
     steps = "" if global_batch_size else f" --accumulation-steps {options.accumulation_steps * 2}"
-    largest = sorted(parts.items(), key=lambda part: -part[1])[:3]
-    lines = [f"{name} {size / GIB:.2f} GiB{_lower(name, options, steps)}" for name, size in largest]
-    total = sum(parts.values()) / GIB
-    return f"This run is estimated to need {total:.2f} GiB, most of it: {'; '.join(lines)}"
-
-
-def _lower(part: str, options: EstimateOptions, steps: str) -> str:
-    """Return which flag makes a part smaller, with the value to try; `steps` goes with half the batch."""
-    rows = options.batch_size
     batch = f"--batch-size {rows // 2}{steps}" if rows > 1 else "a cache with shorter rows"
-    rank = "--recovery-r with a smaller number"
-    answers: dict[str, Any] = {
-        "activations": batch if options.gradient_checkpointing else f"--gradient-checkpointing, or {batch}",
-        "formed weights": "" if options.gradient_checkpointing else "--gradient-checkpointing",
+    answers = {
+        "activations": batch if checkpoints else f"--gradient-checkpointing, or {batch}",
+        "formed weights": "" if checkpoints else "--gradient-checkpointing",
         "working memory": f"{batch}, or --loss-chunk-mb {max(1, options.loss_chunk_mb // 2)}",
         "cached head": "--head-k with a smaller number",
-        "adapter": rank,
-        "gradients": rank,
-        "optimizer state": rank,
         "weights": "" if options.run.dtype == "bfloat16" else "--dtype bfloat16",
+        **dict.fromkeys(("adapter", "gradients", "optimizer state"), "--recovery-r with a smaller number"),
     }
-    return f" (try {answers[part]})" if answers.get(part) else ""
+    lines = []
+    for name, size in sorted(parts.items(), key=lambda part: -part[1])[:3]:
+        lines.append(f"{name} {size / GIB:.2f} GiB" + (f" (try {answers[name]})" if answers.get(name) else ""))
+    total = sum(parts.values()) / GIB
+    return f"This run is estimated to need {total:.2f} GiB, most of it: {'; '.join(lines)}"

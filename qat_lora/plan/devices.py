@@ -23,14 +23,10 @@ class Device:
     """One or several equal chips."""
 
     name: str
-    device: str
-    """What `--device` calls it."""
-    memory_gb: float
-    """Of one chip, in 10^9 bytes."""
-    tflops: float
-    """Peak rate of one chip in bfloat16, 10^12 operations a second."""
-    usd_per_hour: float
-    """List price of one chip; 0 where there is none."""
+    device: str  # what `--device` calls it
+    memory_gb: float  # of one chip, in 10^9 bytes
+    tflops: float  # peak rate of one chip in bfloat16, 10^12 operations a second
+    usd_per_hour: float  # list price of one chip; 0 where there is none
     chips: int = 1
 
 
@@ -52,7 +48,14 @@ def named(names: tuple[str, ...]) -> list[Device]:
     Raises:
         ConfigError: an unknown device.
     """
-    return [_named(name) for name in names or DEFAULT]
+    found = []
+    for name in names or DEFAULT:
+        match = re.fullmatch(r"([a-z0-9]+?)(?:-([1-9]\d*))?", name.lower())
+        if match is None or match[1] not in KNOWN:
+            known = ", ".join(KNOWN)
+            raise ConfigError(f"for: {name!r} is unknown; allowed: {known}, each with -N for N chips, such as v6e-4")
+        found.append(replace(KNOWN[match[1]], name=name.lower(), chips=int(match[2] or 1)))
+    return found
 
 
 def likely(device: str, chips: int) -> list[Device]:
@@ -61,20 +64,12 @@ def likely(device: str, chips: int) -> list[Device]:
     Several processes on one CPU share it, so their time is not known.
     """
     if device in ("tpu", "xla"):
-        return [_named(f"{kind}-{chips}") for kind in ("v5e", "v6e")]
+        return named((f"v5e-{chips}", f"v6e-{chips}"))
     if device == "cuda":
-        return [_named(kind if chips == 1 else f"{kind}-{chips}") for kind in ("a100", "h100", "h200")]
-    return [_named("laptop")] if chips == 1 else []
+        return named(tuple(kind if chips == 1 else f"{kind}-{chips}" for kind in ("a100", "h100", "h200")))
+    return named(("laptop",)) if chips == 1 else []
 
 
 def attention_on(device: str) -> Attention:
     """Return the attention kernel on `--device`."""
     return _ATTENTION.get(device, "fused")
-
-
-def _named(name: str) -> Device:
-    match = re.fullmatch(r"([a-z0-9]+?)(?:-([1-9]\d*))?", name.lower())
-    if match is None or match[1] not in KNOWN:
-        known = ", ".join(KNOWN)
-        raise ConfigError(f"for: {name!r} is unknown; allowed: {known}, each with -N for N chips, such as v6e-4")
-    return replace(KNOWN[match[1]], name=name.lower(), chips=int(match[2] or 1))

@@ -1,10 +1,9 @@
 """What the dry runs of `recover`, `qat` and `quantize` share: their result, and what they assume of a machine or cache.
 
-A mistake in a recipe should not wait for the device, the download or the first hour to be found. So a dry run builds
-the student on torch's meta device by the calls that the run itself makes, reads the cache's manifest if there is one,
-and writes, fetches (but a config) and starts nothing. The device that the recipe names need not be here. What cannot
-be known yet is assumed from the command's own settings and listed as assumed: readers believe a number that is printed
-without its condition.
+A mistake in a recipe should not wait for the device, the download or the first hour to be found. A dry run therefore
+builds the student on torch's meta device by the calls that the run itself makes and reads the cache's manifest if there
+is one; it writes nothing, starts nothing and fetches a config at most. What cannot be known yet is assumed from the
+command's own settings and listed as assumed: readers believe a number that is printed without its condition.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ class DryRun(NamedTuple):
     """What a command would do."""
 
     report: dict[str, Any]
-    text: str
-    """The same for people."""
+    text: str  # the same for people
     requirements: Requirements
 
     def show(self, run: RunConfig) -> dict[str, Any]:
@@ -78,20 +76,21 @@ def cache_of(options: RecoverOptions | QatOptions) -> KDCacheDataset | None:
     return rows
 
 
-def check_shapes(dataset: KDCacheDataset, student: Path, module: Any) -> None:
-    """Raise CacheError where the student cannot learn from the cache; its tokenizer is compared if it is here."""
-    model = CausalLM(module, student)
-    here = (student / "tokenizer.json").is_file()
-    sha256 = tokenizer_sha256(load_tokenizer(student)) if here else None
-    dataset.check_student(sha256, model.vocab_size, model.max_positions)
+def check_cache(
+    dataset: KDCacheDataset | None, asked: EstimateOptions, path: str | None, student: CausalLM, source: str
+) -> list[str]:
+    """Compare a student with its cache; return what is assumed of one that is not there, from a `source` for people.
 
-
-def no_cache(path: str, length: int, head_k: int, source: str) -> str:
-    """Return what is assumed of a cache that is not there."""
-    return (
-        f"{path} is not there yet: rows of {length:,} tokens and {head_k} entries a position are taken from {source}, "
-        "and the fit of the tokenizer is not checked"
-    )
+    Raises:
+        CacheError: the student cannot learn from the cache; its tokenizer is compared if it is here.
+    """
+    if dataset is None:
+        sizes = f"rows of {asked.length:,} tokens and {asked.head_k} entries a position are taken from {source}"
+        return [f"{path} is not there yet: {sizes}, and the fit of the tokenizer is not checked"]
+    here = (student.folder / "tokenizer.json").is_file()
+    sha256 = tokenizer_sha256(load_tokenizer(student.folder)) if here else None
+    dataset.check_student(sha256, student.vocab_size, student.max_positions)
+    return []
 
 
 def training_estimate(
@@ -116,16 +115,7 @@ def training_estimate(
 def training_report(
     shapes: Shapes, asked: EstimateOptions, student: str, replicas: int, rows: int | None, assumed: list[str]
 ) -> dict[str, Any]:
-    """Return what a training run would train, take and see.
-
-    Args:
-        shapes: the student, in its training state.
-        asked: the sizes of its steps.
-        student: its name, for people.
-        replicas: that share a step.
-        rows: of the data; None where that is not known.
-        assumed: what could not be looked up.
-    """
+    """Return what a training run would train, take and see; `rows` of its data are None where that is not known."""
     found = forecast(shapes, asked, likely(device_of(asked.run), replicas))
     step_rows = asked.batch_size * asked.accumulation_steps * replicas
     return {

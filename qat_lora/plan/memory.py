@@ -1,17 +1,17 @@
-"""The one memory estimate: what a training run holds and needs, by parts, from a model's config.json alone.
+"""The memory estimate: what a training run holds and needs, by parts, from a model's config.json alone.
 
 The student is built on torch's meta device, which has shapes and no memory, and put into its training state by the
 calls that a run makes. What is *held* (weights, adapter, gradients, optimizer state) is therefore counted, not
-modelled. What comes and goes within a step (activations, working memory) is a formula over the config that differs
-by device (`activations`). Time is arithmetic over an assumed share of a device's peak rate (`devices`), which only a
-measurement on that device can replace.
+modelled. What comes and goes within a step is a formula (`activations`). Time is arithmetic over an assumed share of a
+device's peak rate (`devices`), which only a measurement on that device can replace.
 
-`estimate` and the dry runs of `recover` and `qat` differ in what trains, and in nothing else: each builds its `Shapes`
-and asks for the same `forecast`.
+`estimate` and the dry runs of `recover` and `qat` differ in what trains: each builds its `Shapes` and asks for the same
+`forecast`.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from qat_lora.files.checksums import check_folder, read_object
 from qat_lora.layers.convert import add_lora, lora_layers, make_quant_skeleton, quant_layers
 from qat_lora.models import load as models
 from qat_lora.options import EstimateOptions
-from qat_lora.plan.activations import Trains, step_bytes, widths
+from qat_lora.plan.activations import step_bytes, widths
 from qat_lora.plan.devices import Attention, Device, attention_on, named
 from qat_lora.quant.presets import Preset, preset
 from qat_lora.setup.trainable import recovery_parts
@@ -37,18 +37,13 @@ GIB = 2**30
 class Shapes:
     """A student on the meta device, in its training state."""
 
-    config: Any
-    """Of its text model."""
+    config: Any  # of its text model
     module: Any
-    trained: Mapping[str, Mapping[str, nn.Parameter]]
-    """What trains, by kind."""
+    trained: Mapping[str, Mapping[str, nn.Parameter]]  # by kind and name
     adapter_rank: int
-    weight_gradients: bool
-    """Whether the backward pass forms a gradient of every quantised weight."""
-    formed_bytes: int
-    """Weights that a forward forms anew from codes and scales and keeps for its backward pass."""
-    averaged: bool = False
-    """Whether the optimizer keeps an average of what trains."""
+    weight_gradients: bool  # whether the backward pass forms a gradient of every quantised weight
+    formed_bytes: int  # weights that a forward forms anew from codes and scales and keeps for its backward pass
+    averaged: bool = False  # whether the optimizer keeps an average of what trains
 
     @property
     def trained_by_kind(self) -> dict[str, int]:
@@ -110,10 +105,11 @@ def _attention(options: EstimateOptions, devices: Sequence[Device]) -> Attention
 
 def _parts(shapes: Shapes, options: EstimateOptions, attention: Attention) -> dict[str, int]:
     largest = max(shapes.quantised, default=0) if shapes.weight_gradients else 0
-    trains = Trains(shapes.adapter_rank, shapes.formed_bytes, largest)
     return {
         **_held_bytes(shapes),
-        **step_bytes(shapes.config, options, attention, shapes.vocab_size, trains),
+        **step_bytes(
+            shapes.config, options, attention, shapes.vocab_size, shapes.adapter_rank, shapes.formed_bytes, largest
+        ),
         # Ids, mask and top-K entries of this micro-batch and of the next one, which is fetched meanwhile.
         "cached head": 2 * options.batch_size * (options.length - 1) * (options.head_k * (8 + 4) + 21),
     }
@@ -179,13 +175,14 @@ def _on(device: Device, options: EstimateOptions, flops: int, total: int) -> dic
 def peak_table(shapes: Shapes, options: EstimateOptions, attention: Attention) -> list[dict[str, Any]]:
     """Return the peak at fractions and multiples of batch and length, with and without gradient checkpointing."""
     rows = []
-    for batch_size in sorted({max(1, options.batch_size // 4), options.batch_size, options.batch_size * 4}):
-        for length in sorted({max(2, options.length // 2), options.length, options.length * 2}):
-            peaks = {}
-            for name, again in (("kept", False), ("checkpointed", True)):
-                asked = replace(options, batch_size=batch_size, length=length, gradient_checkpointing=again)
-                peaks[name] = sum(_parts(shapes, asked, attention).values())
-            rows.append({"batch_size": batch_size, "length": length, **peaks})
+    batches = sorted({max(1, options.batch_size // 4), options.batch_size, options.batch_size * 4})
+    lengths = sorted({max(2, options.length // 2), options.length, options.length * 2})
+    for batch_size, length in itertools.product(batches, lengths):
+        peaks = {}
+        for name, again in (("kept", False), ("checkpointed", True)):
+            asked = replace(options, batch_size=batch_size, length=length, gradient_checkpointing=again)
+            peaks[name] = sum(_parts(shapes, asked, attention).values())
+        rows.append({"batch_size": batch_size, "length": length, **peaks})
     return rows
 
 
@@ -240,5 +237,4 @@ def skeleton(options: EstimateOptions) -> Shapes:
     groups = recovery_parts(models.CausalLM(module, Path()), options.train_scales, options.train_norms, dtype)
     sizes = [layer.in_features * layer.out_features for layer in quant_layers(module).values()]
     formed = dtype.itemsize * sum(sizes) if options.train_scales else 0
-    rank = options.lora.recovery_r
-    return Shapes(config.get_text_config(), module, groups, rank, options.train_scales, formed)
+    return Shapes(config.get_text_config(), module, groups, options.lora.recovery_r, options.train_scales, formed)

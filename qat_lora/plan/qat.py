@@ -22,9 +22,8 @@ from qat_lora.plan.dry_run import (
     HEAD_K,
     DryRun,
     cache_of,
-    check_shapes,
+    check_cache,
     device_of,
-    no_cache,
     replicas_of,
     training_estimate,
     training_report,
@@ -56,12 +55,9 @@ def plan_qat(options: QatOptions) -> DryRun:
     config, student, full = _models(options)
     dataset = cache_of(options)
     length, head_k = (dataset.manifest.fingerprint.length, dataset.k) if dataset else (LENGTH, options.head_k or HEAD_K)
-    if dataset:
-        check_shapes(dataset, student.folder, student.module)
-    else:
-        assumed.append(no_cache(str(options.kd_cache_dir), length, head_k, "what `cache build` makes"))
     name = str(options.model if options.from_scratch else options.checkpoint)
     asked = training_estimate(options, name, length, head_k, device_of(options.run), accumulation)
+    assumed += check_cache(dataset, asked, options.kd_cache_dir, student, "what `cache build` makes")
     shapes = _shapes(options, config, student)
     shown = f"{name} at {chosen_preset(options).name}" if options.from_scratch else name
     report = training_report(shapes, asked, shown, replicas, len(dataset) if dataset else None, assumed)
@@ -102,7 +98,7 @@ def _shapes(options: QatOptions, config: Any, student: CausalLM) -> Shapes:
         config,
         student.module,
         groups,
-        adapter_rank=1,  # none trains; the sums were compared with real steps as those of a recovery at rank 1
+        adapter_rank=1,  # there is no adapter; rank 1 adds next to nothing to the activations
         weight_gradients=True,  # whatever trains, gradients reach every quantised weight
         formed_bytes=formed,
         averaged=options.train.ema > 0,
@@ -110,11 +106,7 @@ def _shapes(options: QatOptions, config: Any, student: CausalLM) -> Shapes:
 
 
 def _models(options: QatOptions) -> tuple[Any, CausalLM, CausalLM | None]:
-    """Return the student's text config, the student and the full-precision model, if one is named, on the meta device.
-
-    Raises:
-        ModelError, ConfigError: what the run would refuse of them.
-    """
+    """Return text config, student and the full-precision model, if one is named, on the meta device."""
     full = None if options.model is None else CausalLM(meta_model(options.model)[1], Path(options.model))
     folder = Path(str(options.model)) if options.from_scratch else _checkpoint(str(options.checkpoint))
     config, module = meta_model(str(folder))

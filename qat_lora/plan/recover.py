@@ -6,15 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from qat_lora.errors import ConfigError, ModelError
-from qat_lora.models.load import FILE_SUFFIXES, resolve_model
+from qat_lora.models.load import FILE_SUFFIXES, CausalLM, resolve_model
 from qat_lora.options import EstimateOptions, RecoverOptions
 from qat_lora.plan.dry_run import (
     HEAD_K,
     DryRun,
     cache_of,
-    check_shapes,
+    check_cache,
     device_of,
-    no_cache,
     replicas_of,
     training_estimate,
     training_report,
@@ -55,10 +54,9 @@ def plan_recover(options: RecoverOptions) -> DryRun:
     shapes = skeleton(asked)
     if options.train_scales and not shapes.quantised:
         raise ConfigError("train_scales: the student has no quantised layers; leave it out")
-    if dataset:
-        check_shapes(dataset, Path(student), shapes.module)
-    elif options.uses_cache:
-        assumed.append(no_cache(str(options.kd_cache_dir), length, head_k, "this command's own settings"))
+    if options.uses_cache:
+        model = CausalLM(shapes.module, Path(student))
+        assumed += check_cache(dataset, asked, options.kd_cache_dir, model, "this command's own settings")
     report = training_report(shapes, asked, student, replicas, len(dataset) if dataset else options.num_rows, assumed)
     stored = report.pop("stored_bytes_of_quantised") + 2 * (report["parameters"] - report["quantised"])
     report["stored_bytes"] = stored
@@ -71,11 +69,7 @@ def plan_recover(options: RecoverOptions) -> DryRun:
 
 
 def _student(options: RecoverOptions) -> str:
-    """Return the student's folder, or the name under which the Hub has the config of a `--model`.
-
-    Raises:
-        ModelError: the checkpoint is no folder here; checkpoints on the Hub are for real runs.
-    """
+    """Return the student's folder, or the name under which the Hub has the config of a `--model`."""
     name = str(options.checkpoint or options.model)
     path = Path(name).expanduser()
     if path.exists() or path.suffix in FILE_SUFFIXES:

@@ -7,6 +7,7 @@ machine without a network is not broken.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import importlib.metadata
 import shutil
@@ -32,17 +33,14 @@ class Accelerator(NamedTuple):
 
     name: str
     number: int
-    memory_gib: float | None
-    """Of one; None where nothing tells."""
+    memory_gib: float | None  # of one; None where nothing tells
 
 
 class HubState(NamedTuple):
     """Whether the Hub can be reached."""
 
-    offline: bool = False
-    """By the user's own wish."""
-    error: str = ""
-    """Why it does not answer; empty if it does."""
+    offline: bool = False  # by the user's own wish
+    error: str = ""  # why it does not answer
     token: bool = False
 
 
@@ -87,11 +85,11 @@ def tpu_kind(environ: Mapping[str, str], root: Path = Path("/")) -> str:
 
 def libtpu_specifier() -> str:
     """Return the versions of libtpu that the installed torch_xla names, empty where it names none."""
-    try:
-        required = [Requirement(line) for line in importlib.metadata.requires("torch_xla") or []]
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-    return next((str(requirement.specifier) for requirement in required if requirement.name == "libtpu"), "")
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        for line in importlib.metadata.requires("torch_xla") or []:
+            if (requirement := Requirement(line)).name == "libtpu":
+                return str(requirement.specifier)
+    return ""
 
 
 def hub_state(environ: Mapping[str, str]) -> HubState:

@@ -1,7 +1,4 @@
-"""Helpers of several commands: status lines, optional pictures, models, batches of text.
-
-A helper moves here when a second command needs it.
-"""
+"""Functions that several commands need: status lines, optional pictures, models, batches of text."""
 
 from __future__ import annotations
 
@@ -71,10 +68,7 @@ def check_fits(dataset: KDCacheDataset, model: CausalLM) -> None:
 
 
 def text_batches(text: TextConfig, tokenizer: Any, length: int, rows: int, batch_rows: int) -> Iterator[Batch]:
-    """Return packed rows of a text as numpy batches of one fixed shape; missing rows of the last are masked.
-
-    A text that is missing or blank is refused here, not at the first batch.
-    """
+    """Return `batches_of` the packed rows of a text; one that is missing or blank is refused here, not at the first."""
     packed = pack_rows(open_documents(text), make_encoder(tokenizer), length)
     return batches_of(itertools.islice(packed, rows or None), length, batch_rows)
 
@@ -85,7 +79,6 @@ def text_inputs(text: TextConfig) -> list[str | None]:
 
 
 CALIBRATION_BATCH_ROWS = 8
-CALIBRATION_KEYS = ("input_ids", "document_ids", "target_mask")
 
 
 def calibration_rows(batches: Iterator[Batch], rows: int) -> Iterator[Batch]:
@@ -97,24 +90,20 @@ def calibration_rows(batches: Iterator[Batch], rows: int) -> Iterator[Batch]:
         real = np.flatnonzero(batch["target_mask"].any(axis=1))[:rows]
         rows -= len(real)
         if len(real):
-            yield {name: batch[name][real] for name in CALIBRATION_KEYS}
+            yield {name: batch[name][real] for name in ("input_ids", "document_ids", "target_mask")}
 
 
 def cached_calibration_rows(dataset: KDCacheDataset, rows: int, seed: int) -> Iterator[Batch]:
     """Return some rows of a cache for calibration; all where it has fewer."""
-    batch_rows = CALIBRATION_BATCH_ROWS
-    steps = -(-min(rows, len(dataset)) // batch_rows)
-    return calibration_rows(dataset.batches(0, steps, batch_rows, seed=seed), rows)
+    steps = -(-min(rows, len(dataset)) // CALIBRATION_BATCH_ROWS)
+    return calibration_rows(dataset.batches(0, steps, CALIBRATION_BATCH_ROWS, seed=seed), rows)
 
 
 def batches_of(taken: Iterator[PackedRow], length: int, batch_rows: int) -> Iterator[Batch]:
     """Return rows as numpy batches of one fixed shape; missing rows of the last are masked."""
     while chunk := list(itertools.islice(taken, batch_rows)):
-        batch = {
-            "input_ids": np.zeros((batch_rows, length), np.int32),
-            "document_ids": np.zeros((batch_rows, length), np.int32),
-            "target_mask": np.zeros((batch_rows, length - 1), np.bool_),
-        }
+        batch = {name: np.zeros((batch_rows, length), np.int32) for name in ("input_ids", "document_ids")}
+        batch["target_mask"] = np.zeros((batch_rows, length - 1), np.bool_)
         for i, row in enumerate(chunk):
             batch["input_ids"][i] = row.input_ids
             batch["document_ids"][i] = np.cumsum(row.doc_starts) - 1

@@ -29,13 +29,10 @@ def decide(runtime: Runtime, question: Callable[[], bool]) -> bool:
 
 
 def refuse_spmd_over_hosts(runtime: Runtime) -> None:
-    """Refuse several hosts that drive their chips as one mesh, for a command whose main process computes alone.
+    """Raise ConfigError for several hosts with one mesh of chips, for a command whose main process computes alone.
 
     A program of such a mesh runs only once every host has started it, so what one host computes by itself, quantising
     at the start and writing codes at the end, would wait for ever.
-
-    Raises:
-        ConfigError: several processes, each with several replicas.
     """
     if runtime.processes > 1 and runtime.replicas != runtime.processes:
         raise ConfigError(

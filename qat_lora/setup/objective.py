@@ -1,4 +1,4 @@
-"""What an objective needs before step 1 and outside the loop: the walk of the device, a teacher's head, an anchor.
+"""What an objective needs before step 1, outside the loop: the walk of the device, a teacher's output head, an anchor.
 
 The commands that train call `check_arrays` before a model is loaded, and `prepare` when the student is as it will be
 before its first step, also where a checkpoint will be loaded over it afterwards.
@@ -68,14 +68,6 @@ def prepare(
 ) -> PreparedObjective:
     """Return what `train` takes; the model is placed and holds the weights that it has before step 1.
 
-    Args:
-        objective: as the user set it.
-        dataset: the training rows: a KD cache, or a text where no cache is needed.
-        model: the student.
-        loop: batch size and autocast.
-        seed: of the run.
-        runtime: where the model is.
-
     Raises:
         ConfigError: more anchor rows than there are training rows.
     """
@@ -84,13 +76,12 @@ def prepare(
     if objective.kd_weight > 0:
         name = choose_estimator(objective.estimator, dataset.rows([0]), objective.temperature)
         objective = replace(objective, estimator=name)
-    teacher_lm_head = None
-    headless = isinstance(dataset, KDCacheDataset) and not dataset.k  # then evaluations need the teacher's output head
-    if objective.needs_teacher_lm_head or headless:
+    teacher_lm_head = anchor = None
+    no_topk = isinstance(dataset, KDCacheDataset) and not dataset.k  # then evaluations need the teacher's output head
+    if objective.needs_teacher_lm_head or no_topk:
         held = dataset.teacher_lm_head()
         bias_V = None if held.bias_V is None else held.bias_V.to(runtime.device)
         teacher_lm_head = replace(held, weight_VH=held.weight_VH.to(runtime.device), bias_V=bias_V)
-    anchor = None
     if objective.anchor_weight > 0:
         if objective.anchor_samples > len(dataset):
             raise ConfigError(

@@ -10,14 +10,7 @@ import torch
 from torch import nn
 
 from qat_lora.errors import ConfigError, ModelError
-from qat_lora.layers.convert import (
-    check_reach,
-    linear_layers,
-    lora_layers,
-    prepare_base,
-    quant_layers,
-    tied_embedding,
-)
+from qat_lora.layers.convert import check_reach, linear_layers, lora_layers, prepare_base, quant_layers, tied_embedding
 from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.models.load import DTYPES, CausalLM
 from qat_lora.options import QatOptions
@@ -26,11 +19,7 @@ from qat_lora.quant.spec import QuantSpec
 
 
 def chosen_preset(options: QatOptions) -> Preset:
-    """Return how a student that is to be made is stored.
-
-    Raises:
-        ConfigError: an unknown preset.
-    """
+    """Return how a student that is to be made is stored."""
     return preset(preset_name(options), options.keep, options.override, options.quantize_head)
 
 
@@ -62,17 +51,17 @@ def check_parts(options: QatOptions, full: CausalLM | None, student: CausalLM | 
         if not specs:
             raise ConfigError(f"checkpoint: {options.checkpoint} has no quantised layers; give --from-scratch --model")
     if full is not None and student is not None:
-        dense = dense_layers(full)
+        dense, quantised = dense_layers(full), quant_layers(full.module)
         for name, layer in quant_layers(student.module).items():
             shape = (layer.out_features, layer.in_features)
-            if name not in dense or tuple(dense[name].weight.shape) != shape or name in quant_layers(full.module):
+            if name not in dense or tuple(dense[name].weight.shape) != shape or name in quantised:
                 raise ModelError(
                     f"model: {options.model} has no full-precision {name} of shape {shape}, as --checkpoint"
                 )
-    parts = set(options.train_parts)
-    if "lut" in parts and not any(spec.code == "lut" for spec in specs.values()):
+    parts, codes = set(options.train_parts), {spec.code for spec in specs.values()}
+    if "lut" in parts and "lut" not in codes:
         raise ConfigError("train_parts: lut: no layer has a look-up table; choose a preset with one, such as q4_r32")
-    if "ranges" in parts and not any(spec.code == "asymmetric" for spec in specs.values()):
+    if "ranges" in parts and "asymmetric" not in codes:
         raise ConfigError("train_parts: ranges: no layer has zero points; choose a preset with them, such as w4g64a")
     if options.run.dtype != "float32" and parts & {"norms", "embeddings", "head"}:
         raise ConfigError(
@@ -80,16 +69,14 @@ def check_parts(options: QatOptions, full: CausalLM | None, student: CausalLM | 
         )
     if "embeddings" in parts and student is not None and tied_embedding(student.module) is not None:
         raise ConfigError("train_parts: the embedding is the quantised head in this model; leave out embeddings")
-    if "head" in parts:
-        module = (student or given(full)).module
-        if isinstance(module.get_output_embeddings(), QuantLinear):
-            raise ConfigError(
-                "train_parts: the head is quantised in this model, so scales, lut and weights train it; leave out head"
-            )
-        if module.get_output_embeddings().weight is module.get_input_embeddings().weight:
-            raise ConfigError(
-                "train_parts: the head is the embedding in this model; give embeddings, which trains both"
-            )
+    module = (student or given(full)).module
+    lm_head = module.get_output_embeddings()
+    if "head" in parts and isinstance(lm_head, QuantLinear):
+        raise ConfigError(
+            "train_parts: the head is quantised in this model, so scales, lut and weights train it; leave out head"
+        )
+    if "head" in parts and lm_head.weight is module.get_input_embeddings().weight:
+        raise ConfigError("train_parts: the head is the embedding in this model; give embeddings, which trains both")
 
 
 def recovery_parts(
@@ -97,11 +84,7 @@ def recovery_parts(
 ) -> dict[str, dict[str, nn.Parameter]]:
     """Put a student with an adapter into its training state and return what trains, by kind.
 
-    Args:
-        model: the student.
-        train_scales: the quantiser's scales train too.
-        train_norms: the norms train too.
-        dtype: in which a frozen base is formed, once.
+    A frozen base is formed in `dtype`, once.
     """
     scales = prepare_base(model.module, train_scales, dtype)
     factors: dict[str, nn.Parameter] = {}

@@ -7,7 +7,7 @@ data in a run's settings.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from qat_lora.cache.read.dataset import KDCacheDataset
-from qat_lora.cache.storage.store import read_manifest
 from qat_lora.data.packing import make_encoder, pack_rows, take_eval
-from qat_lora.data.sources import Document, describe_source, open_documents
+from qat_lora.data.sources import describe_source, open_documents
 from qat_lora.data.text_dataset import ENCODERS, TextDataset
 from qat_lora.losses.objective import ObjectiveConfig, objective_loss
 from qat_lora.models.load import CausalLM, load_tokenizer, tokenizer_sha256
@@ -26,24 +25,19 @@ from qat_lora.runtime.base import Runtime
 from qat_lora.setup.common import check_fits, fits_positions
 from qat_lora.setup.objective import check_arrays, evaluation_objective
 from qat_lora.train.loop import LoopConfig
-from qat_lora.types import LMHead, VerifyRows
+from qat_lora.types import LMHead
 
 
 @dataclass(frozen=True)
 class Lessons:
     """Training rows, evaluation rows, and what is minimised on them."""
 
-    rows: Any
-    """Training rows: `KDCacheDataset` or `TextDataset`."""
-    evaluation: Any
-    """Rows kept apart, None where there are none."""
+    rows: Any  # of training: `KDCacheDataset` or `TextDataset`
+    evaluation: Any  # rows kept apart, None where there are none
     objective: ObjectiveConfig
-    identity: dict[str, Any]
-    """What makes these lessons other ones, for the run's settings."""
-    length: int
-    """Tokens of a row."""
-    head_k: int
-    """Entries of the teacher's head at a position, 0 without a teacher."""
+    identity: dict[str, Any]  # what makes these lessons other ones, for the run's settings
+    length: int  # tokens of a row
+    head_k: int  # top-K entries of the teacher at a position, 0 without a teacher
 
     @property
     def metric(self) -> str:
@@ -78,18 +72,12 @@ def cache_lessons(options: RecoverOptions | QatOptions) -> Lessons:
     temperatures, checked = objective.cached_temperatures, options.verify_rows
     rows = KDCacheDataset(path, options.preload, options.head_k, temperatures=temperatures, verify_rows=checked)
     check_arrays(rows, objective)
+    kept = None
+    if rows.manifest.rows("eval"):
+        kept = KDCacheDataset(path, k=options.head_k, split="eval", verify_rows=checked)
+        kept.leave_out_all_but(["teacher_hidden"])  # evaluations read no draws
     held = rows.manifest.fingerprint
-    evaluation = cache_evaluation_rows(path, options.head_k, checked)
-    return Lessons(rows, evaluation, objective, {"cache": held.sha256}, held.length, rows.k)
-
-
-def cache_evaluation_rows(path: str, head_k: int | None, checked: VerifyRows) -> KDCacheDataset | None:
-    """Return a cache's evaluation split without its draws, which no evaluation reads; None where it has none."""
-    if not read_manifest(path).rows("eval"):
-        return None
-    rows = KDCacheDataset(path, k=head_k, split="eval", verify_rows=checked)
-    rows.leave_out_all_but(["teacher_hidden"])
-    return rows
+    return Lessons(rows, kept, objective, {"cache": held.sha256}, held.length, rows.k)
 
 
 def text_lessons(options: RecoverOptions, model: CausalLM) -> Lessons:
@@ -102,33 +90,18 @@ def text_lessons(options: RecoverOptions, model: CausalLM) -> Lessons:
     fits_positions(model, options.length)
     tokenizer = load_tokenizer(model.folder, options.hub.trust_remote_code)
     encode = ENCODERS[options.learn](make_encoder(tokenizer))
-
-    def documents(start: int) -> Iterator[Document]:
-        return open_documents(options.text, start)
-
+    documents = partial(open_documents, options.text)
     kept, first = take_eval(documents, encode, options.length, options.eval_rows)
-    objective = options.objective
-    objective = replace(
-        objective,
-        kd_weight=0.0,
-        ce_weight=objective.ce_weight or 1.0,
-        hard_top1_weight=0.0,
-        hard_top1_end=None,
-        hidden_weight=0.0,
-    )
+    objective, ce_weight = options.objective, options.objective.ce_weight or 1.0
+    objective = replace(objective, kd_weight=0.0, ce_weight=ce_weight, hard_top1_weight=0.0, hard_top1_end=None)
+    objective = replace(objective, hidden_weight=0.0)
     identity = {
         "text": describe_source(options.text),
         "tokenizer_sha256": tokenizer_sha256(tokenizer),
         **{name: getattr(options, name) for name in ("learn", "length", "num_rows", "eval_rows")},
     }
-    return Lessons(
-        TextDataset(pack_rows(documents(first), encode, options.length), options.num_rows),
-        TextDataset(kept) if kept else None,
-        objective,
-        identity,
-        options.length,
-        0,
-    )
+    rows = TextDataset(pack_rows(documents(first), encode, options.length), options.num_rows)
+    return Lessons(rows, TextDataset(kept) if kept else None, objective, identity, options.length, 0)
 
 
 def evaluation(
@@ -136,34 +109,20 @@ def evaluation(
 ) -> Callable[[], float] | None:
     """Return the function that measures the mean loss per token on rows kept apart, None where there are none.
 
-    Batches have training's shape, the last one filled with masked rows, so that XLA compiles one graph more.
-
-    Args:
-        lessons: with the rows, and the objective as `setup.objective.prepare` left it.
-        model: the student, in training mode or not.
-        loop: batch size and autocast.
-        runtime: where the student is.
-        teacher_lm_head: the teacher's output head on the device, where the objective needs one.
+    The lessons' objective is as `setup.objective.prepare` left it. Batches have training's shape, the last one filled
+    with masked rows, so that XLA compiles one graph more.
     """
     rows = lessons.evaluation
     if rows is None:
         return None
+    objective = evaluation_objective(lessons.objective, teacher_lm_head)
     if lessons.metric == "nll":
-        chunk, walk = lessons.objective.loss_chunk_mb, lessons.objective.loss_walk
-        objective = ObjectiveConfig(kd_weight=0.0, ce_weight=1.0, loss_chunk_mb=chunk, loss_walk=walk)
-    else:
-        objective = evaluation_objective(lessons.objective, teacher_lm_head)
+        objective = replace(objective, kd_weight=0.0, ce_weight=1.0)
     batch_rows = loop.batch_size * runtime.replicas
     # Made once, and two: zeros made in every evaluation, or one tensor in both places, are more graphs on XLA.
     no_loss, no_tokens = (torch.zeros((), device=runtime.device) for _ in range(2))
-    batches = partial(
-        rows.batches,
-        0,
-        rows.steps_per_epoch(batch_rows),
-        batch_rows // runtime.processes,
-        replica=runtime.rank,
-        replicas=runtime.processes,
-    )
+    share = {"replica": runtime.rank, "replicas": runtime.processes}
+    batches = partial(rows.batches, 0, rows.steps_per_epoch(batch_rows), batch_rows // runtime.processes, **share)
 
     def evaluate() -> float:
         was_training = model.module.training

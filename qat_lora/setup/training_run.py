@@ -71,14 +71,9 @@ class TrainingRun:
 def complete_run(
     plan: TrainingRun, settings: dict[str, Any], inputs: Sequence[Any], work: Callable[[], dict[str, Any]], what: str
 ) -> Path:
-    """Claim the run's folder, do its work and complete it; return the folder.
+    """Claim the run's folder by its `settings`, do its work and complete it; return the folder.
 
-    Args:
-        plan: the run.
-        settings: that decide its result.
-        inputs: files and folders that it reads, which `--overwrite` must spare.
-        work: trains, and returns the result.
-        what: is trained, for people.
+    `--overwrite` spares the `inputs`, files and folders; `what` is trained, for people.
     """
     run, out, runtime = plan.options.run, plan.out, plan.runtime
     with outputs.lock_dir(out) if runtime.is_main else contextlib.nullcontext():

@@ -28,17 +28,10 @@ TENSORS, FACTS = "tensors.safetensors", "facts.json"
 
 
 class Unfinished(Work):
-    """The pieces of one run; the `layers.finished.Work` of everything else."""
+    """The pieces of one run, in its folder `out`, which this process holds."""
 
     def __init__(self, out: Path, unit: str, total: int, stopped: list[str]) -> None:
-        """Check what is there.
-
-        Args:
-            out: the run's folder, held by this process.
-            unit: what the parts of a piece are called, for people.
-            total: how many of them there will be.
-            stopped: stop signals that arrive.
-        """
+        """Check what is there of the `total` parts, called `unit` for people; `stopped` fills when a signal arrives."""
         self.folder, self.unit, self.total, self.stopped = out / FOLDER, unit, total, stopped
         sweep(self.folder)
         for piece in _pieces(out):

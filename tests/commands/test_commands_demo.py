@@ -77,7 +77,7 @@ def test_an_interrupted_demo_goes_on_where_it_stopped(toy, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as broken:
-        broken.setattr(demo_module.app, "recover", fail)
+        broken.setattr(demo_module, "recover", fail)
         with pytest.raises(KeyboardInterrupt):
             run(COMMANDS["demo"], options(toy))
     teacher = (toy / "teacher" / "model.safetensors").stat().st_mtime_ns

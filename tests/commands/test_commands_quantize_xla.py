@@ -16,8 +16,8 @@ import sys, torch
 torch.set_num_threads(1)
 from qat_lora import cli
 from qat_lora.runtime.xla.runtime import XlaRuntime
-reports, close = [], XlaRuntime._close
-XlaRuntime._close = lambda self: (reports.append(self.compile_report()), close(self))
+reports, launch = [], XlaRuntime.launch
+XlaRuntime.launch = lambda self, main: launch(self, lambda: (main(), reports.append(self.compile_report()))[0])
 cli.main(sys.argv[1:])
 assert reports and reports[0]["graphs_compiled"] == 0, reports
 """

@@ -1,10 +1,9 @@
 """What dry runs share: their result is printed or returned, and what is not known is named."""
 
-from qat_lora.runtime.launch.chips import ChipsConfig
-
-from qat_lora.options import RunConfig
-from qat_lora.plan.dry_run import DryRun, device_of, no_cache, replicas_of
+from qat_lora.options import EstimateOptions, RunConfig
+from qat_lora.plan.dry_run import DryRun, check_cache, device_of, replicas_of
 from qat_lora.registry import Requirements
+from qat_lora.runtime.launch.select import ChipsConfig
 
 
 def test_people_get_the_text_and_programs_the_report(capsys):
@@ -20,4 +19,5 @@ def test_what_a_machine_elsewhere_has_is_assumed_and_said():
     run = RunConfig(device="cuda", chips=ChipsConfig(num_chips="all"))
     if replicas_of(run, assumed) == 1:  # there is no GPU here, or one
         assert all("give --num-chips N" in text for text in assumed)
-    assert "rows of 1,024 tokens and 64 entries" in no_cache("c", 1024, 64, "nothing")
+    asked = EstimateOptions(model="m", length=1024, head_k=64)
+    assert "rows of 1,024 tokens and 64 entries" in check_cache(None, asked, "c", None, "nothing")[0]

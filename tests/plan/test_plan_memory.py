@@ -16,7 +16,7 @@ from qat_lora.layers.convert import add_lora, prepare_base
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.models.load import DTYPES, cast, load_model
 from qat_lora.options import EstimateOptions, QuantizeOptions, RunConfig
-from qat_lora.plan.activations import Trains, step_bytes, widths
+from qat_lora.plan.activations import step_bytes, widths
 from qat_lora.plan.devices import named
 from qat_lora.runtime.host.memory import LiveBytes
 from qat_lora.runtime.native import NativeRuntime
@@ -160,15 +160,18 @@ def test_the_estimates_of_the_committed_measurements_are_still_those(benchmark):
 def test_xla_keeps_no_scores_and_forms_weights_once(tiny):
     """Counted by hand: the toy's activations, and the weights that checkpointing does not form again."""
     config = load_model(str(tiny.teacher)).config
-    sizes, frozen = widths(config), Trains(adapter_rank=RANK)
+    sizes = widths(config)
     options = EstimateOptions(model=str(tiny.teacher), length=64, batch_size=2, lora=LoraConfig(recovery_r=RANK))
-    plain, xla = (step_bytes(config, options, name, 320, frozen)["activations"] for name in ("plain", "xla"))
+    plain, xla = (step_bytes(config, options, name, 320, RANK)["activations"] for name in ("plain", "xla"))
     scores, halves = sizes.heads * 64, sizes.queries + sizes.keys  # the scores; summands of what is normed
     # Attention's own: queries, keys and values repeated for every head, and scores; or as they are, to begin again.
     plain_own, xla_own = 3 * sizes.queries + scores, sizes.queries + 2 * sizes.keys
     assert xla - plain == 128 * 2 * 4 * (xla_own - plain_own + 3 * sizes.mlp + halves)  # tokens, layers, float32
-    again, scales = replace(options, gradient_checkpointing=True), Trains(RANK, formed_bytes=4 * 61_440, largest=6_144)
-    formed = {name: step_bytes(config, again, name, 320, scales)["formed weights"] for name in ("tiled", "xla")}
+    again = replace(options, gradient_checkpointing=True)
+    formed = {
+        name: step_bytes(config, again, name, 320, RANK, 4 * 61_440, 6_144)["formed weights"]
+        for name in ("tiled", "xla")
+    }
     assert formed == {"tiled": 4 * 61_440 // 2, "xla": 4 * 61_440}
 
 
