@@ -46,12 +46,11 @@ def counted_launch(self, main):
     def run():
         global runtime
         runtime = self
-        app = importlib.import_module("qat_lora.commands.recover")
         callbacks = importlib.import_module("qat_lora.train.callbacks")
         setup = importlib.import_module("qat_lora.setup.training_run")
         make = setup.evaluation
         setup.evaluation = lambda *args: counted("evaluate", make(*args))
-        app._export = counted("export", app._export)
+        callbacks.Run.export = counted("export", callbacks.Run.export)
         callbacks.save_checkpoint = counted("save", callbacks.save_checkpoint)
         return main()
     return launch(self, run)
