@@ -2,9 +2,8 @@
 
 Before the whole model trains on the teacher's logits, each decoder layer in turn learns to give the full-precision
 layer's output *from the inputs that the quantised layers before it produce*, so it also makes up for what they lost.
-A layer's own output is a target of thousands of numbers a token where the logits are one distribution, and only one
-layer's weights, gradients and moments are in memory: at 2 bits this is the step that moves codes at all in a budget
-of a few thousand rows. End-to-end training then only has to fit scales or adapters.
+Only one layer's weights, gradients and moments are in memory, and its output is a far richer target than the logits:
+at 2 bits this is the step that moves codes at all in a budget of a few thousand rows.
 
 Source: BRECQ (arXiv 2102.05426); Block-AP of EfficientQAT (arXiv 2407.11062).
 """
@@ -137,12 +136,7 @@ def reconstruct(
 
 
 def _reconstruct(
-    block: nn.Module,
-    model: nn.Module,
-    hidden: list[Tensor],
-    exact: list[Tensor],
-    calls: list[Call],
-    fit: _Fit,
+    block: nn.Module, model: nn.Module, hidden: list[Tensor], exact: list[Tensor], calls: list[Call], fit: _Fit
 ) -> tuple[dict[str, float], list[Tensor]]:
     """Train one block, unless its start is better; return its error `before` and `after`, and what it puts out."""
 
@@ -175,12 +169,7 @@ def _error(ours: list[Tensor], theirs: list[Tensor]) -> float:
 
 
 def _fit(
-    block: nn.Module,
-    model: nn.Module,
-    hidden: list[Tensor],
-    exact: list[Tensor],
-    calls: list[Call],
-    fit: _Fit,
+    block: nn.Module, model: nn.Module, hidden: list[Tensor], exact: list[Tensor], calls: list[Call], fit: _Fit
 ) -> None:
     """Train one block's weights and scales on the mean squared error of its output."""
     config, runtime, bar, work = fit
@@ -203,9 +192,8 @@ def _fit(
         difference = run_block(block, hidden[index], calls[index]).float() - exact[index].float()
         (difference.square().sum() / exact[index].float().square().sum()).backward()
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-            group["lr"] = peak * (
-                1 - step / config.blockwise_steps
-            )  # to zero, or weights beside a border keep crossing it
+            # Down to zero, or weights near a border keep crossing it.
+            group["lr"] = peak * (1 - step / config.blockwise_steps)
         optimizer.step()
         for parameter in (*weights, *scales):
             assert parameter.grad is not None
