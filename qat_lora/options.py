@@ -15,7 +15,7 @@ from qat_lora.errors import ConfigError
 from qat_lora.evaluate.health import HealthConfig
 from qat_lora.evaluate.protocols import Protocol
 from qat_lora.evaluate.tasks import TasksConfig
-from qat_lora.layers.calibrate.config import QuantizeConfig
+from qat_lora.layers.calibrate.quantize import QuantizeConfig
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.models.hub import HubConfig

@@ -39,11 +39,6 @@ SMALL_FUNCTIONS = ("train", "losses", "layers", "runtime")
 # `torch.autograd.Function.forward` takes every tensor and setting as a parameter of its own.
 LARGE_FUNCTIONS = {"qat_lora.losses.fused.op:_FusedLinearKD.forward"}
 TO_MEND = {  # to be emptied; a function or circle that is not among them fails
-    "qat_lora.layers.calibrate.fit:fit_layer",
-    "qat_lora.layers.calibrate.quantize:quantise_model",
-    "qat_lora.layers.calibrate.sequential:_block",
-    "qat_lora.train.blockwise:_reconstruct",
-    "qat_lora.train.blockwise:_fit",
     "qat_lora.train.loop:train",
     "qat_lora.train.anchor <-> qat_lora.train.loop",
     "evaluate <-> export <-> models",

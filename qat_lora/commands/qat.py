@@ -20,7 +20,7 @@ from qat_lora.evaluate.report import save_json
 from qat_lora.files import outputs
 from qat_lora.files.folders import atomic_dir
 from qat_lora.files.identity import checkpoint_sha256
-from qat_lora.layers.calibrate.config import QuantizeConfig
+from qat_lora.layers.calibrate.quantize import QuantizeConfig
 from qat_lora.layers.convert import bits_per_weight, quant_layers
 from qat_lora.models.load import CausalLM, save_with_tensors
 from qat_lora.options import QatOptions, QuantizeOptions, RunConfig

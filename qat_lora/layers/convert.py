@@ -65,7 +65,12 @@ def quantize_targets(model: nn.Module, preset: Preset) -> dict[str, QuantSpec]:
                 f"{preset.name}: the pattern {pattern!r} matches no linear layer; there are: {_some(layers)}"
             )
     targets = {name: spec for name in layers if (spec := preset.spec_for(name)) is not None}
-    return targets if preset.lm_head is None else targets | {_lm_head(model): preset.lm_head}
+    if preset.lm_head is not None:
+        names = [name for name, _ in linear_layers(model, lm_head=True)]
+        if len(names) != 1:
+            raise ConfigError(f"quantize_head: the model has no single output head; found: {_some(names)}")
+        targets[names[0]] = preset.lm_head
+    return targets
 
 
 def _matrices(model: nn.Module) -> dict[str, int]:
@@ -95,13 +100,6 @@ def check_reach(model: nn.Module, preset: Preset) -> dict[str, QuantSpec]:
             f"weights are not supported yet. To leave them so, give --keep '{inside.rpartition('.')[0] or inside}'"
         )
     return targets
-
-
-def _lm_head(model: nn.Module) -> str:
-    names = [name for name, _ in linear_layers(model, lm_head=True)]
-    if len(names) != 1:
-        raise ConfigError(f"quantize_head: the model has no single output head; found: {_some(names)}")
-    return names[0]
 
 
 def _some(names: list[str]) -> str:
@@ -201,7 +199,7 @@ def merge(model: nn.Module) -> nn.Module:
         model.set_submodule(name, dense_linear(adapter.base, adapter.delta().detach()))
     table = tied_embedding(model)
     for name, layer in list(quant_layers(model).items()):
-        dense = layer.to_linear()
+        dense = dense_linear(layer)
         model.set_submodule(name, dense)
         if table is not None and LM_HEAD.search(name):
             untie_embedding(model, table, dense.weight)
@@ -209,13 +207,7 @@ def merge(model: nn.Module) -> nn.Module:
 
 
 def prepare_base(model: nn.Module, train_scales: bool, dtype: torch.dtype | None = None) -> dict[str, nn.Parameter]:
-    """Put every quantised layer into its training state; return the scales that train (none when frozen).
-
-    Args:
-        model: the student.
-        train_scales: train the scales; otherwise each weight is formed once, in `dtype`.
-        dtype: type of activations.
-    """
+    """Let the scales of every quantised layer train, and return them; or else form each weight once, in `dtype`."""
     trained: dict[str, nn.Parameter] = {}
     for name, layer in quant_layers(model).items():
         if train_scales:
@@ -237,8 +229,8 @@ def bits_per_weight(model: nn.Module) -> dict[str, float]:
         raise ModelError("model: has no quantised layer, so bits per weight mean nothing")
     weights = sum(layer.in_features * layer.out_features for layer in layers.values())
     base = sum(layer.stored_bits for layer in layers.values())
-    adapter = sum(16 * (a.lora_A.numel() + a.lora_B.numel()) for a in lora_layers(model).values())
-    inside = {id(p) for a in lora_layers(model).values() for p in (a.lora_A, a.lora_B)}
+    factors = [p for a in lora_layers(model).values() for p in (a.lora_A, a.lora_B)]
+    adapter, inside = sum(16 * p.numel() for p in factors), set(map(id, factors))
     inside |= {id(p) for layer in layers.values() for n, p in layer.named_parameters() if n != "bias"}
     others = sum(p.numel() for p in model.parameters() if id(p) not in inside)
     return {

@@ -1,15 +1,9 @@
 """Weights that train inside their own quantiser: a float weight, rounded in every forward, straight-through behind.
 
-Scales can train while codes stay. Codes cannot, since rounding has no slope; so a float weight is kept as well, the
-*latent* weight, and the layer computes with FQ(W), the nearest code times its scale, whose gradients
-`quant.fake_quantize` defines.
-
-* `Latent(weight)`: the weight itself trains (quantisation-aware training as in EfficientQAT and ParetoQ).
-* `LatentChange(position, unit, rank)`: W / s is frozen at its start and rounded together with B A (LR-QAT). It trains
-  as few numbers as an adapter, but nothing has to be merged later: the codes of the sum *are* the result, bit for bit.
-  An adapter outside the quantiser is stronger at equal rank, because it stays in floats, and costs bits and time
-  forever. The sum is in units of the scale, so a scale that trains stretches the layer and leaves its codes alone: a
-  change of rank r could not take back the codes that would flip otherwise (KL 0.48 instead of 0.36).
+Codes cannot train, since rounding has no slope; so a float weight is kept as well, the *latent* weight, and the layer
+computes with the nearest code times its scale (`quant.fake_quantize`). `Latent` trains the weight itself, as
+EfficientQAT and ParetoQ do; `LatentChange` a low-rank change of it, as LR-QAT, with nothing to merge later: the codes
+of the sum *are* the result. An adapter outside is stronger at equal rank, and costs bits and time forever.
 
 A latent weight starts at the point of its code's cell that is nearest to the full-precision weight, not at that
 weight itself: rounding W again would throw away the codes of an error-compensated start before the first step.
@@ -26,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.quant.codes import decode
-from qat_lora.quant.fake_quantize import half_through, round_through
+from qat_lora.quant.fake_quantize import as_stored, round_through
 from qat_lora.quant.scales import TINY, away_from_zero
 
 MARGIN = 0.2
@@ -50,7 +44,11 @@ class Latent(nn.Module):
 
 
 class LatentChange(nn.Module):
-    """A frozen position [O, I] among the code values, and a low-rank change of it that trains."""
+    """A frozen position [O, I] among the code values, and a low-rank change of it that trains.
+
+    In units of the scale: a scale that trains stretches the layer and leaves its codes alone, which a change of rank r
+    could not take back (KL 0.48 instead of 0.36).
+    """
 
     unit: Tensor
 
@@ -77,8 +75,7 @@ class LatentChange(nn.Module):
 class Range(nn.Module):
     """Scales and zero points of asymmetric codes, trained as the ends of their ranges (LSQ+).
 
-    A step of the scale or of the zero point alone moves both ends. Weights are clipped to the ends, so each end gets
-    the gradient of the weights that it clips.
+    A step of the scale or of the zero point alone moves both ends. Here each end gets the gradient of what it clips.
     """
 
     def __init__(self, scale: Tensor, zero: Tensor, bits: int) -> None:
@@ -94,19 +91,12 @@ class Range(nn.Module):
 
 
 def nearest_start(weight_OI: Tensor, codes_OI: Tensor, scale_OI: Tensor, book: Tensor) -> Tensor:
-    """Return the point nearest to a weight among those that round to the given codes, float32 [O, I].
-
-    Args:
-        weight_OI: the full-precision weight.
-        codes_OI: uint8 codes of the start.
-        scale_OI: scale of every weight, or what broadcasts to it.
-        book: sorted code values.
-    """
-    scale = away_from_zero(scale_OI)
+    """Return the point nearest to a weight among those that round to the given uint8 codes, float32 [O, I]."""
+    scale, codes = away_from_zero(scale_OI), codes_OI.long()
     gaps = book.diff() / 2
-    below = torch.cat([gaps.new_full((1,), torch.inf), gaps])[codes_OI.long()] * (1 - MARGIN)
-    above = torch.cat([gaps, gaps.new_full((1,), torch.inf)])[codes_OI.long()] * (1 - MARGIN)
-    centre = book[codes_OI.long()]
+    below = torch.cat([gaps.new_full((1,), torch.inf), gaps])[codes] * (1 - MARGIN)
+    above = torch.cat([gaps, gaps.new_full((1,), torch.inf)])[codes] * (1 - MARGIN)
+    centre = book[codes]
     position = (weight_OI.float() / scale).clamp(centre - below, centre + above)
     return position * scale
 
@@ -123,16 +113,6 @@ class LookUp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_OI: Tensor) -> tuple[Tensor, None]:
-        """Return the table's gradient."""
-        return sum_by_code(grad_OI, ctx.saved_tensors[0], ctx.entries), None
-
-
-def sum_by_code(grad_OI: Tensor, codes_OI: Tensor, entries: int) -> Tensor:
-    """Return the sum of a gradient over the weights of each code, [entries]: row by row first, in parallel."""
-    by_row = grad_OI.new_zeros(grad_OI.shape[0], entries)
-    return by_row.scatter_add_(1, codes_OI.long(), grad_OI).sum(0)
-
-
-def as_stored(tensor: Tensor) -> Tensor:
-    """Return a scale or table as it will be on disk, so that training sees the numbers that are saved."""
-    return half_through(tensor)
+        """Return the table's gradient: summed row by row first, in parallel."""
+        by_row = grad_OI.new_zeros(grad_OI.shape[0], ctx.entries)
+        return by_row.scatter_add_(1, ctx.saved_tensors[0].long(), grad_OI).sum(0), None

@@ -81,8 +81,6 @@ class LoraLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Apply base and adapter; the adapter computes in the input's type (or autocast's)."""
         h = self.dropout(x)
-        if torch.is_autocast_enabled(x.device.type):
-            low = nn.functional.linear(nn.functional.linear(h, self.lora_A), self.lora_B)
-        else:
-            low = nn.functional.linear(nn.functional.linear(h, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype))
+        dtype = torch.float32 if torch.is_autocast_enabled(x.device.type) else x.dtype
+        low = nn.functional.linear(nn.functional.linear(h, self.lora_A.to(dtype)), self.lora_B.to(dtype))
         return self.base(x) + self.scaling * low

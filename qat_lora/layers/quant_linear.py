@@ -1,20 +1,9 @@
 """A linear layer whose weight is stored as packed codes and scales.
 
-The effective weight W = Q * S is formed first and then used in one matrix product, however the scales are shared.
-Applying low-rank scales rank by rank instead costs one product per rank, and a detached base would cut off the
-gradient of the layers below; here autograd sees an ordinary `linear`.
-
-Where the weight comes from is the layer's `source`, one small module per state:
-
-* `Packed`: the stored codes, unpacked anew in every forward. The state of a loaded layer; least memory.
-* `Dense` (`hold_dense`): W, formed once. For a frozen base: the cost of an ordinary linear layer.
-* `Unpacked` (`train_scales`, `train_range`): code values, so that gradients reach the scales, or the ends of the
-  ranges of asymmetric codes.
-* `Indexed` (`train_table`): codes, so that gradients reach the look-up table.
-* `Rounded` (`train_weight`): a float weight that every forward rounds, so that the codes train too (`latent`).
-
-Whatever trains, the forward uses scales and tables rounded to float16, as they will be stored: at any moment
-`stored()` describes the very layer that computes, bit for bit, and `settle()` turns the layer into it.
+The effective weight W = Q * S is formed first and then used in one matrix product, however the scales are shared: low-
+rank scales applied rank by rank cost one product per rank. Where W comes from is the layer's `source`, one small
+module per state. Whatever trains, the forward rounds scales and tables to float16: at any moment `stored()` describes
+the layer that computes, bit for bit, and `settle()` turns the layer into it.
 
 To PEFT and transformers the class is a `torch.nn.Linear` (`weight`, `in_features`, `isinstance`), but `weight` is
 computed: assigning to it, or to its `data`, raises. PEFT merges by `weight.data += delta`, which on a computed tensor
@@ -32,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.errors import ModelError
-from qat_lora.layers.latent import Latent, LatentChange, LookUp, Range, as_stored, nearest_start
+from qat_lora.layers.latent import Latent, LatentChange, LookUp, Range, nearest_start
 from qat_lora.quant.codes import code_values, decode, nearest, pack, packed_width, unpack
-from qat_lora.quant.fake_quantize import Gradient, fake_quantize
+from qat_lora.quant.fake_quantize import Gradient, as_stored, fake_quantize
 from qat_lora.quant.initialize import QuantizedWeight
-from qat_lora.quant.scales import away_from_zero, expand, pack_zeros, scale_shapes, unpack_zeros, zeros_shape
+from qat_lora.quant.scales import away_from_zero, expand, scale_shapes, unpack_zeros, zeros_shape
 from qat_lora.quant.spec import QuantSpec
 
 COMPUTED = (
@@ -57,7 +46,7 @@ class ComputedWeight(Tensor):
 
 
 class Packed(nn.Module):
-    """The stored codes, unpacked anew in every forward; base class of the other sources."""
+    """The stored codes, unpacked anew in every forward: the state of a loaded layer, with the least memory."""
 
     kept: Tensor
 
@@ -76,7 +65,7 @@ class Packed(nn.Module):
 
 
 class Dense(Packed):
-    """The weight, formed once."""
+    """W, formed once (`hold_dense`): a frozen base then costs what an ordinary linear layer does."""
 
     def effective(self, layer: QuantLinear) -> Tensor:
         """Return the weight that is kept."""
@@ -84,7 +73,7 @@ class Dense(Packed):
 
 
 class Unpacked(Packed):
-    """The code values, for scales or ranges that train."""
+    """Code values, so that gradients reach scales (`train_scales`) or the ends of ranges (`train_range`)."""
 
     def effective(self, layer: QuantLinear) -> Tensor:
         """Return the values times the scales of now."""
@@ -92,15 +81,15 @@ class Unpacked(Packed):
 
 
 class Indexed(Packed):
-    """The codes as indices, for a look-up table that trains."""
+    """Codes as indices, so that gradients reach the look-up table (`train_table`)."""
 
     def effective(self, layer: QuantLinear) -> Tensor:
-        """Return the table's values of now times the scales of now."""
+        """Return the table's values times the scales of now."""
         return layer.times_scale(LookUp.apply(layer.book(), self.kept))
 
 
 class Rounded(Packed):
-    """A float weight, rounded in every forward."""
+    """A float weight that every forward rounds, so that the codes train too (`train_weight`)."""
 
     def __init__(self, latent: Latent | LatentChange, gradient: Gradient) -> None:
         super().__init__()
@@ -108,13 +97,14 @@ class Rounded(Packed):
 
     def effective(self, layer: QuantLinear) -> Tensor:
         """Return the weight as it rounds now."""
-        scale = layer.expanded_scale()
+        scale, zero = layer.scale_and_zero()
         weight = self.latent(away_from_zero(scale))
-        return fake_quantize(weight, scale, layer.spec, layer.book(), layer.expanded_zero(), self.gradient)
+        return fake_quantize(weight, scale, layer.spec, layer.book(), zero, self.gradient)
 
     def packed_codes(self, layer: QuantLinear) -> Tensor:
         """Return the codes that the weight rounds to now."""
-        scale, zero = away_from_zero(layer.expanded_scale()), layer.expanded_zero()
+        scale, zero = layer.scale_and_zero()
+        scale = away_from_zero(scale)
         position = self.latent(scale) / scale
         position = position if zero is None else position + zero
         return pack(nearest(position, layer.book(), layer.spec)[1], layer.spec.bits)
@@ -157,18 +147,14 @@ class QuantLinear(nn.Linear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, spec: QuantSpec, quantised: QuantizedWeight) -> QuantLinear:
-        """Build the layer that replaces `linear`, whose weight has been quantised; `to_linear` is the way back."""
+        """Build the layer that replaces `linear`, whose weight has been quantised; `dense_linear` is the way back."""
         tensors = dict(zip(scale_shapes(spec, *quantised.codes_OI.shape), quantised.scales, strict=True))
         tensors["codes"] = pack(quantised.codes_OI, spec.bits)
         if quantised.zeros is not None:
-            tensors["zeros"] = pack_zeros(quantised.zeros, spec.bits)
+            tensors["zeros"] = pack(quantised.zeros.to(torch.uint8), spec.bits)
         if spec.code == "lut":
             tensors["values"] = quantised.values
         return cls.from_stored(linear, spec, tensors)
-
-    def to_linear(self) -> nn.Linear:
-        """Return an ordinary linear layer with the effective weight."""
-        return dense_linear(self)
 
     @classmethod
     def from_stored(cls, linear: nn.Linear, spec: QuantSpec, tensors: Mapping[str, Tensor]) -> QuantLinear:
@@ -181,23 +167,23 @@ class QuantLinear(nn.Linear):
             layer.bias.data = linear.bias.data.clone()
         return layer.train(linear.training)
 
+    @torch.no_grad()
     def stored(self) -> dict[str, Tensor]:
         """Return the tensors that describe the layer as it is now: packed codes and zeros, float16 scales and table.
 
         Computed on the host: on XLA this makes no graphs of its own.
         """
         here = copy.deepcopy(self).cpu() if self._codes_may_change else self
-        with torch.no_grad():
-            scales = here.scales if here.range is None else here.range()[:1]
-            tensors = {"codes": here.source.packed_codes(here).cpu()}
-            tensors |= {n: s.detach().cpu().half() for n, s in zip(here.named_scales(), scales, strict=True)}
-            if self.spec.code == "asymmetric":
-                tensors["zeros"] = (
-                    here.zeros.cpu() if here.range is None else pack_zeros(here.range()[1], self.spec.bits)
-                )
-            if self.spec.code == "lut":
-                tensors["values"] = (here.book() if here is not self else self.values).detach().cpu().half()
-        return tensors
+        tensors: dict[str, Tensor] = {"codes": here.source.packed_codes(here), **here.named_scales()}
+        if self.spec.code == "asymmetric":
+            tensors["zeros"] = here.zeros
+        if self.spec.code == "lut":
+            tensors["values"] = here.values if here is self else here.book()
+        if here.range is not None:
+            tensors["scale"], zeros = here.range()
+            tensors["zeros"] = pack(zeros.to(torch.uint8), self.spec.bits)
+        tensors = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+        return {name: tensor.half() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
 
     @property
     def _codes_may_change(self) -> bool:
@@ -234,20 +220,17 @@ class QuantLinear(nn.Linear):
 
     def times_scale(self, values_OI: Tensor) -> Tensor:
         """Return code values, less their zero points, times their scales."""
-        scale, zero = self.expanded_scale(), self.expanded_zero()
+        scale, zero = self.scale_and_zero()
         return (values_OI if zero is None else values_OI - zero) * scale
 
-    def expanded_scale(self) -> Tensor:
-        """Return the scale of every weight, [O, I] or something that broadcasts to it."""
-        stored = tuple(as_stored(scale) for scale in self.scales) if self.range is None else self.range()[:1]
-        return expand(stored, self.spec.group_size, self.out_features, self.in_features)
-
-    def expanded_zero(self) -> Tensor | None:
-        """Return the zero point of every weight, [O, I] or something that broadcasts to it; None without any."""
-        if self.spec.code != "asymmetric":
-            return None
-        zeros = unpack_zeros(self.zeros, self.spec, self.in_features) if self.range is None else self.range()[1]
-        return expand((zeros,), self.spec.group_size, self.out_features, self.in_features)
+    def scale_and_zero(self) -> tuple[Tensor, Tensor | None]:
+        """Return scale and zero point (None without any) of every weight, [O, I] or what broadcasts to it."""
+        sizes = (self.spec.group_size, self.out_features, self.in_features)
+        if self.range is not None:
+            # Called twice: gradients of scale and zero point reach the ends apart, and are rounded so.
+            return expand(self.range()[:1], *sizes), expand(self.range()[1:], *sizes)
+        zeros = (unpack_zeros(self.zeros, self.spec, self.in_features),) if self.spec.code == "asymmetric" else ()
+        return expand(tuple(map(as_stored, self.scales)), *sizes), expand(zeros, *sizes) if zeros else None
 
     def book(self) -> Tensor:
         """Return the code book in the scales' type; where codes train too, sorted: training may reorder the table."""
@@ -279,9 +262,8 @@ class QuantLinear(nn.Linear):
         """
         if self.spec.code != "asymmetric":
             raise ModelError(f"ranges: a layer with {self.spec.code} codes has no zero points to train")
-        self.range = Range(
-            self.scales[0].detach(), unpack_zeros(self.zeros, self.spec, self.in_features), self.spec.bits
-        )
+        zeros = unpack_zeros(self.zeros, self.spec, self.in_features)
+        self.range = Range(self.scales[0].detach(), zeros, self.spec.bits)
         self._unpack()
         return self.range
 
@@ -318,12 +300,14 @@ class QuantLinear(nn.Linear):
         """
         self.source = Packed()
         with torch.no_grad():
-            codes, scale = unpack(self.codes, self.spec.bits, self.in_features), self.expanded_scale()
+            scale, zero = self.scale_and_zero()
             if weight_OI is None:
                 start = self.effective()
             else:
-                zero = self.expanded_zero()
-                shift = 0.0 if zero is None else zero * scale
+                codes, shift = (
+                    unpack(self.codes, self.spec.bits, self.in_features),
+                    0.0 if zero is None else zero * scale,
+                )
                 start = nearest_start(weight_OI.to(codes.device) + shift, codes, scale, self.book()) - shift
             start, scale = start.detach().clone(), away_from_zero(scale)
             latent = LatentChange(start / scale, scale.abs().mean(), rank, alpha) if rank else Latent(start)

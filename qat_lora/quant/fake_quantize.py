@@ -1,23 +1,13 @@
 """Fake quantisation: a float weight that computes as its quantised self, with gradients for weight, scale and table.
 
-Rounding has no useful derivative, so each gradient is a convention. Ours, by code book, is the choice that ParetoQ
-found best at each width:
+Rounding has no useful derivative, so gradients are conventions; ParetoQ found these best at each width:
 
-* `integer` and `asymmetric` (3 bits and more): LSQ. Inside the range dŵ/dw = 1 and dŵ/ds = q - w/s; outside 0 and q,
-  q being the end of the range that the weight is clipped to.
-* `half` (2 bits): "stretched elastic" quantisation, which is LSQ on balanced half-integers with the range widened
-  by half a step, -2^(b-1) to 2^(b-1), so that the outermost cells are as wide as the others. With zero among four
-  codes one level would be wasted; ending the range at the outermost code would freeze a third of the weights.
-* `lut`: LSQ with the table's ends as range. dŵ/dv_k = s for the weights that take entry k, so the table trains too.
+* `integer`, `asymmetric` and `lut`: LSQ. Inside the range dŵ/dw = 1 and dŵ/ds = q - w/s; outside 0 and the end q.
+* `half` (2 bits): the same with the range widened by half a step ("stretched elastic"), so that all cells are equally
+  wide; ending it at the outermost code would freeze a third of the weights.
 
-The forward is code value times scale, in the order in which `QuantLinear` multiplies, so a trained weight and its
-saved codes give the same numbers to the last bit. Composed from `round` and `detach` (w + (ŵ - w).detach(), as most
-tools do it) the sum would round once more, and LSQ would keep five tensors of the weight's size.
-
-Where the range of asymmetric codes is learned (`layers.latent.Range`), dŵ/dz is 0 inside the range, where codes shift
-with the zero point, and -s outside. `ste` instead of LSQ is the older rule for trained weights: the gradient passes
-everywhere. LSQ's factor 1 / sqrt(N Q) on the gradient of a scale is left out: AdamW divides every gradient by its own
-size, so a constant factor changes no step.
+The forward is code value times scale, in `QuantLinear`'s order: trained weights and their saved codes agree to the last
+bit, which w + (ŵ - w).detach() would not. LSQ's factor on the scale's gradient is left out: AdamW cancels it.
 
 Sources: LSQ (arXiv 1902.08153); ParetoQ (arXiv 2502.02631); range learning, LSQ+ (arXiv 2004.09576).
 """
@@ -42,13 +32,7 @@ class _FakeQuantize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        weight: Tensor,
-        scale: Tensor,
-        values: Tensor,
-        zero: Tensor | None,
-        ends: tuple[Tensor, Tensor],
-        spec: QuantSpec,
+        ctx: Any, weight: Tensor, scale: Tensor, values: Tensor, zero: Tensor | None, ends: Any, spec: QuantSpec
     ) -> Tensor:
         ratio = weight / away_from_zero(scale)
         q, codes = nearest(ratio if zero is None else ratio + zero, values, spec)
@@ -70,7 +54,7 @@ class _FakeQuantize(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             scaled = gradient * scale
             to_values = torch.stack([(scaled * (codes == k)).sum() for k in range(ctx.entries)])
-        if ctx.needs_input_grad[3]:
+        if ctx.needs_input_grad[3]:  # inside the range the codes shift with it
             to_zero = (-gradient * scale * ~inside).sum_to_size(scale.shape)
         return to_weight, to_scale, to_values, to_zero, None, None
 
@@ -95,15 +79,15 @@ def fake_quantize(
     zero_OI: Tensor | None = None,
     gradient: Gradient = "lsq",
 ) -> Tensor:
-    """Return the weight as `spec` would store it, differentiable in weight, scale and code book.
+    """Return the weight as `spec` would store it, differentiable in weight, scale, code book and zero points.
 
     Args:
         weight_OI: latent weight.
-        scale_OI: scale of every weight, or something that broadcasts to it (`scales.expand`, itself differentiable).
-        spec: code book.
+        scale_OI: scale of every weight, or what broadcasts to it; so are the zero points of asymmetric codes.
+        spec: how the weight is stored.
         values: sorted code book (`codes.code_values(spec)`, or a table that trains).
-        zero_OI: zero points of asymmetric codes, shaped like the scale.
-        gradient: `lsq`, or `ste`, which lets weights beyond the range train as if they were inside.
+        zero_OI: zero points.
+        gradient: `lsq`, or `ste`, the older rule, by which weights beyond the range train as if they were inside.
     """
     values = values.to(weight_OI.dtype)
     margin = 0.5 if spec.code == "half" else 0.0
@@ -120,6 +104,6 @@ def round_through(x: Tensor) -> Tensor:
     return _StraightThrough.apply(x, torch.round)
 
 
-def half_through(x: Tensor) -> Tensor:
-    """Round to float16, the stored type, in the tensor's own type and with the straight-through gradient."""
+def as_stored(x: Tensor) -> Tensor:
+    """Round a scale or table to float16, as it will be stored, with the straight-through gradient."""
     return _StraightThrough.apply(x, lambda tensor: tensor.half().to(tensor.dtype))

@@ -1,19 +1,10 @@
 """Codes and scales that disturb a layer's *output* least: error-compensated rounding, and descent from there.
 
-The output error of Ŵ over calibration inputs x is tr(E H Eᵀ) with E = W - Ŵ and H = E[x xᵀ]: every row of W has
-its own problem, all with the same H.
-
-* `gptq` rounds column by column and pushes each column's error onto those not yet rounded, along the inverse of H.
-  It decides once, and never revisits an early column for the sake of a late one.
-* `descend` sweeps over the columns and gives each the nearest code to its optimum given all others.
-* `refit_scales` solves for the scales given the codes, a G x G least-squares problem for each row.
-
-Descent and refit lower the same error and never raise it (a refitted scale is kept only where it is better once
-rounded to float16), so they may alternate. On our saturated teacher that takes an eighth off GPTQ's output error at 2
-bits. Both work from the slope E H, which descent updates as it goes: their cost is the products with H.
-
-H is inverted in float64: a nearly singular H is where float32 versions of GPTQ break. Descent and refit do not invert
-H and take the type of their inputs, float32 in `initialize.refine`, at half the cost.
+The output error of Ŵ over calibration inputs x is tr(E H Eᵀ) with E = W - Ŵ and H = E[x xᵀ]. `gptq` rounds column by
+column, pushes each column's error onto those not yet rounded, along the inverse of H, and never revisits an early
+column. `descend` sweeps over the columns and gives each the nearest code to its optimum given all others, and
+`refit_scales` solves for the scales given the codes; neither raises the error, so they may alternate, which takes an
+eighth off GPTQ's at 2 bits. Both work from the slope E H, in float32; inverting H needs float64.
 
 Sources: GPTQ (arXiv 2210.17323); coordinate descent, QuantEase (arXiv 2309.01885).
 """
@@ -27,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qat_lora.quant.codes import counts_from, decode, encode
-from qat_lora.quant.scales import TINY, Scales, away_from_zero, expand
+from qat_lora.quant.codes import decode, encode
+from qat_lora.quant.scales import TINY
 from qat_lora.quant.spec import QuantSpec
 
 DAMPING = 0.01  # added to the second moment's diagonal, as a share of its mean: GPTQ's own default
@@ -74,21 +65,16 @@ class Grid(NamedTuple):
     first: float | None = None
     """Least code value where they count up by ones; None for tables."""
 
-    def columns(self, start: int, stop: int) -> Grid:
-        """Return the grid of some columns."""
-        return self._part(lambda wide: wide[:, start:stop])
-
-    def transposed(self) -> Grid:
-        """Return the same grid with columns first, each in one piece of memory."""
-        return self._part(lambda wide: wide.T.contiguous())
+    def by_column(self, start: int, stop: int) -> Grid:
+        """Return the grid of some columns, transposed, each in one piece of memory."""
+        return self._part(lambda wide: wide[:, start:stop].T.contiguous())
 
     def row(self, index: int) -> Grid:
-        """Return the grid of one row, or of one column of the weight in a transposed grid."""
+        """Return the grid of one row: of one column of the weight after `by_column`."""
         return self._part(lambda wide: wide[index])
 
     def _part(self, take: Callable[[Tensor], Tensor]) -> Grid:
-        zero = None if self.zero is None else take(self.zero)
-        return Grid(self.values, take(self.scale), zero, self.first)
+        return self._replace(scale=take(self.scale), zero=None if self.zero is None else take(self.zero))
 
     def snap(self, target: Tensor) -> Tensor:
         """Return the unscaled values of the codes nearest to a target."""
@@ -116,20 +102,6 @@ class Grid(NamedTuple):
         return self.code_values(codes) * self.scale
 
 
-def make_grid(
-    values: Tensor,
-    scales: Scales,
-    zeros: Tensor | None,
-    group_size: int | None,
-    shape: tuple[int, int],
-    dtype: torch.dtype = torch.float64,
-) -> Grid:
-    """Return the grid of a whole weight from stored numbers."""
-    scale = away_from_zero(expand(scales, group_size, *shape)).to(dtype).expand(shape)
-    zero = None if zeros is None else expand((zeros,), group_size, *shape).to(dtype).expand(shape)
-    return Grid(values.to(dtype), scale, zero, counts_from(values))
-
-
 def damped(second_moment_II: Tensor) -> Tensor:
     """Return the second moment in float64 with a share of its mean on the diagonal."""
     moment = second_moment_II.double().clone()
@@ -138,20 +110,21 @@ def damped(second_moment_II: Tensor) -> Tensor:
 
 
 def gptq(weight_OI: Tensor, inverse_root_II: Tensor, size: int, grid_of: Callable[[int, int, Tensor], Grid]) -> Tensor:
-    """Return error-compensated uint8 codes.
+    """Return error-compensated uint8 codes of a float64 weight.
 
     Args:
-        weight_OI: the weight, float64.
+        weight_OI: the weight.
         inverse_root_II: `Curvature.inverse_root_II` of its inputs.
         size: columns that share a grid.
-        grid_of: from first column, last column and the weights there, as compensation has left them, to their grid.
+        grid_of: from first column, last column and the weights there, as compensation has left them, to their grid,
+            columns first (`Grid.by_column`).
     """
     weight = weight_OI.clone()
     in_features = weight.shape[1]
     codes = torch.zeros(weight.shape, dtype=torch.uint8, device=weight.device)
     for start in range(0, in_features, size):
         stop = min(start + size, in_features)
-        block = grid_of(start, stop, weight[:, start:stop]).transposed()
+        block = grid_of(start, stop, weight[:, start:stop])
         left = weight[:, start:stop].T.contiguous()  # [columns, O]: a column is contiguous
         found, errors = torch.empty_like(left), torch.empty_like(left)
         for j in range(stop - start):
@@ -189,7 +162,7 @@ def descend(slope_OI: Tensor, damped_II: Tensor, grid: Grid, codes_OI: Tensor, s
         for start in range(0, in_features, BLOCK):
             stop = min(start + BLOCK, in_features)
             within = damped_II[start:stop, start:stop]
-            block, local = grid.columns(start, stop).transposed(), slope[:, start:stop].T.contiguous()
+            block, local = grid.by_column(start, stop), slope[:, start:stop].T.contiguous()
             found = block.code_values(codes[:, start:stop].T)
             steps = found * block.scale  # the weights of now, then column by column how much they change
             for j in range(stop - start):
@@ -209,13 +182,7 @@ def refit_scales(
 ) -> Tensor:
     """Return the scales [rows, G] with the least output error for given codes; rows that gain nothing keep theirs.
 
-    Args:
-        slope_OI: `slope_of` the weight and these codes.
-        damped_II: damped second moment of the layer's inputs.
-        grid: what the codes mean now.
-        codes_OI: the codes.
-        scale: the stored scales now, float16 numbers.
-        spec: sharing by tensor, channel or group.
+    The first four are as for `descend`; `scale` are the stored scales now, float16 numbers.
     """
     q = grid.code_values(codes_OI)
     rows, in_features = q.shape

@@ -3,12 +3,11 @@
 * `absmax`: scale from the largest weight, round to nearest. What most tools mean by "quantised"; the yardstick.
 * `mse`: the clip with the least squared weight error, each input weighted by its second moment where text is given.
 * `awq`: the clip that disturbs the outputs least, group by group (AWQ's clip search), round to nearest.
-* `gptq`: error-compensated rounding. Column by column, the rounding error is pushed onto the columns not yet
-  rounded, along the inverse second moment of the inputs, so that the *output* changes least.
+* `gptq`: error-compensated rounding, so that the *output* changes least.
 * `descent`: from there, coordinate descent over the codes alternates with least-squares scales until output errors
   stop falling. At 2 bits this is worth more than all that training on few tokens can do afterwards.
 
-Source: AWQ (arXiv 2306.00978) for the clip search; `gptq` names the others.
+Source: AWQ (arXiv 2306.00978) for the clip search; the module `gptq` for the others.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qat_lora.errors import ConfigError
-from qat_lora.quant.codes import code_values, encode
-from qat_lora.quant.gptq import BLOCK, Curvature, Grid, descend, gptq, make_grid, refit_scales, slope_of
+from qat_lora.quant.codes import code_values, counts_from, decode, encode
+from qat_lora.quant.gptq import BLOCK, Curvature, Grid, descend, gptq, refit_scales, slope_of
 from qat_lora.quant.scales import (
     Cost,
     Scales,
@@ -57,16 +56,20 @@ class QuantizedWeight(NamedTuple):
 
     def grid(self, spec: QuantSpec, dtype: torch.dtype = torch.float64) -> Grid:
         """Return the meaning of the codes."""
-        out_features, in_features = self.codes_OI.shape
-        return make_grid(self.values, self.scales, self.zeros, spec.group_size, (out_features, in_features), dtype)
+        shape = self.codes_OI.shape
+        scale = away_from_zero(expand(self.scales, spec.group_size, *shape)).to(dtype).expand(shape)
+        zero = None
+        if self.zeros is not None:
+            zero = expand((self.zeros,), spec.group_size, *shape).to(dtype).expand(shape)
+        return Grid(self.values.to(dtype), scale, zero, counts_from(self.values))
 
     def dense(self, spec: QuantSpec) -> Tensor:
         """Return codes times scales, float32 [O, I], computed as `QuantLinear` does."""
-        out_features, in_features = self.codes_OI.shape
-        chosen = self.values[self.codes_OI.long()]
+        shape = self.codes_OI.shape
+        chosen = decode(self.codes_OI, self.values)
         if self.zeros is not None:
-            chosen = chosen - expand((self.zeros,), spec.group_size, out_features, in_features)
-        return chosen * expand(self.scales, spec.group_size, out_features, in_features)
+            chosen = chosen - expand((self.zeros,), spec.group_size, *shape)
+        return chosen * expand(self.scales, spec.group_size, *shape)
 
 
 def quantize_weight(
@@ -104,8 +107,7 @@ def quantize_weight(
         start = _compensated(weight, spec, curvature)
         return start if method == "gptq" else refine(weight, spec, start, curvature, rounds)
     moment = None if method == "absmax" or curvature is None else curvature.second_moment_II.float()
-    values, (scales, zeros) = code_values(spec).to(weight.device), _scales(weight, spec, method, moment)
-    return QuantizedWeight(_nearest_codes(weight, values, scales, zeros, spec), values, scales, zeros)
+    return _rounded(weight, spec, method, moment)
 
 
 def refine(
@@ -132,10 +134,10 @@ def refine(
 def _scales(
     weight_OI: Tensor, spec: QuantSpec, method: Method, moment_II: Tensor | None
 ) -> tuple[Scales, Tensor | None]:
-    """Return stored scales and zero points of a weight, or of the columns of one group."""
+    """Return stored scales and zero points: float16 numbers, so that codes are chosen for what will be loaded."""
     importance = None if moment_II is None else moment_II.diagonal()
     if spec.sharing == "lowrank":
-        return tuple(_half(s) for s in low_rank_scales(weight_OI, spec, importance_I=importance)), None
+        return tuple(s.half().float() for s in low_rank_scales(weight_OI, spec, importance)), None
     cost: Cost | None = None
     if method == "awq":
         assert moment_II is not None
@@ -144,41 +146,36 @@ def _scales(
         cost = importance_cost(weight_OI, spec, importance)
     if spec.code == "asymmetric":
         scale, zeros = range_scale(weight_OI, spec, cost)
-        return (_half(scale),), zeros
-    return (_half(absmax_scale(weight_OI, spec) if cost is None else clip_scale(weight_OI, spec, cost)),), None
+        return (scale,), zeros
+    scale = absmax_scale(weight_OI, spec) if cost is None else clip_scale(weight_OI, spec, cost)
+    return (scale.half().float(),), None
 
 
-def _half(tensor: Tensor) -> Tensor:
-    """Round to float16, so that codes are chosen for the scales that will be loaded."""
-    return tensor.half().float()
-
-
-def _nearest_codes(weight_OI: Tensor, values: Tensor, scales: Scales, zeros: Tensor | None, spec: QuantSpec) -> Tensor:
-    """Return the codes nearest to a weight."""
-    shape = weight_OI.shape[0], weight_OI.shape[1]
-    ratio = weight_OI / away_from_zero(expand(scales, spec.group_size, *shape))
-    return encode(ratio if zeros is None else ratio + expand((zeros,), spec.group_size, *shape), values)
+def _rounded(weight_OI: Tensor, spec: QuantSpec, method: Method, moment_II: Tensor | None) -> QuantizedWeight:
+    """Return the codes nearest to a weight, or to the columns of one group, with the scales that a method chooses."""
+    values, (scales, zeros) = code_values(spec).to(weight_OI.device), _scales(weight_OI, spec, method, moment_II)
+    ratio = weight_OI / away_from_zero(expand(scales, spec.group_size, *weight_OI.shape))
+    ratio = ratio if zeros is None else ratio + expand((zeros,), spec.group_size, *weight_OI.shape)
+    return QuantizedWeight(encode(ratio, values), values, scales, zeros)
 
 
 def _compensated(weight_OI: Tensor, spec: QuantSpec, curvature: Curvature) -> QuantizedWeight:
     """Return the GPTQ start; the scale of a group is chosen from its weights as compensation has left them."""
-    moment, inverse_root = curvature.second_moment_II.float(), curvature.inverse_root_II
-    values = code_values(spec).to(weight_OI.device)
+    moment, wide = curvature.second_moment_II.float(), weight_OI.double()
     if spec.sharing != "group":  # scales that span columns are fixed before rounding begins
-        scales, zeros = _scales(weight_OI, spec, "gptq", moment)
-        whole = QuantizedWeight(torch.zeros_like(weight_OI, dtype=torch.uint8), values, scales, zeros)
+        whole = _rounded(weight_OI, spec, "gptq", moment)
         grid = whole.grid(spec)
-        codes = gptq(weight_OI.double(), inverse_root, BLOCK, lambda start, stop, _: grid.columns(start, stop))
+        codes = gptq(wide, curvature.inverse_root_II, BLOCK, lambda start, stop, _: grid.by_column(start, stop))
         return whole._replace(codes_OI=codes)
     assert spec.group_size is not None
     one_group = dataclasses.replace(spec, sharing="channel", group_size=None)
-    found: list[tuple[Tensor, Tensor | None]] = []
+    groups: list[QuantizedWeight] = []
 
-    def grid_of(start: int, stop: int, members: Tensor) -> Grid:
-        (scale,), zero = _scales(members.float(), one_group, "gptq", moment[start:stop, start:stop])
-        found.append((scale, zero))
-        return make_grid(values, (scale,), zero, None, (members.shape[0], members.shape[1]))
+    def grid_of(start: int, stop: int, left_OI: Tensor) -> Grid:
+        groups.append(_rounded(left_OI.float(), one_group, "gptq", moment[start:stop, start:stop]))
+        return groups[-1].grid(one_group).by_column(0, stop - start)
 
-    codes = gptq(weight_OI.double(), inverse_root, spec.group_size, grid_of)
-    zeros = torch.cat([zero for _, zero in found if zero is not None], 1) if spec.code == "asymmetric" else None
-    return QuantizedWeight(codes, values, (torch.cat([scale for scale, _ in found], 1),), zeros)
+    codes = gptq(wide, curvature.inverse_root_II, spec.group_size, grid_of)
+    zeros = [group.zeros for group in groups if group.zeros is not None]
+    scale = torch.cat([group.scales[0] for group in groups], 1)
+    return QuantizedWeight(codes, groups[0].values, (scale,), torch.cat(zeros, 1) if zeros else None)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from qat_lora.quant.codes import code_values, decode, encode, full_range, nearest, pack, packed_width, unpack
+from qat_lora.quant.codes import code_values, decode, encode, full_range, nearest, packed_width, unpack
 from qat_lora.quant.spec import QuantSpec
 
 Scales = tuple[Tensor, ...]
@@ -26,6 +26,7 @@ TINY = 1e-6  # smallest scale: keeps W / S finite for rows of zeros, and is a fl
 # Candidate clips between 0.2 and 1 times absmax. Scales above absmax lower the weighted error (by 3 % at 4 bits, normal
 # weights, uneven importance) but not the KL of the model: 0.99 to 1.01 times as large on a saturated teacher.
 CLIP_GRID = 64
+SWEEPS = 8  # of codes and low-rank factors
 
 
 def scale_shapes(spec: QuantSpec, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
@@ -34,11 +35,6 @@ def scale_shapes(spec: QuantSpec, out_features: int, in_features: int) -> dict[s
         assert spec.rank is not None
         return {"scale_a": (out_features, spec.rank), "scale_b": (spec.rank, in_features)}
     return {"scale": (_rows(spec, out_features), spec.groups(in_features))}
-
-
-def pack_zeros(zeros: Tensor, bits: int) -> Tensor:
-    """Return zero points [rows, G] as packed bytes."""
-    return pack(zeros.to(torch.uint8), bits)
 
 
 def unpack_zeros(packed: Tensor, spec: QuantSpec, in_features: int) -> Tensor:
@@ -82,12 +78,9 @@ def absmax_scale(weight_OI: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def importance_cost(weight_OI: Tensor, spec: QuantSpec, importance_I: Tensor | None = None) -> Cost:
-    """Return the cost of errors [rows, G, members] as [rows, G]: their squares, weighted by importance.
+    """Return the cost of errors [rows, G, members] as [rows, G]: their squares, times each column's mean square input.
 
-    Args:
-        weight_OI: the weight, for its shape and type.
-        spec: the sharing.
-        importance_I: mean squared input of every column: what its errors do to the output.
+    Of the weight only shape and type count.
     """
     ones = torch.ones_like(weight_OI)
     importance = grouped(ones if importance_I is None else ones * importance_I.to(weight_OI), spec)
@@ -101,11 +94,10 @@ def output_cost(weight_OI: Tensor, spec: QuantSpec, second_moment_II: Tensor) ->
     """
     if spec.sharing == "tensor":
         return importance_cost(weight_OI, spec, second_moment_II.diagonal())
-    in_features = weight_OI.shape[1]
-    size = spec.group_size or in_features
-    pad = -in_features % size
+    size = spec.group_size or weight_OI.shape[1]
+    pad = -weight_OI.shape[1] % size
     padded = torch.nn.functional.pad(second_moment_II.to(weight_OI), (0, pad, 0, pad))
-    blocks = torch.stack([padded[s : s + size, s : s + size] for s in range(0, in_features, size)])
+    blocks = torch.stack([padded[s : s + size, s : s + size] for s in range(0, len(padded), size)])
     return lambda error: (torch.einsum("ogm,gmn->ogn", error, blocks) * error).sum(-1)
 
 
@@ -151,20 +143,18 @@ def range_scale(weight_OI: Tensor, spec: QuantSpec, cost: Cost | None) -> tuple[
 
 def _cheapest(at: Callable[[float], tuple[tuple[Tensor, ...], Tensor]], cost: Cost) -> tuple[Tensor, ...]:
     """Return group by group the numbers [rows, G], among those of `CLIP_GRID` clips, whose errors cost least."""
-    best: tuple[Tensor, ...] = ()
-    least = torch.zeros(0)
-    for clip in torch.linspace(1.0, 0.2, CLIP_GRID).tolist():
+    best, errors = at(1.0)
+    least = cost(errors).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    for clip in torch.linspace(1.0, 0.2, CLIP_GRID).tolist()[1:]:
         found, errors = at(clip)
         price = cost(errors)
-        if not best:
-            best, least = found, price.nan_to_num(nan=torch.inf, posinf=torch.inf)
         better = price < least
         best = tuple(torch.where(better, new, old) for new, old in zip(found, best, strict=True))
         least = torch.where(better, price, least)
     return best
 
 
-def low_rank_scales(weight_OI: Tensor, spec: QuantSpec, sweeps: int = 8, importance_I: Tensor | None = None) -> Scales:
+def low_rank_scales(weight_OI: Tensor, spec: QuantSpec, importance_I: Tensor | None = None) -> Scales:
     """Fit S = A B so that codes times S approximate the weight.
 
     Starts from the clipped scales of groups, cut to the rank by SVD; then alternates between rounding to the nearest
@@ -183,13 +173,12 @@ def low_rank_scales(weight_OI: Tensor, spec: QuantSpec, sweeps: int = 8, importa
     a, b = u[:, :rank] * root, root[:, None] * vh[:rank]
     values = code_values(spec).to(weight_OI)
     importance = torch.ones_like(weight_OI) if importance_I is None else importance_I.to(weight_OI).expand_as(weight_OI)
-    for _ in range(sweeps):
+    for _ in range(SWEEPS):
         q = decode(encode(weight_OI / away_from_zero(a @ b), values), values)
         a = _least_squares(q, weight_OI, importance, a, b)
         b = _least_squares(q.T, weight_OI.T, importance.T, b.T, a.T).T
-    if rank < spec.rank:
-        a = torch.nn.functional.pad(a, (0, spec.rank - rank))
-        b = torch.nn.functional.pad(b, (0, 0, 0, spec.rank - rank))
+    a = torch.nn.functional.pad(a, (0, spec.rank - rank))
+    b = torch.nn.functional.pad(b, (0, 0, 0, spec.rank - rank))
     # Equal norms for both factors, so that neither leaves float16 and one learning rate serves both.
     balance = (b.norm(dim=1) / a.norm(dim=0).clamp_min(1e-12)).sqrt().clamp(1e-4, 1e4)
     return a * balance, b / balance[:, None]

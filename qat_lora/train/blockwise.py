@@ -2,9 +2,8 @@
 
 Before the whole model trains on the teacher's logits, each decoder layer in turn learns to give the full-precision
 layer's output *from the inputs that the quantised layers before it produce*, so it also makes up for what they lost.
-A layer's own output is a target of thousands of numbers a token where the logits are one distribution, and only one
-layer's weights, gradients and moments are in memory: at 2 bits this is the step that moves codes at all in a budget
-of a few thousand rows. End-to-end training then only has to fit scales or adapters.
+Only one layer's weights, gradients and moments are in memory, and its output is a far richer target than the logits:
+at 2 bits this is the step that moves codes at all in a budget of a few thousand rows.
 
 Source: BRECQ (arXiv 2102.05426); Block-AP of EfficientQAT (arXiv 2407.11062).
 """

@@ -1,5 +1,7 @@
 """Second moments by direct computation; the adapter's start against the Eckart-Young bound."""
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 import torch
@@ -7,9 +9,10 @@ from torch import nn
 
 from qat_lora.errors import ConfigError
 from qat_lora.layers.calibrate.fit import Metric
-from qat_lora.layers.calibrate.quantize import quantize_model, second_moments
+from qat_lora.layers.calibrate.quantize import QuantizeConfig, quantize_model, second_moments
 from qat_lora.layers.convert import add_lora, quant_layers
 from qat_lora.layers.lora import LoraConfig
+from qat_lora.options import QatOptions, QuantizeOptions
 from qat_lora.quant.presets import preset
 
 
@@ -159,3 +162,12 @@ def test_a_start_rank_beyond_the_matrix_is_cut():
 def test_gptq_without_moments_is_refused():
     with pytest.raises(ConfigError, match="gptq needs calibration text"):
         quantize_model(toy(), preset("w2g64"), "gptq", None, quiet=True)
+
+
+def test_quantize_and_qat_share_every_setting_of_how_codes_are_made():
+    shared = {field.name: field for field in fields(QuantizeConfig)}
+    for command in (QuantizeOptions, QatOptions):
+        own = {field.name: field for field in fields(command)}
+        assert set(shared) <= set(own)
+        differ = {name for name in shared if own[name].default != shared[name].default}
+        assert differ <= {"preset"}, differ

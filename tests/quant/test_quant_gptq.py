@@ -127,7 +127,7 @@ def test_descent_never_raises_a_rows_error_and_ends_where_it_stays(dtype):
         assert torch.allclose(after, slope_of(weight.to(dtype), given.dense(codes), metric.to(dtype)), atol=1e-2)
         return codes
 
-    codes = gptq(weight, curvature.inverse_root_II, 150, lambda *_: grid)
+    codes = gptq(weight, curvature.inverse_root_II, 150, lambda *_: grid.by_column(0, 150))
     errors = [error_of(codes)]
     for _ in range(30):
         codes = descended(weight, codes, sweeps=1)
@@ -136,5 +136,5 @@ def test_descent_never_raises_a_rows_error_and_ends_where_it_stays(dtype):
     assert torch.equal(descended(weight, codes, sweeps=5), codes)
     assert (errors[-1] < errors[0]).all()
     order = torch.randperm(9, generator=torch.Generator().manual_seed(0))
-    start = gptq(weight[order], curvature.inverse_root_II, 150, lambda *_: grid)
+    start = gptq(weight[order], curvature.inverse_root_II, 150, lambda *_: grid.by_column(0, 150))
     assert torch.equal(descended(weight[order], start, 30), codes[order])

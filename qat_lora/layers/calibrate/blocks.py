@@ -7,6 +7,7 @@ runs, so nothing here knows how a model makes them.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -24,11 +25,7 @@ def capture_calls(
 ) -> tuple[list[Tensor], list[list[Call]]]:
     """Return the hidden states that enter the first block, by batch, and the calls by block and batch.
 
-    Args:
-        blocks: the decoder blocks in order.
-        batches: what to run.
-        forward: runs the whole model on one batch.
-        check: raises where a block's positional arguments are not as they should be.
+    `forward` runs the whole model on one batch; `check` raises where it refuses a block's positional arguments.
     """
     states: list[Tensor] = []
     calls: list[list[Call]] = [[] for _ in blocks]
@@ -42,13 +39,11 @@ def capture_calls(
 
         return hook
 
-    handles = [block.register_forward_pre_hook(watch(i), with_kwargs=True) for i, block in enumerate(blocks)]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for number, block in enumerate(blocks):
+            hooks.enter_context(block.register_forward_pre_hook(watch(number), with_kwargs=True))
         for batch in batches:
             forward(batch)
-    finally:
-        for handle in handles:
-            handle.remove()
     return states, calls
 
 

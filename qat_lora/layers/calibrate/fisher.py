@@ -14,9 +14,9 @@ Sources: K-FAC (arXiv 1503.05671); Fisher weights in rounding, GuidedQuant (arXi
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -54,11 +54,11 @@ def sensitivities(
     quiet: bool = False,
     zeros: Zeros = torch.zeros,
 ) -> dict[str, Sensitivity]:
-    """Return the sensitivity of every named layer.
+    """Return the sensitivity of every named linear layer of a full-precision model in which nothing trains.
 
     Args:
-        model: the full-precision model; nothing in it trains.
-        names: linear layers.
+        model: the model.
+        names: the layers.
         batches: calibration batches.
         log_likelihood: from a batch to the summed log likelihood of tokens drawn from the model's predictions, or to
             any number with the same gradient.
@@ -88,19 +88,17 @@ def sensitivities(
 
     blocks = dict.fromkeys(block for name in squares if (block := block_of(name)) is not None)
     embedding = next(module for module in model.modules() if isinstance(module, nn.Embedding))
-    handles = [model.get_submodule(name).register_forward_hook(watch(name)) for name in squares]
-    handles.append(embedding.register_forward_hook(needs_gradient))
-    try:
-        with _computed_again([model.get_submodule(name) for name in blocks]):
-            for batch in tqdm(batches, desc="sensitivity", unit="batch", disable=quiet):
-                log_likelihood(batch).backward()
-    finally:
-        for handle in handles:
-            handle.remove()
+    with contextlib.ExitStack() as hooks:
+        for name in squares:
+            hooks.enter_context(model.get_submodule(name).register_forward_hook(watch(name)))
+        hooks.enter_context(embedding.register_forward_hook(needs_gradient))
+        hooks.enter_context(_computed_again([model.get_submodule(name) for name in blocks]))
+        for batch in tqdm(batches, desc="sensitivity", unit="batch", disable=quiet):
+            log_likelihood(batch).backward()
     return {name: Sensitivity(sums[name].div_(sum(map(len, parts))), parts) for name, parts in squares.items()}
 
 
-@contextmanager
+@contextlib.contextmanager
 def _computed_again(blocks: list[nn.Module]) -> Iterator[None]:
     """Let blocks keep only their inputs for the backward pass; gradients stay the same, bit for bit."""
     for block in blocks:
@@ -121,14 +119,7 @@ def _after_giving_back(forward: Callable[..., Any], *args: Any, **kwargs: Any) -
 def drawn_in_pieces(
     hidden_NH: Tensor, logits: Callable[[Tensor], Tensor], vocab_size: int, generator: torch.Generator
 ) -> Tensor:
-    """Return a number with the gradient of `drawn_log_likelihood`, without holding the logits of all positions.
-
-    Args:
-        hidden_NH: last hidden states.
-        logits: from hidden states to logits.
-        vocab_size: logits of a position.
-        generator: for the draws.
-    """
+    """Return a number with the gradient of `drawn_log_likelihood`, without holding the logits of all positions."""
     gradient = torch.empty_like(hidden_NH)
     rows = max(1, MOST_LOGITS // vocab_size)
     for states, found in zip(hidden_NH.detach().split(rows), gradient.split(rows), strict=True):

@@ -2,15 +2,11 @@
 
 The best low-rank correction of a weight error E has a closed form in any metric tr(G E H Eᵀ): the truncated SVD of
 G^(1/2) E H^(1/2), carried back. With H the second moment of inputs and no G that is QERA; with G the Fisher
-information of outputs it is what the model's predictions want. LoftQ's SVD of the plain weight error ignores which
-inputs matter, and closes less than half as much on our saturated teacher.
-
-The roots are Cholesky factors: G = L Lᵀ makes the same corrections, column by column, as the symmetric root does, at a
-thirtieth of the cost of the eigenvectors that the latter needs.
+information of outputs it is what the predictions want. LoftQ's SVD of the plain error closes less than half as much.
+Cholesky factors as roots make the same corrections as symmetric roots do, at a thirtieth of the cost.
 
 Codes that are chosen first waste their freedom on what the adapter corrects anyway. With a `joint_rank` the two
-alternate: codes of W - B A by the chosen method, then B A of what they leave; the best turn is kept. LoftQ alternates
-likewise, in the plain metric and with rounding to nearest, where more turns soon stop helping.
+alternate: codes of W - B A by the chosen method, then B A of what they leave; the best turn is kept.
 
 Sources: QERA (arXiv 2410.06040), EoRA (arXiv 2410.21271); alternation, LoftQ (arXiv 2310.08659) and CALDERA
 (arXiv 2405.18886).

@@ -9,16 +9,18 @@ Both ways fit layers through one `LayerFitter`, which keeps finished blocks for 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from qat_lora.config import option
 from qat_lora.layers.calibrate.finished import NOT_KEPT, Finished, Work, finished_of, kept_of
 from qat_lora.layers.calibrate.fisher import Sensitivity
 from qat_lora.layers.calibrate.fit import FitSettings, fit_layer
@@ -28,6 +30,33 @@ from qat_lora.quant.initialize import Method
 from qat_lora.quant.presets import Preset
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.runtime.host.memory import give_back
+
+
+@dataclass(frozen=True)
+class QuantizeConfig:
+    """How weights become codes and scales: `quantize` and `qat --from-scratch` inherit it."""
+
+    model: str | None = option(None, "full-precision model: Hugging Face folder or Hub name")
+    preset: str | None = option(None, "how weights are stored", alias="config")
+    keep: tuple[str, ...] = option((), "patterns of layers that stay unquantised", unit="regular expressions")
+    override: tuple[str, ...] = option(
+        (), "layers that another preset stores, the first match decides", unit="list of PATTERN=PRESET"
+    )
+    quantize_head: str | None = option(
+        None, "preset of the output head, and of the embedding where both are one; default: kept"
+    )
+    init: Method = option(
+        "descent",
+        "start of codes: absmax or mse rounding; with text also awq (clipping), gptq and descent (compensated)",
+    )
+    calibrate_on: Literal["student", "teacher"] = option(
+        "student",
+        "inputs that awq, gptq and descent fit a layer to: as quantised layers before it put out, or as teacher",
+    )
+    metric: Literal["fisher", "outputs"] = option(
+        "fisher", "cost of an error: to the model's predictions (needs a backward pass) or to the layer's own outputs"
+    )
+    calibration_rows: int = option(128, "rows of calibration text", unit="rows", min=1)
 
 
 def second_moments(
@@ -72,23 +101,16 @@ def second_moments(
 
     hooks = {name: watch(name) for name in names}
     lm_heads = {name: hooks.pop(name) for name in list(hooks) if LM_HEAD.search(name)}
-    handles = [model.get_submodule(name).register_forward_pre_hook(hook) for name, hook in hooks.items()]
-    try:
-        with torch.no_grad():
-            for number, batch in enumerate(batches):
-                last["batch"] = number
-                hidden = forward(batch)
-                for name, hook in lm_heads.items():
-                    hook(model.get_submodule(name), (hidden,))
-    finally:
-        for handle in handles:
-            handle.remove()
+    with contextlib.ExitStack() as stack, torch.no_grad():
+        for name, hook in hooks.items():
+            stack.enter_context(model.get_submodule(name).register_forward_pre_hook(hook))
+        for number, batch in enumerate(batches):
+            last["batch"] = number
+            hidden = forward(batch)
+            for name, hook in lm_heads.items():
+                hook(model.get_submodule(name), (hidden,))
     means = {name: total / mass[name] for name, total in sums.items()}
     return means | {name: means[shared] for name, shared in owner.items() if shared in means}
-
-
-def _no_bar() -> tqdm[Any]:
-    return tqdm(disable=True)
 
 
 @dataclass(frozen=True)
@@ -104,7 +126,7 @@ class LayerFitter:
     """Sensitivities by layer name."""
     work: Work = NOT_KEPT
     """Keeps the layers of every finished block, and has those that an interrupted run finished."""
-    bar: tqdm[Any] = field(default_factory=_no_bar)
+    bar: tqdm[Any] = field(default_factory=lambda: tqdm(disable=True))
     """Counts finished layers."""
 
     def linear(self, name: str) -> nn.Linear:
@@ -132,6 +154,10 @@ class LayerFitter:
         self.bar.update()
         return finished
 
+    def fit_all(self, moments: Mapping[str, Tensor | None]) -> dict[str, Finished]:
+        """Fit the named layers to the second moments of their inputs."""
+        return {name: self.fit(name, moment) for name, moment in moments.items()}
+
     def finish(self, block: str, fit: Callable[[], dict[str, Finished]]) -> dict[str, Finished]:
         """Return a block's layers as an interrupted run finished them, or else fit and keep them now."""
         kept = self.work.take(f"block-{block}")
@@ -151,11 +177,7 @@ class LayerFitter:
 
 
 def quantize_layers(fitter: LayerFitter, moments: Mapping[str, Tensor] | None = None) -> dict[str, Factors]:
-    """Quantise every target layer, in place; return the adapter starts by layer name.
-
-    Args:
-        fitter: what to fit, and how.
-        moments: second moments by layer name, from `second_moments`.
+    """Quantise every target layer, in place, by its `second_moments`; return the adapter starts by layer name.
 
     Raises:
         InterruptedRunError: the run was asked to stop.
@@ -163,13 +185,9 @@ def quantize_layers(fitter: LayerFitter, moments: Mapping[str, Tensor] | None = 
     """
     adapter_init: dict[str, Factors] = {}
     for block, names in itertools.groupby(fitter.targets, lambda name: block_of(name) or name):
-        found = fitter.finish(block, functools.partial(_fit_each, fitter, list(names), moments or {}))
-        adapter_init |= fitter.put(found)
+        fit = functools.partial(fitter.fit_all, {name: (moments or {}).get(name) for name in names})
+        adapter_init |= fitter.put(fitter.finish(block, fit))
     return adapter_init
-
-
-def _fit_each(fitter: LayerFitter, names: Iterable[str], moments: Mapping[str, Tensor]) -> dict[str, Finished]:
-    return {name: fitter.fit(name, moments.get(name)) for name in names}
 
 
 def quantize_model(
@@ -187,7 +205,7 @@ def quantize_model(
         preset: which layers, and how.
         method: how codes and scales are chosen.
         moments: second moments by layer name, from `second_moments`.
-        start_rank: columns of the adapter start to keep; 0 for none.
+        start_rank: columns of the adapter start; 0 for none.
         quiet: no progress bar.
 
     Raises:

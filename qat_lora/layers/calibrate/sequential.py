@@ -7,18 +7,15 @@ rows at one depth. A layer of the student should put out W x but receives y, so 
     W* = W E[x yᵀ] E[y yᵀ]⁻¹,
 
 the least-squares map from what it receives to what it should give; codes and adapter start are then fitted to W* on
-E[y yᵀ]. Every layer thus compensates, as far as it can, for the errors of those before it. The usual GPTQ practice
-(W on the student's inputs) sees the errors but does not aim at them; on our saturated teacher it won nothing, and W* a
-sixth of the KL.
-
-One block at a time is held twice, at full precision and quantised; a block runs once for every distinct input of its
-layers.
+E[y yᵀ]. Usual GPTQ practice (W on the student's inputs) sees the errors of earlier layers but does not aim at them: on
+our saturated teacher it won nothing, and W* a sixth of the KL. One block at a time is held twice.
 
 Source: GPTAQ (arXiv 2504.02692) for asymmetric calibration; the target W* is its least-squares form.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -131,12 +128,7 @@ class _Block:
         self.paths = [layer.removeprefix(f"{name}.") for layer in layers]
 
     def fit(self, exact: list[Tensor], student: list[Tensor]) -> dict[str, Finished]:
-        """Fit the block's layers, leaving them dense and corrected.
-
-        Args:
-            exact: hidden states of all batches that enter the reference.
-            student: those that enter the student.
-        """
+        """Fit the layers to the hidden states that enter reference and student; leave them dense and corrected."""
         found: dict[str, Finished] = {}
         for paths in self._stages(exact[0]):
             moments = self._moments(paths, exact, student)
@@ -155,17 +147,12 @@ class _Block:
     def _stages(self, states: Tensor) -> list[list[str]]:
         """Return the layers in the order in which they run, those with the same input together."""
         order: list[tuple[str, Tensor]] = []
-        handles = [
-            self.reference.get_submodule(path).register_forward_pre_hook(
-                lambda _m, args, path=path: order.append((path, args[0]))
-            )
-            for path in self.paths
-        ]
-        try:
+        with contextlib.ExitStack() as hooks:
+            for path in self.paths:
+                layer = self.reference.get_submodule(path)
+                hook = functools.partial(lambda path, _module, args: order.append((path, args[0])), path)
+                hooks.enter_context(layer.register_forward_pre_hook(hook))
             run_block(self.reference, states, self.calls[0])
-        finally:
-            for handle in handles:
-                handle.remove()
         return [[path for path, _ in group] for _, group in itertools.groupby(order, key=lambda item: id(item[1]))]
 
     def _moments(
@@ -196,24 +183,13 @@ def _input_of(path: str, block: nn.Module, states: Tensor, call: Call) -> Tensor
         seen.append(args[0])
         raise _Stop
 
-    handle = block.get_submodule(path).register_forward_pre_hook(stop)
-    try:
+    with block.get_submodule(path).register_forward_pre_hook(stop), contextlib.suppress(_Stop):
         run_block(block, states, call)
-    except _Stop:
-        pass
-    finally:
-        handle.remove()
     return seen[0].reshape(-1, seen[0].shape[-1]).float()
 
 
 def aimed_weight(weight_OI: Tensor, moment_II: Tensor, cross_II: Tensor) -> Tensor:
-    """Return W* = W + W (E[x yᵀ] - E[y yᵀ]) E[y yᵀ]⁻¹, with E[y yᵀ] damped where it is inverted.
-
-    Args:
-        weight_OI: the full-precision weight.
-        moment_II: E[y yᵀ] of the student's inputs y.
-        cross_II: E[x yᵀ], x being the full-precision inputs.
-    """
+    """Return W* = W + W (E[x yᵀ] - E[y yᵀ]) E[y yᵀ]⁻¹, from E[y yᵀ], damped where it is inverted, and E[x yᵀ]."""
     weight = weight_OI.double()
     change = weight @ (cross_II.double() - moment_II.double())
     return (weight + torch.linalg.solve(damped(moment_II), change, left=False)).float()
