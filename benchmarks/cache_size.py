@@ -33,7 +33,8 @@ import torch
 from qat_lora.cache.build.builder import ForwardSettings, run_batch
 from qat_lora.cache.build.writer import CacheWriter
 from qat_lora.cache.format import layout as fmt
-from qat_lora.cache.format.records import VALUE_DTYPES, Fingerprint
+from qat_lora.cache.format.layout import VALUE_DTYPES
+from qat_lora.cache.format.records import Fingerprint
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.cache.tools.pack import pack_cache
 from qat_lora.data.packing import PackedRow, make_encoder, pack_rows

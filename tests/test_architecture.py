@@ -33,16 +33,9 @@ RANK = {part: rank for rank, parts in RANKS.items() for part in parts}
 DEVICES = {"cpu", "cuda", "mps", "tpu", "xla"}
 LONGEST = 500  # lines of a module
 ROOMS = 26  # first-level packages and modules
-LINES = 24_060  # of the whole package
+LINES = 24_900  # of the whole package; to be 24,060: 21,500, and 2,560 for what the issue before the house added
 FUNCTION_LINES, FUNCTION_PARAMETERS = 80, 8  # of a function in the rooms below
 SMALL_FUNCTIONS = ("train", "losses", "layers", "runtime")
-# `torch.autograd.Function.forward` takes every tensor and setting as a parameter of its own.
-LARGE_FUNCTIONS = {"qat_lora.losses.fused.op:_FusedLinearKD.forward"}
-TO_MEND = {  # to be emptied; a function or circle that is not among them fails
-    "qat_lora.train.loop:train",
-    "qat_lora.train.anchor <-> qat_lora.train.loop",
-    "evaluate <-> export <-> models",
-}
 # Asking which device names exist is the job of these two; they branch on no device to compute.
 MAY_NAME_DEVICES = ("commands", "plan")
 DEVICE_FLAGS = {"is_cpu", "is_cuda", "is_mps", "is_xla"}
@@ -287,7 +280,7 @@ def package_lines() -> int:
 
 
 def test_no_circles():
-    assert set(circles(import_graph())) | set(circles(room_graph())) <= TO_MEND
+    assert set(circles(import_graph())) | set(circles(room_graph())) == set()
     assert len(import_graph()) > 100
 
 
@@ -310,12 +303,7 @@ def test_functions_are_small():
         if (lines > FUNCTION_LINES or parameters > FUNCTION_PARAMETERS)
         and room_of(name.partition(":")[0]) in SMALL_FUNCTIONS
     }
-    assert large <= LARGE_FUNCTIONS | TO_MEND
-
-
-def test_the_exceptions_are_named():
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    assert all(f"`{name.partition(':')[2]}`" in text for name in LARGE_FUNCTIONS)
+    assert large == set()
 
 
 def test_commands_are_registered_once():

@@ -14,10 +14,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "qat_lora"
 ROW = re.compile(r"^\| ([a-z ]+) \| `(\w[\w-]*)` \| (.+) \|$")
 FILES = 3
-PENDING = {  # files beyond those listed that know the example today; to be emptied
-    "an export form": {"export/vllm_rules.py", "models/load.py"},
-    "a cache value type": {"cache/tools/audit.py", "cache/format/layout.py"},
-}
 
 
 def table() -> dict[str, tuple[str, list[str]]]:
@@ -70,7 +66,7 @@ def test_at_most_three_files(item):
     assert all((PACKAGE / file).is_file() for file in files)
     known = known_in(name)
     assert known, f"{name} is nowhere: the example is gone"
-    assert known - set(files) <= PENDING.get(item, set())
+    assert known <= set(files)
 
 
 def test_names_are_found():

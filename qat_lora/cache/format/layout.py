@@ -20,6 +20,9 @@ import numpy as np
 
 from qat_lora.types import temperature_key
 
+VALUE_DTYPES = ("float16", "uint8")
+"""How the logits of top-K entries may be stored."""
+
 FORMAT = "qat-lora-kd-cache"
 VERSION = 1
 MANIFEST = "manifest.json"

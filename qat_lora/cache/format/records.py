@@ -24,7 +24,6 @@ from qat_lora.errors import CacheDamaged, CacheError, ConfigError
 R = TypeVar("R")
 _SEAL = '"checksum": "'
 _SEAL_END = '"\n}\n'
-VALUE_DTYPES = ("float16", "uint8")
 _OPTIONAL = re.compile(r"(tail_draws|draws):([1-9][0-9]{0,5})|(hidden):([1-9][0-9]{0,6}):([0-9a-f]{64})")
 _OPTIONAL_ORDER = ("tail_draws", "draws", "hidden")
 
@@ -97,7 +96,7 @@ class Fingerprint:
             ("length", self.length, 2 <= self.length < 1 << 24, "2 or more tokens: a row of 1 predicts nothing"),
             ("vocab_size", self.vocab_size, 1 <= self.vocab_size < 1 << 31, "1 to 2^31 - 1"),
             ("top_k", self.top_k, fewest <= self.top_k <= self.vocab_size, topk_allowed),
-            ("value_dtype", self.value_dtype, self.value_dtype in VALUE_DTYPES, " or ".join(VALUE_DTYPES)),
+            ("value_dtype", self.value_dtype, self.value_dtype in fmt.VALUE_DTYPES, " or ".join(fmt.VALUE_DTYPES)),
             ("eval_rows", self.eval_rows, self.eval_rows >= 0, "0 or more"),
             ("tail_draws", self.optional_arrays, self.top_k or "tail_draws" not in extras, "none where --top-k is 0"),
         ]

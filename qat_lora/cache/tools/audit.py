@@ -20,6 +20,7 @@ import torch
 
 from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.codec import decode_values, encode_values
+from qat_lora.cache.format.layout import VALUE_DTYPES
 from qat_lora.cache.format.records import Fingerprint
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.cache.storage.location import Place
@@ -141,9 +142,10 @@ def _audit_row(
     held = dataset.fingerprint
     stored = {(held.value_dtype, k): dataset.rows([row], k, ()) for k in topk_sizes(held.top_k)}
     whole = dataset.rows([row])
-    if held.top_k and held.value_dtype == "float16":
-        codes = encode_values(whole["head_logits"], "uint8", max(held.temperatures))  # of all K, as a builder would
-        stored |= {("uint8", k): {**stored["float16", k], "head_logits": decode_values(codes, k)} for _, k in [*stored]}
+    exact, *coarser = VALUE_DTYPES
+    for other in coarser if held.top_k and held.value_dtype == exact else ():
+        codes = encode_values(whole["head_logits"], other, max(held.temperatures))  # of all K, as a builder would
+        stored |= {(other, k): {**stored[exact, k], "head_logits": decode_values(codes, k)} for _, k in [*stored]}
     ids_BL, documents_BL = (torch.from_numpy(whole[name]).to(device) for name in ("input_ids", "document_ids"))
     hidden_NH = teacher.hidden(ids_BL, documents_BL)[0, :-1]
     parts, start = [], 0
