@@ -9,12 +9,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from safetensors import SafetensorError
 
-from qat_lora import cli, errors
+from qat_lora import cli, errors, registry
 from qat_lora.errors import DiskError, QatLoraError, disk_error
+from qat_lora.options import RunConfig
 from qat_lora.runtime.launch import start as launch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +37,7 @@ COMMANDS = {
 PROGRAM = r"""
 import contextlib, io, json, os, sys
 from pathlib import Path
+from types import SimpleNamespace
 from qat_lora import cli
 
 def run(line, out):
@@ -159,9 +162,10 @@ def test_every_error_of_the_disk_is_one_line_from_the_command_line_and_from_pyth
     def fails(*_):
         raise OSError(number, os.strerror(number), "/out/a\nfile")
 
-    monkeypatch.setattr(launch, "_run", fails)
+    monkeypatch.setattr(launch, "plan_run", fails)
+    options = SimpleNamespace(run=RunConfig(device="cpu"), dry_run=False)
     with pytest.raises(QatLoraError, match="file: .*; "):
-        launch.run("quantize", None)
+        launch.run(registry.COMMANDS["quantize"], options)
     with pytest.raises(SystemExit) as stop:
         cli.main(["quantize", "--model", "x"])
     said = capsys.readouterr().err

@@ -45,7 +45,7 @@ def main():
     prompts = [5, 17, 200], [3, 8, 1, 2, 9]
     found["graphs of a text"] = []
     for prompt in prompts:
-        settings = {"row_length": 16, "cut": runtime.mark_step}
+        settings = {"row_length": 16, "mark_step": runtime.mark_step}
         texts = [continue_ids(model, prompt, 9, device=device, **settings) for model, device in places]
         found.setdefault("texts", []).append(texts)
         found["graphs of a text"].append(runtime.compile_report()["graphs_compiled"] - before)
