@@ -9,7 +9,7 @@ import pytest
 
 from qat_lora.errors import OutputExistsError
 from qat_lora.files import outputs
-from qat_lora.files.folders import LIST, MARK, listed, ours, release, whole_folder, write_text
+from qat_lora.files.folders import LIST, MARK, atomic_dir, listed, ours, release, write_text
 from qat_lora.files.outputs import claim, complete
 
 SETTINGS = {"seed": 1, "nested": {"lr": 0.1, "list": (1, 2)}, "none": None}
@@ -246,7 +246,7 @@ def test_files_of_a_draft_folder_have_no_lines_of_their_own(tmp_path):
     claim(out, "recover", SETTINGS, False)
     try:
         for step in (1, 1, 2):
-            with whole_folder(out / "checkpoints" / f"step-{step}") as draft:
+            with atomic_dir(out / "checkpoints" / f"step-{step}") as draft:
                 write_text(draft / "state.json", "{}")
         write_text(out / "result.json", "{}")
     finally:
