@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.records import Fingerprint, read_header
-from qat_lora.cache.storage.location import Location
+from qat_lora.cache.storage.location import Location, Place, locate
 from qat_lora.errors import CacheDamaged, CacheError
 from qat_lora.types import LMHead
 
@@ -76,7 +76,7 @@ def check_lm_head(location: Location, fingerprint: Fingerprint, *, whole: bool =
             pass
 
 
-def read_lm_head(location: Location, fingerprint: Fingerprint) -> LMHead:
+def read_lm_head(place: Place, fingerprint: Fingerprint) -> LMHead:
     """Return the teacher's LM head, tensors on the CPU in the type in which they are stored.
 
     Raises:
@@ -85,6 +85,7 @@ def read_lm_head(location: Location, fingerprint: Fingerprint) -> LMHead:
     """
     import torch
 
+    location = locate(place)
     if fingerprint.lm_head_sha256 is None:
         raise CacheError(
             f"{location}: holds no hidden states, and so no output head of its teacher; build the cache with --hidden"

@@ -17,10 +17,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
 
-from qat_lora.cache.storage.remote import RemoteFolder, is_url
+from qat_lora.cache.storage.remote import RemoteFolder
 from qat_lora.errors import CacheDamaged, CacheError
 from qat_lora.files import atomic
 
+_URL = re.compile(r"[a-z][a-z0-9+.-]*(://|::)")
 _MANGLED = re.compile(r"[a-z][a-z0-9+]{1,15}:")
 _CHUNK_BYTES = 1 << 20
 
@@ -118,7 +119,7 @@ def locate(place: Place) -> Location:
     if isinstance(place, str):
         if text.startswith(("file://", "local://")):
             return LocalFolder(Path(text.split("://", 1)[1]))
-        if is_url(text):
+        if _URL.match(text):
             return RemoteFolder(text)
     first = text.split("/", 1)[0]
     if "/" in text and _MANGLED.fullmatch(first) and not Path(first).exists():

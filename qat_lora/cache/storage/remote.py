@@ -18,7 +18,6 @@ import errno
 import functools
 import hashlib
 import inspect
-import re
 from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
@@ -30,12 +29,6 @@ from qat_lora.terminal import redact
 CHUNK_BYTES = 8 << 20
 """Of one request when a file is read piece by piece."""
 _EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3"}
-_URL = re.compile(r"([a-z][a-z0-9+.-]*)(://|::)")
-
-
-def is_url(text: str) -> bool:
-    """Return whether a text is a URL rather than a path."""
-    return _URL.match(text) is not None
 
 
 class RemoteFolder:
