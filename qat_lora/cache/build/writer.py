@@ -222,7 +222,7 @@ class CacheWriter:
             )
             self.out.write_new(fmt.part_name(self.partition.builder), [render(part)], "part")
             self._ended = True
-        with self.out.in_turn(f"{fmt.LOCK}.manifest"):
+        with self.out.lock(f"{fmt.LOCK}.manifest", "waiting"):
             if self.out.has(fmt.MANIFEST):
                 self.finished = True
                 return read_manifest(self.out)
@@ -265,10 +265,10 @@ class CacheWriter:
         self.out.make()
         with contextlib.ExitStack() as stack:
             if self.partition.builders == 1:
-                stack.enter_context(self.out.exclusive(fmt.LOCK))
+                stack.enter_context(self.out.lock(fmt.LOCK, "exclusive"))
             else:  # keep out the same builder a second time, and builders that divide the work differently
-                stack.enter_context(self.out.sharing(fmt.LOCK))
-                stack.enter_context(self.out.exclusive(f"{fmt.LOCK}.{self.partition.builder}"))
+                stack.enter_context(self.out.lock(fmt.LOCK, "shared"))
+                stack.enter_context(self.out.lock(f"{fmt.LOCK}.{self.partition.builder}", "exclusive"))
             if self._overwrite:
                 self._delete()
             else:
@@ -280,7 +280,8 @@ class CacheWriter:
 
     def _put_lm_head(self, file: LMHeadFile | None) -> None:
         """Write the teacher's LM head, or check the one that is there; of several builders one at a time."""
-        with self.out.in_turn(f"{fmt.LOCK}.manifest") if self.partition.builders > 1 else contextlib.nullcontext():
+        several = self.partition.builders > 1
+        with self.out.lock(f"{fmt.LOCK}.manifest", "waiting") if several else contextlib.nullcontext():
             self.out.delete(f".{fmt.LM_HEAD}.tmp")  # of a builder that was killed right here
             if self.out.has(fmt.LM_HEAD):
                 check_lm_head(self.out, self.fingerprint)

@@ -104,17 +104,9 @@ class LocalFolder:
         path = Path(os.path.abspath(self.path))
         return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free
 
-    def exclusive(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Hold a lock that nobody else has; OutputExistsError if somebody does."""
-        return atomic.exclusive(self.path / name)
-
-    def sharing(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Hold a lock that others may share; OutputExistsError if somebody has it exclusively."""
-        return atomic.sharing(self.path / name)
-
-    def in_turn(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Hold a lock after waiting for its holder."""
-        return atomic.in_turn(self.path / name)
+    def lock(self, name: str, kind: atomic.Lock) -> contextlib.AbstractContextManager[None]:
+        """Hold a lock; OutputExistsError if somebody has it, unless `kind` is to wait."""
+        return atomic.lock(self.path / name, kind)
 
 
 Location = LocalFolder | RemoteFolder

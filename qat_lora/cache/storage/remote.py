@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 
 from qat_lora.errors import CacheDamaged, CacheError, MissingExtraError, OutputExistsError, QatLoraError
 from qat_lora.extras import require
-from qat_lora.files.atomic import failpoint
+from qat_lora.files.atomic import Lock, failpoint
 from qat_lora.terminal import redact
 
 CHUNK_BYTES = 8 << 20
@@ -141,12 +141,10 @@ class RemoteFolder:
         """Return None: a store has no end that it tells of."""
         return None
 
-    def exclusive(self, name: str) -> contextlib.AbstractContextManager[None]:
+    def lock(self, name: str, kind: Lock) -> contextlib.AbstractContextManager[None]:
         """Hold no lock: names that are never replaced need none."""
         self._require_create()
         return contextlib.nullcontext()
-
-    sharing = in_turn = exclusive
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
