@@ -29,6 +29,11 @@ class QatLoraError(Exception):
         return line if len(line) <= LONGEST_LINE else f"{line[:700]} … {line[-250:]}"
 
 
+def one_line(error: BaseException, longest: int | None = None) -> str:
+    """Return what a library's error says, cut to `longest` characters, or its kind where it says nothing."""
+    return " ".join(str(error).split())[:longest] or type(error).__name__
+
+
 class ConfigError(QatLoraError, ValueError):
     """A setting, flag or recipe that does not fit."""
 

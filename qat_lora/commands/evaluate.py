@@ -20,7 +20,7 @@ from qat_lora.evaluate.plots import plot_report
 from qat_lora.evaluate.protocols import BLOCK, block_rows, sliding_rows
 from qat_lora.evaluate.report import save_json
 from qat_lora.evaluate.score import measure
-from qat_lora.evaluate.tally import Tally, bootstrap, intervals, join, pairs
+from qat_lora.evaluate.tally import Tally, bootstrap, interval, join, pairs
 from qat_lora.evaluate.tasks import check_tasks, run_tasks
 from qat_lora.files import outputs
 from qat_lora.files.folders import write_text
@@ -186,7 +186,7 @@ def _report(
 
 def _figures(tallies: dict[str, Tally], drawn: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the figures of every model, with their limits."""
-    limits = intervals(drawn)
+    limits = {name: {figure: interval(values) for figure, values in of.items()} for name, of in drawn.items()}
     return {name: {**tally.figures, "interval": limits[name]} for name, tally in tallies.items()}
 
 

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qat_lora.errors import ModelError
+from qat_lora.errors import ModelError, one_line
 from qat_lora.export.card import check_model_card
 from qat_lora.files.checksums import check_folder, read_object
 from qat_lora.files.folders import LIST, MARK
@@ -155,6 +155,6 @@ def upload(folder: Path, files: list[Upload], repo: str, private: bool, api: Any
             commit_message="Upload a model exported by qat-lora",
         )
     except Exception as error:  # of the network, the login or the Hub: the user can mend all of them
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = one_line(error, 300)
         raise ModelError(f"repo: {repo} did not take the upload ({reason}); log in with `hf auth login`") from None
     return str(getattr(commit, "commit_url", commit))

@@ -37,7 +37,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as hf_logging
 
-from qat_lora.errors import ModelError, QatLoraError
+from qat_lora.errors import ModelError, QatLoraError, one_line
 from qat_lora.extras import require
 from qat_lora.files.checksums import SUMS, TOKENIZER, check_folder, read_object, seal
 from qat_lora.files.finite import check_finite
@@ -110,9 +110,9 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ModelError(
-            f"tokenizer: {folder} has none that loads ({reason}); copy the tokenizer.json that belongs to the model"
+            f"tokenizer: {folder} has none that loads ({one_line(error, 200)}); copy the "
+            "tokenizer.json that belongs to the model"
         ) from None
     backend = getattr(tokenizer, "backend_tokenizer", None)
     # Where the files are missing, transformers makes a tokenizer of special tokens alone, which drops all text.
@@ -297,7 +297,7 @@ def load_model(
     except QatLoraError:
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = one_line(error, 300)
         raise ModelError(f"model: {folder} does not load as a causal language model ({reason})") from None
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report.get(problem):

@@ -31,7 +31,6 @@ from qat_lora.cache.read.shard import Shard
 from qat_lora.cache.storage import store
 from qat_lora.cache.storage.location import LocalFolder, Place, locate
 from qat_lora.errors import CacheDamaged, CacheError, ConfigError, OutputExistsError
-from qat_lora.files import atomic
 from qat_lora.files import folders as files
 
 _UNCOMMITTED = re.compile(r"\.[seb]-([0-9]{6})\.(?:safetensors|json)\.tmp|([se]-([0-9]{6}))\.safetensors")
@@ -211,7 +210,7 @@ class CacheWriter:
             )
             self.out.write_new(fmt.part_name(self.partition.builder), [render(part)], "part")
             self._ended = True
-        with self.out.locked(f"{fmt.LOCK}.manifest", atomic.in_turn):
+        with self.out.lock(f"{fmt.LOCK}.manifest", "waiting"):
             if not self.out.has(fmt.MANIFEST):
                 if self.waiting_for():
                     return None
@@ -251,10 +250,10 @@ class CacheWriter:
             self.out.path.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
             if self.partition.builders == 1:
-                stack.enter_context(self.out.locked(fmt.LOCK, atomic.exclusive))
+                stack.enter_context(self.out.lock(fmt.LOCK, "exclusive"))
             else:  # keep out the same builder a second time, and builders that divide the work differently
-                stack.enter_context(self.out.locked(fmt.LOCK, atomic.sharing))
-                stack.enter_context(self.out.locked(f"{fmt.LOCK}.{self.partition.builder}", atomic.exclusive))
+                stack.enter_context(self.out.lock(fmt.LOCK, "shared"))
+                stack.enter_context(self.out.lock(f"{fmt.LOCK}.{self.partition.builder}", "exclusive"))
             if self._overwrite:
                 self.out.delete(fmt.MANIFEST)  # first: what remains after a kill is an unfinished build
                 for name in self.out.names():
@@ -270,7 +269,7 @@ class CacheWriter:
     def _put_lm_head(self) -> None:
         """Write the teacher's LM head, or check the one that is there; of several builders one at a time."""
         file, several = self._lm_head, self.partition.builders > 1
-        with self.out.locked(f"{fmt.LOCK}.manifest", atomic.in_turn) if several else contextlib.nullcontext():
+        with self.out.lock(f"{fmt.LOCK}.manifest", "waiting") if several else contextlib.nullcontext():
             self.out.delete(f".{fmt.LM_HEAD}.tmp")  # of a builder that was killed right here
             if self.out.has(fmt.LM_HEAD):
                 check_lm_head(self.out, self.fingerprint)

@@ -9,7 +9,7 @@ larger than memory, and one that changes during a run of days is an error that n
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from qat_lora.cache.format.records import Fingerprint, ShardEntry
 from qat_lora.cache.read.shard import Shard, most_open
 from qat_lora.cache.storage.location import Place, locate
 from qat_lora.cache.storage.store import at_once, check_entry, read_manifest
-from qat_lora.data import shuffle as order
+from qat_lora.data.shuffle import ShuffledRows
 from qat_lora.errors import CacheDamaged, CacheError
 from qat_lora.types import Batch, LMHead, VerifyRows
 
@@ -28,7 +28,7 @@ _CHECK_EVERY = {"all": 1, "sampled": 16, "off": 0}
 """One row of so many is compared with its CRC-32."""
 
 
-class KDCacheDataset:
+class KDCacheDataset(ShuffledRows):
     """A KD cache as training data.
 
     Args:
@@ -163,25 +163,6 @@ class KDCacheDataset:
             CacheDamaged: the file is not what was written.
         """
         return read_lm_head(self.path, self.fingerprint)
-
-    def steps_per_epoch(self, global_batch_rows: int) -> int:
-        """Return the steps in which every row is seen once."""
-        return order.steps_per_epoch(len(self), global_batch_rows)
-
-    def batches(
-        self,
-        start_step: int,
-        steps: int,
-        batch_rows: int,
-        accumulation: int = 1,
-        seed: int = 0,
-        replica: int = 0,
-        replicas: int = 1,
-    ) -> Iterator[Batch]:
-        """Yield this replica's micro-batches: `accumulation` for each of `steps` steps (`order.micro_batches`)."""
-        rows = len(self)
-        for micro in order.micro_batches(rows, start_step, steps, batch_rows, accumulation, seed, replica, replicas):
-            yield self.rows(micro)
 
     def check_student(self, tokenizer_sha256: str | None, vocab_size: int, max_positions: int | None = None) -> None:
         """Check that a student can learn from this cache.

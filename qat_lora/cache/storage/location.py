@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
@@ -96,9 +96,9 @@ class LocalFolder:
         path = Path(os.path.abspath(self.path))
         return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free
 
-    def locked(self, name: str, hold: Callable[[Path], AbstractContextManager[None]]) -> AbstractContextManager[None]:
-        """Hold a lock: `atomic.exclusive`, `atomic.sharing` or `atomic.in_turn`."""
-        return hold(self.path / name)
+    def lock(self, name: str, kind: atomic.Lock) -> AbstractContextManager[None]:
+        """Hold a lock; OutputExistsError if somebody has it, unless `kind` is to wait."""
+        return atomic.lock(self.path / name, kind)
 
 
 Location = LocalFolder | RemoteFolder

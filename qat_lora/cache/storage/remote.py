@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 from qat_lora.errors import CacheDamaged, CacheError, MissingExtraError, OutputExistsError, QatLoraError
 from qat_lora.extras import require
-from qat_lora.files.atomic import failpoint
+from qat_lora.files.atomic import Lock, failpoint
 from qat_lora.terminal import redact
 
 CHUNK_BYTES = 8 << 20
@@ -124,7 +124,7 @@ class RemoteFolder:
         with self._writing(name), contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self._path(name))
 
-    def locked(self, name: str, hold: Any) -> contextlib.AbstractContextManager[None]:
+    def lock(self, name: str, kind: Lock) -> contextlib.AbstractContextManager[None]:
         """Hold no lock: names that are never replaced need none."""
         self._require_create()
         return contextlib.nullcontext()
