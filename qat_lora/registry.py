@@ -23,33 +23,37 @@ class Requirements(NamedTuple):
     device: str = "auto"  # where it is to run
 
 
+class DryRun(NamedTuple):
+    """What a command would do."""
+
+    report: dict[str, Any]
+    text: str  # the same for people
+    requirements: Requirements
+
+
 Device = Literal["none", "one chip", "several chips"]
 SEVERAL: Device = "several chips"
 
 
 @dataclass(frozen=True)
 class Command:
-    """One command.
+    """One command; functions are named as "package.module:name".
 
-    `function` is called as `function(options, runtime)`; where a command has no `options`, it is a command of the click
-    library that reads its own words. `plan(options)` returns its `plan.dry_run.DryRun`, from shapes alone.
+    Where a command has no `options`, its function is a command of the click library that reads its own words.
     """
 
     words: str
-    function: str  # "package.module:name", as the paths below
+    function: str  # called with options and runtime
     help: str
     options: str = ""  # class in qat_lora.options
     device: Device = "one chip"
-    plan: str = ""
+    plan: str = ""  # returns its `DryRun` from the options, by shapes alone
+    advice: str = ""  # says, from the options, what to lower where the memory was too little
     first_words: Mapping[str, str] = field(default_factory=dict)  # setting -> how --help calls a word without a name
 
-    def load(self) -> Any:
-        """Import the function."""
-        return _named(self.function)
-
-    def load_plan(self) -> Any:
-        """Import the function that plans a run."""
-        return _named(self.plan)
+    def load(self, name: Literal["function", "plan", "advice"] = "function") -> Any:
+        """Import one of the functions."""
+        return _named(getattr(self, name))
 
     def options_class(self) -> Any:
         """Import the class of the settings."""
@@ -62,17 +66,30 @@ def _named(path: str) -> Any:
 
 
 def _command(
-    words: str, function: str, help: str, options: str = "", device: Device = "one chip", plan: str = "", **first: str
+    words: str,
+    function: str,
+    help: str,
+    options: str = "",
+    device: Device = "one chip",
+    plan: str = "",
+    advice: str = "general_advice",
+    **first: str,
 ) -> Command:
-    plan = plan and f"qat_lora.plan.{plan}"
-    return Command(words, f"qat_lora.commands.{function}", help, options, device, plan, first)
+    function, plan = f"qat_lora.commands.{function}", plan and f"qat_lora.plan.{plan}"
+    return Command(words, function, help, options, device, plan, f"qat_lora.plan.advice:{advice}", first)
 
 
-# Words, function in `commands`, line of help, class in `options`, device; the function in `plan`; words without a name.
+# Words, function in `commands`, line of help, class in `options`, device; the functions in `plan` and `plan.advice`;
+# words without a name.
 _COMMANDS = (
     _command("demo", "demo:demo", "Train, damage and recover a small model on this machine.", "DemoOptions"),
     _command(
-        "cache build", "cache:build_cache", "Write a teacher's logits to a KD cache.", "CacheBuildOptions", SEVERAL
+        "cache build",
+        "cache:build_cache",
+        "Write a teacher's logits to a KD cache.",
+        "CacheBuildOptions",
+        SEVERAL,
+        advice="build_advice",
     ),
     _command(
         "cache audit",
@@ -100,6 +117,7 @@ _COMMANDS = (
         "Quantise a model and prepare its adapter start.",
         "QuantizeOptions",
         plan="quantize:plan_quantize",
+        advice="quantize_advice",
     ),
     _command(
         "recover",
@@ -107,7 +125,8 @@ _COMMANDS = (
         "Train a recovery adapter from a KD cache.",
         "RecoverOptions",
         SEVERAL,
-        plan="recover:plan_recover",
+        plan="training:plan_recover",
+        advice="recover_advice",
     ),
     _command(
         "qat",
@@ -115,9 +134,16 @@ _COMMANDS = (
         "Train a quantised model's own scales, tables, norms or weights.",
         "QatOptions",
         SEVERAL,
-        plan="qat:plan_qat",
+        plan="training:plan_qat",
+        advice="qat_advice",
     ),
-    _command("eval", "evaluate:evaluate", "Score models against a teacher on held-out text.", "EvalOptions"),
+    _command(
+        "eval",
+        "evaluate:evaluate",
+        "Score models against a teacher on held-out text.",
+        "EvalOptions",
+        advice="eval_advice",
+    ),
     _command("export", "export:export", "Write a student in a form other tools load.", "ExportOptions"),
     _command("generate", "generate:generate", "Continue a prompt.", "GenerateOptions"),
     _command("chat", "chat:chat", "Talk with a model on the terminal.", "ChatOptions", student="STUDENT"),

@@ -32,7 +32,6 @@ from qat_lora.files.identity import checkpoint_sha256
 from qat_lora.models.device_map import SpreadCausalLM, load_spread
 from qat_lora.models.load import CausalLM, load_tokenizer, tokenizer_sha256
 from qat_lora.options import AuditOptions, CacheBuildOptions
-from qat_lora.plan.advice import advised, build_advice
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.machine import made_with
 from qat_lora.setup.common import fit_attention, fits_positions, load, say, text_inputs
@@ -40,7 +39,6 @@ from qat_lora.setup.multiprocess import as_builder, fetch
 from qat_lora.terminal import redact
 
 
-@advised(build_advice)
 def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
     """Build (or go on building) a KD cache; return its folder (an `RemoteFolder` for a URL), or with `dry_run` a dict.
 

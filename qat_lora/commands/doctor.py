@@ -287,5 +287,5 @@ def _requirements(planned: Sequence[str]) -> Requirements:
     select_runtime("cpu")  # before transformers is imported, as for every command
     parser = OptionsCommand(command)
     options = parser.options(parser.make_context(planned[0], list(planned[1:])))
-    needs: Requirements = command.load_plan()(options).requirements
+    needs: Requirements = command.load("plan")(options).requirements
     return needs._replace(device="tpu" if options.run.tpu else options.run.device)

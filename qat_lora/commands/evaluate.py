@@ -28,13 +28,11 @@ from qat_lora.files.identity import checkpoint_sha256
 from qat_lora.models.load import CausalLM, load_tokenizer, tokenizer_sha256
 from qat_lora.models.student import Student, open_student
 from qat_lora.options import EvalOptions
-from qat_lora.plan.advice import advised, eval_advice
 from qat_lora.runtime.base import Runtime
 from qat_lora.setup.common import batches_of, fits_positions, load, picture, say, text_inputs
 from qat_lora.terminal import redact
 
 
-@advised(eval_advice)
 def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
     """Score models side by side on held-out text; write scores and report card; return the scores by model."""
     run = options.run

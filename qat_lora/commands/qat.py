@@ -24,8 +24,6 @@ from qat_lora.layers.calibrate.quantize import QuantizeConfig
 from qat_lora.layers.convert import bits_per_weight, quant_layers
 from qat_lora.models.load import CausalLM, save_with_tensors
 from qat_lora.options import QatOptions, QuantizeOptions, RunConfig
-from qat_lora.plan.advice import advised, qat_advice
-from qat_lora.plan.qat import plan_qat
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.signals import stop_signals
 from qat_lora.setup.common import cached_calibration_rows, check_fits, load, run_name, say
@@ -41,14 +39,8 @@ MAKING = tuple(field.name for field in fields(QuantizeConfig) if field.name not 
 """Settings that say how `--from-scratch` makes its student, apart from the model and the preset."""
 
 
-@advised(qat_advice)
-def qat(options: QatOptions, runtime: Runtime) -> Any:
-    """Train a quantised model from a KD cache; return the run's folder, or with `dry_run` a dict.
-
-    The model is `best` in the folder.
-    """
-    if options.dry_run:
-        return plan_qat(options).show(options.run)
+def qat(options: QatOptions, runtime: Runtime) -> Path:
+    """Train a quantised model from a KD cache; return the run's folder, in which `best` is the model."""
     refuse_spmd_over_hosts(runtime)
     run = options.run
     start = preset_name(options) if options.from_scratch else run_name(str(options.checkpoint))

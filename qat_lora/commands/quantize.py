@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -28,8 +27,6 @@ from qat_lora.layers.lora import Factors
 from qat_lora.models.adapter import save_starts
 from qat_lora.models.load import CausalLM, cast, load_tokenizer, save_quantised
 from qat_lora.options import QuantizeOptions
-from qat_lora.plan.advice import advised, quantize_advice
-from qat_lora.plan.quantize import plan_quantize
 from qat_lora.quant.initialize import NEED_TEXT
 from qat_lora.quant.presets import Preset, preset
 from qat_lora.quant.spec import QuantSpec
@@ -54,11 +51,8 @@ NO_PART_OF_THE_RESULT = ("model", "text", "kd_cache_dir", "dry_run", "hub", "run
 """Settings that say where things lie; what lies there counts instead."""
 
 
-@advised(quantize_advice)
-def quantize(options: QuantizeOptions, runtime: Runtime) -> Any:
-    """Quantise a model, with the adapter starts beside it; return its folder, or with `dry_run` a dict."""
-    if options.dry_run:
-        return plan_quantize(options).show(options.run)
+def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
+    """Quantise a model, with the adapter starts beside it; return its folder."""
     run = options.run
     chosen = preset(options.preset, options.keep, options.override, options.quantize_head)
     out = Path(run.out or f"runs/{Path(str(options.model)).name}_{options.preset}")

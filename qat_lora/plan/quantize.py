@@ -11,11 +11,10 @@ from qat_lora.errors import ModelError
 from qat_lora.layers.calibrate.fisher import kept_shape
 from qat_lora.layers.convert import LM_HEAD, bits_per_weight, check_reach, make_quant_skeleton, quant_layers
 from qat_lora.options import QuantizeOptions
-from qat_lora.plan.dry_run import DryRun
 from qat_lora.plan.memory import GIB, meta_model
 from qat_lora.quant.initialize import NEED_TEXT
 from qat_lora.quant.presets import preset
-from qat_lora.registry import Requirements
+from qat_lora.registry import DryRun, Requirements
 
 
 def plan_quantize(options: QuantizeOptions) -> DryRun:

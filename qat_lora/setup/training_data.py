@@ -36,8 +36,6 @@ class Lessons:
     evaluation: Any  # rows kept apart, None where there are none
     objective: ObjectiveConfig
     identity: dict[str, Any]  # what makes these lessons other ones, for the run's settings
-    length: int  # tokens of a row
-    head_k: int  # top-K entries of the teacher at a position, 0 without a teacher
 
     @property
     def metric(self) -> str:
@@ -76,8 +74,7 @@ def cache_lessons(options: RecoverOptions | QatOptions) -> Lessons:
     if rows.manifest.rows("eval"):
         kept = KDCacheDataset(path, k=options.head_k, split="eval", verify_rows=checked)
         kept.leave_out_all_but(["teacher_hidden"])  # evaluations read no draws
-    held = rows.manifest.fingerprint
-    return Lessons(rows, kept, objective, {"cache": held.sha256}, held.length, rows.k)
+    return Lessons(rows, kept, objective, {"cache": rows.manifest.fingerprint.sha256})
 
 
 def text_lessons(options: RecoverOptions, model: CausalLM) -> Lessons:
@@ -101,7 +98,7 @@ def text_lessons(options: RecoverOptions, model: CausalLM) -> Lessons:
         **{name: getattr(options, name) for name in ("learn", "length", "num_rows", "eval_rows")},
     }
     rows = TextDataset(pack_rows(documents(first), encode, options.length), options.num_rows)
-    return Lessons(rows, TextDataset(kept) if kept else None, objective, identity, options.length, 0)
+    return Lessons(rows, TextDataset(kept) if kept else None, objective, identity)
 
 
 def evaluation(
