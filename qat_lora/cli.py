@@ -71,12 +71,6 @@ def _plain(result: Any) -> Any:
     return result if result is None or isinstance(result, dict) else {"out": str(result)}
 
 
-def _is_first() -> bool:
-    from qat_lora.runtime.launch.process_group import rank_info
-
-    return rank_info().rank == 0
-
-
 class OptionsCommand(click.Command):
     """A command whose flags are read off its option class, when they are first needed."""
 
@@ -121,17 +115,13 @@ class OptionsCommand(click.Command):
     def invoke(self, ctx: click.Context) -> None:
         """Run the command, and print its result where JSON was asked for."""
         options = self.options(ctx)
-        result = _run(self.command, options)
-        if options.run.json and _is_first():  # under torchrun every process comes here
-            from qat_lora.files.finite import json_text
+        from qat_lora.files.finite import json_text
+        from qat_lora.runtime.launch.process_group import rank_info
+        from qat_lora.runtime.launch.start import run
 
+        result = run(self.command, options)
+        if options.run.json and rank_info().rank == 0:  # under torchrun every process comes here
             echo(json_text(_plain(result), "the result", default=str))
-
-
-def _run(command: Command, options: Any) -> Any:
-    from qat_lora.runtime.launch.start import run
-
-    return run(command, options)
 
 
 class Group(click.Group):

@@ -30,11 +30,11 @@ from qat_lora.evaluate.report import save_json, text_table
 from qat_lora.files import outputs
 from qat_lora.files.identity import checkpoint_sha256
 from qat_lora.models.device_map import SpreadCausalLM, load_spread
-from qat_lora.models.load import CausalLM, load_tokenizer, tokenizer_sha256
+from qat_lora.models.load import CausalLM, load_model, load_tokenizer, tokenizer_sha256
 from qat_lora.options import AuditOptions, CacheBuildOptions
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.machine import made_with
-from qat_lora.setup.common import fit_attention, fits_positions, load, say, text_inputs
+from qat_lora.setup.common import fit_attention, fits_positions, say, text_inputs
 from qat_lora.setup.multiprocess import as_builder, fetch
 from qat_lora.terminal import redact
 
@@ -193,16 +193,9 @@ def audit_cache(options: AuditOptions, runtime: Runtime) -> dict[str, Any]:
 def _teacher(options: CacheBuildOptions | AuditOptions, runtime: Runtime) -> CausalLM:
     """Load the teacher; a device map spreads it over devices at once."""
     if options.device_map == "none":
-        return load(str(options.teacher), options.hub, options.run.dtype)
+        return load_model(str(options.teacher), options.hub, options.run.dtype)
     runtime.check_device_map()
-    hub = options.hub
-    return load_spread(
-        str(options.teacher),
-        options.device_map,
-        revision=hub.revision,
-        trust_remote_code=hub.trust_remote_code,
-        dtype=options.run.dtype,
-    )
+    return load_spread(str(options.teacher), options.device_map, options.hub, options.run.dtype)
 
 
 def _place(teacher: CausalLM, runtime: Runtime) -> None:

@@ -79,35 +79,30 @@ def export_cache(path: str, parquet: bool, out: str, split: str, quiet: bool, as
     echo(json.dumps(result) if as_json else f"{rows:,} rows, {size:,.1f} MB, written to {out}")
 
 
-def _transport(words: str, source: str, out: str, quiet: bool, as_json: bool) -> None:
-    """Pack or unpack a cache and say what it takes."""
-    from qat_lora.cache.tools.pack import pack_cache, unpack_cache
+def _transport(words: str, source: str, help: str) -> click.Command:
+    """Make the command that packs or unpacks a cache and says what it takes."""
 
-    work = {"pack": pack_cache, "unpack": unpack_cache}[words]
-    with _byte_bar(words, None, quiet or as_json) as bar:
-        report = work(source, out, lambda _shard, done: bar.update(done))
-    if as_json:
-        echo(json.dumps(report._asdict()))
-        return
-    sizes = f"{report.cache_bytes / 1e6:,.1f} MB as a cache, {report.packed_bytes / 1e6:,.1f} MB packed"
-    echo(f"{out}: {report.shards} shards, {sizes} ({report.packed_bytes_per_token:.0f} bytes a token)")
+    @click.command(words, help=help)
+    @click.argument("source", metavar=source)
+    @click.argument("out", metavar="OUT")
+    @click.option("--quiet", is_flag=True, help="no progress bar [default: off]")
+    @click.option("--json", "as_json", is_flag=True, help="print the result as JSON [default: off]")
+    def transport(source: str, out: str, quiet: bool, as_json: bool) -> None:
+        from qat_lora.cache.tools.pack import pack_cache, unpack_cache
+
+        work = {"pack": pack_cache, "unpack": unpack_cache}[words]
+        with _byte_bar(words, None, quiet or as_json) as bar:
+            report = work(source, out, lambda _shard, done: bar.update(done))
+        if as_json:
+            echo(json.dumps(report._asdict()))
+            return
+        sizes = f"{report.cache_bytes / 1e6:,.1f} MB as a cache, {report.packed_bytes / 1e6:,.1f} MB packed"
+        echo(f"{out}: {report.shards} shards, {sizes} ({report.packed_bytes_per_token:.0f} bytes a token)")
+
+    return transport
 
 
-@click.command("pack")
-@click.argument("source", metavar="CACHE")
-@click.argument("out", metavar="OUT")
-@click.option("--quiet", is_flag=True, help="no progress bar [default: off]")
-@click.option("--json", "as_json", is_flag=True, help="print the result as JSON [default: off]")
-def pack(source: str, out: str, quiet: bool, as_json: bool) -> None:
-    """Make a cache smaller for moving it, without loss; unpack it before training from it."""
-    _transport("pack", source, out, quiet, as_json)
-
-
-@click.command("unpack")
-@click.argument("source", metavar="PACKED")
-@click.argument("out", metavar="OUT")
-@click.option("--quiet", is_flag=True, help="no progress bar [default: off]")
-@click.option("--json", "as_json", is_flag=True, help="print the result as JSON [default: off]")
-def unpack(source: str, out: str, quiet: bool, as_json: bool) -> None:
-    """Write the cache that was packed, bit for bit."""
-    _transport("unpack", source, out, quiet, as_json)
+pack = _transport(
+    "pack", "CACHE", "Make a cache smaller for moving it, without loss; unpack it before training from it."
+)
+unpack = _transport("unpack", "PACKED", "Write the cache that was packed, bit for bit.")

@@ -25,11 +25,11 @@ from qat_lora.evaluate.tasks import check_tasks, run_tasks
 from qat_lora.files import outputs
 from qat_lora.files.folders import write_text
 from qat_lora.files.identity import checkpoint_sha256
-from qat_lora.models.load import CausalLM, load_tokenizer, tokenizer_sha256
+from qat_lora.models.load import CausalLM, load_model, load_tokenizer, tokenizer_sha256
 from qat_lora.models.student import Student, open_student
 from qat_lora.options import EvalOptions
 from qat_lora.runtime.base import Runtime
-from qat_lora.setup.common import batches_of, fits_positions, load, picture, say, text_inputs
+from qat_lora.setup.common import batches_of, fits_positions, picture, say, text_inputs
 from qat_lora.terminal import redact
 
 
@@ -37,7 +37,7 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
     """Score models side by side on held-out text; write scores and report card; return the scores by model."""
     run = options.run
     manager = check_tasks(options.harness) if options.harness.tasks else None
-    teacher = load(str(options.teacher), options.hub, run.dtype)
+    teacher = load_model(str(options.teacher), options.hub, run.dtype)
     fits_positions(teacher, _length(options))
     written, positions = options.health.prompt_tokens + options.health.generate_tokens, teacher.max_positions
     if options.health.generate and positions is not None and written > positions:

@@ -25,7 +25,7 @@ from qat_lora.layers.calibrate.upcast import upcast
 from qat_lora.layers.convert import LM_HEAD, bits_per_weight, check_reach, quant_layers, rule_bits
 from qat_lora.layers.lora import Factors
 from qat_lora.models.adapter import save_starts
-from qat_lora.models.load import CausalLM, cast, load_tokenizer, save_quantised
+from qat_lora.models.load import CausalLM, cast, load_model, load_tokenizer, save_quantised
 from qat_lora.options import QuantizeOptions
 from qat_lora.quant.initialize import NEED_TEXT
 from qat_lora.quant.presets import Preset, preset
@@ -39,7 +39,6 @@ from qat_lora.setup.common import (
     calibration_rows,
     check_fits,
     fits_positions,
-    load,
     say,
     text_batches,
     text_inputs,
@@ -61,7 +60,7 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
         raise ConfigError(
             f"init: {options.init} needs calibration text; give --dataset or --kd-cache-dir, or choose --init mse"
         )
-    model = load(str(options.model), options.hub, "auto")
+    model = load_model(str(options.model), options.hub, "auto")
     upcast(model.module)
     if quant_layers(model.module):
         raise ConfigError(f"model: {options.model} is quantised already; give the full-precision model")

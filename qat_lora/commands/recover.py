@@ -13,10 +13,10 @@ from qat_lora.files.folders import atomic_dir
 from qat_lora.files.identity import checkpoint_sha256
 from qat_lora.layers.convert import add_lora, quant_layers
 from qat_lora.models.adapter import load_starts, save_adapter, starts_sha256
-from qat_lora.models.load import save_with_tensors
+from qat_lora.models.load import load_model, save_with_tensors
 from qat_lora.options import RecoverOptions
 from qat_lora.runtime.base import Runtime
-from qat_lora.setup.common import load, run_name, text_inputs
+from qat_lora.setup.common import run_name, text_inputs
 from qat_lora.setup.multiprocess import fetch
 from qat_lora.setup.trainable import recovery_parts
 from qat_lora.setup.training_data import cache_lessons, text_lessons
@@ -30,7 +30,7 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
     out = Path(run.out or f"runs/recovery_{run_name(student)}")
     lessons = cache_lessons(options) if options.uses_cache else None
     fetch(runtime, student, options.hub)
-    model = load(student, options.hub, run.dtype)
+    model = load_model(student, options.hub, run.dtype)
     lessons = lessons or text_lessons(options, model)
     model = lessons.fit(model)
     if options.train_scales and not quant_layers(model.module):

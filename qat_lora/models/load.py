@@ -48,6 +48,7 @@ from qat_lora.layers.calibrate.upcast import computing_dtype
 from qat_lora.layers.convert import quant_layers, tied_embedding
 from qat_lora.models.attention_mask import attention_inputs
 from qat_lora.models.hf_quantizer import QUANT_METHOD, QatLoraQuantizationConfig, QatLoraQuantizer
+from qat_lora.models.hub import DEFAULT_HUB, HubConfig
 from qat_lora.quant.presets import Preset
 from qat_lora.types import LMHead
 
@@ -248,9 +249,7 @@ def scale_and_cap(logits_NV: Tensor, head: LMHead) -> Tensor:
 
 def load_model(
     name: str,
-    *,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
+    hub: HubConfig = DEFAULT_HUB,
     dtype: str = "float32",
     device_map: str | Mapping[str, str | int] | None = None,
     dequantize: bool = False,
@@ -267,13 +266,13 @@ def load_model(
         DamagedFileError: a file is not what was written.
         ModelError: no such model, another architecture, a missing, unexpected or misshapen tensor, NaN or infinity.
     """
-    folder = resolve_model(name, revision)
+    folder = resolve_model(name, hub.revision)
     weight_files(folder)
     quantization = read_object(folder / "config.json").get("quantization_config")
     is_quantised = isinstance(quantization, dict) and quantization.get("quant_method") == QUANT_METHOD
     check_folder(folder, ours=is_quantised or (folder / MARK).is_file())
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=hub.trust_remote_code)
         if not config.is_encoder_decoder and getattr(config, "quantization_config", None):
             method = dict(config.quantization_config).get("quant_method")
             if method == PACKED and dequantize:
@@ -288,7 +287,7 @@ def load_model(
                 config=config,
                 dtype=DTYPES.get(dtype, dtype),
                 device_map=device_map,
-                trust_remote_code=trust_remote_code,
+                trust_remote_code=hub.trust_remote_code,
                 attn_implementation=attention,
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,  # reported below, by name

@@ -18,20 +18,17 @@ from qat_lora.files.checksums import read_object
 from qat_lora.models.load import PACKED
 
 
-def is_packed(folder: Path) -> bool:
-    """Return whether a model folder is in the form of compressed-tensors."""
-    config = read_object(folder / "config.json")
-    return (config.get("quantization_config") or {}).get("quant_method") == PACKED
-
-
 def read_packed(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the packed weights of a folder of compressed-tensors, by layer name, float32 [O, I].
+    """Yield the packed weights of a folder of compressed-tensors, by layer name, float32 [O, I]; of others nothing.
 
     Raises:
         MissingExtraError: compressed-tensors is not installed.
     """
-    groups = read_object(folder / "config.json")["quantization_config"]["config_groups"]
-    bits = {target: group["weights"]["num_bits"] for group in groups.values() for target in group["targets"]}
+    quantization = read_object(folder / "config.json").get("quantization_config") or {}
+    if quantization.get("quant_method") != PACKED:
+        return
+    groups = quantization["config_groups"].values()
+    bits = {target: group["weights"]["num_bits"] for group in groups for target in group["targets"]}
     packing = require("compressed_tensors.compressors.pack_quantized.helpers", "export")
     for file in sorted(folder.glob("model*.safetensors")):
         tensors = load_file(file)

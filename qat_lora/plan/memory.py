@@ -26,7 +26,7 @@ from qat_lora.layers.convert import add_lora, lora_layers, make_quant_skeleton, 
 from qat_lora.models import load as models
 from qat_lora.options import EstimateOptions
 from qat_lora.plan.activations import step_bytes, widths
-from qat_lora.plan.devices import Attention, Device, attention_on, named
+from qat_lora.plan.devices import Attention, Device, attention_on
 from qat_lora.quant.presets import Preset, preset
 from qat_lora.setup.trainable import recovery_parts
 
@@ -87,11 +87,6 @@ def forecast(shapes: Shapes, options: EstimateOptions, devices: Sequence[Device]
         "flops_per_token": flops,
         "devices": there,
     }
-
-
-def memory(options: EstimateOptions) -> dict[str, int]:
-    """Return the parts of a run's memory on one replica, in bytes by name; their sum is the peak of a step."""
-    return _parts(skeleton(options), options, _attention(options, named(options.devices)))
 
 
 def _attention(options: EstimateOptions, devices: Sequence[Device]) -> Attention:

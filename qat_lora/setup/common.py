@@ -13,8 +13,7 @@ from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.data.packing import PackedRow, make_encoder, pack_rows
 from qat_lora.data.sources import TextConfig, open_documents
 from qat_lora.errors import ConfigError, MissingExtraError
-from qat_lora.models.hub import HubConfig
-from qat_lora.models.load import FILE_SUFFIXES, CausalLM, load_model, load_tokenizer, tokenizer_sha256
+from qat_lora.models.load import FILE_SUFFIXES, CausalLM, load_tokenizer, tokenizer_sha256
 from qat_lora.options import RunConfig
 from qat_lora.runtime.base import Runtime
 from qat_lora.terminal import redact
@@ -33,11 +32,6 @@ def picture(run: RunConfig, draw: Callable[[], None]) -> None:
         draw()
     except MissingExtraError as error:
         say(run, f"no picture: {error}")
-
-
-def load(name: str, hub: HubConfig, dtype: str) -> CausalLM:
-    """Load a model by folder or Hub name, as the user's Hub settings say."""
-    return load_model(name, revision=hub.revision, trust_remote_code=hub.trust_remote_code, dtype=dtype)
 
 
 def fit_attention(model: CausalLM, runtime: Runtime, layers_recomputed: bool) -> None:

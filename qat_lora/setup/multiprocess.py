@@ -5,7 +5,6 @@ Only the main process writes shared files and decides; the others learn its deci
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from qat_lora.cache.build.partition import Partition
@@ -21,11 +20,6 @@ def fetch(runtime: Runtime, name: str, hub: HubConfig) -> None:
     if runtime.is_main:
         resolve_model(name, hub.revision)
     runtime.barrier("model_download")
-
-
-def decide(runtime: Runtime, question: Callable[[], bool]) -> bool:
-    """Let the main process answer (or raise, which ends all); return its answer in every process."""
-    return runtime.agree(runtime.is_main and question())
 
 
 def refuse_spmd_over_hosts(runtime: Runtime) -> None:
