@@ -39,8 +39,7 @@ def _flag(leaf: Leaf) -> click.Option:
 
 
 def _help(leaf: Leaf) -> str:
-    """Return a setting's line of help, with its unit and its default."""
-    unit, default = leaf.field.metadata["unit"], leaf.default
+    unit, default = leaf.field.metadata["unit"], leaf.field.default
     text, _, stated = leaf.field.metadata["help"].partition("; default: ")
     if isinstance(default, tuple):
         default = ",".join(format(v, "g") if isinstance(v, float) else str(v) for v in default)

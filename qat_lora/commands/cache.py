@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from qat_lora.cache.tools.audit import audit, check_teacher, summary
 from qat_lora.cache.tools.audit import table_rows as audit_rows
 from qat_lora.data.packing import PackedRow, make_encoder, pack_rows, share, take_eval
 from qat_lora.data.sources import TextConfig, describe_source, open_documents
-from qat_lora.errors import CacheError, ConfigError, InterruptedRunError
+from qat_lora.errors import ConfigError, InterruptedRunError
 from qat_lora.evaluate.report import save_json, text_table
 from qat_lora.files import outputs
 from qat_lora.files.identity import checkpoint_sha256
@@ -203,20 +203,3 @@ def _place(teacher: CausalLM, runtime: Runtime) -> None:
     if not isinstance(teacher, SpreadCausalLM):
         runtime.place(teacher.module)
     fit_attention(teacher, runtime, layers_recomputed=False)
-
-
-def cache_decoder(cache: str, folder: str) -> Callable[[list[int]], str]:
-    """Return what turns a cache's token ids into text.
-
-    Raises:
-        ModelError: the folder has no tokenizer.
-        CacheError: it is not the tokenizer that the cache was made with.
-    """
-    tokenizer = load_tokenizer(Path(folder))
-    held = read_manifest(cache).fingerprint.tokenizer_sha256
-    if tokenizer_sha256(tokenizer) != held:
-        raise CacheError(
-            f"tokenizer: the one in {folder} is {tokenizer_sha256(tokenizer)[:16]}…, the cache {cache} was made with "
-            f"{held[:16]}…; give the folder of its teacher or leave --tokenizer out"
-        )
-    return lambda ids: tokenizer.decode(ids)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import click
 
+from qat_lora.errors import CacheError
 from qat_lora.terminal import echo
 
 
@@ -43,15 +45,21 @@ def verify(path: str, quiet: bool, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="print it as JSON [default: off]")
 def info(path: str, tokenizer: str | None, plot: str | None, as_json: bool) -> None:
     """Show what is in a cache: sizes, origin, the mass that the head misses, a few rows."""
+    from qat_lora.cache.storage.store import read_manifest
     from qat_lora.cache.tools.describe import describe, plot_tail_mass, render
+    from qat_lora.files.finite import json_text
 
     decode = None
     if tokenizer is not None:
-        from qat_lora.commands.cache import cache_decoder
+        from qat_lora.models.load import load_tokenizer, tokenizer_sha256
 
-        decode = cache_decoder(path, tokenizer)
-    from qat_lora.files.finite import json_text
-
+        teachers, held = load_tokenizer(Path(tokenizer)), read_manifest(path).fingerprint.tokenizer_sha256
+        if tokenizer_sha256(teachers) != held:
+            raise CacheError(
+                f"tokenizer: the one in {tokenizer} is {tokenizer_sha256(teachers)[:16]}…, the cache {path} was made "
+                f"with {held[:16]}…; give the folder of its teacher or leave --tokenizer out"
+            )
+        decode = teachers.decode
     description = describe(path, decode=decode)
     if plot is not None:
         plot_tail_mass(path, plot)

@@ -99,7 +99,6 @@ def findings_text(findings: Sequence[Finding]) -> str:
 
 
 def _check_packages(required: Sequence[Requirement], versions: Mapping[str, str]) -> list[Finding]:
-    """Compare what is installed with what the package requires without any extra."""
     findings = []
     for requirement in (requirement for requirement in required if requirement.marker is None):
         version = versions.get(canonicalize_name(requirement.name))
@@ -242,7 +241,6 @@ def _check_ram(free_gib: float | None, needs: Requirements | None = None) -> Fin
 
 
 def _check_extras(required: Sequence[Requirement], extras: Sequence[str], versions: Mapping[str, str]) -> list[Finding]:
-    """Say which optional features are there; none has to be."""
     findings = []
     for extra in (extra for extra in extras if extra not in ("dev", "docs", "tpu", "xla")):  # judged as torch_xla
         names = [r.name for r in required if r.marker is not None and r.marker.evaluate({"extra": extra})]
@@ -277,7 +275,6 @@ def doctor(planned: tuple[str, ...]) -> None:
 
 
 def _requirements(planned: Sequence[str]) -> Requirements:
-    """Return what a command line would take of the machine."""
     from qat_lora.cli import OptionsCommand  # the parser of the planned command
 
     command = COMMANDS.get(planned[0])

@@ -136,7 +136,6 @@ def _texts(options: EvalOptions) -> dict[str, TextConfig]:
 
 
 def _rows(text: TextConfig, tokenizer: Any, options: EvalOptions) -> Iterator[PackedRow]:
-    """Return the rows of a text to score, by the protocol."""
     documents, encode = open_documents(text), make_encoder(tokenizer)
     if options.protocol == "sliding":
         rows = sliding_rows(documents, encode, options.length, options.stride or options.length // 2)
@@ -183,7 +182,6 @@ def _report(
 
 
 def _figures(tallies: dict[str, Tally], drawn: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the figures of every model, with their limits."""
     limits = intervals(drawn)
     return {name: {**tally.figures, "interval": limits[name]} for name, tally in tallies.items()}
 
@@ -191,7 +189,6 @@ def _figures(tallies: dict[str, Tally], drawn: dict[str, Any]) -> dict[str, dict
 def _generate(
     models: dict[str, CausalLM], prompts: Any, eos_id: int | None, options: EvalOptions, runtime: Runtime
 ) -> dict[str, dict[str, float]]:
-    """Let every model continue the prompts and return the figures of its text."""
     found, new = {}, options.health.generate_tokens
     for name, model in models.items():
         say(options.run, f"{name}: {len(prompts)} continuations of {new} tokens")
@@ -201,7 +198,6 @@ def _generate(
 
 
 def _tasks(models: dict[str, CausalLM], tokenizer: Any, options: EvalOptions, manager: Any) -> dict[str, Any]:
-    """Run the harness's tasks on every model."""
     found, settings = {}, {"batch_size": options.batch_size, "seed": options.run.seed}
     for name, model in models.items():
         say(options.run, f"{name}: {', '.join(options.harness.tasks)}")

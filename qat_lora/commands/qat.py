@@ -75,7 +75,6 @@ def qat(options: QatOptions, runtime: Runtime) -> Path:
 
 
 def _decisive(options: QatOptions) -> tuple[str, ...]:
-    """Return the names of the options that decide the result."""
     names: tuple[str, ...] = MAKING if options.from_scratch else ()
     if options.blockwise.blockwise_steps and not options.from_scratch:
         names += ("calibration_rows",)

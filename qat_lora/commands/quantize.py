@@ -92,7 +92,6 @@ def _make(
     out: Path,
     runtime: Runtime,
 ) -> None:
-    """Quantise the model and write it to its folder, with the adapter starts and what was found."""
     run, runtime = options.run, runtime.for_loops()
     runtime.place(model.module)
     say(run, f"{runtime.description} · {chosen.name}, {len(targets)} layers · {out}")

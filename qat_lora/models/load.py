@@ -180,8 +180,7 @@ class CausalLM:
     def checkpoint_gradients(self, function: Callable[..., Any]) -> None:
         """Recompute every layer in the backward pass instead of keeping its activations.
 
-        Args:
-            function: `Runtime.checkpoint_function`; transformers' own switch takes torch's, which fails on XLA.
+        `function` is `Runtime.checkpoint_function`; transformers' own switch takes torch's, which fails on XLA.
 
         Raises:
             ModelError: no layer of this architecture can do so.
@@ -331,13 +330,9 @@ def cast(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def save_quantised(model: CausalLM, out: Path, preset: Preset, details: dict[str, Any]) -> None:
-    """Write a quantised model as a Hugging Face folder with its tokenizer files and checksums.
+    """Write a quantised model without adapters as a Hugging Face folder with its tokenizer files and checksums.
 
-    Args:
-        model: holds `QuantLinear` layers and no adapters.
-        out: the folder, made if missing.
-        preset: written to config.json, from which the layers are rebuilt.
-        details: method, calibration, bits per weight, for people.
+    Its layers are rebuilt from the `preset` in config.json; the `details` there (method, bits) are for people.
     """
     if tied_embedding(model.module) is not None:
         preset, model.config.tie_word_embeddings = replace(preset, tied=True), False

@@ -16,7 +16,7 @@ from qat_lora.errors import ModelError
 from qat_lora.files.identity import checkpoint_sha256
 from qat_lora.layers.convert import bits_per_weight, lora_layers, prepare_base, quant_layers
 from qat_lora.models.adapter import CONFIG, check_tokenizer, load_adapter, read_adapter
-from qat_lora.models.hub import HubConfig
+from qat_lora.models.hub import DEFAULT_HUB, HubConfig
 from qat_lora.models.load import CausalLM, load_model, resolve_model
 from qat_lora.models.packed import read_packed
 
@@ -59,7 +59,7 @@ def base_folder(adapter: Path) -> Path:
         ) from None
 
 
-def open_student(name: str, hub: HubConfig, dtype: str = "float32", noted: str | None = None) -> Student:
+def open_student(name: str, hub: HubConfig = DEFAULT_HUB, dtype: str = "float32", noted: str | None = None) -> Student:
     """Load a model for scoring, generation or export; `noted` is that of `checkpoint_sha256`.
 
     Raises:

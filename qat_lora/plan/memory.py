@@ -111,7 +111,6 @@ def _parts(shapes: Shapes, options: EstimateOptions, attention: Attention) -> di
 
 
 def _held_bytes(shapes: Shapes) -> dict[str, int]:
-    """Return bytes of what stays in memory for the whole run."""
     module, adapter = shapes.module, shapes.adapter
     factors = {id(p) for p in adapter}
     stored = {id(t): t for t in (*module.parameters(), *module.buffers()) if id(t) not in factors}

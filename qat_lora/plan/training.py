@@ -226,7 +226,6 @@ def _report(
 
 
 def _text(report: dict[str, Any], trained: str, utilisation: float, more: Sequence[str] = ()) -> str:
-    """Return a report as lines for people, with further lines before what is assumed."""
     replicas, epochs = report["replicas"], report["epochs"]
     lines = [
         "dry run: shapes alone; nothing is written, and no device is used",

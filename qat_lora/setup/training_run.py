@@ -109,13 +109,8 @@ def train_student(
 ) -> dict[str, Any]:
     """Place the student, prepare what its objective needs, and run the loop; return its result.
 
-    Args:
-        plan: the run.
-        model: the student.
-        groups: puts the placed student into its training state and returns what trains.
-        announce: says what trains.
-        export: writes the student as it is to a folder.
-        fingerprint: settings that a resumed run must share.
+    `groups` puts the placed student into its training state and returns what trains, `announce` says it for people,
+    `export` writes the student as it is to a folder; `fingerprint` are the settings that a resumed run must share.
     """
     run, loop, runtime, lessons = plan.options.run, plan.options.loop, plan.runtime, plan.lessons
     say(run, status_line(runtime, DTYPES[run.dtype], plan.batch_rows))
