@@ -66,8 +66,8 @@ def option(
     usual = (
         f"is not allowed; give a number above {above}" if above > -math.inf else f"is too small; allowed: {min} or more"
     )
-    metadata = {"help": help + " (required)" * required, "unit": unit, "alias": alias, "required": required}
-    metadata |= {"without": without, "below": below, "min": min, "above": above, "max": max}
+    metadata: dict[str, Any] = {"help": help + " (required)" * required, "unit": unit, "alias": alias}
+    metadata |= {"required": required, "without": without, "below": below, "min": min, "above": above, "max": max}
     metadata["refusal"] = refusal or usual
     if isinstance(default, type) and dataclasses.is_dataclass(default):
         return dataclasses.field(default_factory=default, metadata=metadata)

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,7 @@ from qat_lora.models.load import CausalLM, load_model, load_tokenizer, tokenizer
 from qat_lora.options import AuditOptions, CacheBuildOptions
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.machine import made_with
-from qat_lora.setup.common import fit_attention, fits_positions, say, text_inputs
-from qat_lora.setup.multiprocess import as_builder, fetch
+from qat_lora.setup.common import fetch, fit_attention, fits_positions, say, text_inputs
 from qat_lora.terminal import redact
 
 
@@ -103,6 +103,21 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
     return out
 
 
+def as_builder(options: CacheBuildOptions, runtime: Runtime) -> CacheBuildOptions:
+    """Return the options of this process's share of a cache: chip r of N of builder i/n is builder (i N + r)/(n N).
+
+    Raises:
+        ConfigError: one process drives several chips.
+    """
+    if runtime.replicas != runtime.processes:
+        raise ConfigError("parallel: a cache is built by a process a chip, which share nothing; leave spmd out")
+    if runtime.processes == 1:
+        return options
+    share = Partition.parse(options.builder)
+    mine = Partition(share.builder * runtime.processes + runtime.rank, share.builders * runtime.processes)
+    return replace(options, builder=str(mine))
+
+
 def _fingerprint(
     options: CacheBuildOptions,
     runtime: Runtime,
@@ -139,9 +154,6 @@ def _with_vocabulary(teacher: CausalLM, tokenizer: Any, rows: int | None) -> Cau
     """Return the teacher with the first rows of its LM head alone, as if the others were not there.
 
     Models of one family have one tokenizer and unlike padding (Qwen2.5: 151,936 and 152,064 rows).
-
-    Raises:
-        ConfigError: more rows than there are, or too few for the tokenizer.
     """
     if rows is None:
         return teacher

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.commands.quantize import quantize
+from qat_lora.errors import ConfigError
 from qat_lora.evaluate.report import save_json
 from qat_lora.files import outputs
 from qat_lora.files.folders import atomic_dir
@@ -25,8 +26,7 @@ from qat_lora.models.load import CausalLM, load_model, save_with_tensors
 from qat_lora.options import QatOptions, QuantizeOptions, RunConfig
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.signals import stop_signals
-from qat_lora.setup.common import cached_calibration_rows, check_fits, run_name, say
-from qat_lora.setup.multiprocess import fetch, refuse_spmd_over_hosts
+from qat_lora.setup.common import cached_calibration_rows, check_fits, fetch, run_name, say
 from qat_lora.setup.trainable import check_parts, given, preset_name, trained_parts
 from qat_lora.setup.training_data import cache_lessons
 from qat_lora.setup.training_run import Groups, TrainingRun, complete_run, train_student
@@ -40,7 +40,13 @@ MAKING = tuple(field.name for field in fields(QuantizeConfig) if field.name not 
 
 def qat(options: QatOptions, runtime: Runtime) -> Path:
     """Train a quantised model from a KD cache; return the run's folder, in which `best` is the model."""
-    refuse_spmd_over_hosts(runtime)
+    # A program of a mesh of chips runs only once every host has started it, so what one host computes by itself,
+    # quantising at the start and writing codes at the end, would wait for ever.
+    if runtime.processes > 1 and runtime.replicas != runtime.processes:
+        raise ConfigError(
+            f"parallel: spmd over {runtime.processes} hosts cannot run qat, whose first process computes alone at the "
+            "start and at every export; leave --parallel out (a process a chip), or use one host"
+        )
     run = options.run
     start = preset_name(options) if options.from_scratch else run_name(str(options.checkpoint))
     out = Path(run.out or f"runs/v2_{start.split('_')[0]}")

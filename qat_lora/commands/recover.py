@@ -16,8 +16,7 @@ from qat_lora.models.adapter import load_starts, save_adapter, starts_sha256
 from qat_lora.models.load import load_model, save_with_tensors
 from qat_lora.options import RecoverOptions
 from qat_lora.runtime.base import Runtime
-from qat_lora.setup.common import run_name, text_inputs
-from qat_lora.setup.multiprocess import fetch
+from qat_lora.setup.common import fetch, run_name, text_inputs
 from qat_lora.setup.trainable import recovery_parts
 from qat_lora.setup.training_data import cache_lessons, text_lessons
 from qat_lora.setup.training_run import Groups, TrainingRun, complete_run, train_student

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from qat_lora.errors import ModelError
-from qat_lora.export.job import ExportJob, ExportPlan
+from qat_lora.export.forms import ExportJob, ExportPlan
 from qat_lora.layers.convert import lora_layers, merge, quant_layers
 from qat_lora.models.load import DTYPES, cast, copy_generation_config, save_model
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from qat_lora.export.job import ExportJob, ExportPlan
+from qat_lora.export.forms import ExportJob, ExportPlan
 from qat_lora.files.finite import check_finite
 from qat_lora.models.load import DTYPES, cast
 

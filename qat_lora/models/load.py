@@ -304,9 +304,38 @@ def load_model(
             raise ModelError(
                 f"model: {folder} has {kind} tensors: {names}; the checkpoint does not fit its config.json"
             )
+    if dequantize:
+        with torch.no_grad():
+            for layer, weight in read_packed(folder):
+                module.get_parameter(f"{layer}.weight").copy_(weight)
     check_finite(module.state_dict(), f"model: {folder}")
     module.eval().requires_grad_(False)
     return CausalLM(module, folder)
+
+
+def read_packed(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the packed weights of a folder of compressed-tensors, by layer name, float32 [O, I]; of others nothing.
+
+    transformers unpacks such a folder too, but multiplies codes and steps in float16, which rounds what the file holds
+    exactly. `export/compressed.py` writes the format.
+
+    Raises:
+        MissingExtraError: compressed-tensors is not installed.
+    """
+    quantization = read_object(folder / "config.json").get("quantization_config") or {}
+    if quantization.get("quant_method") != PACKED:
+        return
+    groups = quantization["config_groups"].values()
+    bits = {target: group["weights"]["num_bits"] for group in groups for target in group["targets"]}
+    packing = require("compressed_tensors.compressors.pack_quantized.helpers", "export")
+    for file in sorted(folder.glob("model*.safetensors")):
+        tensors = load_file(file)
+        for name in sorted(key.removesuffix(".weight_packed") for key in tensors if key.endswith(".weight_packed")):
+            shape = torch.Size(tensors[f"{name}.weight_shape"].tolist())
+            width = bits.get(name, bits.get("Linear"))
+            codes_OI = packing.unpack_from_int32(tensors[f"{name}.weight_packed"], width, shape)
+            steps_OG = tensors[f"{name}.weight_scale"].float()
+            yield name, codes_OI.float() * steps_OG.repeat_interleave(shape[1] // steps_OG.shape[1], dim=1)
 
 
 def _tensor_name(key: Any) -> str:

@@ -10,15 +10,12 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from qat_lora.errors import ModelError
 from qat_lora.files.identity import checkpoint_sha256
 from qat_lora.layers.convert import bits_per_weight, lora_layers, prepare_base, quant_layers
 from qat_lora.models.adapter import CONFIG, check_tokenizer, load_adapter, read_adapter
 from qat_lora.models.hub import DEFAULT_HUB, HubConfig
 from qat_lora.models.load import CausalLM, load_model, resolve_model
-from qat_lora.models.packed import read_packed
 
 
 @dataclass(frozen=True)
@@ -70,9 +67,6 @@ def open_student(name: str, hub: HubConfig = DEFAULT_HUB, dtype: str = "float32"
     if adapter is not None:
         name, hub = str(base_folder(adapter)), replace(hub, revision=None)
     model = load_model(name, hub, dtype, dequantize=True)
-    with torch.no_grad():
-        for layer, weight in read_packed(model.folder):
-            model.module.get_parameter(f"{layer}.weight").copy_(weight)
     if adapter is not None:
         check_tokenizer(adapter, model.folder)
         load_adapter(model.module, adapter, checkpoint_sha256(model.folder, read_adapter(adapter).base_sha256))

@@ -100,17 +100,6 @@ def _attention(options: EstimateOptions, devices: Sequence[Device]) -> Attention
 
 def _parts(shapes: Shapes, options: EstimateOptions, attention: Attention) -> dict[str, int]:
     largest = max(shapes.quantised, default=0) if shapes.weight_gradients else 0
-    return {
-        **_held_bytes(shapes),
-        **step_bytes(
-            shapes.config, options, attention, shapes.vocab_size, shapes.adapter_rank, shapes.formed_bytes, largest
-        ),
-        # Ids, mask and top-K entries of this micro-batch and of the next one, which is fetched meanwhile.
-        "cached head": 2 * options.batch_size * (options.length - 1) * (options.head_k * (8 + 4) + 21),
-    }
-
-
-def _held_bytes(shapes: Shapes) -> dict[str, int]:
     module, adapter = shapes.module, shapes.adapter
     factors = {id(p) for p in adapter}
     stored = {id(t): t for t in (*module.parameters(), *module.buffers()) if id(t) not in factors}
@@ -120,6 +109,11 @@ def _held_bytes(shapes: Shapes) -> dict[str, int]:
         **({"adapter": sum(p.numel() * p.element_size() for p in adapter)} if adapter else {}),
         "gradients": 4 * trained,
         "optimizer state": (12 if shapes.averaged else 8) * trained,
+        **step_bytes(
+            shapes.config, options, attention, shapes.vocab_size, shapes.adapter_rank, shapes.formed_bytes, largest
+        ),
+        # Ids, mask and top-K entries of this micro-batch and of the next one, which is fetched meanwhile.
+        "cached head": 2 * options.batch_size * (options.length - 1) * (options.head_k * (8 + 4) + 21),
     }
 
 

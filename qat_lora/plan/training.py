@@ -147,11 +147,7 @@ def replicas_of(run: RunConfig, assumed: list[str]) -> int:
 
 
 def _cache(options: RecoverOptions | QatOptions) -> KDCacheDataset | None:
-    """Return the run's cache, None where there is none, or none yet; a URL is assumed to be there.
-
-    Raises:
-        CacheError: something is there, and it is no complete cache or lacks what the objective reads.
-    """
+    """Return the run's cache, None where there is none, or none yet; a URL is assumed to be there."""
     path = options.kd_cache_dir
     if path is None or not ("://" in path or Path(path).expanduser().exists()):
         return None

@@ -13,7 +13,8 @@ from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.data.packing import PackedRow, make_encoder, pack_rows
 from qat_lora.data.sources import TextConfig, open_documents
 from qat_lora.errors import ConfigError, MissingExtraError
-from qat_lora.models.load import FILE_SUFFIXES, CausalLM, load_tokenizer, tokenizer_sha256
+from qat_lora.models.hub import HubConfig
+from qat_lora.models.load import FILE_SUFFIXES, CausalLM, load_tokenizer, resolve_model, tokenizer_sha256
 from qat_lora.options import RunConfig
 from qat_lora.runtime.base import Runtime
 from qat_lora.terminal import redact
@@ -32,6 +33,13 @@ def picture(run: RunConfig, draw: Callable[[], None]) -> None:
         draw()
     except MissingExtraError as error:
         say(run, f"no picture: {error}")
+
+
+def fetch(runtime: Runtime, name: str, hub: HubConfig) -> None:
+    """Let the main process download a model that is not here yet, while the others wait for the files."""
+    if runtime.is_main:
+        resolve_model(name, hub.revision)
+    runtime.barrier("model_download")
 
 
 def fit_attention(model: CausalLM, runtime: Runtime, layers_recomputed: bool) -> None:
