@@ -204,7 +204,7 @@ def test_the_machine_is_looked_at_once_whatever_the_number_of_processes(monkeypa
     look, looks = select.look, []
     monkeypatch.setattr(select, "look", lambda: looks.append(1) or look())
     monkeypatch.setattr(launch, "start", lambda plan, work, *_: [work() for _ in range(plan.chips)])
-    monkeypatch.setattr(Command, "load", lambda self: lambda options, runtime: runtime.device.type)
+    monkeypatch.setattr(Command, "load", lambda self, _="": lambda options, runtime: runtime.device.type)
     options = SimpleNamespace(run=RunConfig(device="cpu", chips=ChipsConfig("2")), dry_run=False)
     assert launch.run(COMMANDS["recover"], options) == ["cpu", "cpu"]
     assert len(looks) == 1
