@@ -172,7 +172,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             cli(args=arguments, prog_name="qat-lora", standalone_mode=False)
             sys.stdout.flush()  # here, where what goes wrong is a line and not the interpreter's last words
     except BrokenPipeError:  # the reader of a pipe has seen enough
-        _forget_output()
+        with contextlib.suppress(OSError, ValueError):  # what is left in the buffer is not tried again at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None  # as click does where the pipe breaks earlier
     except QatLoraError as error:
         _fail(str(error), error.exit_code)
@@ -182,12 +183,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (click.Abort, KeyboardInterrupt):
         echo("stopped", err=True)
         raise SystemExit(130) from None
-
-
-def _forget_output() -> None:
-    """Send what is left in the buffer of standard output nowhere, so that its end is not tried again at exit."""
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: str, exit_code: int) -> NoReturn:

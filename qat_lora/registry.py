@@ -48,8 +48,8 @@ class Command:
     options: str = ""  # class in qat_lora.options
     device: Device = "one chip"
     plan: str = ""  # returns its `DryRun` from the options, by shapes alone
-    advice: str = ""  # says, from the options, what to lower where the memory was too little
     first_words: Mapping[str, str] = field(default_factory=dict)  # setting -> how --help calls a word without a name
+    advice: str = "qat_lora.plan.advice:advise"  # says, from the options, what to lower where memory was too little
 
     def load(self, name: Literal["function", "plan", "advice"] = "function") -> Any:
         """Import one of the functions."""
@@ -66,30 +66,17 @@ def _named(path: str) -> Any:
 
 
 def _command(
-    words: str,
-    function: str,
-    help: str,
-    options: str = "",
-    device: Device = "one chip",
-    plan: str = "",
-    advice: str = "general_advice",
-    **first: str,
+    words: str, function: str, help: str, options: str = "", device: Device = "one chip", plan: str = "", **first: str
 ) -> Command:
-    function, plan = f"qat_lora.commands.{function}", plan and f"qat_lora.plan.{plan}"
-    return Command(words, function, help, options, device, plan, f"qat_lora.plan.advice:{advice}", first)
+    plan = plan and f"qat_lora.plan.{plan}"
+    return Command(words, f"qat_lora.commands.{function}", help, options, device, plan, first)
 
 
-# Words, function in `commands`, line of help, class in `options`, device; the functions in `plan` and `plan.advice`;
-# words without a name.
+# Words, function in `commands`, line of help, class in `options`, device; the function in `plan`; words without a name.
 _COMMANDS = (
     _command("demo", "demo:demo", "Train, damage and recover a small model on this machine.", "DemoOptions"),
     _command(
-        "cache build",
-        "cache:build_cache",
-        "Write a teacher's logits to a KD cache.",
-        "CacheBuildOptions",
-        SEVERAL,
-        advice="build_advice",
+        "cache build", "cache:build_cache", "Write a teacher's logits to a KD cache.", "CacheBuildOptions", SEVERAL
     ),
     _command(
         "cache audit",
@@ -117,7 +104,6 @@ _COMMANDS = (
         "Quantise a model and prepare its adapter start.",
         "QuantizeOptions",
         plan="quantize:plan_quantize",
-        advice="quantize_advice",
     ),
     _command(
         "recover",
@@ -126,7 +112,6 @@ _COMMANDS = (
         "RecoverOptions",
         SEVERAL,
         plan="training:plan_recover",
-        advice="recover_advice",
     ),
     _command(
         "qat",
@@ -135,15 +120,8 @@ _COMMANDS = (
         "QatOptions",
         SEVERAL,
         plan="training:plan_qat",
-        advice="qat_advice",
     ),
-    _command(
-        "eval",
-        "evaluate:evaluate",
-        "Score models against a teacher on held-out text.",
-        "EvalOptions",
-        advice="eval_advice",
-    ),
+    _command("eval", "evaluate:evaluate", "Score models against a teacher on held-out text.", "EvalOptions"),
     _command("export", "export:export", "Write a student in a form other tools load.", "ExportOptions"),
     _command("generate", "generate:generate", "Continue a prompt.", "GenerateOptions"),
     _command("chat", "chat:chat", "Talk with a model on the terminal.", "ChatOptions", student="STUDENT"),

@@ -1,12 +1,13 @@
 """What to lower when a run does not fit: every device's out-of-memory error, answered with the command's own flags.
 
 `recover` is answered from its plan, which knows the largest parts. The other commands hold little besides weights and
-one batch, so each has a list of settings to lower, with the value to try next. The registry names the function of each
-command, and the launcher asks it where memory was too little.
+one batch, so each has a list of settings to lower, with the value to try next. The launcher asks `advise` where memory
+was too little.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 from qat_lora.errors import QatLoraError
@@ -17,11 +18,13 @@ from qat_lora.plan.training import plan_recover
 from qat_lora.quant.initialize import NEED_TEXT
 
 
-def general_advice(_: object) -> str:
-    """Return what to do where a command has nothing to lower."""
+@functools.singledispatch
+def advise(_: object) -> str:
+    """Return what to lower, by the class of a command's options; here, where there is nothing to lower."""
     return "End other programs, or give a device with more memory"
 
 
+@advise.register
 def build_advice(options: CacheBuildOptions) -> str:
     """Return what to lower in `cache build`, which holds the teacher and its logits of a batch."""
     rows = options.teacher_batch_size
@@ -32,6 +35,7 @@ def build_advice(options: CacheBuildOptions) -> str:
     )
 
 
+@advise.register
 def quantize_advice(options: QuantizeOptions) -> str:
     """Return what to lower in `quantize`, which holds the weights and what calibration keeps."""
     has_text = options.text.dataset is not None or options.kd_cache_dir is not None
@@ -53,6 +57,7 @@ def _fit_answers(options: QuantizeConfig) -> tuple[str, ...]:
     )
 
 
+@advise.register
 def eval_advice(options: EvalOptions) -> str:
     """Return what to lower in `eval`, which holds all its models and their logits of a batch."""
     return _try(
@@ -63,6 +68,7 @@ def eval_advice(options: EvalOptions) -> str:
     )
 
 
+@advise.register
 def qat_advice(options: QatOptions) -> str:
     """Return what to lower in `qat`; its parts are what `--dry-run` shows."""
     loop, rows, chunk = options.loop, options.loop.batch_size, options.objective.loss_chunk_mb
@@ -82,6 +88,7 @@ def _try(*answers: str) -> str:
     return f"Try {', or '.join(filter(None, answers))}"
 
 
+@advise.register
 def recover_advice(options: RecoverOptions) -> str:
     """Return the largest parts of a recovery, and which flag makes each smaller, with the value to try.
 
