@@ -24,12 +24,11 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from qat_lora.errors import QatLoraError
-from qat_lora.plan.surroundings import Accelerator, HubState, accelerators, hub_state, libtpu_specifier
+from qat_lora.plan.surroundings import GIB, Accelerator, HubState, accelerators, hub_state, libtpu_specifier
 from qat_lora.registry import COMMANDS, Requirements
 from qat_lora.runtime.launch.select import Found, choose, look, select_runtime
 from qat_lora.terminal import echo
 
-GIB = 2**30
 LOW_DISK_GIB, LOW_RAM_GIB = 5, 2  # a small cache with a small student still fits above these
 BACKENDS = ("TPU", "CPU")  # values of PJRT_DEVICE that our XLA runtime starts
 MARKS = {"ok": "✓", "note": "–", "problem": "✗"}

@@ -16,7 +16,7 @@ from qat_lora.models.adapter import load_starts, save_adapter, starts_sha256
 from qat_lora.models.load import load_model, save_with_tensors
 from qat_lora.options import RecoverOptions
 from qat_lora.runtime.base import Runtime
-from qat_lora.setup.common import fetch, run_name, text_inputs
+from qat_lora.setup.common import check_fits, fetch, run_name, text_inputs
 from qat_lora.setup.trainable import recovery_parts
 from qat_lora.setup.training_data import cache_lessons, text_lessons
 from qat_lora.setup.training_run import Groups, TrainingRun, complete_run, train_student
@@ -30,8 +30,11 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
     lessons = cache_lessons(options) if options.uses_cache else None
     fetch(runtime, student, options.hub)
     model = load_model(student, options.hub, run.dtype)
-    lessons = lessons or text_lessons(options, model)
-    model = lessons.fit(model)
+    if lessons is None:
+        lessons = text_lessons(options, model)
+    else:
+        check_fits(lessons.rows, model)
+        model = lessons.with_vocabulary(model)
     if options.train_scales and not quant_layers(model.module):
         raise ConfigError("train_scales: the student has no quantised layers; leave it out")
     plan = TrainingRun("recover", options, lessons, runtime, out)

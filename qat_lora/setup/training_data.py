@@ -22,7 +22,7 @@ from qat_lora.losses.objective import ObjectiveConfig, objective_loss
 from qat_lora.models.load import CausalLM, load_tokenizer, tokenizer_sha256
 from qat_lora.options import QatOptions, RecoverOptions
 from qat_lora.runtime.base import Runtime
-from qat_lora.setup.common import check_fits, fits_positions
+from qat_lora.setup.common import fits_positions
 from qat_lora.setup.objective import check_arrays, evaluation_objective
 from qat_lora.train.loop import LoopConfig
 from qat_lora.types import LMHead
@@ -41,17 +41,6 @@ class Lessons:
     def metric(self) -> str:
         """What evaluations report: `kl` to the teacher, or `nll` of the text."""
         return "nll" if isinstance(self.rows, TextDataset) else "kl"
-
-    def fit(self, model: CausalLM) -> CausalLM:
-        """Return the model with the vocabulary that the lessons speak of.
-
-        Raises:
-            CacheError: it cannot learn from the cache.
-        """
-        if isinstance(self.rows, TextDataset):
-            return model
-        check_fits(self.rows, model)
-        return self.with_vocabulary(model)
 
     def with_vocabulary(self, model: CausalLM) -> CausalLM:
         """Return the model with the vocabulary of the cache, without padded rows."""
