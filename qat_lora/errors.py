@@ -8,7 +8,7 @@ import contextlib
 import errno
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from qat_lora.terminal import redact
 
@@ -101,6 +101,18 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in SIGNS_OF_LITTLE_MEMORY)
+
+
+@contextlib.contextmanager
+def memory_errors_explained(advice: Callable[[], str]) -> Iterator[None]:
+    """Raise OutOfMemoryError, which says what to lower, in place of the device's own; `advice` is called only then."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, QatLoraError) or not is_out_of_memory(error):
+            raise
+        reason = one_line(error, 160)
+        raise OutOfMemoryError(f"out of memory ({reason}). {advice()}") from error
 
 
 class ReplicaError(QatLoraError):

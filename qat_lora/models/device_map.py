@@ -18,6 +18,7 @@ from torch import Tensor
 from qat_lora.errors import ModelError
 from qat_lora.extras import require
 from qat_lora.layers.convert import quant_layers
+from qat_lora.models.hub import DEFAULT_HUB, HubConfig
 from qat_lora.models.load import CausalLM, load_model, scale_and_cap
 from qat_lora.types import LMHead
 
@@ -50,27 +51,18 @@ class SpreadCausalLM(CausalLM):
 
 
 def load_spread(
-    name: str,
-    device_map: str | Mapping[str, str | int],
-    *,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    dtype: str = "float32",
+    name: str, device_map: str | Mapping[str, str | int], hub: HubConfig = DEFAULT_HUB, dtype: str = "float32"
 ) -> SpreadCausalLM:
     """Load a full-precision model over several devices; the other arguments are those of `load_model`.
 
-    Args:
-        name: folder or Hub name.
-        device_map: a rule of accelerate (`auto`, `balanced`, …), or the device of every module, `disk` allowed.
+    `device_map` is a rule of accelerate (`auto`, `balanced`, …), or the device of every module, `disk` allowed.
 
     Raises:
         ModelError: as `load_model`; also for a model that we quantised.
         MissingExtraError: accelerate is not installed.
     """
     require("accelerate", "big")
-    loaded = load_model(
-        name, revision=revision, trust_remote_code=trust_remote_code, dtype=dtype, device_map=device_map
-    )
+    loaded = load_model(name, hub, dtype, device_map)
     if quant_layers(loaded.module):
         raise ModelError(f"device_map: {name} is quantised, so it fits on one device; leave out --device-map")
     return SpreadCausalLM(loaded.module, loaded.folder)

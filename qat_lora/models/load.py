@@ -48,6 +48,7 @@ from qat_lora.layers.calibrate.upcast import computing_dtype
 from qat_lora.layers.convert import quant_layers, tied_embedding
 from qat_lora.models.attention_mask import attention_inputs
 from qat_lora.models.hf_quantizer import QUANT_METHOD, QatLoraQuantizationConfig, QatLoraQuantizer
+from qat_lora.models.hub import DEFAULT_HUB, HubConfig
 from qat_lora.quant.presets import Preset
 from qat_lora.types import LMHead
 
@@ -179,8 +180,7 @@ class CausalLM:
     def checkpoint_gradients(self, function: Callable[..., Any]) -> None:
         """Recompute every layer in the backward pass instead of keeping its activations.
 
-        Args:
-            function: `Runtime.checkpoint_function`; transformers' own switch takes torch's, which fails on XLA.
+        `function` is `Runtime.checkpoint_function`; transformers' own switch takes torch's, which fails on XLA.
 
         Raises:
             ModelError: no layer of this architecture can do so.
@@ -248,9 +248,7 @@ def scale_and_cap(logits_NV: Tensor, head: LMHead) -> Tensor:
 
 def load_model(
     name: str,
-    *,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
+    hub: HubConfig = DEFAULT_HUB,
     dtype: str = "float32",
     device_map: str | Mapping[str, str | int] | None = None,
     dequantize: bool = False,
@@ -267,13 +265,13 @@ def load_model(
         DamagedFileError: a file is not what was written.
         ModelError: no such model, another architecture, a missing, unexpected or misshapen tensor, NaN or infinity.
     """
-    folder = resolve_model(name, revision)
+    folder = resolve_model(name, hub.revision)
     weight_files(folder)
     quantization = read_object(folder / "config.json").get("quantization_config")
     is_quantised = isinstance(quantization, dict) and quantization.get("quant_method") == QUANT_METHOD
     check_folder(folder, ours=is_quantised or (folder / MARK).is_file())
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=hub.trust_remote_code)
         if not config.is_encoder_decoder and getattr(config, "quantization_config", None):
             method = dict(config.quantization_config).get("quant_method")
             if method == PACKED and dequantize:
@@ -288,7 +286,7 @@ def load_model(
                 config=config,
                 dtype=DTYPES.get(dtype, dtype),
                 device_map=device_map,
-                trust_remote_code=trust_remote_code,
+                trust_remote_code=hub.trust_remote_code,
                 attn_implementation=attention,
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,  # reported below, by name
@@ -306,9 +304,38 @@ def load_model(
             raise ModelError(
                 f"model: {folder} has {kind} tensors: {names}; the checkpoint does not fit its config.json"
             )
+    if dequantize:
+        with torch.no_grad():
+            for layer, weight in read_packed(folder):
+                module.get_parameter(f"{layer}.weight").copy_(weight)
     check_finite(module.state_dict(), f"model: {folder}")
     module.eval().requires_grad_(False)
     return CausalLM(module, folder)
+
+
+def read_packed(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the packed weights of a folder of compressed-tensors, by layer name, float32 [O, I]; of others nothing.
+
+    transformers unpacks such a folder too, but multiplies codes and steps in float16, which rounds what the file holds
+    exactly. `export/compressed.py` writes the format.
+
+    Raises:
+        MissingExtraError: compressed-tensors is not installed.
+    """
+    quantization = read_object(folder / "config.json").get("quantization_config") or {}
+    if quantization.get("quant_method") != PACKED:
+        return
+    groups = quantization["config_groups"].values()
+    bits = {target: group["weights"]["num_bits"] for group in groups for target in group["targets"]}
+    packing = require("compressed_tensors.compressors.pack_quantized.helpers", "export")
+    for file in sorted(folder.glob("model*.safetensors")):
+        tensors = load_file(file)
+        for name in sorted(key.removesuffix(".weight_packed") for key in tensors if key.endswith(".weight_packed")):
+            shape = torch.Size(tensors[f"{name}.weight_shape"].tolist())
+            width = bits.get(name, bits.get("Linear"))
+            codes_OI = packing.unpack_from_int32(tensors[f"{name}.weight_packed"], width, shape)
+            steps_OG = tensors[f"{name}.weight_scale"].float()
+            yield name, codes_OI.float() * steps_OG.repeat_interleave(shape[1] // steps_OG.shape[1], dim=1)
 
 
 def _tensor_name(key: Any) -> str:
@@ -332,13 +359,9 @@ def cast(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def save_quantised(model: CausalLM, out: Path, preset: Preset, details: dict[str, Any]) -> None:
-    """Write a quantised model as a Hugging Face folder with its tokenizer files and checksums.
+    """Write a quantised model without adapters as a Hugging Face folder with its tokenizer files and checksums.
 
-    Args:
-        model: holds `QuantLinear` layers and no adapters.
-        out: the folder, made if missing.
-        preset: written to config.json, from which the layers are rebuilt.
-        details: method, calibration, bits per weight, for people.
+    Its layers are rebuilt from the `preset` in config.json; the `details` there (method, bits) are for people.
     """
     if tied_embedding(model.module) is not None:
         preset, model.config.tie_word_embeddings = replace(preset, tied=True), False

@@ -22,7 +22,7 @@ from qat_lora.losses.objective import ObjectiveConfig, objective_loss
 from qat_lora.models.load import CausalLM, load_tokenizer, tokenizer_sha256
 from qat_lora.options import QatOptions, RecoverOptions
 from qat_lora.runtime.base import Runtime
-from qat_lora.setup.common import check_fits, fits_positions
+from qat_lora.setup.common import fits_positions
 from qat_lora.setup.objective import check_arrays, evaluation_objective
 from qat_lora.train.loop import LoopConfig
 from qat_lora.types import LMHead
@@ -36,24 +36,11 @@ class Lessons:
     evaluation: Any  # rows kept apart, None where there are none
     objective: ObjectiveConfig
     identity: dict[str, Any]  # what makes these lessons other ones, for the run's settings
-    length: int  # tokens of a row
-    head_k: int  # top-K entries of the teacher at a position, 0 without a teacher
 
     @property
     def metric(self) -> str:
         """What evaluations report: `kl` to the teacher, or `nll` of the text."""
         return "nll" if isinstance(self.rows, TextDataset) else "kl"
-
-    def fit(self, model: CausalLM) -> CausalLM:
-        """Return the model with the vocabulary that the lessons speak of.
-
-        Raises:
-            CacheError: it cannot learn from the cache.
-        """
-        if isinstance(self.rows, TextDataset):
-            return model
-        check_fits(self.rows, model)
-        return self.with_vocabulary(model)
 
     def with_vocabulary(self, model: CausalLM) -> CausalLM:
         """Return the model with the vocabulary of the cache, without padded rows."""
@@ -76,8 +63,7 @@ def cache_lessons(options: RecoverOptions | QatOptions) -> Lessons:
     if rows.manifest.rows("eval"):
         kept = KDCacheDataset(path, k=options.head_k, split="eval", verify_rows=checked)
         kept.leave_out_all_but(["teacher_hidden"])  # evaluations read no draws
-    held = rows.manifest.fingerprint
-    return Lessons(rows, kept, objective, {"cache": held.sha256}, held.length, rows.k)
+    return Lessons(rows, kept, objective, {"cache": rows.manifest.fingerprint.sha256})
 
 
 def text_lessons(options: RecoverOptions, model: CausalLM) -> Lessons:
@@ -101,7 +87,7 @@ def text_lessons(options: RecoverOptions, model: CausalLM) -> Lessons:
         **{name: getattr(options, name) for name in ("learn", "length", "num_rows", "eval_rows")},
     }
     rows = TextDataset(pack_rows(documents(first), encode, options.length), options.num_rows)
-    return Lessons(rows, TextDataset(kept) if kept else None, objective, identity, options.length, 0)
+    return Lessons(rows, TextDataset(kept) if kept else None, objective, identity)
 
 
 def evaluation(

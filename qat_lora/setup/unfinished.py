@@ -84,5 +84,4 @@ def remove_pieces(out: Path) -> None:
 
 
 def _pieces(out: Path) -> list[Path]:
-    """Return the pieces that runs in this folder kept."""
     return sorted(piece for piece in (out / FOLDER).glob("[!.]*") if is_ours(piece / FACTS))

@@ -83,7 +83,7 @@ def test_a_cache_of_a_spread_teacher_is_the_same_cache(tiny, tmp_path, monkeypat
     import qat_lora.commands.cache as app
 
     real = app.load_spread
-    monkeypatch.setattr(app, "load_spread", lambda name, _, **how: real(name, _map(["model.layers.0"]), **how))
+    monkeypatch.setattr(app, "load_spread", lambda name, _, *how: real(name, _map(["model.layers.0"]), *how))
     moved = []
     monkeypatch.setattr(NativeRuntime, "place", lambda self, module: moved.append(module))
     main(f"{build} {tmp_path / 'spread'} {common} auto".split())

@@ -14,7 +14,7 @@ from qat_lora.setup.training_run import TrainingRun
 def plan(**changed):
     options = recover_options("student", "cache", "out")
     options = replace(options, loop=replace(options.loop, **changed))
-    lessons = Lessons(None, None, ObjectiveConfig(), {"cache": "abc"}, 32, 4)
+    lessons = Lessons(None, None, ObjectiveConfig(), {"cache": "abc"})
     return TrainingRun("recover", options, lessons, NativeRuntime("cpu"), Path("out"))
 
 
