@@ -30,7 +30,7 @@ from qat_lora.errors import ConfigError, InterruptedRunError
 from qat_lora.evaluate.report import save_json, text_table
 from qat_lora.files import outputs
 from qat_lora.files.identity import checkpoint_sha256
-from qat_lora.models.device_map import SpreadCausalLM, load_spread
+from qat_lora.models.device_map import DispatchedCausalLM, load_dispatched
 from qat_lora.models.load import CausalLM, load_model, load_tokenizer, tokenizer_sha256
 from qat_lora.options import AuditOptions, CacheBuildOptions
 from qat_lora.runtime.base import Runtime
@@ -207,11 +207,11 @@ def _teacher(options: CacheBuildOptions | AuditOptions, runtime: Runtime) -> Cau
     if options.device_map == "none":
         return load_model(str(options.teacher), options.hub, options.run.dtype)
     runtime.check_device_map()
-    return load_spread(str(options.teacher), options.device_map, options.hub, options.run.dtype)
+    return load_dispatched(str(options.teacher), options.device_map, options.hub, options.run.dtype)
 
 
 def _place(teacher: CausalLM, runtime: Runtime) -> None:
     """Move the teacher to the device, unless it has been spread over several; on a CPU it attends in tiles."""
-    if not isinstance(teacher, SpreadCausalLM):
+    if not isinstance(teacher, DispatchedCausalLM):
         runtime.place(teacher.module)
     fit_attention(teacher, runtime, layers_recomputed=False)

@@ -28,7 +28,7 @@ from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.signals import stop_signals
 from qat_lora.setup.common import cached_calibration_rows, check_fits, fetch, run_name, say
 from qat_lora.setup.trainable import check_parts, given, preset_name, trained_parts
-from qat_lora.setup.training_data import cache_lessons
+from qat_lora.setup.training_data import cache_training_data
 from qat_lora.setup.training_run import Groups, TrainingRun, complete_run, train_student
 from qat_lora.setup.unfinished import Unfinished, remove_pieces
 from qat_lora.train.blockwise import reconstruct
@@ -50,14 +50,14 @@ def qat(options: QatOptions, runtime: Runtime) -> Path:
     run = options.run
     start = preset_name(options) if options.from_scratch else run_name(str(options.checkpoint))
     out = Path(run.out or f"runs/v2_{start.split('_')[0]}")
-    lessons = cache_lessons(options)
+    data = cache_training_data(options)
     for name in filter(None, (options.model, options.checkpoint)):
         fetch(runtime, name, options.hub)
     full = None if options.model is None else load_model(options.model, options.hub, "float32")
     student = None if options.from_scratch else load_model(str(options.checkpoint), options.hub, "float32")
-    check_fits(lessons.rows, student or given(full))
+    check_fits(data.rows, student or given(full))
     check_parts(options, full, student)
-    plan = TrainingRun("qat", options, lessons, runtime, out)
+    plan = TrainingRun("qat", options, data, runtime, out)
     noted = None if run.overwrite else outputs.noted(out)
     settings = {
         "model_sha256": full and checkpoint_sha256(full.folder, noted),
@@ -91,7 +91,7 @@ def _train(plan: TrainingRun, folder: Path, full: CausalLM | None, settings: dic
     """Train the student of a folder, whose weights may start at the full-precision model's."""
     options, out = plan.options, plan.out
     assert isinstance(options, QatOptions)
-    model = plan.lessons.with_vocabulary(load_model(str(folder), options.hub, options.run.dtype))
+    model = plan.data.with_vocabulary(load_model(str(folder), options.hub, options.run.dtype))
 
     def groups() -> Groups:
         torch.manual_seed(options.run.seed)
@@ -143,7 +143,7 @@ def _reconstruct(plan: TrainingRun, options: QatOptions, student: CausalLM, full
             student.module,
             full.module,
             lambda batch: full.hidden(batch["input_ids"], batch["document_ids"]),
-            runtime.feed(cached_calibration_rows(plan.lessons.rows, options.calibration_rows, options.run.seed)),
+            runtime.feed(cached_calibration_rows(plan.data.rows, options.calibration_rows, options.run.seed)),
             options.blockwise,
             runtime,
             options.run.quiet,

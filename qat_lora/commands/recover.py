@@ -18,7 +18,7 @@ from qat_lora.options import RecoverOptions
 from qat_lora.runtime.base import Runtime
 from qat_lora.setup.common import check_fits, fetch, run_name, text_inputs
 from qat_lora.setup.trainable import recovery_parts
-from qat_lora.setup.training_data import cache_lessons, text_lessons
+from qat_lora.setup.training_data import cache_training_data, text_training_data
 from qat_lora.setup.training_run import Groups, TrainingRun, complete_run, train_student
 
 
@@ -27,17 +27,17 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
     run, loop = options.run, options.loop
     student = str(options.checkpoint or options.model)
     out = Path(run.out or f"runs/recovery_{run_name(student)}")
-    lessons = cache_lessons(options) if options.uses_cache else None
+    data = cache_training_data(options) if options.uses_cache else None
     fetch(runtime, student, options.hub)
     model = load_model(student, options.hub, run.dtype)
-    if lessons is None:
-        lessons = text_lessons(options, model)
+    if data is None:
+        data = text_training_data(options, model)
     else:
-        check_fits(lessons.rows, model)
-        model = lessons.with_vocabulary(model)
+        check_fits(data.rows, model)
+        model = data.with_vocabulary(model)
     if options.train_scales and not quant_layers(model.module):
         raise ConfigError("train_scales: the student has no quantised layers; leave it out")
-    plan = TrainingRun("recover", options, lessons, runtime, out)
+    plan = TrainingRun("recover", options, data, runtime, out)
     settings = {
         "base_sha256": checkpoint_sha256(model.folder, None if run.overwrite else outputs.noted(out)),
         "starts_sha256": starts_sha256(model.folder),

@@ -325,7 +325,7 @@ def discard(folder: Path) -> None:
     _dissolve(old, folder)
 
 
-def sweep(folder: Path) -> None:
+def remove_leftovers(folder: Path) -> None:
     """Remove what kills left of folders that were being made or removed in this one."""
     for left in folder.glob(".*"):
         if left.is_dir() and is_ours(left, "/"):
@@ -368,7 +368,7 @@ def remove_listed(root: Path, names: set[str]) -> None:
     """
     for folder in {PurePosixPath(name).parent for name in names if name.endswith("/")}:
         if _leads_to(root, f"{folder}/x"):
-            sweep(root / folder)
+            remove_leftovers(root / folder)
     for name in names:
         path = root / name
         if path.name != MARK and _leads_to(root, name) and (path.is_symlink() or path.is_file()):

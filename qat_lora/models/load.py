@@ -233,17 +233,17 @@ class CausalLM:
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """Return logits [N, vocab_size], in the model's type, or in float32 where they are scaled or capped."""
-        head = self.lm_head()
-        bias = None if head.bias_V is None else head.bias_V[: head.vocab_size].to(hidden_NH.dtype)
-        logits = nn.functional.linear(hidden_NH, head.weight_VH[: head.vocab_size].to(hidden_NH.dtype), bias)
-        return scale_and_cap(logits, head)
+        lm_head = self.lm_head()
+        bias = None if lm_head.bias_V is None else lm_head.bias_V[: lm_head.vocab_size].to(hidden_NH.dtype)
+        logits = nn.functional.linear(hidden_NH, lm_head.weight_VH[: lm_head.vocab_size].to(hidden_NH.dtype), bias)
+        return scale_and_cap(logits, lm_head)
 
 
-def scale_and_cap(logits_NV: Tensor, head: LMHead) -> Tensor:
+def scale_and_cap(logits_NV: Tensor, lm_head: LMHead) -> Tensor:
     """Return logits as an architecture with scaled or capped logits has them, in float32; others as they are."""
-    if head.logit_scale != 1.0:
-        logits_NV = logits_NV.float() * head.logit_scale
-    return logits_NV if head.softcap is None else head.softcap * torch.tanh(logits_NV.float() / head.softcap)
+    if lm_head.logit_scale != 1.0:
+        logits_NV = logits_NV.float() * lm_head.logit_scale
+    return logits_NV if lm_head.softcap is None else lm_head.softcap * torch.tanh(logits_NV.float() / lm_head.softcap)
 
 
 def load_model(
@@ -257,8 +257,8 @@ def load_model(
 
     Scales and look-up tables stay float32 whatever the dtype (`auto`: as in the files), so it computes what was saved.
     Tensors that the files hold in that type stay memory-mapped, so the processes of a host share them until each has
-    placed its own. `device_map` is for `load_spread`. With `dequantize`, a folder of compressed-tensors is read as the
-    dense weights that it stands for.
+    placed its own. `device_map` is for `load_dispatched`. With `dequantize`, a folder of compressed-tensors is read as
+    the dense weights that it stands for.
 
     Raises:
         MissingExtraError: compressed-tensors is not installed.

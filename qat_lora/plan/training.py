@@ -41,7 +41,7 @@ from qat_lora.registry import DryRun, Requirements
 from qat_lora.runtime.host.memory import LiveBytes
 from qat_lora.runtime.launch.select import choose, look, plan_run, runs_on_host
 from qat_lora.setup.trainable import check_parts, chosen_preset, trained_parts
-from qat_lora.setup.training_data import cache_lessons
+from qat_lora.setup.training_data import cache_training_data
 
 HEAD_K, LENGTH = 128, CacheBuildOptions.length
 """Top-K entries of a position and tokens of a row where there is no cache to ask; what `cache build` makes."""
@@ -151,7 +151,7 @@ def _cache(options: RecoverOptions | QatOptions) -> KDCacheDataset | None:
     path = options.kd_cache_dir
     if path is None or not ("://" in path or Path(path).expanduser().exists()):
         return None
-    rows: KDCacheDataset = cache_lessons(options).rows
+    rows: KDCacheDataset = cache_training_data(options).rows
     return rows
 
 

@@ -261,7 +261,7 @@ class CacheWriter:
                         self.out.delete(name)
             else:
                 self._load()
-            self._sweep()
+            self._remove_leftovers()
             if self.fingerprint.lm_head_sha256 is not None and not self.finished:
                 self._put_lm_head()
             self._stack = stack.pop_all()
@@ -357,7 +357,7 @@ class CacheWriter:
         except (OSError, CacheDamaged):
             return False
 
-    def _sweep(self) -> None:
+    def _remove_leftovers(self) -> None:
         """Remove what this builder left when it was killed: temporary files, shards that were never committed."""
         if not isinstance(self.out, LocalFolder):  # a store has no half objects; one without sidecar may be another's
             return
