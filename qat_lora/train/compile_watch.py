@@ -1,14 +1,19 @@
 """Tells the user what the runtime compiles while training: how long the first step takes, and recompiles later.
 
-A graph compiler is silent for minutes in step 1, and a recompile in step 700 looks like a slow machine. So step 1 is
-reported phase by phase, and a graph that is compiled later is a warning that names what changed, or an error with
-`--max-recompiles`. Only training steps are watched: graphs of an evaluation do not count. A runtime that compiles
-nothing (its `compile_report` is empty) is asked once.
+A graph compiler is silent for minutes in step 1, and a recompile in step 700 looks like a slow machine. So each phase
+of step 1 is announced before it starts, with a sign of life every 15 seconds, and reported after it; and a graph that
+is compiled later is a warning that names what changed, or an error with `--max-recompiles`. Only training steps are
+watched: graphs of an evaluation do not count. A runtime that compiles nothing (its `compile_report` is empty) is asked
+once.
+
+The watch also says when the host is the slower one. Tracing runs ahead of the device, and a sync waits only for what
+the device has not finished yet; where steps pass without such a wait, the device waits for Python instead.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 
@@ -18,6 +23,18 @@ from qat_lora.types import Batch
 
 TRACED, COMPILED = "forward and backward traced", "compiled"
 OPTIMIZER_TRACED, OPTIMIZER_COMPILED = "optimizer traced", "compiled "
+NEXT = {
+    "": "tracing forward and backward",
+    TRACED: "compiling forward and backward",
+    COMPILED: "tracing the optimizer",
+    OPTIMIZER_TRACED: "compiling the optimizer",
+}
+"""What the first step does after each phase."""
+HEARTBEAT_S = 15.0
+HOST_STEPS = 20
+"""Steps after the first over which the host's share is measured."""
+HOST_BOUND = 0.9
+"""Share of tracing in a step's time from which the device is taken to wait for it."""
 
 
 class CompileWatch:
@@ -26,17 +43,27 @@ class CompileWatch:
     def __init__(self, runtime: Runtime, most: int | None, say: Callable[[str], None]) -> None:
         self._runtime, self._most, self._say = runtime, most, say
         self._active = bool(runtime.compile_report())
-        self._is_first, self._late = True, 0
+        self._is_first, self._late, self._step = True, 0, 0
         self._graphs, self._since = 0, 0.0
         self._phases: dict[str, float] = {}
         self._known: dict[str, str] = {}
         self._changed: dict[str, str] = {}
+        self._steady_steps, self._traced_s, self._other_s = 0, 0.0, 0.0
+        self._over = threading.Event()
 
-    def begin(self) -> None:
+    def close(self) -> None:
+        """End the signs of life, whatever phase was the last."""
+        self._over.set()
+
+    def begin(self, step: int) -> None:
         """Start counting and timing a step."""
-        if self._active:
-            self._graphs, self._since = int(self._runtime.compile_report()["graphs_compiled"]), time.perf_counter()
-            self._changed.clear()
+        if not self._active:
+            return
+        self._graphs, self._step = int(self._runtime.compile_report()["graphs_compiled"]), step
+        self._since = time.perf_counter()
+        self._changed.clear()
+        if self._is_first:
+            self._announce(NEXT[""])
 
     def batch(self, batch: Batch) -> None:
         """Note which shapes differ from those of the first micro-batch."""
@@ -48,16 +75,25 @@ class CompileWatch:
             before, now = (found.get(name, "not there") for found in (self._known, shapes))
             if before != now:
                 self._changed[name] = f"{name} was {before}, now {now}"
+        self._other_s += self._lap()  # the host waited for rows
 
     def mark(self, phase: str) -> None:
-        """Note the time that a phase of the first step took, each phase once."""
-        if self._active and self._is_first:
-            now = time.perf_counter()
-            self._phases.setdefault(phase, now - self._since)
-            self._since = now
+        """Note the end of a phase: in the first step the time that it took, each phase once, and what comes next."""
+        if not self._active:
+            return
+        seconds = self._lap()
+        if phase in (TRACED, OPTIMIZER_TRACED):
+            self._traced_s += seconds
+        else:
+            self._other_s += seconds
+        if self._is_first and phase not in self._phases:
+            self._phases[phase] = seconds
+            self._over.set()
+            if phase in NEXT:
+                self._announce(NEXT[phase])
 
     def end(self, step: int) -> None:
-        """Report the first step, and every later one that compiled a graph.
+        """Report the first step, every later one that compiled a graph, and once a host that is the slower one.
 
         Raises:
             RecompiledError: more graphs than allowed were compiled after the first step.
@@ -70,14 +106,47 @@ class CompileWatch:
             phases = ", ".join(f"{name.strip()} {seconds:.1f} s" for name, seconds in self._phases.items())
             self._say(f"[step {step}] {phases} · {report['graphs_compiled']:.0f} graphs so far")
             self._is_first = False
+        elif not new:
+            self._steady_steps += 1
+            if self._steady_steps == HOST_STEPS:
+                self._compare_host()
             return
-        if not new:
-            return
-        self._late += new
+        else:
+            self._warn_of(new, step)
+        self._steady_steps, self._traced_s, self._other_s = 0, 0.0, 0.0
+
+    def _lap(self) -> float:
+        """Return the seconds since the last call, or since the step began."""
+        before, self._since = self._since, time.perf_counter()
+        return self._since - before
+
+    def _announce(self, what: str) -> None:
+        """Say what begins, and every 15 seconds that it goes on, until `_over` is set."""
+        self._over, line, began = threading.Event(), f"[step {self._step}] {what}", time.perf_counter()
+        self._say(f"{line} ...")
+
+        def repeat(over: threading.Event) -> None:
+            while not over.wait(HEARTBEAT_S):
+                self._say(f"{line}: {time.perf_counter() - began:.0f} s so far")
+
+        threading.Thread(target=repeat, args=(self._over,), name="qat-lora-heartbeat", daemon=True).start()
+
+    def _compare_host(self) -> None:
+        """Say that the device waits for the host, if it does."""
+        whole_s = self._traced_s + self._other_s
+        if self._traced_s >= HOST_BOUND * whole_s:
+            traced_ms, step_ms = (1000 * seconds / HOST_STEPS for seconds in (self._traced_s, whole_s))
+            self._say(
+                f"host-bound: tracing takes {traced_ms:.0f} of a step's {step_ms:.0f} ms, and the device waits for it; "
+                "give larger micro-batches (--batch-size), and as many fewer of them (--accumulation-steps)"
+            )
+
+    def _warn_of(self, new: int, step: int) -> None:
         what = "; ".join(self._changed.values()) or (
             "no shape of the batch changed; a number that changes from step to step may be compiled in, "
             "PT_XLA_DEBUG_LEVEL=1 names the line"
         )
+        self._late += new
         message = f"step {step} compiled {new} graph{'s' if new > 1 else ''} more: {what}"
         if self._most is not None and self._late > self._most:
             raise RecompiledError(f"max_recompiles: {self._most}, but {message}")

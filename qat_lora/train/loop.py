@@ -60,9 +60,9 @@ def train(
     wanted = loop.log_to if runtime.is_main else ()
     trackers = [TRACKERS[name](out, start, settings.fingerprint) for name in wanted]
     log = MetricsLog(out / METRICS, loop.max_steps, start, hidden, runtime.device, trackers)
-    with stop_signals() as stopped, closing(log):
+    watch = CompileWatch(runtime, loop.max_recompiles, log.say)
+    with stop_signals() as stopped, closing(log), closing(watch):
         run = Run(state, optimizer, runtime, hooks, settings, loop, progress, start, log, stopped)
-        watch = CompileWatch(runtime, loop.max_recompiles, log.say)
         steps = _Steps(run, rows, prepared, optim, watch)
         callbacks: tuple[Callback, ...] = (Evaluate(), Checkpoint())
         for callback in callbacks:
@@ -130,8 +130,8 @@ class _Steps:
     def take(self) -> None:
         """Dispatch one optimizer step, and note its values in the log; end the run if its rows cannot be read."""
         run, optim, runtime = self._run, self._optim, self._run.runtime
-        self._watch.begin()
         done, random = run.step, random_states()
+        self._watch.begin(done + 1)
         weights = self._prepared.objective.weights_at(done / max(1, run.loop.max_steps - 1))
         sums, failed = self._gradients(weight_tensors(weights, runtime.device))
         # Looked at once: a signal that comes later is for the next step. All processes stop after the same.

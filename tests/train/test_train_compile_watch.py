@@ -1,11 +1,13 @@
 """The watch over what is compiled, on a runtime that says what it is told to say."""
 
 import logging
+import threading
 
 import numpy as np
 import pytest
 
 from qat_lora.errors import ConfigError, RecompiledError
+from qat_lora.train import compile_watch
 from qat_lora.train.compile_watch import COMPILED, TRACED, CompileWatch
 from qat_lora.train.loop import LoopConfig
 
@@ -34,7 +36,7 @@ def batch(rows=2):
 
 
 def step(watch, number, compiler, new, rows=2):
-    watch.begin()
+    watch.begin(number)
     watch.batch(batch(rows))
     watch.mark(TRACED)
     compiler.graphs += new
@@ -49,8 +51,54 @@ def test_the_first_step_is_reported_by_phases_and_steady_ones_are_silent(caplog)
     compiler.graphs += 1  # an evaluation between the steps is its own affair
     for number in range(42, 50):
         step(watch, number, compiler, 0)
-    assert len(said) == 1 and said[0].startswith("[step 41] forward and backward traced 0.0 s, compiled 0.0 s")
-    assert "2 graphs" in said[0] and not caplog.records
+    assert said[:3] == [
+        "[step 41] tracing forward and backward ...",
+        "[step 41] compiling forward and backward ...",
+        "[step 41] tracing the optimizer ...",
+    ]
+    assert len(said) == 4 and said[3].startswith("[step 41] forward and backward traced 0.0 s, compiled 0.0 s")
+    assert "2 graphs" in said[3] and not caplog.records
+    watch.close()
+
+
+def test_a_long_phase_shows_signs_of_life_until_it_ends(monkeypatch):
+    monkeypatch.setattr(compile_watch, "HEARTBEAT_S", 0.01)
+    said, heard = [], threading.Event()
+
+    def say(line):
+        said.append(line)
+        if "so far" in line:
+            heard.set()
+
+    watch = CompileWatch(Compiler(), None, say)
+    watch.begin(1)
+    assert heard.wait(10) and "[step 1] tracing forward and backward: 0 s so far" in said
+    watch.mark(TRACED)
+    watch.close()
+    for thread in threading.enumerate():
+        if thread.name == "qat-lora-heartbeat":
+            thread.join(10)
+    assert not [thread for thread in threading.enumerate() if thread.name == "qat-lora-heartbeat"]
+
+
+def test_a_host_that_is_slower_than_its_device_is_named_once(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(compile_watch.time, "perf_counter", lambda: clock[0])
+    for traced_s, waited_s, lines in ((0.47, 0.01, 1), (0.04, 0.2, 0)):
+        said, compiler = [], Compiler()
+        watch = CompileWatch(compiler, None, said.append)
+        for number in range(1, 60):
+            watch.begin(number)
+            clock[0] += 0.5 * (number % 7 == 0 and not lines)  # rows came late
+            watch.batch(batch())
+            clock[0] += traced_s
+            watch.mark(TRACED)
+            clock[0] += waited_s
+            watch.mark(COMPILED)
+            watch.end(number)
+        watch.close()
+        found = [line for line in said if line.startswith("host-bound: tracing takes 470 of a step's 480 ms")]
+        assert len(found) == lines and all("--batch-size" in line for line in found)
 
 
 def test_a_recompile_names_the_shape_that_changed(caplog):
@@ -81,7 +129,7 @@ def test_where_nothing_compiles_nothing_is_asked_or_said():
     runtime = Interpreter()
     watch = CompileWatch(runtime, 0, pytest.fail)
     for number in range(1, 4):
-        watch.begin()
+        watch.begin(number)
         watch.batch(batch(number))
         watch.mark(TRACED)
         watch.end(number)
