@@ -198,7 +198,8 @@ def objective_loss(
     if terms:
         walk = "positions" if config.loss_walk == "auto" else config.loss_walk
         chunk_bytes = config.loss_chunk_mb * 2**20
-        parts.append(fused_linear_kd(hidden_NH, lm_head, terms, mask_N, chunk_bytes=chunk_bytes, walk=walk))
+        rows = len(hidden_BLH)
+        parts.append(fused_linear_kd(hidden_NH, lm_head, terms, mask_N, chunk_bytes=chunk_bytes, walk=walk, rows=rows))
     if "hidden" in names:
         teacher_NH = wanted(batch, "teacher_hidden", "hidden_weight")
         if teacher_NH.shape != hidden_NH.shape:
