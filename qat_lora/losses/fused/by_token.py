@@ -36,6 +36,8 @@ from qat_lora.runtime.xla.loop import scan
 from qat_lora.runtime.xla.runtime import is_xla_device
 from qat_lora.types import LMHead
 
+TILE = 16
+"""Rows of a bfloat16 tile of a TPU: a matrix that ends within one is copied to be filled up, gigabytes a chunk."""
 Sums = dict[int, Tensor]
 """Each term's loss sum, by its index among all terms."""
 
@@ -57,6 +59,7 @@ def _loop_in_graph(task: Task, chunk_tokens: int, rows: int) -> Walked:
     """Walk by one loop of XLA, over equal parts of every row."""
     vocab, count = task.lm_head.vocab_size, task.hidden_NH.shape[0] // rows
     part = -(-count // -(-count * rows // chunk_tokens))
+    part = part if part < TILE else -(-part // TILE) * TILE
     chunks = -(-count // part)
     task = _filled(task) if one_hot_like(task.hidden_NH) else task
     cuts: list[Tensor] = []
@@ -134,9 +137,9 @@ def _walk_chunk(task: Task, d_weight: Tensor | None, d_bias: Tensor | None) -> t
     if lm_head.logit_scale != 1.0:
         grad_CV.mul_(lm_head.logit_scale)
     if d_weight is not None:
-        d_weight.addmm_(grad_CV.t(), task.hidden_NH.to(task.wide))
+        d_weight.addmm_(grad_CV.to(task.wide).t(), task.hidden_NH.to(task.wide))
     if d_bias is not None:
-        d_bias.add_(grad_CV.sum(0))
+        d_bias.add_(grad_CV.sum(0, dtype=task.wide))
     return sums, grad_CV.to(task.hidden_NH.dtype) @ lm_head.weight_VH if wanted.hidden else None
 
 

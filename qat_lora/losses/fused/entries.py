@@ -68,13 +68,14 @@ def remove_first(rows_CV: Tensor, entries: Entries) -> Tensor:
 
 
 def add(rows_CV: Tensor, entries: Entries, values: Sequence[Tensor]) -> Tensor:
-    """Return rows with values [C, E_i] added at the entries (by products: rounded to bfloat16); may overwrite them."""
+    """Return rows with values [C, E_i] added at the entries; may overwrite them. By products all is in bfloat16."""
     if entries.high_CEG is None or entries.low_CEW is None:
         for ids_CE, values_CE in zip(entries.ids, values, strict=True):
             rows_CV.scatter_add_(1, ids_CE, values_CE)
         return rows_CV
     values_CE1 = torch.cat(list(values), 1)[..., None]
-    return rows_CV + _spread(entries.high_CEG, entries.low_CEW * values_CE1.to(entries.low_CEW.dtype))
+    spread_CV = _spread(entries.high_CEG, entries.low_CEW * values_CE1.to(entries.low_CEW.dtype))
+    return rows_CV.to(spread_CV.dtype) + spread_CV  # wide, the sum would make the product wide, and written as such
 
 
 def _spread(high_CEG: Tensor, values_CEW: Tensor) -> Tensor:
