@@ -13,9 +13,10 @@ from typing import TypeVar
 
 from qat_lora.errors import OutOfMemoryError, QatLoraError, is_out_of_memory
 from qat_lora.options import CacheBuildOptions, EstimateOptions, EvalOptions, QatOptions, QuantizeOptions
+from qat_lora.plan.dry_run import device_of
 from qat_lora.plan.memory import GIB, memory
 from qat_lora.quant.initialize import NEED_TEXT
-from qat_lora.runtime.base import Runtime
+from qat_lora.runtime.base import Runtime, default_loss_chunk_mb
 
 Options = TypeVar("Options")
 R = TypeVar("R")
@@ -84,7 +85,8 @@ def eval_advice(options: EvalOptions) -> str:
 
 def qat_advice(options: QatOptions) -> str:
     """Return what to lower in `qat`; its parts are what `--dry-run` shows."""
-    loop, rows, chunk = options.loop, options.loop.batch_size, options.objective.loss_chunk_mb
+    loop, rows = options.loop, options.loop.batch_size
+    chunk = options.objective.loss_chunk_mb or default_loss_chunk_mb(device_of(options.run))
     steps = "" if loop.global_batch_size else f" --accumulation-steps {loop.accumulation_steps * 2}"
     answers = _try(
         "" if loop.gradient_checkpointing else "--gradient-checkpointing",
@@ -111,11 +113,12 @@ def recovery_advice(options: EstimateOptions, global_batch_size: int | None = No
         return "Lower --batch-size and raise --accumulation-steps, or give --gradient-checkpointing"
     rows, checkpoints = options.batch_size, options.gradient_checkpointing
     steps = "" if global_batch_size else f" --accumulation-steps {options.accumulation_steps * 2}"
+    chunk = options.loss_chunk_mb or default_loss_chunk_mb(device_of(options.run))
     batch = f"--batch-size {rows // 2}{steps}" if rows > 1 else "a cache with shorter rows"
     answers = {
         "activations": batch if checkpoints else f"--gradient-checkpointing, or {batch}",
         "formed weights": "" if checkpoints else "--gradient-checkpointing",
-        "working memory": f"{batch}, or --loss-chunk-mb {max(1, options.loss_chunk_mb // 2)}",
+        "working memory": f"{batch}, or --loss-chunk-mb {max(1, chunk // 2)}",
         "cached head": "--head-k with a smaller number",
         "weights": "" if options.run.dtype == "bfloat16" else "--dtype bfloat16",
         **dict.fromkeys(("adapter", "gradients", "optimizer state"), "--recovery-r with a smaller number"),

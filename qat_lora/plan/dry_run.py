@@ -19,6 +19,7 @@ from qat_lora.options import EstimateOptions, QatOptions, RecoverOptions, RunCon
 from qat_lora.plan.devices import attention_on, likely
 from qat_lora.plan.memory import GIB, Shapes, forecast
 from qat_lora.registry import Requirements
+from qat_lora.runtime.base import default_loss_chunk_mb
 from qat_lora.runtime.launch.select import choose, look, plan_run
 from qat_lora.setup.training_data import cache_lessons
 from qat_lora.terminal import redact
@@ -105,7 +106,7 @@ def training_estimate(
         batch_size=loop.batch_size,
         accumulation_steps=accumulation,
         gradient_checkpointing=loop.gradient_checkpointing,
-        loss_chunk_mb=options.objective.loss_chunk_mb,
+        loss_chunk_mb=options.objective.loss_chunk_mb or default_loss_chunk_mb(device),
         max_steps=loop.max_steps,
         attention=attention_on(device),
         run=options.run,

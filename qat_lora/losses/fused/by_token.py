@@ -47,12 +47,19 @@ def walk_positions(task: Task, chunk_tokens: int, rows: int = 1) -> Walked:
     if is_xla_device(task.hidden_NH):
         return _loop_in_graph(task, chunk_tokens, rows)
     d_weight, d_bias = _zeros(task)
-    done = []
+    parts: list[Sums] = []
+    d_hidden: list[Tensor] = []
     for start in range(0, task.hidden_NH.shape[0], chunk_tokens):
-        chunk = slice(start, start + chunk_tokens)
-        done.append(_walk_chunk(with_tensors(task, lambda x, cut=chunk: x[cut], lambda x: x), d_weight, d_bias))
-    sums = {index: torch.stack([part[index] for part, _ in done]).sum() for index in done[0][0]}
-    return Walked(sums, torch.cat([hidden for _, hidden in done]) if task.wanted.hidden else None, d_weight, d_bias)
+        sums, d_hidden_CH = _walk_chunk(_positions(task, slice(start, start + chunk_tokens)), d_weight, d_bias)
+        parts.append(sums)
+        d_hidden += [] if d_hidden_CH is None else [d_hidden_CH]
+    sums = {index: torch.stack([part[index] for part in parts]).sum() for index in parts[0]}
+    return Walked(sums, torch.cat(d_hidden) if task.wanted.hidden else None, d_weight, d_bias)
+
+
+def _positions(task: Task, chunk: slice) -> Task:
+    """Return a task's consecutive positions."""
+    return with_tensors(task, lambda x: x[chunk], lambda x: x)
 
 
 def _loop_in_graph(task: Task, chunk_tokens: int, rows: int) -> Walked:

@@ -146,13 +146,14 @@ def with_tensors(task: Task, per_row: Callable[[Tensor], Tensor], whole: Callabl
         ids_NK = None if old.ids_NK is None else per_row(old.ids_NK)
         topk, points, dense = [], [], []
         for index, term in old.topk:
-            log_probs_NK, log_tail_N = per_row(term.teacher.log_probs_NK), per_row(term.teacher.log_tail_N)
-            teacher = term.teacher._replace(ids_NK=ids_NK, log_probs_NK=log_probs_NK, log_tail_N=log_tail_N)
+            teacher = term.teacher._replace(
+                ids_NK=term.teacher.ids_NK if ids_NK is None else ids_NK,
+                log_probs_NK=per_row(term.teacher.log_probs_NK),
+                log_tail_N=per_row(term.teacher.log_tail_N),
+            )
             topk.append((index, replace(term, teacher=teacher)))
         for index, point in old.points:
-            points.append(
-                (index, replace(point, ids_ND=per_row(point.ids_ND), weights_ND=per_row(point.weights_ND)))
-            )
+            points.append((index, replace(point, ids_ND=per_row(point.ids_ND), weights_ND=per_row(point.weights_ND))))
         for index, exact in old.dense:
             dense.append((index, replace(exact, hidden_NH=per_row(exact.hidden_NH), lm_head=head(exact.lm_head))))
         return Group(old.temperature, ids_NK, topk, points, dense)
