@@ -432,8 +432,12 @@ class EstimateOptions:
         1, "micro-batches of an optimizer step", unit="micro-batches", min=1, refusal="is below 1"
     )
     gradient_checkpointing: bool = option(False, "layers are computed again in the backward pass")
-    loss_chunk_mb: int = option(
-        32, "logits held at once while the loss is computed", unit="MiB", min=1, refusal="is below 1"
+    loss_chunk_mb: int | None = option(
+        None,
+        "logits that a device holds at once while the loss is computed; default: as it likes",
+        unit="MiB",
+        min=1,
+        refusal="is below 1",
     )
     max_steps: int = option(1000, "optimizer steps, for time and cost", unit="steps", min=1, refusal="is below 1")
     devices: tuple[str, ...] = option(

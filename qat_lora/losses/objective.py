@@ -35,7 +35,7 @@ from qat_lora.losses.estimators import (
 )
 from qat_lora.losses.full_vocab import hidden_error_sum
 from qat_lora.losses.fused.gradients import lm_head_logits, real_vocabulary
-from qat_lora.losses.fused.op import LossSum, fused_linear_kd
+from qat_lora.losses.fused.op import CHUNK_BYTES, LossSum, fused_linear_kd
 from qat_lora.types import Batch, LMHead, LossWalk, SparseTeacher, temperature_key
 
 EstimatorName = Literal["auto", "ghost", "renorm", "reverse", "hybrid", "sampled", "full"]
@@ -83,7 +83,9 @@ class ObjectiveConfig:
         0.0, "weight of the distance to the student as it was before training", alias="anchor_kl_weight"
     )
     anchor_samples: int = _count(32, "training rows on which that student is remembered", unit="rows")
-    loss_chunk_mb: int = _count(32, "logits held at once while the loss is computed", unit="MiB")
+    loss_chunk_mb: int | None = _count(
+        None, "logits that a device holds at once while the loss is computed; default: as it likes", unit="MiB"
+    )
     loss_walk: Literal["auto", LossWalk] = option(
         "auto",
         "how the logits are walked through: positions, vocabulary (frozen heads on CPUs), or as the device likes",
@@ -119,6 +121,11 @@ class ObjectiveConfig:
         """Temperatures whose normalisers are read: 1 for evaluations, and its own; the exact KL makes its own."""
         uses = self.kd_weight > 0 and self.estimator != "full"
         return tuple(sorted({1.0, self.temperature})) if uses else (1.0,)
+
+    @property
+    def loss_chunk_bytes(self) -> int:
+        """Bytes of float32 logits that the loss holds at once; a CPU's until the device was asked."""
+        return CHUNK_BYTES if self.loss_chunk_mb is None else self.loss_chunk_mb * 2**20
 
     @property
     def topk_user(self) -> str | None:
@@ -197,8 +204,8 @@ def objective_loss(
     parts: list[LossSum] = []
     if terms:
         walk = "positions" if config.loss_walk == "auto" else config.loss_walk
-        chunk_bytes = config.loss_chunk_mb * 2**20
-        parts.append(fused_linear_kd(hidden_NH, lm_head, terms, mask_N, chunk_bytes=chunk_bytes, walk=walk))
+        size, rows = config.loss_chunk_bytes, len(hidden_BLH)
+        parts.append(fused_linear_kd(hidden_NH, lm_head, terms, mask_N, chunk_bytes=size, walk=walk, rows=rows))
     if "hidden" in names:
         teacher_NH = wanted(batch, "teacher_hidden", "hidden_weight")
         if teacher_NH.shape != hidden_NH.shape:

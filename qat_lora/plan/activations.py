@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from qat_lora.models.load import DTYPES
 from qat_lora.options import EstimateOptions
 from qat_lora.plan.devices import Attention
+from qat_lora.runtime.base import default_loss_chunk_mb
 
 PIECE_BYTES = 2 * 2**21
 """Logits of two vocabulary pieces (`losses/fused/by_vocab`): the current one and the one before it."""
@@ -102,9 +103,11 @@ def _layer(config: Any, options: EstimateOptions, attention: Attention, adapter_
 
 def _loss(options: EstimateOptions, attention: Attention, tokens: int, hidden: int, vocab: int) -> int:
     width = DTYPES[options.run.dtype].itemsize
-    logits = min(options.loss_chunk_mb * 2**20, 4 * tokens * vocab)
+    logits = min((options.loss_chunk_mb or default_loss_chunk_mb("cpu")) * 2**20, 4 * tokens * vocab)
     if attention == "tiled":  # logits in the products' type; states and their summed gradient; top-K ids and logits
         states = hidden * (4 + 3 * width) + 48 * options.head_k
         return logits * width // 4 + min(PIECE_BYTES, logits) + tokens * states
+    if attention == "xla" and width < 4:  # products in two layouts and a mask, by the TPU's compiler; nothing wide
+        return logits * 4 // 3 + tokens * hidden * (4 + width)
     # Logits and their gradient in float32, a copy in the products' type.
     return 2 * logits + (logits // 2 if width < 4 else 0) + tokens * hidden * (4 + width)

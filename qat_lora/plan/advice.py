@@ -14,8 +14,9 @@ from qat_lora.errors import QatLoraError
 from qat_lora.layers.calibrate.quantize import QuantizeConfig
 from qat_lora.options import CacheBuildOptions, EvalOptions, QatOptions, QuantizeOptions, RecoverOptions
 from qat_lora.plan.memory import GIB
-from qat_lora.plan.training import plan_recover
+from qat_lora.plan.training import device_of, plan_recover
 from qat_lora.quant.initialize import NEED_TEXT
+from qat_lora.runtime.base import default_loss_chunk_mb
 
 
 @functools.singledispatch
@@ -71,7 +72,8 @@ def eval_advice(options: EvalOptions) -> str:
 @advise.register
 def qat_advice(options: QatOptions) -> str:
     """Return what to lower in `qat`; its parts are what `--dry-run` shows."""
-    loop, rows, chunk = options.loop, options.loop.batch_size, options.objective.loss_chunk_mb
+    loop, rows = options.loop, options.loop.batch_size
+    chunk = options.objective.loss_chunk_mb or default_loss_chunk_mb(device_of(options.run))
     steps = "" if loop.global_batch_size else f" --accumulation-steps {loop.accumulation_steps * 2}"
     answers = _try(
         "" if loop.gradient_checkpointing else "--gradient-checkpointing",
@@ -98,7 +100,8 @@ def recover_advice(options: RecoverOptions) -> str:
         parts = plan_recover(replace(options, preload=False)).report["bytes"]
     except QatLoraError:  # a model that cannot be estimated still gets the general answer
         return "Lower --batch-size and raise --accumulation-steps, or give --gradient-checkpointing"
-    loop, rows, chunk = options.loop, options.loop.batch_size, options.objective.loss_chunk_mb
+    loop, rows = options.loop, options.loop.batch_size
+    chunk = options.objective.loss_chunk_mb or default_loss_chunk_mb(device_of(options.run))
     steps = "" if loop.global_batch_size else f" --accumulation-steps {loop.accumulation_steps * 2}"
     batch = f"--batch-size {rows // 2}{steps}" if rows > 1 else "a cache with shorter rows"
     answers = {

@@ -26,8 +26,9 @@ from qat_lora.layers.convert import add_lora, lora_layers, make_quant_skeleton, 
 from qat_lora.models import load as models
 from qat_lora.options import EstimateOptions
 from qat_lora.plan.activations import step_bytes, widths
-from qat_lora.plan.devices import Attention, Device, attention_on
+from qat_lora.plan.devices import Attention, Device, attention_on, named
 from qat_lora.quant.presets import Preset, preset
+from qat_lora.runtime.base import default_loss_chunk_mb
 from qat_lora.setup.trainable import recovery_parts
 
 GIB = 2**30
@@ -72,12 +73,12 @@ def forecast(shapes: Shapes, options: EstimateOptions, devices: Sequence[Device]
     The parts are those of the device that the settings name, or of the first; every device has its own total.
     """
     shown = _attention(options, devices)
-    parts = _parts(shapes, options, shown)
+    parts = _parts(shapes, _with_chunk(options, *_shown(options, devices)), shown)
     flops = flops_per_token(shapes, options)
     there = {}
     for device in devices:
         own = shown if options.attention != "auto" else attention_on(device.device)
-        total = sum((parts if own == shown else _parts(shapes, options, own)).values())
+        total = sum(_parts(shapes, _with_chunk(options, device.device, 1e9 * device.memory_gb), own).values())
         there[device.name] = {"attention": own, **_on(device, options, flops, total)}
     return {
         **_counts(shapes),
@@ -93,9 +94,19 @@ def _attention(options: EstimateOptions, devices: Sequence[Device]) -> Attention
     """Return the attention kernel: as set, or that of the device which `--device` or else `--for` names first."""
     if options.attention != "auto":
         return options.attention
-    if options.run.tpu or options.run.device != "auto":
-        return attention_on("tpu" if options.run.tpu else options.run.device)
-    return attention_on(devices[0].device)
+    return attention_on(_shown(options, devices)[0])
+
+
+def _shown(options: EstimateOptions, devices: Sequence[Device]) -> tuple[str, float | None]:
+    """Return the device which `--device` or else `--for` names first, and the bytes of its memory if known."""
+    own = "tpu" if options.run.tpu else options.run.device
+    kind = devices[0].device if own == "auto" else own
+    return kind, next((1e9 * device.memory_gb for device in devices if device.device == kind), None)
+
+
+def _with_chunk(options: EstimateOptions, device: str, memory_bytes: float | None) -> EstimateOptions:
+    """Return settings whose `loss_chunk_mb` is what a run on the device would take."""
+    return replace(options, loss_chunk_mb=options.loss_chunk_mb or default_loss_chunk_mb(device, memory_bytes))
 
 
 def _parts(shapes: Shapes, options: EstimateOptions, attention: Attention) -> dict[str, int]:
@@ -163,6 +174,7 @@ def _on(device: Device, options: EstimateOptions, flops: int, total: int) -> dic
 def peak_table(shapes: Shapes, options: EstimateOptions, attention: Attention) -> list[dict[str, Any]]:
     """Return the peak at fractions and multiples of batch and length, with and without gradient checkpointing."""
     rows = []
+    options = _with_chunk(options, *_shown(options, named(options.devices)))
     batches = sorted({max(1, options.batch_size // 4), options.batch_size, options.batch_size * 4})
     lengths = sorted({max(2, options.length // 2), options.length, options.length * 2})
     for batch_size, length in itertools.product(batches, lengths):

@@ -38,6 +38,7 @@ from qat_lora.plan.memory import GIB, Shapes, forecast, meta_model, skeleton, st
 from qat_lora.plan.quantize import fisher_bytes
 from qat_lora.quant.presets import Preset
 from qat_lora.registry import DryRun, Requirements
+from qat_lora.runtime.base import default_loss_chunk_mb
 from qat_lora.runtime.host.memory import LiveBytes
 from qat_lora.runtime.launch.select import choose, look, plan_run, runs_on_host
 from qat_lora.setup.trainable import check_parts, chosen_preset, trained_parts
@@ -189,7 +190,7 @@ def _estimate(
         batch_size=loop.batch_size,
         accumulation_steps=accumulation,
         gradient_checkpointing=loop.gradient_checkpointing,
-        loss_chunk_mb=options.objective.loss_chunk_mb,
+        loss_chunk_mb=options.objective.loss_chunk_mb or default_loss_chunk_mb(device_of(options.run)),
         max_steps=loop.max_steps,
         attention=attention_on(device_of(options.run)),
         run=options.run,

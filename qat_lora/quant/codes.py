@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from qat_lora.quant.spec import QuantSpec
+from qat_lora.runtime.xla.runtime import is_xla_device
 
 FEW = 15  # midpoints to compare one by one: a search among 3 takes five times as long, among 15 half as long again
 
@@ -85,7 +86,7 @@ def nearest(x: Tensor, values: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]
     """
     if spec.code == "lut":
         codes = _count_below(x, (values[1:] + values[:-1]) / 2)
-        return values[codes.long()], codes
+        return decode(codes, values), codes
     below = x.floor()
     index = below - values[0].floor() + (0.0 if spec.code == "half" else (x - below >= 0.5).to(x.dtype))
     codes = index.clamp(0, 2**spec.bits - 1)
@@ -93,8 +94,17 @@ def nearest(x: Tensor, values: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]
 
 
 def decode(codes: Tensor, values: Tensor) -> Tensor:
-    """Return the code values of uint8 indices."""
-    return values[codes.long()]
+    """Return the code values of uint8 indices; differentiable in the values.
+
+    On XLA a short book is selected from: a TPU does fifteen selections of whole vectors in one pass over the codes,
+    where an index is a turn for every weight.
+    """
+    if len(values) > FEW + 1 or not is_xla_device(values):
+        return values[codes.long()]
+    found = values[0].expand(codes.shape)
+    for code in range(1, len(values)):
+        found = torch.where(codes == code, values[code], found)
+    return found
 
 
 def counts_from(values: Tensor) -> float | None:

@@ -24,6 +24,8 @@ from qat_lora.types import AttentionForm, Batch, LossWalk
 
 M = TypeVar("M", bound=torch.nn.Module)
 
+_LOSS_CHUNK_MB = {"cuda": 2048, "tpu": 512, "xla": 512}
+
 
 @runtime_checkable
 class Runtime(Protocol):
@@ -44,6 +46,10 @@ class Runtime(Protocol):
     """The form of attention that keeps no scores on this device (`layers/attention.py`)."""
     _control: dist.ProcessGroup | None = None
     """The group for decisions between hosts, where the default group's exchanges go through the devices."""
+
+    def loss_chunk_mb(self, asked: int | None) -> int:
+        """Return the MiB of float32 logits that this process's loss holds at once, `asked` being a device's."""
+        return asked or default_loss_chunk_mb(self.device.type)
 
     @property
     def processes(self) -> int:
@@ -151,6 +157,16 @@ class Runtime(Protocol):
     def compile_report(self) -> dict[str, int | float]:
         """Return graphs compiled, cache hits and seconds compiling so far (empty where nothing compiles)."""
         return {}
+
+
+def default_loss_chunk_mb(device: str, memory_bytes: float | None = None) -> int:
+    """Return the MiB of float32 logits to hold at once on a `--device`, with this much memory if that is known.
+
+    Every chunk reads the output head twice and is some kernels, so a GPU wants few of them: 2 GiB, or a 32nd of its
+    memory. A TPU has less. A CPU is as fast at any size, and MPS has not been measured.
+    """
+    most = _LOSS_CHUNK_MB.get(device, 32)
+    return most if device != "cuda" or memory_bytes is None else max(32, min(most, int(memory_bytes / 2**25)))
 
 
 def move_module(module: M, device: torch.device) -> M:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from qat_lora.errors import DeviceError
-from qat_lora.runtime.base import Runtime
+from qat_lora.runtime.base import Runtime, default_loss_chunk_mb
 from qat_lora.runtime.host import collectives
 from qat_lora.runtime.host.async_readback import DeferredCalls, host_value
 from qat_lora.runtime.host.prefetch import host_tensors
@@ -54,6 +54,12 @@ class NativeRuntime(Runtime):
                 )
         self._deferred = DeferredCalls()
         self._copy_stream: torch.cuda.Stream | None = None
+
+    def loss_chunk_mb(self, asked: int | None) -> int:
+        """Return what was asked for, or what fits the device's memory."""
+        is_cuda = self.device.type == "cuda"
+        memory_bytes = torch.cuda.get_device_properties(self.device).total_memory if is_cuda else None
+        return asked or default_loss_chunk_mb(self.device.type, memory_bytes)
 
     @property
     def description(self) -> str:

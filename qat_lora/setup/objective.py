@@ -56,6 +56,7 @@ def prepare(
     """
     if objective.loss_walk == "auto":
         objective = replace(objective, loss_walk=runtime.loss_walk)
+    objective = replace(objective, loss_chunk_mb=runtime.loss_chunk_mb(objective.loss_chunk_mb))
     if objective.kd_weight > 0:
         name = choose_estimator(objective.estimator, dataset.rows([0]), objective.temperature)
         objective = replace(objective, estimator=name)

@@ -51,8 +51,8 @@ def remember(
     kept: list[Batch] = []
     for batch in runtime.feed({name: batch[name] for name in _TEXT} for batch in drawn):
         hidden_BLH = model.hidden(batch["input_ids"], batch["document_ids"])[:, :-1]
-        chunk_bytes = objective.loss_chunk_mb * 2**20
-        teacher = sparse_teacher_from_hidden(hidden_BLH.flatten(0, 1), model.lm_head(), ANCHOR_K, chunk_bytes)
+        states_NH, chunk_bytes = hidden_BLH.flatten(0, 1), objective.loss_chunk_bytes
+        teacher = sparse_teacher_from_hidden(states_NH, model.lm_head(), ANCHOR_K, chunk_bytes)
         arrays = {
             "head_ids": teacher.ids_NK.int(),
             "head_logits": teacher.log_probs_NK - teacher.log_probs_NK[:, :1],

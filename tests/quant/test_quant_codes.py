@@ -1,5 +1,9 @@
 """Packing against Python's big integers, encoding against a search over the code book, NF4 against QLoRA's numbers."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -72,3 +76,29 @@ def test_normal_tables_are_sorted_with_a_zero_and_both_ends(bits):
     table = normal_table(bits)
     assert len(table) == 2**bits and (table.diff() > 0).all()
     assert table[2 ** (bits - 1) - 1] == 0 and table[0] >= -1 and table[-1] == 1
+
+
+ON_XLA = """
+import torch, torch_xla
+from qat_lora.quant.codes import decode, normal_table
+for bits in (2, 4, 5):
+    table, codes = normal_table(bits), torch.arange(3 * 2**bits).remainder(2**bits).to(torch.uint8).view(3, -1)
+    both = []
+    for device in (torch.device("cpu"), torch_xla.device()):
+        values = table.to(device).clone().detach().requires_grad_()
+        found = decode(codes.to(device), values)
+        text = torch_xla._XLAC._get_xla_tensors_hlo([found.detach()]) if device.type == "xla" else ""
+        found.square().sum().backward()
+        both.append((found.detach().cpu(), values.grad.cpu()))
+    assert all(torch.equal(one, other) for one, other in zip(*both)), bits
+    print(bits, " gather(" in text)
+"""
+
+
+@pytest.mark.xla
+def test_short_books_are_selected_from_on_xla():
+    pytest.importorskip("torch_xla")
+    environment = os.environ | {"PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", ON_XLA], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["2", "False", "4", "False", "5", "True"]

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from qat_lora.data.packing import PackedRow
+from qat_lora.runtime.xla.runtime import is_xla_device
 from qat_lora.types import temperature_key
 
 _RANKED = 16
@@ -31,10 +32,11 @@ _RANKED = 16
 def top_k_entries(logits_NV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k largest entries of each row and their int64 indices, largest first, as `torch.topk` does.
 
-    The vocabulary is divided into groups; the K largest are all in the K groups with the largest maxima.
+    The vocabulary is divided into groups; the K largest are all in the K groups with the largest maxima. Not on XLA:
+    there groups are gathered one scalar at a time, 4,000 a position, and a TPU's compiler has a ranking of its own.
     """
     count, vocab = logits_NV.shape
-    if vocab < _RANKED * k:
+    if vocab < _RANKED * k or is_xla_device(logits_NV):
         return torch.topk(logits_NV, k, dim=-1, sorted=True)
     size = math.isqrt(vocab // k)
     groups = vocab // size

@@ -2,123 +2,211 @@
 
 A chunk's logits become its loss and its gradients on the spot. On a GPU and on XLA, where a product of some hundred
 rows is as fast as any, this is also the faster walk: three products with a trained output head, where `by_vocab` needs
-four.
+four. On XLA the chunks are one loop in the graph (`runtime/xla/loop.py`), all of one shape, the last filled with masked
+positions; and each takes its part of *every* row of text: where rows are spread over devices, a chunk of consecutive
+positions would lie on one of them and be sent to the others.
 
-Numerical core, see `_sparse_chunk`: the top-K logits are taken out *before* the exponential, so the tail is summed on
+Numerical core, see `_sparse_group`: the top-K logits are taken out *before* the exponential, so the tail is summed on
 its own scale. log(1 - b) is then accurate at any size; 1 - Σ p would be noise below 1e-7.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from qat_lora.losses.estimators import DenseTerm
+from qat_lora.losses.fused.entries import LANES, Entries, add, entries_of, one_hot_like, read, remove_first
 from qat_lora.losses.fused.gradients import (
     Group,
     Task,
     Walked,
     entry_ids,
+    finish_logits,
+    full_logits,
     group_gradient,
     keep,
     lm_head_logits,
-    real_vocabulary,
+    with_tensors,
 )
+from qat_lora.runtime.xla.loop import scan
+from qat_lora.runtime.xla.runtime import is_xla_device
+from qat_lora.types import LMHead
 
-Chunk = tuple[dict[int, Tensor], Tensor | None]
-"""Each term's loss sum, and the gradient with respect to the chunk's logits where one is wanted."""
+TILE = 16
+"""Rows of a bfloat16 tile of a TPU: a matrix that ends within one is copied to be filled up, gigabytes a chunk."""
+Sums = dict[int, Tensor]
+"""Each term's loss sum, by its index among all terms."""
 
 
-def walk_positions(task: Task, chunk_tokens: int) -> Walked:
-    """Return sums and gradients; `chunk_tokens` positions are projected at once."""
-    wanted, weight_VH, logit_scale = task.wanted, task.lm_head.weight_VH, task.lm_head.logit_scale
-    d_weight = torch.zeros_like(weight_VH, dtype=task.wide) if wanted.weight else None
-    d_bias = torch.zeros_like(weight_VH[:, 0], dtype=task.wide) if wanted.bias else None
+def walk_positions(task: Task, chunk_tokens: int, rows: int = 1) -> Walked:
+    """Return sums and gradients; `chunk_tokens` positions, which are of `rows` rows of text, are projected at once."""
+    if is_xla_device(task.hidden_NH):
+        return _loop_in_graph(task, chunk_tokens, rows)
+    d_weight, d_bias = _zeros(task)
+    parts: list[Sums] = []
     d_hidden: list[Tensor] = []
-    sums: dict[int, list[Tensor]] = {}
-    # A zero that depends on the chunk before. XLA sees all chunks at once, and would otherwise compute the exponentials
-    # of every one before the first product with them: [tokens, vocabulary] after all.
-    nothing = task.hidden_NH.new_zeros(())
     for start in range(0, task.hidden_NH.shape[0], chunk_tokens):
-        rows = slice(start, start + chunk_tokens)
-        hidden_CH = task.hidden_NH[rows] + nothing
-        logits_CV, slope_CV = lm_head_logits(hidden_CH, task.lm_head, task.wide, any(wanted))
-        grad_CV: Tensor | None = None
-        for group in task.groups:
-            softened_CV = _soften(logits_CV, group.temperature, in_place=group is task.groups[-1])
-            part, part_CV = (_dense_chunk if group.dense else _sparse_chunk)(softened_CV, group, task, rows)
-            for index, loss in part.items():
-                sums.setdefault(index, []).append(loss)
-            grad_CV = part_CV if grad_CV is None or part_CV is None else grad_CV.add_(part_CV)
-        if grad_CV is None:
-            nothing = (0.0 * loss).nan_to_num(0.0).to(hidden_CH.dtype)
-            continue
-        if slope_CV is not None:
-            grad_CV.mul_(slope_CV)
-        if logit_scale != 1.0:
-            grad_CV.mul_(logit_scale)
-        if wanted.hidden:
-            d_hidden.append(grad_CV.to(task.hidden_NH.dtype) @ weight_VH)
-            nothing = (0.0 * d_hidden[-1][0, 0]).nan_to_num(0.0)
-        if d_weight is not None:
-            d_weight.addmm_(grad_CV.t(), hidden_CH.to(task.wide))
-        if d_bias is not None:
-            d_bias.add_(grad_CV.sum(0))
-    added = {index: torch.stack(parts).sum() for index, parts in sums.items()}
-    return Walked(added, torch.cat(d_hidden) if wanted.hidden else None, d_weight, d_bias)
+        sums, d_hidden_CH = _walk_chunk(_positions(task, slice(start, start + chunk_tokens)), d_weight, d_bias)
+        parts.append(sums)
+        d_hidden += [] if d_hidden_CH is None else [d_hidden_CH]
+    sums = {index: torch.stack([part[index] for part in parts]).sum() for index in parts[0]}
+    return Walked(sums, torch.cat(d_hidden) if task.wanted.hidden else None, d_weight, d_bias)
 
 
-def _soften(logits_CV: Tensor, temperature: float, *, in_place: bool) -> Tensor:
+def _positions(task: Task, chunk: slice) -> Task:
+    """Return a task's consecutive positions."""
+    return with_tensors(task, lambda x: x[chunk], lambda x: x)
+
+
+def _loop_in_graph(task: Task, chunk_tokens: int, rows: int) -> Walked:
+    """Walk by one loop of XLA, over equal parts of every row."""
+    vocab, count = task.lm_head.vocab_size, task.hidden_NH.shape[0] // rows
+    part = -(-count // -(-count * rows // chunk_tokens))
+    part = part if part < TILE else -(-part // TILE) * TILE
+    chunks = -(-count // part)
+    task = _filled(task) if one_hot_like(task.hidden_NH) else task
+    cuts: list[Tensor] = []
+    constants: list[Tensor] = []
+
+    def cut(value_N: Tensor) -> Tensor:
+        value = value_N.unflatten(0, (rows, count))
+        value = pad(value, (*[0, 0] * (value.dim() - 2), 0, chunks * part - count))
+        cuts.append(value.unflatten(1, (chunks, part)).transpose(0, 1).flatten(1, 2))
+        return value_N
+
+    def note(value: Tensor) -> Tensor:
+        constants.append(value)
+        return value
+
+    def body(carry: list[Tensor], cuts: list[Tensor], constants: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        next_cut, next_constant, totals = iter(cuts), iter(constants), iter(carry)
+        chunk = with_tensors(task, lambda _: next(next_cut), lambda _: next(next_constant))
+        sums, d_hidden = _walk_chunk(chunk, *(next(totals) if has else None for has in task.wanted[1:]))
+        return carry, [*sums.values(), *([] if d_hidden is None else [d_hidden])]
+
+    with_tensors(task, cut, note)
+    totals = [total for total in _zeros(task) if total is not None]
+    totals, outputs = scan(body, totals, cuts, constants)
+    indices = [index for group in task.groups for index in group.indices]
+    sums = {index: outputs.pop(0).sum() for index in indices}
+    d_head = iter(total[:vocab] for total in totals)
+    d_weight, d_bias = (next(d_head) if has else None for has in task.wanted[1:])
+    if not task.wanted.hidden:
+        return Walked(sums, None, d_weight, d_bias)
+    hidden = outputs[0].unflatten(1, (rows, part)).transpose(0, 1).flatten(1, 2)
+    return Walked(sums, hidden[:, :count].flatten(0, 1), d_weight, d_bias)
+
+
+def _zeros(task: Task) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of the output head before the first chunk, where they are asked for."""
+    weight_VH, wide = task.lm_head.weight_VH, task.wide
+    d_weight = torch.zeros_like(weight_VH, dtype=wide) if task.wanted.weight else None
+    return d_weight, torch.zeros_like(weight_VH[:, 0], dtype=wide) if task.wanted.bias else None
+
+
+def _filled(task: Task) -> Task:
+    """Return a task whose output heads have as many rows as products with one-hots want."""
+
+    def fill(lm_head: LMHead) -> LMHead:
+        missing = -len(lm_head.weight_VH) % LANES
+        bias_V = None if lm_head.bias_V is None else pad(lm_head.bias_V, (0, missing))
+        return replace(lm_head, weight_VH=pad(lm_head.weight_VH, (0, 0, 0, missing)), bias_V=bias_V)
+
+    groups = []
+    for group in task.groups:
+        groups.append(group._replace(dense=[(i, replace(term, lm_head=fill(term.lm_head))) for i, term in group.dense]))
+    return task._replace(lm_head=fill(task.lm_head), groups=groups)
+
+
+def _walk_chunk(task: Task, d_weight: Tensor | None, d_bias: Tensor | None) -> tuple[Sums, Tensor | None]:
+    """Return the sums and the gradient of a task that is one chunk; add to those of the output head in place."""
+    wanted, lm_head = task.wanted, task.lm_head
+    product_CV = task.hidden_NH @ lm_head.weight_VH.t()
+    entries = [entries_of(entry_ids(group, task.mask_N), product_CV) for group in task.groups]
+    entry_logits = [_entry_logits(product_CV, of_group, task) for of_group in entries]
+    logits_CV, slope_CV = full_logits(product_CV, lm_head, task.wide, any(wanted))
+    sums: Sums = {}
+    grad_CV: Tensor | None = None
+    for group, of_group, logits in zip(task.groups, entries, entry_logits, strict=True):
+        z_CV = _soften(logits_CV, group.temperature, in_place=group is task.groups[-1])
+        entry_z = [_soften(logits_CE, group.temperature, in_place=True) for logits_CE in logits]
+        part, part_CV = (_dense_group if group.dense else _sparse_group)(z_CV, entry_z, of_group, group, task)
+        sums |= part
+        grad_CV = part_CV if grad_CV is None or part_CV is None else grad_CV.add_(part_CV)
+    if grad_CV is None:
+        return sums, None
+    if slope_CV is not None:
+        grad_CV.mul_(slope_CV)
+    if lm_head.logit_scale != 1.0:
+        grad_CV.mul_(lm_head.logit_scale)
+    if d_weight is not None:
+        d_weight.addmm_(grad_CV.to(task.wide).t(), task.hidden_NH.to(task.wide))
+    if d_bias is not None:
+        d_bias.add_(grad_CV.sum(0, dtype=task.wide))
+    return sums, grad_CV.to(task.hidden_NH.dtype) @ lm_head.weight_VH if wanted.hidden else None
+
+
+def _entry_logits(product_CV: Tensor, entries: Entries, task: Task) -> list[Tensor]:
+    """Return the logits of entries alone, from rows of products h Wᵀ that are read before they are overwritten."""
+    found = []
+    for ids_CE, product_CE in zip(entries.ids, read(product_CV, entries), strict=True):
+        bias_V = task.lm_head.bias_V
+        bias_CE = None if bias_V is None else bias_V.expand(len(ids_CE), -1).gather(1, ids_CE)
+        found.append(finish_logits(product_CE, bias_CE, task.lm_head, task.wide)[0])
+    return found
+
+
+def _soften(logits: Tensor, temperature: float, *, in_place: bool) -> Tensor:
     """Return logits / T, which may be overwritten; the argument is overwritten only if `in_place`."""
     if in_place:
-        return logits_CV if temperature == 1.0 else logits_CV.div_(temperature)
-    return logits_CV.clone() if temperature == 1.0 else logits_CV / temperature
+        return logits if temperature == 1.0 else logits.div_(temperature)
+    return logits.clone() if temperature == 1.0 else logits / temperature
 
 
-def _sparse_chunk(z_CV: Tensor, group: Group, task: Task, rows: slice) -> Chunk:
+def _sparse_group(
+    z_CV: Tensor, entry_z: list[Tensor], entries: Entries, group: Group, task: Task
+) -> tuple[Sums, Tensor | None]:
     """Top-K and point terms; overwrites `z_CV`."""
-    ids = entry_ids(group, task.mask_N[rows], rows)
-    entry_z = [z_CV.gather(1, ids_CE) for ids_CE in ids]
     if group.ids_NK is not None:
-        z_CV.scatter_(1, ids[0], float("-inf"))
+        z_CV = remove_first(z_CV, entries)
     max_C1 = z_CV.amax(1, keepdim=True)  # of the tail, so that its largest entry becomes exp(0)
     max_C1 = torch.where(max_C1 == float("-inf"), torch.zeros_like(max_C1), max_C1)  # an empty tail
     tail_CV = z_CV.sub_(max_C1).exp_()
     sum_C = tail_CV.sum(1)
-    part = group_gradient(task, group, entry_z, max_C1[:, 0] + sum_C.log(), rows)
+    part = group_gradient(task, group, entry_z, max_C1[:, 0] + sum_C.log())
     if not any(task.wanted):
         return part.sums, None
     share_C = part.tail_C / sum_C.clamp_min(1)  # the sum is at least 1, or 0 for an empty tail
-    grad_CV = tail_CV.mul_(share_C[:, None])
-    for ids_CE, grad_CE in zip(ids, part.entries, strict=True):
-        grad_CV.scatter_add_(1, ids_CE, grad_CE)
-    return part.sums, grad_CV
+    return part.sums, add(tail_CV.mul_(share_C[:, None]), entries, part.entries)
 
 
-def _dense_chunk(z_CV: Tensor, group: Group, task: Task, rows: slice) -> Chunk:
+def _dense_group(
+    z_CV: Tensor, entry_z: list[Tensor], entries: Entries, group: Group, task: Task
+) -> tuple[Sums, Tensor | None]:
     """The exact KL, Σ_V t log(t/p) with dz = p - t, and point terms next to it; overwrites `z_CV`."""
-    mask_C = task.mask_N[rows]
-    log_p_CV = z_CV.sub_(z_CV.logsumexp(1, keepdim=True))
-    ids = entry_ids(group, mask_C, rows)
+    log_z_C1 = z_CV.logsumexp(1, keepdim=True)
+    log_p_CV = z_CV.sub_(log_z_C1)
     zero_C = torch.zeros_like(log_p_CV[:, 0])  # the log of the softmax's sum, since log p is normalised
-    part = group_gradient(task, group, [log_p_CV.gather(1, ids_CD) for ids_CD in ids], zero_C, rows)
+    part = group_gradient(task, group, [z_CD - log_z_C1 for z_CD in entry_z], zero_C)
     ((index, term),) = group.dense
-    log_t_CV = _teacher_log_probs(term.hidden_NH[rows].masked_fill(~mask_C[:, None], 0), term, task.wide)
+    log_t_CV = _teacher_log_probs(term, task)
     t_CV = log_t_CV.exp()
     distance_CV = log_t_CV.sub_(log_p_CV).masked_fill_(t_CV == 0, 0).mul_(t_CV)
-    sums = part.sums | {index: keep(distance_CV.sum(1), mask_C).sum()}
+    sums = part.sums | {index: keep(distance_CV.sum(1), task.mask_N).sum()}
     if not any(task.wanted):
         return sums, None
-    share_C = keep(zero_C + task.scales[index], mask_C) / group.temperature
+    share_C = keep(zero_C + task.scales[index], task.mask_N) / group.temperature
     grad_CV = log_p_CV.exp_().mul_((part.tail_C + share_C)[:, None]).sub_(t_CV.mul_(share_C[:, None]))
-    for ids_CD, grad_CD in zip(ids, part.entries, strict=True):
-        grad_CV.scatter_add_(1, ids_CD, grad_CD)
-    return sums, grad_CV
+    return sums, add(grad_CV, entries, part.entries)
 
 
-def _teacher_log_probs(hidden_CH: Tensor, term: DenseTerm, wide: torch.dtype) -> Tensor:
+def _teacher_log_probs(term: DenseTerm, task: Task) -> Tensor:
     """Return the softened teacher's log-probabilities over its whole vocabulary [positions, V]."""
-    dtype = term.lm_head.weight_VH.dtype
-    logits_CV, _ = lm_head_logits(hidden_CH.to(dtype), real_vocabulary(term.lm_head, dtype, wide), wide)
+    hidden_CH = term.hidden_NH.masked_fill(~task.mask_N[:, None], 0).to(term.lm_head.weight_VH.dtype)
+    logits_CV, _ = lm_head_logits(hidden_CH, term.lm_head, task.wide)
     z_CV = _soften(logits_CV, term.temperature, in_place=True)
     return z_CV.sub_(z_CV.logsumexp(1, keepdim=True))

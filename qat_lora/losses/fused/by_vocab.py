@@ -24,7 +24,6 @@ from qat_lora.losses.fused.gradients import Group, GroupGradient, Task, Walked, 
 
 PIECE_BYTES = 2**21
 """Wide logits that the elementwise passes work on at a time: two cores' second-level cache."""
-_ALL = slice(None)
 
 
 def one_softmax(groups: Sequence[Group]) -> bool:
@@ -35,7 +34,7 @@ def one_softmax(groups: Sequence[Group]) -> bool:
 def walk_vocabulary(task: Task, block_vocab: int) -> Walked:
     """Return sums and gradients; `block_vocab` entries are projected at once, for all positions."""
     (group,) = task.groups
-    ids = entry_ids(group, task.mask_N, _ALL)
+    ids = entry_ids(group, task.mask_N)
     entry_z = [torch.zeros(x.shape, dtype=task.wide, device=x.device) for x in ids]
     frozen = task.wanted.hidden and not task.wanted.lm_head
     # m from the lowest finite number, not -inf, so that a tail that is (still) empty gives zeros instead of NaN.
@@ -57,7 +56,7 @@ def walk_vocabulary(task: Task, block_vocab: int) -> Walked:
         if frozen:
             o_NH.mul_((before_N1 - m_N1).exp_()).add_(block.logits_NB @ block.weight_BH)
 
-    part = group_gradient(task, group, entry_z, (m_N1 + l_N1.log())[:, 0], _ALL)
+    part = group_gradient(task, group, entry_z, (m_N1 + l_N1.log())[:, 0])
     if not any(task.wanted):
         return Walked(part.sums)
     share_N1 = part.tail_C[:, None] / l_N1.clamp_min(1)  # l is at least 1, or 0 for an empty tail

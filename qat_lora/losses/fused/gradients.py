@@ -8,7 +8,7 @@ proportion to exponentials that the walk holds anyway. A `DenseTerm` alone needs
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -28,6 +28,11 @@ class Group(NamedTuple):
     """Each term with its index among all terms."""
     points: list[tuple[int, PointTerm]]
     dense: list[tuple[int, DenseTerm]]
+
+    @property
+    def indices(self) -> list[int]:
+        """The terms, in the order in which their sums are made."""
+        return [index for index, _ in (*self.topk, *self.points, *self.dense)]
 
 
 class Wanted(NamedTuple):
@@ -97,16 +102,70 @@ def lm_head_logits(
 
     The output head is one of `real_vocabulary`, and the hidden states are in its dtype.
     """
-    logits_CV = (hidden_CH @ lm_head.weight_VH.t()).to(wide)
-    if lm_head.bias_V is not None:
-        logits_CV.add_(lm_head.bias_V)
+    return full_logits(hidden_CH @ lm_head.weight_VH.t(), lm_head, wide, with_slope)
+
+
+def full_logits(
+    product_CV: Tensor, lm_head: LMHead, wide: torch.dtype, with_slope: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Return the same from the products h Wᵀ, which may be overwritten; rows beyond the vocabulary get -inf."""
+    logits_CV, slope_CV = finish_logits(product_CV, lm_head.bias_V, lm_head, wide, with_slope)
+    if (rows := product_CV.shape[1]) > lm_head.vocab_size:
+        beyond_V = torch.arange(rows, dtype=torch.int32, device=product_CV.device) >= lm_head.vocab_size
+        logits_CV = logits_CV.masked_fill(beyond_V, float("-inf"))
+    return logits_CV, slope_CV
+
+
+def finish_logits(
+    product: Tensor, bias: Tensor | None, lm_head: LMHead, wide: torch.dtype, with_slope: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Return the same for some entries, from their products h Wᵀ, which may be overwritten, and biases."""
+    logits = product.to(wide)
+    if bias is not None:
+        logits.add_(bias)
     if lm_head.logit_scale != 1.0:
-        logits_CV.mul_(lm_head.logit_scale)
+        logits.mul_(lm_head.logit_scale)
     if lm_head.softcap is None:
-        return logits_CV, None
-    tanh_CV = logits_CV.div_(lm_head.softcap).tanh_()
-    slope_CV = 1 - tanh_CV.square() if with_slope else None
-    return tanh_CV.mul_(lm_head.softcap), slope_CV
+        return logits, None
+    tanh = logits.div_(lm_head.softcap).tanh_()
+    slope = 1 - tanh.square() if with_slope else None
+    return tanh.mul_(lm_head.softcap), slope
+
+
+def with_tensors(task: Task, per_row: Callable[[Tensor], Tensor], whole: Callable[[Tensor], Tensor]) -> Task:
+    """Return a task with every tensor replaced, in one order: those of positions by `per_row`, the others by `whole`.
+
+    So a walk cuts a task into chunks, and a loop in a graph finds all that its body reads.
+    """
+
+    def head(lm_head: LMHead) -> LMHead:
+        bias_V = None if lm_head.bias_V is None else whole(lm_head.bias_V)
+        return replace(lm_head, weight_VH=whole(lm_head.weight_VH), bias_V=bias_V)
+
+    def group(old: Group) -> Group:
+        ids_NK = None if old.ids_NK is None else per_row(old.ids_NK)
+        topk, points, dense = [], [], []
+        for index, term in old.topk:
+            teacher = term.teacher._replace(
+                ids_NK=term.teacher.ids_NK if ids_NK is None else ids_NK,
+                log_probs_NK=per_row(term.teacher.log_probs_NK),
+                log_tail_N=per_row(term.teacher.log_tail_N),
+            )
+            topk.append((index, replace(term, teacher=teacher)))
+        for index, point in old.points:
+            points.append((index, replace(point, ids_ND=per_row(point.ids_ND), weights_ND=per_row(point.weights_ND))))
+        for index, exact in old.dense:
+            dense.append((index, replace(exact, hidden_NH=per_row(exact.hidden_NH), lm_head=head(exact.lm_head))))
+        return Group(old.temperature, ids_NK, topk, points, dense)
+
+    return Task(
+        per_row(task.hidden_NH),
+        head(task.lm_head),
+        [group(old) for old in task.groups],
+        [whole(scale) if isinstance(scale, Tensor) else scale for scale in task.scales],
+        per_row(task.mask_N),
+        task.wanted,
+    )
 
 
 def group_terms(terms: Sequence[Term]) -> list[Group]:
@@ -121,6 +180,8 @@ def group_terms(terms: Sequence[Term]) -> list[Group]:
                 groups += same
             same[0].topk.append((index, term))
         elif isinstance(term, DenseTerm):
+            held, dtype = term.lm_head, term.lm_head.weight_VH.dtype
+            term = replace(term, lm_head=real_vocabulary(held, dtype, wide_dtype(dtype)))
             groups.append(Group(term.temperature, None, [], [], [(index, term)]))
     for index, term in enumerate(terms):
         if isinstance(term, PointTerm):
@@ -132,21 +193,19 @@ def group_terms(terms: Sequence[Term]) -> list[Group]:
     return groups
 
 
-def entry_ids(group: Group, mask_C: Tensor, rows: slice) -> list[Tensor]:
-    """Return the ids whose logits a group reads at some positions: the top K's, if any, then each point term's."""
+def entry_ids(group: Group, mask_N: Tensor) -> list[Tensor]:
+    """Return the ids whose logits a group reads: the top K's, if any, then each point term's."""
     ids = [] if group.ids_NK is None else [group.ids_NK]
     ids += [term.ids_ND for _, term in group.points]
-    return [x[rows].long().masked_fill(~mask_C[:, None], 0) for x in ids]  # where masked, an id that exists
+    return [x.long().masked_fill(~mask_N[:, None], 0) for x in ids]  # where masked, an id that exists
 
 
-def group_gradient(
-    task: Task, group: Group, entry_z: Sequence[Tensor], log_tail_C: Tensor, rows: slice
-) -> GroupGradient:
-    """Return losses and gradients of a group at some positions.
+def group_gradient(task: Task, group: Group, entry_z: Sequence[Tensor], log_tail_C: Tensor) -> GroupGradient:
+    """Return losses and gradients of a group at a task's positions.
 
     `entry_z` are the softened logits z/T at the `entry_ids`; `log_tail_C` is log Σ exp(z/T) without the top K's.
     """
-    mask_C = task.mask_N[rows]
+    mask_C = task.mask_N
     topk_z, point_z = (entry_z[:1], entry_z[1:]) if group.topk else ((), entry_z)
     log_z_C = log_add(topk_z[0].logsumexp(1), log_tail_C) if topk_z else log_tail_C  # log Σ_V exp(z/T)
     log_rest_C = log_tail_C - log_z_C  # log(1 - b)
@@ -154,14 +213,14 @@ def group_gradient(
     sums: dict[int, Tensor] = {}
     tail_C, topk_CK, point_grads = torch.zeros_like(log_tail_C), torch.zeros_like(log_p_CK), []
     for index, topk in group.topk:
-        log_t_CK = topk.teacher.log_probs_NK[rows].to(log_p_CK.dtype)
-        estimate = topk.estimator(log_p_CK, log_rest_C, log_t_CK, topk.teacher.log_tail_N[rows].to(log_p_CK.dtype))
+        log_t_CK = topk.teacher.log_probs_NK.to(log_p_CK.dtype)
+        estimate = topk.estimator(log_p_CK, log_rest_C, log_t_CK, topk.teacher.log_tail_N.to(log_p_CK.dtype))
         sums[index] = keep(estimate.loss_N, mask_C).sum()
         tail_C = tail_C + task.scales[index] * estimate.tail_N
         topk_CK = topk_CK + task.scales[index] * estimate.topk_NK
     for (index, points), z_CD in zip(group.points, point_z, strict=True):
         # -Σ_D w log p, whose gradient is (Σ_D w) p_j everywhere, and -w at the points.
-        weights_CD = points.weights_ND[rows].to(z_CD.dtype)
+        weights_CD = points.weights_ND.to(z_CD.dtype)
         sums[index] = keep(weighted(weights_CD, log_z_C[:, None] - z_CD).sum(1), mask_C).sum()
         mass_C = task.scales[index] * weights_CD.sum(1)
         tail_C = tail_C + mass_C * log_rest_C.exp()

@@ -49,6 +49,7 @@ def fused_linear_kd(
     chunk_tokens: int | None = None,
     chunk_bytes: int = CHUNK_BYTES,
     walk: LossWalk = "positions",
+    rows: int = 1,
 ) -> LossSum:
     """Add up terms over all positions of a micro-batch, differentiable in hidden states and a trained output head.
 
@@ -65,6 +66,7 @@ def fused_linear_kd(
             the vocabulary holds as many logits, in the dtype of the products, once.
         walk: `vocabulary` is the faster one on CPUs (see `Runtime.loss_walk`). Terms that do not share one softmax,
             and the exact KL, go by positions all the same.
+        rows: of text that the positions are of, equal in length; on XLA a chunk takes its part of each.
 
     Raises:
         ValueError: no terms, or shapes that do not fit each other.
@@ -83,7 +85,7 @@ def fused_linear_kd(
     device = hidden_NH.device.type
     autocast = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else lm_head.weight_VH.dtype
-    call = _Call(lm_head, tuple(terms), mask_N, dtype, chunk_tokens, walk)
+    call = _Call(lm_head, tuple(terms), mask_N, dtype, chunk_tokens, walk, rows)
     with torch.autocast(device, enabled=False) if autocast else contextlib.nullcontext():
         loss_sum, sums_T = _FusedLinearKD.apply(hidden_NH, lm_head.weight_VH, lm_head.bias_V, call)
     by_name: dict[str, Tensor] = {}
@@ -102,6 +104,7 @@ class _Call(NamedTuple):
     """Of the products."""
     chunk_tokens: int
     walk: LossWalk
+    rows: int
 
 
 class _FusedLinearKD(torch.autograd.Function):
@@ -123,7 +126,7 @@ class _FusedLinearKD(torch.autograd.Function):
         if call.walk == "vocabulary" and one_softmax(task.groups):  # with as many logits at a time
             walked = walk_vocabulary(task, max(1, call.chunk_tokens * vocab // max(1, hidden_NH.shape[0])))
         else:
-            walked = walk_positions(task, call.chunk_tokens)
+            walked = walk_positions(task, call.chunk_tokens, call.rows)
         sums_T = torch.stack([walked.sums[index] * term.temperature**2 for index, term in enumerate(terms)])
         loss_sum = torch.stack([sums_T[index] * term.weight for index, term in enumerate(terms)]).sum()
         ctx.save_for_backward(

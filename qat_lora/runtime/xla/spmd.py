@@ -6,8 +6,7 @@ devices (`CPU_NUM_DEVICES`). With `shard_base` the frozen weights are sharded to
 are needed, for students beyond one chip's memory.
 
 A loss or gradient summed over rows is a sum over all replicas' rows already; so "the mean over replicas" is a
-division. Weak point: the loss walks over chunks of the flattened positions, each of which is on one device, so chunks
-are sent around. `--parallel spawn` has none of that.
+division. The loss takes its chunks along the rows, so that each device has its part of every one.
 """
 
 from __future__ import annotations
@@ -38,6 +37,10 @@ class XlaSpmdRuntime(XlaRuntime):
     def processes(self) -> int:
         """One a host."""
         return self._processes
+
+    def loss_chunk_mb(self, asked: int | None) -> int:
+        """Return as much as all devices hold together, each its rows' part of every chunk."""
+        return super().loss_chunk_mb(asked) * self.replicas
 
     def _driven_by(self) -> str:
         shared = ", frozen weights sharded" if self._shard_base else ""
