@@ -86,7 +86,8 @@ class ObjectiveConfig:
     loss_chunk_mb: int = _count(32, "logits held at once while the loss is computed", unit="MiB")
     loss_walk: Literal["auto", LossWalk] = option(
         "auto",
-        "how the logits are walked through: positions, vocabulary (frozen heads on CPUs), or as the device likes",
+        "how the logits are walked through: positions, vocabulary (frozen heads on CPUs), kernel (CUDA), or as the "
+        "device likes",
     )
 
     def __post_init__(self) -> None:
