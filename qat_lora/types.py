@@ -48,8 +48,9 @@ all it computes, the `library`'s kernels where they keep none themselves."""
 VerifyRows = Literal["all", "sampled", "off"]
 """Which rows of a KD cache are compared with their CRC-32 as they are read."""
 
-LossWalk = Literal["positions", "vocabulary"]
-"""How the loss walks through the logits: `positions` serves every case, `vocabulary` is faster on CPUs."""
+LossWalk = Literal["positions", "vocabulary", "kernel"]
+"""How the loss walks through the logits: `positions` serves every case, `vocabulary` is faster on CPUs, `kernel` on
+CUDA."""
 
 
 def temperature_key(name: str, temperature: float) -> str:

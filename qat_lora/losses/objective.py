@@ -88,7 +88,8 @@ class ObjectiveConfig:
     )
     loss_walk: Literal["auto", LossWalk] = option(
         "auto",
-        "how the logits are walked through: positions, vocabulary (frozen heads on CPUs), or as the device likes",
+        "how the logits are walked through: positions, vocabulary (frozen heads on CPUs), kernel (CUDA), or as the "
+        "device likes",
     )
 
     def __post_init__(self) -> None:

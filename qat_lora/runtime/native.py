@@ -9,6 +9,7 @@ exchange of some megabytes per optimizer step, a thousandth of the step (docs/tp
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -25,6 +26,8 @@ from qat_lora.runtime.launch.process_group import group_size, rank_info
 from qat_lora.types import AttentionForm, Batch, LossWalk
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+_OLDEST_GPU = 8, 0
+"""Compute capability (A100) from which on the loss has its kernel: what the tests compile for begins there."""
 
 
 class NativeRuntime(Runtime):
@@ -52,6 +55,8 @@ class NativeRuntime(Runtime):
                     f"LOCAL_RANK={local_rank}: this machine shows {torch.cuda.device_count()} CUDA devices; "
                     "start at most one process for each"
                 )
+            if _compiles_kernels(self.device):
+                self.loss_walk = "kernel"
         self._deferred = DeferredCalls()
         self._copy_stream: torch.cuda.Stream | None = None
 
@@ -180,6 +185,13 @@ class NativeRuntime(Runtime):
         if self.replicas > 1:
             with collectives.among_peers():
                 dist.barrier(self._control)
+
+
+def _compiles_kernels(gpu: torch.device) -> bool:
+    """Return whether a device is there, is recent enough and of NVIDIA's, and Triton is installed."""
+    if not torch.cuda.is_available() or torch.version.hip or importlib.util.find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(gpu) >= _OLDEST_GPU
 
 
 def _count(number: int, noun: str) -> str:

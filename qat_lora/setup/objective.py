@@ -52,11 +52,16 @@ def prepare(
     """Return what `train` takes; the model is placed and holds the weights that it has before step 1.
 
     Raises:
-        ConfigError: more anchor rows than there are training rows.
+        ConfigError: more anchor rows than there are training rows, or a walk that this device does not have.
     """
     if objective.loss_walk == "auto":
         objective = replace(objective, loss_walk=runtime.loss_walk)
     objective = replace(objective, loss_chunk_mb=runtime.loss_chunk_mb(objective.loss_chunk_mb))
+    if objective.loss_walk == "kernel" != runtime.loss_walk:
+        raise ConfigError(
+            f"loss_walk: kernel needs Triton and an NVIDIA GPU, A100 or later, and this is {runtime.description}; "
+            "give auto, positions or vocabulary"
+        )
     if objective.kd_weight > 0:
         name = choose_estimator(objective.estimator, dataset.rows([0]), objective.temperature)
         objective = replace(objective, estimator=name)

@@ -166,6 +166,25 @@ def test_status_lines(clean_environment):
     assert cpu == f"CPU · {threads} thread{'s' if threads > 1 else ''} · float32 · effective batch 16"
 
 
+@pytest.mark.parametrize(
+    "capability,hip,triton,walk",
+    [
+        ((9, 0), None, True, "kernel"),
+        ((8, 0), None, True, "kernel"),
+        ((7, 5), None, True, "positions"),
+        ((9, 0), None, False, "positions"),
+        ((9, 4), "6.4", True, "positions"),
+        (None, None, True, "positions"),
+    ],
+)
+def test_the_kernel_is_for_recent_gpus_with_triton(capability, hip, triton, walk, clean_environment):
+    clean_environment.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    clean_environment.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    clean_environment.setattr(torch.version, "hip", hip)
+    clean_environment.setattr("importlib.util.find_spec", lambda name: object() if triton else None)
+    assert NativeRuntime("cuda").loss_walk == walk
+
+
 def test_a_group_needs_its_variables(clean_environment):
     clean_environment.setenv("WORLD_SIZE", "2")
     with pytest.raises(DeviceError, match="also needs RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT; start through"):

@@ -158,6 +158,8 @@ def test_what_is_prepared_and_what_evaluates(made):
     assert auto.anchor is None and auto.teacher_lm_head.vocab_size == dataset.manifest.fingerprint.vocab_size
     asked = prepare(ObjectiveConfig(loss_walk="positions"), dataset, None, None, 0, runtime)
     assert asked.objective.loss_walk == "positions" and asked.teacher_lm_head is None
+    with pytest.raises(ConfigError, match="loss_walk: kernel needs Triton .* this is CPU .* give auto, positions or"):
+        prepare(ObjectiveConfig(loss_walk="kernel"), dataset, None, None, 0, runtime)
     assert asked.objective.estimator == "hybrid"  # what `auto` means for a cache with draws from the tail
     report = evaluation_objective(ObjectiveConfig(temperature=2.0, ce_weight=1.0), auto.teacher_lm_head)
     assert (report.estimator, report.temperature, report.ce_weight) == ("full", 1.0, 0.0)

@@ -2,8 +2,9 @@
 
 With a vocabulary of 150k, the logits of a few rows of text outweigh the model. So the last linear map belongs to the
 loss: the logits are computed a part at a time, and because the gradient of every term is known in closed form
-(`estimators`), each part becomes its share of the gradient on the spot and is forgotten. Backward only scales. Two
-walks give the same result, by positions (`by_token`) and by blocks of the vocabulary (`by_vocab`).
+(`estimators`), each part becomes its share of the gradient on the spot and is forgotten. Backward only scales. Three
+walks give the same result: by positions (`by_token`), by blocks of the vocabulary (`by_vocab`), and by positions with
+one Triton kernel for all between the products (`by_kernel`).
 
 Compared with recomputing chunks under autograd this saves one of three matrix products and all [chunk, vocabulary]
 temporaries; compared with a kernel library it also runs on CPU and XLA, knows the tail, and does no work for a frozen
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from qat_lora.losses.estimators import DenseTerm, Term, TopKTerm, wide_dtype
+from qat_lora.losses.fused.by_kernel import kernel_serves, walk_kernel
 from qat_lora.losses.fused.by_token import walk_positions
 from qat_lora.losses.fused.by_vocab import one_softmax, walk_vocabulary
 from qat_lora.losses.fused.gradients import Task, Wanted, group_terms, real_vocabulary
@@ -63,13 +65,15 @@ def fused_linear_kd(
         mask_N: True where a position counts; elsewhere hidden states and targets may hold anything.
         chunk_tokens: positions that are projected at once; by default as many as fit `chunk_bytes`.
         chunk_bytes: size of one chunk of float32 logits. Two to three of them exist at the peak; the walk through
-            the vocabulary holds as many logits, in the dtype of the products, once.
-        walk: `vocabulary` is the faster one on CPUs (see `Runtime.loss_walk`). Terms that do not share one softmax,
-            and the exact KL, go by positions all the same.
+            the vocabulary and the kernel hold as many logits, in the dtype of the products, once.
+        walk: `vocabulary` is the faster one on CPUs, `kernel` on CUDA (see `Runtime.loss_walk`). Terms that do not
+            share one softmax, and the exact KL, go by positions instead of the vocabulary; `kernel_serves` says what
+            does instead of the kernel.
         rows: of text that the positions are of, equal in length; on XLA a chunk takes its part of each.
 
     Raises:
         ValueError: no terms, or shapes that do not fit each other.
+        DeviceError: the kernel is asked for where it cannot run.
     """
     count, vocab = hidden_NH.shape[0], lm_head.vocab_size
     _check(hidden_NH, lm_head, terms, mask_N)
@@ -125,6 +129,8 @@ class _FusedLinearKD(torch.autograd.Function):
         )
         if call.walk == "vocabulary" and one_softmax(task.groups):  # with as many logits at a time
             walked = walk_vocabulary(task, max(1, call.chunk_tokens * vocab // max(1, hidden_NH.shape[0])))
+        elif call.walk == "kernel" and kernel_serves(task):
+            walked = walk_kernel(task, call.chunk_tokens)
         else:
             walked = walk_positions(task, call.chunk_tokens, call.rows)
         sums_T = torch.stack([walked.sums[index] * term.temperature**2 for index, term in enumerate(terms)])

@@ -1,0 +1,194 @@
+"""Some positions at a time, as `by_token`, with one Triton kernel between two products: the walk for CUDA.
+
+A chunk is a product into a buffer that all chunks share, one launch for each softmax (`triton_kernel`), and a product
+back: three launches where `by_token` has some hundred. The logits stay in the dtype of the
+products, so one copy of a chunk is all that exists; softmax and sums are float32 in registers.
+
+`kernel_serves` says what goes this way. The rest, above all the exact KL with its two heads, goes by positions as on
+any device; the numbers are the same either way.
+
+The kernel is an operator of PyTorch, so dispatch finds its device: on CUDA it is launched, in Triton's interpreter it
+runs on a CPU, and on meta and fake tensors it is a call that can be counted.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qat_lora.errors import DeviceError
+from qat_lora.losses.estimators import IN_KERNEL, Estimator, topk_part, weighted
+from qat_lora.losses.fused.gradients import Group, Task, Walked, keep
+
+MOST_ENTRIES = 4_096
+"""Of the top K, and of the points of a softmax: a program holds them all at once."""
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def kernel_serves(task: Task) -> bool:
+    """Return whether the kernel knows all terms: no exact KL, one known estimator a softmax, no float64 products."""
+    return task.hidden_NH.dtype in _DTYPES and all(map(_serves, task.groups))
+
+
+def _serves(group: Group) -> bool:
+    entries = 0 if group.ids_NK is None else group.ids_NK.shape[1]
+    points = sum(term.ids_ND.shape[1] for _, term in group.points)
+    known = [term.estimator in IN_KERNEL for _, term in group.topk]
+    return not group.dense and known in ([], [True]) and max(entries, points) <= MOST_ENTRIES
+
+
+def walk_kernel(task: Task, chunk_tokens: int) -> Walked:
+    """Return sums and gradients; `chunk_tokens` positions, rounded up to 16, are projected at once.
+
+    A trained output head's gradient is a product in the dtype of the others a chunk, added up in float32.
+
+    Raises:
+        DeviceError: there is no Triton, or neither a GPU nor its interpreter.
+    """
+    wanted, weight_VH = task.wanted, task.lm_head.weight_VH
+    count, vocab = len(task.hidden_NH), len(weight_VH)
+    d_hidden = torch.empty_like(task.hidden_NH) if wanted.hidden else None
+    d_weight = torch.zeros_like(weight_VH, dtype=task.wide) if wanted.weight else None
+    d_bias = torch.zeros_like(weight_VH[:, 0], dtype=task.wide) if wanted.bias else None
+    softmaxes = [_softmax(task, group) for group in task.groups]
+    chunk_tokens = -(-chunk_tokens // 16) * 16  # Triton compiles again where a slice is aligned to less than 16 bytes
+    store_CV = task.hidden_NH.new_empty(min(chunk_tokens, count), vocab)
+    for start in range(0, count, chunk_tokens):
+        rows = slice(start, start + chunk_tokens)
+        hidden_CH = task.hidden_NH[rows]
+        raw_CV = torch.mm(hidden_CH, weight_VH.t(), out=store_CV[: len(hidden_CH)])
+        others = [_run(task, softmax, raw_CV.clone(), rows) for softmax in softmaxes[:-1]]
+        grad_CV = _run(task, softmaxes[-1], raw_CV, rows)
+        for other_CV in others if any(wanted) else ():
+            grad_CV.add_(other_CV)
+        if d_hidden is not None:
+            torch.mm(grad_CV, weight_VH, out=d_hidden[rows])
+        if d_weight is not None:
+            d_weight.add_(grad_CV.t() @ hidden_CH)
+        if d_bias is not None:
+            d_bias.add_(grad_CV.sum(0, dtype=task.wide))
+    sums: dict[int, Tensor] = {}
+    for group, softmax in zip(task.groups, softmaxes, strict=True):
+        sums |= _sums(task, group, softmax)
+    return Walked(sums, d_hidden, d_weight, d_bias)
+
+
+class _Softmax(NamedTuple):
+    """One softmax at all N positions: what the kernel reads and, besides the gradient, writes; contiguous."""
+
+    estimator: str
+    temperature: float
+    given: list[Tensor]
+    """Top-K ids [N, K], log t [N, K] and log m [N]; points' ids and gradients [N, D]; the scale of the top K's loss
+    and the mask [N]. K or D may be 0."""
+    results: list[Tensor]
+    """Float32: the top K's loss and log Σ exp(z/T) [N], z/T at the points [N, D]."""
+
+
+def _softmax(task: Task, group: Group) -> _Softmax:
+    mask_N, count = task.mask_N, len(task.mask_N)
+    empty = mask_N.new_empty(count, 0, dtype=torch.float32)
+    ids_NK, log_t_NK, log_m_N = empty.long(), empty, empty.new_full((count,), -math.inf)
+    estimator: Estimator = topk_part  # of an empty top K: nothing
+    scale_N = torch.zeros_like(log_m_N)
+    for index, term in group.topk:
+        estimator, scale_N = term.estimator, scale_N + task.scales[index]
+        ids_NK, log_t_NK, log_m_N, _ = term.teacher
+    points = [term for _, term in group.points]
+    gradients = [term.weights_ND.float() * -task.scales[index] for index, term in group.points]
+    ids_ND = torch.cat([empty.long(), *(term.ids_ND.long() for term in points)], 1)
+    given = [ids_NK.long(), log_t_NK.float(), log_m_N.float(), ids_ND, torch.cat([empty, *gradients], 1).float()]
+    given += [scale_N.float(), mask_N.view(torch.uint8)]
+    results = [torch.empty_like(scale_N), torch.empty_like(scale_N), empty.new_empty(ids_ND.shape)]
+    return _Softmax(estimator.__name__, group.temperature, [x.contiguous() for x in given], results)
+
+
+def _run(task: Task, softmax: _Softmax, raw_CV: Tensor, rows: slice) -> Tensor:
+    """Return the gradient with respect to raw products, which takes their place."""
+    head = task.lm_head
+    factors = [head.logit_scale, head.softcap or 0.0, softmax.temperature]
+    given, results = ([x[rows] for x in tensors] for tensors in (softmax.given, softmax.results))
+    _library()
+    torch.ops.qat_lora.kd_rows(raw_CV, head.bias_V, given, results, factors, softmax.estimator, any(task.wanted))
+    return raw_CV
+
+
+def _sums(task: Task, group: Group, softmax: _Softmax) -> dict[int, Tensor]:
+    """Return each term's sum over all positions."""
+    loss_N, log_z_N, z_ND = softmax.results
+    sums = {index: loss_N.sum() for index, _ in group.topk}
+    widths = [term.ids_ND.shape[1] for _, term in group.points]
+    for (index, term), z_NE in zip(group.points, z_ND.split(widths, 1) if widths else (), strict=True):
+        distance_N = weighted(term.weights_ND.float(), log_z_N[:, None] - z_NE).sum(1)
+        sums[index] = keep(distance_N, task.mask_N).sum()
+    return sums
+
+
+@functools.cache
+def _library() -> torch.library.Library:
+    """Define the operator at its first use; it lives as long as what this returns."""
+    library = torch.library.Library("qat_lora", "FRAGMENT")
+    library.define(
+        "kd_rows(Tensor(a!) raw, Tensor? bias, Tensor[] given, Tensor(b!)[] results, float[] factors, "
+        "str estimator, bool gradient) -> ()"
+    )
+    library.impl("kd_rows", _on_gpu, "CUDA")
+    library.impl("kd_rows", _interpreted, "CPU")
+    torch.library.register_fake("qat_lora::kd_rows", lambda *_: None, lib=library)
+    return library
+
+
+def _on_gpu(raw_CV: Tensor, *arguments: Any) -> None:
+    with torch.cuda.device_of(raw_CV):  # Triton launches where the caller is, not where the tensors are
+        _launch(_triton_kernel(), raw_CV, *arguments)
+
+
+def _interpreted(raw_CV: Tensor, *arguments: Any) -> None:
+    module = _triton_kernel()
+    if isinstance(module.kd_rows, module.triton.JITFunction):
+        raise DeviceError(
+            "loss_walk: kernel runs on CUDA, and the tensors are on a CPU; give positions or vocabulary, or set "
+            "TRITON_INTERPRET=1 before the start to try it"
+        )
+    _launch(module, raw_CV, *arguments)
+
+
+def _triton_kernel() -> ModuleType:
+    try:
+        from qat_lora.losses.fused import triton_kernel
+    except ImportError:
+        raise DeviceError(
+            "loss_walk: kernel needs Triton, which comes with PyTorch for CUDA on Linux; give positions or vocabulary"
+        ) from None
+    return triton_kernel
+
+
+def _launch(
+    module: Any,
+    raw_CV: Tensor,
+    bias_V: Tensor | None,
+    given: Sequence[Tensor],
+    results: Sequence[Tensor],
+    factors: Sequence[float],
+    estimator: str,
+    gradient: bool,
+) -> None:
+    ids_NK, log_t_NK, log_m_N, ids_ND, gradients_ND, scale_N, mask_N = given
+    logit_scale, softcap, temperature = factors
+    inner, outer = (logit_scale / softcap, softcap / temperature) if softcap else (logit_scale / temperature, 1.0)
+    sizes = raw_CV.shape[1], ids_NK.shape[1], ids_ND.shape[1]
+    module.launch(
+        module.Logits(raw_CV, bias_V),
+        module.TopK(ids_NK, log_t_NK, log_m_N),
+        module.Points(ids_ND, gradients_ND),
+        module.Rows(scale_N, mask_N),
+        module.Results(*results),
+        module.Factors(inner, outer, logit_scale / temperature),
+        module.form_of(estimator, bool(softcap), gradient, sizes),
+    )
