@@ -15,11 +15,15 @@ Source: torch_xla/experimental/scan.py (2.9), `_scan_impl_flat`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 Body = Callable[[list[Tensor], list[Tensor], list[Tensor]], tuple[list[Tensor], list[Tensor]]]
 """From carry, this round's inputs and constants to the next carry and this round's outputs."""
+_BUILT: dict[Any, Any] = {}
+"""Loops by the program of their body: to build one costs the host as much as to trace the body."""
 
 
 def scan(
@@ -36,7 +40,6 @@ def scan(
     Returns:
         The last carry, and every output stacked [rounds, ...].
     """
-    import torch
     import torch_xla
     import torch_xla.core.xla_builder as xb
 
@@ -47,8 +50,6 @@ def scan(
     last, outputs = body(*([slot.clone() for slot in group] for group in slots))
     context = torch_xla._XLAC.lowering.LoweringContext("qat_lora_scan")
     context.build([*last, *outputs])
-    step = xb.computation_from_module_proto("round", context.hlo())
-
     device = inputs[0].device
     stacked = [torch.zeros(rounds, *x.shape, dtype=x.dtype, device=device) for x in outputs]
     given = [torch.zeros((), dtype=torch.int32, device=device), *carry, *inputs, *constants, *stacked]
@@ -60,19 +61,39 @@ def scan(
         if parameter not in places:  # small constants of the body's own, such as a number in a tensor
             places[parameter] = len(given)
             given.append(tensor.to(device))
-    first_input, first_output = 1 + size, len(slots[0] + slots[1] + slots[2]) + 1
+    order = tuple(places[parameter] for parameter in range(len(places)))
+    hlo = context.hlo()
+    key = (hlo, rounds, order, size, len(inputs), tuple((x.shape, x.dtype) for x in given))
+    if key not in _BUILT:
+        _BUILT[key] = _loop(hlo, rounds, order, (size, len(inputs), len(constants), len(outputs)), given)
+    results = torch_xla._XLAC._xla_user_computation("xla::scan", given, _BUILT[key])
+    first_output = 1 + size + len(inputs) + len(constants)
+    return results[1 : 1 + size], results[first_output : first_output + len(outputs)]
+
+
+def _loop(
+    hlo: bytes, rounds: int, order: Sequence[int], sizes: tuple[int, int, int, int], given: Sequence[Tensor]
+) -> Any:
+    """Build the `While` around a body; `order` are the places of the body's parameters in the loop's state.
+
+    The state is the round's number, carry, inputs, constants and outputs, in these `sizes`, and what follows `given`.
+    """
+    import torch_xla.core.xla_builder as xb
+
+    size, taken, kept, made = sizes
+    step, first_output = xb.computation_from_module_proto("round", hlo), 1 + size + taken + kept
 
     def round_(number: xb.Op, *values: xb.Op) -> tuple[xb.Op, ...]:
         state = [number, *values]
         arguments = list(state)
-        for place in range(first_input, first_input + len(inputs)):
+        for place in range(1 + size, 1 + size + taken):
             arguments[place] = _slice(state[place], number)
-        result = xb.Op.call(step, [arguments[places[parameter]] for parameter in range(len(places))])
+        result = xb.Op.call(step, [arguments[place] for place in order])
         for place in range(size):
             state[1 + place] = result.get_tuple_element(place)
-        for place in range(len(outputs)):
-            made = result.get_tuple_element(size + place)
-            state[first_output + place] = _put(state[first_output + place], made, number)
+        for place in range(made):
+            value = result.get_tuple_element(size + place)
+            state[first_output + place] = _put(state[first_output + place], value, number)
         state[0] = number + xb.Op.scalar(number.builder(), 1, dtype=xb.Type.S32)
         return tuple(state)
 
@@ -81,9 +102,7 @@ def scan(
 
     builder = xb.create_builder("scan")
     parameters = tuple(xb.mkparam(builder, i, xb.tensor_shape(x)) for i, x in enumerate(given))
-    computation = xb.Op.mkwhile(parameters, unfinished, round_).build("scan")
-    results = torch_xla._XLAC._xla_user_computation("xla::scan", given, computation)
-    return results[1 : 1 + size], results[first_output : first_output + len(outputs)]
+    return xb.Op.mkwhile(parameters, unfinished, round_).build("scan")
 
 
 def _slice(stacked, number):
