@@ -107,7 +107,5 @@ def _loss(options: EstimateOptions, attention: Attention, tokens: int, hidden: i
     if attention == "tiled":  # logits in the products' type; states and their summed gradient; top-K ids and logits
         states = hidden * (4 + 3 * width) + 48 * options.head_k
         return logits * width // 4 + min(PIECE_BYTES, logits) + tokens * states
-    if attention == "xla" and width < 4:  # products in two layouts and a mask, by the TPU's compiler; nothing wide
-        return logits * 4 // 3 + tokens * hidden * (4 + width)
     # Logits and their gradient in float32, a copy in the products' type.
     return 2 * logits + (logits // 2 if width < 4 else 0) + tokens * hidden * (4 + width)
