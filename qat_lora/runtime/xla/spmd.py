@@ -67,12 +67,17 @@ class XlaSpmdRuntime(XlaRuntime):
         if not self._shard_base or self.replicas == 1:
             return
         import torch_xla
-        import torch_xla.distributed.spmd as xs
 
         for tensor in _frozen_tensors(module):
             even = [dim for dim, size in enumerate(tensor.shape) if size % self.replicas == 0 and size]
             if tensor.ndim >= 2 and even and torch_xla._XLAC._get_xla_sharding_spec(tensor) == "":
-                xs.mark_sharding(tensor, self._mesh, tuple(AXIS if d == even[0] else None for d in range(tensor.ndim)))
+                self._shard(tensor, tuple(AXIS if d == even[0] else None for d in range(tensor.ndim)))
+
+    def _shard(self, tensor: torch.Tensor, axes: tuple[str | None, ...]) -> None:
+        """Spread a tensor over the devices along the dimensions that have an axis."""
+        import torch_xla.distributed.spmd as xs
+
+        xs.mark_sharding(tensor, self._mesh, axes)
 
     def _send(self, batch: Batch) -> Batch:
         """Make the tensors and start their transfer, each device its rows; runs in the prefetch thread.
