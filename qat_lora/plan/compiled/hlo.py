@@ -229,6 +229,7 @@ class _Counter:
         self.totals = Counts()
         self.moved: list[dict[str, Any]] = []
         self._operations = functools.cache(self._operations_of)
+        self._used: dict[int, dict[str, list[Instruction]]] = {}
 
     def walk(self, name: str, times: int) -> None:
         """Add a computation that runs so many times."""
@@ -282,14 +283,14 @@ class _Counter:
         kind = instruction.opcode.removesuffix("-start")
         if kind in COLLECTIVES:
             sent = sum(Traffic.of(computation[name].shapes).all for name in instruction.operands)
-            yield kind, max(sent, Traffic.of(_result(computation, instruction)).all)
+            yield kind, max(sent, Traffic.of(self._result(computation, instruction)).all)
 
     def _traffic(self, computation: Computation, instruction: Instruction) -> Traffic:
         """Return what an instruction reads and writes."""
         opcode, operands = instruction.opcode, [computation[name] for name in instruction.operands]
         if opcode in FREE or opcode.endswith(("-done", "-update")) or "AllocateBuffer" in instruction.attributes:
             return NOTHING
-        result = Traffic.of(_result(computation, instruction))
+        result = Traffic.of(self._result(computation, instruction))
         if opcode == "fusion":
             return self._fusion_traffic(instruction, operands)
         if opcode.removesuffix("-start") in SLICES:
@@ -315,7 +316,7 @@ class _Counter:
         if len(ends) != len(fusion.shapes):
             return total.plus(Traffic.of(fusion.shapes))
         for end, shape in zip(ends, fusion.shapes, strict=True):
-            whole, end = Traffic.of((shape,)), _through_bitcasts(inner, end)
+            whole, end = Traffic.of((shape,)), _origin(inner, end)
             if end.opcode == "dynamic-update-slice":
                 whole = whole.part(Traffic.of(inner[end.operands[1]].shapes).all)
             total = total.plus(whole)
@@ -323,27 +324,36 @@ class _Counter:
 
     def _touched(self, computation: Computation, value: Instruction) -> int | None:
         """Return how many bytes of a fusion's parameter are read where that is less than all; None for all."""
-        total = 0
-        for user in _users(computation).get(value.name, ()):
-            if user.opcode == "bitcast":
-                part = self._touched(computation, user)
-            elif user.opcode in SLICES and user.operands[0] == value.name:
-                part = Traffic.of(user.shapes).all
-            elif user.opcode == "dynamic-update-slice" and user.operands.count(value.name) == user.operands[:1].count(
-                value.name
-            ):
-                part = 0  # updated in place
-            elif user.opcode == "fusion":
-                inner = self._computations[user.calls("calls")[0]]
-                places = [place for place, name in enumerate(user.operands) if name == value.name]
-                found = [self._touched(inner, p) for p in inner.values() if _is_parameter(p, places)]
-                part = None if None in found else sum(size for size in found if size is not None)
-            else:
-                part = None
-            if part is None:
-                return None
-            total += part
-        return total
+        found = [self._touched_by(computation, user, value) for user in self._users(computation).get(value.name, ())]
+        return None if None in found else sum(size for size in found if size is not None)
+
+    def _touched_by(self, computation: Computation, user: Instruction, value: Instruction) -> int | None:
+        """Return the same for one user of a value."""
+        if user.opcode in SLICES and user.operands[0] == value.name:
+            return Traffic.of(user.shapes).all
+        if user.opcode == "dynamic-update-slice" and value.name not in user.operands[1:]:
+            return 0  # updated in place
+        if user.opcode == "fusion":
+            inner = self._computations[user.calls("calls")[0]]
+            places = [place for place, name in enumerate(user.operands) if name == value.name]
+            found = [self._touched(inner, part) for part in inner.values() if _is_parameter(part, places)]
+            if None not in found:
+                return sum(size for size in found if size is not None)
+        return self._touched(computation, user) if _only_lays_out(user) and not user.is_root else None
+
+    def _users(self, computation: Computation) -> Mapping[str, list[Instruction]]:
+        """Return who uses each value of a computation."""
+        if id(computation) not in self._used:  # they all live as long as this object
+            users = self._used[id(computation)] = defaultdict(list)
+            for instruction in computation.values():
+                for name in dict.fromkeys(instruction.operands):
+                    users[name].append(instruction)
+        return self._used[id(computation)]
+
+    def _result(self, computation: Computation, instruction: Instruction) -> tuple[Shape, ...]:
+        """Return the arrays that an instruction gives; of the start of an asynchronous one, what its end will give."""
+        users = self._users(computation).get(instruction.name, ()) if instruction.opcode.endswith("-start") else ()
+        return next((user.shapes for user in users if user.opcode.endswith("-done")), instruction.shapes)
 
     def _work(self, computation: Computation, instruction: Instruction) -> tuple[int, int]:
         """Return an instruction's operations: of matrix products, and others."""
@@ -378,28 +388,16 @@ def _is_parameter(instruction: Instruction, places: list[int]) -> bool:
     return instruction.opcode == "parameter" and int(instruction.arguments) in places
 
 
-def _through_bitcasts(computation: Computation, instruction: Instruction) -> Instruction:
-    while instruction.opcode == "bitcast":
+def _only_lays_out(instruction: Instruction) -> bool:
+    """Return whether an instruction inside a fusion gives the numbers that it takes, laid out or stored otherwise."""
+    return len(instruction.operands) == 1 and instruction.opcode in ("bitcast", "convert", "copy", "fusion")
+
+
+def _origin(computation: Computation, instruction: Instruction) -> Instruction:
+    """Return what an instruction lays out otherwise, or itself."""
+    while _only_lays_out(instruction):
         instruction = computation[instruction.operands[0]]
     return instruction
-
-
-def _users(computation: Computation) -> Mapping[str, list[Instruction]]:
-    """Return who uses each value of a computation."""
-    users: dict[str, list[Instruction]] = defaultdict(list)
-    for instruction in computation.values():
-        for name in dict.fromkeys(instruction.operands):
-            users[name].append(instruction)
-    return users
-
-
-def _result(computation: Computation, instruction: Instruction) -> tuple[Shape, ...]:
-    """Return the arrays that an instruction gives; of the start of an asynchronous one, what its end will give."""
-    if instruction.opcode.endswith("-start"):
-        for user in computation.values():
-            if instruction.name in user.operands and user.opcode.endswith("-done"):
-                return user.shapes
-    return instruction.shapes
 
 
 def trip_count(computations: Mapping[str, Computation], computation: Computation, loop: Instruction) -> int | None:
@@ -409,19 +407,15 @@ def trip_count(computations: Mapping[str, Computation], computation: Computation
         return int(noted[1])
     condition = computations[loop.calls("condition")[0]]
     compared = next(part for part in condition.values() if part.is_root)
-    while compared.opcode == "fusion":
-        outer, condition = condition, computations[compared.calls("calls")[0]]
-        given = [outer[name] for name in compared.operands]
-        inner = next(part for part in condition.values() if part.is_root)
-        condition = condition | {
-            part.name: given[int(part.arguments)] for part in condition.values() if part.opcode == "parameter"
-        }
-        condition = outer | condition
-        compared = inner
+    if compared.opcode == "fusion":  # its parameters are what it is given
+        inner = computations[compared.calls("calls")[0]]
+        given = [condition[name] for name in compared.operands]
+        named = {part.name: given[int(part.arguments)] for part in inner.values() if part.opcode == "parameter"}
+        condition, compared = condition | inner | named, next(part for part in inner.values() if part.is_root)
     direction = re.search(r"direction=(LT|LE|NE)", compared.attributes)
     if compared.opcode != "compare" or not direction:
         return None
-    sides = [_through_bitcasts(condition, condition[name]) for name in compared.operands]
+    sides = [_origin(condition, condition[name]) for name in compared.operands]
     bound = next((side for side in sides if side.opcode == "constant"), None)
     counter = next((side for side in sides if side.opcode == "get-tuple-element"), None)
     index = counter and re.search(r"index=(\d+)", counter.attributes)
@@ -429,8 +423,7 @@ def trip_count(computations: Mapping[str, Computation], computation: Computation
         return None
     start = computation[loop.operands[0]]
     first = computation.get(start.operands[int(index[1])]) if start.opcode == "tuple" else None
-    while first is not None and first.opcode in ("copy", "bitcast"):
-        first = computation.get(first.operands[0])
+    first = first and _origin(computation, first)
     if first is None or first.opcode != "constant":
         return None
     return int(bound.arguments) - int(first.arguments) + (direction[1] == "LE")
