@@ -144,8 +144,9 @@ class Counts:
     custom_calls: dict[str, dict[str, int]] = field(default_factory=dict)
     largest: list[dict[str, Any]] = field(default_factory=list)
     """The instructions that move most, fusions mostly."""
-    loops: list[dict[str, Any]] = field(default_factory=list)
-    """Every loop with its trip count; None where it is not known, and then its body counts once."""
+    loops: int = 0
+    unknown_trips: list[str] = field(default_factory=list)
+    """Loops whose trip count is not known: their bodies count once."""
 
 
 def instruction_count(text: str) -> int:
@@ -251,7 +252,8 @@ class _Counter:
     def _loop(self, computation: Computation, loop: Instruction, times: int) -> None:
         (body,), (condition,) = loop.calls("body"), loop.calls("condition")
         trips = trip_count(self._computations, computation, loop)
-        self.totals.loops.append({"name": loop.name, "trips": trips, "times": times})
+        self.totals.loops += 1
+        self.totals.unknown_trips += [loop.name] if trips is None else []
         self.walk(body, times * (1 if trips is None else trips))
         self.walk(condition, times * (1 if trips is None else trips + 1))
 

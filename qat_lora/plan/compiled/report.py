@@ -168,8 +168,7 @@ def _details(name: str, graph: dict[str, Any]) -> list[str]:
         f"  {row['number']} x {kind}, {row['bytes'] / 1e6:,.1f} MB"
         for kind, row in sorted(counted.get("collectives", {}).items())
     ]
-    unknown = [loop["name"] for loop in counted.get("loops", []) if loop["trips"] is None]
-    if unknown:
+    if unknown := counted.get("unknown_trips"):
         lines.append(f"  loops of unknown length, counted once: {', '.join(unknown)}")
     lines += [
         f"  {row['bytes'] / 1e9:8.3f} GB  {row['times']:>4} x {row['opcode']} of {row['from']}"

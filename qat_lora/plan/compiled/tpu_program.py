@@ -14,6 +14,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -42,8 +43,12 @@ def with_lifted_shardings(module: str) -> str:
     return head + brace + ARGUMENT.sub(lift, arguments) + arrow + rest
 
 
-def compile_for(graph: bytes, topology: str, chips: int) -> tuple[dict[str, Any], str]:
-    """Return what the compiler says of a serialised HloModuleProto, and the optimised HLO of one chip's program."""
+def compile_for(graph: bytes, topology: str, chips: int, dump: str) -> tuple[dict[str, Any], str]:
+    """Return what the compiler says of a serialised HloModuleProto, and the optimised HLO of one chip's program.
+
+    The HLO is the text that the compiler itself dumps: jax reads the same from a proto, and refuses programs whose
+    asynchronous instructions are newer than it.
+    """
     import numpy as np
     from jax._src.interpreters import mlir as jax_mlir
     from jax._src.lib import xla_client as xc
@@ -56,6 +61,7 @@ def compile_for(graph: bytes, topology: str, chips: int) -> tuple[dict[str, Any]
     options.num_replicas, options.num_partitions = 1, chips
     options.device_assignment = xc.DeviceAssignment.create(np.arange(chips)[None])
     build = options.executable_build_options
+    build.debug_options.xla_dump_to, build.debug_options.xla_dump_hlo_as_text = dump, True
     build.use_spmd_partitioning = chips > 1
     build.allow_spmd_sharding_propagation_to_output = [chips > 1]  # as torch_xla asks
     with jax_mlir.make_ir_context() as context:
@@ -76,7 +82,8 @@ def compile_for(graph: bytes, topology: str, chips: int) -> tuple[dict[str, Any]
         },
         "compiler_says": {"operations": cost.get("flops"), "bytes": cost.get("bytes accessed")},
     }
-    return report, "\n".join(part.to_string() for part in program.hlo_modules())
+    (file,) = Path(dump).glob("*after_codegen.txt")
+    return report, file.read_text(encoding="utf-8")
 
 
 def main() -> None:
@@ -86,7 +93,8 @@ def main() -> None:
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "true"
     found: dict[str, Any] = {"jax": version("jax"), "libtpu": version("libtpu")}
     try:
-        report, text = compile_for(Path(graph).read_bytes(), topology, int(chips))
+        with tempfile.TemporaryDirectory() as dump:
+            report, text = compile_for(Path(graph).read_bytes(), topology, int(chips), dump)
         found |= report
         Path(f"{out}.txt").write_text(text, encoding="utf-8")
     except (RuntimeError, ValueError) as error:  # XlaRuntimeError among them: what a run would end with
