@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
-from qat_lora.plan.compiled.asked import NAMES, QWEN3_06B
+from qat_lora.plan.compiled.asked import NAMES, QWEN3_06B, Asked
+from qat_lora.plan.compiled.graphs import _Rows
+from qat_lora.runtime.xla.trace import TracingRuntime, TracingSpmdRuntime
 
 TRACE = r"""
 import json, re, sys
@@ -55,6 +57,15 @@ def traced(folder, layers, real=False, chips=1, **asked):
     )
     assert not done.returncode, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_rows_have_a_caches_shapes_and_tracing_is_what_a_chip_would_do():
+    (batch,) = _Rows(Asked(length=8, head_k=3)).batches(0, 1, 5)
+    shapes = {name: array.shape for name, array in batch.items()}
+    assert shapes["input_ids"] == (5, 8) and shapes["head_logits"] == (5, 7, 3) and shapes["log_tail"] == (5, 7)
+    # A tracing runtime changes how things are placed and synced, and nothing that decides what is traced.
+    own = {name for kind in TracingSpmdRuntime.__mro__[:2] for name in vars(kind)} | set(vars(TracingRuntime))
+    assert not own & {"attention", "loss_walk", "piece_bytes", "checkpoint_function", "autocast", "reduce_gradients"}
 
 
 def test_every_graph_is_traced_and_weights_are_its_parameters(tmp_path):

@@ -34,7 +34,7 @@ from qat_lora.runtime.xla.trace import Graph, TracingRuntime, TracingSpmdRuntime
 from qat_lora.setup.common import fit_attention
 from qat_lora.setup.objective import prepare
 from qat_lora.setup.trainable import recovery_parts
-from qat_lora.setup.training_data import Lessons, evaluation
+from qat_lora.setup.training_data import TrainingData, evaluation
 from qat_lora.train.loop import LoopConfig
 from qat_lora.train.optim import OptimConfig, TrainState, build_optimizer
 from qat_lora.train.step import add_sums, micro_batch, optimizer_step, zero_sums
@@ -96,8 +96,8 @@ def _student_graphs(asked: Asked, runtime: Runtime, record: Callable[..., None])
     state = TrainState(model, recovery_parts(model, False, False, model.module.dtype))
     runtime.shard_frozen(model.module)
     prepared = prepare(asked.objective, rows, model, loop, 0, runtime)
-    lessons = Lessons(rows, rows, prepared.objective, {}, asked.length, asked.head_k)
-    evaluate = evaluation(lessons, model, loop, runtime, prepared.teacher_lm_head)
+    data = TrainingData(rows, rows, prepared.objective, {})
+    evaluate = evaluation(data, model, loop, runtime, prepared.teacher_lm_head)
     optimizer = build_optimizer(optim, state.groups)
     weights = weight_tensors(prepared.objective.weights_at(0.0), runtime.device)
     zeros = zero_sums(prepared.objective, runtime.device)
