@@ -9,7 +9,8 @@ import pytest
 
 from qat_lora.plan.compiled.asked import NAMES, QWEN3_06B, Asked
 from qat_lora.plan.compiled.graphs import _Rows
-from qat_lora.runtime.xla.trace import TracingRuntime, TracingSpmdRuntime
+from qat_lora.runtime.xla.spmd import TracingSpmdRuntime
+from qat_lora.runtime.xla.trace import TracingRuntime
 
 TRACE = r"""
 import json, re, sys

@@ -59,7 +59,7 @@ def test_the_command_line_reads_the_recovery_that_is_asked_for(tmp_path):
 
 def test_asserted_shardings_become_those_of_the_arguments():
     module = """module @m {
-  func.func public @main(%arg0: tensor<16x8xbf16>, %arg1: tensor<4x8xbf16> {mhlo.sharding = "{devices=[4,1]<=[4]}"}, \
+  func.func @main(%arg0: tensor<16x8xbf16>, %arg1: tensor<4x8xbf16> {mhlo.sharding = "{devices=[4,1]<=[4]}"}, \
 %arg2: tensor<f32> {mhlo.is_donor = true}) -> (tensor<f32>) {
     %0 = stablehlo.custom_call @Sharding(%arg0) {mhlo.sharding = "{devices=[1,4]<=[4]}"} : (tensor<16x8xbf16>)
     %1 = stablehlo.custom_call @Sharding(%arg2) {backend_config = "", mhlo.sharding = "{replicated}"} : (tensor<f32>)

@@ -30,7 +30,8 @@ from qat_lora.plan.compiled.asked import NAMES, Asked
 from qat_lora.plan.compiled.hlo import instruction_count
 from qat_lora.plan.memory import meta_student
 from qat_lora.runtime.base import Runtime
-from qat_lora.runtime.xla.trace import Graph, TracingRuntime, TracingSpmdRuntime
+from qat_lora.runtime.xla.spmd import TracingSpmdRuntime
+from qat_lora.runtime.xla.trace import Graph, TracingRuntime
 from qat_lora.setup.common import fit_attention
 from qat_lora.setup.objective import prepare
 from qat_lora.setup.trainable import recovery_parts
@@ -52,10 +53,10 @@ class _Rows:
         count, length, k = len(indices), self._asked.length, self._asked.head_k
         positions = (count, length - 1)
         ids = np.zeros((count, length), np.int32)
-        head = np.broadcast_to(np.arange(k, dtype=np.int32), (*positions, k))
+        likeliest = np.broadcast_to(np.arange(k, dtype=np.int32), (*positions, k))
         logits = np.broadcast_to(-np.linspace(0, 8, k, dtype=np.float32), (*positions, k))
         lse, tail = np.full(positions, 2, np.float32), np.full(positions, -3, np.float32)
-        teacher = {"head_ids": head.copy(), "head_logits": logits.copy(), "lse": lse, "log_tail": tail}
+        teacher = {"head_ids": likeliest.copy(), "head_logits": logits.copy(), "lse": lse, "log_tail": tail}
         return {"input_ids": ids, "document_ids": ids, "target_mask": np.ones(positions, np.bool_), **teacher}
 
     def batches(self, start: int, steps: int, batch_rows: int, *_: Any, **__: Any) -> Iterator[Batch]:

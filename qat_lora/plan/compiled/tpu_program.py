@@ -30,8 +30,8 @@ def with_lifted_shardings(module: str) -> str:
     A tracer that has no data can only note a weight's sharding as an operation on the argument; as an attribute of the
     argument it decides where the weight lies.
     """
-    wanted = dict(LIFTED.findall(module))
-    head, brace, body = module.partition("func.func public @main(")
+    head, opened, body = module.partition(" @main(")
+    wanted = dict(LIFTED.findall(body))
     arguments, arrow, rest = body.partition(") -> ")
 
     def lift(found: re.Match[str]) -> str:
@@ -40,7 +40,7 @@ def with_lifted_shardings(module: str) -> str:
             return found.group()
         return f"{name}: {kind} {{{attributes + ', ' if attributes else ''}mhlo.sharding = {wanted[name]}}}"
 
-    return head + brace + ARGUMENT.sub(lift, arguments) + arrow + rest
+    return head + opened + ARGUMENT.sub(lift, arguments) + arrow + rest
 
 
 def compile_for(graph: bytes, topology: str, chips: int, dump: str) -> tuple[dict[str, Any], str]:

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from qat_lora.runtime.base import M
 from qat_lora.runtime.xla.runtime import XlaRuntime
-from qat_lora.runtime.xla.spmd import XlaSpmdRuntime
 
 READABLE = 4 << 20
 """Bytes of a result up to which it becomes zeros that the host may read: logits of some positions, sums, norms."""
@@ -40,8 +39,8 @@ class Graph(NamedTuple):
     """CPU seconds of this process since the last sync: what the host spends before the device can begin."""
 
 
-class _Recorder(XlaRuntime):
-    """What both runtimes share: a sync that records."""
+class TracingRuntime(XlaRuntime):
+    """One chip, whose syncs record; `spmd.py` has the same for several."""
 
     graphs: list[Graph] | None = None
     """Filled while `record` works."""
@@ -91,21 +90,6 @@ class _Recorder(XlaRuntime):
             made = torch.zeros(tensor.shape, dtype=tensor.dtype).to(self.device) if readable else _placeholder(tensor)
             torch_xla._XLAC._replace_xla_tensor(tensor, made.detach())
         self._begun = time.process_time()
-
-
-class TracingRuntime(_Recorder):
-    """One chip."""
-
-
-class TracingSpmdRuntime(_Recorder, XlaSpmdRuntime):
-    """All chips of a host; CPU_NUM_DEVICES says how many."""
-
-    def _shard(self, tensor: Tensor, axes: tuple[str | None, ...]) -> None:
-        """Note the sharding in the graph: torch_xla shards data, and a placeholder has none."""
-        import torch_xla
-
-        torch_xla._XLAC._xla_annotate_custom_sharding(tensor, self._mesh.get_op_sharding(axes))
-        self._annotated += (tensor,)
 
 
 def _placeholder(tensor: Tensor) -> Tensor:
