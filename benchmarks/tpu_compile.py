@@ -8,7 +8,7 @@ once. `estimate` is held against what was compiled for one chip.
 
 A run that was cut off goes on from what `--out` holds. `make tpu-compiler` makes the compiler's environment.
 
-    python benchmarks/tpu_compile.py --machine "two cores of ..." --out benchmarks/results/tpu_v6e-1.json
+    python benchmarks/tpu_compile.py --machine "two cores of ..." --out benchmarks/results/tpu_compile_v6e-1.json
 """
 
 from __future__ import annotations
