@@ -2,6 +2,7 @@
 # make test        set everything up, check the code, run the tests
 # make docs        build the documentation site in build/docs; a warning is an error
 # make notebooks   run the notebooks at toy size and write the outputs into them
+# make tpu-compiler  the TPU's own compiler for `qat-lora doctor --compile-for`, in TPU_VENV
 # VENV=...         reuse an environment instead of making .venv
 VENV    ?= .venv
 PYTHON  ?= python3
@@ -12,13 +13,24 @@ comma   := ,
 STAMP   := $(VENV)/.qat-lora-installed
 WORKERS ?= 2
 
-.PHONY: demo test test-full notebooks check docs install clean
+# The TPU's own compiler, for `qat-lora doctor --compile-for CHIP`: jax and libtpu beside the environment, 1.1 GB.
+TPU_VENV ?= .venv-tpu
+TPU_STAMP := $(TPU_VENV)/.installed
+
+.PHONY: tpu-compiler demo test test-full notebooks check docs install clean
 
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[$(EXTRAS)]'
+	touch $@
+
+tpu-compiler: $(TPU_STAMP)
+
+$(TPU_STAMP): requirements-tpu-compiler.txt
+	test -x $(TPU_VENV)/bin/python || $(PYTHON) -m venv $(TPU_VENV)
+	$(TPU_VENV)/bin/python -m pip install --disable-pip-version-check -q -r requirements-tpu-compiler.txt
 	touch $@
 
 demo: install
@@ -33,7 +45,7 @@ test: check
 	$(BIN)/python -m pytest -n $(WORKERS) -m 'not slow'
 
 test-full: check
-	$(BIN)/python -m pytest -n $(WORKERS)
+	QAT_LORA_TPU_COMPILER=$${QAT_LORA_TPU_COMPILER:-$(abspath $(TPU_VENV))/bin/python} $(BIN)/python -m pytest -n $(WORKERS)
 
 notebooks: install
 	$(BIN)/python tests/test_notebooks.py

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import json
 import os
 import platform
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import click
 from packaging.requirements import Requirement
@@ -24,6 +25,8 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from qat_lora.errors import QatLoraError
+from qat_lora.plan.compiled.asked import NAMES, Asked
+from qat_lora.plan.compiled.report import compile_recovery, find_compiler, table
 from qat_lora.plan.surroundings import GIB, Accelerator, HubState, accelerators, hub_state, libtpu_specifier
 from qat_lora.registry import COMMANDS, Requirements
 from qat_lora.runtime.launch.select import Found, choose, look, select_runtime
@@ -262,15 +265,53 @@ def _free_ram_gib() -> float | None:
 
 @click.command("doctor", context_settings={"ignore_unknown_options": True})
 @click.argument("planned", nargs=-1, type=click.UNPROCESSED, metavar="[COMMAND ...]")
-def doctor(planned: tuple[str, ...]) -> None:
+@click.option("--compile-for", metavar="CHIP", help="compile a recovery for v6e-1, v6e-4, v5e-8 ... without the chip")
+def doctor(planned: tuple[str, ...], compile_for: str | None) -> None:
     """Check Python, packages, devices, variables, Hub and room, also for a planned COMMAND (recover, qat or quantize).
 
+    With --compile-for it instead compiles the graphs of a recovery with the TPU's own compiler (`make tpu-compiler`):
+    [--model FOLDER] [--batch-size 4] [--length 1024] [--head-k 128] [--rank 8] [--dtype bfloat16] [--shard-base]
+    [--loss-chunk-mb N] [--graphs "micro-batch,optimizer step"] [--keep FOLDER] [--compiler PYTHON] [--json].
     Exit code 1 where something needs fixing.
     """
+    if compile_for is not None:
+        raise SystemExit(_compile_for(compile_for, planned))
     findings = examine(os.environ, _requirements(planned) if planned else None)
     echo(findings_text(findings))
     if any(finding.fix for finding in findings):
         raise SystemExit(1)
+
+
+@click.command("doctor --compile-for")
+@click.option("--model", default="")
+@click.option("--batch-size", type=click.IntRange(1), default=4)
+@click.option("--length", type=click.IntRange(2), default=1024)
+@click.option("--head-k", type=click.IntRange(1), default=128)
+@click.option("--rank", type=click.IntRange(1), default=8)
+@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16")
+@click.option("--loss-chunk-mb", type=click.IntRange(1), default=Asked.loss_chunk_mb)
+@click.option("--shard-base", is_flag=True)
+@click.option("--graphs", default=",".join(NAMES))
+@click.option("--keep", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--compiler")
+@click.option("--json", "as_json", is_flag=True)
+def _recovery(**settings: Any) -> dict[str, Any]:
+    """Read what follows --compile-for."""
+    return settings
+
+
+def _compile_for(chip: str, words: Sequence[str]) -> int:
+    """Print what the TPU's compiler makes of a recovery; return 1 where it refuses a graph."""
+    given = _recovery.make_context("doctor --compile-for", list(words)).params
+    keep, compiler, as_json = given.pop("keep"), given.pop("compiler"), given.pop("as_json")
+    graphs = tuple(name.strip() for name in given.pop("graphs").split(","))
+    if unknown := set(graphs) - set(NAMES):
+        raise click.UsageError(f"graphs: {', '.join(sorted(unknown))}; allowed: {', '.join(NAMES)}")
+    asked = Asked(**given, graphs=graphs)
+    say = (lambda line: None) if as_json else echo
+    report = compile_recovery(chip, asked, find_compiler(compiler), keep, say)
+    echo(json.dumps(report) if as_json else table(report))
+    return int(any("error" in graph for graph in report["graphs"].values()))
 
 
 def _requirements(planned: Sequence[str]) -> Requirements:

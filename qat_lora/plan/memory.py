@@ -211,8 +211,8 @@ def stored_quantisation(config: Any) -> dict[str, Any] | None:
     return stored if stored is None or isinstance(stored, dict) else stored.to_dict()
 
 
-def skeleton(options: EstimateOptions) -> Shapes:
-    """Build a student with an adapter on the meta device.
+def meta_student(options: EstimateOptions, adapter: bool = True) -> tuple[Any, nn.Module]:
+    """Build a student, with its adapter unless that is left out, on the meta device; return its config and module.
 
     Raises:
         ModelError: no config.json, an architecture that transformers does not know, or quantised twice.
@@ -229,11 +229,20 @@ def skeleton(options: EstimateOptions) -> Shapes:
         chosen = preset(options.preset, options.keep)
     if chosen is not None:
         make_quant_skeleton(module, chosen)
-    add_lora(module, options.lora)
+    models.cast(module, models.DTYPES[options.run.dtype])
+    if adapter:  # after the cast, as a run does: its factors stay float32
+        add_lora(module, options.lora)
+    return config, module
+
+
+def skeleton(options: EstimateOptions) -> Shapes:
+    """Build a student with an adapter on the meta device, in its training state.
+
+    Raises:
+        ModelError, ConfigError: as `meta_student`.
+    """
+    config, module = meta_student(options)
     dtype = models.DTYPES[options.run.dtype]
-    models.cast(module, dtype)
-    for layer in lora_layers(module).values():
-        layer.float()  # a run adds the adapter after the cast
     groups = recovery_parts(models.CausalLM(module, Path()), options.train_scales, options.train_norms, dtype)
     sizes = [layer.in_features * layer.out_features for layer in quant_layers(module).values()]
     formed = dtype.itemsize * sum(sizes) if options.train_scales else 0

@@ -19,6 +19,7 @@ import torch
 from qat_lora.runtime.host import collectives
 from qat_lora.runtime.host.prefetch import host_tensors
 from qat_lora.runtime.xla.runtime import RUNS_ON_REAL_CHIPS, XlaRuntime
+from qat_lora.runtime.xla.trace import TracingRuntime
 from qat_lora.types import Batch
 
 AXIS = "data"
@@ -70,12 +71,17 @@ class XlaSpmdRuntime(XlaRuntime):
         if not self._shard_base or self.replicas == 1:
             return
         import torch_xla
-        import torch_xla.distributed.spmd as xs
 
         for tensor in _frozen_tensors(module):
             even = [dim for dim, size in enumerate(tensor.shape) if size % self.replicas == 0 and size]
             if tensor.ndim >= 2 and even and torch_xla._XLAC._get_xla_sharding_spec(tensor) == "":
-                xs.mark_sharding(tensor, self._mesh, tuple(AXIS if d == even[0] else None for d in range(tensor.ndim)))
+                self._shard(tensor, tuple(AXIS if d == even[0] else None for d in range(tensor.ndim)))
+
+    def _shard(self, tensor: torch.Tensor, axes: tuple[str | None, ...]) -> None:
+        """Spread a tensor over the devices along the dimensions that have an axis."""
+        import torch_xla.distributed.spmd as xs
+
+        xs.mark_sharding(tensor, self._mesh, axes)
 
     def _send(self, batch: Batch) -> Batch:
         """Make the tensors and start their transfer, each device its rows; runs in the prefetch thread.
@@ -108,6 +114,17 @@ class XlaSpmdRuntime(XlaRuntime):
         """Run what was deferred, then wait until every host is here."""
         self._flush()
         self.agree(False)
+
+
+class TracingSpmdRuntime(TracingRuntime, XlaSpmdRuntime):
+    """All chips of a host, traced only (`trace.py`); CPU_NUM_DEVICES says how many."""
+
+    def _shard(self, tensor: torch.Tensor, axes: tuple[str | None, ...]) -> None:
+        """Note the sharding in the graph: torch_xla shards data, and a placeholder has none."""
+        import torch_xla
+
+        torch_xla._XLAC._xla_annotate_custom_sharding(tensor, self._mesh.get_op_sharding(axes))
+        self._annotated += (tensor,)
 
 
 def _frozen_tensors(module: torch.nn.Module) -> list[torch.Tensor]:

@@ -1,0 +1,71 @@
+"""The recovery whose graphs are traced and compiled: plain values, so that it can be handed to another program as JSON.
+
+Beyond these it has a run's defaults. The defaults here are Qwen3-0.6B at the size of the guides, so that
+`qat-lora doctor --compile-for v6e-1` says something without a model and without a network.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from qat_lora.layers.lora import LoraConfig
+from qat_lora.losses.objective import ObjectiveConfig
+from qat_lora.options import EstimateOptions, RunConfig
+
+QWEN3_06B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151_936,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 40_960,
+    "rope_theta": 1_000_000,
+    "bos_token_id": 151_643,
+    "eos_token_id": 151_645,
+}
+"""What is compiled where no model is given."""
+
+NAMES = ("micro-batch", "optimizer step", "evaluation", "cache build", "prompt", "decoding step")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The recovery whose graphs are asked for; beyond these, a run's defaults."""
+
+    model: str = ""
+    """A folder with a config.json; none for Qwen3-0.6B's shape (`report.py`)."""
+    batch_size: int = 4
+    """Rows of a micro-batch on one chip."""
+    length: int = 1024
+    head_k: int = 128
+    rank: int = 8
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    chips: int = 1
+    """More than one: SPMD."""
+    shard_base: bool = False
+    loss_chunk_mb: int = ObjectiveConfig.loss_chunk_mb
+    graphs: tuple[str, ...] = NAMES
+
+    @property
+    def estimate(self) -> EstimateOptions:
+        """The same recovery for `plan/memory.py`."""
+        return EstimateOptions(
+            model=self.model,
+            batch_size=self.batch_size,
+            length=self.length,
+            head_k=self.head_k,
+            lora=LoraConfig(recovery_r=self.rank),
+            run=RunConfig(dtype=self.dtype, device="tpu"),
+            loss_chunk_mb=self.loss_chunk_mb,
+        )
+
+    @property
+    def objective(self) -> ObjectiveConfig:
+        """The default objective on a cache of top K."""
+        return ObjectiveConfig(loss_chunk_mb=self.loss_chunk_mb)

@@ -1,0 +1,462 @@
+"""What a compiled program does, counted from the text of its optimised HLO.
+
+The compiler's own sums (`cost_analysis`) count the body of a loop once, know nothing of custom calls and are negative
+for some programs. Here everything that runs is counted as often as it runs: a loop's body times its trip count, nested
+loops multiplied. The rules are those of XLA's `HloCostAnalysis`: an instruction moves its operands and its results, a
+fusion those of the whole fusion; of an operand that is only sliced the slices count, of a buffer that is updated in
+place the update. A product has 2 operations for each multiplication, TPU convolutions by their valid positions, and
+elementwise work one for each number. So a program without loops gives the compiler's operations, and its bytes but for
+copies that run beside other work, which the compiler counts more than once.
+
+`bytes` is all traffic in HLO's sense; `hbm_bytes` leaves out what the compiler keeps in the chip's own memory (`S(1)`
+in a layout), and is the part that a memory's rate bounds.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from qat_lora.errors import DamagedFileError
+
+BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128": 128}
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
+FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
+FREE |= {"iota", "opt-barrier", "add-dependency", "domain"}
+"""Instructions that move nothing: a `constant` or `iota` is read where it is used."""
+ARITHMETIC = {"abs", "add", "and", "atan2", "cbrt", "ceil", "clamp", "compare", "convert", "cosine", "divide", "erf"}
+ARITHMETIC |= {"count-leading-zeros", "exponential", "exponential-minus-one", "floor", "is-finite", "log", "logistic"}
+ARITHMETIC |= {"log-plus-one", "maximum", "minimum", "multiply", "negate", "not", "or", "popcnt", "power", "remainder"}
+ARITHMETIC |= {"round-nearest-afz", "round-nearest-even", "rsqrt", "select", "shift-left", "shift-right-arithmetic"}
+ARITHMETIC |= {"shift-right-logical", "sign", "sine", "sqrt", "stochastic-convert", "subtract", "tan", "tanh", "xor"}
+SLICES = frozenset({"dynamic-slice", "slice", "gather"})
+LARGEST = 10
+_SHAPE = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?\S+ = ", re.M)
+
+
+class Shape(NamedTuple):
+    """One array of a result."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    layout: str = ""
+    """Axes from the fastest on, tiles and memory space, as in `1,0:T(8,128)(2,1)S(1)`."""
+
+    @property
+    def elements(self) -> int:
+        """How many numbers."""
+        return math.prod(self.dims)
+
+    @property
+    def on_chip(self) -> bool:
+        """Whether it is outside HBM."""
+        return re.search(r"S\([1-9]", self.layout) is not None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes as they lie in memory: whole tiles, so that [1024, 8] can take as much as [1024, 128]."""
+        order, _, tiling = self.layout.partition(":")
+        tiles = re.match(r"T\(([\d,]+)\)", tiling)
+        stored = [self.dims[int(axis)] for axis in reversed(order.split(",")) if axis] if order else list(self.dims)
+        if tiles:
+            tile = [int(size) for size in tiles[1].split(",")]
+            stored = [1] * (len(tile) - len(stored)) + stored
+            whole = [-(-size // unit) * unit for size, unit in zip(stored[-len(tile) :], tile, strict=True)]
+            stored = stored[: -len(tile)] + whole
+        digits = re.search(r"\d+", self.dtype)
+        bits = BITS.get(self.dtype, int(digits[0]) if digits else 8)
+        return (math.prod(stored) * bits + 7) // 8
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a computation."""
+
+    name: str
+    shapes: tuple[Shape, ...]
+    opcode: str
+    operands: tuple[str, ...]
+    arguments: str  # what stands between the parentheses, for constants and parameters
+    attributes: str
+    is_root: bool
+
+    def calls(self, key: str) -> list[str]:
+        """Return the computations that an attribute names."""
+        found = re.search(rf"\b{key}=(?:\{{([^}}]*)\}}|(%?[\w.-]+))", self.attributes)
+        return [] if found is None else [name.strip().lstrip("%") for name in (found[1] or found[2]).split(",")]
+
+    @property
+    def label(self) -> str:
+        """The operation of the traced graph that it comes from, or its own name."""
+        found = re.search(r'op_name="([^"]*)"', self.attributes)
+        return found[1] if found else self.name
+
+
+Computation = dict[str, Instruction]
+
+
+class Traffic(NamedTuple):
+    """Bytes in HLO's sense, and those of HBM among them."""
+
+    all: int
+    hbm: int
+
+    @classmethod
+    def of(cls, shapes: tuple[Shape, ...]) -> Traffic:
+        """Return the bytes of whole arrays."""
+        return cls(sum(s.bytes for s in shapes), sum(s.bytes for s in shapes if not s.on_chip))
+
+    def part(self, size: int) -> Traffic:
+        """Return the traffic where at most `size` bytes of an array are touched."""
+        size = min(size, self.all)
+        return Traffic(size, size if self.hbm else 0)
+
+    def plus(self, other: Traffic) -> Traffic:
+        """Return the sum."""
+        return Traffic(self.all + other.all, self.hbm + other.hbm)
+
+
+NOTHING = Traffic(0, 0)
+
+
+@dataclass
+class Counts:
+    """What a program does, everything as often as it runs."""
+
+    instructions: int = 0
+    """Of the text, each once."""
+    executed: int = 0
+    """Instructions that move something, with their repetitions: about the launches."""
+    bytes: int = 0
+    hbm_bytes: int = 0
+    matrix_operations: int = 0
+    operations: int = 0
+    collectives: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Number and bytes by kind."""
+    custom_calls: dict[str, dict[str, int]] = field(default_factory=dict)
+    largest: list[dict[str, Any]] = field(default_factory=list)
+    """The instructions that move most, fusions mostly."""
+    loops: int = 0
+    unknown_trips: list[str] = field(default_factory=list)
+    """Loops whose trip count is not known: their bodies count once."""
+
+
+def instruction_count(text: str) -> int:
+    """Return the instructions of all computations of a module."""
+    return len(_INSTRUCTION.findall(text))
+
+
+def parse(text: str) -> tuple[dict[str, Computation], str]:
+    """Read a module's text; return its computations by name, and the name of the entry.
+
+    Raises:
+        DamagedFileError: no HLO, or a line that is not understood.
+    """
+    computations: dict[str, Computation] = {}
+    entry, inside = "", None
+    for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
+        header = re.match(r"(ENTRY )?%?([\w.-]+) .*\{$", line)
+        if header and not line.startswith((" ", "HloModule")):
+            inside = computations[header[2]] = {}
+            entry = header[2] if header[1] else entry
+        elif line.startswith("}"):
+            inside = None
+        elif inside is not None and line.strip():
+            instruction = _instruction(line)
+            inside[instruction.name] = instruction
+    if not entry:
+        raise DamagedFileError("hlo: the text has no ENTRY computation; give the optimised HLO of a compiled program")
+    return computations, entry
+
+
+def _instruction(line: str) -> Instruction:
+    name, equals, rest = line.strip().partition(" = ")
+    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.find(" ")
+    opens = rest.find("(", end)
+    if not equals or end <= 0 or opens < 0:
+        raise DamagedFileError(f"hlo: cannot read the instruction {line.strip()[:200]!r}")
+    closes = _closing(rest, opens)
+    shapes = tuple(
+        Shape(kind, tuple(int(d.lstrip("<=")) for d in dims.split(",") if d), layout)
+        for kind, dims, layout in _SHAPE.findall(rest[:end])
+    )
+    arguments = rest[opens + 1 : closes]
+    operands = tuple(re.findall(r"%([\w.-]+)", arguments))
+    is_root = name.startswith("ROOT ")
+    opcode = rest[end:opens].strip()
+    return Instruction(
+        name.removeprefix("ROOT ").lstrip("%"), shapes, opcode, operands, arguments, rest[closes + 1 :], is_root
+    )
+
+
+def _closing(text: str, opens: int) -> int:
+    """Return where the parenthesis that opens at a place is closed."""
+    depth = 0
+    for found in re.compile(r"[()]").finditer(text, opens):
+        depth += 1 if found[0] == "(" else -1
+        if not depth:
+            return found.start()
+    return -1
+
+
+def count(text: str) -> Counts:
+    """Count a module.
+
+    Raises:
+        DamagedFileError: no HLO, or a line that is not understood.
+    """
+    computations, entry = parse(text)
+    counter = _Counter(computations)
+    counter.walk(entry, 1)
+    totals = counter.totals
+    totals.instructions = sum(map(len, computations.values()))
+    totals.largest = sorted(counter.moved, key=lambda row: -row["bytes"])[:LARGEST]
+    return totals
+
+
+class _Counter:
+    """Adds up what runs, from the entry on."""
+
+    def __init__(self, computations: Mapping[str, Computation]) -> None:
+        self._computations = computations
+        self.totals = Counts()
+        self.moved: list[dict[str, Any]] = []
+        self._operations = functools.cache(self._operations_of)
+        self._used: dict[int, dict[str, list[Instruction]]] = {}
+
+    def walk(self, name: str, times: int) -> None:
+        """Add a computation that runs so many times."""
+        computation = self._computations[name]
+        for instruction in computation.values():
+            match instruction.opcode:
+                case "while":
+                    self._loop(computation, instruction, times)
+                case "conditional":
+                    names = [*instruction.calls("branch_computations"), *instruction.calls("true_computation")]
+                    for branch in [*names, *instruction.calls("false_computation")]:
+                        self.walk(branch, times)  # an upper bound: one of them runs
+                case "call" | "async-start":
+                    for called in [*instruction.calls("to_apply"), *instruction.calls("calls")]:
+                        self.walk(called, times)
+                case _:
+                    self._add(computation, instruction, times)
+
+    def _loop(self, computation: Computation, loop: Instruction, times: int) -> None:
+        (body,), (condition,) = loop.calls("body"), loop.calls("condition")
+        trips = trip_count(self._computations, computation, loop)
+        self.totals.loops += 1
+        self.totals.unknown_trips += [loop.name] if trips is None else []
+        self.walk(body, times * (1 if trips is None else trips))
+        self.walk(condition, times * (1 if trips is None else trips + 1))
+
+    def _add(self, computation: Computation, instruction: Instruction, times: int) -> None:
+        totals = self.totals
+        traffic = self._traffic(computation, instruction)
+        matrix, other = self._work(computation, instruction)
+        totals.matrix_operations += matrix * times
+        totals.operations += (matrix + other) * times
+        if traffic.all:
+            totals.executed += times
+            totals.bytes += traffic.all * times
+            totals.hbm_bytes += traffic.hbm * times
+            moved = {"name": instruction.name, "opcode": instruction.opcode, "from": instruction.label[:120]}
+            self.moved.append({**moved, "times": times, "bytes": traffic.all * times, "operations": matrix * times})
+        if instruction.opcode == "custom-call" and traffic.all:
+            target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
+            _tally(totals.custom_calls, target[1] if target else "?", traffic.all, times)
+        for kind, size in self._exchanges(computation, instruction):
+            _tally(totals.collectives, kind, size, times)
+
+    def _exchanges(self, computation: Computation, instruction: Instruction) -> Iterator[tuple[str, int]]:
+        """Yield the collectives of an instruction, inside a fusion too: kind, and bytes of the larger side."""
+        if instruction.opcode == "fusion":
+            for called in instruction.calls("calls"):
+                inner = self._computations[called]
+                for part in inner.values():
+                    yield from self._exchanges(inner, part)
+        kind = instruction.opcode.removesuffix("-start")
+        if kind in COLLECTIVES:
+            sent = sum(Traffic.of(computation[name].shapes).all for name in instruction.operands)
+            yield kind, max(sent, Traffic.of(self._result(computation, instruction)).all)
+
+    def _traffic(self, computation: Computation, instruction: Instruction) -> Traffic:
+        """Return what an instruction reads and writes."""
+        opcode, operands = instruction.opcode, [computation[name] for name in instruction.operands]
+        if opcode in FREE or opcode.endswith(("-done", "-update")) or "AllocateBuffer" in instruction.attributes:
+            return NOTHING
+        result = Traffic.of(self._result(computation, instruction))
+        if opcode == "fusion":
+            return self._fusion_traffic(instruction, operands)
+        if opcode.removesuffix("-start") in SLICES:
+            return result.plus(Traffic.of(operands[0].shapes).part(result.all))
+        if opcode == "dynamic-update-slice":
+            update = Traffic.of(operands[1].shapes)
+            return update.plus(result.part(update.all))
+        if opcode == "scatter":
+            update = Traffic.of(operands[-1].shapes)
+            return update.plus(update).plus(result.part(update.all))
+        return functools.reduce(Traffic.plus, [Traffic.of(operand.shapes) for operand in operands], result)
+
+    def _fusion_traffic(self, fusion: Instruction, operands: list[Instruction]) -> Traffic:
+        inner = self._computations[fusion.calls("calls")[0]]
+        total = NOTHING
+        for part in inner.values():
+            if part.opcode == "parameter":
+                whole = Traffic.of(operands[int(part.arguments)].shapes)
+                touched = self._touched(inner, part)
+                total = total.plus(whole if touched is None else whole.part(touched))
+        root = next(part for part in inner.values() if part.is_root)
+        ends = [inner[name] for name in root.operands] if root.opcode == "tuple" else [root]
+        if len(ends) != len(fusion.shapes):
+            return total.plus(Traffic.of(fusion.shapes))
+        for end, shape in zip(ends, fusion.shapes, strict=True):
+            whole, end = Traffic.of((shape,)), _origin(inner, end)
+            if end.opcode == "dynamic-update-slice":
+                whole = whole.part(Traffic.of(inner[end.operands[1]].shapes).all)
+            total = total.plus(whole)
+        return total
+
+    def _touched(self, computation: Computation, value: Instruction) -> int | None:
+        """Return how many bytes of a fusion's parameter are read where that is less than all; None for all."""
+        found = [self._touched_by(computation, user, value) for user in self._users(computation).get(value.name, ())]
+        return None if None in found else sum(size for size in found if size is not None)
+
+    def _touched_by(self, computation: Computation, user: Instruction, value: Instruction) -> int | None:
+        """Return the same for one user of a value."""
+        if user.opcode in SLICES and user.operands[0] == value.name:
+            return Traffic.of(user.shapes).all
+        if user.opcode == "dynamic-update-slice" and value.name not in user.operands[1:]:
+            return 0  # updated in place
+        if user.opcode == "fusion":
+            inner = self._computations[user.calls("calls")[0]]
+            places = [place for place, name in enumerate(user.operands) if name == value.name]
+            found = [self._touched(inner, part) for part in inner.values() if _is_parameter(part, places)]
+            if None not in found:
+                return sum(size for size in found if size is not None)
+        return self._touched(computation, user) if _only_lays_out(user) and not user.is_root else None
+
+    def _users(self, computation: Computation) -> Mapping[str, list[Instruction]]:
+        """Return who uses each value of a computation."""
+        if id(computation) not in self._used:  # they all live as long as this object
+            users = self._used[id(computation)] = defaultdict(list)
+            for instruction in computation.values():
+                for name in dict.fromkeys(instruction.operands):
+                    users[name].append(instruction)
+        return self._used[id(computation)]
+
+    def _result(self, computation: Computation, instruction: Instruction) -> tuple[Shape, ...]:
+        """Return the arrays that an instruction gives; of the start of an asynchronous one, what its end will give."""
+        users = self._users(computation).get(instruction.name, ()) if instruction.opcode.endswith("-start") else ()
+        return next((user.shapes for user in users if user.opcode.endswith("-done")), instruction.shapes)
+
+    def _work(self, computation: Computation, instruction: Instruction) -> tuple[int, int]:
+        """Return an instruction's operations: of matrix products, and others."""
+        elements = sum(shape.elements for shape in instruction.shapes[:1])
+        if instruction.opcode == "fusion":
+            return self._operations(instruction.calls("calls")[0])
+        if instruction.opcode == "dot":
+            left = computation[instruction.operands[0]].shapes[0].dims
+            contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
+            dims = contracted[1].split(",") if contracted and contracted[1] else []
+            return 2 * elements * math.prod(left[int(dim)] for dim in dims), 0
+        if instruction.opcode == "convolution":
+            left, right = (computation[name].shapes[0].dims for name in instruction.operands)
+            return convolution_operations(left, right, instruction.shapes[0].dims, instruction.attributes), 0
+        if instruction.opcode in ("reduce", "reduce-window"):
+            return 0, computation[instruction.operands[0]].shapes[0].elements
+        return 0, elements if instruction.opcode in ARITHMETIC else 0
+
+    def _operations_of(self, name: str) -> tuple[int, int]:
+        computation = self._computations[name]
+        found = [self._work(computation, instruction) for instruction in computation.values()]
+        return sum(matrix for matrix, _ in found), sum(other for _, other in found)
+
+
+def _tally(table: dict[str, dict[str, int]], kind: str, size: int, times: int) -> None:
+    row = table.setdefault(kind, {"number": 0, "bytes": 0})
+    row["number"] += times
+    row["bytes"] += size * times
+
+
+def _is_parameter(instruction: Instruction, places: list[int]) -> bool:
+    return instruction.opcode == "parameter" and int(instruction.arguments) in places
+
+
+def _only_lays_out(instruction: Instruction) -> bool:
+    """Return whether an instruction inside a fusion gives the numbers that it takes, laid out or stored otherwise."""
+    return len(instruction.operands) == 1 and instruction.opcode in ("bitcast", "convert", "copy", "fusion")
+
+
+def _origin(computation: Computation, instruction: Instruction) -> Instruction:
+    """Return what an instruction lays out otherwise, or itself."""
+    while _only_lays_out(instruction):
+        instruction = computation[instruction.operands[0]]
+    return instruction
+
+
+def trip_count(computations: Mapping[str, Computation], computation: Computation, loop: Instruction) -> int | None:
+    """Return how often a loop's body runs: as the compiler noted it, or from a counter's start, step 1 and bound."""
+    noted = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
+    if noted:
+        return int(noted[1])
+    condition = computations[loop.calls("condition")[0]]
+    compared = next(part for part in condition.values() if part.is_root)
+    if compared.opcode == "fusion":  # its parameters are what it is given
+        inner = computations[compared.calls("calls")[0]]
+        given = [condition[name] for name in compared.operands]
+        named = {part.name: given[int(part.arguments)] for part in inner.values() if part.opcode == "parameter"}
+        condition, compared = condition | inner | named, next(part for part in inner.values() if part.is_root)
+    direction = re.search(r"direction=(LT|LE|NE)", compared.attributes)
+    if compared.opcode != "compare" or not direction:
+        return None
+    sides = [_origin(condition, condition[name]) for name in compared.operands]
+    bound = next((side for side in sides if side.opcode == "constant"), None)
+    counter = next((side for side in sides if side.opcode == "get-tuple-element"), None)
+    index = counter and re.search(r"index=(\d+)", counter.attributes)
+    if bound is None or not index:
+        return None
+    start = computation[loop.operands[0]]
+    first = computation.get(start.operands[int(index[1])]) if start.opcode == "tuple" else None
+    first = first and _origin(computation, first)
+    if first is None or first.opcode != "constant":
+        return None
+    return int(bound.arguments) - int(first.arguments) + (direction[1] == "LE")
+
+
+def convolution_operations(left: tuple[int, ...], right: tuple[int, ...], out: tuple[int, ...], attributes: str) -> int:
+    """Return the operations of a convolution: 2 for each product of numbers that are really there.
+
+    A TPU's compiler writes every product of matrices as a convolution, a batched one as one over dilated or padded
+    positions of which most hold nothing.
+    """
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", attributes)
+    if labels is None:
+        raise DamagedFileError(f"hlo: a convolution without dim_labels: {attributes[:200]!r}")
+    groups = re.search(r"batch_group_count=(\d+)", attributes)
+    window = re.search(r"window=\{([^}]*)\}", attributes)
+    fields = dict(part.split("=") for part in window[1].split()) if window else {}
+    spatial = sorted(set(labels[1]) - set("bf"))
+    positions = 1
+    for place, axis in enumerate(spatial):
+        of = {name: value.split("x")[place] for name, value in fields.items()}
+        sizes = (left[labels[1].index(axis)], right[labels[2].index(axis)], out[labels[3].index(axis)])
+        low = int(of.get("pad", "0_0").split("_")[0])
+        steps = tuple(int(of.get(name, 1)) for name in ("stride", "lhs_dilate", "rhs_dilate"))
+        positions *= _valid_positions(*sizes, low, *steps)
+    batch = left[labels[1].index("b")] // (int(groups[1]) if groups else 1)
+    return 2 * positions * batch * right[labels[2].index("i")] * out[labels[3].index("f")]
+
+
+@functools.cache
+def _valid_positions(size: int, kernel: int, out: int, low: int, stride: int, lhs_dilate: int, rhs_dilate: int) -> int:
+    """Return for how many pairs of output and kernel positions one axis of a convolution has an input."""
+    at = np.arange(out)[:, None] * stride - low + np.arange(kernel)[None] * rhs_dilate
+    return int(((at >= 0) & (at <= (size - 1) * lhs_dilate) & (at % lhs_dilate == 0)).sum())

@@ -1,0 +1,177 @@
+"""`doctor --compile-for`: what the TPU's own compiler makes of a recovery's graphs, on a machine without a TPU.
+
+Two programs are run, each by the Python that it needs: `graphs.py` traces with PyTorch/XLA on the CPU, `tpu_program.py`
+compiles with jax and libtpu, which do not fit torch_xla's own pins and so live in an environment of their own
+(`make tpu-compiler`). What comes out is counted here (`hlo.py`). Sizes, bytes and operations are the chip's own program
+and as good as known; how long it takes is not said, because nothing has run.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from qat_lora.errors import ConfigError, DeviceError, MissingExtraError
+from qat_lora.plan.compiled import hlo, tpu_program
+from qat_lora.plan.compiled.asked import QWEN3_06B, Asked
+
+TOPOLOGIES = {
+    "v6e-1": ("v6e:1x1", 1),
+    "v6e-4": ("v6e:2x2", 4),
+    "v6e-8": ("v6e:2x4", 8),
+    "v5e-1": ("v5e:1x1", 1),
+    "v5e-4": ("v5e:2x2", 4),
+    "v5e-8": ("v5e:2x4", 8),
+}
+"""libtpu's name of what can be rented as one host, and its chips."""
+COMPILER_VARIABLE = "QAT_LORA_TPU_COMPILER"
+DEFAULT_COMPILER = Path(".venv-tpu/bin/python")  # the Makefile's TPU_VENV
+
+
+def find_compiler(given: str | None = None) -> Path:
+    """Return the Python of the compiler's environment: as given, as the variable says, or as the Makefile makes it.
+
+    Raises:
+        MissingExtraError: it is not there.
+    """
+    found = Path(given or os.environ.get(COMPILER_VARIABLE) or DEFAULT_COMPILER).expanduser()
+    if not found.is_file():
+        raise MissingExtraError(
+            f"compile_for: there is no Python with jax and libtpu at {found}; `make tpu-compiler` makes one in "
+            f".venv-tpu, and {COMPILER_VARIABLE} or --compiler names one elsewhere"
+        )
+    return found.absolute()  # not resolved: the link is what makes it that environment's
+
+
+def compile_recovery(
+    chip: str, asked: Asked, compiler: Path, folder: Path | None = None, say: Callable[[str], None] = lambda line: None
+) -> dict[str, Any]:
+    """Trace and compile the graphs of a recovery; return the versions and, by graph, what was found.
+
+    Args:
+        chip: a key of `TOPOLOGIES`.
+        asked: the recovery; its `chips` are those of the chip, and without a model it is Qwen3-0.6B's shape.
+        compiler: `find_compiler`'s.
+        folder: where graphs and optimised HLO are kept; None for nowhere.
+        say: told what begins.
+
+    Raises:
+        ConfigError: an unknown chip.
+        DeviceError: a graph cannot be traced, or the compiler does not start. What it refuses is in the report.
+    """
+    if chip not in TOPOLOGIES:
+        raise ConfigError(f"compile_for: {chip!r} is unknown; allowed: {', '.join(TOPOLOGIES)}")
+    topology, chips = TOPOLOGIES[chip]
+    with tempfile.TemporaryDirectory() if folder is None else nullcontext(str(folder)) as place:
+        out = Path(place)
+        out.mkdir(parents=True, exist_ok=True)
+        if not asked.model:
+            (out / "config.json").write_text(json.dumps(QWEN3_06B), encoding="utf-8")
+        asked = replace(asked, chips=chips, model=str(Path(asked.model or out).expanduser().absolute()))
+        say(f"tracing {', '.join(asked.graphs)} ...")
+        trace(asked, out)
+        found = {}
+        for name in asked.graphs:
+            say(f"compiling {name} for {chip} ...")
+            found[name] = _compiled(name, topology, chips, compiler, out)
+    versions = {key: graph[key] for graph in found.values() for key in ("jax", "libtpu")}
+    for graph in found.values():
+        graph.pop("jax"), graph.pop("libtpu")
+    versions |= {"torch_xla": importlib.metadata.version("torch_xla"), "libtpu_of_torch_xla": pinned_libtpu()}
+    settings = {name: value for name, value in asdict(asked).items() if name not in ("model", "graphs")}
+    return {"chip": chip, "settings": settings, "versions": versions, "graphs": found}
+
+
+def pinned_libtpu() -> str:
+    """Return the libtpu that the installed torch_xla asks for, which a real TPU machine would have."""
+    lines = importlib.metadata.requires("torch_xla") or []
+    found = [re.match(r"libtpu\s*\(?==\s*([\w.]+)", line) for line in lines]
+    return next((match[1] for match in found if match), "none")
+
+
+def trace(asked: Asked, out: Path) -> None:
+    """Write the graphs of a recovery to a folder, in a process of its own.
+
+    Raises:
+        DeviceError: it failed; the last line of its report.
+    """
+    command = [sys.executable, "-m", "qat_lora.plan.compiled.graphs", json.dumps(asdict(asked)), str(out)]
+    # No thread that is not needed: the CPU seconds of tracing are those of one.
+    chips = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(asked.chips), "OMP_NUM_THREADS": "1"}
+    _run(command, chips, "trace")
+
+
+def _compiled(name: str, topology: str, chips: int, compiler: Path, out: Path) -> dict[str, Any]:
+    """Compile a traced graph; return its report with the counts of its program."""
+    kind = {"v5e": "v5litepod"}.get(topology[:3], topology[:3])
+    command = [str(compiler), "-I", tpu_program.__file__, f"{out / name}.pb", topology, str(chips), f"{out / name}.tpu"]
+    _run(command, {"TPU_ACCELERATOR_TYPE": f"{kind}-{chips}"}, "compiler")
+    report: dict[str, Any] = json.loads((out / f"{name}.json").read_text(encoding="utf-8"))
+    report |= json.loads(Path(f"{out / name}.tpu.json").read_text(encoding="utf-8"))
+    if "error" not in report:
+        report["counted"] = asdict(hlo.count(Path(f"{out / name}.tpu.txt").read_text(encoding="utf-8")))
+    return report
+
+
+def _run(command: list[str], variables: dict[str, str], what: str) -> None:
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise DeviceError(f"compile_for: the {what} failed: {last}")
+
+
+COLUMNS = ("instructions", "trace s", "compile s", "program", "arguments", "temporary", "HBM", "moved", "operations")
+
+
+def table(report: dict[str, Any]) -> str:
+    """Return a report as lines for people: sizes in GB (10^9 bytes), operations in 10^12."""
+    versions, settings = report["versions"], report["settings"]
+    lines = [
+        f"{report['chip']}: {settings['batch_size']} x {settings['length']} tokens a chip, K = {settings['head_k']}, "
+        f"rank {settings['rank']}, {settings['dtype']}",
+        f"compiled by libtpu {versions['libtpu']} (jax {versions['jax']}); torch_xla {versions['torch_xla']} pins "
+        f"libtpu {versions['libtpu_of_torch_xla']}",
+        "",
+        f"{'graph':<16}" + "".join(f"{column:>13}" for column in COLUMNS),
+    ]
+    for name, graph in report["graphs"].items():
+        head = f"{name:<16}{graph['instructions']:>13,}{graph['trace_cpu_s']:>13.3f}"
+        if "error" in graph:
+            lines.append(f"{head}  does not compile: {graph['error'].splitlines()[0]}")
+            continue
+        hbm, counted = graph["hbm"], graph["counted"]
+        sizes = [hbm["program"], hbm["arguments"], hbm["temporaries"], sum(hbm.values()), counted["bytes"]]
+        lines.append(
+            f"{head}{graph['compile_s']:>13.1f}"
+            + "".join(f"{size / 1e9:>13.3f}" for size in sizes)
+            + f"{counted['operations'] / 1e12:>13.3f}"
+        )
+    for name, graph in report["graphs"].items():
+        lines += _details(name, graph)
+    return "\n".join(lines)
+
+
+def _details(name: str, graph: dict[str, Any]) -> list[str]:
+    """Return what of a graph does not fit into a row: exchanges between chips, unknown loops, what moves most."""
+    counted = graph.get("counted", {})
+    lines = [
+        f"  {row['number']} x {kind}, {row['bytes'] / 1e6:,.1f} MB"
+        for kind, row in sorted(counted.get("collectives", {}).items())
+    ]
+    if unknown := counted.get("unknown_trips"):
+        lines.append(f"  loops of unknown length, counted once: {', '.join(unknown)}")
+    lines += [
+        f"  {row['bytes'] / 1e9:8.3f} GB  {row['times']:>4} x {row['opcode']} of {row['from']}"
+        for row in counted.get("largest", [])[:3]
+    ]
+    return ["", name, *lines] if lines else []
