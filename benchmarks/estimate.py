@@ -184,7 +184,8 @@ def estimated(point: Point, device: str) -> int:
     from qat_lora.layers.lora import LoraConfig
     from qat_lora.models.load import make_qwen3
     from qat_lora.options import EstimateOptions, RunConfig
-    from qat_lora.plan.memory import memory
+    from qat_lora.plan.devices import named
+    from qat_lora.plan.memory import forecast, skeleton
 
     with tempfile.TemporaryDirectory() as folder:
         make_qwen3(Path(folder), point.vocab, **point.sizes).module.config.save_pretrained(folder)
@@ -200,7 +201,8 @@ def estimated(point: Point, device: str) -> int:
             loss_chunk_mb=CHUNK_MB,
             run=RunConfig(dtype=point.dtype, device=device),
         )
-        return sum(memory(options).values())
+        total: int = forecast(skeleton(options), options, named(()))["total_bytes"]
+        return total
 
 
 def measure(device: str, point: Point, *flags: str) -> int:

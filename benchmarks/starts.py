@@ -148,7 +148,7 @@ def distance(student: CausalLM, teacher: CausalLM, batch: Batch, known_BLH: Tens
 
 
 def train(
-    student: CausalLM, rates: Rates, lr: dict[str, float], lessons: list[tuple[Batch, Tensor]], teacher: CausalLM
+    student: CausalLM, rates: Rates, lr: dict[str, float], data: list[tuple[Batch, Tensor]], teacher: CausalLM
 ) -> None:
     """Take one step a batch, with 10 steps of warm-up and a cosine to 5 % of the peak."""
     student.module.requires_grad_(False).train()
@@ -158,10 +158,10 @@ def train(
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0, betas=(0.9, 0.99))
 
     def share(step: int) -> float:
-        return min(1.0, (step + 1) / 10) * (0.05 + 0.95 * (1 + math.cos(math.pi * step / len(lessons))) / 2)
+        return min(1.0, (step + 1) / 10) * (0.05 + 0.95 * (1 + math.cos(math.pi * step / len(data))) / 2)
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
-    for batch, known in lessons:
+    for batch, known in data:
         distance(student, teacher, batch, known).backward()
         torch.nn.utils.clip_grad_norm_([p for tensors in rates.values() for p in tensors], 1.0)
         optimizer.step()
@@ -269,9 +269,7 @@ def main() -> None:
 
     held_out = rows(unseen, arguments.eval_rows)
     learned = rows(seen, arguments.steps * arguments.batch + arguments.choosing_rows)
-    lessons = [
-        (batch, teacher.hidden(batch["input_ids"], batch["document_ids"])) for batch in learned[: arguments.steps]
-    ]
+    data = [(batch, teacher.hidden(batch["input_ids"], batch["document_ids"])) for batch in learned[: arguments.steps]]
     students, missing = others(teacher, arguments.rank)
     students |= ours(arguments, seen)
     paths = ("teacher", "library", "trained_on", "held_out", "work", "out", "machine")
@@ -300,13 +298,13 @@ def main() -> None:
         print(f"{name:36} untrained KL {result['starts_kl'][name]:.4f}", flush=True)
         write()
     for title, (name, trained) in plans(teacher).items():
-        if name not in students or not lessons or title in result["trained"]:
+        if name not in students or not data or title in result["trained"]:
             continue
         tried = {}
         for rate in arguments.rates:
             student = copy.deepcopy(students[name])
             rates = {"rate": rate, "scale_rate": arguments.scale_rate}
-            train(student, trained(student), rates, lessons, teacher)
+            train(student, trained(student), rates, data, teacher)
             tried[rate] = {"choosing_kl": round(kl(student, learned[arguments.steps :]), 4)}
             tried[rate]["kl"] = round(kl(student, held_out), 4)
         best = min(tried, key=lambda rate: tried[rate]["choosing_kl"])

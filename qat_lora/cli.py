@@ -39,8 +39,7 @@ def _flag(leaf: Leaf) -> click.Option:
 
 
 def _help(leaf: Leaf) -> str:
-    """Return a setting's line of help, with its unit and its default."""
-    unit, default = leaf.field.metadata["unit"], leaf.default
+    unit, default = leaf.field.metadata["unit"], leaf.field.default
     text, _, stated = leaf.field.metadata["help"].partition("; default: ")
     if isinstance(default, tuple):
         default = ",".join(format(v, "g") if isinstance(v, float) else str(v) for v in default)
@@ -69,12 +68,6 @@ def _plain(result: Any) -> Any:
     if isinstance(result, str):
         return {"text": result}
     return result if result is None or isinstance(result, dict) else {"out": str(result)}
-
-
-def _is_first() -> bool:
-    from qat_lora.runtime.launch.process_group import rank_info
-
-    return rank_info().rank == 0
 
 
 class OptionsCommand(click.Command):
@@ -121,17 +114,13 @@ class OptionsCommand(click.Command):
     def invoke(self, ctx: click.Context) -> None:
         """Run the command, and print its result where JSON was asked for."""
         options = self.options(ctx)
-        result = _run(self.command, options)
-        if options.run.json and _is_first():  # under torchrun every process comes here
-            from qat_lora.files.finite import json_text
+        from qat_lora.files.finite import json_text
+        from qat_lora.runtime.launch.process_group import rank_info
+        from qat_lora.runtime.launch.start import run
 
+        result = run(self.command, options)
+        if options.run.json and rank_info().rank == 0:  # under torchrun every process comes here
             echo(json_text(_plain(result), "the result", default=str))
-
-
-def _run(command: Command, options: Any) -> Any:
-    from qat_lora.runtime.launch.start import run
-
-    return run(command, options)
 
 
 class Group(click.Group):
@@ -183,7 +172,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             cli(args=arguments, prog_name="qat-lora", standalone_mode=False)
             sys.stdout.flush()  # here, where what goes wrong is a line and not the interpreter's last words
     except BrokenPipeError:  # the reader of a pipe has seen enough
-        _forget_output()
+        with contextlib.suppress(OSError, ValueError):  # what is left in the buffer is not tried again at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None  # as click does where the pipe breaks earlier
     except QatLoraError as error:
         _fail(str(error), error.exit_code)
@@ -193,12 +183,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (click.Abort, KeyboardInterrupt):
         echo("stopped", err=True)
         raise SystemExit(130) from None
-
-
-def _forget_output() -> None:
-    """Send what is left in the buffer of standard output nowhere, so that its end is not tried again at exit."""
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: str, exit_code: int) -> NoReturn:

@@ -66,10 +66,9 @@ def option(
     usual = (
         f"is not allowed; give a number above {above}" if above > -math.inf else f"is too small; allowed: {min} or more"
     )
-    bounds = {"min": min, "above": above, "max": max, "refusal": refusal or usual}
-    help += " (required)" if required else ""
-    own = {"help": help, "unit": unit, "alias": alias, "required": required, "without": without, "below": below}
-    metadata = own | bounds
+    metadata: dict[str, Any] = {"help": help + " (required)" * required, "unit": unit, "alias": alias}
+    metadata |= {"required": required, "without": without, "below": below, "min": min, "above": above, "max": max}
+    metadata["refusal"] = refusal or usual
     if isinstance(default, type) and dataclasses.is_dataclass(default):
         return dataclasses.field(default_factory=default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -127,11 +126,6 @@ class Leaf(typing.NamedTuple):
         """The last part of the path; unique within a command, so it serves as the flag's name."""
         return self.path[-1]
 
-    @property
-    def default(self) -> Any:
-        """The declared default."""
-        return self.field.default
-
 
 def leaves(cls: type) -> Iterator[Leaf]:
     """Yield every setting that a config class uses, depth first, in order of declaration."""
@@ -159,7 +153,6 @@ def _every_leaf(
 
 @functools.cache  # a cache's manifest has a record for every shard
 def _fields(cls: Any) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
-    """Return the fields of a dataclass with their types, by name."""
     hints = typing.get_type_hints(cls)
     return {field.name: (field, hints[field.name]) for field in dataclasses.fields(cls)}
 
@@ -322,13 +315,7 @@ def resolve(
     flags: Mapping[tuple[str, ...], Any] | None = None,
     words: Sequence[str] = (),
 ) -> C:
-    """Merge recipe, flags and `key=value` words into one checked config.
-
-    Args:
-        cls: the config class.
-        recipe: a YAML file with (some of) the settings, nested or flat.
-        flags: values given on the command line, by the setting's path.
-        words: `train.lr=3e-4` or `global_batch_size=1024`.
+    """Merge a recipe, a YAML file with settings nested or flat, flags by path, and words into one checked config.
 
     Raises:
         ConfigError: an unreadable recipe, a name that is unknown or of no use here, a value that does not fit.

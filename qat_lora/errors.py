@@ -8,7 +8,7 @@ import contextlib
 import errno
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from qat_lora.terminal import redact
 
@@ -27,6 +27,11 @@ class QatLoraError(Exception):
         """Return the message as one line of bounded length: it may quote a file that is neither, nor fit to print."""
         line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(super().__str__().split()))
         return line if len(line) <= LONGEST_LINE else f"{line[:700]} … {line[-250:]}"
+
+
+def one_line(error: BaseException, longest: int | None = None) -> str:
+    """Return what a library's error says, cut to `longest` characters, or its kind where it says nothing."""
+    return " ".join(str(error).split())[:longest] or type(error).__name__
 
 
 class ConfigError(QatLoraError, ValueError):
@@ -96,6 +101,18 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in SIGNS_OF_LITTLE_MEMORY)
+
+
+@contextlib.contextmanager
+def memory_errors_explained(advice: Callable[[], str]) -> Iterator[None]:
+    """Raise OutOfMemoryError, which says what to lower, in place of the device's own; `advice` is called only then."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, QatLoraError) or not is_out_of_memory(error):
+            raise
+        reason = one_line(error, 160)
+        raise OutOfMemoryError(f"out of memory ({reason}). {advice()}") from error
 
 
 class ReplicaError(QatLoraError):

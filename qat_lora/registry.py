@@ -23,33 +23,37 @@ class Requirements(NamedTuple):
     device: str = "auto"  # where it is to run
 
 
+class DryRun(NamedTuple):
+    """What a command would do."""
+
+    report: dict[str, Any]
+    text: str  # the same for people
+    requirements: Requirements
+
+
 Device = Literal["none", "one chip", "several chips"]
 SEVERAL: Device = "several chips"
 
 
 @dataclass(frozen=True)
 class Command:
-    """One command.
+    """One command; functions are named as "package.module:name".
 
-    `function` is called as `function(options, runtime)`; where a command has no `options`, it is a command of the click
-    library that reads its own words. `plan(options)` returns its `plan.dry_run.DryRun`, from shapes alone.
+    Where a command has no `options`, its function is a command of the click library that reads its own words.
     """
 
     words: str
-    function: str  # "package.module:name", as the paths below
+    function: str  # called with options and runtime
     help: str
     options: str = ""  # class in qat_lora.options
     device: Device = "one chip"
-    plan: str = ""
+    plan: str = ""  # returns its `DryRun` from the options, by shapes alone
     first_words: Mapping[str, str] = field(default_factory=dict)  # setting -> how --help calls a word without a name
+    advice: str = "qat_lora.plan.advice:advise"  # says, from the options, what to lower where memory was too little
 
-    def load(self) -> Any:
-        """Import the function."""
-        return _named(self.function)
-
-    def load_plan(self) -> Any:
-        """Import the function that plans a run."""
-        return _named(self.plan)
+    def load(self, name: Literal["function", "plan", "advice"] = "function") -> Any:
+        """Import one of the functions."""
+        return _named(getattr(self, name))
 
     def options_class(self) -> Any:
         """Import the class of the settings."""
@@ -107,7 +111,7 @@ _COMMANDS = (
         "Train a recovery adapter from a KD cache.",
         "RecoverOptions",
         SEVERAL,
-        plan="recover:plan_recover",
+        plan="training:plan_recover",
     ),
     _command(
         "qat",
@@ -115,7 +119,7 @@ _COMMANDS = (
         "Train a quantised model's own scales, tables, norms or weights.",
         "QatOptions",
         SEVERAL,
-        plan="qat:plan_qat",
+        plan="training:plan_qat",
     ),
     _command("eval", "evaluate:evaluate", "Score models against a teacher on held-out text.", "EvalOptions"),
     _command("export", "export:export", "Write a student in a form other tools load.", "ExportOptions"),

@@ -463,7 +463,7 @@ def _config_targets(root: Path) -> Iterator[tuple[str, Target]]:
     _written(root / "ship" / "model.safetensors", b"\x02\0\0\0\0\0\0\0{}")
     yield "front matter of a card", Target(readme, FRONT, lambda: hub.files_to_upload(readme.parent))
     result = _written(root / "shipped" / "result.json", {"form": "adapter", "size_bytes": 5})
-    yield "result.json", Target(result, JSON, lambda: hub.upload_summary(result.parent, []))
+    yield "result.json", Target(result, JSON, lambda: hub.upload_summary(result.parent, {}))
     scores = _written(root / "scores" / "scores.json", SCORES)
     yield "scores.json", Target(scores, JSON, lambda: card.read_scores(str(scores.parent)))
 

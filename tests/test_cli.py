@@ -96,7 +96,7 @@ def resolved(monkeypatch):
     def stop(command, options):
         raise Seen(options)
 
-    monkeypatch.setattr(cli, "_run", stop)
+    monkeypatch.setattr("qat_lora.runtime.launch.start.run", stop)
 
     def resolve(*arguments):
         with pytest.raises(Seen) as caught:
@@ -281,7 +281,7 @@ def test_what_is_not_our_defect_is_one_line(error, code, says, monkeypatch, capf
     def fail(words, options):
         raise error
 
-    monkeypatch.setattr(cli, "_run", fail)
+    monkeypatch.setattr("qat_lora.runtime.launch.start.run", fail)
     with pytest.raises(SystemExit) as caught:
         cli.main(RECOVER)
     err = capfd.readouterr().err
@@ -292,7 +292,7 @@ def test_a_defect_keeps_its_traceback(monkeypatch):
     def fail(words, options):
         raise IndexError("list index out of range")
 
-    monkeypatch.setattr(cli, "_run", fail)
+    monkeypatch.setattr("qat_lora.runtime.launch.start.run", fail)
     with pytest.raises(IndexError):
         cli.main(RECOVER)
 

@@ -13,11 +13,12 @@ import pytest
 from toy_pipeline import call, quantize_options, recover_options
 
 from qat_lora.cache.tools.verify import verify_cache
+from qat_lora.commands.cache import as_builder
 from qat_lora.commands.qat import qat
 from qat_lora.errors import CacheError, ConfigError, ModelError
 from qat_lora.options import QatOptions
 from qat_lora.runtime.launch.select import select_runtime
-from qat_lora.setup.multiprocess import as_builder, decide, fetch
+from qat_lora.setup.common import fetch
 from qat_lora.train.loop import LoopConfig
 from qat_lora.train.metrics import read_metrics
 
@@ -114,9 +115,8 @@ def test_a_refusal_is_one_line(work):
     assert done.stderr.count("error:") == 1 and "Traceback" not in done.stderr, done.stderr
 
 
-def test_the_main_process_decides_and_fetches(tiny):
+def test_the_main_process_fetches(tiny):
     runtime = select_runtime("cpu")
-    assert decide(runtime, lambda: True) is True and decide(runtime, lambda: False) is False
     fetch(runtime, str(tiny.teacher), recover_options("s", "c", "o").hub)
     with pytest.raises(ModelError):
         fetch(runtime, "./nowhere", recover_options("s", "c", "o").hub)

@@ -6,16 +6,16 @@ from qat_lora.data.sources import TextConfig
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.options import CacheBuildOptions, EvalOptions, ExportOptions, QuantizeOptions, RecoverOptions, RunConfig
 from qat_lora.registry import COMMANDS
-from qat_lora.runtime.launch.select import select_runtime
+from qat_lora.runtime.launch.select import DeviceChoice
+from qat_lora.runtime.launch.start import work_here
 from qat_lora.train.loop import LoopConfig
 from qat_lora.train.optim import OptimConfig
 
 
 def call(name, options, **changed):
     """Run a command on the CPU, in this process."""
-    runtime = select_runtime("cpu")
     command = next(c for c in COMMANDS.values() if c.function.endswith(f":{name}"))
-    return runtime.launch(lambda: command.load()(replace(options, **changed), runtime))
+    return work_here(command, replace(options, **changed), DeviceChoice("cpu"))
 
 
 def part(out, **changed):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,22 +26,19 @@ from qat_lora.cache.tools.audit import audit, check_teacher, summary
 from qat_lora.cache.tools.audit import table_rows as audit_rows
 from qat_lora.data.packing import PackedRow, make_encoder, pack_rows, share, take_eval
 from qat_lora.data.sources import TextConfig, describe_source, open_documents
-from qat_lora.errors import CacheError, ConfigError, InterruptedRunError
+from qat_lora.errors import ConfigError, InterruptedRunError
 from qat_lora.evaluate.report import save_json, text_table
 from qat_lora.files import outputs
 from qat_lora.files.identity import checkpoint_sha256
-from qat_lora.models.device_map import SpreadCausalLM, load_spread
-from qat_lora.models.load import CausalLM, load_tokenizer, tokenizer_sha256
+from qat_lora.models.device_map import DispatchedCausalLM, load_dispatched
+from qat_lora.models.load import CausalLM, load_model, load_tokenizer, tokenizer_sha256
 from qat_lora.options import AuditOptions, CacheBuildOptions
-from qat_lora.plan.advice import advised, build_advice
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.machine import made_with
-from qat_lora.setup.common import fit_attention, fits_positions, load, say, text_inputs
-from qat_lora.setup.multiprocess import as_builder, fetch
+from qat_lora.setup.common import fetch, fit_attention, fits_positions, say, text_inputs
 from qat_lora.terminal import redact
 
 
-@advised(build_advice)
 def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
     """Build (or go on building) a KD cache; return its folder (an `RemoteFolder` for a URL), or with `dry_run` a dict.
 
@@ -105,6 +103,21 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
     return out
 
 
+def as_builder(options: CacheBuildOptions, runtime: Runtime) -> CacheBuildOptions:
+    """Return the options of this process's share of a cache: chip r of N of builder i/n is builder (i N + r)/(n N).
+
+    Raises:
+        ConfigError: one process drives several chips.
+    """
+    if runtime.replicas != runtime.processes:
+        raise ConfigError("parallel: a cache is built by a process a chip, which share nothing; leave spmd out")
+    if runtime.processes == 1:
+        return options
+    share = Partition.parse(options.builder)
+    mine = Partition(share.builder * runtime.processes + runtime.rank, share.builders * runtime.processes)
+    return replace(options, builder=str(mine))
+
+
 def _fingerprint(
     options: CacheBuildOptions,
     runtime: Runtime,
@@ -141,9 +154,6 @@ def _with_vocabulary(teacher: CausalLM, tokenizer: Any, rows: int | None) -> Cau
     """Return the teacher with the first rows of its LM head alone, as if the others were not there.
 
     Models of one family have one tokenizer and unlike padding (Qwen2.5: 151,936 and 152,064 rows).
-
-    Raises:
-        ConfigError: more rows than there are, or too few for the tokenizer.
     """
     if rows is None:
         return teacher
@@ -195,37 +205,13 @@ def audit_cache(options: AuditOptions, runtime: Runtime) -> dict[str, Any]:
 def _teacher(options: CacheBuildOptions | AuditOptions, runtime: Runtime) -> CausalLM:
     """Load the teacher; a device map spreads it over devices at once."""
     if options.device_map == "none":
-        return load(str(options.teacher), options.hub, options.run.dtype)
+        return load_model(str(options.teacher), options.hub, options.run.dtype)
     runtime.check_device_map()
-    hub = options.hub
-    return load_spread(
-        str(options.teacher),
-        options.device_map,
-        revision=hub.revision,
-        trust_remote_code=hub.trust_remote_code,
-        dtype=options.run.dtype,
-    )
+    return load_dispatched(str(options.teacher), options.device_map, options.hub, options.run.dtype)
 
 
 def _place(teacher: CausalLM, runtime: Runtime) -> None:
     """Move the teacher to the device, unless it has been spread over several; on a CPU it attends in tiles."""
-    if not isinstance(teacher, SpreadCausalLM):
+    if not isinstance(teacher, DispatchedCausalLM):
         runtime.place(teacher.module)
     fit_attention(teacher, runtime)
-
-
-def cache_decoder(cache: str, folder: str) -> Callable[[list[int]], str]:
-    """Return what turns a cache's token ids into text.
-
-    Raises:
-        ModelError: the folder has no tokenizer.
-        CacheError: it is not the tokenizer that the cache was made with.
-    """
-    tokenizer = load_tokenizer(Path(folder))
-    held = read_manifest(cache).fingerprint.tokenizer_sha256
-    if tokenizer_sha256(tokenizer) != held:
-        raise CacheError(
-            f"tokenizer: the one in {folder} is {tokenizer_sha256(tokenizer)[:16]}…, the cache {cache} was made with "
-            f"{held[:16]}…; give the folder of its teacher or leave --tokenizer out"
-        )
-    return lambda ids: tokenizer.decode(ids)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import click
 
+from qat_lora.errors import CacheError
 from qat_lora.terminal import echo
 
 
@@ -43,15 +45,21 @@ def verify(path: str, quiet: bool, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="print it as JSON [default: off]")
 def info(path: str, tokenizer: str | None, plot: str | None, as_json: bool) -> None:
     """Show what is in a cache: sizes, origin, the mass that the head misses, a few rows."""
+    from qat_lora.cache.storage.store import read_manifest
     from qat_lora.cache.tools.describe import describe, plot_tail_mass, render
+    from qat_lora.files.finite import json_text
 
     decode = None
     if tokenizer is not None:
-        from qat_lora.commands.cache import cache_decoder
+        from qat_lora.models.load import load_tokenizer, tokenizer_sha256
 
-        decode = cache_decoder(path, tokenizer)
-    from qat_lora.files.finite import json_text
-
+        teachers, held = load_tokenizer(Path(tokenizer)), read_manifest(path).fingerprint.tokenizer_sha256
+        if tokenizer_sha256(teachers) != held:
+            raise CacheError(
+                f"tokenizer: the one in {tokenizer} is {tokenizer_sha256(teachers)[:16]}…, the cache {path} was made "
+                f"with {held[:16]}…; give the folder of its teacher or leave --tokenizer out"
+            )
+        decode = teachers.decode
     description = describe(path, decode=decode)
     if plot is not None:
         plot_tail_mass(path, plot)
@@ -79,35 +87,30 @@ def export_cache(path: str, parquet: bool, out: str, split: str, quiet: bool, as
     echo(json.dumps(result) if as_json else f"{rows:,} rows, {size:,.1f} MB, written to {out}")
 
 
-def _transport(words: str, source: str, out: str, quiet: bool, as_json: bool) -> None:
-    """Pack or unpack a cache and say what it takes."""
-    from qat_lora.cache.tools.pack import pack_cache, unpack_cache
+def _transport(words: str, source: str, help: str) -> click.Command:
+    """Make the command that packs or unpacks a cache and says what it takes."""
 
-    work = {"pack": pack_cache, "unpack": unpack_cache}[words]
-    with _byte_bar(words, None, quiet or as_json) as bar:
-        report = work(source, out, lambda _shard, done: bar.update(done))
-    if as_json:
-        echo(json.dumps(report._asdict()))
-        return
-    sizes = f"{report.cache_bytes / 1e6:,.1f} MB as a cache, {report.packed_bytes / 1e6:,.1f} MB packed"
-    echo(f"{out}: {report.shards} shards, {sizes} ({report.packed_bytes_per_token:.0f} bytes a token)")
+    @click.command(words, help=help)
+    @click.argument("source", metavar=source)
+    @click.argument("out", metavar="OUT")
+    @click.option("--quiet", is_flag=True, help="no progress bar [default: off]")
+    @click.option("--json", "as_json", is_flag=True, help="print the result as JSON [default: off]")
+    def transport(source: str, out: str, quiet: bool, as_json: bool) -> None:
+        from qat_lora.cache.tools.pack import pack_cache, unpack_cache
+
+        work = {"pack": pack_cache, "unpack": unpack_cache}[words]
+        with _byte_bar(words, None, quiet or as_json) as bar:
+            report = work(source, out, lambda _shard, done: bar.update(done))
+        if as_json:
+            echo(json.dumps(report._asdict()))
+            return
+        sizes = f"{report.cache_bytes / 1e6:,.1f} MB as a cache, {report.packed_bytes / 1e6:,.1f} MB packed"
+        echo(f"{out}: {report.shards} shards, {sizes} ({report.packed_bytes_per_token:.0f} bytes a token)")
+
+    return transport
 
 
-@click.command("pack")
-@click.argument("source", metavar="CACHE")
-@click.argument("out", metavar="OUT")
-@click.option("--quiet", is_flag=True, help="no progress bar [default: off]")
-@click.option("--json", "as_json", is_flag=True, help="print the result as JSON [default: off]")
-def pack(source: str, out: str, quiet: bool, as_json: bool) -> None:
-    """Make a cache smaller for moving it, without loss; unpack it before training from it."""
-    _transport("pack", source, out, quiet, as_json)
-
-
-@click.command("unpack")
-@click.argument("source", metavar="PACKED")
-@click.argument("out", metavar="OUT")
-@click.option("--quiet", is_flag=True, help="no progress bar [default: off]")
-@click.option("--json", "as_json", is_flag=True, help="print the result as JSON [default: off]")
-def unpack(source: str, out: str, quiet: bool, as_json: bool) -> None:
-    """Write the cache that was packed, bit for bit."""
-    _transport("unpack", source, out, quiet, as_json)
+pack = _transport(
+    "pack", "CACHE", "Make a cache smaller for moving it, without loss; unpack it before training from it."
+)
+unpack = _transport("unpack", "PACKED", "Write the cache that was packed, bit for bit.")

@@ -80,7 +80,6 @@ def _encode(backend: Backend, messages: list[Message]) -> list[int]:
 
 
 def _typed(silent: bool) -> Iterator[str]:
-    """Yield the lines that the user types, without blank ones."""
     while True:
         if not silent:
             print("> ", end="", flush=True)

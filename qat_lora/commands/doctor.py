@@ -24,12 +24,11 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from qat_lora.errors import QatLoraError
-from qat_lora.plan.surroundings import Accelerator, HubState, accelerators, hub_state, libtpu_specifier
+from qat_lora.plan.surroundings import GIB, Accelerator, HubState, accelerators, hub_state, libtpu_specifier
 from qat_lora.registry import COMMANDS, Requirements
 from qat_lora.runtime.launch.select import Found, choose, look, select_runtime
 from qat_lora.terminal import echo
 
-GIB = 2**30
 LOW_DISK_GIB, LOW_RAM_GIB = 5, 2  # a small cache with a small student still fits above these
 BACKENDS = ("TPU", "CPU")  # values of PJRT_DEVICE that our XLA runtime starts
 MARKS = {"ok": "✓", "note": "–", "problem": "✗"}
@@ -99,7 +98,6 @@ def findings_text(findings: Sequence[Finding]) -> str:
 
 
 def _check_packages(required: Sequence[Requirement], versions: Mapping[str, str]) -> list[Finding]:
-    """Compare what is installed with what the package requires without any extra."""
     findings = []
     for requirement in (requirement for requirement in required if requirement.marker is None):
         version = versions.get(canonicalize_name(requirement.name))
@@ -242,7 +240,6 @@ def _check_ram(free_gib: float | None, needs: Requirements | None = None) -> Fin
 
 
 def _check_extras(required: Sequence[Requirement], extras: Sequence[str], versions: Mapping[str, str]) -> list[Finding]:
-    """Say which optional features are there; none has to be."""
     findings = []
     for extra in (extra for extra in extras if extra not in ("dev", "docs", "tpu", "xla")):  # judged as torch_xla
         names = [r.name for r in required if r.marker is not None and r.marker.evaluate({"extra": extra})]
@@ -277,7 +274,6 @@ def doctor(planned: tuple[str, ...]) -> None:
 
 
 def _requirements(planned: Sequence[str]) -> Requirements:
-    """Return what a command line would take of the machine."""
     from qat_lora.cli import OptionsCommand  # the parser of the planned command
 
     command = COMMANDS.get(planned[0])
@@ -287,5 +283,5 @@ def _requirements(planned: Sequence[str]) -> Requirements:
     select_runtime("cpu")  # before transformers is imported, as for every command
     parser = OptionsCommand(command)
     options = parser.options(parser.make_context(planned[0], list(planned[1:])))
-    needs: Requirements = command.load_plan()(options).requirements
+    needs: Requirements = command.load("plan")(options).requirements
     return needs._replace(device="tpu" if options.run.tpu else options.run.device)

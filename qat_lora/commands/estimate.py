@@ -38,7 +38,6 @@ def estimate(options: EstimateOptions, runtime: Runtime) -> dict[str, Any]:
 
 
 def _text(report: dict[str, Any], options: EstimateOptions, replicas: int) -> str:
-    """Return an estimate as lines for the terminal."""
     lines = [f"{options.model}: {report['parameters']:,} parameters, {report['quantised']:,} of them quantised"]
     if report["quantised"]:
         lines[0] += f" ({report['stored_bytes_of_quantised'] / GIB:.3f} GiB stored)"

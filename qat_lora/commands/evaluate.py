@@ -20,26 +20,24 @@ from qat_lora.evaluate.plots import plot_report
 from qat_lora.evaluate.protocols import BLOCK, block_rows, sliding_rows
 from qat_lora.evaluate.report import save_json
 from qat_lora.evaluate.score import measure
-from qat_lora.evaluate.tally import Tally, bootstrap, intervals, join, pairs
+from qat_lora.evaluate.tally import Tally, bootstrap, interval, join, pairs
 from qat_lora.evaluate.tasks import check_tasks, run_tasks
 from qat_lora.files import outputs
 from qat_lora.files.folders import write_text
 from qat_lora.files.identity import checkpoint_sha256
-from qat_lora.models.load import CausalLM, load_tokenizer, tokenizer_sha256
+from qat_lora.models.load import CausalLM, load_model, load_tokenizer, tokenizer_sha256
 from qat_lora.models.student import Student, open_student
 from qat_lora.options import EvalOptions
-from qat_lora.plan.advice import advised, eval_advice
 from qat_lora.runtime.base import Runtime
-from qat_lora.setup.common import batches_of, fits_positions, load, picture, say, text_inputs
+from qat_lora.setup.common import batches_of, fits_positions, picture, say, text_inputs
 from qat_lora.terminal import redact
 
 
-@advised(eval_advice)
 def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
     """Score models side by side on held-out text; write scores and report card; return the scores by model."""
     run = options.run
     manager = check_tasks(options.harness) if options.harness.tasks else None
-    teacher = load(str(options.teacher), options.hub, run.dtype)
+    teacher = load_model(str(options.teacher), options.hub, run.dtype)
     fits_positions(teacher, _length(options))
     written, positions = options.health.prompt_tokens + options.health.generate_tokens, teacher.max_positions
     if options.health.generate and positions is not None and written > positions:
@@ -138,7 +136,6 @@ def _texts(options: EvalOptions) -> dict[str, TextConfig]:
 
 
 def _rows(text: TextConfig, tokenizer: Any, options: EvalOptions) -> Iterator[PackedRow]:
-    """Return the rows of a text to score, by the protocol."""
     documents, encode = open_documents(text), make_encoder(tokenizer)
     if options.protocol == "sliding":
         rows = sliding_rows(documents, encode, options.length, options.stride or options.length // 2)
@@ -185,15 +182,13 @@ def _report(
 
 
 def _figures(tallies: dict[str, Tally], drawn: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the figures of every model, with their limits."""
-    limits = intervals(drawn)
+    limits = {name: {figure: interval(values) for figure, values in of.items()} for name, of in drawn.items()}
     return {name: {**tally.figures, "interval": limits[name]} for name, tally in tallies.items()}
 
 
 def _generate(
     models: dict[str, CausalLM], prompts: Any, eos_id: int | None, options: EvalOptions, runtime: Runtime
 ) -> dict[str, dict[str, float]]:
-    """Let every model continue the prompts and return the figures of its text."""
     found, new = {}, options.health.generate_tokens
     for name, model in models.items():
         say(options.run, f"{name}: {len(prompts)} continuations of {new} tokens")
@@ -203,7 +198,6 @@ def _generate(
 
 
 def _tasks(models: dict[str, CausalLM], tokenizer: Any, options: EvalOptions, manager: Any) -> dict[str, Any]:
-    """Run the harness's tasks on every model."""
     found, settings = {}, {"batch_size": options.batch_size, "seed": options.run.seed}
     for name, model in models.items():
         say(options.run, f"{name}: {', '.join(options.harness.tasks)}")

@@ -16,9 +16,8 @@ from qat_lora.config import to_dict
 from qat_lora.evaluate.report import save_json
 from qat_lora.evaluate.score import measure
 from qat_lora.export.card import Card, labelled, model_card, read_origin, read_scores
-from qat_lora.export.forms import FORMS
+from qat_lora.export.forms import FORMS, ExportJob, display_name
 from qat_lora.export.integers import Integers, with_integers
-from qat_lora.export.job import ExportJob, display_name
 from qat_lora.files import outputs
 from qat_lora.files.checksums import seal
 from qat_lora.files.folders import moved_into

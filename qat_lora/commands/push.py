@@ -27,8 +27,8 @@ def push(options: PushOptions, runtime: Runtime, api: Any = None) -> dict[str, o
         raise ConfigError(f"repo: {repo!r} is no repository name; give OWNER/NAME")
     files = files_to_upload(folder)
     result = upload_summary(folder, files) | {"repo": repo, "uploaded": False}
-    for file in files:
-        say(run, f"{file.size_bytes:>14,}  {file.name}")
+    for name, size_bytes in files.items():
+        say(run, f"{size_bytes:>14,}  {name}")
     size = f"{len(files)} files, {result['size_bytes']:,} bytes"
     if options.dry_run:
         say(run, f"{size}, fit to go to {repo}; nothing was uploaded (--dry-run)")

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.commands.quantize import quantize
+from qat_lora.errors import ConfigError
 from qat_lora.evaluate.report import save_json
 from qat_lora.files import outputs
 from qat_lora.files.folders import atomic_dir
@@ -23,16 +23,13 @@ from qat_lora.files.identity import checkpoint_sha256
 from qat_lora.layers.calibrate.quantize import QuantizeConfig
 from qat_lora.layers.convert import bits_per_weight, quant_layers
 from qat_lora.layers.stacked import apart
-from qat_lora.models.load import CausalLM, save_with_tensors
+from qat_lora.models.load import CausalLM, load_model, save_with_tensors
 from qat_lora.options import QatOptions, QuantizeOptions, RunConfig
-from qat_lora.plan.advice import advised, qat_advice
-from qat_lora.plan.qat import plan_qat
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.signals import stop_signals
-from qat_lora.setup.common import cached_calibration_rows, check_fits, load, run_name, say
-from qat_lora.setup.multiprocess import fetch, refuse_spmd_over_hosts
+from qat_lora.setup.common import cached_calibration_rows, check_fits, fetch, run_name, say
 from qat_lora.setup.trainable import check_parts, given, preset_name, trained_parts
-from qat_lora.setup.training_data import cache_lessons
+from qat_lora.setup.training_data import cache_training_data
 from qat_lora.setup.training_run import Groups, TrainingRun, complete_run, train_student
 from qat_lora.setup.unfinished import Unfinished, remove_pieces
 from qat_lora.train.blockwise import reconstruct
@@ -42,26 +39,26 @@ MAKING = tuple(field.name for field in fields(QuantizeConfig) if field.name not 
 """Settings that say how `--from-scratch` makes its student, apart from the model and the preset."""
 
 
-@advised(qat_advice)
-def qat(options: QatOptions, runtime: Runtime) -> Any:
-    """Train a quantised model from a KD cache; return the run's folder, or with `dry_run` a dict.
-
-    The model is `best` in the folder.
-    """
-    if options.dry_run:
-        return plan_qat(options).show(options.run)
-    refuse_spmd_over_hosts(runtime)
+def qat(options: QatOptions, runtime: Runtime) -> Path:
+    """Train a quantised model from a KD cache; return the run's folder, in which `best` is the model."""
+    # A program of a mesh of chips runs only once every host has started it, so what one host computes by itself,
+    # quantising at the start and writing codes at the end, would wait for ever.
+    if runtime.processes > 1 and runtime.replicas != runtime.processes:
+        raise ConfigError(
+            f"parallel: spmd over {runtime.processes} hosts cannot run qat, whose first process computes alone at the "
+            "start and at every export; leave --parallel out (a process a chip), or use one host"
+        )
     run = options.run
     start = preset_name(options) if options.from_scratch else run_name(str(options.checkpoint))
     out = Path(run.out or f"runs/v2_{start.split('_')[0]}")
-    lessons = cache_lessons(options)
+    data = cache_training_data(options)
     for name in filter(None, (options.model, options.checkpoint)):
         fetch(runtime, name, options.hub)
-    full = None if options.model is None else load(options.model, options.hub, "float32")
-    student = None if options.from_scratch else load(str(options.checkpoint), options.hub, "float32")
-    check_fits(lessons.rows, student or given(full))
+    full = None if options.model is None else load_model(options.model, options.hub, "float32")
+    student = None if options.from_scratch else load_model(str(options.checkpoint), options.hub, "float32")
+    check_fits(data.rows, student or given(full))
     check_parts(options, full, student)
-    plan = TrainingRun("qat", options, lessons, runtime, out)
+    plan = TrainingRun("qat", options, data, runtime, out)
     noted = None if run.overwrite else outputs.noted(out)
     settings = {
         "model_sha256": full and checkpoint_sha256(full.folder, noted),
@@ -76,7 +73,7 @@ def qat(options: QatOptions, runtime: Runtime) -> Any:
 
     def work() -> dict[str, Any]:
         full, student = models.pop(), models.pop()
-        folder = _start(options, out, lessons.rows, student, full, runtime)
+        folder = _start(plan, options, student, full)
         student = None
         full = full if options.mergeable or "weights" in options.train_parts else None
         return _train(plan, folder, full, settings)
@@ -85,7 +82,6 @@ def qat(options: QatOptions, runtime: Runtime) -> Any:
 
 
 def _decisive(options: QatOptions) -> tuple[str, ...]:
-    """Return the names of the options that decide the result."""
     names: tuple[str, ...] = MAKING if options.from_scratch else ()
     if options.blockwise.blockwise_steps and not options.from_scratch:
         names += ("calibration_rows",)
@@ -96,7 +92,7 @@ def _train(plan: TrainingRun, folder: Path, full: CausalLM | None, settings: dic
     """Train the student of a folder, whose weights may start at the full-precision model's."""
     options, out = plan.options, plan.out
     assert isinstance(options, QatOptions)
-    model = plan.lessons.with_vocabulary(load(str(folder), options.hub, options.run.dtype))
+    model = plan.data.with_vocabulary(load_model(str(folder), options.hub, options.run.dtype))
 
     def groups() -> Groups:
         torch.manual_seed(options.run.seed)
@@ -113,15 +109,9 @@ def _train(plan: TrainingRun, folder: Path, full: CausalLM | None, settings: dic
         return {**result, "bits_per_weight": round(bits_per_weight(model.module)["base"], 4)}
 
 
-def _start(
-    options: QatOptions,
-    out: Path,
-    dataset: KDCacheDataset,
-    student: CausalLM | None,
-    full: CausalLM | None,
-    runtime: Runtime,
-) -> Path:
+def _start(plan: TrainingRun, options: QatOptions, student: CausalLM | None, full: CausalLM | None) -> Path:
     """Return the folder of the student that training begins with, made where it is not there yet."""
+    out, runtime = plan.out, plan.runtime
     folder = out / "quantised" if student is None else student.folder
     if runtime.is_main and student is None:
         making = QuantizeOptions(
@@ -136,16 +126,15 @@ def _start(
         quantize(making, runtime)
     if options.blockwise.blockwise_steps:
         if runtime.is_main and not (out / "blockwise").is_dir():
-            _reconstruct(options, load(str(folder), options.hub, "float32"), given(full), dataset, runtime, out)
+            _reconstruct(plan, options, load_model(str(folder), options.hub, "float32"), given(full))
         folder = out / "blockwise"
     runtime.barrier("qat start")
     return folder
 
 
-def _reconstruct(
-    options: QatOptions, student: CausalLM, full: CausalLM, dataset: KDCacheDataset, runtime: Runtime, out: Path
-) -> None:
+def _reconstruct(plan: TrainingRun, options: QatOptions, student: CausalLM, full: CausalLM) -> None:
     """Reconstruct the student block by block and write it to the run's folder `blockwise`."""
+    out, runtime = plan.out, plan.runtime
     runtime.place(student.module)
     runtime.place(full.module)
     with stop_signals() as stopped:
@@ -156,7 +145,7 @@ def _reconstruct(
             student.module,
             full.module,
             lambda batch: full.hidden(batch["input_ids"], batch["document_ids"]),
-            runtime.feed(cached_calibration_rows(dataset, options.calibration_rows, options.run.seed)),
+            runtime.feed(cached_calibration_rows(plan.data.rows, options.calibration_rows, options.run.seed)),
             options.blockwise,
             runtime,
             options.run.quiet,

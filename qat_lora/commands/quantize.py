@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -26,12 +25,10 @@ from qat_lora.layers.calibrate.upcast import upcast
 from qat_lora.layers.convert import LM_HEAD, bits_per_weight, check_reach, quant_layers, rule_bits
 from qat_lora.layers.lora import Factors
 from qat_lora.models.adapter import save_starts
-from qat_lora.models.load import CausalLM, cast, load_tokenizer, save_quantised
+from qat_lora.models.load import CausalLM, cast, load_model, load_tokenizer, save_quantised
 from qat_lora.options import QuantizeOptions
-from qat_lora.plan.advice import advised, quantize_advice
-from qat_lora.plan.quantize import plan_quantize
 from qat_lora.quant.initialize import NEED_TEXT
-from qat_lora.quant.presets import Preset, preset
+from qat_lora.quant.presets import preset
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.memory import large_tensors_apart
@@ -42,7 +39,6 @@ from qat_lora.setup.common import (
     calibration_rows,
     check_fits,
     fits_positions,
-    load,
     say,
     text_batches,
     text_inputs,
@@ -54,11 +50,8 @@ NO_PART_OF_THE_RESULT = ("model", "text", "kd_cache_dir", "dry_run", "hub", "run
 """Settings that say where things lie; what lies there counts instead."""
 
 
-@advised(quantize_advice)
-def quantize(options: QuantizeOptions, runtime: Runtime) -> Any:
-    """Quantise a model, with the adapter starts beside it; return its folder, or with `dry_run` a dict."""
-    if options.dry_run:
-        return plan_quantize(options).show(options.run)
+def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
+    """Quantise a model, with the adapter starts beside it; return its folder."""
     run = options.run
     chosen = preset(options.preset, options.keep, options.override, options.quantize_head)
     out = Path(run.out or f"runs/{Path(str(options.model)).name}_{options.preset}")
@@ -67,7 +60,7 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Any:
         raise ConfigError(
             f"init: {options.init} needs calibration text; give --dataset or --kd-cache-dir, or choose --init mse"
         )
-    model = load(str(options.model), options.hub, "auto")
+    model = load_model(str(options.model), options.hub, "auto")
     upcast(model.module)
     if quant_layers(model.module):
         raise ConfigError(f"model: {options.model} is quantised already; give the full-precision model")
@@ -83,53 +76,40 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Any:
     with outputs.claimed(out, "quantize", settings, run.overwrite, inputs) as complete:
         if complete:
             say(run, f"{out} is complete already")
-        else:
-            _make(options, model, chosen, targets, batches, out, runtime)
-            outputs.complete(out)
+            remove_pieces(out)
+            return out
+        runtime = runtime.for_loops()
+        runtime.place(model.module)
+        say(run, f"{runtime.description} · {chosen.name}, {len(targets)} layers · {out}")
+        with stop_signals() as stopped, large_tensors_apart():
+            work = Unfinished(out, "layers", len(targets), stopped)
+            if work.parts:
+                say(run, f"goes on after {work.parts} of {len(targets)} layers, which an interrupted run finished")
+            rows = None if batches is None else list(runtime.feed(batches))
+            starts = _fit(options, model, targets, rows, out, work)
+        bits = {name: round(value, 4) for name, value in bits_per_weight(model.module).items()}
+        rules = rule_bits(model.module, chosen)
+        model.module.to("cpu")
+        cast(model.module, torch.float32)  # what is not quantised; of a wide model this is not much
+        details = {
+            "init": options.init,
+            "bits_per_weight": bits["base"],
+            "bits_per_weight_model": bits["model"],
+            "joint_rank": _joint_rank(options),
+            "model": str(options.model),
+        }
+        with moved_into(out) as draft:
+            if starts:
+                save_starts(starts, draft)
+            save_quantised(model, draft, chosen, details)
+        save_yaml(options, out / "config.yaml")
+        save_json({"preset": chosen.name, "layers": len(targets), **details, "rules": rules}, out / "result.json")
+        outputs.complete(out)
         remove_pieces(out)
-    return out
-
-
-def _make(
-    options: QuantizeOptions,
-    model: CausalLM,
-    chosen: Preset,
-    targets: dict[str, QuantSpec],
-    batches: Iterator[Batch] | None,
-    out: Path,
-    runtime: Runtime,
-) -> None:
-    """Quantise the model and write it to its folder, with the adapter starts and what was found."""
-    run, runtime = options.run, runtime.for_loops()
-    runtime.place(model.module)
-    say(run, f"{runtime.description} · {chosen.name}, {len(targets)} layers · {out}")
-    with stop_signals() as stopped, large_tensors_apart():
-        work = Unfinished(out, "layers", len(targets), stopped)
-        if work.parts:
-            say(run, f"goes on after {work.parts} of {len(targets)} layers, which an interrupted run finished")
-        rows = None if batches is None else list(runtime.feed(batches))
-        starts = _fit(options, model, targets, rows, out, work)
-    bits = {name: round(value, 4) for name, value in bits_per_weight(model.module).items()}
-    rules = rule_bits(model.module, chosen)
-    model.module.to("cpu")
-    cast(model.module, torch.float32)  # what is not quantised; of a wide model this is not much
-    details = {
-        "init": options.init,
-        "bits_per_weight": bits["base"],
-        "bits_per_weight_model": bits["model"],
-        "joint_rank": _joint_rank(options),
-        "model": str(options.model),
-    }
-    with moved_into(out) as draft:
-        if starts:
-            save_starts(starts, draft)
-        save_quantised(model, draft, chosen, details)
-    save_yaml(options, out / "config.yaml")
-    save_json({"preset": chosen.name, "layers": len(targets), **details, "rules": rules}, out / "result.json")
-    if len(rules) > 1:
-        for rule in rules:
-            say(run, f"  {rule['bits_per_weight'] or 'kept':>6}  {rule['layers']:>4} layers  {rule['pattern']}")
+    for rule in rules if len(rules) > 1 else ():
+        say(run, f"  {rule['bits_per_weight'] or 'kept':>6}  {rule['layers']:>4} layers  {rule['pattern']}")
     say(run, f"{bits['base']:.2f} bits per weight in {len(targets)} layers, {bits['model']:.2f} in the model, at {out}")
+    return out
 
 
 def _joint_rank(options: QuantizeOptions) -> int:

@@ -13,33 +13,31 @@ from qat_lora.files.folders import atomic_dir
 from qat_lora.files.identity import checkpoint_sha256
 from qat_lora.layers.convert import add_lora, quant_layers
 from qat_lora.models.adapter import load_starts, save_adapter, starts_sha256
-from qat_lora.models.load import save_with_tensors
+from qat_lora.models.load import load_model, save_with_tensors
 from qat_lora.options import RecoverOptions
-from qat_lora.plan.advice import memory_advice, recovery_advice
-from qat_lora.plan.recover import plan_recover, recovery_estimate
 from qat_lora.runtime.base import Runtime
-from qat_lora.setup.common import load, run_name, text_inputs
-from qat_lora.setup.multiprocess import fetch
+from qat_lora.setup.common import check_fits, fetch, run_name, text_inputs
 from qat_lora.setup.trainable import recovery_parts
-from qat_lora.setup.training_data import cache_lessons, text_lessons
+from qat_lora.setup.training_data import cache_training_data, text_training_data
 from qat_lora.setup.training_run import Groups, TrainingRun, complete_run, train_student
 
 
-def recover(options: RecoverOptions, runtime: Runtime) -> Any:
-    """Train a recovery adapter from a KD cache or a text; return the run's folder, or with `dry_run` a dict."""
-    if options.dry_run:
-        return plan_recover(options).show(options.run)
+def recover(options: RecoverOptions, runtime: Runtime) -> Path:
+    """Train a recovery adapter from a KD cache or a text; return the run's folder."""
     run, loop = options.run, options.loop
     student = str(options.checkpoint or options.model)
     out = Path(run.out or f"runs/recovery_{run_name(student)}")
-    lessons = cache_lessons(options) if options.uses_cache else None
+    data = cache_training_data(options) if options.uses_cache else None
     fetch(runtime, student, options.hub)
-    model = load(student, options.hub, run.dtype)
-    lessons = lessons or text_lessons(options, model)
-    model = lessons.fit(model)
+    model = load_model(student, options.hub, run.dtype)
+    if data is None:
+        data = text_training_data(options, model)
+    else:
+        check_fits(data.rows, model)
+        model = data.with_vocabulary(model)
     if options.train_scales and not quant_layers(model.module):
         raise ConfigError("train_scales: the student has no quantised layers; leave it out")
-    plan = TrainingRun("recover", options, lessons, runtime, out)
+    plan = TrainingRun("recover", options, data, runtime, out)
     settings = {
         "base_sha256": checkpoint_sha256(model.folder, None if run.overwrite else outputs.noted(out)),
         "starts_sha256": starts_sha256(model.folder),
@@ -70,9 +68,7 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Any:
             save_adapter(model.module, options.lora, draft, base, sha256)
 
     def work() -> dict[str, Any]:
-        asked = recovery_estimate(options, str(model.folder), lessons.length, lessons.head_k, runtime.device.type)
-        with memory_advice(lambda: recovery_advice(asked, loop.global_batch_size)):
-            return train_student(plan, model, groups, announce, export, settings)
+        return train_student(plan, model, groups, announce, export, settings)
 
     inputs = [options.checkpoint, options.model, options.kd_cache_dir, *text_inputs(options.text), model.folder]
     return complete_run(plan, settings, inputs, work, "adapter")

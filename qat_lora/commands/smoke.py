@@ -13,7 +13,6 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +32,6 @@ from qat_lora.files.checksums import seal
 from qat_lora.files.folders import atomic_dir, ours
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.models.adapter import PREFIX, WEIGHTS
-from qat_lora.models.hub import HubConfig
 from qat_lora.models.load import make_qwen3, make_tokenizer, save_model
 from qat_lora.models.student import open_student
 from qat_lora.options import CacheBuildOptions, QuantizeOptions, RecoverOptions, RunConfig, SmokeOptions
@@ -85,15 +83,6 @@ def smoke(options: SmokeOptions, runtime: Runtime) -> dict[str, Any]:
     Raises:
         SmokeFailedError: a check failed.
     """
-    checks: dict[str, Callable[[_Bench], str]] = {
-        "device": _device,
-        "data": _data,
-        "training": _training,
-        "gradient sync": _gradient_sync,
-        "checkpoint": _checkpoint,
-        "resume": _resume,
-        "export": _export,
-    }
     report: dict[str, Any] = {}
     with ExitStack() as stack:
         if options.run.out is None:
@@ -103,7 +92,8 @@ def smoke(options: SmokeOptions, runtime: Runtime) -> dict[str, Any]:
             stack.enter_context(outputs.lock_dir(folder))
             outputs.claim(folder, "smoke", {"started": time.time()}, options.run.overwrite)  # never a run to go on with
         bench = _Bench(options, runtime, folder)
-        for name, check in checks.items():
+        for check in (_device, _data, _training, _gradient_sync, _checkpoint, _resume, _export):
+            name = check.__name__[1:].replace("_", " ")
             started = time.perf_counter()
             try:
                 text, failed = check(bench), False
@@ -238,7 +228,7 @@ def _resume(bench: _Bench) -> str:
 
 def _export(bench: _Bench) -> str:
     """The adapter of the last step loads onto its base and is the one that was trained."""
-    student = open_student(str(bench.trained / "last"), HubConfig())
+    student = open_student(str(bench.trained / "last"))
     adapter = load_file(bench.trained / "last" / WEIGHTS)
     trained = load_file(checkpoints(bench.trained / "checkpoints")[-1] / "trained.safetensors")
     for name, tensor in adapter.items():

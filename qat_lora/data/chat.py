@@ -15,6 +15,7 @@ same text without its beginning.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,12 +28,7 @@ from qat_lora.errors import TextError
 def encode_chat(
     tokenizer: Any, messages: list[Message], where: str = "chat"
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Tokenise a chat as its template writes it.
-
-    Args:
-        tokenizer: a transformers fast tokenizer with a chat template.
-        messages: turns with `role` and `content`.
-        where: names the chat in errors.
+    """Tokenise a chat as the template of a transformers fast tokenizer writes it; `where` names it in errors.
 
     Returns:
         In pieces, token ids and a mask of the same length: 1 on the tokens that lie wholly in an assistant's answer
@@ -49,15 +45,18 @@ def encode_chat(
             "instruction-tuned model, or plain text with --format text --text-field FIELD"
         )
 
-    def render(messages: list[Message], prompt: bool = False) -> str:
-        try:
-            return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
-        except Exception as error:  # a template is a program of the model's author and may raise anything
-            raise TextError(f"{where}: the chat template refuses these messages: {error}") from None
-
+    render = partial(render_chat, tokenizer, where)
     whole = render(messages)
     spans = np.array([(0, 0), *answer_spans(whole, messages, render, where)], np.int64)
     return ((piece.ids, _within(piece, spans)) for piece in encode_pieces(tokenizer, slices(whole), where, spans=True))
+
+
+def render_chat(tokenizer: Any, where: str, messages: list[Message], prompt: bool = False) -> str:
+    """Return a chat as its template writes it, up to the assistant's next answer if `prompt`; refusals as TextError."""
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+    except Exception as error:  # a template is a program of the model's author and may raise anything
+        raise TextError(f"{where}: the chat template refuses these messages: {error}") from None
 
 
 def _within(piece: Piece, spans: np.ndarray) -> np.ndarray:
@@ -83,7 +82,9 @@ def answer_spans(whole: str, messages: list[Message], render: Callable[..., str]
         if not whole.startswith(before):
             raise _not_a_beginning(where, i)
         answer = render(messages[: i + 1]).removeprefix(before)
-        turn_end = _after(answer, message["content"].strip())
+        # What the template wrote behind the content; "" if it wrote the content otherwise than given.
+        content = message["content"].strip()
+        turn_end = "" if content not in answer else answer.rpartition(content)[2] if content else answer
         # Where the template shortens earlier answers, the text here is `answer` without its beginning.
         cut = next((n for n in range(len(answer)) if whole.startswith(answer[n:], len(before))), len(answer))
         if cut and (not turn_end.strip() or len(answer) - cut < len(turn_end)):
@@ -92,14 +93,6 @@ def answer_spans(whole: str, messages: list[Message], render: Callable[..., str]
         # White space after an end-of-turn marker comes from the template: the model stops at the marker.
         spans.append((len(before), len(before) + len(answer.rstrip() if turn_end.strip() else answer)))
     return spans
-
-
-def _after(answer: str, content: str) -> str:
-    """Return what the template wrote behind the content; "" if it wrote the content otherwise than given."""
-    if not content:
-        return answer
-    at = answer.rfind(content)
-    return "" if at < 0 else answer[at + len(content) :]
 
 
 def _not_a_beginning(where: str, i: int) -> TextError:

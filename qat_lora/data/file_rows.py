@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from qat_lora.errors import MissingExtraError, TextError
+from qat_lora.errors import MissingExtraError, TextError, one_line
 
 ROW_SUFFIXES = (".jsonl", ".json", ".parquet")
 ROW_CHARS = 1 << 27
@@ -49,12 +49,12 @@ def file_rows(name: str, path: Path) -> Iterator[Row]:
             yield from _parquet_rows(name, path)
             return
         with open_text(path) as file:
-            if path.suffix.lower() == ".json" and file.read(4096).lstrip().startswith("["):
-                file.seek(0)
+            is_array = path.suffix.lower() == ".json" and file.read(4096).lstrip().startswith("[")
+            file.seek(0)
+            if is_array:
                 for i, row in enumerate(_members(file, name)):
                     yield Row(f"{name}[{i}]", partial(as_row, row, f"{name}[{i}]"))
                 return
-            file.seek(0)
             for number, line in enumerate(bounded_lines(file, name), 1):
                 if line.strip():
                     yield Row(f"{name}:{number}", partial(_parse_row, line, f"{name}:{number}"))
@@ -72,23 +72,19 @@ def _parquet_rows(name: str, path: Path) -> Iterator[Row]:
             meta = table.metadata
             size = sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups))
             at_once = max(1, min(1024, _PARQUET_BYTES * meta.num_rows // max(size, 1)))
-            rows = (row for batch in table.iter_batches(at_once) for row in _batch_rows(batch, name))
-            for i, row in enumerate(rows):
-                yield Row(f"{name}[{i}]", partial(as_row, row, f"{name}[{i}]"))
+            i = itertools.count()
+            for batch in table.iter_batches(at_once):
+                fields = batch.schema.names
+                columns = [_column(batch.column(j), f"{name}: field {field!r}") for j, field in enumerate(fields)]
+                for values in zip(*columns, strict=True):
+                    where = f"{name}[{next(i)}]"
+                    yield Row(where, partial(as_row, dict(zip(fields, values, strict=True)), where))
     except pyarrow.ArrowException as error:
-        raise TextError(f"dataset: {name} is not a Parquet file: {' '.join(str(error).split())}") from None
-
-
-def _batch_rows(batch: Any, name: str) -> list[dict[str, Any]]:
-    """Return the rows of an Arrow batch; bytes of a text column that are not UTF-8, which Parquet allows, as U+FFFD."""
-    try:
-        return batch.to_pylist()
-    except UnicodeDecodeError:
-        columns = {field: _column(batch.column(field), f"{name}: field {field!r}") for field in batch.schema.names}
-        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        raise TextError(f"dataset: {name} is not a Parquet file: {one_line(error)}") from None
 
 
 def _column(column: Any, where: str) -> list[Any]:
+    """Return a column of an Arrow batch; bytes of a text that are not UTF-8, which Parquet allows, as U+FFFD."""
     try:
         return column.to_pylist()
     except UnicodeDecodeError:
@@ -107,12 +103,9 @@ def bounded_lines(file: IO[str], name: str) -> Iterator[str]:
     Raises:
         TextError: one of more than `ROW_CHARS` characters.
     """
-    for number in itertools.count(1):
-        line = file.readline(ROW_CHARS)
+    for number, line in enumerate(iter(partial(file.readline, ROW_CHARS), ""), 1):
         if len(line) == ROW_CHARS and line[-1] != "\n":
             raise too_long(f"{name}:{number}")
-        if not line:
-            return
         yield line
 
 

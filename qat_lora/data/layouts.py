@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from qat_lora.data.file_rows import ROW_CHARS, Row, too_long
 from qat_lora.errors import TextError
@@ -58,29 +58,16 @@ def _alpaca(row: Fields, where: str) -> list[Message]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": _text(row, "output", where)}]
 
 
-def _openhermes(row: Fields, where: str) -> list[Message]:
-    """Read OpenHermes 2.5, which has ShareGPT's fields, or the first OpenHermes, which has Alpaca's."""
-    return (_sharegpt if "conversations" in row else _alpaca)(row, where)
-
-
-class ChatLayout(NamedTuple):
-    """One layout of chats."""
-
-    read: Callable[[Fields, str], list[Message]]
-    """A row's fields, and the row's name for errors, to messages."""
-    fields: frozenset[str] | None
-    """Fields by which `auto` knows the layout; None where another layout reads such rows."""
-
-
-CHATS = {
-    "messages": ChatLayout(
-        lambda row, where: _turns(row, "messages", "role", "content", where), frozenset({"messages"})
-    ),
-    "sharegpt": ChatLayout(_sharegpt, frozenset({"conversations"})),
-    "alpaca": ChatLayout(_alpaca, frozenset({"instruction", "output"})),
-    "openhermes": ChatLayout(_openhermes, None),
+CHATS: dict[str, Callable[[Fields, str], list[Message]]] = {
+    "messages": lambda row, where: _turns(row, "messages", "role", "content", where),
+    "sharegpt": _sharegpt,
+    "alpaca": _alpaca,
+    # OpenHermes 2.5 has ShareGPT's fields, the first OpenHermes has Alpaca's
+    "openhermes": lambda row, where: (_sharegpt if "conversations" in row else _alpaca)(row, where),
 }
-"""Every layout of chats. `auto` takes the first that fits."""
+"""Every layout of chats: reads messages from a row's fields, and takes its name for the TextError of a bad one."""
+KNOWN_BY = {"messages": {"messages"}, "sharegpt": {"conversations"}, "alpaca": {"instruction", "output"}}
+"""Fields by which `auto` knows a layout; it takes the first that fits."""
 
 
 def layout_of(row: Row) -> str:
@@ -89,17 +76,7 @@ def layout_of(row: Row) -> str:
     Chat layouts go before `text`: where both are there, the text is the chat as one model's template writes it.
     """
     present = row.load().keys()
-    fitting = (name for name, layout in CHATS.items() if layout.fields is not None and layout.fields <= present)
-    return next(fitting, "text")
-
-
-def messages_of(row: Fields, layout: str, where: str) -> list[Message]:
-    """Turn a data set's row into messages.
-
-    Raises:
-        TextError: a missing field (with the fields there are), an unknown speaker, a content that is not text.
-    """
-    return CHATS[layout].read(row, where)
+    return next((name for name, fields in KNOWN_BY.items() if fields <= present), "text")
 
 
 def text_of(row: Row, field: str) -> str:
@@ -151,27 +128,22 @@ def _turns(row: Fields, field: str, speaker: str, content: str, where: str) -> l
 TITLE = re.compile(r"\s*= ([^=](?:.*[^=])?) =\s*")
 
 
-class Article(NamedTuple):
-    """One article: its title ("" for text before the first title) and its text, title line included."""
-
-    title: str
-    text: str
-
-
 def title_of(line: str) -> str | None:
     """Return the title if a line begins an article, else None."""
     match = TITLE.fullmatch(line)
     return match[1].strip() if match else None
 
 
-def starts_with_title(lines: Iterable[str]) -> bool:
-    """Tell whether the first line that is not blank is an article's title."""
-    first = next((line for line in lines if line.strip()), "")
+def starts_with_title(parts: Iterable[str]) -> bool:
+    """Tell whether the first line of a text that is not blank is an article's title."""
+    first = next((line for part in parts for line in part.split("\n") if line.strip()), "")
     return title_of(first) is not None
 
 
-def articles(lines: Iterable[str]) -> Iterator[Article]:
-    """Join lines to articles; a blank line stays a blank line, blank text before the first title is left out.
+def articles(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Join lines to articles; yield the title of each ("" before the first) and its text, title line included.
+
+    A blank line stays a blank line, blank text before the first title is left out.
 
     The files mark a blank line by a space and the Hugging Face rows by nothing; both come out as "", so that
     the same corpus gives the same articles from either.
@@ -184,7 +156,7 @@ def articles(lines: Iterable[str]) -> Iterator[Article]:
         new_title = title_of(line)
         if new_title is not None:
             if any(body):
-                yield Article(title, "\n".join(body) + "\n")
+                yield title, "\n".join(body) + "\n"
             title, body, size = new_title, [], 0
         content = line.rstrip("\r\n")
         size += len(content) + 1
@@ -192,4 +164,4 @@ def articles(lines: Iterable[str]) -> Iterator[Article]:
             raise too_long(f"the article {title!r}")
         body.append(content if content.strip() else "")
     if any(body):
-        yield Article(title, "\n".join(body) + "\n")
+        yield title, "\n".join(body) + "\n"

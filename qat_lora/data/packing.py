@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,15 +26,13 @@ from qat_lora.errors import ConfigError, TextError
 
 Tokens = tuple[Sequence[int] | np.ndarray, Sequence[int] | np.ndarray]
 """Token ids, and a mask of the same length: 1 where a token counts as a target."""
+_END: Tokens = ((), ())
 Encode = Callable[[Document], Iterable[Tokens]]
 """A document to its tokens, in pieces, so that a long one need not be held."""
 
 
-class OpenDocuments(Protocol):
-    """Opens a fixed series of documents at an index, like `lambda start: open_documents(config, start)`."""
-
-    def __call__(self, start: int, /) -> Iterable[Document]:
-        """Return the documents from index `start` on."""
+OpenDocuments = Callable[[int], Iterable[Document]]
+"""Opens a fixed series of documents at an index, like `lambda start: open_documents(config, start)`."""
 
 
 class PackedRow(NamedTuple):
@@ -73,24 +71,14 @@ def make_encoder(tokenizer: Any) -> Encode:
 
 
 def pack_rows(
-    documents: Iterable[Document],
-    encode: Encode,
-    length: int,
-    cursor: Mapping[str, int] | None = None,
-    *,
-    pad_last: bool = True,
-    pad_id: int = 0,
+    documents: Iterable[Document], encode: Encode, length: int, cursor: Mapping[str, int] | None = None
 ) -> Iterator[PackedRow]:
-    """Cut documents into rows of `length` tokens.
+    """Cut documents into rows of `length` tokens; the rest of the last is a document of padding that counts nothing.
 
     Args:
         documents: the series from `cursor["document"]` on (from its beginning without a cursor).
         encode: see `make_encoder`.
-        length: L, tokens a row.
         cursor: of the row after which to go on; the rows are then those that an uninterrupted run would yield.
-        pad_last: whether a last, partly filled row is padded to L or left out. Padding is a document of its own
-            whose loss mask is 0.
-        pad_id: the token to pad with; any valid id does, since nothing attends to it and nothing counts it.
 
     Raises:
         ConfigError: a length below 2.
@@ -99,17 +87,12 @@ def pack_rows(
     if length < 2:
         raise ConfigError(f"length: {length} tokens a row leave nothing to predict; allowed: 2 or more")
     first, skip = (cursor["document"], cursor["token"]) if cursor else (0, 0)
-    return _pack(documents, encode, length, first, skip, pad_id if pad_last else None)
-
-
-def _pack(
-    documents: Iterable[Document], encode: Encode, length: int, first: int, skip: int, pad_id: int | None
-) -> Iterator[PackedRow]:
-    row, filled = _empty_row(length), 0
+    row, filled = empty_row(length), 0
     index = first - 1
     for index, document in enumerate(documents, first):
         passed = 0  # tokens of the document in earlier pieces
-        for (ids, mask), is_last in _know_last(tokens for tokens in encode(document) if len(tokens[0])):
+        pieces = (tokens for tokens in encode(document) if len(tokens[0]))
+        for (ids, mask), following in itertools.pairwise(itertools.chain(pieces, [_END])):
             done = min(max(skip - passed, 0), len(ids))
             while done < len(ids):
                 take = min(length - filled, len(ids) - done)
@@ -121,36 +104,23 @@ def _pack(
                 filled += take
                 done += take
                 if filled == length:
-                    ended = is_last and done == len(ids)
+                    ended = following is _END and done == len(ids)
                     document_at, token_at = (index + 1, 0) if ended else (index, passed + done)
                     yield row._replace(cursor={"document": document_at, "token": token_at})
-                    row, filled = _empty_row(length), 0
+                    row, filled = empty_row(length), 0
             passed += len(ids)
         if skip and skip >= passed:
             raise _moved(first, skip, f"that document ({document.name}) has {passed} tokens")
         skip = 0
     if skip:
         raise _moved(first, skip, "the text ends before that document")
-    if filled and pad_id is not None:
-        row.input_ids[filled:] = pad_id
+    if filled:
         row.doc_starts[filled] = True
         yield row._replace(cursor={"document": index + 1, "token": 0})
 
 
-_T = TypeVar("_T")
-
-
-def _know_last(items: Iterable[_T]) -> Iterator[tuple[_T, bool]]:
-    """Yield every item, and whether it is the last."""
-    behind = iter(items)
-    for item in behind:
-        for following in behind:
-            yield item, False
-            item = following
-        yield item, True
-
-
-def _empty_row(length: int) -> PackedRow:
+def empty_row(length: int) -> PackedRow:
+    """Return a row of `length` tokens in which nothing is written."""
     return PackedRow(np.zeros(length, np.int32), np.zeros(length, np.uint8), np.zeros(length, np.bool_), {})
 
 
@@ -161,9 +131,7 @@ def _moved(document: int, token: int, found: str) -> TextError:
     )
 
 
-def take_eval(
-    open_at: OpenDocuments, encode: Encode, length: int, eval_rows: int, *, pad_id: int = 0
-) -> tuple[list[PackedRow], int]:
+def take_eval(open_at: OpenDocuments, encode: Encode, length: int, eval_rows: int) -> tuple[list[PackedRow], int]:
     """Keep whole documents apart for evaluation: the first ones, until they fill `eval_rows` rows.
 
     What the last of those documents has beyond the rows is used by neither side, so no document is in both.
@@ -176,7 +144,7 @@ def take_eval(
     """
     if eval_rows <= 0:
         return [], 0
-    rows = list(itertools.islice(pack_rows(open_at(0), encode, length, pad_id=pad_id), eval_rows))
+    rows = list(itertools.islice(pack_rows(open_at(0), encode, length), eval_rows))
     rest = rows[-1].cursor["document"] + bool(rows[-1].cursor["token"]) if rows else 0
     if len(rows) < eval_rows or not any(not document.is_blank for document in open_at(rest)):
         raise TextError(

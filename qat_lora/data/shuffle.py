@@ -12,25 +12,20 @@ not promise that its shuffles stay the same between releases.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from qat_lora.errors import ConfigError
+from qat_lora.types import Batch
 
 _ROUNDS = 8
 _U64 = (1 << 64) - 1
 
 
-def _mix(value: int) -> int:
-    """One step of splitmix64 on a Python number."""
-    value = (value + 0x9E3779B97F4A7C15) & _U64
-    value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & _U64
-    value = ((value ^ value >> 27) * 0x94D049BB133111EB) & _U64
-    return value ^ value >> 31
-
-
-def _mix_array(values: np.ndarray) -> np.ndarray:
+def _mix(values: np.ndarray) -> np.ndarray:
+    """Return one step of splitmix64; an array, since NumPy warns where a single number wraps round."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
@@ -41,17 +36,14 @@ def permuted(positions: np.ndarray, rows: int, seed: int, epoch: int) -> np.ndar
     """Return which row stands at each position of an epoch: a bijection of 0..rows-1, keyed by (seed, epoch)."""
     half = np.uint64(max(1, -(-(rows - 1).bit_length() // 2)))
     low = np.uint64((1 << int(half)) - 1)
-    key = _mix(_mix(seed & _U64) ^ epoch)
-    keys = []
-    for _ in range(_ROUNDS):
-        key = _mix(key)
-        keys.append(np.uint64(key))
+    key = _mix(_mix(np.array([seed & _U64], np.uint64)) ^ np.uint64(epoch))
+    keys = [key := _mix(key) for _ in range(_ROUNDS)]
     result = np.asarray(positions, np.uint64).copy()
     outside = np.ones(len(result), bool)
     while outside.any():  # the network permutes 0..4^half-1; walk until back among the rows
         left, right = result[outside] >> half, result[outside] & low
         for round_key in keys:
-            left, right = right, left ^ (_mix_array(right ^ round_key) & low)
+            left, right = right, left ^ (_mix(right ^ round_key) & low)
         result[outside] = left << half | right
         outside = result >= rows
     return result.astype(np.int64)
@@ -95,3 +87,32 @@ def micro_batches(
     for step in range(start_step, start_step + steps):
         order = global_batch(rows, step, batch_rows * accumulation * replicas, seed)
         yield from order.reshape(accumulation, replicas, batch_rows)[:, replica]
+
+
+class ShuffledRows(ABC):
+    """Rows by number, and their batches in this order."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def rows(self, indices: Sequence[int] | np.ndarray) -> Batch:
+        """Return rows as numpy arrays (see `types.Batch`), in the order asked; -1 gives a fully masked row."""
+
+    def steps_per_epoch(self, global_batch_rows: int) -> int:
+        """Return the steps in which every row is seen once."""
+        return steps_per_epoch(len(self), global_batch_rows)
+
+    def batches(
+        self,
+        start_step: int,
+        steps: int,
+        batch_rows: int,
+        accumulation: int = 1,
+        seed: int = 0,
+        replica: int = 0,
+        replicas: int = 1,
+    ) -> Iterator[Batch]:
+        """Yield this replica's micro-batches: `accumulation` for each of `steps` steps (`micro_batches`)."""
+        micro = micro_batches(len(self), start_step, steps, batch_rows, accumulation, seed, replica, replicas)
+        return map(self.rows, micro)

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 from qat_lora.config import option
 from qat_lora.data.file_rows import ROW_SUFFIXES, Row, as_row, bounded_lines, file_rows, open_text, reading, well_formed
-from qat_lora.data.layouts import CHATS, Format, articles, layout_of, messages_of, starts_with_title, text_of
+from qat_lora.data.layouts import CHATS, Format, articles, layout_of, starts_with_title, text_of
 from qat_lora.data.tokenize import WINDOW_CHARS, slices
-from qat_lora.errors import MissingExtraError, TextError
+from qat_lora.errors import MissingExtraError, TextError, one_line
 
 PLAIN_SUFFIXES = (".txt", ".md", ".rst", ".py")
 
@@ -191,19 +191,18 @@ def _files(path: Path, config: TextConfig) -> list[tuple[str, Path]]:
     """
     files = _chosen_files(path, config)
     for name, file in files:
-        if file.suffix.lower() not in ROW_SUFFIXES:
-            _refuse_binary(name, file)
+        if file.suffix.lower() in ROW_SUFFIXES:
+            continue
+        with reading(name), file.open("rb") as opened:
+            start = opened.read(1 << 16)
+        text = start.decode("utf-8-sig", errors="replace")
+        # Python sources may declare an old encoding; what that costs is a few characters, so they are read all the same
+        replaced = 0 if file.suffix == ".py" else text.count("\ufffd")
+        if b"\0" in start or replaced > len(text) / 10:
+            raise TextError(
+                f"dataset: {name} is not UTF-8 text; convert it, or leave it out with --glob or --files-from"
+            )
     return files
-
-
-def _refuse_binary(name: str, path: Path) -> None:
-    with reading(name), path.open("rb") as file:
-        start = file.read(1 << 16)
-    text = start.decode("utf-8-sig", errors="replace")
-    # Python sources may declare an old encoding; what that costs is a few characters, so they are read all the same
-    replaced = 0 if path.suffix == ".py" else text.count("\ufffd")
-    if b"\0" in start or replaced > len(text) / 10:
-        raise TextError(f"dataset: {name} is not UTF-8 text; convert it, or leave it out with --glob or --files-from")
 
 
 def _chosen_files(path: Path, config: TextConfig) -> list[tuple[str, Path]]:
@@ -247,23 +246,16 @@ def _listed_files(folder: Path, files_from: str) -> list[tuple[str, Path]]:
 def _file_loads(name: str, path: Path, config: TextConfig) -> Iterator[_Load]:
     name = well_formed(name)
     if path.suffix.lower() in ROW_SUFFIXES:
-        rows = partial(file_rows, name, path)
-        return _wikitext_loads(name, rows, config) if _is_wikitext(rows, config) else _row_loads(rows(), config)
+        return _row_loads(name, lambda _: file_rows(name, path), config)
     if config.format in CHATS:
         raise TextError(f"format: {config.format} needs rows ({', '.join(ROW_SUFFIXES)}), and {name} is plain text")
-    if config.format == "wikitext" or (config.format == "auto" and _begins_with_title(TextFile(name, path))):
+    if config.format == "wikitext" or (config.format == "auto" and starts_with_title(TextFile(name, path))):
         return _article_loads(name, _lines(name, path))
     return iter([partial(_plain_document, name, path)])
 
 
 def _article_loads(name: str, lines: Iterable[str]) -> Iterator[_Load]:
-    found = (Document(article.text, None, f"{name}: {article.title}") for article in articles(lines))
-    return (partial(Document, *document) for document in found)
-
-
-def _begins_with_title(parts: Iterable[str]) -> bool:
-    """Tell whether a text is WikiText by the beginning of its first part that is not blank."""
-    return starts_with_title(next((part for part in parts if part.strip()), "").split("\n"))
+    return (partial(Document, text, None, f"{name}: {title}") for title, text in articles(lines))
 
 
 def _lines(name: str, path: Path) -> Iterator[str]:
@@ -298,8 +290,7 @@ def _load_dataset(config: TextConfig, path: Path | None) -> Any:
             )
         saved = datasets.load_from_disk(str(path))
     except Exception as error:  # the hub, the network and the dataset's author have many ways to fail
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise TextError(f"dataset: {config.dataset} cannot be loaded: {reason}") from None
+        raise TextError(f"dataset: {config.dataset} cannot be loaded: {one_line(error)}") from None
     if not isinstance(saved, dict):
         return saved
     if config.split not in saved:
@@ -310,7 +301,7 @@ def _load_dataset(config: TextConfig, path: Path | None) -> Any:
 def _dataset_loads(dataset: Any, config: TextConfig, start: int) -> Iterator[_Load]:
     name = str(config.dataset)
 
-    def rows(first: int = 0) -> Iterator[Row]:
+    def rows(first: int) -> Iterator[Row]:
         # a stored dataset refuses to skip to its own end, where a finished build resumes
         at_end = hasattr(dataset, "__len__") and first >= len(dataset)
         i = first
@@ -320,31 +311,24 @@ def _dataset_loads(dataset: Any, config: TextConfig, start: int) -> Iterator[_Lo
         except UnicodeDecodeError:
             raise TextError(f"dataset: {name}, behind row {i}: bytes that are not UTF-8; write it anew") from None
 
-    if _is_wikitext(rows, config):
-        return itertools.islice(_wikitext_loads(name, rows, config), start, None)
-    return _row_loads(rows(start), config)
+    return _row_loads(name, rows, config, start)
 
 
-def _is_wikitext(rows: Callable[[], Iterator[Row]], config: TextConfig) -> bool:
-    """Tell by the setting, or by the first row that is not blank, whether rows are lines of WikiText."""
-    if config.format != "auto":
-        return config.format == "wikitext"
-    found = (_row_document(row, config) for row in rows())
-    first = next((document for document in found if not document.is_blank), None)
-    return first is not None and first.text is not None and _begins_with_title(first.parts())
-
-
-def _wikitext_loads(name: str, rows: Callable[[], Iterator[Row]], config: TextConfig) -> Iterator[_Load]:
-    lines = (line for row in rows() for line in text_of(row, config.text_field).removesuffix("\n").split("\n"))
-    return _article_loads(name, lines)
-
-
-def _row_loads(rows: Iterable[Row], config: TextConfig) -> Iterator[_Load]:
-    return (partial(_row_document, row, config) for row in rows)
+def _row_loads(name: str, rows: Callable[[int], Iterator[Row]], config: TextConfig, start: int = 0) -> Iterator[_Load]:
+    """Return the documents from `start` on: the rows from a number on, or the articles of which they are the lines."""
+    wikitext = config.format == "wikitext"
+    if config.format == "auto":  # the first row that is not blank tells
+        found = (_row_document(row, config) for row in rows(0))
+        first = next((document for document in found if not document.is_blank), None)
+        wikitext = first is not None and first.text is not None and starts_with_title(first.parts())
+    if not wikitext:
+        return (partial(_row_document, row, config) for row in rows(start))
+    lines = (line for row in rows(0) for line in text_of(row, config.text_field).removesuffix("\n").split("\n"))
+    return itertools.islice(_article_loads(name, lines), start, None)
 
 
 def _row_document(row: Row, config: TextConfig) -> Document:
     layout = layout_of(row) if config.format == "auto" else config.format
     if layout in CHATS:
-        return Document(None, messages_of(row.load(), layout, row.name), row.name)
+        return Document(None, CHATS[layout](row.load(), row.name), row.name)
     return Document(text_of(row, config.text_field), None, row.name)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from qat_lora.data import shuffle as order
 from qat_lora.data.packing import Encode, PackedRow, Tokens
+from qat_lora.data.shuffle import ShuffledRows
 from qat_lora.data.sources import Document
 from qat_lora.errors import TextError
 from qat_lora.types import Batch
@@ -46,12 +46,8 @@ def answers_only(encode: Encode) -> Encode:
     return encode_answers
 
 
-class TextDataset:
-    """Rows of a text, in memory.
-
-    Args:
-        packed: the rows (see `packing.pack_rows`).
-        rows: take this many at most; None for all.
+class TextDataset(ShuffledRows):
+    """Rows of a text (`packing.pack_rows`) in memory, at most `rows`.
 
     Raises:
         TextError: no row, or none with a token that counts.
@@ -77,25 +73,6 @@ class TextDataset:
             "document_ids": self._documents_NL[at],
             "target_mask": self._mask_NL[at] & there,
         }
-
-    def steps_per_epoch(self, global_batch_rows: int) -> int:
-        """Return the steps in which every row is seen once."""
-        return order.steps_per_epoch(len(self), global_batch_rows)
-
-    def batches(
-        self,
-        start_step: int,
-        steps: int,
-        batch_rows: int,
-        accumulation: int = 1,
-        seed: int = 0,
-        replica: int = 0,
-        replicas: int = 1,
-    ) -> Iterator[Batch]:
-        """Yield this replica's micro-batches: `accumulation` for each of `steps` steps (`order.micro_batches`)."""
-        rows = len(self)
-        for micro in order.micro_batches(rows, start_step, steps, batch_rows, accumulation, seed, replica, replicas):
-            yield self.rows(micro)
 
 
 ENCODERS: dict[str, Callable[[Encode], Encode]] = {"ce": every_token, "sft": answers_only}

@@ -65,13 +65,9 @@ class _Cut(NamedTuple):
 
 
 def encode_pieces(tokenizer: Any, parts: Iterable[str], name: str, *, spans: bool = False) -> Iterator[Piece]:
-    """Yield the tokens of a text, without special tokens around it.
+    """Yield a text's tokens by a transformers fast tokenizer, without special tokens around it.
 
-    Args:
-        tokenizer: a transformers fast tokenizer.
-        parts: the text in parts of at most `WINDOW_CHARS` characters, such as `slices` of it.
-        name: of the text, for errors.
-        spans: whether to say where in the text each token is.
+    It is given in `parts` of at most `WINDOW_CHARS` characters, such as `slices` of it; `spans` only where asked for.
 
     Raises:
         TextError: the text can be cut at no place; what was given out until then is right.
@@ -80,7 +76,8 @@ def encode_pieces(tokenizer: Any, parts: Iterable[str], name: str, *, spans: boo
     window, more, size = "", True, WINDOW_CHARS
     at, done, known = 0, 0, list[int]()  # characters before the window; its tokens given out already; its first ids
     while True:
-        while more and _is_short(window, size):
+        # A run of white space must not go on behind a window: words are decided there.
+        while more and (len(window) <= size or window[-1].isspace() and len(window) < 2 * LARGEST * WINDOW_CHARS):
             part = next(source, None)
             more = part is not None
             window += part or ""
@@ -110,24 +107,13 @@ def slices(text: str) -> Iterator[str]:
     return (text[i : i + WINDOW_CHARS] for i in range(0, len(text), WINDOW_CHARS))
 
 
-def _is_short(window: str, size: int) -> bool:
-    """Whether a window wants more text: a run of white space must not go on behind it, words are decided there."""
-    return len(window) <= size or (window[-1].isspace() and len(window) < 2 * LARGEST * WINDOW_CHARS)
-
-
 def _encode(tokenizer: Any, text: str, spans: bool = False) -> Any:
     # verbose=False: texts are longer than a model's rows on purpose, so the length warning would be noise
     return tokenizer(text, add_special_tokens=False, return_offsets_mapping=spans, verbose=False)
 
 
 def _find_cut(tokenizer: Any, window: str, encoded: Any, done: int) -> _Cut | None:
-    """Return where the next window begins and which tokens it takes over, None where no place is found.
-
-    Args:
-        window: the text.
-        encoded: of the whole window.
-        done: tokens that were given out; the cut is behind them.
-    """
+    """Return where the next window begins, behind the `done` tokens given out already; None where no place is found."""
     encoding, ids = encoded.encodings[0], encoded["input_ids"]
     if len(ids) != len(encoding) or window[-1].isspace():
         return None
@@ -169,13 +155,8 @@ def _marks(encoding: Any, ids: list[int], first: int) -> np.ndarray:
 def _meeting(here: np.ndarray, there: np.ndarray, window: str, low: int, high: int, within: bool) -> tuple[int, int]:
     """Return a token of each of two encodings of the same text, the first behind a cut; (0, 0) where there is none.
 
-    Args:
-        here: marks of the window.
-        there: marks of the text from a later character on.
-        window: the text.
-        low: the first character that may be behind the cut.
-        high: the last, plus 1.
-        within: whether a word that fills the overlap may be cut.
+    `there` are the marks of the text from a later character on; the first character behind the cut is one of `low` to
+    `high` - 1; `within` allows to cut a word that fills the overlap.
     """
     in_reach = [
         (here[:, _BEGIN] >= low) & (here[:, _BEGIN] < high),

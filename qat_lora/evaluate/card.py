@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from qat_lora.cache.tools import overlap
-from qat_lora.evaluate.report import Columns, markdown_table, table_rows, text_table
+from qat_lora.evaluate.report import BITS, KL, PERPLEXITY, TOP1, Columns, markdown_table, table_rows, text_table
 
 SCHEMA = "qat-lora eval 1"
 """Of `report.json`. Keys: `schema`; `setup` (teacher, protocol, length, stride, dtype, device, resamples); `texts` (by
@@ -26,7 +26,6 @@ PROTOCOLS = {
 }
 FEW_ROWS = 20
 """Below this, a bootstrap has too little to draw from."""
-PERPLEXITY, KL, TOP1 = ("ppl", "perplexity", ",.2f"), ("kl", "KL to teacher", ".4f"), ("top1", "same top-1", ".1%")
 SCORES: Columns = (
     PERPLEXITY,
     ("ppl limits", "95 %", ",.2f"),
@@ -35,7 +34,7 @@ SCORES: Columns = (
     TOP1,
     ("accuracy", "right", ".1%"),
     ("ece", "ECE", ".1%"),
-    ("bits_per_weight", "bits/weight", ".2f"),
+    BITS,
 )
 DOMAINS: Columns = (PERPLEXITY, KL, TOP1, ("tokens", "tokens", ","))
 GENERATION: Columns = (

@@ -68,13 +68,7 @@ def plot_report(report: Mapping[str, Any], out: Path) -> None:
 
 
 def plot_scores(scores: Mapping[str, Mapping[str, Any]], out: Path, draw_training: Panel | None = None) -> None:
-    """Draw perplexity and KL of models, and the training curve where there is one, as one PNG.
-
-    Args:
-        scores: by model name; `ppl` and, but for the teacher, `kl`.
-        out: the PNG to write.
-        draw_training: draws the training curve on an axis.
-    """
+    """Draw `ppl` and, but for the teacher, `kl` of models, and the training curve where there is one, as one PNG."""
     bars = partial(_bars, models=scores, colours=colours_of(scores))
     students = [name for name in scores if name != "teacher"]
     panels: list[Panel] = [

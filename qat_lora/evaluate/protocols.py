@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from qat_lora.data.packing import Encode, PackedRow
+from qat_lora.data.packing import Encode, PackedRow, empty_row
 from qat_lora.data.sources import Document
 from qat_lora.data.tokenize import encode_pieces
 from qat_lora.errors import ConfigError, TextError
@@ -30,17 +30,13 @@ BLOCK = 2048  # tokens of a row of `blocks2048`
 
 
 def sliding_rows(documents: Iterable[Document], encode: Encode, length: int, stride: int) -> Iterator[PackedRow]:
-    """Return a row for each window; its mask counts the tokens that no earlier window of the document held.
+    """Yield a row for each window; its mask counts the tokens that no earlier window of the document held.
 
     Raises:
         ConfigError: a stride below 1 or above L - 1, which would leave tokens without any context.
     """
     if not 1 <= stride < length:
         raise ConfigError(f"stride: {stride} does not fit; allowed: 1 to {length - 1}, below the tokens of a row")
-    return _slide(documents, encode, length, stride)
-
-
-def _slide(documents: Iterable[Document], encode: Encode, length: int, stride: int) -> Iterator[PackedRow]:
     for document in documents:
         ids, mask = (np.zeros(0, kind) for kind in (np.int32, np.uint8))  # from the next window's first token on
         scored = 0  # tokens of these that an earlier window held
@@ -63,16 +59,11 @@ def _window(ids: np.ndarray, mask: np.ndarray, scored: int, length: int) -> Pack
 
 
 def block_rows(documents: Iterable[Document], tokenizer: Any, length: int = BLOCK) -> Iterator[PackedRow]:
-    """Return the full blocks of the joined text, which count every token but their first.
+    """Yield the full blocks of the joined text, which count every token but their first.
 
     Raises:
         TextError: chats, which this protocol does not know, or less text than one block.
     """
-    blocks = _blocks(documents, tokenizer, length)
-    return itertools.chain([next(blocks)], blocks)
-
-
-def _blocks(documents: Iterable[Document], tokenizer: Any, length: int) -> Iterator[PackedRow]:
     before, after = _frame(tokenizer)
     pieces = (piece.ids for piece in encode_pieces(tokenizer, _joined(documents), "the joined text"))
     ids, made = np.zeros(0, np.int32), 0
@@ -105,7 +96,7 @@ def _frame(tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
 
 def _row(ids: np.ndarray, length: int) -> PackedRow:
     """Return a row of one document that counts nothing; the rest of the row is a document of padding."""
-    row = PackedRow(np.zeros(length, np.int32), np.zeros(length, np.uint8), np.zeros(length, np.bool_), {})
+    row = empty_row(length)
     row.input_ids[: len(ids)] = ids
     row.doc_starts[0] = True
     if len(ids) < length:

@@ -11,13 +11,9 @@ from qat_lora.files.folders import write_text
 
 Columns = Sequence[tuple[str, str, str]]
 """Figure, heading and format of each column."""
-COLUMNS: Columns = (
-    ("ppl", "perplexity", ",.2f"),
-    ("nll", "nll", ".4f"),
-    ("kl", "KL to teacher", ".4f"),
-    ("top1", "same top-1", ".1%"),
-    ("bits_per_weight", "bits/weight", ".2f"),
-)
+PERPLEXITY, KL, TOP1 = ("ppl", "perplexity", ",.2f"), ("kl", "KL to teacher", ".4f"), ("top1", "same top-1", ".1%")
+BITS = ("bits_per_weight", "bits/weight", ".2f")
+COLUMNS: Columns = (PERPLEXITY, ("nll", "nll", ".4f"), KL, TOP1, BITS)
 
 
 def table_rows(scores: Mapping[str, Mapping[str, Any]], columns: Columns = COLUMNS) -> list[list[str]]:

@@ -13,7 +13,8 @@ would be float32 and could not tell how far one row of text is from the next.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,12 +49,9 @@ def measure(
     and only computed values are read (a read of queued work would compute it again).
 
     Args:
-        teacher: the reference.
         students: by name; vocabularies must be the teacher's.
         batches: `input_ids`, `document_ids` and `target_mask` as tensors on the models' device.
-        quiet: no progress bar.
         mark_step: dispatches queued work, as `Runtime.mark_step`.
-        label: of the progress bar.
         piece_bytes: of intermediate results, `Runtime.piece_bytes`; None for a chunk at a time.
 
     Raises:
@@ -63,7 +61,9 @@ def measure(
     found: dict[str, list[np.ndarray]] = {name: [np.zeros((0, COLUMNS))] for name in models}
     with torch.no_grad():  # not inference_mode, whose tensors PyTorch/XLA cannot use
         bar = tqdm(batches, desc=label, unit="batch", disable=quiet)
-        for batch, chunks in _one_behind(_queue(models, batch, mark_step, piece_bytes) for batch in bar):
+        queued = (_queue(models, batch, mark_step, piece_bytes) for batch in bar)
+        # One behind: the device works on the next batch while the host reads this one.
+        for (batch, chunks), _ in itertools.pairwise(itertools.chain(queued, [({}, [])])):
             rows, positions = batch["target_mask"].shape
             sums = {name: np.zeros((rows, COLUMNS)) for name in models}
             for start, (counted, values) in chunks:
@@ -77,16 +77,6 @@ def measure(
     if not len(tallies["teacher"].rows):
         raise TextError("dataset: the held-out text has no token to score; give more text")
     return tallies
-
-
-def _one_behind(items: Iterable[Any]) -> Iterator[Any]:
-    """Yield each item once the next one has been made: the device works while the host reads."""
-    waiting: list[Any] = []
-    for item in items:
-        waiting.append(item)
-        if len(waiting) > 1:
-            yield waiting.pop(0)
-    yield from waiting
 
 
 def _queue(
@@ -171,13 +161,7 @@ def _predict(logits_NV: Tensor, targets_N: Tensor, weights_NV: Tensor) -> _Predi
 def recovery(
     quantised: Mapping[str, Any], recovered: Mapping[str, Any], teacher: Mapping[str, Any]
 ) -> dict[str, float]:
-    """Return the shares of the log-perplexity gap and of the KL that recovery closed.
-
-    Args:
-        quantised: `nll` and `kl` of the damaged student.
-        recovered: the same of the recovered one.
-        teacher: `nll` of the teacher.
-    """
+    """Return the shares of the log-perplexity gap (by `nll`) and of the `kl` that recovery closed."""
     gap = quantised["nll"] - teacher["nll"]
     return {
         "gap_recovered_log": (quantised["nll"] - recovered["nll"]) / gap if gap else float("nan"),

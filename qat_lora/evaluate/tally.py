@@ -60,10 +60,7 @@ def join(tallies: list[Tally]) -> Tally:
 def add_up(row_N: np.ndarray, values_FN: np.ndarray, rows: int) -> np.ndarray:
     """Return the sums of N positions by row, [rows, COLUMNS].
 
-    Args:
-        row_N: the row of each position.
-        values_FN: loss, KL, same top-1, confidence (probability of the top-1 token), whether that token is right.
-        rows: their number.
+    `values_FN`: loss, KL, same top-1, confidence (probability of the top-1 token), whether that token is right.
     """
     loss, kl, same, confidence, right = values_FN.astype(np.float64)
     sums = np.zeros((rows, COLUMNS))
@@ -94,11 +91,8 @@ def figures(sums: np.ndarray) -> dict[str, np.ndarray]:
 def bootstrap(texts: Sequence[Mapping[str, Tally]], resamples: int, seed: int) -> dict[str, dict[str, np.ndarray]]:
     """Return the figures of resampled rows, arrays [resamples], by model and name.
 
-    Args:
-        texts: tallies by model, of the same rows in the same order; rows are drawn within each text, whose share of
-            the rows is not random.
-        resamples: how often all rows of a text are drawn, with replacement.
-        seed: of the draws.
+    A text's tallies are of the same rows in the same order. All rows of each text are drawn, with replacement:
+    its share of the rows is not random.
     """
     draw = np.random.default_rng(seed)
     sums = {name: np.zeros((resamples, COLUMNS)) for name in texts[0]}
@@ -117,11 +111,6 @@ def interval(values: np.ndarray) -> list[float]:
     """Return the limits of the middle 95 % of values."""
     low, high = np.quantile(values, [(1 - SHARE) / 2, (1 + SHARE) / 2])
     return [float(low), float(high)]
-
-
-def intervals(drawn: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, dict[str, list[float]]]:
-    """Return the limits of every figure of every model."""
-    return {model: {name: interval(values) for name, values in of.items()} for model, of in drawn.items()}
 
 
 def pairs(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from qat_lora.config import option, settings
-from qat_lora.errors import ConfigError, is_out_of_memory
+from qat_lora.errors import ConfigError, is_out_of_memory, one_line
 from qat_lora.extras import require
 
 
@@ -61,25 +61,16 @@ def run_tasks(
     max_length: int | None,
     seed: int = 0,
 ) -> dict[str, dict[str, float]]:
-    """Return the harness's metrics by task, `acc` and `acc_stderr` for example.
+    """Return the harness's metrics of a transformers model by task, `acc` and `acc_stderr` for example.
 
-    Args:
-        module: a transformers model, on its device.
-        tokenizer: the model's.
-        config: the tasks.
-        manager: from `check_tasks`.
-        batch_size: sequences of a forward.
-        max_length: of a sequence, in tokens; None for the model's own.
-        seed: of the few-shot examples.
+    `manager` is from `check_tasks`; sequences have at most `max_length` tokens, by default the model's own limit.
 
     Raises:
         ConfigError: a task does not run; with the harness's reason.
     """
     harness = require("lm_eval", "evals")
-    log = logging.getLogger("lm_eval")
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # the harness's and its libraries' own
-        log.setLevel(logging.ERROR)
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    with warnings.catch_warnings(action="ignore"), torch.no_grad():  # the harness's and its libraries' own
         model = require("lm_eval.models.huggingface", "evals").HFLM(
             pretrained=module, tokenizer=tokenizer, backend="causal", batch_size=batch_size, max_length=max_length
         )
@@ -97,8 +88,7 @@ def run_tasks(
         except Exception as error:  # a task is its author's program on data from elsewhere
             if is_out_of_memory(error):
                 raise
-            reason = " ".join(str(error).split())[:300] or type(error).__name__
-            raise ConfigError(f"tasks: {', '.join(config.tasks)} did not run ({reason})") from None
+            raise ConfigError(f"tasks: {', '.join(config.tasks)} did not run ({one_line(error, 300)})") from None
     return {task: _numbers(metrics) for task, metrics in found["results"].items()}
 
 

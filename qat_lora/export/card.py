@@ -19,8 +19,7 @@ from qat_lora.cache.storage.store import read_manifest
 from qat_lora.config import load_yaml, parse_yaml
 from qat_lora.errors import ConfigError, DamagedFileError, ModelError
 from qat_lora.evaluate.report import markdown_table, table_rows
-from qat_lora.export.forms import FORMS
-from qat_lora.export.job import display_name
+from qat_lora.export.forms import FORMS, display_name
 from qat_lora.files.outputs import MARK, check_listed
 
 

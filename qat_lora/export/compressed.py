@@ -1,7 +1,7 @@
 """The packed base in the format of vLLM and transformers: `compressed-tensors`, pack-quantized.
 
 The library's own `compress` quantises a dense weight, which would round our codes a second time. So tensors are written
-here one by one, with its packing function and its config schema: it reads back what is written. (`models/packed.py` is
+here one by one, with its packing function and its config schema: it reads back what is written. (`models/load.py` has
 our reader.)
 
 Widths are chosen among 2, 4 and 8 bits unless the user names one: those do not cross a 32-bit word, and every
@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import save_file
 
 from qat_lora.errors import ModelError
+from qat_lora.export.forms import ExportJob, ExportPlan
 from qat_lora.export.integers import Integers, as_integers, needed_bits, other_tensors
-from qat_lora.export.job import ExportJob, ExportPlan
 from qat_lora.export.merged import LOAD_TOKENIZER
 from qat_lora.export.pair import save_adapter_copy
 from qat_lora.extras import require

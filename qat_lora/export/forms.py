@@ -1,4 +1,4 @@
-"""The forms that a student can be exported in: one entry each, and the two functions that their modules provide.
+"""The forms that a student can be exported in: what the module of each is given, and what it returns.
 
 A form is added with a module that has `plan` and `usage`, an entry in `FORMS`, and its name in the `--form` option.
 The table names modules as text, since two of them need a package of the extra `export`.
@@ -7,10 +7,49 @@ The table names modules as text, since two of them need a package of the extra `
 from __future__ import annotations
 
 import importlib
-from typing import NamedTuple
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple
 
-from qat_lora.export.job import ExportJob, ExportPlan
+from qat_lora.export.integers import Integers
 from qat_lora.extras import require
+from qat_lora.models.student import Student
+
+
+@dataclass(frozen=True)
+class ExportJob:
+    """The student to export and the settings of the form."""
+
+    name: str
+    """The student as the user named it."""
+    student: Student
+    adapter: Path | None
+    """Folder of its adapter."""
+    tokenizer: Any
+    dtype: str
+    """Of all tensors that have no type of their own, `float32` or `bfloat16`."""
+    container_bits: int | None = None
+    exact_only: bool = False
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """What an export will write, once everything that could be refused has been checked."""
+
+    write: Callable[[Path], None]
+    """Fills an empty folder; the command adds tokenizer, model card and checksums."""
+    containers: Mapping[str, Integers | None] = field(default_factory=dict)
+    """Quantised layers as the container holds them; None for a layer that is written dense."""
+    notes: tuple[str, ...] = ()
+    """For the model card and the terminal."""
+
+
+def display_name(path: str) -> str:
+    """Return a name for people: the last part of a path, a Hub name as it is."""
+    is_path = path.startswith((".", "/", "~", "\\")) or path.count("/") > 1 or os.path.exists(path)
+    return PurePath(path).name if is_path else path
 
 
 class Form(NamedTuple):
@@ -28,17 +67,17 @@ class Form(NamedTuple):
         """Check everything that may be refused, by a QatLoraError, and return what will be written."""
         if self.needs:
             require(self.needs, "export")
-        return importlib.import_module(self.module).plan(job)
+        return importlib.import_module(f"qat_lora.export.{self.module}").plan(job)
 
     def usage(self, adapter: bool) -> str:
         """Return the Python that loads an export."""
-        return importlib.import_module(self.module).usage(adapter)
+        return importlib.import_module(f"qat_lora.export.{self.module}").usage(adapter)
 
 
 FORMS = {
-    "merged": Form("qat_lora.export.merged", "transformers"),
-    "adapter": Form("qat_lora.export.pair", "peft"),
-    "compressed-tensors": Form("qat_lora.export.compressed", "transformers", "compressed_tensors"),
-    "gguf": Form("qat_lora.export.gguf", "gguf", "gguf"),
-    "pt": Form("qat_lora.export.state_dict", "pytorch"),
+    "merged": Form("merged", "transformers"),
+    "adapter": Form("pair", "peft"),
+    "compressed-tensors": Form("compressed", "transformers", "compressed_tensors"),
+    "gguf": Form("gguf", "gguf", "gguf"),
+    "pt": Form("state_dict", "pytorch"),
 }

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from qat_lora.errors import ModelError
+from qat_lora.export.forms import ExportJob, ExportPlan, display_name
 from qat_lora.export.integers import Integers, as_integers, needed_bits, other_tensors
-from qat_lora.export.job import ExportJob, ExportPlan, display_name
 from qat_lora.extras import require
 from qat_lora.files.finite import check_finite
 from qat_lora.layers.convert import LM_HEAD, lora_layers, quant_layers, tied_embedding
@@ -173,7 +173,21 @@ def save_base(
     gguf = require("gguf", "export")
     vocab = vocabulary(tokenizer, _rows(model))
     writer = gguf.GGUFWriter(file, check_architecture(model))
-    _describe(writer, model, name)
+    config = model.config
+    width, rope = _head_width(config), dict(getattr(config, "rope_parameters", None) or {})
+    writer.add_name(name)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(float(rope.get("rope_theta", getattr(config, "rope_theta", 10000.0))))
+    writer.add_rope_dimension_count(width)
+    writer.add_key_length(width)
+    writer.add_value_length(width)
+    writer.add_vocab_size(_rows(model))
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(vocab.splitting)
     writer.add_token_list(vocab.tokens)
@@ -192,25 +206,6 @@ def save_base(
     for tensor_name, array, kind in _tensors(gguf, model, found, dtype):
         writer.add_tensor(tensor_name, array, raw_dtype=kind)
     _finish(writer)
-
-
-def _describe(writer: Any, model: CausalLM, name: str) -> None:
-    config = model.config
-    width = _head_width(config)
-    rope = dict(getattr(config, "rope_parameters", None) or {})
-    writer.add_name(name)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(float(rope.get("rope_theta", getattr(config, "rope_theta", 10000.0))))
-    writer.add_rope_dimension_count(width)
-    writer.add_key_length(width)
-    writer.add_value_length(width)
-    writer.add_vocab_size(_rows(model))
 
 
 def _tensors(

@@ -8,10 +8,11 @@ files to send are chosen by the kinds that exports hold, not by a list of except
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from qat_lora.errors import ModelError
+from qat_lora.errors import ModelError, one_line
 from qat_lora.export.card import check_model_card
 from qat_lora.files.checksums import check_folder, read_object
 from qat_lora.files.folders import LIST, MARK
@@ -40,15 +41,8 @@ CARD = "README.md"
 _PATH = re.compile(r'"(/[^"/]+/[^"]*|[A-Z]:\\\\[^"]*)"')  # in JSON
 
 
-class Upload(NamedTuple):
-    """One file that would be sent."""
-
-    name: str
-    size_bytes: int
-
-
-def files_to_upload(folder: Path) -> list[Upload]:
-    """Return the files of a folder that would be sent, by name: weights, settings, tokenizer and card of an export.
+def files_to_upload(folder: Path) -> dict[str, int]:
+    """Return the files of a folder that would be sent, bytes by name: weights, settings, tokenizer and card.
 
     Raises:
         DamagedFileError: one of them is not what was written.
@@ -57,7 +51,7 @@ def files_to_upload(folder: Path) -> list[Upload]:
     """
     if not folder.is_dir():
         raise ModelError(f"folder: there is no folder {folder}; make one with `qat-lora export`")
-    found = []
+    found = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_symlink():
@@ -73,8 +67,8 @@ def files_to_upload(folder: Path) -> list[Upload]:
                 f"folder: {name} may be pickled and run code when it is read; only safetensors and gguf go"
             )
         if path.suffix in WEIGHTS + TEXTS or path.name in SENT:
-            found.append(Upload(name, path.stat().st_size))
-    if not any(file.name.endswith(WEIGHTS) for file in found):
+            found[name] = path.stat().st_size
+    if not any(name.endswith(WEIGHTS) for name in found):
         raise ModelError(f"folder: {folder} holds no weights (.safetensors or .gguf); make it with `qat-lora export`")
     check_model_card(folder / CARD)
     _check_adapter(folder)
@@ -107,34 +101,30 @@ def _check_adapter(folder: Path) -> None:
             raise ModelError(f"adapter: {adapter} does not belong to the base {base} beside it; export the pair again")
 
 
-def _check_texts(folder: Path, files: list[Upload]) -> None:
+def _check_texts(folder: Path, files: Iterable[str]) -> None:
     for file in files:
-        name = Path(file.name).name
+        name = Path(file).name
         if name.endswith(WEIGHTS) or name in VOCABULARIES:
             continue
         try:
-            text = (folder / file.name).read_text(encoding="utf-8")
+            text = (folder / file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ModelError(f"folder: {file.name} cannot be read as text ({error}); take it out first") from None
+            raise ModelError(f"folder: {file} cannot be read as text ({error}); take it out first") from None
         if match := _SECRET.search(text):
-            raise ModelError(f"folder: {file.name} holds what looks like a secret ({match[0][:8]}…); take it out first")
+            raise ModelError(f"folder: {file} holds what looks like a secret ({match[0][:8]}…); take it out first")
         if name.endswith((".json", ".md")) and "tokenizer" not in name and (match := _PATH.search(text)):
-            raise ModelError(f"folder: {file.name} names a path of this machine ({match[1]}); take it out first")
+            raise ModelError(f"folder: {file} names a path of this machine ({match[1]}); take it out first")
 
 
-def upload_summary(folder: Path, files: list[Upload]) -> dict[str, object]:
+def upload_summary(folder: Path, files: dict[str, int]) -> dict[str, object]:
     """Return what is sent as plain values."""
     result = folder / "result.json"
     check_listed(result)
     made = read_object(result) if result.is_file() else {}
-    return {
-        "form": made.get("form"),
-        "size_bytes": sum(file.size_bytes for file in files),
-        "files": {file.name: file.size_bytes for file in files},
-    }
+    return {"form": made.get("form"), "size_bytes": sum(files.values()), "files": files}
 
 
-def upload(folder: Path, files: list[Upload], repo: str, private: bool, api: Any = None) -> str:
+def upload(folder: Path, files: Iterable[str], repo: str, private: bool, api: Any = None) -> str:
     """Send files in one commit, so that a repository never shows a card without its weights; return its address.
 
     The repository is made if it is missing. `api` is a client of the Hub; default: `huggingface_hub.HfApi()`, with the
@@ -151,10 +141,10 @@ def upload(folder: Path, files: list[Upload], repo: str, private: bool, api: Any
         # Not upload_folder: its allow_patterns are patterns, and a file may be named `*`.
         commit = api.create_commit(
             repo_id=repo,
-            operations=[CommitOperationAdd(file.name, str(folder / file.name)) for file in files],
+            operations=[CommitOperationAdd(name, str(folder / name)) for name in files],
             commit_message="Upload a model exported by qat-lora",
         )
     except Exception as error:  # of the network, the login or the Hub: the user can mend all of them
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = one_line(error, 300)
         raise ModelError(f"repo: {repo} did not take the upload ({reason}); log in with `hf auth login`") from None
     return str(getattr(commit, "commit_url", commit))

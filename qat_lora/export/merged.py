@@ -7,10 +7,9 @@ not quantised again: an adapter's change smaller than half a code step would be 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from qat_lora.errors import ModelError
-from qat_lora.export.job import ExportJob, ExportPlan
+from qat_lora.export.forms import ExportJob, ExportPlan
 from qat_lora.layers.convert import lora_layers, merge, quant_layers
 from qat_lora.models.load import DTYPES, cast, copy_generation_config, save_model
 
@@ -22,7 +21,9 @@ tokenizer = AutoTokenizer.from_pretrained(".")
 
 
 def plan(job: ExportJob) -> ExportPlan:
-    """Return what writes a student as dense weights.
+    """Return what writes a student as dense weights, merged in place.
+
+    The model is in float32 and becomes `dtype` at the end: the sum of base and adapter is rounded once.
 
     Raises:
         ModelError: nothing to merge.
@@ -32,7 +33,12 @@ def plan(job: ExportJob) -> ExportPlan:
         raise ModelError("model: has neither quantised layers nor adapters, so there is nothing to merge")
 
     def write(out: Path) -> None:
-        save_merged(model.module, out, job.dtype)
+        merge(model.module)
+        cast(model.module, DTYPES[job.dtype])
+        model.module.hf_quantizer = None
+        if hasattr(model.module.config, "quantization_config"):
+            del model.module.config.quantization_config
+        save_model(model.module, out)
         copy_generation_config(model.folder, out)
 
     return ExportPlan(write)
@@ -41,17 +47,3 @@ def plan(job: ExportJob) -> ExportPlan:
 def usage(adapter: bool) -> str:
     """Return the Python that loads the export."""
     return LOAD_TOKENIZER + 'model = AutoModelForCausalLM.from_pretrained(".")'
-
-
-def save_merged(module: Any, out: Path, dtype: str = "float32") -> None:
-    """Merge a transformers model in place and write it as an ordinary folder, without tokenizer files.
-
-    The model is in float32 and becomes `dtype` (`float32` or `bfloat16`) at the end: the sum of base and adapter is
-    rounded once.
-    """
-    merge(module)
-    cast(module, DTYPES[dtype])
-    module.hf_quantizer = None
-    if hasattr(module.config, "quantization_config"):
-        del module.config.quantization_config
-    save_model(module, out)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qat_lora.errors import ModelError
-from qat_lora.export.job import ExportJob, ExportPlan, display_name
+from qat_lora.export.forms import ExportJob, ExportPlan, display_name
 from qat_lora.export.merged import LOAD_TOKENIZER
 from qat_lora.files.checksums import NOTE, check_folder, read_object, seal
 from qat_lora.files.identity import checkpoint_sha256

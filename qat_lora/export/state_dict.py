@@ -12,15 +12,11 @@ from pathlib import Path
 
 import torch
 
-from qat_lora.export.job import ExportJob, ExportPlan
+from qat_lora.export.forms import ExportJob, ExportPlan
 from qat_lora.files.finite import check_finite
 from qat_lora.models.load import DTYPES, cast
 
 FILE = "best.pt"
-USAGE = f"""\
-import torch
-
-state = torch.load("{FILE}", weights_only=True)  # load_state_dict of the student that it was exported from takes it"""
 
 
 def plan(job: ExportJob) -> ExportPlan:
@@ -38,4 +34,7 @@ def plan(job: ExportJob) -> ExportPlan:
 
 def usage(adapter: bool) -> str:
     """Return the Python that loads the export."""
-    return USAGE
+    return f"""\
+import torch
+
+state = torch.load("{FILE}", weights_only=True)  # load_state_dict of the student that it was exported from takes it"""

@@ -17,7 +17,6 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal
 
@@ -100,31 +99,17 @@ def publish(partial: Path, path: Path) -> None:
         os.rename(partial, path)
 
 
-def exclusive(path: Path) -> AbstractContextManager[None]:
-    """Hold an exclusive lock on a file until leaving; freed by the kernel if the process dies.
-
-    Raises:
-        OutputExistsError: another process holds it.
-    """
-    return _locked(path, "exclusive")
-
-
-def sharing(path: Path) -> AbstractContextManager[None]:
-    """Hold a shared lock until leaving.
-
-    Raises:
-        OutputExistsError: another process holds an exclusive one.
-    """
-    return _locked(path, "shared")
-
-
-def in_turn(path: Path) -> AbstractContextManager[None]:
-    """Hold an exclusive lock until leaving, after waiting for the process that has it."""
-    return _locked(path, "exclusive, waiting")
+Lock = Literal["exclusive", "shared", "waiting"]
+"""`waiting` is exclusive too, and waits for its holder where the others are refused."""
 
 
 @contextlib.contextmanager
-def _locked(path: Path, kind: Literal["exclusive", "shared", "exclusive, waiting"]) -> Iterator[None]:
+def lock(path: Path, kind: Lock) -> Iterator[None]:
+    """Hold a lock on a file until leaving; freed by the kernel if the process dies.
+
+    Raises:
+        OutputExistsError: another process holds it, for `shared` exclusively.
+    """
     import fcntl
 
     if not path.exists():
@@ -133,7 +118,7 @@ def _locked(path: Path, kind: Literal["exclusive", "shared", "exclusive, waiting
     operation = fcntl.LOCK_SH if kind == "shared" else fcntl.LOCK_EX
     try:
         try:
-            fcntl.flock(descriptor, operation if kind == "exclusive, waiting" else operation | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, operation if kind == "waiting" else operation | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.read(descriptor, 32).decode("ascii", "replace").strip() or "unknown"
             raise OutputExistsError(

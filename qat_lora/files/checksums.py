@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from qat_lora.errors import DamagedFileError, ModelError
+from qat_lora.errors import DamagedFileError, ModelError, one_line
 
 SUMS, NOTE = "SHA256SUMS", "qat_lora.json"
 PROMISE = {"checksums": SUMS}
@@ -62,28 +62,21 @@ def read_object(file: Path) -> dict[str, Any]:
         ModelError: it cannot be read, is no JSON object, or holds a number that is NaN or infinite.
     """
     try:
-        number = _number if file.name == "config.json" else _finite
+        number = functools.partial(_number, infinite=file.name == "config.json")
         data = json.loads(file.read_text(encoding="utf-8"), parse_constant=number, parse_float=number)
     except OSError as error:
         raise ModelError(f"{file}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{file}: is no JSON that can be used ({' '.join(str(error).split())[:200]})") from None
+        raise ModelError(f"{file}: is no JSON that can be used ({one_line(error, 200)})") from None
     if not isinstance(data, dict):
         raise ModelError(f"{file}: holds a JSON {type(data).__name__} and no object")
     return data
 
 
-def _number(text: str) -> float:
+def _number(text: str, infinite: bool) -> float:
     number = float(text)
-    if math.isnan(number):
-        raise ValueError(f"{text} is no number")
-    return number
-
-
-def _finite(text: str) -> float:
-    number = _number(text)
-    if math.isinf(number):
-        raise ValueError(f"{text} is no finite number")
+    if math.isnan(number) or math.isinf(number) and not infinite:
+        raise ValueError(f"{text} is no {'' if math.isnan(number) else 'finite '}number")
     return number
 
 
@@ -104,10 +97,7 @@ def seal(folder: Path) -> None:
 def check_folder(folder: Path, patterns: Iterable[str] = LOADED, ours: bool = False) -> None:
     """Compare the files of a folder that are about to be loaded with its checksums, where it has them.
 
-    Args:
-        folder: holds a model, an adapter or an export.
-        patterns: names of what is about to be read.
-        ours: this tool wrote it, so that without checksums there is a notice.
+    A folder that this tool wrote (`ours`) gets a notice where it has none.
 
     Raises:
         DamagedFileError: names the file.
@@ -121,10 +111,7 @@ def check_folder(folder: Path, patterns: Iterable[str] = LOADED, ours: bool = Fa
 def check_sums(folder: Path, promised: bool, patterns: Iterable[str]) -> dict[str, str] | None:
     """Compare a folder's files with its checksums; return all sums by name, None where it has none.
 
-    Args:
-        folder: the folder.
-        promised: whether one of its files says that it has checksums; then every file that matches needs one.
-        patterns: names of the files to compare.
+    Where one of its files says that it has checksums (`promised`), every file that matches `patterns` needs one.
 
     Raises:
         DamagedFileError: names the file that is missing or is not what was written, or the checksums themselves.

@@ -34,11 +34,7 @@ def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def check_finite(tensors: Mapping[str, Tensor], where: object) -> None:
-    """Refuse NaN and infinity in tensors.
-
-    Args:
-        tensors: by name.
-        where: the file or folder, for people.
+    """Refuse NaN and infinity in tensors of a file or folder.
 
     Raises:
         ModelError: names the first such tensor.
@@ -48,12 +44,7 @@ def check_finite(tensors: Mapping[str, Tensor], where: object) -> None:
 
 
 def json_text(data: Any, what: object, **form: Any) -> str:
-    """Return data as JSON, in which every number is one.
-
-    Args:
-        data: plain values.
-        what: the file that it is for, for people.
-        form: further arguments of `json.dumps`.
+    """Return plain values as JSON for the file `what`, in which every number is one; `form` is for `json.dumps`.
 
     Raises:
         ModelError: a number is NaN or infinite; the message says which.
@@ -61,19 +52,15 @@ def json_text(data: Any, what: object, **form: Any) -> str:
     try:
         return json.dumps(data, allow_nan=False, **form)
     except ValueError:
-        for path, value in _odd(data, ()):
-            name = ".".join(map(str, path)) or "the number"
+        for name, value in _odd(data):
             raise ModelError(f"{what}: {name} is {value}, so it was not written; look for what made it") from None
         raise
 
 
-def _odd(data: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], float]]:
-    """Yield the numbers in plain values that are none, with the way to them."""
+def _odd(data: Any, path: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the numbers in plain values that are none, with the dotted way to them."""
     if isinstance(data, float) and not math.isfinite(data):
-        yield path, data
-    elif isinstance(data, Mapping):
-        for key, value in data.items():
-            yield from _odd(value, (*path, key))
-    elif isinstance(data, list | tuple):
-        for index, value in enumerate(data):
-            yield from _odd(value, (*path, index))
+        yield path or "the number", data
+    members = data.items() if isinstance(data, Mapping) else enumerate(data) if isinstance(data, list | tuple) else ()
+    for key, value in members:
+        yield from _odd(value, f"{path}.{key}" if path else str(key))

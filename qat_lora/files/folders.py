@@ -25,7 +25,6 @@ import stat
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from qat_lora.errors import DamagedFileError, OutputExistsError
@@ -34,20 +33,13 @@ MARK, LIST = "qat_lora_run.json", "qat_lora_files.txt"
 _HEADER = re.compile(rb"# qat-lora ([a-z ]+): ")
 
 
-@dataclass
-class _Run:
-    """A folder that this process holds, and what its run has listed; None: of an earlier version, without a list."""
-
-    root: str
-    names: set[str] | None
-
-
-_runs: dict[str, _Run] = {}
+_runs: dict[str, set[str] | None] = {}
+"""The folders that this process holds, and what their runs have listed."""
 
 
 def hold(root: Path, names: set[str] | None) -> None:
     """Take a run's folder, with what it has listed; None for a run of an earlier version, which has no list."""
-    _runs[os.path.abspath(root)] = _Run(os.path.abspath(root), names)
+    _runs[os.path.abspath(root)] = names
 
 
 def begin_list(root: Path, command: str, names: set[str]) -> None:
@@ -56,11 +48,9 @@ def begin_list(root: Path, command: str, names: set[str]) -> None:
     So too where it is cut short, or is a file under another name as well (`cp -l`), which would change with this one.
     """
     file = root / LIST
-    if listed(root) == (command, names) and file.read_bytes().endswith(b"\n") and file.stat().st_nlink == 1:
-        hold(root, names)
-        return
-    header = f"# qat-lora {command}: files of this run; --overwrite removes them and no others\n"
-    replace_own(file, "".join([header, *map(_line, sorted(names))]))
+    if listed(root) != (command, names) or not file.read_bytes().endswith(b"\n") or file.stat().st_nlink > 1:
+        header = f"# qat-lora {command}: files of this run; --overwrite removes them and no others\n"
+        replace_own(file, "".join([header, *map(_line, sorted(names))]))
     hold(root, names)
 
 
@@ -82,14 +72,14 @@ def listed(root: Path) -> tuple[str | None, set[str]]:
         data = (root / LIST).read_bytes() if not (root / LIST).is_symlink() else b""
     except FileNotFoundError:
         data = b""
+    if not data:
+        return None, set()
     header = _HEADER.match(data)
-    if header is None and data:
+    if header is None:
         raise DamagedFileError(
             f"{root / LIST}: is not what was written, so what is the run's is not known; restore it from a copy, or "
             "choose another --out"
         )
-    if header is None:
-        return None, set()
     names = set()
     for line in data.split(b"\n")[1:-1]:
         with contextlib.suppress(ValueError):
@@ -117,24 +107,22 @@ def ours(path: Path) -> Path:
     return path
 
 
-def is_ours(path: Path) -> bool:
-    """Tell whether a path is a file of the run whose folder holds it; in no run's folder everything is."""
-    run, name = _run_of(path)
-    return run is None or run.names is None or name in run.names
+def is_ours(path: Path, folder: str = "") -> bool:
+    """Tell whether a file, or a folder ("/"), is of the run whose folder holds it; in no run's folder everything is."""
+    _, known, name = _run_of(path)
+    return known is None or name + folder in known
 
 
 def is_part(folder: Path) -> bool:
     """Tell whether a folder lies in one that this process holds: then others' files in it are known to be safe."""
-    return _run_of(folder)[0] is not None
+    return bool(_run_of(folder)[0])
 
 
-def _run_of(path: Path) -> tuple[_Run | None, str]:
-    """Return the innermost held folder that a path lies in, and the path from there."""
+def _run_of(path: Path) -> tuple[str, set[str] | None, str]:
+    """Return the innermost held folder that a path lies in ("": none), what its run has listed, the path from there."""
     text = os.path.abspath(path)
-    root = max((root for root in _runs if text.startswith(root.rstrip(os.sep) + os.sep)), key=len, default=None)
-    if root is None:
-        return None, ""
-    return _runs[root], os.path.relpath(text, root).replace(os.sep, "/")
+    root = max((root for root in _runs if text.startswith(root.rstrip(os.sep) + os.sep)), key=len, default="")
+    return root, _runs.get(root), os.path.relpath(text, root).replace(os.sep, "/") if root else ""
 
 
 def _note(paths: Iterable[Path], folder: str = "") -> None:
@@ -144,18 +132,15 @@ def _note(paths: Iterable[Path], folder: str = "") -> None:
     """
     new: dict[str, list[str]] = {}
     for path in paths:
-        run, name = _run_of(path)
-        if run is None or run.names is None:
+        root, known, name = _run_of(path)
+        if known is None or not folder and any(f"{parent}/" in known for parent in PurePosixPath(name).parents):
             continue
-        if not folder and any(f"{parent}/" in run.names for parent in PurePosixPath(name).parents):
-            continue
-        known = name + folder in run.names
-        _refuse_taken(run.root, name, stat.S_ISDIR if folder else stat.S_ISREG, known)
-        if not known:
-            new.setdefault(run.root, []).append(name + folder)
+        _refuse_taken(root, name, stat.S_ISDIR if folder else stat.S_ISREG, name + folder in known)
+        if name + folder not in known:
+            new.setdefault(root, []).append(name + folder)
     for root, names in new.items():
         _append(Path(root) / LIST, "".join(map(_line, names)))
-        _runs[root].names |= set(names)  # type: ignore[operator]
+        _runs[root].update(names)  # type: ignore[union-attr]
 
 
 def _refuse_taken(root: str, name: str, is_kind: object, known: bool) -> None:
@@ -219,8 +204,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
     Raises:
         OutputExistsError: something is there already that the run did not write.
     """
-    held = _run_of(path)[0] is not None
-    draft = path.with_name(f".tmp-{path.name}" if held else f".tmp-{os.getpid()}-{path.name}")
+    draft = path.with_name(f".tmp-{path.name}" if is_part(path) else f".tmp-{os.getpid()}-{path.name}")
     _note([path, draft])
     with _replacing(path, draft):
         yield draft
@@ -254,7 +238,7 @@ def atomic_dir(final: Path) -> Iterator[Path]:
         OutputExistsError: one of these has the name of a file that is written.
     """
     restore_dir(final)
-    draft, old = _draft(final), _set_aside(final)
+    draft, old = final.with_name(f".{final.name}.new"), _set_aside(final)
     with _filled(draft):
         yield draft
         _note(final / path.relative_to(draft) for path in _files(draft))
@@ -323,7 +307,7 @@ def _files(draft: Path) -> list[Path]:
 def restore_dir(final: Path) -> None:
     """Finish what a kill interrupted: put back a folder that was set aside and not yet replaced."""
     old = _set_aside(final)
-    if not old.is_dir() or not _is_our_folder(old):
+    if not old.is_dir() or not is_ours(old, "/"):
         return
     if final.exists():
         _dissolve(old, final)
@@ -341,32 +325,27 @@ def discard(folder: Path) -> None:
     _dissolve(old, folder)
 
 
-def sweep(folder: Path) -> None:
+def remove_leftovers(folder: Path) -> None:
     """Remove what kills left of folders that were being made or removed in this one."""
     for left in folder.glob(".*"):
-        if left.is_dir() and _is_our_folder(left):
+        if left.is_dir() and is_ours(left, "/"):
             if left.name.endswith(".new"):
                 shutil.rmtree(left)
             elif left.name.endswith(".old"):
                 _dissolve(left, left.with_name(left.name[1:-4]))
 
 
-def _is_our_folder(folder: Path) -> bool:
-    run, name = _run_of(folder)
-    return run is None or run.names is None or f"{name}/" in run.names
-
-
 def _dissolve(old: Path, home: Path) -> None:
     """Remove what was `home`; what the run did not write goes (back) to `home`."""
-    run, name = _run_of(home)
-    if run is None or run.names is None:
+    _, known, name = _run_of(home)
+    if known is None:
         shutil.rmtree(old, ignore_errors=True)
         return
     for folder, folders, names in os.walk(old, topdown=False):
         inside = Path(folder).relative_to(old)
         for part in (*names, *(sub for sub in folders if os.path.islink(f"{folder}/{sub}"))):
             path = Path(folder) / part
-            if f"{name}/{(inside / part).as_posix()}" in run.names and not path.is_symlink():
+            if f"{name}/{(inside / part).as_posix()}" in known and not path.is_symlink():
                 path.unlink()
             else:
                 _carry(path, home / inside / part)
@@ -389,7 +368,7 @@ def remove_listed(root: Path, names: set[str]) -> None:
     """
     for folder in {PurePosixPath(name).parent for name in names if name.endswith("/")}:
         if _leads_to(root, f"{folder}/x"):
-            sweep(root / folder)
+            remove_leftovers(root / folder)
     for name in names:
         path = root / name
         if path.name != MARK and _leads_to(root, name) and (path.is_symlink() or path.is_file()):
@@ -410,10 +389,10 @@ def _leads_to(root: Path, name: str) -> bool:
 def appeared(folder: Path, before: set[Path]) -> None:
     """List the files in a folder that were not there `before`: those of a library that chooses its names itself."""
     for path in sorted(tree(folder) - before):
-        run, name = _run_of(path)
-        if run is not None and run.names is not None:
-            _append(Path(run.root) / LIST, _line(name))
-            run.names.add(name)
+        root, known, name = _run_of(path)
+        if known is not None:
+            _append(Path(root) / LIST, _line(name))
+            known.add(name)
 
 
 def tree(folder: Path) -> set[Path]:
@@ -428,10 +407,6 @@ def fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _draft(final: Path) -> Path:
-    return final.with_name(f".{final.name}.new")
 
 
 def _set_aside(final: Path) -> Path:

@@ -19,11 +19,9 @@ CHANGES_NOTHING = ("transformers_version", "_name_or_path", "architectures", "ba
 
 
 def checkpoint_sha256(folder: Path, noted: str | None = None) -> str:
-    """Return the identity of a model or adapter folder.
+    """Return the identity of a folder with weights, and `config.json` or `adapter_config.json`.
 
-    Args:
-        folder: holds weights, and `config.json` or `adapter_config.json`.
-        noted: what an earlier run wrote about it; where that names the weights alone, so does the result.
+    Where `noted`, what an earlier run wrote about it, names the weights alone, so does the result.
 
     Raises:
         ModelError: it holds no weights, or its settings are no JSON object.
@@ -31,11 +29,9 @@ def checkpoint_sha256(folder: Path, noted: str | None = None) -> str:
     weights = weights_sha256(folder)
     if noted and weights in noted:
         return weights
-    settings = [_canonical(read_object(f)) for f in map(folder.joinpath, SETTINGS) if f.is_file()]
+    files = (folder / "config.json", folder / "adapter_config.json")
+    settings = [_canonical(read_object(file)) for file in files if file.is_file()]
     return hashlib.sha256(json.dumps([weights, *settings], sort_keys=True).encode()).hexdigest()
-
-
-SETTINGS = ("config.json", "adapter_config.json")
 
 
 def weights_sha256(folder: Path) -> str:

@@ -22,7 +22,6 @@ from qat_lora.errors import DamagedFileError, OutputExistsError
 from qat_lora.files import folders as files
 from qat_lora.files.checksums import sha256_of
 from qat_lora.files.folders import LIST, MARK
-from qat_lora.files.folders import ours as ours
 
 HASHED_BELOW_BYTES = 16 << 20
 """Files of a complete run that are smaller are read when the command is given again; of others the size counts."""
@@ -79,11 +78,9 @@ def claimed(
 
 
 def claim(out: Path, command: str, settings: Mapping[str, Any], overwrite: bool, inputs: Iterable[object] = ()) -> bool:
-    """Take a folder for a run; return True where an equal run has completed there.
+    """Take a folder, made if missing, for a run; return True where an equal run has completed there.
 
     Args:
-        out: the folder, made if missing.
-        command: what runs, for example `recover`.
         settings: JSON values that decide the content.
         overwrite: remove the files of an earlier run of the same command first.
         inputs: files and folders that the command reads, as they were given; None, URLs and Hub names are passed over.
@@ -102,8 +99,8 @@ def claim(out: Path, command: str, settings: Mapping[str, Any], overwrite: bool,
         foreign = (path for path in out.iterdir() if path != draft)
         if not files.is_draft(draft, _text(settings, False, {})) or any(foreign) and not files.is_part(out):
             raise OutputExistsError(f"--out {out}: holds files that no qat-lora run made; choose another folder")
-        ours(mark)  # of a run that this one is a part of
-        _write(mark, settings, False, {})
+        files.ours(mark)  # of a run that this one is a part of
+        files.replace_own(mark, _text(settings, False, {}))
         files.begin_list(out, command, set())
         return False
     keeper, names = files.listed(out)
@@ -145,11 +142,12 @@ def claim(out: Path, command: str, settings: Mapping[str, Any], overwrite: bool,
             f"--out {out}: holds a run of an earlier version, which kept no list of its files; delete the folder by "
             "hand, or choose another --out"
         )
-    _write(mark, {"command": command}, False, {})  # first: a kill in here leaves no run that looks whole
+    # First: a kill in here leaves no run that looks whole.
+    files.replace_own(mark, _text({"command": command}, False, {}))
     _remove(out, names)
     _name_kept(out)
     files.begin_list(out, command, set())
-    _write(mark, settings, False, {})
+    files.replace_own(mark, _text(settings, False, {}))
     return False
 
 
@@ -162,10 +160,7 @@ def noted(out: Path) -> str:
 def refuse_inputs(out: Path, inputs: Iterable[object], names: Iterable[str]) -> None:
     """Refuse to remove what a command reads: a folder that is or holds an input, or files that are an input's too.
 
-    Args:
-        out: the folder.
-        inputs: files and folders as they were given.
-        names: the files in `out` that would be removed.
+    `inputs` are as they were given; `names` are the files in `out` that would be removed.
 
     Raises:
         OutputExistsError: names the input; nothing was touched.
@@ -222,21 +217,17 @@ def complete(out: Path) -> None:
         for name in sorted(names)
         if not name.endswith((*_EDITED, "/", MARK)) and name.split("/")[0] not in _NOT_KEPT and (out / name).is_file()
     }
-    _write(mark, was.settings, True, None if was.files is None else found)
+    files.replace_own(mark, _text(was.settings, True, None if was.files is None else found))
 
 
 def reopen(out: Path) -> None:
     """Mark a run as not complete, as a kill would have left it; for tests and `smoke`."""
     was = _read(out / MARK)
-    _write(out / MARK, was.settings, False, was.files)
+    files.replace_own(out / MARK, _text(was.settings, False, was.files))
 
 
 def _check_whole(out: Path, was: _Mark, names: Iterable[str]) -> None:
-    """Compare what a complete run left with what is there, also in the runs that are parts of it.
-
-    Raises:
-        DamagedFileError: names the first file that is missing or changed.
-    """
+    """Refuse a complete run of which a file is missing or changed, also in the runs that are parts of it."""
     for name, (size, sha256) in (was.files or {}).items():
         file = out / name
         gone = not file.is_file()
@@ -293,8 +284,8 @@ def _remove(out: Path, names: set[str]) -> None:
 
 def _name_kept(out: Path) -> None:
     """Say what is left in a folder after its run's files were removed."""
-    kept = sorted(f"{path.name}/" if path.is_dir() else path.name for path in out.iterdir())
-    kept = [name for name in kept if name not in (MARK, LIST)]
+    others = (path for path in out.iterdir() if path.name not in (MARK, LIST))
+    kept = sorted(f"{path.name}/" if path.is_dir() else path.name for path in others)
     if kept:
         more = f" and {len(kept) - _SHOWN} more" if len(kept) > _SHOWN else ""
         print(f"note: {out}: not this run's, so left as it is: {', '.join(kept[:_SHOWN])}{more}", file=sys.stderr)
@@ -331,10 +322,6 @@ def _text(settings: Mapping[str, Any], complete: bool, found: Mapping[str, Any] 
         content["files"] = found
         content["checksum"] = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     return json.dumps(content, indent=1)
-
-
-def _write(mark: Path, settings: Mapping[str, Any], complete: bool, found: Mapping[str, Any] | None) -> None:
-    files.replace_own(mark, _text(settings, complete, found))
 
 
 def _short(value: Any) -> str:

@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -117,22 +118,13 @@ def _llama_cpp(folder: Path) -> Backend:
         write = formats.Jinja2ChatFormatter(template, eos_token=end, bos_token=begin)
         return list(llama.tokenize(write(messages=messages).prompt.encode(), add_bos=False, special=True))
 
+    def decode(ids: list[int], **_: Any) -> str:
+        return llama.detokenize(ids).decode("utf-8", errors="replace")  # as yet half a character: U+FFFD
+
     def stream(ids: list[int], new: int, temperature: float, generator: torch.Generator, _: int) -> Iterator[str]:
         llama.set_seed(int(torch.randint(2**31, (), generator=generator)))
         tokens = itertools.islice(llama.generate(ids, temp=temperature, **_WHOLE_DISTRIBUTION), new)
-        return stream_text(_Decoder(llama), until_end(tokens, llama.token_eos()))
+        return stream_text(SimpleNamespace(decode=decode), until_end(tokens, llama.token_eos()))
 
     description = f"llama.cpp {llama_cpp.__version__} on the CPU"
     return Backend(description, llama.n_ctx(), template is not None, encode_text, encode_chat, stream)
-
-
-class _Decoder:
-    """llama.cpp's tokenizer with the one method that `stream_text` uses."""
-
-    def __init__(self, llama: Any) -> None:
-        self._llama = llama
-
-    def decode(self, ids: list[int], **_: Any) -> str:
-        """Return the text of ids; bytes that are no whole character yet are U+FFFD."""
-        text: bytes = self._llama.detokenize(ids)
-        return text.decode("utf-8", errors="replace")

@@ -14,15 +14,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from qat_lora.data.chat import Message
+from qat_lora.data.chat import Message, render_chat
 from qat_lora.data.file_rows import well_formed
 from qat_lora.errors import ConfigError, TextError
 from qat_lora.models.kv_cache import begin, step
 from qat_lora.models.load import CausalLM
-
-PENDING = "\ufffd"  # what a tokenizer writes for bytes that are not yet a whole character
 
 
 @torch.no_grad()  # not inference_mode, whose tensors PyTorch/XLA cannot use
@@ -40,10 +37,6 @@ def stream_ids(
     """Yield the `max_new_tokens` ids that follow a prompt, each computed when it is asked for.
 
     Args:
-        model: the model, on `device`.
-        prompt_ids: at least one token.
-        max_new_tokens: length of the continuation.
-        device: the model's.
         temperature: 0 takes the top-1 token, above 0 draws.
         generator: of the draws, on the CPU.
         row_length: tokens of the row; default: those of prompt and continuation.
@@ -70,17 +63,14 @@ def stream_ids(
     for position in range(len(prompt_ids), total):
         logits = model.logits(hidden_B1H[:, 0])
         mark_step()  # before the read: a read alone would leave the cache to be computed again
-        token = _choose(logits.cpu()[0].float(), temperature, generator)
+        logits_V = logits.cpu()[0].float()
+        if temperature == 0:
+            token = int(logits_V.argmax())
+        else:
+            token = int(torch.multinomial(torch.softmax(logits_V / temperature, -1), 1, generator=generator))
         yield token
         if position + 1 < total:
             hidden_B1H = step(model, torch.tensor([[token]]).to(device), torch.tensor([position]).to(device), cache)
-
-
-def _choose(logits_V: Tensor, temperature: float, generator: torch.Generator | None) -> int:
-    """Return the top-1 token at temperature 0, a drawn one above."""
-    if temperature == 0:
-        return int(logits_V.argmax())
-    return int(torch.multinomial(torch.softmax(logits_V / temperature, -1), 1, generator=generator))
 
 
 def until_end(ids: Iterable[int], eos_id: int | None) -> Iterator[int]:
@@ -88,15 +78,8 @@ def until_end(ids: Iterable[int], eos_id: int | None) -> Iterator[int]:
     return itertools.takewhile(lambda token: token != eos_id, ids)
 
 
-def continue_ids(
-    model: CausalLM, prompt_ids: list[int], max_new_tokens: int, eos_id: int | None = None, **settings: Any
-) -> list[int]:
-    """Return the ids that follow a prompt, up to the end token; see `stream_ids`."""
-    return list(until_end(stream_ids(model, prompt_ids, max_new_tokens, **settings), eos_id))
-
-
 def stream_text(tokenizer: Any, ids: Iterable[int]) -> Iterator[str]:
-    """Yield the text of ids in pieces as they come; half characters wait for their other half.
+    """Yield the text of ids in pieces as they come; half characters (U+FFFD) wait for their other half.
 
     All ids are decoded each time, since the text of one token depends on its neighbours.
     """
@@ -105,7 +88,7 @@ def stream_text(tokenizer: Any, ids: Iterable[int]) -> Iterator[str]:
     for token in ids:
         written.append(token)
         text = tokenizer.decode(written, clean_up_tokenization_spaces=False)
-        if not text.endswith(PENDING) and text.startswith(shown) and text != shown:
+        if not text.endswith("\ufffd") and text.startswith(shown) and text != shown:
             yield text[len(shown) :]
             shown = text
     if text.startswith(shown) and text != shown:
@@ -133,14 +116,11 @@ def chat_prompt(tokenizer: Any, messages: list[Message]) -> list[int]:
         raise TextError(
             "chat: the tokenizer has no chat template; leave --chat out, and the text is continued as it is"
         )
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # a template is a program of the model's author and may raise anything
-        raise TextError(f"chat: the chat template refuses these messages: {error}") from None
+    text = render_chat(tokenizer, "chat", messages, prompt=True)
     return list(tokenizer(well_formed(text), add_special_tokens=False)["input_ids"])
 
 
 def continue_text(model: CausalLM, tokenizer: Any, prompt: str, max_new_tokens: int, **settings: Any) -> str:
     """Return the text that follows a prompt; see `stream_ids`."""
-    new = continue_ids(model, plain_prompt(tokenizer, prompt), max_new_tokens, tokenizer.eos_token_id, **settings)
-    return tokenizer.decode(new, clean_up_tokenization_spaces=False)
+    ids = stream_ids(model, plain_prompt(tokenizer, prompt), max_new_tokens, **settings)
+    return tokenizer.decode(list(until_end(ids, tokenizer.eos_token_id)), clean_up_tokenization_spaces=False)

@@ -56,13 +56,7 @@ class AdapterInfo:
 def save_adapter(model: nn.Module, lora: LoraConfig, out: Path, base: Path, base_sha256: str) -> None:
     """Write the adapters of a model as a PEFT folder with checksums, factors as float16.
 
-    Args:
-        model: has adapters.
-        lora: their configuration.
-        out: the folder, made if missing.
-        base: folder of the quantised checkpoint that the adapter belongs to; where `out` holds a `base`, the name
-            that this will have.
-        base_sha256: its fingerprint.
+    `base` is the folder of the checkpoint that they belong to; where `out` holds a `base`, the name it will have.
 
     Raises:
         ModelError: the model has no adapters, or one with numbers that float16 does not hold.

@@ -33,11 +33,8 @@ def attention_inputs(config: Any, document_ids_BL: Tensor, dtype: torch.dtype) -
 def additive_masks(config: Any, full: Tensor, distance: Tensor, dtype: torch.dtype) -> Any:
     """Return additive masks [B, 1, T, L] by layer kind, or one where all layers are of one kind.
 
-    Args:
-        config: the text model's.
-        full: what layers without a window may see, [B, T, L].
-        distance: how far each of T tokens is behind each of L, [T, L].
-        dtype: of the masks.
+    `full` [B, T, L] is what layers without a window may see, `distance` [T, L] how far each of T tokens is behind
+    each of L.
 
     Raises:
         ModelError: a kind of attention that is not supported.

@@ -18,11 +18,12 @@ from torch import Tensor
 from qat_lora.errors import ModelError
 from qat_lora.extras import require
 from qat_lora.layers.convert import quant_layers
+from qat_lora.models.hub import DEFAULT_HUB, HubConfig
 from qat_lora.models.load import CausalLM, load_model, scale_and_cap
 from qat_lora.types import LMHead
 
 
-class SpreadCausalLM(CausalLM):
+class DispatchedCausalLM(CausalLM):
     """A causal language model with modules on several devices; it can be called and must not be moved."""
 
     def hidden(self, input_ids_BL: Tensor, document_ids_BL: Tensor) -> Tensor:
@@ -35,42 +36,33 @@ class SpreadCausalLM(CausalLM):
         Raises:
             ModelError: it is kept outside the devices.
         """
-        head = super().lm_head()
-        if head.weight_VH.is_meta:
+        lm_head = super().lm_head()
+        if lm_head.weight_VH.is_meta:
             raise ModelError(
                 "device_map: the output head is kept outside the devices and cannot be stored; leave out --hidden"
             )
-        return head
+        return lm_head
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """Return logits as `CausalLM.logits` does, on the device of the hidden states."""
-        head = super().lm_head()
-        logits = self.module.get_output_embeddings()(hidden_NH)[:, : head.vocab_size].to(hidden_NH.device)
-        return scale_and_cap(logits, head)
+        lm_head = super().lm_head()
+        logits = self.module.get_output_embeddings()(hidden_NH)[:, : lm_head.vocab_size].to(hidden_NH.device)
+        return scale_and_cap(logits, lm_head)
 
 
-def load_spread(
-    name: str,
-    device_map: str | Mapping[str, str | int],
-    *,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    dtype: str = "float32",
-) -> SpreadCausalLM:
+def load_dispatched(
+    name: str, device_map: str | Mapping[str, str | int], hub: HubConfig = DEFAULT_HUB, dtype: str = "float32"
+) -> DispatchedCausalLM:
     """Load a full-precision model over several devices; the other arguments are those of `load_model`.
 
-    Args:
-        name: folder or Hub name.
-        device_map: a rule of accelerate (`auto`, `balanced`, …), or the device of every module, `disk` allowed.
+    `device_map` is a rule of accelerate (`auto`, `balanced`, …), or the device of every module, `disk` allowed.
 
     Raises:
         ModelError: as `load_model`; also for a model that we quantised.
         MissingExtraError: accelerate is not installed.
     """
     require("accelerate", "big")
-    loaded = load_model(
-        name, revision=revision, trust_remote_code=trust_remote_code, dtype=dtype, device_map=device_map
-    )
+    loaded = load_model(name, hub, dtype, device_map)
     if quant_layers(loaded.module):
         raise ModelError(f"device_map: {name} is quantised, so it fits on one device; leave out --device-map")
-    return SpreadCausalLM(loaded.module, loaded.folder)
+    return DispatchedCausalLM(loaded.module, loaded.folder)

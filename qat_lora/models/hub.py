@@ -13,3 +13,6 @@ class HubConfig:
 
     revision: str | None = option(None, "branch, tag or commit of the model on the Hub")
     trust_remote_code: bool = option(False, "run Python code that comes with the model")
+
+
+DEFAULT_HUB = HubConfig()

@@ -38,7 +38,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as hf_logging
 
-from qat_lora.errors import ModelError, QatLoraError
+from qat_lora.errors import ModelError, QatLoraError, one_line
 from qat_lora.extras import require
 from qat_lora.files.checksums import SUMS, TOKENIZER, check_folder, read_object, seal
 from qat_lora.files.finite import check_finite
@@ -49,6 +49,7 @@ from qat_lora.layers.calibrate.upcast import computing_dtype
 from qat_lora.layers.convert import quant_layers, tied_embedding
 from qat_lora.models.attention_mask import attention_inputs
 from qat_lora.models.hf_quantizer import QUANT_METHOD, QatLoraQuantizationConfig, QatLoraQuantizer
+from qat_lora.models.hub import DEFAULT_HUB, HubConfig
 from qat_lora.quant.presets import Preset
 from qat_lora.types import LMHead
 
@@ -111,9 +112,9 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ModelError(
-            f"tokenizer: {folder} has none that loads ({reason}); copy the tokenizer.json that belongs to the model"
+            f"tokenizer: {folder} has none that loads ({one_line(error, 200)}); copy the "
+            "tokenizer.json that belongs to the model"
         ) from None
     backend = getattr(tokenizer, "backend_tokenizer", None)
     # Where the files are missing, transformers makes a tokenizer of special tokens alone, which drops all text.
@@ -180,8 +181,7 @@ class CausalLM:
     def checkpoint_gradients(self, function: Callable[..., Any]) -> None:
         """Recompute every layer in the backward pass instead of keeping its activations.
 
-        Args:
-            function: `Runtime.checkpoint_function`; transformers' own switch takes torch's, which fails on XLA.
+        `function` is `Runtime.checkpoint_function`; transformers' own switch takes torch's, which fails on XLA.
 
         Raises:
             ModelError: no layer of this architecture can do so.
@@ -235,24 +235,22 @@ class CausalLM:
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """Return logits [N, vocab_size], in the model's type, or in float32 where they are scaled or capped."""
-        head = self.lm_head()
-        bias = None if head.bias_V is None else head.bias_V[: head.vocab_size].to(hidden_NH.dtype)
-        logits = nn.functional.linear(hidden_NH, head.weight_VH[: head.vocab_size].to(hidden_NH.dtype), bias)
-        return scale_and_cap(logits, head)
+        lm_head = self.lm_head()
+        bias = None if lm_head.bias_V is None else lm_head.bias_V[: lm_head.vocab_size].to(hidden_NH.dtype)
+        logits = nn.functional.linear(hidden_NH, lm_head.weight_VH[: lm_head.vocab_size].to(hidden_NH.dtype), bias)
+        return scale_and_cap(logits, lm_head)
 
 
-def scale_and_cap(logits_NV: Tensor, head: LMHead) -> Tensor:
+def scale_and_cap(logits_NV: Tensor, lm_head: LMHead) -> Tensor:
     """Return logits as an architecture with scaled or capped logits has them, in float32; others as they are."""
-    if head.logit_scale != 1.0:
-        logits_NV = logits_NV.float() * head.logit_scale
-    return logits_NV if head.softcap is None else head.softcap * torch.tanh(logits_NV.float() / head.softcap)
+    if lm_head.logit_scale != 1.0:
+        logits_NV = logits_NV.float() * lm_head.logit_scale
+    return logits_NV if lm_head.softcap is None else lm_head.softcap * torch.tanh(logits_NV.float() / lm_head.softcap)
 
 
 def load_model(
     name: str,
-    *,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
+    hub: HubConfig = DEFAULT_HUB,
     dtype: str = "float32",
     device_map: str | Mapping[str, str | int] | None = None,
     dequantize: bool = False,
@@ -261,21 +259,21 @@ def load_model(
 
     Scales and look-up tables stay float32 whatever the dtype (`auto`: as in the files), so it computes what was saved.
     Tensors that the files hold in that type stay memory-mapped, so the processes of a host share them until each has
-    placed its own. `device_map` is for `load_spread`. With `dequantize`, a folder of compressed-tensors is read as the
-    dense weights that it stands for.
+    placed its own. `device_map` is for `load_dispatched`. With `dequantize`, a folder of compressed-tensors is read as
+    the dense weights that it stands for.
 
     Raises:
         MissingExtraError: compressed-tensors is not installed.
         DamagedFileError: a file is not what was written.
         ModelError: no such model, another architecture, a missing, unexpected or misshapen tensor, NaN or infinity.
     """
-    folder = resolve_model(name, revision)
+    folder = resolve_model(name, hub.revision)
     weight_files(folder)
     quantization = read_object(folder / "config.json").get("quantization_config")
     is_quantised = isinstance(quantization, dict) and quantization.get("quant_method") == QUANT_METHOD
     check_folder(folder, ours=is_quantised or (folder / MARK).is_file())
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=hub.trust_remote_code)
         if not config.is_encoder_decoder and getattr(config, "quantization_config", None):
             method = dict(config.quantization_config).get("quant_method")
             if method == PACKED and dequantize:
@@ -290,7 +288,7 @@ def load_model(
                 config=config,
                 dtype=DTYPES.get(dtype, dtype),
                 device_map=device_map,
-                trust_remote_code=trust_remote_code,
+                trust_remote_code=hub.trust_remote_code,
                 attn_implementation=attention,
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,  # reported below, by name
@@ -299,7 +297,7 @@ def load_model(
     except QatLoraError:
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = one_line(error, 300)
         raise ModelError(f"model: {folder} does not load as a causal language model ({reason})") from None
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report.get(problem):
@@ -308,9 +306,38 @@ def load_model(
             raise ModelError(
                 f"model: {folder} has {kind} tensors: {names}; the checkpoint does not fit its config.json"
             )
+    if dequantize:
+        with torch.no_grad():
+            for layer, weight in read_packed(folder):
+                module.get_parameter(f"{layer}.weight").copy_(weight)
     check_finite(module.state_dict(), f"model: {folder}")
     module.eval().requires_grad_(False)
     return CausalLM(module, folder)
+
+
+def read_packed(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the packed weights of a folder of compressed-tensors, by layer name, float32 [O, I]; of others nothing.
+
+    transformers unpacks such a folder too, but multiplies codes and steps in float16, which rounds what the file holds
+    exactly. `export/compressed.py` writes the format.
+
+    Raises:
+        MissingExtraError: compressed-tensors is not installed.
+    """
+    quantization = read_object(folder / "config.json").get("quantization_config") or {}
+    if quantization.get("quant_method") != PACKED:
+        return
+    groups = quantization["config_groups"].values()
+    bits = {target: group["weights"]["num_bits"] for group in groups for target in group["targets"]}
+    packing = require("compressed_tensors.compressors.pack_quantized.helpers", "export")
+    for file in sorted(folder.glob("model*.safetensors")):
+        tensors = load_file(file)
+        for name in sorted(key.removesuffix(".weight_packed") for key in tensors if key.endswith(".weight_packed")):
+            shape = torch.Size(tensors[f"{name}.weight_shape"].tolist())
+            width = bits.get(name, bits.get("Linear"))
+            codes_OI = packing.unpack_from_int32(tensors[f"{name}.weight_packed"], width, shape)
+            steps_OG = tensors[f"{name}.weight_scale"].float()
+            yield name, codes_OI.float() * steps_OG.repeat_interleave(shape[1] // steps_OG.shape[1], dim=1)
 
 
 def _tensor_name(key: Any) -> str:
@@ -334,13 +361,9 @@ def cast(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def save_quantised(model: CausalLM, out: Path, preset: Preset, details: dict[str, Any]) -> None:
-    """Write a quantised model as a Hugging Face folder with its tokenizer files and checksums.
+    """Write a quantised model without adapters as a Hugging Face folder with its tokenizer files and checksums.
 
-    Args:
-        model: holds `QuantLinear` layers and no adapters.
-        out: the folder, made if missing.
-        preset: written to config.json, from which the layers are rebuilt.
-        details: method, calibration, bits per weight, for people.
+    Its layers are rebuilt from the `preset` in config.json; the `details` there (method, bits) are for people.
     """
     if tied_embedding(model.module) is not None:
         preset, model.config.tie_word_embeddings = replace(preset, tied=True), False

@@ -18,7 +18,6 @@ TARGET, FOLLOWER = "transformers.quantizers", "qat_lora.models.hf_quantizer"
 
 
 def _import_ours_after(loader: Loader) -> None:
-    """Let a loader import our module once it has run its own."""
     execute = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:

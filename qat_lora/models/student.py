@@ -10,15 +10,12 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from qat_lora.errors import ModelError
 from qat_lora.files.identity import checkpoint_sha256
 from qat_lora.layers.convert import bits_per_weight, lora_layers, prepare_base, quant_layers
 from qat_lora.models.adapter import CONFIG, check_tokenizer, load_adapter, read_adapter
-from qat_lora.models.hub import HubConfig
+from qat_lora.models.hub import DEFAULT_HUB, HubConfig
 from qat_lora.models.load import CausalLM, load_model, resolve_model
-from qat_lora.models.packed import is_packed, read_packed
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ def base_folder(adapter: Path) -> Path:
         ) from None
 
 
-def open_student(name: str, hub: HubConfig, dtype: str = "float32", noted: str | None = None) -> Student:
+def open_student(name: str, hub: HubConfig = DEFAULT_HUB, dtype: str = "float32", noted: str | None = None) -> Student:
     """Load a model for scoring, generation or export; `noted` is that of `checkpoint_sha256`.
 
     Raises:
@@ -67,11 +64,10 @@ def open_student(name: str, hub: HubConfig, dtype: str = "float32", noted: str |
         ModelError: nothing there, or an adapter whose base is missing or another.
     """
     adapter = adapter_folder(name)
-    if adapter is None:
-        model = _load(name, hub, dtype)
-    else:
-        base = base_folder(adapter)
-        model = _load(str(base), replace(hub, revision=None), dtype)
+    if adapter is not None:
+        name, hub = str(base_folder(adapter)), replace(hub, revision=None)
+    model = load_model(name, hub, dtype, dequantize=True)
+    if adapter is not None:
         check_tokenizer(adapter, model.folder)
         load_adapter(model.module, adapter, checkpoint_sha256(model.folder, read_adapter(adapter).base_sha256))
     bits, sha256 = None, checkpoint_sha256(model.folder, noted)
@@ -81,15 +77,3 @@ def open_student(name: str, hub: HubConfig, dtype: str = "float32", noted: str |
         prepare_base(model.module, train_scales=False, dtype=model.module.dtype)
     model.module.requires_grad_(False)
     return Student(model, bits, sha256 + (checkpoint_sha256(adapter, noted) if adapter else ""))
-
-
-def _load(name: str, hub: HubConfig, dtype: str) -> CausalLM:
-    """Load a model without adapter; packed weights are formed in float32."""
-    model = load_model(
-        name, revision=hub.revision, trust_remote_code=hub.trust_remote_code, dtype=dtype, dequantize=True
-    )
-    if is_packed(model.folder):
-        with torch.no_grad():
-            for layer, weight in read_packed(model.folder):
-                model.module.get_parameter(f"{layer}.weight").copy_(weight)
-    return model

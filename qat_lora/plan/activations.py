@@ -101,7 +101,6 @@ def _layer(config: Any, options: EstimateOptions, attention: Attention, adapter_
 
 
 def _loss(options: EstimateOptions, attention: Attention, tokens: int, hidden: int, vocab: int) -> int:
-    """Return the working memory of the loss."""
     width = DTYPES[options.run.dtype].itemsize
     logits = min(options.loss_chunk_mb * 2**20, 4 * tokens * vocab)
     if attention == "tiled":  # logits in the products' type; states and their summed gradient; top-K ids and logits

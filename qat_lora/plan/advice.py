@@ -1,53 +1,30 @@
 """What to lower when a run does not fit: every device's out-of-memory error, answered with the command's own flags.
 
-`recover` is answered from the estimate, which knows the largest parts. The other commands hold little besides weights
-and one batch, so each has a list of settings to lower, with the value to try next.
+`recover` is answered from its plan, which knows the largest parts. The other commands hold little besides weights and
+one batch, so each has a list of settings to lower, with the value to try next. The launcher asks `advise` where memory
+was too little.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TypeVar
+from dataclasses import replace
 
-from qat_lora.errors import OutOfMemoryError, QatLoraError, is_out_of_memory
-from qat_lora.options import CacheBuildOptions, EstimateOptions, EvalOptions, QatOptions, QuantizeOptions
-from qat_lora.plan.memory import GIB, memory
+from qat_lora.errors import QatLoraError
+from qat_lora.layers.calibrate.quantize import QuantizeConfig
+from qat_lora.options import CacheBuildOptions, EvalOptions, QatOptions, QuantizeOptions, RecoverOptions
+from qat_lora.plan.memory import GIB
+from qat_lora.plan.training import plan_recover
 from qat_lora.quant.initialize import NEED_TEXT
-from qat_lora.runtime.base import Runtime
-
-Options = TypeVar("Options")
-R = TypeVar("R")
-Command = Callable[[Options, Runtime], R]
 
 
-@contextmanager
-def memory_advice(advice: Callable[[], str]) -> Iterator[None]:
-    """Raise OutOfMemoryError, which says what to lower, in place of the device's own; `advice` is called only then."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if isinstance(error, QatLoraError) or not is_out_of_memory(error):
-            raise
-        reason = " ".join(str(error).split())[:160] or type(error).__name__
-        raise OutOfMemoryError(f"out of memory ({reason}). {advice()}") from error
+@functools.singledispatch
+def advise(_: object) -> str:
+    """Return what to lower, by the class of a command's options; here, where there is nothing to lower."""
+    return "End other programs, or give a device with more memory"
 
 
-def advised(advice: Callable[[Options], str]) -> Callable[[Command[Options, R]], Command[Options, R]]:
-    """Decorate a command with `memory_advice` made of its options."""
-
-    def decorate(command: Command[Options, R]) -> Command[Options, R]:
-        @functools.wraps(command)
-        def guarded(options: Options, runtime: Runtime) -> R:
-            with memory_advice(lambda: advice(options)):
-                return command(options, runtime)
-
-        return guarded
-
-    return decorate
-
-
+@advise.register
 def build_advice(options: CacheBuildOptions) -> str:
     """Return what to lower in `cache build`, which holds the teacher and its logits of a batch."""
     rows = options.teacher_batch_size
@@ -58,6 +35,7 @@ def build_advice(options: CacheBuildOptions) -> str:
     )
 
 
+@advise.register
 def quantize_advice(options: QuantizeOptions) -> str:
     """Return what to lower in `quantize`, which holds the weights and what calibration keeps."""
     has_text = options.text.dataset is not None or options.kd_cache_dir is not None
@@ -66,12 +44,20 @@ def quantize_advice(options: QuantizeOptions) -> str:
     return _try(
         f"--calibration-rows {rows // 2}" if has_text and rows > 1 else "",
         f"--calibration-length {length // 2}" if options.text.dataset is not None and length > 3 else "",
-        "--metric outputs, which needs no backward pass" if fits_text and options.metric == "fisher" else "",
-        "--calibrate-on teacher, which keeps no rows between layers" if fits_text else "",
-        "--init mse, which reads no text" if fits_text else "a machine with more memory (--dry-run says how much)",
+        *(_fit_answers(options) if fits_text else ("a machine with more memory (--dry-run says how much)",)),
     )
 
 
+def _fit_answers(options: QuantizeConfig) -> tuple[str, ...]:
+    """Return what to choose otherwise where layers are fitted to a text."""
+    return (
+        "--metric outputs, which needs no backward pass" if options.metric == "fisher" else "",
+        "--calibrate-on teacher, which keeps no rows between layers",
+        "--init mse, which reads no text",
+    )
+
+
+@advise.register
 def eval_advice(options: EvalOptions) -> str:
     """Return what to lower in `eval`, which holds all its models and their logits of a batch."""
     return _try(
@@ -82,6 +68,7 @@ def eval_advice(options: EvalOptions) -> str:
     )
 
 
+@advise.register
 def qat_advice(options: QatOptions) -> str:
     """Return what to lower in `qat`; its parts are what `--dry-run` shows."""
     loop, rows, chunk = options.loop, options.loop.batch_size, options.objective.loss_chunk_mb
@@ -92,6 +79,7 @@ def qat_advice(options: QatOptions) -> str:
         f"--loss-chunk-mb {chunk // 2}" if chunk > 1 else "",
         "--mergeable instead of training whole weights" if "weights" in options.train_parts else "",
         f"--calibration-rows {options.calibration_rows // 2}" if options.from_scratch else "",
+        *(_fit_answers(options) if options.from_scratch and options.init in NEED_TEXT else ()),
     )
     return f"{answers}; --dry-run shows the parts"
 
@@ -100,22 +88,23 @@ def _try(*answers: str) -> str:
     return f"Try {', or '.join(filter(None, answers))}"
 
 
-def recovery_advice(options: EstimateOptions, global_batch_size: int | None = None) -> str:
+@advise.register
+def recover_advice(options: RecoverOptions) -> str:
     """Return the largest parts of a recovery, and which flag makes each smaller, with the value to try.
 
     With a global batch size, the number of micro-batches follows by itself.
     """
     try:
-        parts = memory(options)
+        parts = plan_recover(replace(options, preload=False)).report["bytes"]
     except QatLoraError:  # a model that cannot be estimated still gets the general answer
         return "Lower --batch-size and raise --accumulation-steps, or give --gradient-checkpointing"
-    rows, checkpoints = options.batch_size, options.gradient_checkpointing
-    steps = "" if global_batch_size else f" --accumulation-steps {options.accumulation_steps * 2}"
+    loop, rows, chunk = options.loop, options.loop.batch_size, options.objective.loss_chunk_mb
+    steps = "" if loop.global_batch_size else f" --accumulation-steps {loop.accumulation_steps * 2}"
     batch = f"--batch-size {rows // 2}{steps}" if rows > 1 else "a cache with shorter rows"
     answers = {
-        "activations": batch if checkpoints else f"--gradient-checkpointing, or {batch}",
-        "formed weights": "" if checkpoints else "--gradient-checkpointing",
-        "working memory": f"{batch}, or --loss-chunk-mb {max(1, options.loss_chunk_mb // 2)}",
+        "activations": batch if loop.gradient_checkpointing else f"--gradient-checkpointing, or {batch}",
+        "formed weights": "" if loop.gradient_checkpointing else "--gradient-checkpointing",
+        "working memory": f"{batch}, or --loss-chunk-mb {max(1, chunk // 2)}",
         "cached head": "--head-k with a smaller number",
         "weights": "" if options.run.dtype == "bfloat16" else "--dtype bfloat16",
         **dict.fromkeys(("adapter", "gradients", "optimizer state"), "--recovery-r with a smaller number"),

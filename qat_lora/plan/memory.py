@@ -26,7 +26,7 @@ from qat_lora.layers.convert import add_lora, lora_layers, make_quant_skeleton, 
 from qat_lora.models import load as models
 from qat_lora.options import EstimateOptions
 from qat_lora.plan.activations import step_bytes, widths
-from qat_lora.plan.devices import Attention, Device, attention_on, named
+from qat_lora.plan.devices import Attention, Device, attention_on
 from qat_lora.quant.presets import Preset, preset
 from qat_lora.setup.trainable import recovery_parts
 
@@ -89,11 +89,6 @@ def forecast(shapes: Shapes, options: EstimateOptions, devices: Sequence[Device]
     }
 
 
-def memory(options: EstimateOptions) -> dict[str, int]:
-    """Return the parts of a run's memory on one replica, in bytes by name; their sum is the peak of a step."""
-    return _parts(skeleton(options), options, _attention(options, named(options.devices)))
-
-
 def _attention(options: EstimateOptions, devices: Sequence[Device]) -> Attention:
     """Return the attention kernel: as set, or that of the device which `--device` or else `--for` names first."""
     if options.attention != "auto":
@@ -105,18 +100,6 @@ def _attention(options: EstimateOptions, devices: Sequence[Device]) -> Attention
 
 def _parts(shapes: Shapes, options: EstimateOptions, attention: Attention) -> dict[str, int]:
     largest = max(shapes.quantised, default=0) if shapes.weight_gradients else 0
-    return {
-        **_held_bytes(shapes),
-        **step_bytes(
-            shapes.config, options, attention, shapes.vocab_size, shapes.adapter_rank, shapes.formed_bytes, largest
-        ),
-        # Ids, mask and top-K entries of this micro-batch and of the next one, which is fetched meanwhile.
-        "cached head": 2 * options.batch_size * (options.length - 1) * (options.head_k * (8 + 4) + 21),
-    }
-
-
-def _held_bytes(shapes: Shapes) -> dict[str, int]:
-    """Return bytes of what stays in memory for the whole run."""
     module, adapter = shapes.module, shapes.adapter
     factors = {id(p) for p in adapter}
     stored = {id(t): t for t in (*module.parameters(), *module.buffers()) if id(t) not in factors}
@@ -126,6 +109,11 @@ def _held_bytes(shapes: Shapes) -> dict[str, int]:
         **({"adapter": sum(p.numel() * p.element_size() for p in adapter)} if adapter else {}),
         "gradients": 4 * trained,
         "optimizer state": (12 if shapes.averaged else 8) * trained,
+        **step_bytes(
+            shapes.config, options, attention, shapes.vocab_size, shapes.adapter_rank, shapes.formed_bytes, largest
+        ),
+        # Ids, mask and top-K entries of this micro-batch and of the next one, which is fetched meanwhile.
+        "cached head": 2 * options.batch_size * (options.length - 1) * (options.head_k * (8 + 4) + 21),
     }
 
 

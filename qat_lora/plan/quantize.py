@@ -11,11 +11,10 @@ from qat_lora.errors import ModelError
 from qat_lora.layers.calibrate.fisher import kept_shape
 from qat_lora.layers.convert import LM_HEAD, bits_per_weight, check_reach, make_quant_skeleton, quant_layers
 from qat_lora.options import QuantizeOptions
-from qat_lora.plan.dry_run import DryRun
 from qat_lora.plan.memory import GIB, meta_model
 from qat_lora.quant.initialize import NEED_TEXT
 from qat_lora.quant.presets import preset
-from qat_lora.registry import Requirements
+from qat_lora.registry import DryRun, Requirements
 
 
 def plan_quantize(options: QuantizeOptions) -> DryRun:
@@ -35,6 +34,7 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
     layers, bits = quant_layers(module).values(), bits_per_weight(module)
     quantised = sum(layer.in_features * layer.out_features for layer in layers)
     codes_bytes = int(bits["base"] * quantised) // 8
+    width = config.dtype.itemsize if isinstance(getattr(config, "dtype", None), torch.dtype) else 4  # in its files
     has_text = options.text.dataset is not None or options.kd_cache_dir is not None
     report: dict[str, Any] = {
         "model": str(options.model),
@@ -45,7 +45,7 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
         "bits_per_weight": bits["base"],
         "bits_per_weight_model": bits["model"],
         "stored_bytes": int(bits["model"] * parameters) // 8,
-        "weights_bytes": max(_file_itemsize(config) * parameters, 4 * (parameters - quantised) + codes_bytes),
+        "weights_bytes": max(width * parameters, 4 * (parameters - quantised) + codes_bytes),
         "scratch_bytes": fisher_bytes(module, options.init, options.metric) if has_text else 0,
         "inputs_and_outputs": sum(layer.in_features + layer.out_features for layer in layers),
     }
@@ -64,12 +64,6 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
     disk = 2 * (report["stored_bytes"] + starts) + report["scratch_bytes"]
     memory = report["weights_bytes"]
     return DryRun(report, text, Requirements("this quantisation", memory, memory, disk))
-
-
-def _file_itemsize(config: Any) -> int:
-    """Return bytes of a weight in a model's files, as its config says; 4 where it does not say."""
-    dtype = getattr(config, "dtype", None)
-    return dtype.itemsize if isinstance(dtype, torch.dtype) else 4
 
 
 def fisher_bytes(module: torch.nn.Module, init: str, metric: str) -> int:

@@ -14,7 +14,7 @@ from qat_lora.data.packing import PackedRow, make_encoder, pack_rows
 from qat_lora.data.sources import TextConfig, open_documents
 from qat_lora.errors import ConfigError, MissingExtraError
 from qat_lora.models.hub import HubConfig
-from qat_lora.models.load import FILE_SUFFIXES, CausalLM, load_model, load_tokenizer, tokenizer_sha256
+from qat_lora.models.load import FILE_SUFFIXES, CausalLM, load_tokenizer, resolve_model, tokenizer_sha256
 from qat_lora.options import RunConfig
 from qat_lora.runtime.base import Runtime
 from qat_lora.terminal import redact
@@ -35,9 +35,11 @@ def picture(run: RunConfig, draw: Callable[[], None]) -> None:
         say(run, f"no picture: {error}")
 
 
-def load(name: str, hub: HubConfig, dtype: str) -> CausalLM:
-    """Load a model by folder or Hub name, as the user's Hub settings say."""
-    return load_model(name, revision=hub.revision, trust_remote_code=hub.trust_remote_code, dtype=dtype)
+def fetch(runtime: Runtime, name: str, hub: HubConfig) -> None:
+    """Let the main process download a model that is not here yet, while the others wait for the files."""
+    if runtime.is_main:
+        resolve_model(name, hub.revision)
+    runtime.barrier("model_download")
 
 
 def fit_attention(model: CausalLM, runtime: Runtime) -> None:

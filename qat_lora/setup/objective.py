@@ -13,7 +13,6 @@ import torch
 
 from qat_lora.cache.format.codec import OPTIONAL
 from qat_lora.cache.read.dataset import KDCacheDataset
-from qat_lora.config import to_dict
 from qat_lora.errors import CacheError, ConfigError
 from qat_lora.losses.objective import OPTIONAL_ARRAYS, EstimatorName, ObjectiveConfig, choose_estimator, wanted
 from qat_lora.models.load import CausalLM
@@ -22,22 +21,6 @@ from qat_lora.train.anchor import remember
 from qat_lora.train.loop import LoopConfig
 from qat_lora.train.step import PreparedObjective
 from qat_lora.types import LMHead
-
-
-def identity(objective: ObjectiveConfig) -> dict[str, Any]:
-    """Return what makes an objective another one, for a run's settings: not how its logits are held and walked.
-
-    A run that ran out of memory is told to lower `loss_chunk_mb`, and has to go on where it was.
-    """
-    return {name: value for name, value in to_dict(objective).items() if name not in ("loss_chunk_mb", "loss_walk")}
-
-
-def anchor_batch_rows(objective: ObjectiveConfig, loop: LoopConfig, replicas: int) -> int | None:
-    """Return how many anchor rows a step sees, for a run's settings; None without an anchor.
-
-    Micro-batches of other sizes make the same step of the other rows, but not of these: each step has one of them.
-    """
-    return loop.batch_size * replicas if objective.anchor_weight > 0 else None
 
 
 def check_arrays(dataset: KDCacheDataset, objective: ObjectiveConfig) -> None:

@@ -22,45 +22,32 @@ from qat_lora.losses.objective import ObjectiveConfig, objective_loss
 from qat_lora.models.load import CausalLM, load_tokenizer, tokenizer_sha256
 from qat_lora.options import QatOptions, RecoverOptions
 from qat_lora.runtime.base import Runtime
-from qat_lora.setup.common import check_fits, fits_positions
+from qat_lora.setup.common import fits_positions
 from qat_lora.setup.objective import check_arrays, evaluation_objective
 from qat_lora.train.loop import LoopConfig
 from qat_lora.types import LMHead
 
 
 @dataclass(frozen=True)
-class Lessons:
+class TrainingData:
     """Training rows, evaluation rows, and what is minimised on them."""
 
     rows: Any  # of training: `KDCacheDataset` or `TextDataset`
     evaluation: Any  # rows kept apart, None where there are none
     objective: ObjectiveConfig
-    identity: dict[str, Any]  # what makes these lessons other ones, for the run's settings
-    length: int  # tokens of a row
-    head_k: int  # top-K entries of the teacher at a position, 0 without a teacher
+    identity: dict[str, Any]  # what tells this data from other data, for the run's settings
 
     @property
     def metric(self) -> str:
         """What evaluations report: `kl` to the teacher, or `nll` of the text."""
         return "nll" if isinstance(self.rows, TextDataset) else "kl"
 
-    def fit(self, model: CausalLM) -> CausalLM:
-        """Return the model with the vocabulary that the lessons speak of.
-
-        Raises:
-            CacheError: it cannot learn from the cache.
-        """
-        if isinstance(self.rows, TextDataset):
-            return model
-        check_fits(self.rows, model)
-        return self.with_vocabulary(model)
-
     def with_vocabulary(self, model: CausalLM) -> CausalLM:
         """Return the model with the vocabulary of the cache, without padded rows."""
         return model.with_vocabulary(self.rows.manifest.fingerprint.vocab_size)
 
 
-def cache_lessons(options: RecoverOptions | QatOptions) -> Lessons:
+def cache_training_data(options: RecoverOptions | QatOptions) -> TrainingData:
     """Open the KD cache of a run.
 
     Raises:
@@ -76,11 +63,10 @@ def cache_lessons(options: RecoverOptions | QatOptions) -> Lessons:
     if rows.manifest.rows("eval"):
         kept = KDCacheDataset(path, k=options.head_k, split="eval", verify_rows=checked)
         kept.leave_out_all_but(["teacher_hidden"])  # evaluations read no draws
-    held = rows.manifest.fingerprint
-    return Lessons(rows, kept, objective, {"cache": held.sha256}, held.length, rows.k)
+    return TrainingData(rows, kept, objective, {"cache": rows.manifest.fingerprint.sha256})
 
 
-def text_lessons(options: RecoverOptions, model: CausalLM) -> Lessons:
+def text_training_data(options: RecoverOptions, model: CausalLM) -> TrainingData:
     """Pack the text of a run into rows, with whole documents kept apart for evaluation.
 
     Raises:
@@ -101,22 +87,22 @@ def text_lessons(options: RecoverOptions, model: CausalLM) -> Lessons:
         **{name: getattr(options, name) for name in ("learn", "length", "num_rows", "eval_rows")},
     }
     rows = TextDataset(pack_rows(documents(first), encode, options.length), options.num_rows)
-    return Lessons(rows, TextDataset(kept) if kept else None, objective, identity, options.length, 0)
+    return TrainingData(rows, TextDataset(kept) if kept else None, objective, identity)
 
 
 def evaluation(
-    lessons: Lessons, model: CausalLM, loop: LoopConfig, runtime: Runtime, teacher_lm_head: LMHead | None = None
+    data: TrainingData, model: CausalLM, loop: LoopConfig, runtime: Runtime, teacher_lm_head: LMHead | None = None
 ) -> Callable[[], float] | None:
     """Return the function that measures the mean loss per token on rows kept apart, None where there are none.
 
-    The lessons' objective is as `setup.objective.prepare` left it. Batches have training's shape, the last one filled
+    The data's objective is as `setup.objective.prepare` left it. Batches have training's shape, the last one filled
     with masked rows, so that XLA compiles one graph more.
     """
-    rows = lessons.evaluation
+    rows = data.evaluation
     if rows is None:
         return None
-    objective = evaluation_objective(lessons.objective, teacher_lm_head)
-    if lessons.metric == "nll":
+    objective = evaluation_objective(data.objective, teacher_lm_head)
+    if data.metric == "nll":
         objective = replace(objective, kd_weight=0.0, ce_weight=1.0)
     batch_rows = loop.batch_size * runtime.replicas
     # Made once, and two: zeros made in every evaluation, or one tensor in both places, are more graphs on XLA.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,8 @@ from qat_lora.options import QatOptions, RecoverOptions, RunConfig
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.launch.select import status_line
 from qat_lora.setup.common import fit_attention, picture, say
-from qat_lora.setup.multiprocess import decide
-from qat_lora.setup.objective import anchor_batch_rows, identity, prepare
-from qat_lora.setup.training_data import Lessons, evaluation
+from qat_lora.setup.objective import prepare
+from qat_lora.setup.training_data import TrainingData, evaluation
 from qat_lora.train.callbacks import LoopHooks, RunSettings
 from qat_lora.train.loop import train
 from qat_lora.train.metrics import plot_curve
@@ -41,7 +41,7 @@ class TrainingRun:
 
     command: str
     options: RecoverOptions | QatOptions
-    lessons: Lessons
+    data: TrainingData
     runtime: Runtime
     out: Path
 
@@ -53,12 +53,15 @@ class TrainingRun:
 
     def decisive(self, keys: Sequence[str]) -> dict[str, Any]:
         """Return the settings that decide the result of any training run, and the options `keys` of this one's."""
-        loop, run, objective = self.options.loop, self.options.run, self.lessons.objective
+        loop, run, objective = self.options.loop, self.options.run, to_dict(self.data.objective)
         plain = to_dict(self.options)
+        for name in ("loss_chunk_mb", "loss_walk"):  # who was told to lower the chunk goes on where the run was
+            del objective[name]
         return {
-            **self.lessons.identity,
-            "objective": identity(objective),
-            "anchor_batch_rows": anchor_batch_rows(objective, loop, self.runtime.replicas),
+            **self.data.identity,
+            "objective": objective,
+            # Micro-batches of other sizes make the same step of other rows, but not of these: each step has one.
+            "anchor_batch_rows": loop.batch_size * self.runtime.replicas if objective["anchor_weight"] > 0 else None,
             "dtype": run.dtype,
             "autocast": loop.autocast,
             "seed": run.seed,
@@ -78,7 +81,8 @@ def complete_run(
     """
     run, out, runtime = plan.options.run, plan.out, plan.runtime
     with outputs.lock_dir(out) if runtime.is_main else contextlib.nullcontext():
-        if decide(runtime, lambda: outputs.claim(out, plan.command, settings, run.overwrite, inputs)):
+        claim = partial(outputs.claim, out, plan.command, settings, run.overwrite, inputs)
+        if runtime.agree(runtime.is_main and claim()):  # what it raises in the main process ends all
             say(run, f"{out} is complete already")
             return out
         if runtime.is_main:
@@ -106,15 +110,10 @@ def train_student(
 ) -> dict[str, Any]:
     """Place the student, prepare what its objective needs, and run the loop; return its result.
 
-    Args:
-        plan: the run.
-        model: the student.
-        groups: puts the placed student into its training state and returns what trains.
-        announce: says what trains.
-        export: writes the student as it is to a folder.
-        fingerprint: settings that a resumed run must share.
+    `groups` puts the student into its training state and returns what trains, `announce` says it for people,
+    `export` writes the student as it is to a folder; `fingerprint` are the settings that a resumed run must share.
     """
-    run, loop, runtime, lessons = plan.options.run, plan.options.loop, plan.runtime, plan.lessons
+    run, loop, runtime, data = plan.options.run, plan.options.loop, plan.runtime, plan.data
     say(run, status_line(runtime, DTYPES[run.dtype], plan.batch_rows))
     fit_attention(model, runtime)
     paths = _place(model, groups, runtime, run)
@@ -124,8 +123,8 @@ def train_student(
     runtime.shard_frozen(model.module)
     runtime.barrier("before_warmup")
     say(run, announce(state.groups))
-    prepared = prepare(lessons.objective, lessons.rows, model, loop, run.seed, runtime)
-    measured = replace(lessons, objective=prepared.objective)
+    prepared = prepare(data.objective, data.rows, model, loop, run.seed, runtime)
+    measured = replace(data, objective=prepared.objective)
 
     def export_as(name: str) -> None:
         with apart(model.module):
@@ -134,11 +133,11 @@ def train_student(
     evaluate = evaluation(measured, model, loop, runtime, prepared.teacher_lm_head)
     return train(
         state,
-        lessons.rows,
+        data.rows,
         prepared,
         plan.options.train,
         loop,
-        LoopHooks(evaluate, export_as, lessons.metric),
+        LoopHooks(evaluate, export_as, data.metric),
         runtime,
         RunSettings(plan.out, run.seed, fingerprint, run.quiet),
     )

@@ -20,7 +20,7 @@ from torch import Tensor
 from qat_lora.errors import DamagedFileError, InterruptedRunError
 from qat_lora.files.atomic import failpoint
 from qat_lora.files.checksums import check_sums, write_sums
-from qat_lora.files.folders import atomic_dir, discard, is_ours, sweep
+from qat_lora.files.folders import atomic_dir, discard, is_ours, remove_leftovers
 from qat_lora.layers.calibrate.finished import Kept, Work
 
 FOLDER = "unfinished"
@@ -33,7 +33,7 @@ class Unfinished(Work):
     def __init__(self, out: Path, unit: str, total: int, stopped: list[str]) -> None:
         """Check what is there of the `total` parts, called `unit` for people; `stopped` fills when a signal arrives."""
         self.folder, self.unit, self.total, self.stopped = out / FOLDER, unit, total, stopped
-        sweep(self.folder)
+        remove_leftovers(self.folder)
         for piece in _pieces(out):
             try:
                 check_sums(piece, True, (TENSORS, FACTS))
@@ -78,11 +78,10 @@ def remove_pieces(out: Path) -> None:
     """Remove the pieces of a run that is complete."""
     for piece in _pieces(out):
         discard(piece)
-    sweep(out / FOLDER)
+    remove_leftovers(out / FOLDER)
     with contextlib.suppress(OSError):  # there is none, or it holds something of others
         (out / FOLDER).rmdir()
 
 
 def _pieces(out: Path) -> list[Path]:
-    """Return the pieces that runs in this folder kept."""
     return sorted(piece for piece in (out / FOLDER).glob("[!.]*") if is_ours(piece / FACTS))

@@ -185,4 +185,4 @@ def _fit(
     for layer in layers.values():
         for parameter in layer.parameters():
             parameter.grad = None
-        layer.settle()
+        layer.materialize()

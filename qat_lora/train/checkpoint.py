@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from qat_lora.errors import ConfigError, DamagedFileError, DivergedError, ModelError
 from qat_lora.files.checksums import PROMISE, SUMS, check_sums, notice_no_sums, read_object, write_sums
 from qat_lora.files.finite import json_text, not_finite
-from qat_lora.files.folders import atomic_dir, discard, is_ours, sweep
+from qat_lora.files.folders import atomic_dir, discard, is_ours, remove_leftovers
 from qat_lora.layers.stacked import by_layer, layer_names
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.saving import random_states, set_random_states
@@ -77,7 +77,7 @@ def save_checkpoint(
         for old in checkpoints(folder)[:-keep]:
             if is_ours(old / "COMPLETE"):
                 discard(old)
-        sweep(folder)
+        remove_leftovers(folder)
     return final
 
 

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.records import Manifest, Sidecar, parse, render
 from qat_lora.cache.read.dataset import KDCacheDataset
-from qat_lora.cache.read.shard import check_header, open_shard
+from qat_lora.cache.read.shard import Shard
 from qat_lora.cache.storage.location import locate
 from qat_lora.cache.storage.store import read_manifest
 from qat_lora.cache.tools.describe import describe
@@ -60,13 +60,13 @@ def test_every_bit_flip_in_a_shard(cache):
         with open(file, "r+b") as opened:  # not write_bytes: to truncate and grow costs a millisecond
             opened.write(changed)
         with pytest.raises(CacheDamaged, match="s-000001"):
-            open_shard(place, entry, held).check_sha256()
+            Shard(place, entry, held).check_sha256()
         if number >= 8 * (len(good) - 20):
             load_file(file)
             silent += 1
     assert silent == 160
     file.write_bytes(good)
-    open_shard(place, entry, held).check_sha256()
+    Shard(place, entry, held).check_sha256()
 
 
 def test_damage_is_seen_through_the_front_doors(cache):
@@ -155,8 +155,9 @@ def test_links_pipes_and_paths_are_not_followed(cache, tmp_path):
 def test_headers_are_compared_not_trusted(cache, fingerprint, settings):
     fp = fingerprint(**settings)
     plan = fmt.layout(fp.arrays, 2, fp.sha256)
-    good = (cache / "s-000000.safetensors").read_bytes()
-    check_header(good, plan, "x")
+    file, entry = cache / "s-000000.safetensors", read_manifest(cache).train[0]
+    good = file.read_bytes()
+    Shard(locate(cache), entry, fp)
     size = len(plan.header) - 8
     text = plan.header[8:].decode()
     for bad in (
@@ -169,8 +170,9 @@ def test_headers_are_compared_not_trusted(cache, fingerprint, settings):
         plan.header[:8] + text.replace('"version":"1"', '"format":"1"', 1).encode(),
         plan.header[:8] + b"[" * size,
     ):
-        with pytest.raises(CacheDamaged, match="x"):
-            check_header(bad, plan, "x")
+        file.write_bytes(bad.ljust(len(good), b"\0"))
+        with pytest.raises(CacheDamaged, match="s-000000.safetensors: its header"):
+            Shard(locate(cache), entry, fp)
 
 
 def test_unfinished_and_absent_caches_are_refused(cache, tmp_path):

@@ -199,6 +199,6 @@ def test_records_are_closed(fingerprint):
 
 def test_names():
     assert fmt.shard_name("train", 123) == "s-000123"
-    assert fmt.parse_shard_name("e-000007") == ("eval", 7)
+    assert fmt.shard_number("eval", "e-000007") == 7 and fmt.shard_number("train", "e-000007") is None
     for bad in ("s-1", "s-0000001", "../s-000001", "s-000001\n", "/s-000001", "t-000001", "s-00000١", ""):
-        assert fmt.parse_shard_name(bad) is None
+        assert fmt.shard_number("train", bad) is fmt.shard_number("eval", bad) is None

@@ -413,7 +413,7 @@ def test_a_copy_that_changes_under_a_reader_is_fetched_again_or_one_line(fingerp
     for file in copies.iterdir():
         file.unlink()
     np.testing.assert_array_equal(dataset.rows(range(6))["input_ids"], good)  # open files stay readable
-    dataset._shards.clear()  # closed meanwhile, among many
+    dataset._shard.cache_clear()  # closed meanwhile, among many
     bucket.Bucket.transferred.clear()
     np.testing.assert_array_equal(dataset.rows(range(6))["input_ids"], good)
     assert {name for name in bucket.Bucket.transferred} == {"s-000000.safetensors", "s-000001.safetensors"}
@@ -421,7 +421,7 @@ def test_a_copy_that_changes_under_a_reader_is_fetched_again_or_one_line(fingerp
         os.truncate(file, 100)
     with pytest.raises(CacheDamaged, match="bucket://under/s-000001: row 2 is cut off"):
         dataset.rows([5])
-    dataset._shards.clear()
+    dataset._shard.cache_clear()
     with pytest.raises(CacheDamaged, match="s-000000.safetensors: has 100 bytes"):
         dataset.rows([0])
 

@@ -28,8 +28,10 @@ def cache(request, tmp_path, fingerprint, random_rows, write_cache):
 
 def places(dataset, row):
     """Yield the file's places of a row of the second shard: the first and last byte of the row in every array."""
-    plan = shards._plan(dataset.manifest.fingerprint, 3)
-    for spec, _, start in plan.arrays:
+    held = dataset.manifest.fingerprint
+    plan = shards._plan(held, 3)
+    for spec in held.arrays:
+        start = plan.starts[spec.name]
         yield from {start + row * spec.row_bytes, start + (row + 1) * spec.row_bytes - 1}
 
 
@@ -89,7 +91,7 @@ def test_a_file_that_shrinks_or_vanishes_while_it_is_open(cache, damage, what):
     damage(file)
     with pytest.raises(CacheDamaged, match=f"/s-000001: {what}"):
         dataset.rows([5])
-    dataset._shards.clear()  # closed meanwhile, among many
+    dataset._shard.cache_clear()  # closed meanwhile, among many
     if not file.exists() or file.stat().st_size != copy.stat().st_size:
         with pytest.raises(
             CacheDamaged, match="s-000001.safetensors: (is missing|has .* were written).*its row 2 was wanted"

@@ -10,7 +10,7 @@ from toy_pipeline import part
 from qat_lora.commands.chat import NO_TEMPLATE, chat
 from qat_lora.commands.generate import generate
 from qat_lora.errors import ConfigError, TextError
-from qat_lora.generate.sample import chat_prompt, continue_ids, plain_prompt, stream_ids, stream_text
+from qat_lora.generate.sample import chat_prompt, plain_prompt, stream_ids, stream_text, until_end
 from qat_lora.models import kv_cache as decoding
 from qat_lora.models.load import copy_tokenizer, load_model, load_tokenizer
 from qat_lora.options import ChatOptions, GenerateOptions
@@ -53,10 +53,10 @@ def run(function, options):
 def test_the_stream_is_the_text(plain):
     model, tokenizer = load_model(str(plain)), load_tokenizer(plain)
     ids = plain_prompt(tokenizer, "the model")
-    whole = continue_ids(model, ids, 16, device=CPU)
+    whole = list(stream_ids(model, ids, 16, device=CPU))
     pieces = list(stream_text(tokenizer, stream_ids(model, ids, 16, device=CPU)))
     assert "".join(pieces) == tokenizer.decode(whole, clean_up_tokenization_spaces=False) and len(pieces) > 4
-    assert whole == continue_ids(model, ids, 16, device=CPU, row_length=128)  # padding behind changes nothing
+    assert whole == list(stream_ids(model, ids, 16, device=CPU, row_length=128))  # padding behind changes nothing
 
 
 def test_half_characters_wait(plain):
@@ -91,8 +91,8 @@ def test_the_template_writes_the_prompt(plain, talker):
     assert tokenizer.decode(ids) == "<user>the loss</user>\n<assistant>"
     options = GenerateOptions(student=str(talker), prompt="the loss", chat=True, max_new_tokens=6, run=part("unused"))
     eos = tokenizer.eos_token_id
-    wanted = continue_ids(load_model(str(talker)), ids, 6, device=CPU, eos_id=eos)
-    assert run(generate, options) == tokenizer.decode(wanted)
+    wanted = until_end(stream_ids(load_model(str(talker)), ids, 6, device=CPU), eos)
+    assert run(generate, options) == tokenizer.decode(list(wanted))
     with pytest.raises(TextError, match="no chat template"):
         run(generate, replace(options, student=str(plain)))
 
@@ -111,7 +111,7 @@ def test_a_chat_of_two_turns(talker, monkeypatch, capsys):
     model, tokenizer = load_model(str(talker)), load_tokenizer(talker)
     for n in (2, 4):  # every answer follows all that was said before it
         ids = chat_prompt(tokenizer, messages[:n])
-        wanted = tokenizer.decode(continue_ids(model, ids, 8, device=CPU, eos_id=tokenizer.eos_token_id))
+        wanted = tokenizer.decode(list(until_end(stream_ids(model, ids, 8, device=CPU), tokenizer.eos_token_id)))
         assert messages[n]["content"] == wanted and wanted in out
     assert len(spoken(monkeypatch, ["the loss", "/new", "a row"], talker)) == 2
 

@@ -6,6 +6,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+import torch
 
 from qat_lora.commands import demo as demo_module
 from qat_lora.errors import OutputExistsError, TextError
@@ -90,3 +91,22 @@ def test_a_python_without_sources_is_refused(toy, monkeypatch, tmp_path):
     monkeypatch.setattr(demo_module.sysconfig, "get_path", lambda _: str(tmp_path / "empty"))
     with pytest.raises(TextError, match="run the demo with a full Python"):
         run(COMMANDS["demo"], options(toy))
+
+
+def test_muon_is_torchs_in_bfloat16_and_orthogonalises_in_float32():
+    torch.manual_seed(0)
+    ours = [torch.nn.Parameter(torch.randn(*shape)) for shape in ((24, 40), (40, 24))]
+    theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+    settings = {"lr": 1e-2, "weight_decay": 0.01}
+    muon = demo_module.Muon(ours, dtype=torch.bfloat16, **settings)
+    reference = torch.optim.Muon(theirs, adjust_lr_fn="match_rms_adamw", **settings)
+    for _ in range(3):
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        muon.step()
+        reference.step()
+    assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+    update = demo_module._nearly_orthogonal(torch.randn(24, 40))
+    assert update.dtype == torch.float32
+    assert 0.5 < torch.linalg.svdvals(update).min() <= torch.linalg.svdvals(update).max() < 1.5

@@ -4,7 +4,7 @@ from typing import get_args
 
 import pytest
 
-from qat_lora.data.layouts import CHATS, Format, articles, messages_of, starts_with_title, title_of
+from qat_lora.data.layouts import CHATS, Format, articles, starts_with_title, title_of
 from qat_lora.errors import TextError
 
 
@@ -30,8 +30,8 @@ def test_titles(line, title):
 def test_articles_hold_every_line_once_and_begin_at_titles():
     lines = ["before\n", " \n", " = A = \n", " \n", " a \n", " = = S = = \n", " b \n", " = B = \n", " c \n"]
     found = list(articles(lines))
-    assert [article.title for article in found] == ["", "A", "B"]
-    joined = "".join(article.text for article in found)
+    assert [title for title, _ in found] == ["", "A", "B"]
+    joined = "".join(text for _, text in found)
     assert joined == "".join(line if line.strip() else "\n" for line in lines)
 
 
@@ -39,7 +39,7 @@ def test_rows_and_lines_give_the_same_articles():
     rows = ["", " = A = \n", "", " a \n", "", " = B = \n", "", " b \n"]  # as datasets has them
     lines = [" \n", " = A = \n", " \n", " a \n", " \n", " = B = \n", " \n", " b \n"]  # as the files have them
     assert list(articles(rows)) == list(articles(lines))
-    assert [article.title for article in articles(rows)] == ["A", "B"]
+    assert [title for title, _ in articles(rows)] == ["A", "B"]
 
 
 def test_the_first_line_that_is_not_blank_tells():
@@ -82,7 +82,7 @@ def test_the_first_line_that_is_not_blank_tells():
     ],
 )
 def test_layouts(layout, row, expected):
-    assert [f"{m['role']}:{m['content']}" for m in messages_of(row, layout, "row")] == expected
+    assert [f"{m['role']}:{m['content']}" for m in CHATS[layout](row, "row")] == expected
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_layouts(layout, row, expected):
 )
 def test_bad_layouts(layout, row, message):
     with pytest.raises(TextError, match=message):
-        messages_of(row, layout, "row 7")
+        CHATS[layout](row, "row 7")
 
 
 def test_every_layout_can_be_asked_for():

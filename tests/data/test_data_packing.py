@@ -57,7 +57,7 @@ def make_documents(sizes, seed=0):
     return documents
 
 
-def oracle(documents, length, pad):
+def oracle(documents, length):
     """Rows as lists of (token, mask, start), one token at a time."""
     flat = []
     for document in documents:
@@ -67,8 +67,6 @@ def oracle(documents, length, pad):
     for begin in range(0, len(flat), length):
         row = flat[begin : begin + length]
         if len(row) < length:
-            if not pad:
-                break
             row = row + [(0, 0, i == 0) for i in range(length - len(row))]
         rows.append([(row[0][0], 0, True), *row[1:]])
     return rows
@@ -84,15 +82,14 @@ SIZES = [[17, 0, 3, 1, 1, 40, 0, 0, 5, 12, 2, 0], [14], [1] * 30, [0, 0, 7, 7, 7
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("length", [2, 3, 7, 13, 64])
-@pytest.mark.parametrize("pad", [True, False])
-def test_rows_are_the_oracles_and_every_row_can_be_resumed_at(sizes, length, pad):
+def test_rows_are_the_oracles_and_every_row_can_be_resumed_at(sizes, length):
     documents = make_documents(sizes)
-    rows = list(pack_rows(documents, numbered, length, pad_last=pad))
-    assert [plain(row) for row in rows] == oracle(documents, length, pad)
+    rows = list(pack_rows(documents, numbered, length))
+    assert [plain(row) for row in rows] == oracle(documents, length)
     for i, row in enumerate(rows):
         cursor = json.loads(json.dumps(row.cursor))
         assert cursor.keys() == {"document", "token"}
-        rest = list(pack_rows(documents[cursor["document"] :], numbered, length, cursor, pad_last=pad))
+        rest = list(pack_rows(documents[cursor["document"] :], numbered, length, cursor))
         assert [(plain(a), a.cursor) for a in rest] == [(plain(b), b.cursor) for b in rows[i + 1 :]]
 
 
@@ -123,8 +120,8 @@ def test_documents_are_taken_only_as_rows_need_them():
 
 
 def test_padding_is_a_document_of_its_own():
-    [row] = pack_rows(make_documents([3]), numbered, 6, pad_id=9)
-    assert row.input_ids.tolist() == [1, 2, 3, 9, 9, 9]
+    [row] = pack_rows(make_documents([3]), numbered, 6)
+    assert row.input_ids.tolist() == [1, 2, 3, 0, 0, 0]
     assert row.doc_starts.tolist() == [True, False, False, True, False, False]
     assert row.loss_mask[3:].tolist() == [0, 0, 0]
     assert row.cursor == {"document": 1, "token": 0}
@@ -133,7 +130,7 @@ def test_padding_is_a_document_of_its_own():
 @pytest.mark.parametrize("length", [1, 0, -3])
 def test_a_length_without_predictions_is_refused_at_once(length):
     with pytest.raises(ConfigError, match=f"length: {length} tokens .* allowed: 2 or more"):
-        pack_rows([], numbered, length)
+        next(pack_rows([], numbered, length))
 
 
 def test_a_text_that_changed_under_the_cursor_is_refused():
@@ -148,7 +145,7 @@ def test_a_text_that_changed_under_the_cursor_is_refused():
 def test_evaluation_takes_whole_documents(eval_rows):
     documents = make_documents([17, 0, 3, 1, 40, 5, 12, 30, 30])
     rows, rest = take_eval(lambda start: documents[start:], numbered, 7, eval_rows)
-    assert [plain(row) for row in rows] == oracle(documents, 7, True)[:eval_rows]
+    assert [plain(row) for row in rows] == oracle(documents, 7)[:eval_rows]
     kept = {token for row in rows for token in row.input_ids.tolist()}
     used = [i for i, document in enumerate(documents) if kept & set(joined(numbered(document))[0])]
     assert rest == max(used) + 1

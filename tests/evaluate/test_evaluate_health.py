@@ -8,7 +8,7 @@ import torch
 
 from qat_lora.errors import ConfigError, TextError
 from qat_lora.evaluate.health import HealthConfig, continue_greedily, health, take_prompts
-from qat_lora.generate.sample import continue_ids
+from qat_lora.generate.sample import stream_ids
 from qat_lora.models.load import load_model
 
 
@@ -34,7 +34,7 @@ def test_batched_greedy_text_is_that_of_one_prompt_at_a_time(tiny):
     prompts = np.array([[5, 17, 200], [300, 2, 90], [7, 7, 7]])
     cuts = []
     found = continue_greedily(model, prompts, 12, cpu, lambda: cuts.append(1))
-    assert found.tolist() == [continue_ids(model, prompt, 12, device=cpu) for prompt in prompts.tolist()]
+    assert found.tolist() == [list(stream_ids(model, prompt, 12, device=cpu)) for prompt in prompts.tolist()]
     assert len(cuts) == 12
 
 

@@ -41,7 +41,7 @@ def test_sliding_keeps_what_the_encoder_masks():
 @pytest.mark.parametrize("stride", [0, 8, 9])
 def test_a_stride_that_leaves_no_context_is_refused(stride):
     with pytest.raises(ConfigError, match="stride.*1 to 7"):
-        sliding_rows([document(3)], encode, 8, stride)
+        next(sliding_rows([document(3)], encode, 8, stride))
 
 
 class Words:
@@ -61,6 +61,6 @@ def test_blocks_ignore_documents_and_leave_the_rest_out():
 def test_blocks_refuse_chats_and_too_little_text():
     chat = Document(None, [{"role": "user", "content": "1"}], "chat 3")
     with pytest.raises(TextError, match="chat 3"):
-        block_rows([chat], Words())
+        next(block_rows([chat], Words()))
     with pytest.raises(TextError, match="2048.*has 4"):
-        block_rows([document(3)], Words())
+        next(block_rows([document(3)], Words()))

@@ -10,7 +10,7 @@ from toy_pipeline import call, export_options
 
 from qat_lora.errors import ModelError
 from qat_lora.export import merged
-from qat_lora.export.job import ExportJob
+from qat_lora.export.forms import ExportJob
 from qat_lora.models.hub import HubConfig
 from qat_lora.models.load import load_model
 from qat_lora.models.student import open_student

@@ -24,8 +24,8 @@ from qat_lora.files.folders import (
     is_ours,
     moved_into,
     ours,
+    remove_leftovers,
     restore_dir,
-    sweep,
     write_text,
 )
 
@@ -87,7 +87,7 @@ def work(out, into):
         for old in sorted((out / "checkpoints").glob("step-*"))[:-1]:
             if (old / "COMPLETE").is_file() and is_ours(old / "COMPLETE"):
                 discard(old)
-        sweep(out / "checkpoints")
+        remove_leftovers(out / "checkpoints")
 
 
 def run(root, command, seed, overwrite):

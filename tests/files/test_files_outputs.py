@@ -232,7 +232,7 @@ def test_a_part_of_a_run_is_made_again_around_files_of_others(tmp_path):
         with outputs.claimed(part, "quantize", {}, False) as complete:
             assert not complete
             with pytest.raises(OutputExistsError, match="in the way"):
-                outputs.ours(part / "notes.txt")
+                ours(part / "notes.txt")
     assert (part / "notes.txt").read_text() == "mine"
     (tmp_path / "alone").mkdir()
     (tmp_path / "alone" / "notes.txt").write_text("mine")

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from qat_lora.commands.generate import generate
 from qat_lora.errors import ConfigError, ModelError
-from qat_lora.generate.sample import continue_ids, continue_text
+from qat_lora.generate.sample import continue_text, stream_ids, until_end
 from qat_lora.models.load import load_model, load_tokenizer
 from qat_lora.options import GenerateOptions
 from qat_lora.runtime.launch.select import select_runtime
@@ -39,6 +39,10 @@ def model(lively):
     return load_model(str(lively))
 
 
+def continue_ids(model, prompt, new, eos_id=None, **settings):
+    return list(until_end(stream_ids(model, prompt, new, device=CPU, **settings), eos_id))
+
+
 def plain_argmax(folder, prompt, tokens):
     """The oracle: transformers' model, called anew on every growing sequence."""
     module = AutoModelForCausalLM.from_pretrained(folder)
@@ -52,7 +56,7 @@ def plain_argmax(folder, prompt, tokens):
 @pytest.mark.parametrize("prompt", [PROMPT, [9], list(range(40))])
 def test_equals_transformers_step_by_step(lively, model, prompt):
     wanted = plain_argmax(lively, prompt, 24)
-    assert continue_ids(model, prompt, 24, device=CPU) == wanted
+    assert continue_ids(model, prompt, 24) == wanted
     assert len(set(wanted)) > 5
 
 
@@ -63,28 +67,28 @@ def test_one_forward_of_the_row_and_then_one_of_a_token(model):
         shapes.append((tuple(given["input_ids"].shape), tuple(given["attention_mask"].shape)))
 
     model.module.model.register_forward_pre_hook(seen, with_kwargs=True)
-    assert len(continue_ids(model, PROMPT, 9, device=CPU)) == 9
+    assert len(continue_ids(model, PROMPT, 9)) == 9
     assert shapes == [((1, 13), (1, 1, 13, 13))] + 8 * [((1, 1), (1, 1, 1, 13))]
 
 
 def test_ends_at_the_end_token_which_is_not_returned(model):
-    free = continue_ids(model, PROMPT, 24, device=CPU)
+    free = continue_ids(model, PROMPT, 24)
     for eos in free[3:6]:
-        assert continue_ids(model, PROMPT, 24, device=CPU, eos_id=eos) == free[: free.index(eos)]
-    assert continue_ids(model, PROMPT, 24, device=CPU, eos_id=free[0]) == []
+        assert continue_ids(model, PROMPT, 24, eos_id=eos) == free[: free.index(eos)]
+    assert continue_ids(model, PROMPT, 24, eos_id=free[0]) == []
 
 
 def test_the_continuation_is_a_prefix_of_a_longer_one(model):
-    assert continue_ids(model, PROMPT, 5, device=CPU) == continue_ids(model, PROMPT, 20, device=CPU)[:5]
+    assert continue_ids(model, PROMPT, 5) == continue_ids(model, PROMPT, 20)[:5]
 
 
 def test_draws_follow_seed_and_temperature(model):
     def draw(seed, temperature):
         generator = torch.Generator().manual_seed(seed)
-        return continue_ids(model, PROMPT, 12, device=CPU, temperature=temperature, generator=generator)
+        return continue_ids(model, PROMPT, 12, temperature=temperature, generator=generator)
 
     assert draw(1, 1.0) == draw(1, 1.0) != draw(2, 1.0)
-    assert draw(1, 1e-4) == continue_ids(model, PROMPT, 12, device=CPU)  # cold draws are the likeliest tokens
+    assert draw(1, 1e-4) == continue_ids(model, PROMPT, 12)  # cold draws are the likeliest tokens
 
 
 def test_draws_have_the_models_probabilities(model):
@@ -92,7 +96,7 @@ def test_draws_have_the_models_probabilities(model):
         hidden = model.hidden(torch.tensor([PROMPT]), torch.zeros(1, 4, dtype=torch.int32))
         wanted = torch.softmax(model.logits(hidden[0, -1:])[0].double() / 2.0, -1)
     generator = torch.Generator().manual_seed(0)
-    drawn = [continue_ids(model, PROMPT, 1, device=CPU, temperature=2.0, generator=generator)[0] for _ in range(400)]
+    drawn = [continue_ids(model, PROMPT, 1, temperature=2.0, generator=generator)[0] for _ in range(400)]
     likely = int(wanted.argmax())
     share, error = drawn.count(likely) / 400, float((wanted[likely] * (1 - wanted[likely]) / 400).sqrt())
     assert abs(share - float(wanted[likely])) < 5 * error + 1e-9
@@ -111,11 +115,11 @@ def test_draws_have_the_models_probabilities(model):
 )
 def test_refusals(model, prompt, new, temperature, word):
     with pytest.raises(ConfigError, match=word):
-        continue_ids(model, prompt, new, device=CPU, temperature=temperature)
+        continue_ids(model, prompt, new, temperature=temperature)
 
 
 def test_the_longest_that_fits_is_allowed(model):
-    assert len(continue_ids(model, list(range(253)), 3, device=CPU)) == 3
+    assert len(continue_ids(model, list(range(253)), 3)) == 3
 
 
 def test_text(lively, model, capsys):

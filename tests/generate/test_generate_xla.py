@@ -17,7 +17,7 @@ runtime = select_runtime("xla")
 
 def main():
     from qat_lora.evaluate import score as score_module
-    from qat_lora.generate.sample import continue_ids
+    from qat_lora.generate.sample import stream_ids
     from qat_lora.models.load import load_model
     score_module.CHUNK_ROWS, score_module.CHUNK_BYTES = 1, 4 * 320 * 7  # 7 positions: many chunks, a short one
     cpu, cpu_2, xla, xla_2 = (load_model(sys.argv[1]) for _ in range(4))
@@ -46,7 +46,7 @@ def main():
     found["graphs of a text"] = []
     for prompt in prompts:
         settings = {"row_length": 16, "mark_step": runtime.mark_step}
-        texts = [continue_ids(model, prompt, 9, device=device, **settings) for model, device in places]
+        texts = [list(stream_ids(model, prompt, 9, device=device, **settings)) for model, device in places]
         found.setdefault("texts", []).append(texts)
         found["graphs of a text"].append(runtime.compile_report()["graphs_compiled"] - before)
     return found

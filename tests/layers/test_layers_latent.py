@@ -86,7 +86,7 @@ def test_what_is_stored_computes_bit_for_bit_what_was_trained(sharing, rank):
     fresh = QuantLinear(COLUMNS, ROWS, layer.spec, bias=True)
     fresh.load_state_dict({**stored, "bias": linear.bias})
     assert torch.equal(fresh(x), expected)
-    layer.settle()
+    layer.materialize()
     assert type(layer.source) is Packed and not any(p.requires_grad for p in layer.parameters())
     assert torch.equal(layer(x), expected) and set(layer.state_dict()) == set(fresh.state_dict())
     layer.hold_dense()
@@ -213,7 +213,7 @@ def test_a_trained_range_is_stored_bit_for_bit_as_it_computes(with_weights):
     fresh = QuantLinear(COLUMNS, ROWS, layer.spec, bias=True)
     fresh.load_state_dict({**stored, "bias": layer.bias})
     assert torch.equal(fresh(x), trained)
-    layer.settle()
+    layer.materialize()
     assert (
         layer.range is None and torch.equal(layer(x), trained) and not any(p.requires_grad for p in layer.parameters())
     )

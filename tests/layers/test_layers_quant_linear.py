@@ -200,7 +200,7 @@ def test_states_follow_one_another_without_stale_weights():
     assert torch.equal(layer(x), doubled) and not torch.allclose(doubled, before)
     layer.hold_dense()
     assert torch.equal(layer(x), doubled) and not layer.scale.requires_grad
-    layer.settle()
+    layer.materialize()
     assert type(layer.source) is Packed
     assert torch.equal(layer(x), doubled)
     twin = copy.deepcopy(put(layer, "hold_dense"))

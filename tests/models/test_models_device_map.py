@@ -9,7 +9,7 @@ from torch import nn
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.cli import main
 from qat_lora.errors import DeviceError, MissingExtraError, ModelError
-from qat_lora.models.device_map import SpreadCausalLM, load_spread
+from qat_lora.models.device_map import DispatchedCausalLM, load_dispatched
 from qat_lora.models.load import load_model
 from qat_lora.runtime.native import NativeRuntime
 
@@ -41,24 +41,24 @@ def _batch():
 @torch.no_grad()
 def test_spread_and_plain_agree(tiny, device_map, dtype):
     plain = load_model(str(tiny.teacher), dtype=dtype)
-    spread = load_spread(str(tiny.teacher), device_map, dtype=dtype)
+    spread = load_dispatched(str(tiny.teacher), device_map, dtype=dtype)
     ids, documents = _batch()
     hidden = spread.hidden(ids, documents)
     torch.testing.assert_close(hidden, plain.hidden(ids, documents), rtol=0, atol=0)
     torch.testing.assert_close(spread.logits(hidden[1]), plain.logits(hidden[1]), rtol=0, atol=0)
     cut = spread.with_vocabulary(300)
-    assert isinstance(cut, SpreadCausalLM) and cut.logits(hidden[0]).shape == (24, 300)
+    assert isinstance(cut, DispatchedCausalLM) and cut.logits(hidden[0]).shape == (24, 300)
     on_disk = [name for name, parameter in spread.module.named_parameters() if parameter.is_meta]
     assert bool(on_disk) == (device_map == {"": "disk"} or isinstance(device_map, dict) and len(device_map) > 1)
 
 
 def test_what_cannot_be_is_said(tiny, monkeypatch):
-    away = load_spread(str(tiny.teacher), {"": "disk"})
+    away = load_dispatched(str(tiny.teacher), {"": "disk"})
     assert away.vocab_size == 320
     with pytest.raises(ModelError, match="device_map: the output head is kept outside"):
         away.lm_head()
     with pytest.raises(ModelError, match="does not load.*device"):
-        load_spread(str(tiny.teacher), "best")
+        load_dispatched(str(tiny.teacher), "best")
     runtime = NativeRuntime("cpu")
     runtime.check_device_map()
     runtime.replicas = 2
@@ -66,7 +66,7 @@ def test_what_cannot_be_is_said(tiny, monkeypatch):
         runtime.check_device_map()
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'qat-lora\[big\]'"):
-        load_spread(str(tiny.teacher), "auto")
+        load_dispatched(str(tiny.teacher), "auto")
 
 
 def test_xla_refuses_with_the_reason():
@@ -82,8 +82,8 @@ def test_a_cache_of_a_spread_teacher_is_the_same_cache(tiny, tmp_path, monkeypat
     main(f"{build} {tmp_path / 'plain'} {common} none".split())
     import qat_lora.commands.cache as app
 
-    real = app.load_spread
-    monkeypatch.setattr(app, "load_spread", lambda name, _, **how: real(name, _map(["model.layers.0"]), **how))
+    real = app.load_dispatched
+    monkeypatch.setattr(app, "load_dispatched", lambda name, _, *how: real(name, _map(["model.layers.0"]), *how))
     moved = []
     monkeypatch.setattr(NativeRuntime, "place", lambda self, module: moved.append(module))
     main(f"{build} {tmp_path / 'spread'} {common} auto".split())

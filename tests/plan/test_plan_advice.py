@@ -11,10 +11,10 @@ from toy_pipeline import cache_options, call, eval_options, part, quantize_optio
 
 from qat_lora import cli
 from qat_lora.data.sources import TextConfig
-from qat_lora.errors import CacheError, OutOfMemoryError, QatLoraError, is_out_of_memory
+from qat_lora.errors import CacheError, OutOfMemoryError, QatLoraError, is_out_of_memory, memory_errors_explained
 from qat_lora.losses.objective import ObjectiveConfig
-from qat_lora.options import EstimateOptions, QatOptions
-from qat_lora.plan.advice import memory_advice, recovery_advice
+from qat_lora.options import QatOptions, RecoverOptions, RunConfig
+from qat_lora.plan.advice import recover_advice
 from qat_lora.registry import COMMANDS
 from qat_lora.runtime.host.memory import peak_memory_bytes
 from qat_lora.train.loop import LoopConfig
@@ -29,7 +29,8 @@ ERRORS = [
 
 
 def advice(model):
-    return memory_advice(lambda: recovery_advice(EstimateOptions(model=str(model))))
+    options = RecoverOptions(model=str(model), learn="ce", text=TextConfig(dataset="none"), run=RunConfig(device="cpu"))
+    return memory_errors_explained(lambda: recover_advice(options))
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: str(error)[:12] or "host")

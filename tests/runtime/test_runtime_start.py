@@ -13,7 +13,7 @@ import pytest
 
 from qat_lora.errors import ConfigError, DeviceError, MissingExtraError
 from qat_lora.options import RunConfig
-from qat_lora.registry import COMMANDS, Command
+from qat_lora.registry import COMMANDS, Command, DryRun, Requirements
 from qat_lora.runtime.launch import select
 from qat_lora.runtime.launch import start as launch
 from qat_lora.runtime.launch.select import ChipsConfig, DeviceChoice
@@ -64,14 +64,21 @@ def test_a_missing_device_stops_before_any_import(monkeypatch):
 
 
 @pytest.mark.parametrize("command", ["push", "estimate", "qat"])
-def test_what_computes_nothing_asks_for_no_device(monkeypatch, command):
+def test_what_computes_nothing_asks_for_no_device(monkeypatch, capsys, command):
     def none(device, tpu, chips):
         raise DeviceError("none here")
 
+    planned = DryRun({"steps": 3}, "three steps", Requirements("this run", 1, 1, 1))
+    functions = {"function": lambda options, runtime: runtime.description, "plan": lambda options: planned}
     monkeypatch.setattr(launch, "plan_run", none)
-    monkeypatch.setattr(Command, "load", lambda self: lambda options, runtime: runtime.description)
-    options = SimpleNamespace(run=RunConfig(device="tpu"), dry_run=True)
-    assert launch.run(COMMANDS[command], options).startswith("CPU")
+    monkeypatch.setattr(Command, "load", lambda self, name="function": functions[name])
+    for quiet in (False, True):
+        options = SimpleNamespace(run=RunConfig(device="tpu", json=quiet), dry_run=True)
+        result = launch.run(COMMANDS[command], options)
+        if command == "qat":  # people get the text and programs the report
+            assert result == {"steps": 3} and capsys.readouterr().out == ("" if quiet else "three steps\n")
+        else:
+            assert result.startswith("CPU")
 
 
 @pytest.mark.parametrize("chips", [ChipsConfig("2"), ChipsConfig(parallel="spmd")])
@@ -197,7 +204,7 @@ def test_the_machine_is_looked_at_once_whatever_the_number_of_processes(monkeypa
     look, looks = select.look, []
     monkeypatch.setattr(select, "look", lambda: looks.append(1) or look())
     monkeypatch.setattr(launch, "start", lambda plan, work, *_: [work() for _ in range(plan.chips)])
-    monkeypatch.setattr(Command, "load", lambda self: lambda options, runtime: runtime.device.type)
+    monkeypatch.setattr(Command, "load", lambda self, _="": lambda options, runtime: runtime.device.type)
     options = SimpleNamespace(run=RunConfig(device="cpu", chips=ChipsConfig("2")), dry_run=False)
     assert launch.run(COMMANDS["recover"], options) == ["cpu", "cpu"]
     assert len(looks) == 1

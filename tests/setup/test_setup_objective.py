@@ -93,7 +93,7 @@ def test_an_anchored_run_interrupted_is_the_same_run(made, monkeypatch):
     ],
 )
 def test_a_cache_without_the_array_is_refused_before_a_model_is_loaded(made, objective, message, monkeypatch):
-    monkeypatch.setattr("qat_lora.commands.recover.load", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("qat_lora.commands.recover.load_model", lambda *_: pytest.fail("a model was loaded"))
     with pytest.raises(CacheError, match=message):
         call("recover", options(made, "refused", cache=made[2], **objective))
     assert not (made[0] / "refused").exists()
@@ -101,7 +101,7 @@ def test_a_cache_without_the_array_is_refused_before_a_model_is_loaded(made, obj
 
 @pytest.mark.parametrize("estimator,draws,flag", [("hybrid", 5, "--tail-draws 5"), ("sampled", 13, "--draws 13")])
 def test_more_draws_than_there_are_are_refused_before_a_model_is_loaded(made, estimator, draws, flag, monkeypatch):
-    monkeypatch.setattr("qat_lora.commands.recover.load", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("qat_lora.commands.recover.load_model", lambda *_: pytest.fail("a model was loaded"))
     with pytest.raises(CacheError, match=f"draws: {draws} are asked for, the KD cache holds {draws - 1}; .*{flag}"):
         call("recover", options(made, "too-many-draws", estimator=estimator, draws=draws))
 
@@ -140,7 +140,7 @@ def test_a_cache_of_hidden_states_alone_is_refused_before_a_model_is_loaded(
     made, tiny, objective, user, advice, tmp_path, monkeypatch
 ):
     cache = call("build_cache", cache_options(tiny, tmp_path / "cache", top_k=0, hidden=True, num_rows=4, eval_rows=0))
-    monkeypatch.setattr("qat_lora.commands.recover.load", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("qat_lora.commands.recover.load_model", lambda *_: pytest.fail("a model was loaded"))
     with pytest.raises(CacheError, match=f"{user} needs .*--top-k 0; {advice}"):
         call("recover", options(made, "headless", cache=cache, **objective))
 

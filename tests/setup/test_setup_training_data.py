@@ -14,7 +14,7 @@ from qat_lora.layers.lora import LoraConfig
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.models.load import load_model
 from qat_lora.options import RecoverOptions
-from qat_lora.setup.training_data import cache_lessons, text_lessons
+from qat_lora.setup.training_data import cache_training_data, text_training_data
 from qat_lora.train.loop import LoopConfig
 from qat_lora.train.metrics import read_metrics
 from qat_lora.train.optim import OptimConfig
@@ -77,7 +77,7 @@ def test_the_first_loss_is_the_cross_entropy_of_transformers(tiny, tmp_path):
     (tmp_path / "one.txt").write_text("the model of a layer and the loss of a token to the scale")
     options = text_options(tiny.teacher, tmp_path / "one.txt", tmp_path / "run", "ce", eval_rows=0)
     model = load_model(str(tiny.teacher))
-    batch = text_lessons(options, model).rows.rows([0])
+    batch = text_training_data(options, model).rows.rows([0])
     count = int(batch["target_mask"].sum())
     ids = torch.from_numpy(batch["input_ids"]).long()[:, : count + 1]
     wanted = float(model.module(input_ids=ids, labels=ids).loss)
@@ -91,7 +91,7 @@ def test_fine_tuning_counts_answers_only(chats, tmp_path):
     model = load_model(str(folder))
     counted = {}
     for learn in ("ce", "sft"):
-        rows = text_lessons(text_options(folder, data, tmp_path, learn, eval_rows=2), model).rows
+        rows = text_training_data(text_options(folder, data, tmp_path, learn, eval_rows=2), model).rows
         counted[learn] = int(rows.rows(range(len(rows)))["target_mask"].sum())
     assert 0 < counted["sft"] < 0.7 * counted["ce"]
     run = call("recover", text_options(folder, data, tmp_path / "run", "sft"))
@@ -122,9 +122,9 @@ def test_a_cache_with_its_text_is_a_mixture(tiny, tmp_path):
     cache = call("build_cache", cache_options(tiny, tmp_path / "cache"))
     student = call("quantize", quantize_options(tiny, tmp_path / "student"))
     options = recover_options(student, cache, tmp_path / "run", learn="kd+ce")
-    assert cache_lessons(options).objective.weights_at(0.0) == {"kd": 1.0, "ce": 1.0}
+    assert cache_training_data(options).objective.weights_at(0.0) == {"kd": 1.0, "ce": 1.0}
     weighted = replace(options, objective=ObjectiveConfig(kd_weight=0.7, ce_weight=0.3))
-    assert cache_lessons(weighted).objective.weights_at(0.0) == {"kd": 0.7, "ce": 0.3}
+    assert cache_training_data(weighted).objective.weights_at(0.0) == {"kd": 0.7, "ce": 0.3}
     run = call("recover", weighted)
     line = read_metrics(run / "metrics.jsonl")[0]
     assert line["loss"] == pytest.approx(0.7 * line["loss_kd"] + 0.3 * line["loss_ce"], rel=1e-5)

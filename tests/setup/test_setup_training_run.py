@@ -7,15 +7,15 @@ from toy_pipeline import recover_options
 
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.runtime.native import NativeRuntime
-from qat_lora.setup.training_data import Lessons
+from qat_lora.setup.training_data import TrainingData
 from qat_lora.setup.training_run import TrainingRun
 
 
 def plan(**changed):
     options = recover_options("student", "cache", "out")
     options = replace(options, loop=replace(options.loop, **changed))
-    lessons = Lessons(None, None, ObjectiveConfig(), {"cache": "abc"}, 32, 4)
-    return TrainingRun("recover", options, lessons, NativeRuntime("cpu"), Path("out"))
+    data = TrainingData(None, None, ObjectiveConfig(), {"cache": "abc"})
+    return TrainingRun("recover", options, data, NativeRuntime("cpu"), Path("out"))
 
 
 def test_how_a_step_is_portioned_decides_nothing():

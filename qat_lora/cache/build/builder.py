@@ -78,15 +78,12 @@ def teacher_arrays(
     """Return what a cache holds of a batch, on the teacher's device.
 
     Args:
-        teacher, input_ids_BL, settings: as they say.
         document_ids_BL: which document of its row a token belongs to.
         held: what the cache holds of a position.
         uniforms: the random numbers [B, L-1, D, 2] for `tail_draw_ids` and `draw_ids`, as far as they are to be drawn.
 
     Returns:
-        `head_ids` int32 and `head_logits` float32 [B, L-1, K] in rank order, `lse`, `log_tail` float32 [B, L-1] for
-        every temperature; where the cache holds them `tail_draw_ids`, `draw_ids` int32 [B, L-1, D] and
-        `teacher_hidden` float32 [B, L-1, H].
+        The teacher's arrays that `codec.encode_rows` takes, ids as int32 and all others as float32.
     """
     batch, length = input_ids_BL.shape
     hidden = teacher.hidden(input_ids_BL, document_ids_BL)[:, :-1]
@@ -137,14 +134,11 @@ def build_kd_cache(
     """Run the teacher over the rows and complete the cache.
 
     Args:
-        teacher: the model.
         rows: training rows from `writer.resume_state().cursor` on.
         writer: an entered `CacheWriter`; its fingerprint says L, K, V and the temperatures.
-        settings: how the teacher runs.
         eval_rows: all rows kept apart for evaluation, `fingerprint.eval_rows` of them, also when resuming; none in
             builders other than the first, whose they are.
         max_rows: stop at this many training rows of this builder (those of earlier runs counted): it has ended.
-        quiet: no progress bar.
 
     Raises:
         ConfigError: a batch, K or vocabulary that the teacher cannot serve.
@@ -174,11 +168,7 @@ def build_kd_cache(
         (("eval", row) for row in eval_left), (("train", row) for row in itertools.islice(rows, left))
     )
     total_rows = None if left is None else left + len(eval_left)
-    with (
-        stop_signals() as stopped,
-        _progress(fingerprint, total_rows, quiet) as bar,
-        _written_behind(writer) as put,
-    ):
+    with stop_signals() as stopped, _progress(fingerprint, total_rows, quiet) as bar, _written_behind(writer) as put:
         while not stopped and (batch := list(itertools.islice(work, batch_rows))):
             put(run_batch(teacher, [row for _, row in batch], fingerprint, settings), batch)
             bar.update(len(batch) * fingerprint.length)
@@ -201,14 +191,13 @@ def run_batch(
     inputs = _inputs(rows, batch_rows, fingerprint.length)
     ids_BL, documents_BL = (torch.from_numpy(inputs[name]).to(device) for name in ("input_ids", "documents"))
     held = fingerprint.contents
-    numbers = {
-        DRAWN[name]: row_uniforms(fingerprint.seed, name, rows, (batch_rows, held.length, size))
+    uniforms = {
+        DRAWN[name]: torch.from_numpy(row_uniforms(fingerprint.seed, name, rows, (batch_rows, held.length, size)))
         for name, size in held.id_lists.items()
         if name in DRAWN
     }
-    uniforms = {name: torch.from_numpy(values).to(device) for name, values in numbers.items()}
-    arrays = teacher_arrays(teacher, ids_BL, documents_BL, held, uniforms, settings)
-    return {**inputs, **fetched(arrays)}
+    uniforms = {name: values.to(device) for name, values in uniforms.items()}
+    return {**inputs, **fetched(teacher_arrays(teacher, ids_BL, documents_BL, held, uniforms, settings))}
 
 
 def fetched(arrays: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
@@ -242,11 +231,8 @@ def _bytes_per_token(fingerprint: Fingerprint) -> float:
 
 def _inputs(rows: Sequence[PackedRow], batch_rows: int, length: int) -> dict[str, np.ndarray]:
     """Stack rows to [batch_rows, L], filled up with empty rows."""
-    arrays: dict[str, np.ndarray] = {
-        "input_ids": np.zeros((batch_rows, length), np.int32),
-        "loss_mask": np.zeros((batch_rows, length), np.uint8),
-        "doc_starts": np.zeros((batch_rows, length), np.bool_),
-    }
+    kinds = {"input_ids": np.int32, "loss_mask": np.uint8, "doc_starts": np.bool_}
+    arrays: dict[str, np.ndarray] = {name: np.zeros((batch_rows, length), kind) for name, kind in kinds.items()}
     for place, row in enumerate(rows):
         for name, array in arrays.items():
             values = getattr(row, name)
@@ -257,9 +243,7 @@ def _inputs(rows: Sequence[PackedRow], batch_rows: int, length: int) -> dict[str
 
 
 @contextlib.contextmanager
-def _written_behind(
-    writer: CacheWriter,
-) -> Iterator[Callable[[dict[str, np.ndarray], _Batch], None]]:
+def _written_behind(writer: CacheWriter) -> Iterator[Callable[[dict[str, np.ndarray], _Batch], None]]:
     """Yield a function that hands a batch to the writer in one background thread; leaving waits until all are written.
 
     An error there is raised here, and nothing is appended after it; an error here drops what is still waiting.

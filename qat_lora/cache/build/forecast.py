@@ -17,7 +17,7 @@ from typing import NamedTuple
 from qat_lora.cache.build.builder import ForwardSettings, run_batch
 from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.records import Fingerprint
-from qat_lora.cache.storage.location import Place, locate
+from qat_lora.cache.storage.location import LocalFolder, Place, locate
 from qat_lora.data.packing import PackedRow
 from qat_lora.errors import TextError
 from qat_lora.types import LanguageModel
@@ -80,12 +80,8 @@ def forecast(
     """Time a few batches and say what building the rows will take.
 
     Args:
-        teacher: the model.
         rows: the training rows from their beginning. Without `max_rows` all of them are packed, to be counted.
-        fingerprint: what the cache is to hold.
         out: the cache folder or URL; it need not exist and is not made.
-        size: what is to be written.
-        settings: how the teacher runs.
         quiet: no progress bar while counting.
 
     Raises:
@@ -113,6 +109,7 @@ def forecast(
     per_shard = size.shard_rows or fmt.default_shard_rows(fingerprint.arrays)
     total_bytes = size.lm_head_bytes + sum(_split_bytes(fingerprint, part, per_shard) for part in (count, eval_rows))
     tokens = (count + eval_rows) * fingerprint.length
+    place = locate(out)
     rate = batch_rows * fingerprint.length / statistics.median(durations)
     return Forecast(
         rows=count,
@@ -122,7 +119,7 @@ def forecast(
         hours=tokens / rate / 3600,
         bytes=total_bytes,
         bytes_per_token=total_bytes / tokens,
-        free_bytes=locate(out).free_bytes(),
+        free_bytes=place.free_bytes() if isinstance(place, LocalFolder) else None,
     )
 
 

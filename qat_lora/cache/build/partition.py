@@ -47,10 +47,6 @@ class Partition(NamedTuple):
         """Return what `parse` reads."""
         return f"{self.builder}/{self.builders}"
 
-    def owns(self, number: int) -> bool:
-        """Return whether a shard of this number is this builder's."""
-        return number % self.builders == self.builder
-
     def shard_name(self, split: str, index: int) -> str:
         """Return the name of this builder's shard number `index`."""
         return fmt.shard_name(split, index * self.builders + self.builder)
@@ -94,9 +90,9 @@ def gather(folder: Location, builders: int, fingerprint: Fingerprint) -> dict[st
         gathered[split] = []
         for number in range(builders):
             partition = Partition(number, builders)
-            found = list(read_sidecars(folder, split, partition.builder, builders))
+            found = list(read_sidecars(folder, split, number, builders))
             part = read_part(folder, partition, fingerprint)
-            wanted = -1 if part is None else part.shards(split)
+            wanted = -1 if part is None else getattr(part, f"{split}_shards")
             if len(found) != wanted or any(sidecar.fingerprint != fingerprint for sidecar, _ in found):
                 raise CacheDamaged(
                     f"{folder}/{partition.shard_name(split, len(found))}: builder {partition} wrote {wanted} {split} "

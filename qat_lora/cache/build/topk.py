@@ -157,7 +157,6 @@ def row_uniforms(seed: int, name: str, rows: Sequence[PackedRow], shape: tuple[i
     generator's state, since a resumed build would have to replay it.
 
     Args:
-        seed: of the cache.
         name: of the array that is drawn, so that two arrays have independent draws.
         rows: at most `batch_rows`; equal rows get equal numbers.
         shape: batch_rows, L and D.

@@ -18,8 +18,6 @@ import dataclasses
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,20 +27,14 @@ from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.codec import Arrays, encode_rows
 from qat_lora.cache.format.lm_head import LMHeadFile, check_lm_head
 from qat_lora.cache.format.records import Fingerprint, Manifest, Part, ShardEntry, Sidecar, render
-from qat_lora.cache.read.shard import open_shard
-from qat_lora.cache.storage.location import Place, locate
-from qat_lora.cache.storage.store import (
-    check_shard_size,
-    committed,
-    read_manifest,
-    read_sidecar,
-    read_sidecars,
-    shard_entry,
-)
+from qat_lora.cache.read.shard import Shard
+from qat_lora.cache.storage import store
+from qat_lora.cache.storage.location import LocalFolder, Place, locate
 from qat_lora.errors import CacheDamaged, CacheError, ConfigError, OutputExistsError
 from qat_lora.files import folders as files
 
-_TEMPORARY = re.compile(r"\.([seb]-[0-9]{6})\.(safetensors|json)\.tmp")
+_UNCOMMITTED = re.compile(r"\.[seb]-([0-9]{6})\.(?:safetensors|json)\.tmp|([se]-([0-9]{6}))\.safetensors")
+"""A file that a kill can leave, unless it is a shard with its sidecar."""
 _MANIFEST_TEMPORARY = f".{fmt.MANIFEST}.tmp"
 _KINDS = {
     "record": re.compile(rf"{re.escape(fmt.MANIFEST)}|[seb]-[0-9]{{6}}\.json"),
@@ -123,9 +115,7 @@ class CacheWriter:
         self._wrap(self._open)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._stack:
             if kind is None and not (self.stopped or self.finished):
                 self.finish()
@@ -138,9 +128,9 @@ class CacheWriter:
         """Return the other builders that must end before there is a manifest."""
         if self.finished:
             return ()
-        every = (Partition(builder, self.partition.builders) for builder in range(self.partition.builders))
-        others = (each for each in every if each != self.partition)
-        return tuple(each.builder for each in others if read_part(self.out, each, self.fingerprint) is None)
+        number, builders = self.partition
+        others = (Partition(other, builders) for other in range(builders) if other != number)
+        return tuple(other.builder for other in others if read_part(self.out, other, self.fingerprint) is None)
 
     def append(self, rows: Mapping[str, np.ndarray], cursors: Sequence[Any], split: str = "train") -> None:
         """Add n rows; every full shard is committed before this returns.
@@ -191,18 +181,17 @@ class CacheWriter:
             CacheDamaged: a shard is not what was written.
         """
         if self.finished:
-            return read_manifest(self.out)
+            return store.read_manifest(self.out)
         self._flush()
-        if self.partition.builders == 1:
+        alone = self.partition.builders == 1
+        if alone:
             self._check_rows(self._entries)
         check_lm_head(self.out, self.fingerprint, whole=not self.out.far)
         for entry in (*self._entries["eval"], *self._entries["train"]):
-            check_shard_size(self.out, entry)
+            store.check_shard_size(self.out, entry)
             if not self.out.far:  # there it was read back when it was put: no second transfer of everything
-                open_shard(self.out, entry, self.fingerprint).check_sha256()
-        if self.partition.builders == 1:
-            return self._wrap(lambda: self._seal(self._entries))
-        return self._wrap(self._end)
+                Shard(self.out, entry, self.fingerprint).check_sha256()
+        return self._wrap((lambda: self._seal(self._entries)) if alone else self._end)
 
     def _check_rows(self, entries: Mapping[str, Sequence[ShardEntry]]) -> None:
         train, held = (sum(entry.rows for entry in entries[split]) for split in ("train", "eval"))
@@ -214,32 +203,27 @@ class CacheWriter:
         """Say that this builder has ended; as the last to do so, write the manifest."""
         if not self._ended:
             part = Part(
-                builder=self.partition.builder,
-                builders=self.partition.builders,
+                **self.partition._asdict(),
                 train_shards=len(self._entries["train"]),
                 eval_shards=len(self._entries["eval"]),
                 fingerprint=self.fingerprint,
             )
             self.out.write_new(fmt.part_name(self.partition.builder), [render(part)], "part")
             self._ended = True
-        with self.out.in_turn(f"{fmt.LOCK}.manifest"):
-            if self.out.has(fmt.MANIFEST):
-                self.finished = True
-                return read_manifest(self.out)
-            if self.waiting_for():
-                return None
-            self.out.delete(_MANIFEST_TEMPORARY)  # of a builder that was killed right here
-            entries = gather(self.out, self.partition.builders, self.fingerprint)
-            self._check_rows(entries)
-            try:
-                return self._seal(entries)
-            except OutputExistsError:  # on an object store nothing keeps two builders from ending at once
-                self.finished = True
-                return read_manifest(self.out)
+        with self.out.lock(f"{fmt.LOCK}.manifest", "waiting"):
+            if not self.out.has(fmt.MANIFEST):
+                if self.waiting_for():
+                    return None
+                self.out.delete(_MANIFEST_TEMPORARY)  # of a builder that was killed right here
+                entries = gather(self.out, self.partition.builders, self.fingerprint)
+                self._check_rows(entries)
+                with contextlib.suppress(OutputExistsError):  # no lock on a store: two builders may end at once
+                    return self._seal(entries)
+            self.finished = True
+            return store.read_manifest(self.out)
 
     def _seal(self, entries: Mapping[str, Sequence[ShardEntry]]) -> Manifest:
-        train, held_out = tuple(entries["train"]), tuple(entries["eval"])
-        manifest = Manifest(fingerprint=self.fingerprint, train=train, eval=held_out)
+        manifest = Manifest(fingerprint=self.fingerprint, train=(*entries["train"],), eval=(*entries["eval"],))
         self.out.write_new(fmt.MANIFEST, [render(manifest)], "manifest")
         self.finished = True
         return manifest
@@ -262,25 +246,30 @@ class CacheWriter:
 
     def _open(self) -> None:
         self._refuse_foreign()
-        self.out.make()
+        if isinstance(self.out, LocalFolder):
+            self.out.path.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
             if self.partition.builders == 1:
-                stack.enter_context(self.out.exclusive(fmt.LOCK))
+                stack.enter_context(self.out.lock(fmt.LOCK, "exclusive"))
             else:  # keep out the same builder a second time, and builders that divide the work differently
-                stack.enter_context(self.out.sharing(fmt.LOCK))
-                stack.enter_context(self.out.exclusive(f"{fmt.LOCK}.{self.partition.builder}"))
+                stack.enter_context(self.out.lock(fmt.LOCK, "shared"))
+                stack.enter_context(self.out.lock(f"{fmt.LOCK}.{self.partition.builder}", "exclusive"))
             if self._overwrite:
-                self._delete()
+                self.out.delete(fmt.MANIFEST)  # first: what remains after a kill is an unfinished build
+                for name in self.out.names():
+                    if _kind(name) in ("record", "tensors"):
+                        self.out.delete(name)
             else:
                 self._load()
-            self._sweep()
+            self._remove_leftovers()
             if self.fingerprint.lm_head_sha256 is not None and not self.finished:
-                self._put_lm_head(self._lm_head)
+                self._put_lm_head()
             self._stack = stack.pop_all()
 
-    def _put_lm_head(self, file: LMHeadFile | None) -> None:
+    def _put_lm_head(self) -> None:
         """Write the teacher's LM head, or check the one that is there; of several builders one at a time."""
-        with self.out.in_turn(f"{fmt.LOCK}.manifest") if self.partition.builders > 1 else contextlib.nullcontext():
+        file, several = self._lm_head, self.partition.builders > 1
+        with self.out.lock(f"{fmt.LOCK}.manifest", "waiting") if several else contextlib.nullcontext():
             self.out.delete(f".{fmt.LM_HEAD}.tmp")  # of a builder that was killed right here
             if self.out.has(fmt.LM_HEAD):
                 check_lm_head(self.out, self.fingerprint)
@@ -295,12 +284,12 @@ class CacheWriter:
     def _load(self) -> None:
         """Take over what is committed; raises before anything in the folder is changed."""
         if self.out.has(fmt.MANIFEST):
-            manifest = read_manifest(self.out)
+            manifest = store.read_manifest(self.out)
             self._require_same(manifest.fingerprint)
             self.finished = True
         for split in ("eval", "train"):
             self._require_same_builders(split)
-            for sidecar, entry in read_sidecars(self.out, split, *self.partition):
+            for sidecar, entry in store.read_sidecars(self.out, split, *self.partition):
                 self._require_same(sidecar.fingerprint)
                 if sidecar.first_row != self._rows(split):
                     raise CacheDamaged(
@@ -312,13 +301,12 @@ class CacheWriter:
                     self._cursor = sidecar.cursor
         if self._entries["train"] or self.partition.builder:
             self._pending_split = "train"
-        part = read_part(self.out, self.partition, self.fingerprint)
-        self._ended = part is not None
+        self._ended = read_part(self.out, self.partition, self.fingerprint) is not None
 
     def _require_same_builders(self, split: str) -> None:
         """Refuse a folder that is divided otherwise: one shard tells, whichever builder wrote it."""
-        for number in committed(self.out, split)[:1]:
-            sidecar, _ = read_sidecar(self.out, fmt.shard_name(split, number))
+        for number in store.committed(self.out, split)[:1]:
+            sidecar, _ = store.read_sidecar(self.out, fmt.shard_name(split, number))
             self._require_same(sidecar.fingerprint)
             if sidecar.builders != self.partition.builders:
                 raise OutputExistsError(
@@ -327,8 +315,7 @@ class CacheWriter:
                 )
 
     def _require_same(self, found: Fingerprint) -> None:
-        different = found.difference(self.fingerprint)
-        if different is not None:
+        if different := found.difference(self.fingerprint):
             name, there, asked = different
             raise OutputExistsError(
                 f"--out {self.out}: holds another cache: {name} is {there!r} there, {asked!r} was asked for; "
@@ -348,7 +335,7 @@ class CacheWriter:
         known |= {name for name in kinds if kinds[name] == "tensors" and f"{name.partition('.')[0]}.json" not in kinds}
         foreign = [name for name in sorted(known) if not self._is_ours(name, kinds[name])]
         rest = (name for name in told if name not in known)
-        is_part = not self.out.far and files.is_part(Path(str(self.out)))
+        is_part = isinstance(self.out, LocalFolder) and files.is_part(self.out.path)
         is_cache = len(foreign) < len(known) or any(self._is_ours(name, kinds[name]) for name in rest)
         if names and not (is_part or is_cache):
             raise OutputExistsError(f"--out {self.out}: holds files and no KD cache; choose another folder")
@@ -370,26 +357,19 @@ class CacheWriter:
         except (OSError, CacheDamaged):
             return False
 
-    def _delete(self) -> None:
-        self.out.delete(fmt.MANIFEST)  # first: what remains after a kill is an unfinished build
-        for name in self.out.names():
-            if _kind(name) in ("record", "tensors"):
-                self.out.delete(name)
-
-    def _sweep(self) -> None:
+    def _remove_leftovers(self) -> None:
         """Remove what this builder left when it was killed: temporary files, shards that were never committed."""
-        if self.out.far:  # nothing is half-written there, and a shard without its sidecar may be another's, just put
+        if not isinstance(self.out, LocalFolder):  # a store has no half objects; one without sidecar may be another's
             return
         kept = {entry.shard for entries in self._entries.values() for entry in entries}
+        number, builders = self.partition
         for file in self.out.names():
-            match = _TEMPORARY.fullmatch(file)
-            name = match[1] if match else file.removesuffix(".safetensors")
-            orphan = name != file and fmt.parse_shard_name(name) and name not in kept
-            if (orphan or match) and self.partition.owns(int(name[2:])):
+            match = _UNCOMMITTED.fullmatch(file)
+            if match and match[2] not in kept and int(match[1] or match[3]) % builders == number:
                 self.out.delete(file)
-        if self.partition.builders == 1 or self.finished:  # else another builder may be writing it now
+        if builders == 1 or self.finished:  # else another builder may be writing it now
             self.out.delete(_MANIFEST_TEMPORARY)
-        self.out.settle()
+        files.fsync(self.out.path)
 
     def _flush(self) -> None:
         if self._pending_rows:
@@ -402,9 +382,9 @@ class CacheWriter:
 
         def chunks() -> Iterator[bytes | memoryview]:
             yield plan.header
-            for placed in plan.arrays:
+            for array in plan.starts:
                 for piece in self._pending:
-                    yield np.ascontiguousarray(piece[placed.spec.name]).view(np.uint8).reshape(-1).data
+                    yield np.ascontiguousarray(piece[array]).view(np.uint8).reshape(-1).data
 
         sidecar = Sidecar(
             shard=name,
@@ -412,17 +392,21 @@ class CacheWriter:
             rows=rows,
             bytes=plan.total_bytes,
             sha256="",
-            builder=self.partition.builder,
-            builders=self.partition.builders,
+            **self.partition._asdict(),
             cursor=self._pending_cursor,
             fingerprint=self.fingerprint,
         )
-        _check_sidecar(render(sidecar), name)  # before the shard: a cursor that cannot be stored must not cost it
+        text_bytes = len(render(sidecar))
+        if text_bytes > fmt.SIDECAR_LIMIT_BYTES - 128:  # a cursor that cannot be stored must not cost the shard
+            raise CacheError(
+                f"cursor: the source's position takes {text_bytes:,} bytes in {name}.json; allowed: 1 MB; a "
+                "cursor should name a place in the source, not copy its text"
+            )
         size, digest = self.out.write_new(f"{name}.safetensors", chunks(), "shard")
         sidecar = dataclasses.replace(sidecar, sha256=digest, bytes=size)
         text = render(sidecar)
         self.out.write_new(f"{name}.json", [text], "sidecar")
-        self._entries[split].append(shard_entry(sidecar, text))
+        self._entries[split].append(store.shard_entry(sidecar, text))
         if split == "train":
             self._cursor = self._pending_cursor
         self._pending, self._pending_rows = [], 0
@@ -431,11 +415,3 @@ class CacheWriter:
 def _kind(name: str) -> str | None:
     """Return what a file would be in a cache, None for a name that no builder writes."""
     return next((kind for kind, form in _KINDS.items() if form.fullmatch(name)), None)
-
-
-def _check_sidecar(text: bytes, name: str) -> None:
-    if len(text) > fmt.SIDECAR_LIMIT_BYTES - 128:
-        raise CacheError(
-            f"cursor: the source's position takes {len(text):,} bytes in {name}.json; allowed: 1 MB; a "
-            "cursor should name a place in the source, not copy its text"
-        )

@@ -32,8 +32,8 @@ LARGEST_RANGE = 64.0
 DEEPEST = 20.0
 """The same at temperature 1, e^-20 = 2e-9 being as good as nothing; it grows with the largest temperature. With one
 entry at -64 and the range up to it, the others would share half of the codes, for a KL of 3e-4 instead of 7e-5."""
-_LOWEST_FP16 = np.uint16(0xFBFF)
-"""The bits of -65,504; beyond are minus infinity and NaN."""
+_DEEPEST_FP16 = np.uint16(0x7BFF)
+"""The bits of 65,504; beyond are infinity and NaN."""
 _SIGN = np.uint16(0x8000)
 _ROUNDING = 1e-3
 """How far float32 sums may be from the truth: `lse` below 0, `log_tail` above it."""
@@ -43,22 +43,22 @@ _CODE_ENDS = ((np.arange(255) + 0.5) / 255) ** 1.5
 """Where one code ends and the next begins, as part of the range: half way in codes, not in nats."""
 DRAWN = {"tail_draws": "tail_draw_ids", "draws": "draw_ids"}
 """Lists of drawn tokens: name in a shard, key in a batch."""
+_LISTS = {"ids": "head_ids", **DRAWN}
+"""The same for all lists of tokens."""
 OPTIONAL = (*DRAWN.values(), "teacher_hidden")
 """Keys of a batch that only caches built for them have."""
-_PAIRS = (np.arange(256)[:, None] >> np.array([0, 2, 4, 6])) & 3
-"""The four 2-bit numbers in a byte, lowest bits first."""
-_HIGH_IDS = (_PAIRS << 16).astype(np.int32)
-"""What a byte of `ids_hi` adds to four ids."""
+_HIGH_IDS = ((np.arange(256)[:, None] >> np.array([0, 2, 4, 6]) & 3) << 16).astype(np.int32)
+"""What a byte of `ids_hi`, four 2-bit numbers, lowest bits first, adds to four ids."""
 _FP16 = np.arange(1 << 16, dtype="<u2").view("<f2").astype(np.float32)
 """Every fp16 number by its bits."""
 
 
 def position_arrays(held: Contents) -> dict[str, tuple[type[np.generic], tuple[int, ...]]]:
     """Return the arrays of a batch that a cache fills: the type and the shape at one position, by key."""
-    arrays: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {}
+    arrays: dict[str, tuple[type[np.generic], tuple[int, ...]]]
+    arrays = {_LISTS[name]: (np.int32, (size,)) for name, size in held.id_lists.items()}
     if held.top_k:
-        arrays |= {"head_ids": (np.int32, (held.top_k,)), "head_logits": (np.float32, (held.top_k,))}
-    arrays |= {DRAWN[name]: (np.int32, (size,)) for name, size in held.id_lists.items() if name in DRAWN}
+        arrays["head_logits"] = (np.float32, (held.top_k,))
     if held.hidden:
         arrays["teacher_hidden"] = (np.float16, (held.hidden,))
     return arrays | {name: (np.float32, ()) for name in held.sums}
@@ -111,10 +111,7 @@ def encode_values(head_logits: np.ndarray, value_dtype: str, temperature: float 
     to 25 nats this costs a mean KL of about 1e-5; even steps (c/255) cost up to twice that where ranges are wide,
     square-law ones where they are narrow. The losses renormalise, so top K and tail sum to one all the same.
 
-    Args:
-        head_logits: the values.
-        value_dtype: of the fingerprint.
-        temperature: the largest at which they are used.
+    `temperature` is the largest at which they are used.
     """
     if value_dtype == "float16":
         return {"val": np.maximum(head_logits, -_FP16_LARGEST).astype("<f2")}
@@ -144,7 +141,6 @@ def encode_rows(rows: Mapping[str, np.ndarray], fingerprint: Fingerprint) -> Arr
             [n, L-1, K] and `head_logits` float [n, L-1, K] (logit minus maximum, rank order), `lse` and
             `log_tail` float32 [n, L-1] for every temperature; where the cache holds them `tail_draw_ids` and
             `draw_ids` int [n, L-1, D] and `teacher_hidden` float [n, L-1, H].
-        fingerprint: what the cache holds.
 
     Raises:
         CacheError: an array of another shape, an id outside the vocabulary, a teacher that gave NaN, hidden states
@@ -171,10 +167,8 @@ def encode_rows(rows: Mapping[str, np.ndarray], fingerprint: Fingerprint) -> Arr
     }
     if held.top_k:
         arrays |= encode_values(rows["head_logits"], held.value_dtype, max(held.temperatures))
-        arrays |= pack_ids(rows["head_ids"], held.vocab_size)
-    for name, key in DRAWN.items():
-        if name in held.id_lists:
-            arrays |= pack_ids(rows[key], held.vocab_size, name)
+    for name in held.id_lists:
+        arrays |= pack_ids(rows[_LISTS[name]], held.vocab_size, name)
     if held.hidden:
         arrays["hidden"] = _half(rows["teacher_hidden"])
     arrays["row_crc32"] = row_checksums(arrays, fingerprint.arrays)
@@ -247,7 +241,7 @@ def decode_row(
     np.copyto(out["input_ids"], arrays["input_ids"])
     np.cumsum(starts, dtype=np.int32, out=out["document_ids"])
     np.not_equal(arrays["loss_mask"][1:], 0, out=out["target_mask"])
-    for name, key in DRAWN.items():
+    for name, key in _LISTS.items():
         if key in out:
             unpack_ids(arrays, out[key].shape[-1], out[key], name)
     if "teacher_hidden" in out:
@@ -255,18 +249,14 @@ def decode_row(
     top_k = fingerprint.top_k
     if not top_k:
         return
-    unpack_ids(arrays, k, out["head_ids"])
-    dropped = None
-    if k == top_k:
-        decode_values(arrays, k, out["head_logits"])
-    else:
-        values = decode_values(arrays, top_k)
+    values = decode_values(arrays, top_k, out["head_logits"] if k == top_k else None)
+    dropped = values[:, k:].astype(np.float64)
+    if k < top_k:
         np.copyto(out["head_logits"], values[:, :k])
-        dropped = values[:, k:].astype(np.float64)
     for temperature in temperatures:
         lse_key, tail_key = (temperature_key(name, temperature) for name in ("lse", "log_tail"))
         lse, log_tail = arrays[lse_key], arrays[tail_key]
-        if dropped is not None:  # both in log space: a tail of 1e-30 next to a dropped 1e-3 must not be rounded away
+        if k < top_k:  # both in log space: a tail of 1e-30 next to a dropped 1e-3 must not be rounded away
             log_tail = np.logaddexp(log_tail.astype(np.float64), _logsumexp(dropped / temperature) - lse)
         out[lse_key][...], out[tail_key][...] = lse, log_tail
 
@@ -292,7 +282,7 @@ def mask_row(fingerprint: Fingerprint, k: int, temperatures: Sequence[float], ou
 
 def strange_ids(row: Mapping[str, np.ndarray], vocab_size: int) -> str | None:
     """Say which token ids of a decoded row are outside the vocabulary; None where none are."""
-    for name in ("input_ids", "head_ids", *DRAWN.values()):
+    for name in ("input_ids", *_LISTS.values()):
         if name in row and row[name].view(np.uint32).max() >= vocab_size:  # as such, negative ones are large
             return f"{name} from {row[name].min()} to {row[name].max()}; allowed: 0 to {vocab_size - 1}"
     return None
@@ -306,19 +296,13 @@ def promises(part: Mapping[str, np.ndarray], fingerprint: Fingerprint) -> dict[s
     converting them to float32 first would cost more than their sha256.
     """
     held = fingerprint.contents
-    ids = part["input_ids"]
-    kept = {
-        "loss_mask of 0 and 1": bool((part["loss_mask"] <= 1).all()),
-        "input_ids inside the vocabulary": bool(ids.min() >= 0 and ids.max() < held.vocab_size),
-    }
-    for name, entries in held.id_lists.items():
-        ids = unpack_ids(part, entries, name=name)
+    kept = {"loss_mask of 0 and 1": bool((part["loss_mask"] <= 1).all())}
+    for name, entries in {"input_ids": 0, **held.id_lists}.items():
+        ids = unpack_ids(part, entries, name=name) if entries else part[name]
         text = "head ids" if name == "ids" else name
         kept[f"{text} inside the vocabulary"] = bool(ids.min() >= 0 and ids.max() < held.vocab_size)
     if held.top_k:
-        kept["values falling from 0 in rank order"] = (
-            _fp16_falls(part["val"]) if held.value_dtype == "float16" else _codes_rise(part["val"])
-        )
+        kept["values falling from 0 in rank order"] = _falls(part["val"])
         kept["finite lse of 0 or more"] = all(
             bool(np.isfinite(part[name]).all() and (part[name] > -_ROUNDING).all()) for name in held.sums[::2]
         )
@@ -330,16 +314,12 @@ def promises(part: Mapping[str, np.ndarray], fingerprint: Fingerprint) -> dict[s
     return kept
 
 
-def _fp16_falls(values: np.ndarray) -> bool:
-    bits = values.view("<u2")
-    depth = bits | _SIGN  # both zeros become the same number, and depth rises as the value falls
-    return bool(
-        (depth[..., 0] == _SIGN).all()
-        and (depth[..., 1:] >= depth[..., :-1]).all()
-        and (depth[..., -1] <= _LOWEST_FP16).all()
-        and ((bits == 0) | (bits >= _SIGN)).all()
-    )
-
-
-def _codes_rise(codes: np.ndarray) -> bool:
-    return bool((codes[..., 0] == 0).all() and (codes[..., 1:] >= codes[..., :-1]).all())
+def _falls(values: np.ndarray) -> bool:
+    """Return whether values, fp16 or codes, begin with 0 and never rise."""
+    depth = values
+    if values.dtype != np.uint8:
+        bits = values.view("<u2")
+        depth = bits & ~_SIGN  # both zeros become the same number, and depth rises as the value falls
+        if ((bits > 0) & (bits < _SIGN)).any() or (depth[..., -1] > _DEEPEST_FP16).any():
+            return False
+    return bool((depth[..., 0] == 0).all() and (depth[..., 1:] >= depth[..., :-1]).all())

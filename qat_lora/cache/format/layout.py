@@ -11,6 +11,7 @@ header they expect and refuse any other, so there is nothing to attack in one: n
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -41,8 +42,6 @@ SHORT_VOCAB = 1 << 16
 """Up to this vocabulary, the 2 high bits are always 0 and are left out."""
 
 _SAFETENSORS_DTYPE = {"<i4": "I32", "<u4": "U32", "<f4": "F32", "<f2": "F16", "<u2": "U16", "|u1": "U8"}
-_SHARD_NAME = re.compile(r"([se])-([0-9]{6})")
-_PART_NAME = re.compile(r"b-[0-9]{6}\.json")
 
 
 class ArraySpec(NamedTuple):
@@ -58,20 +57,12 @@ class ArraySpec(NamedTuple):
         return self.dtype.itemsize * int(np.prod(self.row_shape, dtype=np.int64))
 
 
-class Placed(NamedTuple):
-    """An array's position in its shard file."""
-
-    spec: ArraySpec
-    shape: tuple[int, ...]
-    start: int
-    """First byte, counted from the start of the file."""
-
-
 class Layout(NamedTuple):
-    """A whole shard file: header bytes, arrays in file order, size."""
+    """A whole shard file."""
 
     header: bytes
-    arrays: tuple[Placed, ...]
+    starts: dict[str, int]
+    """The first byte of each array by its name, counted from the start of the file."""
     total_bytes: int
 
 
@@ -135,11 +126,8 @@ def layout(table: Sequence[ArraySpec], rows: int, fingerprint_sha256: str) -> La
     metadata = {"format": FORMAT, "version": str(VERSION), "fingerprint": fingerprint_sha256}
     arrays = [(s.name, _SAFETENSORS_DTYPE[s.dtype.str], (rows, *s.row_shape), rows * s.row_bytes) for s in table]
     header = safetensors_header(metadata, arrays)
-    placed, start = [], len(header)
-    for spec, (_, _, shape, size) in zip(table, arrays, strict=True):
-        placed.append(Placed(spec, shape, start))
-        start += size
-    return Layout(header, tuple(placed), start)
+    *starts, end = itertools.accumulate((rows * spec.row_bytes for spec in table), initial=len(header))
+    return Layout(header, dict(zip((spec.name for spec in table), starts, strict=True)), end)
 
 
 def safetensors_header(metadata: dict[str, str], arrays: Iterable[tuple[str, str, Sequence[int], int]]) -> bytes:
@@ -181,15 +169,7 @@ def part_name(builder: int) -> str:
     return f"b-{builder:06d}.json"
 
 
-def is_part_name(name: str) -> bool:
-    """Return whether a file name is one of `part_name`."""
-    return _PART_NAME.fullmatch(name) is not None
-
-
-def parse_shard_name(name: str) -> tuple[str, int] | None:
-    """Return (split, number) of a shard name, or None for any other text; so a path cannot pass."""
-    match = _SHARD_NAME.fullmatch(name)
-    if match is None:
-        return None
-    split = next(split for split, letter in SERIES.items() if letter == match[1])
-    return split, int(match[2])
+def shard_number(split: str, name: str) -> int | None:
+    """Return the number in the name of a split's shard, or None for any other text; so a path cannot pass."""
+    match = re.fullmatch(rf"{SERIES[split]}-([0-9]{{6}})", name)
+    return match and int(match[1])

@@ -13,16 +13,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.records import Fingerprint, read_header
 from qat_lora.cache.storage.location import Location, Place, locate
 from qat_lora.errors import CacheDamaged, CacheError
 from qat_lora.types import LMHead
-
-if TYPE_CHECKING:
-    import torch
 
 _DTYPES = {"F32": ("float32", 4), "BF16": ("bfloat16", 2), "F16": ("float16", 2)}
 
@@ -42,28 +39,24 @@ def lm_head_file(lm_head: LMHead) -> LMHeadFile:
     Raises:
         CacheError: weights of another type than float32, bfloat16 or float16.
     """
+    import torch
+
     tensors = {"weight": lm_head.weight_VH[: lm_head.vocab_size]}
     if lm_head.bias_V is not None:
         tensors["bias"] = lm_head.bias_V[: lm_head.vocab_size].to(lm_head.weight_VH.dtype)
     name = str(lm_head.weight_VH.dtype).removeprefix("torch.")
-    kind = next((kind for kind, (dtype, _) in _DTYPES.items() if dtype == name), None)
+    kind = {dtype: kind for kind, (dtype, _) in _DTYPES.items()}.get(name)
     if kind is None:
         raise CacheError(f"hidden: the teacher's output head is of type {name}; allowed: float32, bfloat16, float16")
     metadata = {"format": fmt.FORMAT, "version": str(fmt.VERSION), "logit_scale": repr(float(lm_head.logit_scale))}
     if lm_head.softcap is not None:
         metadata["softcap"] = repr(float(lm_head.softcap))
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    parts: list[bytes | memoryview] = [_header(kind, shapes, metadata), *map(_bytes_of, tensors.values())]
+    parts: list[bytes | memoryview] = [_header(kind, {name: (*t.shape,) for name, t in tensors.items()}, metadata)]
+    parts += [t.detach().cpu().contiguous().view(torch.uint8).reshape(-1).numpy().data for t in tensors.values()]
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)
     return LMHeadFile(int(lm_head.weight_VH.shape[1]), digest.hexdigest(), tuple(parts))
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    import torch
-
-    return tensor.detach().cpu().contiguous().view(torch.uint8).reshape(-1).numpy().data
 
 
 def _header(kind: str, shapes: dict[str, tuple[int, ...]], metadata: dict[str, str]) -> bytes:
@@ -72,23 +65,14 @@ def _header(kind: str, shapes: dict[str, tuple[int, ...]], metadata: dict[str, s
     return fmt.safetensors_header(metadata, arrays)
 
 
-def check_lm_head(place: Place, fingerprint: Fingerprint, *, whole: bool = True) -> None:
-    """Check the LM head's file of a cache that has hidden states; of others there is nothing to check.
-
-    Args:
-        place: the cache folder.
-        fingerprint: of the cache.
-        whole: compare the sha256 of all bytes, not the size alone.
+def check_lm_head(location: Location, fingerprint: Fingerprint, *, whole: bool = True) -> None:
+    """Check the LM head's file of a cache that has hidden states: its size, and where `whole` says so its sha256.
 
     Raises:
         CacheDamaged: the file is missing or is not what was written.
     """
-    if fingerprint.lm_head_sha256 is None:
-        return
-    location = locate(place)
-    _check_size(location, fingerprint)
-    if whole:
-        for _ in _checked(location, fingerprint):
+    if fingerprint.lm_head_sha256 is not None:
+        for _ in _checked(location, fingerprint, whole):
             pass
 
 
@@ -106,7 +90,6 @@ def read_lm_head(place: Place, fingerprint: Fingerprint) -> LMHead:
         raise CacheError(
             f"{location}: holds no hidden states, and so no output head of its teacher; build the cache with --hidden"
         )
-    _check_size(location, fingerprint)
     data = bytearray()
     for chunk in _checked(location, fingerprint):
         data += chunk
@@ -128,8 +111,8 @@ def largest_lm_head(fingerprint: Fingerprint) -> int:
     return 4 * held.vocab_size * (held.hidden + 1) + fmt.HEADER_LIMIT_BYTES
 
 
-def _check_size(location: Location, fingerprint: Fingerprint) -> None:
-    """Raise CacheDamaged where the file is missing or has a size that no LM head of this cache has."""
+def _checked(location: Location, fingerprint: Fingerprint, whole: bool = True) -> Iterator[bytes]:
+    """Yield the file's bytes, if `whole`; CacheDamaged unless its size (told first) and sha256 (last) can be right."""
     held = fingerprint.contents
     try:
         size = location.size(fmt.LM_HEAD)
@@ -143,10 +126,8 @@ def _check_size(location: Location, fingerprint: Fingerprint) -> None:
             f"{location}/{fmt.LM_HEAD}: has {size:,} bytes; a head of {held.vocab_size:,} × {held.hidden:,} has more "
             f"than {fewest:,} and at most {most:,}"
         )
-
-
-def _checked(location: Location, fingerprint: Fingerprint) -> Iterator[bytes]:
-    """Yield the file's bytes; CacheDamaged at the end unless they have the sha256 that was written."""
+    if not whole:
+        return
     digest = hashlib.sha256()
     for chunk in location.chunks(fmt.LM_HEAD):
         digest.update(chunk)

@@ -46,16 +46,13 @@ def optional_arrays(
 
 def _parse_optional(names: tuple[str, ...]) -> dict[str, tuple[int, str | None]]:
     """Return size and hash by name; names that are unknown, repeated or out of order are refused."""
-    found: dict[str, tuple[int, str | None]] = {}
-    for text in names:
-        match = _OPTIONAL.fullmatch(text)
-        name = (match[1] or match[3]) if match else ""
-        if not match or any(_OPTIONAL_ORDER.index(name) <= _OPTIONAL_ORDER.index(earlier) for earlier in found):
-            raise ConfigError(
-                f"optional_arrays: {names!r} does not fit; allowed, in this order: tail_draws:8, draws:32, "
-                "hidden:1024:<sha256 of the teacher's output head>; a newer qat-lora may know more"
-            )
-        found[name] = (int(match[2] or match[4]), match[5])
+    matches = [match for match in map(_OPTIONAL.fullmatch, names) if match]
+    found: dict[str, tuple[int, str | None]] = {m[1] or m[3]: (int(m[2] or m[4]), m[5]) for m in matches}
+    if len(found) != len(names) or [*found] != [name for name in _OPTIONAL_ORDER if name in found]:
+        raise ConfigError(
+            f"optional_arrays: {names!r} does not fit; allowed, in this order: tail_draws:8, draws:32, "
+            "hidden:1024:<sha256 of the teacher's output head>; a newer qat-lora may know more"
+        )
     return found
 
 
@@ -92,6 +89,9 @@ class Fingerprint:
     def __post_init__(self) -> None:
         extras = _parse_optional(self.optional_arrays)
         fewest, topk_allowed = int("hidden" not in extras), f"1 to vocab_size = {self.vocab_size}, or 0 with --hidden"
+        known = all(math.isfinite(t) and t > 0 and float(f"{t:g}") == t for t in self.temperatures)
+        rising = known and (*sorted({1.0, *self.temperatures}),) == self.temperatures
+        numbers = "positive numbers of at most six digits, rising, 1 among them, for example 1,2"
         rules = [
             ("length", self.length, 2 <= self.length < 1 << 24, "2 or more tokens: a row of 1 predicts nothing"),
             ("vocab_size", self.vocab_size, 1 <= self.vocab_size < 1 << 31, "1 to 2^31 - 1"),
@@ -99,17 +99,11 @@ class Fingerprint:
             ("value_dtype", self.value_dtype, self.value_dtype in fmt.VALUE_DTYPES, " or ".join(fmt.VALUE_DTYPES)),
             ("eval_rows", self.eval_rows, self.eval_rows >= 0, "0 or more"),
             ("tail_draws", self.optional_arrays, self.top_k or "tail_draws" not in extras, "none where --top-k is 0"),
+            ("temperatures", self.temperatures, rising, numbers),
         ]
         for name, given, fits, allowed in rules:
             if not fits:
                 raise ConfigError(f"{name}: {given!r} does not fit; allowed: {allowed}")
-        temperatures = self.temperatures
-        known = all(math.isfinite(t) and t > 0 and float(f"{t:g}") == t for t in temperatures)
-        if not known or tuple(sorted(set(temperatures))) != temperatures or 1.0 not in temperatures:
-            raise ConfigError(
-                f"temperatures: {temperatures!r} does not fit; allowed: positive numbers of at most six digits, "
-                "rising, 1 among them, for example 1,2"
-            )
 
     @property
     def contents(self) -> fmt.Contents:
@@ -175,10 +169,6 @@ class Part:
     eval_shards: int
     fingerprint: Fingerprint
 
-    def shards(self, split: str) -> int:
-        """Return how many shards of a split the builder wrote."""
-        return {"train": self.train_shards, "eval": self.eval_shards}[split]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ShardEntry:
@@ -226,8 +216,6 @@ def render(record: Any) -> bytes:
     """Return a record as the sealed JSON text that goes on disk."""
     text = json.dumps({**to_json(record), "checksum": ""}, indent=1, ensure_ascii=True, allow_nan=False) + "\n"
     body = text.removesuffix(_SEAL_END)
-    if not body.endswith(_SEAL):
-        raise AssertionError("the checksum must be the last key")
     return (body + hashlib.sha256(body.encode()).hexdigest() + _SEAL_END).encode()
 
 
@@ -245,22 +233,19 @@ def parse(cls: type[R], data: bytes, where: str) -> R:
             raise ValueError("the checksum at its end is missing: it is cut off or overwritten")
         if hashlib.sha256(body.encode()).hexdigest() != digest:
             raise ValueError("its checksum does not fit its text: bytes have changed since it was written")
-        tree = strict_json(text)
-        if not isinstance(tree, dict):
-            raise ValueError("is not a JSON object")
-        del tree["checksum"]
-        if tree.get("format") == fmt.FORMAT and tree.get("version") != fmt.VERSION:
+        tree = strict_json(text)  # an object, by its end
+        tree.pop("checksum", None)
+        if tree.get("format") != fmt.FORMAT:
+            raise ValueError(f"format is {tree.get('format')!r}, expected {fmt.FORMAT!r}")
+        if tree.get("version") != fmt.VERSION:
             raise CacheError(
                 f"{where}: is of cache format version {tree.get('version')!r}, this program reads {fmt.VERSION}; "
                 "use the qat-lora that wrote it, or build the cache again"
             )
-        record = config.from_dict(cls, tree, cls.__name__, exact=True)
-        if getattr(record, "format", fmt.FORMAT) != fmt.FORMAT:
-            raise ValueError(f"format is {record.format!r}, expected {fmt.FORMAT!r}")  # type: ignore[attr-defined]
-        return record
+        return config.from_dict(cls, tree, cls.__name__, exact=True)
+    except CacheError:
+        raise
     except (ValueError, TypeError, RecursionError, OverflowError) as error:
-        if isinstance(error, CacheError):
-            raise
         raise CacheDamaged(f"{where}: {error or 'is nested too deeply'}") from None
 
 

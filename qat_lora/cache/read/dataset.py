@@ -8,8 +8,8 @@ larger than memory, and one that changes during a run of days is an error that n
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -17,10 +17,10 @@ from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.codec import OPTIONAL, decode_row, empty_batch, mask_row, strange_ids
 from qat_lora.cache.format.lm_head import check_lm_head, read_lm_head
 from qat_lora.cache.format.records import Fingerprint, ShardEntry
-from qat_lora.cache.read.shard import Shard, most_open, open_shard
+from qat_lora.cache.read.shard import Shard, most_open
 from qat_lora.cache.storage.location import Place, locate
-from qat_lora.cache.storage.store import Progress, at_once, check_entry, in_turns, read_manifest
-from qat_lora.data import shuffle as order
+from qat_lora.cache.storage.store import at_once, check_entry, read_manifest
+from qat_lora.data.shuffle import ShuffledRows
 from qat_lora.errors import CacheDamaged, CacheError
 from qat_lora.types import Batch, LMHead, VerifyRows
 
@@ -28,7 +28,7 @@ _CHECK_EVERY = {"all": 1, "sampled": 16, "off": 0}
 """One row of so many is compared with its CRC-32."""
 
 
-class KDCacheDataset:
+class KDCacheDataset(ShuffledRows):
     """A KD cache as training data.
 
     Args:
@@ -41,7 +41,6 @@ class KDCacheDataset:
         verify: check every shard's sha256 when opening. Without it, only names, sizes, seals and headers are checked;
             from behind a URL, shards then come (and are checked) when they are first needed.
         verify_rows: which rows are compared with their CRC-32 as they are read: `all`, `sampled` (one of 16) or `off`.
-        progress: called with (shard, bytes) while checking.
 
     Raises:
         CacheError: no finished cache, a split without rows, a k or temperature that is not there.
@@ -58,7 +57,6 @@ class KDCacheDataset:
         *,
         verify: bool = True,
         verify_rows: VerifyRows = "all",
-        progress: Progress | None = None,
     ) -> None:
         if split not in fmt.SERIES:
             raise CacheError(f"split: {split!r} is unknown; allowed: train, eval")
@@ -73,41 +71,34 @@ class KDCacheDataset:
         self._check_every = _CHECK_EVERY[verify_rows]
         self._served = 0
         self._spare: list[dict[str, np.ndarray]] = []
-        self._shards: OrderedDict[int, Shard] = OrderedDict()
-        self._check_files(verify, preload, progress)
+        self._preloaded: dict[int, Shard] = {}
+        # Of the open ones the least recently used is closed. Not a method: the cache would keep the dataset alive.
+        place, entries, held = self.path, self._entries, self.fingerprint
+        self._shard = functools.lru_cache(most_open())(lambda number: Shard(place, entries[number], held))
+        self._check_files(verify, preload)
         self.k = _check_request(self.fingerprint, k, self.temperatures)
         if not len(self):
             raise CacheError(f"{path}: has no rows in the {split} split; build it with --eval-rows to have one")
 
-    def _check_files(self, verify: bool, preload: bool, progress: Progress | None) -> None:
+    def _check_files(self, verify: bool, preload: bool) -> None:
         """Check all shards of both splits; with `preload`, keep those of this one."""
         check_lm_head(self.path, self.fingerprint, whole=verify)
-        tell = in_turns(progress)
         threads = None if verify or self.path.far else 1  # several have nothing to wait for
+
+        def check(entry: ShardEntry) -> Shard | None:
+            check_entry(self.path, entry, self.fingerprint)
+            keep = preload and fmt.shard_number(self.split, entry.shard) is not None
+            if self.path.far and not (verify or keep):
+                return None
+            shard = Shard(self.path, entry, self.fingerprint, preload=keep)
+            if verify:
+                shard.check_sha256()
+            return shard if keep else None
+
         for split in fmt.SERIES:
-            keep = preload and split == self.split
-
-            def check(entry: ShardEntry, keep: bool = keep) -> Shard | None:
-                check_entry(self.path, entry, self.fingerprint)
-                if self.path.far and not (verify or keep):
-                    return None
-                shard = open_shard(self.path, entry, self.fingerprint, preload=keep)
-                if verify:
-                    shard.check_sha256(tell)
-                return shard if keep else None
-
             for number, shard in enumerate(at_once(self.path, check, self.manifest.shards(split), threads)):
                 if shard is not None:
-                    self._shards[number] = shard
-
-    def _shard(self, number: int) -> Shard:
-        """Return a shard, opened if it is not; of the open ones the least recently used is closed at some number."""
-        if number not in self._shards:
-            while len(self._shards) >= most_open():
-                self._shards.popitem(last=False)
-            self._shards[number] = open_shard(self.path, self._entries[number], self.fingerprint)
-        self._shards.move_to_end(number)
-        return self._shards[number]
+                    self._preloaded[number] = shard
 
     def leave_out_all_but(self, optional: Sequence[str]) -> None:
         """Serve, of the arrays that a cache has on request only (`codec.OPTIONAL`), just these from now on."""
@@ -122,7 +113,6 @@ class KDCacheDataset:
         """Return rows as numpy arrays (see `types.Batch`), in the order asked; -1 gives a fully masked row.
 
         Args:
-            indices: row numbers.
             k: entries of a position, at most K, instead of the dataset's own.
             optional: the only arrays of `codec.OPTIONAL` to serve, instead of the dataset's own.
 
@@ -153,7 +143,7 @@ class KDCacheDataset:
             self._served += 1
             check = self._check_every > 0 and self._served % self._check_every == 0
             try:
-                opened = self._shard(int(shard))
+                opened = self._preloaded.get(int(shard)) or self._shard(int(shard))
             except CacheDamaged as error:
                 raise CacheDamaged(f"{error}; its row {inside} was wanted") from None
             arrays = opened.rows(inside, check=check, into=arrays)
@@ -173,25 +163,6 @@ class KDCacheDataset:
             CacheDamaged: the file is not what was written.
         """
         return read_lm_head(self.path, self.fingerprint)
-
-    def steps_per_epoch(self, global_batch_rows: int) -> int:
-        """Return the steps in which every row is seen once."""
-        return order.steps_per_epoch(len(self), global_batch_rows)
-
-    def batches(
-        self,
-        start_step: int,
-        steps: int,
-        batch_rows: int,
-        accumulation: int = 1,
-        seed: int = 0,
-        replica: int = 0,
-        replicas: int = 1,
-    ) -> Iterator[Batch]:
-        """Yield this replica's micro-batches: `accumulation` for each of `steps` steps (`order.micro_batches`)."""
-        rows = len(self)
-        for micro in order.micro_batches(rows, start_step, steps, batch_rows, accumulation, seed, replica, replicas):
-            yield self.rows(micro)
 
     def check_student(self, tokenizer_sha256: str | None, vocab_size: int, max_positions: int | None = None) -> None:
         """Check that a student can learn from this cache.
@@ -224,11 +195,7 @@ class KDCacheDataset:
 
 
 def _check_request(fingerprint: Fingerprint, k: int | None, temperatures: Sequence[float]) -> int:
-    """Return the k to serve; 0 where the cache has no top K, and then any temperature will do.
-
-    Raises:
-        CacheError: k outside 1..K, or a temperature that is not stored.
-    """
+    """Return the k to serve; 0 where the cache has no top K, and then any temperature will do."""
     if not fingerprint.top_k:
         if k:
             raise CacheError(f"k: {k} entries were asked for; this cache holds hidden states and no head: give no k")

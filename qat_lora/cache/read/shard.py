@@ -12,6 +12,7 @@ import functools
 import hashlib
 import os
 import weakref
+from collections.abc import Iterator
 from typing import BinaryIO
 
 import numpy as np
@@ -20,7 +21,7 @@ from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.codec import row_checksums
 from qat_lora.cache.format.records import Fingerprint, ShardEntry, read_header
 from qat_lora.cache.storage.location import Location
-from qat_lora.cache.storage.store import Progress, check_digest
+from qat_lora.cache.storage.store import check_digest
 from qat_lora.errors import CacheDamaged
 
 _CHUNK_BYTES = 1 << 20
@@ -39,39 +40,37 @@ def most_open() -> int:
     return _MOST_OPEN if soft == resource.RLIM_INFINITY else min(_MOST_OPEN, max(1, soft // 4))
 
 
-def open_shard(place: Location, entry: ShardEntry, fingerprint: Fingerprint, *, preload: bool = False) -> Shard:
-    """Open a shard, size and header checked; with `preload`, its bytes are held in memory.
+class Shard:
+    """The rows of a shard, size and header checked; closed when nothing refers to it any more.
+
+    With `preload`, its bytes are held in memory.
 
     Raises:
         CacheDamaged: the file is missing, or its size or header are not what the fingerprint demands.
     """
-    name = f"{entry.shard}.safetensors"
-    try:
-        data = b"".join(place.chunks(name)) if preload else place.open(name)
-    except FileNotFoundError:
-        raise CacheDamaged(f"{place}/{name}: is missing; {_CURE}") from None
-    found = len(data) if isinstance(data, bytes) else os.fstat(data.fileno()).st_size
-    if found != entry.bytes:
-        if not isinstance(data, bytes):
-            data.close()
-        raise CacheDamaged(f"{place}/{name}: has {found:,} bytes, {entry.bytes:,} were written")
-    return Shard(data, place, entry, fingerprint)
 
-
-class Shard:
-    """The rows of a shard; made by `open_shard`. Closed when nothing refers to it any more."""
-
-    def __init__(self, data: bytes | BinaryIO, place: Location, entry: ShardEntry, fingerprint: Fingerprint) -> None:
-        self._data, self._place, self._entry = data, place, entry
-        self._table = fingerprint.arrays
+    def __init__(self, place: Location, entry: ShardEntry, fingerprint: Fingerprint, *, preload: bool = False) -> None:
+        self._place, self._entry, self._table = place, entry, fingerprint.arrays
         self._plan = plan = _plan(fingerprint, entry.rows)
-        if not isinstance(data, bytes):
-            weakref.finalize(self, data.close)
-        file = f"{place}/{entry.shard}.safetensors"
+        name = f"{entry.shard}.safetensors"
+        file = f"{place}/{name}"
+        try:
+            self._data: bytes | BinaryIO = b"".join(place.chunks(name)) if preload else place.open(name)
+        except FileNotFoundError:
+            raise CacheDamaged(f"{file}: is missing; {_CURE}") from None
+        if isinstance(self._data, bytes):
+            found = len(self._data)
+        else:
+            weakref.finalize(self, self._data.close)
+            found = os.fstat(self._data.fileno()).st_size
+        if found != entry.bytes:
+            raise CacheDamaged(f"{file}: has {found:,} bytes, {entry.bytes:,} were written")
         if entry.bytes != plan.total_bytes:
             raise CacheDamaged(f"{file}: has {entry.bytes:,} bytes; its {entry.rows} rows take {plan.total_bytes:,}")
         if self._beginning(len(plan.header)) != plan.header:
-            check_header(self._beginning(min(entry.bytes, 8 + fmt.HEADER_LIMIT_BYTES)), plan, file)
+            header = read_header(self._beginning(min(entry.bytes, 8 + fmt.HEADER_LIMIT_BYTES)), file)
+            if header != read_header(plan.header, file):
+                raise CacheDamaged(f"{file}: its header describes other arrays than the cache's fingerprint demands")
 
     def rows(
         self, first: int, count: int = 1, *, check: bool = True, into: dict[str, np.ndarray] | None = None
@@ -93,16 +92,21 @@ class Shard:
         if not (isinstance(self._data, bytes) or self._place.far or os.fstat(self._data.fileno()).st_nlink):
             raise self._damaged(where, "cannot be read: the file was removed or replaced since it was opened")
         arrays = into or {spec.name: np.empty((count, *spec.row_shape), spec.dtype) for spec in self._table}
-        for spec, _, start in self._plan.arrays:
+        for spec in self._table:
             array = arrays[spec.name]
-            self._fill(array, start + first * (array.nbytes // count), where)
+            self._fill(array, self._plan.starts[spec.name] + first * spec.row_bytes, where)
         if check:
             bad = np.flatnonzero(row_checksums(arrays, self._table) != arrays["row_crc32"])
             if len(bad):
                 raise self._damaged(f"row {first + bad[0]}", "does not have its checksum")
         return arrays
 
-    def check_sha256(self, progress: Progress | None = None) -> None:
+    def parts(self, most: int) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+        """Yield all rows as `rows` does, at most `most` at a time, each time with the number of the first."""
+        for first in range(0, self._entry.rows, most):
+            yield first, self.rows(first, min(most, self._entry.rows - first))
+
+    def check_sha256(self) -> None:
         """Raise CacheDamaged unless the whole shard has the sha256 that was written."""
         digest = hashlib.sha256()
         room = np.empty(_CHUNK_BYTES, np.uint8)
@@ -110,8 +114,6 @@ class Shard:
             chunk = room[: self._entry.bytes - start]
             self._fill(chunk, start, f"byte {start:,}")
             digest.update(chunk.data)
-            if progress is not None:
-                progress(self._entry.shard, len(chunk))
         check_digest(self._place, self._entry, digest.hexdigest())
 
     def _beginning(self, size: int) -> bytes:
@@ -133,21 +135,6 @@ class Shard:
 
     def _damaged(self, where: str, what: str) -> CacheDamaged:
         return CacheDamaged(f"{self._place}/{self._entry.shard}: {where} {what}; {_CURE}")
-
-
-def check_header(data: bytes, plan: fmt.Layout, where: str) -> None:
-    """Compare a shard's safetensors header with the one that its fingerprint demands.
-
-    Args:
-        data: the beginning of the file, as long as the longest header that is allowed.
-        plan: of a shard of this fingerprint and number of rows.
-        where: the file, for messages.
-
-    Raises:
-        CacheDamaged: the header is too long, no strict JSON, or describes other arrays.
-    """
-    if read_header(data, where) != read_header(plan.header, where):
-        raise CacheDamaged(f"{where}: its header describes other arrays than the cache's fingerprint demands")
 
 
 @functools.lru_cache(maxsize=64)

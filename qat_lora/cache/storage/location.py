@@ -8,19 +8,20 @@ layer over both (fsspec's own local file system) would give up the best of each.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
 import stat
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
 
-from qat_lora.cache.storage.remote import RemoteFolder, is_url
+from qat_lora.cache.storage.remote import RemoteFolder
 from qat_lora.errors import CacheDamaged, CacheError
 from qat_lora.files import atomic
 
+_URL = re.compile(r"[a-z][a-z0-9+.-]*(://|::)")
 _MANGLED = re.compile(r"[a-z][a-z0-9+]{1,15}:")
 _CHUNK_BYTES = 1 << 20
 
@@ -37,10 +38,9 @@ class LocalFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._text = str(path)
 
     def __str__(self) -> str:
-        return self._text
+        return str(self.path)
 
     def names(self) -> list[str]:
         """Return the names in the folder, sorted; none if there is no folder."""
@@ -71,7 +71,7 @@ class LocalFolder:
 
     def open(self, name: str) -> BinaryIO:
         """Open a file of this machine, or a copy on this machine, for reading at any place."""
-        path = f"{self._text}/{name}"  # there can be 20,000 shards, and joining Paths takes as long as a system call
+        path = f"{self}/{name}"  # there can be 20,000 shards, and joining Paths takes as long as a system call
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -83,10 +83,6 @@ class LocalFolder:
             raise CacheDamaged(f"{path}: is not a regular file, so it is not read; a KD cache holds plain files only")
         return os.fdopen(descriptor, "rb")
 
-    def make(self) -> None:
-        """Make the folder where that means something."""
-        self.path.mkdir(parents=True, exist_ok=True)
-
     def write_new(self, name: str, chunks: Iterable[bytes | memoryview], kind: str) -> tuple[int, str]:
         """Write a file that must not exist yet, whole or not at all; return its size and sha256."""
         return atomic.write_new(self.path / name, chunks, kind)
@@ -95,26 +91,14 @@ class LocalFolder:
         """Remove a file; no error if it is gone."""
         (self.path / name).unlink(missing_ok=True)
 
-    def settle(self) -> None:
-        """Make names that were written or removed durable."""
-        atomic.fsync(self.path)
-
-    def free_bytes(self) -> int | None:
-        """Return the room on the folder's file system, also before the folder is made; None where it is not known."""
+    def free_bytes(self) -> int:
+        """Return the room on the folder's file system, also before the folder is made."""
         path = Path(os.path.abspath(self.path))
         return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free
 
-    def exclusive(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Hold a lock that nobody else has; OutputExistsError if somebody does."""
-        return atomic.exclusive(self.path / name)
-
-    def sharing(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Hold a lock that others may share; OutputExistsError if somebody has it exclusively."""
-        return atomic.sharing(self.path / name)
-
-    def in_turn(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Hold a lock after waiting for its holder."""
-        return atomic.in_turn(self.path / name)
+    def lock(self, name: str, kind: atomic.Lock) -> AbstractContextManager[None]:
+        """Hold a lock; OutputExistsError if somebody has it, unless `kind` is to wait."""
+        return atomic.lock(self.path / name, kind)
 
 
 Location = LocalFolder | RemoteFolder
@@ -135,16 +119,9 @@ def locate(place: Place) -> Location:
     if isinstance(place, str):
         if text.startswith(("file://", "local://")):
             return LocalFolder(Path(text.split("://", 1)[1]))
-        if is_url(text):
+        if _URL.match(text):
             return RemoteFolder(text)
     first = text.split("/", 1)[0]
     if "/" in text and _MANGLED.fullmatch(first) and not Path(first).exists():
         raise CacheError(f"{text}: is no folder; if it is meant as a URL, give {first}//… as text, not as a Path")
     return LocalFolder(Path(text))
-
-
-def locate_file(file: str | Path) -> tuple[Location, str]:
-    """Return the location of a file's folder, and the file's name in it."""
-    text = str(file).rstrip("/")
-    name = text.rpartition("/")[2]
-    return locate(type(file)(text[: len(text) - len(name)] or ".")), name

@@ -18,24 +18,17 @@ import errno
 import functools
 import hashlib
 import inspect
-import re
 from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
 from qat_lora.errors import CacheDamaged, CacheError, MissingExtraError, OutputExistsError, QatLoraError
 from qat_lora.extras import require
-from qat_lora.files.atomic import failpoint
+from qat_lora.files.atomic import Lock, failpoint
 from qat_lora.terminal import redact
 
 CHUNK_BYTES = 8 << 20
 """Of one request when a file is read piece by piece."""
 _EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3"}
-_URL = re.compile(r"([a-z][a-z0-9+.-]*)(://|::)")
-
-
-def is_url(text: str) -> bool:
-    """Return whether a text is a URL rather than a path."""
-    return _URL.match(text) is not None
 
 
 class RemoteFolder:
@@ -101,9 +94,6 @@ class RemoteFolder:
         """The file system that copies what is opened; its folder is removed with it."""
         return require("fsspec", "gcs").filesystem("simplecache", fs=self._fs, skip_instance_cache=True)
 
-    def make(self) -> None:
-        """Do nothing: folders of a store are the names of its objects."""
-
     def write_new(self, name: str, chunks: Iterable[bytes | memoryview], kind: str) -> tuple[int, str]:
         """See `Location`; the whole file is in memory for the length of the put.
 
@@ -134,19 +124,10 @@ class RemoteFolder:
         with self._writing(name), contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self._path(name))
 
-    def settle(self) -> None:
-        """Do nothing: an answered put is durable."""
-
-    def free_bytes(self) -> int | None:
-        """Return None: a store has no end that it tells of."""
-        return None
-
-    def exclusive(self, name: str) -> contextlib.AbstractContextManager[None]:
+    def lock(self, name: str, kind: Lock) -> contextlib.AbstractContextManager[None]:
         """Hold no lock: names that are never replaced need none."""
         self._require_create()
         return contextlib.nullcontext()
-
-    sharing = in_turn = exclusive
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
@@ -157,20 +138,13 @@ class RemoteFolder:
 
     def _is_stored(self, name: str, data: bytes) -> bool:
         """Return whether the store holds what was put, by its MD5 if it has one."""
-        info = self._info(name)
-        md5 = hashlib.md5(data, usedforsecurity=False)
-        found = (info.get("md5Hash"), str(info.get("ETag", "")).strip('"'))
-        return (
-            base64.b64encode(md5.digest()).decode() == found[0]
-            or md5.hexdigest() == found[1]
-            or self._holds(name, data)
-        )
+        info, md5 = self._info(name), hashlib.md5(data, usedforsecurity=False)
+        if info.get("md5Hash") == base64.b64encode(md5.digest()).decode():
+            return True
+        return str(info.get("ETag", "")).strip('"') == md5.hexdigest() or self._holds(name, data)
 
     def _holds(self, name: str, data: bytes) -> bool:
-        starts = range(0, len(data), CHUNK_BYTES)
-        return self.size(name) == len(data) and all(
-            chunk == data[start : start + len(chunk)] for start, chunk in zip(starts, self.chunks(name), strict=True)
-        )
+        return self.size(name) == len(data) and b"".join(self.chunks(name)) == data
 
     def _require_create(self) -> None:
         """Refuse to write through a driver that knows no create-only put: it would overwrite without a word."""
@@ -222,11 +196,9 @@ def _open_file_system(url: str) -> tuple[Any, str]:
         options = {} if "::" in url else {"use_listings_cache": False, "skip_instance_cache": False}
         file_system, root = fsspec.url_to_fs(url, **options)
     except ImportError as error:
-        if protocol in _EXTRAS:
-            raise MissingExtraError(
-                f"{url}: its driver is not installed: pip install 'qat-lora[{_EXTRAS[protocol]}]'"
-            ) from None
-        raise MissingExtraError(f"{url}: its driver is not installed ({_reason(error, url)})") from None
+        extra = _EXTRAS.get(protocol)
+        cure = f": pip install 'qat-lora[{extra}]'" if extra else f" ({_reason(error, url)})"
+        raise MissingExtraError(f"{url}: its driver is not installed{cure}") from None
     except ValueError as error:
         raise CacheError(
             f"{url}: {_reason(error, url)}; allowed: a folder, gs://…, s3://… or another URL of fsspec"

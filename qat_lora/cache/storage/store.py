@@ -10,10 +10,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from qat_lora.cache.format import layout as fmt
@@ -24,7 +22,7 @@ from qat_lora.errors import CacheDamaged, CacheError
 T = TypeVar("T")
 R = TypeVar("R")
 Progress = Callable[[str, int], None]
-"""Called with (shard, bytes read since the last call)."""
+"""Called with (shard, its bytes) for each shard that has been read."""
 
 
 def read_manifest(path: Place) -> Manifest:
@@ -49,36 +47,29 @@ def parse_manifest(data: bytes, file: str) -> Manifest:
     """Return the manifest that a file's bytes are; CacheDamaged unless its shards are named as shards, in order."""
     manifest = parse(Manifest, data, file)
     for split in fmt.SERIES:
-        numbers = []
-        for entry in manifest.shards(split):
-            parsed = fmt.parse_shard_name(entry.shard)
-            if parsed is None or parsed[0] != split:
-                raise CacheDamaged(f"{file}: {entry.shard!r} is no name of a {split} shard")
-            numbers.append(parsed[1])
-        if sorted(set(numbers)) != numbers:
+        names = [entry.shard for entry in manifest.shards(split)]
+        for name in names:
+            if fmt.shard_number(split, name) is None:
+                raise CacheDamaged(f"{file}: {name!r} is no name of a {split} shard")
+        if sorted(set(names)) != names:
             raise CacheDamaged(f"{file}: the {split} shards are not listed in rising order, once each")
     return manifest
 
 
 def committed(place: Location, split: str) -> list[int]:
     """Return the numbers of the shards that have a sidecar, rising."""
-    return sorted(
-        parsed[1]
-        for name in place.names()
-        if name.endswith(".json") and (parsed := fmt.parse_shard_name(name.removesuffix(".json"))) is not None
-        if parsed[0] == split
-    )
+    found = (fmt.shard_number(split, name[:-5]) for name in place.names() if name.endswith(".json"))
+    return sorted(number for number in found if number is not None)
 
 
-def noted_teacher(place: Place) -> str | None:
+def noted_teacher(place: Location) -> str | None:
     """Return the teacher's identity that a cache notes, finished or not; None where there is none to be read."""
-    where = locate(place)
     with contextlib.suppress(CacheError):
-        if where.has(fmt.MANIFEST):
-            return read_manifest(where).fingerprint.teacher_sha256
+        if place.has(fmt.MANIFEST):
+            return read_manifest(place).fingerprint.teacher_sha256
         for split in ("eval", "train"):
-            for number in committed(where, split)[:1]:
-                return read_sidecar(where, fmt.shard_name(split, number))[0].fingerprint.teacher_sha256
+            for number in committed(place, split)[:1]:
+                return read_sidecar(place, fmt.shard_name(split, number))[0].fingerprint.teacher_sha256
     return None
 
 
@@ -107,36 +98,14 @@ def at_once(place: Location, action: Callable[[T], R], items: Sequence[T], threa
     """Yield an action's results in order, computed by several threads; the first error in order is raised.
 
     Reading files and hashing leave the interpreter lock. By default there is a thread for each processor, at most 8;
-    for a place that is far 8, since they wait. They run ahead of the caller by a few items only.
+    for a place that is far 8, since they wait.
     """
     threads = threads or (8 if place.far else min(8, os.cpu_count() or 1))
     if min(threads, len(items)) < 2:
         yield from map(action, items)
         return
-    ahead: deque[Future[R]] = deque()
     with ThreadPoolExecutor(threads, "cache") as pool:
-        try:
-            for item in items:
-                ahead.append(pool.submit(action, item))
-                if len(ahead) > 2 * threads:
-                    yield ahead.popleft().result()
-            while ahead:
-                yield ahead.popleft().result()
-        finally:
-            for future in ahead:
-                future.cancel()
-
-
-def in_turns(progress: Progress | None) -> Progress:
-    """Return a progress callback that several threads may call; it is called by one at a time."""
-    turn = threading.Lock()
-
-    def tell(shard: str, read: int) -> None:
-        if progress is not None:
-            with turn:
-                progress(shard, read)
-
-    return tell
+        yield from pool.map(action, items)
 
 
 def read_sidecar(place: Location, name: str) -> tuple[Sidecar, ShardEntry]:
@@ -175,13 +144,10 @@ def check_entry(place: Location, entry: ShardEntry, fingerprint: Fingerprint) ->
 
     A sidecar with the listed sha256 is that one, unread; another is read to say what is wrong with it.
     """
-    try:
+    with contextlib.suppress(FileNotFoundError):
         data = place.read(f"{entry.shard}.json", fmt.SIDECAR_LIMIT_BYTES)
-    except FileNotFoundError:
-        data = b""
-    if hashlib.sha256(data).hexdigest() == entry.sidecar_sha256:
-        check_shard_size(place, entry)
-        return
+        if hashlib.sha256(data).hexdigest() == entry.sidecar_sha256:
+            return check_shard_size(place, entry)
     sidecar, found = read_sidecar(place, entry.shard)
     if found != entry or sidecar.fingerprint != fingerprint:
         raise CacheDamaged(

@@ -12,23 +12,22 @@ cache gives its first k entries and the mass of all others. Means over the posit
 
 from __future__ import annotations
 
-import itertools
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.codec import decode_values, encode_values
-from qat_lora.cache.format.layout import VALUE_DTYPES
 from qat_lora.cache.format.records import Fingerprint
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.cache.storage.location import Place
 from qat_lora.errors import CacheError
 from qat_lora.types import Batch, LanguageModel, LMHead
 
-SMALLEST_K = 4
-Figures = dict[tuple[str, str, int], torch.Tensor]
+Figures = dict[tuple[str, str, int], Tensor]
 """Values of N positions by name, encoding and k; shares of the whole cache have neither of these."""
 COLUMNS = (
     ("k", "K", ",d"),
@@ -57,10 +56,8 @@ def audit(
 
     Args:
         teacher: the model, on `device` already.
-        path: the cache folder or URL.
         teacher_sha256: of the model's weights.
         rows: how many rows; all, if there are fewer.
-        device: where the token ids go.
         chunk_bytes: float64 logits held at a time.
 
     Returns:
@@ -119,8 +116,7 @@ def check_teacher(held: Fingerprint, path: Place, teacher_sha256: str, vocab_siz
 
 def topk_sizes(top_k: int) -> list[int]:
     """Return 4, 8, 16, … below K, and K; nothing for K = 0."""
-    smaller = itertools.takewhile(lambda k: k < top_k, (SMALLEST_K << i for i in itertools.count()))
-    return [*smaller, top_k] if top_k else []
+    return sorted({top_k, *(4 << i for i in range(30) if 4 << i < top_k)} - {0})
 
 
 def _bytes_per_token(held: Fingerprint, k: int, encoding: str) -> float:
@@ -142,24 +138,25 @@ def _audit_row(
     held = dataset.fingerprint
     stored = {(held.value_dtype, k): dataset.rows([row], k, ()) for k in topk_sizes(held.top_k)}
     whole = dataset.rows([row])
-    exact, *coarser = VALUE_DTYPES
+    exact, *coarser = fmt.VALUE_DTYPES
     for other in coarser if held.top_k and held.value_dtype == exact else ():
         codes = encode_values(whole["head_logits"], other, max(held.temperatures))  # of all K, as a builder would
         stored |= {(other, k): {**stored[exact, k], "head_logits": decode_values(codes, k)} for _, k in [*stored]}
     ids_BL, documents_BL = (torch.from_numpy(whole[name]).to(device) for name in ("input_ids", "document_ids"))
     hidden_NH = teacher.hidden(ids_BL, documents_BL)[0, :-1]
-    parts, start = [], 0
-    for hidden in hidden_NH.split(max(1, chunk_bytes // (8 * held.vocab_size))):
+    parts, size = [], max(1, chunk_bytes // (8 * held.vocab_size))
+    for number, hidden in enumerate(hidden_NH.split(size)):
         logits_NV = teacher.logits(hidden)[:, : held.vocab_size].float().cpu()  # not every device has float64
-        part = slice(start, start + len(hidden))
-        start = part.stop
+        part = slice(number * size, number * size + len(hidden))
         log_p_NV = torch.log_softmax(logits_NV.double(), dim=-1)
         figures: Figures = {}
         if held.top_k:
-            truth = _truth(log_p_NV, torch.from_numpy(whole["head_ids"][0, part]).long())
+            ids_NK = torch.from_numpy(whole["head_ids"][0, part]).long()
+            outside_NV = log_p_NV.scatter(-1, ids_NK, -torch.inf)
+            truth = log_p_NV.gather(-1, ids_NK), outside_NV.logsumexp(-1), _plogp(outside_NV).sum(-1)
             for (encoding, k), batch in stored.items():
                 read = {n: torch.from_numpy(batch[n][0, part]).double() for n in ("head_logits", "lse", "log_tail")}
-                found = _compare(truth, read, k)
+                found = _compare(truth, held.vocab_size, read, k)
                 figures |= {(name, encoding, k): values for name, values in found.items()}
             figures |= _same(logits_NV, whole, part, held)
         if lm_head is not None:
@@ -169,44 +166,30 @@ def _audit_row(
     return {name: torch.cat([p[name] for p in parts]).numpy()[counts] for name in parts[0]}
 
 
-class _Truth(NamedTuple):
-    """The teacher now, as far as comparisons at any k need it."""
+def _compare(truth: Sequence[Tensor], vocab_size: int, read: Mapping[str, Tensor], k: int) -> dict[str, Tensor]:
+    """Return the figures of N positions for the first k of K entries.
 
-    topk_NK: torch.Tensor
-    """Log-probabilities of the K stored entries."""
-    tail_N: torch.Tensor
-    """Log-probability of all others."""
-    tail_plogp_N: torch.Tensor
-    """Sum of p log p over all others."""
-    vocab_size: int
-
-
-def _truth(log_p_NV: torch.Tensor, ids_NK: torch.Tensor) -> _Truth:
-    outside_NV = log_p_NV.scatter(-1, ids_NK, -torch.inf)
-    tail_N = torch.logsumexp(outside_NV, dim=-1)
-    return _Truth(log_p_NV.gather(-1, ids_NK), tail_N, _plogp(outside_NV).sum(-1), log_p_NV.shape[-1])
-
-
-def _compare(truth: _Truth, read: dict[str, torch.Tensor], k: int) -> dict[str, torch.Tensor]:
-    """Return the figures of N positions for the first k of K entries."""
-    dropped_NK = truth.topk_NK[:, k:]
-    log_tail_N = torch.logsumexp(torch.cat([truth.tail_N[:, None], dropped_NK], dim=-1), dim=-1)
-    log_p = torch.cat([truth.topk_NK[:, :k], log_tail_N[:, None]], dim=-1)
+    `truth` is the teacher now: log-probabilities of the K entries and of all others, and the others' sum of p log p.
+    """
+    topk_NK, tail_N, tail_plogp_N = truth
+    dropped_NK = topk_NK[:, k:]
+    log_tail_N = torch.logsumexp(torch.cat([tail_N[:, None], dropped_NK], dim=-1), dim=-1)
+    log_p = torch.cat([topk_NK[:, :k], log_tail_N[:, None]], dim=-1)
     log_q = torch.cat([read["head_logits"] - read["lse"][:, None], read["log_tail"][:, None]], dim=-1)
     log_sum = torch.logsumexp(log_q, dim=-1, keepdim=True)
     terms = log_p.exp() * (log_p - log_q + log_sum)
     kl = torch.where(log_p > -torch.inf, terms, 0.0).sum(-1)
     # Within the tail: sum of p log p, less what "anything else" as one outcome has of it, against 1 / (V - k).
-    inside = truth.tail_plogp_N + _plogp(dropped_NK).sum(-1) - _plogp(log_tail_N)
+    inside = tail_plogp_N + _plogp(dropped_NK).sum(-1) - _plogp(log_tail_N)
     return {
         "kl_stored": kl,
         "tail_mass": log_tail_N.exp(),
-        "kl_even_tail": kl + inside + log_tail_N.exp() * np.log(max(1, truth.vocab_size - k)),
+        "kl_even_tail": kl + inside + log_tail_N.exp() * np.log(max(1, vocab_size - k)),
         "mass_defect": (log_sum.exp() - 1).abs()[:, 0],
     }
 
 
-def _same(logits_NV: torch.Tensor, whole: Batch, part: slice, held: Fingerprint) -> Figures:
+def _same(logits_NV: Tensor, whole: Batch, part: slice, held: Fingerprint) -> Figures:
     """Say at which positions this run would store the same top K."""
     fresh = torch.topk(logits_NV, held.top_k, dim=-1)
     logits = (fresh.values - fresh.values[:, :1]).numpy()
@@ -217,7 +200,7 @@ def _same(logits_NV: torch.Tensor, whole: Batch, part: slice, held: Fingerprint)
     }
 
 
-def _compare_hidden(log_p_NV: torch.Tensor, fresh_NH: torch.Tensor, stored: np.ndarray, lm_head: LMHead) -> Figures:
+def _compare_hidden(log_p_NV: Tensor, fresh_NH: Tensor, stored: np.ndarray, lm_head: LMHead) -> Figures:
     """Return the figures of N positions that were stored as hidden states: K is the whole vocabulary."""
     stored_NH = torch.from_numpy(stored)
     bias = None if lm_head.bias_V is None else lm_head.bias_V.float()
@@ -234,7 +217,7 @@ def _compare_hidden(log_p_NV: torch.Tensor, fresh_NH: torch.Tensor, stored: np.n
     }
 
 
-def _plogp(log_p: torch.Tensor) -> torch.Tensor:
+def _plogp(log_p: Tensor) -> Tensor:
     return torch.where(log_p > -torch.inf, log_p.exp() * log_p, 0.0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +35,6 @@ def describe(path: Place, *, show_rows: int = 2, show_tokens: int = 16, decode: 
     Shards are not checked (`verify_cache` does that), so this is quick on any size.
 
     Args:
-        path: the cache folder or URL.
         show_rows: rows of which the beginning is shown.
         show_tokens: positions shown of each.
         decode: of the cache's tokenizer; then the rows are shown as text too.
@@ -51,8 +51,7 @@ def describe(path: Place, *, show_rows: int = 2, show_tokens: int = 16, decode: 
         rows, size = manifest.rows(split), sum(shard.bytes for shard in shards)
         splits[split] = {"shards": len(shards), "rows": rows, "tokens": rows * held.length, "bytes": size}
     tokens, size = (sum(split[name] for split in splits.values()) for name in ("tokens", "bytes"))
-    chosen = _sample(dataset)
-    mass = _tail_mass(dataset, chosen)
+    chosen, mass = _tail_mass(dataset)
     counted = mass if mass.size else np.zeros(1)
     quantiles = {f"p{q * 100:g}": float(np.quantile(counted, q)) for q in QUANTILES}
     return {
@@ -70,18 +69,14 @@ def describe(path: Place, *, show_rows: int = 2, show_tokens: int = 16, decode: 
     }
 
 
-def _sample(dataset: KDCacheDataset) -> np.ndarray:
-    return np.unique(np.linspace(0, len(dataset) - 1, SAMPLE_ROWS).astype(np.int64))
-
-
-def _tail_mass(dataset: KDCacheDataset, rows: np.ndarray) -> np.ndarray:
-    """Return the probability outside the top K at the target positions of some rows: 1 where K is 0."""
-    masses = []
+def _tail_mass(dataset: KDCacheDataset) -> tuple[np.ndarray, np.ndarray]:
+    """Return sampled rows, and the probability outside the top K at their target positions: 1 where K is 0."""
+    rows, masses = np.unique(np.linspace(0, len(dataset) - 1, SAMPLE_ROWS).astype(np.int64)), []
     for row in rows:
         batch = dataset.rows([row])
         tails = batch.get("log_tail", np.zeros(batch["target_mask"].shape))
         masses.append(np.exp(tails[batch["target_mask"]], dtype=np.float64))
-    return np.concatenate(masses)
+    return rows, np.concatenate(masses)
 
 
 def _show(dataset: KDCacheDataset, row: int, tokens: int, decode: Decode | None) -> dict[str, Any]:
@@ -93,8 +88,8 @@ def _show(dataset: KDCacheDataset, row: int, tokens: int, decode: Decode | None)
         shown["top_probabilities"] = np.round(probabilities[:tokens], 4).tolist()
     if decode is not None:
         shown["tokens"] = [decode([token]) for token in shown["input_ids"]]
-    if decode is not None and "top_ids" in shown:
-        shown["top_tokens"] = [[decode([token]) for token in choices] for choices in shown["top_ids"]]
+        if "top_ids" in shown:
+            shown["top_tokens"] = [[decode([token]) for token in choices] for choices in shown["top_ids"]]
     return shown
 
 
@@ -112,7 +107,7 @@ def plot_tail_mass(path: Place, out: str | Path) -> None:
     dataset = KDCacheDataset(path, verify=False)
     if not dataset.fingerprint.top_k:
         raise CacheError(f"{path}: holds hidden states instead of a head, so no mass is outside it; leave --plot out")
-    mass = _tail_mass(dataset, _sample(dataset))
+    _, mass = _tail_mass(dataset)
     figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
     edges = np.geomspace(_SMALLEST_MASS, 1, 61)
     axis.hist(np.clip(mass, _SMALLEST_MASS, 1), bins=edges, weights=np.full(mass.size, 100 / max(1, mass.size)))
@@ -148,9 +143,7 @@ def render(description: dict[str, Any]) -> str:
         *([f"tail mass    {masses}"] if masses else []),
         f"fingerprint  {description['fingerprint_sha256']}",
     ]
-    for row in description["rows"]:
-        lines += _row_lines(row)
-    return "\n".join(lines)
+    return "\n".join(itertools.chain(lines, *map(_row_lines, description["rows"])))
 
 
 def _stored(held: dict[str, Any]) -> str:
@@ -163,20 +156,17 @@ def _stored(held: dict[str, Any]) -> str:
 
 
 def _row_lines(row: dict[str, Any]) -> list[str]:
-    if "top_ids" not in row:
-        words = map(_quoted, row["tokens"]) if "tokens" in row else map(str, row["input_ids"])
-        return [f"row {row['row']}: tokens {' '.join(words)}"]
-    if "tokens" not in row:
-        first = ", ".join(_choices(map(str, row["top_ids"][0]), row["top_probabilities"][0]))
-        return [f"row {row['row']}: tokens {' '.join(map(str, row['input_ids']))}", f"  after the first: {first}"]
-    lines = [f"row {row['row']}: token, and what the teacher expects after it"]
-    for token, choices, sure in zip(row["tokens"], row["top_tokens"], row["top_probabilities"], strict=False):
-        lines.append(f"  {_quoted(token):<20} " + ", ".join(_choices(map(_quoted, choices), sure)))
-    return lines
-
-
-def _choices(names: Any, probabilities: list[float]) -> list[str]:
-    return [f"{name} ({p:.1%})" for name, p in zip(names, probabilities, strict=True)]
+    words = [*map(_quoted, row["tokens"])] if "tokens" in row else [*map(str, row["input_ids"])]
+    plain = f"row {row['row']}: tokens {' '.join(words)}"
+    choices = (map(_quoted, names) for names in row["top_tokens"]) if "top_tokens" in row else row.get("top_ids", [])
+    expected = [
+        ", ".join(f"{name} ({p:.1%})" for name, p in zip(names, sure, strict=True))
+        for names, sure in zip(choices, row.get("top_probabilities", []), strict=True)
+    ]
+    if "top_tokens" not in row:
+        return [plain, *(f"  after the first: {first}" for first in expected[:1])]
+    lines = (f"  {word:<20} {after}" for word, after in zip(words, expected, strict=False))
+    return [f"row {row['row']}: token, and what the teacher expects after it", *lines]
 
 
 def _quoted(token: str) -> str:

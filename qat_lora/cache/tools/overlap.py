@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from qat_lora.cache.read.shard import open_shard
-from qat_lora.cache.storage.location import Place, locate
+from qat_lora.cache.format.records import Manifest
+from qat_lora.cache.read.shard import Shard
+from qat_lora.cache.storage.location import Location, Place, locate
 from qat_lora.cache.storage.store import read_manifest
 from qat_lora.errors import CacheError
 
@@ -60,7 +61,7 @@ def overlap(path: Place, texts: Mapping[str, Sequence[Any]], tokenizer_sha256: s
     wanted = np.unique(np.concatenate([none, *(hashes[whole] for _, _, hashes, whole in parts)]))
     found = np.zeros(len(wanted), np.bool_)
     cache_tokens = 0
-    for ids_BL, starts_BL in _cache_rows(path):
+    for ids_BL, starts_BL in _cache_rows(locate(path), manifest):
         cache_tokens += ids_BL.size
         hashes, whole = _runs(ids_BL, starts_BL, run)
         shown = hashes[whole]
@@ -117,13 +118,9 @@ def _runs(ids_BL: np.ndarray, starts_BL: np.ndarray, run: int) -> tuple[np.ndarr
     return hashes, document_BL[:, :width] == last
 
 
-def _cache_rows(path: Place) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _cache_rows(place: Location, manifest: Manifest) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield token ids [B, L] and document starts [B, L] of the training rows."""
-    place = locate(path)
-    manifest = read_manifest(place)
     length = manifest.fingerprint.length
     for entry in manifest.train:
-        shard = open_shard(place, entry, manifest.fingerprint)
-        for start in range(0, entry.rows, _ROWS_AT_ONCE):
-            part = shard.rows(start, min(_ROWS_AT_ONCE, entry.rows - start))
+        for _, part in Shard(place, entry, manifest.fingerprint).parts(_ROWS_AT_ONCE):
             yield part["input_ids"], np.unpackbits(part["doc_starts"], axis=1, count=length, bitorder="little")

@@ -23,7 +23,7 @@ import numpy as np
 from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.lm_head import check_lm_head, largest_lm_head
 from qat_lora.cache.format.records import Manifest, ShardEntry
-from qat_lora.cache.storage.location import LocalFolder, Location, Place, locate, locate_file
+from qat_lora.cache.storage.location import LocalFolder, Location, Place, locate
 from qat_lora.cache.storage.store import Progress, check_digest, check_entry, parse_manifest, read_manifest
 from qat_lora.errors import CacheDamaged, CacheError, OutputExistsError
 from qat_lora.extras import require
@@ -53,7 +53,6 @@ def pack_cache(path: Place, out: str | Path, progress: Progress | None = None) -
     """Write a finished cache as one file, which appears when it is whole.
 
     Args:
-        path: the cache folder or URL.
         out: the file, usually `….tar.zst`; it must not exist.
         progress: called with (shard, bytes of the cache) as they are read.
 
@@ -99,7 +98,9 @@ def unpack_cache(path: str | Path, out: str | Path, progress: Progress | None = 
         OutputExistsError: `out` exists.
     """
     zstd, out = require("zstandard", "transport"), _local(out)
-    source, name = locate_file(path)
+    text = str(path).rstrip("/")
+    name = text.rpartition("/")[2]
+    source = locate(text[: len(text) - len(name)] or ".")
     if source.has(name) and locate(path).has(_EARLIER):
         raise CacheError(f"{path}: was packed by an earlier version; unpack it with that one, then pack it again")
     if out.is_symlink() or out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -172,8 +173,7 @@ def _extract(archive: tarfile.TarFile, where: str | Path, target: LocalFolder, p
     for entry in manifest.all_shards:
         sidecar = b"".join(read(f"{entry.shard}.json", fmt.SIDECAR_LIMIT_BYTES))
         data = b"".join(read(f"{entry.shard}.safetensors", entry.bytes))
-        if len(data) == fmt.layout(manifest.fingerprint.arrays, entry.rows, manifest.fingerprint.sha256).total_bytes:
-            data = _with_values(data, manifest, entry, _sums)
+        data = _with_values(data, manifest, entry, _sums)
         found = hashlib.sha256(data).hexdigest(), hashlib.sha256(sidecar).hexdigest()
         if found != (entry.sha256, entry.sidecar_sha256):
             raise _damaged(where, f"{entry.shard} is not the shard that the manifest lists")
@@ -185,12 +185,13 @@ def _extract(archive: tarfile.TarFile, where: str | Path, target: LocalFolder, p
 
 
 def _with_values(data: bytes, manifest: Manifest, entry: ShardEntry, change: Any) -> bytes:
-    """Return a shard with its array `val` changed, if it has one."""
+    """Return a shard with its array `val` changed, if it has one; as it is where it has not a shard's size."""
     plan = fmt.layout(manifest.fingerprint.arrays, entry.rows, manifest.fingerprint.sha256)
-    for spec, shape, start in plan.arrays:
-        if spec.name == "val":
-            size = entry.rows * spec.row_bytes
-            changed = change(np.frombuffer(data, np.uint8, size, start), shape, spec.dtype.itemsize)
+    for spec in manifest.fingerprint.arrays:
+        if spec.name == "val" and len(data) == plan.total_bytes:
+            start, size = plan.starts["val"], entry.rows * spec.row_bytes
+            stored = np.frombuffer(data, np.uint8, size, start)
+            changed = change(stored, (entry.rows, *spec.row_shape), spec.dtype.itemsize)
             return b"".join((data[:start], changed.tobytes(), data[start + size :]))
     return data
 

@@ -19,8 +19,8 @@ import numpy as np
 
 from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.codec import DRAWN, decode_values, unpack_ids
-from qat_lora.cache.format.records import Fingerprint, to_json
-from qat_lora.cache.read.shard import open_shard
+from qat_lora.cache.format.records import Fingerprint, Manifest, to_json
+from qat_lora.cache.read.shard import Shard
 from qat_lora.cache.storage.location import Location, Place, locate
 from qat_lora.cache.storage.store import Progress, check_entry, read_manifest
 from qat_lora.errors import CacheError, OutputExistsError
@@ -50,11 +50,8 @@ def export_parquet(
     holds the fingerprint as JSON; the teacher's LM head is not copied: it is in the cache's folder.
 
     Args:
-        path: the cache folder or URL.
-        out: the file.
-        split: `train` or `eval`.
         group_bytes: about how many stored bytes make a row group.
-        progress: called with (shard, bytes) while shards are checked.
+        progress: called with (shard, bytes) for each that has been written.
 
     Returns:
         `out`, `split`, `rows`, `row_groups` and `bytes` of the file.
@@ -79,7 +76,7 @@ def export_parquet(
         with open(partial, "wb") as file:
             schema = _schema(arrow, manifest.fingerprint)
             with parquet.ParquetWriter(file, schema, compression="zstd") as writer:
-                for columns in _groups(path, split, group_bytes, progress):
+                for columns in _groups(path, manifest, split, group_bytes, progress):
                     lists = [_lists(arrow, columns[name]) for name in schema.names]
                     writer.write_table(arrow.Table.from_arrays(lists, schema=schema))
                     groups += 1
@@ -96,17 +93,19 @@ def export_parquet(
     return {"out": str(out), "split": split, "rows": manifest.rows(split), "row_groups": groups, "bytes": size}
 
 
-def _groups(path: Location, split: str, group_bytes: int, progress: Progress | None) -> Iterator[dict[str, np.ndarray]]:
+def _groups(
+    path: Location, manifest: Manifest, split: str, group_bytes: int, progress: Progress | None
+) -> Iterator[dict[str, np.ndarray]]:
     """Yield the columns of some rows at a time, each array [rows, ...]."""
-    manifest = read_manifest(path)
     held = manifest.fingerprint
     step = max(1, group_bytes // fmt.row_bytes(held.arrays))
     for entry in manifest.shards(split):
         check_entry(path, entry, held)
-        shard = open_shard(path, entry, held, preload=path.far)
-        shard.check_sha256(progress)
-        for start in range(0, entry.rows, step):
-            yield _columns(shard.rows(start, min(step, entry.rows - start)), held)
+        shard = Shard(path, entry, held, preload=path.far)
+        shard.check_sha256()
+        yield from (_columns(part, held) for _, part in shard.parts(step))
+        if progress is not None:
+            progress(entry.shard, entry.bytes)
 
 
 def _columns(arrays: Mapping[str, np.ndarray], held: Fingerprint) -> dict[str, np.ndarray]:

@@ -9,19 +9,23 @@ A shard is read by one thread; hashing and comparing leave the interpreter lock,
 
 from __future__ import annotations
 
+import re
 import time
+from collections import deque
 from typing import NamedTuple
 
 from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.codec import promises
 from qat_lora.cache.format.lm_head import check_lm_head
 from qat_lora.cache.format.records import Fingerprint, ShardEntry
-from qat_lora.cache.read.shard import open_shard
+from qat_lora.cache.read.shard import Shard
 from qat_lora.cache.storage.location import Location, Place, locate
-from qat_lora.cache.storage.store import Progress, at_once, check_entry, in_turns, read_manifest
+from qat_lora.cache.storage.store import Progress, at_once, check_entry, read_manifest
 from qat_lora.errors import CacheDamaged
 
 _ROWS_AT_ONCE = 4
+_BUILDERS = re.compile(rf"b-[0-9]{{6}}\.json|{re.escape(fmt.LOCK)}.*", re.DOTALL)
+"""What builders leave beside the cache."""
 
 
 class VerifyReport(NamedTuple):
@@ -40,8 +44,7 @@ def verify_cache(path: Place, progress: Progress | None = None, *, threads: int 
     """Check every byte of a finished cache.
 
     Args:
-        path: the cache folder or URL.
-        progress: called with (shard, bytes read since the last call), by one thread at a time.
+        progress: called with (shard, bytes) for each that has been checked.
         threads: shards checked at a time; default: one for each processor, at most 8.
 
     Raises:
@@ -52,35 +55,31 @@ def verify_cache(path: Place, progress: Progress | None = None, *, threads: int 
     folder = locate(path)
     manifest = read_manifest(folder)
     entries = manifest.all_shards
-    for _ in at_once(folder, lambda entry: check_entry(folder, entry, manifest.fingerprint), entries):
-        pass
-    check_lm_head(folder, manifest.fingerprint)
+    held = manifest.fingerprint
+    deque(at_once(folder, lambda entry: check_entry(folder, entry, held), entries), maxlen=0)
+    check_lm_head(folder, held)
     known = {f"{entry.shard}.{ending}" for entry in entries for ending in ("safetensors", "json")}
-    known |= {fmt.MANIFEST} | ({fmt.LM_HEAD} if manifest.fingerprint.lm_head_sha256 else set())
-    tell = in_turns(progress)
-    for _ in at_once(folder, lambda entry: check_shard(folder, entry, manifest.fingerprint, tell), entries, threads):
-        pass
+    known |= {fmt.MANIFEST} | ({fmt.LM_HEAD} if held.lm_head_sha256 else set())
+    for entry in at_once(folder, lambda entry: _check_shard(folder, entry, held), entries, threads):
+        if progress is not None:
+            progress(entry.shard, entry.bytes)
     return VerifyReport(
         path=str(folder),
         shards=len(entries),
         rows=sum(entry.rows for entry in entries),
         bytes=sum(entry.bytes for entry in entries),
         seconds=time.perf_counter() - begun,
-        strangers=tuple(name for name in folder.names() if not (name in known or _is_ours(name))),
+        strangers=tuple(name for name in folder.names() if not (name in known or _BUILDERS.fullmatch(name))),
     )
 
 
-def _is_ours(name: str) -> bool:
-    return fmt.is_part_name(name) or name.startswith(fmt.LOCK)
-
-
-def check_shard(path: Location, entry: ShardEntry, fingerprint: Fingerprint, progress: Progress) -> None:
-    """Raise CacheDamaged unless a shard's sha256, row checksums and values are what they must be."""
-    shard = open_shard(path, entry, fingerprint, preload=path.far)  # what lies behind a URL now, not a copy of it
-    shard.check_sha256(progress)
-    for start in range(0, entry.rows, _ROWS_AT_ONCE):
-        end = min(start + _ROWS_AT_ONCE, entry.rows)
-        for promise, kept in promises(shard.rows(start, end - start), fingerprint).items():
+def _check_shard(path: Location, entry: ShardEntry, fingerprint: Fingerprint) -> ShardEntry:
+    """Return the shard if its sha256, row checksums and values are what they must be."""
+    shard = Shard(path, entry, fingerprint, preload=path.far)  # what lies behind a URL now, not a copy of it
+    shard.check_sha256()
+    for start, part in shard.parts(_ROWS_AT_ONCE):
+        for promise, kept in promises(part, fingerprint).items():
             if not kept:
-                rows = f"rows {start} to {end - 1}"
+                rows = f"rows {start} to {start + len(part['input_ids']) - 1}"
                 raise CacheDamaged(f"{path}/{entry.shard}: {rows} break a rule of the format: {promise}")
+    return entry

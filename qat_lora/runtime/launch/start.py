@@ -29,14 +29,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 from qat_lora import errors
-from qat_lora.errors import ConfigError, InterruptedRunError, QatLoraError, ReplicaError, disk_errors_explained
+from qat_lora.errors import (
+    ConfigError,
+    InterruptedRunError,
+    QatLoraError,
+    ReplicaError,
+    disk_errors_explained,
+    memory_errors_explained,
+)
 from qat_lora.registry import COMMANDS, Command
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.collectives import free_port
 from qat_lora.runtime.host.signals import passed_on
 from qat_lora.runtime.launch.process_group import group_size
 from qat_lora.runtime.launch.select import ChipsConfig, DeviceChoice, LaunchPlan, make_runtime, plan_run
-from qat_lora.terminal import any_text
+from qat_lora.terminal import any_text, echo
 
 GRACE_S = 8.0
 """How long a worker may take to end by itself after another has failed."""
@@ -54,8 +61,7 @@ def run(command: Command, options: Any) -> Any:
     """
     asked = options.run
     if command.device == "none" or (command.plan and options.dry_run):  # a dry run needs shapes alone
-        runtime = make_runtime(DeviceChoice("cpu"))
-        return runtime.launch(lambda: command.load()(options, runtime))
+        return work_here(command, options, DeviceChoice("cpu"))
     plan = plan_run(asked.device, asked.tpu, asked.chips)
     several = plan.chips != 1 or asked.chips.parallel == "spmd" or group_size() > 1
     if several and command.device != "several chips":
@@ -88,13 +94,19 @@ def start(plan: LaunchPlan, work: Callable[[], Any], start_method: Literal["spaw
 
 @any_text()
 def work_here(command: Command, options: Any, device: DeviceChoice) -> Any:
-    """Run a command on the device of this process, quietly unless this is the main one."""
+    """Run a command, or show its plan, on the device of this process, quietly unless this is the main one."""
     runtime = make_runtime(device, options.run.chips)
 
     def main() -> Any:
         mine = options if runtime.is_main else replace(options, run=replace(options.run, quiet=True))
-        with disk_errors_explained():  # here, where a process of a group notes its error
-            return command.load()(mine, runtime)
+        # Explained here, where a process of a group notes its error.
+        with disk_errors_explained(), memory_errors_explained(lambda: command.load("advice")(mine)):
+            if not (command.plan and mine.dry_run):
+                return command.load()(mine, runtime)
+            planned = command.load("plan")(mine)
+        if not mine.run.json:
+            echo(planned.text)
+        return planned.report
 
     return runtime.launch(main)
 

@@ -13,9 +13,10 @@ from qat_lora import cli
 from qat_lora.errors import CacheError, ConfigError, DeviceError, ModelError
 from qat_lora.layers.convert import linear_layers
 from qat_lora.models.load import load_model
+from qat_lora.options import EstimateOptions, RunConfig
 from qat_lora.plan.quantize import plan_quantize
-from qat_lora.plan.recover import plan_recover
-from qat_lora.runtime.launch.select import choose, look
+from qat_lora.plan.training import check_cache, device_of, plan_recover, replicas_of
+from qat_lora.runtime.launch.select import ChipsConfig, choose, look
 from qat_lora.train.loop import LoopConfig
 
 
@@ -80,6 +81,17 @@ def test_a_tpu_that_is_elsewhere_is_planned_for(made, tmp_path, monkeypatch):
     options = recover_options(made / "student", made / "cache", tmp_path / "run")
     plan = plan_recover(replace(options, run=replace(options.run, device="auto"))).report
     assert any(name.startswith("v6e") for name in plan["devices"])
+
+
+def test_what_a_machine_elsewhere_has_is_assumed_and_said():
+    assumed: list[str] = []
+    assert replicas_of(RunConfig(device="cpu"), assumed) == 1 and not assumed
+    assert device_of(RunConfig(tpu=True)) == "tpu" and device_of(RunConfig(device="cuda")) == "cuda"
+    run = RunConfig(device="cuda", chips=ChipsConfig(num_chips="all"))
+    if replicas_of(run, assumed) == 1:  # there is no GPU here, or one
+        assert all("give --num-chips N" in text for text in assumed)
+    asked = EstimateOptions(model="m", length=1024, head_k=64)
+    assert "rows of 1,024 tokens and 64 entries" in check_cache(None, asked, "c", None, "nothing")[0]
 
 
 def test_what_the_run_would_refuse_is_refused(made, tiny, tmp_path):

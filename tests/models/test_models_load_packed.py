@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from qat_lora.models.packed import is_packed, read_packed
+from qat_lora.models.load import read_packed
 
 
 def test_codes_times_steps_in_float32(tmp_path):
@@ -27,11 +27,10 @@ def test_codes_times_steps_in_float32(tmp_path):
     }
     quantization = {"quant_method": "compressed-tensors", "config_groups": groups}
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
-    assert is_packed(tmp_path)
     found = dict(read_packed(tmp_path))
     assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def test_a_plain_folder_is_not_packed(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    assert not is_packed(tmp_path)
+    assert not list(read_packed(tmp_path))

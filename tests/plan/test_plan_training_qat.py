@@ -15,8 +15,8 @@ from qat_lora.layers.convert import linear_layers, make_quant_skeleton
 from qat_lora.losses.objective import ObjectiveConfig, weight_tensors
 from qat_lora.models.load import DTYPES, cast, load_model, make_qwen3, save_model
 from qat_lora.options import QatOptions
-from qat_lora.plan import qat as planning_qat
-from qat_lora.plan.qat import plan_qat
+from qat_lora.plan import training
+from qat_lora.plan.training import plan_qat
 from qat_lora.runtime.host.memory import LiveBytes
 from qat_lora.runtime.native import NativeRuntime
 from qat_lora.setup.trainable import chosen_preset, trained_parts
@@ -79,7 +79,7 @@ def test_the_sum_is_near_the_peak_of_a_step(tmp_path, monkeypatch, changed, dtyp
     length, rows, head_k, vocabulary = 256, 4, 16, 4096
     sizes = {"hidden": 256, "layers": 3, "heads": 4, "kv_heads": 2, "mlp": 768, "positions": 512}
     save_model(make_qwen3(tmp_path, vocabulary, **sizes).module, tmp_path)
-    monkeypatch.setattr(planning_qat, "LENGTH", length)
+    monkeypatch.setattr(training, "LENGTH", length)
     asked = QatOptions(
         from_scratch=True,
         model=str(tmp_path),

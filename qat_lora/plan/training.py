@@ -1,0 +1,319 @@
+"""`recover --dry-run` and `qat --dry-run`: what a training would train, take and see.
+
+A mistake in a recipe should not wait for the device, the download or the first hour to be found. A dry run therefore
+builds the student on torch's meta device and puts it into its training state by the calls that the run itself makes
+(`setup/trainable.py`), so what trains is counted, not modelled. It reads the cache's manifest if there is one; it
+writes nothing, starts nothing and fetches a config at most. What cannot be known yet is assumed from the command's own
+settings and listed as assumed: readers believe a number that is printed without its condition.
+
+`qat` forms weights anew from codes and scales in each forward. They are counted too: each layer forms its own on the
+meta device while the bytes that autograd keeps of it are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from qat_lora.cache.read.dataset import KDCacheDataset
+from qat_lora.errors import ConfigError, DeviceError, ModelError
+from qat_lora.layers.convert import make_quant_skeleton, quant_layers
+from qat_lora.models.load import (
+    DTYPES,
+    FILE_SUFFIXES,
+    QUANT_METHOD,
+    CausalLM,
+    cast,
+    load_tokenizer,
+    resolve_model,
+    tokenizer_sha256,
+)
+from qat_lora.options import CacheBuildOptions, EstimateOptions, QatOptions, RecoverOptions, RunConfig
+from qat_lora.plan.devices import attention_on, likely
+from qat_lora.plan.memory import GIB, Shapes, forecast, meta_model, skeleton, stored_quantisation
+from qat_lora.plan.quantize import fisher_bytes
+from qat_lora.quant.presets import Preset
+from qat_lora.registry import DryRun, Requirements
+from qat_lora.runtime.host.memory import LiveBytes
+from qat_lora.runtime.launch.select import choose, look, plan_run, runs_on_host
+from qat_lora.setup.trainable import check_parts, chosen_preset, trained_parts
+from qat_lora.setup.training_data import cache_training_data
+
+HEAD_K, LENGTH = 128, CacheBuildOptions.length
+"""Top-K entries of a position and tokens of a row where there is no cache to ask; what `cache build` makes."""
+
+
+def plan_recover(options: RecoverOptions) -> DryRun:
+    """Plan a recovery.
+
+    Raises:
+        ModelError: the student has no config.json here or on the Hub.
+        CacheError: the cache is there and does not fit, or is no cache.
+        ConfigError: a global batch that does not divide, or patterns that match no layer.
+    """
+    assumed: list[str] = []
+    replicas = replicas_of(options.run, assumed)
+    accumulation = options.loop.accumulation(replicas)
+    student = _student(options)
+    dataset = _cache(options)
+    if not options.uses_cache and options.num_rows is None:
+        assumed.append("the text is not read, so the number of its rows is not known")
+    own = {name: getattr(options, name) for name in ("train_scales", "train_norms", "lora")}
+    asked = _estimate(options, student, dataset, options.length, accumulation, **own)
+    shapes = skeleton(asked)
+    if options.train_scales and not shapes.quantised:
+        raise ConfigError("train_scales: the student has no quantised layers; leave it out")
+    if options.uses_cache:
+        model = CausalLM(shapes.module, Path(student))
+        assumed += check_cache(dataset, asked, options.kd_cache_dir, model, "this command's own settings")
+    report = _report(shapes, asked, student, replicas, len(dataset) if dataset else options.num_rows, assumed)
+    stored = report.pop("stored_bytes_of_quantised") + 2 * (report["parameters"] - report["quantised"])
+    report["stored_bytes"] = stored
+    trained, total = report["trained"], report["total_bytes"]
+    text = _text(report, f"{trained:,} numbers (rank {options.lora.recovery_r})", asked.utilisation)
+    # A checkpoint: what trains, two moments, perhaps an average. An export: halves, and the base of trained scales.
+    disk = (options.loop.keep_checkpoints + 1) * 16 * trained + 3 * (2 * trained + options.train_scales * stored)
+    host = total if runs_on_host(options.run.device, options.run.tpu) else report["bytes"]["weights"]
+    return DryRun(report, text, Requirements("this recovery", total, host, disk))
+
+
+def plan_qat(options: QatOptions) -> DryRun:
+    """Plan the training of a quantised model.
+
+    Raises:
+        ModelError: a model has no config.json here or on the Hub, or the checkpoint is no folder here.
+        CacheError: the cache is there and does not fit, or is no cache.
+        ConfigError: a global batch that does not divide, or parts that the student does not have.
+    """
+    assumed: list[str] = []
+    replicas = replicas_of(options.run, assumed)
+    accumulation = options.loop.accumulation(replicas)
+    config, student, full = _models(options)
+    dataset = _cache(options)
+    name = str(options.model if options.from_scratch else options.checkpoint)
+    asked = _estimate(options, name, dataset, LENGTH, accumulation)
+    assumed += check_cache(dataset, asked, options.kd_cache_dir, student, "what `cache build` makes")
+    shapes = _shapes(options, config, student)
+    shown = f"{name} at {chosen_preset(options).name}" if options.from_scratch else name
+    report = _report(shapes, asked, shown, replicas, len(dataset) if dataset else None, assumed)
+    whole, blockwise = 4 * report["parameters"], options.blockwise.blockwise_steps > 0
+    stored = report.pop("stored_bytes_of_quantised") + 4 * (report["parameters"] - report["quantised"])
+    report |= {
+        "trained_by_kind": shapes.trained_by_kind,
+        "stored_bytes": stored,
+        # The original in float32, and with it the model that is quantised, or what reconstruction needs of both.
+        "start_bytes": whole * max(2 * options.from_scratch, (options.from_scratch + 2) * blockwise),
+        "scratch_bytes": fisher_bytes(student.module, options.init, options.metric) if options.from_scratch else 0,
+        "host_bytes": whole if full and (options.mergeable or "weights" in options.train_parts) else 0,
+    }
+    kinds = ", ".join(f"{count:,} {kind}" for kind, count in shapes.trained_by_kind.items())
+    start, host, total = report["start_bytes"], report["host_bytes"], report["total_bytes"]
+    beside = (("while the start is made", start), ("while it trains", host))
+    more = [f"host     {size / GIB:.3f} GiB of float32 weights beside it, {when}" for when, size in beside if size]
+    text = _text(report, kinds, asked.utilisation, more)
+    disk = (options.loop.keep_checkpoints + 1) * 12 * report["trained"] + (3 + (start > 0)) * stored
+    disk += report["scratch_bytes"]
+    if runs_on_host(options.run.device, options.run.tpu):
+        memory = max(total + host, start)
+        return DryRun(report, text, Requirements("this training", memory, memory, disk))
+    original = whole if options.from_scratch else 0  # on the host while its copy is quantised
+    return DryRun(report, text, Requirements("this training", max(total, start - original), max(host, start), disk))
+
+
+def device_of(run: RunConfig) -> str:
+    """Return the device that a run names, which need not be here, or what `auto` finds here."""
+    if run.tpu or run.device != "auto":
+        return "tpu" if run.tpu else run.device
+    try:
+        return choose("auto", False, look()).kind
+    except DeviceError:  # PJRT_DEVICE names a TPU, and PyTorch/XLA is elsewhere
+        return "tpu"
+
+
+def replicas_of(run: RunConfig, assumed: list[str]) -> int:
+    """Return the number of replicas of a run; where its machine is not here, as its settings say."""
+    try:
+        chips = plan_run(run.device, run.tpu, run.chips).chips
+    except DeviceError:
+        asked = run.chips.num_chips
+        chips = int(asked) if asked and asked != "all" else 1 if asked is None else 0
+    if not chips:
+        assumed.append("the number of chips is that of a machine that is not here: 1 is taken; give --num-chips N")
+    return chips or 1
+
+
+def _cache(options: RecoverOptions | QatOptions) -> KDCacheDataset | None:
+    """Return the run's cache, None where there is none, or none yet; a URL is assumed to be there."""
+    path = options.kd_cache_dir
+    if path is None or not ("://" in path or Path(path).expanduser().exists()):
+        return None
+    rows: KDCacheDataset = cache_training_data(options).rows
+    return rows
+
+
+def check_cache(
+    dataset: KDCacheDataset | None, asked: EstimateOptions, path: str | None, student: CausalLM, source: str
+) -> list[str]:
+    """Compare a student with its cache; return what is assumed of one that is not there, from a `source` for people.
+
+    Raises:
+        CacheError: the student cannot learn from the cache; its tokenizer is compared if it is here.
+    """
+    if dataset is None:
+        sizes = f"rows of {asked.length:,} tokens and {asked.head_k} entries a position are taken from {source}"
+        return [f"{path} is not there yet: {sizes}, and the fit of the tokenizer is not checked"]
+    here = (student.folder / "tokenizer.json").is_file()
+    sha256 = tokenizer_sha256(load_tokenizer(student.folder)) if here else None
+    dataset.check_student(sha256, student.vocab_size, student.max_positions)
+    return []
+
+
+def _estimate(
+    options: RecoverOptions | QatOptions,
+    student: str,
+    dataset: KDCacheDataset | None,
+    length: int,
+    accumulation: int,
+    **own: Any,
+) -> EstimateOptions:
+    """Return the settings of the estimate of a run's steps; `length` is that of rows where there is no cache."""
+    loop, head_k = options.loop, (options.head_k or HEAD_K) if options.kd_cache_dir else 0
+    return EstimateOptions(
+        model=student,
+        length=dataset.manifest.fingerprint.length if dataset else length,
+        head_k=dataset.k if dataset else head_k,
+        batch_size=loop.batch_size,
+        accumulation_steps=accumulation,
+        gradient_checkpointing=loop.gradient_checkpointing,
+        loss_chunk_mb=options.objective.loss_chunk_mb,
+        max_steps=loop.max_steps,
+        attention=attention_on(device_of(options.run)),
+        run=options.run,
+        **own,
+    )
+
+
+def _report(
+    shapes: Shapes, asked: EstimateOptions, student: str, replicas: int, rows: int | None, assumed: list[str]
+) -> dict[str, Any]:
+    """Return what a training run would train, take and see; `rows` of its data are None where that is not known."""
+    found = forecast(shapes, asked, likely(device_of(asked.run), replicas))
+    step_rows = asked.batch_size * asked.accumulation_steps * replicas
+    return {
+        "student": student,
+        **{key: found[key] for key in ("parameters", "quantised", "trained", "bytes", "total_bytes")},
+        "stored_bytes_of_quantised": found["stored_bytes_of_quantised"],
+        "replicas": replicas,
+        "batch_size": asked.batch_size,
+        "accumulation_steps": asked.accumulation_steps,
+        "effective_batch": step_rows,
+        "length": asked.length,
+        "head_k": asked.head_k,
+        "steps": asked.max_steps,
+        "tokens": asked.max_steps * step_rows * asked.length,
+        "epochs": asked.max_steps * step_rows / rows if rows else None,
+        "devices": found["devices"],
+        "assumed": assumed,
+    }
+
+
+def _text(report: dict[str, Any], trained: str, utilisation: float, more: Sequence[str] = ()) -> str:
+    replicas, epochs = report["replicas"], report["epochs"]
+    lines = [
+        "dry run: shapes alone; nothing is written, and no device is used",
+        f"student  {report['student']}: {report['parameters']:,} parameters, {report['quantised']:,} of them quantised",
+        f"trained  {trained}",
+        f"step     {report['batch_size']} rows x {report['accumulation_steps']} micro-batches x {replicas} "
+        f"replica{'s' if replicas > 1 else ''}: effective batch {report['effective_batch']}, "
+        f"{report['effective_batch'] * report['length']:,} tokens",
+        f"run      {report['steps']:,} steps, {report['tokens']:,} tokens"
+        + (f", {epochs:.2f} epochs" if epochs else ""),
+        f"memory   {report['total_bytes'] / GIB:.3f} GiB a replica: "
+        + ", ".join(f"{name} {size / GIB:.3f}" for name, size in report["bytes"].items()),
+    ]
+    for name, there in report["devices"].items():
+        fits = "fits" if there["fits"] else "does not fit"
+        lines.append(f"time     {there['hours']:.2f} h on {name} ({fits}), at {utilisation:.0%} of the peak rate")
+    return "\n".join([*lines, *more, *(f"assumed  {text}" for text in report["assumed"])])
+
+
+def _student(options: RecoverOptions) -> str:
+    """Return the student's folder, or the name under which the Hub has the config of a `--model`."""
+    if options.checkpoint is not None:
+        advice = "ask `qat-lora estimate --model MODEL --preset PRESET`, which needs no checkpoint"
+        return str(_folder(options.checkpoint, advice))
+    name = str(options.model)
+    return str(resolve_model(name)) if _is_here(name) else name
+
+
+def _folder(checkpoint: str, advice: str) -> Path:
+    """Return the folder of a checkpoint, which has to be here."""
+    if not _is_here(checkpoint):
+        raise ModelError(
+            f"checkpoint: there is no folder {Path(checkpoint).expanduser()}, and a dry run reads its config.json; "
+            f"make it with `qat-lora quantize`, or {advice}"
+        )
+    return resolve_model(checkpoint)
+
+
+def _is_here(name: str) -> bool:
+    path = Path(name).expanduser()
+    return path.exists() or path.suffix in FILE_SUFFIXES  # of a file that stands for its folder
+
+
+def _models(options: QatOptions) -> tuple[Any, CausalLM, CausalLM | None]:
+    """Return text config, student and the full-precision model, if one is named, on the meta device."""
+    full = None if options.model is None else CausalLM(meta_model(options.model)[1], Path(options.model))
+    advice = "give --from-scratch --model MODEL"
+    folder = Path(str(options.model)) if options.from_scratch else _folder(str(options.checkpoint), advice)
+    config, module = meta_model(str(folder))
+    stored = stored_quantisation(config)
+    if options.from_scratch:
+        if stored is not None:
+            raise ConfigError(f"model: {options.model} is quantised already; give it as --checkpoint")
+        check_parts(options, full, None)
+        chosen = chosen_preset(options)
+    elif stored is None or stored.get("quant_method") != QUANT_METHOD:
+        raise ConfigError(f"checkpoint: {options.checkpoint} has no quantised layers; give --from-scratch --model")
+    else:
+        chosen = Preset.from_dict(stored["preset"])
+    make_quant_skeleton(module, chosen)
+    cast(module, DTYPES[options.run.dtype])
+    student = CausalLM(module, folder)
+    if not options.from_scratch:
+        check_parts(options, full, student)
+    return config.get_text_config(), student, full
+
+
+def _shapes(options: QatOptions, config: Any, student: CausalLM) -> Shapes:
+    """Put the student into its training state, and count what a forward forms of its layers."""
+    groups = trained_parts(student, options, None)
+    formed = _formed_bytes(student.module, torch.bfloat16 if options.loop.autocast else DTYPES[options.run.dtype])
+    if options.loop.gradient_checkpointing and attention_on(device_of(options.run)) == "xla":
+        formed //= config.num_hidden_layers  # counted as on other devices: nobody measured what XLA keeps of these
+    return Shapes(
+        config,
+        student.module,
+        groups,
+        adapter_rank=1,  # there is no adapter; rank 1 adds next to nothing to the activations
+        weight_gradients=True,  # whatever trains, gradients reach every quantised weight
+        formed_bytes=formed,
+        averaged=options.train.ema > 0,
+    )
+
+
+def _formed_bytes(module: nn.Module, dtype: torch.dtype) -> int:
+    """Return the bytes of the training layers' weights that a forward forms and keeps for its backward pass."""
+    formed = 0
+    for layer in quant_layers(module).values():
+        if any(parameter.requires_grad for parameter in layer.parameters()):
+            with LiveBytes(*layer.parameters(), *layer.buffers()) as live:
+                before = live.now
+                weight = layer.effective().to(dtype)
+                formed += live.now - before
+                del weight
+    return formed
