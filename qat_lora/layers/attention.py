@@ -103,9 +103,10 @@ class _BlockedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, mask, output, log_sum = ctx.saved_tensors
         with torch.autocast(d_output.device.type, enabled=False):
-            gradients = _block_gradients(*ctx.saved_tensors, d_output, ctx.scale)
-            return *gradients, None, None, None
+            gradients = _block_gradients(query, key, value, mask, output, log_sum, d_output, ctx.scale)
+        return *gradients, None, None, None
 
 
 def _block_outputs(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
