@@ -34,7 +34,7 @@ RANK = {part: rank for rank, parts in RANKS.items() for part in parts}
 DEVICES = {"cpu", "cuda", "mps", "tpu", "xla"}
 LONGEST = 500  # lines of a module
 ROOMS = 26  # first-level packages and modules
-LINES = 25_230  # 21,500, 2,560 that the work on reliability added, and 1,170 of instruments for chips
+LINES = 28_000  # 23,980 when the house was done; what makes training fit the chips came after it
 FUNCTION_LINES, FUNCTION_PARAMETERS = 80, 8  # of a function in the rooms below
 SMALL_FUNCTIONS = ("train", "losses", "layers", "runtime")
 # Private words that the terms of docs/glossary.md have replaced; no part of an identifier, and none on a page.

@@ -214,4 +214,4 @@ def _place(teacher: CausalLM, runtime: Runtime) -> None:
     """Move the teacher to the device, unless it has been spread over several; on a CPU it attends in tiles."""
     if not isinstance(teacher, DispatchedCausalLM):
         runtime.place(teacher.module)
-    fit_attention(teacher, runtime, layers_recomputed=False)
+    fit_attention(teacher, runtime)

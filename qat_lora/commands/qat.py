@@ -22,6 +22,7 @@ from qat_lora.files.folders import atomic_dir
 from qat_lora.files.identity import checkpoint_sha256
 from qat_lora.layers.calibrate.quantize import QuantizeConfig
 from qat_lora.layers.convert import bits_per_weight, quant_layers
+from qat_lora.layers.stacked import apart
 from qat_lora.models.load import CausalLM, load_model, save_with_tensors
 from qat_lora.options import QatOptions, QuantizeOptions, RunConfig
 from qat_lora.runtime.base import Runtime
@@ -104,7 +105,8 @@ def _train(plan: TrainingRun, folder: Path, full: CausalLM | None, settings: dic
     noted = "".join((path / STATE).read_text(encoding="utf-8") for path in checkpoints(out / "checkpoints")[-1:])
     fingerprint = {**settings, "base_sha256": checkpoint_sha256(folder, noted)}
     result = train_student(plan, model, groups, announce, lambda _, folder: _export(model, folder), fingerprint)
-    return {**result, "bits_per_weight": round(bits_per_weight(model.module)["base"], 4)}
+    with apart(model.module):
+        return {**result, "bits_per_weight": round(bits_per_weight(model.module)["base"], 4)}
 
 
 def _start(plan: TrainingRun, options: QatOptions, student: CausalLM | None, full: CausalLM | None) -> Path:

@@ -201,7 +201,7 @@ class QuantLinear(nn.Linear):
     def named_scales(self) -> dict[str, nn.Parameter]:
         """Return the stored scale parameters by name."""
         names = scale_shapes(self.spec, self.out_features, self.in_features)
-        return {name: self.get_parameter(name) for name in names}
+        return {name: getattr(self, name) for name in names}  # plain tensors while layers are stacked
 
     @property
     def weight(self) -> Tensor:

@@ -10,6 +10,7 @@ With `hf_quantizer` the only module that imports transformers. Two decisions are
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import shutil
@@ -43,7 +44,7 @@ from qat_lora.files.checksums import SUMS, TOKENIZER, check_folder, read_object,
 from qat_lora.files.finite import check_finite
 from qat_lora.files.identity import weight_files
 from qat_lora.files.outputs import MARK
-from qat_lora.layers.attention import recomputed, tiled_or
+from qat_lora.layers.attention import Keep, blocked_attention, tiled_or
 from qat_lora.layers.calibrate.upcast import computing_dtype
 from qat_lora.layers.convert import quant_layers, tied_embedding
 from qat_lora.models.attention_mask import attention_inputs
@@ -56,7 +57,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FILE_SUFFIXES = (".pt", ".pth", ".safetensors")
 """Of names of files; any other dot belongs to the name of a folder, as in Qwen3-0.6B."""
 PACKED = "compressed-tensors"
-TILED, RECOMPUTED = "qat_lora_tiled", "qat_lora_recomputed"
+TILED, BLOCKED = "qat_lora_tiled", "qat_lora_blocked"
 """Names of our attention among those of transformers."""
 PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", SUMS]
 
@@ -195,9 +196,10 @@ class CausalLM:
         """Compute attention in tiles (`layers/attention.py`), faster on CPUs than transformers' `sdpa`."""
         self._attend(TILED, tiled_or)
 
-    def recompute_attention(self, function: Callable[..., Any]) -> None:
-        """Recompute attention in the backward pass; `function` is `Runtime.checkpoint_function`."""
-        self._attend(RECOMPUTED, lambda otherwise: recomputed(otherwise, function))
+    def block_attention(self, keep: Keep) -> None:
+        """Compute attention in blocks that a compiler can fuse; `keep` is `Runtime.kept`."""
+        attention = functools.partial(blocked_attention, keep=keep)
+        self._attend(BLOCKED, functools.partial(tiled_or, attention=attention, autocast=True))
 
     def _attend(self, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         if self.config._attn_implementation == "sdpa":

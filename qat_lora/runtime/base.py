@@ -115,6 +115,14 @@ class Runtime(Protocol):
     def checkpoint_function(self) -> Callable[..., Any]:
         """Return the function that recomputes a layer in the backward pass instead of keeping its activations."""
 
+    def layer_scan(self) -> Callable[..., Any] | None:
+        """Return the loop over stacked layers (`layers/stacked.py`); None where operations run as they are called."""
+        return None
+
+    def kept(self, compute: Callable[[], tuple[torch.Tensor, ...]], count: int) -> tuple[torch.Tensor, ...]:
+        """Return `count` results of a computation that a scanned layer's backward pass shall not repeat."""
+        return compute()
+
     def mark_step(self) -> None:
         """End a micro-batch: queued work may be dispatched now. Nothing where operations run as they are called."""
         return

@@ -42,12 +42,12 @@ def fetch(runtime: Runtime, name: str, hub: HubConfig) -> None:
     runtime.barrier("model_download")
 
 
-def fit_attention(model: CausalLM, runtime: Runtime, layers_recomputed: bool) -> None:
-    """Let attention keep no scores for the backward pass, in the runtime's way; recomputed layers keep none anyhow."""
+def fit_attention(model: CausalLM, runtime: Runtime) -> None:
+    """Let attention keep no scores for the backward pass, in the runtime's way."""
     if runtime.attention == "tiled":
         model.tile_attention()
-    elif runtime.attention == "recomputed" and not layers_recomputed:
-        model.recompute_attention(runtime.checkpoint_function())
+    elif runtime.attention == "blocked":
+        model.block_attention(runtime.kept)
 
 
 def run_name(model: str) -> str:

@@ -18,8 +18,9 @@ from torch import nn
 from qat_lora.config import save_yaml, to_dict
 from qat_lora.evaluate.report import save_json
 from qat_lora.files import outputs
+from qat_lora.layers.stacked import apart, parameters_at, stack_layers, trained_paths
 from qat_lora.models.load import DTYPES, CausalLM
-from qat_lora.options import QatOptions, RecoverOptions
+from qat_lora.options import QatOptions, RecoverOptions, RunConfig
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.launch.select import status_line
 from qat_lora.setup.common import fit_attention, picture, say
@@ -109,14 +110,14 @@ def train_student(
 ) -> dict[str, Any]:
     """Place the student, prepare what its objective needs, and run the loop; return its result.
 
-    `groups` puts the placed student into its training state and returns what trains, `announce` says it for people,
+    `groups` puts the student into its training state and returns what trains, `announce` says it for people,
     `export` writes the student as it is to a folder; `fingerprint` are the settings that a resumed run must share.
     """
     run, loop, runtime, data = plan.options.run, plan.options.loop, plan.runtime, plan.data
     say(run, status_line(runtime, DTYPES[run.dtype], plan.batch_rows))
-    runtime.place(model.module)
-    fit_attention(model, runtime, loop.gradient_checkpointing)
-    state = TrainState(model, groups())
+    fit_attention(model, runtime)
+    paths = _place(model, groups, runtime, run)
+    state = TrainState(model, parameters_at(model.module, paths))
     if loop.gradient_checkpointing:
         model.checkpoint_gradients(runtime.checkpoint_function())
     runtime.shard_frozen(model.module)
@@ -124,6 +125,11 @@ def train_student(
     say(run, announce(state.groups))
     prepared = prepare(data.objective, data.rows, model, loop, run.seed, runtime)
     measured = replace(data, objective=prepared.objective)
+
+    def export_as(name: str) -> None:
+        with apart(model.module):
+            export(parameters_at(model.module, paths), plan.out / name)
+
     evaluate = evaluation(measured, model, loop, runtime, prepared.teacher_lm_head)
     return train(
         state,
@@ -131,7 +137,30 @@ def train_student(
         prepared,
         plan.options.train,
         loop,
-        LoopHooks(evaluate, lambda name: export(state.groups, plan.out / name), data.metric),
+        LoopHooks(evaluate, export_as, data.metric),
         runtime,
         RunSettings(plan.out, run.seed, fingerprint, run.quiet),
     )
+
+
+def _place(
+    model: CausalLM, groups: Callable[[], Groups], runtime: Runtime, run: RunConfig
+) -> dict[str, dict[str, str]]:
+    """Place a student in its training state, its layers stacked where the runtime loops over them; return what trains.
+
+    Weights are formed and stacked on the host: a device would hold both forms for a while, and a TPU multiplies the
+    factors of low-rank scales in bfloat16, which is another weight than the one that is exported.
+    """
+    scan = runtime.layer_scan()
+    if scan is None:
+        runtime.place(model.module)
+        return trained_paths(model.module, groups())
+    paths = trained_paths(model.module, groups())
+    stacked, layers = stack_layers(model.module, scan)
+    if stacked < layers:
+        say(
+            run,
+            f"{layers - stacked} of {layers} layers differ from their neighbours or have dropout: traced one by one",
+        )
+    runtime.place(model.module)
+    return paths

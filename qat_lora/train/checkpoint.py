@@ -1,7 +1,8 @@
 """Training checkpoints: everything a run needs to go on as if it had never stopped.
 
 A checkpoint is a folder `step-000100` with the trained tensors and the optimizer's state as safetensors, a JSON file of
-counters, random state and the run's fingerprint, and checksums of all three. The folder appears whole or not at all
+counters, random state and the run's fingerprint, and checksums of all three. Stacked layers (`layers/stacked.py`) are
+written apart, so that a run goes on wherever its layers are kept in another way. The folder appears whole or not at all
 (`files`); `COMPLETE` is written last, for tools that copy folders file by file. Old checkpoints are removed only after
 the new one is in place, and renamed first, so that no half-removed one looks complete. No pickle is written or read.
 """
@@ -24,6 +25,7 @@ from qat_lora.errors import ConfigError, DamagedFileError, DivergedError, ModelE
 from qat_lora.files.checksums import PROMISE, SUMS, check_sums, notice_no_sums, read_object, write_sums
 from qat_lora.files.finite import json_text, not_finite
 from qat_lora.files.folders import atomic_dir, discard, is_ours, remove_leftovers
+from qat_lora.layers.stacked import by_layer, layer_names
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.saving import random_states, set_random_states
 from qat_lora.train.metrics import REMEDY
@@ -59,7 +61,8 @@ def save_checkpoint(
         parts: dict[str, dict[str, Tensor]] = {TRAINED: {**trained}, OPTIMIZER: _optimizer_views(trained, optimizer)}
         parts = {file: {name: value.detach() for name, value in part.items()} for file, part in parts.items()}
         if runtime.is_main:  # on the host, so that they are read from the device once
-            parts = {file: {n: x.cpu().contiguous() for n, x in part.items()} for file, part in parts.items()}
+            parts = {file: by_layer({n: x.cpu() for n, x in part.items()}) for file, part in parts.items()}
+            parts = {file: {n: x.contiguous() for n, x in part.items()} for file, part in parts.items()}
             if (found := not_finite({**parts[TRAINED], **parts[OPTIMIZER]})) is not None:
                 raise DivergedError(f"step {step}: {found}; {REMEDY}")
             text = json_text({**PROMISE, **state, "step": step, "random": random_states()}, final / STATE, indent=1)
@@ -137,13 +140,16 @@ def _optimizer_views(trained: Mapping[str, nn.Parameter], optimizer: torch.optim
 
 
 def _copy_into(targets: Mapping[str, Tensor], saved: Mapping[str, Tensor], path: Path) -> None:
-    if set(targets) != set(saved):
-        names = ", ".join(sorted(set(targets) ^ set(saved))[:6])
+    names_of = {name: layer_names(name) for name in targets}
+    wanted = {own for names in names_of.values() for own in names}
+    if wanted != set(saved):
+        names = ", ".join(sorted(wanted ^ set(saved))[:6])
         raise ModelError(f"checkpoint {path}: holds other tensors than those that train now: {names}")
     with torch.no_grad():
         for name, target in targets.items():
-            if target.shape != saved[name].shape:
-                raise ModelError(
-                    f"checkpoint {path}: {name} has shape {tuple(saved[name].shape)}, not {tuple(target.shape)}"
-                )
-            target.copy_(saved[name])
+            rows = [saved[own] for own in names_of[name]]
+            shape = target.shape[1:] if len(rows) > 1 else target.shape
+            for own, row in zip(names_of[name], rows, strict=True):
+                if row.shape != shape:
+                    raise ModelError(f"checkpoint {path}: {own} has shape {tuple(row.shape)}, not {tuple(shape)}")
+            target.copy_(torch.stack(rows) if len(rows) > 1 and target.ndim else rows[0])

@@ -1,13 +1,17 @@
 """Attention in tiles against torch's own in float64, and that transformers really calls it."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from qat_lora.layers import attention
-from qat_lora.layers.attention import tiled_attention
+from qat_lora.layers.attention import blocked_attention, tiled_attention
 from qat_lora.models.attention_mask import attention_inputs
 from qat_lora.models.load import TILED, make_qwen3
 from qat_lora.runtime.native import NativeRuntime
+
+blocked = partial(blocked_attention, keep=NativeRuntime("cpu").kept)
 
 
 def exact(query, key, value, mask, scale):
@@ -20,7 +24,9 @@ def exact(query, key, value, mask, scale):
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 2e-6), (torch.bfloat16, 1.5e-2)])
 @pytest.mark.parametrize(("length", "heads", "groups"), [(7, 2, 2), (64, 3, 1), (150, 4, 2)])
-def test_output_and_gradients_are_those_of_the_definition(dtype, close, length, heads, groups):
+@pytest.mark.parametrize("attend", [tiled_attention, blocked])
+def test_output_and_gradients_are_those_of_the_definition(attend, dtype, close, length, heads, groups, monkeypatch):
+    monkeypatch.setattr(attention, "BLOCK", 48)
     torch.manual_seed(length)
     rows, width, scale = 3, 8, 0.4
     query = torch.randn(rows, length, heads, width).to(dtype).transpose(1, 2).requires_grad_()  # as projections come
@@ -28,7 +34,7 @@ def test_output_and_gradients_are_those_of_the_definition(dtype, close, length, 
     documents = torch.sort(torch.randint(0, 3, (rows, length))).values
     config = make_qwen3(None, 16, hidden=16, layers=1, heads=2, kv_heads=2, mlp=8).config
     mask, _ = attention_inputs(config, documents, dtype)
-    output = tiled_attention(query, key, value, mask, scale)
+    output = attend(query, key, value, mask, scale)
     wanted, sources = exact(query, key, value, mask, scale)
     pull = torch.randn(rows, heads, length, width).to(dtype)
     output.backward(pull)
@@ -81,32 +87,3 @@ def test_what_it_does_not_know_goes_to_sdpa():
     assert generated.shape == (1, 12)
     with torch.autocast("cpu", torch.bfloat16):
         assert model.hidden(ids, torch.zeros(1, 9, dtype=torch.int32)).isfinite().all()
-
-
-@pytest.mark.parametrize("trained", [True, False])
-def test_recomputed_attention_is_the_librarys_own_twice(trained):
-    model = make_qwen3(None, 64, hidden=32, layers=2, heads=4, kv_heads=2, mlp=48)
-    ids = torch.randint(0, 64, (2, 24))
-    documents = (torch.arange(24) // 9).int().expand(2, -1)
-
-    def run():
-        hidden = model.hidden(ids, documents)
-        model.module.zero_grad()
-        if trained:
-            hidden.square().sum().backward()
-        return hidden.detach(), [p.grad.clone() for p in model.module.parameters() if trained and p.grad is not None]
-
-    calls = []
-
-    def function(compute, *tensors):
-        calls.append([tuple(t.shape) for t in tensors])
-        return NativeRuntime("cpu").checkpoint_function()(compute, *tensors)
-
-    model.module.requires_grad_(trained)
-    before = run()
-    model.recompute_attention(function)
-    after = run()
-    assert len(calls) == (2 if trained else 0)  # once a layer, where something trains
-    assert all(len(shapes) == 3 for shapes in calls)
-    for mine, theirs in zip((after[0], *after[1]), (before[0], *before[1]), strict=True):
-        assert torch.equal(mine, theirs)

@@ -70,6 +70,36 @@ def test_everything_comes_back_into_the_same_tensors(tmp_path):
     assert before == [parameters["a"].data_ptr(), optimizer.state[parameters["a"]]["exp_avg"].data_ptr()]
 
 
+def test_stacked_layers_are_written_apart_and_go_on_either_way(tmp_path):
+    """A run whose layers are stacked writes what one with its layers apart would, and each goes on from the other's."""
+
+    def state(tensors):
+        parameters = {name: nn.Parameter(value.clone()) for name, value in tensors.items()}
+        optimizer = build_optimizer(OptimConfig(), {"adapter": parameters})
+        for parameter in parameters.values():
+            parameter.grad.copy_(parameter.detach() + 1)
+        optimizer.step()
+        return parameters, optimizer
+
+    values = torch.arange(12.0).reshape(2, 3, 2) / 10
+    stacked, apart = {"m.[3:5].q.lora_A": values}, {"m.3.q.lora_A": values[0], "m.4.q.lora_A": values[1]}
+    runtime, files = select_runtime("cpu"), []
+    for name, tensors in (("stacked", stacked), ("apart", apart)):
+        path = save_checkpoint(tmp_path / name, 1, *state(tensors), {"fingerprint": SETTINGS}, 2, runtime)
+        files.append({file: load_file(path / file) for file in LISTED[1:]})
+        for wanted in (stacked, apart):
+            parameters, optimizer = state({name: torch.zeros_like(value) for name, value in wanted.items()})
+            load_checkpoint(path, parameters, optimizer, SETTINGS)
+            twin, own = state(wanted)
+            for key, parameter in parameters.items():
+                assert torch.equal(parameter, twin[key])
+                for part, value in own.state[twin[key]].items():
+                    assert torch.equal(optimizer.state[parameter][part], value), part
+    for file in LISTED[1:]:
+        assert files[0][file].keys() == files[1][file].keys()
+        assert all(torch.equal(value, files[1][file][key]) for key, value in files[0][file].items())
+
+
 def test_no_pickle_is_written(tmp_path):
     names = {file.name for file in save(tmp_path, 1).iterdir()}
     assert names == {"trained.safetensors", "optimizer.safetensors", "state.json", "SHA256SUMS", "COMPLETE"}

@@ -33,6 +33,7 @@ from qat_lora.runtime.host.prefetch import host_tensors
 from qat_lora.runtime.host.signals import install_for_good, passed_on
 from qat_lora.runtime.launch.process_group import rank_info
 from qat_lora.runtime.native import NativeRuntime
+from qat_lora.runtime.xla.scan import LayerScan, kept
 from qat_lora.types import AttentionForm, Batch, LossWalk
 
 RUNS_ON_REAL_CHIPS = {"spawn": 0, "spmd": 0}
@@ -81,7 +82,7 @@ class XlaRuntime(Runtime):
 
     loss_walk: LossWalk = "positions"  # the many small steps of the other one would make a long graph
     piece_bytes: int | None = None
-    attention: AttentionForm = "recomputed"
+    attention: AttentionForm = "blocked"
 
     def __init__(self, backend: str) -> None:
         self.backend = os.environ["PJRT_DEVICE"] = os.environ.get("PJRT_DEVICE") or backend  # empty is unset
@@ -242,6 +243,14 @@ class XlaRuntime(Runtime):
             return checkpoint(function, *inputs, use_reentrant=True, **kwargs)
 
         return run
+
+    def layer_scan(self) -> Callable[..., Any]:
+        """Return the While loop of `scan.py`: host time and graph do not grow with the layers."""
+        return LayerScan
+
+    def kept(self, compute: Callable[[], tuple[torch.Tensor, ...]], count: int) -> tuple[torch.Tensor, ...]:
+        """Return results that the loop's backward pass finds again."""
+        return kept(compute, count)
 
     def mark_step(self) -> None:
         """Compile (if new) and start the micro-batch."""

@@ -67,13 +67,17 @@ class XlaSpmdRuntime(XlaRuntime):
             collectives.join(init_method="xla://")
 
     def shard_frozen(self, module: torch.nn.Module) -> None:
-        """With `shard_base`, spread every frozen matrix over the devices along a dimension that divides evenly."""
+        """With `shard_base`, spread every frozen matrix over the devices along a dimension that divides evenly.
+
+        A stack is spread within its layers: they are gathered one by one.
+        """
         if not self._shard_base or self.replicas == 1:
             return
         import torch_xla
 
         for tensor in _frozen_tensors(module):
-            even = [dim for dim, size in enumerate(tensor.shape) if size % self.replicas == 0 and size]
+            sizes = list(enumerate(tensor.shape))[-2:]
+            even = [dim for dim, size in sizes if size % self.replicas == 0 and size]
             if tensor.ndim >= 2 and even and torch_xla._XLAC._get_xla_sharding_spec(tensor) == "":
                 self._shard(tensor, tuple(AXIS if d == even[0] else None for d in range(tensor.ndim)))
 
