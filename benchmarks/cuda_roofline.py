@@ -34,7 +34,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,7 +54,7 @@ from qat_lora.models.load import CausalLM, make_qwen3
 from qat_lora.quant.presets import preset
 from qat_lora.runtime.native import NativeRuntime
 from qat_lora.setup.trainable import recovery_parts
-from qat_lora.train.optim import OptimConfig, build_optimizer
+from qat_lora.train.optim import OptimConfig, build_optimizer, optimized
 from qat_lora.train.step import optimizer_step, zero_sums
 
 SIZES = {
@@ -176,7 +176,7 @@ class Count(TorchDispatchMode):
         self.parts: dict[str, Work] = collections.defaultdict(Work)
         self.part = "other forward"
         self.watch = watch
-        self.pinned: set[int] = set()
+        self.pinned: list[Tensor] = []
 
     @contextlib.contextmanager
     def of(self, part: str) -> Iterator[None]:
@@ -216,13 +216,15 @@ class Count(TorchDispatchMode):
     def _refuse(self, name: str, inputs: list[Tensor], args: Any, kwargs: Any) -> None:
         """Raise Sync for a read, an operation whose shape is data, or a copy from memory that is not pinned."""
         devices = {t.device.type for t in inputs}
-        if name in ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2") and "meta" in devices:
+        by_mask = name in ("index", "index_put") and any(t.dtype == torch.bool for t in inputs[1:])
+        names = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2")
+        if "meta" in devices and (by_mask or name in names):
             raise Sync(f"{name} on the device")
         to = kwargs.get("device")
         if name == "_to_copy" and to is not None and devices == {"meta"} and torch.device(to).type == "cpu":
             raise Sync("a tensor is read back")
         sent = name == "_to_copy" and to is not None and torch.device(to).type == "meta" and devices == {"cpu"}
-        if sent and not (kwargs.get("non_blocking") and id(inputs[0]) in self.pinned):
+        if sent and not (kwargs.get("non_blocking") and any(inputs[0] is tensor for tensor in self.pinned)):
             raise Sync("a copy to the device from memory that is not pinned, or that is waited for")
         if name == "copy" and [t.device.type for t in inputs[:2]] == ["meta", "cpu"]:
             raise Sync("a copy to the device from memory that is not pinned")
@@ -359,6 +361,12 @@ class MetaRuntime(NativeRuntime):
         super().__init__("cpu")
         self.device, self.replicas, self._count = torch.device("meta"), replicas, count
 
+    def numbers(self, values: Sequence[float]) -> Tensor:
+        """Send numbers as the native runtime does to a GPU, from memory that is only said to be pinned."""
+        host = torch.tensor(values, dtype=torch.float32)
+        self._count.pinned.append(host)
+        return host.to(self.device, non_blocking=True)
+
     def _mean(self, total: Tensor) -> Tensor:
         self._count.parts[self._count.part].add(Kernel("all_reduce", 1, 2 * touched(total), 0))
         return total / self.replicas
@@ -369,11 +377,10 @@ def optimizer_eager(student: Student, replicas: int, watch: bool = False) -> Cou
     count = Count(watch)
     count.part = "optimizer"
     runtime = MetaRuntime(count, replicas)
-    optimizer = build_optimizer(OptimConfig(ema=0.99), student.trained)
-    parameters = [p for parameters in student.trained.values() for p in parameters.values()]
+    optimizer = build_optimizer(OptimConfig(ema=0.99), student.trained, runtime)
     sums = zero_sums(ObjectiveConfig(), runtime.device)
     with count:
-        optimizer_step(optimizer, parameters, sums, 1.0, runtime)
+        optimizer_step(optimizer, optimized(optimizer), sums, 1.0, runtime)
     return count
 
 

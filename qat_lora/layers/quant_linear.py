@@ -89,10 +89,13 @@ class Indexed(Packed):
 
 
 class Rounded(Packed):
-    """A float weight that every forward rounds, so that the codes train too (`train_weight`)."""
+    """A float weight that every forward rounds, so that the codes train too (`train_weight`).
 
-    def __init__(self, latent: Latent | LatentChange, gradient: Gradient) -> None:
-        super().__init__()
+    It keeps the code book where that is no table of the layer: sent in every forward, it would stop a GPU's queue.
+    """
+
+    def __init__(self, latent: Latent | LatentChange, gradient: Gradient, book: Tensor | None) -> None:
+        super().__init__(book)
         self.latent, self.gradient = latent, gradient
 
     def effective(self, layer: QuantLinear) -> Tensor:
@@ -239,7 +242,7 @@ class QuantLinear(nn.Linear):
     def book(self) -> Tensor:
         """Return the code book in the scales' type; where codes train too, sorted: training may reorder the table."""
         if self.spec.code != "lut":
-            return code_values(self.spec).to(self.scales[0])
+            return self.source.kept if isinstance(self.source, Rounded) else code_values(self.spec).to(self.scales[0])
         book = as_stored(self.values)
         return book.sort().values if isinstance(self.source, Rounded) else book
 
@@ -315,7 +318,7 @@ class QuantLinear(nn.Linear):
                 start = nearest_start(weight_OI.to(codes.device) + shift, codes, scale, self.book()) - shift
             start, scale = start.detach().clone(), away_from_zero(scale)
             latent = LatentChange(start / scale, scale.abs().mean(), rank, alpha) if rank else Latent(start)
-        self.source = Rounded(latent, gradient)
+        self.source = Rounded(latent, gradient, None if self.spec.code == "lut" else self.book())
         return latent
 
     @torch.no_grad()

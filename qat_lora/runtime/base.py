@@ -9,7 +9,7 @@ most devices.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -40,6 +40,8 @@ class Runtime(Protocol):
     """How much of a large intermediate result elementwise work should take at a time to stay in the processor's cache;
     None where every piece costs a kernel launch or a graph node."""
 
+    shares_memory: bool = True
+    """True where several tensors can be parts of one, as the optimizer likes it; on XLA each is a value of its own."""
     attention: AttentionForm
     """The form of attention that keeps no scores on this device (`layers/attention.py`)."""
     _control: dist.ProcessGroup | None = None
@@ -101,6 +103,10 @@ class Runtime(Protocol):
     def _receive(self, sent: Any) -> Batch:
         """Return what `_send` sent, usable by the computation that is called next; no host wait."""
         return sent
+
+    def numbers(self, values: Sequence[float]) -> torch.Tensor:
+        """Return numbers that change from step to step as float32 data on the device; no host wait."""
+        return torch.tensor(values, dtype=torch.float32).to(self.device)
 
     def autocast(self, dtype: torch.dtype) -> Any:
         """Return a context manager that runs matrix products in `dtype` (nothing for float32)."""

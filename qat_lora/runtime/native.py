@@ -9,7 +9,7 @@ exchange of some megabytes per optimizer step, a thousandth of the step (docs/tp
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -99,6 +99,7 @@ class NativeRuntime(Runtime):
         if self.device.type != "cuda":
             return tensors, None
         if self._copy_stream is None:
+            torch.cuda.set_device(self.device)  # this thread's: it began on the first one, and would pin memory for it
             self._copy_stream = torch.cuda.Stream(self.device)
         with torch.cuda.stream(self._copy_stream):
             for name, value in tensors.items():
@@ -119,6 +120,12 @@ class NativeRuntime(Runtime):
         elif self.device.type == "mps":
             return {k: v.to(self.device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
         return batch
+
+    def numbers(self, values: Sequence[float]) -> torch.Tensor:
+        """Return numbers as float32 data on the device; on CUDA from pinned memory, or the copy would be waited for."""
+        if self.device.type != "cuda":
+            return super().numbers(values)
+        return torch.tensor(values, dtype=torch.float32).pin_memory().to(self.device, non_blocking=True)
 
     def checkpoint_function(self) -> Callable[..., Any]:
         """Return torch's own, in the form that is not re-entrant."""

@@ -82,6 +82,7 @@ class XlaRuntime(Runtime):
     loss_walk: LossWalk = "positions"  # the many small steps of the other one would make a long graph
     piece_bytes: int | None = None
     attention: AttentionForm = "recomputed"
+    shares_memory = False
 
     def __init__(self, backend: str) -> None:
         self.backend = os.environ["PJRT_DEVICE"] = os.environ.get("PJRT_DEVICE") or backend  # empty is unset
