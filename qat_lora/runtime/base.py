@@ -64,8 +64,8 @@ class Runtime(Protocol):
     def launch(self, main: Callable[[], Any]) -> Any:
         """Run `main` in this process, inside the process group where there is one; return its result.
 
-        The group is joined here and left here, also when `main` raises. Every deferred callback has run when this
-        returns.
+        The group is joined here, and left here if `main` succeeds: leaving it after an error may wait for the others
+        for ever. Every deferred callback has run when this returns.
         """
 
     def place(self, module: M) -> M:

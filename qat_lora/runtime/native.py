@@ -73,13 +73,11 @@ class NativeRuntime(Runtime):
             collectives.join(_BACKENDS[self.device.type], device_id=self.device if self.device.type == "cuda" else None)
             # Decisions between hosts do not pass through the GPU: no host ever waits for a device to decide.
             self._control = collectives.gloo_group() if self.device.type == "cuda" else None
-        try:
-            result = main()
-            self._deferred.run_all()
-            return result
-        finally:
-            if self.replicas > 1:
-                dist.destroy_process_group()
+        result = main()
+        self._deferred.run_all()
+        if self.replicas > 1:  # not after an error: it may wait for the others for ever, and the cause would stay unsaid
+            dist.destroy_process_group()
+        return result
 
     def check_device_map(self) -> None:
         """Refuse to spread a model where other processes would spread theirs over the same devices.

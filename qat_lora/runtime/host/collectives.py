@@ -21,8 +21,12 @@ import torch.distributed as dist
 from qat_lora.errors import ReplicaError
 
 PATIENCE = datetime.timedelta(days=2)
-"""How long a process waits for others in a collective. Torch's 10 to 30 minutes would end a run whose main process
-quantises or downloads meanwhile; a peer that has died is noticed by other means, within seconds (`launch/start.py`).
+"""How long a process waits for others through the host. Torch's 10 to 30 minutes would end a run whose main process
+quantises or downloads meanwhile; a peer that has died is noticed within seconds (its connection, `launch/start.py`).
+"""
+EXCHANGE = datetime.timedelta(minutes=10)
+"""How long an exchange between devices may take: it begins when all hosts have agreed on it, and NCCL, unlike gloo,
+sees no closed connection.
 """
 
 
@@ -57,7 +61,7 @@ def _joining() -> Iterator[None]:
 def join(backend: str = "gloo", **where: Any) -> None:
     """Join the process group; where it meets is said as to `torch.distributed.init_process_group`."""
     with _joining():
-        dist.init_process_group(backend, timeout=PATIENCE, **where)
+        dist.init_process_group(backend, timeout=EXCHANGE if backend == "nccl" else PATIENCE, **where)
 
 
 def gloo_group() -> dist.ProcessGroup | None:

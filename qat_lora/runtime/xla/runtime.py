@@ -121,15 +121,16 @@ class XlaRuntime(Runtime):
         """
         self._open()
         self._deferred = DeferredCalls()
-        with ThreadPoolExecutor(1, thread_name_prefix="qat-lora-read") as self._reader:
-            try:
-                result = main()
-                self._flush()
-                return result
-            finally:
-                self._unread.clear()
-                if dist.is_initialized():
-                    dist.destroy_process_group()
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="qat-lora-read")
+        try:
+            result = main()
+            self._flush()
+        finally:
+            self._unread.clear()
+            self._reader.shutdown(wait=False)  # after an error a read may never end, nor may leaving the group
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return result
 
     def _open(self) -> None:
         """Start the backend and join the group; only here, since nothing may touch the device before `launch`."""
