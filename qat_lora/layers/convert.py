@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from qat_lora.errors import ConfigError, ModelError
-from qat_lora.layers.lora import Factors, LoraConfig, LoraLinear
+from qat_lora.layers.lora import Factors, LoraConfig, LoraLinear, share_inputs
 from qat_lora.layers.quant_linear import QuantLinear, dense_linear
 from qat_lora.layers.tied_embedding import TiedEmbedding, embedding_of, tie_embedding, untie_embedding
 from qat_lora.quant.presets import MLP, Preset
@@ -190,7 +190,9 @@ def add_lora(model: nn.Module, config: LoraConfig, start: Mapping[str, Factors] 
         if start and name in start:
             layer.start_from(start[name])
         model.set_submodule(name, layer)
-    return lora_layers(model)
+    adapters = lora_layers(model)
+    share_inputs(adapters)
+    return adapters
 
 
 def merge(model: nn.Module) -> nn.Module:

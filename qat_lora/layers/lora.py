@@ -2,13 +2,16 @@
 
 y = base(x) + (alpha / r) B A x, with A [R, I] and B [O, R] in float32 whatever the base computes in. Our own module
 rather than PEFT's, because recovery needs three things that PEFT's layers lack: a start from the quantisation error, a
-base of packed codes, and a forward without a branch or dictionary look-up per adapter, which XLA would trace each time.
-Names and files are PEFT's (`models/adapter.py`), so the result loads there.
+base of packed codes, and a forward of few operations: layers that read one input (queries, keys and values; gate and
+up) multiply it with their A's in one product (`SharedInput`), scaling is done on the R numbers of a position, and B's
+product is added to the base's output where it stands. In PEFT's form an adapter reads its input seven times a layer
+and its output three times each. Names and files are PEFT's (`models/adapter.py`), so the result loads there.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -62,6 +65,7 @@ class LoraLinear(nn.Module):
         self.base = base
         self.scaling = alpha / rank
         self.dropout: nn.Module = nn.Dropout(dropout) if dropout else nn.Identity()
+        self.shared: SharedInput | None = None
         self.lora_A = nn.Parameter(torch.empty(rank, base.in_features, dtype=torch.float32, device=device))
         self.lora_B = nn.Parameter(torch.zeros(base.out_features, rank, dtype=torch.float32, device=device))
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
@@ -80,7 +84,55 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply base and adapter; the adapter computes in the input's type (or autocast's)."""
-        h = self.dropout(x)
         dtype = torch.float32 if torch.is_autocast_enabled(x.device.type) else x.dtype
-        low = nn.functional.linear(nn.functional.linear(h, self.lora_A.to(dtype)), self.lora_B.to(dtype))
-        return self.base(x) + self.scaling * low
+        if self.shared is None:
+            low = self.scaled(nn.functional.linear(self.dropout(x), self.lora_A.to(dtype)))
+        else:
+            low = self.shared.low(self, x, dtype)
+        y: Tensor = self.base(x)
+        rows = y.reshape(-1, y.shape[-1])
+        return torch.addmm(rows, low.reshape(-1, low.shape[-1]), self.lora_B.to(dtype).t()).view(y.shape)
+
+    def scaled(self, low: Tensor) -> Tensor:
+        """Return what the A's made, scaled."""
+        return low if self.scaling == 1.0 else low * self.scaling
+
+
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers of one module that read the same tensor, in the order of their calls; other names go by themselves."""
+
+
+class SharedInput:
+    """Adapters that are called one after the other with one tensor; the first multiplies it with all A's.
+
+    A member that is called with another tensor, or alone, computes for itself.
+    """
+
+    def __init__(self, members: list[LoraLinear]) -> None:
+        self._members = members
+        self._input: Tensor | None = None
+        self._lows: tuple[Tensor, ...] = ()
+
+    def low(self, member: LoraLinear, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the scaled product of a member's A with x, in a type."""
+        if member is self._members[0]:
+            factors = [other.lora_A for other in self._members]
+            lows = member.scaled(nn.functional.linear(x, torch.cat(factors).to(dtype)))
+            self._input, self._lows = x, lows.split([factor.shape[0] for factor in factors], -1)
+        if self._input is not x:
+            return member.scaled(nn.functional.linear(x, member.lora_A.to(dtype)))
+        low = next(low for other, low in zip(self._members, self._lows, strict=True) if other is member)
+        if member is self._members[-1]:
+            self._input, self._lows = None, ()
+        return low
+
+
+def share_inputs(layers: Mapping[str, LoraLinear]) -> None:
+    """Let adapters of `TOGETHER` share the product with their input; dropout gives each an input of its own."""
+    for path in dict.fromkeys(name.rpartition(".")[0] for name in layers):
+        for names in TOGETHER:
+            members = [layers[name] for part in names if (name := f"{path}.{part}".removeprefix(".")) in layers]
+            if len(members) > 1 and all(isinstance(member.dropout, nn.Identity) for member in members):
+                shared = SharedInput(members)
+                for member in members:
+                    member.shared = shared
