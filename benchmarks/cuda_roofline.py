@@ -41,10 +41,14 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from qat_lora.layers.convert import add_lora, make_quant_skeleton
 from qat_lora.layers.lora import LoraConfig
@@ -68,12 +72,45 @@ MASKED_ATTENTION = (1.0, 170e12, 115e12)  # share of L x L that is computed, rat
 FLEX_ATTENTION = (0.5, 500e12, 400e12)  # causal; that documents end earlier is not counted on
 HOST_S, HOST_COMPILED_S = 7e-6, 5e-6
 LOSS_KERNELS, LOSS_CHUNK_BYTES = 6, 2**30
-FOREACH_TENSORS = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}  # that a launch takes, by lists (ATen/native/cuda/MultiTensorApply.cuh)
+FOREACH_TENSORS = {
+    1: 110,
+    2: 64,
+    3: 48,
+    4: 36,
+    5: 30,
+}  # that a launch takes, by lists (ATen/native/cuda/MultiTensorApply.cuh)
 FOREACH_CHUNK, FOREACH_BLOCKS = 65_536, 320
 FREE = set(
-    "view _unsafe_view transpose t expand slice select unsqueeze squeeze detach alias permute split split_with_sizes "
-    "as_strided unbind reshape unflatten lift_fresh _reshape_alias diagonal empty new_empty empty_like empty_strided "
-    "getitem sym_size set_".split()
+    [
+        "view",
+        "_unsafe_view",
+        "transpose",
+        "t",
+        "expand",
+        "slice",
+        "select",
+        "unsqueeze",
+        "squeeze",
+        "detach",
+        "alias",
+        "permute",
+        "split",
+        "split_with_sizes",
+        "as_strided",
+        "unbind",
+        "reshape",
+        "unflatten",
+        "lift_fresh",
+        "_reshape_alias",
+        "diagonal",
+        "empty",
+        "new_empty",
+        "empty_like",
+        "empty_strided",
+        "getitem",
+        "sym_size",
+        "set_",
+    ]
 )
 PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}
 
@@ -384,28 +421,196 @@ def optimizer_eager(student: Student, replicas: int, watch: bool = False) -> Cou
     return count
 
 
+class Program(NamedTuple):
+    """The graphs of a decoder layer, as a compiler gets them."""
+
+    forward: torch.fx.Graph
+    backward: torch.fx.Graph
+
+
+class _Stop(Exception):
+    """The first layer's inputs are known."""
+
+
+def layer_program(student: Student) -> Program:
+    """Return the first decoder layer's graphs, with attention by a block mask."""
+    model, _, batch = student
+    model.compile_layers()
+    layers = [module for module in model.module.modules() if isinstance(module, GradientCheckpointingLayer)]
+    inputs: list[Any] = []
+    graphs: dict[str, torch.fx.Graph] = {}
+
+    def grab(_module: Any, args: Any, kwargs: Any) -> None:
+        inputs.extend((args, kwargs))
+        raise _Stop
+
+    def keep(name: str) -> Callable[..., Any]:
+        def compiler(module: torch.fx.GraphModule, _inputs: Any) -> Any:
+            graphs[name] = module.graph
+            return make_boxed_func(module.forward)
+
+        return compiler
+
+    for layer in layers:
+        layer._compiled_call_impl = None
+    handle = layers[0].register_forward_pre_hook(grab, with_kwargs=True)
+    backend = aot_autograd(
+        fw_compiler=keep("forward"),
+        bw_compiler=keep("backward"),
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+    on_meta = mock.patch("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+    with no_autocast(), on_meta:
+        with contextlib.suppress(_Stop):
+            model.hidden(batch["input_ids"], batch["document_ids"])
+        handle.remove()
+        args, kwargs = inputs
+        torch.compile(layers[0], fullgraph=True, backend=backend, dynamic=False)(*args, **kwargs).sum().backward()
+    torch._dynamo.reset()
+    return Program(graphs["forward"], graphs["backward"])
+
+
+def sources(node: torch.fx.Node) -> list[tuple[torch.fx.Node, Any]]:
+    """Return what an operation reads: where each tensor was made, and the tensor as it is seen."""
+    found = []
+    for given in node.all_input_nodes:
+        made = given
+        while kind_of(made) == "view":
+            made = made.all_input_nodes[0]
+        if isinstance(given.meta.get("val"), Tensor):
+            found.append((made, given.meta["val"]))
+    return found
+
+
+def kind_of(node: torch.fx.Node) -> str:
+    """Return what the fusion rule makes of a node: `given`, `view`, `product`, `attention` or `fusible`."""
+    if node.op != "call_function":
+        return "given"
+    name = bare(str(getattr(node.target, "__name__", node.target)))
+    if name in FREE:
+        return "view"
+    if "attention" in name:
+        return "attention"
+    return "product" if name in PRODUCTS else "fusible"
+
+
+def fused(graph: torch.fx.Graph) -> Work:
+    """Return the work of a graph under the fusion rule (see above)."""
+    work, depth, group = Work(), dict[torch.fx.Node, int](), dict[torch.fx.Node, torch.fx.Node]()
+    nodes = [node for node in graph.nodes if kind_of(node) in ("product", "attention", "fusible")]
+
+    def root(node: torch.fx.Node) -> torch.fx.Node:
+        while group[node] is not node:
+            node = group[node]
+        return node
+
+    for node in nodes:
+        made = [source for source, _ in sources(node) if source in depth]
+        depth[node] = max((depth[source] + (kind_of(source) != "fusible") for source in made), default=0)
+        group[node] = node
+        if kind_of(node) == "fusible":
+            for source in made:
+                if kind_of(source) == "fusible" and depth[source] == depth[node]:
+                    group[root(source)] = node
+    users: dict[torch.fx.Node, set[Any]] = collections.defaultdict(set)
+    for node in graph.nodes:
+        if kind_of(node) != "view":
+            for given in node.all_input_nodes:
+                made = given
+                while kind_of(made) == "view":
+                    made = made.all_input_nodes[0]
+                users[made].add(root(node) if node in group else node)
+    members: dict[torch.fx.Node, list[torch.fx.Node]] = collections.defaultdict(list)
+    for node in nodes:
+        members[root(node)].append(node)
+    for head, inside in members.items():
+        reads = {made: value for node in inside for made, value in sources(node) if made not in inside}
+        writes = [node.meta["val"] for node in inside if users[node] - {head}]
+        tensors = [*reads.values(), *(t for t in torch.utils._pytree.tree_leaves(writes) if isinstance(t, Tensor))]
+        work.add(*_kernel(kind_of(head), head, sum(map(touched, tensors)), [v.shape for _, v in sources(head)]))
+    return work
+
+
+def _kernel(kind: str, head: torch.fx.Node, size: int, shapes: list[torch.Size]) -> tuple[Kernel, float | None]:
+    """Return a group's kernel, and its time where the roofline is not that of products."""
+    if kind == "attention":
+        backward = "backward" in str(head.target)
+        query = sources(head)[0][1]
+        operations, seconds = attention_seconds(query, FLEX_ATTENTION, backward)
+        return Kernel("attention", 3 if backward else 1, size, operations), seconds  # backward: dot, dQ, dK with dV
+    name = bare(str(getattr(head.target, "__name__", head.target))) if kind == "product" else "fused"
+    return Kernel(name, 1, size, operations_of(name, shapes)), None
+
+
+def triton_loss(rows: int, length: int, width: int, vocabulary: int) -> Work:
+    """Return the work of the loss with one kernel over the logits, a model."""
+    work, positions = Work(), rows * (length - 1)
+    chunks = -(-positions * vocabulary * 2 // LOSS_CHUNK_BYTES)
+    count = -(-positions // chunks)
+    logits, hidden, head = 2 * count * vocabulary, 2 * count * width, 2 * vocabulary * width
+    for _ in range(chunks):
+        for _ in range(2):
+            work.add(Kernel("mm", 1, logits + hidden + head, 2 * count * vocabulary * width))
+        work.add(Kernel("triton", 1, 3 * logits, 0))
+        work.add(Kernel("small", LOSS_KERNELS - 1, 20 * count * TOP_K, 0))
+    return work
+
+
+def around_layers(student: Student) -> Work:
+    """Trace what is left of a micro-batch without its layers and its loss: embedding, masks, rotations, last norm."""
+    count, (model, _, batch) = Count(), student
+    layers = [module for module in model.module.modules() if isinstance(module, GradientCheckpointingLayer)]
+    with contextlib.ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(mock.patch.object(layer, "forward", lambda hidden, **_: hidden))
+        stack.enter_context(no_autocast())
+        stack.enter_context(count)
+        hidden = model.hidden(batch["input_ids"], batch["document_ids"])
+        hidden.backward(hidden.detach())
+    return count.parts["other forward"]
+
+
+def compiled(student: Student) -> dict[str, Work]:
+    """Return the work of a micro-batch by part, layers compiled and loss by the Triton kernel; a model."""
+    program, config = layer_program(student), student.model.config
+    rows, length = student.batch["input_ids"].shape
+    layers = config.num_hidden_layers
+    return {
+        "layers forward": Work().plus(fused(program.forward), layers),
+        "layers backward": Work().plus(fused(program.backward), layers),
+        "around the layers": around_layers(student),
+        "loss": triton_loss(rows, length, config.hidden_size, student.model.vocab_size),
+    }
+
+
+def verdict(parts: dict[str, Work], tokens: int) -> dict[str, Any]:
+    """Return the figures of a micro-batch by part, their sum, and what it is bound by."""
+    whole = total(parts.values())
+    in_layers = sum(work.kernels for name, work in parts.items() if name.startswith("layers"))
+    host_s = in_layers * HOST_COMPILED_S + (whole.kernels - in_layers) * HOST_S
+    return {
+        "parts": {name: work.report() for name, work in parts.items()},
+        "all": whole.report(),
+        "host_ms": round(1e3 * host_s, 1),
+        "bound_by": "host" if host_s > whole.seconds else "device",
+        "tokens_per_s": round(tokens / max(host_s, whole.seconds)),
+    }
+
+
 def measure(size: str, rows: int, length: int, chunk_mb: int) -> dict[str, Any]:
     """Return the counts and rooflines of a size."""
     student = make_student(size, rows, length)
     began = time.perf_counter()
     parts = micro_batch_eager(student, chunk_mb).parts
     optimizer = {f"{n} GPUs": optimizer_eager(student, n).parts["optimizer"] for n in (1, 2)}
-    whole = total(parts.values())
-    host_s = whole.kernels * HOST_S
-    seconds = max(host_s, whole.seconds)
     return {
         "rows": rows,
         "length": length,
         "loss_chunk_mb": chunk_mb,
         "trace_s": round(time.perf_counter() - began, 1),
-        "eager": {
-            "parts": {name: work.report() for name, work in parts.items()},
-            "all": whole.report(),
-            "host_ms": round(1e3 * host_s, 1),
-            "bound_by": "host" if host_s > whole.seconds else "device",
-            "tokens_per_s": round(rows * length / seconds),
-            "tokens_per_s_of_the_device": round(rows * length / whole.seconds),
-        },
+        "eager": verdict(parts, rows * length),
+        "compiled": verdict(compiled(make_student(size, rows, length)), rows * length),
         "optimizer": {name: work.report() for name, work in optimizer.items()},
     }
 

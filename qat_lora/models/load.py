@@ -34,6 +34,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as hf_logging
 
@@ -46,6 +47,7 @@ from qat_lora.files.outputs import MARK
 from qat_lora.layers.attention import recomputed, tiled_or
 from qat_lora.layers.calibrate.upcast import computing_dtype
 from qat_lora.layers.convert import quant_layers, tied_embedding
+from qat_lora.layers.flex_attention import flex_or
 from qat_lora.models.attention_mask import attention_inputs
 from qat_lora.models.hf_quantizer import QUANT_METHOD, QatLoraQuantizationConfig, QatLoraQuantizer
 from qat_lora.quant.presets import Preset
@@ -55,7 +57,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FILE_SUFFIXES = (".pt", ".pth", ".safetensors")
 """Of names of files; any other dot belongs to the name of a folder, as in Qwen3-0.6B."""
 PACKED = "compressed-tensors"
-TILED, RECOMPUTED = "qat_lora_tiled", "qat_lora_recomputed"
+TILED, RECOMPUTED, FLEX = "qat_lora_tiled", "qat_lora_recomputed", "qat_lora_flex"
 """Names of our attention among those of transformers."""
 PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", SUMS]
 
@@ -199,6 +201,18 @@ class CausalLM:
         """Recompute attention in the backward pass; `function` is `Runtime.checkpoint_function`."""
         self._attend(RECOMPUTED, lambda otherwise: recomputed(otherwise, function))
 
+    def compile_layers(self, **how: Any) -> None:
+        """Compile decoder layers, one program for all, with attention by block masks; `how` is of `torch.compile`.
+
+        Not the whole model: 28 equal layers would take 28 times as long, and the loss has kernels of its own.
+        """
+        self._attend(FLEX, flex_or)
+        for module in self.module.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                module.compile(dynamic=False, **how)
+        # What a frozen embedding returns needs no gradient, and the first layer would be a program of its own.
+        self.module.get_input_embeddings().register_forward_hook(_with_gradient)
+
     def _attend(self, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         if self.config._attn_implementation == "sdpa":
             AttentionInterface.register(name, around(ALL_ATTENTION_FUNCTIONS["sdpa"]))
@@ -216,7 +230,8 @@ class CausalLM:
 
     def hidden(self, input_ids_BL: Tensor, document_ids_BL: Tensor) -> Tensor:
         """Return the last hidden states [B, L, H]; attention and positions restart with each document."""
-        masks, positions = attention_inputs(self.config, document_ids_BL, computing_dtype(self.module))
+        in_blocks = self.config._attn_implementation == FLEX
+        masks, positions = attention_inputs(self.config, document_ids_BL, computing_dtype(self.module), in_blocks)
         backbone = getattr(self.module, self.module.base_model_prefix)
         output = backbone(input_ids=input_ids_BL, attention_mask=masks, position_ids=positions, use_cache=False)
         return output.last_hidden_state
@@ -237,6 +252,11 @@ class CausalLM:
         bias = None if head.bias_V is None else head.bias_V[: head.vocab_size].to(hidden_NH.dtype)
         logits = nn.functional.linear(hidden_NH, head.weight_VH[: head.vocab_size].to(hidden_NH.dtype), bias)
         return scale_and_cap(logits, head)
+
+
+def _with_gradient(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+    """Let a module's output require a gradient, wherever gradients are computed."""
+    return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
 
 
 def scale_and_cap(logits_NV: Tensor, head: LMHead) -> Tensor:

@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch._dynamo import config as dynamo_settings
+from torch.utils._triton import has_triton
 from torch.utils.checkpoint import checkpoint
 
 from qat_lora.errors import DeviceError
@@ -69,13 +71,16 @@ class NativeRuntime(Runtime):
         """Run `main` inside the process group of torchrun's variables, where there is one."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+            self.attention = "flex" if has_triton() and not dynamo_settings.disable else "library"
         if self.replicas > 1:
             collectives.join(_BACKENDS[self.device.type], device_id=self.device if self.device.type == "cuda" else None)
             # Decisions between hosts do not pass through the GPU: no host ever waits for a device to decide.
             self._control = collectives.gloo_group() if self.device.type == "cuda" else None
         result = main()
         self._deferred.run_all()
-        if self.replicas > 1:  # not after an error: it may wait for the others for ever, and the cause would stay unsaid
+        if (
+            self.replicas > 1
+        ):  # not after an error: it may wait for the others for ever, and the cause would stay unsaid
             dist.destroy_process_group()
         return result
 

@@ -46,6 +46,8 @@ def fit_attention(model: CausalLM, runtime: Runtime, layers_recomputed: bool) ->
         model.tile_attention()
     elif runtime.attention == "recomputed" and not layers_recomputed:
         model.recompute_attention(runtime.checkpoint_function())
+    elif runtime.attention == "flex":
+        model.compile_layers()
 
 
 def run_name(model: str) -> str:

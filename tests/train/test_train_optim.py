@@ -91,7 +91,10 @@ def test_state_and_gradients_exist_before_the_first_step_and_keep_their_names(ru
 def test_scales_alone_and_adapters_alone_train(runtime):
     one = nn.Parameter(torch.ones(1))
     assert len(build_optimizer(OptimConfig(), groups(adapter=[one]), runtime).param_groups) == 1
-    assert build_optimizer(OptimConfig(scale_lr=7), groups(adapter=[], scales=[one]), runtime).param_groups[0]["peak_lr"] == 7
+    assert (
+        build_optimizer(OptimConfig(scale_lr=7), groups(adapter=[], scales=[one]), runtime).param_groups[0]["peak_lr"]
+        == 7
+    )
     with pytest.raises(ConfigError, match="nothing to train"):
         build_optimizer(OptimConfig(), groups(adapter=[]), runtime)
 
