@@ -10,9 +10,10 @@ Nothing is run: the step is traced at real shape on meta tensors, which have no 
   chunks of 65,536 numbers need), and reads its arguments and writes its results once.
 * `compiled`, a model and called so: the decoder layer's forward and backward graphs as AOTAutograd hands them to a
   compiler (decomposed, partitioned with recomputation), under a written fusion rule. Each product and each attention
-  is a kernel; so is each connected set of elementwise work and reductions that lies between the same products. A
-  kernel reads each tensor from outside once and writes what others read. The loss by the Triton kernel is a model too:
-  per chunk two products and `LOSS_KERNELS` small kernels that read the logits twice and write their gradient once.
+  is a kernel; so is each connected set of elementwise work and reductions that lies between the same products, done as
+  late as possible: what is recomputed is part of what uses it. A kernel reads each tensor from outside once and writes
+  what others read. The loss by the Triton kernel is a model too: per chunk two products and `LOSS_KERNELS` kernels, of
+  which one reads the logits twice and writes their gradient once.
 
 Roofline: a kernel takes the longest of its bytes at `BANDWIDTH`, its operations at `RATE` and `LEAST_S`; the host
 launches one in `HOST_S` (compiled: `HOST_COMPILED_S`); the step takes the longer of device and host, which is named.
@@ -21,7 +22,7 @@ These rates are assumptions for an H200 (4.8 TB/s and 989 T operations/s on pape
 `--syncs` refuses what would stop a GPU's queue while a step is traced: reading a value back, `nonzero`, a copy from
 memory that is not pinned. On meta tensors too: autograd on fake CUDA tensors asks the driver for a stream.
 
-    python benchmarks/cuda_roofline.py --model 0.6b 8b --machine "no GPU: traced" --out benchmarks/results/cuda_roofline.json
+    python benchmarks/cuda_roofline.py --model 0.6b 8b --out benchmarks/results/cuda_roofline.json
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ SIZES = {
     "8b": {"hidden": 4096, "layers": 36, "heads": 32, "kv_heads": 8, "head_dim": 128, "mlp": 12288},
     "toy": {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "mlp": 192},
 }
-VOCABULARY, TOP_K, DRAWS = 151_936, 128, 8
+VOCABULARY, TOP_K, DRAWS, RANK = 151_936, 128, 8, 8
 BANDWIDTH, RATE, LEAST_S = 4.0e12, 6.0e14, 2.5e-6  # bytes/s, operations/s, s
 MASKED_ATTENTION = (1.0, 170e12, 115e12)  # share of L x L that is computed, rate forward, rate backward
 FLEX_ATTENTION = (0.5, 500e12, 400e12)  # causal; that documents end earlier is not counted on
@@ -78,40 +79,13 @@ FOREACH_TENSORS = {
     3: 48,
     4: 36,
     5: 30,
-}  # that a launch takes, by lists (ATen/native/cuda/MultiTensorApply.cuh)
+}  # of a launch, by lists: MultiTensorApply.cuh
 FOREACH_CHUNK, FOREACH_BLOCKS = 65_536, 320
-FREE = set(
-    [
-        "view",
-        "_unsafe_view",
-        "transpose",
-        "t",
-        "expand",
-        "slice",
-        "select",
-        "unsqueeze",
-        "squeeze",
-        "detach",
-        "alias",
-        "permute",
-        "split",
-        "split_with_sizes",
-        "as_strided",
-        "unbind",
-        "reshape",
-        "unflatten",
-        "lift_fresh",
-        "_reshape_alias",
-        "diagonal",
-        "empty",
-        "new_empty",
-        "empty_like",
-        "empty_strided",
-        "getitem",
-        "sym_size",
-        "set_",
-    ]
-)
+VIEWS = """view _unsafe_view transpose t
+expand slice select unsqueeze squeeze detach alias permute split split_with_sizes
+as_strided unbind reshape unflatten lift_fresh _reshape_alias diagonal empty new_empty empty_like empty_strided getitem
+sym_size set_"""
+FREE = frozenset(VIEWS.split())
 PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}
 
 
@@ -247,7 +221,10 @@ class Count(TorchDispatchMode):
             launches = foreach_launches(lists)
         elif name == "cat":
             launches = -(-len(args[0]) // 128)  # tensors that a launch of CatArrayBatchedCopy takes
-        self.parts[self.part].add(Kernel(name, launches, size, operations_of(name, [x.shape for x in inputs])))
+        shapes = [x.shape for x in inputs]
+        joined = self.part == "adapters" and name in PRODUCTS and min(*shapes[0], *shapes[1]) > 3 * RANK
+        kernel = Kernel(name, launches, size, operations_of(name, shapes))
+        self.parts["base products" if joined else self.part].add(kernel)
         return out
 
     def _refuse(self, name: str, inputs: list[Tensor], args: Any, kwargs: Any) -> None:
@@ -323,7 +300,7 @@ def make_student(size: str, rows: int, length: int, vocabulary: int = VOCABULARY
         model = make_qwen3(Path("."), vocabulary, **SIZES[size], positions=length)
         model.module.to(torch.bfloat16)
         make_quant_skeleton(model.module, preset("q4_r32"))
-        add_lora(model.module, LoraConfig(recovery_r=8))
+        add_lora(model.module, LoraConfig(recovery_r=RANK))
         trained = recovery_parts(model, False, False, torch.bfloat16)
         positions = (rows, length - 1)
         batch = {
@@ -369,7 +346,7 @@ def no_autocast() -> Any:
 
 def micro_batch_eager(student: Student, chunk_mb: int, watch: bool = False) -> Count:
     """Trace forward, loss and backward of a micro-batch as eager PyTorch calls them."""
-    count, (model, trained, batch) = Count(watch), student
+    count, (model, _, batch) = Count(watch), student
     AttentionInterface.register("counted", count_attention(count))
     AttentionMaskInterface.register("counted", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     model.module.set_attn_implementation("counted")
@@ -475,12 +452,14 @@ def sources(node: torch.fx.Node) -> list[tuple[torch.fx.Node, Any]]:
     """Return what an operation reads: where each tensor was made, and the tensor as it is seen."""
     found = []
     for given in node.all_input_nodes:
-        made = given
-        while kind_of(made) == "view":
-            made = made.all_input_nodes[0]
         if isinstance(given.meta.get("val"), Tensor):
-            found.append((made, given.meta["val"]))
+            found.append((_maker(given), given.meta["val"]))
     return found
+
+
+def _maker(node: torch.fx.Node) -> torch.fx.Node:
+    """Return what made the memory that a node is a view of."""
+    return _maker(node.all_input_nodes[0]) if kind_of(node) == "view" else node
 
 
 def kind_of(node: torch.fx.Node) -> str:
@@ -505,27 +484,30 @@ def fused(graph: torch.fx.Graph) -> Work:
             node = group[node]
         return node
 
+    made = {node: [source for source, _ in sources(node) if kind_of(source) != "given"] for node in nodes}
     for node in nodes:
-        made = [source for source, _ in sources(node) if source in depth]
-        depth[node] = max((depth[source] + (kind_of(source) != "fusible") for source in made), default=0)
+        depth[node] = max((depth[source] + (kind_of(source) != "fusible") for source in made[node]), default=0)
         group[node] = node
-        if kind_of(node) == "fusible":
-            for source in made:
-                if kind_of(source) == "fusible" and depth[source] == depth[node]:
-                    group[root(source)] = node
+    latest: dict[torch.fx.Node, int] = {}
+    for node in reversed(nodes):
+        depth[node] = latest.get(node, depth[node])
+        for source in made[node]:
+            if kind_of(source) == "fusible":
+                latest[source] = min(latest.get(source, depth[node]), depth[node])
+    for node in nodes:
+        for source in made[node]:
+            if kind_of(source) == kind_of(node) == "fusible" and depth[source] == depth[node]:
+                group[root(source)] = root(node)
     users: dict[torch.fx.Node, set[Any]] = collections.defaultdict(set)
     for node in graph.nodes:
         if kind_of(node) != "view":
-            for given in node.all_input_nodes:
-                made = given
-                while kind_of(made) == "view":
-                    made = made.all_input_nodes[0]
-                users[made].add(root(node) if node in group else node)
+            for source in node.all_input_nodes:
+                users[_maker(source)].add(root(node) if node in group else node)
     members: dict[torch.fx.Node, list[torch.fx.Node]] = collections.defaultdict(list)
     for node in nodes:
         members[root(node)].append(node)
     for head, inside in members.items():
-        reads = {made: value for node in inside for made, value in sources(node) if made not in inside}
+        reads = {source: value for node in inside for source, value in sources(node) if source not in inside}
         writes = [node.meta["val"] for node in inside if users[node] - {head}]
         tensors = [*reads.values(), *(t for t in torch.utils._pytree.tree_leaves(writes) if isinstance(t, Tensor))]
         work.add(*_kernel(kind_of(head), head, sum(map(touched, tensors)), [v.shape for _, v in sources(head)]))
@@ -538,7 +520,7 @@ def _kernel(kind: str, head: torch.fx.Node, size: int, shapes: list[torch.Size])
         backward = "backward" in str(head.target)
         query = sources(head)[0][1]
         operations, seconds = attention_seconds(query, FLEX_ATTENTION, backward)
-        return Kernel("attention", 3 if backward else 1, size, operations), seconds  # backward: dot, dQ, dK with dV
+        return Kernel("attention", 2 if backward else 1, size, operations), seconds  # backward: Σ dO O, then all three
     name = bare(str(getattr(head.target, "__name__", head.target))) if kind == "product" else "fused"
     return Kernel(name, 1, size, operations_of(name, shapes)), None
 
@@ -576,9 +558,14 @@ def compiled(student: Student) -> dict[str, Work]:
     program, config = layer_program(student), student.model.config
     rows, length = student.batch["input_ids"].shape
     layers = config.num_hidden_layers
+    build_optimizer(OptimConfig(), student.trained, MetaRuntime(Count()))
+    count, made = Count(), [p for parameters in student.trained.values() for p in parameters.values()]
+    with count:
+        torch._foreach_add_([p.grad for p in made], [p.detach() for p in made])  # `gradients_apart`
     return {
         "layers forward": Work().plus(fused(program.forward), layers),
         "layers backward": Work().plus(fused(program.backward), layers),
+        "gradients added": count.parts["other forward"],
         "around the layers": around_layers(student),
         "loss": triton_loss(rows, length, config.hidden_size, student.model.vocab_size),
     }
@@ -622,7 +609,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--chunk-mb", type=int, default=ObjectiveConfig().loss_chunk_mb)
-    parser.add_argument("--machine", default=platform.processor() or platform.machine())
+    parser.add_argument("--machine", default="no GPU: traced")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     sizes = {size: measure(size, arguments.rows, arguments.length, arguments.chunk_mb) for size in arguments.model}

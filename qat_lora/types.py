@@ -44,7 +44,7 @@ Rows of padding have `target_mask` 0 everywhere, a uniform teacher, draws of 0 a
 
 AttentionForm = Literal["tiled", "recomputed", "library", "flex"]
 """How attention keeps no scores for the backward pass (`layers/attention.py`): `recomputed` where a compiler would keep
-all it computes, the `library`'s kernels where they keep none themselves, `flex` where layers are compiled one by one."""
+all it computes, the `library`'s kernels where they keep none themselves, `flex` where layers are compiled."""
 VerifyRows = Literal["all", "sampled", "off"]
 """Which rows of a KD cache are compared with their CRC-32 as they are read."""
 

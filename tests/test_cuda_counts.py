@@ -51,7 +51,7 @@ def test_an_optimizer_step_is_a_few_kernels_however_many_adapters_there_are(roof
 
 def test_a_micro_batch_stops_no_queue(roofline, student):
     parts = roofline.micro_batch_eager(student, chunk_mb=1, watch=True).parts
-    assert parts["base products"].names["mm"] == 14 and parts["attention forward"].kernels == 2
+    assert parts["base products"].names["mm"] == 8 and parts["attention forward"].kernels == 2
     assert parts["base products"].operations == 2 * 128 * 2 * sum(
         o * i for o, i in [(64, 64), (32, 64), (32, 64), (64, 64), (192, 64), (192, 64), (64, 192)]
     )
@@ -92,3 +92,34 @@ def test_numbers_of_a_step_travel_from_pinned_memory(monkeypatch):
 def test_what_stops_a_queue_is_refused(roofline, stop):
     with pytest.raises(roofline.Sync), roofline.Count(watch=True):
         stop(torch.empty(3, device="meta"))
+
+
+def test_kernels_of_a_compiled_layer_and_of_what_is_around_it(roofline):
+    """By the fusion rule, on the graphs that a compiler gets: four products with frozen weights, eight of adapters."""
+    student = roofline.make_student("toy", 2, 128, vocabulary=512)
+    program = roofline.layer_program(student)
+    forward, backward = roofline.fused(program.forward), roofline.fused(program.backward)
+    assert forward.names["mm"] + forward.names["addmm"] == 12 and forward.names["attention"] == 1
+    assert forward.kernels <= 28 and backward.kernels <= 38, (forward.names, backward.names)
+    assert roofline.around_layers(student).kernels < 100
+
+
+def test_the_fusion_rule_by_hand(roofline):
+    """Two chains around a product; what is recomputed for the second belongs to it."""
+    graph = torch.fx.Graph()
+
+    def node(function, *args, shape=(4, 4)):
+        made = graph.placeholder("x") if function is None else graph.call_function(function, args)
+        made.meta["val"] = torch.empty(shape, device="meta")
+        return made
+
+    aten = torch.ops.aten
+    x = node(None)
+    doubled = node(aten.mul.Tensor, x, 2)
+    again = node(aten.exp.default, x)
+    product = node(aten.mm.default, doubled, x)
+    result = node(aten.add.Tensor, node(aten.t.default, product), again)
+    graph.output((result,))
+    work = roofline.fused(graph)
+    assert (work.kernels, work.names["fused"], work.operations) == (3, 2, 128)
+    assert work.bytes == 64 * (2 + 3 + 3)  # mul: x, doubled; mm: doubled, x, product; exp and add: x, product, result

@@ -17,7 +17,7 @@ from torch import nn
 
 from qat_lora.errors import ConfigError, ModelError
 from qat_lora.layers.lora import Factors, LoraConfig, LoraLinear, share_inputs
-from qat_lora.layers.quant_linear import QuantLinear, dense_linear
+from qat_lora.layers.quant_linear import QuantLinear, dense_linear, join_dense
 from qat_lora.layers.tied_embedding import TiedEmbedding, embedding_of, tie_embedding, untie_embedding
 from qat_lora.quant.presets import MLP, Preset
 from qat_lora.quant.spec import QuantSpec
@@ -217,6 +217,8 @@ def prepare_base(model: nn.Module, train_scales: bool, dtype: torch.dtype | None
             trained |= {f"{name}.{part}": scale for part, scale in layer.named_scales().items()}
         else:
             layer.hold_dense(dtype)
+    for shared in dict.fromkeys(adapter.shared for adapter in lora_layers(model).values() if adapter.shared):
+        join_dense([member.base for member in shared.members])
     return trained
 
 

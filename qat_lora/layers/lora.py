@@ -10,15 +10,17 @@ and its output three times each. Names and files are PEFT's (`models/adapter.py`
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from qat_lora.config import option, settings
 from qat_lora.errors import ConfigError
+from qat_lora.layers.quant_linear import joined_weight
 
 
 @settings
@@ -84,18 +86,26 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply base and adapter; the adapter computes in the input's type (or autocast's)."""
-        dtype = torch.float32 if torch.is_autocast_enabled(x.device.type) else x.dtype
-        if self.shared is None:
-            low = self.scaled(nn.functional.linear(self.dropout(x), self.lora_A.to(dtype)))
-        else:
-            low = self.shared.low(self, x, dtype)
-        y: Tensor = self.base(x)
-        rows = y.reshape(-1, y.shape[-1])
-        return torch.addmm(rows, low.reshape(-1, low.shape[-1]), self.lora_B.to(dtype).t()).view(y.shape)
+        return self.alone(x) if self.shared is None else self.shared.output(self, x)
+
+    def alone(self, x: Tensor) -> Tensor:
+        """Apply base and adapter, whatever others may share."""
+        low = self.scaled(nn.functional.linear(self.dropout(x), self.lora_A.to(_adapter_dtype(x))))
+        return _added(self.base(x), low, self.lora_B)
 
     def scaled(self, low: Tensor) -> Tensor:
         """Return what the A's made, scaled."""
         return low if self.scaling == 1.0 else low * self.scaling
+
+
+def _adapter_dtype(x: Tensor) -> torch.dtype:
+    return torch.float32 if torch.is_autocast_enabled(x.device.type) else x.dtype
+
+
+def _added(y: Tensor, low: Tensor, b_OR: Tensor) -> Tensor:
+    """Return y + low Bᵀ, in one product."""
+    rows, low_NR = y.reshape(-1, y.shape[-1]), low.reshape(-1, low.shape[-1])
+    return torch.addmm(rows, low_NR, b_OR.to(low.dtype).t()).view(y.shape)
 
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -103,28 +113,55 @@ TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class SharedInput:
-    """Adapters that are called one after the other with one tensor; the first multiplies it with all A's.
+    """Adapters that are called one after the other with one tensor; the first computes for all.
 
-    A member that is called with another tensor, or alone, computes for itself.
+    All A's are one product, and so are the bases where their weights lie together (`quant_linear.join_dense`). Where a
+    compiler fuses, the B's are one as well, with zeros where a B meets another's A. A member that is called with
+    another tensor, or alone, computes for itself.
     """
 
     def __init__(self, members: list[LoraLinear]) -> None:
-        self._members = members
+        self.members = members
         self._input: Tensor | None = None
-        self._lows: tuple[Tensor, ...] = ()
+        self._outputs: tuple[Tensor, ...] = ()
 
-    def low(self, member: LoraLinear, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the scaled product of a member's A with x, in a type."""
-        if member is self._members[0]:
-            factors = [other.lora_A for other in self._members]
-            lows = member.scaled(nn.functional.linear(x, torch.cat(factors).to(dtype)))
-            self._input, self._lows = x, lows.split([factor.shape[0] for factor in factors], -1)
+    def output(self, member: LoraLinear, x: Tensor) -> Tensor:
+        """Return what a member makes of x."""
+        if member is self.members[0]:
+            self._outputs = self._compute(x)
+            self._input = x
         if self._input is not x:
-            return member.scaled(nn.functional.linear(x, member.lora_A.to(dtype)))
-        low = next(low for other, low in zip(self._members, self._lows, strict=True) if other is member)
-        if member is self._members[-1]:
-            self._input, self._lows = None, ()
-        return low
+            return member.alone(x)
+        output = next(y for other, y in zip(self.members, self._outputs, strict=True) if other is member)
+        if member is self.members[-1]:
+            self._input, self._outputs = None, ()
+        return output
+
+    def _compute(self, x: Tensor) -> tuple[Tensor, ...]:
+        first, dtype = self.members[0], _adapter_dtype(x)
+        ranks = [member.lora_A.shape[0] for member in self.members]
+        a_RI = torch.cat([member.lora_A for member in self.members]).to(dtype)
+        low = first.scaled(nn.functional.linear(x, a_RI))
+        weight_OI = joined_weight([member.base for member in self.members])
+        if weight_OI is None:
+            bases: Any = [member.base(x) for member in self.members]
+        else:
+            autocast = torch.is_autocast_enabled(x.device.type)
+            y = nn.functional.linear(x, weight_OI if autocast else weight_OI.to(x.dtype))
+            sizes = [member.base.out_features for member in self.members]
+            if torch.compiler.is_compiling() and len(set(ranks)) == 1:
+                return _added(y, low, self._block_b(sizes, ranks[0])).split(sizes, -1)
+            bases = y.split(sizes, -1)
+        lows = low.split(ranks, -1)
+        return tuple(_added(y, low, m.lora_B) for y, low, m in zip(bases, lows, self.members, strict=True))
+
+    def _block_b(self, sizes: list[int], rank: int) -> Tensor:
+        """Return the B's on the diagonal of one matrix [sum of O, members x R]."""
+        b_OR = torch.cat([member.lora_B for member in self.members])
+        rows = torch.arange(len(b_OR), device=b_OR.device)
+        ends = list(itertools.accumulate(sizes))
+        own = torch.stack([(rows >= end - size) & (rows < end) for size, end in zip(sizes, ends, strict=True)], 1)
+        return (b_OR[:, None] * own[:, :, None].to(b_OR.dtype)).flatten(1)
 
 
 def share_inputs(layers: Mapping[str, LoraLinear]) -> None:

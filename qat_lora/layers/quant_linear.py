@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,6 +70,18 @@ class Dense(Packed):
     def effective(self, layer: QuantLinear) -> Tensor:
         """Return the weight that is kept."""
         return self.kept
+
+
+class Part(Dense):
+    """Some rows of a weight that several layers have together, so that one product serves them all (`join_dense`)."""
+
+    def __init__(self, whole: Dense, rows: slice) -> None:
+        super().__init__()
+        self.whole, self.rows = whole, rows
+
+    def effective(self, layer: QuantLinear) -> Tensor:
+        """Return this layer's rows."""
+        return self.whole.kept[self.rows]
 
 
 class Unpacked(Packed):
@@ -361,6 +373,24 @@ class QuantLinear(nn.Linear):
     def stored_bits(self) -> int:
         """Bits that codes, scales and table take on disk."""
         return self.spec.stored_bits(self.out_features, self.in_features)
+
+
+def join_dense(layers: Sequence[nn.Linear]) -> None:
+    """Keep the formed weights of layers that read one input as one tensor; nothing where some are not formed."""
+    formed = [x for x in layers if isinstance(x, QuantLinear) and type(x.source) is Dense and x.bias is None]
+    if len(formed) < len(layers):
+        return
+    whole, start = Dense(torch.cat([layer.effective() for layer in formed])), 0
+    for layer in formed:
+        layer.source = Part(whole, slice(start, start + layer.out_features))
+        start += layer.out_features
+
+
+def joined_weight(layers: Sequence[nn.Linear]) -> Tensor | None:
+    """Return the weight that layers have together, [sum of O, I]; None where they have none."""
+    wholes = [x.source.whole if isinstance(x, QuantLinear) and isinstance(x.source, Part) else None for x in layers]
+    first = wholes[0]
+    return None if first is None or any(whole is not first for whole in wholes) else first.kept
 
 
 def dense_linear(layer: nn.Linear, delta_OI: Tensor | float = 0.0) -> nn.Linear:

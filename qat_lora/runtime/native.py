@@ -78,9 +78,7 @@ class NativeRuntime(Runtime):
             self._control = collectives.gloo_group() if self.device.type == "cuda" else None
         result = main()
         self._deferred.run_all()
-        if (
-            self.replicas > 1
-        ):  # not after an error: it may wait for the others for ever, and the cause would stay unsaid
+        if self.replicas > 1:  # not after an error: it may wait for the others for ever, the cause unsaid
             dist.destroy_process_group()
         return result
 

@@ -25,7 +25,7 @@ from qat_lora.train.callbacks import Callback, Checkpoint, Evaluate, LoopConfig,
 from qat_lora.train.checkpoint import STATE, checkpoints, load_checkpoint
 from qat_lora.train.compile_watch import COMPILED, OPTIMIZER_COMPILED, OPTIMIZER_TRACED, TRACED, CompileWatch
 from qat_lora.train.metrics import EMPTY, EVALUATIONS, LOGS, METRICS, MetricsLog, cut_back
-from qat_lora.train.optim import OptimConfig, TrainState, build_optimizer, lr_factor, optimized, set_lr
+from qat_lora.train.optim import OptimConfig, TrainState, build_optimizer, gradients_apart, lr_factor, optimized, set_lr
 from qat_lora.train.step import PreparedObjective, Sums, TrainingRows, add_sums, micro_batch, optimizer_step, zero_sums
 from qat_lora.train.trackers import TRACKERS
 
@@ -155,13 +155,13 @@ class _Steps:
             except (QatLoraError, OSError) as error:
                 return sums, error
             self._watch.batch(batch)
-            with runtime.autocast(self._dtype):
+            with runtime.autocast(self._dtype), gradients_apart(self._run.optimizer):
                 sums = add_sums(sums, micro_batch(model, batch, objective, weights, teacher_lm_head))
             self._watch.mark(TRACED)
             runtime.mark_step()
             self._watch.mark(COMPILED)
         if self._anchors is not None:
-            with runtime.autocast(self._dtype):
+            with runtime.autocast(self._dtype), gradients_apart(self._run.optimizer):
                 sums = anchor_micro_batch(model, next(self._anchors), objective, weights, sums, runtime)
             runtime.mark_step()
         return sums, None

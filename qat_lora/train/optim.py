@@ -128,6 +128,7 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, {"betas": betas, "eps": eps, "ema": ema})
         self._send = send
+        self.flats: list[_Flat] = []
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter] = {
@@ -171,9 +172,7 @@ class AdamW(torch.optim.Optimizer):
                 torch._foreach_add_(averages, steps)
 
 
-def build_optimizer(
-    config: OptimConfig, groups: Mapping[str, Mapping[str, nn.Parameter]], runtime: Runtime
-) -> torch.optim.Optimizer:
+def build_optimizer(config: OptimConfig, groups: Mapping[str, Mapping[str, nn.Parameter]], runtime: Runtime) -> AdamW:
     """Return AdamW over the trained tensors (by name, by kind of `KINDS`), with gradients and state allocated.
 
     Where memory can be shared, the optimizer's own parameters (`optimized`) are flat tensors that the trained ones are
@@ -203,6 +202,7 @@ def build_optimizer(
         group["peak_lr"] = group["lr"]
     for flat in flats:
         _share_state(optimizer.state, flat)
+    optimizer.flats = flats
     return optimizer
 
 
@@ -211,6 +211,33 @@ def optimized(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+@contextmanager
+def gradients_apart(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let a backward pass leave gradients of its own, and add these to the flat ones together.
+
+    Autograd adds to a gradient that is there by a kernel for each tensor, 392 of them; one that is not there yet, it
+    takes as it is. Large tensors are added to in place: theirs would be a second copy, and a kernel more is nothing.
+    """
+    small = [
+        (parameter, parameter.grad)
+        for flat in (optimizer.flats if isinstance(optimizer, AdamW) else ())
+        for parameter in flat.parts
+        if parameter.numel() < SMALL
+    ]
+    for parameter, _ in small:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        made = [(gradient, p.grad.to(p.dtype)) for p, gradient in small if p.grad is not None and gradient is not None]
+        if made:
+            torch._foreach_add_([gradient for gradient, _ in made], [new for _, new in made])
+        for parameter, gradient in small:
+            parameter.grad = gradient
+
+
+SMALL = 2**20
+"""Numbers in a tensor below which it is the number of kernels that costs, not what they do."""
 ROW, ALIGNED = 1024, 32
 """Numbers in a row of a flat tensor, and those whose multiples begin a part."""
 

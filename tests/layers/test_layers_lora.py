@@ -7,7 +7,7 @@ from torch import nn
 
 from qat_lora.errors import ConfigError
 from qat_lora.layers.lora import Factors, LoraConfig, LoraLinear, share_inputs
-from qat_lora.layers.quant_linear import QuantLinear
+from qat_lora.layers.quant_linear import QuantLinear, join_dense
 from qat_lora.quant.initialize import quantize_weight
 from qat_lora.quant.spec import QuantSpec
 
@@ -164,3 +164,36 @@ def test_dropout_gives_every_layer_an_input_of_its_own():
     model = Attention(dropout=0.5)
     share_inputs(dict(model.named_children()))
     assert all(layer.shared is None for layer in model.children())
+
+
+def test_bases_that_lie_together_are_one_product_and_the_weights_that_they_were(monkeypatch):
+    def quantised():
+        model = Attention()
+        for adapter in model.children():
+            spec = QuantSpec(bits=4, code="integer", sharing="channel")
+            base = nn.Linear(COLUMNS, adapter.base.out_features, bias=False)
+            base.weight = adapter.base.weight
+            adapter.base = QuantLinear.from_linear(base, spec, quantize_weight(base.weight.data, spec, "mse"))
+            adapter.base.hold_dense()
+        return model
+
+    apart, shared, x = quantised(), quantised(), torch.randn(2, 4, COLUMNS)
+    share_inputs(dict(shared.named_children()))
+    join_dense([adapter.base for adapter in shared.children()])
+    assert shared.state_dict().keys() == apart.state_dict().keys()
+    for one, other in zip(shared.children(), apart.children(), strict=True):
+        assert torch.equal(one.base.effective(), other.base.effective())
+    for compiling in (False, True):  # there the B's are one product as well
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda compiling=compiling: compiling)
+        results = []
+        for model in (apart, shared):
+            y = model(x)
+            (y * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum().backward()
+            results.append([y, *(p.grad.clone() for p in model.parameters() if p.requires_grad)])
+            model.zero_grad()
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    shared.double()
+    torch.testing.assert_close(shared(x.double()), apart.double()(x.double()))
+    shared.q_proj.base.settle()  # out of the three: each computes for itself
+    torch.testing.assert_close(shared(x.double()), apart(x.double()), rtol=1e-3, atol=1e-3)

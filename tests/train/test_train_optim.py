@@ -8,7 +8,7 @@ from torch import nn
 
 from qat_lora.errors import ConfigError
 from qat_lora.runtime.native import NativeRuntime
-from qat_lora.train.optim import OptimConfig, averaged, build_optimizer, lr_factor, optimized, set_lr
+from qat_lora.train.optim import OptimConfig, averaged, build_optimizer, gradients_apart, lr_factor, optimized, set_lr
 from qat_lora.train.step import optimizer_step
 
 
@@ -91,10 +91,8 @@ def test_state_and_gradients_exist_before_the_first_step_and_keep_their_names(ru
 def test_scales_alone_and_adapters_alone_train(runtime):
     one = nn.Parameter(torch.ones(1))
     assert len(build_optimizer(OptimConfig(), groups(adapter=[one]), runtime).param_groups) == 1
-    assert (
-        build_optimizer(OptimConfig(scale_lr=7), groups(adapter=[], scales=[one]), runtime).param_groups[0]["peak_lr"]
-        == 7
-    )
+    scales = build_optimizer(OptimConfig(scale_lr=7), groups(adapter=[], scales=[one]), runtime)
+    assert scales.param_groups[0]["peak_lr"] == 7
     with pytest.raises(ConfigError, match="nothing to train"):
         build_optimizer(OptimConfig(), groups(adapter=[]), runtime)
 
@@ -136,6 +134,25 @@ def test_an_error_while_averaged_puts_the_raw_tensors_back(runtime):
         assert (parameter == 1).all()
         raise RuntimeError
     assert (parameter == 3).all()
+
+
+def test_gradients_that_are_made_apart_add_up(runtime, monkeypatch):
+    """Over two backward passes, with a large tensor among them, and one that the second pass does not reach."""
+    monkeypatch.setattr("qat_lora.train.optim.SMALL", 50)
+    tensors = [nn.Parameter(torch.randn(size)) for size in (4, 49, 60)]
+    optimizer = build_optimizer(OptimConfig(), groups(adapter=tensors), runtime)
+    places = [p.grad.data_ptr() for p in tensors]
+    for reached in (tensors, tensors[1:]):
+        with gradients_apart(optimizer):
+            sum((p * p.detach()).sum() for p in reached).backward()
+    assert [p.grad.data_ptr() for p in tensors] == places
+    for p, times in zip(tensors, (1, 2, 2), strict=True):
+        torch.testing.assert_close(p.grad, times * p.detach())
+    whole = sum(p.grad.abs().sum() for p in optimized(optimizer))
+    torch.testing.assert_close(whole, sum(p.grad.abs().sum() for p in tensors))
+    with pytest.raises(RuntimeError, match="in the middle"), gradients_apart(optimizer):
+        raise RuntimeError("in the middle")
+    assert [p.grad.data_ptr() for p in tensors] == places
 
 
 def test_one_flat_tensor_is_many_tensors_bit_for_bit():
