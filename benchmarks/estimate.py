@@ -119,7 +119,7 @@ def step(point: Point, runtime: Any) -> tuple[list[Any], Any]:
     if point.checkpointing:
         model.checkpoint_gradients(runtime.checkpoint_function())
     adapter = {name: p for name, p in model.module.named_parameters() if "lora_" in name}
-    optimizer = build_optimizer(OptimConfig(), {"adapter": adapter, "scales": scales})
+    optimizer = build_optimizer(OptimConfig(), {"adapter": adapter, "scales": scales}, runtime)
     shape = (point.rows, point.length - 1)
     batch = {
         "input_ids": torch.randint(0, point.vocab, (point.rows, point.length)),
@@ -132,7 +132,7 @@ def step(point: Point, runtime: Any) -> tuple[list[Any], Any]:
     }
     here, ahead = runtime.feed([batch, {name: value.clone() for name, value in batch.items()}])
     objective = ObjectiveConfig(loss_chunk_mb=CHUNK_MB, loss_walk=runtime.loss_walk)
-    weights = weight_tensors(objective.weights_at(0.0), runtime.device)
+    weights = weight_tensors(objective.weights_at(0.0), runtime.numbers)
     start = zero_sums(objective, runtime.device)
     trained = [*adapter.values(), *scales.values()]
     held = [*model.module.parameters(), *model.module.buffers()]

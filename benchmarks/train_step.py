@@ -45,7 +45,7 @@ from qat_lora.losses.objective import ObjectiveConfig, weight_tensors
 from qat_lora.models.load import CausalLM, cast, make_qwen3
 from qat_lora.quant.presets import preset
 from qat_lora.runtime.launch.select import select_runtime
-from qat_lora.train.optim import OptimConfig, build_optimizer
+from qat_lora.train.optim import OptimConfig, build_optimizer, optimized
 from qat_lora.train.step import add_sums, micro_batch, optimizer_step, zero_sums
 
 SIDES = ("products", "cached", "live_equal", "live_large", "trl_equal")
@@ -133,11 +133,11 @@ def cached_step(arguments: argparse.Namespace, ready: Callable[[], None]) -> Cal
     runtime = select_runtime("cpu")
     made, trained = student(arguments)
     made.tile_attention()
-    optimizer = build_optimizer(OptimConfig(), {"adapter": trained})
+    optimizer = build_optimizer(OptimConfig(), {"adapter": trained}, runtime)
     ready()
     objective = ObjectiveConfig(loss_walk=runtime.loss_walk)
-    weights = weight_tensors(objective.weights_at(0.0), runtime.device)
-    rows, parameters = batch(arguments), list(trained.values())
+    weights = weight_tensors(objective.weights_at(0.0), runtime.numbers)
+    rows, parameters = batch(arguments), optimized(optimizer)
 
     def step() -> None:
         sums = zero_sums(objective, runtime.device)

@@ -42,9 +42,9 @@ Rows of padding have `target_mask` 0 everywhere, a uniform teacher, draws of 0 a
 """
 
 
-AttentionForm = Literal["tiled", "blocked", "library"]
+AttentionForm = Literal["tiled", "blocked", "library", "flex"]
 """How attention keeps no scores for the backward pass (`layers/attention.py`): in `tiled` form on CPUs, `blocked` for a
-compiler, by the `library`'s kernels where they keep none themselves."""
+compiler, by the `library`'s kernels where they keep none themselves, `flex` where layers are compiled."""
 VerifyRows = Literal["all", "sampled", "off"]
 """Which rows of a KD cache are compared with their CRC-32 as they are read."""
 

@@ -82,7 +82,8 @@ def checkpoint(folder):
         kinds = {"adapter": {}, "scales": {}}
         for name, parameter in trained.items():
             kinds["adapter" if "lora_" in name else "scales"][name] = parameter
-        optimizer = build_optimizer(OptimConfig(), {kind: tensors for kind, tensors in kinds.items() if tensors})
+        used = {kind: tensors for kind, tensors in kinds.items() if tensors}
+        optimizer = build_optimizer(OptimConfig(), used, select_runtime("cpu"))
         state = load_checkpoint(folder, trained, optimizer, wanted)
         tensors = [*trained.values(), *(v for s in optimizer.state.values() for v in s.values())]
         return [t.detach().numpy().tobytes() for t in tensors], state

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from qat_lora.errors import ConfigError, ModelError
-from qat_lora.layers.lora import Factors, LoraConfig, LoraLinear
-from qat_lora.layers.quant_linear import QuantLinear, dense_linear
+from qat_lora.layers.lora import Factors, LoraConfig, LoraLinear, share_inputs
+from qat_lora.layers.quant_linear import QuantLinear, dense_linear, join_dense
 from qat_lora.layers.tied_embedding import TiedEmbedding, embedding_of, tie_embedding, untie_embedding
 from qat_lora.quant.presets import MLP, Preset
 from qat_lora.quant.spec import QuantSpec
@@ -190,7 +190,9 @@ def add_lora(model: nn.Module, config: LoraConfig, start: Mapping[str, Factors] 
         if start and name in start:
             layer.start_from(start[name])
         model.set_submodule(name, layer)
-    return lora_layers(model)
+    adapters = lora_layers(model)
+    share_inputs(adapters)
+    return adapters
 
 
 def merge(model: nn.Module) -> nn.Module:
@@ -215,6 +217,8 @@ def prepare_base(model: nn.Module, train_scales: bool, dtype: torch.dtype | None
             trained |= {f"{name}.{part}": scale for part, scale in layer.named_scales().items()}
         else:
             layer.hold_dense(dtype)
+    for shared in dict.fromkeys(adapter.shared for adapter in lora_layers(model).values() if adapter.shared):
+        join_dense([member.base for member in shared.members])
     return trained
 
 

@@ -2,20 +2,25 @@
 
 y = base(x) + (alpha / r) B A x, with A [R, I] and B [O, R] in float32 whatever the base computes in. Our own module
 rather than PEFT's, because recovery needs three things that PEFT's layers lack: a start from the quantisation error, a
-base of packed codes, and a forward without a branch or dictionary look-up per adapter, which XLA would trace each time.
-Names and files are PEFT's (`models/adapter.py`), so the result loads there.
+base of packed codes, and a forward of few operations: layers that read one input (queries, keys and values; gate and
+up) multiply it with their A's in one product (`SharedInput`), scaling is done on the R numbers of a position, and B's
+product is added to the base's output where it stands. In PEFT's form an adapter reads its input seven times a layer
+and its output three times each. Names and files are PEFT's (`models/adapter.py`), so the result loads there.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from qat_lora.config import option, settings
 from qat_lora.errors import ConfigError
+from qat_lora.layers.quant_linear import joined_weight
 
 
 @settings
@@ -62,6 +67,7 @@ class LoraLinear(nn.Module):
         self.base = base
         self.scaling = alpha / rank
         self.dropout: nn.Module = nn.Dropout(dropout) if dropout else nn.Identity()
+        self.shared: SharedInput | None = None
         self.lora_A = nn.Parameter(torch.empty(rank, base.in_features, dtype=torch.float32, device=device))
         self.lora_B = nn.Parameter(torch.zeros(base.out_features, rank, dtype=torch.float32, device=device))
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
@@ -80,7 +86,90 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply base and adapter; the adapter computes in the input's type (or autocast's)."""
-        h = self.dropout(x)
-        dtype = torch.float32 if torch.is_autocast_enabled(x.device.type) else x.dtype
-        low = nn.functional.linear(nn.functional.linear(h, self.lora_A.to(dtype)), self.lora_B.to(dtype))
-        return self.base(x) + self.scaling * low
+        return self.alone(x) if self.shared is None else self.shared.output(self, x)
+
+    def alone(self, x: Tensor) -> Tensor:
+        """Apply base and adapter, whatever others may share."""
+        low = self.scaled(nn.functional.linear(self.dropout(x), self.lora_A.to(_adapter_dtype(x))))
+        return _added(self.base(x), low, self.lora_B)
+
+    def scaled(self, low: Tensor) -> Tensor:
+        """Return what the A's made, scaled."""
+        return low if self.scaling == 1.0 else low * self.scaling
+
+
+def _adapter_dtype(x: Tensor) -> torch.dtype:
+    return torch.float32 if torch.is_autocast_enabled(x.device.type) else x.dtype
+
+
+def _added(y: Tensor, low: Tensor, b_OR: Tensor) -> Tensor:
+    """Return y + low Bᵀ, in one product."""
+    rows, low_NR = y.reshape(-1, y.shape[-1]), low.reshape(-1, low.shape[-1])
+    return torch.addmm(rows, low_NR, b_OR.to(low.dtype).t()).view(y.shape)
+
+
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers of one module that read the same tensor, in the order of their calls; other names go by themselves."""
+
+
+class SharedInput:
+    """Adapters that are called one after the other with one tensor; the first computes for all.
+
+    All A's are one product, and so are the bases where their weights lie together (`quant_linear.join_dense`). Where a
+    compiler fuses, the B's are one as well, with zeros where a B meets another's A. A member that is called with
+    another tensor, or alone, computes for itself.
+    """
+
+    def __init__(self, members: list[LoraLinear]) -> None:
+        self.members = members
+        self._input: Tensor | None = None
+        self._outputs: tuple[Tensor, ...] = ()
+
+    def output(self, member: LoraLinear, x: Tensor) -> Tensor:
+        """Return what a member makes of x."""
+        if member is self.members[0]:
+            self._outputs = self._compute(x)
+            self._input = x
+        if self._input is not x:
+            return member.alone(x)
+        output = next(y for other, y in zip(self.members, self._outputs, strict=True) if other is member)
+        if member is self.members[-1]:
+            self._input, self._outputs = None, ()
+        return output
+
+    def _compute(self, x: Tensor) -> tuple[Tensor, ...]:
+        first, dtype = self.members[0], _adapter_dtype(x)
+        ranks = [member.lora_A.shape[0] for member in self.members]
+        a_RI = torch.cat([member.lora_A for member in self.members]).to(dtype)
+        low = first.scaled(nn.functional.linear(x, a_RI))
+        weight_OI = joined_weight([member.base for member in self.members])
+        if weight_OI is None:
+            bases: Any = [member.base(x) for member in self.members]
+        else:
+            autocast = torch.is_autocast_enabled(x.device.type)
+            y = nn.functional.linear(x, weight_OI if autocast else weight_OI.to(x.dtype))
+            sizes = [member.base.out_features for member in self.members]
+            if torch.compiler.is_compiling() and len(set(ranks)) == 1:
+                return _added(y, low, self._block_b(sizes, ranks[0])).split(sizes, -1)
+            bases = y.split(sizes, -1)
+        lows = low.split(ranks, -1)
+        return tuple(_added(y, low, m.lora_B) for y, low, m in zip(bases, lows, self.members, strict=True))
+
+    def _block_b(self, sizes: list[int], rank: int) -> Tensor:
+        """Return the B's on the diagonal of one matrix [sum of O, members x R]."""
+        b_OR = torch.cat([member.lora_B for member in self.members])
+        rows = torch.arange(len(b_OR), device=b_OR.device)
+        ends = list(itertools.accumulate(sizes))
+        own = torch.stack([(rows >= end - size) & (rows < end) for size, end in zip(sizes, ends, strict=True)], 1)
+        return (b_OR[:, None] * own[:, :, None].to(b_OR.dtype)).flatten(1)
+
+
+def share_inputs(layers: Mapping[str, LoraLinear]) -> None:
+    """Let adapters of `TOGETHER` share the product with their input; dropout gives each an input of its own."""
+    for path in dict.fromkeys(name.rpartition(".")[0] for name in layers):
+        for names in TOGETHER:
+            members = [layers[name] for part in names if (name := f"{path}.{part}".removeprefix(".")) in layers]
+            if len(members) > 1 and all(isinstance(member.dropout, nn.Identity) for member in members):
+                shared = SharedInput(members)
+                for member in members:
+                    member.shared = shared

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,6 +72,18 @@ class Dense(Packed):
         return self.kept
 
 
+class Part(Dense):
+    """Some rows of a weight that several layers have together, so that one product serves them all (`join_dense`)."""
+
+    def __init__(self, whole: Dense, rows: slice) -> None:
+        super().__init__()
+        self.whole, self.rows = whole, rows
+
+    def effective(self, layer: QuantLinear) -> Tensor:
+        """Return this layer's rows."""
+        return self.whole.kept[self.rows]
+
+
 class Unpacked(Packed):
     """Code values, so that gradients reach scales (`train_scales`) or the ends of ranges (`train_range`)."""
 
@@ -89,10 +101,13 @@ class Indexed(Packed):
 
 
 class Rounded(Packed):
-    """A float weight that every forward rounds, so that the codes train too (`train_weight`)."""
+    """A float weight that every forward rounds, so that the codes train too (`train_weight`).
 
-    def __init__(self, latent: Latent | LatentChange, gradient: Gradient) -> None:
-        super().__init__()
+    It keeps the code book where that is no table of the layer: sent in every forward, it would stop a GPU's queue.
+    """
+
+    def __init__(self, latent: Latent | LatentChange, gradient: Gradient, book: Tensor | None) -> None:
+        super().__init__(book)
         self.latent, self.gradient = latent, gradient
 
     def effective(self, layer: QuantLinear) -> Tensor:
@@ -239,7 +254,7 @@ class QuantLinear(nn.Linear):
     def book(self) -> Tensor:
         """Return the code book in the scales' type; where codes train too, sorted: training may reorder the table."""
         if self.spec.code != "lut":
-            return code_values(self.spec).to(self.scales[0])
+            return self.source.kept if isinstance(self.source, Rounded) else code_values(self.spec).to(self.scales[0])
         book = as_stored(self.values)
         return book.sort().values if isinstance(self.source, Rounded) else book
 
@@ -315,7 +330,7 @@ class QuantLinear(nn.Linear):
                 start = nearest_start(weight_OI.to(codes.device) + shift, codes, scale, self.book()) - shift
             start, scale = start.detach().clone(), away_from_zero(scale)
             latent = LatentChange(start / scale, scale.abs().mean(), rank, alpha) if rank else Latent(start)
-        self.source = Rounded(latent, gradient)
+        self.source = Rounded(latent, gradient, None if self.spec.code == "lut" else self.book())
         return latent
 
     @torch.no_grad()
@@ -358,6 +373,25 @@ class QuantLinear(nn.Linear):
     def stored_bits(self) -> int:
         """Bits that codes, scales and table take on disk."""
         return self.spec.stored_bits(self.out_features, self.in_features)
+
+
+def join_dense(layers: Sequence[nn.Linear]) -> None:
+    """Keep the formed weights of layers that read one input as one tensor; nothing where some are not formed."""
+    of_codes = [layer for layer in layers if isinstance(layer, QuantLinear)]
+    formed = [layer for layer in of_codes if type(layer.source) is Dense and layer.bias is None]
+    if len(formed) < len(layers):
+        return
+    whole, start = Dense(torch.cat([layer.effective() for layer in formed])), 0
+    for layer in formed:
+        layer.source = Part(whole, slice(start, start + layer.out_features))
+        start += layer.out_features
+
+
+def joined_weight(layers: Sequence[nn.Linear]) -> Tensor | None:
+    """Return the weight that layers have together, [sum of O, I]; None where they have none."""
+    wholes = [x.source.whole if isinstance(x, QuantLinear) and isinstance(x.source, Part) else None for x in layers]
+    first = wholes[0]
+    return None if first is None or any(whole is not first for whole in wholes) else first.kept
 
 
 def dense_linear(layer: nn.Linear, delta_OI: Tensor | float = 0.0) -> nn.Linear:

@@ -14,7 +14,7 @@ magnitude, so a temperature that the batch does not carry is refused. Draws are 
 from __future__ import annotations
 
 import functools
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -155,13 +155,13 @@ class ObjectiveConfig:
         return {name: weight for name, weight in weights.items() if largest[name] > 0}
 
 
-def weight_tensors(weights: Mapping[str, float], device: torch.device) -> dict[str, Tensor]:
-    """Return weights as data on a device, tensors of one entry.
+def weight_tensors(weights: Mapping[str, float], send: Callable[[Sequence[float]], Tensor]) -> dict[str, Tensor]:
+    """Return weights as data on a device, tensors of one entry; `send` is `Runtime.numbers`.
 
     PyTorch/XLA compiles Python numbers and tensors without dimensions into the graph where they are 0 or 1, and merges
     them with any other equal number, so an annealed weight would recompile on its way.
     """
-    return {name: torch.tensor([value]).to(device) for name, value in weights.items()}
+    return {name: send([value]) for name, value in weights.items()}
 
 
 def objective_loss(

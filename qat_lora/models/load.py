@@ -35,6 +35,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as hf_logging
 
@@ -47,6 +48,7 @@ from qat_lora.files.outputs import MARK
 from qat_lora.layers.attention import Keep, blocked_attention, tiled_or
 from qat_lora.layers.calibrate.upcast import computing_dtype
 from qat_lora.layers.convert import quant_layers, tied_embedding
+from qat_lora.layers.flex_attention import flex_or
 from qat_lora.models.attention_mask import attention_inputs
 from qat_lora.models.hf_quantizer import QUANT_METHOD, QatLoraQuantizationConfig, QatLoraQuantizer
 from qat_lora.models.hub import DEFAULT_HUB, HubConfig
@@ -57,7 +59,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FILE_SUFFIXES = (".pt", ".pth", ".safetensors")
 """Of names of files; any other dot belongs to the name of a folder, as in Qwen3-0.6B."""
 PACKED = "compressed-tensors"
-TILED, BLOCKED = "qat_lora_tiled", "qat_lora_blocked"
+TILED, BLOCKED, FLEX = "qat_lora_tiled", "qat_lora_blocked", "qat_lora_flex"
 """Names of our attention among those of transformers."""
 PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", SUMS]
 
@@ -201,6 +203,18 @@ class CausalLM:
         attention = functools.partial(blocked_attention, keep=keep)
         self._attend(BLOCKED, functools.partial(tiled_or, attention=attention, autocast=True))
 
+    def compile_layers(self, **how: Any) -> None:
+        """Compile decoder layers, one program for all, with attention by block masks; `how` is of `torch.compile`.
+
+        Not the whole model: 28 equal layers would take 28 times as long, and the loss has kernels of its own.
+        """
+        self._attend(FLEX, flex_or)
+        for module in self.module.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                module.compile(dynamic=False, **how)
+        # What a frozen embedding returns needs no gradient, and the first layer would be a program of its own.
+        self.module.get_input_embeddings().register_forward_hook(_with_gradient)
+
     def _attend(self, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         if self.config._attn_implementation == "sdpa":
             AttentionInterface.register(name, around(ALL_ATTENTION_FUNCTIONS["sdpa"]))
@@ -218,7 +232,8 @@ class CausalLM:
 
     def hidden(self, input_ids_BL: Tensor, document_ids_BL: Tensor) -> Tensor:
         """Return the last hidden states [B, L, H]; attention and positions restart with each document."""
-        masks, positions = attention_inputs(self.config, document_ids_BL, computing_dtype(self.module))
+        in_blocks = self.config._attn_implementation == FLEX
+        masks, positions = attention_inputs(self.config, document_ids_BL, computing_dtype(self.module), in_blocks)
         backbone = getattr(self.module, self.module.base_model_prefix)
         output = backbone(input_ids=input_ids_BL, attention_mask=masks, position_ids=positions, use_cache=False)
         return output.last_hidden_state
@@ -239,6 +254,11 @@ class CausalLM:
         bias = None if lm_head.bias_V is None else lm_head.bias_V[: lm_head.vocab_size].to(hidden_NH.dtype)
         logits = nn.functional.linear(hidden_NH, lm_head.weight_VH[: lm_head.vocab_size].to(hidden_NH.dtype), bias)
         return scale_and_cap(logits, lm_head)
+
+
+def _with_gradient(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+    """Let a module's output require a gradient, wherever gradients are computed."""
+    return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
 
 
 def scale_and_cap(logits_NV: Tensor, lm_head: LMHead) -> Tensor:

@@ -9,7 +9,7 @@ most devices.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -42,6 +42,8 @@ class Runtime(Protocol):
     """How much of a large intermediate result elementwise work should take at a time to stay in the processor's cache;
     None where every piece costs a kernel launch or a graph node."""
 
+    shares_memory: bool = True
+    """True where several tensors can be parts of one, as the optimizer likes it; on XLA each is a value of its own."""
     attention: AttentionForm
     """The form of attention that keeps no scores on this device (`layers/attention.py`)."""
     _control: dist.ProcessGroup | None = None
@@ -68,8 +70,8 @@ class Runtime(Protocol):
     def launch(self, main: Callable[[], Any]) -> Any:
         """Run `main` in this process, inside the process group where there is one; return its result.
 
-        The group is joined here and left here, also when `main` raises. Every deferred callback has run when this
-        returns.
+        The group is joined here, and left here if `main` succeeds: leaving it after an error may wait for the others
+        for ever. Every deferred callback has run when this returns.
         """
 
     def place(self, module: M) -> M:
@@ -107,6 +109,10 @@ class Runtime(Protocol):
     def _receive(self, sent: Any) -> Batch:
         """Return what `_send` sent, usable by the computation that is called next; no host wait."""
         return sent
+
+    def numbers(self, values: Sequence[float]) -> torch.Tensor:
+        """Return numbers that change from step to step as float32 data on the device; no host wait."""
+        return torch.tensor(values, dtype=torch.float32).to(self.device)
 
     def autocast(self, dtype: torch.dtype) -> Any:
         """Return a context manager that runs matrix products in `dtype` (nothing for float32)."""

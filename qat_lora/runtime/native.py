@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch._dynamo import config as dynamo_settings
+from torch.utils._triton import has_triton
 from torch.utils.checkpoint import checkpoint
 
 from qat_lora.errors import DeviceError
@@ -80,17 +82,16 @@ class NativeRuntime(Runtime):
         """Run `main` inside the process group of torchrun's variables, where there is one."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+            self.attention = "flex" if has_triton() and not dynamo_settings.disable else "library"
         if self.replicas > 1:
             collectives.join(_BACKENDS[self.device.type], device_id=self.device if self.device.type == "cuda" else None)
             # Decisions between hosts do not pass through the GPU: no host ever waits for a device to decide.
             self._control = collectives.gloo_group() if self.device.type == "cuda" else None
-        try:
-            result = main()
-            self._deferred.run_all()
-            return result
-        finally:
-            if self.replicas > 1:
-                dist.destroy_process_group()
+        result = main()
+        self._deferred.run_all()
+        if self.replicas > 1:  # not after an error: it may wait for the others for ever, the cause unsaid
+            dist.destroy_process_group()
+        return result
 
     def check_device_map(self) -> None:
         """Refuse to spread a model where other processes would spread theirs over the same devices.
@@ -110,6 +111,7 @@ class NativeRuntime(Runtime):
         if self.device.type != "cuda":
             return tensors, None
         if self._copy_stream is None:
+            torch.cuda.set_device(self.device)  # this thread's: it began on the first one, and would pin memory for it
             self._copy_stream = torch.cuda.Stream(self.device)
         with torch.cuda.stream(self._copy_stream):
             for name, value in tensors.items():
@@ -130,6 +132,12 @@ class NativeRuntime(Runtime):
         elif self.device.type == "mps":
             return {k: v.to(self.device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
         return batch
+
+    def numbers(self, values: Sequence[float]) -> torch.Tensor:
+        """Return numbers as float32 data on the device; on CUDA from pinned memory, or the copy would be waited for."""
+        if self.device.type != "cuda":
+            return super().numbers(values)
+        return torch.tensor(values, dtype=torch.float32).pin_memory().to(self.device, non_blocking=True)
 
     def checkpoint_function(self) -> Callable[..., Any]:
         """Return torch's own, in the form that is not re-entrant."""

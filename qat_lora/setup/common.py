@@ -48,6 +48,8 @@ def fit_attention(model: CausalLM, runtime: Runtime) -> None:
         model.tile_attention()
     elif runtime.attention == "blocked":
         model.block_attention(runtime.kept)
+    elif runtime.attention == "flex":
+        model.compile_layers()
 
 
 def run_name(model: str) -> str:

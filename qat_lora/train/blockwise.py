@@ -171,7 +171,7 @@ def _fit(
         layer.train_scales()
         scales |= {f"{name}.{i}": scale for i, scale in enumerate(layer.scales)}
     rates = OptimConfig(lr=config.blockwise_lr, scale_lr=config.blockwise_scale_lr)
-    optimizer = build_optimizer(rates, {"weights": weights, "scales": scales})
+    optimizer = build_optimizer(rates, {"weights": weights, "scales": scales}, runtime)
     for step in range(config.blockwise_steps):
         work.may_stop()
         index = step % len(hidden)

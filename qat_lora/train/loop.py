@@ -25,7 +25,7 @@ from qat_lora.train.callbacks import Callback, Checkpoint, Evaluate, LoopConfig,
 from qat_lora.train.checkpoint import STATE, checkpoints, load_checkpoint
 from qat_lora.train.compile_watch import COMPILED, OPTIMIZER_COMPILED, OPTIMIZER_TRACED, TRACED, CompileWatch
 from qat_lora.train.metrics import EMPTY, EVALUATIONS, LOGS, METRICS, MetricsLog, cut_back
-from qat_lora.train.optim import OptimConfig, TrainState, build_optimizer, lr_factor, set_lr
+from qat_lora.train.optim import OptimConfig, TrainState, build_optimizer, gradients_apart, lr_factor, optimized, set_lr
 from qat_lora.train.step import PreparedObjective, Sums, TrainingRows, add_sums, micro_batch, optimizer_step, zero_sums
 from qat_lora.train.trackers import TRACKERS
 
@@ -54,7 +54,7 @@ def train(
     """
     if loop.early_stop and hooks.evaluate is None:
         raise ConfigError("early_stop: there is no evaluation split to stop by; make one with --eval-rows")
-    optimizer = build_optimizer(optim, state.groups)
+    optimizer = build_optimizer(optim, state.groups, runtime)
     progress = _resume(state, optimizer, hooks.metric, runtime, settings)
     out, start, hidden = settings.out, progress.step, settings.quiet or not runtime.is_main
     wanted = loop.log_to if runtime.is_main else ()
@@ -133,14 +133,14 @@ class _Steps:
         done, random = run.step, random_states()
         self._watch.begin(done + 1)
         weights = self._prepared.objective.weights_at(done / max(1, run.loop.max_steps - 1))
-        sums, failed = self._gradients(weight_tensors(weights, runtime.device))
+        sums, failed = self._gradients(weight_tensors(weights, runtime.numbers))
         # Looked at once: a signal that comes later is for the next step. All processes stop after the same.
         run.stopping = runtime.agree(bool(run.stopped or failed))
         if run.stopping and runtime.agree(bool(failed)):
             set_random_states(random)  # this step has not begun
             run.give_up(failed)
         lr = set_lr(run.optimizer, lr_factor(optim, done, run.loop.max_steps))
-        means = optimizer_step(run.optimizer, list(run.state.trained.values()), sums, optim.clip_grad_norm, runtime)
+        means = optimizer_step(run.optimizer, optimized(run.optimizer), sums, optim.clip_grad_norm, runtime)
         self._watch.mark(OPTIMIZER_TRACED)
         run.progress.step += 1
         run.log.add(run.step, lr, means)
@@ -155,13 +155,13 @@ class _Steps:
             except (QatLoraError, OSError) as error:
                 return sums, error
             self._watch.batch(batch)
-            with runtime.autocast(self._dtype):
+            with runtime.autocast(self._dtype), gradients_apart(self._run.optimizer):
                 sums = add_sums(sums, micro_batch(model, batch, objective, weights, teacher_lm_head))
             self._watch.mark(TRACED)
             runtime.mark_step()
             self._watch.mark(COMPILED)
         if self._anchors is not None:
-            with runtime.autocast(self._dtype):
+            with runtime.autocast(self._dtype), gradients_apart(self._run.optimizer):
                 sums = anchor_micro_batch(model, next(self._anchors), objective, weights, sums, runtime)
             runtime.mark_step()
         return sums, None

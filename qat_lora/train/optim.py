@@ -5,13 +5,18 @@ matter on XLA and cost nothing elsewhere: the moments exist before the first ste
 changes the graph of step 2), warm-up starts at 1/n, not at 0 (PyTorch/XLA compiles exact zeros into the graph), and
 numbers that change from step to step are tensors (see `AdamW`). The moving average of the trained tensors (EMA) is
 optimizer state instead of a second copy of the model: updated by its graph, saved and restored with the moments.
+
+Where tensors can share memory, all tensors of a kind lie in one, and so do their gradients and moments (`_flatten`): a
+GPU then launches some twenty kernels a step, however many adapters there are. torch's own multi-tensor kernels take at
+most 30 to 110 tensors a launch, which is a hundred launches for 392.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -21,6 +26,7 @@ from torch import Tensor, nn
 
 from qat_lora.config import option, settings
 from qat_lora.errors import ConfigError
+from qat_lora.runtime.base import Runtime
 from qat_lora.types import LanguageModel
 
 
@@ -109,13 +115,20 @@ class AdamW(torch.optim.Optimizer):
     device, but does not run on a CPU.
 
     The state of a parameter is `step` (on the host), `exp_avg` and `exp_avg_sq`, as in torch, and with `ema` also its
-    `average` (see `averaged`).
+    `average` (see `averaged`). `send` is `Runtime.numbers`.
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], betas: tuple[float, float], eps: float = 1e-8, ema: float = 0.0
+        self,
+        groups: list[dict[str, Any]],
+        betas: tuple[float, float],
+        send: Callable[[Sequence[float]], Tensor],
+        eps: float = 1e-8,
+        ema: float = 0.0,
     ) -> None:
         super().__init__(groups, {"betas": betas, "eps": eps, "ema": ema})
+        self._send = send
+        self.flats: list[_Flat] = []
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter] = {
@@ -135,12 +148,12 @@ class AdamW(torch.optim.Optimizer):
             states = [self.state[parameter] for parameter in parameters]
             means, squares = [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]
             torch._foreach_add_([s["step"] for s in states], 1.0)
-            count = int(states[0]["step"])
+            count = int(states[0]["step"].max())
             keep = 1 - group["lr"] * group["weight_decay"]
             # The bias-corrected average as a recursion: its first step takes the parameter as it is.
             share = (1 - group["ema"]) / (1 - group["ema"] ** count)
             numbers = (keep, math.sqrt(1 - beta2**count), -group["lr"] / (1 - beta1**count), share)
-            keep_0, root_0, rate_0, share_0 = torch.tensor(numbers).to(parameters[0].device).unbind()
+            keep_0, root_0, rate_0, share_0 = self._send(numbers).unbind()
             torch._foreach_lerp_(means, gradients, 1 - beta1)
             torch._foreach_mul_(squares, beta2)
             torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
@@ -159,29 +172,109 @@ class AdamW(torch.optim.Optimizer):
                 torch._foreach_add_(averages, steps)
 
 
-def build_optimizer(config: OptimConfig, groups: Mapping[str, Mapping[str, nn.Parameter]]) -> torch.optim.Optimizer:
+def build_optimizer(config: OptimConfig, groups: Mapping[str, Mapping[str, nn.Parameter]], runtime: Runtime) -> AdamW:
     """Return AdamW over the trained tensors (by name, by kind of `KINDS`), with gradients and state allocated.
+
+    Where memory can be shared, the optimizer's own parameters (`optimized`) are flat tensors that the trained ones are
+    parts of; its `state` has an entry for either.
 
     Raises:
         ConfigError: nothing to train.
     """
-    made = [
-        {
-            "params": list(tensors.values()),
-            "lr": getattr(config, KINDS[kind].rate),
-            "weight_decay": config.weight_decay if KINDS[kind].decays else 0.0,
-        }
-        for kind, tensors in groups.items()
-        if tensors
-    ]
+    made, flats = [], []
+    for kind, tensors in groups.items():
+        if not tensors:
+            continue
+        rates = {"lr": getattr(config, KINDS[kind].rate), "weight_decay": config.weight_decay * KINDS[kind].decays}
+        if runtime.shares_memory:
+            by_type = itertools.groupby(sorted(tensors.values(), key=lambda p: str(p.dtype)), key=lambda p: p.dtype)
+            of_kind = [_flatten(list(parameters)) for _, parameters in by_type]
+            flats += of_kind
+            made.append({"params": [flat.whole for flat in of_kind], **rates})
+        else:
+            for parameter in tensors.values():
+                parameter.grad = torch.zeros_like(parameter)
+            made.append({"params": list(tensors.values()), **rates})
     if not made:
         raise ConfigError("nothing to train: no adapter, no scales, nothing else")
-    optimizer = AdamW(made, betas=(0.9, config.adam_beta2), ema=config.ema)
+    optimizer = AdamW(made, betas=(0.9, config.adam_beta2), send=runtime.numbers, ema=config.ema)
     for group in optimizer.param_groups:
         group["peak_lr"] = group["lr"]
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
+    for flat in flats:
+        _share_state(optimizer.state, flat)
+    optimizer.flats = flats
     return optimizer
+
+
+def optimized(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Return the tensors that the optimizer moves: those that train, or the flat ones that these are parts of."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+@contextmanager
+def gradients_apart(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let a backward pass leave gradients of its own, and add these to the flat ones together.
+
+    Autograd adds to a gradient that is there by a kernel for each tensor, 392 of them; one that is not there yet, it
+    takes as it is. Large tensors are added to in place: theirs would be a second copy, and a kernel more is nothing.
+    """
+    small = [
+        (parameter, parameter.grad)
+        for flat in (optimizer.flats if isinstance(optimizer, AdamW) else ())
+        for parameter in flat.parts
+        if parameter.numel() < SMALL
+    ]
+    for parameter, _ in small:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        made = [(gradient, p.grad.to(p.dtype)) for p, gradient in small if p.grad is not None and gradient is not None]
+        if made:
+            torch._foreach_add_([gradient for gradient, _ in made], [new for _, new in made])
+        for parameter, gradient in small:
+            parameter.grad = gradient
+
+
+SMALL = 2**20
+"""Numbers in a tensor below which it is the number of kernels that costs, not what they do."""
+ROW, ALIGNED = 1024, 32
+"""Numbers in a row of a flat tensor, and those whose multiples begin a part."""
+
+
+class _Flat(NamedTuple):
+    """One tensor [rows, ROW] that holds others, with zeros between them."""
+
+    whole: nn.Parameter
+    parts: list[nn.Parameter]
+    starts: list[int]
+
+    def views(self, whole: Tensor) -> list[Tensor]:
+        """Return the parts of a tensor that is laid out like this one."""
+        line = whole.detach().view(-1)
+        places = zip(self.starts, self.parts, strict=True)
+        return [line[start : start + part.numel()].view(part.shape) for start, part in places]
+
+
+def _flatten(parameters: list[nn.Parameter]) -> _Flat:
+    """Move parameters of one type into one, and their gradients, zeros, as well; autograd adds to these in place."""
+    ends = [0, *itertools.accumulate(-(-p.numel() // ALIGNED) * ALIGNED for p in parameters)]
+    whole = nn.Parameter(parameters[0].detach().new_zeros(max(1, -(-ends[-1] // ROW)), ROW))
+    whole.grad = torch.zeros_like(whole)
+    flat = _Flat(whole, parameters, ends[:-1])
+    for parameter, view, gradient in zip(parameters, flat.views(whole), flat.views(whole.grad), strict=True):
+        parameter.data = view.copy_(parameter.detach())
+        parameter.grad = gradient
+    return flat
+
+
+def _share_state(states: dict[Any, Any], flat: _Flat) -> None:
+    """Give every part of a flat parameter its part of the state, by which checkpoints know it."""
+    whole = states[flat.whole]
+    whole["step"] = torch.zeros(len(flat.parts))
+    named = {name: flat.views(value) for name, value in whole.items() if name != "step"}
+    for i, parameter in enumerate(flat.parts):
+        states[parameter] = {"step": whole["step"][i], **{name: views[i] for name, views in named.items()}}
 
 
 def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> float:

@@ -94,12 +94,12 @@ def optimizer_step(
     sums = dict(zip(sums, together.unbind(), strict=True))
     tokens = sums["tokens"].clamp_min(1.0)
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients])) / tokens
+    # By rows first: one sum of millions of squares loses the small ones.
+    rows = [torch.linalg.vector_norm(g, dim=-1).flatten() for g in gradients]
+    norm = torch.linalg.vector_norm(torch.cat(rows)) / tokens
     factor = (clip_grad_norm / (norm + 1e-6)).clamp_max(1.0) / tokens
-    for gradient in gradients:
-        gradient.mul_(factor)
+    torch._foreach_mul_(gradients, factor)
     optimizer.step()
-    for gradient in gradients:  # kept and zeroed, not dropped: a gradient that appears anew is a new graph on XLA
-        gradient.zero_()
+    torch._foreach_zero_(gradients)  # kept, not dropped: a gradient that appears anew is a new graph on XLA
     means = {name: value / tokens for name, value in sums.items() if name != "tokens"}
     return means | {"tokens": sums["tokens"] * runtime.replicas, "grad_norm": norm}

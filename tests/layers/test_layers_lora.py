@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from qat_lora.errors import ConfigError
-from qat_lora.layers.lora import Factors, LoraConfig, LoraLinear
-from qat_lora.layers.quant_linear import QuantLinear
+from qat_lora.layers.lora import Factors, LoraConfig, LoraLinear, share_inputs
+from qat_lora.layers.quant_linear import QuantLinear, join_dense
 from qat_lora.quant.initialize import quantize_weight
 from qat_lora.quant.spec import QuantSpec
 
@@ -114,3 +114,86 @@ def test_an_adapter_on_a_model_that_is_being_scored_drops_nothing():
     base = nn.Linear(COLUMNS, ROWS)
     assert LoraLinear(base, 2, 2.0, 0.5).dropout.training
     assert not LoraLinear(base.eval(), 2, 2.0, 0.5).dropout.training
+
+
+class Attention(nn.Module):
+    """Three layers that read one tensor, as a model calls them."""
+
+    def __init__(self, dropout=0.0, alpha=6.0):
+        super().__init__()
+        torch.manual_seed(3)
+        for name, rows in (("q_proj", 8), ("k_proj", 4), ("v_proj", 6)):
+            layer = LoraLinear(nn.Linear(COLUMNS, rows).requires_grad_(False), 3, alpha, dropout)
+            nn.init.normal_(layer.lora_B)
+            self.add_module(name, layer)
+
+    def forward(self, x):
+        return torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
+
+
+@pytest.mark.parametrize("alpha", [3.0, 6.0])
+def test_layers_that_share_an_input_compute_and_learn_the_same(alpha):
+    apart, shared = Attention(alpha=alpha), Attention(alpha=alpha)
+    share_inputs(dict(shared.named_children()))
+    assert shared.state_dict().keys() == apart.state_dict().keys()
+    for _ in range(2):  # nothing is left of the call before
+        results = []
+        for model in (apart, shared):
+            x = torch.randn(2, 4, COLUMNS, generator=torch.Generator().manual_seed(7), requires_grad=True)
+            y = model(x)
+            (y * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum().backward()
+            results.append([y, x.grad, *(p.grad for p in model.parameters() if p.requires_grad)])
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_layer_called_alone_or_with_another_tensor_computes_for_itself():
+    apart, shared = Attention(), Attention()
+    share_inputs(dict(shared.named_children()))
+    x, z = torch.randn(2, COLUMNS), torch.randn(2, COLUMNS)
+    for name, given in (("k_proj", x), ("q_proj", x), ("k_proj", z), ("v_proj", x), ("v_proj", x)):
+        one, other = (model.get_submodule(name)(given) for model in (apart, shared))
+        torch.testing.assert_close(one, other)
+    with torch.no_grad():
+        for model in (apart, shared):
+            model.q_proj.lora_A.mul_(2)
+    torch.testing.assert_close(shared.q_proj(x), apart.q_proj(x))
+
+
+def test_dropout_gives_every_layer_an_input_of_its_own():
+    model = Attention(dropout=0.5)
+    share_inputs(dict(model.named_children()))
+    assert all(layer.shared is None for layer in model.children())
+
+
+def test_bases_that_lie_together_are_one_product_and_the_weights_that_they_were(monkeypatch):
+    def quantised():
+        model = Attention()
+        for adapter in model.children():
+            spec = QuantSpec(bits=4, code="integer", sharing="channel")
+            base = nn.Linear(COLUMNS, adapter.base.out_features, bias=False)
+            base.weight = adapter.base.weight
+            adapter.base = QuantLinear.from_linear(base, spec, quantize_weight(base.weight.data, spec, "mse"))
+            adapter.base.hold_dense()
+        return model
+
+    apart, shared, x = quantised(), quantised(), torch.randn(2, 4, COLUMNS)
+    share_inputs(dict(shared.named_children()))
+    join_dense([adapter.base for adapter in shared.children()])
+    assert shared.state_dict().keys() == apart.state_dict().keys()
+    for one, other in zip(shared.children(), apart.children(), strict=True):
+        assert torch.equal(one.base.effective(), other.base.effective())
+    for compiling in (False, True):  # there the B's are one product as well
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda compiling=compiling: compiling)
+        results = []
+        for model in (apart, shared):
+            y = model(x)
+            (y * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum().backward()
+            results.append([y, *(p.grad.clone() for p in model.parameters() if p.requires_grad)])
+            model.zero_grad()
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    shared.double()
+    torch.testing.assert_close(shared(x.double()), apart.double()(x.double()))
+    shared.q_proj.base.settle()  # out of the three: each computes for itself
+    torch.testing.assert_close(shared(x.double()), apart(x.double()), rtol=1e-3, atol=1e-3)

@@ -44,7 +44,8 @@ def step(config, data, device, autocast, seed, progress):
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
         head = LMHead(weight, vocab, None, 1.0, 30.0)
         own = LMHead(teacher_lm_head.weight_VH.to(device), vocab)
-        result = objective_loss(hidden, head, data, config, weight_tensors(config.weights_at(progress), device), own)
+        weights = weight_tensors(config.weights_at(progress), lambda values: torch.tensor(values).to(device))
+        result = objective_loss(hidden, head, data, config, weights, own)
     result.loss_sum.backward()
     if device.type == "xla":
         torch_xla.sync()

@@ -23,6 +23,14 @@ from qat_lora.runtime.native import NativeRuntime
 from qat_lora.train.optim import OptimConfig, build_optimizer
 
 RANK = 6
+
+
+class Apart(NativeRuntime):
+    """Trained tensors as they are; in one flat tensor there would be some zeros between these small ones."""
+
+    shares_memory = False
+
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -47,7 +55,7 @@ def built(folder, dtype, train_scales):
     scales = prepare_base(model.module, train_scales, DTYPES[dtype])
     adapter = [p for name, p in model.module.named_parameters() if "lora_" in name]
     groups = {"adapter": dict(enumerate(adapter)), "scales": scales}
-    return model, adapter, list(scales.values()), build_optimizer(OptimConfig(), groups)
+    return model, adapter, list(scales.values()), build_optimizer(OptimConfig(), groups, Apart("cpu"))
 
 
 def memory(*tensors):

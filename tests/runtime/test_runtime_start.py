@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -113,6 +114,33 @@ def test_a_notebook_shares_its_model_with_forked_workers():
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {"replicas": 2, "mean": 1.5}
+
+
+def blocking_work(where):
+    """Fail in one process of a group that cannot be left: its clean-up waits for ever."""
+    import torch.distributed as dist
+
+    from qat_lora.runtime.native import NativeRuntime
+
+    dist.destroy_process_group = lambda: time.sleep(3600)
+    runtime = NativeRuntime("cpu")
+
+    def main():
+        runtime.barrier("met")
+        if runtime.rank == 1:
+            Path(where).write_text(str(time.time()))
+            raise ConfigError("lr: the first cause")
+        runtime.barrier("never")
+
+    return runtime.launch(main)
+
+
+def test_the_first_cause_is_said_within_seconds_though_the_group_cannot_be_left(tmp_path):
+    """The run itself is what is timed: an end that waits for the clean-up takes an hour."""
+    plan = launch.LaunchPlan(DeviceChoice("cpu"), 2, "group")
+    with pytest.raises(ConfigError, match="lr: the first cause"):
+        launch.start(plan, functools.partial(blocking_work, str(tmp_path / "failed_at")))
+    assert time.time() - float((tmp_path / "failed_at").read_text()) < 10
 
 
 SPAWN = """

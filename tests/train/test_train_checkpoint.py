@@ -26,7 +26,9 @@ def trained(value=0.0):
     """Two tensors and an optimizer that has made a step; all of it a function of `value`."""
     parameters = {"a": nn.Parameter(torch.full((2, 3), value)), "b.scale": nn.Parameter(torch.full((4,), -value))}
     optimizer = build_optimizer(
-        OptimConfig(), {"adapter": {"a": parameters["a"]}, "scales": {"b.scale": parameters["b.scale"]}}
+        OptimConfig(),
+        {"adapter": {"a": parameters["a"]}, "scales": {"b.scale": parameters["b.scale"]}},
+        select_runtime("cpu"),
     )
     for parameter in parameters.values():
         parameter.grad.fill_(value)

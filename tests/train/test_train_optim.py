@@ -7,12 +7,25 @@ import torch
 from torch import nn
 
 from qat_lora.errors import ConfigError
-from qat_lora.train.optim import OptimConfig, averaged, build_optimizer, lr_factor, set_lr
+from qat_lora.runtime.native import NativeRuntime
+from qat_lora.train.optim import OptimConfig, averaged, build_optimizer, gradients_apart, lr_factor, optimized, set_lr
+from qat_lora.train.step import optimizer_step
 
 
 def groups(**tensors):
     """Trained tensors by kind, named by their number."""
     return {kind: {f"{kind}{i}": p for i, p in enumerate(listed)} for kind, listed in tensors.items()}
+
+
+class OneByOne(NativeRuntime):
+    """A runtime whose tensors share no memory, as on XLA."""
+
+    shares_memory = False
+
+
+@pytest.fixture(params=[NativeRuntime, OneByOne])
+def runtime(request):
+    return request.param("cpu")
 
 
 def test_schedule_by_hand():
@@ -38,13 +51,13 @@ def test_the_last_step_has_the_least_rate():
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_the_optimizer_is_adamw_with_two_groups(decay):
+def test_the_optimizer_is_adamw_with_two_groups(decay, runtime):
     torch.manual_seed(0)
     adapter = [nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(5))]
     scales = [nn.Parameter(torch.randn(6))]
     twins = [nn.Parameter(p.detach().double()) for p in adapter + scales]
     config = OptimConfig(lr=0.1, scale_lr=0.03, weight_decay=decay, adam_beta2=0.97)
-    ours = build_optimizer(config, groups(adapter=adapter, scales=scales))
+    ours = build_optimizer(config, groups(adapter=adapter, scales=scales), runtime)
     theirs_groups = [
         {"params": twins[:2], "lr": 0.1, "weight_decay": decay},
         {"params": twins[2:], "lr": 0.03, "weight_decay": 0.0},
@@ -65,9 +78,9 @@ def test_the_optimizer_is_adamw_with_two_groups(decay):
         torch.testing.assert_close(parameter.detach().double(), twin.detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_state_and_gradients_exist_before_the_first_step_and_keep_their_names():
+def test_state_and_gradients_exist_before_the_first_step_and_keep_their_names(runtime):
     parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
-    optimizer = build_optimizer(OptimConfig(), groups(adapter=parameters[:1], scales=parameters[1:]))
+    optimizer = build_optimizer(OptimConfig(), groups(adapter=parameters[:1], scales=parameters[1:]), runtime)
     before = {id(value) for p in parameters for value in optimizer.state[p].values()}
     assert all(p.grad is not None and not p.grad.any() for p in parameters)
     optimizer.step()
@@ -75,28 +88,29 @@ def test_state_and_gradients_exist_before_the_first_step_and_keep_their_names():
     assert all(set(optimizer.state[p]) == {"step", "exp_avg", "exp_avg_sq"} for p in parameters)
 
 
-def test_scales_alone_and_adapters_alone_train():
+def test_scales_alone_and_adapters_alone_train(runtime):
     one = nn.Parameter(torch.ones(1))
-    assert len(build_optimizer(OptimConfig(), groups(adapter=[one])).param_groups) == 1
-    assert build_optimizer(OptimConfig(scale_lr=7), groups(adapter=[], scales=[one])).param_groups[0]["peak_lr"] == 7
+    assert len(build_optimizer(OptimConfig(), groups(adapter=[one]), runtime).param_groups) == 1
+    scales = build_optimizer(OptimConfig(scale_lr=7), groups(adapter=[], scales=[one]), runtime)
+    assert scales.param_groups[0]["peak_lr"] == 7
     with pytest.raises(ConfigError, match="nothing to train"):
-        build_optimizer(OptimConfig(), groups(adapter=[]))
+        build_optimizer(OptimConfig(), groups(adapter=[]), runtime)
 
 
-def test_each_kind_has_its_rate_and_only_weights_decay():
+def test_each_kind_has_its_rate_and_only_weights_decay(runtime):
     config = OptimConfig(lr=1.0, scale_lr=2.0, norm_lr=3.0, weight_decay=0.5)
     kinds = {kind: [nn.Parameter(torch.ones(1))] for kind in ("adapter", "weights", "scales", "lut", "norms")}
-    made = build_optimizer(config, groups(**kinds)).param_groups
+    made = build_optimizer(config, groups(**kinds), runtime).param_groups
     assert [group["peak_lr"] for group in made] == [1.0, 1.0, 2.0, 2.0, 3.0]
     assert [group["weight_decay"] for group in made] == [0.5, 0.5, 0, 0, 0]
 
 
 @pytest.mark.parametrize("decay", [0.5, 0.99])
-def test_the_average_is_the_bias_corrected_one(decay):
+def test_the_average_is_the_bias_corrected_one(decay, runtime):
     """Against the textbook form in float64: m = d m + (1 - d) p from zero, divided by 1 - d^t."""
     torch.manual_seed(1)
     parameter = nn.Parameter(torch.randn(5))
-    optimizer = build_optimizer(OptimConfig(lr=0.1, ema=decay), groups(adapter=[parameter]))
+    optimizer = build_optimizer(OptimConfig(lr=0.1, ema=decay), groups(adapter=[parameter]), runtime)
     start = parameter.detach().clone()
     with averaged(optimizer):
         assert torch.equal(parameter, start)  # before the first step the average is the start
@@ -112,14 +126,59 @@ def test_the_average_is_the_bias_corrected_one(decay):
         assert torch.equal(parameter, raw)
 
 
-def test_an_error_while_averaged_puts_the_raw_tensors_back():
+def test_an_error_while_averaged_puts_the_raw_tensors_back(runtime):
     parameter = nn.Parameter(torch.ones(2))
-    optimizer = build_optimizer(OptimConfig(ema=0.9), groups(adapter=[parameter]))
+    optimizer = build_optimizer(OptimConfig(ema=0.9), groups(adapter=[parameter]), runtime)
     parameter.data.fill_(3.0)
     with pytest.raises(RuntimeError), averaged(optimizer):
         assert (parameter == 1).all()
         raise RuntimeError
     assert (parameter == 3).all()
+
+
+def test_gradients_that_are_made_apart_add_up(runtime, monkeypatch):
+    """Over two backward passes, with a large tensor among them, and one that the second pass does not reach."""
+    monkeypatch.setattr("qat_lora.train.optim.SMALL", 50)
+    tensors = [nn.Parameter(torch.randn(size)) for size in (4, 49, 60)]
+    optimizer = build_optimizer(OptimConfig(), groups(adapter=tensors), runtime)
+    places = [p.grad.data_ptr() for p in tensors]
+    for reached in (tensors, tensors[1:]):
+        with gradients_apart(optimizer):
+            sum((p * p.detach()).sum() for p in reached).backward()
+    assert [p.grad.data_ptr() for p in tensors] == places
+    for p, times in zip(tensors, (1, 2, 2), strict=True):
+        torch.testing.assert_close(p.grad, times * p.detach())
+    whole = sum(p.grad.abs().sum() for p in optimized(optimizer))
+    torch.testing.assert_close(whole, sum(p.grad.abs().sum() for p in tensors))
+    with pytest.raises(RuntimeError, match="in the middle"), gradients_apart(optimizer):
+        raise RuntimeError("in the middle")
+    assert [p.grad.data_ptr() for p in tensors] == places
+
+
+def test_one_flat_tensor_is_many_tensors_bit_for_bit():
+    """The whole step: clipping, both groups, weight decay, average; odd shapes, two types, one kind empty."""
+    results = []
+    for kind in (NativeRuntime, OneByOne):
+        torch.manual_seed(2)
+        adapter = [nn.Parameter(torch.randn(shape)) for shape in ((3, 5), (129,), (64,), (7, 300), ())]
+        norms = [nn.Parameter(torch.randn(33, dtype=torch.bfloat16)), nn.Parameter(torch.randn(5))]
+        runtime, config = kind("cpu"), OptimConfig(lr=0.1, ema=0.9, weight_decay=0.1)
+        optimizer = build_optimizer(config, groups(adapter=adapter, scales=[], norms=norms), runtime)
+        tensors, norm = adapter + norms, []
+        for _ in range(4):
+            for p in tensors:
+                p.grad.add_(torch.randn(p.shape).to(p.dtype))
+            sums = {"loss": torch.tensor(3.0), "tokens": torch.tensor(2.0)}
+            norm.append(optimizer_step(optimizer, optimized(optimizer), sums, 1e9, runtime)["grad_norm"])
+            assert not any(p.grad.any() for p in tensors)
+        states = [optimizer.state[p] for p in tensors]
+        assert all(int(state["step"]) == 4 for state in states)
+        with averaged(optimizer):
+            averages = [p.detach().clone() for p in tensors]
+        results.append((tensors + averages + [s[name] for s in states for name in ("exp_avg", "exp_avg_sq")], norm))
+    (flat, flat_norms), (single, norms) = results
+    assert all(torch.equal(a, b) for a, b in zip(flat, single, strict=True))
+    torch.testing.assert_close(flat_norms, norms, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ class Asked:
     chips: int = 1
     """More than one: SPMD."""
     shard_base: bool = False
-    loss_chunk_mb: int = ObjectiveConfig.loss_chunk_mb
+    loss_chunk_mb: int | None = ObjectiveConfig.loss_chunk_mb
     graphs: tuple[str, ...] = NAMES
 
     @property

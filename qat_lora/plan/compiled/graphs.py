@@ -37,7 +37,7 @@ from qat_lora.setup.objective import prepare
 from qat_lora.setup.trainable import recovery_parts
 from qat_lora.setup.training_data import TrainingData, evaluation
 from qat_lora.train.loop import LoopConfig
-from qat_lora.train.optim import OptimConfig, TrainState, build_optimizer
+from qat_lora.train.optim import OptimConfig, TrainState, build_optimizer, optimized
 from qat_lora.train.step import add_sums, micro_batch, optimizer_step, zero_sums
 from qat_lora.types import Batch
 
@@ -93,14 +93,14 @@ def _student_graphs(asked: Asked, runtime: Runtime, record: Callable[..., None])
     loop, optim, rows = LoopConfig(batch_size=asked.batch_size), OptimConfig(), _Rows(asked)
     _, module = meta_student(asked.estimate)
     model = CausalLM(runtime.place(module), Path())
-    fit_attention(model, runtime, layers_recomputed=False)
+    fit_attention(model, runtime)
     state = TrainState(model, recovery_parts(model, False, False, model.module.dtype))
     runtime.shard_frozen(model.module)
     prepared = prepare(asked.objective, rows, model, loop, 0, runtime)
     data = TrainingData(rows, rows, prepared.objective, {})
     evaluate = evaluation(data, model, loop, runtime, prepared.teacher_lm_head)
-    optimizer = build_optimizer(optim, state.groups)
-    weights = weight_tensors(prepared.objective.weights_at(0.0), runtime.device)
+    optimizer = build_optimizer(optim, state.groups, runtime)
+    weights = weight_tensors(prepared.objective.weights_at(0.0), runtime.numbers)
     zeros = zero_sums(prepared.objective, runtime.device)
     runtime.mark_step()
     sums = zeros
@@ -111,7 +111,7 @@ def _student_graphs(asked: Asked, runtime: Runtime, record: Callable[..., None])
         sums = add_sums(zeros, micro_batch(model, batch, prepared.objective, weights, prepared.teacher_lm_head))
 
     def step() -> dict[str, torch.Tensor]:
-        return optimizer_step(optimizer, list(state.trained.values()), sums, optim.clip_grad_norm, runtime)
+        return optimizer_step(optimizer, optimized(optimizer), sums, optim.clip_grad_norm, runtime)
 
     means: dict[str, torch.Tensor] = {}
     record("micro-batch", micro)

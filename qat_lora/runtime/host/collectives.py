@@ -21,8 +21,12 @@ import torch.distributed as dist
 from qat_lora.errors import ReplicaError
 
 PATIENCE = datetime.timedelta(days=2)
-"""How long a process waits for others in a collective. Torch's 10 to 30 minutes would end a run whose main process
-quantises or downloads meanwhile; a peer that has died is noticed by other means, within seconds (`launch/start.py`).
+"""How long a process waits for others through the host. Torch's 10 to 30 minutes would end a run whose main process
+quantises or downloads meanwhile; a peer that has died is noticed within seconds (its connection, `launch/start.py`).
+"""
+EXCHANGE = datetime.timedelta(minutes=10)
+"""How long an exchange between devices may take: it begins when all hosts have agreed on it, and NCCL, unlike gloo,
+sees no closed connection.
 """
 
 
@@ -57,7 +61,7 @@ def _joining() -> Iterator[None]:
 def join(backend: str = "gloo", **where: Any) -> None:
     """Join the process group; where it meets is said as to `torch.distributed.init_process_group`."""
     with _joining():
-        dist.init_process_group(backend, timeout=PATIENCE, **where)
+        dist.init_process_group(backend, timeout=EXCHANGE if backend == "nccl" else PATIENCE, **where)
 
 
 def gloo_group() -> dist.ProcessGroup | None:
@@ -95,8 +99,8 @@ def flat_gradients(parameters: Sequence[torch.nn.Parameter]) -> tuple[list[torch
 
 def put_back(gradients: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
     """Copy a flat tensor's parts into the gradients that it was made of."""
-    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(part.view_as(gradient))
+    parts = flat.split([g.numel() for g in gradients])
+    torch._foreach_copy_(list(gradients), [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
 
 
 def free_port() -> int:

@@ -83,6 +83,7 @@ class XlaRuntime(Runtime):
     loss_walk: LossWalk = "positions"  # the many small steps of the other one would make a long graph
     piece_bytes: int | None = None
     attention: AttentionForm = "blocked"
+    shares_memory = False
 
     def __init__(self, backend: str) -> None:
         self.backend = os.environ["PJRT_DEVICE"] = os.environ.get("PJRT_DEVICE") or backend  # empty is unset
@@ -121,15 +122,16 @@ class XlaRuntime(Runtime):
         """
         self._open()
         self._deferred = DeferredCalls()
-        with ThreadPoolExecutor(1, thread_name_prefix="qat-lora-read") as self._reader:
-            try:
-                result = main()
-                self._flush()
-                return result
-            finally:
-                self._unread.clear()
-                if dist.is_initialized():
-                    dist.destroy_process_group()
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="qat-lora-read")
+        try:
+            result = main()
+            self._flush()
+        finally:
+            self._unread.clear()
+            self._reader.shutdown(wait=False)  # after an error a read may never end, nor may leaving the group
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return result
 
     def _open(self) -> None:
         """Start the backend and join the group; only here, since nothing may touch the device before `launch`."""

@@ -1,0 +1,69 @@
+"""Attention that skips what documents and causality block, for devices with a compiler of their own kernels.
+
+A mask in memory rules out the flash kernels of torch's fused attention: all L x L scores are computed, keys and values
+are repeated for every query head, and the mask is read in every layer. FlexAttention takes a *block mask* instead:
+which tiles of 128 x 128 scores hold anything, which of these are whole, and a rule for the others, compiled into the
+kernel. Documents, windows and causality become tiles that are never visited, and key heads are shared as they are.
+
+One block mask serves all layers of a micro-batch. Its shapes are those of the batch and its rule reads document ids
+from a tensor, so another batch is no other program. Not variable-length flash attention: it wants packed rows of
+unknown number, whose counts a host would have to read, and a package of its own. Uncompiled, `flex_attention` computes
+all scores in plain operations: that is for tests.
+
+Source: FlexAttention (Dong et al., 2024, arXiv 2412.05496).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+BLOCK = 128
+"""Tokens on either side of a tile; rows of other lengths than multiples have no block mask."""
+
+
+def document_block_mask(allowed_BLL: Tensor, document_ids_BL: Tensor, window: int | None = None) -> BlockMask:
+    """Return the block mask of packed rows, without reading anything back.
+
+    Args:
+        allowed_BLL: bool, what each token may see; L is a multiple of `BLOCK`.
+        document_ids_BL: the same as a rule: earlier tokens of the same document ...
+        window: ... not this far behind or further.
+    """
+    rows, length = document_ids_BL.shape
+    tiles = (rows, 1, length // BLOCK, BLOCK, length // BLOCK, BLOCK)
+    counts = allowed_BLL.view(tiles).sum((3, 5), dtype=torch.int32)
+    whole = counts == BLOCK * BLOCK
+
+    def rule(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = (query >= key) & (document_ids_BL[row, query] == document_ids_BL[row, key])
+        return seen if window is None else seen & (query - key < window)
+
+    return BlockMask.from_kv_blocks(
+        *_listed((counts > 0) & ~whole), *_listed(whole), BLOCK_SIZE=BLOCK, mask_mod=rule, seq_lengths=(length, length)
+    )
+
+
+def _listed(tiles_B1QK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many tiles each row of tiles has, and the numbers of these first."""
+    marks = tiles_B1QK.to(torch.int32)
+    return marks.sum(-1, dtype=torch.int32), marks.argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+
+
+def flex_or(otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an attention function for transformers: FlexAttention for a block mask, else `otherwise`."""
+
+    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **others: Any) -> Any:
+        if not isinstance(attention_mask, BlockMask) or others.get("dropout"):
+            return otherwise(module, query, key, value, attention_mask, **others)
+        shared = query.shape[1] != key.shape[1]
+        output: Any = flex_attention(
+            query, key, value, block_mask=attention_mask, scale=others.get("scaling"), enable_gqa=shared
+        )
+        return output.transpose(1, 2), None
+
+    return attend
