@@ -116,7 +116,7 @@ def train_student(
     run, loop, runtime, data = plan.options.run, plan.options.loop, plan.runtime, plan.data
     say(run, status_line(runtime, DTYPES[run.dtype], plan.batch_rows))
     fit_attention(model, runtime)
-    paths = _place(model, groups, runtime, run)
+    paths = place_student(model, groups, runtime, run)
     state = TrainState(model, parameters_at(model.module, paths))
     if loop.gradient_checkpointing:
         model.checkpoint_gradients(runtime.checkpoint_function())
@@ -143,7 +143,7 @@ def train_student(
     )
 
 
-def _place(
+def place_student(
     model: CausalLM, groups: Callable[[], Groups], runtime: Runtime, run: RunConfig
 ) -> dict[str, dict[str, str]]:
     """Place a student in its training state, its layers stacked where the runtime loops over them; return what trains.

@@ -23,9 +23,10 @@ import torch
 from qat_lora.cache.build.builder import ForwardSettings, teacher_arrays
 from qat_lora.cache.format.layout import Contents
 from qat_lora.generate.sample import stream_ids
+from qat_lora.layers.stacked import parameters_at
 from qat_lora.losses.objective import weight_tensors
 from qat_lora.models.load import CausalLM
-from qat_lora.options import CacheBuildOptions
+from qat_lora.options import CacheBuildOptions, RunConfig
 from qat_lora.plan.compiled.asked import NAMES, Asked
 from qat_lora.plan.compiled.hlo import instruction_count
 from qat_lora.plan.memory import meta_student
@@ -36,6 +37,7 @@ from qat_lora.setup.common import fit_attention
 from qat_lora.setup.objective import prepare
 from qat_lora.setup.trainable import recovery_parts
 from qat_lora.setup.training_data import TrainingData, evaluation
+from qat_lora.setup.training_run import place_student
 from qat_lora.train.loop import LoopConfig
 from qat_lora.train.optim import OptimConfig, TrainState, build_optimizer, optimized
 from qat_lora.train.step import add_sums, micro_batch, optimizer_step, zero_sums
@@ -92,9 +94,10 @@ def _student_graphs(asked: Asked, runtime: Runtime, record: Callable[..., None])
     """Trace what training compiles: the same calls as `setup/training_run.py` and `train/loop.py`."""
     loop, optim, rows = LoopConfig(batch_size=asked.batch_size), OptimConfig(), _Rows(asked)
     _, module = meta_student(asked.estimate)
-    model = CausalLM(runtime.place(module), Path())
+    model = CausalLM(module, Path())
     fit_attention(model, runtime)
-    state = TrainState(model, recovery_parts(model, False, False, model.module.dtype))
+    paths = place_student(model, lambda: recovery_parts(model, False, False, model.module.dtype), runtime, RunConfig())
+    state = TrainState(model, parameters_at(model.module, paths))
     runtime.shard_frozen(model.module)
     prepared = prepare(asked.objective, rows, model, loop, 0, runtime)
     data = TrainingData(rows, rows, prepared.objective, {})
