@@ -377,7 +377,9 @@ class QuantLinear(nn.Linear):
 
 def join_dense(layers: Sequence[nn.Linear]) -> None:
     """Keep the formed weights of layers that read one input as one tensor; nothing where some are not formed."""
-    formed = [x for x in layers if isinstance(x, QuantLinear) and type(x.source) is Dense and x.bias is None]
+    formed: list[QuantLinear] = [
+        x for x in layers if isinstance(x, QuantLinear) and type(x.source) is Dense and x.bias is None
+    ]
     if len(formed) < len(layers):
         return
     whole, start = Dense(torch.cat([layer.effective() for layer in formed])), 0
