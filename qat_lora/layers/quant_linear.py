@@ -377,10 +377,8 @@ class QuantLinear(nn.Linear):
 
 def join_dense(layers: Sequence[nn.Linear]) -> None:
     """Keep the formed weights of layers that read one input as one tensor; nothing where some are not formed."""
-    formed: list[QuantLinear] = [
-        x for x in layers if isinstance(x, QuantLinear) and type(x.source) is Dense and x.bias is None
-    ]
-    if len(formed) < len(layers):
+    formed = [layer for layer in layers if isinstance(layer, QuantLinear)]
+    if len(formed) < len(layers) or any(type(x.source) is not Dense or x.bias is not None for x in formed):
         return
     whole, start = Dense(torch.cat([layer.effective() for layer in formed])), 0
     for layer in formed:
