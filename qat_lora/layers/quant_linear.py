@@ -3,7 +3,7 @@
 The effective weight W = Q * S is formed first and then used in one matrix product, however the scales are shared: low-
 rank scales applied rank by rank cost one product per rank. Where W comes from is the layer's `source`, one small
 module per state. Whatever trains, the forward rounds scales and tables to float16: at any moment `stored()` describes
-the layer that computes, bit for bit, and `settle()` turns the layer into it.
+the layer that computes, bit for bit, and `materialize()` turns the layer into it.
 
 To PEFT and transformers the class is a `torch.nn.Linear` (`weight`, `in_features`, `isinstance`), but `weight` is
 computed: assigning to it, or to its `data`, raises. PEFT merges by `weight.data += delta`, which on a computed tensor
@@ -216,7 +216,7 @@ class QuantLinear(nn.Linear):
     def named_scales(self) -> dict[str, nn.Parameter]:
         """Return the stored scale parameters by name."""
         names = scale_shapes(self.spec, self.out_features, self.in_features)
-        return {name: self.get_parameter(name) for name in names}
+        return {name: getattr(self, name) for name in names}  # plain tensors while layers are stacked
 
     @property
     def weight(self) -> Tensor:
@@ -264,7 +264,7 @@ class QuantLinear(nn.Linear):
 
     def hold_dense(self, dtype: torch.dtype | None = None) -> None:
         """Form the weight once and keep it; the scales are frozen from here on."""
-        self.settle()
+        self.materialize()
         self.source = Dense(self.effective().detach().to(dtype or self.scales[0].dtype))
 
     def train_scales(self) -> None:
@@ -334,7 +334,7 @@ class QuantLinear(nn.Linear):
         return latent
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def materialize(self) -> None:
         """End all training: codes, scales and table become what is stored, and nothing trains any more."""
         if self._codes_may_change:
             for name, tensor in self.stored().items():
@@ -377,8 +377,9 @@ class QuantLinear(nn.Linear):
 
 def join_dense(layers: Sequence[nn.Linear]) -> None:
     """Keep the formed weights of layers that read one input as one tensor; nothing where some are not formed."""
-    formed = [layer for layer in layers if isinstance(layer, QuantLinear)]
-    if len(formed) < len(layers) or any(type(x.source) is not Dense or x.bias is not None for x in formed):
+    of_codes = [layer for layer in layers if isinstance(layer, QuantLinear)]
+    formed = [layer for layer in of_codes if type(layer.source) is Dense and layer.bias is None]
+    if len(formed) < len(layers):
         return
     whole, start = Dense(torch.cat([layer.effective() for layer in formed])), 0
     for layer in formed:
