@@ -19,8 +19,8 @@ Roofline: a kernel takes the longest of its bytes at `BANDWIDTH`, its operations
 launches one in `HOST_S` (compiled: `HOST_COMPILED_S`); the step takes the longer of device and host, which is named.
 These rates are assumptions for an H200 (4.8 TB/s and 989 T operations/s on paper), no measurements.
 
-`--syncs` refuses what would stop a GPU's queue while a step is traced: reading a value back, `nonzero`, a copy from
-memory that is not pinned. On meta tensors too: autograd on fake CUDA tensors asks the driver for a stream.
+A step that is traced may not stop a GPU's queue: reading a value back, `nonzero` and a copy from memory that is not
+pinned raise `Sync`. On meta tensors too, since autograd on fake CUDA tensors asks the driver for a stream.
 
     python benchmarks/cuda_roofline.py --model 0.6b 8b --out benchmarks/results/cuda_roofline.json
 """
