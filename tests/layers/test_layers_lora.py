@@ -195,5 +195,5 @@ def test_bases_that_lie_together_are_one_product_and_the_weights_that_they_were(
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     shared.double()
     torch.testing.assert_close(shared(x.double()), apart.double()(x.double()))
-    shared.q_proj.base.settle()  # out of the three: each computes for itself
+    shared.q_proj.base.materialize()  # out of the three: each computes for itself
     torch.testing.assert_close(shared(x.double()), apart(x.double()), rtol=1e-3, atol=1e-3)
