@@ -113,7 +113,7 @@ def step(point: Point, runtime: Any) -> tuple[list[Any], Any]:
     cast(model.module, DTYPES[point.dtype])
     add_lora(model.module, LoraConfig(recovery_r=point.rank))
     runtime.place(model.module)
-    fit_attention(model, runtime, point.checkpointing)
+    fit_attention(model, runtime)
     scales = prepare_base(model.module, point.train_scales, DTYPES[point.dtype])
     model.module.train()
     if point.checkpointing:

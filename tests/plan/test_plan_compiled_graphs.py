@@ -76,7 +76,7 @@ def test_every_graph_is_traced_and_weights_are_its_parameters(tmp_path):
     for name, rank in (("micro-batch", 2), ("evaluation", 2), ("cache build", 0), ("prompt", 0)):
         adapter = rank * 2 * (128 + 96 + 96 + 128 + 160 + 160 + 160)
         assert sum(two[name]["sizes"]) >= 512 * 64 + 2 * layer + adapter, name
-    assert len(two["optimizer step"]["sizes"]) >= 4 * 2 * 2 * 7  # adapters, gradients, two moments
+    assert len(two["optimizer step"]["sizes"]) >= 4 * 2 * 7  # adapters (a stack a kind), gradients, two moments
     assert two["decoding step"]["instructions"] < two["cache build"]["instructions"] * 2
 
 

@@ -111,11 +111,11 @@ def _softmax(task: Task, group: Group) -> _Softmax:
 
 def _run(task: Task, softmax: _Softmax, raw_CV: Tensor, rows: slice) -> Tensor:
     """Return the gradient with respect to raw products, which takes their place."""
-    head = task.lm_head
-    factors = [head.logit_scale, head.softcap or 0.0, softmax.temperature]
+    lm_head = task.lm_head
+    factors = [lm_head.logit_scale, lm_head.softcap or 0.0, softmax.temperature]
     given, results = ([x[rows] for x in tensors] for tensors in (softmax.given, softmax.results))
     _library()
-    torch.ops.qat_lora.kd_rows(raw_CV, head.bias_V, given, results, factors, softmax.estimator, any(task.wanted))
+    torch.ops.qat_lora.kd_rows(raw_CV, lm_head.bias_V, given, results, factors, softmax.estimator, any(task.wanted))
     return raw_CV
 
 

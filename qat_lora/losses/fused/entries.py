@@ -63,7 +63,7 @@ def remove_first(rows_CV: Tensor, entries: Entries) -> Tensor:
     if entries.high_CEG is None or entries.low_CEW is None:
         return rows_CV.scatter_(1, entries.ids[0], float("-inf"))
     count = entries.ids[0].shape[1]
-    here_CV = _spread(entries.high_CEG[:, :count], entries.low_CEW[:, :count])
+    here_CV = _to_dense(entries.high_CEG[:, :count], entries.low_CEW[:, :count])
     return rows_CV.masked_fill(here_CV > 0, float("-inf"))
 
 
@@ -74,9 +74,9 @@ def add(rows_CV: Tensor, entries: Entries, values: Sequence[Tensor]) -> Tensor:
             rows_CV.scatter_add_(1, ids_CE, values_CE)
         return rows_CV
     values_CE1 = torch.cat(list(values), 1)[..., None]
-    spread_CV = _spread(entries.high_CEG, entries.low_CEW * values_CE1.to(entries.low_CEW.dtype))
-    return rows_CV.to(spread_CV.dtype) + spread_CV  # wide, the sum would make the product wide, and written as such
+    dense_CV = _to_dense(entries.high_CEG, entries.low_CEW * values_CE1.to(entries.low_CEW.dtype))
+    return rows_CV.to(dense_CV.dtype) + dense_CV  # wide, the sum would make the product wide, and written as such
 
 
-def _spread(high_CEG: Tensor, values_CEW: Tensor) -> Tensor:
+def _to_dense(high_CEG: Tensor, values_CEW: Tensor) -> Tensor:
     return (high_CEG.transpose(1, 2) @ values_CEW).flatten(1)

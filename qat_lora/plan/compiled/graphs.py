@@ -55,10 +55,10 @@ class _Rows:
         count, length, k = len(indices), self._asked.length, self._asked.head_k
         positions = (count, length - 1)
         ids = np.zeros((count, length), np.int32)
-        likeliest = np.broadcast_to(np.arange(k, dtype=np.int32), (*positions, k))
+        topk_ids = np.broadcast_to(np.arange(k, dtype=np.int32), (*positions, k))
         logits = np.broadcast_to(-np.linspace(0, 8, k, dtype=np.float32), (*positions, k))
         lse, tail = np.full(positions, 2, np.float32), np.full(positions, -3, np.float32)
-        teacher = {"head_ids": likeliest.copy(), "head_logits": logits.copy(), "lse": lse, "log_tail": tail}
+        teacher = {"head_ids": topk_ids.copy(), "head_logits": logits.copy(), "lse": lse, "log_tail": tail}
         return {"input_ids": ids, "document_ids": ids, "target_mask": np.ones(positions, np.bool_), **teacher}
 
     def batches(self, start: int, steps: int, batch_rows: int, *_: Any, **__: Any) -> Iterator[Batch]:

@@ -145,14 +145,14 @@ def table(report: dict[str, Any]) -> str:
         f"{'graph':<16}" + "".join(f"{column:>13}" for column in COLUMNS),
     ]
     for name, graph in report["graphs"].items():
-        head = f"{name:<16}{graph['instructions']:>13,}{graph['trace_cpu_s']:>13.3f}"
+        line = f"{name:<16}{graph['instructions']:>13,}{graph['trace_cpu_s']:>13.3f}"
         if "error" in graph:
-            lines.append(f"{head}  does not compile: {graph['error'].splitlines()[0]}")
+            lines.append(f"{line}  does not compile: {graph['error'].splitlines()[0]}")
             continue
         hbm, counted = graph["hbm"], graph["counted"]
         sizes = [hbm["program"], hbm["arguments"], hbm["temporaries"], sum(hbm.values()), counted["bytes"]]
         lines.append(
-            f"{head}{graph['compile_s']:>13.1f}"
+            f"{line}{graph['compile_s']:>13.1f}"
             + "".join(f"{size / 1e9:>13.3f}" for size in sizes)
             + f"{counted['operations'] / 1e12:>13.3f}"
         )

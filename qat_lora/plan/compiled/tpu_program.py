@@ -30,7 +30,7 @@ def with_lifted_shardings(module: str) -> str:
     A tracer that has no data can only note a weight's sharding as an operation on the argument; as an attribute of the
     argument it decides where the weight lies.
     """
-    head, opened, body = module.partition(" @main(")
+    before, opened, body = module.partition(" @main(")
     wanted = dict(LIFTED.findall(body))
     arguments, arrow, rest = body.partition(") -> ")
 
@@ -40,7 +40,7 @@ def with_lifted_shardings(module: str) -> str:
             return found.group()
         return f"{name}: {kind} {{{attributes + ', ' if attributes else ''}mhlo.sharding = {wanted[name]}}}"
 
-    return head + opened + ARGUMENT.sub(lift, arguments) + arrow + rest
+    return before + opened + ARGUMENT.sub(lift, arguments) + arrow + rest
 
 
 def compile_for(graph: bytes, topology: str, chips: int, dump: str) -> tuple[dict[str, Any], str]:
