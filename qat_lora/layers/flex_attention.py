@@ -39,7 +39,7 @@ def document_block_mask(allowed_BLL: Tensor, document_ids_BL: Tensor, window: in
     counts = allowed_BLL.view(tiles).sum((3, 5), dtype=torch.int32)
     whole = counts == BLOCK * BLOCK
 
-    def rule(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def rule(row: Tensor, _of_head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         seen = (query >= key) & (document_ids_BL[row, query] == document_ids_BL[row, key])
         return seen if window is None else seen & (query - key < window)
 

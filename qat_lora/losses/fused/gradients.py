@@ -138,7 +138,7 @@ def with_tensors(task: Task, per_row: Callable[[Tensor], Tensor], whole: Callabl
     So a walk cuts a task into chunks, and a loop in a graph finds all that its body reads.
     """
 
-    def map_lm_head(lm_head: LMHead) -> LMHead:
+    def of_lm_head(lm_head: LMHead) -> LMHead:
         bias_V = None if lm_head.bias_V is None else whole(lm_head.bias_V)
         return replace(lm_head, weight_VH=whole(lm_head.weight_VH), bias_V=bias_V)
 
@@ -156,13 +156,13 @@ def with_tensors(task: Task, per_row: Callable[[Tensor], Tensor], whole: Callabl
             points.append((index, replace(point, ids_ND=per_row(point.ids_ND), weights_ND=per_row(point.weights_ND))))
         for index, exact in old.dense:
             dense.append(
-                (index, replace(exact, hidden_NH=per_row(exact.hidden_NH), lm_head=map_lm_head(exact.lm_head)))
+                (index, replace(exact, hidden_NH=per_row(exact.hidden_NH), lm_head=of_lm_head(exact.lm_head)))
             )
         return Group(old.temperature, ids_NK, topk, points, dense)
 
     return Task(
         per_row(task.hidden_NH),
-        map_lm_head(task.lm_head),
+        of_lm_head(task.lm_head),
         [group(old) for old in task.groups],
         [whole(scale) if isinstance(scale, Tensor) else scale for scale in task.scales],
         per_row(task.mask_N),
