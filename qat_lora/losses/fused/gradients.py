@@ -155,9 +155,7 @@ def with_tensors(task: Task, per_row: Callable[[Tensor], Tensor], whole: Callabl
         for index, point in old.points:
             points.append((index, replace(point, ids_ND=per_row(point.ids_ND), weights_ND=per_row(point.weights_ND))))
         for index, exact in old.dense:
-            dense.append(
-                (index, replace(exact, hidden_NH=per_row(exact.hidden_NH), lm_head=of_lm_head(exact.lm_head)))
-            )
+            dense.append((index, replace(exact, hidden_NH=per_row(exact.hidden_NH), lm_head=of_lm_head(exact.lm_head))))
         return Group(old.temperature, ids_NK, topk, points, dense)
 
     return Task(
