@@ -77,7 +77,7 @@ def test_stacked_layers_are_written_apart_and_go_on_either_way(tmp_path):
 
     def state(tensors):
         parameters = {name: nn.Parameter(value.clone()) for name, value in tensors.items()}
-        optimizer = build_optimizer(OptimConfig(), {"adapter": parameters})
+        optimizer = build_optimizer(OptimConfig(), {"adapter": parameters}, select_runtime("cpu"))
         for parameter in parameters.values():
             parameter.grad.copy_(parameter.detach() + 1)
         optimizer.step()
