@@ -33,6 +33,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from toy_paths import FAST_COMPILE
+
 INTENDED: dict[str, str] = {
     r"^(said/pack\.|packed/)": "the own transport is replaced by tar and zstd",
     r"^(said/)?recover-fewer[./]": "--head-k with draws is refused",
@@ -73,7 +75,6 @@ VOLATILE_TEXT = (
     (r"(free|time) +\d[^\n]*", r"\1"),
 )
 NOT_COMPARED = ("*.png", "*.pdf", "*/events.out.*", "*/.tmp-*", "*/.lock*")
-FAST_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 KILLED, SECONDS = -signal.SIGKILL, 300
 WORDS = ("layer", "weight", "token", "of", "to", "and", "in", "loss", "cache", "scale", "code", "row", "tail")
 

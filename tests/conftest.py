@@ -1,11 +1,14 @@
 """What all tests share: one thread, and a tiny teacher with text."""
 
+import os
 import random
 from pathlib import Path
 
 import pytest
 import torch
-from toy_paths import Tiny
+from toy_paths import FAST_COMPILE, Tiny
+
+os.environ.setdefault("XLA_FLAGS", FAST_COMPILE)  # of every program that a test starts
 
 WORDS = [
     "the",

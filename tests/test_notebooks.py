@@ -19,6 +19,7 @@ import nbformat
 import pytest
 import yaml
 from toy_model import make_toy
+from toy_paths import clean_environment
 
 from qat_lora import api
 from qat_lora.train.metrics import read_metrics
@@ -46,9 +47,9 @@ def execute(name: str, folder: Path, device: str) -> nbformat.NotebookNode:
     One chip is `device`: `xla`, or `cpu`, which is quicker since nothing is compiled. XLA's own CPU stands for the TPU.
     """
     notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PJRT", "XLA", "TPU", "WANDB", "QAT_LORA"))}
+    kept = {k: v for k, v in clean_environment().items() if not k.startswith(("WANDB", "QAT_LORA"))}
     programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**kept, "PATH": programs, "PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1"}
+    environment = {**kept, "PATH": programs, "PJRT_DEVICE": "CPU"}
     environment |= {"QAT_LORA_TOY": "1", "QAT_LORA_TOY_DEVICE": device}
     client = nbclient.NotebookClient(
         notebook, timeout=1200, kernel_name="python3", resources={"metadata": {"path": folder}}, record_timing=False

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -10,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from toy_paths import clean_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -81,11 +81,9 @@ def test_the_guides_command_runs_as_it_stands_on_xla(work):
     (root / "caches/wikitext103_L1024_K128").symlink_to("toy_L32_K8")
     (root / "runs/Qwen3-0.6B_q4_r32").symlink_to("v2_q4/best")
     file, *words = guides_command()
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PJRT", "XLA", "TPU", "USE_TORCH_XLA"))}
     command = [sys.executable, str(ROOT / file), *words, "--max-steps", "2", "--save-minutes", "0"]
-    done = subprocess.run(
-        command, cwd=root, env=environment | {"PJRT_DEVICE": "CPU"}, capture_output=True, text=True, timeout=300
-    )
+    environment = clean_environment(PJRT_DEVICE="CPU")
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "XLA on CPU · 1 device · bf16 · effective batch 32" in done.stdout, done.stdout
     assert json.loads((root / "runs/recovery_Qwen3-0.6B_q4_r32/result.json").read_text())["step"] == 2

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from toy_paths import clean_environment
 from toy_pipeline import call, quantize_options, recover_options
 
 from qat_lora.cache.tools.verify import verify_cache
@@ -30,11 +30,10 @@ TRAINING = (
 
 
 def script(name: str, *arguments: object, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PJRT", "XLA", "TPU", "RANK", "WORLD", "USE_"))}
     return subprocess.run(
         [sys.executable, str(ROOT / "scripts" / name), *map(str, arguments)],
         cwd=cwd,
-        env={**kept, "OMP_NUM_THREADS": "1", **variables},
+        env=clean_environment(**variables),
         capture_output=True,
         text=True,
         timeout=300,

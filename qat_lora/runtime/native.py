@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch._dynamo import config as dynamo_settings
 from torch.utils._triton import has_triton
 from torch.utils.checkpoint import checkpoint
 
@@ -82,7 +81,9 @@ class NativeRuntime(Runtime):
         """Run `main` inside the process group of torchrun's variables, where there is one."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-            self.attention = "flex" if has_triton() and not dynamo_settings.disable else "library"
+            from torch._dynamo import config  # a second and a half, and only a run that compiles wants it
+
+            self.attention = "flex" if has_triton() and not config.disable else "library"
         if self.replicas > 1:
             collectives.join(_BACKENDS[self.device.type], device_id=self.device if self.device.type == "cuda" else None)
             # Decisions between hosts do not pass through the GPU: no host ever waits for a device to decide.

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from toy_paths import clean_environment
 
 from qat_lora.cli import main
 from qat_lora.train.metrics import read_metrics
@@ -67,8 +67,7 @@ def runs(tiny, tmp_path_factory):
         main(["quantize", "--model", str(tiny.teacher), *student.split()])
         for parts in PARTS:
             main(command(folder, parts, "cpu", folder / f"cpu-{parts}"))
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PJRT", "XLA", "TPU", "USE_TORCH_XLA"))}
-    environment |= {"PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = clean_environment(PJRT_DEVICE="CPU", PYTHONPATH=str(ROOT))
     arguments = json.dumps([command(folder, parts, "xla", folder / f"xla-{parts}") for parts in PARTS])
     program = [sys.executable, "-c", PROGRAM, arguments, str(folder / "counts.json")]
     done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=300)

@@ -2,12 +2,12 @@
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from toy_paths import clean_environment
 
 from qat_lora.cli import main
 from qat_lora.train.metrics import read_metrics
@@ -94,8 +94,7 @@ def runs(request, tiny, tmp_path_factory):
         student = f"--kd-cache-dir {folder / 'cache'} --out {folder / 'student'} --device cpu --quiet"
         main(["quantize", "--model", str(tiny.teacher), *student.split()])
         main([*recover(folder, "--device", "cpu", *extra), "--out", str(folder / "cpu")])
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PJRT", "XLA", "TPU", "USE_TORCH_XLA"))}
-    environment |= {"PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = clean_environment(PJRT_DEVICE="CPU", PYTHONPATH=str(ROOT))
     counts = folder / "counts.json"
     arguments = [str(counts), *recover(folder, "--tpu", *extra), "--out", str(folder / "xla")]
     done = subprocess.run(

@@ -2,13 +2,13 @@
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from toy_paths import clean_environment
 
 from qat_lora.layers.stacked import by_layer, layer_names
 
@@ -20,8 +20,7 @@ MATRIX = 32 * 48  # the toy's largest; a stack of weights has twice as many numb
 
 @pytest.fixture(scope="module")
 def report():
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PJRT", "XLA", "TPU", "USE_TORCH_XLA"))}
-    environment |= {"PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = clean_environment(PJRT_DEVICE="CPU", PYTHONPATH=str(ROOT))
     program = [sys.executable, str(HERE / "stacked_program.py")]
     done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -80,6 +80,7 @@ def test_every_graph_is_traced_and_weights_are_its_parameters(tmp_path):
     assert two["decoding step"]["instructions"] < two["cache build"]["instructions"] * 2
 
 
+@pytest.mark.slow
 def test_a_graph_without_weights_is_that_of_a_run_with_them(tmp_path):
     training = {"graphs": ["micro-batch", "optimizer step", "evaluation"]}
     without, given = traced(tmp_path, 1, **training), traced(tmp_path, 1, real=True, **training)
@@ -89,5 +90,9 @@ def test_a_graph_without_weights_is_that_of_a_run_with_them(tmp_path):
 def test_sharded_weights_say_so_in_the_graph(tmp_path):
     found = traced(tmp_path, 1, chips=4, shard_base=True, batch_size=1, graphs=["micro-batch"])["micro-batch"]
     assert found["sharded"] == 8  # seven linear layers and the embedding
+
+
+@pytest.mark.slow
+def test_control_weights_that_are_not_sharded_say_nothing(tmp_path):
     plain = traced(tmp_path, 1, chips=4, batch_size=1, graphs=["micro-batch"])["micro-batch"]
     assert plain["sharded"] == 0

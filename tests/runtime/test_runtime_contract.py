@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import runtime_contract
 import torch
+from toy_paths import clean_environment
 
 from qat_lora.runtime.native import NativeRuntime
 
@@ -19,10 +19,9 @@ TIMEOUT_S = 120
 
 
 def start(kind: str, folder: Path, **variables: str) -> subprocess.Popen:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PJRT", "XLA", "TPU", "RANK", "WORLD", "LOCAL"))}
     return subprocess.Popen(
         [sys.executable, "-W", "error", str(Path(runtime_contract.__file__)), kind, str(folder)],
-        env={**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables},
+        env=clean_environment(PYTHONPATH=str(ROOT), **variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from toy_paths import clean_environment
 
 from qat_lora.errors import ConfigError, DeviceError, MissingExtraError
 from qat_lora.options import RunConfig
@@ -187,11 +188,10 @@ def xla_work():
 def test_torch_xla_launches_one_process(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(SPAWN)
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PJRT", "XLA", "TPU", "RANK", "WORLD"))}
-    paths = f"{ROOT}:{Path(__file__).parent}"
+    paths = f"{ROOT}:{ROOT / 'tests'}:{Path(__file__).parent}"
     done = subprocess.run(
         [sys.executable, str(program)],
-        env={**kept, "PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+        env=clean_environment(PJRT_DEVICE="CPU", PYTHONPATH=paths),
         capture_output=True,
         text=True,
         timeout=120,

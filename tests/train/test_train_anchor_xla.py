@@ -1,12 +1,12 @@
 """The anchor on XLA: one more graph in step 1 and none after, nothing read back between, the numbers of the CPU."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from toy_paths import clean_environment
 
 pytest.importorskip("torch_xla")
 
@@ -59,9 +59,8 @@ print(json.dumps([runtime.launch(main), *counts]))
 
 
 def run(device, weight, out):
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PJRT", "XLA", "TPU"))}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
-    environment |= {"PJRT_DEVICE": "CPU"} if device == "xla" else {"USE_TORCH_XLA": "0"}
+    chosen = {"PJRT_DEVICE": "CPU"} if device == "xla" else {"USE_TORCH_XLA": "0"}
+    environment = clean_environment(PYTHONPATH=str(Path(__file__).parent), **chosen)
     command = [sys.executable, "-c", PROGRAM, device, str(weight), str(out)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

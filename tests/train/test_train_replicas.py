@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from replica_training import ACCUMULATION, GLOBAL, POOL, STEPS
+from toy_paths import clean_environment
 
 from qat_lora.data.shuffle import global_batch, steps_per_epoch
 from qat_lora.train.checkpoint import checkpoints
@@ -21,10 +21,9 @@ needs_xla = pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, re
 
 
 def start(program: str, *arguments: object, launcher: tuple = (), **variables: str) -> subprocess.Popen:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PJRT", "XLA", "TPU", "RANK", "WORLD", "LOCAL"))}
     return subprocess.Popen(
         [sys.executable, *launcher, str(HERE / program), *map(str, arguments)],
-        env={**kept, "PYTHONPATH": f"{ROOT}:{HERE}", "OMP_NUM_THREADS": "1", **variables},
+        env=clean_environment(PYTHONPATH=f"{ROOT}:{HERE}", **variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
