@@ -15,8 +15,8 @@ Source: FlashAttention-2 (Dao, 2023), Algorithms 1 and 2, without its tiles of k
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +27,12 @@ TILE = 64
 
 
 def tiled_attention(
-    query_BHLD: Tensor, key_BGLD: Tensor, value_BGLD: Tensor, mask_B1LL: Tensor, scale: float
+    query_BHLD: Tensor, key_BGLD: Tensor, value_BGLD: Tensor, mask_B1LL: Tensor, scale: float, _: int | None = None
 ) -> Tensor:
     """Return the attention of every query head to its key head, [B, H, L, D]; H is a multiple of G.
 
-    The mask is added to the scaled scores; it must block all later positions, which are never read.
+    The mask is added to the scaled scores; it must block all later positions, which are never read, and what a sliding
+    window does not show.
     """
     output: Tensor = _TiledAttention.apply(query_BHLD, key_BGLD, value_BGLD, mask_B1LL, scale)
     return output
@@ -59,7 +60,8 @@ def tiled_or(
             or (torch.is_autocast_enabled(query.device.type) and not autocast)
         ):
             return otherwise(module, query, key, value, attention_mask, **others)
-        return attention(query, key, value, attention_mask, scale).transpose(1, 2), None
+        window = others.get("sliding_window")
+        return attention(query, key, value, attention_mask, scale, window).transpose(1, 2), None
 
     return attend
 
@@ -74,15 +76,56 @@ Keep = Callable[[Callable[[], tuple[Tensor, ...]], int], tuple[Tensor, ...]]
 """`Runtime.kept`: (computation, how many results) -> its results, without computing them a second time."""
 
 
+class AttentionKernel(Protocol):
+    """What computes attention and its gradients on a device (`runtime/xla/splash.py`), where it fits."""
+
+    def fits(self, query_BHLD: Tensor, key_BGLD: Tensor) -> bool:
+        """Return whether the kernel can compute these."""
+
+    def outputs(
+        self, query: Tensor, key: Tensor, value: Tensor, first_BL: Tensor, scale: float, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the result [B, H, L, D] and what the gradients need of the scores."""
+
+    def gradients(
+        self, tensors: Sequence[Tensor], first_BL: Tensor, d_output: Tensor, scale: float, window: int | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of queries, keys and values: `tensors` are these and what `outputs` returned."""
+
+
+class _Blocks:
+    """Large blocks of products, for every shape and type."""
+
+    def fits(self, *_: Tensor) -> bool:
+        return True
+
+    def outputs(self, *given: Any) -> tuple[Tensor, Tensor]:
+        return _block_outputs(*given[:5])
+
+    def gradients(self, tensors: Sequence[Tensor], *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return _block_gradients(*tensors, *given[:3])
+
+
 def blocked_attention(
-    query_BHLD: Tensor, key_BGLD: Tensor, value_BGLD: Tensor, mask_B1LL: Tensor, scale: float, keep: Keep
+    query_BHLD: Tensor,
+    key_BGLD: Tensor,
+    value_BGLD: Tensor,
+    mask_B1LL: Tensor,
+    scale: float,
+    window: int | None = None,
+    *,
+    keep: Keep,
+    kernel: AttentionKernel | None = None,
 ) -> Tensor:
     """Return what `tiled_attention` does, for a compiler that fuses: no writes in place, few and large blocks.
 
     Of the mask only the number of positions that each one sees is read, the last of which is itself: numbers of
-    [queries of a group, keys] other than scores would be written out for the chip, once for every query head.
+    [queries of a group, keys] other than scores would be written out for the chip, once for every query head. Where
+    the device has a kernel that fits, that computes it instead.
     """
-    output: Tensor = _BlockedAttention.apply(query_BHLD, key_BGLD, value_BGLD, mask_B1LL, scale, keep)
+    chosen = kernel if kernel is not None and kernel.fits(query_BHLD, key_BGLD) else _Blocks()
+    first_BL, settings = _first_seen(mask_B1LL), (scale, window)
+    output: Tensor = _BlockedAttention.apply(query_BHLD, key_BGLD, value_BGLD, first_BL, settings, keep, chosen)
     return output
 
 
@@ -90,28 +133,38 @@ class _BlockedAttention(torch.autograd.Function):
     """G: key heads. R: query heads of a key head. C: queries of a block. E: keys up to its end. M: R C."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, keep: Keep) -> Tensor:
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        first_BL: Tensor,
+        settings: tuple[float, int | None],
+        keep: Keep,
+        kernel: AttentionKernel,
+    ) -> Tensor:
         def compute() -> tuple[Tensor, Tensor]:
             with torch.autocast(query.device.type, enabled=False):  # which would round the scores
-                return _block_outputs(query, key, value, mask, scale)
+                return kernel.outputs(query, key, value, first_BL, *settings)
 
-        output, log_sum_BGRL1 = keep(compute, 2)
-        ctx.save_for_backward(query, key, value, mask, output, log_sum_BGRL1)
-        ctx.scale = scale
+        output, log_sum = keep(compute, 2)
+        ctx.save_for_backward(query, key, value, first_BL, output, log_sum)
+        ctx.kernel, ctx.settings = kernel, settings
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, mask, output, log_sum = ctx.saved_tensors
+        query, key, value, first_BL, output, log_sum = ctx.saved_tensors
         with torch.autocast(d_output.device.type, enabled=False):
-            gradients = _block_gradients(query, key, value, mask, output, log_sum, d_output, ctx.scale)
-        return *gradients, None, None, None
+            tensors = query, key, value, output, log_sum
+            gradients = ctx.kernel.gradients(tensors, first_BL, d_output, *ctx.settings)
+        return *gradients, None, None, None, None
 
 
-def _block_outputs(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _block_outputs(query: Tensor, key: Tensor, value: Tensor, first_BL: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return the result and the scores' log-sums, [B, G, R, L, 1]."""
-    query_BGRLD, first_BL = query.unflatten(1, (key.shape[1], -1)), _first_seen(mask)
+    query_BGRLD = query.unflatten(1, (key.shape[1], -1))
     outputs, log_sums = [], []
     for rows in _blocks(query.shape[2]):
         score_BGME = _block_scores(query_BGRLD, key, first_BL, scale, rows)
@@ -129,14 +182,14 @@ def _block_gradients(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor,
     output: Tensor,
     log_sum: Tensor,
+    first_BL: Tensor,
     d_output: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values."""
-    split, first_BL = (key.shape[1], -1), _first_seen(mask)
+    split = (key.shape[1], -1)
     query_BGRLD, d_output_BGRLD = query.unflatten(1, split), d_output.unflatten(1, split)
     pull_BGRL1 = (d_output.float() * output.float()).sum(-1, keepdim=True).unflatten(1, split)
     d_queries: list[Tensor] = []

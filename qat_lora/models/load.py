@@ -45,7 +45,7 @@ from qat_lora.files.checksums import SUMS, TOKENIZER, check_folder, read_object,
 from qat_lora.files.finite import check_finite
 from qat_lora.files.identity import weight_files
 from qat_lora.files.outputs import MARK
-from qat_lora.layers.attention import Keep, blocked_attention, tiled_or
+from qat_lora.layers.attention import AttentionKernel, Keep, blocked_attention, tiled_or
 from qat_lora.layers.calibrate.upcast import computing_dtype
 from qat_lora.layers.convert import quant_layers, tied_embedding
 from qat_lora.layers.flex_attention import flex_or
@@ -198,9 +198,9 @@ class CausalLM:
         """Compute attention in tiles (`layers/attention.py`), faster on CPUs than transformers' `sdpa`."""
         self._attend(TILED, tiled_or)
 
-    def block_attention(self, keep: Keep) -> None:
-        """Compute attention in blocks that a compiler can fuse; `keep` is `Runtime.kept`."""
-        attention = functools.partial(blocked_attention, keep=keep)
+    def block_attention(self, keep: Keep, kernel: AttentionKernel | None) -> None:
+        """Compute attention in blocks that a compiler can fuse, or by a kernel; `keep` is `Runtime.kept`."""
+        attention = functools.partial(blocked_attention, keep=keep, kernel=kernel)
         self._attend(BLOCKED, functools.partial(tiled_or, attention=attention, autocast=True))
 
     def compile_layers(self, **how: Any) -> None:

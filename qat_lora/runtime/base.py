@@ -46,6 +46,8 @@ class Runtime(Protocol):
     """True where several tensors can be parts of one, as the optimizer likes it; on XLA each is a value of its own."""
     attention: AttentionForm
     """The form of attention that keeps no scores on this device (`layers/attention.py`)."""
+    attention_kernel: Any = None
+    """What computes "blocked" attention in a kernel of the device's, where it has one."""
     _control: dist.ProcessGroup | None = None
     """The group for decisions between hosts, where the default group's exchanges go through the devices."""
 

@@ -47,7 +47,7 @@ def fit_attention(model: CausalLM, runtime: Runtime) -> None:
     if runtime.attention == "tiled":
         model.tile_attention()
     elif runtime.attention == "blocked":
-        model.block_attention(runtime.kept)
+        model.block_attention(runtime.kept, runtime.attention_kernel)
     elif runtime.attention == "flex":
         model.compile_layers()
 

@@ -17,7 +17,8 @@ import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, Literal
@@ -34,6 +35,7 @@ from qat_lora.runtime.host.signals import install_for_good, passed_on
 from qat_lora.runtime.launch.process_group import rank_info
 from qat_lora.runtime.native import NativeRuntime
 from qat_lora.runtime.xla.scan import LayerScan, kept
+from qat_lora.runtime.xla.splash import SplashAttention, has_splash
 from qat_lora.types import AttentionForm, Batch, LossWalk
 
 RUNS_ON_REAL_CHIPS = {"spawn": 0, "spmd": 0}
@@ -84,6 +86,8 @@ class XlaRuntime(Runtime):
     piece_bytes: int | None = None
     attention: AttentionForm = "blocked"
     shares_memory = False
+    _parts = 1
+    """Chips that one call of a computation runs on, each with its rows."""
 
     def __init__(self, backend: str) -> None:
         self.backend = os.environ["PJRT_DEVICE"] = os.environ.get("PJRT_DEVICE") or backend  # empty is unset
@@ -97,6 +101,10 @@ class XlaRuntime(Runtime):
         self._reader: ThreadPoolExecutor | None = None
         self._counting = threading.Lock()
         self._deferred_reads = 0
+
+    @property
+    def _compiles_for_tpu(self) -> bool:
+        return self.backend.startswith("TPU")
 
     @property
     def description(self) -> str:
@@ -162,6 +170,27 @@ class XlaRuntime(Runtime):
             )
         self._chip = self._chip_kind(xm)
         self._join()
+        self.attention_kernel = self._kernel()
+
+    def _kernel(self) -> SplashAttention | None:
+        """Return attention's kernel for TPUs."""
+        if not self._compiles_for_tpu:
+            return None
+        if not has_splash():
+            warnings.warn(
+                "jax is not installed, and attention moves its scores through the TPU's memory without it, about twice "
+                "the bytes of a step; pip install 'qat-lora[tpu]'",
+                stacklevel=2,
+            )
+            return None
+        return SplashAttention(self._call_by_rows, self._parts)
+
+    def _call_by_rows(self, computation: Any, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Call a computation that knows only the rows of one chip."""
+        import torch_xla
+
+        results: list[torch.Tensor] = torch_xla._XLAC._xla_user_computation("xla::kernel", list(given), computation)
+        return results
 
     def _chip_kind(self, xm: Any) -> str:
         return _chip_name(xm.xla_device_kind(self.device))

@@ -11,7 +11,7 @@ division. The loss takes its chunks along the rows, so that each device has its 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,10 @@ class XlaSpmdRuntime(XlaRuntime):
         self._shard_base = shard_base
         self._mesh: Any = None
         self._processes = 1
+
+    @property
+    def _parts(self) -> int:
+        return self.replicas
 
     @property
     def processes(self) -> int:
@@ -86,6 +90,30 @@ class XlaSpmdRuntime(XlaRuntime):
         import torch_xla.distributed.spmd as xs
 
         xs.mark_sharding(tensor, self._mesh, axes)
+
+    def _call_by_rows(self, computation: Any, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Call a computation on each device's rows; the compiler, which cannot cut a kernel, sees one of them."""
+        import torch_xla
+
+        xla = torch_xla._XLAC
+        own = []
+        for tensor in given:
+            row_sharding = self._mesh.get_op_sharding((AXIS, *[None] * (tensor.ndim - 1)))
+            # Of a placeholder only a computed value can be marked.
+            tensor = tensor + torch.zeros((), dtype=tensor.dtype, device=tensor.device)
+            xla._xla_mark_sharding(tensor, row_sharding)
+            own.append(xla._spmd_full_to_shard_shape(tensor))
+        results = super()._call_by_rows(computation, own)
+        whole = []
+        for tensor in results:
+            shape = (tensor.shape[0] * self.replicas, *tensor.shape[1:])
+            xla._mark_manual_sharding(tensor, xla.OpSharding([], [], [], 4))
+            whole.append(
+                xla._spmd_shard_to_full_shape(
+                    tensor, self._mesh.get_op_sharding((AXIS, *[None] * (tensor.ndim - 1))), shape, tensor.dtype
+                )
+            )
+        return whole
 
     def _send(self, batch: Batch) -> Batch:
         """Make the tensors and start their transfer, each device its rows; runs in the prefetch thread.

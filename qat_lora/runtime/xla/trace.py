@@ -42,6 +42,7 @@ class Graph(NamedTuple):
 class TracingRuntime(XlaRuntime):
     """One chip, whose syncs record; `spmd.py` has the same for several."""
 
+    _compiles_for_tpu = True
     graphs: list[Graph] | None = None
     """Filled while `record` works."""
     _begun = 0.0
