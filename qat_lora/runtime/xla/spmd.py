@@ -11,7 +11,7 @@ division. The loss takes its chunks along the rows, so that each device has its 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +19,13 @@ import torch
 from qat_lora.runtime.host import collectives
 from qat_lora.runtime.host.prefetch import host_tensors
 from qat_lora.runtime.xla.runtime import RUNS_ON_REAL_CHIPS, XlaRuntime
+from qat_lora.runtime.xla.scan import LayerScan
 from qat_lora.runtime.xla.trace import TracingRuntime
 from qat_lora.types import Batch
 
 AXIS = "data"
+LARGE = 2**20
+"""Numbers in a frozen tensor from which it is worth spreading; a stack of norms has fewer."""
 
 
 class XlaSpmdRuntime(XlaRuntime):
@@ -71,19 +74,49 @@ class XlaSpmdRuntime(XlaRuntime):
             collectives.join(init_method="xla://")
 
     def shard_frozen(self, module: torch.nn.Module) -> None:
-        """With `shard_base`, spread every frozen matrix over the devices along a dimension that divides evenly.
+        """With `shard_base`, spread every large frozen matrix over the devices along a dimension that divides evenly.
 
-        A stack is spread within its layers: they are gathered one by one.
+        A stack is spread within its layers, which are gathered one by one (`layer_scan`). Embedding and LM head stay
+        whole: each chunk of the loss would gather the one, and other exchanges than the weights' come of the other.
         """
         if not self._shard_base or self.replicas == 1:
             return
         import torch_xla
 
+        ends = [getattr(module, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
+        whole = {id(tensor) for end in ends if end is not None for tensor in _frozen_tensors(end)}
         for tensor in _frozen_tensors(module):
+            if id(tensor) in whole or tensor.numel() < LARGE:
+                continue
             sizes = list(enumerate(tensor.shape))[-2:]
             even = [dim for dim, size in sizes if size % self.replicas == 0 and size]
             if tensor.ndim >= 2 and even and torch_xla._XLAC._get_xla_sharding_spec(tensor) == "":
                 self._shard(tensor, tuple(AXIS if d == even[0] else None for d in range(tensor.ndim)))
+
+    def layer_scan(self) -> Callable[..., Any]:
+        """Return the loop over layers, each round of which gathers its own layer's frozen matrices.
+
+        Left to itself the compiler multiplies parts of a matrix and exchanges activations, which are larger.
+        """
+        if not self._shard_base or self.replicas == 1:
+            return LayerScan
+        import torch_xla
+
+        def gathered(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.requires_grad or tensor.ndim < 2:
+                return tensor
+            whole = tensor.clone()
+            sharding = self._mesh.get_op_sharding((None,) * tensor.ndim)
+            torch_xla._XLAC._xla_annotate_custom_sharding(whole, sharding)
+            return whole
+
+        def scan(body: Callable[..., torch.Tensor], recompute: bool) -> LayerScan:
+            def gather(carry: torch.Tensor, slices: Sequence[torch.Tensor], shared: Sequence[torch.Tensor]) -> Any:
+                return body(carry, [gathered(tensor) for tensor in slices], shared)
+
+            return LayerScan(gather, recompute)
+
+        return scan
 
     def _shard(self, tensor: torch.Tensor, axes: tuple[str | None, ...]) -> None:
         """Spread a tensor over the devices along the dimensions that have an axis."""
