@@ -35,7 +35,7 @@ from qat_lora.models.load import CausalLM, load_model, load_tokenizer, tokenizer
 from qat_lora.options import AuditOptions, CacheBuildOptions
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.machine import made_with
-from qat_lora.setup.common import fetch, fit_attention, fits_positions, say, text_inputs
+from qat_lora.setup.common import fetch, fit_attention, fits_positions, place_teacher, say, text_inputs
 from qat_lora.terminal import redact
 
 
@@ -213,5 +213,5 @@ def _teacher(options: CacheBuildOptions | AuditOptions, runtime: Runtime) -> Cau
 def _place(teacher: CausalLM, runtime: Runtime) -> None:
     """Move the teacher to the device, unless it has been spread over several; on a CPU it attends in tiles."""
     if not isinstance(teacher, DispatchedCausalLM):
-        runtime.place(teacher.module)
+        place_teacher(teacher, runtime)
     fit_attention(teacher, runtime)

@@ -103,7 +103,7 @@ class _Blocks:
         return _block_outputs(*given[:5])
 
     def gradients(self, tensors: Sequence[Tensor], *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return _block_gradients(*tensors, *given[:3])
+        return _block_gradients(*(*tensors, *given[:3]))
 
 
 def blocked_attention(

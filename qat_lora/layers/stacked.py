@@ -40,6 +40,9 @@ RANGE = re.compile(r"\[(\d+):(\d+)\]")
 class StackedLayers(nn.Module):
     """Equal decoder layers, computed as a loop; parameters and buffers are theirs, stacked, with `/` for `.`."""
 
+    is_stack = True
+    """Says so to a runtime that spreads weights: the first dimension is the layers'."""
+
     def __init__(self, layers: Sequence[nn.Module], scan: Scan) -> None:
         """Take over the tensors of the layers, which are left with those that train or are stored."""
         super().__init__()
@@ -49,7 +52,11 @@ class StackedLayers(nn.Module):
         self._template = (_skeleton(layers[0]),)
         _copy_plain(layers[0], self)
         for name, first in _tensors(layers[0]).items():
-            stack = torch.stack([_tensors(layer)[name].detach() for layer in layers])
+            own = [_tensors(layer)[name] for layer in layers]
+            stack = torch.stack([tensor.detach() for tensor in own])
+            if not first.requires_grad:
+                for tensor, part in zip(own, stack, strict=True):
+                    tensor.data = part  # one copy on the host, not two
             if isinstance(first, nn.Parameter):
                 self.register_parameter(_flat(name), nn.Parameter(stack, requires_grad=first.requires_grad))
             else:
@@ -129,6 +136,12 @@ def stack_layers(model: nn.Module, scan: Scan) -> tuple[int, int]:
                     blocks[i] = _Passed(layers[i])
                 count += end - start
     return count, total
+
+
+def forget_layers(model: nn.Module) -> None:
+    """Drop the layers that stacks were made of, for a model of which nobody asks them."""
+    for _, _, layers in _stacks(model):
+        layers.layers = ()
 
 
 @contextmanager

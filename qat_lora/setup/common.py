@@ -13,6 +13,7 @@ from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.data.packing import PackedRow, make_encoder, pack_rows
 from qat_lora.data.sources import TextConfig, open_documents
 from qat_lora.errors import ConfigError, MissingExtraError
+from qat_lora.layers.stacked import forget_layers, stack_layers
 from qat_lora.models.hub import HubConfig
 from qat_lora.models.load import FILE_SUFFIXES, CausalLM, load_tokenizer, resolve_model, tokenizer_sha256
 from qat_lora.options import RunConfig
@@ -50,6 +51,15 @@ def fit_attention(model: CausalLM, runtime: Runtime) -> None:
         model.block_attention(runtime.kept, runtime.attention_kernel)
     elif runtime.attention == "flex":
         model.compile_layers()
+
+
+def place_teacher(model: CausalLM, runtime: Runtime) -> None:
+    """Place a model that only reads rows, its layers stacked where the runtime loops over them."""
+    scan = runtime.layer_scan()
+    if scan is not None:
+        stack_layers(model.module, scan)
+        forget_layers(model.module)
+    runtime.place(model.module)
 
 
 def run_name(model: str) -> str:

@@ -182,6 +182,51 @@ def test_exchanges_and_custom_calls():
     assert counts.bytes == 2 * (16 + 64) + 2 * 16 + 160
 
 
+def test_an_exchange_beside_other_work_counts_once():
+    gather = (
+        'f32[16]{0} all-gather(%p), channel_id=2, dimensions={0}, backend_config={"async_collective_fusion_config":{}}'
+    )
+    parts = f"""
+%begin (p: f32[4]) -> (f32[4], f32[16]) {{
+  %p = f32[4]{{0}} parameter(0)
+  %g = {gather}
+  ROOT %c = (f32[4]{{0}}, f32[16]{{0}}) custom-call(%g), custom_call_target="AsyncCollectiveStart"
+}}
+
+%meanwhile (p: f32[4], b: f32[16], x: f32[8]) -> (f32[8], f32[4], f32[16], f32[16]) {{
+  %p = f32[4]{{0}} parameter(0)
+  %b = f32[16]{{0}} parameter(1)
+  %x = f32[8]{{0}} parameter(2)
+  %n = f32[8]{{0}} negate(%x)
+  %g = {gather}
+  ROOT %t = (f32[8]{{0}}, f32[4]{{0}}, f32[16]{{0}}, f32[16]{{0}}) tuple(%n, %p, %b, %g)
+}}
+
+%end (p: f32[4], b: f32[16]) -> f32[16] {{
+  %p = f32[4]{{0}} parameter(0)
+  %b = f32[16]{{0}} parameter(1)
+  %g = {gather}
+  ROOT %d = f32[16]{{0}} custom-call(%p, %b, %g), custom_call_target="AsyncCollectiveDone"
+}}
+"""
+    counts = hlo.count(
+        entry(
+            "%a = f32[4]{0} parameter(0)",
+            "%v = f32[8]{0} parameter(1)",
+            "%s = (f32[4]{0}, f32[16]{0}) fusion(%a), kind=kCustom, calls=%begin",
+            "%s0 = f32[4]{0} get-tuple-element(%s), index=0",
+            "%s1 = f32[16]{0} get-tuple-element(%s), index=1",
+            "%m = (f32[8]{0}, f32[4]{0}, f32[16]{0}, f32[16]{0}) fusion(%s0, %s1, %v), kind=kCustom, calls=%meanwhile",
+            "%m1 = f32[4]{0} get-tuple-element(%m), index=1",
+            "%m3 = f32[16]{0} get-tuple-element(%m), index=3",
+            "ROOT %e = f32[16]{0} fusion(%m1, %m3), kind=kCustom, calls=%end",
+            before=parts,
+        )
+    )
+    assert counts.collectives == {"all-gather": {"number": 1, "bytes": 64}}
+    assert counts.bytes == (16 + 16 + 64) + (32 + 32)  # its start, and the work meanwhile
+
+
 @pytest.mark.parametrize("text", ["", "HloModule m\n", entry("nonsense")])
 def test_what_is_no_hlo_is_refused(text):
     with pytest.raises(DamagedFileError, match="hlo: "):

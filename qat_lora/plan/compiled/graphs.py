@@ -33,7 +33,7 @@ from qat_lora.plan.memory import meta_student
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.xla.spmd import TracingSpmdRuntime
 from qat_lora.runtime.xla.trace import Graph, TracingRuntime
-from qat_lora.setup.common import fit_attention
+from qat_lora.setup.common import fit_attention, place_teacher
 from qat_lora.setup.objective import prepare
 from qat_lora.setup.trainable import recovery_parts
 from qat_lora.setup.training_data import TrainingData, evaluation
@@ -125,15 +125,21 @@ def _student_graphs(asked: Asked, runtime: Runtime, record: Callable[..., None])
 
 def _model_graphs(asked: Asked, runtime: Runtime, record: Callable[..., None]) -> None:
     """Trace what a model without an adapter compiles: as the teacher of a cache, and continuing a prompt."""
-    _, module = meta_student(asked.estimate, adapter=False)
-    model = CausalLM(runtime.place(module.requires_grad_(False).eval()), Path())
+
+    def made() -> CausalLM:
+        return CausalLM(meta_student(asked.estimate, adapter=False)[1].requires_grad_(False).eval(), Path())
+
+    teacher, model = made(), made()
+    place_teacher(teacher, runtime)
+    fit_attention(teacher, runtime)
+    runtime.place(model.module)
     held = Contents(asked.length, asked.head_k, model.vocab_size)
     (batch,) = runtime.feed(_Rows(asked).batches(0, 1, CacheBuildOptions.teacher_batch_size * runtime.replicas))
     settings = ForwardSettings(CacheBuildOptions.teacher_batch_size, runtime.device, piece_bytes=runtime.piece_bytes)
     kept: list[Any] = []
 
     def build() -> None:
-        kept[:] = [teacher_arrays(model, batch["input_ids"], batch["document_ids"], held, {}, settings)]
+        kept[:] = [teacher_arrays(teacher, batch["input_ids"], batch["document_ids"], held, {}, settings)]
 
     def decode() -> None:
         kept[:] = stream_ids(model, [0], 2, device=runtime.device, row_length=asked.length, mark_step=runtime.mark_step)

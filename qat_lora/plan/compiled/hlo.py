@@ -283,7 +283,7 @@ class _Counter:
                 for part in inner.values():
                     yield from self._exchanges(inner, part)
         kind = instruction.opcode.removesuffix("-start")
-        if kind in COLLECTIVES:
+        if kind in COLLECTIVES and not self._is_continued(computation, instruction):
             sent = sum(Traffic.of(computation[name].shapes).all for name in instruction.operands)
             yield kind, max(sent, Traffic.of(self._result(computation, instruction)).all)
 
@@ -319,6 +319,8 @@ class _Counter:
             return total.plus(Traffic.of(fusion.shapes))
         for end, shape in zip(ends, fusion.shapes, strict=True):
             whole, end = Traffic.of((shape,)), _origin(inner, end)
+            if end.opcode == "parameter" or self._is_continued(inner, end):
+                continue  # handed on
             if end.opcode == "dynamic-update-slice":
                 whole = whole.part(Traffic.of(inner[end.operands[1]].shapes).all)
             total = total.plus(whole)
@@ -335,6 +337,8 @@ class _Counter:
             return Traffic.of(user.shapes).all
         if user.opcode == "dynamic-update-slice" and value.name not in user.operands[1:]:
             return 0  # updated in place
+        if (user.opcode == "tuple" and user.is_root) or self._is_continued(computation, user):
+            return 0  # handed on
         if user.opcode == "fusion":
             inner = self._computations[user.calls("calls")[0]]
             places = [place for place, name in enumerate(user.operands) if name == value.name]
@@ -342,6 +346,21 @@ class _Counter:
             if None not in found:
                 return sum(size for size in found if size is not None)
         return self._touched(computation, user) if _only_lays_out(user) and not user.is_root else None
+
+    def _is_continued(self, computation: Computation, instruction: Instruction) -> bool:
+        """Return whether this is a later part of a collective that runs beside other work.
+
+        The compiler puts the same collective into every fusion that runs meanwhile; its start is what is counted.
+        """
+        if "AsyncCollectiveDone" in instruction.attributes:
+            return True
+        users = self._users(computation).get(instruction.name, ())
+        starts = any("AsyncCollectiveStart" in user.attributes for user in users)
+        return (
+            instruction.opcode in COLLECTIVES
+            and "async_collective_fusion_config" in instruction.attributes
+            and not starts
+        )
 
     def _users(self, computation: Computation) -> Mapping[str, list[Instruction]]:
         """Return who uses each value of a computation."""

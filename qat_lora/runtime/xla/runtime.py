@@ -86,8 +86,6 @@ class XlaRuntime(Runtime):
     piece_bytes: int | None = None
     attention: AttentionForm = "blocked"
     shares_memory = False
-    _parts = 1
-    """Chips that one call of a computation runs on, each with its rows."""
 
     def __init__(self, backend: str) -> None:
         self.backend = os.environ["PJRT_DEVICE"] = os.environ.get("PJRT_DEVICE") or backend  # empty is unset
@@ -183,7 +181,11 @@ class XlaRuntime(Runtime):
                 stacklevel=2,
             )
             return None
-        return SplashAttention(self._call_by_rows, self._parts)
+        return SplashAttention(self._call_by_rows, self._parts())
+
+    def _parts(self) -> int:
+        """Return the number of chips that one call of a computation runs on, each with its rows."""
+        return 1
 
     def _call_by_rows(self, computation: Any, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Call a computation that knows only the rows of one chip."""

@@ -90,7 +90,8 @@ def _lowered(which: str, window: int | None, shapes: tuple[tuple[tuple[int, ...]
 
     jax.config.update("jax_platforms", "cpu")  # it only lowers here, and must not take the chip from torch_xla
     given = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
-    run = functools.partial({"forward": forward, "backward": backward}[which], window=window)
+    kernels: dict[str, Callable[..., Any]] = {"forward": forward, "backward": backward}
+    run = functools.partial(kernels[which], window=window)
     lowered = jax.jit(run, keep_unused=True).trace(*given).lower(lowering_platforms=("tpu",))
     return xb.computation_from_module_proto(which, lowered.compiler_ir("hlo").as_serialized_hlo_module_proto())
 
@@ -108,18 +109,15 @@ def forward(query: Any, key: Any, value: Any, documents: Any, window: int | None
     return jax.vmap(row)(query, key, value, documents)
 
 
-def backward(
-    query: Any,
-    key: Any,
-    value: Any,
-    documents: Any,
-    output: Any,
-    log_sum: Any,
-    d_output: Any,
-    window: int | None,
-    interpret: bool = False,
-) -> Any:
-    """Return the gradients of the scaled queries, keys and values of jax arrays."""
+def backward(query: Any, *others: Any, window: int | None, interpret: bool = False) -> Any:
+    """Return the gradients of the scaled queries, of keys and values, as jax arrays.
+
+    Args:
+        query: [B, H, L, D].
+        others: keys, values, documents, and what `forward` returned; gradients of its result.
+        window: tokens that each one sees at most.
+        interpret: run the kernel as ordinary operations.
+    """
     import jax
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
@@ -129,10 +127,10 @@ def backward(
         kept = (query, key, value, ids, None, output, log_sum, kernel.dq_mask_info, kernel.dkv_mask_info)
         return splash._splash_attention_bwd(res=kept, do=d_output, **kernel.kwargs)[3:6]
 
-    return jax.vmap(row)(query, key, value, documents, output, log_sum, d_output)
+    return jax.vmap(row)(query, *others)
 
 
-def _kernel(shape: tuple[int, ...], window: int | None, **how: bool) -> Any:
+def _kernel(shape: tuple[int, ...], window: int | None, **how: Any) -> Any:
     """Return jax's kernel for queries [H, L, D]: its mask, tiles and settings; `how` as `make_splash_mha` has them."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks

@@ -24,8 +24,6 @@ from qat_lora.runtime.xla.trace import TracingRuntime
 from qat_lora.types import Batch
 
 AXIS = "data"
-LARGE = 2**20
-"""Numbers in a frozen tensor from which it is worth spreading; a stack of norms has fewer."""
 
 
 class XlaSpmdRuntime(XlaRuntime):
@@ -37,7 +35,6 @@ class XlaSpmdRuntime(XlaRuntime):
         self._mesh: Any = None
         self._processes = 1
 
-    @property
     def _parts(self) -> int:
         return self.replicas
 
@@ -74,7 +71,7 @@ class XlaSpmdRuntime(XlaRuntime):
             collectives.join(init_method="xla://")
 
     def shard_frozen(self, module: torch.nn.Module) -> None:
-        """With `shard_base`, spread every large frozen matrix over the devices along a dimension that divides evenly.
+        """With `shard_base`, spread every frozen matrix of the layers over the devices where a dimension divides evenly.
 
         A stack is spread within its layers, which are gathered one by one (`layer_scan`). Embedding and LM head stay
         whole: each chunk of the loss would gather the one, and other exchanges than the weights' come of the other.
@@ -84,13 +81,13 @@ class XlaSpmdRuntime(XlaRuntime):
         import torch_xla
 
         ends = [getattr(module, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
-        whole = {id(tensor) for end in ends if end is not None for tensor in _frozen_tensors(end)}
-        for tensor in _frozen_tensors(module):
-            if id(tensor) in whole or tensor.numel() < LARGE:
-                continue
+        whole = {id(tensor) for end in ends if end is not None for tensor, _ in _frozen_tensors(end)}
+        for tensor, is_stack in _frozen_tensors(module):
             sizes = list(enumerate(tensor.shape))[-2:]
             even = [dim for dim, size in sizes if size % self.replicas == 0 and size]
-            if tensor.ndim >= 2 and even and torch_xla._XLAC._get_xla_sharding_spec(tensor) == "":
+            if id(tensor) in whole or tensor.ndim < 2 + is_stack or not even:
+                continue
+            if torch_xla._XLAC._get_xla_sharding_spec(tensor) == "":
                 self._shard(tensor, tuple(AXIS if d == even[0] else None for d in range(tensor.ndim)))
 
     def layer_scan(self) -> Callable[..., Any]:
@@ -192,12 +189,12 @@ class TracingSpmdRuntime(TracingRuntime, XlaSpmdRuntime):
         self._annotated += (tensor,)
 
 
-def _frozen_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
-    """Return what does not train: parameters, buffers, and tensors that modules keep as plain attributes."""
-    found: dict[int, torch.Tensor] = {}
+def _frozen_tensors(module: torch.nn.Module) -> list[tuple[torch.Tensor, bool]]:
+    """Return what does not train, parameters, buffers and plain attributes, and whether it is a stack of layers'."""
+    found: dict[int, tuple[torch.Tensor, bool]] = {}
     for owner in module.modules():
         held = [*owner._parameters.values(), *owner._buffers.values(), *vars(owner).values()]
         for tensor in held:
             if isinstance(tensor, torch.Tensor) and not tensor.requires_grad and tensor.device.type == "xla":
-                found[id(tensor)] = tensor
+                found[id(tensor)] = tensor, getattr(owner, "is_stack", False)
     return list(found.values())

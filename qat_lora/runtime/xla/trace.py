@@ -42,11 +42,14 @@ class Graph(NamedTuple):
 class TracingRuntime(XlaRuntime):
     """One chip, whose syncs record; `spmd.py` has the same for several."""
 
-    _compiles_for_tpu = True
     graphs: list[Graph] | None = None
     """Filled while `record` works."""
     _begun = 0.0
     _annotated: tuple[Tensor, ...] = ()
+
+    @property
+    def _compiles_for_tpu(self) -> bool:
+        return True
 
     def record(self, work: Callable[[], Any]) -> list[Graph]:
         """Return the graphs of `work`, called twice: the first call pays for what Python and torch_xla do only once."""
