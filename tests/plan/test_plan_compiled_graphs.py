@@ -25,6 +25,7 @@ def write(name, graph):
     found[name] = {
         "instructions": instruction_count(graph.text),
         "sizes": [eval(dims.replace(",", "*") or "1") for dims in re.findall(r"\[([\d,]*)\]\S* parameter\(", entry)],
+        "kernels": len(re.findall('custom_call_target="tpu_custom_call"', graph.text)),
         "sharded": len(re.findall(r'custom_call_target="Sharding"', entry)),
     }
 REAL
@@ -45,8 +46,8 @@ TOY |= {"head_dim": 32, "vocab_size": 512, "bos_token_id": 0, "eos_token_id": 0}
 pytestmark = pytest.mark.xla
 
 
-def traced(folder, layers, real=False, chips=1, **asked):
-    (folder / "config.json").write_text(json.dumps(TOY | {"num_hidden_layers": layers}), encoding="utf-8")
+def traced(folder, layers, real=False, chips=1, model=TOY, **asked):
+    (folder / "config.json").write_text(json.dumps(model | {"num_hidden_layers": layers}), encoding="utf-8")
     asked = {"model": str(folder), "batch_size": 2, "length": 32, "head_k": 4, "rank": 2, "chips": chips} | asked
     program = TRACE.replace("REAL", REAL if real else "")
     done = subprocess.run(
@@ -78,6 +79,15 @@ def test_every_graph_is_traced_and_weights_are_its_parameters(tmp_path):
         assert sum(two[name]["sizes"]) >= 512 * 64 + 2 * layer + adapter, name
     assert len(two["optimizer step"]["sizes"]) >= 4 * 2 * 7  # adapters (a stack a kind), gradients, two moments
     assert two["decoding step"]["instructions"] < two["cache build"]["instructions"] * 2
+
+
+def test_a_06b_student_is_little_to_trace(tmp_path):
+    """The graph of 28 layers is that of two, but for the length of the loops (`test_layers_stacked`)."""
+    asked = {"batch_size": 4, "length": 1024, "head_k": 128, "rank": 8}
+    found = traced(tmp_path, 2, model=QWEN3_06B, graphs=["micro-batch", "optimizer step"], **asked)
+    assert found["micro-batch"]["instructions"] <= 6_000  # 61,038 layer by layer and chunk by chunk
+    assert found["optimizer step"]["instructions"] <= 700  # 17,303 tensor by tensor
+    assert found["micro-batch"]["kernels"] == 2  # attention, forward and backward
 
 
 @pytest.mark.slow

@@ -71,7 +71,7 @@ class XlaSpmdRuntime(XlaRuntime):
             collectives.join(init_method="xla://")
 
     def shard_frozen(self, module: torch.nn.Module) -> None:
-        """With `shard_base`, spread every frozen matrix of the layers over the devices where a dimension divides evenly.
+        """With `shard_base`, spread every frozen matrix of the layers over the devices if a dimension divides.
 
         A stack is spread within its layers, which are gathered one by one (`layer_scan`). Embedding and LM head stay
         whole: each chunk of the loss would gather the one, and other exchanges than the weights' come of the other.
