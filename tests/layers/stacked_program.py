@@ -13,8 +13,10 @@ from qat_lora.layers.lora import LoraConfig
 from qat_lora.layers.stacked import apart, by_layer, parameters_at, stack_layers, trained_paths
 from qat_lora.models.load import make_qwen3
 from qat_lora.quant.presets import preset
+from qat_lora.runtime.native import NativeRuntime
 from qat_lora.runtime.xla import scan
 from qat_lora.runtime.xla.runtime import XlaRuntime, xla_mark_step
+from qat_lora.runtime.xla.spmd import XlaSpmdRuntime
 from qat_lora.setup.common import fit_attention
 from qat_lora.setup.trainable import recovery_parts
 
@@ -31,11 +33,11 @@ def student(layers, dropout=0.0):
     return model
 
 
-def run(runtime, layers, stacked, recompute=False, scales=False):
+def run(runtime, layers, stacked, recompute=False, scales=False, norms=False):
     """Trace one micro-batch; return loss and gradients, the gradients' names, the graph's text, model and paths."""
     model = student(layers)
     fit_attention(model, runtime)
-    paths = trained_paths(model.module, recovery_parts(model, scales, scales, torch.float32))
+    paths = trained_paths(model.module, recovery_parts(model, scales, scales or norms, torch.float32))
     if stacked:
         assert stack_layers(model.module, runtime.layer_scan()) == (layers, layers)
     runtime.place(model.module)
@@ -49,8 +51,9 @@ def run(runtime, layers, stacked, recompute=False, scales=False):
 
 
 def forward(model, runtime):
-    ids = (torch.arange(46).reshape(2, 23) % 61).to(runtime.device)
-    return model.hidden(ids, DOCUMENTS.to(runtime.device)).sin().sum()
+    ids = (torch.arange(46, dtype=torch.int32).reshape(2, 23) % 61).numpy()
+    (batch,) = runtime.feed([{"input_ids": ids, "document_ids": DOCUMENTS.numpy()}])
+    return model.hidden(batch["input_ids"], batch["document_ids"]).sin().sum()
 
 
 def instructions(text):
@@ -108,6 +111,25 @@ def apart_again(model, paths):
     return [worst, *there, same]
 
 
+def sharded(runtime):
+    """Compare a student whose frozen matrices are spread over devices with the same on the host."""
+    host, model = NativeRuntime("cpu"), student(3)
+    groups = recovery_parts(model, False, True, torch.float32)
+    trained = {name: p for tensors in groups.values() for name, p in tensors.items()}
+    loss = forward(model, host)
+    wanted = dict(zip(trained, torch.autograd.grad(loss, [*trained.values()]), strict=True))
+    mine, gradients, _, placed, _ = run(runtime, 3, True, norms=True)
+    xla_mark_step()
+    spec = sys.modules["torch_xla"]._XLAC._get_xla_sharding_spec
+    spread = sum("devices" in spec(p) for p in placed.module.parameters())
+    gradients = by_layer({n: gradient.cpu() for n, gradient in gradients.items()})
+    worst = max(float((gradients[n] - g).abs().max() / g.abs().max()) for n, g in wanted.items())
+    return {"losses": [loss.item(), mine.item()], "spread": spread, "worst": worst}
+
+
 if __name__ == "__main__":
-    runtime = XlaRuntime("CPU")
-    print(json.dumps(runtime.launch(lambda: main(runtime))))
+    if sys.argv[1:] == ["sharded"]:
+        runtime, work = XlaSpmdRuntime("CPU", shard_base=True), sharded
+    else:
+        runtime, work = XlaRuntime("CPU"), main
+    print(json.dumps(runtime.launch(lambda: work(runtime))))

@@ -20,8 +20,12 @@ MATRIX = 32 * 48  # the toy's largest; a stack of weights has twice as many numb
 
 @pytest.fixture(scope="module")
 def report():
-    environment = clean_environment(PJRT_DEVICE="CPU", PYTHONPATH=str(ROOT))
-    program = [sys.executable, str(HERE / "stacked_program.py")]
+    return reported()
+
+
+def reported(*arguments, **environment):
+    environment = clean_environment(PJRT_DEVICE="CPU", PYTHONPATH=str(ROOT), **environment)
+    program = [sys.executable, str(HERE / "stacked_program.py"), *arguments]
     done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -58,6 +62,14 @@ def test_who_reads_layers_by_name_finds_them_as_trained(report):
 @pytest.mark.xla
 def test_layers_that_draw_random_numbers_stay_apart(report):
     assert report["dropout"] == [0, 2]
+
+
+@needs_xla
+@pytest.mark.xla
+def test_frozen_matrices_spread_over_devices_give_the_same_gradients():
+    found = reported("sharded", CPU_NUM_DEVICES="2")
+    assert found["spread"] == 7  # stacks of matrices; norms train here, embedding and LM head stay whole
+    assert found["losses"][1] == pytest.approx(found["losses"][0], abs=1e-4) and found["worst"] < 1e-4, found
 
 
 def test_a_name_with_a_range_stands_for_its_layers():
