@@ -8,9 +8,6 @@ backward loop runs a layer again from its input, and is given what was expensive
 products and of attention (selective checkpointing). Norms, rotations and activations are cheaper to compute again than
 to read. With `recompute` nothing but the layers' inputs is kept.
 
-A body runs on placeholders, and what PyTorch/XLA has traced then is lowered to a computation that the loop calls.
-Numbers that a body makes from nothing become parameters of it ("hoisted") and arguments of the loop.
-
 Sources: torch_xla/experimental/scan.py (2.9); Korthikanti et al. 2022 (arXiv:2205.05198), section 5.
 """
 
@@ -24,6 +21,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from qat_lora.runtime.xla.loop import Loop, traced
+
+Results = tuple[list[Tensor], list[Tensor]]
 Body = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor]], Tensor]
 """(carry, one layer's slices of the stacked tensors, what all layers share) -> the next carry, of the same shape."""
 
@@ -61,7 +61,7 @@ class LayerScan:
             self._built[key] = self._build(trains, carry, stacked, shared)
         loops = self._built[key]
         if not trains:
-            return loops.forward(carry, stacked, shared)[0]
+            return loops.forward([carry], stacked, shared)[0][0]
         result: Tensor = _Scan.apply(loops, len(stacked), carry, *stacked, *shared)
         return result
 
@@ -69,39 +69,40 @@ class LayerScan:
         """Return the loops of a shape. Built from the end: what the backward one does not use is not kept."""
         if not trains:
             with torch.no_grad():
-                return _Loops(_Loop(lambda *given: [self._body(*given)], carry, stacked, shared))
+                return _Loops(Loop(lambda x, *given: ([self._body(x[0], *given)], []), [carry], stacked, shared))
         trained = [i for i, tensor in enumerate(stacked) if tensor.requires_grad]
 
-        def forward(x: Tensor, slices: Sequence[Tensor], shared: Sequence[Tensor]) -> list[Tensor]:
+        def forward(carry: Sequence[Tensor], slices: Sequence[Tensor], shared: Sequence[Tensor]) -> Results:
             with torch.no_grad(), _Keeper(None, self._recompute) as keeper:
-                return [self._body(x, slices, shared), x.clone(), *keeper.values]
+                return [self._body(carry[0], slices, shared)], [carry[0].clone(), *keeper.values]
 
-        def backward(d_carry: Tensor, slices: Sequence[Tensor], shared: Sequence[Tensor]) -> list[Tensor]:
+        def backward(d_carry: Sequence[Tensor], slices: Sequence[Tensor], shared: Sequence[Tensor]) -> Results:
             own = [tensor.detach() for tensor in slices[: len(stacked)]]
             x, *values = (tensor.detach() for tensor in slices[len(stacked) :])
             wanted = [x.requires_grad_(), *(own[i].requires_grad_() for i in trained)]
             with torch.enable_grad(), _Keeper(values, self._recompute):
                 result = self._body(x, own, shared)
-            return [*torch.autograd.grad(result, wanted, d_carry)]
+            d_x, *gradients = torch.autograd.grad(result, wanted, d_carry[0])
+            return [d_x], gradients
 
-        seen = _lowered(forward, carry, stacked, shared)[0][1:]
+        seen = traced(forward, [carry], stacked, shared)[0][1:]
         values = [torch.empty(len(stacked[0]), *t.shape, dtype=t.dtype, device=carry.device) for t in seen]
         del seen  # placeholders must not be alive at the next sync
-        back = _Loop(backward, carry, [*stacked, *values], shared, reverse=True)
-        kept = [i for i in range(len(values)) if 1 + len(stacked) + i in back.order]
+        back = Loop(backward, [carry], [*stacked, *values], shared, reverse=True)
+        kept = [i for i in range(len(values)) if 1 + len(stacked) + i in back.reads]
 
-        def forward_kept(*given: Any) -> list[Tensor]:
-            result, *values = forward(*given)
-            return [result, *(values[i] for i in kept)]
+        def forward_kept(*given: Any) -> Results:
+            last, values = forward(*given)
+            return last, [values[i] for i in kept]
 
-        return _Loops(_Loop(forward_kept, carry, stacked, shared), back, trained, kept, len(values))
+        return _Loops(Loop(forward_kept, [carry], stacked, shared), back, trained, kept, len(values))
 
 
 class _Loops(NamedTuple):
     """The loops of one shape. `forward` returns the last carry and the stacks of what it kept."""
 
-    forward: _Loop
-    backward: _Loop | None = None
+    forward: Loop
+    backward: Loop | None = None
     """(gradient of the carry; stacked tensors and what was kept; shared) -> gradients of carry and trained stacks."""
     trained: Sequence[int] = ()
     """Which stacked tensors have gradients."""
@@ -115,7 +116,7 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loops: _Loops, count: int, carry: Tensor, *tensors: Tensor) -> Tensor:
         stacked, shared = tensors[:count], tensors[count:]
-        result, *kept = loops.forward(carry, stacked, shared)
+        (result,), kept = loops.forward([carry], stacked, shared)
         ctx.loops, ctx.count, ctx.wants_carry = loops, count, carry.requires_grad
         ctx.save_for_backward(*stacked, *shared, *kept)
         return result
@@ -126,7 +127,7 @@ class _Scan(torch.autograd.Function):
         loops, saved, inputs = ctx.loops, ctx.saved_tensors, len(ctx.needs_input_grad) - 3
         stacked, shared, kept = saved[: ctx.count], saved[ctx.count : inputs], iter(saved[inputs:])
         values = [next(kept) if i in loops.kept else None for i in range(loops.values)]
-        d_carry, *d_trained = loops.backward(d_result, [*stacked, *values], shared)
+        (d_carry,), d_trained = loops.backward([d_result], [*stacked, *values], shared)
         gradients: list[Tensor | None] = [None] * inputs
         for place, gradient in zip(loops.trained, d_trained, strict=True):
             gradients[place] = gradient
@@ -181,105 +182,3 @@ def kept(compute: Callable[[], tuple[Tensor, ...]], count: int) -> tuple[Tensor,
     It must need no gradient itself: the forward function of a `torch.autograd.Function`.
     """
     return compute() if _Keeper.active is None else _Keeper.active.keep(compute, count)
-
-
-class _Loop:
-    """A lowered body in a While loop: (carry, stacked, shared) -> the last carry, the body's other results stacked."""
-
-    def __init__(
-        self,
-        body: Callable[..., Sequence[Tensor]],
-        carry: Tensor,
-        stacked: Sequence[Tensor],
-        shared: Sequence[Tensor],
-        reverse: bool = False,
-    ) -> None:
-        import torch_xla.core.xla_builder as xb
-
-        outputs, inputs, context = _lowered(body, carry, stacked, shared)
-        numbers = [context.tensor_parameter_id(tensor) for tensor in inputs]
-        hoisted = {n: t for n, t in context.device_parameter_id_tensor_mapping().items() if n not in numbers}
-        self._hoisted = list(hoisted.values())
-        # The parameters of the lowered body, as places among all of a call's tensors; the body need not use them all.
-        self.order = [(numbers + list(hoisted)).index(n) for n in range(1 + max([*numbers, *hoisted]))]
-        is_sliced = [0 < place <= len(stacked) for place in self.order]
-        self.stacks = [(torch.Size((len(stacked[0]), *tensor.shape)), tensor.dtype) for tensor in outputs[1:]]
-        arguments = self._arguments(carry, stacked, shared)
-        called = xb.computation_from_module_proto("layer", context.hlo())
-        self._loop = _while(called, arguments, self.order, is_sliced, self.stacks, len(stacked[0]), reverse)
-
-    def __call__(self, carry: Tensor, stacked: Sequence[Tensor | None], shared: Sequence[Tensor]) -> list[Tensor]:
-        import torch_xla
-
-        arguments = self._arguments(carry, stacked, shared)
-        results: list[Tensor] = torch_xla._XLAC._xla_user_computation("xla::layer_scan", arguments, self._loop)
-        return results
-
-    def _arguments(self, carry: Tensor, stacked: Sequence[Tensor | None], shared: Sequence[Tensor]) -> list[Any]:
-        """Return the loop's tensors, the carry first."""
-        tensors = [carry, *stacked, *shared, *self._hoisted]
-        return [carry, *(tensors[place] for place in self.order if place)]
-
-
-def _lowered(
-    body: Callable[..., Sequence[Tensor]], carry: Tensor, stacked: Sequence[Tensor], shared: Sequence[Tensor]
-) -> tuple[list[Tensor], list[Tensor], Any]:
-    """Return a body's results of placeholders, those, and the context that has lowered it."""
-    import torch_xla
-    import torch_xla.core.xla_builder as xb
-
-    def placeholders(tensors: Sequence[Tensor], skip: int = 0) -> list[Tensor]:
-        return [xb.create_placeholder_tensor(tensor.shape[skip:], tensor.dtype) for tensor in tensors]
-
-    inputs = placeholders([carry]), placeholders(stacked, 1), placeholders(shared)
-    outputs = list(body(*inputs[0], *inputs[1:]))
-    context = torch_xla._XLAC.lowering.LoweringContext("layer")
-    context.build(outputs)
-    return outputs, [tensor for part in inputs for tensor in part], context
-
-
-def _while(
-    called: Any,
-    arguments: Sequence[Tensor],
-    order: Sequence[int],
-    is_sliced: Sequence[bool],
-    stacks: Sequence[tuple[torch.Size, torch.dtype]],
-    count: int,
-    reverse: bool,
-) -> Any:
-    """Return the computation of `count` calls: state is (i, carry, stacks of results, arguments that stay)."""
-    import torch_xla.core.xla_builder as xb
-
-    builder, own = xb.create_builder("layer_scan"), 2 + len(stacks)
-    carry, *rest = (xb.mkparam(builder, i, xb.tensor_shape(tensor)) for i, tensor in enumerate(arguments))
-    index = xb.Op.scalar(builder, 0, dtype=xb.Type.S32)
-    empty = [xb.Op.zero(builder, dtype=xb.Op.from_torch_type(d)).broadcast(list(shape)) for shape, d in stacks]
-
-    def at(i: xb.Op, rank: int) -> list[xb.Op]:
-        return [i, *([i.zeros_like()] * (rank - 1))]
-
-    def one_of(stack: xb.Op, i: xb.Op) -> xb.Op:
-        sizes = list(stack.shape().sizes)
-        return stack.dynamic_slice(at(i, len(sizes)), [1, *sizes[1:]]).reshape(sizes[1:])
-
-    def condition(i: xb.Op, *_: xb.Op) -> xb.Op:
-        return i < xb.Op.scalar(i.builder(), count, dtype=xb.Type.S32)
-
-    def body(i: xb.Op, carry: xb.Op, *state: xb.Op) -> tuple[xb.Op, ...]:
-        last = xb.Op.scalar(i.builder(), count - 1, dtype=xb.Type.S32)
-        here = last - i if reverse else i
-        given = iter(state[len(stacks) :])
-        inputs = [
-            carry if place == 0 else one_of(next(given), here) if sliced else next(given)
-            for place, sliced in zip(order, is_sliced, strict=True)
-        ]
-        result = xb.Op.call(called, inputs)
-        made = [
-            stack.dynamic_update_slice(result.get_tuple_element(1 + k).broadcast([1]), at(here, len(shape)))
-            for k, (stack, (shape, _)) in enumerate(zip(state, stacks, strict=False))
-        ]
-        one = xb.Op.scalar(i.builder(), 1, dtype=xb.Type.S32)
-        return i + one, result.get_tuple_element(0), *made, *state[len(stacks) :]
-
-    final = xb.Op.mkwhile([index, carry, *empty, *rest], condition, body)
-    return xb.Op.tuple([final.get_tuple_element(k) for k in range(1, own)]).build("layer_scan")
