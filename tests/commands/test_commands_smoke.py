@@ -35,12 +35,12 @@ def test_a_fault_is_a_cross_with_its_reason_and_exit_code_1(capsys, monkeypatch,
     for name in ("_data", "_training", "_checkpoint"):
         monkeypatch.setattr(smoke, name, lambda bench, name=name: ran.append(name) or "skipped here")
     with pytest.raises(smoke.SmokeFailedError, match="gradient sync failed on CPU.*expected 1.0 everywhere") as caught:
-        smoke.smoke(SmokeOptions(run=RunConfig(out=str(tmp_path / "out"))), Broken("cpu"))
+        smoke.smoke(SmokeOptions(run=RunConfig(out=str(tmp_path / "out"), dtype="float32")), Broken("cpu"))
     assert caught.value.exit_code == 1
     assert ran == ["_data", "_training"]
     assert capsys.readouterr().out.splitlines()[-1].startswith("✗ gradient sync  RuntimeError: expected 1.0")
     with pytest.raises(smoke.SmokeFailedError):
-        smoke.smoke(SmokeOptions(run=RunConfig(quiet=True)), Broken("cpu"))
+        smoke.smoke(SmokeOptions(run=RunConfig(quiet=True, dtype="float32")), Broken("cpu"))
     assert capsys.readouterr().out == ""
 
 
@@ -76,7 +76,7 @@ def test_a_loss_that_does_not_fall_a_changed_resume_and_a_foreign_adapter_are_fo
 def test_a_folder_of_another_run_is_left_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(Exception, match="no qat-lora run made"):
-        smoke.smoke(SmokeOptions(run=RunConfig(out=str(tmp_path))), NativeRuntime("cpu"))
+        smoke.smoke(SmokeOptions(run=RunConfig(out=str(tmp_path), dtype="float32")), NativeRuntime("cpu"))
     assert (tmp_path / "thesis.txt").read_text() == "mine"
 
 
