@@ -48,11 +48,11 @@ def test_a_loss_that_does_not_fall_a_changed_resume_and_a_foreign_adapter_are_fo
     from safetensors.torch import load_file, save_file
 
     runtime = NativeRuntime("cpu")
-    bench = smoke._Bench(SmokeOptions(), runtime, tmp_path)
+    bench = smoke._Bench(SmokeOptions(run=RunConfig(dtype="float32")), runtime, tmp_path)
     smoke._data(bench)
     smoke._training(bench)
 
-    training = smoke._Bench(SmokeOptions(run_training=True), runtime, tmp_path / "flat")
+    training = smoke._Bench(SmokeOptions(run_training=True, run=RunConfig(dtype="float32")), runtime, tmp_path / "flat")
     (training.trained).mkdir(parents=True)
     lines = [{"step": step + 1, "loss": 0.5} for step in range(training.steps)]
     monkeypatch.setattr(smoke, "_recover", lambda bench, out: bench.folder / out)
