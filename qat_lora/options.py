@@ -51,8 +51,7 @@ class RunConfig:
     chips: ChipsConfig = option(ChipsConfig, "how many chips")
     dtype: Literal["auto", "float32", "bfloat16"] = option(
         "auto",
-        "type of weights and activations, whatever the files hold; auto: bfloat16 on TPU and on CUDA that has it, else "
-        "float32",
+        "type of weights and activations, whatever files hold; auto: bfloat16 on TPU and newer CUDA, else float32",
     )
     seed: int = option(0, "seed of everything random", min=0, below=2**63)
     quiet: bool = option(False, "no progress bars, no status lines")

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,7 +32,7 @@ TRAINED = QatOptions(checkpoint="q", kd_cache_dir="c")
 def gpu(monkeypatch):
     def found(bfloat16):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bfloat16)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda emulated: bfloat16)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla V100")
 
     return found
