@@ -154,6 +154,10 @@ def test_training_reads_nothing_back_and_sends_nothing_to_the_host(runs):
     assert runs[2]["fallback"] in ([], ["aten::_local_scalar_dense"])
 
 
+def test_the_type_that_was_chosen_is_the_run_s(runs):
+    assert all("  dtype: float32\n" in (run / "config.yaml").read_text() for run in runs[:2])
+
+
 def test_losses_equal_those_of_the_cpu(runs):
     cpu, xla = (read_metrics(run / "metrics.jsonl") for run in runs[:2])
     near = NEAR.get(runs[1].name.removeprefix("xla-"), 1e-4)
