@@ -67,7 +67,7 @@ def measure(case: str, document: Path, teacher: str, out: Path) -> dict[str, Any
     start_mb, began, first_row_s = peak_mb(), time.perf_counter(), None
     tokens = 0
     if case == "build":
-        run = RunConfig(device="cpu", out=str(out), quiet=True)
+        run = RunConfig(device="cpu", dtype="float32", out=str(out), quiet=True)
         build_cache(
             CacheBuildOptions(teacher=teacher, text=text, length=LENGTH, top_k=16, num_rows=ROWS, run=run),
             select_runtime("cpu"),

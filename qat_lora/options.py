@@ -49,7 +49,10 @@ class RunConfig:
     )
     tpu: bool = option(False, "same as --device tpu")
     chips: ChipsConfig = option(ChipsConfig, "how many chips")
-    dtype: Literal["float32", "bfloat16"] = option("float32", "type of weights and activations")
+    dtype: Literal["auto", "float32", "bfloat16"] = option(
+        "auto",
+        "type of weights and activations, whatever files hold; auto: bfloat16 on TPU and newer CUDA, else float32",
+    )
     seed: int = option(0, "seed of everything random", min=0, below=2**63)
     quiet: bool = option(False, "no progress bars, no status lines")
     json: bool = option(False, "print the result as JSON, and nothing else, to standard output")
@@ -206,6 +209,11 @@ class RecoverOptions:
         """True if a teacher is learned from."""
         return self.learn in ("kd", "kd+ce")
 
+    @property
+    def float32_for(self) -> str:
+        """The setting that needs float32 weights, empty if none does."""
+        return "train_norms" if self.train_norms else "autocast" if self.loop.autocast else ""
+
     def __post_init__(self) -> None:
         if self.uses_cache:
             required(self, "kd_cache_dir")
@@ -216,9 +224,8 @@ class RecoverOptions:
                 raise ConfigError(f"{name}: nothing reads it with --objective {self.learn}; leave it out")
         if self.checkpoint is None and self.model is None:
             raise ConfigError("checkpoint: missing; give --checkpoint FOLDER (or --model for an unquantised student)")
-        for name, on in (("train_norms", self.train_norms), ("autocast", self.loop.autocast)):
-            if on and self.run.dtype != "float32":
-                raise ConfigError(f"{name}: needs float32 weights; leave out --dtype {self.run.dtype}")
+        if self.float32_for and self.run.dtype == "bfloat16":
+            raise ConfigError(f"{self.float32_for}: needs float32 weights; leave out --dtype {self.run.dtype}")
 
 
 @settings
@@ -251,6 +258,12 @@ class QatOptions(QuantizeConfig):
     dry_run: bool = option(False, DRY_RUN_HELP)
     hub: HubConfig = option(HubConfig, "models")
     run: RunConfig = option(RunConfig, "run")
+
+    @property
+    def float32_for(self) -> str:
+        """The setting that needs float32 weights, empty if none does."""
+        small_updates = {"norms", "embeddings", "head"} & set(self.train_parts)
+        return "train_parts" if small_updates else "autocast" if self.loop.autocast else ""
 
     def __post_init__(self) -> None:
         if self.from_scratch:
@@ -327,6 +340,7 @@ class ExportOptions:
         "compressed-tensors: packed base (vLLM, transformers), adapter beside it; gguf: base and adapter for "
         "llama.cpp; pt: best.pt, the student's state dict for torch.load",
     )
+    dtype: Literal["float32", "bfloat16"] = option("float32", "type of the dense tensors that are written")
     container_bits: int | None = option(
         None,
         "bits of packed codes, with compressed-tensors; default: the fewest of 2, 4, 8 that are exact",
@@ -342,14 +356,14 @@ class ExportOptions:
     scores: str | None = option(None, "folder of a `qat-lora eval` run whose scores the model card shows")
     license: str | None = option(None, "licence that the model card names, for example apache-2.0")
     hub: HubConfig = option(HubConfig, "models")
-    run: RunConfig = option(RunConfig, "run", without=("chips", "seed"))
+    run: RunConfig = option(RunConfig, "run", without=("chips", "dtype", "seed"))
 
     def __post_init__(self) -> None:
         for name, form in (("container_bits", "compressed-tensors"), ("exact_only", "gguf")):
             if getattr(self, name) and self.form != form:
                 raise ConfigError(f"{name}: means nothing with --form {self.form}; it belongs to --form {form}")
-        if self.form == "adapter" and self.run.dtype != "float32":
-            raise ConfigError(f"dtype: {self.run.dtype} means nothing with --form adapter, which copies the files")
+        if self.form == "adapter" and self.dtype != "float32":
+            raise ConfigError(f"dtype: {self.dtype} means nothing with --form adapter, which copies the files")
 
 
 @settings
@@ -460,3 +474,8 @@ class EstimateOptions:
         "computed again), or auto (as each device does)",
     )
     run: RunConfig = option(RunConfig, "run", without=("out", "overwrite", "chips", "seed", "quiet"))
+
+    @property
+    def float32_for(self) -> str:
+        """The setting that needs float32 weights, empty if none does."""
+        return "train_norms" if self.train_norms else ""

@@ -100,7 +100,7 @@ def logs(run):
 def spoken(folder):
     runtime = select_runtime("cpu")
     try:
-        return open_backend(str(folder), HubConfig(), RunConfig(quiet=True), runtime).description
+        return open_backend(str(folder), HubConfig(), RunConfig(quiet=True, dtype="float32"), runtime).description
     except ImportError as error:  # llama.cpp is not here; what is refused is refused before
         return str(error)
 

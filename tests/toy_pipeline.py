@@ -19,7 +19,7 @@ def call(name, options, **changed):
 
 
 def part(out, **changed):
-    return RunConfig(out=str(out), device="cpu", quiet=True, **changed)
+    return RunConfig(out=str(out), device="cpu", quiet=True, **{"dtype": "float32", **changed})
 
 
 def cache_options(tiny, out, **changed):

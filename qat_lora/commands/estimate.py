@@ -6,8 +6,9 @@ from typing import Any
 
 from qat_lora.options import EstimateOptions
 from qat_lora.plan.devices import named
-from qat_lora.plan.memory import GIB, forecast, peak_table, skeleton
+from qat_lora.plan.memory import GIB, forecast, peak_table, shown_device, skeleton
 from qat_lora.runtime.base import Runtime
+from qat_lora.runtime.precision import with_dtype
 
 NOTE = (
     "An estimate. Weights, adapter, gradients and optimizer state are counted on the model's real shapes. Activations\n"
@@ -25,6 +26,7 @@ def estimate(options: EstimateOptions, runtime: Runtime) -> dict[str, Any]:
         ConfigError: an unknown preset or device, or patterns that match no layer.
     """
     devices = named(options.devices)
+    options = with_dtype(options, shown_device(options, devices)[0])[0]
     shapes = skeleton(options)
     report = {
         **forecast(shapes, options, devices),
@@ -47,7 +49,8 @@ def _text(report: dict[str, Any], options: EstimateOptions, replicas: int) -> st
         f"{replicas} replica{'s' if replicas > 1 else ''}: effective batch {report['effective_batch']}"
     )
     places = [name for name, there in report["devices"].items() if there["attention"] == report["attention"]]
-    lines += ["", f"a step with {report['attention']} attention" + (f", as on {', '.join(places)}" if places else "")]
+    step = f"a step in {options.run.dtype} with {report['attention']} attention"
+    lines += ["", step + (f", as on {', '.join(places)}" if places else "")]
     lines += [f"{name:<18}{size / GIB:>9.3f} GiB" for name, size in report["bytes"].items() if size]
     lines.append(f"{'together':<18}{report['total_bytes'] / GIB:>9.3f} GiB")
     if options.table:

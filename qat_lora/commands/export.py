@@ -42,11 +42,11 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
     scores = None if options.scores is None else read_scores(options.scores)
     plan = FORMS[options.form].plan(
         ExportJob(
-            str(options.student), student, adapter, tokenizer, run.dtype, options.container_bits, options.exact_only
+            str(options.student), student, adapter, tokenizer, options.dtype, options.container_bits, options.exact_only
         )
     )
     settings = {key: value for key, value in to_dict(options).items() if key not in ("run", "hub")}
-    settings |= {"dtype": run.dtype, "weights": student.sha256}
+    settings |= {"weights": student.sha256}
     inputs = [options.student, student.model.folder, adapter, *text_inputs(options.text), options.scores]
     with outputs.claimed(out, "export", settings, run.overwrite, inputs) as complete:
         if complete:
@@ -130,7 +130,7 @@ def _rounding_kl(
 
 def _command(options: ExportOptions, name: str) -> str:
     """Return the command that makes this export, without the paths of this machine."""
-    command = f"qat-lora export --student {name} --form {options.form} --dtype {options.run.dtype}"
+    command = f"qat-lora export --student {name} --form {options.form} --dtype {options.dtype}"
     command += f" --container-bits {options.container_bits}" if options.container_bits else ""
     command += " --exact-only" if options.exact_only else ""
     return command + (f" --dataset {display_name(options.text.dataset)}" if options.text.dataset else "")

@@ -33,6 +33,7 @@ from qat_lora.quant.spec import QuantSpec
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.memory import large_tensors_apart
 from qat_lora.runtime.host.signals import stop_signals
+from qat_lora.runtime.precision import tf32
 from qat_lora.setup.common import (
     CALIBRATION_BATCH_ROWS,
     cached_calibration_rows,
@@ -60,7 +61,7 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
         raise ConfigError(
             f"init: {options.init} needs calibration text; give --dataset or --kd-cache-dir, or choose --init mse"
         )
-    model = load_model(str(options.model), options.hub, "auto")
+    model = load_model(str(options.model), options.hub, "stored")
     upcast(model.module)
     if quant_layers(model.module):
         raise ConfigError(f"model: {options.model} is quantised already; give the full-precision model")
@@ -81,7 +82,7 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
         runtime = runtime.for_loops()
         runtime.place(model.module)
         say(run, f"{runtime.description} · {chosen.name}, {len(targets)} layers · {out}")
-        with stop_signals() as stopped, large_tensors_apart():
+        with stop_signals() as stopped, large_tensors_apart(), tf32(False):
             work = Unfinished(out, "layers", len(targets), stopped)
             if work.parts:
                 say(run, f"goes on after {work.parts} of {len(targets)} layers, which an interrupted run finished")

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from qat_lora.quant.codes import decode
 from qat_lora.quant.fake_quantize import as_stored, round_through
 from qat_lora.quant.scales import TINY, away_from_zero
+from qat_lora.runtime.precision import exact_addmm
 
 MARGIN = 0.2
 """Of half a cell: a start on the border itself would cross it in the first step, with all others that lie there."""
@@ -69,7 +70,7 @@ class LatentChange(nn.Module):
 
     def forward(self, scale_OI: Tensor) -> Tensor:
         """Return the weight as it is before rounding."""
-        return torch.addmm(self.weight, self.lora_B / self.unit, self.lora_A, alpha=self.scaling) * scale_OI
+        return exact_addmm(self.weight, self.lora_B / self.unit, self.lora_A, self.scaling) * scale_OI
 
 
 class Range(nn.Module):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from qat_lora.config import option, settings
 from qat_lora.errors import ConfigError
 from qat_lora.layers.quant_linear import joined_weight
+from qat_lora.runtime.precision import exact_matmul
 
 
 @settings
@@ -82,7 +83,7 @@ class LoraLinear(nn.Module):
 
     def delta(self) -> Tensor:
         """Return what the adapter adds to the weight, float32 [O, I]."""
-        return self.scaling * (self.lora_B @ self.lora_A)
+        return self.scaling * exact_matmul(self.lora_B, self.lora_A)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply base and adapter; the adapter computes in the input's type (or autocast's)."""

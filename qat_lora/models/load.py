@@ -277,7 +277,7 @@ def load_model(
 ) -> CausalLM:
     """Load a causal language model, quantised by us or not, from a folder or the Hub.
 
-    Scales and look-up tables stay float32 whatever the dtype (`auto`: as in the files), so it computes what was saved.
+    Scales and look-up tables stay float32 whatever the dtype (`stored`: the files'), so it computes what was saved.
     Tensors that the files hold in that type stay memory-mapped, so the processes of a host share them until each has
     placed its own. `device_map` is for `load_dispatched`. With `dequantize`, a folder of compressed-tensors is read as
     the dense weights that it stands for.
@@ -306,7 +306,7 @@ def load_model(
             module, report = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=config,
-                dtype=DTYPES.get(dtype, dtype),
+                dtype="auto" if dtype == "stored" else DTYPES[dtype],
                 device_map=device_map,
                 trust_remote_code=hub.trust_remote_code,
                 attn_implementation=attention,

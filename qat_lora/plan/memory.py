@@ -73,7 +73,7 @@ def forecast(shapes: Shapes, options: EstimateOptions, devices: Sequence[Device]
     The parts are those of the device that the settings name, or of the first; every device has its own total.
     """
     shown = _attention(options, devices)
-    parts = _parts(shapes, _with_chunk(options, *_shown(options, devices)), shown)
+    parts = _parts(shapes, _with_chunk(options, *shown_device(options, devices)), shown)
     flops = flops_per_token(shapes, options)
     there = {}
     for device in devices:
@@ -94,10 +94,10 @@ def _attention(options: EstimateOptions, devices: Sequence[Device]) -> Attention
     """Return the attention kernel: as set, or that of the device which `--device` or else `--for` names first."""
     if options.attention != "auto":
         return options.attention
-    return attention_on(_shown(options, devices)[0])
+    return attention_on(shown_device(options, devices)[0])
 
 
-def _shown(options: EstimateOptions, devices: Sequence[Device]) -> tuple[str, float | None]:
+def shown_device(options: EstimateOptions, devices: Sequence[Device]) -> tuple[str, float | None]:
     """Return the device which `--device` or else `--for` names first, and the bytes of its memory if known."""
     own = "tpu" if options.run.tpu else options.run.device
     kind = devices[0].device if own == "auto" else own
@@ -174,7 +174,7 @@ def _on(device: Device, options: EstimateOptions, flops: int, total: int) -> dic
 def peak_table(shapes: Shapes, options: EstimateOptions, attention: Attention) -> list[dict[str, Any]]:
     """Return the peak at fractions and multiples of batch and length, with and without gradient checkpointing."""
     rows = []
-    options = _with_chunk(options, *_shown(options, named(options.devices)))
+    options = _with_chunk(options, *shown_device(options, named(options.devices)))
     batches = sorted({max(1, options.batch_size // 4), options.batch_size, options.batch_size * 4})
     lengths = sorted({max(2, options.length // 2), options.length, options.length * 2})
     for batch_size, length in itertools.product(batches, lengths):

@@ -41,6 +41,7 @@ from qat_lora.registry import DryRun, Requirements
 from qat_lora.runtime.base import default_loss_chunk_mb
 from qat_lora.runtime.host.memory import LiveBytes
 from qat_lora.runtime.launch.select import choose, look, plan_run, runs_on_host
+from qat_lora.runtime.precision import with_dtype
 from qat_lora.setup.trainable import check_parts, chosen_preset, trained_parts
 from qat_lora.setup.training_data import cache_training_data
 
@@ -57,6 +58,7 @@ def plan_recover(options: RecoverOptions) -> DryRun:
         ConfigError: a global batch that does not divide, or patterns that match no layer.
     """
     assumed: list[str] = []
+    options = with_dtype(options, device_of(options.run))[0]
     replicas = replicas_of(options.run, assumed)
     accumulation = options.loop.accumulation(replicas)
     student = _student(options)
@@ -91,6 +93,7 @@ def plan_qat(options: QatOptions) -> DryRun:
         ConfigError: a global batch that does not divide, or parts that the student does not have.
     """
     assumed: list[str] = []
+    options = with_dtype(options, device_of(options.run))[0]
     replicas = replicas_of(options.run, assumed)
     accumulation = options.loop.accumulation(replicas)
     config, student, full = _models(options)
@@ -127,12 +130,12 @@ def plan_qat(options: QatOptions) -> DryRun:
 
 def device_of(run: RunConfig) -> str:
     """Return the device that a run names, which need not be here, or what `auto` finds here."""
-    if run.tpu or run.device != "auto":
+    if run.tpu or run.device not in ("auto", "xla"):
         return "tpu" if run.tpu else run.device
     try:
-        return choose("auto", False, look()).kind
+        return choose(run.device, False, look()).name
     except DeviceError:  # PJRT_DEVICE names a TPU, and PyTorch/XLA is elsewhere
-        return "tpu"
+        return "tpu" if run.device == "auto" else "xla"
 
 
 def replicas_of(run: RunConfig, assumed: list[str]) -> int:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from qat_lora.quant.codes import code_values, decode, encode, full_range, nearest, packed_width, unpack
 from qat_lora.quant.spec import QuantSpec
+from qat_lora.runtime.precision import exact_matmul
 
 Scales = tuple[Tensor, ...]
 Cost = Callable[[Tensor], Tensor]
@@ -54,7 +55,7 @@ def _rows(spec: QuantSpec, out_features: int) -> int:
 def expand(scales: Scales, group_size: int | None, out_features: int, in_features: int) -> Tensor:
     """Return the scale of every weight, [O, I] (or something that broadcasts to it)."""
     if len(scales) == 2:
-        return scales[0] @ scales[1]
+        return exact_matmul(scales[0], scales[1])
     (scale,) = scales
     if scale.shape[1] == 1:
         return scale

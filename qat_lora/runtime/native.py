@@ -24,6 +24,7 @@ from qat_lora.runtime.host import collectives
 from qat_lora.runtime.host.async_readback import DeferredCalls, host_value
 from qat_lora.runtime.host.prefetch import host_tensors
 from qat_lora.runtime.launch.process_group import group_size, rank_info
+from qat_lora.runtime.precision import tf32
 from qat_lora.types import AttentionForm, Batch, LossWalk
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -88,7 +89,8 @@ class NativeRuntime(Runtime):
             collectives.join(_BACKENDS[self.device.type], device_id=self.device if self.device.type == "cuda" else None)
             # Decisions between hosts do not pass through the GPU: no host ever waits for a device to decide.
             self._control = collectives.gloo_group() if self.device.type == "cuda" else None
-        result = main()
+        with tf32(self.device.type == "cuda"):
+            result = main()
         self._deferred.run_all()
         if self.replicas > 1:  # not after an error: it may wait for the others for ever, the cause unsaid
             dist.destroy_process_group()

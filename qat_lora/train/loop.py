@@ -75,6 +75,8 @@ def train(
             runtime.step_end()
             watch.mark(OPTIMIZER_COMPILED)
             watch.end(run.step)
+            if run.step == start + 1:
+                log.pause()
             for callback, is_due in zip(callbacks, due, strict=True):
                 callback.after_step(run, is_due)
     run.export("last")

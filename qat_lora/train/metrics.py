@@ -53,7 +53,7 @@ class MetricsLog:
         self.path = path
         self._bar = tqdm(total=max_steps, initial=start_step, desc="train", unit="step", disable=quiet)
         self._device, self._trackers = device, trackers
-        self._since = time.perf_counter()
+        self._since, self._first_step = time.perf_counter(), start_step + 1
         self._pending: list[tuple[int, float, Sums]] = []
 
     def close(self) -> None:
@@ -105,9 +105,13 @@ class MetricsLog:
             runtime.defer(write, *(mean[name] for mean in means for name in names))
 
     def write(self, lines: Sequence[Mapping[str, float]]) -> None:
-        """Append some steps' values, all at one rate of tokens, to the file, and show the last."""
+        """Append some steps' values, all at one rate of tokens, to the file, and show the last.
+
+        The first step, which compiles, counts in no rate but its own.
+        """
         now = time.perf_counter()
-        rate = sum(line["tokens"] for line in lines) / max(now - self._since, 1e-9)
+        timed = [line for line in lines if line["step"] > self._first_step] or lines
+        rate = sum(line["tokens"] for line in timed) / max(now - self._since, 1e-9)
         self._since = now
         lines = [{**line, "tokens_per_s": round(rate, 1)} for line in lines]
         append_lines(self.path, lines)
@@ -122,7 +126,7 @@ class MetricsLog:
             self._bar.update(len(lines))
 
     def pause(self) -> None:
-        """Exclude the time until now, spent on saving or evaluating, from the next tokens/s."""
+        """Exclude the time until now, spent on compiling, saving or evaluating, from the next tokens/s."""
         self._since = time.perf_counter()
 
 

@@ -35,12 +35,12 @@ def test_a_fault_is_a_cross_with_its_reason_and_exit_code_1(capsys, monkeypatch,
     for name in ("_data", "_training", "_checkpoint"):
         monkeypatch.setattr(smoke, name, lambda bench, name=name: ran.append(name) or "skipped here")
     with pytest.raises(smoke.SmokeFailedError, match="gradient sync failed on CPU.*expected 1.0 everywhere") as caught:
-        smoke.smoke(SmokeOptions(run=RunConfig(out=str(tmp_path / "out"))), Broken("cpu"))
+        smoke.smoke(SmokeOptions(run=RunConfig(out=str(tmp_path / "out"), dtype="float32")), Broken("cpu"))
     assert caught.value.exit_code == 1
     assert ran == ["_data", "_training"]
     assert capsys.readouterr().out.splitlines()[-1].startswith("✗ gradient sync  RuntimeError: expected 1.0")
     with pytest.raises(smoke.SmokeFailedError):
-        smoke.smoke(SmokeOptions(run=RunConfig(quiet=True)), Broken("cpu"))
+        smoke.smoke(SmokeOptions(run=RunConfig(quiet=True, dtype="float32")), Broken("cpu"))
     assert capsys.readouterr().out == ""
 
 
@@ -48,11 +48,11 @@ def test_a_loss_that_does_not_fall_a_changed_resume_and_a_foreign_adapter_are_fo
     from safetensors.torch import load_file, save_file
 
     runtime = NativeRuntime("cpu")
-    bench = smoke._Bench(SmokeOptions(), runtime, tmp_path)
+    bench = smoke._Bench(SmokeOptions(run=RunConfig(dtype="float32")), runtime, tmp_path)
     smoke._data(bench)
     smoke._training(bench)
 
-    training = smoke._Bench(SmokeOptions(run_training=True), runtime, tmp_path / "flat")
+    training = smoke._Bench(SmokeOptions(run_training=True, run=RunConfig(dtype="float32")), runtime, tmp_path / "flat")
     (training.trained).mkdir(parents=True)
     lines = [{"step": step + 1, "loss": 0.5} for step in range(training.steps)]
     monkeypatch.setattr(smoke, "_recover", lambda bench, out: bench.folder / out)
@@ -76,7 +76,7 @@ def test_a_loss_that_does_not_fall_a_changed_resume_and_a_foreign_adapter_are_fo
 def test_a_folder_of_another_run_is_left_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(Exception, match="no qat-lora run made"):
-        smoke.smoke(SmokeOptions(run=RunConfig(out=str(tmp_path))), NativeRuntime("cpu"))
+        smoke.smoke(SmokeOptions(run=RunConfig(out=str(tmp_path), dtype="float32")), NativeRuntime("cpu"))
     assert (tmp_path / "thesis.txt").read_text() == "mine"
 
 

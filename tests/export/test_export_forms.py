@@ -158,7 +158,7 @@ def test_every_card_runs_as_printed(recovered, tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_merged_dense(recovered, tmp_path, dtype):
     options = export_options(recovered, tmp_path / "merged")
-    out = call("export", options, run=type(options.run)(**{**vars(options.run), "dtype": dtype}))
+    out = call("export", options, dtype=dtype)
     model = AutoModelForCausalLM.from_pretrained(out)
     assert str(model.dtype) == f"torch.{dtype}"
     gap = (theirs(model) - our_logits(recovered)).abs().max()

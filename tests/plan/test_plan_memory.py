@@ -169,7 +169,13 @@ def test_xla_keeps_no_scores_and_forms_weights_once(tiny):
     """Counted by hand: the toy's activations, and the weights that checkpointing does not form again."""
     config = load_model(str(tiny.teacher)).config
     sizes = widths(config)
-    options = EstimateOptions(model=str(tiny.teacher), length=64, batch_size=2, lora=LoraConfig(recovery_r=RANK))
+    options = EstimateOptions(
+        model=str(tiny.teacher),
+        length=64,
+        batch_size=2,
+        lora=LoraConfig(recovery_r=RANK),
+        run=RunConfig(dtype="float32"),
+    )
     plain, xla = (step_bytes(config, options, name, 320, RANK)["activations"] for name in ("plain", "xla"))
     scores, halves = sizes.heads * 64, sizes.queries + sizes.keys  # the scores; summands of what is normed
     # Attention's own: queries, keys and values repeated for every head, and scores; or as they are, to begin again.
@@ -190,7 +196,7 @@ def test_attention_follows_the_device(tiny, capsys):
     assert report["attention"] == "xla" and report["total_bytes"] == there["v6e-4"]["total_bytes"]
     assert there["v6e-4"]["total_bytes"] > there["h100"]["total_bytes"] != there["laptop"]["total_bytes"]
     printed = capsys.readouterr().out
-    assert "a step with xla attention, as on v6e-4\n" in printed
+    assert "a step in bfloat16 with xla attention, as on v6e-4\n" in printed
     for device, attention in (("cpu", "tiled"), ("mps", "plain"), ("cuda", "fused"), ("tpu", "xla"), ("xla", "xla")):
         assert ask(tiny.teacher, run=RunConfig(device=device))["attention"] == attention
     forced = ask(tiny.teacher, attention="plain", devices=("v6e-4", "h100"))

@@ -50,7 +50,7 @@ def test_the_device_is_chosen_before_the_command_is_imported(monkeypatch):
             return lambda options, runtime: (options, runtime)
 
     monkeypatch.setattr(launch, "make_runtime", make)
-    options = SimpleNamespace(run=RunConfig(device="cpu"))
+    options = SimpleNamespace(run=RunConfig(device="cpu", dtype="float32"))
     given, runtime = launch.run(Imported("command", "some.module", "A command."), options)
     assert given is options and isinstance(runtime, Runtime)
     assert happened == [("make", "cpu"), "launch", ("import", "some.module")]
@@ -233,7 +233,7 @@ def test_the_machine_is_looked_at_once_whatever_the_number_of_processes(monkeypa
     monkeypatch.setattr(select, "look", lambda: looks.append(1) or look())
     monkeypatch.setattr(launch, "start", lambda plan, work, *_: [work() for _ in range(plan.chips)])
     monkeypatch.setattr(Command, "load", lambda self, _="": lambda options, runtime: runtime.device.type)
-    options = SimpleNamespace(run=RunConfig(device="cpu", chips=ChipsConfig("2")), dry_run=False)
+    options = SimpleNamespace(run=RunConfig(device="cpu", dtype="float32", chips=ChipsConfig("2")), dry_run=False)
     assert launch.run(COMMANDS["recover"], options) == ["cpu", "cpu"]
     assert len(looks) == 1
     assert launch.notebook_launch(lambda runtime, _: runtime.device.type, num_chips=2, device="cpu") == ["cpu", "cpu"]

@@ -15,7 +15,7 @@ from qat_lora.errors import CacheDamaged, ConfigError, DivergedError, Interrupte
 from qat_lora.files.checksums import write_sums
 from qat_lora.train.checkpoint import checkpoints
 from qat_lora.train.loop import LoopConfig
-from qat_lora.train.metrics import read_metrics
+from qat_lora.train.metrics import MetricsLog, read_metrics
 
 
 def lines(path):
@@ -407,6 +407,14 @@ def test_a_checkpoint_is_due_after_some_minutes(tmp_path, monkeypatch):
     assert [path.name[-2:] for path in checkpoints(tmp_path / "run" / "checkpoints")] == ["04", "08", "10"]
     run(tmp_path / "never", save_minutes=0, **changed)
     assert [path.name[-2:] for path in checkpoints(tmp_path / "never" / "checkpoints")] == ["10"]
+
+
+def test_the_rate_begins_after_the_first_step(tmp_path, monkeypatch):
+    toy, calls, pauses = Toy(), [], []
+    toy.before_forward = lambda: calls.append(toy.training)
+    monkeypatch.setattr(MetricsLog, "pause", lambda log: pauses.append(sum(calls)))
+    run(tmp_path / "run", toy, evaluate=False, save_steps=100, save_minutes=0)
+    assert pauses == [2, 20]  # two micro-batches a step; the last is the checkpoint's
 
 
 def test_autocast_reaches_every_micro_batch(tmp_path):

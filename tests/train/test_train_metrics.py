@@ -37,6 +37,18 @@ def test_the_rate_leaves_pauses_out(tmp_path, monkeypatch):
     assert read_metrics(tmp_path / "m.jsonl")[0]["tokens_per_s"] == 25.0
 
 
+@pytest.mark.parametrize("start", [0, 6])
+def test_the_rate_leaves_the_first_step_of_a_run_out(tmp_path, monkeypatch, start):
+    now = iter([0.0, 90.0, 100.0, 120.0])
+    monkeypatch.setattr("qat_lora.train.metrics.time.perf_counter", lambda: next(now))
+    lines = [{"step": start + s, "loss": 1.0, "tokens": 50.0, "lr": 0.1} for s in (1, 2, 3, 4)]
+    with closing(MetricsLog(tmp_path / "m.jsonl", 10, start, True, CPU)) as log:
+        log.pause()  # after the first step's 90 s of compiling
+        log.write(lines[:3])
+        log.write(lines[3:])
+    assert [line["tokens_per_s"] for line in read_metrics(tmp_path / "m.jsonl")] == [10.0, 10.0, 10.0, 2.5]
+
+
 @pytest.mark.parametrize(("last", "kept"), [(-1, []), (0, [0]), (2, [0, 1, 2]), (9, [0, 1, 2, 3])])
 def test_cut_back_drops_what_comes_after_a_step(tmp_path, last, kept):
     path = tmp_path / "metrics.jsonl"

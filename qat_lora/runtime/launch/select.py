@@ -73,6 +73,11 @@ class DeviceChoice:
     backend: str = ""
     note: str = ""
 
+    @property
+    def name(self) -> str:
+        """What `--device` calls it; `xla` is XLA on something else than a TPU."""
+        return "tpu" if self.backend.startswith("TPU") else self.kind
+
 
 @dataclass(frozen=True)
 class ChipsConfig:

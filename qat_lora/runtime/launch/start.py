@@ -43,6 +43,7 @@ from qat_lora.runtime.host.collectives import free_port
 from qat_lora.runtime.host.signals import passed_on
 from qat_lora.runtime.launch.process_group import group_size
 from qat_lora.runtime.launch.select import ChipsConfig, DeviceChoice, LaunchPlan, make_runtime, plan_run
+from qat_lora.runtime.precision import with_dtype
 from qat_lora.terminal import any_text, echo
 
 GRACE_S = 8.0
@@ -96,12 +97,17 @@ def start(plan: LaunchPlan, work: Callable[[], Any], start_method: Literal["spaw
 def work_here(command: Command, options: Any, device: DeviceChoice) -> Any:
     """Run a command, or show its plan, on the device of this process, quietly unless this is the main one."""
     runtime = make_runtime(device, options.run.chips)
+    is_plan = bool(command.plan and options.dry_run)
 
     def main() -> Any:
-        mine = options if runtime.is_main else replace(options, run=replace(options.run, quiet=True))
+        # Asked here, where a process has its own device; what only plans a run knows the device of the run.
+        mine, note = with_dtype(options, device.name) if command.device != "none" and not is_plan else (options, "")
+        mine = mine if runtime.is_main else replace(mine, run=replace(mine.run, quiet=True))
+        if note and not (mine.run.quiet or mine.run.json):
+            echo(note)
         # Explained here, where a process of a group notes its error.
         with disk_errors_explained(), memory_errors_explained(lambda: command.load("advice")(mine)):
-            if not (command.plan and mine.dry_run):
+            if not is_plan:
                 return command.load()(mine, runtime)
             planned = command.load("plan")(mine)
         if not mine.run.json:

@@ -1,0 +1,84 @@
+"""Floating types: what `--dtype auto` means on a device, and float32 products that keep their bits.
+
+Accelerators round float32 where they multiply it: a TPU in one pass of bfloat16, CUDA in TF32, of 10 bits. That is
+right for activations and wrong where a stored weight is formed by a product (low-rank scales, a low-rank change of
+codes): a run would train another student than it exports. torch's and torch_xla's settings of the precision hold for a
+process, and torch_xla's for a whole graph; so the few products that have to be exact are an operator of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ROUNDING = ("cuda", "xla")
+"""Devices that may round the inputs of a float32 product."""
+
+
+def with_dtype(options: Any, device: str) -> tuple[Any, str]:
+    """Return a command's options with `--dtype auto` replaced by what it means on a `--device`, and what to say of it.
+
+    Options may have a property `float32_for`, the name of the setting that needs float32 weights.
+    """
+    if options.run.dtype != "auto":
+        return options, ""
+    why, setting = "", getattr(options, "float32_for", "")
+    if device not in ("tpu", "cuda"):
+        dtype = "float32"
+    elif setting:
+        dtype, why = "float32", f"--{setting.replace('_', '-')} needs it"
+    elif device == "cuda" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(False):
+        dtype, why = "float32", f"{torch.cuda.get_device_name()} has no bfloat16"
+    else:
+        dtype = "bfloat16"
+    return replace(options, run=replace(options.run, dtype=dtype)), why and f"dtype: {dtype}, because {why}"
+
+
+@contextlib.contextmanager
+def tf32(allowed: bool) -> Iterator[None]:
+    """Let CUDA round the inputs of float32 products to TF32, or not; at the end as before.
+
+    By the older of torch's switches: its compiler refuses the newer one (2.9), and `set_float32_matmul_precision` would
+    let the host round as well, where weights are exported.
+    """
+    matmul = torch.backends.cuda.matmul
+    before, matmul.allow_tf32 = matmul.fp32_precision == "tf32", allowed
+    try:
+        yield
+    finally:
+        matmul.allow_tf32 = before
+
+
+def exact_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b of float32 matrices, not rounded before; gradients are ordinary products."""
+    return _exact_matmul(a, b) if a.device.type in _ROUNDING else a @ b
+
+
+def exact_addmm(c: Tensor, a: Tensor, b: Tensor, alpha: float) -> Tensor:
+    """Return c + alpha a @ b, by `exact_matmul`."""
+    is_fused = a.device.type not in _ROUNDING
+    return torch.addmm(c, a, b, alpha=alpha) if is_fused else torch.add(c, exact_matmul(a, b), alpha=alpha)
+
+
+@torch.library.custom_op("qat_lora::exact_matmul", mutates_args=())  # which a compiler leaves whole
+def _exact_matmul(a: Tensor, b: Tensor) -> Tensor:
+    if a.device.type == "xla":
+        from qat_lora.runtime.xla.exact import exact_dot
+
+        return exact_dot(a, b)
+    with tf32(False):
+        return a @ b
+
+
+def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    a, b = ctx.saved_tensors
+    return gradient @ b.t(), a.t() @ gradient
+
+
+_exact_matmul.register_fake(lambda a, b: a.new_empty(a.shape[0], b.shape[1]))
+_exact_matmul.register_autograd(_gradients, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
