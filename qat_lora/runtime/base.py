@@ -44,6 +44,8 @@ class Runtime(Protocol):
 
     shares_memory: bool = True
     """True where several tensors can be parts of one, as the optimizer likes it; on XLA each is a value of its own."""
+    shard_base: bool = False
+    """True where frozen weights are spread over several devices: whoever trains forms them on the host first."""
     attention: AttentionForm
     """The form of attention that keeps no scores on this device (`layers/attention.py`)."""
     _control: dist.ProcessGroup | None = None
@@ -144,7 +146,7 @@ class Runtime(Protocol):
         return flag if self.processes == 1 else collectives.agree(flag, self._control)
 
     def shard_frozen(self, module: torch.nn.Module) -> None:
-        """Spread frozen weights over the devices of this process, where that was asked for; else nothing."""
+        """Spread frozen weights over devices with `shard_base`; nothing otherwise, or where that was done."""
         return
 
     def step_end(self) -> None:

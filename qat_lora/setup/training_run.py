@@ -149,14 +149,15 @@ def place_student(
     """Place a student in its training state, its layers stacked where the runtime loops over them; return what trains.
 
     Weights are formed and stacked on the host: a device would hold both forms for a while, and a TPU multiplies the
-    factors of low-rank scales in bfloat16, which is another weight than the one that is exported.
+    factors of low-rank scales in bfloat16, which is another weight than the one that is exported. They are formed there
+    too where a device is to hold a part of them only.
     """
     scan = runtime.layer_scan()
-    if scan is None:
+    if scan is None and not runtime.shard_base:
         runtime.place(model.module)
         return trained_paths(model.module, groups())
     paths = trained_paths(model.module, groups())
-    stacked, layers = stack_layers(model.module, scan)
+    stacked, layers = stack_layers(model.module, scan) if scan is not None else (0, 0)
     if stacked < layers:
         say(
             run,
