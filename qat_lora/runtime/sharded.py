@@ -53,7 +53,8 @@ class _Layers:
     def __init__(self, layers: list[nn.Module], device: torch.device) -> None:
         self.parts = [_Part(layer, device) for layer in layers]
         for number, layer in enumerate(layers):
-            layer.__class__ = _sharded(type(layer))
+            kind: Any = type(layer)
+            layer.__class__ = _sharded(kind)
             vars(layer).update(_together=self, _number=number)
 
     def hold(self, *numbers: int) -> None:
