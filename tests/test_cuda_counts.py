@@ -3,9 +3,10 @@
 `benchmarks/cuda_roofline.py` counts at real shape; here the same program counts a toy, whose kernels a layer are equal.
 """
 
-import importlib.util
+import importlib
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,12 +20,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture(scope="module")
 def roofline():
-    spec = importlib.util.spec_from_file_location("cuda_roofline", ROOT / "benchmarks" / "cuda_roofline.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["cuda_roofline"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["cuda_roofline"]
+    """The benchmark, and what it counts with, as one name space."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        modules = [importlib.import_module(name) for name in ("roofline.counts", "roofline.fusion", "cuda_roofline")]
+        yield SimpleNamespace(**{name: value for module in modules for name, value in vars(module).items()})
+        for module in modules:
+            del sys.modules[module.__name__]
 
 
 class Pinned:
@@ -97,7 +99,7 @@ def test_what_stops_a_queue_is_refused(roofline, stop):
 def test_kernels_of_a_compiled_layer_and_of_what_is_around_it(roofline):
     """By the fusion rule, on the graphs that a compiler gets: four products with frozen weights, eight of adapters."""
     student = roofline.make_student("toy", 2, 128, vocabulary=512)
-    program = roofline.layer_program(student)
+    program = roofline.layer_program(student.model, student.batch)
     forward, backward = roofline.fused(program.forward), roofline.fused(program.backward)
     assert forward.names["mm"] + forward.names["addmm"] == 12 and forward.names["attention"] == 1
     assert forward.kernels <= 28 and backward.kernels <= 38, (forward.names, backward.names)
