@@ -26,7 +26,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -144,13 +144,20 @@ class MetaRuntime(NativeRuntime):
 
     def __init__(self, count: Count, replicas: int = 2) -> None:
         super().__init__("cpu")
-        self.device, self.replicas, self._count = torch.device("meta"), replicas, count
+        self.device, self.replicas, self._count = count.device, replicas, count
 
     def numbers(self, values: Sequence[float]) -> Tensor:
         """Send numbers as the native runtime does to a GPU, from memory that is only said to be pinned."""
         host = torch.tensor(values, dtype=torch.float32)
         self._count.pinned.append(host)
         return host.to(self.device, non_blocking=True)
+
+    def defer(self, fn: Callable[..., None], *tensors: Tensor) -> None:
+        """Start the copies that the native runtime does; without values `fn` is not called."""
+        for tensor in tensors:
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            self._count.pinned.append(host)
+            host.copy_(tensor.detach(), non_blocking=True)
 
     def _mean(self, total: Tensor) -> Tensor:
         self._count.parts[self._count.part].add(Kernel("all_reduce", 1, 2 * touched(total), 0))

@@ -5,8 +5,7 @@ numbers need), and reads its arguments and writes its results once. A kernel tak
 `BANDWIDTH`, its operations at `RATE` and `LEAST_S`: assumptions for an H200, no measurements.
 
 A step is traced on tensors without memory: on `meta`, or on fake CUDA tensors, which tell Python that they are on a GPU
-and so refuse what mixes devices, too. Autograd would ask the driver for the stream of a GPU; `Count` answers where C++
-asks for a tensor's device, and says `meta`, which has none.
+and so refuse what mixes devices, too (`FakeCuda`).
 """
 
 from __future__ import annotations
@@ -21,8 +20,10 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+GPU = torch.device("cuda", 0)
 RANK = 8  # of the adapters
 BANDWIDTH, RATE, LEAST_S = 4.0e12, 6.0e14, 2.5e-6  # bytes/s, operations/s, s
 MASKED_ATTENTION = (1.0, 170e12, 115e12)  # share of L x L that is computed, rate forward, rate backward
@@ -127,10 +128,25 @@ def bare(name: str) -> str:
     return name if name.startswith("_") else name.rstrip("_")
 
 
+class FakeCuda(FakeTensorMode):
+    """Tensors without memory that are on a GPU to Python; to C++, which would ask a driver for streams, on `meta`."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call an operation; what C++ makes on the device of another tensor is on the GPU, too."""
+        if function is torch.ops.prim.device.default:
+            return torch.device("meta")
+        if function is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "cpu":
+            return 1.0  # a number on the host, where reading is free
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta":
+            kwargs["device"] = GPU
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+
 class Count(TorchDispatchMode):
     """Counts kernels by part, and with `watch` refuses what stops a GPU's queue."""
 
-    def __init__(self, watch: bool = False, device: str = "meta") -> None:
+    def __init__(self, watch: bool = False, device: torch.device | str = "meta") -> None:
         """Count what is done on a device: `meta`, or that of fake tensors."""
         super().__init__()
         self.device = torch.device(device)
@@ -150,11 +166,7 @@ class Count(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the operation and count it."""
-        if function is torch.ops.prim.device.default:
-            return torch.device("meta")
-        kwargs, name = dict(kwargs or {}), bare(function._schema.name)
-        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta":
-            kwargs["device"] = self.device  # C++ made it of another tensor's
+        kwargs, name = kwargs or {}, bare(function._schema.name)
         inputs = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if self.watch:
             self._refuse(name, inputs, args, kwargs)
@@ -190,12 +202,14 @@ class Count(TorchDispatchMode):
             raise Sync(f"{name} on the device")
         to = kwargs.get("device")
         if name == "_to_copy" and to is not None and devices == {here} and torch.device(to).type == "cpu":
-            raise Sync("a tensor is read back")
+            raise Sync("a tensor on the device is read back")
         sent = name == "_to_copy" and to is not None and torch.device(to).type == here and devices == {"cpu"}
         if sent and not (kwargs.get("non_blocking") and any(inputs[0] is tensor for tensor in self.pinned)):
             raise Sync("a copy to the device from memory that is not pinned, or that is waited for")
-        if name == "copy" and [t.device.type for t in inputs[:2]] in ([here, "cpu"], ["cpu", here]):
-            raise Sync("a copy between host and device from or to memory that is not pinned")
+        if name == "copy" and {t.device.type for t in inputs[:2]} == {here, "cpu"}:
+            waits = not (kwargs.get("non_blocking") or len(args) > 2 and args[2])
+            if waits or not any(t is tensor for t in inputs[:2] for tensor in self.pinned):
+                raise Sync("a copy between host and device without pinned memory, or that is waited for")
 
 
 class _Attention(torch.autograd.Function):
