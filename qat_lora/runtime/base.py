@@ -44,6 +44,8 @@ class Runtime(Protocol):
 
     shares_memory: bool = True
     """True where several tensors can be parts of one, as the optimizer likes it; on XLA each is a value of its own."""
+    shard_base: bool = False
+    """True where frozen weights are spread over several devices: whoever trains forms them on the host first."""
     attention: AttentionForm
     """The form of attention that keeps no scores on this device (`layers/attention.py`)."""
     attention_kernel: Any = None
@@ -195,9 +197,9 @@ def move_module(module: M, device: torch.device) -> M:
     Raises:
         DeviceError: the module's parameters are not the same in number and size after the move.
     """
-    before, sharing = _size(module), _sharing(module)
+    before, registered = _size(module), registrations(module)
     module = module.to(device)
-    for (first_table, first_name), *others in sharing:
+    for (first_table, first_name), *others in registered:
         for table, name in others:
             table[name] = first_table[first_name]
     after = _size(module)
@@ -210,15 +212,15 @@ def move_module(module: M, device: torch.device) -> M:
     return module
 
 
-def _sharing(module: torch.nn.Module) -> list[list[tuple[dict, str]]]:
-    """Return the registrations of every parameter and buffer that has several, as (table, name)."""
-    places: dict[int, list[tuple[dict, str]]] = {}
+def registrations(module: torch.nn.Module) -> list[list[tuple[dict[str, Any], str]]]:
+    """Return where each parameter and buffer is registered, as (table, name), in the order of the module."""
+    places: dict[int, list[tuple[dict[str, Any], str]]] = {}
     for owner in module.modules():
         for table in (owner._parameters, owner._buffers):
             for name, tensor in table.items():
                 if tensor is not None:
                     places.setdefault(id(tensor), []).append((table, name))
-    return [shared for shared in places.values() if len(shared) > 1]
+    return list(places.values())
 
 
 def _size(module: torch.nn.Module) -> tuple[int, int]:

@@ -19,12 +19,13 @@ from torch.utils._triton import has_triton
 from torch.utils.checkpoint import checkpoint
 
 from qat_lora.errors import DeviceError
-from qat_lora.runtime.base import Runtime, default_loss_chunk_mb
+from qat_lora.runtime.base import M, Runtime, default_loss_chunk_mb
 from qat_lora.runtime.host import collectives
 from qat_lora.runtime.host.async_readback import DeferredCalls, host_value
 from qat_lora.runtime.host.prefetch import host_tensors
 from qat_lora.runtime.launch.process_group import group_size, rank_info
 from qat_lora.runtime.precision import tf32
+from qat_lora.runtime.sharded import shard_layers
 from qat_lora.types import AttentionForm, Batch, LossWalk
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -39,7 +40,8 @@ class NativeRuntime(Runtime):
     group, over gloo on CPU and NCCL on CUDA; without them it is alone.
     """
 
-    def __init__(self, kind: Literal["cpu", "cuda", "mps"]) -> None:
+    def __init__(self, kind: Literal["cpu", "cuda", "mps"], shard_base: bool = False) -> None:
+        self.shard_base = shard_base
         if kind not in _BACKENDS and group_size() > 1:
             raise DeviceError(
                 f"device {kind}: WORLD_SIZE={group_size()} asks for a process group, which exists for "
@@ -71,12 +73,13 @@ class NativeRuntime(Runtime):
     @property
     def description(self) -> str:
         """`CPU · 2 threads`, `NVIDIA H200 · 1 GPU`, `Apple GPU (MPS)`; with the processes, if several."""
+        sharded = ", frozen weights sharded" if self.shard_base else ""
         if self.device.type == "cuda":
-            return f"{torch.cuda.get_device_name(self.device)} · {_count(self.replicas, 'GPU')}"
+            return f"{torch.cuda.get_device_name(self.device)} · {_count(self.replicas, 'GPU')}{sharded}"
         if self.device.type == "mps":
             return "Apple GPU (MPS)"
         threads = f"CPU · {_count(torch.get_num_threads(), 'thread')}"
-        return threads if self.replicas == 1 else f"{threads} · {self.replicas} processes"
+        return threads if self.replicas == 1 else f"{threads} · {self.replicas} processes{sharded}"
 
     def launch(self, main: Callable[[], Any]) -> Any:
         """Run `main` inside the process group of torchrun's variables, where there is one."""
@@ -95,6 +98,12 @@ class NativeRuntime(Runtime):
         if self.replicas > 1:  # not after an error: it may wait for the others for ever, the cause unsaid
             dist.destroy_process_group()
         return result
+
+    def place(self, module: M) -> M:
+        """Move a module to the device; with `shard_base` a part of its decoder layers' frozen tensors."""
+        if self.shard_base:
+            shard_layers(module, self.device)
+        return super().place(module)
 
     def check_device_map(self) -> None:
         """Refuse to spread a model where other processes would spread theirs over the same devices.

@@ -23,6 +23,7 @@ from qat_lora.models.load import DTYPES, CausalLM
 from qat_lora.options import QatOptions, RecoverOptions, RunConfig
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.launch.select import status_line
+from qat_lora.runtime.sharded import sharded_bytes
 from qat_lora.setup.common import fit_attention, picture, say
 from qat_lora.setup.objective import prepare
 from qat_lora.setup.training_data import TrainingData, evaluation
@@ -149,18 +150,21 @@ def place_student(
     """Place a student in its training state, its layers stacked where the runtime loops over them; return what trains.
 
     Weights are formed and stacked on the host: a device would hold both forms for a while, and a TPU multiplies the
-    factors of low-rank scales in bfloat16, which is another weight than the one that is exported.
+    factors of low-rank scales in bfloat16, which is another weight than the one that is exported. So with shards.
     """
     scan = runtime.layer_scan()
-    if scan is None:
+    if scan is None and not runtime.shard_base:
         runtime.place(model.module)
         return trained_paths(model.module, groups())
     paths = trained_paths(model.module, groups())
-    stacked, layers = stack_layers(model.module, scan)
+    stacked, layers = stack_layers(model.module, scan) if scan is not None else (0, 0)
     if stacked < layers:
         say(
             run,
             f"{layers - stacked} of {layers} layers differ from their neighbours or have dropout: traced one by one",
         )
     runtime.place(model.module)
+    if runtime.shard_base:
+        here, whole = sharded_bytes(model.module)
+        say(run, f"frozen weights of the layers: {here:,} of {whole:,} bytes in each process")
     return paths

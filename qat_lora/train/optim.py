@@ -7,8 +7,8 @@ numbers that change from step to step are tensors (see `AdamW`). The moving aver
 optimizer state instead of a second copy of the model: updated by its graph, saved and restored with the moments.
 
 Where tensors can share memory, all tensors of a kind lie in one, and so do their gradients and moments (`_flatten`): a
-GPU then launches some twenty kernels a step, however many adapters there are. torch's own multi-tensor kernels take at
-most 30 to 110 tensors a launch, which is a hundred launches for 392.
+GPU then launches some thirty kernels a step, however many adapters there are. torch's own multi-tensor kernels take at
+most 30 to 110 tensors a launch, which is a hundred launches for 392, and 21 million numbers, which an 8 B student has.
 """
 
 from __future__ import annotations
@@ -143,10 +143,7 @@ class AdamW(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter from its gradient; all of a group's steps are equal."""
         for group in self.param_groups:
-            parameters, (beta1, beta2) = group["params"], group["betas"]
-            gradients = [parameter.grad for parameter in parameters]
-            states = [self.state[parameter] for parameter in parameters]
-            means, squares = [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]
+            (beta1, beta2), states = group["betas"], [self.state[parameter] for parameter in group["params"]]
             torch._foreach_add_([s["step"] for s in states], 1.0)
             count = int(states[0]["step"].max())
             keep = 1 - group["lr"] * group["weight_decay"]
@@ -154,22 +151,16 @@ class AdamW(torch.optim.Optimizer):
             share = (1 - group["ema"]) / (1 - group["ema"] ** count)
             numbers = (keep, math.sqrt(1 - beta2**count), -group["lr"] / (1 - beta1**count), share)
             keep_0, root_0, rate_0, share_0 = self._send(numbers).unbind()
-            torch._foreach_lerp_(means, gradients, 1 - beta1)
-            torch._foreach_mul_(squares, beta2)
-            torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
-            updates = torch._foreach_sqrt(squares)
-            torch._foreach_div_(updates, root_0)
-            torch._foreach_add_(updates, group["eps"])
-            updates = torch._foreach_div(means, updates)
-            torch._foreach_mul_(updates, rate_0)
-            if group["weight_decay"]:
-                torch._foreach_mul_(parameters, keep_0)
-            torch._foreach_add_(parameters, updates)
-            if group["ema"]:
-                averages = [s["average"] for s in states]
-                steps = torch._foreach_sub(parameters, averages)
-                torch._foreach_mul_(steps, share_0)
-                torch._foreach_add_(averages, steps)
+            for parameter, state in zip(group["params"], states, strict=True):
+                mean, square, gradient = state["exp_avg"], state["exp_avg_sq"], parameter.grad
+                mean.lerp_(gradient, 1 - beta1)
+                square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+                update = (mean / square.sqrt().div_(root_0).add_(group["eps"])).mul_(rate_0)
+                if group["weight_decay"]:
+                    parameter.mul_(keep_0)
+                parameter.add_(update)
+                if group["ema"]:
+                    state["average"].add_((parameter - state["average"]).mul_(share_0))
 
 
 def build_optimizer(config: OptimConfig, groups: Mapping[str, Mapping[str, nn.Parameter]], runtime: Runtime) -> AdamW:

@@ -98,8 +98,10 @@ def optimizer_step(
     rows = [(g * g).sum(-1).flatten() for g in gradients]  # not `vector_norm`, twelve operations of a graph each
     norm = torch.cat(rows).sum().sqrt() / tokens
     factor = (clip_grad_norm / (norm + 1e-6)).clamp_max(1.0) / tokens
-    torch._foreach_mul_(gradients, factor)
+    for gradient in gradients:
+        gradient.mul_(factor)
     optimizer.step()
-    torch._foreach_zero_(gradients)  # kept, not dropped: a gradient that appears anew is a new graph on XLA
+    for gradient in gradients:
+        gradient.zero_()  # kept, not dropped: a gradient that appears anew is a new graph on XLA
     means = {name: value / tokens for name, value in sums.items() if name != "tokens"}
     return means | {"tokens": sums["tokens"] * runtime.replicas, "grad_norm": norm}

@@ -14,7 +14,8 @@ from toy_pipeline import cache_options, call, eval_options, part, quantize_optio
 from transformers import AutoModelForCausalLM
 
 from qat_lora.errors import ConfigError, InterruptedRunError, ModelError, OutputExistsError
-from qat_lora.options import QatOptions
+from qat_lora.options import QatOptions, RunConfig
+from qat_lora.runtime.launch.select import ChipsConfig
 from qat_lora.train.blockwise import BlockwiseConfig
 from qat_lora.train.loop import LoopConfig
 from qat_lora.train.optim import OptimConfig
@@ -261,6 +262,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_written(tiny, work
         (["train_parts", "biases", "scales"], {"train_parts": ("scales", "biases")}),
         (["train_parts", "nothing"], {"train_parts": ()}),
         (["mergeable"], {"train_parts": ("weights",), "mergeable": True}),
+        (["shard_base", "recover"], {"run": RunConfig(chips=ChipsConfig("2", shard_base=True))}),
         (
             ["blockwise_steps", "--model"],
             {"from_scratch": False, "checkpoint": "x", "model": None, "blockwise": BLOCKWISE},

@@ -9,8 +9,8 @@ ONE = {"TPU_VISIBLE_CHIPS": "0", "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1", "TPU_P
 HALF = {"TPU_VISIBLE_CHIPS": "0,1", "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,2,1", "TPU_PROCESS_BOUNDS": "1,1,1"}
 
 
-def plan(asked, kind="cpu", backend="", chips=0, parallel="spawn", **environ):
-    config = ChipsConfig(asked, parallel)
+def plan(asked, kind="cpu", backend="", chips=0, parallel="spawn", shard_base=False, **environ):
+    config = ChipsConfig(asked, parallel, shard_base)
     device = DeviceChoice(kind, backend)
     planned = plan_chips(config, device, Found(cores=2, cuda_devices=4, tpu_chips=chips), environ)
     assert planned.device is device
@@ -30,6 +30,8 @@ def starts(*how):
         (starts(4, "group"), {"asked": "4"}),
         (starts(4, "group"), {"asked": "all", "kind": "cuda"}),
         (starts(1), {"asked": "all", "kind": "mps"}),
+        (starts(2, "group"), {"asked": "2", "shard_base": True}),
+        (starts(1), {"asked": None, "kind": "cuda", "shard_base": True, "WORLD_SIZE": "2"}),
         (starts(1), {"asked": "2", "WORLD_SIZE": "2"}),
         (starts(1), {"asked": "2", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2"}),
         (starts(1), {"asked": None, "kind": "xla", "backend": "CPU"}),
@@ -77,6 +79,9 @@ def test_plan_on_a_tpu(expected, given):
         ("num_chips: 3, but this is one of 2 processes", {"asked": "3", "WORLD_SIZE": "2"}),
         ("spmd is one process a machine, but WORLD_SIZE=2", {"asked": None, "parallel": "spmd", "WORLD_SIZE": "2"}),
         ("parallel: spmd exists on XLA only", {"asked": None, "parallel": "spmd"}),
+        ("shard_base: one process has none .* --num-chips 2 or more", {"asked": None, "shard_base": True}),
+        ("shard_base: one process has none to share with", {"asked": "all", "kind": "mps", "shard_base": True}),
+        ("shard_base: on XLA .* add --parallel spmd", {"asked": "all", "kind": "xla", "shard_base": True}),
         ("every process would take the same", {"asked": "2", "kind": "xla", "chips": 4, "TPU_VISIBLE_CHIPS": "0,1"}),
     ],
 )
@@ -93,11 +98,6 @@ def test_impossible_plans_name_the_possible_ones(message, given):
 def test_no_number(asked):
     with pytest.raises(ConfigError, match="allowed: 1 or more, or all"):
         ChipsConfig(asked)
-
-
-def test_shard_base_needs_spmd():
-    with pytest.raises(ConfigError, match="add --parallel spmd"):
-        ChipsConfig(shard_base=True)
 
 
 def test_chips_are_counted(tmp_path):

@@ -100,7 +100,8 @@ def flat_gradients(parameters: Sequence[torch.nn.Parameter]) -> tuple[list[torch
 def put_back(gradients: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
     """Copy a flat tensor's parts into the gradients that it was made of."""
     parts = flat.split([g.numel() for g in gradients])
-    torch._foreach_copy_(list(gradients), [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
+    for gradient, part in zip(gradients, parts, strict=True):
+        gradient.copy_(part.view_as(gradient))
 
 
 def free_port() -> int:

@@ -89,13 +89,14 @@ class ChipsConfig:
     parallel: Literal["spawn", "spmd"] = option(
         "spawn", "on XLA: spawn runs a process a chip, spmd one process over all chips"
     )
-    shard_base: bool = option(False, "with spmd: spread the frozen weights over the chips instead of copying them")
+    shard_base: bool = option(
+        False,
+        "spread the frozen weights over the chips instead of copying them: on XLA with spmd, else in recover",
+    )
 
     def __post_init__(self) -> None:
         if self.num_chips not in (None, "all") and not (self.num_chips.isdecimal() and int(self.num_chips)):
             raise ConfigError(f"num_chips: {self.num_chips!r} is no number of chips; allowed: 1 or more, or all")
-        if self.shard_base and self.parallel != "spmd":
-            raise ConfigError("shard_base: only one process over all chips can share weights; add --parallel spmd")
 
 
 Start = Literal["here", "group", "torch_xla"]
@@ -234,6 +235,8 @@ def plan_chips(config: ChipsConfig, device: DeviceChoice, found: Found, environ:
         asked = str(count)
     if config.parallel == "spmd" and device.kind != "xla":
         raise ConfigError("parallel: spmd exists on XLA only; give --tpu (or --device xla), or leave it out")
+    if config.shard_base and config.parallel != "spmd" and device.kind == "xla":
+        raise ConfigError("shard_base: on XLA only one process over all chips can share weights; add --parallel spmd")
     if group_size(environ) > 1:
         _check_group(config, asked, environ)
         return LaunchPlan(device)
@@ -241,12 +244,11 @@ def plan_chips(config: ChipsConfig, device: DeviceChoice, found: Found, environ:
         return LaunchPlan(device, *_on_tpu(config, asked, environ, found.tpu_chips))
     if device.kind == "xla":
         return LaunchPlan(device, *_on_xla_cpu(config, asked, environ))
-    if device.kind == "mps":
-        return LaunchPlan(device, _pick(asked, [1], 1, "Apple GPU"))
-    everything, most = found.cores, max(8, 4 * found.cores)
-    if device.kind == "cuda":
-        everything = most = found.cuda_devices
+    counts = {"cuda": (found.cuda_devices, found.cuda_devices), "mps": (1, 1)}
+    everything, most = counts.get(device.kind, (found.cores, max(8, 4 * found.cores)))
     count = _pick(asked, list(range(1, most + 1)), everything, device.kind)
+    if config.shard_base and count == 1:
+        raise ConfigError("shard_base: one process has none to share with; give --num-chips 2 or more, or leave it out")
     return LaunchPlan(device, count, "group" if count > 1 else "here")
 
 
@@ -350,7 +352,7 @@ def make_runtime(device: DeviceChoice, chips: ChipsConfig | None = None) -> Runt
     from qat_lora.runtime.native import NativeRuntime
 
     os.environ.setdefault("USE_TORCH_XLA", "0")
-    return NativeRuntime(device.kind)
+    return NativeRuntime(device.kind, chips.shard_base)
 
 
 def select_runtime(device: str = "auto", tpu: bool = False, chips: ChipsConfig | None = None) -> Runtime:
