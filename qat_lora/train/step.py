@@ -95,8 +95,8 @@ def optimizer_step(
     tokens = sums["tokens"].clamp_min(1.0)
     gradients = [p.grad for p in parameters if p.grad is not None]
     # By rows first: one sum of millions of squares loses the small ones.
-    rows = [(g * g).sum(-1).flatten() for g in gradients]  # not `vector_norm`, twelve operations of a graph each
-    norm = torch.cat(rows).sum().sqrt() / tokens
+    rows = [(g * g).sum(-1).flatten() for g in gradients]  # not `vector_norm`: twelve operations of a graph each
+    norm = (torch.cat(rows) if len(rows) > 1 else rows[0]).sum().sqrt() / tokens
     factor = (clip_grad_norm / (norm + 1e-6)).clamp_max(1.0) / tokens
     for gradient in gradients:
         gradient.mul_(factor)
