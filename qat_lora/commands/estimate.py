@@ -65,6 +65,6 @@ def _text(report: dict[str, Any], options: EstimateOptions, replicas: int) -> st
         fits = "fits" if there["fits"] else "does not fit"
         lines.append(
             f"{name:<9}{there['total_bytes'] / GIB:>8.2f} GiB  {fits:<12}{there['hours']:>9.2f} h{cost:>14}"
-            f"{there['tokens']:>16,} tokens"
+            f"{there['tokens']:>16,} tokens {there['tokens_per_s']:>9,.0f}/s, bound by: {there['bound']}"
         )
     return "\n".join([*lines, "", NOTE])

@@ -46,6 +46,10 @@ class Asked:
     head_k: int = 128
     rank: int = 8
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    preset: str | None = None
+    """Of a student whose config says nothing of quantisation; without one its weights are dense."""
+    train_scales: bool = False
+    gradient_checkpointing: bool = False
     chips: int = 1
     """More than one: SPMD."""
     shard_base: bool = False
@@ -57,6 +61,9 @@ class Asked:
         """The same recovery for `plan/memory.py`."""
         return EstimateOptions(
             model=self.model,
+            preset=self.preset,
+            train_scales=self.train_scales,
+            gradient_checkpointing=self.gradient_checkpointing,
             batch_size=self.batch_size,
             length=self.length,
             head_k=self.head_k,
