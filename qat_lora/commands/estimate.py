@@ -11,9 +11,9 @@ from qat_lora.runtime.base import Runtime
 
 NOTE = (
     "An estimate. Weights, adapter, gradients and optimizer state are counted on the model's real shapes. Activations\n"
-    "and working memory are formulas for Qwen and Llama style layers, each device's own attention in them;\n"
-    "compared with measured steps on a CPU, and with XLA's buffers there in float32. Nothing of it has been measured\n"
-    "on a TPU yet. Time assumes a share of the peak rate; prices are list prices as of mid-2025, to be checked."
+    "and working memory are formulas for Qwen and Llama style layers, each device's own attention in them; compared\n"
+    "with measured steps on a CPU, and with the TPU's compiler. Nothing of it has been measured on a TPU or GPU yet.\n"
+    "Time is a roofline at assumed shares of a device's rates; prices are list prices of mid-2025, to be checked."
 )
 
 

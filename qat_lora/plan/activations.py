@@ -24,6 +24,9 @@ from qat_lora.runtime.base import default_loss_chunk_mb
 PIECE_BYTES = 2 * 2**21
 """Logits of two vocabulary pieces (`losses/fused/by_vocab`): the current one and the one before it."""
 
+SCORES = 3
+"""Of a block of queries, in float32, at once: shares and gradients of XLA's `blocked_attention`."""
+
 
 class Widths(NamedTuple):
     """Numbers of one token in a layer."""
@@ -70,8 +73,9 @@ def step_bytes(
         backward += tokens * (layer - width * sizes.mlp)  # by the third gradient, one kept tensor is freed
     else:
         kept = layers * layer + other
-    if attention == "xla":  # a block's scores; and a loop forms each layer's weights as it comes to them
-        backward += tokens * 4 * sizes.heads * min(BLOCK, options.length)
+    if attention == "xla":
+        backward += tokens * SCORES * 4 * sizes.heads * min(BLOCK, options.length)
+    # A loop forms each layer's weights as it comes to them.
     formed //= layers if attention == "xla" or options.gradient_checkpointing else 1
     loss = _loss(options, attention, tokens, sizes.hidden, vocab)
     return {"formed weights": formed, "activations": tokens * kept, "working memory": max(loss, backward)}

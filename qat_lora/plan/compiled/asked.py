@@ -12,6 +12,7 @@ from typing import Literal
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.options import EstimateOptions, RunConfig
+from qat_lora.runtime.launch.select import ChipsConfig
 
 QWEN3_06B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -59,6 +60,7 @@ class Asked:
     @property
     def estimate(self) -> EstimateOptions:
         """The same recovery for `plan/memory.py`."""
+        chips = ChipsConfig(shard_base=self.shard_base, parallel="spmd" if self.shard_base else "spawn")
         return EstimateOptions(
             model=self.model,
             preset=self.preset,
@@ -68,7 +70,7 @@ class Asked:
             length=self.length,
             head_k=self.head_k,
             lora=LoraConfig(recovery_r=self.rank),
-            run=RunConfig(dtype=self.dtype, device="tpu"),
+            run=RunConfig(dtype=self.dtype, device="tpu", chips=chips),
             loss_chunk_mb=self.loss_chunk_mb,
         )
 
