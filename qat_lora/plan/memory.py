@@ -25,6 +25,7 @@ from qat_lora.files.checksums import check_folder, read_object
 from qat_lora.layers.convert import add_lora, block_of, make_quant_skeleton, quant_layers
 from qat_lora.layers.quant_linear import Dense
 from qat_lora.models import load as models
+from qat_lora.models.load import DTYPES
 from qat_lora.options import EstimateOptions
 from qat_lora.plan.activations import step_bytes
 from qat_lora.plan.devices import Attention, Device, attention_on, named
@@ -82,14 +83,18 @@ def _parts(shapes: Shapes, options: EstimateOptions, attention: Attention, chips
     largest = max(shapes.quantised, default=0) if shapes.weight_gradients else 0
     adapter, trained = shapes.adapter, sum(shapes.trained_by_kind.values())
     sharded_over = chips if options.run.chips.shard_base else 1
+    step = step_bytes(
+        shapes.config, options, attention, shapes.vocab_size, shapes.adapter_rank, shapes.formed_bytes, largest
+    )
+    if attention == "xla" and DTYPES[options.run.dtype] == torch.float32:  # all are rounded to bfloat16 before the loop
+        linear = sum(m.in_features * m.out_features for m in shapes.module.modules() if isinstance(m, nn.Linear))
+        step["formed weights"] += 2 * (linear - (sum(shapes.quantised) if shapes.weight_gradients else 0))
     return {
         "weights": _weights(shapes, attention, sharded_over),
         **({"adapter": sum(p.numel() * p.element_size() for p in adapter)} if adapter else {}),
         "gradients": 4 * trained,
         "optimizer state": (12 if shapes.averaged else 8) * trained,
-        **step_bytes(
-            shapes.config, options, attention, shapes.vocab_size, shapes.adapter_rank, shapes.formed_bytes, largest
-        ),
+        **step,
         # Ids, mask and top-K entries of this micro-batch and of the next one, which is fetched meanwhile.
         "cached head": 2 * options.batch_size * (options.length - 1) * (options.head_k * (8 + 4) + 21),
     }
@@ -207,7 +212,7 @@ def meta_student(options: EstimateOptions, adapter: bool = True) -> tuple[Any, n
         chosen = preset(options.preset, options.keep)
     if chosen is not None:
         make_quant_skeleton(module, chosen)
-    models.cast(module, models.DTYPES[options.run.dtype])
+    models.cast(module, DTYPES[options.run.dtype])
     if adapter:  # after the cast, as a run does: its factors stay float32
         add_lora(module, options.lora)
     return config, module
@@ -220,7 +225,7 @@ def skeleton(options: EstimateOptions) -> Shapes:
         ModelError, ConfigError: as `meta_student`.
     """
     config, module = meta_student(options)
-    dtype = models.DTYPES[options.run.dtype]
+    dtype = DTYPES[options.run.dtype]
     groups = recovery_parts(models.CausalLM(module, Path()), options.train_scales, options.train_norms, dtype)
     sizes = [layer.in_features * layer.out_features for layer in quant_layers(module).values()]
     formed = dtype.itemsize * sum(sizes) if options.train_scales else 0
