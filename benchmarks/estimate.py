@@ -1,21 +1,16 @@
 """Is the memory that `qat-lora estimate` predicts what a training step really takes?
 
-Claim: within 15 % of the measured peak, on a CPU and under PyTorch/XLA, over widths, depths, vocabularies, batches,
-ranks, both types, a frozen base and scales that train, with layers' activations kept and computed again. Random
-students of Qwen3's shape (w2g64), one micro-batch and one optimizer step by the calls that `recover` makes, each point
-in a process of its own. Estimates are asked as a user would, with the device's name and no other hint. Measured are:
+Claim: within 15 % of the measured peak on a CPU, and of what the TPU's own compiler gives a micro-batch's program, over
+widths, depths, vocabularies, batches, ranks, both types, a frozen base and scales that train, with layers' activations
+kept and computed again. Estimates are asked as a user would, with the device's name and no other hint.
 
-* `cpu`: the most bytes of tensors alive at once, counted at torch's dispatcher (`runtime/host/memory.py`).
-* `xla`: what the run holds on the device, and the temporary memory and new results that XLA's buffer assignment gives
-  the micro-batch's graph (`--xla_dump_to`, on XLA's CPU backend: the only one that can be had without a TPU).
-
-XLA's CPU backend deletes optimisation barriers *before* it decides on the order of the work, so nothing keeps what is
-computed again (attention always, whole layers with checkpointing) apart from its first computation, and recomputing
-saves next to nothing there. The GPU's compiler orders first and deletes then, and so does the TPU's by all that is
-known of it. So `xla` points are compiled with that pass switched off (`--xla_disable_hlo_passes=cse_barrier_expander`).
-That backend also computes bfloat16 in float32 and keeps it so. What it takes by itself is measured at one point each
-and listed under `not_compared`; no ratio is claimed there. A TPU pads tensors to tiles and fuses otherwise: nothing of
-it was measured on one.
+* `cpu`: random students of Qwen3's shape (w2g64), one micro-batch and one optimizer step by the calls that `recover`
+  makes, each point in a process of its own; the most bytes of tensors alive at once, counted at torch's dispatcher
+  (`runtime/host/memory.py`).
+* `v6e-1`, `v6e-4`: the micro-batch's graph compiled without a TPU (`qat-lora doctor --compile-for`): its program,
+  arguments, temporaries and results in the chip's memory, and the optimizer's moments, which it does not see. Nothing
+  was measured on a TPU. XLA's CPU backend is no stand-in: it deletes the barriers of recomputation before it orders the
+  work, and computes bfloat16 in float32.
 
 A run that was cut off goes on from what `--out` holds, and estimates anew what is measured already.
 
@@ -28,19 +23,17 @@ import argparse
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 TARGET = 0.15
 HEAD_K, CHUNK_MB, HEAD_DIM = 64, 8, 64
-BARRIERS_KEPT = "--xla_disable_hlo_passes=cse_barrier_expander"
 
 
 @dataclass(frozen=True)
@@ -86,11 +79,47 @@ POINTS = (
     Point(hidden=512, layers=4, rows=4, length=512, rank=16, checkpointing=True),
     Point(hidden=512, layers=4, length=512, dtype=BF16, train_scales=True, checkpointing=True),
 )
-BY_ITSELF = (
-    (Point(layers=4, checkpointing=True), "XLA's CPU backend deletes the barriers of checkpointing before it orders"),
-    (Point(dtype=BF16), "XLA's CPU backend computes bfloat16 in float32"),
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One student of Qwen3-0.6B's widths and batch, compiled for chips of a TPU."""
+
+    chip: str = "v6e-1"
+    layers: int = 28
+    vocab: int = 151_936
+    rows: int = 4
+    length: int = 1024
+    rank: int = 8
+    dtype: str = BF16
+    preset: str | None = None
+    train_scales: bool = False
+    checkpointing: bool = False
+    shard_base: bool = False
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """The settings of `plan/compiled/asked.py`."""
+        names = ("length", "rank", "dtype", "preset", "train_scales", "shard_base")
+        given = {"batch_size": self.rows, "gradient_checkpointing": self.checkpointing, "graphs": ("micro-batch",)}
+        return {name: getattr(self, name) for name in names} | given
+
+
+SMALL = Compiled(layers=4, rows=2, length=512)
+COMPILED = (
+    Compiled(),
+    Compiled(checkpointing=True),
+    Compiled(preset="w2g64", train_scales=True, rank=32),
+    Compiled(layers=8, vocab=4096),
+    Compiled(layers=8, vocab=4096, checkpointing=True),
+    Compiled(layers=8, vocab=32_768, rows=2, length=2048),
+    SMALL,
+    replace(SMALL, checkpointing=True),
+    replace(SMALL, preset="q4_r32"),
+    replace(SMALL, preset="w2g64", train_scales=True, rank=32),
+    replace(SMALL, dtype="float32"),
+    replace(SMALL, chip="v6e-4", shard_base=True),
 )
-XLA_POINTS = tuple(dict.fromkeys(replace(point, dtype="float32") for point in POINTS))
 
 
 def step(point: Point, runtime: Any) -> tuple[list[Any], Any]:
@@ -158,36 +187,44 @@ def on_cpu(point: Point) -> int:
     return live.peak
 
 
-def on_xla(point: Point, dump: Path) -> int:
-    """Return the bytes held, and what buffer assignment adds for the micro-batch's graph."""
-    from qat_lora.runtime.xla.runtime import XlaRuntime
+def on_tpu(point: Compiled, compiler: str | None) -> int:
+    """Return the bytes of a micro-batch's program, and of the moments beside it."""
+    from qat_lora.plan.compiled.asked import QWEN3_06B, Asked
+    from qat_lora.plan.compiled.report import compile_recovery, find_compiler
 
-    runtime = XlaRuntime("CPU")
-
-    def measure() -> int:
-        held, run = step(point, runtime)
-        runtime.mark_step()  # what preparing has left is a graph of its own, as in `recover`
-        there = set(dump.glob("*buffer-assignment.txt"))
-        run()  # the micro-batch's graph is the first of two
-        runtime.step_end()
-        (graph, *_) = sorted(set(dump.glob("*buffer-assignment.txt")) - there)
-        allocations = re.findall(r"^allocation \d+: size (\d+),(.*)$", graph.read_text(encoding="utf-8"), re.M)
-        added = sum(int(size) for size, kind in allocations if " parameter " not in kind)
-        return added + sum({id(t): t.numel() * t.element_size() for t in held}.values())
-
-    result: int = runtime.launch(measure)
-    return result
+    config = QWEN3_06B | {"num_hidden_layers": point.layers, "vocab_size": point.vocab}
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
+        asked = Asked(model=folder, **point.asked)
+        graph = compile_recovery(point.chip, asked, find_compiler(compiler))["graphs"]["micro-batch"]
+        if "error" in graph:
+            sys.exit(f"{point}: {graph['error']}")
+        return sum(graph["hbm"].values()) + forecast_on(point.chip, asked)["bytes"]["optimizer state"]
 
 
-def estimated(point: Point, device: str) -> int:
+def forecast_on(chip: str, asked: Any) -> dict[str, Any]:
+    """Return what the command says of a recovery that is compiled."""
+    from qat_lora.plan.devices import named
+    from qat_lora.plan.memory import forecast, skeleton
+
+    return forecast(skeleton(asked.estimate), asked.estimate, named((chip,)))
+
+
+def estimated(point: Point | Compiled) -> int:
     """Return what the command says."""
     from qat_lora.layers.lora import LoraConfig
     from qat_lora.models.load import make_qwen3
     from qat_lora.options import EstimateOptions, RunConfig
+    from qat_lora.plan.compiled.asked import QWEN3_06B, Asked
     from qat_lora.plan.devices import named
     from qat_lora.plan.memory import forecast, skeleton
 
     with tempfile.TemporaryDirectory() as folder:
+        if isinstance(point, Compiled):
+            config = QWEN3_06B | {"num_hidden_layers": point.layers, "vocab_size": point.vocab}
+            Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
+            total: int = forecast_on(point.chip, Asked(model=folder, **point.asked))["total_bytes"]
+            return total
         make_qwen3(Path(folder), point.vocab, **point.sizes).module.config.save_pretrained(folder)
         options = EstimateOptions(
             model=folder,
@@ -199,93 +236,76 @@ def estimated(point: Point, device: str) -> int:
             batch_size=point.rows,
             gradient_checkpointing=point.checkpointing,
             loss_chunk_mb=CHUNK_MB,
-            run=RunConfig(dtype=point.dtype, device=device),
+            run=RunConfig(dtype=point.dtype, device="cpu"),
         )
-        total: int = forecast(skeleton(options), options, named(()))["total_bytes"]
+        total = forecast(skeleton(options), options, named(()))["total_bytes"]
         return total
 
 
-def measure(device: str, point: Point, *flags: str) -> int:
-    """Run one point in a process of its own; return its measured bytes."""
-    with tempfile.TemporaryDirectory() as dump:
-        environment = {**os.environ, "USE_TORCH_XLA": "0"}
-        if device == "xla":
-            environment |= {"PJRT_DEVICE": "CPU", "USE_TORCH_XLA": "1"}
-            # The order of the machine code's passes does not change the buffers; without them it is made sooner.
-            environment["XLA_FLAGS"] = " ".join((f"--xla_dump_to={dump}", "--xla_backend_optimization_level=0", *flags))
-        command = [sys.executable, __file__, "--point", json.dumps(asdict(point)), "--device", device, "--dump", dump]
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-        return int(done.stdout.strip().splitlines()[-1])
+def measure(point: Point) -> int:
+    """Run one point on the CPU in a process of its own; return its measured bytes."""
+    command = [sys.executable, __file__, "--point", json.dumps(asdict(point))]
+    done = subprocess.run(
+        command, env=os.environ | {"USE_TORCH_XLA": "0"}, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return int(done.stdout.strip().splitlines()[-1])
 
 
-def compare(device: str, point: Point, measured: int | None = None) -> dict[str, Any]:
-    """Return a point's result; what was measured before is estimated only."""
-    if measured is None:
-        measured = measure(device, point, *([BARRIERS_KEPT] if device == "xla" else []))
-    guess = estimated(point, device)
+def compare(point: Point | Compiled, measured: int) -> dict[str, Any]:
+    """Return a point's result."""
+    guess = estimated(point)
     found = {"measured_mib": round(measured / 2**20, 2), "estimated_mib": round(guess / 2**20, 2)}
-    return {**name(device, point), **found, "ratio": round(guess / measured, 3)}
+    return {**name(point), **found, "ratio": round(guess / measured, 3)}
 
 
-def name(device: str, point: Point) -> dict[str, Any]:
+def name(point: Point | Compiled) -> dict[str, Any]:
     """Return what a point is known by in the result."""
-    return {"device": device, **asdict(point)}
+    return {**({} if isinstance(point, Compiled) else {"chip": "cpu"}), **asdict(point)}
+
+
+def of_result(found: dict[str, Any]) -> Point | Compiled:
+    """Return the point of a result."""
+    kind = Point if found["chip"] == "cpu" else Compiled
+    return kind(**{field.name: found[field.name] for field in fields(kind)})
 
 
 def main() -> None:
     """Compare every point, print and write the result anew after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--machine", default=platform.machine(), help="named in the result")
-    parser.add_argument("--out", help="JSON file for the result; points that it holds are not measured again")
+    parser.add_argument(
+        "--out", type=Path, help="JSON file for the result; points that it holds are not measured again"
+    )
+    parser.add_argument("--compiler", help="Python with jax and libtpu (`make tpu-compiler`)")
     parser.add_argument("--point", help=argparse.SUPPRESS)
-    parser.add_argument("--device", help=argparse.SUPPRESS)
-    parser.add_argument("--dump", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.point:
-        point = Point(**json.loads(given.point))
-        print(on_xla(point, Path(given.dump)) if given.device == "xla" else on_cpu(point))
+        print(on_cpu(Point(**json.loads(given.point))))
         return
     os.environ["USE_TORCH_XLA"] = "0"  # or transformers would start it here, too
-    before = json.loads(Path(given.out).read_text(encoding="utf-8")) if given.out and Path(given.out).exists() else {}
-    names = list(name("cpu", POINTS[0]))
-    known = {
-        json.dumps({key: p[key] for key in names} | {"why": p.get("why")}): p["measured_mib"]
-        for p in before.get("points", []) + before.get("not_compared", [])
-    }
+    before = json.loads(given.out.read_text(encoding="utf-8")) if given.out and given.out.exists() else {}
+    known = {of_result(p): round(p["measured_mib"] * 2**20) for p in before.get("points", [])}
     found: list[dict[str, Any]] = []
-    by_itself: list[dict[str, Any]] = []
-
     versions = (f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in ("torch", "torch_xla")))
-
-    def save() -> None:
-        worst = max((p["ratio"] for p in found), key=lambda ratio: abs(ratio - 1))
+    for point in (*POINTS, *COMPILED):
+        if (measured := known.get(point)) is None:
+            measured = measure(point) if isinstance(point, Point) else on_tpu(point, given.compiler)
+        found.append(compare(point, measured))
+        print(json.dumps(found[-1]), flush=True)
+        off = [abs(p["ratio"] - 1) for p in found]
         result = {
             "date": time.strftime("%Y-%m-%d"),
             "machine": given.machine,
             "versions": ", ".join(versions),
             "command": "python benchmarks/estimate.py",
             "points_count": len(found),
-            "worst_ratio": worst,
-            "farthest_percent": round(100 * max(abs(p["ratio"] - 1) for p in found), 1),
+            "worst_ratio": found[off.index(max(off))]["ratio"],
+            "farthest_percent": round(100 * max(off), 1),
             "beyond_15_percent": [p for p in found if abs(p["ratio"] - 1) > TARGET],
             "points": found,
-            "not_compared": by_itself,
         }
         if given.out:
-            Path(given.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-
-    for device, points in (("cpu", POINTS), ("xla", XLA_POINTS)):
-        for point in points:
-            mib = known.get(json.dumps({**name(device, point), "why": None}))
-            found.append(compare(device, point, None if mib is None else round(mib * 2**20)))
-            print(json.dumps(found[-1]), flush=True)
-            save()
-    for point, why in BY_ITSELF:
-        mib = known.get(json.dumps({**name("xla", point), "why": why}))
-        mib = round(measure("xla", point) / 2**20, 2) if mib is None else mib
-        by_itself.append({**name("xla", point), "why": why, "measured_mib": mib})
-        print(json.dumps(by_itself[-1]), flush=True)
-        save()
+            given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

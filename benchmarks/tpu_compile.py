@@ -23,21 +23,22 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from qat_lora.plan import memory
+from estimate import forecast_on
+
 from qat_lora.plan.compiled.asked import NAMES, QWEN3_06B, Asked
 from qat_lora.plan.compiled.report import TOPOLOGIES, compile_recovery, find_compiler, table
 
 
-def estimated(asked: Asked, graph: dict[str, Any]) -> dict[str, Any]:
+def estimated(chip: str, asked: Asked, graph: dict[str, Any]) -> dict[str, Any]:
     """Return the estimate of a step's memory beside the compiled micro-batch and the moments, which it does not see."""
     with tempfile.TemporaryDirectory() as folder:
         if not asked.model:
             Path(folder, "config.json").write_text(json.dumps(QWEN3_06B), encoding="utf-8")
             asked = replace(asked, model=folder)
-        parts = memory.memory(asked.estimate)
-    compiled = sum(graph["hbm"].values()) + parts["optimizer state"]
-    total = sum(parts.values())
-    return {"parts": parts, "total": total, "compiled": compiled, "ratio": round(total / compiled, 3)}
+        found = forecast_on(chip, asked)
+    compiled = sum(graph["hbm"].values()) + found["bytes"]["optimizer state"]
+    total = found["total_bytes"]
+    return {"parts": found["bytes"], "total": total, "compiled": compiled, "ratio": round(total / compiled, 3)}
 
 
 def main() -> None:
@@ -46,11 +47,12 @@ def main() -> None:
     parser.add_argument("--chip", choices=TOPOLOGIES, default="v6e-1")
     parser.add_argument("--graphs", default=",".join(NAMES))
     parser.add_argument("--compiler", help="Python with jax and libtpu")
+    kinds = {"loss_chunk_mb": int} | {name: int for name, value in asdict(Asked()).items() if type(value) is int}
     for name, value in asdict(Asked()).items():
         if isinstance(value, bool):
             parser.add_argument(f"--{name.replace('_', '-')}", action="store_true")
         elif name not in ("chips", "graphs"):
-            parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
+            parser.add_argument(f"--{name.replace('_', '-')}", type=kinds.get(name, str), default=value)
     parser.add_argument("--machine", default=platform.processor() or platform.machine(), help="what this runs on")
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     arguments = parser.parse_args()
@@ -70,7 +72,7 @@ def main() -> None:
         graphs = {graph: graphs[graph] for graph in NAMES if graph in graphs}
         result = report | {"model": arguments.model or "Qwen3-0.6B's shape", "graphs": graphs}
         if name == "micro-batch" and report["settings"]["chips"] == 1 and "hbm" in graphs[name]:
-            graphs[name]["estimate"] = estimated(asked, graphs[name])
+            graphs[name]["estimate"] = estimated(arguments.chip, asked, graphs[name])
         result |= {"machine": arguments.machine, "date": time.strftime("%Y-%m-%d")}
         result |= {"command": "python benchmarks/tpu_compile.py " + " ".join(sys.argv[1:])}
         if arguments.out:

@@ -460,8 +460,8 @@ class EstimateOptions:
         (), "devices to estimate time and cost for, such as v6e-1,h100; default: all that are known", alias="for"
     )
     utilisation: float = option(
-        0.3,
-        "share of the device's peak rate that is reached",
+        0.6,
+        "share of the device's peak rate of products that is reached",
         unit="share",
         above=0,
         max=1,

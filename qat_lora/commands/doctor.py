@@ -270,8 +270,9 @@ def doctor(planned: tuple[str, ...], compile_for: str | None) -> None:
     """Check Python, packages, devices, variables, Hub and room, also for a planned COMMAND (recover, qat or quantize).
 
     With --compile-for it instead compiles the graphs of a recovery with the TPU's own compiler (`make tpu-compiler`):
-    [--model FOLDER] [--batch-size 4] [--length 1024] [--head-k 128] [--rank 8] [--dtype bfloat16] [--shard-base]
-    [--loss-chunk-mb N] [--graphs "micro-batch,optimizer step"] [--keep FOLDER] [--compiler PYTHON] [--json].
+    [--model FOLDER] [--preset w4g128] [--batch-size 4] [--length 1024] [--head-k 128] [--rank 8] [--dtype bfloat16]
+    [--train-scales] [--gradient-checkpointing] [--shard-base] [--loss-chunk-mb N] [--json]
+    [--graphs "micro-batch,optimizer step"] [--keep FOLDER] [--compiler PYTHON].
     Exit code 1 where something needs fixing.
     """
     if compile_for is not None:
@@ -290,6 +291,9 @@ def doctor(planned: tuple[str, ...], compile_for: str | None) -> None:
 @click.option("--rank", type=click.IntRange(1), default=8)
 @click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16")
 @click.option("--loss-chunk-mb", type=click.IntRange(1), default=Asked.loss_chunk_mb)
+@click.option("--preset")
+@click.option("--train-scales", is_flag=True)
+@click.option("--gradient-checkpointing", is_flag=True)
 @click.option("--shard-base", is_flag=True)
 @click.option("--graphs", default=",".join(NAMES))
 @click.option("--keep", type=click.Path(path_type=Path, file_okay=False))

@@ -12,9 +12,9 @@ from qat_lora.runtime.precision import with_dtype
 
 NOTE = (
     "An estimate. Weights, adapter, gradients and optimizer state are counted on the model's real shapes. Activations\n"
-    "and working memory are formulas for Qwen and Llama style layers, each device's own attention in them;\n"
-    "compared with measured steps on a CPU, and with XLA's buffers there in float32. Nothing of it has been measured\n"
-    "on a TPU yet. Time assumes a share of the peak rate; prices are list prices as of mid-2025, to be checked."
+    "and working memory are formulas for Qwen and Llama style layers, each device's own attention in them; compared\n"
+    "with measured steps on a CPU, and with the TPU's compiler. Nothing of it has been measured on a TPU or GPU yet.\n"
+    "Time is a roofline at assumed shares of a device's rates; prices are list prices of mid-2025, to be checked."
 )
 
 
@@ -68,6 +68,6 @@ def _text(report: dict[str, Any], options: EstimateOptions, replicas: int) -> st
         fits = "fits" if there["fits"] else "does not fit"
         lines.append(
             f"{name:<9}{there['total_bytes'] / GIB:>8.2f} GiB  {fits:<12}{there['hours']:>9.2f} h{cost:>14}"
-            f"{there['tokens']:>16,} tokens"
+            f"{there['tokens']:>16,} tokens {there['tokens_per_s']:>9,.0f}/s, bound by: {there['bound']}"
         )
     return "\n".join([*lines, "", NOTE])

@@ -6,16 +6,16 @@ step shows. Tracing would be exact but needs model and device, because what auto
 * `tiled` (`layers/attention.py`, CPUs) keeps keys and values as they are and no scores.
 * `fused` (torch's kernels on CUDA) keeps no scores, but repeats keys and values for every query head.
 * `plain` (where no kernel fits: Apple's GPU) keeps the probabilities of a softmax in float32.
-* `xla` is the plain form, recomputed one layer at a time, because XLA would keep the masked scores as well. Where a
-  layer has an adapter, XLA keeps both summands instead of their sum.
+* `xla` is one loop over stacked layers, forward and backward. What a layer keeps is chosen there, not by autograd.
 
-`benchmarks/estimate.py` compares the sums with measured peaks.
+`benchmarks/estimate.py` compares the sums with measured peaks, and with the memory that the TPU's compiler gives.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from qat_lora.layers.attention import BLOCK
 from qat_lora.models.load import DTYPES
 from qat_lora.options import EstimateOptions
 from qat_lora.plan.devices import Attention
@@ -23,6 +23,9 @@ from qat_lora.runtime.base import default_loss_chunk_mb
 
 PIECE_BYTES = 2 * 2**21
 """Logits of two vocabulary pieces (`losses/fused/by_vocab`): the current one and the one before it."""
+
+SCORES = 3
+"""Of a block of queries, in float32, at once: shares and gradients of XLA's `blocked_attention`."""
 
 
 class Widths(NamedTuple):
@@ -65,47 +68,54 @@ def step_bytes(
     other = (4 + width) * sizes.hidden + width * options.length  # the last norm, and the mask
     backward = tokens * width * (3 * sizes.mlp + 2 * sizes.hidden)  # gradients of a layer's widest tensors
     backward += 8 * largest  # a weight's gradient, and its product with the codes
-    # Recomputed attention: masked scores and probabilities in float32.
-    again = 4 * (3 * sizes.queries + 2 * sizes.heads * options.length) if attention == "xla" else 0
     if options.gradient_checkpointing:  # only the layers' inputs are kept; one layer at a time is recomputed
         kept = layers * width * sizes.hidden + other
-        layer -= width * (sizes.queries + 2 * sizes.keys) if again else 0  # kept for attention alone
-        backward += tokens * (layer + again - width * sizes.mlp)  # by the third gradient, one kept tensor is freed
-        # XLA merges the two computations of a weight and keeps the first result.
-        formed //= 1 if attention == "xla" else layers
+        backward += tokens * (layer - width * sizes.mlp)  # by the third gradient, one kept tensor is freed
     else:
-        kept, backward = layers * layer + other, max(backward, tokens * again)
+        kept = layers * layer + other
+    if attention == "xla":
+        backward += tokens * SCORES * 4 * sizes.heads * min(BLOCK, options.length)
+    # A loop forms each layer's weights as it comes to them.
+    formed //= layers if attention == "xla" or options.gradient_checkpointing else 1
     loss = _loss(options, attention, tokens, sizes.hidden, vocab)
     return {"formed weights": formed, "activations": tokens * kept, "working memory": max(loss, backward)}
 
 
 def _layer(config: Any, options: EstimateOptions, attention: Attention, adapter_rank: int) -> int:
-    """Return the bytes that autograd keeps of a layer for one token.
+    """Return the bytes that are kept of a layer for one token.
 
-    With a frozen base, a linear layer keeps the product A x and, for its adapter's A, its input (once for layers that
-    share it). Norms keep their input in float32.
+    Autograd keeps of a linear layer with a frozen base the product A x and, for its adapter's A, its input (once for
+    layers that share it); norms keep their input in float32. XLA's loop keeps what `runtime/xla/scan.py` names: a
+    layer's input, the wide products that its backward pass reads (not the last one), and attention's result and sums.
     """
     width, (hidden, mlp, queries, keys, heads) = DTYPES[options.run.dtype].itemsize, widths(config)
+    if attention == "xla":
+        return width * (hidden + (queries + 2 * keys) + queries + hidden + 2 * mlp) + 4 * heads
     inputs = 2 * hidden + mlp + 7 * adapter_rank
     if attention == "tiled":  # the result twice: per head, and concatenated
         attended = width * (3 * queries + 2 * keys) + 4 * heads
     elif attention == "fused":  # queries, keys and values for every head, and the result
         attended = width * 4 * queries
-    elif attention == "xla":  # queries, keys, values and the result; the rest is recomputed
-        attended = width * (2 * queries + 2 * keys)
     else:  # in float32 whatever the model's dtype, with the scores
         attended = 4 * (3 * queries + heads * options.length) + width * queries
     normed = queries + keys if "3" in config.model_type else 0  # Qwen3 and Gemma 3 norm both
-    if attention == "xla":  # both halves of what base and adapter add up to, and the sigmoid
-        return width * (inputs + 6 * mlp + 2 * normed) + attended + 4 * 2 * hidden
     return width * (inputs + 3 * mlp) + attended + 4 * (2 * hidden + normed)
 
 
 def _loss(options: EstimateOptions, attention: Attention, tokens: int, hidden: int, vocab: int) -> int:
     width = DTYPES[options.run.dtype].itemsize
-    logits = min((options.loss_chunk_mb or default_loss_chunk_mb("cpu")) * 2**20, 4 * tokens * vocab)
+    _, logits = loss_chunks(options, tokens, vocab)
     if attention == "tiled":  # logits in the products' type; states and their summed gradient; top-K ids and logits
         states = hidden * (4 + 3 * width) + 48 * options.head_k
         return logits * width // 4 + min(PIECE_BYTES, logits) + tokens * states
+    if attention == "xla":  # in the products' type: the logits, by lanes for the top-K entries, and their gradient
+        return 3 * logits * width // 4 + tokens * hidden * (4 + width)
     # Logits and their gradient in float32, a copy in the products' type.
     return 2 * logits + (logits // 2 if width < 4 else 0) + tokens * hidden * (4 + width)
+
+
+def loss_chunks(options: EstimateOptions, tokens: int, vocab: int) -> tuple[int, int]:
+    """Return how many chunks a loss over the vocabulary takes, all alike, and the bytes of one in float32."""
+    most = (options.loss_chunk_mb or default_loss_chunk_mb("cpu")) * 2**20
+    chunks = -(-4 * tokens * vocab // most)
+    return chunks, 4 * tokens * vocab // chunks

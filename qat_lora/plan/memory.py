@@ -2,8 +2,7 @@
 
 The student is built on torch's meta device, which has shapes and no memory, and put into its training state by the
 calls that a run makes. What is *held* (weights, adapter, gradients, optimizer state) is therefore counted, not
-modelled. What comes and goes within a step is a formula (`activations`). Time is arithmetic over an assumed share of a
-device's peak rate (`devices`), which only a measurement on that device can replace.
+modelled. What comes and goes within a step is a formula (`activations`), and so is its time (`roofline`).
 
 `estimate` and the dry runs of `recover` and `qat` differ in what trains: each builds its `Shapes` and asks for the same
 `forecast`.
@@ -12,8 +11,9 @@ device's peak rate (`devices`), which only a measurement on that device can repl
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,15 @@ from torch import nn
 
 from qat_lora.errors import ModelError
 from qat_lora.files.checksums import check_folder, read_object
-from qat_lora.layers.convert import add_lora, lora_layers, make_quant_skeleton, quant_layers
+from qat_lora.layers.convert import add_lora, block_of, make_quant_skeleton, quant_layers
+from qat_lora.layers.quant_linear import Dense
 from qat_lora.models import load as models
+from qat_lora.models.load import DTYPES
 from qat_lora.options import EstimateOptions
-from qat_lora.plan.activations import step_bytes, widths
+from qat_lora.plan.activations import step_bytes
 from qat_lora.plan.devices import Attention, Device, attention_on, named
+from qat_lora.plan.roofline import StepTime, operations, step_time
+from qat_lora.plan.shapes import Shapes
 from qat_lora.quant.presets import Preset, preset
 from qat_lora.runtime.base import default_loss_chunk_mb
 from qat_lora.setup.trainable import recovery_parts
@@ -34,98 +38,90 @@ from qat_lora.setup.trainable import recovery_parts
 GIB = 2**30
 
 
-@dataclass(frozen=True)
-class Shapes:
-    """A student on the meta device, in its training state."""
-
-    config: Any  # of its text model
-    module: Any
-    trained: Mapping[str, Mapping[str, nn.Parameter]]  # by kind and name
-    adapter_rank: int
-    weight_gradients: bool  # whether the backward pass forms a gradient of every quantised weight
-    formed_bytes: int  # weights that a forward forms anew from codes and scales and keeps for its backward pass
-    averaged: bool = False  # whether the optimizer keeps an average of what trains
-
-    @property
-    def trained_by_kind(self) -> dict[str, int]:
-        """How many numbers train."""
-        return {kind: sum(p.numel() for p in tensors.values()) for kind, tensors in self.trained.items()}
-
-    @property
-    def quantised(self) -> list[int]:
-        """Numbers of each quantised weight."""
-        return [layer.in_features * layer.out_features for layer in quant_layers(self.module).values()]
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the output head."""
-        return int(self.module.get_output_embeddings().weight.shape[0])
-
-    @property
-    def adapter(self) -> list[nn.Parameter]:
-        """The factors of the adapters."""
-        return [p for layer in lora_layers(self.module).values() for p in (layer.lora_A, layer.lora_B)]
-
-
 def forecast(shapes: Shapes, options: EstimateOptions, devices: Sequence[Device]) -> dict[str, Any]:
     """Return parameter counts, bytes on one replica, and time and cost on devices.
 
     The parts are those of the device that the settings name, or of the first; every device has its own total.
     """
-    shown = _attention(options, devices)
-    parts = _parts(shapes, _with_chunk(options, *shown_device(options, devices)), shown)
-    flops = flops_per_token(shapes, options)
+    kind, first = shown_device(options, devices)
+    shown = _attention(options, kind)
+    parts = _parts(shapes, _with_chunk(options, kind, first), shown, first.chips if first else 1)
     there = {}
     for device in devices:
-        own = shown if options.attention != "auto" else attention_on(device.device)
-        total = sum(_parts(shapes, _with_chunk(options, device.device, 1e9 * device.memory_gb), own).values())
-        there[device.name] = {"attention": own, **_on(device, options, flops, total)}
+        own, asked = _attention(options, device.device), _with_chunk(options, device.device, device)
+        total = sum(_parts(shapes, asked, own, device.chips).values())
+        there[device.name] = {"attention": own, **_on(device, options, step_time(shapes, asked, own, device), total)}
     return {
         **_counts(shapes),
         "attention": shown,
         "bytes": parts,
         "total_bytes": sum(parts.values()),
-        "flops_per_token": flops,
+        "flops_per_token": operations(shapes, options, shown) // (options.batch_size * options.length),
         "devices": there,
     }
 
 
-def _attention(options: EstimateOptions, devices: Sequence[Device]) -> Attention:
-    """Return the attention kernel: as set, or that of the device which `--device` or else `--for` names first."""
-    if options.attention != "auto":
-        return options.attention
-    return attention_on(shown_device(options, devices)[0])
+def _attention(options: EstimateOptions, device: str) -> Attention:
+    """Return the attention kernel: as set, or that of a `--device`."""
+    return attention_on(device) if options.attention == "auto" else options.attention
 
 
-def shown_device(options: EstimateOptions, devices: Sequence[Device]) -> tuple[str, float | None]:
-    """Return the device which `--device` or else `--for` names first, and the bytes of its memory if known."""
+def shown_device(options: EstimateOptions, devices: Sequence[Device]) -> tuple[str, Device | None]:
+    """Return the `--device` that the settings or else `--for` names first, and the first listed of that kind."""
     own = "tpu" if options.run.tpu else options.run.device
     kind = devices[0].device if own == "auto" else own
-    return kind, next((1e9 * device.memory_gb for device in devices if device.device == kind), None)
+    return kind, next((device for device in devices if device.device == kind), None)
 
 
-def _with_chunk(options: EstimateOptions, device: str, memory_bytes: float | None) -> EstimateOptions:
+def _with_chunk(options: EstimateOptions, kind: str, device: Device | None) -> EstimateOptions:
     """Return settings whose `loss_chunk_mb` is what a run on the device would take."""
-    return replace(options, loss_chunk_mb=options.loss_chunk_mb or default_loss_chunk_mb(device, memory_bytes))
+    memory = 1e9 * device.memory_gb if device else None
+    return replace(options, loss_chunk_mb=options.loss_chunk_mb or default_loss_chunk_mb(kind, memory))
 
 
-def _parts(shapes: Shapes, options: EstimateOptions, attention: Attention) -> dict[str, int]:
+def _parts(shapes: Shapes, options: EstimateOptions, attention: Attention, chips: int) -> dict[str, int]:
     largest = max(shapes.quantised, default=0) if shapes.weight_gradients else 0
-    module, adapter = shapes.module, shapes.adapter
-    factors = {id(p) for p in adapter}
-    stored = {id(t): t for t in (*module.parameters(), *module.buffers()) if id(t) not in factors}
-    trained = sum(shapes.trained_by_kind.values())
+    adapter, trained = shapes.adapter, sum(shapes.trained_by_kind.values())
+    sharded_over = chips if options.run.chips.shard_base else 1
+    step = step_bytes(
+        shapes.config, options, attention, shapes.vocab_size, shapes.adapter_rank, shapes.formed_bytes, largest
+    )
+    if attention == "xla" and DTYPES[options.run.dtype] == torch.float32:  # all are rounded to bfloat16 before the loop
+        linear = sum(m.in_features * m.out_features for m in shapes.module.modules() if isinstance(m, nn.Linear))
+        step["formed weights"] += 2 * (linear - (sum(shapes.quantised) if shapes.weight_gradients else 0))
     return {
-        "weights": sum(t.numel() * t.element_size() for t in stored.values()),
+        "weights": _weights(shapes, attention, sharded_over),
         **({"adapter": sum(p.numel() * p.element_size() for p in adapter)} if adapter else {}),
         "gradients": 4 * trained,
         "optimizer state": (12 if shapes.averaged else 8) * trained,
-        **step_bytes(
-            shapes.config, options, attention, shapes.vocab_size, shapes.adapter_rank, shapes.formed_bytes, largest
-        ),
+        **step,
         # Ids, mask and top-K entries of this micro-batch and of the next one, which is fetched meanwhile.
         "cached head": 2 * options.batch_size * (options.length - 1) * (options.head_k * (8 + 4) + 21),
     }
+
+
+def _weights(shapes: Shapes, attention: Attention, chips: int) -> int:
+    """Return the bytes of what is no adapter: of the layers' frozen matrices a chip's share, with the largest layer, gathered.
+
+    Where layers are stacked (XLA), the codes of a weight that is formed once stay on the host (`layers/stacked.py`).
+    """
+    module, layers = shapes.module, quant_layers(shapes.module)
+    without = {id(p) for p in shapes.adapter}
+    if attention == "xla":
+        formed = [layer for name, layer in layers.items() if block_of(name) and isinstance(layer.source, Dense)]
+        own = [{**layer._parameters, **layer._buffers, "bias": None} for layer in formed]
+        without |= {id(tensor) for tensors in own for tensor in tensors.values()}
+    everything = itertools.chain(module.named_parameters(), module.named_buffers())
+    stored = {id(tensor): (name, tensor) for name, tensor in everything if id(tensor) not in without}
+    whole, sharded, gathered = 0, 0, Counter[str]()
+    for name, tensor in stored.values():
+        size, block = tensor.numel() * tensor.element_size(), block_of(name)
+        if chips > 1 and tensor.ndim > 1 and not tensor.requires_grad and block:
+            sharded += size
+            gathered[block] += size
+        else:
+            whole += size
+    return whole + sharded // chips + max(gathered.values(), default=0)
 
 
 def _counts(shapes: Shapes) -> dict[str, int]:
@@ -140,48 +136,35 @@ def _counts(shapes: Shapes) -> dict[str, int]:
     }
 
 
-def flops_per_token(shapes: Shapes, options: EstimateOptions) -> int:
-    """Return the floating-point operations of one token of training: 4 N for what is frozen, 6 N for what trains.
-
-    A frozen weight is multiplied once forward and once for the gradient of its input; one that trains (or whose scales
-    do) once more for its own. Attention is counted in full, not causal; checkpointing adds the layers' forward again.
-    """
-    config, module = shapes.config, shapes.module
-    linear = sum(m.in_features * m.out_features for m in module.modules() if isinstance(m, nn.Linear))
-    lm_head = shapes.vocab_size * config.hidden_size
-    linear -= lm_head if isinstance(module.get_output_embeddings(), nn.Linear) else 0
-    adapter = sum(p.numel() for p in shapes.adapter)
-    attention = 4 * options.length * widths(config).queries * config.num_hidden_layers
-    forward = 2 * (linear + adapter) + attention
-    trained = adapter + (sum(shapes.quantised) if shapes.weight_gradients else 0)
-    again = forward if options.gradient_checkpointing else 0
-    return forward + 2 * linear + 2 * adapter + 2 * attention + 2 * trained + 4 * lm_head + again
-
-
-def _on(device: Device, options: EstimateOptions, flops: int, total: int) -> dict[str, Any]:
+def _on(device: Device, options: EstimateOptions, step: StepTime, total: int) -> dict[str, Any]:
     """Return what a run takes on a device: each chip computes its own micro-batches of every step."""
-    tokens = options.max_steps * options.accumulation_steps * options.batch_size * options.length
-    hours = tokens * flops / (device.tflops * 1e12 * options.utilisation) / 3600
+    micro_batches = options.max_steps * options.accumulation_steps
+    tokens = options.batch_size * options.length * device.chips
+    hours = micro_batches * step.seconds / 3600
     return {
         "total_bytes": total,
         "fits": total < 0.9 * device.memory_gb * 1e9,
-        "tokens": tokens * device.chips,
+        "tokens": micro_batches * tokens,
         "hours": hours,
         "usd": hours * device.chips * device.usd_per_hour,
+        "tokens_per_s": tokens / step.seconds,
+        "seconds_by_bound": step.limits,
+        "bound": step.bound,
     }
 
 
 def peak_table(shapes: Shapes, options: EstimateOptions, attention: Attention) -> list[dict[str, Any]]:
     """Return the peak at fractions and multiples of batch and length, with and without gradient checkpointing."""
     rows = []
-    options = _with_chunk(options, *shown_device(options, named(options.devices)))
+    kind, device = shown_device(options, named(options.devices))
+    options, chips = _with_chunk(options, kind, device), device.chips if device else 1
     batches = sorted({max(1, options.batch_size // 4), options.batch_size, options.batch_size * 4})
     lengths = sorted({max(2, options.length // 2), options.length, options.length * 2})
     for batch_size, length in itertools.product(batches, lengths):
         peaks = {}
         for name, again in (("kept", False), ("checkpointed", True)):
             asked = replace(options, batch_size=batch_size, length=length, gradient_checkpointing=again)
-            peaks[name] = sum(_parts(shapes, asked, attention).values())
+            peaks[name] = sum(_parts(shapes, asked, attention, chips).values())
         rows.append({"batch_size": batch_size, "length": length, **peaks})
     return rows
 
@@ -229,7 +212,7 @@ def meta_student(options: EstimateOptions, adapter: bool = True) -> tuple[Any, n
         chosen = preset(options.preset, options.keep)
     if chosen is not None:
         make_quant_skeleton(module, chosen)
-    models.cast(module, models.DTYPES[options.run.dtype])
+    models.cast(module, DTYPES[options.run.dtype])
     if adapter:  # after the cast, as a run does: its factors stay float32
         add_lora(module, options.lora)
     return config, module
@@ -242,7 +225,7 @@ def skeleton(options: EstimateOptions) -> Shapes:
         ModelError, ConfigError: as `meta_student`.
     """
     config, module = meta_student(options)
-    dtype = models.DTYPES[options.run.dtype]
+    dtype = DTYPES[options.run.dtype]
     groups = recovery_parts(models.CausalLM(module, Path()), options.train_scales, options.train_norms, dtype)
     sizes = [layer.in_features * layer.out_features for layer in quant_layers(module).values()]
     formed = dtype.itemsize * sum(sizes) if options.train_scales else 0

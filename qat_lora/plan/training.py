@@ -34,8 +34,9 @@ from qat_lora.models.load import (
 )
 from qat_lora.options import CacheBuildOptions, EstimateOptions, QatOptions, RecoverOptions, RunConfig
 from qat_lora.plan.devices import attention_on, likely
-from qat_lora.plan.memory import GIB, Shapes, forecast, meta_model, skeleton, stored_quantisation
+from qat_lora.plan.memory import GIB, forecast, meta_model, skeleton, stored_quantisation
 from qat_lora.plan.quantize import fisher_bytes
+from qat_lora.plan.shapes import Shapes
 from qat_lora.quant.presets import Preset
 from qat_lora.registry import DryRun, Requirements
 from qat_lora.runtime.base import default_loss_chunk_mb
@@ -241,7 +242,10 @@ def _text(report: dict[str, Any], trained: str, utilisation: float, more: Sequen
     ]
     for name, there in report["devices"].items():
         fits = "fits" if there["fits"] else "does not fit"
-        lines.append(f"time     {there['hours']:.2f} h on {name} ({fits}), at {utilisation:.0%} of the peak rate")
+        lines.append(
+            f"time     {there['hours']:.2f} h on {name} ({fits}), {there['tokens_per_s']:,.0f} tokens/s, bound by "
+            f"{there['bound']}, at {utilisation:.0%} of the peak rate"
+        )
     return "\n".join([*lines, *more, *(f"assumed  {text}" for text in report["assumed"])])
 
 
@@ -297,8 +301,6 @@ def _shapes(options: QatOptions, config: Any, student: CausalLM) -> Shapes:
     """Put the student into its training state, and count what a forward forms of its layers."""
     groups = trained_parts(student, options, None)
     formed = _formed_bytes(student.module, torch.bfloat16 if options.loop.autocast else DTYPES[options.run.dtype])
-    if options.loop.gradient_checkpointing and attention_on(device_of(options.run)) == "xla":
-        formed //= config.num_hidden_layers  # counted as on other devices: nobody measured what XLA keeps of these
     return Shapes(
         config,
         student.module,

@@ -102,6 +102,16 @@ def test_sharded_weights_say_so_in_the_graph(tmp_path):
     assert found["sharded"] == 7  # the linear layers; embedding and LM head stay whole
 
 
+def test_a_preset_with_trained_scales_and_checkpointing_is_what_is_traced_and_estimated(tmp_path):
+    """Code values and scales are the graph's parameters instead of weights."""
+    asked = {"preset": "w2g64", "train_scales": True, "gradient_checkpointing": True}
+    found = traced(tmp_path, 2, **asked, graphs=["micro-batch"])["micro-batch"]
+    scales_of_gate, values_of_gate = 2 * 96, 2 * 96 * 64  # two layers' stacks; a group is 64 wide
+    assert scales_of_gate in found["sizes"] and values_of_gate in found["sizes"]
+    estimate = Asked(**asked).estimate
+    assert {name: getattr(estimate, name) for name in asked} == asked
+
+
 @pytest.mark.slow
 def test_control_weights_that_are_not_sharded_say_nothing(tmp_path):
     plain = traced(tmp_path, 1, chips=4, batch_size=1, graphs=["micro-batch"])["micro-batch"]

@@ -51,7 +51,9 @@ def test_a_missing_compiler_and_an_unknown_chip_are_refused_with_what_helps(tmp_
 def test_the_command_line_reads_the_recovery_that_is_asked_for(tmp_path):
     program = "from qat_lora.cli import main; main()"
     words = ["doctor", "--compile-for", "v6e-1", "--compiler", str(tmp_path / "none")]
-    for more, said in (([], "make tpu-compiler"), (["--batch-size", "0"], "batch-size"), (["--graphs", "x"], "graphs")):
+    changed = ["--preset", "w2g64", "--train-scales", "--gradient-checkpointing", "--dtype", "float32"]
+    wrong = ((changed, "make tpu-compiler"), (["--batch-size", "0"], "batch-size"), (["--graphs", "x"], "graphs"))
+    for more, said in wrong:
         command = [sys.executable, "-c", program, *words, *more]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert done.returncode and said in done.stderr, done.stderr

@@ -12,6 +12,7 @@ from typing import Literal
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.options import EstimateOptions, RunConfig
+from qat_lora.runtime.launch.select import ChipsConfig
 
 QWEN3_06B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -46,6 +47,10 @@ class Asked:
     head_k: int = 128
     rank: int = 8
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    preset: str | None = None
+    """Of a student whose config says nothing of quantisation; without one its weights are dense."""
+    train_scales: bool = False
+    gradient_checkpointing: bool = False
     chips: int = 1
     """More than one: SPMD."""
     shard_base: bool = False
@@ -55,13 +60,17 @@ class Asked:
     @property
     def estimate(self) -> EstimateOptions:
         """The same recovery for `plan/memory.py`."""
+        chips = ChipsConfig(shard_base=self.shard_base, parallel="spmd" if self.shard_base else "spawn")
         return EstimateOptions(
             model=self.model,
+            preset=self.preset,
+            train_scales=self.train_scales,
+            gradient_checkpointing=self.gradient_checkpointing,
             batch_size=self.batch_size,
             length=self.length,
             head_k=self.head_k,
             lora=LoraConfig(recovery_r=self.rank),
-            run=RunConfig(dtype=self.dtype, device="tpu"),
+            run=RunConfig(dtype=self.dtype, device="tpu", chips=chips),
             loss_chunk_mb=self.loss_chunk_mb,
         )
 

@@ -25,7 +25,7 @@ from qat_lora.cache.format.layout import Contents
 from qat_lora.generate.sample import stream_ids
 from qat_lora.layers.stacked import parameters_at
 from qat_lora.losses.objective import weight_tensors
-from qat_lora.models.load import CausalLM
+from qat_lora.models.load import DTYPES, CausalLM
 from qat_lora.options import CacheBuildOptions, RunConfig
 from qat_lora.plan.compiled.asked import NAMES, Asked
 from qat_lora.plan.compiled.hlo import instruction_count
@@ -96,8 +96,11 @@ def _student_graphs(asked: Asked, runtime: Runtime, record: Callable[..., None])
     _, module = meta_student(asked.estimate)
     model = CausalLM(module, Path())
     fit_attention(model, runtime)
-    paths = place_student(model, lambda: recovery_parts(model, False, False, model.module.dtype), runtime, RunConfig())
+    dtype = DTYPES[asked.dtype]
+    paths = place_student(model, lambda: recovery_parts(model, asked.train_scales, False, dtype), runtime, RunConfig())
     state = TrainState(model, parameters_at(model.module, paths))
+    if asked.gradient_checkpointing:
+        model.checkpoint_gradients(runtime.checkpoint_function())
     runtime.shard_frozen(model.module)
     prepared = prepare(asked.objective, rows, model, loop, 0, runtime)
     data = TrainingData(rows, rows, prepared.objective, {})
