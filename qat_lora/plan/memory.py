@@ -101,7 +101,7 @@ def _parts(shapes: Shapes, options: EstimateOptions, attention: Attention, chips
 
 
 def _weights(shapes: Shapes, attention: Attention, chips: int) -> int:
-    """Return the bytes of what is no adapter: of the layers' frozen matrices a chip's share, with the largest layer, gathered.
+    """Return the bytes of what is no adapter: of frozen matrices a chip's share and the largest layer.
 
     Where layers are stacked (XLA), the codes of a weight that is formed once stay on the host (`layers/stacked.py`).
     """

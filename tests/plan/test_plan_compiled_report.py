@@ -108,7 +108,8 @@ def test_a_scanned_program_counts_like_its_unrolled_form(tmp_path):
     both = [report._compiled(name, "v6e:1x1", 1, COMPILER, tmp_path) for name in ("scanned", "unrolled")]
     scanned, unrolled = (found["counted"] for found in both)
     assert scanned["loops"] == 1 and not unrolled["loops"]
-    for what in ("matrix_operations", "operations", "bytes"):
+    # Of all bytes, copies within the chip are part, which the compiler makes as it likes: 176 MB and 109 MB here.
+    for what in ("matrix_operations", "operations", "hbm_bytes"):
         assert scanned[what] == pytest.approx(unrolled[what], rel=0.1), what
     said = both[1]["compiler_says"]
     assert unrolled["operations"] == pytest.approx(said["operations"], rel=0.1)
