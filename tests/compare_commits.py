@@ -38,6 +38,7 @@ from toy_paths import FAST_COMPILE
 INTENDED: dict[str, str] = {
     r"^(said/pack\.|packed/)": "the own transport is replaced by tar and zstd",
     r"^(said/)?recover-fewer[./]": "--head-k with draws is refused",
+    r"^(said/)?estimate(-table)?[./]": "time is a roofline; memory under XLA is that of the loop over stacked layers",
     r"start_method": "the start methods svd and best are removed; qera was the default",
     r"break_even|teacher_tokens_per_s|build_tokens_per_s": "the break-even estimate is removed",
     r"\.html\b": "no HTML card",
