@@ -78,15 +78,18 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
             say(run, f"{out} is complete already")
             remove_pieces(out)
             return out
-        runtime = runtime.for_loops()
-        runtime.place(model.module)
         say(run, f"{runtime.description} · {chosen.name}, {len(targets)} layers · {out}")
+        runtime.exact_products()
+        solver_device = runtime.device if runtime.piece_bytes is None else None
+        runtime = runtime.for_hooks()
+        runtime.place(model.module)
         with stop_signals() as stopped, large_tensors_apart():
             work = Unfinished(out, "layers", len(targets), stopped)
             if work.parts:
                 say(run, f"goes on after {work.parts} of {len(targets)} layers, which an interrupted run finished")
             rows = None if batches is None else list(runtime.feed(batches))
-            starts = _fit(options, model, targets, rows, out, work)
+            fits = FitSettings(options.init, options.start_rank, _joint_rank(options), solver_device)
+            starts = _fit(options, fits, model, targets, rows, out, work)
         bits = {name: round(value, 4) for name, value in bits_per_weight(model.module).items()}
         rules = rule_bits(model.module, chosen)
         model.module.to("cpu")
@@ -120,6 +123,7 @@ def _joint_rank(options: QuantizeOptions) -> int:
 
 def _fit(
     options: QuantizeOptions,
+    settings: FitSettings,
     model: CausalLM,
     targets: dict[str, QuantSpec],
     batches: list[Batch] | None,
@@ -127,7 +131,6 @@ def _fit(
     work: Work,
 ) -> dict[str, Factors]:
     """Quantise the model in place, by the batches where there are any; return the adapter starts."""
-    settings = FitSettings(options.init, options.start_rank, _joint_rank(options))
     sequential = options.calibrate_on == "student" and options.init in NEED_TEXT
     costs = moments = None
 

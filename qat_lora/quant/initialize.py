@@ -39,7 +39,8 @@ from qat_lora.runtime.loop import Number, part, whole_parts
 
 Method = Literal["absmax", "mse", "awq", "gptq", "descent"]
 METHODS: tuple[str, ...] = get_args(Method)
-NEED_TEXT = ("awq", "gptq", "descent")
+COMPENSATED = ("gptq", "descent")
+NEED_TEXT = ("awq", *COMPENSATED)
 LARGEST = 32_000.0  # weight whose scale fits float16 with every code book and scale search
 ROUNDS, SWEEPS = 3, 2  # of scale refits, and of descent after each
 
@@ -55,6 +56,33 @@ class QuantizedWeight(NamedTuple):
     """float16 numbers held as float32."""
     zeros: Tensor | None = None
     """Whole zero points [rows, G] as float32, with asymmetric codes."""
+
+    def to(self, device: torch.device) -> QuantizedWeight:
+        """Return the same on another device."""
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        scales = tuple(scale.to(device) for scale in self.scales)
+        return QuantizedWeight(self.codes_OI.to(device), self.values.to(device), scales, zeros)
+
+    def split(self, layers: int) -> list[QuantizedWeight]:
+        """Return the parts of layers whose rows lie one under the other; scales must be by channel or group."""
+        if layers == 1:
+            return [self]
+        scales, zeros = (
+            self.scales[0].chunk(layers),
+            [None] * layers if self.zeros is None else self.zeros.chunk(layers),
+        )
+        codes = self.codes_OI.chunk(layers)
+        return [QuantizedWeight(c, self.values, (s,), z) for c, s, z in zip(codes, scales, zeros, strict=True)]
+
+    @classmethod
+    def joined(cls, layers: Sequence[QuantizedWeight]) -> QuantizedWeight:
+        """Return what `split` took apart."""
+        if len(layers) == 1:
+            return layers[0]
+        zeros = [layer.zeros for layer in layers if layer.zeros is not None]
+        scale = torch.cat([layer.scales[0] for layer in layers])
+        codes = torch.cat([layer.codes_OI for layer in layers])
+        return cls(codes, layers[0].values, (scale,), torch.cat(zeros) if zeros else None)
 
     def grid(self, spec: QuantSpec, dtype: torch.dtype = torch.float64) -> Grid:
         """Return the meaning of the codes."""
@@ -104,7 +132,7 @@ def quantize_weight(
         raise ConfigError(f"init: {method} needs calibration text; give --dataset, or choose mse or absmax")
     weight = weight_OI.float()
     curvature = Curvature(calibration) if isinstance(calibration, Tensor) else calibration
-    if method in ("gptq", "descent"):
+    if method in COMPENSATED:
         assert curvature is not None
         start = _compensated(weight, spec, curvature)
         return start if method == "gptq" else refine(weight, spec, start, curvature, rounds)

@@ -148,9 +148,7 @@ def range_scale(weight_OI: Tensor, spec: QuantSpec, cost: Cost | None) -> tuple[
     return scale, zero
 
 
-def _cheapest(
-    at: Callable[..., tuple[list[Tensor], Tensor]], given: Sequence[Tensor], cost: Cost
-) -> Sequence[Tensor]:
+def _cheapest(at: Callable[..., tuple[list[Tensor], Tensor]], given: Sequence[Tensor], cost: Cost) -> Sequence[Tensor]:
     """Return group by group the numbers [rows, G], among those of `CLIP_GRID` clips, whose errors cost least.
 
     `at` gives the numbers and errors of a clip, of 1 before all others, from what it is `given`.

@@ -199,9 +199,15 @@ class XlaRuntime(Runtime):
         torch_xla.sync()  # a custom move's computations must not become part of the first step's graph
         return module
 
-    def for_loops(self) -> NativeRuntime:
-        """Return the host: quantising one small layer column by column made a graph of over 16,000 nodes here."""
+    def for_hooks(self) -> NativeRuntime:
+        """Return the host: Fisher information is read at every layer of every batch, each time another graph here."""
         return NativeRuntime("cpu")
+
+    def exact_products(self) -> None:
+        """Let a TPU take six passes; in the usual one it rounds the factors to bfloat16."""
+        import torch_xla.backends
+
+        torch_xla.backends.set_mat_mul_precision("highest")
 
     def check_device_map(self) -> None:
         """Refuse to spread a model module by module.
