@@ -13,6 +13,7 @@ Source: AWQ (arXiv 2306.00978) for the clip search; the module `gptq` for the ot
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
@@ -36,6 +37,7 @@ from qat_lora.quant.scales import (
 )
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.runtime.loop import Number, part, whole_parts
+from qat_lora.runtime.xla.runtime import xla_mark_step
 
 Method = Literal["absmax", "mse", "awq", "gptq", "descent"]
 METHODS: tuple[str, ...] = get_args(Method)
@@ -59,6 +61,7 @@ class QuantizedWeight(NamedTuple):
 
     def to(self, device: torch.device) -> QuantizedWeight:
         """Return the same on another device."""
+        xla_mark_step()  # one graph for all that is read
         zeros = None if self.zeros is None else self.zeros.to(device)
         scales = tuple(scale.to(device) for scale in self.scales)
         return QuantizedWeight(self.codes_OI.to(device), self.values.to(device), scales, zeros)
@@ -124,9 +127,10 @@ def quantize_weight(
     """
     if method not in METHODS:
         raise ConfigError(f"init: {method!r} is unknown; allowed: {', '.join(METHODS)}")
-    if not torch.isfinite(weight_OI).all():
+    largest = float(weight_OI.abs().max())
+    if not math.isfinite(largest):
         raise ConfigError("weight: holds NaN or infinite entries; check the checkpoint")
-    if weight_OI.abs().max() > LARGEST:
+    if largest > LARGEST:
         raise ConfigError(f"weight: holds entries above {LARGEST:g}, whose scales float16 cannot hold")
     if method in NEED_TEXT and calibration is None:
         raise ConfigError(f"init: {method} needs calibration text; give --dataset, or choose mse or absmax")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from qat_lora.runtime.xla.loop import scan
-from qat_lora.runtime.xla.runtime import is_xla_device
+from qat_lora.runtime.xla.runtime import is_xla_device, xla_mark_step
 
 Number = int | Tensor
 Tensors = Sequence[Tensor]
@@ -92,4 +92,5 @@ def factorised(solve: Callable[..., Tensor], *given: Tensor) -> Tensor:
     """Return what a function of dense linear algebra makes of tensors, computed on the host for XLA's."""
     if not is_xla_device(given[0]):
         return solve(*given)
+    xla_mark_step()  # one graph for all that is read
     return solve(*(x.cpu() for x in given)).to(given[0].device)

@@ -205,9 +205,9 @@ class XlaRuntime(Runtime):
 
     def exact_products(self) -> None:
         """Let a TPU take six passes; in the usual one it rounds the factors to bfloat16."""
-        import torch_xla.backends
+        import torch_xla
 
-        torch_xla.backends.set_mat_mul_precision("highest")
+        torch_xla._XLAC._xla_set_mat_mul_precision("highest")  # what torch_xla.backends does, without a warning
 
     def check_device_map(self) -> None:
         """Refuse to spread a model module by module.
