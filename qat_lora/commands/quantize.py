@@ -88,7 +88,7 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
             if work.parts:
                 say(run, f"goes on after {work.parts} of {len(targets)} layers, which an interrupted run finished")
             rows = None if batches is None else list(runtime.feed(batches))
-            fits = FitSettings(options.init, options.start_rank, _joint_rank(options), solver_device)
+            fits = FitSettings(options.init, options.start_rank, options.rank_of_codes, solver_device)
             starts = _fit(options, fits, model, targets, rows, out, work)
         bits = {name: round(value, 4) for name, value in bits_per_weight(model.module).items()}
         rules = rule_bits(model.module, chosen)
@@ -98,7 +98,7 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
             "init": options.init,
             "bits_per_weight": bits["base"],
             "bits_per_weight_model": bits["model"],
-            "joint_rank": _joint_rank(options),
+            "joint_rank": options.rank_of_codes,
             "model": str(options.model),
         }
         with moved_into(out) as draft:
@@ -113,12 +113,6 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
         say(run, f"  {rule['bits_per_weight'] or 'kept':>6}  {rule['layers']:>4} layers  {rule['pattern']}")
     say(run, f"{bits['base']:.2f} bits per weight in {len(targets)} layers, {bits['model']:.2f} in the model, at {out}")
     return out
-
-
-def _joint_rank(options: QuantizeOptions) -> int:
-    """Return the rank that codes are chosen together with: recovery's usual one where the start is searched anyway."""
-    usual = min(16, options.start_rank) if options.init == "descent" else 0
-    return usual if options.joint_rank is None else options.joint_rank
 
 
 def _fit(
