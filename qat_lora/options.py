@@ -167,6 +167,12 @@ class QuantizeOptions(QuantizeConfig):
         if self.text.dataset is not None and self.kd_cache_dir is not None:
             raise ConfigError("dataset: calibration reads --kd-cache-dir; give one of the two")
 
+    @property
+    def rank_of_codes(self) -> int:
+        """The rank that codes are chosen together with: recovery's usual one where the start is searched anyway."""
+        usual = min(16, self.start_rank) if self.init == "descent" else 0
+        return usual if self.joint_rank is None else self.joint_rank
+
 
 @settings
 class RecoverOptions:

@@ -79,15 +79,18 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
             say(run, f"{out} is complete already")
             remove_pieces(out)
             return out
-        runtime = runtime.for_loops()
-        runtime.place(model.module)
         say(run, f"{runtime.description} · {chosen.name}, {len(targets)} layers · {out}")
+        runtime.exact_products()
+        solver_device = runtime.device if runtime.piece_bytes is None else None
+        runtime = runtime.for_hooks()
+        runtime.place(model.module)
         with stop_signals() as stopped, large_tensors_apart(), tf32(False):
             work = Unfinished(out, "layers", len(targets), stopped)
             if work.parts:
                 say(run, f"goes on after {work.parts} of {len(targets)} layers, which an interrupted run finished")
             rows = None if batches is None else list(runtime.feed(batches))
-            starts = _fit(options, model, targets, rows, out, work)
+            fits = FitSettings(options.init, options.start_rank, options.rank_of_codes, solver_device)
+            starts = _fit(options, fits, model, targets, rows, out, work)
         bits = {name: round(value, 4) for name, value in bits_per_weight(model.module).items()}
         rules = rule_bits(model.module, chosen)
         model.module.to("cpu")
@@ -96,7 +99,7 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
             "init": options.init,
             "bits_per_weight": bits["base"],
             "bits_per_weight_model": bits["model"],
-            "joint_rank": _joint_rank(options),
+            "joint_rank": options.rank_of_codes,
             "model": str(options.model),
         }
         with moved_into(out) as draft:
@@ -113,14 +116,9 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
     return out
 
 
-def _joint_rank(options: QuantizeOptions) -> int:
-    """Return the rank that codes are chosen together with: recovery's usual one where the start is searched anyway."""
-    usual = min(16, options.start_rank) if options.init == "descent" else 0
-    return usual if options.joint_rank is None else options.joint_rank
-
-
 def _fit(
     options: QuantizeOptions,
+    settings: FitSettings,
     model: CausalLM,
     targets: dict[str, QuantSpec],
     batches: list[Batch] | None,
@@ -128,7 +126,6 @@ def _fit(
     work: Work,
 ) -> dict[str, Factors]:
     """Quantise the model in place, by the batches where there are any; return the adapter starts."""
-    settings = FitSettings(options.init, options.start_rank, _joint_rank(options))
     sequential = options.calibrate_on == "student" and options.init in NEED_TEXT
     costs = moments = None
 

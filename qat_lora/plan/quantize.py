@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from qat_lora.errors import ModelError
-from qat_lora.layers.calibrate.fisher import kept_shape
+from qat_lora.layers.calibrate.fisher import fisher_bytes
+from qat_lora.layers.calibrate.fit import TURN_ROUNDS, TURNS
 from qat_lora.layers.convert import LM_HEAD, bits_per_weight, check_reach, make_quant_skeleton, quant_layers
 from qat_lora.options import QuantizeOptions
+from qat_lora.plan.devices import Device, likely
 from qat_lora.plan.memory import GIB, meta_model
-from qat_lora.quant.initialize import NEED_TEXT
+from qat_lora.plan.training import device_of
+from qat_lora.quant.gptq import BLOCK
+from qat_lora.quant.initialize import COMPENSATED, ROUNDS, SWEEPS
 from qat_lora.quant.presets import preset
+from qat_lora.quant.scales import CLIP_GRID
+from qat_lora.quant.spec import QuantSpec
 from qat_lora.registry import DryRun, Requirements
+
+FLOAT32_RATE = {"tpu": 1 / 6, "cuda": 1 / 15}
+"""Of the rate in bfloat16: exact products of float32 are six passes of a TPU, and none for a card's product units."""
+COLUMN_S = {"cuda": 10 * 5e-6}
+"""Seconds to launch the kernels of a column; elsewhere they are one call or one program."""
+CLIP_OPERATIONS = 8  # to round a weight at one clip, and to weigh the error
+
+
+class SolverWork(NamedTuple):
+    """What solving for codes and scales takes, without calibration passes, factorisations and adapter starts."""
+
+    operations: int
+    bytes: int
+    """To and from memory; a block of columns stays in the processor."""
+    columns: int
+    """Columns that wait for the one before."""
+
+    def seconds(self, device: Device) -> float:
+        """Return the time that a device's rates, or its host's launches, allow at best."""
+        products = self.operations / (device.tflops * 1e12 * FLOAT32_RATE.get(device.device, 1.0))
+        return max(products, self.bytes / (device.gbps * 1e9), self.columns * COLUMN_S.get(device.device, 0.0))
 
 
 def plan_quantize(options: QuantizeOptions) -> DryRun:
@@ -49,6 +75,16 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
         "scratch_bytes": fisher_bytes(module, options.init, options.metric) if has_text else 0,
         "inputs_and_outputs": sum(layer.in_features + layer.out_features for layer in layers),
     }
+    device, solving = device_of(options.run), ""
+    if options.init in COMPENSATED:
+        work = solver_work(module, options)
+        times = {chip.name: work.seconds(chip) for chip in likely(device, 1)}
+        report["solvers"] = {**work._asdict(), "seconds": times}
+        solving = (
+            f"\nsolvers  {work.operations / 1e12:,.1f} * 10^12 operations, {work.bytes / 1e9:,.1f} GB moved, "
+            f"{work.columns:,} columns in order; at best "
+            + ", ".join(f"{seconds:,.1f} s on {name}" for name, seconds in times.items())
+        )
     text = (
         f"dry run: shapes alone; nothing is written\n"
         f"model    {options.model}: {parameters:,} parameters, {quantised:,} of them in {len(layers)} "
@@ -57,7 +93,7 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
         f"{report['stored_bytes'] / GIB:.3f} GiB on disk without adapter starts\n"
         f"memory   {report['weights_bytes'] / GIB:.3f} GiB for the weights, each layer as stored until its turn, "
         f"and the calibration beside them\n"
-        f"scratch  {report['scratch_bytes'] / GIB:.3f} GiB on disk while it is quantised"
+        f"scratch  {report['scratch_bytes'] / GIB:.3f} GiB on disk while it is quantised{solving}"
     )
     starts = 4 * options.start_rank * report["inputs_and_outputs"]
     # Twice: finished blocks are kept until the whole is written.
@@ -66,9 +102,25 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
     return DryRun(report, text, Requirements("this quantisation", memory, memory, disk))
 
 
-def fisher_bytes(module: torch.nn.Module, init: str, metric: str) -> int:
-    """Return what `--metric fisher` keeps of every layer on disk while a student is made."""
-    if metric != "fisher" or init not in NEED_TEXT:
-        return 0
-    inside = (layer for name, layer in quant_layers(module).items() if not LM_HEAD.search(name))
-    return sum(4 * math.prod(kept_shape(layer.out_features)) for layer in inside)
+def solver_work(module: torch.nn.Module, options: QuantizeOptions) -> SolverWork:
+    """Return what `quant/gptq.py` does to a quantised model's layers."""
+    parts = []
+    for name, layer in quant_layers(module).items():
+        turns = 1 + TURNS if options.rank_of_codes and not LM_HEAD.search(name) else 1
+        parts.append(layer_work(layer.out_features, layer.in_features, layer.spec, turns, options.init == "descent"))
+    return SolverWork(*map(sum, zip(*parts, strict=True)))
+
+
+def layer_work(rows: int, columns: int, spec: QuantSpec, turns: int, descends: bool) -> SolverWork:
+    """Return the work of one layer that is rounded anew in so many turns, in float32 and by whole products."""
+    rounds = (ROUNDS if turns == 1 else turns * TURN_ROUNDS + ROUNDS - TURN_ROUNDS) if descends else 0
+    refits = 0 if spec.sharing == "lowrank" else rounds
+    slopes = (turns + (turns > 1) if descends else 0) + refits
+    size = spec.group_size if spec.sharing == "group" and spec.group_size else BLOCK
+    weights, sweeps = rows * columns, rounds * SWEEPS
+    products = 2 * weights * columns * (turns + sweeps + refits + slopes)
+    within = 2 * weights * (size * turns + BLOCK * sweeps) + CLIP_OPERATIONS * CLIP_GRID * weights * turns
+    # A block's errors pass over the whole weight, which is read and written; a group's products are only read.
+    passes = columns * (2 * turns / size + 2 * sweeps / BLOCK + refits / size) + 3 * slopes
+    moments = columns**2 * (turns + sweeps + refits + slopes)
+    return SolverWork(products + within, int(4 * (weights * passes + moments)), columns * (turns + sweeps))

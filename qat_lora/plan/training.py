@@ -21,6 +21,7 @@ from torch import nn
 
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.errors import ConfigError, DeviceError, ModelError
+from qat_lora.layers.calibrate.fisher import fisher_bytes
 from qat_lora.layers.convert import make_quant_skeleton, quant_layers
 from qat_lora.models.load import (
     DTYPES,
@@ -35,7 +36,6 @@ from qat_lora.models.load import (
 from qat_lora.options import CacheBuildOptions, EstimateOptions, QatOptions, RecoverOptions, RunConfig
 from qat_lora.plan.devices import attention_on, likely
 from qat_lora.plan.memory import GIB, forecast, meta_model, skeleton, stored_quantisation
-from qat_lora.plan.quantize import fisher_bytes
 from qat_lora.plan.shapes import Shapes
 from qat_lora.quant.presets import Preset
 from qat_lora.registry import DryRun, Requirements

@@ -13,8 +13,6 @@ Source: QLoRA (arXiv 2305.14314) for the normal table.
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 from torch import Tensor
 
@@ -65,7 +63,7 @@ def full_range(spec: QuantSpec) -> float:
 def encode(x: Tensor, values: Tensor) -> Tensor:
     """Return the uint8 index of the nearest code value for every entry of x."""
     midpoints = ((values[1:] + values[:-1]) / 2).to(x.dtype)
-    if len(midpoints) <= FEW:
+    if len(midpoints) <= FEW or is_xla_device(x):  # which has no search
         return _count_below(x, midpoints)
     return torch.bucketize(x.contiguous(), midpoints, right=True).to(torch.uint8)
 
@@ -107,10 +105,9 @@ def decode(codes: Tensor, values: Tensor) -> Tensor:
     return found
 
 
-def counts_from(values: Tensor) -> float | None:
-    """Return the least value of a code book that counts up by ones, None for any other."""
-    book = values.tolist()
-    return book[0] if all(b - a == 1 for a, b in itertools.pairwise(book)) else None
+def first_value(spec: QuantSpec) -> float | None:
+    """Return the least value of a code book that counts up by ones, None for a table."""
+    return None if spec.code == "lut" else float(code_values(spec)[0])
 
 
 def packed_width(count: int, bits: int) -> int:

@@ -6,13 +6,16 @@ column. `descend` sweeps over the columns and gives each the nearest code to its
 `refit_scales` solves for the scales given the codes; neither raises the error, so they may alternate, which takes an
 eighth off GPTQ's at 2 bits. Both work from the slope E H, in float32; inverting H needs float64.
 
+A column is too little work for an accelerator, so layers of one shape are solved together: their rows R one under the
+other, each layer L with its own H. The loops are `runtime.loop`'s, and stay loops where programs are compiled.
+
 Sources: GPTQ (arXiv 2210.17323); coordinate descent, QuantEase (arXiv 2309.01885).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,60 +24,80 @@ from torch import Tensor
 from qat_lora.quant.codes import decode, encode
 from qat_lora.quant.scales import TINY
 from qat_lora.quant.spec import QuantSpec
+from qat_lora.runtime.loop import Number, factorised, loop, part, rest, solver_dtype, unchanged, whole_parts
 
 DAMPING = 0.01  # added to the second moment's diagonal, as a share of its mean: GPTQ's own default
 BLOCK = 64  # columns handled before their joint effect is pushed on: fewer, larger matrix products
 
 
 class Curvature:
-    """The damped second moment of a layer's inputs and its factors, each computed once: turns of fitting share them."""
+    """The damped second moments of layers' inputs and their factors, computed once: turns of fitting share them."""
 
-    def __init__(self, second_moment_II: Tensor) -> None:
-        self.second_moment_II = second_moment_II
-
-    @functools.cached_property
-    def damped_II(self) -> Tensor:
-        """The second moment, damped, float64."""
-        return damped(self.second_moment_II)
+    def __init__(self, second_moment: Tensor) -> None:
+        """Take one layer's [I, I], or those of layers that are solved together, [L, I, I]."""
+        self.second_moment_LII = second_moment.reshape(-1, *second_moment.shape[-2:])
 
     @functools.cached_property
-    def narrow_II(self) -> Tensor:
+    def damped_LII(self) -> Tensor:
+        """The second moments, damped, in the type that solvers carry errors in."""
+        return damped(self.second_moment_LII).to(solver_dtype(self.second_moment_LII.device))
+
+    @functools.cached_property
+    def narrow_LII(self) -> Tensor:
         """The same in float32."""
-        return self.damped_II.float()
+        return self.damped_LII.float()
 
     @functools.cached_property
-    def inverse_root_II(self) -> Tensor:
-        """Upper triangular R with H⁻¹ = Rᵀ R, float64.
+    def inverse_root_LII(self) -> Tensor:
+        """Upper triangular R with H⁻¹ = Rᵀ R, in that type, found in float64."""
+        return factorised(_inverse_root, self.second_moment_LII).to(self.damped_LII.dtype)
 
-        R⁻¹ is the Cholesky factor of H with the columns counted from the last, so H itself need not be inverted.
-        """
-        backwards = torch.linalg.cholesky(self.damped_II.flip(0, 1)).flip(0, 1)
-        eye = torch.eye(len(backwards), dtype=backwards.dtype, device=backwards.device)
-        return torch.linalg.solve_triangular(backwards, eye, upper=True)
+
+def _inverse_root(second_moment_LII: Tensor) -> Tensor:
+    """Return R of the damped moments, float64.
+
+    R⁻¹ is the Cholesky factor of H with the columns counted from the last, so H itself need not be inverted.
+    """
+    backwards = torch.linalg.cholesky(damped(second_moment_LII).flip(1, 2)).flip(1, 2)
+    eye = torch.eye(backwards.shape[1], dtype=backwards.dtype, device=backwards.device)
+    return torch.linalg.solve_triangular(backwards, eye.expand_as(backwards), upper=True)
+
+
+def damped(second_moment: Tensor) -> Tensor:
+    """Return second moments [.., I, I] in float64 with a share of their mean on the diagonal."""
+    moment = second_moment.double().clone()
+    diagonal = moment.diagonal(dim1=-2, dim2=-1)
+    diagonal.add_(DAMPING * diagonal.mean(-1, keepdim=True).clamp_min(1e-12))
+    return moment
 
 
 class Grid(NamedTuple):
-    """The meaning of the codes of a weight (or of some columns): (value - zero) * scale."""
+    """The meaning of the codes of weights (or of some columns): (value - zero) * scale."""
 
     values: Tensor
     """Sorted code book."""
     scale: Tensor
-    """Scale of every weight, [O, I]."""
+    """Scale of every weight, [R, I]."""
     zero: Tensor | None = None
-    """Zero point of every weight, [O, I], with asymmetric codes."""
+    """Zero point of every weight, [R, I], with asymmetric codes."""
     first: float | None = None
     """Least code value where they count up by ones; None for tables."""
 
-    def by_column(self, start: int, stop: int) -> Grid:
-        """Return the grid of some columns, transposed, each in one piece of memory."""
-        return self._part(lambda wide: wide[:, start:stop].T.contiguous())
+    def parts(self) -> list[Tensor]:
+        """Return the tensors that have an entry for every weight."""
+        return [self.scale] if self.zero is None else [self.scale, self.zero]
 
-    def row(self, index: int) -> Grid:
-        """Return the grid of one row: of one column of the weight after `by_column`."""
-        return self._part(lambda wide: wide[index])
+    def of(self, parts: Sequence[Tensor]) -> Grid:
+        """Return the same grid with other `parts`."""
+        return self._replace(scale=parts[0], zero=parts[1] if len(parts) > 1 else None)
 
-    def _part(self, take: Callable[[Tensor], Tensor]) -> Grid:
-        return self._replace(scale=take(self.scale), zero=None if self.zero is None else take(self.zero))
+    def by_column(self, number: Number, size: int) -> Grid:
+        """Return the grid of a part of the columns, transposed, each in one piece of memory."""
+        return self.of([part(x, number, size, 1).T.contiguous() for x in self.parts()])
+
+    def whole(self, size: int) -> Grid:
+        """Return the grid with `whole_parts` of columns."""
+        return self.of([whole_parts(x, size, 1, fill=1.0) for x in self.parts()])
 
     def snap(self, target: Tensor) -> Tensor:
         """Return the unscaled values of the codes nearest to a target."""
@@ -102,99 +125,172 @@ class Grid(NamedTuple):
         return self.code_values(codes) * self.scale
 
 
-def damped(second_moment_II: Tensor) -> Tensor:
-    """Return the second moment in float64 with a share of its mean on the diagonal."""
-    moment = second_moment_II.double().clone()
-    moment.diagonal().add_(DAMPING * moment.diagonal().mean().clamp_min(1e-12))
-    return moment
+GridOf = Callable[[Number, Tensor, Sequence[Tensor]], tuple[Grid, list[Tensor]]]
+"""From a block's number, its weights [R, columns] as compensation has left them, and what `gptq` was given to their
+grid, columns first (`Grid.by_column`), and what to keep of it, one of each."""
 
 
-def gptq(weight_OI: Tensor, inverse_root_II: Tensor, size: int, grid_of: Callable[[int, int, Tensor], Grid]) -> Tensor:
-    """Return error-compensated uint8 codes of a float64 weight.
+def gptq(
+    weight_RI: Tensor, inverse_root_LII: Tensor, size: int, grid_of: GridOf, given: Sequence[Tensor] = ()
+) -> tuple[Tensor, list[Tensor]]:
+    """Return error-compensated uint8 codes, and what `grid_of` kept of every block [blocks, ...].
 
     Args:
-        weight_OI: the weight.
-        inverse_root_II: `Curvature.inverse_root_II` of its inputs.
+        weight_RI: the weights, of the roots' type.
+        inverse_root_LII: `Curvature.inverse_root_LII` of their inputs.
         size: columns that share a grid.
-        grid_of: from first column, last column and the weights there, as compensation has left them, to their grid,
-            columns first (`Grid.by_column`).
+        grid_of: the grid of a block.
+        given: what it reads, with `whole_parts` of this size.
     """
-    weight = weight_OI.clone()
-    in_features = weight.shape[1]
-    codes = torch.zeros(weight.shape, dtype=torch.uint8, device=weight.device)
-    for start in range(0, in_features, size):
-        stop = min(start + size, in_features)
-        block = grid_of(start, stop, weight[:, start:stop])
-        left = weight[:, start:stop].T.contiguous()  # [columns, O]: a column is contiguous
-        found, errors = torch.empty_like(left), torch.empty_like(left)
-        for j in range(stop - start):
-            column, row = block.row(j), inverse_root_II[start + j, start + j : stop]
-            found[j] = column.snap(left[j])
-            errors[j] = (left[j] - found[j] * column.scale) / row[0]
-            left[j + 1 :].addr_(row[1:], errors[j], alpha=-1)
-        codes[:, start:stop] = block.codes(found).T
-        weight[:, stop:] -= errors.T @ inverse_root_II[start:stop, stop:]
-    return codes
+    layers, columns = inverse_root_LII.shape[:2]
+    own_LI = whole_parts(inverse_root_LII.diagonal(dim1=1, dim2=2), size, 1, fill=1.0)
+
+    def round_column(
+        j: Number, carry: list[Tensor], slices: list[Tensor], grid: Grid
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        (left_CR,), (row_CL, own_L, *parts) = carry, slices
+        column, target_R = grid.of(parts), part(left_CR, j, 1, 0)[0]
+        found_R = column.snap(target_R)
+        errors_LO = (target_R - found_R * column.scale).view(layers, -1) / own_L[:, None]
+        _push(rest(left_CR, j, 1, 0), rest(row_CL, j, 1, 0), errors_LO)
+        return [left_CR], [found_R[None], errors_LO.view(1, -1)]
+
+    def round_block(
+        number: Number, carry: list[Tensor], _: list[Tensor], constants: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        (weight_RI,), (roots_LII, own_LI, *given) = carry, constants
+        left_RC, rows_LCI = part(weight_RI, number, size, 1), part(roots_LII, number, size, 1)
+        grid, kept = grid_of(number, left_RC, given)
+        inputs = [part(rows_LCI, number, size, 2).permute(1, 2, 0), part(own_LI, number, size, 1).T, *grid.parts()]
+        _, (found_CR, errors_CR) = loop(
+            lambda j, carry, slices, _: round_column(j, carry, slices, grid),
+            left_RC.shape[1],
+            [left_RC.T.contiguous()],
+            inputs,
+        )
+        after = rest(weight_RI, number, size, 1)
+        after -= _products(errors_CR, rest(rows_LCI, number, size, 2))
+        return [weight_RI], [grid.codes(found_CR), *(x[None] for x in kept)]
+
+    _, (codes_IR, *kept) = loop(
+        round_block,
+        -(-columns // size),
+        [whole_parts(weight_RI, size, 1).clone()],
+        constants=[whole_parts(inverse_root_LII, size, 1, 2), own_LI, *given],
+    )
+    return codes_IR[:columns].T.contiguous(), kept
 
 
-def slope_of(weight_OI: Tensor, dense_OI: Tensor, damped_II: Tensor) -> Tensor:
+def _push(left_CR: Tensor, factors_CL: Tensor, errors_LO: Tensor) -> None:
+    """Take a column's errors, times each column's factor, from the columns that are left, in place."""
+    if len(errors_LO) == 1:
+        left_CR.addr_(factors_CL[:, 0], errors_LO[0], alpha=-1)
+    else:
+        left_CR.view(-1, *errors_LO.shape).addcmul_(factors_CL[..., None], errors_LO, value=-1)
+
+
+def _products(errors_CR: Tensor, rows_LCI: Tensor) -> Tensor:
+    """Return what the errors of a block's columns do to all columns, layer by layer: Eᵀ H, [R, I]."""
+    if len(rows_LCI) == 1:
+        return errors_CR.T @ rows_LCI[0]
+    return (errors_CR.unflatten(1, (len(rows_LCI), -1)).permute(1, 2, 0) @ rows_LCI).flatten(0, 1)
+
+
+def slope_of(weight_RI: Tensor, dense_RI: Tensor, damped_LII: Tensor) -> Tensor:
     """Return (W - Ŵ) H, half the negative gradient of the output error at every weight."""
-    return (weight_OI - dense_OI) @ damped_II
+    return _products((weight_RI - dense_RI).T, damped_LII)
 
 
-def descend(slope_OI: Tensor, damped_II: Tensor, grid: Grid, codes_OI: Tensor, sweeps: int) -> tuple[Tensor, Tensor]:
+def descend(slope_RI: Tensor, damped_LII: Tensor, grid: Grid, codes_RI: Tensor, sweeps: int) -> tuple[Tensor, Tensor]:
     """Return codes after sweeps of coordinate descent, and the slope there.
 
     The output error falls or stays with every column. All tensors but the codes are of one type.
 
     Args:
-        slope_OI: `slope_of` the weight and these codes.
-        damped_II: damped second moment of the layer's inputs.
+        slope_RI: `slope_of` the weights and these codes.
+        damped_LII: damped second moments of the layers' inputs.
         grid: what the codes mean.
-        codes_OI: the codes.
+        codes_RI: the codes.
         sweeps: over all columns, at most; one that changes nothing is the last.
     """
-    codes, slope = codes_OI.clone(), slope_OI.clone()
-    in_features = codes.shape[1]
-    pull = damped_II.diagonal().reciprocal().tolist()
+    layers, columns = damped_LII.shape[:2]
+
+    def turn_column(
+        j: Number, carry: list[Tensor], slices: list[Tensor], grid: Grid
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        (local_CR,), (row_CL, pull_L, now_R, *parts) = carry, slices
+        column, slope_LO = grid.of(parts), part(local_CR, j, 1, 0).view(layers, -1)
+        found_R = column.snap(torch.addcmul(now_R.view(layers, -1), slope_LO, pull_L[:, None]).flatten())
+        step_R = found_R * column.scale - now_R
+        _push(rest(local_CR, j, 1, 0), rest(row_CL, j, 1, 0), step_R.view(layers, -1))
+        return [local_CR], [found_R[None], step_R[None]]
+
+    def turn_block(
+        number: Number, carry: list[Tensor], _: list[Tensor], constants: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        (slope_RI,), (damped_LII, pull_LI, codes_RI, *parts) = carry, constants
+        block, rows_LCI = grid.of(parts).by_column(number, BLOCK), part(damped_LII, number, BLOCK, 1)
+        within_CCL = part(rows_LCI, number, BLOCK, 2).triu(1).permute(1, 2, 0)
+        now_CR = block.dense(part(codes_RI, number, BLOCK, 1).T)
+        _, (found_CR, steps_CR) = loop(
+            lambda j, carry, slices, _: turn_column(j, carry, slices, block),
+            len(now_CR),
+            [part(slope_RI, number, BLOCK, 1).T.clone(memory_format=torch.contiguous_format)],
+            [within_CCL, part(pull_LI, number, BLOCK, 1).T, now_CR, *block.parts()],
+        )
+        slope_RI -= _products(steps_CR, rows_LCI)
+        return [slope_RI], [block.codes(found_CR)]
+
+    pull_LI = whole_parts(damped_LII.diagonal(dim1=1, dim2=2).reciprocal(), BLOCK, 1)
+    whole_LII, whole = whole_parts(damped_LII, BLOCK, 1, 2), grid.whole(BLOCK)
+    codes, slope = whole_parts(codes_RI, BLOCK, 1), whole_parts(slope_RI, BLOCK, 1).clone()
     for _ in range(sweeps):
-        before = codes.clone()
-        for start in range(0, in_features, BLOCK):
-            stop = min(start + BLOCK, in_features)
-            within = damped_II[start:stop, start:stop]
-            block, local = grid.by_column(start, stop), slope[:, start:stop].T.contiguous()
-            found = block.code_values(codes[:, start:stop].T)
-            steps = found * block.scale  # the weights of now, then column by column how much they change
-            for j in range(stop - start):
-                column = block.row(j)
-                found[j] = column.snap(torch.add(steps[j], local[j], alpha=pull[start + j]))
-                torch.sub(found[j] * column.scale, steps[j], out=steps[j])
-                local[j + 1 :].addr_(within[j, j + 1 :], steps[j], alpha=-1)
-            codes[:, start:stop] = block.codes(found).T
-            slope -= steps.T @ damped_II[start:stop]
-        if torch.equal(codes, before):
+        constants, before = [whole_LII, pull_LI, codes, *whole.parts()], codes
+        (slope,), (codes_IR,) = loop(turn_block, -(-columns // BLOCK), [slope], constants=constants)
+        codes = codes_IR.T.contiguous()
+        if unchanged(codes, before):
             break
-    return codes, slope
+    return codes[:, :columns], slope[:, :columns]
 
 
 def refit_scales(
-    slope_OI: Tensor, damped_II: Tensor, grid: Grid, codes_OI: Tensor, scale: Tensor, spec: QuantSpec
+    slope_RI: Tensor, damped_LII: Tensor, grid: Grid, codes_RI: Tensor, scale: Tensor, spec: QuantSpec
 ) -> Tensor:
     """Return the scales [rows, G] with the least output error for given codes; rows that gain nothing keep theirs.
 
     The first four are as for `descend`; `scale` are the stored scales now, float16 numbers.
     """
-    q = grid.code_values(codes_OI)
-    rows, in_features = q.shape
-    size = spec.group_size or in_features
-    starts = range(0, in_features, size)
-    slopes, right = q * slope_OI, q.new_empty(rows, len(starts), dtype=torch.float64)
-    gram = right.new_empty(rows, len(starts), len(starts))
-    for i, s in enumerate(starts):
-        right[:, i] = slopes[:, s : s + size].sum(1)
-        pushed = (q[:, s : s + size] @ damped_II[s : s + size, s:]) * q[:, s:]
-        for k, part in enumerate(pushed.split(size, dim=1), start=i):
-            gram[:, i, k] = gram[:, k, i] = part.sum(1)
+    columns = slope_RI.shape[1]
+    size = spec.group_size or columns
+    groups = -(-columns // size)
+
+    def gram_row(
+        number: Number, carry: list[Tensor], _: list[Tensor], constants: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        q_RI, damped_LII = constants
+        rows_LCI = rest(part(damped_LII, number, size, 1), number - 1, size, 2)
+        pushed = _products(part(q_RI, number, size, 1).T, rows_LCI) * rest(q_RI, number - 1, size, 1)
+        sums = _part_sums(pushed, size)
+        return carry, [torch.nn.functional.pad(sums, (groups - sums.shape[1], 0))[None]]
+
+    q_RI = grid.code_values(codes_RI)
+    right = _part_sums(q_RI * slope_RI, size)
+    constants = [whole_parts(q_RI, size, 1), whole_parts(damped_LII, size, 1, 2)]
+    _, (rows_GRG,) = loop(gram_row, groups, [], constants=constants)
+    return factorised(functools.partial(_fitted, spec=spec), rows_GRG, right, scale)
+
+
+def _part_sums(x: Tensor, size: int) -> Tensor:
+    """Return the sums of parts of `size` columns; the last one may be shorter."""
+    if x.shape[1] % size == 0:
+        return x.unflatten(1, (-1, size)).sum(2)
+    return torch.stack([columns.sum(1) for columns in x.split(size, dim=1)], 1)
+
+
+def _fitted(rows_GRG: Tensor, right_RG: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
+    """Return the scales that solve the normal equations, given by the upper triangles of their matrices."""
+    upper = rows_GRG.permute(1, 0, 2).triu()
+    gram, right = (upper + upper.triu(1).mT).double(), right_RG.double()
     if spec.sharing == "tensor":
         gram, right = gram.sum(0, keepdim=True), right.sum(0, keepdim=True)
     ridge = 1e-9 * gram.diagonal(dim1=1, dim2=2).mean(-1).clamp_min(1e-30)  # a group of zero codes has no scale

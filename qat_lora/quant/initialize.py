@@ -13,13 +13,15 @@ Source: AWQ (arXiv 2306.00978) for the clip search; the module `gptq` for the ot
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from qat_lora.errors import ConfigError
-from qat_lora.quant.codes import code_values, counts_from, decode, encode
+from qat_lora.quant.codes import code_values, decode, first_value, nearest
 from qat_lora.quant.gptq import BLOCK, Curvature, Grid, descend, gptq, refit_scales, slope_of
 from qat_lora.quant.scales import (
     Cost,
@@ -34,10 +36,13 @@ from qat_lora.quant.scales import (
     range_scale,
 )
 from qat_lora.quant.spec import QuantSpec
+from qat_lora.runtime.loop import Number, part, whole_parts
+from qat_lora.runtime.xla.runtime import xla_mark_step
 
 Method = Literal["absmax", "mse", "awq", "gptq", "descent"]
 METHODS: tuple[str, ...] = get_args(Method)
-NEED_TEXT = ("awq", "gptq", "descent")
+COMPENSATED = ("gptq", "descent")
+NEED_TEXT = ("awq", *COMPENSATED)
 LARGEST = 32_000.0  # weight whose scale fits float16 with every code book and scale search
 ROUNDS, SWEEPS = 3, 2  # of scale refits, and of descent after each
 
@@ -54,6 +59,34 @@ class QuantizedWeight(NamedTuple):
     zeros: Tensor | None = None
     """Whole zero points [rows, G] as float32, with asymmetric codes."""
 
+    def to(self, device: torch.device) -> QuantizedWeight:
+        """Return the same on another device."""
+        xla_mark_step()  # one graph for all that is read
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        scales = tuple(scale.to(device) for scale in self.scales)
+        return QuantizedWeight(self.codes_OI.to(device), self.values.to(device), scales, zeros)
+
+    def split(self, layers: int) -> list[QuantizedWeight]:
+        """Return the parts of layers whose rows lie one under the other; scales must be by channel or group."""
+        if layers == 1:
+            return [self]
+        scales, zeros = (
+            self.scales[0].chunk(layers),
+            [None] * layers if self.zeros is None else self.zeros.chunk(layers),
+        )
+        codes = self.codes_OI.chunk(layers)
+        return [QuantizedWeight(c, self.values, (s,), z) for c, s, z in zip(codes, scales, zeros, strict=True)]
+
+    @classmethod
+    def joined(cls, layers: Sequence[QuantizedWeight]) -> QuantizedWeight:
+        """Return what `split` took apart."""
+        if len(layers) == 1:
+            return layers[0]
+        zeros = [layer.zeros for layer in layers if layer.zeros is not None]
+        scale = torch.cat([layer.scales[0] for layer in layers])
+        codes = torch.cat([layer.codes_OI for layer in layers])
+        return cls(codes, layers[0].values, (scale,), torch.cat(zeros) if zeros else None)
+
     def grid(self, spec: QuantSpec, dtype: torch.dtype = torch.float64) -> Grid:
         """Return the meaning of the codes."""
         shape = self.codes_OI.shape
@@ -61,7 +94,7 @@ class QuantizedWeight(NamedTuple):
         zero = None
         if self.zeros is not None:
             zero = expand((self.zeros,), spec.group_size, *shape).to(dtype).expand(shape)
-        return Grid(self.values.to(dtype), scale, zero, counts_from(self.values))
+        return Grid(self.values.to(dtype), scale, zero, first_value(spec))
 
     def dense(self, spec: QuantSpec) -> Tensor:
         """Return codes times scales, float32 [O, I], computed as `QuantLinear` does."""
@@ -85,8 +118,8 @@ def quantize_weight(
         weight_OI: the weight, any float type.
         spec: how to store it.
         method: one of `METHODS`.
-        calibration: mean of x xᵀ over calibration tokens [I, I], or its curvature where it serves several calls;
-            needed by `awq`, `gptq` and `descent`, used for importance by `mse`.
+        calibration: mean of x xᵀ over calibration tokens [I, I], or its curvature where it serves several calls, or
+            several layers; needed by `awq`, `gptq` and `descent`, used for importance by `mse`.
         rounds: of `descent`.
 
     Raises:
@@ -94,30 +127,37 @@ def quantize_weight(
     """
     if method not in METHODS:
         raise ConfigError(f"init: {method!r} is unknown; allowed: {', '.join(METHODS)}")
-    if not torch.isfinite(weight_OI).all():
+    largest = float(weight_OI.abs().max())
+    if not math.isfinite(largest):
         raise ConfigError("weight: holds NaN or infinite entries; check the checkpoint")
-    if weight_OI.abs().max() > LARGEST:
+    if largest > LARGEST:
         raise ConfigError(f"weight: holds entries above {LARGEST:g}, whose scales float16 cannot hold")
     if method in NEED_TEXT and calibration is None:
         raise ConfigError(f"init: {method} needs calibration text; give --dataset, or choose mse or absmax")
     weight = weight_OI.float()
     curvature = Curvature(calibration) if isinstance(calibration, Tensor) else calibration
-    if method in ("gptq", "descent"):
+    if method in COMPENSATED:
         assert curvature is not None
         start = _compensated(weight, spec, curvature)
         return start if method == "gptq" else refine(weight, spec, start, curvature, rounds)
-    moment = None if method == "absmax" or curvature is None else curvature.second_moment_II.float()
-    return _rounded(weight, spec, method, moment)
+    if method == "absmax":
+        return _rounded(weight, spec)
+    if method == "awq":
+        assert curvature is not None
+        moment_II = curvature.second_moment_LII[0].float()
+        return _rounded(weight, spec, moment_II.diagonal(), output_cost(weight, spec, moment_II))
+    importance = None if curvature is None else _importance(curvature, weight)
+    return _rounded(weight, spec, importance, importance_cost(weight, spec, importance))
 
 
 def refine(
-    weight_OI: Tensor, spec: QuantSpec, start: QuantizedWeight, curvature: Curvature, rounds: int = ROUNDS
+    weight_RI: Tensor, spec: QuantSpec, start: QuantizedWeight, curvature: Curvature, rounds: int = ROUNDS
 ) -> QuantizedWeight:
     """Return a start after rounds of refitted scales and coordinate descent; the output error never rises.
 
     Low-rank scales stay as they are: the least-squares problem of a row is no longer small.
     """
-    weight, moment, now = weight_OI.float(), curvature.narrow_II, start
+    weight, moment, now = weight_RI.float(), curvature.narrow_LII, start
     grid = now.grid(spec, torch.float32)
     slope = slope_of(weight, grid.dense(now.codes_OI), moment)
     for _ in range(rounds):
@@ -131,51 +171,57 @@ def refine(
     return now
 
 
+def _importance(curvature: Curvature, weight_RI: Tensor) -> Tensor:
+    """Return the mean square of every weight's input, or what broadcasts to it, float32."""
+    importance_LI = curvature.second_moment_LII.diagonal(dim1=1, dim2=2).float()
+    layers = len(importance_LI)
+    return importance_LI if layers == 1 else importance_LI.repeat_interleave(len(weight_RI) // layers, 0)
+
+
 def _scales(
-    weight_OI: Tensor, spec: QuantSpec, method: Method, moment_II: Tensor | None
+    weight_RI: Tensor, spec: QuantSpec, importance: Tensor | None, cost: Cost | None
 ) -> tuple[Scales, Tensor | None]:
     """Return stored scales and zero points: float16 numbers, so that codes are chosen for what will be loaded."""
-    importance = None if moment_II is None else moment_II.diagonal()
     if spec.sharing == "lowrank":
-        return tuple(s.half().float() for s in low_rank_scales(weight_OI, spec, importance)), None
-    cost: Cost | None = None
-    if method == "awq":
-        assert moment_II is not None
-        cost = output_cost(weight_OI, spec, moment_II)
-    elif method != "absmax":
-        cost = importance_cost(weight_OI, spec, importance)
+        return tuple(s.half().float() for s in low_rank_scales(weight_RI, spec, importance)), None
     if spec.code == "asymmetric":
-        scale, zeros = range_scale(weight_OI, spec, cost)
+        scale, zeros = range_scale(weight_RI, spec, cost)
         return (scale,), zeros
-    scale = absmax_scale(weight_OI, spec) if cost is None else clip_scale(weight_OI, spec, cost)
+    scale = absmax_scale(weight_RI, spec) if cost is None else clip_scale(weight_RI, spec, cost)
     return (scale.half().float(),), None
 
 
-def _rounded(weight_OI: Tensor, spec: QuantSpec, method: Method, moment_II: Tensor | None) -> QuantizedWeight:
-    """Return the codes nearest to a weight, or to the columns of one group, with the scales that a method chooses."""
-    values, (scales, zeros) = code_values(spec).to(weight_OI.device), _scales(weight_OI, spec, method, moment_II)
-    ratio = weight_OI / away_from_zero(expand(scales, spec.group_size, *weight_OI.shape))
-    ratio = ratio if zeros is None else ratio + expand((zeros,), spec.group_size, *weight_OI.shape)
-    return QuantizedWeight(encode(ratio, values), values, scales, zeros)
+def _rounded(
+    weight_RI: Tensor, spec: QuantSpec, importance: Tensor | None = None, cost: Cost | None = None
+) -> QuantizedWeight:
+    """Return the codes nearest to a weight, or to the columns of one group, with the scales that cost least."""
+    values, (scales, zeros) = code_values(spec).to(weight_RI.device), _scales(weight_RI, spec, importance, cost)
+    ratio = weight_RI / away_from_zero(expand(scales, spec.group_size, *weight_RI.shape))
+    ratio = ratio if zeros is None else ratio + expand((zeros,), spec.group_size, *weight_RI.shape)
+    return QuantizedWeight(nearest(ratio, values, spec)[1], values, scales, zeros)
 
 
-def _compensated(weight_OI: Tensor, spec: QuantSpec, curvature: Curvature) -> QuantizedWeight:
+def _compensated(weight_RI: Tensor, spec: QuantSpec, curvature: Curvature) -> QuantizedWeight:
     """Return the GPTQ start; the scale of a group is chosen from its weights as compensation has left them."""
-    moment, wide = curvature.second_moment_II.float(), weight_OI.double()
+    importance, root = _importance(curvature, weight_RI), curvature.inverse_root_LII
+    wide = weight_RI.to(root.dtype)
     if spec.sharing != "group":  # scales that span columns are fixed before rounding begins
-        whole = _rounded(weight_OI, spec, "gptq", moment)
-        grid = whole.grid(spec)
-        codes = gptq(wide, curvature.inverse_root_II, BLOCK, lambda start, stop, _: grid.by_column(start, stop))
-        return whole._replace(codes_OI=codes)
+        whole = _rounded(weight_RI, spec, importance, importance_cost(weight_RI, spec, importance))
+        grid = whole.grid(spec, root.dtype)
+
+        def fixed(number: Number, _: Tensor, given: Sequence[Tensor]) -> tuple[Grid, list[Tensor]]:
+            return grid.of(given).by_column(number, BLOCK), []
+
+        return whole._replace(codes_OI=gptq(wide, root, BLOCK, fixed, grid.whole(BLOCK).parts())[0])
     assert spec.group_size is not None
-    one_group = dataclasses.replace(spec, sharing="channel", group_size=None)
-    groups: list[QuantizedWeight] = []
+    size, one_group = spec.group_size, dataclasses.replace(spec, sharing="channel", group_size=None)
 
-    def grid_of(start: int, stop: int, left_OI: Tensor) -> Grid:
-        groups.append(_rounded(left_OI.float(), one_group, "gptq", moment[start:stop, start:stop]))
-        return groups[-1].grid(one_group).by_column(0, stop - start)
+    def chosen(number: Number, left_RC: Tensor, given: Sequence[Tensor]) -> tuple[Grid, list[Tensor]]:
+        left, importance = left_RC.float(), part(given[0], number, size, 1)
+        group = _rounded(left, one_group, importance, importance_cost(left, one_group, importance))
+        kept = [*group.scales, *([] if group.zeros is None else [group.zeros])]
+        return group.grid(one_group, root.dtype).by_column(0, left.shape[1]), kept
 
-    codes = gptq(wide, curvature.inverse_root_II, spec.group_size, grid_of)
-    zeros = [group.zeros for group in groups if group.zeros is not None]
-    scale = torch.cat([group.scales[0] for group in groups], 1)
-    return QuantizedWeight(codes, groups[0].values, (scale,), torch.cat(zeros, 1) if zeros else None)
+    codes, kept = gptq(wide, root, size, chosen, [whole_parts(importance, size, 1)])
+    scale, *zeros = (x.squeeze(2).T.contiguous() for x in kept)
+    return QuantizedWeight(codes, code_values(spec).to(weight_RI.device), (scale,), *zeros)

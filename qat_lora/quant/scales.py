@@ -12,22 +12,31 @@ bits. Formats that store the lower end as a float instead (GGUF's Q4_1) spend 16
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from qat_lora.quant.codes import code_values, decode, encode, full_range, nearest, packed_width, unpack
 from qat_lora.quant.spec import QuantSpec
+from qat_lora.runtime.loop import loop
 from qat_lora.runtime.precision import exact_matmul
 
 Scales = tuple[Tensor, ...]
-Cost = Callable[[Tensor], Tensor]
 TINY = 1e-6  # smallest scale: keeps W / S finite for rows of zeros, and is a float16 number
 # Candidate clips between 0.2 and 1 times absmax. Scales above absmax lower the weighted error (by 3 % at 4 bits, normal
 # weights, uneven importance) but not the KL of the model: 0.99 to 1.01 times as large on a saturated teacher.
 CLIP_GRID = 64
 SWEEPS = 8  # of codes and low-rank factors
+
+
+class Cost(NamedTuple):
+    """What errors [rows, G, members] cost, [rows, G]."""
+
+    of: Callable[..., Tensor]
+    """From the errors and what it was given."""
+    given: Tensor
 
 
 def scale_shapes(spec: QuantSpec, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
@@ -85,7 +94,7 @@ def importance_cost(weight_OI: Tensor, spec: QuantSpec, importance_I: Tensor | N
     """
     ones = torch.ones_like(weight_OI)
     importance = grouped(ones if importance_I is None else ones * importance_I.to(weight_OI), spec)
-    return lambda error: (error.square() * importance).sum(-1)
+    return Cost(lambda error, importance: (error.square() * importance).sum(-1), importance)
 
 
 def output_cost(weight_OI: Tensor, spec: QuantSpec, second_moment_II: Tensor) -> Cost:
@@ -99,19 +108,19 @@ def output_cost(weight_OI: Tensor, spec: QuantSpec, second_moment_II: Tensor) ->
     pad = -weight_OI.shape[1] % size
     padded = torch.nn.functional.pad(second_moment_II.to(weight_OI), (0, pad, 0, pad))
     blocks = torch.stack([padded[s : s + size, s : s + size] for s in range(0, len(padded), size)])
-    return lambda error: (torch.einsum("ogm,gmn->ogn", error, blocks) * error).sum(-1)
+    return Cost(lambda error, blocks: (torch.einsum("ogm,gmn->ogn", error, blocks) * error).sum(-1), blocks)
 
 
 def clip_scale(weight_OI: Tensor, spec: QuantSpec, cost: Cost) -> Tensor:
-    """Return the clipped scale [rows, G] that costs least, by a cost from errors [rows, G, members] to [rows, G]."""
-    values, members, widest = code_values(spec).to(weight_OI), grouped(weight_OI, spec), absmax_scale(weight_OI, spec)
+    """Return the clipped scale [rows, G] that costs least."""
+    values = code_values(spec).to(weight_OI)
 
-    def at(clip: float) -> tuple[tuple[Tensor, ...], Tensor]:
+    def at(clip: Tensor | float, members: Tensor, widest: Tensor) -> tuple[list[Tensor], Tensor]:
         scale = (widest * clip).clamp_min(TINY)
         chosen, _ = nearest(members / scale[..., None], values, spec)
-        return (scale,), chosen.mul_(scale[..., None]).sub_(members)
+        return [scale], chosen.mul_(scale[..., None]).sub_(members)
 
-    return _cheapest(at, cost)[0]
+    return _cheapest(at, [grouped(weight_OI, spec), absmax_scale(weight_OI, spec)], cost)[0]
 
 
 def mse_scale(weight_OI: Tensor, spec: QuantSpec, importance_I: Tensor | None = None) -> Tensor:
@@ -127,32 +136,40 @@ def range_scale(weight_OI: Tensor, spec: QuantSpec, cost: Cost | None) -> tuple[
     values, members = code_values(spec).to(weight_OI), grouped(weight_OI, spec)
     low, high, most = members.amin(-1).clamp_max(0), members.amax(-1).clamp_min(0), len(values) - 1
 
-    def of(clip: float) -> tuple[Tensor, Tensor]:
+    def of(clip: Tensor | float, low: Tensor, high: Tensor) -> list[Tensor]:
         scale = ((high - low) * clip / most).clamp_min(TINY).half().to(weight_OI.dtype)
-        return scale, (-low * clip / scale).round().clamp(0, most)
+        return [scale, (-low * clip / scale).round().clamp(0, most)]
 
-    def at(clip: float) -> tuple[tuple[Tensor, ...], Tensor]:
-        scale, zero = of(clip)
-        codes = decode(encode(members / scale[..., None] + zero[..., None], values), values)
-        return (scale, zero), (codes - zero[..., None]) * scale[..., None] - members
+    def at(clip: Tensor | float, members: Tensor, low: Tensor, high: Tensor) -> tuple[list[Tensor], Tensor]:
+        scale, zero = of(clip, low, high)
+        chosen, _ = nearest(members / scale[..., None] + zero[..., None], values, spec)
+        return [scale, zero], (chosen - zero[..., None]) * scale[..., None] - members
 
-    if cost is None:
-        return of(1.0)
-    scale, zero = _cheapest(at, cost)
+    scale, zero = of(1.0, low, high) if cost is None else _cheapest(at, [members, low, high], cost)
     return scale, zero
 
 
-def _cheapest(at: Callable[[float], tuple[tuple[Tensor, ...], Tensor]], cost: Cost) -> tuple[Tensor, ...]:
-    """Return group by group the numbers [rows, G], among those of `CLIP_GRID` clips, whose errors cost least."""
-    best, errors = at(1.0)
-    least = cost(errors).nan_to_num(nan=torch.inf, posinf=torch.inf)
-    for clip in torch.linspace(1.0, 0.2, CLIP_GRID).tolist()[1:]:
-        found, errors = at(clip)
-        price = cost(errors)
+def _cheapest(at: Callable[..., tuple[list[Tensor], Tensor]], given: Sequence[Tensor], cost: Cost) -> Sequence[Tensor]:
+    """Return group by group the numbers [rows, G], among those of `CLIP_GRID` clips, whose errors cost least.
+
+    `at` gives the numbers and errors of a clip, of 1 before all others, from what it is `given`.
+    """
+
+    def cheaper(
+        _: object, carry: list[Tensor], slices: list[Tensor], constants: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        (least, *best), (importance, *given) = carry, constants
+        found, errors = at(slices[0], *given)
+        price = cost.of(errors, importance)
         better = price < least
-        best = tuple(torch.where(better, new, old) for new, old in zip(found, best, strict=True))
-        least = torch.where(better, price, least)
-    return best
+        best = [torch.where(better, new, old) for new, old in zip(found, best, strict=True)]
+        return [torch.where(better, price, least), *best], []
+
+    best, errors = at(1.0, *given)
+    least = cost.of(errors, cost.given)
+    least = least.masked_fill(least.isnan(), torch.inf)
+    clips = torch.linspace(1.0, 0.2, CLIP_GRID)[1:].to(least.dtype)
+    return loop(cheaper, len(clips), [least, *best], [clips], [cost.given, *given])[0][1:]
 
 
 def low_rank_scales(weight_OI: Tensor, spec: QuantSpec, importance_I: Tensor | None = None) -> Scales:

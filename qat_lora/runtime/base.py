@@ -88,11 +88,15 @@ class Runtime(Protocol):
         """
         return move_module(module, self.device)
 
-    def for_loops(self) -> Runtime:
-        """Return the runtime for long loops of small dependent steps: this one, or the host's where a graph would
-        unroll them.
+    def for_hooks(self) -> Runtime:
+        """Return the runtime for passes that hooks read layer by layer: this one, or the host's where every read would
+        end a graph.
         """
         return self
+
+    def exact_products(self) -> None:
+        """Let products of float32 matrices be float32 from now on, where they are not."""
+        return
 
     def check_device_map(self) -> None:
         """Raise DeviceError where a loader must not spread one model over several devices instead of `place`."""

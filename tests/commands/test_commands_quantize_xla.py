@@ -1,4 +1,4 @@
-"""`qat-lora quantize` on XLA: solvers loop over columns, which a graph would unroll, so they run on the host."""
+"""`qat-lora quantize` on XLA: solvers run there, by as many graphs as there are kinds of layers, and find the same."""
 
 import importlib.util
 import os
@@ -19,7 +19,9 @@ from qat_lora.runtime.xla.runtime import XlaRuntime
 reports, launch = [], XlaRuntime.launch
 XlaRuntime.launch = lambda self, main: launch(self, lambda: (main(), reports.append(self.compile_report()))[0])
 cli.main(sys.argv[1:])
-assert reports and reports[0]["graphs_compiled"] == 0, reports
+# Of each shape's first stack of layers, and none of the second block's.
+assert reports and 0 < reports[0]["graphs_compiled"] <= 14, reports
+assert reports[0]["graph_cache_hits"] > reports[0]["graphs_compiled"], reports
 """
 
 pytestmark = [
@@ -28,16 +30,18 @@ pytestmark = [
 ]
 
 
-def test_the_default_start_needs_no_graph_and_is_what_a_cpu_finds(tiny, tmp_path):
+def test_the_default_start_is_what_a_cpu_finds(tiny, tmp_path):
     common = ["quantize", "--model", str(tiny.teacher), "--dataset", str(tiny.text), "--calibration-rows", "16"]
-    common += ["--calibration-length", "16", "--start-rank", "2", "--joint-rank", "2", "--quiet"]
+    common += ["--calibration-length", "16", "--start-rank", "2", "--joint-rank", "2", "--quiet", "--keep", "self_attn"]
     main([*common, "--device", "cpu", "--out", str(tmp_path / "cpu")])
     subprocess.run(
         [sys.executable, "-c", PROGRAM, *common, "--device", "xla", "--out", str(tmp_path / "xla")],
         env={**os.environ, "PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1"},
         check=True,
-        timeout=120,
+        timeout=300,
     )
     there, here = (load_file(tmp_path / name / "model.safetensors") for name in ("xla", "cpu"))
     assert there.keys() == here.keys()
-    assert all(torch.equal(there[name], here[name]) for name in here)
+    codes = [(there[name] == here[name]).float().mean() for name in here if name.endswith(".codes")]
+    assert min(codes) >= 0.999
+    assert all(torch.allclose(there[name], here[name]) for name in here if not name.endswith(".codes"))

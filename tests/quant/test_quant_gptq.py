@@ -84,8 +84,8 @@ def test_refitted_scales_are_the_least_squares_solution():
 
 def test_the_inverse_root_is_the_cholesky_factor_of_the_inverse():
     curvature = Curvature(torch.from_numpy(correlated(40)[1]))
-    expected = np.linalg.cholesky(np.linalg.inv(curvature.damped_II.numpy())).T
-    assert np.allclose(curvature.inverse_root_II.numpy(), expected, rtol=1e-8, atol=1e-10)
+    expected = np.linalg.cholesky(np.linalg.inv(curvature.damped_LII[0].numpy())).T
+    assert np.allclose(curvature.inverse_root_LII[0].numpy(), expected, rtol=1e-8, atol=1e-10)
 
 
 BOOKS = {
@@ -112,14 +112,14 @@ def test_snapping_finds_the_nearest_value_and_its_code(book):
 def test_descent_never_raises_a_rows_error_and_ends_where_it_stays(dtype):
     """Row by row, in the metric that it is given; rows are problems of their own, so their order means nothing."""
     weight, curvature = weight_of(9, 150).double(), Curvature(torch.from_numpy(correlated(150)[1]))
-    metric, slack = curvature.damped_II, 1e-9 if dtype == torch.float64 else 1e-5
+    metric, slack = curvature.damped_LII, 1e-9 if dtype == torch.float64 else 1e-5
     book = torch.tensor([-1.5, -0.5, 0.5, 1.5]).double()
     grid = Grid(book, torch.full((9, 150), 0.8).double(), first=-1.5)
     given = Grid(grid.values.to(dtype), grid.scale.to(dtype), first=-1.5)
 
     def error_of(codes):
         left = weight - grid.dense(codes)
-        return ((left @ metric) * left).sum(1)
+        return ((left @ metric[0]) * left).sum(1)
 
     def descended(weight, codes, sweeps):
         slope = slope_of(weight.to(dtype), given.dense(codes), metric.to(dtype))
@@ -127,7 +127,7 @@ def test_descent_never_raises_a_rows_error_and_ends_where_it_stays(dtype):
         assert torch.allclose(after, slope_of(weight.to(dtype), given.dense(codes), metric.to(dtype)), atol=1e-2)
         return codes
 
-    codes = gptq(weight, curvature.inverse_root_II, 150, lambda *_: grid.by_column(0, 150))
+    codes, _ = gptq(weight, curvature.inverse_root_LII, 150, lambda *_: (grid.by_column(0, 150), []))
     errors = [error_of(codes)]
     for _ in range(30):
         codes = descended(weight, codes, sweeps=1)
@@ -136,5 +136,5 @@ def test_descent_never_raises_a_rows_error_and_ends_where_it_stays(dtype):
     assert torch.equal(descended(weight, codes, sweeps=5), codes)
     assert (errors[-1] < errors[0]).all()
     order = torch.randperm(9, generator=torch.Generator().manual_seed(0))
-    start = gptq(weight[order], curvature.inverse_root_II, 150, lambda *_: grid.by_column(0, 150))
+    start, _ = gptq(weight[order], curvature.inverse_root_LII, 150, lambda *_: (grid.by_column(0, 150), []))
     assert torch.equal(descended(weight[order], start, 30), codes[order])

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -25,7 +26,8 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from qat_lora.layers.calibrate.disk_offload import Zeros
-from qat_lora.layers.convert import block_of
+from qat_lora.layers.convert import LM_HEAD, block_of, quant_layers
+from qat_lora.quant.initialize import NEED_TEXT
 from qat_lora.runtime.host.memory import give_back
 
 MOST_LOGITS = 2**25  # at a time: 128 MB in float32, and a few times that while tokens are drawn
@@ -44,6 +46,14 @@ class Sensitivity(NamedTuple):
 def kept_shape(outputs: int) -> tuple[int, ...]:
     """Return the shape of the G that is kept, in float32, of a layer with so many outputs."""
     return (outputs, outputs) if outputs <= MOST_OUTPUTS else (outputs,)
+
+
+def fisher_bytes(module: nn.Module, init: str, metric: str) -> int:
+    """Return what `--metric fisher` keeps of every layer on disk while a student is made."""
+    if metric != "fisher" or init not in NEED_TEXT:
+        return 0
+    inside = (layer for name, layer in quant_layers(module).items() if not LM_HEAD.search(name))
+    return sum(4 * math.prod(kept_shape(layer.out_features)) for layer in inside)
 
 
 def sensitivities(

@@ -1,4 +1,4 @@
-"""One linear layer's codes, scales and adapter start, chosen together.
+"""A linear layer's codes, scales and adapter start, chosen together.
 
 The best low-rank correction of a weight error E has a closed form in any metric tr(G E H Eᵀ): the truncated SVD of
 G^(1/2) E H^(1/2), carried back. With H the second moment of inputs and no G that is QERA; with G the Fisher
@@ -14,6 +14,7 @@ Sources: QERA (arXiv 2410.06040), EoRA (arXiv 2410.21271); alternation, LoftQ (a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 from qat_lora.errors import ConfigError
 from qat_lora.layers.lora import Factors
 from qat_lora.quant.gptq import Curvature
-from qat_lora.quant.initialize import ROUNDS, Method, QuantizedWeight, quantize_weight, refine
+from qat_lora.quant.initialize import COMPENSATED, ROUNDS, Method, QuantizedWeight, quantize_weight, refine
 from qat_lora.quant.spec import QuantSpec
 
 TURNS = 3  # of codes and adapter; the fourth changed the objective by less than 1 %
@@ -41,6 +42,8 @@ class FitSettings(NamedTuple):
     """Columns of the adapter start; 0 for none."""
     joint_rank: int = 0
     """Rank of the adapter that codes are chosen together with; 0: codes first."""
+    device: torch.device | None = None
+    """Where codes and scales are solved for, `together`; None: where the weights are, as adapter starts always are."""
 
 
 class Fit(NamedTuple):
@@ -133,6 +136,11 @@ def _leading(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     return basis @ u[:, :rank], s[:rank], vh[:rank].T
 
 
+def together(spec: QuantSpec, settings: FitSettings) -> bool:
+    """Return True if layers of one shape shall be solved in one go: a column of one is little work for a device."""
+    return settings.device is not None and settings.method in COMPENSATED and spec.sharing in ("group", "channel")
+
+
 def fit_layer(
     weight_OI: Tensor,
     spec: QuantSpec,
@@ -140,52 +148,85 @@ def fit_layer(
     second_moment_II: Tensor | None = None,
     outputs_OO: Tensor | None = None,
 ) -> Fit:
-    """Quantise one layer and find its adapter start.
+    """Quantise one layer and find its adapter start: `fit_layers` for one."""
+    return fit_layers([weight_OI], spec, settings, [second_moment_II], [outputs_OO])[0]
+
+
+def fit_layers(
+    weights_OI: Sequence[Tensor],
+    spec: QuantSpec,
+    settings: FitSettings,
+    second_moments_II: Sequence[Tensor | None],
+    outputs_OO: Sequence[Tensor | None],
+) -> list[Fit]:
+    """Quantise layers of one shape and find their adapter starts; several only where they may go `together`.
 
     Args:
-        weight_OI: the weight to approximate.
-        spec: how to store it.
-        settings: how to fit it.
-        second_moment_II: of the layer's inputs.
-        outputs_OO: Fisher information of its outputs, whole or [O].
+        weights_OI: the weights to approximate.
+        spec: how to store them.
+        settings: how to fit them.
+        second_moments_II: of the layers' inputs.
+        outputs_OO: Fisher information of their outputs, whole or [O].
 
     Raises:
         ConfigError: a joint rank without the start that belongs to it, or what `quantize_weight` refuses.
     """
-    method, start_rank, joint_rank = settings
-    if joint_rank > start_rank:
-        raise ConfigError(f"joint_rank: {joint_rank} is more than the {start_rank} columns of --start-rank")
-    start_rank, joint_rank = (min(rank, *weight_OI.shape) for rank in (start_rank, joint_rank))
-    weight = weight_OI.float()
-    curvature = None if second_moment_II is None else Curvature(second_moment_II)
+    if settings.joint_rank > settings.start_rank:
+        raise ConfigError(
+            f"joint_rank: {settings.joint_rank} is more than the {settings.start_rank} columns of --start-rank"
+        )
+    start_rank, joint_rank = (min(r, *weights_OI[0].shape) for r in (settings.start_rank, settings.joint_rank))
+    weights, known = [weight.float() for weight in weights_OI], [m for m in second_moments_II if m is not None]
+    moments = known[0] if len(known) == 1 else torch.stack(known) if known else None
+    solver = _Solver(spec, settings, None if moments is None else Curvature(moments.to(settings.device)))
     if not start_rank:
-        return Fit(quantize_weight(weight, spec, method, curvature), None)
-    metric = Metric.of(weight, second_moment_II, None if outputs_OO is None else outputs_OO.to(weight.device))
-    if joint_rank:
-        quantised = _with_adapter(weight, spec, method, curvature, metric, joint_rank)
-    else:
-        quantised = quantize_weight(weight, spec, method, curvature)
-    return Fit(quantised, metric.correction(weight - quantised.dense(spec), start_rank)[0])
+        return [Fit(quantised, None) for quantised in solver.quantised(weights)]
+    metrics = [
+        Metric.of(weight, moment, None if given is None else given.to(weight.device))
+        for weight, moment, given in zip(weights, second_moments_II, outputs_OO, strict=True)
+    ]
+    found = solver.with_adapter(weights, metrics, joint_rank) if joint_rank else solver.quantised(weights)
+    return [
+        Fit(quantised, metric.correction(weight - quantised.dense(spec), start_rank)[0])
+        for weight, metric, quantised in zip(weights, metrics, found, strict=True)
+    ]
 
 
-def _with_adapter(
-    weight_OI: Tensor, spec: QuantSpec, method: Method, curvature: Curvature | None, metric: Metric, rank: int
-) -> QuantizedWeight:
-    """Return the codes that an adapter of this rank corrects best; the two are fitted in turn."""
+class _Solver(NamedTuple):
+    """What finds codes and scales of layers of one shape, on a device of its own if need be."""
 
-    def rest(codes: QuantizedWeight) -> tuple[Tensor, float]:
-        factors, left = metric.correction(weight_OI - codes.dense(spec), rank, rank)
-        return weight_OI - factors.b_OR @ factors.a_RI, left
+    spec: QuantSpec
+    settings: FitSettings
+    curvature: Curvature | None
 
-    target, best, aim, least = weight_OI, None, weight_OI, torch.inf
-    for _ in range(1 + TURNS):
-        quantised = quantize_weight(target, spec, method, curvature, TURN_ROUNDS)
-        following, left = rest(quantised)
-        if best is None or left < least:
-            best, aim, least = quantised, target, left
-        target = following
-    assert best is not None
-    if method != "descent" or curvature is None:
-        return best
-    refined = refine(aim, spec, best, curvature, ROUNDS - TURN_ROUNDS)
-    return refined if rest(refined)[1] < least else best
+    def _stacked(self, weights_OI: Sequence[Tensor]) -> Tensor:
+        """Return the weights' rows, one layer under the other, where they are solved for."""
+        weight = weights_OI[0] if len(weights_OI) == 1 else torch.cat(tuple(weights_OI))
+        return weight.to(self.settings.device)
+
+    def quantised(self, weights_OI: Sequence[Tensor], rounds: int = ROUNDS) -> list[QuantizedWeight]:
+        """Return codes and scales of every weight, where the weights are."""
+        found = quantize_weight(self._stacked(weights_OI), self.spec, self.settings.method, self.curvature, rounds)
+        return found.to(weights_OI[0].device).split(len(weights_OI))
+
+    def with_adapter(self, weights_OI: Sequence[Tensor], metrics: Sequence[Metric], rank: int) -> list[QuantizedWeight]:
+        """Return the codes that an adapter of this rank corrects best; the two are fitted in turn."""
+
+        def rest(i: int, codes: QuantizedWeight) -> tuple[Tensor, float]:
+            factors, left = metrics[i].correction(weights_OI[i] - codes.dense(self.spec), rank, rank)
+            return weights_OI[i] - factors.b_OR @ factors.a_RI, left
+
+        targets, aims, best = list(weights_OI), list(weights_OI), self.quantised(weights_OI, TURN_ROUNDS)
+        least = [torch.inf] * len(aims)
+        for turn in range(1 + TURNS):
+            for i, quantised in enumerate(self.quantised(targets, TURN_ROUNDS) if turn else best):
+                following, left = rest(i, quantised)
+                if turn == 0 or left < least[i]:
+                    best[i], aims[i], least[i] = quantised, targets[i], left
+                targets[i] = following
+        if self.settings.method != "descent" or self.curvature is None:
+            return best
+        start = QuantizedWeight.joined(best).to(self._stacked(aims).device)
+        refined = refine(self._stacked(aims), self.spec, start, self.curvature, ROUNDS - TURN_ROUNDS)
+        split = refined.to(weights_OI[0].device).split(len(aims))
+        return [new if rest(i, new)[1] < least[i] else best[i] for i, new in enumerate(split)]

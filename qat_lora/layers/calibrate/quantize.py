@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from tqdm import tqdm
 from qat_lora.config import option
 from qat_lora.layers.calibrate.finished import NOT_KEPT, Finished, Work, finished_of, kept_of
 from qat_lora.layers.calibrate.fisher import Sensitivity
-from qat_lora.layers.calibrate.fit import FitSettings, fit_layer
+from qat_lora.layers.calibrate.fit import FitSettings, fit_layers, together
 from qat_lora.layers.convert import LM_HEAD, block_of, put_quantized, quantize_targets
 from qat_lora.layers.lora import Factors
 from qat_lora.quant.initialize import Method
@@ -135,28 +135,44 @@ class LayerFitter:
         assert isinstance(linear, nn.Linear)
         return linear
 
-    def fit(self, name: str, moment_II: Tensor | None, weight_OI: Tensor | None = None) -> Finished:
-        """Fit one layer to its inputs' second moment, and to another weight than its own where one is given.
+    def groups(self, names: Iterable[str]) -> list[list[str]]:
+        """Return layers in groups that can be fitted together, each in a group of its own where nothing is gained."""
+        found: dict[Any, list[str]] = {}
+        for name in names:
+            spec, alone = self.targets[name], LM_HEAD.search(name) or not together(self.targets[name], self.settings)
+            found.setdefault(name if alone else (spec, self.linear(name).weight.shape), []).append(name)
+        return list(found.values())
+
+    def fit(
+        self,
+        names: Sequence[str],
+        moments_II: Sequence[Tensor | None],
+        weights_OI: Sequence[Tensor] | None = None,
+    ) -> dict[str, Finished]:
+        """Fit one of the `groups` to its inputs' second moments, and to other weights than its own where given.
 
         Raises:
             InterruptedRunError: the run was asked to stop.
             ConfigError: a method without the calibration it needs.
         """
         self.work.may_stop()
-        linear = self.linear(name)
-        outputs_OO = self.costs[name].outputs_OO if self.costs is not None and name in self.costs else None
-        settings = FitSettings(self.settings.method) if LM_HEAD.search(name) else self.settings  # no adapter there
-        weight_OI = linear.weight.data if weight_OI is None else weight_OI
-        finished = Finished.of(
-            linear, self.targets[name], fit_layer(weight_OI, self.targets[name], settings, moment_II, outputs_OO)
-        )
+        linears, spec, costs = [self.linear(name) for name in names], self.targets[names[0]], self.costs or {}
+        outputs_OO = [costs[name].outputs_OO if name in costs else None for name in names]
+        lm_head = LM_HEAD.search(names[0]) is not None  # which has no adapter
+        settings = self.settings._replace(start_rank=0, joint_rank=0) if lm_head else self.settings
+        weights_OI = [linear.weight.data for linear in linears] if weights_OI is None else weights_OI
+        fits = fit_layers(weights_OI, spec, settings, moments_II, outputs_OO)
+        found = {name: Finished.of(linear, spec, fit) for name, linear, fit in zip(names, linears, fits, strict=True)}
         give_back()
-        self.bar.update()
-        return finished
+        self.bar.update(len(found))
+        return found
 
     def fit_all(self, moments: Mapping[str, Tensor | None]) -> dict[str, Finished]:
         """Fit the named layers to the second moments of their inputs."""
-        return {name: self.fit(name, moment) for name, moment in moments.items()}
+        found = dict[str, Finished]()
+        for names in self.groups(moments):
+            found |= self.fit(names, [moments[name] for name in names])
+        return {name: found[name] for name in moments}
 
     def finish(self, block: str, fit: Callable[[], dict[str, Finished]]) -> dict[str, Finished]:
         """Return a block's layers as an interrupted run finished them, or else fit and keep them now."""

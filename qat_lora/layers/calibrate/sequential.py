@@ -112,7 +112,7 @@ def _quantize_lm_head(fitter: LayerFitter, name: str, batches: Sequence[Any], fo
         for batch in batches:
             x = forward(batch).reshape(-1, len(moment)).float()
             moment += x.T @ x / (x.shape[0] * len(batches))
-        return {name: fitter.fit(name, moment)}
+        return fitter.fit([name], [moment])
 
     fitter.put(fitter.finish(name, fit))
 
@@ -132,11 +132,15 @@ class _Block:
         found: dict[str, Finished] = {}
         for paths in self._stages(exact[0]):
             moments = self._moments(paths, exact, student)
-            for path in paths:
-                name, (moment, cross) = f"{self.name}.{path}", moments[path]
-                wanted = aimed_weight(self.fitter.linear(name).weight.data, moment, cross)
-                found[name] = self.fitter.fit(name, moment, wanted)
-                self.correct(name, found[name])
+            for names in self.fitter.groups(moments):
+                given = [moments[name] for name in names]
+                wanted = [
+                    aimed_weight(self.fitter.linear(name).weight.data, *pair)
+                    for name, pair in zip(names, given, strict=True)
+                ]
+                found |= self.fitter.fit(names, [moment for moment, _ in given], wanted)
+                for name in names:
+                    self.correct(name, found[name])
         return found
 
     def correct(self, name: str, finished: Finished) -> None:
@@ -158,7 +162,7 @@ class _Block:
     def _moments(
         self, paths: list[str], exact: list[Tensor], student: list[Tensor]
     ) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return E[y yᵀ] and E[x yᵀ] of the input that some layers share, by layer: costs weigh tokens for each."""
+        """Return E[y yᵀ] and E[x yᵀ] of the input that some layers share, by name: costs weigh tokens for each."""
         costs, sums = self.fitter.costs, dict[str, list[Tensor]]()
         for i, call in enumerate(self.calls):
             x = _input_of(paths[0], self.reference, exact[i], call)
@@ -168,7 +172,7 @@ class _Block:
                 weighted = y * counts[:, None]
                 parts = [weighted.T @ y, x.T @ weighted, counts.sum()]
                 sums[path] = [a + b for a, b in zip(sums[path], parts, strict=True)] if path in sums else parts
-        return {path: (moment / count, cross / count) for path, (moment, cross, count) in sums.items()}
+        return {f"{self.name}.{path}": (moment / count, cross / count) for path, (moment, cross, count) in sums.items()}
 
 
 class _Stop(Exception):

@@ -230,9 +230,15 @@ class XlaRuntime(Runtime):
         torch_xla.sync()  # a custom move's computations must not become part of the first step's graph
         return module
 
-    def for_loops(self) -> NativeRuntime:
-        """Return the host: quantising one small layer column by column made a graph of over 16,000 nodes here."""
+    def for_hooks(self) -> NativeRuntime:
+        """Return the host: Fisher information is read at every layer of every batch, each time another graph here."""
         return NativeRuntime("cpu")
+
+    def exact_products(self) -> None:
+        """Let a TPU take six passes; in the usual one it rounds the factors to bfloat16."""
+        import torch_xla
+
+        torch_xla._XLAC._xla_set_mat_mul_precision("highest")  # what torch_xla.backends does, without a warning
 
     def check_device_map(self) -> None:
         """Refuse to spread a model module by module.

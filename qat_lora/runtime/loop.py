@@ -1,0 +1,96 @@
+"""Loops of dependent rounds over tensors, for solvers that go column by column: one body for every device.
+
+Where operations run as they are called the loop is Python's, and a body works in place on what is left of a tensor. On
+XLA that would unroll into a graph as long as the matrix is wide (16,000 nodes for one small layer), so it is a While
+(`xla/loop.py`), whose body is traced once. A body therefore gets the number of its round as an int or as a tensor, and
+reads parts of tensors by the functions below: of a fixed shape in a While, of what is left elsewhere. A While takes all
+rounds alike, so there `whole_parts` lengthens what a round takes a part of.
+
+A matrix is factorised on the host there, by LAPACK: a TPU has no float64, and its compiler had not finished the
+emulated Cholesky factorisation of 4096 columns after five minutes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from qat_lora.runtime.xla.loop import scan
+from qat_lora.runtime.xla.runtime import is_xla_device, xla_mark_step
+
+Number = int | Tensor
+Tensors = Sequence[Tensor]
+Body = Callable[[Number, list[Tensor], list[Tensor], list[Tensor]], tuple[list[Tensor], list[Tensor]]]
+"""From a round's number, carry, its slices of the inputs and constants to the next carry and this round's outputs."""
+
+
+def loop(
+    body: Body, rounds: int, carry: Tensors, inputs: Tensors = (), constants: Tensors = ()
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the last carry, and every output of all rounds, joined along the first dimension.
+
+    Args:
+        body: may overwrite the carry, keeps its shapes and types, reads no other large tensor than it is given.
+        rounds: how often, at least once.
+        carry: what a round hands to the next; the first one's is overwritten. It may be empty if there are constants.
+        inputs: [rounds, ...], of which a round gets a slice each.
+        constants: what every round reads.
+    """
+    device = [*carry, *constants][0].device
+    if is_xla_device(device):
+        numbers = torch.arange(rounds, dtype=torch.int32, device=device)
+        last, stacks = scan(
+            lambda carry, slices, constants: body(slices[0], carry, slices[1:], constants),
+            carry,
+            [numbers, *(x.to(device) for x in inputs)],
+            constants,
+        )
+        return last, [stack.flatten(0, 1) for stack in stacks]
+    now, outputs = list(carry), []
+    for number in range(rounds):
+        now, made = body(number, now, [x[number] for x in inputs], list(constants))
+        outputs.append(made)
+    return now, [torch.cat(made) for made in zip(*outputs, strict=True)]
+
+
+def part(x: Tensor, number: Number, size: int, dim: int) -> Tensor:
+    """Return part `number` of `size` entries along a dimension; the last one may be shorter."""
+    if isinstance(number, int):
+        return x.narrow(dim, number * size, min(size, x.shape[dim] - number * size))
+    return x.unflatten(dim, (-1, size)).index_select(dim, number.reshape(1)).squeeze(dim)
+
+
+def rest(x: Tensor, number: Number, size: int, dim: int) -> Tensor:
+    """Return what follows part `number`, or in a While all of it: there earlier parts must not matter any more."""
+    if isinstance(number, int):
+        start = min((number + 1) * size, x.shape[dim])
+        return x.narrow(dim, start, x.shape[dim] - start)
+    return x
+
+
+def whole_parts(x: Tensor, size: int, *dims: int, fill: float = 0.0) -> Tensor:
+    """Return a tensor lengthened along some dimensions to whole parts where a While takes them."""
+    if not is_xla_device(x):
+        return x
+    pads = [-x.shape[dim] % size if dim in dims else 0 for dim in range(x.dim())]
+    return torch.nn.functional.pad(x, [n for pad in reversed(pads) for n in (0, pad)], value=fill)
+
+
+def unchanged(now: Tensor, before: Tensor) -> bool:
+    """Return True if two tensors are known to be equal; nothing is read where that would end a graph."""
+    return not is_xla_device(now) and torch.equal(now, before)
+
+
+def solver_dtype(device: torch.device) -> torch.dtype:
+    """Return the type in which errors are carried from column to column: float64 where chips have it."""
+    return torch.float32 if is_xla_device(device) else torch.float64
+
+
+def factorised(solve: Callable[..., Tensor], *given: Tensor) -> Tensor:
+    """Return what a function of dense linear algebra makes of tensors, computed on the host for XLA's."""
+    if not is_xla_device(given[0]):
+        return solve(*given)
+    xla_mark_step()  # one graph for all that is read
+    return solve(*(x.cpu() for x in given)).to(given[0].device)
