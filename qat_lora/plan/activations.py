@@ -68,11 +68,10 @@ def step_bytes(
     other = (4 + width) * sizes.hidden + width * options.length  # the last norm, and the mask
     backward = tokens * width * (3 * sizes.mlp + 2 * sizes.hidden)  # gradients of a layer's widest tensors
     backward += 8 * largest  # a weight's gradient, and its product with the codes
-    if options.gradient_checkpointing:  # only the layers' inputs are kept; one layer at a time is recomputed
-        kept = layers * width * sizes.hidden + other
-        backward += tokens * (layer - width * sizes.mlp)  # by the third gradient, one kept tensor is freed
-    else:
-        kept = layers * layer + other
+    kept = layers * (width * sizes.hidden if options.gradient_checkpointing else layer) + other
+    if options.gradient_checkpointing or attention == "xla":
+        # One layer at a time is recomputed, or cut from the stacks; by the third gradient, one kept tensor is freed.
+        backward += tokens * (layer - width * sizes.mlp)
     if attention == "xla":
         backward += tokens * SCORES * 4 * sizes.heads * min(BLOCK, options.length)
     # A loop forms each layer's weights as it comes to them.
