@@ -107,8 +107,11 @@ def _loss(options: EstimateOptions, attention: Attention, tokens: int, hidden: i
     if attention == "tiled":  # logits in the products' type; states and their summed gradient; top-K ids and logits
         states = hidden * (4 + 3 * width) + 48 * options.head_k
         return logits * width // 4 + min(PIECE_BYTES, logits) + tokens * states
-    if attention == "xla":  # in the products' type: the logits, by lanes for the top-K entries, and their gradient
-        return 3 * logits * width // 4 + tokens * hidden * (4 + width)
+    if attention == "xla":
+        # In the products' type: the logits, by lanes for the top-K entries, and their gradient. Where the output head
+        # is spread, each chip multiplies its part of it with the rows of all, and the results are exchanged.
+        copies = 4 if options.run.chips.shard_base else 3
+        return copies * logits * width // 4 + tokens * hidden * (4 + width)
     # Logits and their gradient in float32, a copy in the products' type.
     return 2 * logits + (logits // 2 if width < 4 else 0) + tokens * hidden * (4 + width)
 
