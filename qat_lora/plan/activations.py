@@ -68,11 +68,10 @@ def step_bytes(
     other = (4 + width) * sizes.hidden + width * options.length  # the last norm, and the mask
     backward = tokens * width * (3 * sizes.mlp + 2 * sizes.hidden)  # gradients of a layer's widest tensors
     backward += 8 * largest  # a weight's gradient, and its product with the codes
-    if options.gradient_checkpointing:  # only the layers' inputs are kept; one layer at a time is recomputed
-        kept = layers * width * sizes.hidden + other
-        backward += tokens * (layer - width * sizes.mlp)  # by the third gradient, one kept tensor is freed
-    else:
-        kept = layers * layer + other
+    kept = layers * (width * sizes.hidden if options.gradient_checkpointing else layer) + other
+    if options.gradient_checkpointing or attention == "xla":
+        # One layer at a time is recomputed, or cut from the stacks; by the third gradient, one kept tensor is freed.
+        backward += tokens * (layer - width * sizes.mlp)
     if attention == "xla":
         backward += tokens * SCORES * 4 * sizes.heads * min(BLOCK, options.length)
     # A loop forms each layer's weights as it comes to them.
@@ -108,8 +107,11 @@ def _loss(options: EstimateOptions, attention: Attention, tokens: int, hidden: i
     if attention == "tiled":  # logits in the products' type; states and their summed gradient; top-K ids and logits
         states = hidden * (4 + 3 * width) + 48 * options.head_k
         return logits * width // 4 + min(PIECE_BYTES, logits) + tokens * states
-    if attention == "xla":  # in the products' type: the logits, by lanes for the top-K entries, and their gradient
-        return 3 * logits * width // 4 + tokens * hidden * (4 + width)
+    if attention == "xla":
+        # In the products' type: the logits, by lanes for the top-K entries, and their gradient. Where the output head
+        # is spread, each chip multiplies its part of it with the rows of all, and the results are exchanged.
+        copies = 4 if options.run.chips.shard_base else 3
+        return copies * logits * width // 4 + tokens * hidden * (4 + width)
     # Logits and their gradient in float32, a copy in the products' type.
     return 2 * logits + (logits // 2 if width < 4 else 0) + tokens * hidden * (4 + width)
 
