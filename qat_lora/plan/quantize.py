@@ -25,6 +25,8 @@ FLOAT32_RATE = {"tpu": 1 / 6, "cuda": 1 / 15}
 """Of the rate in bfloat16: exact products of float32 are six passes of a TPU, and none for a card's product units."""
 COLUMN_S = {"cuda": 10 * 5e-6}
 """Seconds to launch the kernels of a column; elsewhere they are one call or one program."""
+COLUMN_PASSES = {"tpu": 11, "xla": 11}
+"""How often a column's round moves its block to or from memory, as counted in a v6e's program; else twice."""
 CLIP_OPERATIONS = 8  # to round a weight at one clip, and to weigh the error
 
 
@@ -33,7 +35,7 @@ class SolverWork(NamedTuple):
 
     operations: int
     bytes: int
-    """To and from memory; a block of columns stays in the processor."""
+    """To and from memory."""
     columns: int
     """Columns that wait for the one before."""
 
@@ -77,7 +79,7 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
     }
     device, solving = device_of(options.run), ""
     if options.init in COMPENSATED:
-        work = solver_work(module, options)
+        work = solver_work(module, options, COLUMN_PASSES.get(device, 2))
         times = {chip.name: work.seconds(chip) for chip in likely(device, 1)}
         report["solvers"] = {**work._asdict(), "seconds": times}
         solving = (
@@ -102,16 +104,17 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
     return DryRun(report, text, Requirements("this quantisation", memory, memory, disk))
 
 
-def solver_work(module: torch.nn.Module, options: QuantizeOptions) -> SolverWork:
+def solver_work(module: torch.nn.Module, options: QuantizeOptions, column_passes: int) -> SolverWork:
     """Return what `quant/gptq.py` does to a quantised model's layers."""
     parts = []
     for name, layer in quant_layers(module).items():
         turns = 1 + TURNS if options.rank_of_codes and not LM_HEAD.search(name) else 1
-        parts.append(layer_work(layer.out_features, layer.in_features, layer.spec, turns, options.init == "descent"))
+        shape, descends = (layer.out_features, layer.in_features), options.init == "descent"
+        parts.append(layer_work(*shape, layer.spec, turns, descends, column_passes))
     return SolverWork(*map(sum, zip(*parts, strict=True)))
 
 
-def layer_work(rows: int, columns: int, spec: QuantSpec, turns: int, descends: bool) -> SolverWork:
+def layer_work(rows: int, columns: int, spec: QuantSpec, turns: int, descends: bool, column_passes: int) -> SolverWork:
     """Return the work of one layer that is rounded anew in so many turns, in float32 and by whole products."""
     rounds = (ROUNDS if turns == 1 else turns * TURN_ROUNDS + ROUNDS - TURN_ROUNDS) if descends else 0
     refits = 0 if spec.sharing == "lowrank" else rounds
@@ -119,8 +122,10 @@ def layer_work(rows: int, columns: int, spec: QuantSpec, turns: int, descends: b
     size = spec.group_size if spec.sharing == "group" and spec.group_size else BLOCK
     weights, sweeps = rows * columns, rounds * SWEEPS
     products = 2 * weights * columns * (turns + sweeps + refits + slopes)
-    within = 2 * weights * (size * turns + BLOCK * sweeps) + CLIP_OPERATIONS * CLIP_GRID * weights * turns
+    block, clips = size * turns + BLOCK * sweeps, CLIP_GRID * turns
+    within = weights * (2 * block + CLIP_OPERATIONS * clips)
     # A block's errors pass over the whole weight, which is read and written; a group's products are only read.
     passes = columns * (2 * turns / size + 2 * sweeps / BLOCK + refits / size) + 3 * slopes
+    passes += column_passes * block + 2 * clips
     moments = columns**2 * (turns + sweeps + refits + slopes)
     return SolverWork(products + within, int(4 * (weights * passes + moments)), columns * (turns + sweeps))

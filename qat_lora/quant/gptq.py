@@ -24,7 +24,7 @@ from torch import Tensor
 from qat_lora.quant.codes import decode, encode
 from qat_lora.quant.scales import TINY
 from qat_lora.quant.spec import QuantSpec
-from qat_lora.runtime.loop import Number, factorised, loop, part, rest, solver_dtype, unchanged, whole_parts
+from qat_lora.runtime.loop import Number, Tensors, factorised, loop, part, rest, solver_dtype, unchanged, whole_parts
 
 DAMPING = 0.01  # added to the second moment's diagonal, as a share of its mean: GPTQ's own default
 BLOCK = 64  # columns handled before their joint effect is pushed on: fewer, larger matrix products
@@ -125,14 +125,14 @@ class Grid(NamedTuple):
         return self.code_values(codes) * self.scale
 
 
-GridOf = Callable[[Number, Tensor, Sequence[Tensor]], tuple[Grid, list[Tensor]]]
+GridOf = Callable[[Number, Tensor, Tensors], tuple[Grid, Tensors]]
 """From a block's number, its weights [R, columns] as compensation has left them, and what `gptq` was given to their
 grid, columns first (`Grid.by_column`), and what to keep of it, one of each."""
 
 
 def gptq(
     weight_RI: Tensor, inverse_root_LII: Tensor, size: int, grid_of: GridOf, given: Sequence[Tensor] = ()
-) -> tuple[Tensor, list[Tensor]]:
+) -> tuple[Tensor, Tensors]:
     """Return error-compensated uint8 codes, and what `grid_of` kept of every block [blocks, ...].
 
     Args:
@@ -145,9 +145,7 @@ def gptq(
     layers, columns = inverse_root_LII.shape[:2]
     own_LI = whole_parts(inverse_root_LII.diagonal(dim1=1, dim2=2), size, 1, fill=1.0)
 
-    def round_column(
-        j: Number, carry: list[Tensor], slices: list[Tensor], grid: Grid
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    def round_column(grid: Grid, j: Number, carry: Tensors, slices: Tensors, _: Tensors) -> tuple[Tensors, Tensors]:
         (left_CR,), (row_CL, own_L, *parts) = carry, slices
         column, target_R = grid.of(parts), part(left_CR, j, 1, 0)[0]
         found_R = column.snap(target_R)
@@ -155,29 +153,20 @@ def gptq(
         _push(rest(left_CR, j, 1, 0), rest(row_CL, j, 1, 0), errors_LO)
         return [left_CR], [found_R[None], errors_LO.view(1, -1)]
 
-    def round_block(
-        number: Number, carry: list[Tensor], _: list[Tensor], constants: list[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    def round_block(number: Number, carry: Tensors, _: Tensors, constants: Tensors) -> tuple[Tensors, Tensors]:
         (weight_RI,), (roots_LII, own_LI, *given) = carry, constants
         left_RC, rows_LCI = part(weight_RI, number, size, 1), part(roots_LII, number, size, 1)
         grid, kept = grid_of(number, left_RC, given)
+        body, left_CR = functools.partial(round_column, grid), left_RC.T.contiguous()
         inputs = [part(rows_LCI, number, size, 2).permute(1, 2, 0), part(own_LI, number, size, 1).T, *grid.parts()]
-        _, (found_CR, errors_CR) = loop(
-            lambda j, carry, slices, _: round_column(j, carry, slices, grid),
-            left_RC.shape[1],
-            [left_RC.T.contiguous()],
-            inputs,
-        )
+        _, (found_CR, errors_CR) = loop(body, len(left_CR), [left_CR], inputs)
         after = rest(weight_RI, number, size, 1)
         after -= _products(errors_CR, rest(rows_LCI, number, size, 2))
         return [weight_RI], [grid.codes(found_CR), *(x[None] for x in kept)]
 
-    _, (codes_IR, *kept) = loop(
-        round_block,
-        -(-columns // size),
-        [whole_parts(weight_RI, size, 1).clone()],
-        constants=[whole_parts(inverse_root_LII, size, 1, 2), own_LI, *given],
-    )
+    constants = [whole_parts(inverse_root_LII, size, 1, 2), own_LI, *given]
+    start_RI = whole_parts(weight_RI, size, 1).clone()
+    _, (codes_IR, *kept) = loop(round_block, -(-columns // size), [start_RI], constants=constants)
     return codes_IR[:columns].T.contiguous(), kept
 
 
@@ -215,9 +204,7 @@ def descend(slope_RI: Tensor, damped_LII: Tensor, grid: Grid, codes_RI: Tensor, 
     """
     layers, columns = damped_LII.shape[:2]
 
-    def turn_column(
-        j: Number, carry: list[Tensor], slices: list[Tensor], grid: Grid
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    def turn_column(grid: Grid, j: Number, carry: Tensors, slices: Tensors, _: Tensors) -> tuple[Tensors, Tensors]:
         (local_CR,), (row_CL, pull_L, now_R, *parts) = carry, slices
         column, slope_LO = grid.of(parts), part(local_CR, j, 1, 0).view(layers, -1)
         found_R = column.snap(torch.addcmul(now_R.view(layers, -1), slope_LO, pull_L[:, None]).flatten())
@@ -225,19 +212,15 @@ def descend(slope_RI: Tensor, damped_LII: Tensor, grid: Grid, codes_RI: Tensor, 
         _push(rest(local_CR, j, 1, 0), rest(row_CL, j, 1, 0), step_R.view(layers, -1))
         return [local_CR], [found_R[None], step_R[None]]
 
-    def turn_block(
-        number: Number, carry: list[Tensor], _: list[Tensor], constants: list[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    def turn_block(number: Number, carry: Tensors, _: Tensors, constants: Tensors) -> tuple[Tensors, Tensors]:
         (slope_RI,), (damped_LII, pull_LI, codes_RI, *parts) = carry, constants
         block, rows_LCI = grid.of(parts).by_column(number, BLOCK), part(damped_LII, number, BLOCK, 1)
         within_CCL = part(rows_LCI, number, BLOCK, 2).triu(1).permute(1, 2, 0)
         now_CR = block.dense(part(codes_RI, number, BLOCK, 1).T)
-        _, (found_CR, steps_CR) = loop(
-            lambda j, carry, slices, _: turn_column(j, carry, slices, block),
-            len(now_CR),
-            [part(slope_RI, number, BLOCK, 1).T.clone(memory_format=torch.contiguous_format)],
-            [within_CCL, part(pull_LI, number, BLOCK, 1).T, now_CR, *block.parts()],
-        )
+        local_CR = part(slope_RI, number, BLOCK, 1).T.clone(memory_format=torch.contiguous_format)
+        inputs = [within_CCL, part(pull_LI, number, BLOCK, 1).T, now_CR, *block.parts()]
+        body = functools.partial(turn_column, block)
+        _, (found_CR, steps_CR) = loop(body, len(now_CR), [local_CR], inputs)
         slope_RI -= _products(steps_CR, rows_LCI)
         return [slope_RI], [block.codes(found_CR)]
 
@@ -264,13 +247,10 @@ def refit_scales(
     size = spec.group_size or columns
     groups = -(-columns // size)
 
-    def gram_row(
-        number: Number, carry: list[Tensor], _: list[Tensor], constants: list[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    def gram_row(number: Number, carry: Tensors, _: Tensors, constants: Tensors) -> tuple[Tensors, Tensors]:
         q_RI, damped_LII = constants
         rows_LCI = rest(part(damped_LII, number, size, 1), number - 1, size, 2)
-        pushed = _products(part(q_RI, number, size, 1).T, rows_LCI) * rest(q_RI, number - 1, size, 1)
-        sums = _part_sums(pushed, size)
+        sums = _part_sums(_products(part(q_RI, number, size, 1).T, rows_LCI) * rest(q_RI, number - 1, size, 1), size)
         return carry, [torch.nn.functional.pad(sums, (groups - sums.shape[1], 0))[None]]
 
     q_RI = grid.code_values(codes_RI)
@@ -289,8 +269,8 @@ def _part_sums(x: Tensor, size: int) -> Tensor:
 
 def _fitted(rows_GRG: Tensor, right_RG: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
     """Return the scales that solve the normal equations, given by the upper triangles of their matrices."""
-    upper = rows_GRG.permute(1, 0, 2).triu()
-    gram, right = (upper + upper.triu(1).mT).double(), right_RG.double()
+    gram, right = rows_GRG.permute(1, 0, 2).double().triu_(), right_RG.double()
+    gram += gram.triu(1).mT
     if spec.sharing == "tensor":
         gram, right = gram.sum(0, keepdim=True), right.sum(0, keepdim=True)
     ridge = 1e-9 * gram.diagonal(dim1=1, dim2=2).mean(-1).clamp_min(1e-30)  # a group of zero codes has no scale

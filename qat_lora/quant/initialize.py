@@ -36,7 +36,7 @@ from qat_lora.quant.scales import (
     range_scale,
 )
 from qat_lora.quant.spec import QuantSpec
-from qat_lora.runtime.loop import Number, part, whole_parts
+from qat_lora.runtime.loop import Number, Tensors, part, whole_parts
 from qat_lora.runtime.xla.runtime import xla_mark_step
 
 Method = Literal["absmax", "mse", "awq", "gptq", "descent"]
@@ -61,6 +61,8 @@ class QuantizedWeight(NamedTuple):
 
     def to(self, device: torch.device) -> QuantizedWeight:
         """Return the same on another device."""
+        if self.codes_OI.device == device:
+            return self
         xla_mark_step()  # one graph for all that is read
         zeros = None if self.zeros is None else self.zeros.to(device)
         scales = tuple(scale.to(device) for scale in self.scales)
@@ -70,22 +72,18 @@ class QuantizedWeight(NamedTuple):
         """Return the parts of layers whose rows lie one under the other; scales must be by channel or group."""
         if layers == 1:
             return [self]
-        scales, zeros = (
-            self.scales[0].chunk(layers),
-            [None] * layers if self.zeros is None else self.zeros.chunk(layers),
-        )
-        codes = self.codes_OI.chunk(layers)
-        return [QuantizedWeight(c, self.values, (s,), z) for c, s, z in zip(codes, scales, zeros, strict=True)]
+        zeros = [None] * layers if self.zeros is None else self.zeros.chunk(layers)
+        parts = zip(self.codes_OI.chunk(layers), self.scales[0].chunk(layers), zeros, strict=True)
+        return [QuantizedWeight(codes, self.values, (scale,), zero) for codes, scale, zero in parts]
 
     @classmethod
     def joined(cls, layers: Sequence[QuantizedWeight]) -> QuantizedWeight:
         """Return what `split` took apart."""
         if len(layers) == 1:
             return layers[0]
+        codes, scales = [layer.codes_OI for layer in layers], [layer.scales[0] for layer in layers]
         zeros = [layer.zeros for layer in layers if layer.zeros is not None]
-        scale = torch.cat([layer.scales[0] for layer in layers])
-        codes = torch.cat([layer.codes_OI for layer in layers])
-        return cls(codes, layers[0].values, (scale,), torch.cat(zeros) if zeros else None)
+        return cls(torch.cat(codes), layers[0].values, (torch.cat(scales),), torch.cat(zeros) if zeros else None)
 
     def grid(self, spec: QuantSpec, dtype: torch.dtype = torch.float64) -> Grid:
         """Return the meaning of the codes."""
@@ -209,14 +207,14 @@ def _compensated(weight_RI: Tensor, spec: QuantSpec, curvature: Curvature) -> Qu
         whole = _rounded(weight_RI, spec, importance, importance_cost(weight_RI, spec, importance))
         grid = whole.grid(spec, root.dtype)
 
-        def fixed(number: Number, _: Tensor, given: Sequence[Tensor]) -> tuple[Grid, list[Tensor]]:
+        def fixed(number: Number, _: Tensor, given: Tensors) -> tuple[Grid, Tensors]:
             return grid.of(given).by_column(number, BLOCK), []
 
         return whole._replace(codes_OI=gptq(wide, root, BLOCK, fixed, grid.whole(BLOCK).parts())[0])
     assert spec.group_size is not None
     size, one_group = spec.group_size, dataclasses.replace(spec, sharing="channel", group_size=None)
 
-    def chosen(number: Number, left_RC: Tensor, given: Sequence[Tensor]) -> tuple[Grid, list[Tensor]]:
+    def chosen(number: Number, left_RC: Tensor, given: Tensors) -> tuple[Grid, Tensors]:
         left, importance = left_RC.float(), part(given[0], number, size, 1)
         group = _rounded(left, one_group, importance, importance_cost(left, one_group, importance))
         kept = [*group.scales, *([] if group.zeros is None else [group.zeros])]

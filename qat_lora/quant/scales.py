@@ -12,7 +12,7 @@ bits. Formats that store the lower end as a float instead (GGUF's Q4_1) spend 16
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from qat_lora.quant.codes import code_values, decode, encode, full_range, nearest, packed_width, unpack
 from qat_lora.quant.spec import QuantSpec
-from qat_lora.runtime.loop import loop
+from qat_lora.runtime.loop import Tensors, loop
 from qat_lora.runtime.precision import exact_matmul
 
 Scales = tuple[Tensor, ...]
@@ -115,7 +115,7 @@ def clip_scale(weight_OI: Tensor, spec: QuantSpec, cost: Cost) -> Tensor:
     """Return the clipped scale [rows, G] that costs least."""
     values = code_values(spec).to(weight_OI)
 
-    def at(clip: Tensor | float, members: Tensor, widest: Tensor) -> tuple[list[Tensor], Tensor]:
+    def at(clip: Tensor | float, members: Tensor, widest: Tensor) -> tuple[Tensors, Tensor]:
         scale = (widest * clip).clamp_min(TINY)
         chosen, _ = nearest(members / scale[..., None], values, spec)
         return [scale], chosen.mul_(scale[..., None]).sub_(members)
@@ -136,11 +136,11 @@ def range_scale(weight_OI: Tensor, spec: QuantSpec, cost: Cost | None) -> tuple[
     values, members = code_values(spec).to(weight_OI), grouped(weight_OI, spec)
     low, high, most = members.amin(-1).clamp_max(0), members.amax(-1).clamp_min(0), len(values) - 1
 
-    def of(clip: Tensor | float, low: Tensor, high: Tensor) -> list[Tensor]:
+    def of(clip: Tensor | float, low: Tensor, high: Tensor) -> Tensors:
         scale = ((high - low) * clip / most).clamp_min(TINY).half().to(weight_OI.dtype)
         return [scale, (-low * clip / scale).round().clamp(0, most)]
 
-    def at(clip: Tensor | float, members: Tensor, low: Tensor, high: Tensor) -> tuple[list[Tensor], Tensor]:
+    def at(clip: Tensor | float, members: Tensor, low: Tensor, high: Tensor) -> tuple[Tensors, Tensor]:
         scale, zero = of(clip, low, high)
         chosen, _ = nearest(members / scale[..., None] + zero[..., None], values, spec)
         return [scale, zero], (chosen - zero[..., None]) * scale[..., None] - members
@@ -149,15 +149,13 @@ def range_scale(weight_OI: Tensor, spec: QuantSpec, cost: Cost | None) -> tuple[
     return scale, zero
 
 
-def _cheapest(at: Callable[..., tuple[list[Tensor], Tensor]], given: Sequence[Tensor], cost: Cost) -> Sequence[Tensor]:
+def _cheapest(at: Callable[..., tuple[Tensors, Tensor]], given: Tensors, cost: Cost) -> Tensors:
     """Return group by group the numbers [rows, G], among those of `CLIP_GRID` clips, whose errors cost least.
 
     `at` gives the numbers and errors of a clip, of 1 before all others, from what it is `given`.
     """
 
-    def cheaper(
-        _: object, carry: list[Tensor], slices: list[Tensor], constants: list[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    def cheaper(_: object, carry: Tensors, slices: Tensors, constants: Tensors) -> tuple[Tensors, Tensors]:
         (least, *best), (importance, *given) = carry, constants
         found, errors = at(slices[0], *given)
         price = cost.of(errors, importance)

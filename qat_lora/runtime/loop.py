@@ -21,14 +21,14 @@ from qat_lora.runtime.xla.loop import scan
 from qat_lora.runtime.xla.runtime import is_xla_device, xla_mark_step
 
 Number = int | Tensor
-Tensors = Sequence[Tensor]
-Body = Callable[[Number, list[Tensor], list[Tensor], list[Tensor]], tuple[list[Tensor], list[Tensor]]]
+Tensors = list[Tensor]
+Body = Callable[[Number, Tensors, Tensors, Tensors], tuple[Tensors, Tensors]]
 """From a round's number, carry, its slices of the inputs and constants to the next carry and this round's outputs."""
 
 
 def loop(
-    body: Body, rounds: int, carry: Tensors, inputs: Tensors = (), constants: Tensors = ()
-) -> tuple[list[Tensor], list[Tensor]]:
+    body: Body, rounds: int, carry: Tensors, inputs: Sequence[Tensor] = (), constants: Sequence[Tensor] = ()
+) -> tuple[Tensors, Tensors]:
     """Return the last carry, and every output of all rounds, joined along the first dimension.
 
     Args:
@@ -40,13 +40,8 @@ def loop(
     """
     device = [*carry, *constants][0].device
     if is_xla_device(device):
-        numbers = torch.arange(rounds, dtype=torch.int32, device=device)
-        last, stacks = scan(
-            lambda carry, slices, constants: body(slices[0], carry, slices[1:], constants),
-            carry,
-            [numbers, *(x.to(device) for x in inputs)],
-            constants,
-        )
+        inputs = [x.to(device) for x in (torch.arange(rounds, dtype=torch.int32), *inputs)]
+        last, stacks = scan(lambda now, each, given: body(each[0], now, each[1:], given), carry, inputs, constants)
         return last, [stack.flatten(0, 1) for stack in stacks]
     now, outputs = list(carry), []
     for number in range(rounds):

@@ -5,7 +5,18 @@ import pytest
 import torch
 
 from qat_lora.errors import ConfigError
-from qat_lora.layers.calibrate.fit import INPUT_FLOOR, FitSettings, Metric, _Root, fit_layer
+from qat_lora.layers.calibrate.fit import (
+    INPUT_FLOOR,
+    TURNS,
+    FitSettings,
+    Metric,
+    _Root,
+    fit_layer,
+    fit_layers,
+    together,
+)
+from qat_lora.plan.quantize import layer_work
+from qat_lora.quant import gptq
 from qat_lora.quant.spec import QuantSpec
 
 SPEC = QuantSpec(bits=2, code="half", sharing="group", group_size=16)
@@ -126,3 +137,30 @@ def test_refusals():
     weight = torch.randn(12, 16)
     with pytest.raises(ConfigError, match="joint_rank: 4 is more than the 2 columns"):
         fit_layer(weight, SPEC, FitSettings("mse", start_rank=2, joint_rank=4))
+
+
+def test_layers_fitted_together_are_those_fitted_alone():
+    """The device is given, so they are solved as on an accelerator; nothing but the order of sums may differ."""
+    moments = [torch.from_numpy(moment_of(48, seed)).float() for seed in (1, 2, 3)]
+    weights = torch.randn(3, 20, 48, generator=torch.Generator().manual_seed(0))
+    alone = FitSettings("descent", 6, 4)
+    settings = alone._replace(device=torch.device("cpu"))
+    assert together(SPEC, settings) and not together(SPEC, alone)
+    found = fit_layers(list(weights), SPEC, settings, moments, [None] * 3)
+    for fit, weight, moment in zip(found, weights, moments, strict=True):
+        one = fit_layer(weight, SPEC, alone, moment)
+        assert (fit.quantised.codes_OI == one.quantised.codes_OI).float().mean() >= 0.999
+        assert torch.allclose(fit.quantised.dense(SPEC), one.quantised.dense(SPEC), atol=1e-3)
+        left = [weight - f.quantised.dense(SPEC) - f.factors.b_OR @ f.factors.a_RI for f in (fit, one)]
+        costs = [float(((e @ moment) * e).sum()) for e in left]
+        assert costs[0] == pytest.approx(costs[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("joint_rank", [0, 4])
+def test_the_dry_runs_columns_are_those_that_are_solved(joint_rank, monkeypatch):
+    seen, push = [], gptq._push
+    monkeypatch.setattr(gptq, "unchanged", lambda *_: False)  # no sweep is left out
+    monkeypatch.setattr(gptq, "_push", lambda *given: (seen.append(1), push(*given)))
+    weight = torch.randn(40, 48, generator=torch.Generator().manual_seed(0))
+    fit_layer(weight, SPEC, FitSettings("descent", 4, joint_rank), torch.from_numpy(moment_of(48, 1)))
+    assert len(seen) == layer_work(40, 48, SPEC, 1 + TURNS if joint_rank else 1, True, 2).columns

@@ -105,18 +105,18 @@ def test_in_order_is_nearer_to_the_teacher_on_fresh_text_than_layer_by_layer():
 
 
 def test_what_is_fitted_is_what_a_plain_forward_shows(monkeypatch):
-    """The moments that `fit_layer` gets are those of the inputs in a model quantised that far, corrections in place."""
+    """The moments that `fit_layers` gets are those of inputs in a model quantised that far, corrections in place."""
     from qat_lora.layers.calibrate import quantize
 
     seen = {}
 
-    def spy(weight, spec, settings, moment, *rest):
-        fit = original(weight, spec, settings, moment, *rest)
-        seen[len(seen)] = moment, fit
-        return fit
+    def spy(weights, spec, settings, moments, *rest):
+        fits = original(weights, spec, settings, moments, *rest)
+        seen[len(seen)] = moments[0], fits[0]
+        return fits
 
-    original = quantize.fit_layer
-    monkeypatch.setattr(quantize, "fit_layer", spy)
+    original = quantize.fit_layers
+    monkeypatch.setattr(quantize, "fit_layers", spy)
     model, text = toy(blocks=2), batches(1)
     quantize_sequential(fitter(model, CHOSEN, "mse", 3, 3), text, model.hidden)
     names = ["blocks.0.up", "blocks.0.gate", "blocks.0.down", "blocks.1.up", "blocks.1.gate", "blocks.1.down"]

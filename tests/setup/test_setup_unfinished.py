@@ -83,7 +83,7 @@ def test_a_stop_says_what_is_safe_and_nothing_of_it_is_done_again(monkeypatch, t
         f"stopped by SIGTERM: 7 of 14 layers are finished and kept in {out}; the same command goes on from there"
     )
     assert not (out / "model.safetensors").exists()
-    fits, passes = count(monkeypatch, calibrate, "fit_layer"), count(monkeypatch, quantising, "sensitivities")
+    fits, passes = count(monkeypatch, calibrate, "fit_layers"), count(monkeypatch, quantising, "sensitivities")
     again = options(tiny, cache, out)
     call("quantize", again, run=again.run.__class__(**{**vars(again.run), "quiet": False}))
     assert (len(fits), len(passes)) == (7, 0)  # a run that keeps nothing: 14 and 1
@@ -102,7 +102,7 @@ def test_a_damaged_block_is_named_and_made_again_and_other_settings_are_refused(
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
     damaged = out / "unfinished" / "block-model.layers.0" / "tensors.safetensors"
     flip_a_bit(damaged)
-    fits = count(monkeypatch, calibrate, "fit_layer")
+    fits = count(monkeypatch, calibrate, "fit_layers")
     call("quantize", options(tiny, cache, out))
     assert str(damaged) in capsys.readouterr().err
     assert len(fits) == 14 and content(out) == whole

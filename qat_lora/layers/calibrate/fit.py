@@ -171,20 +171,17 @@ def fit_layers(
     Raises:
         ConfigError: a joint rank without the start that belongs to it, or what `quantize_weight` refuses.
     """
-    if settings.joint_rank > settings.start_rank:
-        raise ConfigError(
-            f"joint_rank: {settings.joint_rank} is more than the {settings.start_rank} columns of --start-rank"
-        )
-    start_rank, joint_rank = (min(r, *weights_OI[0].shape) for r in (settings.start_rank, settings.joint_rank))
+    _, start_rank, joint_rank, device = settings
+    if joint_rank > start_rank:
+        raise ConfigError(f"joint_rank: {joint_rank} is more than the {start_rank} columns of --start-rank")
+    start_rank, joint_rank = (min(rank, *weights_OI[0].shape) for rank in (start_rank, joint_rank))
     weights, known = [weight.float() for weight in weights_OI], [m for m in second_moments_II if m is not None]
     moments = known[0] if len(known) == 1 else torch.stack(known) if known else None
-    solver = _Solver(spec, settings, None if moments is None else Curvature(moments.to(settings.device)))
+    solver = _Solver(spec, settings, None if moments is None else Curvature(moments.to(device)))
     if not start_rank:
         return [Fit(quantised, None) for quantised in solver.quantised(weights)]
-    metrics = [
-        Metric.of(weight, moment, None if given is None else given.to(weight.device))
-        for weight, moment, given in zip(weights, second_moments_II, outputs_OO, strict=True)
-    ]
+    outputs = [None if given is None else given.to(weights[0].device) for given in outputs_OO]
+    metrics = [Metric.of(*given) for given in zip(weights, second_moments_II, outputs, strict=True)]
     found = solver.with_adapter(weights, metrics, joint_rank) if joint_rank else solver.quantised(weights)
     return [
         Fit(quantised, metric.correction(weight - quantised.dense(spec), start_rank)[0])
@@ -216,17 +213,18 @@ class _Solver(NamedTuple):
             factors, left = metrics[i].correction(weights_OI[i] - codes.dense(self.spec), rank, rank)
             return weights_OI[i] - factors.b_OR @ factors.a_RI, left
 
-        targets, aims, best = list(weights_OI), list(weights_OI), self.quantised(weights_OI, TURN_ROUNDS)
-        least = [torch.inf] * len(aims)
-        for turn in range(1 + TURNS):
-            for i, quantised in enumerate(self.quantised(targets, TURN_ROUNDS) if turn else best):
+        targets, best = list(weights_OI), dict[int, tuple[float, QuantizedWeight, Tensor]]()
+        for _ in range(1 + TURNS):
+            for i, quantised in enumerate(self.quantised(targets, TURN_ROUNDS)):
                 following, left = rest(i, quantised)
-                if turn == 0 or left < least[i]:
-                    best[i], aims[i], least[i] = quantised, targets[i], left
+                if i not in best or left < best[i][0]:
+                    best[i] = left, quantised, targets[i]
                 targets[i] = following
+        least, found, aims = zip(*best.values(), strict=True)
         if self.settings.method != "descent" or self.curvature is None:
-            return best
-        start = QuantizedWeight.joined(best).to(self._stacked(aims).device)
-        refined = refine(self._stacked(aims), self.spec, start, self.curvature, ROUNDS - TURN_ROUNDS)
-        split = refined.to(weights_OI[0].device).split(len(aims))
-        return [new if rest(i, new)[1] < least[i] else best[i] for i, new in enumerate(split)]
+            return list(found)
+        aim = self._stacked(aims)
+        start = QuantizedWeight.joined(found).to(aim.device)
+        refined = refine(aim, self.spec, start, self.curvature, ROUNDS - TURN_ROUNDS)
+        split = refined.to(weights_OI[0].device).split(len(found))
+        return [new if rest(i, new)[1] < least[i] else found[i] for i, new in enumerate(split)]
