@@ -25,7 +25,8 @@ PIECE_BYTES = 2 * 2**21
 """Logits of two vocabulary pieces (`losses/fused/by_vocab`): the current one and the one before it."""
 
 SCORES = 3
-"""Of a block of queries, in float32, at once: shares and gradients of XLA's `blocked_attention`."""
+"""Of a block of queries, at once: shares and gradients of `blocked_attention`, where a model computes in float32, which
+the TPU's kernel does not."""
 
 
 class Widths(NamedTuple):
@@ -72,7 +73,7 @@ def step_bytes(
     if options.gradient_checkpointing or attention == "xla":
         # One layer at a time is recomputed, or cut from the stacks; by the third gradient, one kept tensor is freed.
         backward += tokens * (layer - width * sizes.mlp)
-    if attention == "xla":
+    if attention == "xla" and width == 4:
         backward += tokens * SCORES * 4 * sizes.heads * min(BLOCK, options.length)
     # A loop forms each layer's weights as it comes to them.
     formed //= layers if attention == "xla" or options.gradient_checkpointing else 1
@@ -108,10 +109,8 @@ def _loss(options: EstimateOptions, attention: Attention, tokens: int, hidden: i
         states = hidden * (4 + 3 * width) + 48 * options.head_k
         return logits * width // 4 + min(PIECE_BYTES, logits) + tokens * states
     if attention == "xla":
-        # In the products' type: the logits, by lanes for the top-K entries, and their gradient. Where the output head
-        # is spread, each chip multiplies its part of it with the rows of all, and the results are exchanged.
-        copies = 4 if options.run.chips.shard_base else 3
-        return copies * logits * width // 4 + tokens * hidden * (4 + width)
+        # In the products' type: the logits, by lanes for the top-K entries, and their gradient.
+        return 3 * logits * width // 4 + tokens * hidden * (4 + width)
     # Logits and their gradient in float32, a copy in the products' type.
     return 2 * logits + (logits // 2 if width < 4 else 0) + tokens * hidden * (4 + width)
 
