@@ -3,28 +3,34 @@
 `benchmarks/cuda_roofline.py` counts at real shape; here the same program counts a toy, whose kernels a layer are equal.
 """
 
-import importlib.util
+import importlib
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from qat_lora.layers.quant_linear import QuantLinear
+from qat_lora.losses.objective import ObjectiveConfig, weight_tensors
 from qat_lora.quant.presets import preset
 from qat_lora.runtime.native import NativeRuntime
+from qat_lora.train.metrics import MetricsLog
+from qat_lora.train.optim import OptimConfig, TrainState, build_optimizer, gradients_apart, optimized
+from qat_lora.train.step import add_sums, micro_batch, optimizer_step, zero_sums
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
 def roofline():
-    spec = importlib.util.spec_from_file_location("cuda_roofline", ROOT / "benchmarks" / "cuda_roofline.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["cuda_roofline"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["cuda_roofline"]
+    """The benchmark, and what it counts with, as one name space."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        modules = [importlib.import_module(name) for name in ("roofline.counts", "roofline.fusion", "cuda_roofline")]
+        yield SimpleNamespace(**{name: value for module in modules for name, value in vars(module).items()})
+        for module in modules:
+            del sys.modules[module.__name__]
 
 
 class Pinned:
@@ -42,8 +48,9 @@ def student(roofline):
     return roofline.make_student("toy", 2, 64, vocabulary=512)
 
 
-@pytest.mark.parametrize(("replicas", "most"), [(1, 30), (2, 40)])
-def test_an_optimizer_step_is_a_few_kernels_however_many_adapters_there_are(roofline, student, replicas, most):
+@pytest.mark.parametrize(("size", "replicas", "most"), [("toy", 1, 30), ("toy", 2, 40), ("8b", 2, 40)])
+def test_an_optimizer_step_is_a_few_kernels_however_many_adapters_there_are(roofline, size, replicas, most):
+    student = roofline.make_student(size, 2, 64, vocabulary=512)
     kernels = roofline.optimizer_eager(student, replicas, watch=True).parts["optimizer"].kernels
     tensors = sum(map(len, student.trained.values()))
     assert kernels <= most < tensors * 3, kernels
@@ -55,6 +62,47 @@ def test_a_micro_batch_stops_no_queue(roofline, student):
     assert parts["base products"].operations == 2 * 128 * 2 * sum(
         o * i for o, i in [(64, 64), (32, 64), (32, 64), (64, 64), (192, 64), (192, 64), (64, 192)]
     )
+
+
+def train_on_fake_gpu(roofline, folder, after=lambda sums, batch: None):
+    """Run an optimizer step of two micro-batches on fake CUDA tensors, and log it; call `after` each micro-batch."""
+    with roofline.FakeCuda():
+        count = roofline.Count(watch=True, device=roofline.GPU)
+        student, runtime = roofline.make_student("toy", 2, 64, 512, roofline.GPU), roofline.MetaRuntime(count)
+        state = TrainState(student.model, student.trained)
+        optimizer = build_optimizer(OptimConfig(ema=0.9), state.groups, runtime)
+        objective, log = ObjectiveConfig(loss_chunk_mb=1, ce_weight=0.3), MetricsLog(folder, 1, 0, True, runtime.device)
+        sums = zero_sums(objective, runtime.device)
+        with count:
+            weights = weight_tensors(objective.weights_at(0.0), runtime.numbers)
+            for _ in range(2):
+                with gradients_apart(optimizer):
+                    sums = add_sums(sums, micro_batch(state.model, student.batch, objective, weights))
+                after(sums, student.batch)
+            log.add(1, 1e-3, optimizer_step(optimizer, optimized(optimizer), sums, 1.0, runtime))
+            log.flush(runtime)
+    return sum(work.kernels for work in count.parts.values())
+
+
+def test_a_whole_step_on_fake_cuda_tensors_stops_no_queue(roofline, tmp_path):
+    assert train_on_fake_gpu(roofline, tmp_path / "metrics.jsonl") > 1000
+
+
+@pytest.mark.parametrize(
+    "naive",
+    [
+        lambda sums, batch: sums["loss"].item(),
+        lambda sums, batch: bool(sums["loss"].isfinite()),
+        lambda sums, batch: batch["target_mask"].nonzero(),
+        lambda sums, batch: batch["lse"][batch["target_mask"]],
+        lambda sums, batch: sums["tokens"].cpu(),
+        lambda sums, batch: torch.ones(3).to(batch["lse"].device),
+        lambda sums, batch: batch["lse"] + torch.arange(63.0),  # of two devices: no stop, an error on a GPU
+    ],
+)
+def test_a_naive_step_on_fake_cuda_tensors_is_refused(roofline, tmp_path, naive):
+    with pytest.raises((roofline.Sync, RuntimeError), match="device"):
+        train_on_fake_gpu(roofline, tmp_path / "metrics.jsonl", naive)
 
 
 @pytest.mark.parametrize("name", ["w2g64", "w4g64a", "q4_r32", "apple2"])
@@ -97,7 +145,7 @@ def test_what_stops_a_queue_is_refused(roofline, stop):
 def test_kernels_of_a_compiled_layer_and_of_what_is_around_it(roofline):
     """By the fusion rule, on the graphs that a compiler gets: four products with frozen weights, eight of adapters."""
     student = roofline.make_student("toy", 2, 128, vocabulary=512)
-    program = roofline.layer_program(student)
+    program = roofline.layer_program(student.model, student.batch)
     forward, backward = roofline.fused(program.forward), roofline.fused(program.backward)
     assert forward.names["mm"] + forward.names["addmm"] == 12 and forward.names["attention"] == 1
     assert forward.kernels <= 28 and backward.kernels <= 38, (forward.names, backward.names)
