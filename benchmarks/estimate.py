@@ -139,10 +139,10 @@ def step(point: Point, runtime: Any) -> tuple[list[Any], Any]:
     held += [p.grad for p in trained] + [v for state in optimizer.state.values() for v in state.values()]
     held += [*here.values(), *ahead.values()]
 
-    def run() -> None:
+    def run() -> dict[str, Any]:
         sums = add_sums(start, micro_batch(model, here, objective, weights))
         runtime.mark_step()
-        optimizer_step(optimizer, trained, sums, 1.0, runtime)
+        return optimizer_step(optimizer, trained, sums, 1.0, runtime)
 
     return held, run
 

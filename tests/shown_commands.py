@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
     "README.md",
     "docs/tpu.md",
+    "docs/gpu.md",
     "docs/training.md",
     "docs/quantisation.md",
     "docs/numerics.md",
@@ -30,7 +31,7 @@ PAGES = (
     "benchmarks/README.md",
 )
 """In the order in which somebody new reads them."""
-PROGRAMS = ("qat-lora", "python", "scripts/tpu_acceptance.sh", "make", "pip", "gcloud")
+PROGRAMS = ("qat-lora", "python", "scripts/tpu_acceptance.sh", "scripts/gpu_acceptance.sh", "make", "pip", "gcloud")
 VARIABLE = re.compile(r"^[A-Z][A-Z_]*=")
 SPAN = re.compile(r"(?<!`)`([^`\n]+(?:\n[^`\n]+)?)`(?!`)")
 

@@ -92,6 +92,7 @@ PLACES = (("--checkpoint ...", f"--checkpoint {STUDENT}"), ("--kd-cache-dir ..."
 BOTH = (("...", f"--checkpoint {STUDENT} --kd-cache-dir {CACHE}"),)
 # The first pattern that is found in a command decides.
 HOW: tuple[tuple[str, Run | Not | Installs], ...] = (
+    (r"--device cuda|gpu_acceptance", Not("needs a GPU")),
     (r"^make demo", Installs(MANY_LAST_LINES)),
     (r"^pip .*hub", Installs(1)),
     (r"^make (test|docs|check)$", Installs()),

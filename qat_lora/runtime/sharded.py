@@ -47,6 +47,13 @@ def shard_layers(module: nn.Module, device: torch.device) -> None:
             _Layers(layers, device)
 
 
+def sharded_bytes(module: nn.Module) -> tuple[int, int]:
+    """Return the bytes of sharded tensors that this process holds, and those that all do together."""
+    sharded = [layer for layer in module.modules() if isinstance(layer, _Sharded)]
+    parts = [layer._together.parts[layer._number] for layer in sharded]
+    return sum(len(part.mine) for part in parts), sum(part.size for part in parts)
+
+
 class _Layers:
     """Decoder layers that are called one after the other, and which of them are whole."""
 

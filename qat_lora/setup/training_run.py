@@ -23,6 +23,7 @@ from qat_lora.models.load import DTYPES, CausalLM
 from qat_lora.options import QatOptions, RecoverOptions, RunConfig
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.launch.select import status_line
+from qat_lora.runtime.sharded import sharded_bytes
 from qat_lora.setup.common import fit_attention, picture, say
 from qat_lora.setup.objective import prepare
 from qat_lora.setup.training_data import TrainingData, evaluation
@@ -164,4 +165,7 @@ def place_student(
             f"{layers - stacked} of {layers} layers differ from their neighbours or have dropout: traced one by one",
         )
     runtime.place(model.module)
+    if runtime.shard_base:
+        here, whole = sharded_bytes(model.module)
+        say(run, f"frozen weights of the layers: {here:,} of {whole:,} bytes in each process")
     return paths

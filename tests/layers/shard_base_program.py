@@ -14,6 +14,7 @@ from qat_lora.layers.stacked import parameters_at
 from qat_lora.options import RunConfig
 from qat_lora.runtime.launch.start import run_group
 from qat_lora.runtime.native import NativeRuntime
+from qat_lora.runtime.sharded import sharded_bytes
 from qat_lora.setup.common import fit_attention
 from qat_lora.setup.trainable import recovery_parts
 from qat_lora.setup.training_run import place_student
@@ -61,7 +62,7 @@ def train(runtime, train_more, recompute, compiler=None):
     with torch.set_grad_enabled(bool(compiler)):  # a compiler would be given another graph without gradients
         losses.append(model.hidden(ids, documents).sin().sum().item())
     trained = {name: p.detach().clone() for tensors in groups.values() for name, p in tensors.items()}
-    kept = sum(part.mine.nbytes for part in layers[0]._together.parts) if runtime.shard_base else 0
+    kept = sharded_bytes(model.module)[0]
     return losses, trained, kept, memory(frozen(layers))
 
 

@@ -1,17 +1,20 @@
-"""The Triton kernel in Triton's interpreter, against dense float64 autograd.
+"""The Triton kernel in Triton's interpreter, or on a GPU, against dense float64 autograd.
 
-`TRITON_INTERPRET=1 python kernel_cases.py` writes a line of JSON for every case: its name, the largest error of a
-term's sum relative to the sum, and the largest error of a gradient relative to the largest entry of its row.
+`TRITON_INTERPRET=1 python kernel_cases.py`, or `python kernel_cases.py cuda`, writes a line of JSON for every case: its
+name, the largest error of a term's sum relative to the sum, and the largest error of a gradient relative to the largest
+entry of its row.
 """
 
 import json
 import math
 import sys
 import warnings
+from dataclasses import fields, is_dataclass, replace
 
 import numpy as np
 import torch
 from losses_oracle import dense_ghost, dense_head, identity_head, make_teacher
+from torch.utils._pytree import tree_map
 
 from qat_lora.losses import estimators
 from qat_lora.losses.estimators import PointTerm, TopKTerm, label_term
@@ -19,6 +22,7 @@ from qat_lora.losses.fused import triton_kernel
 from qat_lora.losses.fused.op import fused_linear_kd
 from qat_lora.types import LMHead, SparseTeacher
 
+DEVICE = sys.argv[1] if len(sys.argv) > 1 else "cpu"
 PLAIN = {"count": 5, "vocab": 131, "k": 7, "estimator": "ghost", "temperature": 1.0, "dtype": "float32"}
 CASES = {
     "ghost": {},
@@ -103,6 +107,17 @@ def spoiled(term, mask):
     return TopKTerm(SparseTeacher(ids, log_t, log_m, term.temperature), term.estimator, term.weight, term.name)
 
 
+def on_device(given):
+    """Return terms or tensors with every tensor on the kernel's device."""
+
+    def moved(leaf):
+        if is_dataclass(leaf):
+            return replace(leaf, **{field.name: on_device(getattr(leaf, field.name)) for field in fields(leaf)})
+        return leaf.to(DEVICE) if isinstance(leaf, torch.Tensor) else leaf
+
+    return tree_map(moved, given)
+
+
 def run(settings):
     """Return the largest errors of sums and of gradients."""
     case = PLAIN | settings
@@ -127,6 +142,7 @@ def run(settings):
     low = [hidden.clone(), head.weight_VH.to(dtype), None if head.bias_V is None else head.bias_V.float()]
     low[0][~mask] = math.nan
     exact = [None if x is None else x.double() for x in (hidden, low[1], low[2])]
+    low = on_device(low)
     trained = [i for i, x in enumerate(low) if x is not None and (i != 1 or width)]
     for i in trained:
         low[i].requires_grad_()
@@ -134,9 +150,10 @@ def run(settings):
 
     scale, cap = case.get("scale", 1.0), case.get("cap")
     given = [spoiled(term, mask) for term in terms]
+    given, on_mask = on_device(given), mask.to(DEVICE)
     own = LMHead(low[1], vocab, low[2], scale, cap)
-    result = fused_linear_kd(low[0], own, given, mask, chunk_tokens=2, walk="kernel")
-    without = fused_linear_kd(low[0].detach(), own, given, mask, chunk_tokens=2, walk="kernel")
+    result = fused_linear_kd(low[0], own, given, on_mask, chunk_tokens=2, walk="kernel")
+    without = fused_linear_kd(low[0].detach(), own, given, on_mask, chunk_tokens=2, walk="kernel")
     result.loss_sum.backward()
     logits = dense_head(exact[0], exact[1], vocab, exact[2], scale, cap)
     total, sum_errors = torch.zeros((), dtype=torch.float64), []
@@ -154,7 +171,7 @@ def run(settings):
     sum_errors.append(abs(result.loss_sum.item() - total.item()) / max(1.0, abs(total.item())))
     gradient_errors = []
     for i in trained:
-        got, want = low[i].grad.double(), exact[i].grad
+        got, want = low[i].grad.double().cpu(), exact[i].grad
         largest = want.abs().amax(-1, keepdim=True).clamp_min(0.02)
         gradient_errors.append(((got - want).abs() / largest).nan_to_num(math.inf).max().item())
         if not i:
@@ -168,9 +185,9 @@ def unknown_id():
     logits, teacher = make_teacher(rng, 6, 40, 4)
     gradients, losses = [], []
     for ids in (teacher.ids_NK, teacher.ids_NK.clone().index_fill_(0, torch.tensor([2]), 47)):
-        hidden = torch.tensor(logits, dtype=torch.float32).requires_grad_()
-        head = identity_head(40, torch.float32)
-        loss = fused_linear_kd(hidden, head, [TopKTerm(teacher._replace(ids_NK=ids))], walk="kernel").loss_sum
+        hidden = torch.tensor(logits, dtype=torch.float32, device=DEVICE).requires_grad_()
+        head, term = on_device([identity_head(40, torch.float32), TopKTerm(teacher._replace(ids_NK=ids))])
+        loss = fused_linear_kd(hidden, head, [term], walk="kernel").loss_sum
         losses.append(loss.item())
         gradients.append(torch.autograd.grad(loss, hidden)[0])
     others = [0, 1, 3, 4, 5]

@@ -35,10 +35,14 @@ TOLERANCES = {
 
 @functools.cache
 def errors():
-    """Run all cases of `kernel_cases` in one process; Triton decides to interpret as it is imported."""
+    """Run all cases of `kernel_cases` in one process; Triton decides to interpret as it is imported.
+
+    With KERNEL_DEVICE=cuda they run on a GPU, as `scripts/gpu_acceptance.sh` asks.
+    """
     pytest.importorskip("triton")
-    command = [sys.executable, "-W", "error", str(HERE / "kernel_cases.py")]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    device = os.environ.get("KERNEL_DEVICE", "cpu")
+    command = [sys.executable, "-W", "error", str(HERE / "kernel_cases.py"), device]
+    environment = os.environ | {"TRITON_INTERPRET": "1" if device == "cpu" else "0", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
     return {name: values for name, *values in map(json.loads, done.stdout.splitlines())}
