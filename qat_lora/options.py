@@ -271,10 +271,7 @@ class QatOptions(QuantizeConfig):
         if self.weight_gradient != "lsq" and not (self.mergeable or "weights" in self.train_parts):
             raise ConfigError(f"weight_gradient: {self.weight_gradient} steers --train-parts weights and --mergeable")
         if self.run.chips.shard_base and self.run.chips.parallel != "spmd":
-            raise ConfigError(
-                "shard_base: qat exports the weights of every layer, which processes of a group do not have whole; "
-                "leave it out, use recover, or on XLA add --parallel spmd"
-            )
+            raise ConfigError("shard_base: qat exports whole layers; give --parallel spmd (on XLA), or use recover")
 
     def _refuse_making(self) -> None:
         """Refuse settings that say how a student is made where one is given."""

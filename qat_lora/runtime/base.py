@@ -146,7 +146,7 @@ class Runtime(Protocol):
         return flag if self.processes == 1 else collectives.agree(flag, self._control)
 
     def shard_frozen(self, module: torch.nn.Module) -> None:
-        """Spread frozen weights over devices with `shard_base`; nothing otherwise, or where that was done."""
+        """Spread frozen weights over the devices of this process, where that was asked for; else nothing."""
         return
 
     def step_end(self) -> None:
@@ -195,9 +195,9 @@ def move_module(module: M, device: torch.device) -> M:
     Raises:
         DeviceError: the module's parameters are not the same in number and size after the move.
     """
-    before, sharing = _size(module), _sharing(module)
+    before, registered = _size(module), registrations(module)
     module = module.to(device)
-    for (first_table, first_name), *others in sharing:
+    for (first_table, first_name), *others in registered:
         for table, name in others:
             table[name] = first_table[first_name]
     after = _size(module)
@@ -210,15 +210,15 @@ def move_module(module: M, device: torch.device) -> M:
     return module
 
 
-def _sharing(module: torch.nn.Module) -> list[list[tuple[dict, str]]]:
-    """Return the registrations of every parameter and buffer that has several, as (table, name)."""
-    places: dict[int, list[tuple[dict, str]]] = {}
+def registrations(module: torch.nn.Module) -> list[list[tuple[dict[str, Any], str]]]:
+    """Return where each parameter and buffer is registered, as (table, name), in the order of the module."""
+    places: dict[int, list[tuple[dict[str, Any], str]]] = {}
     for owner in module.modules():
         for table in (owner._parameters, owner._buffers):
             for name, tensor in table.items():
                 if tensor is not None:
                     places.setdefault(id(tensor), []).append((table, name))
-    return [shared for shared in places.values() if len(shared) > 1]
+    return list(places.values())
 
 
 def _size(module: torch.nn.Module) -> tuple[int, int]:

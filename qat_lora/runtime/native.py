@@ -98,14 +98,10 @@ class NativeRuntime(Runtime):
         return result
 
     def place(self, module: M) -> M:
-        """Move a module to the device; with `shard_base` of its decoder layers a part."""
-        self.shard_frozen(module)
-        return super().place(module)
-
-    def shard_frozen(self, module: torch.nn.Module) -> None:
-        """With `shard_base`, keep a part of every decoder layer's frozen tensors, gathered layer by layer."""
+        """Move a module to the device; with `shard_base` a part of its decoder layers' frozen tensors."""
         if self.shard_base:
             shard_layers(module, self.device)
+        return super().place(module)
 
     def check_device_map(self) -> None:
         """Refuse to spread a model where other processes would spread theirs over the same devices.

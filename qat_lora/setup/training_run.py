@@ -150,8 +150,7 @@ def place_student(
     """Place a student in its training state, its layers stacked where the runtime loops over them; return what trains.
 
     Weights are formed and stacked on the host: a device would hold both forms for a while, and a TPU multiplies the
-    factors of low-rank scales in bfloat16, which is another weight than the one that is exported. They are formed there
-    too where a device is to hold a part of them only.
+    factors of low-rank scales in bfloat16, which is another weight than the one that is exported. So with shards.
     """
     scan = runtime.layer_scan()
     if scan is None and not runtime.shard_base:

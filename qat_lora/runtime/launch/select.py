@@ -239,17 +239,11 @@ def plan_chips(config: ChipsConfig, device: DeviceChoice, found: Found, environ:
         return LaunchPlan(device, *_on_tpu(config, asked, environ, found.tpu_chips))
     if device.kind == "xla":
         return LaunchPlan(device, *_on_xla_cpu(config, asked, environ))
-    everything, most = {
-        "cuda": (found.cuda_devices, found.cuda_devices),
-        "mps": (1, 1),
-        "cpu": (found.cores, max(8, 4 * found.cores)),
-    }[device.kind]
+    counts = {"cuda": (found.cuda_devices, found.cuda_devices), "mps": (1, 1)}
+    everything, most = counts.get(device.kind, (found.cores, max(8, 4 * found.cores)))
     count = _pick(asked, list(range(1, most + 1)), everything, device.kind)
     if config.shard_base and count == 1:
-        raise ConfigError(
-            "shard_base: one process has no other to share weights with; give --num-chips 2 or more, start through "
-            "torchrun, or leave it out"
-        )
+        raise ConfigError("shard_base: one process has none to share with; give --num-chips 2 or more, or leave it out")
     return LaunchPlan(device, count, "group" if count > 1 else "here")
 
 
