@@ -148,12 +148,15 @@ class _Steps:
     def _gradients(self, weights: Mapping[str, Tensor]) -> tuple[Sums, QatLoraError | OSError | None]:
         """Run forward and backward on a step's micro-batches; return their sums, or the error of unreadable rows."""
         model, (objective, teacher_lm_head, _), runtime = self._run.state.model, self._prepared, self._run.runtime
-        sums = self._zeros
+        sums, failed = self._zeros, None
         for _ in range(self._accumulation):
             try:
                 batch = next(self._batches)
             except (QatLoraError, OSError) as error:
-                return sums, error
+                failed = error
+            # Where weights are gathered from all processes, none can compute what another does not.
+            if runtime.agree(bool(failed)) if runtime.shard_base else failed:
+                return sums, failed
             self._watch.batch(batch)
             with runtime.autocast(self._dtype), gradients_apart(self._run.optimizer):
                 sums = add_sums(sums, micro_batch(model, batch, objective, weights, teacher_lm_head))

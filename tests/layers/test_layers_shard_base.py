@@ -1,22 +1,28 @@
 """Frozen weights spread over processes: every number as with copies, half the bytes, one program for all layers."""
 
 import functools
+import itertools
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.numpy import load_file
 from toy_paths import clean_environment
-from toy_pipeline import cache_options, call
+from toy_pipeline import cache_options, call, recover_options
 
 from qat_lora import cli
-from qat_lora.errors import DeviceError
-from qat_lora.runtime.launch.start import run_group
+from qat_lora.cache.read.dataset import KDCacheDataset
+from qat_lora.errors import CacheDamaged, DeviceError
+from qat_lora.registry import COMMANDS
+from qat_lora.runtime.launch.select import ChipsConfig
+from qat_lora.runtime.launch.start import run, run_group
 from qat_lora.runtime.sharded import shard_layers
+from qat_lora.train.loop import LoopConfig
 from qat_lora.train.metrics import read_metrics
 
 ROOT, HERE = Path(__file__).resolve().parents[2], Path(__file__).resolve().parent
@@ -51,16 +57,43 @@ def test_a_model_without_decoder_layers_is_refused():
         shard_layers(torch.nn.Linear(2, 2), torch.device("cpu"))
 
 
+@pytest.fixture(scope="module")
+def cache(tiny, tmp_path_factory):
+    return call("build_cache", cache_options(tiny, tmp_path_factory.mktemp("shard") / "cache"))
+
+
 def recover(arguments, shard, out):
     os.environ["USE_TORCH_XLA"] = "0"
     cli.main([*arguments, *(["--shard-base"] if shard else []), "--out", str(out)])
 
 
-def test_recover_by_the_command_line(tiny, student, tmp_path):
-    call("build_cache", cache_options(tiny, tmp_path / "cache"))
+def recover_from_damaged_rows(options):
+    """Process 1 finds its third training batch damaged."""
+    real = KDCacheDataset.batches
+
+    def damaged(*arguments, **named):
+        trains = len(arguments) > 5  # with an order of its own; evaluations take rows as they come
+        yield from itertools.islice(real(*arguments, **named), 2 if trains else None)
+        if trains:
+            raise CacheDamaged("c/s-000001: row 7 does not have its checksum")
+
+    if os.environ["RANK"] == "1":
+        KDCacheDataset.batches = damaged
+    return run(COMMANDS["recover"], options)
+
+
+def test_rows_that_one_process_cannot_read_end_all_after_the_same_step(student, cache, tmp_path):
+    loop = LoopConfig(batch_size=4, accumulation_steps=2, max_steps=4, eval_steps=4)
+    options = recover_options(student, cache, tmp_path, loop=loop)
+    options = replace(options, run=replace(options.run, chips=ChipsConfig("2", shard_base=True)))
+    with pytest.raises(CacheDamaged, match="row 7 .*the checkpoint after step 1 is complete"):
+        run_group(functools.partial(recover_from_damaged_rows, options), 2, 1, "fork")
+
+
+def test_recover_by_the_command_line(student, cache, tmp_path):
     arguments = "recover --device cpu --num-chips 2 --train-scales --train-norms --gradient-checkpointing --quiet"
     arguments += " --batch-size 4 --global-batch-size 16 --max-steps 4 --eval-steps 2 --warmup-steps 1 --recovery-r 2"
-    arguments = [*arguments.split(), "--checkpoint", str(student), "--kd-cache-dir", str(tmp_path / "cache")]
+    arguments = [*arguments.split(), "--checkpoint", str(student), "--kd-cache-dir", str(cache)]
     for shard in (False, True):
         run_group(functools.partial(recover, arguments, shard, tmp_path / str(shard)), 2, 1, "fork")
     copied, sharded = (read_metrics(tmp_path / str(shard) / "metrics.jsonl") for shard in (False, True))
