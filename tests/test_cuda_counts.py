@@ -4,6 +4,7 @@
 """
 
 import importlib
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -150,6 +151,15 @@ def test_kernels_of_a_compiled_layer_and_of_what_is_around_it(roofline):
     assert forward.names["mm"] + forward.names["addmm"] == 12 and forward.names["attention"] == 1
     assert forward.kernels <= 28 and backward.kernels <= 38, (forward.names, backward.names)
     assert roofline.around_layers(student).kernels < 100
+
+
+def test_the_page_shows_the_committed_counts():
+    models = json.loads((ROOT / "benchmarks/results/cuda_roofline.json").read_text(encoding="utf-8"))["models"]
+    page = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
+    for size, found in models.items():
+        launches, rate = found["compiled"]["all"]["kernels"], float(f"{found['compiled']['tokens_per_s']:.3g}")
+        steps = ", ".join(str(step["kernels"]) for step in found["optimizer"].values())
+        assert f"| Qwen3-{size.upper()} | {launches:,} | {rate:,.0f} | {steps} |" in page
 
 
 def test_the_fusion_rule_by_hand(roofline):

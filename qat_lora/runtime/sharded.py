@@ -35,13 +35,16 @@ def shard_layers(module: nn.Module, device: torch.device) -> None:
     The module is on the host; afterwards its layers' frozen tensors are on the device, the others where they were.
 
     Raises:
-        DeviceError: the module has no lists of layers that offer gradient checkpointing, as decoder layers do.
+        DeviceError: no list of layers that offer gradient checkpointing, as decoder layers do, or layers share weights.
     """
     lists = [list(owner) for owner in module.modules() if isinstance(owner, nn.ModuleList) and len(owner)]
     decoders = [layers for layers in lists if all(hasattr(layer, "gradient_checkpointing") for layer in layers)]
     if not decoders:
         raise DeviceError(f"shard_base: {type(module).__name__} has no decoder layers to shard; leave it out")
     for layers in decoders:
+        tensors = [id(tensor) for layer in layers for tensor in (*layer.parameters(), *layer.buffers())]
+        if len(set(tensors)) < len(tensors):
+            raise DeviceError(f"shard_base: layers of {type(module).__name__} share weights; leave it out")
         if not isinstance(layers[0], _Sharded):
             parts = [_Part(layer, device) for layer in layers]
             for number, layer in enumerate(layers):

@@ -52,9 +52,18 @@ def test_compiled_layers_stay_one_program(report):
     assert copied == sharded == 1 and losses == mine
 
 
-def test_a_model_without_decoder_layers_is_refused():
+def test_a_model_without_decoder_layers_or_with_shared_ones_is_refused():
     with pytest.raises(DeviceError, match="shard_base: Linear has no decoder layers"):
         shard_layers(torch.nn.Linear(2, 2), torch.device("cpu"))
+    layer = torch.nn.Linear(2, 2)
+    layer.gradient_checkpointing = False
+    with pytest.raises(DeviceError, match="shard_base: layers of ModuleList share weights"):
+        shard_layers(torch.nn.ModuleList([layer, layer]), torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def cache(tiny, tmp_path_factory):
+    return call("build_cache", cache_options(tiny, tmp_path_factory.mktemp("shard") / "cache"))
 
 
 @pytest.fixture(scope="module")
