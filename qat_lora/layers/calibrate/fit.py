@@ -176,8 +176,10 @@ def fit_layers(
         raise ConfigError(f"joint_rank: {joint_rank} is more than the {start_rank} columns of --start-rank")
     start_rank, joint_rank = (min(rank, *weights_OI[0].shape) for rank in (start_rank, joint_rank))
     weights, known = [weight.float() for weight in weights_OI], [m for m in second_moments_II if m is not None]
-    moments = known[0] if len(known) == 1 else torch.stack(known) if known else None
-    solver = _Solver(spec, settings, None if moments is None else Curvature(moments.to(device)))
+    curvature = None
+    if len(known) == len(weights):  # else the method says what it lacks
+        curvature = Curvature((known[0] if len(known) == 1 else torch.stack(known)).to(device))
+    solver = _Solver(spec, settings, curvature)
     if not start_rank:
         return [Fit(quantised, None) for quantised in solver.quantised(weights)]
     outputs = [None if given is None else given.to(weights[0].device) for given in outputs_OO]

@@ -134,10 +134,8 @@ class _Block:
             moments = self._moments(paths, exact, student)
             for names in self.fitter.groups(moments):
                 given = [moments[name] for name in names]
-                wanted = [
-                    aimed_weight(self.fitter.linear(name).weight.data, *pair)
-                    for name, pair in zip(names, given, strict=True)
-                ]
+                weights = [self.fitter.linear(name).weight.data for name in names]
+                wanted = [aimed_weight(weight, *pair) for weight, pair in zip(weights, given, strict=True)]
                 found |= self.fitter.fit(names, [moment for moment, _ in given], wanted)
                 for name in names:
                     self.correct(name, found[name])
