@@ -66,11 +66,6 @@ def cache(tiny, tmp_path_factory):
     return call("build_cache", cache_options(tiny, tmp_path_factory.mktemp("shard") / "cache"))
 
 
-@pytest.fixture(scope="module")
-def cache(tiny, tmp_path_factory):
-    return call("build_cache", cache_options(tiny, tmp_path_factory.mktemp("shard") / "cache"))
-
-
 def recover(arguments, shard, out):
     os.environ["USE_TORCH_XLA"] = "0"
     cli.main([*arguments, *(["--shard-base"] if shard else []), "--out", str(out)])
