@@ -37,11 +37,7 @@ class TextFile:
     path: Path
 
     def __iter__(self) -> Iterator[str]:
-        """Yield parts of at most `WINDOW_CHARS` characters.
-
-        Raises:
-            TextError: the file cannot be read.
-        """
+        """Yield parts of at most `WINDOW_CHARS` characters; TextError if the file cannot be read."""
         with reading(self.name), open_text(self.path) as file:
             while part := file.read(WINDOW_CHARS):
                 yield part

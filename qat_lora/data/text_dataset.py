@@ -29,11 +29,7 @@ def every_token(encode: Encode) -> Encode:
 
 
 def answers_only(encode: Encode) -> Encode:
-    """Return an encoder for fine-tuning on chats, where only what the assistant says counts; refuses plain text.
-
-    Raises:
-        TextError: a document that is no chat (when it is encoded).
-    """
+    """Return an encoder for fine-tuning on chats: only what the assistant says counts, plain text is a TextError."""
 
     def encode_answers(document: Document) -> Iterable[Tokens]:
         if document.messages is None and not document.is_blank:

@@ -26,10 +26,8 @@ from qat_lora.errors import TextError
 from qat_lora.evaluate.tally import COLUMNS, Tally, add_up
 from qat_lora.types import Batch, LanguageModel
 
-CHUNK_BYTES = 4 << 20
-"""Float32 logits of one model held at once."""
-CHUNK_ROWS = 128
-"""Least positions of a chunk: with fewer, a large output head is read from memory for too little work."""
+CHUNK_BYTES = 4 << 20  # float32 logits of one model held at once
+CHUNK_ROWS = 128  # least positions of a chunk: with fewer, a large output head is read from memory for too little work
 LARGEST = torch.finfo(torch.float32).max
 _BUFFERS = 4
 

@@ -35,8 +35,7 @@ LOADED = ("config.json", "generation_config.json", "adapter_config.json", NOTE, 
 """Names of the files that decide what is loaded. Cards and pictures, which people may edit, are not among them."""
 _LINE = re.compile(r"([0-9a-f]{64})  ([^/\0\n]+)")
 _SUMS_LIMIT_BYTES = 1 << 20
-_TICK_NS = 50_000_000
-"""Longer than a file system's clock stands still: a file changed within it may keep its times."""
+_TICK_NS = 50_000_000  # longer than a file system's clock stands still: a file changed within it may keep its times
 
 
 def sha256_of(file: Path) -> str:

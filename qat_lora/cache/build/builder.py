@@ -49,8 +49,7 @@ class ForwardSettings(NamedTuple):
     """Float32 logits worked on at a time (`Runtime.piece_bytes`); None for a chunk."""
 
 
-_Batch = list[tuple[str, PackedRow]]
-"""Rows with their splits."""
+_Batch = list[tuple[str, PackedRow]]  # rows with their splits
 _DEFAULTS = ForwardSettings()
 
 

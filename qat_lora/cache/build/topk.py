@@ -25,8 +25,7 @@ from qat_lora.data.packing import PackedRow
 from qat_lora.runtime.xla.runtime import is_xla_device
 from qat_lora.types import temperature_key
 
-_RANKED = 16
-"""Entries for each one wanted up to which ranking all of them is quicker than dividing them up."""
+_RANKED = 16  # entries for each one wanted up to which ranking all of them is quicker than dividing them up
 
 
 def top_k_entries(logits_NV: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -66,11 +66,7 @@ def _header(kind: str, shapes: dict[str, tuple[int, ...]], metadata: dict[str, s
 
 
 def check_lm_head(location: Location, fingerprint: Fingerprint, *, whole: bool = True) -> None:
-    """Check the LM head's file of a cache that has hidden states: its size, and where `whole` says so its sha256.
-
-    Raises:
-        CacheDamaged: the file is missing or is not what was written.
-    """
+    """Raise CacheDamaged unless the LM head's file, if there is one, has its size, and where `whole` its sha256."""
     if fingerprint.lm_head_sha256 is not None:
         for _ in _checked(location, fingerprint, whole):
             pass

@@ -265,11 +265,7 @@ def strict_json(text: str) -> Any:
 
 
 def read_header(data: bytes | bytearray, where: str) -> tuple[Any, int]:
-    """Return the JSON header at the beginning of a safetensors file, and where it ends.
-
-    Raises:
-        CacheDamaged: it is too long for the data or the format, or no strict JSON.
-    """
+    """Return a safetensors file's JSON header and its end; CacheDamaged if it is too long or no strict JSON."""
     size = int.from_bytes(data[:8], "little")
     if len(data) < 8 or size > min(fmt.HEADER_LIMIT_BYTES, len(data) - 8):
         raise CacheDamaged(f"{where}: its header claims {size:,} bytes; allowed: 1 MB within the file")

@@ -24,8 +24,7 @@ from qat_lora.data.shuffle import ShuffledRows
 from qat_lora.errors import CacheDamaged, CacheError
 from qat_lora.types import Batch, LMHead, VerifyRows
 
-_CHECK_EVERY = {"all": 1, "sampled": 16, "off": 0}
-"""One row of so many is compared with its CRC-32."""
+_CHECK_EVERY = {"all": 1, "sampled": 16, "off": 0}  # one row of so many is compared with its CRC-32
 
 
 class KDCacheDataset(ShuffledRows):

@@ -19,14 +19,11 @@ from qat_lora.extras import pyplot
 from qat_lora.files.folders import atomic_file
 
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
-SAMPLE_ROWS = 64
-"""Training rows, evenly spread, from which the tail mass is taken."""
+SAMPLE_ROWS = 64  # training rows, evenly spread, from which the tail mass is taken
 _SHOWN_CHOICES = 3
-_SMALLEST_MASS = 1e-6
-"""Left end of the plot; positions with less are drawn there."""
+_SMALLEST_MASS = 1e-6  # left end of the plot; positions with less are drawn there
 
-Decode = Callable[[list[int]], str]
-"""Token ids to text."""
+Decode = Callable[[list[int]], str]  # token ids to text
 
 
 def describe(path: Place, *, show_rows: int = 2, show_tokens: int = 16, decode: Decode | None = None) -> dict[str, Any]:

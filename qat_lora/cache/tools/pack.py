@@ -30,8 +30,7 @@ from qat_lora.extras import require
 from qat_lora.files.folders import atomic_dir, atomic_file
 
 _LEVEL = 3
-_SKIPPED_FRAME = bytes.fromhex("502a4d1820000000")
-"""How a zstandard frame begins that decompressors skip, of 32 bytes."""
+_SKIPPED_FRAME = bytes.fromhex("502a4d1820000000")  # how a zstandard frame begins that decompressors skip, of 32 bytes
 _TRAILER_BYTES = len(_SKIPPED_FRAME) + 32
 _CHUNK_BYTES = 1 << 20
 _EARLIER = "packed.json"

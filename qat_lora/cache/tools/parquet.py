@@ -28,8 +28,7 @@ from qat_lora.extras import require
 from qat_lora.files.atomic import publish, temporary
 from qat_lora.files.folders import fsync
 
-GROUP_BYTES = 32 << 20
-"""Stored bytes that make a row group, about; a group does not reach over the end of a shard."""
+GROUP_BYTES = 32 << 20  # stored bytes that make a row group, about; a group does not reach over the end of a shard
 
 
 def export_parquet(
