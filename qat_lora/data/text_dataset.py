@@ -8,7 +8,7 @@ million tokens); longer texts should become a KD cache, whose rows are read on d
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -21,11 +21,7 @@ from qat_lora.types import Batch
 
 def every_token(encode: Encode) -> Encode:
     """Return an encoder that counts every token as a target, those of prompts too: plain next-token training."""
-
-    def encode_all(document: Document) -> Iterator[Tokens]:
-        return ((ids, np.ones(len(ids), np.uint8)) for ids, _ in encode(document))
-
-    return encode_all
+    return lambda document: ((ids, np.ones(len(ids), np.uint8)) for ids, _ in encode(document))
 
 
 def answers_only(encode: Encode) -> Encode:

@@ -128,9 +128,7 @@ def layout(table: Sequence[ArraySpec], rows: int, fingerprint_sha256: str) -> La
 def safetensors_header(metadata: dict[str, str], arrays: Iterable[tuple[str, str, Sequence[int], int]]) -> bytes:
     """Return the beginning of a safetensors file: header length and header, padded to a multiple of 8.
 
-    Args:
-        metadata: of the file.
-        arrays: name, type, shape and bytes of each, in file order.
+    `arrays`: name, type, shape and bytes of each, in file order.
     """
     header: dict[str, object] = {"__metadata__": metadata}
     offset = 0
@@ -147,9 +145,9 @@ def row_bytes(table: Sequence[ArraySpec]) -> int:
     return sum(spec.row_bytes for spec in table)
 
 
-def default_shard_rows(table: Sequence[ArraySpec], target_bytes: int = 128 << 20) -> int:
-    """Return the rows that make a shard of about `target_bytes` (128 MB: 0.1 s to check, little to lose)."""
-    return max(1, target_bytes // row_bytes(table))
+def default_shard_rows(table: Sequence[ArraySpec]) -> int:
+    """Return the rows that make a shard of about 128 MB: 0.1 s to check, little to lose."""
+    return max(1, (128 << 20) // row_bytes(table))
 
 
 def shard_name(split: str, index: int) -> str:
