@@ -47,10 +47,7 @@ def temporary(path: Path) -> Path:
 
 
 def write_new(path: Path, chunks: Iterable[bytes | memoryview], kind: str) -> tuple[int, str]:
-    """Write a file that must not exist yet, so that it appears whole and stays after a power cut.
-
-    Returns:
-        Its size in bytes and its sha256.
+    """Write a file that must not exist yet, so that it appears whole and stays; return its bytes and its sha256.
 
     Raises:
         FileExistsError: `path` is there already; it was not touched.

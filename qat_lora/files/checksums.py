@@ -94,12 +94,9 @@ def seal(folder: Path) -> None:
 
 
 def check_folder(folder: Path, patterns: Iterable[str] = LOADED, ours: bool = False) -> None:
-    """Compare the files of a folder that are about to be loaded with its checksums, where it has them.
+    """Compare the files of a folder that are about to be loaded with its checksums; DamagedFileError names the file.
 
     A folder that this tool wrote (`ours`) gets a notice where it has none.
-
-    Raises:
-        DamagedFileError: names the file.
     """
     note = folder / NOTE
     promised = note.is_file() and read_object(note).get("checksums") == SUMS

@@ -152,10 +152,7 @@ def noted(out: Path) -> str:
 def refuse_inputs(out: Path, inputs: Iterable[object], names: Iterable[str]) -> None:
     """Refuse to remove what a command reads: a folder that is or holds an input, or files that are an input's too.
 
-    `inputs` are as they were given; `names` are the files in `out` that would be removed.
-
-    Raises:
-        OutputExistsError: names the input; nothing was touched.
+    `inputs` are as they were given; `names` are the files in `out` that would be removed. OutputExistsError names one.
     """
     home = out.resolve()
     doomed = {_identity(out / name) for name in names} - {None}

@@ -178,11 +178,7 @@ def build_kd_cache(
 def run_batch(
     teacher: LanguageModel, rows: Sequence[PackedRow], fingerprint: Fingerprint, settings: ForwardSettings = _DEFAULTS
 ) -> dict[str, np.ndarray]:
-    """Run the teacher over at most `batch_rows` rows.
-
-    Returns:
-        The arrays that `codec.encode_rows` takes, [batch_rows, ...] whatever the number of rows.
-    """
+    """Return the arrays that `codec.encode_rows` takes, [batch_rows, ...] also of fewer rows."""
     batch_rows, device = settings.batch_rows, settings.device
     inputs = _inputs(rows, batch_rows, fingerprint.length)
     ids_BL, documents_BL = (torch.from_numpy(inputs[name]).to(device) for name in ("input_ids", "documents"))

@@ -246,13 +246,11 @@ def decode_row(
         lse_key, tail_key = (temperature_key(name, temperature) for name in ("lse", "log_tail"))
         lse, log_tail = arrays[lse_key], arrays[tail_key]
         if k < top_k:  # both in log space: a tail of 1e-30 next to a dropped 1e-3 must not be rounded away
-            log_tail = np.logaddexp(log_tail.astype(np.float64), _logsumexp(dropped / temperature) - lse)
+            scaled = dropped / temperature
+            top = scaled[:, 0]  # rank order: the first is the largest
+            log_dropped = top + np.log(np.exp(scaled - top[:, None]).sum(axis=-1))
+            log_tail = np.logaddexp(log_tail.astype(np.float64), log_dropped - lse)
         out[lse_key][...], out[tail_key][...] = lse, log_tail
-
-
-def _logsumexp(values: np.ndarray) -> np.ndarray:
-    top = values[..., 0]  # rank order: the first is the largest
-    return top + np.log(np.exp(values - top[..., None]).sum(axis=-1))
 
 
 def mask_row(fingerprint: Fingerprint, k: int, temperatures: Sequence[float], out: Batch) -> None:

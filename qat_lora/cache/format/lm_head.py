@@ -34,11 +34,7 @@ class LMHeadFile(NamedTuple):
 
 
 def lm_head_file(lm_head: LMHead) -> LMHeadFile:
-    """Return an LM head as the bytes of its file, padding rows cut off.
-
-    Raises:
-        CacheError: weights of another type than float32, bfloat16 or float16.
-    """
+    """Return an LM head as its file's bytes, padding rows cut off; CacheError unless float32, bfloat16 or float16."""
     import torch
 
     tensors = {"weight": lm_head.weight_VH[: lm_head.vocab_size]}

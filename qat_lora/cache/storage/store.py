@@ -75,11 +75,7 @@ def noted_teacher(place: Location) -> str | None:
 def read_sidecars(
     place: Location, split: str, builder: int = 0, builders: int = 1
 ) -> Iterator[tuple[Sidecar, ShardEntry]]:
-    """Yield a builder's committed shards of a split in order, sizes checked.
-
-    Raises:
-        CacheDamaged: a gap in the series, a sidecar or shard that is not what was written.
-    """
+    """Yield a builder's committed shards of a split in order; CacheDamaged for a gap, and as of `read_sidecar`."""
     numbers = [number for number in committed(place, split) if number % builders == builder]
     names = [fmt.shard_name(split, number) for number in numbers]
     for index, number in enumerate(numbers):

@@ -29,12 +29,8 @@ Decode = Callable[[list[int]], str]  # token ids to text
 def describe(path: Place, *, show_rows: int = 2, show_tokens: int = 16, decode: Decode | None = None) -> dict[str, Any]:
     """Return a cache's fingerprint, sizes, tail-mass quantiles and the start of a few rows, as plain JSON values.
 
-    Shards are not checked (`verify_cache` does that), so this is quick on any size.
-
-    Args:
-        show_rows: rows of which the beginning is shown.
-        show_tokens: positions shown of each.
-        decode: of the cache's tokenizer; then the rows are shown as text too.
+    Shards are not checked (`verify_cache` does that), so this is quick on any size. The first `show_tokens` positions
+    are shown of `show_rows` rows, as text too where `decode` is of the cache's tokenizer.
 
     Raises:
         CacheError: no finished cache.

@@ -53,7 +53,6 @@ def pack_cache(path: Place, out: str | Path, progress: Progress | None = None) -
 
     Args:
         out: the file, usually `….tar.zst`; it must not exist.
-        progress: called with (shard, bytes of the cache) as they are read.
 
     Raises:
         MissingExtraError: zstandard is not installed.
@@ -88,7 +87,6 @@ def unpack_cache(path: str | Path, out: str | Path, progress: Progress | None = 
     Args:
         path: the packed file, or its URL.
         out: the cache folder; it must not exist, or be empty.
-        progress: called with (shard, bytes of the cache) as they are written.
 
     Raises:
         MissingExtraError: zstandard is not installed.

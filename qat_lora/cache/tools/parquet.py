@@ -48,10 +48,6 @@ def export_parquet(
     `teacher_hidden` float16 [L-1, H]. The log-probability of an entry is `head_logits` / T - `lse`. The file's metadata
     holds the fingerprint as JSON; the teacher's LM head is not copied: it is in the cache's folder.
 
-    Args:
-        group_bytes: about how many stored bytes make a row group.
-        progress: called with (shard, bytes) for each that has been written.
-
     Returns:
         `out`, `split`, `rows`, `row_groups` and `bytes` of the file.
 
