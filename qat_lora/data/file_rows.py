@@ -22,8 +22,7 @@ from typing import IO, Any, NamedTuple
 from qat_lora.errors import MissingExtraError, TextError, one_line
 
 ROW_SUFFIXES = (".jsonl", ".json", ".parquet")
-ROW_CHARS = 1 << 27
-"""Characters of the longest row that is read; it is held three times over while it is parsed."""
+ROW_CHARS = 1 << 27  # characters of the longest row that is read; it is held three times over while it is parsed
 _READ_CHARS = 1 << 20
 _PARQUET_BYTES = 1 << 25  # rows that are decoded at once take about so many
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -98,11 +97,7 @@ def _column(column: Any, where: str) -> list[Any]:
 
 
 def bounded_lines(file: IO[str], name: str) -> Iterator[str]:
-    """Yield the lines of an open file.
-
-    Raises:
-        TextError: one of more than `ROW_CHARS` characters.
-    """
+    """Yield the lines of an open file; TextError for one of more than `ROW_CHARS` characters."""
     for number, line in enumerate(iter(partial(file.readline, ROW_CHARS), ""), 1):
         if len(line) == ROW_CHARS and line[-1] != "\n":
             raise too_long(f"{name}:{number}")
@@ -181,11 +176,7 @@ def _parse_row(line: str, where: str) -> dict[str, Any]:
 
 
 def as_row(row: Any, where: str) -> dict[str, Any]:
-    """Return a row with its texts `well_formed`.
-
-    Raises:
-        TextError: it is no object with fields, or nested too deeply.
-    """
+    """Return a row with its texts `well_formed`; TextError if it is no object with fields, or nested too deeply."""
     if not isinstance(row, dict):
         raise TextError(f"dataset: {where} holds {type(row).__name__}; a row is an object with fields")
     try:

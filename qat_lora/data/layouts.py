@@ -80,11 +80,7 @@ def layout_of(row: Row) -> str:
 
 
 def text_of(row: Row, field: str) -> str:
-    """Return a row's text, "" where it is null.
-
-    Raises:
-        TextError: no such field (with the fields there are), or no text in it.
-    """
+    """Return a row's text, "" where it is null; TextError if it has no such field, or no text in it."""
     fields = row.load()
     if field not in fields:
         raise TextError(

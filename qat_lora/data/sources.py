@@ -37,11 +37,7 @@ class TextFile:
     path: Path
 
     def __iter__(self) -> Iterator[str]:
-        """Yield parts of at most `WINDOW_CHARS` characters.
-
-        Raises:
-            TextError: the file cannot be read.
-        """
+        """Yield parts of at most `WINDOW_CHARS` characters; TextError if the file cannot be read."""
         with reading(self.name), open_text(self.path) as file:
             while part := file.read(WINDOW_CHARS):
                 yield part
@@ -118,10 +114,7 @@ def describe_source(config: TextConfig) -> str:
     """Return what the text is, as canonical JSON: equal text, equal description, wherever it lies.
 
     Local text counts by relative paths, sizes and content (sha256), a hub dataset by name, configuration, split
-    and revision: without `dataset_revision` a change on the hub goes unnoticed.
-
-    Raises:
-        TextError: as for `open_documents`.
+    and revision: without `dataset_revision` a change on the hub goes unnoticed. Raises as `open_documents` does.
     """
     layout = {"format": config.format, "text_field": config.text_field}
     path = _local_path(config)

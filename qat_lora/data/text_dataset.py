@@ -8,7 +8,7 @@ million tokens); longer texts should become a KD cache, whose rows are read on d
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -21,19 +21,11 @@ from qat_lora.types import Batch
 
 def every_token(encode: Encode) -> Encode:
     """Return an encoder that counts every token as a target, those of prompts too: plain next-token training."""
-
-    def encode_all(document: Document) -> Iterator[Tokens]:
-        return ((ids, np.ones(len(ids), np.uint8)) for ids, _ in encode(document))
-
-    return encode_all
+    return lambda document: ((ids, np.ones(len(ids), np.uint8)) for ids, _ in encode(document))
 
 
 def answers_only(encode: Encode) -> Encode:
-    """Return an encoder for fine-tuning on chats, where only what the assistant says counts; refuses plain text.
-
-    Raises:
-        TextError: a document that is no chat (when it is encoded).
-    """
+    """Return an encoder for fine-tuning on chats: only what the assistant says counts, plain text is a TextError."""
 
     def encode_answers(document: Document) -> Iterable[Tokens]:
         if document.messages is None and not document.is_blank:

@@ -158,18 +158,15 @@ def _meeting(here: np.ndarray, there: np.ndarray, window: str, low: int, high: i
     `there` are the marks of the text from a later character on; the first character behind the cut is one of `low` to
     `high` - 1; `within` allows to cut a word that fills the overlap.
     """
-    in_reach = [
-        (here[:, _BEGIN] >= low) & (here[:, _BEGIN] < high),
-        (there[:, _BEGIN] >= low) & (there[:, _BEGIN] < high),
-    ]
-    words = any(marks[near, _WORD].any() for marks, near in zip((here, there), in_reach, strict=True))
+    near, near_there = ((marks[:, _BEGIN] >= low) & (marks[:, _BEGIN] < high) for marks in (here, there))
+    words = bool(here[near, _WORD].any() or there[near_there, _WORD].any())
     if not words and not within:
         return 0, 0
     starts_at = {
         int(there[j, _BEGIN]): j for j in range(AGREEING, len(there) - AGREEING) if _starts_character(there, j)
     }
     middle = (low + high) // 2
-    fits = in_reach[0] & (here[:, _WORD] == words)
+    fits = near & (here[:, _WORD] == words)
     for i in sorted(np.flatnonzero(fits).tolist(), key=lambda i: abs(int(here[i, _BEGIN]) - middle)):
         j = starts_at.get(int(here[i, _BEGIN]), 0)
         if (

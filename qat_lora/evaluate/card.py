@@ -24,8 +24,7 @@ PROTOCOLS = {
     "sliding": "windows of {length} tokens moved on by {stride}, every token scored once",
     "blocks2048": "blocks of 2,048 tokens across documents, as in the quantisation papers",
 }
-FEW_ROWS = 20
-"""Below this, a bootstrap has too little to draw from."""
+FEW_ROWS = 20  # below this, a bootstrap has too little to draw from
 SCORES: Columns = (
     PERPLEXITY,
     ("ppl limits", "95 %", ",.2f"),

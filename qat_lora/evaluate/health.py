@@ -40,11 +40,7 @@ class HealthConfig:
 
 
 def take_prompts(rows: Iterable[Any], config: HealthConfig) -> np.ndarray:
-    """Return the first tokens of rows (like `PackedRow`) whose first document is long enough, int64 [prompts, tokens].
-
-    Raises:
-        TextError: there is no such row.
-    """
+    """Return rows' first tokens, where all are of one document, int64 [prompts, tokens]; TextError for no such row."""
     prompts: list[np.ndarray] = []
     for row in rows:
         ends = row.doc_starts[1:].nonzero()[0] + 1

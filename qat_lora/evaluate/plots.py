@@ -34,8 +34,7 @@ STYLE = {
 }
 COLUMNS = {2: 2, 4: 2}  # panels side by side, by how many there are; else 3
 LEAST_TOKENS = 20  # of a calibration bin that is drawn
-Panel = Callable[[Any], None]
-"""Draws on an axis of matplotlib."""
+Panel = Callable[[Any], None]  # draws on an axis of matplotlib
 
 
 def colours_of(models: Iterable[str]) -> dict[str, str]:
@@ -45,11 +44,7 @@ def colours_of(models: Iterable[str]) -> dict[str, str]:
 
 
 def plot_report(report: Mapping[str, Any], out: Path) -> None:
-    """Draw the panels that a report (`card.SCHEMA`) has data for as one PNG.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
+    """Draw the panels that a report (`card.SCHEMA`) has data for as one PNG, which needs matplotlib."""
     models, domains = report["models"], report["domains"]
     students = [name for name in models if name != "teacher"]
     colours = colours_of(models)

@@ -59,11 +59,7 @@ def _window(ids: np.ndarray, mask: np.ndarray, scored: int, length: int) -> Pack
 
 
 def block_rows(documents: Iterable[Document], tokenizer: Any, length: int = BLOCK) -> Iterator[PackedRow]:
-    """Yield the full blocks of the joined text, which count every token but their first.
-
-    Raises:
-        TextError: chats, which this protocol does not know, or less text than one block.
-    """
+    """Yield the full blocks of the joined text, which count all but their first token; TextError for chats or none."""
     before, after = _frame(tokenizer)
     pieces = (piece.ids for piece in encode_pieces(tokenizer, _joined(documents), "the joined text"))
     ids, made = np.zeros(0, np.int32), 0

@@ -9,8 +9,7 @@ from typing import Any
 from qat_lora.files.finite import json_text
 from qat_lora.files.folders import write_text
 
-Columns = Sequence[tuple[str, str, str]]
-"""Figure, heading and format of each column."""
+Columns = Sequence[tuple[str, str, str]]  # figure, heading and format of each column
 PERPLEXITY, KL, TOP1 = ("ppl", "perplexity", ",.2f"), ("kl", "KL to teacher", ".4f"), ("top1", "same top-1", ".1%")
 BITS = ("bits_per_weight", "bits/weight", ".2f")
 COLUMNS: Columns = (PERPLEXITY, ("nll", "nll", ".4f"), KL, TOP1, BITS)
@@ -46,9 +45,5 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def save_json(data: Any, path: Path) -> None:
-    """Write JSON with two spaces of indent.
-
-    Raises:
-        ModelError: a number in it is NaN or infinite; the message says which.
-    """
+    """Write JSON with two spaces of indent; ModelError names a number in it that is NaN or infinite."""
     write_text(path, json_text(data, path, indent=2) + "\n")

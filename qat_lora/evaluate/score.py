@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,10 +26,8 @@ from qat_lora.errors import TextError
 from qat_lora.evaluate.tally import COLUMNS, Tally, add_up
 from qat_lora.types import Batch, LanguageModel
 
-CHUNK_BYTES = 4 << 20
-"""Float32 logits of one model held at once."""
-CHUNK_ROWS = 128
-"""Least positions of a chunk: with fewer, a large output head is read from memory for too little work."""
+CHUNK_BYTES = 4 << 20  # float32 logits of one model held at once
+CHUNK_ROWS = 128  # least positions of a chunk: with fewer, a large output head is read from memory for too little work
 LARGEST = torch.finfo(torch.float32).max
 _BUFFERS = 4
 
@@ -128,34 +126,25 @@ def _score_piece(logits_NV: list[Tensor], targets_N: Tensor, buffers: Tensor) ->
     since a TPU would round a product of matrices to bfloat16.
     """
     reference, weights, other, scratch = buffers
-    teacher = _predict(reference.copy_(logits_NV[0]), targets_N, weights)
-    found = [teacher.numbers(torch.zeros_like(teacher.loss), torch.ones_like(teacher.loss), targets_N)]
+    teacher_loss, teacher_sum, teacher_top1 = _predict(reference.copy_(logits_NV[0]), targets_N, weights)
+    found = [(teacher_loss, torch.zeros_like(teacher_loss), torch.ones_like(teacher_loss), teacher_sum, teacher_top1)]
     for logits in logits_NV[1:]:
-        student = _predict(other.copy_(logits), targets_N, scratch)
+        loss, total, top1 = _predict(other.copy_(logits), targets_N, scratch)
         apart = other.sub_(reference).clamp_(-LARGEST, LARGEST).mul_(weights).sum(-1)
-        kl = student.sum.log() - teacher.sum.log() - apart / teacher.sum
-        found.append(student.numbers(kl, (student.top1 == teacher.top1).float(), targets_N))
-    return torch.stack(found)
+        kl = total.log() - teacher_sum.log() - apart / teacher_sum
+        found.append((loss, kl, (top1 == teacher_top1).float(), total, top1))
+    lines = ((loss, kl, same, 1 / total, (top1 == targets_N).float()) for loss, kl, same, total, top1 in found)
+    return torch.stack([torch.stack(line) for line in lines])
 
 
-class _Prediction(NamedTuple):
-    """A model's prediction at N positions."""
+def _predict(logits_NV: Tensor, targets_N: Tensor, weights_NV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return loss, sum of exp(logit - largest) and top-1 token, whose probability is 1 / sum, of N positions.
 
-    loss: Tensor
-    sum: Tensor
-    """Of exp(logit - largest logit): the top-1 token's probability is 1 / sum."""
-    top1: Tensor
-
-    def numbers(self, kl: Tensor, same: Tensor, targets_N: Tensor) -> Tensor:
-        """Return the numbers that `add_up` takes, [5, N]."""
-        return torch.stack([self.loss, kl, same, 1 / self.sum, (self.top1 == targets_N).float()])
-
-
-def _predict(logits_NV: Tensor, targets_N: Tensor, weights_NV: Tensor) -> _Prediction:
-    """Subtract from each row of logits its largest, in place, and set `weights_NV` to their exponentials."""
+    The largest is subtracted from each row of logits in place, and `weights_NV` are set to their exponentials.
+    """
     largest, top1 = logits_NV.max(-1, keepdim=True)  # faster than argmax
     total = weights_NV.copy_(logits_NV.sub_(largest)).exp_().sum(-1)
-    return _Prediction(total.log() - logits_NV.gather(-1, targets_N[:, None])[:, 0], total, top1[:, 0])
+    return total.log() - logits_NV.gather(-1, targets_N[:, None])[:, 0], total, top1[:, 0]
 
 
 def recovery(

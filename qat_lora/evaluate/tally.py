@@ -20,11 +20,9 @@ from typing import Any
 import numpy as np
 
 BINS = 15
-COLUMNS = 4 + 3 * BINS
-"""Tokens, loss, KL, same top-1; then by bin: tokens, confidence, tokens predicted right."""
+COLUMNS = 4 + 3 * BINS  # tokens, loss, KL, same top-1; then by bin: tokens, confidence, tokens predicted right
 _COUNT, _CONFIDENCE, _RIGHT = (slice(4 + i * BINS, 4 + (i + 1) * BINS) for i in range(3))
-SHARE = 0.95
-"""Of the resampled values that an interval holds."""
+SHARE = 0.95  # of the resampled values that an interval holds
 _DRAWN_AT_ONCE = 1 << 22  # numbers of resampling weights held
 
 

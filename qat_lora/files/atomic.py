@@ -47,10 +47,7 @@ def temporary(path: Path) -> Path:
 
 
 def write_new(path: Path, chunks: Iterable[bytes | memoryview], kind: str) -> tuple[int, str]:
-    """Write a file that must not exist yet, so that it appears whole and stays after a power cut.
-
-    Returns:
-        Its size in bytes and its sha256.
+    """Write a file that must not exist yet, so that it appears whole and stays; return its bytes and its sha256.
 
     Raises:
         FileExistsError: `path` is there already; it was not touched.
@@ -83,11 +80,7 @@ def write_new(path: Path, chunks: Iterable[bytes | memoryview], kind: str) -> tu
 
 
 def publish(partial: Path, path: Path) -> None:
-    """Give a file its final name, beside the old one where links exist.
-
-    Raises:
-        FileExistsError: `path` is there already; it was not touched.
-    """
+    """Give a file its final name; FileExistsError if there is such a file already, which is not touched."""
     try:
         os.link(partial, path)
     except OSError as error:
@@ -105,11 +98,7 @@ Lock = Literal["exclusive", "shared", "waiting"]
 
 @contextlib.contextmanager
 def lock(path: Path, kind: Lock) -> Iterator[None]:
-    """Hold a lock on a file until leaving; freed by the kernel if the process dies.
-
-    Raises:
-        OutputExistsError: another process holds it, for `shared` exclusively.
-    """
+    """Hold a lock on a file, freed by the kernel if the process dies; OutputExistsError if another process holds it."""
     import fcntl
 
     if not path.exists():

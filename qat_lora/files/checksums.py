@@ -35,8 +35,7 @@ LOADED = ("config.json", "generation_config.json", "adapter_config.json", NOTE, 
 """Names of the files that decide what is loaded. Cards and pictures, which people may edit, are not among them."""
 _LINE = re.compile(r"([0-9a-f]{64})  ([^/\0\n]+)")
 _SUMS_LIMIT_BYTES = 1 << 20
-_TICK_NS = 50_000_000
-"""Longer than a file system's clock stands still: a file changed within it may keep its times."""
+_TICK_NS = 50_000_000  # longer than a file system's clock stands still: a file changed within it may keep its times
 
 
 def sha256_of(file: Path) -> str:
@@ -95,12 +94,9 @@ def seal(folder: Path) -> None:
 
 
 def check_folder(folder: Path, patterns: Iterable[str] = LOADED, ours: bool = False) -> None:
-    """Compare the files of a folder that are about to be loaded with its checksums, where it has them.
+    """Compare the files of a folder that are about to be loaded with its checksums; DamagedFileError names the file.
 
     A folder that this tool wrote (`ours`) gets a notice where it has none.
-
-    Raises:
-        DamagedFileError: names the file.
     """
     note = folder / NOTE
     promised = note.is_file() and read_object(note).get("checksums") == SUMS

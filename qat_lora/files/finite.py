@@ -34,21 +34,13 @@ def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def check_finite(tensors: Mapping[str, Tensor], where: object) -> None:
-    """Refuse NaN and infinity in tensors of a file or folder.
-
-    Raises:
-        ModelError: names the first such tensor.
-    """
+    """Raise a ModelError that names the first tensor of a file or folder with NaN or infinity in it."""
     if (found := not_finite(tensors)) is not None:
         raise ModelError(f"{where}: {found}; nothing can be computed with that: make it again, or restore it")
 
 
 def json_text(data: Any, what: object, **form: Any) -> str:
-    """Return plain values as JSON for the file `what`, in which every number is one; `form` is for `json.dumps`.
-
-    Raises:
-        ModelError: a number is NaN or infinite; the message says which.
-    """
+    """Return plain values as JSON for the file `what` (`form`: of `json.dumps`); ModelError names a NaN or infinity."""
     try:
         return json.dumps(data, allow_nan=False, **form)
     except ValueError:

@@ -33,8 +33,7 @@ MARK, LIST = "qat_lora_run.json", "qat_lora_files.txt"
 _HEADER = re.compile(rb"# qat-lora ([a-z ]+): ")
 
 
-_runs: dict[str, set[str] | None] = {}
-"""The folders that this process holds, and what their runs have listed."""
+_runs: dict[str, set[str] | None] = {}  # the folders that this process holds, and what their runs have listed
 
 
 def hold(root: Path, names: set[str] | None) -> None:
@@ -252,8 +251,7 @@ def atomic_dir(final: Path) -> Iterator[Path]:
         _dissolve(old, final)
 
 
-LAST = ("config.json", "adapter_config.json", "base.gguf")
-"""Files without which nothing loads a folder."""
+LAST = ("config.json", "adapter_config.json", "base.gguf")  # files without which nothing loads a folder
 
 
 @contextmanager

@@ -48,11 +48,7 @@ def weights_sha256(folder: Path) -> str:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return a folder's weight files.
-
-    Raises:
-        ModelError: there are none.
-    """
+    """Return a folder's weight files; ModelError if there are none."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ModelError(f"model: {folder} holds no .safetensors weights (pickled weights are not read)")

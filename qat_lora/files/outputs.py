@@ -47,7 +47,8 @@ def lock_dir(out: Path) -> Iterator[None]:
         raise OutputExistsError(f"--out {out}: is a file; give a folder")
     out.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, descriptor)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -55,24 +56,15 @@ def lock_dir(out: Path) -> Iterator[None]:
                 raise OutputExistsError(
                     f"--out {out}: another process is working there; wait for it, stop it, or choose another --out"
                 ) from None
-        try:
-            yield
-        finally:
-            files.release(out)
-    finally:
-        os.close(descriptor)
+        stack.callback(files.release, out)
+        yield
 
 
 @contextlib.contextmanager
 def claimed(
     out: Path, command: str, settings: Mapping[str, Any], overwrite: bool, inputs: Iterable[object] = ()
 ) -> Iterator[bool]:
-    """Hold a folder (`lock_dir`) and `claim` it; give True where an equal run has completed there.
-
-    Raises:
-        OutputExistsError: another process works there, or the folder holds another run, or files that are not ours.
-        DamagedFileError: an equal run has completed there, and a file of it is missing or changed.
-    """
+    """Hold a folder (`lock_dir`) and `claim` it; give True where an equal run has completed there; raises as both."""
     with lock_dir(out):
         yield claim(out, command, settings, overwrite, inputs)
 
@@ -160,10 +152,7 @@ def noted(out: Path) -> str:
 def refuse_inputs(out: Path, inputs: Iterable[object], names: Iterable[str]) -> None:
     """Refuse to remove what a command reads: a folder that is or holds an input, or files that are an input's too.
 
-    `inputs` are as they were given; `names` are the files in `out` that would be removed.
-
-    Raises:
-        OutputExistsError: names the input; nothing was touched.
+    `inputs` are as they were given; `names` are the files in `out` that would be removed. OutputExistsError names one.
     """
     home = out.resolve()
     doomed = {_identity(out / name) for name in names} - {None}
@@ -236,10 +225,9 @@ def _check_whole(out: Path, was: _Mark, names: Iterable[str]) -> None:
                 f"{file}: {'is missing' if gone else 'is not what was written'}, and the run in {out} was complete "
                 "with it; restore it from a copy, or --overwrite makes everything again"
             )
-    for name in names:
-        part = (out / name).parent
-        if Path(name).name == MARK and (part / MARK).is_file():
-            _check_whole(part, _read(part / MARK), files.listed(part)[1])
+    for mark in (out / name for name in names):
+        if mark.name == MARK and mark.is_file():
+            _check_whole(mark.parent, _read(mark), files.listed(mark.parent)[1])
 
 
 def check_listed(file: Path) -> None:

@@ -107,11 +107,7 @@ def has_template(tokenizer: Any) -> bool:
 
 
 def chat_prompt(tokenizer: Any, messages: list[Message]) -> list[int]:
-    """Return the ids of a chat up to the assistant's answer.
-
-    Raises:
-        TextError: the tokenizer has no chat template, or it refuses the messages.
-    """
+    """Return the ids of a chat up to the assistant's answer; TextError without a chat template, or if it refuses."""
     if not has_template(tokenizer):
         raise TextError(
             "chat: the tokenizer has no chat template; leave --chat out, and the text is continued as it is"

@@ -17,10 +17,11 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from qat_lora.cache.build.topk import row_uniforms, sparse_arrays
 from qat_lora.cache.build.writer import CacheWriter
@@ -49,8 +50,7 @@ class ForwardSettings(NamedTuple):
     """Float32 logits worked on at a time (`Runtime.piece_bytes`); None for a chunk."""
 
 
-_Batch = list[tuple[str, PackedRow]]
-"""Rows with their splits."""
+_Batch = list[tuple[str, PackedRow]]  # rows with their splits
 _DEFAULTS = ForwardSettings()
 
 
@@ -79,7 +79,6 @@ def teacher_arrays(
 
     Args:
         document_ids_BL: which document of its row a token belongs to.
-        held: what the cache holds of a position.
         uniforms: the random numbers [B, L-1, D, 2] for `tail_draw_ids` and `draw_ids`, as far as they are to be drawn.
 
     Returns:
@@ -90,7 +89,13 @@ def teacher_arrays(
     kept = {"teacher_hidden": hidden.float()} if held.hidden else {}
     if not (held.top_k or uniforms):
         return kept
-    rows, part = _chunk_shape(batch, length - 1, max(1, settings.chunk_bytes // (4 * held.vocab_size)))
+    # Whole rows, or equal parts of one. Every row is cut in the same way, wherever it stands in its batch: the shape of
+    # a matrix product can decide the last bit of what it gives.
+    most, rows, part = max(1, settings.chunk_bytes // (4 * held.vocab_size)), 1, length - 1
+    if most < part:
+        part = -(-part // -(-part // most))
+    else:
+        rows = max(rows for rows in range(1, 1 + min(batch, most // part)) if batch % rows == 0)
 
     def chunks_of(values: torch.Tensor) -> list[torch.Tensor]:
         return [chunk for group in values.split(rows) for chunk in group.flatten(0, 1).split(rows * part)]
@@ -108,17 +113,6 @@ def teacher_arrays(
     ]
     joined = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
     return kept | {name: values.reshape(batch, length - 1, *values.shape[1:]) for name, values in joined.items()}
-
-
-def _chunk_shape(batch: int, positions: int, most: int) -> tuple[int, int]:
-    """Return rows and positions of a chunk of at most `most` positions: whole rows, or equal parts of one.
-
-    Every row is cut in the same way, wherever it stands in its batch: the shape of a matrix product can decide the
-    last bit of what it gives.
-    """
-    if most < positions:
-        return 1, -(-positions // -(-positions // most))
-    return max(rows for rows in range(1, 1 + min(batch, most // positions)) if batch % rows == 0), positions
 
 
 def build_kd_cache(
@@ -167,8 +161,10 @@ def build_kd_cache(
     work = itertools.chain(
         (("eval", row) for row in eval_left), (("train", row) for row in itertools.islice(rows, left))
     )
-    total_rows = None if left is None else left + len(eval_left)
-    with stop_signals() as stopped, _progress(fingerprint, total_rows, quiet) as bar, _written_behind(writer) as put:
+    total = None if left is None else (left + len(eval_left)) * fingerprint.length
+    bar = tqdm(total=total, desc="teacher", unit="tok", unit_scale=True, disable=quiet, dynamic_ncols=True)
+    bar.set_postfix_str(f"{_bytes_per_token(fingerprint):.0f} bytes/token")
+    with stop_signals() as stopped, bar, _written_behind(writer) as put:
         while not stopped and (batch := list(itertools.islice(work, batch_rows))):
             put(run_batch(teacher, [row for _, row in batch], fingerprint, settings), batch)
             bar.update(len(batch) * fingerprint.length)
@@ -182,11 +178,7 @@ def build_kd_cache(
 def run_batch(
     teacher: LanguageModel, rows: Sequence[PackedRow], fingerprint: Fingerprint, settings: ForwardSettings = _DEFAULTS
 ) -> dict[str, np.ndarray]:
-    """Run the teacher over at most `batch_rows` rows.
-
-    Returns:
-        The arrays that `codec.encode_rows` takes, [batch_rows, ...] whatever the number of rows.
-    """
+    """Return the arrays that `codec.encode_rows` takes, [batch_rows, ...] also of fewer rows."""
     batch_rows, device = settings.batch_rows, settings.device
     inputs = _inputs(rows, batch_rows, fingerprint.length)
     ids_BL, documents_BL = (torch.from_numpy(inputs[name]).to(device) for name in ("input_ids", "documents"))
@@ -275,12 +267,3 @@ def _written_behind(writer: CacheWriter) -> Iterator[Callable[[dict[str, np.ndar
                 waiting.popleft().result()
         finally:
             failed.set()
-
-
-def _progress(fingerprint: Fingerprint, total_rows: int | None, quiet: bool) -> Any:
-    from tqdm import tqdm
-
-    total = None if total_rows is None else total_rows * fingerprint.length
-    bar = tqdm(total=total, desc="teacher", unit="tok", unit_scale=True, disable=quiet, dynamic_ncols=True)
-    bar.set_postfix_str(f"{_bytes_per_token(fingerprint):.0f} bytes/token")
-    return bar

@@ -14,6 +14,8 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from tqdm import tqdm
+
 from qat_lora.cache.build.builder import ForwardSettings, run_batch
 from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.records import Fingerprint
@@ -87,8 +89,6 @@ def forecast(
     Raises:
         TextError: not a single row.
     """
-    from tqdm import tqdm
-
     batch_rows, max_rows, eval_rows = settings.batch_rows, size.max_rows, size.eval_rows
     rest = iter(rows)
     first = list(itertools.islice(rest, min(batch_rows, max_rows or batch_rows)))
@@ -107,7 +107,10 @@ def forecast(
         seen += sum(1 for _ in tqdm(rest, desc="count", unit="row", disable=quiet, dynamic_ncols=True))
     count = seen if max_rows is None else min(seen, max_rows) if ended else max_rows
     per_shard = size.shard_rows or fmt.default_shard_rows(fingerprint.arrays)
-    total_bytes = size.lm_head_bytes + sum(_split_bytes(fingerprint, part, per_shard) for part in (count, eval_rows))
+    total_bytes = size.lm_head_bytes
+    for full, last in (divmod(part, per_shard) for part in (count, eval_rows)):
+        for shards, of in ((full, per_shard), (int(last > 0), last)):  # sidecars and manifest add some 2 KB a shard
+            total_bytes += shards * fmt.layout(fingerprint.arrays, of, fingerprint.sha256).total_bytes
     tokens = (count + eval_rows) * fingerprint.length
     place = locate(out)
     rate = batch_rows * fingerprint.length / statistics.median(durations)
@@ -121,10 +124,3 @@ def forecast(
         bytes_per_token=total_bytes / tokens,
         free_bytes=place.free_bytes() if isinstance(place, LocalFolder) else None,
     )
-
-
-def _split_bytes(fingerprint: Fingerprint, rows: int, per_shard: int) -> int:
-    """Return the bytes of a split's shards; sidecars and manifest add some 2 KB a shard."""
-    full, rest = divmod(rows, per_shard)
-    counts = [(full, per_shard), (int(rest > 0), rest)]
-    return sum(n * fmt.layout(fingerprint.arrays, size, fingerprint.sha256).total_bytes for n, size in counts)

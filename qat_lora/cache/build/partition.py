@@ -33,11 +33,7 @@ class Partition(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Partition:
-        """Read `i/n`.
-
-        Raises:
-            ConfigError: anything else.
-        """
+        """Read `i/n`; ConfigError for anything else."""
         match = _WRITTEN.fullmatch(text)
         if match is None or int(match[1]) >= int(match[2]):
             raise ConfigError(f"builder: {text!r} does not fit; allowed: i/n with i from 0 to n - 1, for example 0/2")
@@ -80,11 +76,7 @@ def read_part(folder: Location, partition: Partition, fingerprint: Fingerprint) 
 
 
 def gather(folder: Location, builders: int, fingerprint: Fingerprint) -> dict[str, list[ShardEntry]]:
-    """Return all builders' shards in row order; every builder must have ended.
-
-    Raises:
-        CacheDamaged: a builder's shards are not those that it wrote.
-    """
+    """Return all builders' shards in row order; CacheDamaged unless all have ended and their shards are there."""
     gathered: dict[str, list[ShardEntry]] = {}
     for split in fmt.SERIES:
         gathered[split] = []

@@ -25,8 +25,7 @@ from qat_lora.data.packing import PackedRow
 from qat_lora.runtime.xla.runtime import is_xla_device
 from qat_lora.types import temperature_key
 
-_RANKED = 16
-"""Entries for each one wanted up to which ranking all of them is quicker than dividing them up."""
+_RANKED = 16  # entries for each one wanted up to which ranking all of them is quicker than dividing them up
 
 
 def top_k_entries(logits_NV: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -57,14 +56,10 @@ def sparse_arrays(
     uniforms: Mapping[str, Tensor],
     piece_bytes: int | None = None,
 ) -> dict[str, Tensor]:
-    """Return what is kept of some positions' logits, which may be overwritten.
+    """Return what is kept of some positions' logits: any float type, real vocabulary only, may be overwritten.
 
-    Args:
-        logits_NV: logits of the real vocabulary, any float type.
-        top_k: K; 0 for draws only.
-        temperatures: of the sums.
-        uniforms: random numbers [N, D, 2] for `tail_draw_ids` and `draw_ids`, as far as they are to be drawn.
-        piece_bytes: float32 logits that are worked on at a time; None for all at once.
+    K is 0 for draws only; `uniforms` are random numbers [N, D, 2] for `tail_draw_ids` and `draw_ids`, as far as they
+    are to be drawn; `piece_bytes` of float32 logits are worked on at a time, None for all at once.
     """
     vocab = logits_NV.shape[-1]
     if piece_bytes is None:
@@ -156,12 +151,8 @@ def row_uniforms(seed: int, name: str, rows: Sequence[PackedRow], shape: tuple[i
     """Return the random numbers of some rows: float32 [batch_rows, L-1, D, 2] in [0, 1); rows not given get 0.
 
     They depend on the tokens, not on the row's number, since several builders count their own rows, and not on a
-    generator's state, since a resumed build would have to replay it.
-
-    Args:
-        name: of the array that is drawn, so that two arrays have independent draws.
-        rows: at most `batch_rows`; equal rows get equal numbers.
-        shape: batch_rows, L and D.
+    generator's state, since a resumed build would have to replay it. `name` is of the array that is drawn: two arrays
+    have independent draws; `shape` is batch_rows, L and D.
     """
     batch_rows, length, draws = shape
     numbers = np.zeros((batch_rows, length - 1, draws, 2), np.float32)

@@ -171,10 +171,7 @@ class CacheWriter:
     def finish(self) -> Manifest | None:
         """Commit the last, partial shard, read every shard back and write the manifest.
 
-        Where several builders share the cache, the last to finish writes it.
-
-        Returns:
-            The manifest, None while other builders are at work.
+        Where several builders share the cache, the last to finish writes it; the others return None.
 
         Raises:
             CacheError: no training row was written.

@@ -27,30 +27,23 @@ from qat_lora.types import Batch, temperature_key
 
 Arrays = dict[str, np.ndarray]
 _FP16_LARGEST = np.float32(65504.0)
-LARGEST_RANGE = 64.0
-"""Nats below the top entry at which `uint8` values end at the latest."""
+LARGEST_RANGE = 64.0  # nats below the top entry at which `uint8` values end at the latest
 DEEPEST = 20.0
 """The same at temperature 1, e^-20 = 2e-9 being as good as nothing; it grows with the largest temperature. With one
 entry at -64 and the range up to it, the others would share half of the codes, for a KL of 3e-4 instead of 7e-5."""
-_DEEPEST_FP16 = np.uint16(0x7BFF)
-"""The bits of 65,504; beyond are infinity and NaN."""
+_DEEPEST_FP16 = np.uint16(0x7BFF)  # the bits of 65,504; beyond are infinity and NaN
 _SIGN = np.uint16(0x8000)
-_ROUNDING = 1e-3
-"""How far float32 sums may be from the truth: `lse` below 0, `log_tail` above it."""
+_ROUNDING = 1e-3  # how far float32 sums may be from the truth: `lse` below 0, `log_tail` above it
 _DEPTHS = (0.0 - (np.arange(256) / 255) ** 1.5).astype(np.float32)
 """The part of the range below the top entry that each `uint8` code stands for."""
 _CODE_ENDS = ((np.arange(255) + 0.5) / 255) ** 1.5
 """Where one code ends and the next begins, as part of the range: half way in codes, not in nats."""
-DRAWN = {"tail_draws": "tail_draw_ids", "draws": "draw_ids"}
-"""Lists of drawn tokens: name in a shard, key in a batch."""
-_LISTS = {"ids": "head_ids", **DRAWN}
-"""The same for all lists of tokens."""
-OPTIONAL = (*DRAWN.values(), "teacher_hidden")
-"""Keys of a batch that only caches built for them have."""
+DRAWN = {"tail_draws": "tail_draw_ids", "draws": "draw_ids"}  # lists of drawn tokens: name in a shard, key in a batch
+_LISTS = {"ids": "head_ids", **DRAWN}  # the same for all lists of tokens
+OPTIONAL = (*DRAWN.values(), "teacher_hidden")  # keys of a batch that only caches built for them have
 _HIGH_IDS = ((np.arange(256)[:, None] >> np.array([0, 2, 4, 6]) & 3) << 16).astype(np.int32)
 """What a byte of `ids_hi`, four 2-bit numbers, lowest bits first, adds to four ids."""
-_FP16 = np.arange(1 << 16, dtype="<u2").view("<f2").astype(np.float32)
-"""Every fp16 number by its bits."""
+_FP16 = np.arange(1 << 16, dtype="<u2").view("<f2").astype(np.float32)  # every fp16 number by its bits
 
 
 def position_arrays(held: Contents) -> dict[str, tuple[type[np.generic], tuple[int, ...]]]:
@@ -65,11 +58,7 @@ def position_arrays(held: Contents) -> dict[str, tuple[type[np.generic], tuple[i
 
 
 def pack_ids(ids: np.ndarray, vocab_size: int, name: str = "ids") -> Arrays:
-    """Return the array or arrays that hold token ids [..., K] of a vocabulary; `name` is theirs in the shard.
-
-    Raises:
-        CacheError: an id outside the vocabulary.
-    """
+    """Return what holds token ids [..., K], named `name` in the shard; CacheError for an id outside the vocabulary."""
     if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
         label = "head ids" if name == "ids" else name
         raise CacheError(f"{label}: from {ids.min()} to {ids.max()}; allowed: 0 to vocab_size - 1 = {vocab_size - 1}")
@@ -257,13 +246,11 @@ def decode_row(
         lse_key, tail_key = (temperature_key(name, temperature) for name in ("lse", "log_tail"))
         lse, log_tail = arrays[lse_key], arrays[tail_key]
         if k < top_k:  # both in log space: a tail of 1e-30 next to a dropped 1e-3 must not be rounded away
-            log_tail = np.logaddexp(log_tail.astype(np.float64), _logsumexp(dropped / temperature) - lse)
+            scaled = dropped / temperature
+            top = scaled[:, 0]  # rank order: the first is the largest
+            log_dropped = top + np.log(np.exp(scaled - top[:, None]).sum(axis=-1))
+            log_tail = np.logaddexp(log_tail.astype(np.float64), log_dropped - lse)
         out[lse_key][...], out[tail_key][...] = lse, log_tail
-
-
-def _logsumexp(values: np.ndarray) -> np.ndarray:
-    top = values[..., 0]  # rank order: the first is the largest
-    return top + np.log(np.exp(values - top[..., None]).sum(axis=-1))
 
 
 def mask_row(fingerprint: Fingerprint, k: int, temperatures: Sequence[float], out: Batch) -> None:

@@ -21,25 +21,20 @@ import numpy as np
 
 from qat_lora.types import temperature_key
 
-VALUE_DTYPES = ("float16", "uint8")
-"""How the logits of top-K entries may be stored."""
+VALUE_DTYPES = ("float16", "uint8")  # how the logits of top-K entries may be stored
 
 FORMAT = "qat-lora-kd-cache"
 VERSION = 1
 MANIFEST = "manifest.json"
 LOCK = ".lock"
-LM_HEAD = "teacher_head.safetensors"
-"""The teacher's LM head, in caches that hold its hidden states."""
+LM_HEAD = "teacher_head.safetensors"  # the teacher's LM head, in caches that hold its hidden states
 HEADER_LIMIT_BYTES = 1 << 20
 SIDECAR_LIMIT_BYTES = 1 << 20
 MANIFEST_LIMIT_BYTES = 64 << 20
 
-SERIES = {"train": "s", "eval": "e"}
-"""The letter of each split's shard series."""
-PACKED_VOCAB = 1 << 18
-"""Up to this vocabulary, ids are 16 low bits plus 2 high bits; beyond it, raw int32."""
-SHORT_VOCAB = 1 << 16
-"""Up to this vocabulary, the 2 high bits are always 0 and are left out."""
+SERIES = {"train": "s", "eval": "e"}  # the letter of each split's shard series
+PACKED_VOCAB = 1 << 18  # up to this vocabulary, ids are 16 low bits plus 2 high bits; beyond it, raw int32
+SHORT_VOCAB = 1 << 16  # up to this vocabulary, the 2 high bits are always 0 and are left out
 
 _SAFETENSORS_DTYPE = {"<i4": "I32", "<u4": "U32", "<f4": "F32", "<f2": "F16", "<u2": "U16", "|u1": "U8"}
 
@@ -133,9 +128,7 @@ def layout(table: Sequence[ArraySpec], rows: int, fingerprint_sha256: str) -> La
 def safetensors_header(metadata: dict[str, str], arrays: Iterable[tuple[str, str, Sequence[int], int]]) -> bytes:
     """Return the beginning of a safetensors file: header length and header, padded to a multiple of 8.
 
-    Args:
-        metadata: of the file.
-        arrays: name, type, shape and bytes of each, in file order.
+    `arrays`: name, type, shape and bytes of each, in file order.
     """
     header: dict[str, object] = {"__metadata__": metadata}
     offset = 0
@@ -152,9 +145,9 @@ def row_bytes(table: Sequence[ArraySpec]) -> int:
     return sum(spec.row_bytes for spec in table)
 
 
-def default_shard_rows(table: Sequence[ArraySpec], target_bytes: int = 128 << 20) -> int:
-    """Return the rows that make a shard of about `target_bytes` (128 MB: 0.1 s to check, little to lose)."""
-    return max(1, target_bytes // row_bytes(table))
+def default_shard_rows(table: Sequence[ArraySpec]) -> int:
+    """Return the rows that make a shard of about 128 MB: 0.1 s to check, little to lose."""
+    return max(1, (128 << 20) // row_bytes(table))
 
 
 def shard_name(split: str, index: int) -> str:

@@ -34,11 +34,7 @@ class LMHeadFile(NamedTuple):
 
 
 def lm_head_file(lm_head: LMHead) -> LMHeadFile:
-    """Return an LM head as the bytes of its file, padding rows cut off.
-
-    Raises:
-        CacheError: weights of another type than float32, bfloat16 or float16.
-    """
+    """Return an LM head as its file's bytes, padding rows cut off; CacheError unless float32, bfloat16 or float16."""
     import torch
 
     tensors = {"weight": lm_head.weight_VH[: lm_head.vocab_size]}
@@ -66,11 +62,7 @@ def _header(kind: str, shapes: dict[str, tuple[int, ...]], metadata: dict[str, s
 
 
 def check_lm_head(location: Location, fingerprint: Fingerprint, *, whole: bool = True) -> None:
-    """Check the LM head's file of a cache that has hidden states: its size, and where `whole` says so its sha256.
-
-    Raises:
-        CacheDamaged: the file is missing or is not what was written.
-    """
+    """Raise CacheDamaged unless the LM head's file, if there is one, has its size, and where `whole` its sha256."""
     if fingerprint.lm_head_sha256 is not None:
         for _ in _checked(location, fingerprint, whole):
             pass

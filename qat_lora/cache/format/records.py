@@ -31,13 +31,9 @@ _OPTIONAL_ORDER = ("tail_draws", "draws", "hidden")
 def optional_arrays(
     tail_draws: int = 0, draws: int = 0, hidden: int = 0, lm_head_sha256: str | None = None
 ) -> tuple[str, ...]:
-    """Return the names by which a fingerprint says what is stored beyond the standard arrays.
+    """Return the names by which a fingerprint says what of `layout.Contents` is stored beyond the standard arrays.
 
-    Args:
-        tail_draws: tokens drawn from the tail of each position; 0: none.
-        draws: tokens drawn from the whole teacher; 0: none.
-        hidden: width H of the stored hidden states; 0: none.
-        lm_head_sha256: of the file with the teacher's output head, where hidden states are stored.
+    `lm_head_sha256` is of the file with the teacher's LM head, where hidden states are stored.
     """
     counts = {"tail_draws": tail_draws, "draws": draws}
     names = [f"{name}:{count}" for name, count in counts.items() if count]
@@ -265,11 +261,7 @@ def strict_json(text: str) -> Any:
 
 
 def read_header(data: bytes | bytearray, where: str) -> tuple[Any, int]:
-    """Return the JSON header at the beginning of a safetensors file, and where it ends.
-
-    Raises:
-        CacheDamaged: it is too long for the data or the format, or no strict JSON.
-    """
+    """Return a safetensors file's JSON header and its end; CacheDamaged if it is too long or no strict JSON."""
     size = int.from_bytes(data[:8], "little")
     if len(data) < 8 or size > min(fmt.HEADER_LIMIT_BYTES, len(data) - 8):
         raise CacheDamaged(f"{where}: its header claims {size:,} bytes; allowed: 1 MB within the file")

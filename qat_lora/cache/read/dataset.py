@@ -24,8 +24,7 @@ from qat_lora.data.shuffle import ShuffledRows
 from qat_lora.errors import CacheDamaged, CacheError
 from qat_lora.types import Batch, LMHead, VerifyRows
 
-_CHECK_EVERY = {"all": 1, "sampled": 16, "off": 0}
-"""One row of so many is compared with its CRC-32."""
+_CHECK_EVERY = {"all": 1, "sampled": 16, "off": 0}  # one row of so many is compared with its CRC-32
 
 
 class KDCacheDataset(ShuffledRows):
@@ -156,12 +155,7 @@ class KDCacheDataset(ShuffledRows):
         return batch
 
     def teacher_lm_head(self) -> LMHead:
-        """Return the teacher's LM head, tensors on the CPU, for a cache that was built with `--hidden`.
-
-        Raises:
-            CacheError: the cache holds no hidden states.
-            CacheDamaged: the file is not what was written.
-        """
+        """Return the teacher's LM head of a cache that was built with `--hidden`, as `lm_head.read_lm_head` does."""
         return read_lm_head(self.path, self.fingerprint)
 
     def check_student(self, tokenizer_sha256: str | None, vocab_size: int, max_positions: int | None = None) -> None:

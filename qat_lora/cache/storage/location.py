@@ -102,8 +102,7 @@ class LocalFolder:
 
 
 Location = LocalFolder | RemoteFolder
-Place = str | Path | Location
-"""What callers may give: a path, a URL as text, or a location."""
+Place = str | Path | Location  # what callers may give: a path, a URL as text, or a location
 
 
 def locate(place: Place) -> Location:

@@ -26,8 +26,7 @@ from qat_lora.extras import require
 from qat_lora.files.atomic import Lock, failpoint
 from qat_lora.terminal import redact
 
-CHUNK_BYTES = 8 << 20
-"""Of one request when a file is read piece by piece."""
+CHUNK_BYTES = 8 << 20  # of one request when a file is read piece by piece
 _EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3"}
 
 

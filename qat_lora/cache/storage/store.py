@@ -21,8 +21,7 @@ from qat_lora.errors import CacheDamaged, CacheError
 
 T = TypeVar("T")
 R = TypeVar("R")
-Progress = Callable[[str, int], None]
-"""Called with (shard, its bytes) for each shard that has been read."""
+Progress = Callable[[str, int], None]  # called with (shard, its bytes) for each shard that has been read
 
 
 def read_manifest(path: Place) -> Manifest:
@@ -76,11 +75,7 @@ def noted_teacher(place: Location) -> str | None:
 def read_sidecars(
     place: Location, split: str, builder: int = 0, builders: int = 1
 ) -> Iterator[tuple[Sidecar, ShardEntry]]:
-    """Yield a builder's committed shards of a split in order, sizes checked.
-
-    Raises:
-        CacheDamaged: a gap in the series, a sidecar or shard that is not what was written.
-    """
+    """Yield a builder's committed shards of a split in order; CacheDamaged for a gap, and as of `read_sidecar`."""
     numbers = [number for number in committed(place, split) if number % builders == builder]
     names = [fmt.shard_name(split, number) for number in numbers]
     for index, number in enumerate(numbers):
@@ -109,11 +104,7 @@ def at_once(place: Location, action: Callable[[T], R], items: Sequence[T], threa
 
 
 def read_sidecar(place: Location, name: str) -> tuple[Sidecar, ShardEntry]:
-    """Read one sidecar and check that its shard is there with the right size.
-
-    Raises:
-        CacheDamaged: the sidecar or the shard is missing or is not what was written.
-    """
+    """Read a sidecar and check its shard's size; CacheDamaged if either is missing or is not what was written."""
     file = f"{place}/{name}.json"
     try:
         data = place.read(f"{name}.json", fmt.SIDECAR_LIMIT_BYTES)

@@ -19,25 +19,18 @@ from qat_lora.extras import pyplot
 from qat_lora.files.folders import atomic_file
 
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
-SAMPLE_ROWS = 64
-"""Training rows, evenly spread, from which the tail mass is taken."""
+SAMPLE_ROWS = 64  # training rows, evenly spread, from which the tail mass is taken
 _SHOWN_CHOICES = 3
-_SMALLEST_MASS = 1e-6
-"""Left end of the plot; positions with less are drawn there."""
+_SMALLEST_MASS = 1e-6  # left end of the plot; positions with less are drawn there
 
-Decode = Callable[[list[int]], str]
-"""Token ids to text."""
+Decode = Callable[[list[int]], str]  # token ids to text
 
 
 def describe(path: Place, *, show_rows: int = 2, show_tokens: int = 16, decode: Decode | None = None) -> dict[str, Any]:
     """Return a cache's fingerprint, sizes, tail-mass quantiles and the start of a few rows, as plain JSON values.
 
-    Shards are not checked (`verify_cache` does that), so this is quick on any size.
-
-    Args:
-        show_rows: rows of which the beginning is shown.
-        show_tokens: positions shown of each.
-        decode: of the cache's tokenizer; then the rows are shown as text too.
+    Shards are not checked (`verify_cache` does that), so this is quick on any size. The first `show_tokens` positions
+    are shown of `show_rows` rows, as text too where `decode` is of the cache's tokenizer.
 
     Raises:
         CacheError: no finished cache.

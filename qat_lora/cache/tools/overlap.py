@@ -24,8 +24,7 @@ from qat_lora.cache.storage.store import read_manifest
 from qat_lora.errors import CacheError
 
 RUN = 13
-ALARM = 0.1
-"""Share of seen tokens from which an overlap is a warning."""
+ALARM = 0.1  # share of seen tokens from which an overlap is a warning
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _ROWS_AT_ONCE = 16
 

@@ -30,8 +30,7 @@ from qat_lora.extras import require
 from qat_lora.files.folders import atomic_dir, atomic_file
 
 _LEVEL = 3
-_SKIPPED_FRAME = bytes.fromhex("502a4d1820000000")
-"""How a zstandard frame begins that decompressors skip, of 32 bytes."""
+_SKIPPED_FRAME = bytes.fromhex("502a4d1820000000")  # how a zstandard frame begins that decompressors skip, of 32 bytes
 _TRAILER_BYTES = len(_SKIPPED_FRAME) + 32
 _CHUNK_BYTES = 1 << 20
 _EARLIER = "packed.json"
@@ -54,7 +53,6 @@ def pack_cache(path: Place, out: str | Path, progress: Progress | None = None) -
 
     Args:
         out: the file, usually `….tar.zst`; it must not exist.
-        progress: called with (shard, bytes of the cache) as they are read.
 
     Raises:
         MissingExtraError: zstandard is not installed.
@@ -89,7 +87,6 @@ def unpack_cache(path: str | Path, out: str | Path, progress: Progress | None = 
     Args:
         path: the packed file, or its URL.
         out: the cache folder; it must not exist, or be empty.
-        progress: called with (shard, bytes of the cache) as they are written.
 
     Raises:
         MissingExtraError: zstandard is not installed.

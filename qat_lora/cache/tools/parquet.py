@@ -28,8 +28,7 @@ from qat_lora.extras import require
 from qat_lora.files.atomic import publish, temporary
 from qat_lora.files.folders import fsync
 
-GROUP_BYTES = 32 << 20
-"""Stored bytes that make a row group, about; a group does not reach over the end of a shard."""
+GROUP_BYTES = 32 << 20  # stored bytes that make a row group, about; a group does not reach over the end of a shard
 
 
 def export_parquet(
@@ -48,10 +47,6 @@ def export_parquet(
     so on for other temperatures; where the cache has them `tail_draw_ids` and `draw_ids` int32 [L-1, D] and
     `teacher_hidden` float16 [L-1, H]. The log-probability of an entry is `head_logits` / T - `lse`. The file's metadata
     holds the fingerprint as JSON; the teacher's LM head is not copied: it is in the cache's folder.
-
-    Args:
-        group_bytes: about how many stored bytes make a row group.
-        progress: called with (shard, bytes) for each that has been written.
 
     Returns:
         `out`, `split`, `rows`, `row_groups` and `bytes` of the file.

@@ -44,8 +44,7 @@ def verify_cache(path: Place, progress: Progress | None = None, *, threads: int 
     """Check every byte of a finished cache.
 
     Args:
-        progress: called with (shard, bytes) for each that has been checked.
-        threads: shards checked at a time; default: one for each processor, at most 8.
+        threads: shards checked at a time; default as in `store.at_once`.
 
     Raises:
         CacheError: no finished cache.
