@@ -345,9 +345,7 @@ def resolve(
 
 
 def _holds(tree: Any, path: Sequence[str]) -> bool:
-    if not path:
-        return True
-    return isinstance(tree, Mapping) and path[0] in tree and _holds(tree[path[0]], path[1:])
+    return not path or (isinstance(tree, Mapping) and path[0] in tree and _holds(tree[path[0]], path[1:]))
 
 
 class _BoundedLoader(yaml.SafeLoader):
