@@ -55,19 +55,13 @@ __all__ = [
     "xla_mark_step",
 ]
 
-_HOMES = {
+_HOMES = dict.fromkeys(__all__, "qat_lora.api") | {
     "KDCacheDataset": "qat_lora.cache.read.dataset",
     "QuantSpec": "qat_lora.quant.spec",
-    "build_kd_cache": "qat_lora.api",
-    "evaluate_models": "qat_lora.api",
-    "export_student": "qat_lora.api",
     "fused_linear_kd": "qat_lora.losses.fused.op",
-    "generate_text": "qat_lora.api",
     "is_xla_device": "qat_lora.runtime.xla.runtime",
     "kd_soft_ce": "qat_lora.losses.full_vocab",
     "notebook_launch": "qat_lora.runtime.launch.start",
-    "quantize_model": "qat_lora.api",
-    "train_recovery_lora": "qat_lora.api",
     "xla_mark_step": "qat_lora.runtime.xla.runtime",
 }
 

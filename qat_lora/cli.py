@@ -22,6 +22,8 @@ from qat_lora.errors import QatLoraError, disk_errors_explained
 from qat_lora.registry import COMMANDS, Command
 from qat_lora.terminal import any_text, echo
 
+_NUMBERS = {int: "INT", float: "NUMBER"}
+
 
 def _flag(leaf: Leaf) -> click.Option:
     """Make the command-line flag of a setting; values stay text here and are checked by `config`."""
@@ -34,7 +36,8 @@ def _flag(leaf: Leaf) -> click.Option:
         return click.Option([*names, leaf.name], is_flag=True, flag_value="true", type=str, **common)
     if typing.get_origin(leaf.type) is tuple:
         return click.Option([*names, leaf.name], multiple=True, metavar="LIST", **common)
-    metavar = "[" + "|".join(kind) + "]" if kind else _metavar(leaf.type)
+    number = next((_NUMBERS[hint] for hint in (leaf.type, *typing.get_args(leaf.type)) if hint in _NUMBERS), "TEXT")
+    metavar = "[" + "|".join(kind) + "]" if kind else number
     return click.Option([*names, leaf.name], type=str, metavar=metavar, **common)
 
 
@@ -51,13 +54,6 @@ def _help(leaf: Leaf) -> str:
         shown = words.get(str(default), default)
         notes.append(f"default: {shown}")
     return f"{text} [{'; '.join(notes)}]" if notes else text
-
-
-def _metavar(hint: Any) -> str:
-    for base in (hint, *typing.get_args(hint)):
-        if base in (int, float):
-            return "INT" if base is int else "NUMBER"
-    return "TEXT"
 
 
 def _plain(result: Any) -> Any:

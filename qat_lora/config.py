@@ -127,13 +127,9 @@ class Leaf(typing.NamedTuple):
         return self.path[-1]
 
 
-def leaves(cls: type) -> Iterator[Leaf]:
-    """Yield every setting that a config class uses, depth first, in order of declaration."""
-    return (leaf for leaf in _every_leaf(cls) if leaf.used)
-
-
-def _unused(cls: type) -> Iterator[Leaf]:
-    return (leaf for leaf in _every_leaf(cls) if not leaf.used)
+def leaves(cls: type, used: bool = True) -> Iterator[Leaf]:
+    """Yield every setting that a config class uses (or leaves out), depth first, in order of declaration."""
+    return (leaf for leaf in _every_leaf(cls) if leaf.used is used)
 
 
 @functools.cache  # asked for every word of a recipe
@@ -261,7 +257,7 @@ def from_dict(cls: type[C], data: Mapping[str, Any], where: str = "", *, exact: 
 def to_dict(config: Any) -> dict[str, Any]:
     """Return a config as nested plain values, fit for YAML and JSON, without what it does not use."""
     plain = json.loads(json.dumps(dataclasses.asdict(config)))
-    for leaf in _unused(type(config)):
+    for leaf in leaves(type(config), used=False):
         _drop(plain, leaf.path)
     return plain
 
@@ -290,7 +286,8 @@ def _means(key: str, leaf: Leaf) -> bool:
 
 def refuse_unused(cls: type, key: str) -> None:
     """Raise ConfigError for a word that names a setting without use here; other words pass."""
-    if any(_means(key, leaf) for leaf in _unused(cls)) and not any(_means(key, leaf) for leaf in leaves(cls)):
+    meant = [leaf.used for leaf in _every_leaf(cls) if _means(key, leaf)]
+    if meant and not any(meant):
         raise ConfigError(f"{key}: this command does not use it; leave it out")
 
 
@@ -338,16 +335,14 @@ def resolve(
         if not equals:
             raise ConfigError(f"{word!r}: expected a setting as name=value, for example train.lr=3e-4")
         _put(tree, setting_path(cls, key), value)
-    for leaf in _unused(cls):
+    for leaf in leaves(cls, used=False):
         if _holds(tree, leaf.path):
             refuse_unused(cls, ".".join(leaf.path))
     return from_dict(cls, tree)
 
 
 def _holds(tree: Any, path: Sequence[str]) -> bool:
-    if not path:
-        return True
-    return isinstance(tree, Mapping) and path[0] in tree and _holds(tree[path[0]], path[1:])
+    return not path or (isinstance(tree, Mapping) and path[0] in tree and _holds(tree[path[0]], path[1:]))
 
 
 class _BoundedLoader(yaml.SafeLoader):

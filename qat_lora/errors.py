@@ -98,9 +98,8 @@ SIGNS_OF_LITTLE_MEMORY = ("out of memory", "resource_exhausted", "can't allocate
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether a device, or the host, had too little memory."""
-    if isinstance(error, MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in SIGNS_OF_LITTLE_MEMORY)
+    signs = isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in SIGNS_OF_LITTLE_MEMORY)
+    return signs or isinstance(error, MemoryError)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ The command line is read off these classes (`cli.py`), so a flag, its default, i
 
 from __future__ import annotations
 
+import functools
 from dataclasses import fields
 from typing import Literal
 
@@ -33,6 +34,11 @@ DEVICE_MAP_HELP = "spread a large teacher over GPUs, then host memory, then disk
 HEAD_K_HELP = "use only the first entries of the cached head; default: all"
 VERIFY_ROWS_HELP = "rows of the cache that are compared with their checksum as they are read (sampled: one of 16)"
 DRY_RUN_HELP = "print parameters, memory, steps and batch from shapes alone, without the device, and write nothing"
+
+_tokens = functools.partial(option, unit="tokens", min=1)
+_rows = functools.partial(option, unit="rows", min=1)
+_rank = functools.partial(option, unit="rank", min=0)
+_at_least_1 = functools.partial(option, min=1, refusal="is below 1")
 
 QAT_PARTS = ("scales", "ranges", "lut", "weights", "norms", "embeddings", "head")
 """What `qat` can train."""
@@ -71,32 +77,26 @@ class CacheBuildOptions:
 
     teacher: str | None = option(None, "full-precision teacher: Hugging Face folder or Hub name", required=True)
     text: TextConfig = option(TextConfig, "the text")
-    length: int = option(1024, "tokens of a row", unit="tokens", alias="max_length", min=2)
-    top_k: int = option(
-        128, "teacher's likeliest tokens that are kept at every position", unit="tokens", alias="topk", min=0
-    )
+    length: int = _tokens(1024, "tokens of a row", alias="max_length", min=2)
+    top_k: int = _tokens(128, "teacher's likeliest tokens that are kept at every position", alias="topk", min=0)
     temperatures: tuple[float, ...] = option((1.0,), "temperatures that training may use later", unit="list")
     value_dtype: Literal["float16", "uint8"] = option(
         "float16", "how the likeliest tokens' logits are stored; uint8: half the size, mean KL about 1e-5"
     )
-    tail_draws: int | None = option(
+    tail_draws: int | None = _tokens(
         None,
         "tokens drawn from the teacher's tail at every position, for hybrid; default: 8, and 0 with --top-k 0",
-        unit="tokens",
         min=0,
     )
-    draws: int = option(0, "tokens drawn from the whole teacher at every position, for sampled", unit="tokens", min=0)
+    draws: int = _tokens(0, "tokens drawn from the whole teacher at every position, for sampled", min=0)
     hidden: bool = option(False, "store hidden states and the output head, for full; instead of logits with --top-k 0")
-    vocab_size: int | None = option(
-        None,
-        "rows of the teacher's head that count, for students with less padding; default: all",
-        unit="tokens",
-        min=1,
+    vocab_size: int | None = _tokens(
+        None, "rows of the teacher's head that count, for students with less padding; default: all"
     )
-    num_rows: int | None = option(None, "stop after this many training rows; default: all text", unit="rows", min=1)
-    eval_rows: int = option(0, "rows kept apart as evaluation split, whole documents", unit="rows", min=0)
-    teacher_batch_size: int = option(8, "rows of a teacher forward", unit="rows", alias="batch_size", min=1)
-    shard_rows: int | None = option(None, "rows of a shard; default: about 128 MB", unit="rows", min=1)
+    num_rows: int | None = _rows(None, "stop after this many training rows; default: all text")
+    eval_rows: int = _rows(0, "rows kept apart as evaluation split, whole documents", min=0)
+    teacher_batch_size: int = _rows(8, "rows of a teacher forward", alias="batch_size")
+    shard_rows: int | None = _rows(None, "rows of a shard; default: about 128 MB")
     device_map: DeviceMap = option("none", DEVICE_MAP_HELP)
     builder: str = option("0/1", "i/n: this is builder i of n that fill --out together, each with every n-th document")
     dry_run: bool = option(False, "time a few batches, print hours, bytes and free disk, and write nothing")
@@ -129,7 +129,7 @@ class AuditOptions:
 
     kd_cache_dir: str | None = option(None, "the KD cache, also as first word", required=True, alias="cache_dir")
     teacher: str | None = option(None, "the teacher that made it: Hugging Face folder or Hub name", required=True)
-    rows: int = option(8, "training rows to look at, evenly spread", unit="rows", min=1)
+    rows: int = _rows(8, "training rows to look at, evenly spread")
     text: str | None = option(None, "evaluation text, file or folder: how much of it the cache has already shown")
     device_map: DeviceMap = option("none", DEVICE_MAP_HELP)
     hub: HubConfig = option(HubConfig, "models")
@@ -142,19 +142,14 @@ class QuantizeOptions(QuantizeConfig):
 
     model: str | None = option(None, "full-precision model: Hugging Face folder or Hub name", required=True)
     preset: str = option("w2g64", "how weights are stored", alias="config")
-    joint_rank: int | None = option(
-        None,
-        "rank of the adapter that codes are chosen together with, 0: none; default: 16 with descent",
-        unit="rank",
-        min=0,
+    joint_rank: int | None = _rank(
+        None, "rank of the adapter that codes are chosen together with, 0: none; default: 16 with descent"
     )
     start_method: str | None = option(None, "no longer does anything: adapter starts are qera's, in the metric")
     text: TextConfig = option(TextConfig, "calibration text")
     kd_cache_dir: str | None = option(None, "calibrate on the rows of this KD cache instead of --dataset")
-    calibration_length: int = option(256, "tokens of a calibration row (with --dataset)", unit="tokens", min=2)
-    start_rank: int = option(
-        64, "rank up to which adapter starts are stored with the checkpoint; 0: none", unit="rank", min=0
-    )
+    calibration_length: int = _tokens(256, "tokens of a calibration row (with --dataset)", min=2)
+    start_rank: int = _rank(64, "rank up to which adapter starts are stored with the checkpoint; 0: none")
     dry_run: bool = option(False, "print layers, bits and bytes from shapes alone, and write nothing")
     hub: HubConfig = option(HubConfig, "models")
     run: RunConfig = option(RunConfig, "run", without=("chips", "dtype"))
@@ -188,15 +183,11 @@ class RecoverOptions:
     kd_cache_dir: str | None = option(
         None, "KD cache with the teacher's logits; needed for kd and kd+ce", alias="cache_dir"
     )
-    head_k: int | None = option(None, HEAD_K_HELP, unit="tokens", min=1)
+    head_k: int | None = _tokens(None, HEAD_K_HELP)
     text: TextConfig = option(TextConfig, "the text, for ce and sft")
-    length: int = option(
-        1024, "tokens of a row, for ce and sft (a cache has its own)", unit="tokens", alias="max_length", min=2
-    )
-    num_rows: int | None = option(
-        None, "train on this many rows at most, for ce and sft; default: all", unit="rows", min=1
-    )
-    eval_rows: int = option(0, "rows kept apart for evaluation, whole documents, for ce and sft", unit="rows", min=0)
+    length: int = _tokens(1024, "tokens of a row, for ce and sft (a cache has its own)", alias="max_length", min=2)
+    num_rows: int | None = _rows(None, "train on this many rows at most, for ce and sft; default: all")
+    eval_rows: int = _rows(0, "rows kept apart for evaluation, whole documents, for ce and sft", min=0)
     train_scales: bool = option(False, "train the quantiser's scales too (saved with the adapter)")
     train_norms: bool = option(False, "train the norms too (saved with the adapter; needs float32 weights)")
     start: Literal["auto", "zero"] = option("auto", "adapter start: from the quantisation error if stored, or zero")
@@ -242,11 +233,11 @@ class QatOptions(QuantizeConfig):
         None, "full-precision model, required with --from-scratch; with --checkpoint, where trained weights start"
     )
     preset: str | None = option(None, "how weights are stored (with --from-scratch); default: q4_r32", alias="config")
-    calibration_rows: int = option(128, "rows of the cache for calibration and blocks", unit="rows", min=1)
+    calibration_rows: int = _rows(128, "rows of the cache for calibration and blocks")
     from_scratch: bool = option(False, "quantise the full-precision --model first; without it, go on from --checkpoint")
     checkpoint: str | None = option(None, "quantised student to go on from: folder made by `quantize` or `qat`")
     kd_cache_dir: str | None = option(None, "KD cache with the teacher's logits", required=True, alias="cache_dir")
-    head_k: int | None = option(None, HEAD_K_HELP, unit="tokens", min=1)
+    head_k: int | None = _tokens(None, HEAD_K_HELP)
     train_parts: tuple[str, ...] = option(
         ("scales",), "what trains: scales, ranges, lut, weights, norms, embeddings, head", unit="list"
     )
@@ -315,12 +306,12 @@ class EvalOptions:
     protocol: Protocol = option(
         "packed", "how text becomes rows: packed as in training, sliding windows, or the papers' blocks of 2048 tokens"
     )
-    length: int = option(1024, "tokens of a row (blocks2048 has its own)", unit="tokens", min=2)
+    length: int = _tokens(1024, "tokens of a row (blocks2048 has its own)", min=2)
     stride: int | None = option(
         None, "tokens from a window to the next, with sliding; default: half of --length", unit="tokens"
     )
-    eval_rows: int = option(64, "rows to score of each text; 0: all", unit="rows", min=0)
-    batch_size: int = option(4, "rows of a forward", unit="rows", min=1)
+    eval_rows: int = _rows(64, "rows to score of each text; 0: all", min=0)
+    batch_size: int = _rows(4, "rows of a forward")
     resamples: int = option(1000, "bootstrap draws for the 95 % intervals", unit="draws", min=100)
     kd_cache_dir: str | None = option(
         None, "training cache: say how much of the text it has already shown", alias="cache_dir"
@@ -359,8 +350,8 @@ class ExportOptions:
     )
     exact_only: bool = option(False, "with gguf: layers that no block holds exactly are written dense, not rounded")
     text: TextConfig = option(TextConfig, "text to measure what rounding costs")
-    length: int = option(256, "tokens of a row of that text", unit="tokens", min=2)
-    eval_rows: int = option(16, "rows of that text", unit="rows", min=1)
+    length: int = _tokens(256, "tokens of a row of that text", min=2)
+    eval_rows: int = _rows(16, "rows of that text")
     scores: str | None = option(None, "folder of a `qat-lora eval` run whose scores the model card shows")
     license: str | None = option(None, "licence that the model card names, for example apache-2.0")
     hub: HubConfig = option(HubConfig, "models")
@@ -382,7 +373,7 @@ class GenerateOptions:
     prompt: str | None = option(None, "text to continue")
     prompts: str | None = option(None, "file with one prompt a line, instead of --prompt")
     chat: bool = option(False, "the prompt is a question: write it as the tokenizer's chat template says")
-    max_new_tokens: int = option(64, "length of the continuation", unit="tokens", min=1)
+    max_new_tokens: int = _tokens(64, "length of the continuation")
     gen_temperature: float = option(0.0, "0 takes the likeliest token; above, tokens are drawn", min=0)
     hub: HubConfig = option(HubConfig, "models")
     run: RunConfig = option(RunConfig, "run", without=("chips", "out", "overwrite"))
@@ -398,7 +389,7 @@ class ChatOptions:
 
     student: str | None = option(None, "model, adapter or run folder, also as first word", required=True, alias="model")
     system: str = option("", "system message that the chat begins with")
-    max_new_tokens: int = option(256, "longest answer", unit="tokens", min=1)
+    max_new_tokens: int = _tokens(256, "longest answer")
     gen_temperature: float = option(0.7, "0 takes the likeliest token; above, tokens are drawn", min=0)
     hub: HubConfig = option(HubConfig, "models")
     run: RunConfig = option(RunConfig, "run", without=("chips", "out", "overwrite"))
@@ -447,21 +438,15 @@ class EstimateOptions:
     train_scales: bool = option(False, "the quantiser's scales train too")
     train_norms: bool = option(False, "the norms train too")
     lora: LoraConfig = option(LoraConfig, "adapter")
-    length: int = option(1024, "tokens of a row", unit="tokens", alias="max_length", min=1, refusal="is below 1")
-    head_k: int = option(128, "entries of the cached head", unit="tokens", min=0)
-    batch_size: int = option(4, "rows of a micro-batch on one replica", unit="rows", min=1, refusal="is below 1")
-    accumulation_steps: int = option(
-        1, "micro-batches of an optimizer step", unit="micro-batches", min=1, refusal="is below 1"
-    )
+    length: int = _at_least_1(1024, "tokens of a row", unit="tokens", alias="max_length")
+    head_k: int = _tokens(128, "entries of the cached head", min=0)
+    batch_size: int = _at_least_1(4, "rows of a micro-batch on one replica", unit="rows")
+    accumulation_steps: int = _at_least_1(1, "micro-batches of an optimizer step", unit="micro-batches")
     gradient_checkpointing: bool = option(False, "layers are computed again in the backward pass")
-    loss_chunk_mb: int | None = option(
-        None,
-        "logits that a device holds at once while the loss is computed; default: as it likes",
-        unit="MiB",
-        min=1,
-        refusal="is below 1",
+    loss_chunk_mb: int | None = _at_least_1(
+        None, "logits that a device holds at once while the loss is computed; default: as it likes", unit="MiB"
     )
-    max_steps: int = option(1000, "optimizer steps, for time and cost", unit="steps", min=1, refusal="is below 1")
+    max_steps: int = _at_least_1(1000, "optimizer steps, for time and cost", unit="steps")
     devices: tuple[str, ...] = option(
         (), "devices to estimate time and cost for, such as v6e-1,h100; default: all that are known", alias="for"
     )

@@ -66,84 +66,69 @@ def _named(path: str) -> Any:
 
 
 def _command(
-    words: str, function: str, help: str, options: str = "", device: Device = "one chip", plan: str = "", **first: str
+    words: str, help: str, options: str = "", device: Device = "one chip", plan: str = "", at: str = "", **first: str
 ) -> Command:
-    plan = plan and f"qat_lora.plan.{plan}"
+    plan, function = plan and f"qat_lora.plan.{plan}", at or f"{words}:{words}"
     return Command(words, f"qat_lora.commands.{function}", help, options, device, plan, first)
 
 
-# Words, function in `commands`, line of help, class in `options`, device; the function in `plan`; words without a name.
+# Words, line of help, class in `options`, device; the function in `plan`, and in `commands` where it has another name
+# than the words; words without a name.
 _COMMANDS = (
-    _command("demo", "demo:demo", "Train, damage and recover a small model on this machine.", "DemoOptions"),
+    _command("demo", "Train, damage and recover a small model on this machine.", "DemoOptions"),
     _command(
-        "cache build", "cache:build_cache", "Write a teacher's logits to a KD cache.", "CacheBuildOptions", SEVERAL
+        "cache build", "Write a teacher's logits to a KD cache.", "CacheBuildOptions", SEVERAL, at="cache:build_cache"
     ),
     _command(
         "cache audit",
-        "cache:audit_cache",
         "Compare a cache with what its teacher says.",
         "AuditOptions",
+        at="cache:audit_cache",
         kd_cache_dir="PATH",
     ),
     _command(
         "cache verify",
-        "cache_files:verify",
         "Read every byte of a cache; exit code 1 and the shard's name on any damage.",
+        at="cache_files:verify",
     ),
-    _command("cache info", "cache_files:info", "Show what is in a cache: sizes, head, tail mass, a few rows."),
-    _command("cache export", "cache_files:export_cache", "Write a cache's rows in a form that other tools read."),
+    _command("cache info", "Show what is in a cache: sizes, head, tail mass, a few rows.", at="cache_files:info"),
+    _command("cache export", "Write a cache's rows in a form that other tools read.", at="cache_files:export_cache"),
     _command(
         "cache pack",
-        "cache_files:pack",
         "Make a cache smaller for moving it, without loss; unpack it before training from it.",
+        at="cache_files:pack",
     ),
-    _command("cache unpack", "cache_files:unpack", "Write the cache that was packed, bit for bit."),
+    _command("cache unpack", "Write the cache that was packed, bit for bit.", at="cache_files:unpack"),
     _command(
-        "quantize",
-        "quantize:quantize",
-        "Quantise a model and prepare its adapter start.",
-        "QuantizeOptions",
-        plan="quantize:plan_quantize",
+        "quantize", "Quantise a model and prepare its adapter start.", "QuantizeOptions", plan="quantize:plan_quantize"
     ),
     _command(
-        "recover",
-        "recover:recover",
-        "Train a recovery adapter from a KD cache.",
-        "RecoverOptions",
-        SEVERAL,
-        plan="training:plan_recover",
+        "recover", "Train a recovery adapter from a KD cache.", "RecoverOptions", SEVERAL, plan="training:plan_recover"
     ),
     _command(
         "qat",
-        "qat:qat",
         "Train a quantised model's own scales, tables, norms or weights.",
         "QatOptions",
         SEVERAL,
-        plan="training:plan_qat",
+        "training:plan_qat",
     ),
-    _command("eval", "evaluate:evaluate", "Score models against a teacher on held-out text.", "EvalOptions"),
-    _command("export", "export:export", "Write a student in a form other tools load.", "ExportOptions"),
-    _command("generate", "generate:generate", "Continue a prompt.", "GenerateOptions"),
-    _command("chat", "chat:chat", "Talk with a model on the terminal.", "ChatOptions", student="STUDENT"),
+    _command("eval", "Score models against a teacher on held-out text.", "EvalOptions", at="evaluate:evaluate"),
+    _command("export", "Write a student in a form other tools load.", "ExportOptions"),
+    _command("generate", "Continue a prompt.", "GenerateOptions"),
+    _command("chat", "Talk with a model on the terminal.", "ChatOptions", student="STUDENT"),
     _command(
         "push",
-        "push:push",
         "Upload an exported folder to the Hugging Face Hub.",
         "PushOptions",
         "none",
         folder="FOLDER",
         repo="REPO",
     ),
-    _command("smoke", "smoke:smoke", "Check device, data, training and checkpoints.", "SmokeOptions"),
-    _command("estimate", "estimate:estimate", "Estimate the memory a run will need.", "EstimateOptions", "none"),
-    _command(
-        "doctor",
-        "doctor:doctor",
-        "Check Python, packages, devices, variables, Hub and room, also for a planned COMMAND.",
-    ),
+    _command("smoke", "Check device, data, training and checkpoints.", "SmokeOptions"),
+    _command("estimate", "Estimate the memory a run will need.", "EstimateOptions", "none"),
+    _command("doctor", "Check Python, packages, devices, variables, Hub and room, also for a planned COMMAND."),
     _command(
         "bench",
-        "bench:bench",
         "Show what was claimed, asked and reached in one table, or run the benchmark NAME with its own arguments.",
     ),
 )

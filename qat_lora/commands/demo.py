@@ -39,15 +39,16 @@ from qat_lora.files.checksums import seal
 from qat_lora.files.folders import moved_into, write_text
 from qat_lora.generate.sample import continue_text
 from qat_lora.layers.lora import LoraConfig
-from qat_lora.models.hub import HubConfig
 from qat_lora.models.load import CausalLM, load_model, load_tokenizer, make_qwen3, make_tokenizer, save_model
 from qat_lora.models.student import open_student
 from qat_lora.options import CacheBuildOptions, DemoOptions, EvalOptions, QuantizeOptions, RecoverOptions, RunConfig
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.machine import fast_dtype
+from qat_lora.setup.common import batches_of
 from qat_lora.train.loop import LoopConfig
 from qat_lora.train.metrics import draw_curve
-from qat_lora.train.optim import OptimConfig
+from qat_lora.train.optim import OptimConfig, set_lr
+from qat_lora.types import Batch
 
 LENGTH = 128  # tokens of a row
 VOCABULARY = 1024
@@ -177,8 +178,7 @@ def _train(text: TextConfig, out: Path, runtime: Runtime, run: RunConfig) -> Non
         batch = next(batches)
         factor = min(1.0, (step + 1) / 30, (1 - step / TEACHER_STEPS) / 0.4)  # warm-up, stable, linear decay
         for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group["peak_lr"] * factor
+            set_lr(optimizer, factor)
         with runtime.autocast(fast_dtype(runtime.device)):
             hidden = model.hidden(batch["input_ids"], batch["document_ids"])
             logits = model.logits(hidden[:, :-1].flatten(0, 1)).float()
@@ -247,17 +247,11 @@ def _optimizers(model: CausalLM, muon_dtype: torch.dtype) -> list[torch.optim.Op
     return [muon, adamw]
 
 
-def _teacher_batches(rows: list[PackedRow], seed: int) -> Iterator[dict[str, np.ndarray]]:
+def _teacher_batches(rows: list[PackedRow], seed: int) -> Iterator[Batch]:
     generator = np.random.default_rng(seed)
     while True:
-        order = generator.permutation(len(rows))
-        for start in range(0, len(order) - TEACHER_ROWS + 1, TEACHER_ROWS):
-            chosen = [rows[i] for i in order[start : start + TEACHER_ROWS]]
-            yield {
-                "input_ids": np.stack([row.input_ids for row in chosen]),
-                "document_ids": np.stack([np.cumsum(row.doc_starts, dtype=np.int32) for row in chosen]),
-                "target_mask": np.stack([row.loss_mask[1:] > 0 for row in chosen]),
-            }
+        order = generator.permutation(len(rows))[: len(rows) // TEACHER_ROWS * TEACHER_ROWS]
+        yield from batches_of((rows[i] for i in order), LENGTH, TEACHER_ROWS)
 
 
 def _write_report(
@@ -289,7 +283,7 @@ def _write_report(
 
 
 def _continuation(name: str, folder: Path, runtime: Runtime) -> str:
-    model = load_model(str(folder)) if name == "teacher" else open_student(str(folder), HubConfig()).model
+    model = load_model(str(folder)) if name == "teacher" else open_student(str(folder)).model
     runtime.place(model.module)
     tokenizer, generator = load_tokenizer(model.folder), torch.Generator().manual_seed(0)
     return continue_text(model, tokenizer, PROMPT, 64, device=runtime.device, temperature=0.5, generator=generator)

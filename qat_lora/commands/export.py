@@ -105,22 +105,16 @@ def _rounding_kl(
     options: ExportOptions, student: Student, found: dict[str, Integers | None], tokenizer: Any, runtime: Runtime
 ) -> dict[str, Any]:
     """Return the mean KL(student || what the container holds), adapter on both sides, in nats."""
-    fits_positions(student.model, options.length)
-    rounded = replace(student.model, module=with_integers(copy.deepcopy(student.model.module), found))
+    own, quiet = student.model, options.run.quiet
+    fits_positions(own, options.length)
+    rounded = replace(own, module=with_integers(copy.deepcopy(own.module), found))
     batches = text_batches(options.text, tokenizer, options.length, options.eval_rows, 4)
-    for model in (student.model, rounded):
+    for model in (own, rounded):
         runtime.place(model.module)
-    held_out = runtime.feed(batches)
-    tallies = measure(
-        student.model,
-        {"rounded": rounded},
-        held_out,
-        options.run.quiet,
-        runtime.mark_step,
-        piece_bytes=runtime.piece_bytes,
-    )
+    held_out, piece_bytes = runtime.feed(batches), runtime.piece_bytes
+    tallies = measure(own, {"rounded": rounded}, held_out, quiet, runtime.mark_step, piece_bytes=piece_bytes)
     before, after = tallies["teacher"].figures, tallies["rounded"].figures
-    student.model.module.to("cpu")
+    own.module.to("cpu")
     return {
         "kl_of_rounding": round(after["kl"], 6),
         "perplexity_before_and_after": f"{before['ppl']:.3f}, {after['ppl']:.3f}",

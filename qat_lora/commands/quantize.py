@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.config import save_yaml, to_dict
-from qat_lora.data.sources import describe_source
 from qat_lora.errors import ConfigError
 from qat_lora.evaluate.report import save_json
 from qat_lora.files import outputs
@@ -25,7 +22,7 @@ from qat_lora.layers.calibrate.upcast import upcast
 from qat_lora.layers.convert import LM_HEAD, bits_per_weight, check_reach, quant_layers, rule_bits
 from qat_lora.layers.lora import Factors
 from qat_lora.models.adapter import save_starts
-from qat_lora.models.load import CausalLM, cast, load_model, load_tokenizer, save_quantised
+from qat_lora.models.load import CausalLM, cast, load_model, save_quantised
 from qat_lora.options import QuantizeOptions
 from qat_lora.quant.initialize import NEED_TEXT
 from qat_lora.quant.presets import preset
@@ -34,16 +31,7 @@ from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.memory import large_tensors_apart
 from qat_lora.runtime.host.signals import stop_signals
 from qat_lora.runtime.precision import tf32
-from qat_lora.setup.common import (
-    CALIBRATION_BATCH_ROWS,
-    cached_calibration_rows,
-    calibration_rows,
-    check_fits,
-    fits_positions,
-    say,
-    text_batches,
-    text_inputs,
-)
+from qat_lora.setup.common import calibration, say, text_inputs
 from qat_lora.setup.unfinished import Unfinished, remove_pieces
 from qat_lora.types import Batch
 
@@ -68,7 +56,7 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
     targets = check_reach(model.module, chosen)
     if options.start_method is not None:
         say(run, "start_method: no longer does anything; adapter starts are qera's, in the metric of --metric")
-    batches, text = _calibration(options, model) if options.init != "absmax" and has_text else (None, None)
+    batches, text = calibration(options, model) if options.init != "absmax" and has_text else (None, None)
     noted = None if run.overwrite else outputs.noted(out)
     settings = {name: value for name, value in to_dict(options).items() if name not in NO_PART_OF_THE_RESULT}
     settings |= {"seed": run.seed, "model_sha256": checkpoint_sha256(model.folder, noted)}
@@ -172,16 +160,3 @@ def _sensitivities(
         name: Sensitivity(parts["outputs"], [parts[f"tokens.{i}"].to(device) for i in range(len(batches))])
         for name, (parts, _) in zip(names, pieces, strict=True)
     }
-
-
-def _calibration(options: QuantizeOptions, model: CausalLM) -> tuple[Iterator[Batch], str]:
-    """Return the rows to calibrate on, and what their text is, wherever it lies."""
-    rows, length = options.calibration_rows, options.calibration_length
-    if options.kd_cache_dir is not None:
-        dataset = KDCacheDataset(options.kd_cache_dir)
-        check_fits(dataset, model)
-        return cached_calibration_rows(dataset, rows, options.run.seed), dataset.manifest.fingerprint.sha256
-    fits_positions(model, length)
-    tokenizer = load_tokenizer(model.folder, options.hub.trust_remote_code)
-    batches = text_batches(options.text, tokenizer, length, rows, CALIBRATION_BATCH_ROWS)
-    return calibration_rows(batches, rows), describe_source(options.text)

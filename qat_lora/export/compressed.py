@@ -27,7 +27,7 @@ from qat_lora.extras import require
 from qat_lora.files.finite import check_finite
 from qat_lora.files.identity import checkpoint_sha256
 from qat_lora.layers.convert import LM_HEAD, linear_layers, quant_layers, tied_embedding
-from qat_lora.models.load import DTYPES, copy_generation_config
+from qat_lora.models.load import DTYPES, GENERATION, copy_files
 
 PORTABLE = (2, 4, 8)  # widths that every version of compressed-tensors packs alike
 REFIT_BITS = 4
@@ -45,7 +45,7 @@ def plan(job: ExportJob) -> ExportPlan:
 
     def write(out: Path) -> None:
         save_compressed(model.module, found, out, job.dtype)
-        copy_generation_config(model.folder, out)
+        copy_files(model.folder, out, GENERATION)
         if adapter is not None:
             (out / "adapter").mkdir()
             save_adapter_copy(adapter, out / "adapter", "..", checkpoint_sha256(out))

@@ -13,7 +13,9 @@ without a warning. So the rule is recognised from the tokenizer's own descriptio
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,21 +35,7 @@ from qat_lora.models.load import DTYPES, CausalLM
 BLOCK = 32
 Q4_BITS = 4
 ARCHITECTURES = {"qwen3": "qwen3", "llama": "llama"}
-"""transformers' `model_type` to GGUF's architecture, for models whose layers are named as below."""
-OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-INSIDE = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+"""transformers' `model_type` to GGUF's architecture, for models whose layers Qwen3's names cover."""
 
 
 def plan(job: ExportJob) -> ExportPlan:
@@ -103,17 +91,21 @@ def check_architecture(model: CausalLM) -> str:
 
 
 def gguf_name(layer: str) -> str:
-    """Return GGUF's name of a layer.
+    """Return GGUF's name of a layer, by the library's own table.
 
     Raises:
         ModelError: a layer that these architectures do not have.
+        MissingExtraError: gguf is not installed.
     """
-    if layer in OUTSIDE:
-        return OUTSIDE[layer]
-    parts = layer.split(".", 3)
-    if len(parts) == 4 and parts[:2] == ["model", "layers"] and parts[3] in INSIDE:
-        return f"blk.{parts[2]}.{INSIDE[parts[3]]}"
+    if name := _names(1 + max(map(int, re.findall(r"\d+", layer)), default=0)).get_name(layer):
+        return str(name)
     raise ModelError(f"model: GGUF has no name for the layer {layer}")
+
+
+@functools.cache
+def _names(layers: int) -> Any:
+    gguf = require("gguf", "export")
+    return gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, layers)
 
 
 def to_blocks(model: CausalLM, exact_only: bool = False) -> dict[str, Integers | None]:
@@ -193,13 +185,9 @@ def save_base(
     writer.add_token_list(vocab.tokens)
     writer.add_token_types(vocab.kinds)
     writer.add_token_merges(vocab.merges)
-    for index, add in (
-        (tokenizer.bos_token_id, writer.add_bos_token_id),
-        (tokenizer.eos_token_id, writer.add_eos_token_id),
-        (tokenizer.pad_token_id, writer.add_pad_token_id),
-    ):
-        if index is not None:
-            add(index)
+    for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if (index := getattr(tokenizer, token)) is not None:
+            getattr(writer, f"add_{token}")(index)
     writer.add_add_bos_token(False)
     if getattr(tokenizer, "chat_template", None):
         writer.add_chat_template(tokenizer.chat_template)

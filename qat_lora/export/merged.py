@@ -11,7 +11,7 @@ from pathlib import Path
 from qat_lora.errors import ModelError
 from qat_lora.export.forms import ExportJob, ExportPlan
 from qat_lora.layers.convert import lora_layers, merge, quant_layers
-from qat_lora.models.load import DTYPES, cast, copy_generation_config, save_model
+from qat_lora.models.load import DTYPES, GENERATION, cast, copy_files, save_model
 
 LOAD_TOKENIZER = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -39,7 +39,7 @@ def plan(job: ExportJob) -> ExportPlan:
         if hasattr(model.module.config, "quantization_config"):
             del model.module.config.quantization_config
         save_model(model.module, out)
-        copy_generation_config(model.folder, out)
+        copy_files(model.folder, out, GENERATION)
 
     return ExportPlan(write)
 

@@ -15,10 +15,10 @@ from typing import Any
 from qat_lora.errors import ModelError
 from qat_lora.export.forms import ExportJob, ExportPlan, display_name
 from qat_lora.export.merged import LOAD_TOKENIZER
-from qat_lora.files.checksums import NOTE, check_folder, read_object, seal
+from qat_lora.files.checksums import NOTE, TOKENIZER, check_folder, read_object, seal
 from qat_lora.files.identity import checkpoint_sha256
 from qat_lora.models.adapter import CONFIG, WEIGHTS, read_adapter
-from qat_lora.models.load import copy_generation_config, copy_tokenizer
+from qat_lora.models.load import GENERATION, copy_files, copy_tokenizer
 
 BASE = "base"
 
@@ -53,11 +53,8 @@ def save_pair(adapter: Path, base: Path, out: Path) -> None:
     info = read_adapter(adapter)
     check_folder(base)
     (out / BASE).mkdir(parents=True)
-    for file in sorted([*base.glob("model*.safetensors"), *base.glob("model*.index.json")]):
-        shutil.copyfile(file, out / BASE / file.name)
+    copy_files(base, out / BASE, "model*.safetensors", "model*.index.json", GENERATION, *TOKENIZER)
     _write(_without_paths(read_object(base / "config.json")), out / BASE / "config.json")
-    copy_tokenizer(base, out / BASE)
-    copy_generation_config(base, out / BASE)
     seal(out / BASE)
     if info.base_sha256 not in (None, checkpoint_sha256(out / BASE, info.base_sha256)):
         raise ModelError(f"adapter: {adapter} belongs to another base than {base}, which changed meanwhile")

@@ -135,11 +135,6 @@ class ObjectiveConfig:
             return f"estimator {self.estimator}"
         return "hard_top1_weight" if "hard_top1" in self.weights_at(0.0) else None
 
-    @property
-    def needs_teacher_lm_head(self) -> bool:
-        """True if a term needs the teacher's output head."""
-        return self.kd_weight > 0 and self.estimator == "full"
-
     def weights_at(self, progress: float) -> dict[str, float]:
         """Return the weight of every term at a progress of training from 0 to 1; same names at any progress."""
         start = self.hard_top1_weight

@@ -58,10 +58,6 @@ def _forward(model: CausalLM, ids_BT: Tensor, positions_T: Tensor, length: int, 
     masks = additive_masks(model.config, (distance_TL >= 0)[None], distance_TL, computing_dtype(module))
     backbone = getattr(module, module.base_model_prefix)
     output = backbone(
-        input_ids=ids_BT,
-        attention_mask=masks,
-        position_ids=positions_T[None],
-        past_key_values=cache,
-        use_cache=True,
+        input_ids=ids_BT, attention_mask=masks, position_ids=positions_T[None], past_key_values=cache, use_cache=True
     )
     return output.last_hidden_state

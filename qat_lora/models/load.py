@@ -61,6 +61,8 @@ FILE_SUFFIXES = (".pt", ".pth", ".safetensors")
 PACKED = "compressed-tensors"
 TILED, BLOCKED, FLEX = "qat_lora_tiled", "qat_lora_blocked", "qat_lora_flex"
 """Names of our attention among those of transformers."""
+GENERATION = "generation_config.json"
+"""A model's default generation settings."""
 PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", SUMS]
 
 
@@ -408,15 +410,12 @@ def save_model(module: Any, out: Path) -> None:
 
 def copy_tokenizer(source: Path, out: Path) -> None:
     """Copy tokenizer and chat template files: saving them again can change their bytes."""
-    for pattern in TOKENIZER:
-        for file in source.glob(pattern):
-            shutil.copyfile(file, out / file.name)
+    copy_files(source, out, *TOKENIZER)
 
 
-def copy_generation_config(source: Path, out: Path) -> None:
-    """Copy a model's default generation settings, where its folder has them."""
-    file = source / "generation_config.json"
-    if file.is_file():
+def copy_files(source: Path, out: Path, *patterns: str) -> None:
+    """Copy the files of a folder whose names match, as many as there are."""
+    for file in (file for pattern in patterns for file in source.glob(pattern)):
         shutil.copyfile(file, out / file.name)
 
 
@@ -443,11 +442,7 @@ def save_with_tensors(folder: Path, out: Path, tensors: Mapping[str, Tensor]) ->
         save_file(stored, out / file.name, metadata={"format": "pt"})
     if left:
         raise ModelError(f"checkpoint {folder}: lacks the tensors {', '.join(sorted(left)[:4])}")
-    for file in folder.glob("*.json"):
-        if file.name in ("config.json", "model.safetensors.index.json"):
-            shutil.copyfile(file, out / file.name)
-    copy_generation_config(folder, out)
-    copy_tokenizer(folder, out)
+    copy_files(folder, out, "config.json", "model.safetensors.index.json", GENERATION, *TOKENIZER)
     seal(out)
     return out
 

@@ -31,10 +31,8 @@ class Student:
 
 def adapter_folder(name: str) -> Path | None:
     """Return the adapter folder that a name means: itself, a run's `best`, an export's `adapter`; None for others."""
-    for folder in (Path(name).expanduser(), Path(name).expanduser() / "best", Path(name).expanduser() / "adapter"):
-        if (folder / CONFIG).is_file():
-            return folder
-    return None
+    place = Path(name).expanduser()
+    return next((f for f in (place, place / "best", place / "adapter") if (f / CONFIG).is_file()), None)
 
 
 def base_folder(adapter: Path) -> Path:

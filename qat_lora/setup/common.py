@@ -11,12 +11,12 @@ import numpy as np
 
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.data.packing import PackedRow, make_encoder, pack_rows
-from qat_lora.data.sources import TextConfig, open_documents
+from qat_lora.data.sources import TextConfig, describe_source, open_documents
 from qat_lora.errors import ConfigError, MissingExtraError
 from qat_lora.layers.stacked import forget_layers, stack_layers
 from qat_lora.models.hub import HubConfig
 from qat_lora.models.load import FILE_SUFFIXES, CausalLM, load_tokenizer, resolve_model, tokenizer_sha256
-from qat_lora.options import RunConfig
+from qat_lora.options import QuantizeOptions, RunConfig
 from qat_lora.runtime.base import Runtime
 from qat_lora.terminal import redact
 from qat_lora.types import Batch
@@ -111,6 +111,19 @@ def cached_calibration_rows(dataset: KDCacheDataset, rows: int, seed: int) -> It
     """Return some rows of a cache for calibration; all where it has fewer."""
     steps = -(-min(rows, len(dataset)) // CALIBRATION_BATCH_ROWS)
     return calibration_rows(dataset.batches(0, steps, CALIBRATION_BATCH_ROWS, seed=seed), rows)
+
+
+def calibration(options: QuantizeOptions, model: CausalLM) -> tuple[Iterator[Batch], str]:
+    """Return the rows to calibrate on, and what their text is, wherever it lies."""
+    rows, length = options.calibration_rows, options.calibration_length
+    if options.kd_cache_dir is not None:
+        dataset = KDCacheDataset(options.kd_cache_dir)
+        check_fits(dataset, model)
+        return cached_calibration_rows(dataset, rows, options.run.seed), dataset.manifest.fingerprint.sha256
+    fits_positions(model, length)
+    tokenizer = load_tokenizer(model.folder, options.hub.trust_remote_code)
+    batches = text_batches(options.text, tokenizer, length, rows, CALIBRATION_BATCH_ROWS)
+    return calibration_rows(batches, rows), describe_source(options.text)
 
 
 def batches_of(taken: Iterator[PackedRow], length: int, batch_rows: int) -> Iterator[Batch]:

@@ -67,7 +67,7 @@ def prepare(
         objective = replace(objective, estimator=name)
     teacher_lm_head = anchor = None
     no_topk = isinstance(dataset, KDCacheDataset) and not dataset.k  # then evaluations need the teacher's output head
-    if objective.needs_teacher_lm_head or no_topk:
+    if no_topk or (objective.kd_weight > 0 and objective.estimator == "full"):
         held = dataset.teacher_lm_head()
         bias_V = None if held.bias_V is None else held.bias_V.to(runtime.device)
         teacher_lm_head = replace(held, weight_VH=held.weight_VH.to(runtime.device), bias_V=bias_V)

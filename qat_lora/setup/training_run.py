@@ -132,16 +132,9 @@ def train_student(
             export(parameters_at(model.module, paths), plan.out / name)
 
     evaluate = evaluation(measured, model, loop, runtime, prepared.teacher_lm_head)
-    return train(
-        state,
-        data.rows,
-        prepared,
-        plan.options.train,
-        loop,
-        LoopHooks(evaluate, export_as, data.metric),
-        runtime,
-        RunSettings(plan.out, run.seed, fingerprint, run.quiet),
-    )
+    hooks = LoopHooks(evaluate, export_as, data.metric)
+    settings = RunSettings(plan.out, run.seed, fingerprint, run.quiet)
+    return train(state, data.rows, prepared, plan.options.train, loop, hooks, runtime, settings)
 
 
 def place_student(
@@ -159,10 +152,8 @@ def place_student(
     paths = trained_paths(model.module, groups())
     stacked, layers = stack_layers(model.module, scan) if scan is not None else (0, 0)
     if stacked < layers:
-        say(
-            run,
-            f"{layers - stacked} of {layers} layers differ from their neighbours or have dropout: traced one by one",
-        )
+        odd = f"{layers - stacked} of {layers} layers"
+        say(run, f"{odd} differ from their neighbours or have dropout: traced one by one")
     runtime.place(model.module)
     if runtime.shard_base:
         here, whole = sharded_bytes(model.module)

@@ -2,8 +2,9 @@
 
 The loop (`loop`) computes steps; evaluating and saving are callbacks, as in OLMo-core, and both see the same `Run`.
 Their order makes a checkpoint complete: the log is flushed before an evaluation, the evaluation is counted before the
-checkpoint that contains its result, and a stop comes after the checkpoint. Only the compile watch is no callback, since
-it looks into a step. What an evaluation or an export *is* comes in as a function (`LoopHooks`).
+checkpoint that contains its result, and a stop comes after the checkpoint. `is_due` tells whether `after_step` needs
+all lines of the log written; all processes must give the same answer. Only the compile watch is no callback, since it
+looks into a step. What an evaluation or an export *is* comes in as a function (`LoopHooks`).
 """
 
 from __future__ import annotations
@@ -213,21 +214,7 @@ class Run:
         raise (type(error)(f"{error}{text}") if isinstance(error, QatLoraError) else error) from error
 
 
-class Callback:
-    """A side job of the loop; every method may be left out."""
-
-    def before_training(self, run: Run) -> None:
-        """Called before the first step, also of a resumed run."""
-
-    def is_due(self, run: Run) -> bool:
-        """Tell whether `after_step` needs all lines of the log written; all processes must give the same answer."""
-        return False
-
-    def after_step(self, run: Run, due: bool) -> None:
-        """Called after an optimizer step was dispatched, with the answer of `is_due`."""
-
-
-class Evaluate(Callback):
+class Evaluate:
     """Evaluates at the start, every so many steps and at the end, and exports each new best."""
 
     def before_training(self, run: Run) -> None:
@@ -279,7 +266,7 @@ def _evaluate(run: Run) -> None:
     run.log.pause()
 
 
-class Checkpoint(Callback):
+class Checkpoint:
     """Saves every so many steps or minutes and at the end; saves, and then ends, a run that was asked to stop."""
 
     saved_at = 0.0

@@ -21,7 +21,7 @@ from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.saving import random_states, set_random_states
 from qat_lora.runtime.host.signals import stop_signals
 from qat_lora.train.anchor import anchor_batches, anchor_micro_batch
-from qat_lora.train.callbacks import Callback, Checkpoint, Evaluate, LoopConfig, LoopHooks, Progress, Run, RunSettings
+from qat_lora.train.callbacks import Checkpoint, Evaluate, LoopConfig, LoopHooks, Progress, Run, RunSettings
 from qat_lora.train.checkpoint import STATE, checkpoints, load_checkpoint
 from qat_lora.train.compile_watch import COMPILED, OPTIMIZER_COMPILED, OPTIMIZER_TRACED, TRACED, CompileWatch
 from qat_lora.train.metrics import EMPTY, EVALUATIONS, LOGS, METRICS, MetricsLog, cut_back
@@ -64,7 +64,7 @@ def train(
     with stop_signals() as stopped, closing(log), closing(watch):
         run = Run(state, optimizer, runtime, hooks, settings, loop, progress, start, log, stopped)
         steps = _Steps(run, rows, prepared, optim, watch)
-        callbacks: tuple[Callback, ...] = (Evaluate(), Checkpoint())
+        callbacks: tuple[Evaluate | Checkpoint, ...] = (Evaluate(), Checkpoint())
         for callback in callbacks:
             callback.before_training(run)
         while not run.is_over:

@@ -123,10 +123,9 @@ class AdamW(torch.optim.Optimizer):
         groups: list[dict[str, Any]],
         betas: tuple[float, float],
         send: Callable[[Sequence[float]], Tensor],
-        eps: float = 1e-8,
         ema: float = 0.0,
     ) -> None:
-        super().__init__(groups, {"betas": betas, "eps": eps, "ema": ema})
+        super().__init__(groups, {"betas": betas, "eps": 1e-8, "ema": ema})
         self._send = send
         self.flats: list[_Flat] = []
         for group in self.param_groups:

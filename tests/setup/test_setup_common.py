@@ -5,9 +5,8 @@ import pytest
 from toy_pipeline import cache_options, call, quantize_options
 
 from qat_lora.cache.read.dataset import KDCacheDataset
-from qat_lora.commands.quantize import _calibration
 from qat_lora.models.load import load_model
-from qat_lora.setup.common import cached_calibration_rows, calibration_rows, run_name
+from qat_lora.setup.common import cached_calibration_rows, calibration, calibration_rows, run_name
 
 
 @pytest.mark.parametrize(
@@ -40,5 +39,5 @@ def test_a_cache_gives_as_many_rows_as_asked_for_or_all(tiny, tmp_path):
         rows = [row for batch in cached_calibration_rows(dataset, asked, seed=0) for row in batch["input_ids"]]
         assert len(rows) == given and len({row.tobytes() for row in rows}) == given
     moved = cache.rename(tmp_path / "moved")
-    _, text = _calibration(quantize_options(tiny, tmp_path / "student", moved), load_model(str(tiny.teacher)))
+    _, text = calibration(quantize_options(tiny, tmp_path / "student", moved), load_model(str(tiny.teacher)))
     assert text == dataset.manifest.fingerprint.sha256

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -146,7 +145,7 @@ def _library() -> torch.library.Library:
 
 def _on_gpu(raw_CV: Tensor, *arguments: Any) -> None:
     with torch.cuda.device_of(raw_CV):  # Triton launches where the caller is, not where the tensors are
-        _launch(_triton_kernel(), raw_CV, *arguments)
+        _triton_kernel().launch(raw_CV, *arguments)
 
 
 def _interpreted(raw_CV: Tensor, *arguments: Any) -> None:
@@ -156,7 +155,7 @@ def _interpreted(raw_CV: Tensor, *arguments: Any) -> None:
             "loss_walk: kernel runs on CUDA, and the tensors are on a CPU; give positions or vocabulary, or set "
             "TRITON_INTERPRET=1 before the start to try it"
         )
-    _launch(module, raw_CV, *arguments)
+    module.launch(raw_CV, *arguments)
 
 
 def _triton_kernel() -> ModuleType:
@@ -167,28 +166,3 @@ def _triton_kernel() -> ModuleType:
             "loss_walk: kernel needs Triton, which comes with PyTorch for CUDA on Linux; give positions or vocabulary"
         ) from None
     return triton_kernel
-
-
-def _launch(
-    module: Any,
-    raw_CV: Tensor,
-    bias_V: Tensor | None,
-    given: Sequence[Tensor],
-    results: Sequence[Tensor],
-    factors: Sequence[float],
-    estimator: str,
-    gradient: bool,
-) -> None:
-    ids_NK, log_t_NK, log_m_N, ids_ND, gradients_ND, scale_N, mask_N = given
-    logit_scale, softcap, temperature = factors
-    inner, outer = (logit_scale / softcap, softcap / temperature) if softcap else (logit_scale / temperature, 1.0)
-    sizes = raw_CV.shape[1], ids_NK.shape[1], ids_ND.shape[1]
-    module.launch(
-        module.Logits(raw_CV, bias_V),
-        module.TopK(ids_NK, log_t_NK, log_m_N),
-        module.Points(ids_ND, gradients_ND),
-        module.Rows(scale_N, mask_N),
-        module.Results(*results),
-        module.Factors(inner, outer, logit_scale / temperature),
-        module.form_of(estimator, bool(softcap), gradient, sizes),
-    )

@@ -171,24 +171,20 @@ def with_tensors(task: Task, per_row: Callable[[Tensor], Tensor], whole: Callabl
 def group_terms(terms: Sequence[Term]) -> list[Group]:
     """Sort terms into as few softmax passes as their temperatures and top-K ids allow."""
     groups: list[Group] = []
-    for index, term in enumerate(terms):
-        if isinstance(term, TopKTerm):
-            ids = term.teacher.ids_NK
-            same = [g for g in groups if g.temperature == term.temperature and g.ids_NK is ids]
-            if not same:
-                same = [Group(term.temperature, ids, [], [], [])]
-                groups += same
-            same[0].topk.append((index, term))
-        elif isinstance(term, DenseTerm):
+    for index, term in sorted(enumerate(terms), key=lambda pair: isinstance(pair[1], PointTerm)):  # points join others
+        if isinstance(term, DenseTerm):
             held, dtype = term.lm_head, term.lm_head.weight_VH.dtype
             term = replace(term, lm_head=real_vocabulary(held, dtype, wide_dtype(dtype)))
             groups.append(Group(term.temperature, None, [], [], [(index, term)]))
-    for index, term in enumerate(terms):
-        if isinstance(term, PointTerm):
-            same = [g for g in groups if g.temperature == term.temperature]
-            if not same:
-                same = [Group(term.temperature, None, [], [], [])]
-                groups += same
+            continue
+        ids = term.teacher.ids_NK if isinstance(term, TopKTerm) else None
+        same = [g for g in groups if g.temperature == term.temperature and (ids is None or g.ids_NK is ids)]
+        if not same:
+            same = [Group(term.temperature, ids, [], [], [])]
+            groups += same
+        if isinstance(term, TopKTerm):
+            same[0].topk.append((index, term))
+        else:
             same[0].points.append((index, term))
     return groups
 

@@ -18,6 +18,7 @@ small tail: see `by_token`. `debug_barrier` is CUDA's `__syncthreads`: it orders
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import triton
@@ -103,12 +104,23 @@ def form_of(estimator: str, capped: bool, gradient: bool, sizes: tuple[int, int,
 
 
 def launch(
-    logits: Logits, topk: TopK, points: Points, rows: Rows, results: Results, factors: Factors, form: Form
+    raw_CV: Tensor,
+    bias_V: Tensor | None,
+    given: Sequence[Tensor],
+    results: Sequence[Tensor],
+    factors: Sequence[float],
+    estimator: str,
+    gradient: bool,
 ) -> None:
-    """Start the kernel on the current device: a program for each row. All tensors are contiguous."""
-    count: Tensor = results.loss
-    if count.numel():
-        kd_rows[(count.numel(),)](logits, topk, points, rows, results, factors, form, num_warps=WARPS)
+    """Start the kernel on the current device, a program for each row; arguments as in `by_kernel._run`, contiguous."""
+    ids_NK, log_t_NK, log_m_N, ids_ND, gradients_ND, scale_N, mask_N = given
+    logit_scale, softcap, temperature = factors
+    inner, outer = (logit_scale / softcap, softcap / temperature) if softcap else (logit_scale / temperature, 1.0)
+    form = form_of(estimator, bool(softcap), gradient, (raw_CV.shape[1], ids_NK.shape[1], ids_ND.shape[1]))
+    logits, topk, points = Logits(raw_CV, bias_V), TopK(ids_NK, log_t_NK, log_m_N), Points(ids_ND, gradients_ND)
+    rows, scales = Rows(scale_N, mask_N), Factors(inner, outer, logit_scale / temperature)
+    if count := len(scale_N):
+        kd_rows[(count,)](logits, topk, points, rows, Results(*results), scales, form, num_warps=WARPS)
 
 
 @triton.jit
