@@ -199,7 +199,7 @@ def test_codes_of_formed_weights_stay_on_the_host_of_a_tpu(student, tiny):
 
 @pytest.mark.parametrize("device", ["tpu", "cuda"])
 def test_a_sharded_base_is_a_share_of_each_matrix_and_one_layer_gathered(tiny, device):
-    run = RunConfig(device=device, chips=ChipsConfig(shard_base=True, parallel="spmd"))
+    run = RunConfig(device=device, dtype="float32", chips=ChipsConfig(shard_base=True, parallel="spmd"))
     names = ("v6e-1", "v6e-4") if device == "tpu" else ("h100", "h100-4")
     whole, shared = (ask(tiny.teacher, run=run, devices=(name,))["bytes"]["weights"] for name in names)
     layer = 4 * 61_440 // 2
