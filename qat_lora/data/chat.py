@@ -67,7 +67,7 @@ def _within(piece: Piece, spans: np.ndarray) -> np.ndarray:
 
 
 def answer_spans(whole: str, messages: list[Message], render: Callable[..., str], where: str) -> list[tuple[int, int]]:
-    """Return the character spans [start, end) of the answers, turn ends included; raises as `encode_chat`."""
+    """Return the character spans [start, end) of the answers, turn ends included; TextError if they cannot be told."""
     spans = []
     for i, message in enumerate(messages):
         if message["role"] != "assistant":

@@ -48,12 +48,7 @@ class Backend:
 
 
 def open_backend(name: str, hub: HubConfig, run: RunConfig, runtime: Runtime) -> Backend:
-    """Open the folder of a GGUF export, or anything else that `open_student` opens.
-
-    Raises:
-        MissingExtraError: a GGUF export, and no llama-cpp-python.
-        ModelError: there is no such model, or its files are damaged.
-    """
+    """Open the folder of a GGUF export, which needs llama-cpp-python, or anything else as `open_student` does."""
     folder = Path(name).expanduser()
     return _llama_cpp(folder) if (folder / BASE).is_file() else _ours(name, hub, run, runtime)
 
