@@ -30,34 +30,25 @@ if TYPE_CHECKING:
 
 
 def build_kd_cache(options: CacheBuildOptions | None = None, /, **settings: Any) -> Path:
-    """Write a teacher's logits to a KD cache; the same as `qat-lora cache build`.
+    """Write a teacher's logits to a KD cache and return its folder; the same as `qat-lora cache build`.
 
     Settings are, among others, `teacher`, `dataset`, `length`, `top_k`, `out`, `recipe`.
-
-    Returns:
-        The folder of the finished cache.
     """
     return _call("cache build", options, settings)
 
 
 def quantize_model(options: QuantizeOptions | None = None, /, **settings: Any) -> Path:
-    """Quantise a model and prepare its adapter start; the same as `qat-lora quantize`.
+    """Quantise a model, prepare its adapter start and return its folder; the same as `qat-lora quantize`.
 
     Settings are, among others, `model`, `preset`, `init`, `kd_cache_dir`, `out`, `recipe`.
-
-    Returns:
-        The folder of the quantised model.
     """
     return _call("quantize", options, settings)
 
 
 def train_recovery_lora(options: RecoverOptions | None = None, /, **settings: Any) -> Path:
-    """Train a recovery adapter from a KD cache; the same as `qat-lora recover`.
+    """Train a recovery adapter from a KD cache; return the run's folder, whose `best` it is. As `qat-lora recover`.
 
     Settings are, among others, `checkpoint`, `kd_cache_dir`, `recovery_r`, `max_steps`, `recipe`.
-
-    Returns:
-        The run's folder; its `best` is the adapter.
     """
     return _call("recover", options, settings)
 
@@ -65,10 +56,8 @@ def train_recovery_lora(options: RecoverOptions | None = None, /, **settings: An
 def evaluate_models(options: EvalOptions | None = None, /, **settings: Any) -> dict[str, Any]:
     """Score students beside their teacher on held-out text; the same as `qat-lora eval`.
 
-    Settings are, among others, `teacher`, `students`, `dataset`, `out`, `recipe`.
-
-    Returns:
-        Perplexity, KL to the teacher, agreement and more, by model; report card and picture are in `out`.
+    Settings are, among others, `teacher`, `students`, `dataset`, `out`, `recipe`. Returned are perplexity, KL to the
+    teacher, agreement and more, by model; report card and picture are in `out`.
     """
     return _call("eval", options, settings)
 
@@ -76,21 +65,16 @@ def evaluate_models(options: EvalOptions | None = None, /, **settings: Any) -> d
 def generate_text(options: GenerateOptions | None = None, /, **settings: Any) -> str | list[dict[str, str]]:
     """Continue a prompt, or every line of a file, with a student; the same as `qat-lora generate`.
 
-    Settings are, among others, `student`, `prompt`, `chat`, `max_new_tokens`.
-
-    Returns:
-        The text; for a file of prompts a list of prompts and texts.
+    Settings are, among others, `student`, `prompt`, `chat`, `max_new_tokens`. Returned is the text; for a file of
+    prompts a list of prompts and texts.
     """
     return _call("generate", options, settings)
 
 
 def export_student(options: ExportOptions | None = None, /, **settings: Any) -> Path:
-    """Write a student in a form that other tools load; the same as `qat-lora export`.
+    """Write a student in a form that other tools load and return the folder; the same as `qat-lora export`.
 
     Settings are, among others, `student`, `form`, `out`.
-
-    Returns:
-        The folder that was written.
     """
     return _call("export", options, settings)
 

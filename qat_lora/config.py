@@ -86,7 +86,12 @@ def settings(cls: type[C]) -> type[C]:
     more = getattr(cls, "__post_init__", None)
 
     def check(self: Any) -> None:
-        _check_bounds(self)
+        for field in dataclasses.fields(self):
+            value, bounds = getattr(self, field.name), field.metadata
+            if "refusal" in bounds and isinstance(value, int | float):  # a setting that is None passes
+                if not (bounds["min"] <= value <= bounds["max"] and bounds["above"] < value < math.inf):
+                    raise ConfigError(f"{field.name}: {value} {bounds['refusal']}")
+                _refuse_large(field, value, field.name)
         for field in dataclasses.fields(self):
             if field.metadata.get("required"):
                 required(self, field.name)
@@ -95,16 +100,6 @@ def settings(cls: type[C]) -> type[C]:
 
     cls.__post_init__ = check  # type: ignore[attr-defined]
     return dataclass(frozen=True)(cls)
-
-
-def _check_bounds(config: Any) -> None:
-    """Raise ConfigError for numbers outside their bounds or not finite; a setting that is None passes."""
-    for field in dataclasses.fields(config):
-        value, bounds = getattr(config, field.name), field.metadata
-        if "refusal" in bounds and isinstance(value, int | float):
-            if not (bounds["min"] <= value <= bounds["max"] and bounds["above"] < value < math.inf):
-                raise ConfigError(f"{field.name}: {value} {bounds['refusal']}")
-            _refuse_large(field, value, field.name)
 
 
 def _refuse_large(field: dataclasses.Field[Any], value: Any, where: str) -> None:

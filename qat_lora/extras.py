@@ -10,11 +10,7 @@ from qat_lora.errors import MissingExtraError
 
 
 def require(module: str, extra: str) -> Any:
-    """Import an optional module.
-
-    Args:
-        module: dotted name, for example `matplotlib`.
-        extra: the extra of this package that installs it.
+    """Import an optional module by its dotted name; `extra` is the extra of this package that installs it.
 
     Raises:
         MissingExtraError: it is not installed.

@@ -68,12 +68,14 @@ def _named(path: str) -> Any:
 def _command(
     words: str, help: str, options: str = "", device: Device = "one chip", plan: str = "", at: str = "", **first: str
 ) -> Command:
-    plan, function = plan and f"qat_lora.plan.{plan}", at or f"{words}:{words}"
+    group, _, word = words.rpartition(" ")
+    function = at or (f"{group}_files:{word}" if group else f"{word}:{word}")
+    plan = plan and f"qat_lora.plan.{plan}"
     return Command(words, f"qat_lora.commands.{function}", help, options, device, plan, first)
 
 
-# Words, line of help, class in `options`, device; the function in `plan`, and in `commands` where it has another name
-# than the words; words without a name.
+# Words, line of help, class in `options`, device; the function in `plan`, and in `commands` where it is not
+# `WORD:WORD`, of a group `GROUP_files:WORD`; words without a name.
 _COMMANDS = (
     _command("demo", "Train, damage and recover a small model on this machine.", "DemoOptions"),
     _command(
@@ -86,19 +88,11 @@ _COMMANDS = (
         at="cache:audit_cache",
         kd_cache_dir="PATH",
     ),
-    _command(
-        "cache verify",
-        "Read every byte of a cache; exit code 1 and the shard's name on any damage.",
-        at="cache_files:verify",
-    ),
-    _command("cache info", "Show what is in a cache: sizes, head, tail mass, a few rows.", at="cache_files:info"),
+    _command("cache verify", "Read every byte of a cache; exit code 1 and the shard's name on any damage."),
+    _command("cache info", "Show what is in a cache: sizes, head, tail mass, a few rows."),
     _command("cache export", "Write a cache's rows in a form that other tools read.", at="cache_files:export_cache"),
-    _command(
-        "cache pack",
-        "Make a cache smaller for moving it, without loss; unpack it before training from it.",
-        at="cache_files:pack",
-    ),
-    _command("cache unpack", "Write the cache that was packed, bit for bit.", at="cache_files:unpack"),
+    _command("cache pack", "Make a cache smaller for moving it, without loss; unpack it before training from it."),
+    _command("cache unpack", "Write the cache that was packed, bit for bit."),
     _command(
         "quantize", "Quantise a model and prepare its adapter start.", "QuantizeOptions", plan="quantize:plan_quantize"
     ),

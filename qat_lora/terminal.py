@@ -28,9 +28,7 @@ _PARAMETER = re.compile(r"([?&][\w.-]*(?:token|secret|key|sig|pass|credential|au
 def redact(text: str, address: str = "") -> str:
     """Return a text with `***` in place of credentials in its addresses.
 
-    Args:
-        text: any.
-        address: its credentials are hidden where they stand alone too, as drivers quote them.
+    Those of `address` are hidden where they stand alone too, as drivers quote them.
     """
     for found in _USER.finditer(address):
         text = text.replace(found[2], HIDDEN)

@@ -276,7 +276,7 @@ def doctor(planned: tuple[str, ...], compile_for: str | None) -> None:
     Exit code 1 where something needs fixing.
     """
     if compile_for is not None:
-        raise SystemExit(_compile_for(compile_for, planned))
+        raise SystemExit(_compile.main(planned, "doctor --compile-for", standalone_mode=False, obj=compile_for))
     findings = examine(os.environ, _requirements(planned) if planned else None)
     echo(findings_text(findings))
     if any(finding.fix for finding in findings):
@@ -299,19 +299,13 @@ def doctor(planned: tuple[str, ...], compile_for: str | None) -> None:
 @click.option("--keep", type=click.Path(path_type=Path, file_okay=False))
 @click.option("--compiler")
 @click.option("--json", "as_json", is_flag=True)
-def _recovery(**settings: Any) -> dict[str, Any]:
-    """Read what follows --compile-for."""
-    return settings
-
-
-def _compile_for(chip: str, words: Sequence[str]) -> int:
+@click.pass_obj
+def _compile(chip: str, graphs: str, keep: Path | None, compiler: str | None, as_json: bool, **given: Any) -> int:
     """Print what the TPU's compiler makes of a recovery; return 1 where it refuses a graph."""
-    given = _recovery.make_context("doctor --compile-for", list(words)).params
-    keep, compiler, as_json = given.pop("keep"), given.pop("compiler"), given.pop("as_json")
-    graphs = tuple(name.strip() for name in given.pop("graphs").split(","))
-    if unknown := set(graphs) - set(NAMES):
+    names = tuple(name.strip() for name in graphs.split(","))
+    if unknown := set(names) - set(NAMES):
         raise click.UsageError(f"graphs: {', '.join(sorted(unknown))}; allowed: {', '.join(NAMES)}")
-    asked = Asked(**given, graphs=graphs)
+    asked = Asked(**given, graphs=names)
     say = (lambda line: None) if as_json else echo
     report = compile_recovery(chip, asked, find_compiler(compiler), keep, say)
     echo(json.dumps(report) if as_json else table(report))

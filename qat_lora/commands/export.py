@@ -40,11 +40,8 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
     tokenizer = load_tokenizer(student.model.folder, options.hub.trust_remote_code)
     origin = read_origin(student.model.module.config, adapter)  # before merging forgets it
     scores = None if options.scores is None else read_scores(options.scores)
-    plan = FORMS[options.form].plan(
-        ExportJob(
-            str(options.student), student, adapter, tokenizer, options.dtype, options.container_bits, options.exact_only
-        )
-    )
+    of_form = options.dtype, options.container_bits, options.exact_only
+    plan = FORMS[options.form].plan(ExportJob(str(options.student), student, adapter, tokenizer, *of_form))
     settings = {key: value for key, value in to_dict(options).items() if key not in ("run", "hub")}
     settings |= {"weights": student.sha256}
     inputs = [options.student, student.model.folder, adapter, *text_inputs(options.text), options.scores]

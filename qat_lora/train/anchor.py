@@ -86,8 +86,7 @@ def anchor_micro_batch(
 ) -> Sums:
     """Run forward and backward on a batch of `anchor_batches`, after the step's other micro-batches.
 
-    Returns:
-        The sums of all micro-batches; `sums` are those of the others.
+    Returned are the sums of all micro-batches; `sums` are those of the others.
     """
     counts = torch.stack([sums["tokens"].float(), batch["target_mask"].sum(dtype=torch.float32)])
     tokens, own_tokens = runtime.all_reduce_mean(counts).unbind()

@@ -81,7 +81,8 @@ def reconstruct(
 ) -> list[dict[str, float]]:
     """Train the codes and scales of a quantised model block by block, in place; packed codes again at the end.
 
-    A block that training did not bring nearer keeps its start.
+    A block that training did not bring nearer keeps its start. Returned is for every block the mean squared error of
+    its output `before` and `after`, as a share of the output's own.
 
     Args:
         student, full: the quantised model and the one it was made of, placed, in float32.
@@ -89,9 +90,6 @@ def reconstruct(
         batches: calibration batches of one shape, on the device.
         config, runtime, quiet: steps and learning rates; the device; no progress bar.
         work: keeps every finished block, and has those that an interrupted run finished.
-
-    Returns:
-        For every block the mean squared error of its output `before` and `after`, as a share of the output's own.
 
     Raises:
         InterruptedRunError: the run was asked to stop.

@@ -202,8 +202,7 @@ class Run:
     def give_up(self, error: QatLoraError | OSError | None) -> NoReturn:
         """End the run because rows cannot be read, after a checkpoint of the last good step.
 
-        Args:
-            error: raised in this process; None if another process failed.
+        The error is of this process; None if another one failed.
         """
         if self.step > self.start:
             self.save()

@@ -112,7 +112,15 @@ class CompileWatch:
                 self._compare_host()
             return
         else:
-            self._warn_of(new, step)
+            what = "; ".join(self._changed.values()) or (
+                "no shape of the batch changed; a number that changes from step to step may be compiled in, "
+                "PT_XLA_DEBUG_LEVEL=1 names the line"
+            )
+            self._late += new
+            message = f"step {step} compiled {new} graph{'s' if new > 1 else ''} more: {what}"
+            if self._most is not None and self._late > self._most:
+                raise RecompiledError(f"max_recompiles: {self._most}, but {message}")
+            logging.getLogger(__name__).warning(message)
         self._steady_steps, self._traced_s, self._other_s = 0, 0.0, 0.0
 
     def _lap(self) -> float:
@@ -140,14 +148,3 @@ class CompileWatch:
                 f"host-bound: tracing takes {traced_ms:.0f} of a step's {step_ms:.0f} ms, and the device waits for it; "
                 "give larger micro-batches (--batch-size), and as many fewer of them (--accumulation-steps)"
             )
-
-    def _warn_of(self, new: int, step: int) -> None:
-        what = "; ".join(self._changed.values()) or (
-            "no shape of the batch changed; a number that changes from step to step may be compiled in, "
-            "PT_XLA_DEBUG_LEVEL=1 names the line"
-        )
-        self._late += new
-        message = f"step {step} compiled {new} graph{'s' if new > 1 else ''} more: {what}"
-        if self._most is not None and self._late > self._most:
-            raise RecompiledError(f"max_recompiles: {self._most}, but {message}")
-        logging.getLogger(__name__).warning(message)

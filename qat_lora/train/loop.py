@@ -42,8 +42,7 @@ def train(
 ) -> dict[str, Any]:
     """Train placed tensors until `max_steps`, from the newest complete checkpoint of the run if there is one.
 
-    Returns:
-        `step`, `best_step`, `best_kl` (or the metric evaluated), `stopped_early`, `resumed_from`.
+    Returned are `step`, `best_step`, `best_kl` (or the metric evaluated), `stopped_early`, `resumed_from`.
 
     Raises:
         ConfigError: an early stop without evaluations, or a checkpoint of other settings.

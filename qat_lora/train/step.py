@@ -50,10 +50,9 @@ def micro_batch(
     weights: Mapping[str, Tensor],
     teacher_lm_head: LMHead | None = None,
 ) -> Sums:
-    """Run forward and backward on one micro-batch; gradients add up in the parameters.
+    """Run forward and backward on one micro-batch; return detached sums over its counted tokens.
 
-    Returns:
-        Detached sums over the batch's counted tokens.
+    Gradients add up in the parameters.
     """
     hidden_BLH = model.hidden(batch["input_ids"], batch["document_ids"])
     result = objective_loss(hidden_BLH, model.lm_head(), batch, objective, weights, teacher_lm_head)
@@ -86,8 +85,7 @@ def optimizer_step(
 ) -> Sums:
     """Average over replicas, divide by the tokens, clip, update, and clear the gradients.
 
-    Returns:
-        Mean loss and terms per token, the tokens of the global batch, and the gradient norm before clipping.
+    Returned are mean loss and terms per token, the global batch's tokens, and the gradient norm before clipping.
     """
     runtime.reduce_gradients(parameters)
     together = runtime.all_reduce_mean(torch.stack([value.float() for value in sums.values()]))  # one exchange for all
