@@ -190,8 +190,12 @@ def build_optimizer(config: OptimConfig, groups: Mapping[str, Mapping[str, nn.Pa
     optimizer = AdamW(made, betas=(0.9, config.adam_beta2), send=runtime.numbers, ema=config.ema)
     for group in optimizer.param_groups:
         group["peak_lr"] = group["lr"]
-    for flat in flats:
-        _share_state(optimizer.state, flat)
+    for flat in flats:  # every part has its part of the state, by which checkpoints know it
+        whole = optimizer.state[flat.whole]
+        whole["step"] = torch.zeros(len(flat.parts))
+        named = {name: flat.views(value) for name, value in whole.items() if name != "step"}
+        for i, parameter in enumerate(flat.parts):
+            optimizer.state[parameter] = {"step": whole["step"][i], **{name: views[i] for name, views in named.items()}}
     optimizer.flats = flats
     return optimizer
 
@@ -256,15 +260,6 @@ def _flatten(parameters: list[nn.Parameter]) -> _Flat:
         parameter.data = view.copy_(parameter.detach())
         parameter.grad = gradient
     return flat
-
-
-def _share_state(states: dict[Any, Any], flat: _Flat) -> None:
-    """Give every part of a flat parameter its part of the state, by which checkpoints know it."""
-    whole = states[flat.whole]
-    whole["step"] = torch.zeros(len(flat.parts))
-    named = {name: flat.views(value) for name, value in whole.items() if name != "step"}
-    for i, parameter in enumerate(flat.parts):
-        states[parameter] = {"step": whole["step"][i], **{name: views[i] for name, views in named.items()}}
 
 
 def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> float:
