@@ -6,7 +6,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from qat_lora.layers.calibrate.finished import Finished, finished_of, kept_of
-from qat_lora.layers.calibrate.fit import Fit, FitSettings, fit_layer
+from qat_lora.layers.calibrate.fit import Fit, FitSettings, fit_layers
 from qat_lora.quant.presets import PRESETS
 
 SPECS = {name: entry.rules[0][1] for name, entry in PRESETS.items()}
@@ -22,7 +22,7 @@ def test_what_was_kept_computes_the_same_bits(name, tmp_path):
     layers, specs = model(), dict.fromkeys(("up", "down"), SPECS[name])
     found = {}
     for path, rank in (("up", 24), ("down", 0)):
-        fit = fit_layer(layers[path].weight, specs[path], FitSettings("mse", rank))
+        fit = fit_layers([layers[path].weight], specs[path], FitSettings("mse", rank), [None], [None])[0]
         found[path] = Finished.of(layers[path], specs[path], fit)
     tensors, facts = kept_of(found)
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, tmp_path / "file")
@@ -36,9 +36,9 @@ def test_what_was_kept_computes_the_same_bits(name, tmp_path):
 
 
 def test_factors_are_brought_into_the_form_in_which_they_are_kept():
-    """As `fit_layer` gives them they are transposed, and a product of the same numbers can round differently then."""
+    """As `fit_layers` gives them they are transposed, and a product of the same numbers can round differently then."""
     linear, spec = model()["up"], SPECS["w2g64"]
-    fit = fit_layer(linear.weight, spec, FitSettings("mse", 24))
+    fit = fit_layers([linear.weight], spec, FitSettings("mse", 24), [None], [None])[0]
     transposed = fit.factors._replace(a_RI=fit.factors.a_RI.T.contiguous().T, b_OR=fit.factors.b_OR.T.contiguous().T)
     found = Finished.of(linear, spec, Fit(fit.quantised, transposed))
     assert found.factors.a_RI.is_contiguous() and found.factors.b_OR.is_contiguous()

@@ -11,7 +11,6 @@ from qat_lora.layers.calibrate.fit import (
     FitSettings,
     Metric,
     _Root,
-    fit_layer,
     fit_layers,
     together,
 )
@@ -26,6 +25,10 @@ def moment_of(size, seed, tokens=600):
     draw = np.random.default_rng(seed)
     x = draw.normal(size=(tokens, size)) * np.geomspace(4, 0.3, size) @ np.linalg.qr(draw.normal(size=(size, size)))[0]
     return x.T @ x / tokens
+
+
+def fit_layer(weight, spec, settings, moment=None, outputs=None):
+    return fit_layers([weight], spec, settings, [moment], [outputs])[0]
 
 
 def correction(error, rank, *metric):

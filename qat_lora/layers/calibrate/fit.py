@@ -141,17 +141,6 @@ def together(spec: QuantSpec, settings: FitSettings) -> bool:
     return settings.device is not None and settings.method in COMPENSATED and spec.sharing in ("group", "channel")
 
 
-def fit_layer(
-    weight_OI: Tensor,
-    spec: QuantSpec,
-    settings: FitSettings,
-    second_moment_II: Tensor | None = None,
-    outputs_OO: Tensor | None = None,
-) -> Fit:
-    """Quantise one layer and find its adapter start: `fit_layers` for one."""
-    return fit_layers([weight_OI], spec, settings, [second_moment_II], [outputs_OO])[0]
-
-
 def fit_layers(
     weights_OI: Sequence[Tensor],
     spec: QuantSpec,

@@ -52,7 +52,7 @@ def quantize_sequential(
     Raises:
         InterruptedRunError: the run was asked to stop.
         ModelError: the layers are not in one stack of blocks.
-        ConfigError: what `fit_layer` refuses.
+        ConfigError: what `fit_layers` refuses.
     """
     blocks, outside = _by_block(fitter.targets)
     stack = [fitter.model.get_submodule(name) for name in blocks]
