@@ -210,8 +210,8 @@ def forecast_on(chip: str, asked: Any) -> dict[str, Any]:
     return forecast(skeleton(asked.estimate), asked.estimate, named((chip,)))
 
 
-def estimated(point: Point | Compiled) -> int:
-    """Return what the command says."""
+def estimated(point: Point | Compiled, device: str = "cpu") -> int:
+    """Return what the command says; of a point that is no compiled one, on a `--device`."""
     from qat_lora.layers.lora import LoraConfig
     from qat_lora.models.load import make_qwen3
     from qat_lora.options import EstimateOptions, RunConfig
@@ -236,7 +236,7 @@ def estimated(point: Point | Compiled) -> int:
             batch_size=point.rows,
             gradient_checkpointing=point.checkpointing,
             loss_chunk_mb=CHUNK_MB,
-            run=RunConfig(dtype=point.dtype, device="cpu"),
+            run=RunConfig(dtype=point.dtype, device=device),
         )
         total = forecast(skeleton(options), options, named(()))["total_bytes"]
         return total

@@ -3,11 +3,13 @@
 import importlib
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from toy_paths import clean_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 STEP = {"step": "compiled", "graphs": 2, "queue": "never stopped", "tokens_per_s": 9, "peak_mib": 100}
@@ -85,6 +87,14 @@ def test_the_scripts_are_sound_and_name_the_program(script):
     subprocess.run(["bash", "-n", str(file)], check=True)
     text = file.read_text(encoding="utf-8")
     assert script == "acceptance_runs" or ('source "$(dirname "$0")/acceptance_runs.sh"' in text and "table" in text)
+
+
+def test_a_step_on_the_cpu_takes_the_memory_that_is_estimated(tmp_path):
+    program = [sys.executable, str(ROOT / "benchmarks/acceptance.py"), "step", str(tmp_path), "--device", "cpu"]
+    environment = clean_environment(USE_TORCH_XLA="0", PYTHONPATH=str(ROOT))
+    subprocess.run(program, env=environment, check=True, capture_output=True, timeout=300)
+    found = json.loads((tmp_path / "steps.jsonl").read_text())
+    assert found["peak_mib"] == pytest.approx(found["estimated_mib"], rel=0.15)
 
 
 @pytest.mark.slow
