@@ -30,7 +30,6 @@ from qat_lora.quant.spec import QuantSpec
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.memory import large_tensors_apart
 from qat_lora.runtime.host.signals import stop_signals
-from qat_lora.runtime.precision import tf32
 from qat_lora.setup.common import calibration, say, text_inputs
 from qat_lora.setup.unfinished import Unfinished, remove_pieces
 from qat_lora.types import Batch
@@ -68,11 +67,10 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
             remove_pieces(out)
             return out
         say(run, f"{runtime.description} · {chosen.name}, {len(targets)} layers · {out}")
-        runtime.exact_products()
-        solver_device = runtime.device if runtime.piece_bytes is None else None
+        exact, solver_device = runtime.exact_products(), runtime.device if runtime.piece_bytes is None else None
         runtime = runtime.for_hooks()
         runtime.place(model.module)
-        with stop_signals() as stopped, large_tensors_apart(), tf32(False):
+        with stop_signals() as stopped, large_tensors_apart(), exact:
             work = Unfinished(out, "layers", len(targets), stopped)
             if work.parts:
                 say(run, f"goes on after {work.parts} of {len(targets)} layers, which an interrupted run finished")

@@ -94,9 +94,9 @@ class Runtime(Protocol):
         """
         return self
 
-    def exact_products(self) -> None:
-        """Let products of float32 matrices be float32 from now on, where they are not."""
-        return
+    def exact_products(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the device does not round the factors of float32 products."""
+        return contextlib.nullcontext()
 
     def check_device_map(self) -> None:
         """Raise DeviceError where a loader must not spread one model over several devices instead of `place`."""

@@ -8,6 +8,7 @@ exchange of some megabytes per optimizer step, a thousandth of the step (docs/tp
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 from collections.abc import Callable, Iterable, Sequence
@@ -104,6 +105,10 @@ class NativeRuntime(Runtime):
         if self.shard_base:
             shard_layers(module, self.device)
         return super().place(module)
+
+    def exact_products(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context without TF32."""
+        return tf32(False)
 
     def check_device_map(self) -> None:
         """Refuse to spread a model where other processes would spread theirs over the same devices.

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -64,6 +63,8 @@ def unrolled(rows, columns):
 def main():
     import torch_xla
 
+    from qat_lora.runtime.xla.runtime import XlaRuntime
+
     def instructions(tensors):
         return instruction_count(torch_xla._XLAC._get_xla_tensors_hlo(tensors))
 
@@ -78,6 +79,10 @@ def main():
         left = [(mine - x.dense(SPEC)).double() for x in (here, far)]
         a, b = (float(((e @ moment[i].double()) * e).sum()) for e in left)
         errors.append(abs(a - b) / a)
+    precision = torch_xla._XLAC._xla_get_mat_mul_precision
+    with XlaRuntime("CPU").exact_products():
+        found["precisions"] = [precision()]
+    found["precisions"].append(precision())
     found["unrolled"] = {c: instructions(unrolled(4, c)) for c in (8, 16)}  # last: it stays so
     print(json.dumps(found | {"equal": min(equal), "error": max(errors)}))
 
@@ -87,8 +92,8 @@ def write(out):
 
     from qat_lora.runtime.xla.runtime import XlaRuntime
 
-    XlaRuntime.exact_products(SimpleNamespace())
-    (out / "solvers.pb").write_bytes(torch_xla._XLAC._get_xla_tensors_hlo_proto(solvers_graph(256, 512)))
+    with XlaRuntime("CPU").exact_products():
+        (out / "solvers.pb").write_bytes(torch_xla._XLAC._get_xla_tensors_hlo_proto(solvers_graph(256, 512)))
     (out / "solvers.json").write_text("{}")
 
 
@@ -103,6 +108,7 @@ def started(*words):
 def test_solvers_find_what_the_host_finds_in_a_graph_that_does_not_grow_with_the_columns():
     found = json.loads(started().splitlines()[-1])
     assert found["equal"] >= 0.999 and found["error"] < 1e-5, found
+    assert found["precisions"] == ["highest", "default"]  # a run after it multiplies as usual
     narrow, wide = found["graphs"].values()
     assert narrow == wide, found
     narrow, wide = found["unrolled"].values()

@@ -167,3 +167,11 @@ def test_on_xla_the_products_that_form_stored_weights_are_exact_and_no_others(tm
         assert len(forming) >= layers * (2 if name.startswith("1") else 1), (name, len(forming))
         assert all("operand_precision={highest,highest}" in rest for rest in forming), name
         assert len(others) > 3 * layers and not any("highest" in rest for rest in others), name
+
+
+def test_exact_products_end_with_their_context():
+    matmul = torch.backends.cuda.matmul
+    with precision.tf32(True):
+        with NativeRuntime("cpu").exact_products():
+            assert not matmul.allow_tf32
+        assert matmul.allow_tf32

@@ -6,10 +6,26 @@ lowered by itself under that setting, and graphs call it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+
+@contextlib.contextmanager
+def highest_precision() -> Iterator[None]:
+    """Lower all products of float32 at the highest precision; at the end as before."""
+    import torch_xla
+
+    lazy = torch_xla._XLAC  # what torch_xla.backends calls, without its warning
+    before = lazy._xla_get_mat_mul_precision()
+    lazy._xla_set_mat_mul_precision("highest")
+    try:
+        yield
+    finally:
+        lazy._xla_set_mat_mul_precision(before)
 
 
 def exact_dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -27,11 +43,8 @@ def _lowered(*shapes: torch.Size) -> tuple[Any, list[int]]:
     import torch_xla.core.xla_builder as xb
 
     lazy, matrices = torch_xla._XLAC, [xb.create_placeholder_tensor(shape, torch.float32) for shape in shapes]
-    context, before = lazy.lowering.LoweringContext("exact_matmul"), lazy._xla_get_mat_mul_precision()
-    lazy._xla_set_mat_mul_precision("highest")
-    try:
+    context = lazy.lowering.LoweringContext("exact_matmul")
+    with highest_precision():
         context.build([matrices[0] @ matrices[1]])
-    finally:
-        lazy._xla_set_mat_mul_precision(before)
     order = sorted((0, 1), key=lambda i: context.tensor_parameter_id(matrices[i]))
     return xb.computation_from_module_proto("exact_matmul", context.hlo()), order

@@ -13,6 +13,7 @@ state before the first step, and never changes a shape.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import sys
@@ -34,6 +35,7 @@ from qat_lora.runtime.host.prefetch import host_tensors
 from qat_lora.runtime.host.signals import install_for_good, passed_on
 from qat_lora.runtime.launch.process_group import rank_info
 from qat_lora.runtime.native import NativeRuntime
+from qat_lora.runtime.xla.exact import highest_precision
 from qat_lora.runtime.xla.scan import LayerScan, kept
 from qat_lora.runtime.xla.splash import SplashAttention, has_splash
 from qat_lora.types import AttentionForm, Batch, LossWalk
@@ -234,11 +236,12 @@ class XlaRuntime(Runtime):
         """Return the host: Fisher information is read at every layer of every batch, each time another graph here."""
         return NativeRuntime("cpu")
 
-    def exact_products(self) -> None:
-        """Let a TPU take six passes; in the usual one it rounds the factors to bfloat16."""
-        import torch_xla
+    def exact_products(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which a TPU takes six passes; in the usual one it rounds the factors to bfloat16.
 
-        torch_xla._XLAC._xla_set_mat_mul_precision("highest")  # what torch_xla.backends does, without a warning
+        It holds for whole graphs, as they are compiled: what is computed in it has to be read in it.
+        """
+        return highest_precision()
 
     def check_device_map(self) -> None:
         """Refuse to spread a model module by module.
