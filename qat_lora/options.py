@@ -339,7 +339,9 @@ class ExportOptions:
         "compressed-tensors: packed base (vLLM, transformers), adapter beside it; gguf: base and adapter for "
         "llama.cpp; pt: best.pt, the student's state dict for torch.load",
     )
-    dtype: Literal["float32", "bfloat16"] = option("float32", "type of the dense tensors that are written")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", "type of the dense tensors that are written; auto: that of the full-precision model"
+    )
     container_bits: int | None = option(
         None,
         "bits of packed codes, with compressed-tensors; default: the fewest of 2, 4, 8 that are exact",
@@ -361,7 +363,7 @@ class ExportOptions:
         for name, form in (("container_bits", "compressed-tensors"), ("exact_only", "gguf")):
             if getattr(self, name) and self.form != form:
                 raise ConfigError(f"{name}: means nothing with --form {self.form}; it belongs to --form {form}")
-        if self.form == "adapter" and self.dtype != "float32":
+        if self.form == "adapter" and self.dtype != "auto":
             raise ConfigError(f"dtype: {self.dtype} means nothing with --form adapter, which copies the files")
 
 

@@ -23,7 +23,7 @@ from qat_lora.files.checksums import seal
 from qat_lora.files.folders import moved_into
 from qat_lora.files.identity import checkpoint_sha256
 from qat_lora.layers.convert import quant_layers
-from qat_lora.models.load import copy_tokenizer, load_tokenizer
+from qat_lora.models.load import copy_tokenizer, load_tokenizer, stored_dtype
 from qat_lora.models.student import Student, adapter_folder, open_student
 from qat_lora.options import ExportOptions
 from qat_lora.runtime.base import Runtime
@@ -40,7 +40,8 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
     tokenizer = load_tokenizer(student.model.folder, options.hub.trust_remote_code)
     origin = read_origin(student.model.module.config, adapter)  # before merging forgets it
     scores = None if options.scores is None else read_scores(options.scores)
-    of_form = options.dtype, options.container_bits, options.exact_only
+    dtype = stored_dtype(student.model.folder) if options.dtype == "auto" else options.dtype
+    of_form = dtype, options.container_bits, options.exact_only
     plan = FORMS[options.form].plan(ExportJob(str(options.student), student, adapter, tokenizer, *of_form))
     settings = {key: value for key, value in to_dict(options).items() if key not in ("run", "hub")}
     settings |= {"weights": student.sha256}

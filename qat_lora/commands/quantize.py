@@ -49,6 +49,7 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
             f"init: {options.init} needs calibration text; give --dataset or --kd-cache-dir, or choose --init mse"
         )
     model = load_model(str(options.model), options.hub, "stored")
+    dtype = model.module.dtype  # of its files: what is not quantised leaves in it
     upcast(model.module)
     if quant_layers(model.module):
         raise ConfigError(f"model: {options.model} is quantised already; give the full-precision model")
@@ -77,10 +78,10 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
             rows = None if batches is None else list(runtime.feed(batches))
             fits = FitSettings(options.init, options.start_rank, options.rank_of_codes, solver_device)
             starts = _fit(options, fits, model, targets, rows, out, work)
-        bits = {name: round(value, 4) for name, value in bits_per_weight(model.module).items()}
         rules = rule_bits(model.module, chosen)
         model.module.to("cpu")
-        cast(model.module, torch.float32)  # what is not quantised; of a wide model this is not much
+        cast(model.module, dtype)
+        bits = {name: round(value, 4) for name, value in bits_per_weight(model.module).items()}
         details = {
             "init": options.init,
             "bits_per_weight": bits["base"],

@@ -29,7 +29,7 @@ class ExportJob:
     """Folder of its adapter."""
     tokenizer: Any
     dtype: str
-    """Of all tensors that have no type of their own, `float32` or `bfloat16`."""
+    """Of all tensors that have no type of their own: a key of `models.load.DTYPES`."""
     container_bits: int | None = None
     exact_only: bool = False
 

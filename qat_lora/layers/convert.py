@@ -226,7 +226,7 @@ def bits_per_weight(model: nn.Module) -> dict[str, float]:
     """Return stored bits per weight: `base`, `with_adapter` (float16 factors) and `model`.
 
     The first two count the quantised layers only. `model` counts everything but adapters: embeddings, norms and
-    whatever else is not quantised at 16 bits, tied tensors once.
+    whatever else is not quantised in the types that they have, tied tensors once.
     """
     layers = quant_layers(model)
     if not layers:
@@ -236,11 +236,11 @@ def bits_per_weight(model: nn.Module) -> dict[str, float]:
     factors = [p for a in lora_layers(model).values() for p in (a.lora_A, a.lora_B)]
     adapter, inside = sum(16 * p.numel() for p in factors), set(map(id, factors))
     inside |= {id(p) for layer in layers.values() for n, p in layer.named_parameters() if n != "bias"}
-    others = sum(p.numel() for p in model.parameters() if id(p) not in inside)
+    others = [p for p in model.parameters() if id(p) not in inside]
     return {
         "base": base / weights,
         "with_adapter": (base + adapter) / weights,
-        "model": (base + 16 * others) / (weights + others),
+        "model": (base + sum(8 * p.nbytes for p in others)) / (weights + sum(p.numel() for p in others)),
     }
 
 

@@ -55,7 +55,7 @@ from qat_lora.models.hub import DEFAULT_HUB, HubConfig
 from qat_lora.quant.presets import Preset
 from qat_lora.types import LMHead
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FILE_SUFFIXES = (".pt", ".pth", ".safetensors")
 """Of names of files; any other dot belongs to the name of a folder, as in Qwen3-0.6B."""
 PACKED = "compressed-tensors"
@@ -360,6 +360,13 @@ def read_packed(folder: Path) -> Iterator[tuple[str, Tensor]]:
             codes_OI = packing.unpack_from_int32(tensors[f"{name}.weight_packed"], width, shape)
             steps_OG = tensors[f"{name}.weight_scale"].float()
             yield name, codes_OI.float() * steps_OG.repeat_interleave(shape[1] // steps_OG.shape[1], dim=1)
+
+
+def stored_dtype(folder: Path) -> str:
+    """Return the name of the type that a model's files hold, float32 where its config.json names none of `DTYPES`."""
+    config = read_object(folder / "config.json")
+    named = str(config.get("dtype", config.get("torch_dtype")))
+    return named if named in DTYPES else "float32"
 
 
 def _tensor_name(key: Any) -> str:

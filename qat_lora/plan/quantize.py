@@ -10,6 +10,7 @@ from qat_lora.errors import ModelError
 from qat_lora.layers.calibrate.fisher import fisher_bytes
 from qat_lora.layers.calibrate.fit import TURN_ROUNDS, TURNS
 from qat_lora.layers.convert import LM_HEAD, bits_per_weight, check_reach, make_quant_skeleton, quant_layers
+from qat_lora.models.load import cast
 from qat_lora.options import QuantizeOptions
 from qat_lora.plan.devices import Device, likely
 from qat_lora.plan.memory import GIB, meta_model
@@ -59,10 +60,11 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
     chosen = preset(options.preset, options.keep, options.override, options.quantize_head)
     check_reach(module, chosen)
     make_quant_skeleton(module, chosen)
+    stored = config.dtype if isinstance(getattr(config, "dtype", None), torch.dtype) else torch.float32  # in its files
+    cast(module, stored)
     layers, bits = quant_layers(module).values(), bits_per_weight(module)
     quantised = sum(layer.in_features * layer.out_features for layer in layers)
     codes_bytes = int(bits["base"] * quantised) // 8
-    width = config.dtype.itemsize if isinstance(getattr(config, "dtype", None), torch.dtype) else 4  # in its files
     has_text = options.text.dataset is not None or options.kd_cache_dir is not None
     report: dict[str, Any] = {
         "model": str(options.model),
@@ -73,7 +75,7 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
         "bits_per_weight": bits["base"],
         "bits_per_weight_model": bits["model"],
         "stored_bytes": int(bits["model"] * parameters) // 8,
-        "weights_bytes": max(width * parameters, 4 * (parameters - quantised) + codes_bytes),
+        "weights_bytes": max(stored.itemsize * parameters, 4 * (parameters - quantised) + codes_bytes),
         "scratch_bytes": fisher_bytes(module, options.init, options.metric) if has_text else 0,
         "inputs_and_outputs": sum(layer.in_features + layer.out_features for layer in layers),
     }

@@ -253,7 +253,7 @@ def test_bits_are_counted_by_rule_and_for_the_whole_model():
     others = 2 * 384 + 11 * 16 + 2 * (24 + 40 + 16)  # kept layers, the embedding, biases
     counted = bits_per_weight(model)
     assert counted["base"] == pytest.approx(base / weights)
-    assert counted["model"] == pytest.approx((base + 16 * others) / (weights + others))
+    assert counted["model"] == pytest.approx((base + 32 * others) / (weights + others))
 
 
 def test_the_head_is_quantised_only_where_it_is_asked_for_and_there():

@@ -65,7 +65,7 @@ def test_the_matrix_counts_once(student):
     weights = sum(layer.in_features * layer.out_features for layer in layers)
     stored = sum(layer.stored_bits for layer in layers)
     assert counted["base"] == pytest.approx(stored / weights)
-    assert counted["model"] == pytest.approx((stored + 16 * others) / (weights + others))
+    assert counted["model"] == pytest.approx((stored + 32 * others) / (weights + others))
     assert json.loads((folder / "result.json").read_text())["bits_per_weight_model"] == round(counted["model"], 4)
 
 
