@@ -53,11 +53,7 @@ class _Fit(NamedTuple):
 
 
 def blocks_of(module: nn.Module) -> str:
-    """Return the name of the list of decoder layers: the one that all quantised layers lie in.
-
-    Raises:
-        ModelError: they lie in several lists, or in none.
-    """
+    """Return the name of the list of decoder layers that holds all quantised layers; ModelError if none does."""
     names = [*quant_layers(module)]
     lists = {(block_of(name) or name).rpartition(".")[0] for name in names}
     lists = {name for name in lists if isinstance(module.get_submodule(name), nn.ModuleList)}
@@ -82,14 +78,8 @@ def reconstruct(
     """Train the codes and scales of a quantised model block by block, in place; packed codes again at the end.
 
     A block that training did not bring nearer keeps its start. Returned is for every block the mean squared error of
-    its output `before` and `after`, as a share of the output's own.
-
-    Args:
-        student, full: the quantised model and the one it was made of, placed, in float32.
-        forward: runs `full` on one batch.
-        batches: calibration batches of one shape, on the device.
-        config, runtime, quiet: steps and learning rates; the device; no progress bar.
-        work: keeps every finished block, and has those that an interrupted run finished.
+    its output `before` and `after`, as a share of the output's own. Both models are placed and in float32, `forward`
+    runs `full` on one of the batches, which have one shape; `work` keeps every finished block.
 
     Raises:
         InterruptedRunError: the run was asked to stop.
@@ -129,37 +119,8 @@ def _reconstruct(
     block: nn.Module, model: nn.Module, hidden: list[Tensor], exact: list[Tensor], calls: list[Call], fit: _Fit
 ) -> tuple[dict[str, float], list[Tensor]]:
     """Train one block, unless its start is better; return its error `before` and `after`, and its outputs."""
-    started, start = _push(block, hidden, calls, fit.runtime), copy.deepcopy(block.state_dict())
-    _fit(block, model, hidden, exact, calls, fit)
-    fitted = _push(block, hidden, calls, fit.runtime)
-    before, after = _error(started, exact), _error(fitted, exact)
-    if after < before:
-        return {"before": before, "after": after}, fitted
-    block.load_state_dict(start)  # too few steps for its learning rate: codes found by calibration were better
-    return {"before": before, "after": before}, started
-
-
-@torch.no_grad()
-def _push(block: nn.Module, hidden: list[Tensor], calls: list[Call], runtime: Runtime) -> list[Tensor]:
-    """Run every batch through a block."""
-    out = []
-    for states, call in zip(hidden, calls, strict=True):
-        out.append(run_block(block, states, call))
-        runtime.mark_step()
-    return out
-
-
-def _error(ours: list[Tensor], theirs: list[Tensor]) -> float:
-    """Return the squared error as a share of the reference's own square."""
-    wrong = torch.stack([(a.float() - b.float()).square().sum() for a, b in zip(ours, theirs, strict=True)]).sum()
-    return float(wrong / torch.stack([b.float().square().sum() for b in theirs]).sum())
-
-
-def _fit(
-    block: nn.Module, model: nn.Module, hidden: list[Tensor], exact: list[Tensor], calls: list[Call], fit: _Fit
-) -> None:
-    """Train one block's weights and scales on the mean squared error of its output."""
     config, runtime, bar, work = fit
+    started, start = _push(block, hidden, calls, runtime), copy.deepcopy(block.state_dict())
     dense = dict(linear_layers(model))
     weights: dict[str, nn.Parameter] = {}
     scales: dict[str, nn.Parameter] = {}
@@ -184,3 +145,25 @@ def _fit(
         for parameter in layer.parameters():
             parameter.grad = None
         layer.materialize()
+    fitted = _push(block, hidden, calls, runtime)
+    before, after = _error(started, exact), _error(fitted, exact)
+    if after < before:
+        return {"before": before, "after": after}, fitted
+    block.load_state_dict(start)  # too few steps for its learning rate: codes found by calibration were better
+    return {"before": before, "after": before}, started
+
+
+@torch.no_grad()
+def _push(block: nn.Module, hidden: list[Tensor], calls: list[Call], runtime: Runtime) -> list[Tensor]:
+    """Run every batch through a block."""
+    out = []
+    for states, call in zip(hidden, calls, strict=True):
+        out.append(run_block(block, states, call))
+        runtime.mark_step()
+    return out
+
+
+def _error(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    """Return the squared error as a share of the reference's own square."""
+    wrong = torch.stack([(a.float() - b.float()).square().sum() for a, b in zip(ours, theirs, strict=True)]).sum()
+    return float(wrong / torch.stack([b.float().square().sum() for b in theirs]).sum())

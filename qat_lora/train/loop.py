@@ -24,10 +24,9 @@ from qat_lora.train.anchor import anchor_batches, anchor_micro_batch
 from qat_lora.train.callbacks import Checkpoint, Evaluate, LoopConfig, LoopHooks, Progress, Run, RunSettings
 from qat_lora.train.checkpoint import STATE, checkpoints, load_checkpoint
 from qat_lora.train.compile_watch import COMPILED, OPTIMIZER_COMPILED, OPTIMIZER_TRACED, TRACED, CompileWatch
-from qat_lora.train.metrics import EMPTY, EVALUATIONS, LOGS, METRICS, MetricsLog, cut_back
+from qat_lora.train.metrics import EMPTY, EVALUATIONS, LOGS, METRICS, TRACKERS, MetricsLog, cut_back
 from qat_lora.train.optim import OptimConfig, TrainState, build_optimizer, gradients_apart, lr_factor, optimized, set_lr
 from qat_lora.train.step import PreparedObjective, Sums, TrainingRows, add_sums, micro_batch, optimizer_step, zero_sums
-from qat_lora.train.trackers import TRACKERS
 
 
 def train(

@@ -18,7 +18,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -33,22 +32,17 @@ from qat_lora.types import LanguageModel
 class Kind(NamedTuple):
     """How tensors of one kind are trained."""
 
-    rate: str
-    """The setting that is their peak learning rate."""
-    decays: bool
-    """Whether weight decay pulls them to 0; scales and norms do not rest there, so it would only shrink them."""
+    rate: str  # the setting that is their peak learning rate
+    decays: bool  # whether weight decay pulls them to 0, which would only shrink scales and norms
 
 
-KINDS = {
+KINDS = {  # of trained tensors: LoRA factors, latent weights, the quantiser's scales and tables, norms
     "adapter": Kind("lr", True),
     "weights": Kind("lr", True),
     "scales": Kind("scale_lr", False),
     "lut": Kind("scale_lr", False),
     "norms": Kind("norm_lr", False),
 }
-"""Kinds of trained tensors: LoRA factors, latent weights, the quantiser's scales and tables, norms."""
-
-
 _decay = functools.partial(option, min=0, max=math.nextafter(1, 0), refusal="is not from 0 to below 1")
 
 
@@ -89,16 +83,11 @@ def lr_factor(config: OptimConfig, step: int, max_steps: int) -> float:
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-@dataclass
-class TrainState:
-    """The model and the tensors of it that train, by name."""
+class TrainState(NamedTuple):
+    """The model and the tensors of it that train."""
 
     model: LanguageModel
-    groups: dict[str, dict[str, nn.Parameter]]
-    """By kind (`KINDS`), which decides learning rate and weight decay."""
-
-    def __post_init__(self) -> None:
-        assert set(self.groups) <= set(KINDS), f"kinds {set(self.groups) - set(KINDS)} have no learning rate"
+    groups: dict[str, dict[str, nn.Parameter]]  # by kind (`KINDS`) and name
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -166,10 +155,7 @@ def build_optimizer(config: OptimConfig, groups: Mapping[str, Mapping[str, nn.Pa
     """Return AdamW over the trained tensors (by name, by kind of `KINDS`), with gradients and state allocated.
 
     Where memory can be shared, the optimizer's own parameters (`optimized`) are flat tensors that the trained ones are
-    parts of; its `state` has an entry for either.
-
-    Raises:
-        ConfigError: nothing to train.
+    parts of; its `state` has an entry for either. ConfigError: nothing to train.
     """
     made, flats = [], []
     for kind, tensors in groups.items():
@@ -230,10 +216,8 @@ def gradients_apart(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             parameter.grad = gradient
 
 
-SMALL = 2**20
-"""Numbers in a tensor below which it is the number of kernels that costs, not what they do."""
-ROW, ALIGNED = 1024, 32
-"""Numbers in a row of a flat tensor, and those whose multiples begin a part."""
+SMALL = 2**20  # numbers in a tensor below which it is the number of kernels that costs, not what they do
+ROW, ALIGNED = 1024, 32  # numbers in a row of a flat tensor, and those whose multiples begin a part
 
 
 class _Flat(NamedTuple):
