@@ -3,8 +3,6 @@
 Heavy imports (torch, transformers) happen inside a command, so `--help` answers at once for the groups.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -3,8 +3,6 @@
 The command line is read off these classes (`cli.py`), so a flag, its default, its unit and its help exist once.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import fields
 from typing import Literal
@@ -27,8 +25,8 @@ from qat_lora.train.loop import LoopConfig
 from qat_lora.train.optim import OptimConfig
 from qat_lora.types import VerifyRows
 
+# How a teacher's modules are dealt out to devices, in accelerate's words; `none`: to the one device of the run.
 DeviceMap = Literal["none", "auto", "balanced", "balanced_low_0", "sequential"]
-"""How a teacher's modules are dealt out to devices, in accelerate's words; `none`: to the one device of the run."""
 DEVICE_MAP_HELP = "spread a large teacher over GPUs, then host memory, then disk, by this rule of accelerate"
 
 HEAD_K_HELP = "use only the first entries of the cached head; default: all"
@@ -40,8 +38,7 @@ _rows = functools.partial(option, unit="rows", min=1)
 _rank = functools.partial(option, unit="rank", min=0)
 _at_least_1 = functools.partial(option, min=1, refusal="is below 1")
 
-QAT_PARTS = ("scales", "ranges", "lut", "weights", "norms", "embeddings", "head")
-"""What `qat` can train."""
+QAT_PARTS = ("scales", "ranges", "lut", "weights", "norms", "embeddings", "head")  # what `qat` can train
 
 
 @settings

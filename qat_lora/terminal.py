@@ -9,8 +9,6 @@ Drivers accept addresses such as `s3://KEY:SECRET@bucket/cache` and `https://hos
 in status lines, in printed results and in files of settings. Credentials in the environment are safer still.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re
@@ -26,10 +24,7 @@ _PARAMETER = re.compile(r"([?&][\w.-]*(?:token|secret|key|sig|pass|credential|au
 
 
 def redact(text: str, address: str = "") -> str:
-    """Return a text with `***` in place of credentials in its addresses.
-
-    Those of `address` are hidden where they stand alone too, as drivers quote them.
-    """
+    """Return a text with `***` for credentials in its addresses, and for those of `address` wherever they stand."""
     for found in _USER.finditer(address):
         text = text.replace(found[2], HIDDEN)
     return _PARAMETER.sub(rf"\g<1>{HIDDEN}", _USER.sub(rf"\g<1>{HIDDEN}", text))

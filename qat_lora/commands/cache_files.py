@@ -1,7 +1,5 @@
 """The commands that read the files of a finished cache and need no device: verify, info, export, pack, unpack."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import click
 
 from qat_lora.errors import CacheError
+from qat_lora.registry import COMMANDS
 from qat_lora.terminal import echo
 
 
@@ -87,10 +86,10 @@ def export_cache(path: str, parquet: bool, out: str, split: str, quiet: bool, as
     echo(json.dumps(result) if as_json else f"{rows:,} rows, {size:,.1f} MB, written to {out}")
 
 
-def _transport(words: str, source: str, help: str) -> click.Command:
+def _transport(words: str, source: str) -> click.Command:
     """Make the command that packs or unpacks a cache and says what it takes."""
 
-    @click.command(words, help=help)
+    @click.command(words, help=COMMANDS[f"cache {words}"].help)
     @click.argument("source", metavar=source)
     @click.argument("out", metavar="OUT")
     @click.option("--quiet", is_flag=True, help="no progress bar [default: off]")
@@ -110,7 +109,4 @@ def _transport(words: str, source: str, help: str) -> click.Command:
     return transport
 
 
-pack = _transport(
-    "pack", "CACHE", "Make a cache smaller for moving it, without loss; unpack it before training from it."
-)
-unpack = _transport("unpack", "PACKED", "Write the cache that was packed, bit for bit.")
+pack, unpack = _transport("pack", "CACHE"), _transport("unpack", "PACKED")

@@ -64,10 +64,7 @@ def continue_greedily(
     mark_step: Callable[[], None] = lambda: None,
     quiet: bool = True,
 ) -> np.ndarray:
-    """Return the greedy continuation of each prompt, int64 [B, new_tokens]; an end token does not stop it.
-
-    `device` is the model's; `mark_step` dispatches queued work, `Runtime.mark_step`.
-    """
+    """Return the greedy continuation of each prompt, int64 [B, new_tokens]; an end token does not stop it."""
     rows, known = prompts_BP.shape
     ids_BL = torch.zeros(rows, known + new_tokens, dtype=torch.int64)
     ids_BL[:, :known] = torch.from_numpy(prompts_BP)

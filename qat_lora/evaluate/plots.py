@@ -3,8 +3,6 @@
 Bars are horizontal, so that names of any length can be read; error bars are the bootstrap's 95 %.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -51,9 +49,8 @@ def plot_report(report: Mapping[str, Any], out: Path) -> None:
     bars = partial(_bars, models=models, colours=colours)
     panels: list[Panel] = [partial(bars, names=list(models), figure="ppl", title="Perplexity")]
     if students:
-        same = partial(bars, names=students, figure="top1", title="Same likeliest token as the teacher", percent=True)
-        kl = partial(bars, names=students, figure="kl", title="KL to the teacher, nats a token")
-        panels = [kl, *panels, same]
+        same = partial(bars, names=students, figure="top1", title="Same likeliest token as the teacher")
+        panels = [partial(bars, names=students, figure="kl", title="KL to the teacher, nats a token"), *panels, same]
     panels.append(partial(_calibration, bins=report["calibration"], models=models, colours=colours))
     if students and len(domains) > 1:
         panels += [partial(draw, domains=domains, names=students, colours=colours) for draw in (_kl_by_text, _ratios)]
@@ -108,15 +105,10 @@ def _names(axis: Any, names: Sequence[str]) -> None:
 
 
 def _bars(
-    axis: Any,
-    models: Mapping[str, Any],
-    colours: Mapping[str, str],
-    names: Sequence[str],
-    figure: str,
-    title: str,
-    percent: bool = False,
+    axis: Any, models: Mapping[str, Any], colours: Mapping[str, str], names: Sequence[str], figure: str, title: str
 ) -> None:
     """Draw a bar for each model, the first on top, with its interval where there is one and its value."""
+    percent = figure == "top1"
     axis.set_title(title)
     far = 0.0
     for y, name in enumerate(names):

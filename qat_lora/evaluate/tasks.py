@@ -7,11 +7,8 @@ that scores everybody else's models, from the same weights as all other figures 
 The harness forms batches of changing shapes: XLA compiles each new one, so tasks belong on a CPU or a GPU.
 """
 
-from __future__ import annotations
-
 import logging
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,12 +31,7 @@ class TasksConfig:
 
 
 def check_tasks(config: TasksConfig) -> Any:
-    """Return the harness's task manager, before any model is loaded.
-
-    Raises:
-        MissingExtraError: lm-eval is not installed.
-        ConfigError: it knows no such task.
-    """
+    """Return the harness's task manager; ConfigError: it knows no such task. MissingExtraError: it is not installed."""
     require("lm_eval", "evals")
     manager = require("lm_eval.tasks", "evals").TaskManager(include_path=config.tasks_path)
     unknown = [name for name in config.tasks if not manager.match_tasks([name])]
@@ -56,7 +48,6 @@ def run_tasks(
     tokenizer: Any,
     config: TasksConfig,
     manager: Any,
-    *,
     batch_size: int,
     max_length: int | None,
     seed: int = 0,
@@ -64,9 +55,7 @@ def run_tasks(
     """Return the harness's metrics of a transformers model by task, `acc` and `acc_stderr` for example.
 
     `manager` is from `check_tasks`; sequences have at most `max_length` tokens, by default the model's own limit.
-
-    Raises:
-        ConfigError: a task does not run; with the harness's reason.
+    ConfigError: a task does not run; with the harness's reason.
     """
     harness = require("lm_eval", "evals")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -89,13 +78,8 @@ def run_tasks(
             if is_out_of_memory(error):
                 raise
             raise ConfigError(f"tasks: {', '.join(config.tasks)} did not run ({one_line(error, 300)})") from None
-    return {task: _numbers(metrics) for task, metrics in found["results"].items()}
-
-
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics of a task, which the harness names `metric,filter`; a filter other than `none` stays."""
-    return {
-        name.removesuffix(",none"): float(value)
-        for name, value in metrics.items()
-        if "," in name and isinstance(value, int | float)
-    }
+    numbers = {}  # the harness names them `metric,filter`; a filter other than `none` stays
+    for task, metrics in found["results"].items():
+        own = {name: value for name, value in metrics.items() if "," in name and isinstance(value, int | float)}
+        numbers[task] = {name.removesuffix(",none"): float(value) for name, value in own.items()}
+    return numbers

@@ -8,12 +8,10 @@ product is added to the base's output where it stands. In PEFT's form an adapter
 and its output three times each. Names and files are PEFT's (`models/adapter.py`), so the result loads there.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -54,9 +52,9 @@ class Factors(NamedTuple):
     a_RI: Tensor
     b_OR: Tensor
 
-    def half(self) -> Factors:
+    def half(self) -> Self:
         """Return the factors as they are stored, float16."""
-        return Factors(self.a_RI.half(), self.b_OR.half())
+        return self._replace(a_RI=self.a_RI.half(), b_OR=self.b_OR.half())
 
 
 class LoraLinear(nn.Module):
@@ -109,8 +107,8 @@ def _added(y: Tensor, low: Tensor, b_OR: Tensor) -> Tensor:
     return torch.addmm(rows, low_NR, b_OR.to(low.dtype).t()).view(y.shape)
 
 
+# Layers of one module that read the same tensor, in the order of their calls; other names go by themselves.
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers of one module that read the same tensor, in the order of their calls; other names go by themselves."""
 
 
 class SharedInput:

@@ -11,8 +11,6 @@ No checkpoint stores the anchor: a resumed run has just built the student from i
 checkpoint, and remembers that. The rows come from the run's seed; dropout is off, and no random number is drawn.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 import numpy as np

@@ -8,8 +8,6 @@ at 2 bits this is the step that moves codes at all in a budget of a few thousand
 Source: BRECQ (arXiv 2102.05426); Block-AP of EfficientQAT (arXiv 2407.11062).
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -79,11 +77,8 @@ def reconstruct(
 
     A block that training did not bring nearer keeps its start. Returned is for every block the mean squared error of
     its output `before` and `after`, as a share of the output's own. Both models are placed and in float32, `forward`
-    runs `full` on one of the batches, which have one shape; `work` keeps every finished block.
-
-    Raises:
-        InterruptedRunError: the run was asked to stop.
-        ModelError: no list of decoder layers that holds all quantised layers, or no rows.
+    runs `full` on one of the batches, which have one shape; `work` keeps every finished block. InterruptedRunError: the
+    run was asked to stop. ModelError: no rows, or no list of decoder layers that holds all quantised ones.
     """
     where = blocks_of(student)
     pairs = list(zip(student.get_submodule(where).children(), full.get_submodule(where).children(), strict=True))

@@ -7,15 +7,13 @@ all lines of the log written; all processes must give the same answer. Only the 
 looks into a step. What an evaluation or an export *is* comes in as a function (`LoopHooks`).
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 
@@ -126,7 +124,7 @@ class Progress:
         return {(f"best_{metric}" if name == "best" else name): value for name, value in vars(self).items()}
 
     @classmethod
-    def from_json(cls, saved: Mapping[str, Any], metric: str, file: Path) -> Progress:
+    def from_json(cls, saved: Mapping[str, Any], metric: str, file: Path) -> Self:
         """Return a checkpoint's counters; DamagedFileError if one lacks (`evaluated` may, as in earlier versions)."""
         fresh = cls().to_json(metric)
         if missing := fresh.keys() - {"evaluated"} - saved.keys():

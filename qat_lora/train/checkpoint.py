@@ -7,8 +7,6 @@ written apart, so that a run goes on wherever its layers are kept in another way
 the new one is in place, and renamed first, so that no half-removed one looks complete. No pickle is written or read.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re
@@ -83,10 +81,8 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Copy a checkpoint's tensors into those that train; return its `state.json`.
 
-    Raises:
-        ConfigError: the checkpoint belongs to other settings; the message names the field.
-        DamagedFileError: a file is missing or damaged.
-        ModelError: other tensors than its own train now.
+    ConfigError names a setting that differs. DamagedFileError: a file is missing or damaged. ModelError: other tensors
+    than its own train now.
     """
     try:
         state = read_object(path / STATE)
@@ -125,9 +121,8 @@ def _optimizer_views(trained: Mapping[str, nn.Parameter], optimizer: torch.optim
 
 def _copy_into(targets: Mapping[str, Tensor], saved: Mapping[str, Tensor], path: Path) -> None:
     names_of = {name: layer_names(name) for name in targets}
-    wanted = {own for names in names_of.values() for own in names}
-    if wanted != set(saved):
-        names = ", ".join(sorted(wanted ^ set(saved))[:6])
+    if odd := {own for names in names_of.values() for own in names} ^ set(saved):
+        names = ", ".join(sorted(odd)[:6])
         raise ModelError(f"checkpoint {path}: holds other tensors than those that train now: {names}")
     with torch.no_grad():
         for name, target in targets.items():

@@ -5,8 +5,6 @@ together every `log_steps`. Everything else that a run does (evaluate, save, ans
 steps (`callbacks`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import closing
 from typing import Any

@@ -10,8 +10,6 @@ id in the run's folder. Both name their files themselves, so the run's list of f
 kill in between leaves files that are not listed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -49,8 +47,7 @@ class TensorBoard:
         require("tensorboard", "log")
         from torch.utils.tensorboard import SummaryWriter
 
-        folder = out / "tensorboard"
-        before = tree(folder)
+        folder, before = out / "tensorboard", tree(out / "tensorboard")
         self._writer = SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else None)
         appeared(folder, before)
 
@@ -73,15 +70,9 @@ class WeightsAndBiases:
         if not file.exists():
             write_text(file, uuid.uuid4().hex[:12])
         self._folder, before = out / "wandb", tree(out / "wandb")
-        self._run = self._wandb.init(
-            project="qat-lora",
-            name=out.name,
-            dir=str(out),
-            id=file.read_text(encoding="utf-8").strip(),
-            resume="allow",
-            config=dict(settings),
-            settings=self._wandb.Settings(silent=True),
-        )
+        place = {"project": "qat-lora", "name": out.name, "dir": str(out), "id": file.read_text("utf-8").strip()}
+        silent = self._wandb.Settings(silent=True)
+        self._run = self._wandb.init(**place, resume="allow", config=dict(settings), settings=silent)
         appeared(self._folder, before)
         self._own = [folder for folder in self._folder.glob(f"*-{self._run.id}") if folder.is_dir()]
 
@@ -140,10 +131,7 @@ class MetricsLog:
         self._pending.append((step, lr, means))
 
     def flush(self, runtime: Runtime) -> None:
-        """Write the noted steps once their values are on the host, through the runtime's deferred callback.
-
-        It raises DivergedError where a value is NaN or infinite; the steps before it are written.
-        """
+        """Write the noted steps by the runtime's deferred callback, up to a NaN or infinity, a DivergedError."""
         if not self._pending:
             return
         steps, lrs, means = zip(*self._pending, strict=True)
@@ -188,10 +176,7 @@ class MetricsLog:
 
 
 def read_metrics(path: Path, *numbers: str) -> list[dict[str, Any]]:
-    """Return the lines of a metrics file, [] where there is none; a last line that a kill cut short is dropped.
-
-    DamagedFileError: any other line is damaged, or lacks `step` or one of the `numbers`.
-    """
+    """Return a file's lines, [] without one; DamagedFileError: one, but a last that was cut short, lacks a number."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")

@@ -11,8 +11,6 @@ GPU then launches some thirty kernels a step, however many adapters there are. t
 most 30 to 110 tensors a launch, which is a hundred launches for 392, and 21 million numbers, which an 8 B student has.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -108,24 +106,15 @@ class AdamW(torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        betas: tuple[float, float],
-        send: Callable[[Sequence[float]], Tensor],
-        ema: float = 0.0,
+        self, groups: list[dict[str, Any]], beta2: float, send: Callable[[Sequence[float]], Tensor], ema: float
     ) -> None:
-        super().__init__(groups, {"betas": betas, "eps": 1e-8, "ema": ema})
+        super().__init__(groups, {"betas": (0.9, beta2), "eps": 1e-8, "ema": ema})
         self._send = send
         self.flats: list[_Flat] = []
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter] = {
-                    "step": torch.tensor(0.0),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
-                if ema:
-                    self.state[parameter]["average"] = parameter.detach().clone()
+        for parameter in optimized(self):
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            average = {"average": parameter.detach().clone()} if ema else {}
+            self.state[parameter] = {"step": torch.tensor(0.0), **moments, **average}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -173,7 +162,7 @@ def build_optimizer(config: OptimConfig, groups: Mapping[str, Mapping[str, nn.Pa
             made.append({"params": list(tensors.values()), **rates})
     if not made:
         raise ConfigError("nothing to train: no adapter, no scales, nothing else")
-    optimizer = AdamW(made, betas=(0.9, config.adam_beta2), send=runtime.numbers, ema=config.ema)
+    optimizer = AdamW(made, config.adam_beta2, runtime.numbers, config.ema)
     for group in optimizer.param_groups:
         group["peak_lr"] = group["lr"]
     for flat in flats:  # every part has its part of the state, by which checkpoints know it
@@ -198,12 +187,8 @@ def gradients_apart(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     Autograd adds to a gradient that is there by a kernel for each tensor, 392 of them; one that is not there yet, it
     takes as it is. Large tensors are added to in place: theirs would be a second copy, and a kernel more is nothing.
     """
-    small = [
-        (parameter, parameter.grad)
-        for flat in (optimizer.flats if isinstance(optimizer, AdamW) else ())
-        for parameter in flat.parts
-        if parameter.numel() < SMALL
-    ]
+    flats = optimizer.flats if isinstance(optimizer, AdamW) else ()
+    small = [(p, p.grad) for flat in flats for p in flat.parts if p.numel() < SMALL]
     for parameter, _ in small:
         parameter.grad = None
     try:
@@ -255,10 +240,7 @@ def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> float:
 
 @contextmanager
 def averaged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Swap the moving averages, where there are any, in for the trained tensors, and back at the end.
-
-    Only pointers are swapped: nothing is computed, so XLA compiles no new graph.
-    """
+    """Swap pointers to the moving averages, if any, in for the trained tensors (no new graph), and back at the end."""
     pairs = [(p, state) for p, state in optimizer.state.items() if "average" in state]
 
     def exchange() -> None:

@@ -8,8 +8,6 @@ do, weighs tokens of short batches more.
 Nothing here reads a value back from the device: losses, counts and the gradient norm stay tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
