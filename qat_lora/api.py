@@ -3,9 +3,8 @@
     folder = qat_lora.quantize_model(model="Qwen/Qwen3-0.6B", preset="q4_r32", kd_cache_dir="caches/wikitext103")
 
 Every setting of the command line is a keyword, under the name or the alias that it has there and with the same
-checks and defaults, since both are read off the same option class; `recipe` names a YAML file. In place of keywords,
-one object of that class may be given. Errors are `QatLoraError`s with a message for people. To quantise a module in
-memory, use `qat_lora.layers.calibrate.quantize.quantize_model`.
+checks and defaults, since both are read off the same option class, an object of which may be given in their place;
+`recipe` names a YAML file. To quantise a module in memory, use `qat_lora.layers.calibrate.quantize.quantize_model`.
 """
 
 from __future__ import annotations
@@ -38,18 +37,12 @@ def train_recovery_lora(options: of.RecoverOptions | None = None, /, **settings:
 
 
 def evaluate_models(options: of.EvalOptions | None = None, /, **settings: Any) -> dict[str, Any]:
-    """Score students beside their teacher on held-out text, as `qat-lora eval` (`teacher`, `students`, `dataset`).
-
-    Returned are perplexity, KL to the teacher, agreement and more, by model; report card and picture are in `out`.
-    """
+    """Score students beside their teacher, as `qat-lora eval` (`teacher`, `students`, `dataset`); return figures."""
     return _call("eval", options, settings)
 
 
 def generate_text(options: of.GenerateOptions | None = None, /, **settings: Any) -> str | list[dict[str, str]]:
-    """Continue a prompt, or every line of a file, as `qat-lora generate` (`student`, `prompt`, `max_new_tokens`).
-
-    Returned is the text; for a file of prompts a list of prompts and texts.
-    """
+    """Continue `prompt` or the lines of `prompts`, as `qat-lora generate`; return the text, or prompts with texts."""
     return _call("generate", options, settings)
 
 

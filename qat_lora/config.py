@@ -147,7 +147,6 @@ def _allowed(value: Any, allowed: Sequence[str]) -> str:
 
 
 def _coerce(value: Any, hint: Any, where: str) -> Any:
-    """Turn a YAML or command-line value into the declared type, or say why not."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
         return from_dict(typing.cast(type, hint), value, where)
@@ -269,10 +268,7 @@ def refuse_unused(cls: type, key: str) -> None:
 
 
 def setting_path(cls: type, key: str) -> tuple[str, ...]:
-    """Return the path of the setting that a word means: a dotted path, a unique last name or an alias.
-
-    ConfigError: no setting or more than one has that name, or this command does not use it.
-    """
+    """Return the path of the one setting that a word means (`_means`); ConfigError: none, several, or no use for it."""
     refuse_unused(cls, key)
     found = [leaf for leaf in leaves(cls) if _means(key, leaf)]
     if len(found) != 1:
@@ -288,10 +284,7 @@ def resolve(
     flags: Mapping[tuple[str, ...], Any] | None = None,
     words: Sequence[str] = (),
 ) -> C:
-    """Merge a recipe, a YAML file with settings nested or flat, flags by path, and words into one checked config.
-
-    ConfigError: an unreadable recipe, a name that is unknown or of no use here, a value that does not fit.
-    """
+    """Merge a recipe (YAML, nested or flat), flags and words into one config; ConfigError names what does not fit."""
     tree: dict[str, Any] = {}
     if recipe is not None:
         groups = {leaf.path[0] for leaf in leaves(cls) if len(leaf.path) > 1}
@@ -329,7 +322,6 @@ class _BoundedLoader(yaml.SafeLoader):
         self._depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Build a node of the tree, and count it."""
         self._depth += 1
         if self._depth > YAML_LIMIT_DEPTH:
             raise yaml.YAMLError(f"it is nested more than {YAML_LIMIT_DEPTH} deep")

@@ -110,8 +110,7 @@ def memory_errors_explained(advice: Callable[[], str]) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, QatLoraError) or not is_out_of_memory(error):
             raise
-        reason = one_line(error, 160)
-        raise OutOfMemoryError(f"out of memory ({reason}). {advice()}") from error
+        raise OutOfMemoryError(f"out of memory ({one_line(error, 160)}). {advice()}") from error
 
 
 class ReplicaError(QatLoraError):

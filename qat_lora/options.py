@@ -64,8 +64,8 @@ class RunConfig:
         check_device(self.device, self.tpu)
 
 
+# A sample of the tail for 18 bytes a token: with it, `hybrid` on 2 entries beats `ghost` on 32 (docs/numerics.md).
 TAIL_DRAWS = 8
-"""A sample of the tail for 18 bytes a token: with it, `hybrid` on 2 entries beats `ghost` on 32 (docs/numerics.md)."""
 
 
 @settings
@@ -110,9 +110,8 @@ class CacheBuildOptions:
             raise ConfigError("temperatures: allowed: one or more numbers above 0, for example 1,2")
         share = Partition.parse(self.builder)
         if self.num_rows is not None and not share.of(self.num_rows):
-            raise ConfigError(
-                f"num_rows: {self.num_rows} leaves builder {share} nothing; give more rows or fewer builders"
-            )
+            left = f"{self.num_rows} leaves builder {share} nothing"
+            raise ConfigError(f"num_rows: {left}; give more rows or fewer builders")
 
     @property
     def draws_from_tail(self) -> int:
@@ -266,8 +265,11 @@ class QatOptions(QuantizeConfig):
                 raise ConfigError("checkpoint: --from-scratch makes its own start; give one of the two")
         elif self.checkpoint is None:
             raise ConfigError("checkpoint: missing; give --checkpoint FOLDER, or --from-scratch and --model")
-        else:
-            self._refuse_making()
+        else:  # settings that say how a student is made are refused where one is given
+            read = {"model"} | ({"calibration_rows"} if self.blockwise.blockwise_steps else set())
+            for name in (field.name for field in fields(QuantizeConfig) if field.name not in read):
+                if getattr(self, name) != getattr(QatOptions, name):
+                    raise ConfigError(f"{name}: belongs to --from-scratch; a checkpoint's layers are as they were made")
         if not self.from_scratch and self.blockwise.blockwise_steps and self.model is None:
             raise ConfigError("blockwise_steps: needs the full-precision model; give --model")
         unknown = sorted(set(self.train_parts) - set(QAT_PARTS))
@@ -279,15 +281,6 @@ class QatOptions(QuantizeConfig):
             raise ConfigError(f"weight_gradient: {self.weight_gradient} steers --train-parts weights and --mergeable")
         if self.run.chips.shard_base and self.run.chips.parallel != "spmd":
             raise ConfigError("shard_base: qat exports whole layers; give --parallel spmd (on XLA), or use recover")
-
-    def _refuse_making(self) -> None:
-        """Refuse settings that say how a student is made where one is given."""
-        read = {"model"} | ({"calibration_rows"} if self.blockwise.blockwise_steps else set())
-        for field in fields(QuantizeConfig):
-            if field.name not in read and getattr(self, field.name) != getattr(QatOptions, field.name):
-                raise ConfigError(
-                    f"{field.name}: belongs to --from-scratch; a checkpoint's layers are as they were made"
-                )
 
 
 @settings

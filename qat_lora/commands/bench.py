@@ -15,10 +15,8 @@ def load_table() -> Any:
     file = Path(qat_lora.__file__).resolve().parents[1] / "benchmarks" / "table.py"
     spec = importlib.util.spec_from_file_location("benchmarks.table", file)
     if not file.is_file() or spec is None or spec.loader is None:
-        raise ConfigError(
-            "bench: the benchmark programs come with the repository and not with the package; "
-            "clone it and install with pip install -e ."
-        )
+        why = "the benchmark programs come with the repository and not with the package"
+        raise ConfigError(f"bench: {why}; clone it and install with pip install -e .")
     table = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(table)
     return table

@@ -190,7 +190,6 @@ def audit_cache(options: AuditOptions, runtime: Runtime) -> dict[str, Any]:
 
 
 def _teacher(options: CacheBuildOptions | AuditOptions, runtime: Runtime) -> CausalLM:
-    """Load the teacher; a device map spreads it over devices at once."""
     if options.device_map == "none":
         return load_model(str(options.teacher), options.hub, options.run.dtype)
     runtime.check_device_map()

@@ -5,7 +5,7 @@ turns. A chat that outgrows the model's positions loses its oldest turns, and a 
 """
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -83,11 +83,13 @@ def chat(options: ChatOptions, runtime: Runtime) -> list[Message]:
     if not templated:
         say(run, NO_TEMPLATE)
     silent = run.quiet or run.json
-    for line in _typed(silent):
+    while _shown("> ", silent) and (typed := sys.stdin.readline()):
+        line = typed.strip()
         if line == "/exit":
             break
         if line == "/new":
             messages = list(beginning)
+        if line in ("", "/new"):
             continue
         said = [*(messages if templated else []), {"role": "user", "content": line}]
         ids = _encode(backend, said)
@@ -111,9 +113,3 @@ def chat(options: ChatOptions, runtime: Runtime) -> list[Message]:
 def _encode(backend: Backend, messages: list[Message]) -> list[int]:
     """Return the ids up to the answer; without a template, of the last line alone."""
     return backend.encode_chat(messages) if backend.templated else backend.encode_text(messages[-1]["content"])
-
-
-def _typed(silent: bool) -> Iterator[str]:
-    while _shown("> ", silent) and (line := sys.stdin.readline()):
-        if line.strip():
-            yield line.strip()

@@ -41,10 +41,9 @@ def qat(options: QatOptions, runtime: Runtime) -> Path:
     """Train a quantised model from a KD cache; return the run's folder, in which `best` is the model."""
     # A program of a mesh of chips runs only once every host has started it: what one computes alone waits for ever.
     if runtime.processes > 1 and runtime.replicas != runtime.processes:
-        raise ConfigError(
-            f"parallel: spmd over {runtime.processes} hosts cannot run qat, whose first process computes alone at the "
-            "start and at every export; leave --parallel out (a process a chip), or use one host"
-        )
+        why = f"spmd over {runtime.processes} hosts cannot run qat, whose first process computes alone at the start"
+        remedy = "leave --parallel out (a process a chip), or use one host"
+        raise ConfigError(f"parallel: {why} and at every export; {remedy}")
     run = options.run
     start = preset_name(options) if options.from_scratch else run_name(str(options.checkpoint))
     out = Path(run.out or f"runs/v2_{start.split('_')[0]}")
@@ -125,7 +124,6 @@ def _start(plan: TrainingRun, options: QatOptions, student: CausalLM | None, ful
 
 
 def _reconstruct(plan: TrainingRun, options: QatOptions, student: CausalLM, full: CausalLM) -> None:
-    """Reconstruct the student block by block and write it to the run's folder `blockwise`."""
     out, runtime = plan.out, plan.runtime
     runtime.place(student.module)
     runtime.place(full.module)

@@ -54,8 +54,6 @@ class SmokeFailedError(QatLoraError):
 
 
 class _Bench(NamedTuple):
-    """What the checks share: their settings, their device and their folder."""
-
     options: SmokeOptions
     runtime: Runtime
     folder: Path
@@ -74,10 +72,7 @@ class _Bench(NamedTuple):
 
 
 def smoke(options: SmokeOptions, runtime: Runtime) -> dict[str, Any]:
-    """Run all checks, a printed tick each; return them with their seconds. SmokeFailedError: one failed.
-
-    The files are removed at the end, unless `--out` names a folder for them.
-    """
+    """Run all checks, a printed tick each; return them with seconds, keep files with `--out`; SmokeFailedError."""
     report: dict[str, Any] = {}
     with ExitStack() as stack:
         if options.run.out is None:

@@ -5,8 +5,7 @@ itself, fall into a loop; distillation restores the one before the other. So all
 greedily and are compared with the *teacher's* continuations: greedy text of small models repeats itself anyway, and
 only the difference is damage.
 
-All prompts have one length and one batch holds them all; the position is data. So there are two graphs on XLA, of the
-row and of a token (`models/kv_cache.py`), and nothing is read before the end.
+All prompts have one length and are one batch, and the position is data: two graphs on XLA (`models/kv_cache.py`).
 """
 
 from __future__ import annotations
@@ -49,9 +48,8 @@ def take_prompts(rows: Iterable[Any], config: HealthConfig) -> np.ndarray:
         if len(prompts) == config.generate:
             break
     if not prompts:
-        raise TextError(
-            f"prompt_tokens: no row of the text begins with {config.prompt_tokens} tokens of one document; give fewer"
-        )
+        none = f"no row of the text begins with {config.prompt_tokens} tokens of one document"
+        raise TextError(f"prompt_tokens: {none}; give fewer")
     return np.stack(prompts)
 
 

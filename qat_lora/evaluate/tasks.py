@@ -1,10 +1,8 @@
 """Downstream tasks by the lm-eval harness, on a model that is already loaded.
 
 The harness's own loader would need an export first, and cannot read an adapter on a packed base at all. Its Hugging
-Face model class takes a module instead of a name, so teacher, quantised and recovered students are scored by the code
-that scores everybody else's models, from the same weights as all other figures of the report.
-
-The harness forms batches of changing shapes: XLA compiles each new one, so tasks belong on a CPU or a GPU.
+Face model class takes a module, so all are scored by the code that scores everybody else's models, from the weights of
+the report's other figures. It forms batches of changing shapes, which XLA compiles each: that is for a CPU or a GPU.
 """
 
 import logging
@@ -36,10 +34,8 @@ def check_tasks(config: TasksConfig) -> Any:
     manager = require("lm_eval.tasks", "evals").TaskManager(include_path=config.tasks_path)
     unknown = [name for name in config.tasks if not manager.match_tasks([name])]
     if unknown:
-        raise ConfigError(
-            f"tasks: the harness knows no {', '.join(unknown)}; `lm-eval ls tasks` lists them, "
-            "--tasks-path names a folder with your own"
-        )
+        remedy = "`lm-eval ls tasks` lists them, --tasks-path names a folder with your own"
+        raise ConfigError(f"tasks: the harness knows no {', '.join(unknown)}; {remedy}")
     return manager
 
 

@@ -5,10 +5,9 @@ final length from the start, and the unwritten part is padding behind the last t
 row; from then on a token costs the forward of one token (`models/kv_cache.py`). That needs nothing of transformers'
 generation code, and all prompts of one row length share two graphs.
 
-The commands that write text see the same few functions of one of our models and of llama.cpp with a GGUF export
-(`Backend`). A GGUF file could also be turned back into dense weights and run here, but that would show what
-transformers makes of it, not what its users get; llama.cpp's own Python binding shows that. All of llama.cpp's sampling
-is off except for the temperature, so both draw from the whole distribution.
+A GGUF export runs in llama.cpp's own Python binding behind the same `Backend`. Turned back into dense weights it could
+run here, but that would show what transformers makes of it, not what its users get. All of llama.cpp's sampling is off
+except for the temperature, so both draw from the whole distribution.
 """
 
 import importlib
@@ -164,9 +163,8 @@ def _llama_cpp(folder: Path) -> Backend:
         llama_cpp = importlib.import_module("llama_cpp")
         formats = importlib.import_module("llama_cpp.llama_chat_format")
     except ImportError:
-        raise MissingExtraError(
-            f"model: {folder} is a GGUF export, and llama.cpp's binding is not installed: pip install llama-cpp-python"
-        ) from None
+        missing = "and llama.cpp's binding is not installed: pip install llama-cpp-python"
+        raise MissingExtraError(f"model: {folder} is a GGUF export, {missing}") from None
     lora = folder / ADAPTER
     adapter = str(lora) if lora.is_file() else None
     try:

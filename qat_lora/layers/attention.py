@@ -80,16 +80,49 @@ class AttentionKernel(Protocol):
 
 
 class _Blocks:
-    """Large blocks of products, for every shape and type."""
-
     def fits(self, *_: Tensor) -> bool:
         return True
 
-    def outputs(self, *given: Any) -> tuple[Tensor, Tensor]:
-        return _block_outputs(*given[:5])
+    def outputs(
+        self, query: Tensor, key: Tensor, value: Tensor, first_BL: Tensor, scale: float, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the result and the scores' log-sums, [B, G, R, L, 1]."""
+        query_BGRLD = query.unflatten(1, (key.shape[1], -1))
+        outputs, log_sums = [], []
+        for rows in _slices(query.shape[2], BLOCK):
+            score_BGME = _block_scores(query_BGRLD, key, first_BL, scale, rows)
+            top_BGM1 = score_BGME.amax(-1, keepdim=True)
+            share_BGME = (score_BGME - top_BGM1).exp().to(value.dtype)
+            sum_BGM1 = share_BGME.float().sum(-1, keepdim=True)
+            product_BGMD = _product(share_BGME, value[:, :, : rows.stop]) / sum_BGM1
+            split = (query_BGRLD.shape[2], -1)
+            outputs.append(product_BGMD.to(value.dtype).unflatten(2, split))
+            log_sums.append((top_BGM1 + sum_BGM1.log()).unflatten(2, split))
+        return torch.cat(outputs, 3).flatten(1, 2), torch.cat(log_sums, 3)
 
-    def gradients(self, tensors: Sequence[Tensor], *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return _block_gradients(*(*tensors, *given[:3]))
+    def gradients(
+        self, tensors: Sequence[Tensor], first_BL: Tensor, d_output: Tensor, scale: float, window: int | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, output, log_sum = tensors
+        split = (key.shape[1], -1)
+        query_BGRLD, d_output_BGRLD = query.unflatten(1, split), d_output.unflatten(1, split)
+        pull_BGRL1 = (d_output.float() * output.float()).sum(-1, keepdim=True).unflatten(1, split)
+        d_queries: list[Tensor] = []
+        d_key, d_value = torch.zeros_like(key, dtype=torch.float32), torch.zeros_like(value, dtype=torch.float32)
+        for rows in _slices(query.shape[2], BLOCK):
+            keys, rest = slice(rows.stop), (0, 0, 0, key.shape[2] - rows.stop)
+            query_BGMD, d_out_BGMD, log_sum_BGM1, pull_BGM1 = (
+                tensor[:, :, :, rows].flatten(2, 3) for tensor in (query_BGRLD, d_output_BGRLD, log_sum, pull_BGRL1)
+            )
+            # Keys first: so two of the three products read what is formed here as it is.
+            share_BGEM = (_block_scores(query_BGRLD, key, first_BL, scale, rows).mT - log_sum_BGM1.mT).exp()
+            d_share_BGEM = _product(value[:, :, keys], d_out_BGMD.mT)
+            d_score_BGEM = (share_BGEM * (d_share_BGEM - pull_BGM1.mT) * scale).to(query.dtype)
+            d_query_BGMD = _product(d_score_BGEM.mT, key[:, :, keys]).to(query.dtype)
+            d_queries.append(d_query_BGMD.unflatten(2, (query_BGRLD.shape[2], -1)))
+            d_key = d_key + nn.functional.pad(_product(d_score_BGEM, query_BGMD), rest)
+            d_value = d_value + nn.functional.pad(_product(share_BGEM.to(value.dtype), d_out_BGMD), rest)
+        return torch.cat(d_queries, 3).flatten(1, 2), d_key.to(key.dtype), d_value.to(value.dtype)
 
 
 def blocked_attention(
@@ -110,7 +143,9 @@ def blocked_attention(
     the device has a kernel that fits, that computes it instead.
     """
     chosen = kernel if kernel is not None and kernel.fits(query_BHLD, key_BGLD) else _Blocks()
-    first_BL, settings = _first_seen(mask_B1LL), (scale, window)
+    # The first position that each one sees: documents are contiguous, so it sees all from there on.
+    first_BL = torch.arange(1, mask_B1LL.shape[-1] + 1, device=mask_B1LL.device) - (mask_B1LL[:, 0] == 0).sum(-1)
+    settings = (scale, window)
     output: Tensor = _BlockedAttention.apply(query_BHLD, key_BGLD, value_BGLD, first_BL, settings, keep, chosen)
     return output
 
@@ -148,54 +183,6 @@ class _BlockedAttention(torch.autograd.Function):
         return *gradients, None, None, None, None
 
 
-def _block_outputs(query: Tensor, key: Tensor, value: Tensor, first_BL: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return the result and the scores' log-sums, [B, G, R, L, 1]."""
-    query_BGRLD = query.unflatten(1, (key.shape[1], -1))
-    outputs, log_sums = [], []
-    for rows in _slices(query.shape[2], BLOCK):
-        score_BGME = _block_scores(query_BGRLD, key, first_BL, scale, rows)
-        top_BGM1 = score_BGME.amax(-1, keepdim=True)
-        share_BGME = (score_BGME - top_BGM1).exp().to(value.dtype)
-        sum_BGM1 = share_BGME.float().sum(-1, keepdim=True)
-        product_BGMD = _product(share_BGME, value[:, :, : rows.stop]) / sum_BGM1
-        split = (query_BGRLD.shape[2], -1)
-        outputs.append(product_BGMD.to(value.dtype).unflatten(2, split))
-        log_sums.append((top_BGM1 + sum_BGM1.log()).unflatten(2, split))
-    return torch.cat(outputs, 3).flatten(1, 2), torch.cat(log_sums, 3)
-
-
-def _block_gradients(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    log_sum: Tensor,
-    first_BL: Tensor,
-    d_output: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values."""
-    split = (key.shape[1], -1)
-    query_BGRLD, d_output_BGRLD = query.unflatten(1, split), d_output.unflatten(1, split)
-    pull_BGRL1 = (d_output.float() * output.float()).sum(-1, keepdim=True).unflatten(1, split)
-    d_queries: list[Tensor] = []
-    d_key, d_value = torch.zeros_like(key, dtype=torch.float32), torch.zeros_like(value, dtype=torch.float32)
-    for rows in _slices(query.shape[2], BLOCK):
-        keys, rest = slice(rows.stop), (0, 0, 0, key.shape[2] - rows.stop)
-        query_BGMD, d_out_BGMD, log_sum_BGM1, pull_BGM1 = (
-            tensor[:, :, :, rows].flatten(2, 3) for tensor in (query_BGRLD, d_output_BGRLD, log_sum, pull_BGRL1)
-        )
-        # Keys first: so two of the three products read what is formed here as it is.
-        share_BGEM = (_block_scores(query_BGRLD, key, first_BL, scale, rows).mT - log_sum_BGM1.mT).exp()
-        d_share_BGEM = _product(value[:, :, keys], d_out_BGMD.mT)
-        d_score_BGEM = (share_BGEM * (d_share_BGEM - pull_BGM1.mT) * scale).to(query.dtype)
-        d_query_BGMD = _product(d_score_BGEM.mT, key[:, :, keys]).to(query.dtype)
-        d_queries.append(d_query_BGMD.unflatten(2, (query_BGRLD.shape[2], -1)))
-        d_key = d_key + nn.functional.pad(_product(d_score_BGEM, query_BGMD), rest)
-        d_value = d_value + nn.functional.pad(_product(share_BGEM.to(value.dtype), d_out_BGMD), rest)
-    return torch.cat(d_queries, 3).flatten(1, 2), d_key.to(key.dtype), d_value.to(value.dtype)
-
-
 def _slices(length: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
@@ -212,12 +199,6 @@ def _block_scores(query_BGRLD: Tensor, key: Tensor, first_BL: Tensor, scale: flo
     score_BGME = _product(query_BGRLD[:, :, :, rows].flatten(2, 3), key[:, :, : rows.stop].mT) * scale
     allowed_BME = (keys >= first_BM[:, :, None]) & (keys <= own_M[:, None])
     return score_BGME.masked_fill(~allowed_BME[:, None], BLOCKED_SCORE)
-
-
-def _first_seen(mask_B1LL: Tensor) -> Tensor:
-    """Return the first position that each one sees, [B, L]: documents are contiguous, so it sees all from there on."""
-    counts_BL = (mask_B1LL[:, 0] == 0).sum(-1)
-    return torch.arange(1, mask_B1LL.shape[-1] + 1, device=mask_B1LL.device) - counts_BL
 
 
 class _TiledAttention(torch.autograd.Function):

@@ -11,8 +11,7 @@ computes all of them, and the others pass on what they get. The layers as they w
 `apart` fills them with what was trained and puts them back for a while, so whatever reads a model by the names of its
 layers (export, adapters) does not know of stacks. On disk there are none: `by_layer` and `together` go between.
 
-Layers are of one kind if modules, settings and shapes are equal. Layers that draw random numbers (dropout) stay apart,
-as does a layer whose neighbours are of other kinds.
+Layers are of one kind if modules, settings and shapes are equal; those that draw random numbers (dropout) stay apart.
 """
 
 import copy
@@ -102,8 +101,6 @@ class StackedLayers(nn.Module):
 
 
 class _Passed(nn.Module):
-    """A layer that a stack before it has computed."""
-
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         _copy_plain(layer, self)

@@ -56,17 +56,15 @@ def check_parts(options: QatOptions, full: CausalLM | None, student: CausalLM | 
     if "ranges" in parts and "asymmetric" not in codes:
         raise ConfigError("train_parts: ranges: no layer has zero points; choose a preset with them, such as w4g64a")
     if options.run.dtype != "float32" and parts & {"norms", "embeddings", "head"}:
-        raise ConfigError(
-            "train_parts: norms, embeddings and head lose small updates in bfloat16; give --dtype float32 --autocast"
-        )
+        lose = "norms, embeddings and head lose small updates in bfloat16"
+        raise ConfigError(f"train_parts: {lose}; give --dtype float32 --autocast")
     if "embeddings" in parts and student is not None and tied_embedding(student.module) is not None:
         raise ConfigError("train_parts: the embedding is the quantised head in this model; leave out embeddings")
     module = (student or given(full)).module
     lm_head = module.get_output_embeddings()
     if "head" in parts and isinstance(lm_head, QuantLinear):
-        raise ConfigError(
-            "train_parts: the head is quantised in this model, so scales, lut and weights train it; leave out head"
-        )
+        instead = "scales, lut and weights train it; leave out head"
+        raise ConfigError(f"train_parts: the head is quantised in this model, so {instead}")
     if "head" in parts and lm_head.weight is module.get_input_embeddings().weight:
         raise ConfigError("train_parts: the head is the embedding in this model; give embeddings, which trains both")
 

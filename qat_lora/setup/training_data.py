@@ -2,11 +2,8 @@
 
 Both serve batches in the same order and shapes, so the loop knows no difference. What differs is the objective (a
 text has no teacher, so only the cross-entropy is left), the number that evaluations report, and what identifies the
-data in a run's settings.
-
-A command that trains opens the data before a model is loaded, which looks for the arrays that the objective reads, and
-calls `prepare` when the student is as it will be before its first step, also where a checkpoint will be loaded over it
-afterwards.
+data in a run's settings. `prepare` is called when the student is as it will be before its first step, also where a
+checkpoint will be loaded over it afterwards.
 """
 
 from collections.abc import Callable
@@ -22,14 +19,7 @@ from qat_lora.data.packing import make_encoder, pack_rows, take_eval
 from qat_lora.data.sources import describe_source, open_documents
 from qat_lora.data.text_dataset import ENCODERS, TextDataset
 from qat_lora.errors import CacheError, ConfigError
-from qat_lora.losses.objective import (
-    OPTIONAL_ARRAYS,
-    EstimatorName,
-    ObjectiveConfig,
-    choose_estimator,
-    objective_loss,
-    wanted,
-)
+from qat_lora.losses.objective import OPTIONAL_ARRAYS, ObjectiveConfig, choose_estimator, objective_loss, wanted
 from qat_lora.models.load import CausalLM, load_tokenizer, tokenizer_sha256
 from qat_lora.options import QatOptions, RecoverOptions
 from qat_lora.runtime.base import Runtime
@@ -78,10 +68,8 @@ def check_arrays(dataset: KDCacheDataset, objective: ObjectiveConfig) -> None:
     """Let a cache serve what the objective reads and nothing else; CacheError names an array or draws that it lacks."""
     if objective.topk_user and not dataset.k:
         advice = "give --estimator full" if objective.topk_user.startswith("estimator") else "set it to 0"
-        raise CacheError(
-            f"top_k: {objective.topk_user} needs the teacher's likeliest tokens, and the KD cache was built with "
-            f"--top-k 0; {advice}, or build one with --top-k 64"
-        )
+        lack = "needs the teacher's likeliest tokens, and the KD cache was built with --top-k 0"
+        raise CacheError(f"top_k: {objective.topk_user} {lack}; {advice}, or build one with --top-k 64")
     if objective.kd_weight == 0 or choose_estimator(objective.estimator, OPTIONAL, objective.temperature) != "hybrid":
         dataset.leave_out_all_but([name for name in OPTIONAL if name != "tail_draw_ids"])  # refused behind --head-k
     held = {name: torch.empty(1, 1, *array.shape[2:]) for name, array in dataset.rows([0]).items()}
@@ -125,10 +113,8 @@ def prepare(
         objective = replace(objective, loss_walk=runtime.loss_walk)
     objective = replace(objective, loss_chunk_mb=runtime.loss_chunk_mb(objective.loss_chunk_mb))
     if objective.loss_walk == "kernel" != runtime.loss_walk:
-        raise ConfigError(
-            f"loss_walk: kernel needs Triton and an NVIDIA GPU, A100 or later, and this is {runtime.description}; "
-            "give auto, positions or vocabulary"
-        )
+        needs = f"needs Triton and an NVIDIA GPU, A100 or later, and this is {runtime.description}"
+        raise ConfigError(f"loss_walk: kernel {needs}; give auto, positions or vocabulary")
     if objective.kd_weight > 0:
         name = choose_estimator(objective.estimator, dataset.rows([0]), objective.temperature)
         objective = replace(objective, estimator=name)
@@ -140,10 +126,8 @@ def prepare(
         teacher_lm_head = replace(held, weight_VH=held.weight_VH.to(runtime.device), bias_V=bias_V)
     if objective.anchor_weight > 0:
         if objective.anchor_samples > len(dataset):
-            many, most = objective.anchor_samples, len(dataset)
-            raise ConfigError(
-                f"anchor_samples: {many} rows are more than the {most} that there are to train on; give at most {most}"
-            )
+            most = f"more than the {len(dataset)} that there are to train on; give at most {len(dataset)}"
+            raise ConfigError(f"anchor_samples: {objective.anchor_samples} rows are {most}")
         was_training = model.module.training
         model.module.eval()
         with runtime.autocast(torch.bfloat16 if loop.autocast else torch.float32):
@@ -157,8 +141,8 @@ def evaluation_objective(objective: ObjectiveConfig, teacher_lm_head: LMHead | N
 
     Else it is `ghost`, a lower bound that is blind to the tail's shape: comparable within a run, not between other Ks.
     """
-    estimator: EstimatorName = "ghost" if teacher_lm_head is None else "full"
-    return ObjectiveConfig(estimator=estimator, loss_chunk_mb=objective.loss_chunk_mb, loss_walk=objective.loss_walk)
+    distance = ObjectiveConfig("ghost" if teacher_lm_head is None else "full")
+    return replace(distance, loss_chunk_mb=objective.loss_chunk_mb, loss_walk=objective.loss_walk)
 
 
 def evaluation(

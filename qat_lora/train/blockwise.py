@@ -10,7 +10,7 @@ Source: BRECQ (arXiv 2102.05426); Block-AP of EfficientQAT (arXiv 2407.11062).
 
 import copy
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,13 +41,7 @@ class BlockwiseConfig:
     blockwise_scale_lr: float = option(1e-4, "peak learning rate of the scales in it", above=0)
 
 
-class _Fit(NamedTuple):
-    """How blocks are trained."""
-
-    config: BlockwiseConfig
-    runtime: Runtime
-    bar: Any
-    work: Work
+_Fit = tuple[BlockwiseConfig, Runtime, Any, Work]  # how a block is trained, the progress bar, and what keeps it
 
 
 def blocks_of(module: nn.Module) -> str:
@@ -57,9 +51,8 @@ def blocks_of(module: nn.Module) -> str:
     lists = {name for name in lists if isinstance(module.get_submodule(name), nn.ModuleList)}
     if len(lists) != 1 or not all(name.startswith(f"{next(iter(lists))}.") for name in names):
         there = ", ".join(sorted(lists)) or "none"
-        raise ModelError(
-            f"blockwise_steps: needs one list of decoder layers that holds all quantised ones; found {there}"
-        )
+        needs = "needs one list of decoder layers that holds all quantised ones"
+        raise ModelError(f"blockwise_steps: {needs}; found {there}")
     return lists.pop()
 
 
@@ -98,7 +91,7 @@ def reconstruct(
             exact = _push(model, exact, call, runtime)
             kept = work.take(f"block-{name}")
             if kept is None:
-                share, hidden = _reconstruct(block, model, hidden, exact, call, _Fit(config, runtime, bar, work))
+                share, hidden = _reconstruct(block, model, hidden, exact, call, (config, runtime, bar, work))
                 work.keep(f"block-{name}", block.state_dict(), {name: share})
             else:
                 block.load_state_dict(kept[0])
@@ -150,7 +143,6 @@ def _reconstruct(
 
 @torch.no_grad()
 def _push(block: nn.Module, hidden: list[Tensor], calls: list[Call], runtime: Runtime) -> list[Tensor]:
-    """Run every batch through a block."""
     out = []
     for states, call in zip(hidden, calls, strict=True):
         out.append(run_block(block, states, call))

@@ -85,10 +85,8 @@ class LoopConfig:
             return self.accumulation_steps
         rows = self.batch_size * replicas
         if self.global_batch_size % rows:
-            raise ConfigError(
-                f"global_batch_size: {self.global_batch_size} is not a multiple of "
-                f"batch_size x replicas = {self.batch_size} x {replicas} = {rows}"
-            )
+            product = f"batch_size x replicas = {self.batch_size} x {replicas} = {rows}"
+            raise ConfigError(f"global_batch_size: {self.global_batch_size} is not a multiple of {product}")
         return self.global_batch_size // rows
 
 
@@ -262,7 +260,5 @@ class Checkpoint:
             run.log.pause()
         if run.stopping and not run.is_over:
             by = run.stopped[0] if run.stopped else "a signal to another process"
-            raise InterruptedRunError(
-                f"stopped by {by} after step {run.step} of {run.loop.max_steps}; "
-                f"the checkpoint is complete, the same command goes on from it"
-            )
+            done = f"stopped by {by} after step {run.step} of {run.loop.max_steps}"
+            raise InterruptedRunError(f"{done}; the checkpoint is complete, the same command goes on from it")

@@ -2,9 +2,8 @@
 
 A graph compiler is silent for minutes in step 1, and a recompile in step 700 looks like a slow machine. So each phase
 of step 1 is announced before it starts, with a sign of life every 15 seconds, and reported after it; and a graph that
-is compiled later is a warning that names what changed, or an error with `--max-recompiles`. Only training steps are
-watched: graphs of an evaluation do not count. A runtime that compiles nothing (its `compile_report` is empty) is asked
-once.
+is compiled later is a warning that names what changed, or an error with `--max-recompiles`. Graphs of an evaluation do
+not count, and a runtime that compiles nothing (its `compile_report` is empty) is asked once.
 
 The watch also says when the host is the slower one. Tracing runs ahead of the device, and a sync waits only for what
 the device has not finished yet; where steps pass without such a wait, the device waits for Python instead.

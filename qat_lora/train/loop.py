@@ -107,8 +107,6 @@ def _resume(
 
 
 class _Steps:
-    """The optimizer steps of a run, from its position on."""
-
     def __init__(
         self, run: Run, rows: TrainingRows, prepared: PreparedObjective, optim: OptimConfig, watch: CompileWatch
     ) -> None:

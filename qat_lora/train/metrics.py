@@ -4,10 +4,9 @@ One JSON object per optimizer step. Values stay on the device and are fetched to
 anything else is written, so the file may lag behind the run. A resumed run cuts it back to its checkpoint, which was
 written after all lines up to it and holds their checksum.
 
-`metrics.jsonl` is the record; trackers get the same numbers from the main process once they are on the host. A resumed
-run continues in the same place: TensorBoard is told from which step on to forget, Weights & Biases finds the run by an
-id in the run's folder. Both name their files themselves, so the run's list of files gets them only after they appear; a
-kill in between leaves files that are not listed.
+Trackers get the same numbers from the main process. A resumed run continues in the same place: TensorBoard is told from
+which step on to forget, Weights & Biases finds the run by an id in the run's folder. Both name their files themselves,
+so the run's list of files gets them only after they appear; a kill in between leaves files that are not listed.
 """
 
 import hashlib
@@ -190,7 +189,6 @@ def read_metrics(path: Path, *numbers: str) -> list[dict[str, Any]]:
 
 
 def _parsed(text: str) -> dict[str, Any] | None:
-    """Return a line's object, None for anything else."""
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):

@@ -26,21 +26,10 @@ from qat_lora.errors import ConfigError
 from qat_lora.runtime.base import Runtime
 from qat_lora.types import LanguageModel
 
-
-class Kind(NamedTuple):
-    """How tensors of one kind are trained."""
-
-    rate: str  # the setting that is their peak learning rate
-    decays: bool  # whether weight decay pulls them to 0, which would only shrink scales and norms
-
-
-KINDS = {  # of trained tensors: LoRA factors, latent weights, the quantiser's scales and tables, norms
-    "adapter": Kind("lr", True),
-    "weights": Kind("lr", True),
-    "scales": Kind("scale_lr", False),
-    "lut": Kind("scale_lr", False),
-    "norms": Kind("norm_lr", False),
-}
+# By kind of trained tensors (LoRA factors, latent weights, the quantiser's scales and tables, norms), the setting of
+# their peak learning rate; and the kinds that weight decay pulls to 0: it would only shrink the others.
+RATES = {"adapter": "lr", "weights": "lr", "scales": "scale_lr", "lut": "scale_lr", "norms": "norm_lr"}
+DECAYING = ("adapter", "weights")
 _decay = functools.partial(option, min=0, max=math.nextafter(1, 0), refusal="is not from 0 to below 1")
 
 
@@ -85,7 +74,7 @@ class TrainState(NamedTuple):
     """The model and the tensors of it that train."""
 
     model: LanguageModel
-    groups: dict[str, dict[str, nn.Parameter]]  # by kind (`KINDS`) and name
+    groups: dict[str, dict[str, nn.Parameter]]  # by kind (`RATES`) and name
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -141,7 +130,7 @@ class AdamW(torch.optim.Optimizer):
 
 
 def build_optimizer(config: OptimConfig, groups: Mapping[str, Mapping[str, nn.Parameter]], runtime: Runtime) -> AdamW:
-    """Return AdamW over the trained tensors (by name, by kind of `KINDS`), with gradients and state allocated.
+    """Return AdamW over the trained tensors (by name, by kind of `RATES`), with gradients and state allocated.
 
     Where memory can be shared, the optimizer's own parameters (`optimized`) are flat tensors that the trained ones are
     parts of; its `state` has an entry for either. ConfigError: nothing to train.
@@ -150,7 +139,7 @@ def build_optimizer(config: OptimConfig, groups: Mapping[str, Mapping[str, nn.Pa
     for kind, tensors in groups.items():
         if not tensors:
             continue
-        rates = {"lr": getattr(config, KINDS[kind].rate), "weight_decay": config.weight_decay * KINDS[kind].decays}
+        rates = {"lr": getattr(config, RATES[kind]), "weight_decay": config.weight_decay * (kind in DECAYING)}
         if runtime.shares_memory:
             by_type = itertools.groupby(sorted(tensors.values(), key=lambda p: str(p.dtype)), key=lambda p: p.dtype)
             of_kind = [_flatten(list(parameters)) for _, parameters in by_type]

@@ -3,9 +3,7 @@
 Every micro-batch backpropagates the *sum* of its losses. Gradients and token counts are both averaged over
 replicas and gradients divided by the count once, so the update is that of one big batch exactly, however many
 micro-batches, replicas or masked tokens there are. Dividing by each micro-batch's own count, as most trainers
-do, weighs tokens of short batches more.
-
-Nothing here reads a value back from the device: losses, counts and the gradient norm stay tensors.
+do, weighs tokens of short batches more. No value is read back from the device.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,10 +52,7 @@ def micro_batch(
 
 
 def zero_sums(objective: ObjectiveConfig, device: torch.device) -> Sums:
-    """Return what every step's sums start from, made once and one tensor per name.
-
-    Sums that began as the first micro-batch's own, or aliased ones, would be one more graph on XLA.
-    """
+    """Return what every step's sums start from: made once, and a tensor each, or XLA compiles one graph more."""
     names = ["loss", "tokens", *(f"loss_{term}" for term in objective.weights_at(0.0))]
     return {name: torch.zeros((), device=device) for name in names}
 
