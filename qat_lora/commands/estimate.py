@@ -17,7 +17,7 @@ NOTE = (
 
 
 def estimate(options: EstimateOptions, runtime: Runtime) -> dict[str, Any]:
-    """Return (and print, unless `--json`) counts, bytes of a run on one replica, time, cost; ModelError, ConfigError."""
+    """Return (print without `--json`) counts, bytes of a run on one replica, time, cost; ModelError, ConfigError."""
     devices = named(options.devices)
     options = with_dtype(options, shown_device(options, devices)[0])[0]
     shapes = skeleton(options)
