@@ -32,7 +32,7 @@ def quantize_model(options: of.QuantizeOptions | None = None, /, **settings: Any
 
 
 def train_recovery_lora(options: of.RecoverOptions | None = None, /, **settings: Any) -> Path:
-    """Train an adapter, as `qat-lora recover` (`checkpoint`, `kd_cache_dir`); return the run's folder: it is `best`."""
+    """Train an adapter, as `qat-lora recover` (`checkpoint`, `kd_cache_dir`); return the run, whose `best` it is."""
     return _call("recover", options, settings)
 
 

@@ -340,7 +340,7 @@ class _BoundedLoader(yaml.SafeLoader):
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse YAML of somebody else's, within bounds of size, depth and repetition; ConfigError says why it does not."""
+    """Parse YAML of somebody else's, within bounds of size, depth and repetition; ConfigError says why not."""
     if len(text) > YAML_LIMIT_BYTES:
         raise ConfigError(f"it is larger than {YAML_LIMIT_BYTES:,} bytes")
     try:

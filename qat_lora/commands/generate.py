@@ -36,11 +36,11 @@ def generate(options: GenerateOptions, runtime: Runtime) -> str | list[dict[str,
     row_length = max(map(len, encoded)) + options.max_new_tokens
     silent, texts = run.quiet or run.json, []
     for prompt, ids in zip(prompts, encoded, strict=True):
-        _shown(f"{prompt}\n" if options.chat else prompt, silent)
+        _shown([f"{prompt}\n" if options.chat else prompt], silent)
         generator = torch.Generator().manual_seed(run.seed)
         pieces = backend.stream(ids, options.max_new_tokens, options.gen_temperature, generator, row_length)
         texts.append(_shown(pieces, silent))
-        _shown("\n", silent)
+        _shown(["\n"], silent)
     if options.prompts is None:
         return texts[0]
     return [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
@@ -83,7 +83,7 @@ def chat(options: ChatOptions, runtime: Runtime) -> list[Message]:
     if not templated:
         say(run, NO_TEMPLATE)
     silent = run.quiet or run.json
-    while _shown("> ", silent) and (typed := sys.stdin.readline()):
+    while _shown(["> "], silent) and (typed := sys.stdin.readline()):
         line = typed.strip()
         if line == "/exit":
             break

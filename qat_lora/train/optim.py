@@ -27,7 +27,7 @@ from qat_lora.runtime.base import Runtime
 from qat_lora.types import LanguageModel
 
 # By kind of trained tensors (LoRA factors, latent weights, the quantiser's scales and tables, norms), the setting of
-# their peak learning rate; and the kinds that weight decay pulls to 0: it would only shrink the others.
+# their peak learning rate; and the kinds that weight decay pulls to 0: it would only shrink scales and norms.
 RATES = {"adapter": "lr", "weights": "lr", "scales": "scale_lr", "lut": "scale_lr", "norms": "norm_lr"}
 DECAYING = ("adapter", "weights")
 _decay = functools.partial(option, min=0, max=math.nextafter(1, 0), refusal="is not from 0 to below 1")
