@@ -3,9 +3,8 @@
     folder = qat_lora.quantize_model(model="Qwen/Qwen3-0.6B", preset="q4_r32", kd_cache_dir="caches/wikitext103")
 
 Every setting of the command line is a keyword, under the name or the alias that it has there and with the same
-checks and defaults, since both are read off the same option class; `recipe` names a YAML file. In place of keywords,
-one object of that class may be given. Errors are `QatLoraError`s with a message for people. To quantise a module in
-memory, use `qat_lora.layers.calibrate.quantize.quantize_model`.
+checks and defaults, since both are read off the same option class, an object of which may be given in their place;
+`recipe` names a YAML file. To quantise a module in memory, use `qat_lora.layers.calibrate.quantize.quantize_model`.
 """
 
 from __future__ import annotations
@@ -19,63 +18,36 @@ from qat_lora.registry import COMMANDS
 from qat_lora.runtime.launch.start import run
 
 if TYPE_CHECKING:
-    from qat_lora.options import (
-        CacheBuildOptions,
-        EvalOptions,
-        ExportOptions,
-        GenerateOptions,
-        QuantizeOptions,
-        RecoverOptions,
-    )
+    from qat_lora import options as of
 
 
-def build_kd_cache(options: CacheBuildOptions | None = None, /, **settings: Any) -> Path:
-    """Write a teacher's logits to a KD cache and return its folder; the same as `qat-lora cache build`.
-
-    Settings are, among others, `teacher`, `dataset`, `length`, `top_k`, `out`, `recipe`.
-    """
+def build_kd_cache(options: of.CacheBuildOptions | None = None, /, **settings: Any) -> Path:
+    """Write a teacher's logits to a KD cache, as `qat-lora cache build` (`teacher`, `dataset`); return its folder."""
     return _call("cache build", options, settings)
 
 
-def quantize_model(options: QuantizeOptions | None = None, /, **settings: Any) -> Path:
-    """Quantise a model, prepare its adapter start and return its folder; the same as `qat-lora quantize`.
-
-    Settings are, among others, `model`, `preset`, `init`, `kd_cache_dir`, `out`, `recipe`.
-    """
+def quantize_model(options: of.QuantizeOptions | None = None, /, **settings: Any) -> Path:
+    """Quantise a model and its adapter start, as `qat-lora quantize` (`model`, `preset`, `out`); return its folder."""
     return _call("quantize", options, settings)
 
 
-def train_recovery_lora(options: RecoverOptions | None = None, /, **settings: Any) -> Path:
-    """Train a recovery adapter from a KD cache; return the run's folder, whose `best` it is. As `qat-lora recover`.
-
-    Settings are, among others, `checkpoint`, `kd_cache_dir`, `recovery_r`, `max_steps`, `recipe`.
-    """
+def train_recovery_lora(options: of.RecoverOptions | None = None, /, **settings: Any) -> Path:
+    """Train an adapter, as `qat-lora recover` (`checkpoint`, `kd_cache_dir`); return the run, whose `best` it is."""
     return _call("recover", options, settings)
 
 
-def evaluate_models(options: EvalOptions | None = None, /, **settings: Any) -> dict[str, Any]:
-    """Score students beside their teacher on held-out text; the same as `qat-lora eval`.
-
-    Settings are, among others, `teacher`, `students`, `dataset`, `out`, `recipe`. Returned are perplexity, KL to the
-    teacher, agreement and more, by model; report card and picture are in `out`.
-    """
+def evaluate_models(options: of.EvalOptions | None = None, /, **settings: Any) -> dict[str, Any]:
+    """Score students beside their teacher, as `qat-lora eval` (`teacher`, `students`, `dataset`); return figures."""
     return _call("eval", options, settings)
 
 
-def generate_text(options: GenerateOptions | None = None, /, **settings: Any) -> str | list[dict[str, str]]:
-    """Continue a prompt, or every line of a file, with a student; the same as `qat-lora generate`.
-
-    Settings are, among others, `student`, `prompt`, `chat`, `max_new_tokens`. Returned is the text; for a file of
-    prompts a list of prompts and texts.
-    """
+def generate_text(options: of.GenerateOptions | None = None, /, **settings: Any) -> str | list[dict[str, str]]:
+    """Continue `prompt` or the lines of `prompts`, as `qat-lora generate`; return the text, or prompts with texts."""
     return _call("generate", options, settings)
 
 
-def export_student(options: ExportOptions | None = None, /, **settings: Any) -> Path:
-    """Write a student in a form that other tools load and return the folder; the same as `qat-lora export`.
-
-    Settings are, among others, `student`, `form`, `out`.
-    """
+def export_student(options: of.ExportOptions | None = None, /, **settings: Any) -> Path:
+    """Write a student for other tools, as `qat-lora export` (`student`, `form`, `out`); return the folder."""
     return _call("export", options, settings)
 
 

@@ -3,8 +3,6 @@
 Heavy imports (torch, transformers) happen inside a command, so `--help` answers at once for the groups.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -27,9 +25,7 @@ _NUMBERS = {int: "INT", float: "NUMBER"}
 
 def _flag(leaf: Leaf) -> click.Option:
     """Make the command-line flag of a setting; values stay text here and are checked by `config`."""
-    names = ["--" + leaf.name.replace("_", "-")]
-    if alias := leaf.field.metadata["alias"]:
-        names.append("--" + alias.replace("_", "-"))
+    names = ["--" + name.replace("_", "-") for name in (leaf.name, leaf.field.metadata["alias"]) if name]
     kind = typing.get_args(leaf.type) if typing.get_origin(leaf.type) is typing.Literal else None
     common: dict[str, Any] = {"help": _help(leaf), "default": None}
     if leaf.type is bool:
@@ -50,8 +46,7 @@ def _help(leaf: Leaf) -> str:
     if stated:
         notes.append(f"default: {stated}")
     elif "(required)" not in text and "default" not in f"{text} {unit}":
-        words = {"False": "off", "True": "on", "None": "none", "": "none"}
-        shown = words.get(str(default), default)
+        shown = {"False": "off", "True": "on", "None": "none", "": "none"}.get(str(default), default)
         notes.append(f"default: {shown}")
     return f"{text} [{'; '.join(notes)}]" if notes else text
 

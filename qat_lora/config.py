@@ -8,8 +8,6 @@ none, and the type checker understands it.
 Precedence: `key=value` words over flags over the recipe over the defaults.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import functools
@@ -31,8 +29,7 @@ from qat_lora.terminal import redact
 
 C = TypeVar("C")
 
-INT_LIMIT = 2**31
-"""Whole numbers are below: shapes, rows and steps beyond it fit no machine, and overflow where they are used."""
+INT_LIMIT = 2**31  # whole numbers are below: rows and steps beyond it fit no machine, and overflow where they are used
 YAML_LIMIT_BYTES = 1 << 20
 YAML_LIMIT_VALUES = 10_000
 YAML_LIMIT_DEPTH = 20
@@ -55,20 +52,16 @@ def option(
     """Declare a setting: its default (of a group: its class), one line of help, its unit, a second name.
 
     Args:
-        default, help, unit, alias: as above.
         required: there is no default, and a config without a value is refused.
         without: of a group, the settings (or groups, or dotted paths) that its owner does not use. They get no flag and
             no line in a `config.yaml`, and are refused where they are given, since a setting without effect misleads.
-        below: exclusive limit of a whole number.
-        min, above, max: limits of a number; `above` is exclusive.
+        below, min, above, max: limits of a number, `below` (of a whole one) and `above` exclusive.
         refusal: what an error says of a number outside these, in place of the usual words.
     """
-    usual = (
-        f"is not allowed; give a number above {above}" if above > -math.inf else f"is too small; allowed: {min} or more"
-    )
+    least = f"is too small; allowed: {min} or more"
     metadata: dict[str, Any] = {"help": help + " (required)" * required, "unit": unit, "alias": alias}
     metadata |= {"required": required, "without": without, "below": below, "min": min, "above": above, "max": max}
-    metadata["refusal"] = refusal or usual
+    metadata["refusal"] = refusal or (f"is not allowed; give a number above {above}" if above > -math.inf else least)
     if isinstance(default, type) and dataclasses.is_dataclass(default):
         return dataclasses.field(default_factory=default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -154,7 +147,6 @@ def _allowed(value: Any, allowed: Sequence[str]) -> str:
 
 
 def _coerce(value: Any, hint: Any, where: str) -> Any:
-    """Turn a YAML or command-line value into the declared type, or say why not."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
         return from_dict(typing.cast(type, hint), value, where)
@@ -222,13 +214,10 @@ def _number(value: Any) -> int | float | None:
 
 
 def from_dict(cls: type[C], data: Mapping[str, Any], where: str = "", *, exact: bool = False) -> C:
-    """Build a dataclass from a nested mapping; `where` says in errors what the mapping is.
+    """Build a dataclass from a nested mapping, which errors call `where`; ConfigError names the field and what fits.
 
     With `exact`, for files that a program wrote, all fields have to be there, and no value is converted, so that damage
     or a file of another version cannot pass for something else. Whole numbers are 0 or more.
-
-    Raises:
-        ConfigError: names the field, what was given and what is allowed.
     """
     if not isinstance(data, Mapping):
         expected = "an object" if exact else "`name: value` lines"
@@ -251,18 +240,10 @@ def from_dict(cls: type[C], data: Mapping[str, Any], where: str = "", *, exact: 
 
 def to_dict(config: Any) -> dict[str, Any]:
     """Return a config as nested plain values, fit for YAML and JSON, without what it does not use."""
-    plain = json.loads(json.dumps(dataclasses.asdict(config)))
-    for leaf in leaves(type(config), used=False):
-        _drop(plain, leaf.path)
-    return plain
-
-
-def _drop(tree: dict[str, Any], path: Sequence[str]) -> None:
-    """Remove a value from nested mappings, and the mappings that it leaves empty."""
-    if len(path) > 1:
-        _drop(tree[path[0]], path[1:])
-    if len(path) == 1 or not tree[path[0]]:
-        del tree[path[0]]
+    tree: dict[str, Any] = {}
+    for leaf in leaves(type(config)):
+        _put(tree, leaf.path, functools.reduce(getattr, leaf.path, config))
+    return json.loads(json.dumps(tree, default=dataclasses.asdict))
 
 
 def _put(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
@@ -287,11 +268,7 @@ def refuse_unused(cls: type, key: str) -> None:
 
 
 def setting_path(cls: type, key: str) -> tuple[str, ...]:
-    """Return the path of the setting that a word means: a dotted path, a unique last name or an alias.
-
-    Raises:
-        ConfigError: no setting or more than one has that name, or this command does not use it.
-    """
+    """Return the path of the one setting that a word means (`_means`); ConfigError: none, several, or no use for it."""
     refuse_unused(cls, key)
     found = [leaf for leaf in leaves(cls) if _means(key, leaf)]
     if len(found) != 1:
@@ -307,11 +284,7 @@ def resolve(
     flags: Mapping[tuple[str, ...], Any] | None = None,
     words: Sequence[str] = (),
 ) -> C:
-    """Merge a recipe, a YAML file with settings nested or flat, flags by path, and words into one checked config.
-
-    Raises:
-        ConfigError: an unreadable recipe, a name that is unknown or of no use here, a value that does not fit.
-    """
+    """Merge a recipe (YAML, nested or flat), flags and words into one config; ConfigError names what does not fit."""
     tree: dict[str, Any] = {}
     if recipe is not None:
         groups = {leaf.path[0] for leaf in leaves(cls) if len(leaf.path) > 1}
@@ -349,7 +322,6 @@ class _BoundedLoader(yaml.SafeLoader):
         self._depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Build a node of the tree, and count it."""
         self._depth += 1
         if self._depth > YAML_LIMIT_DEPTH:
             raise yaml.YAMLError(f"it is nested more than {YAML_LIMIT_DEPTH} deep")
@@ -368,11 +340,7 @@ class _BoundedLoader(yaml.SafeLoader):
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse YAML of somebody else's, within bounds of size, depth and repetition.
-
-    Raises:
-        ConfigError: says why it is not read.
-    """
+    """Parse YAML of somebody else's, within bounds of size, depth and repetition; ConfigError says why not."""
     if len(text) > YAML_LIMIT_BYTES:
         raise ConfigError(f"it is larger than {YAML_LIMIT_BYTES:,} bytes")
     try:
@@ -384,11 +352,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def load_yaml(path: str | Path) -> dict[str, Any]:
-    """Read a YAML mapping.
-
-    Raises:
-        ConfigError: the file is missing, is not YAML, or holds no mapping.
-    """
+    """Read a YAML mapping; ConfigError: the file is missing, is not YAML, or holds no mapping."""
     try:
         with Path(path).open("rb") as file:
             data = parse_yaml(file.read(YAML_LIMIT_BYTES + 1).decode("utf-8")) or {}

@@ -92,8 +92,8 @@ class OutOfMemoryError(QatLoraError, MemoryError):
     exit_code = 1
 
 
+# What CUDA and MPS, XLA, and torch's CPU allocator write into a RuntimeError.
 SIGNS_OF_LITTLE_MEMORY = ("out of memory", "resource_exhausted", "can't allocate memory", "cannot allocate memory")
-"""What CUDA and MPS, XLA, and torch's CPU allocator write into a RuntimeError."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -110,8 +110,7 @@ def memory_errors_explained(advice: Callable[[], str]) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, QatLoraError) or not is_out_of_memory(error):
             raise
-        reason = one_line(error, 160)
-        raise OutOfMemoryError(f"out of memory ({reason}). {advice()}") from error
+        raise OutOfMemoryError(f"out of memory ({one_line(error, 160)}). {advice()}") from error
 
 
 class ReplicaError(QatLoraError):
@@ -126,7 +125,7 @@ class DiskError(QatLoraError, OSError):
 
 _ROOM = "make room (or raise the quota), then run the same command again: it goes on from what is complete"
 _ELSEWHERE = "give a path that can be written, or choose another --out"
-DISK_ERRORS = {
+DISK_ERRORS = {  # what to do about those whose words also stand in the errors of libraries (safetensors, torch)
     errno.ENOSPC: _ROOM,
     errno.EDQUOT: _ROOM,
     errno.EMFILE: "raise the limit on open files (`ulimit -n 4096`), then run the same command again",
@@ -136,7 +135,6 @@ DISK_ERRORS = {
     errno.EIO: "the disk, or the network behind it, failed; see that it is well, then run the same command again",
     errno.ESTALE: "the network drive went away; mount it again, then run the same command again",
 }
-"""What to do about errors of the disk whose words also stand in the errors of libraries (safetensors, torch)."""
 
 
 def disk_error(error: BaseException) -> DiskError | None:
@@ -151,19 +149,15 @@ def disk_error(error: BaseException) -> DiskError | None:
         number = errno.ENOSPC
     if number is None:
         return None
-    names = [name for name in (getattr(error, "filename", None), getattr(error, "filename2", None)) if name is not None]
-    what = str(names[0]) if names else "output"
+    names = (getattr(error, name, None) for name in ("filename", "filename2"))
+    what = str(next((name for name in names if name is not None), "output"))
     what = what if len(what) <= 200 else f"{what[:80]}...{what[-40:]}"
     return DiskError(f"{what}: {os.strerror(number)}; {DISK_ERRORS.get(number, _ELSEWHERE)}")
 
 
 @contextlib.contextmanager
 def disk_errors_explained() -> Iterator[None]:
-    """Turn errors of the disk into one line for people.
-
-    Raises:
-        DiskError: in the place of OSError, or of what a library made of it.
-    """
+    """Raise DiskError, one line for people, in the place of OSError or of what a library made of it."""
     try:
         yield
     except Exception as error:

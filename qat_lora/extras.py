@@ -1,7 +1,5 @@
 """Optional dependencies: imported where they are used, or an error that holds the install command."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from typing import Any
@@ -10,11 +8,7 @@ from qat_lora.errors import MissingExtraError
 
 
 def require(module: str, extra: str) -> Any:
-    """Import an optional module by its dotted name; `extra` is the extra of this package that installs it.
-
-    Raises:
-        MissingExtraError: it is not installed.
-    """
+    """Import an optional module; MissingExtraError: this package's `extra`, which installs it, is missing."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -22,11 +16,7 @@ def require(module: str, extra: str) -> Any:
 
 
 def pyplot() -> Any:
-    """Return matplotlib.pyplot, drawing to files only; in a notebook its own backend stays, for the user's figures.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
+    """Return matplotlib.pyplot, drawing to files only; in a notebook its own backend stays, for the user's figures."""
     matplotlib = require("matplotlib", "plot")
     if "ipykernel" not in sys.modules:
         matplotlib.use("Agg")

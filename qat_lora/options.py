@@ -3,8 +3,6 @@
 The command line is read off these classes (`cli.py`), so a flag, its default, its unit and its help exist once.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import fields
 from typing import Literal
@@ -27,8 +25,8 @@ from qat_lora.train.loop import LoopConfig
 from qat_lora.train.optim import OptimConfig
 from qat_lora.types import VerifyRows
 
+# How a teacher's modules are dealt out to devices, in accelerate's words; `none`: to the one device of the run.
 DeviceMap = Literal["none", "auto", "balanced", "balanced_low_0", "sequential"]
-"""How a teacher's modules are dealt out to devices, in accelerate's words; `none`: to the one device of the run."""
 DEVICE_MAP_HELP = "spread a large teacher over GPUs, then host memory, then disk, by this rule of accelerate"
 
 HEAD_K_HELP = "use only the first entries of the cached head; default: all"
@@ -40,8 +38,7 @@ _rows = functools.partial(option, unit="rows", min=1)
 _rank = functools.partial(option, unit="rank", min=0)
 _at_least_1 = functools.partial(option, min=1, refusal="is below 1")
 
-QAT_PARTS = ("scales", "ranges", "lut", "weights", "norms", "embeddings", "head")
-"""What `qat` can train."""
+QAT_PARTS = ("scales", "ranges", "lut", "weights", "norms", "embeddings", "head")  # what `qat` can train
 
 
 @settings
@@ -67,8 +64,8 @@ class RunConfig:
         check_device(self.device, self.tpu)
 
 
+# A sample of the tail for 18 bytes a token: with it, `hybrid` on 2 entries beats `ghost` on 32 (docs/numerics.md).
 TAIL_DRAWS = 8
-"""A sample of the tail for 18 bytes a token: with it, `hybrid` on 2 entries beats `ghost` on 32 (docs/numerics.md)."""
 
 
 @settings
@@ -113,9 +110,8 @@ class CacheBuildOptions:
             raise ConfigError("temperatures: allowed: one or more numbers above 0, for example 1,2")
         share = Partition.parse(self.builder)
         if self.num_rows is not None and not share.of(self.num_rows):
-            raise ConfigError(
-                f"num_rows: {self.num_rows} leaves builder {share} nothing; give more rows or fewer builders"
-            )
+            left = f"{self.num_rows} leaves builder {share} nothing"
+            raise ConfigError(f"num_rows: {left}; give more rows or fewer builders")
 
     @property
     def draws_from_tail(self) -> int:
@@ -269,8 +265,11 @@ class QatOptions(QuantizeConfig):
                 raise ConfigError("checkpoint: --from-scratch makes its own start; give one of the two")
         elif self.checkpoint is None:
             raise ConfigError("checkpoint: missing; give --checkpoint FOLDER, or --from-scratch and --model")
-        else:
-            self._refuse_making()
+        else:  # settings that say how a student is made are refused where one is given
+            read = {"model"} | ({"calibration_rows"} if self.blockwise.blockwise_steps else set())
+            for name in (field.name for field in fields(QuantizeConfig) if field.name not in read):
+                if getattr(self, name) != getattr(QatOptions, name):
+                    raise ConfigError(f"{name}: belongs to --from-scratch; a checkpoint's layers are as they were made")
         if not self.from_scratch and self.blockwise.blockwise_steps and self.model is None:
             raise ConfigError("blockwise_steps: needs the full-precision model; give --model")
         unknown = sorted(set(self.train_parts) - set(QAT_PARTS))
@@ -282,15 +281,6 @@ class QatOptions(QuantizeConfig):
             raise ConfigError(f"weight_gradient: {self.weight_gradient} steers --train-parts weights and --mergeable")
         if self.run.chips.shard_base and self.run.chips.parallel != "spmd":
             raise ConfigError("shard_base: qat exports whole layers; give --parallel spmd (on XLA), or use recover")
-
-    def _refuse_making(self) -> None:
-        """Refuse settings that say how a student is made where one is given."""
-        read = {"model"} | ({"calibration_rows"} if self.blockwise.blockwise_steps else set())
-        for field in fields(QuantizeConfig):
-            if field.name not in read and getattr(self, field.name) != getattr(QatOptions, field.name):
-                raise ConfigError(
-                    f"{field.name}: belongs to --from-scratch; a checkpoint's layers are as they were made"
-                )
 
 
 @settings

@@ -5,8 +5,6 @@ named here and imported when they run, after the device was chosen, because tran
 PyTorch/XLA is used.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -37,13 +35,10 @@ SEVERAL: Device = "several chips"
 
 @dataclass(frozen=True)
 class Command:
-    """One command; functions are named as "package.module:name".
-
-    Where a command has no `options`, its function is a command of the click library that reads its own words.
-    """
+    """One command; functions are named as "package.module:name"."""
 
     words: str
-    function: str  # called with options and runtime
+    function: str  # called with options and runtime; without `options`, a command of click that reads its own words
     help: str
     options: str = ""  # class in qat_lora.options
     device: Device = "one chip"
@@ -109,7 +104,7 @@ _COMMANDS = (
     _command("eval", "Score models against a teacher on held-out text.", "EvalOptions", at="evaluate:evaluate"),
     _command("export", "Write a student in a form other tools load.", "ExportOptions"),
     _command("generate", "Continue a prompt.", "GenerateOptions"),
-    _command("chat", "Talk with a model on the terminal.", "ChatOptions", student="STUDENT"),
+    _command("chat", "Talk with a model on the terminal.", "ChatOptions", at="generate:chat", student="STUDENT"),
     _command(
         "push",
         "Upload an exported folder to the Hugging Face Hub.",

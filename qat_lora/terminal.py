@@ -9,8 +9,6 @@ Drivers accept addresses such as `s3://KEY:SECRET@bucket/cache` and `https://hos
 in status lines, in printed results and in files of settings. Credentials in the environment are safer still.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re
@@ -26,10 +24,7 @@ _PARAMETER = re.compile(r"([?&][\w.-]*(?:token|secret|key|sig|pass|credential|au
 
 
 def redact(text: str, address: str = "") -> str:
-    """Return a text with `***` in place of credentials in its addresses.
-
-    Those of `address` are hidden where they stand alone too, as drivers quote them.
-    """
+    """Return a text with `***` for credentials in its addresses, and for those of `address` wherever they stand."""
     for found in _USER.finditer(address):
         text = text.replace(found[2], HIDDEN)
     return _PARAMETER.sub(rf"\g<1>{HIDDEN}", _USER.sub(rf"\g<1>{HIDDEN}", text))
@@ -38,21 +33,17 @@ def redact(text: str, address: str = "") -> str:
 @contextlib.contextmanager
 def any_text() -> Iterator[None]:
     """Replace what an output stream cannot encode: by `?`, or in UTF-8 (lone surrogates only) by its escape."""
-    streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, io.TextIOWrapper)]
-    before = [stream.errors for stream in streams]
-
-    def set_errors(stream: io.TextIOWrapper, errors: str) -> None:
-        with contextlib.suppress(ValueError):  # closed meanwhile
-            stream.reconfigure(errors=errors)
-
-    for stream in streams:
+    before = {stream: stream.errors for stream in (sys.stdout, sys.stderr) if isinstance(stream, io.TextIOWrapper)}
+    for stream in before:
         is_utf8 = stream.encoding.lower().replace("-", "") == "utf8"
-        set_errors(stream, "backslashreplace" if is_utf8 else "replace")
+        with contextlib.suppress(ValueError):  # closed before
+            stream.reconfigure(errors="backslashreplace" if is_utf8 else "replace")
     try:
         yield
     finally:
-        for stream, errors in zip(streams, before, strict=True):
-            set_errors(stream, errors or "strict")
+        for stream, errors in before.items():
+            with contextlib.suppress(ValueError):  # closed meanwhile
+                stream.reconfigure(errors=errors or "strict")
 
 
 def echo(text: str, err: bool = False) -> None:

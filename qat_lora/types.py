@@ -42,15 +42,12 @@ Rows of padding have `target_mask` 0 everywhere, a uniform teacher, draws of 0 a
 """
 
 
+# How attention keeps no scores for the backward pass (`layers/attention.py`): in `tiled` form on CPUs, `blocked` for a
+# compiler, by the `library`'s kernels where they keep none themselves, `flex` where layers are compiled.
 AttentionForm = Literal["tiled", "blocked", "library", "flex"]
-"""How attention keeps no scores for the backward pass (`layers/attention.py`): in `tiled` form on CPUs, `blocked` for a
-compiler, by the `library`'s kernels where they keep none themselves, `flex` where layers are compiled."""
-VerifyRows = Literal["all", "sampled", "off"]
-"""Which rows of a KD cache are compared with their CRC-32 as they are read."""
-
+VerifyRows = Literal["all", "sampled", "off"]  # rows of a KD cache that are compared with their CRC-32 as they are read
+# How the loss walks through logits: `positions` serves every case, `vocabulary` is faster on CPUs, `kernel` on CUDA.
 LossWalk = Literal["positions", "vocabulary", "kernel"]
-"""How the loss walks through the logits: `positions` serves every case, `vocabulary` is faster on CPUs, `kernel` on
-CUDA."""
 
 
 def temperature_key(name: str, temperature: float) -> str:
@@ -61,12 +58,9 @@ def temperature_key(name: str, temperature: float) -> str:
 class SparseTeacher(NamedTuple):
     """What a loss needs of the teacher at N positions and one temperature."""
 
-    ids_NK: Tensor
-    """int64 token ids of the head."""
-    log_probs_NK: Tensor
-    """float32 log t of the head at `temperature`, normalised over the whole vocabulary."""
-    log_tail_N: Tensor
-    """float32 log of the mass outside the head, -inf where the head is the whole vocabulary."""
+    ids_NK: Tensor  # int64 token ids of the head
+    log_probs_NK: Tensor  # float32 log t of the head at `temperature`, normalised over the whole vocabulary
+    log_tail_N: Tensor  # float32 log of the mass outside the head, -inf where the head is the whole vocabulary
     temperature: float = 1.0
 
 

@@ -22,7 +22,7 @@ from qat_lora.export.card import read_origin, read_scores
 from qat_lora.export.hub import files_to_upload, upload_summary
 from qat_lora.files import outputs
 from qat_lora.files.checksums import read_object, seal
-from qat_lora.generate.backends import open_backend
+from qat_lora.generate.sample import open_backend
 from qat_lora.models.adapter import load_starts, starts_sha256
 from qat_lora.models.hub import HubConfig
 from qat_lora.models.load import load_tokenizer

@@ -1,7 +1,5 @@
 """The command over `benchmarks/table.py`, which belongs to the repository and is not installed with the package."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -13,18 +11,12 @@ from qat_lora.errors import ConfigError
 
 
 def load_table() -> Any:
-    """Import `benchmarks/table.py` by its path.
-
-    Raises:
-        ConfigError: this is an installed package without its repository.
-    """
+    """Import `benchmarks/table.py` by its path; ConfigError: this is an installed package without its repository."""
     file = Path(qat_lora.__file__).resolve().parents[1] / "benchmarks" / "table.py"
     spec = importlib.util.spec_from_file_location("benchmarks.table", file)
     if not file.is_file() or spec is None or spec.loader is None:
-        raise ConfigError(
-            "bench: the benchmark programs come with the repository and not with the package; "
-            "clone it and install with pip install -e ."
-        )
+        why = "the benchmark programs come with the repository and not with the package"
+        raise ConfigError(f"bench: {why}; clone it and install with pip install -e .")
     table = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(table)
     return table

@@ -1,7 +1,5 @@
 """The commands that make and question a KD cache."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator
@@ -42,9 +40,7 @@ from qat_lora.terminal import redact
 def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
     """Build (or go on building) a KD cache; return its folder (an `RemoteFolder` for a URL), or with `dry_run` a dict.
 
-    Raises:
-        QatLoraError: see the rooms; nothing in an existing cache is lost.
-        InterruptedRunError: SIGTERM, SIGINT or SIGHUP; what is committed stays.
+    InterruptedRunError: SIGTERM, SIGINT or SIGHUP; what is committed stays.
     """
     options = as_builder(options, runtime)
     run, text, part = options.run, options.text, Partition.parse(options.builder)
@@ -104,11 +100,7 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
 
 
 def as_builder(options: CacheBuildOptions, runtime: Runtime) -> CacheBuildOptions:
-    """Return the options of this process's share of a cache: chip r of N of builder i/n is builder (i N + r)/(n N).
-
-    Raises:
-        ConfigError: one process drives several chips.
-    """
+    """Return the options of chip r of N of builder i/n: builder (i N + r)/(n N); ConfigError: one of several chips."""
     if runtime.replicas != runtime.processes:
         raise ConfigError("parallel: a cache is built by a process a chip, which share nothing; leave spmd out")
     if runtime.processes == 1:
@@ -124,7 +116,7 @@ def _fingerprint(
     teacher: CausalLM,
     tokenizer: Any,
     lm_head: LMHeadFile | None,
-    place: Location,
+    at: Location,
 ) -> Fingerprint:
     """Return what the cache is to hold; the teacher's identity is taken from an unfinished one where that can be."""
     run, builders = options.run, Partition.parse(options.builder).builders
@@ -135,7 +127,7 @@ def _fingerprint(
         tokenizer_sha256=tokenizer_sha256(tokenizer),
         vocab_size=teacher.vocab_size,
         teacher=str(Path(str(options.teacher))),  # T/ and ./T are T
-        teacher_sha256=checkpoint_sha256(teacher.folder, None if run.overwrite else noted_teacher(place)),
+        teacher_sha256=checkpoint_sha256(teacher.folder, None if run.overwrite else noted_teacher(at)),
         chat_template_sha256=hashlib.sha256(str(template).encode()).hexdigest() if template else None,
         dataset=describe_source(options.text) + (f" first {options.num_rows} rows" if options.num_rows else ""),
         packing=packing + (f"; dealt out to {builders} builders" if builders > 1 else ""),
@@ -151,18 +143,13 @@ def _fingerprint(
 
 
 def _with_vocabulary(teacher: CausalLM, tokenizer: Any, rows: int | None) -> CausalLM:
-    """Return the teacher with the first rows of its LM head alone, as if the others were not there.
-
-    Models of one family have one tokenizer and unlike padding (Qwen2.5: 151,936 and 152,064 rows).
-    """
+    """Return the teacher with the first rows of its LM head alone: models of a family may differ in padding."""
     if rows is None:
         return teacher
     fewest = max(tokenizer.get_vocab().values()) + 1
     if not fewest <= rows <= teacher.vocab_size:
-        raise ConfigError(
-            f"vocab_size: {rows} is not allowed; the tokenizer's ids take {fewest}, the teacher's output head has "
-            f"{teacher.vocab_size} rows: give a number between these"
-        )
+        held = f"the tokenizer's ids take {fewest}, the teacher's output head has {teacher.vocab_size} rows"
+        raise ConfigError(f"vocab_size: {rows} is not allowed; {held}: give a number between these")
     return teacher.with_vocabulary(rows)
 
 
@@ -203,7 +190,6 @@ def audit_cache(options: AuditOptions, runtime: Runtime) -> dict[str, Any]:
 
 
 def _teacher(options: CacheBuildOptions | AuditOptions, runtime: Runtime) -> CausalLM:
-    """Load the teacher; a device map spreads it over devices at once."""
     if options.device_map == "none":
         return load_model(str(options.teacher), options.hub, options.run.dtype)
     runtime.check_device_map()

@@ -1,7 +1,5 @@
 """The commands that read the files of a finished cache and need no device: verify, info, export, pack, unpack."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import click
 
 from qat_lora.errors import CacheError
+from qat_lora.registry import COMMANDS
 from qat_lora.terminal import echo
 
 
@@ -30,12 +29,10 @@ def verify(path: str, quiet: bool, as_json: bool) -> None:
     total = sum(shard.bytes for shard in read_manifest(path).all_shards)
     with _byte_bar("verify", total, quiet) as bar:
         report = verify_cache(path, lambda _shard, read: bar.update(read))
-    if as_json:
-        echo(json.dumps({"intact": True, **report._asdict()}))
-        return
     strangers = f"; files that are not its own: {', '.join(report.strangers)}" if report.strangers else ""
     size = f"{report.bytes / 1e6:,.1f} MB in {report.seconds:.1f} s"
-    echo(f"{path}: intact: {report.shards} shards, {report.rows:,} rows, {size}{strangers}")
+    line = f"{path}: intact: {report.shards} shards, {report.rows:,} rows, {size}{strangers}"
+    echo(json.dumps({"intact": True, **report._asdict()}) if as_json else line)
 
 
 @click.command("info")
@@ -55,10 +52,9 @@ def info(path: str, tokenizer: str | None, plot: str | None, as_json: bool) -> N
 
         teachers, held = load_tokenizer(Path(tokenizer)), read_manifest(path).fingerprint.tokenizer_sha256
         if tokenizer_sha256(teachers) != held:
-            raise CacheError(
-                f"tokenizer: the one in {tokenizer} is {tokenizer_sha256(teachers)[:16]}…, the cache {path} was made "
-                f"with {held[:16]}…; give the folder of its teacher or leave --tokenizer out"
-            )
+            other = f"the one in {tokenizer} is {tokenizer_sha256(teachers)[:16]}…, the cache {path} was made with"
+            remedy = "give the folder of its teacher or leave --tokenizer out"
+            raise CacheError(f"tokenizer: {other} {held[:16]}…; {remedy}")
         decode = teachers.decode
     description = describe(path, decode=decode)
     if plot is not None:
@@ -87,10 +83,8 @@ def export_cache(path: str, parquet: bool, out: str, split: str, quiet: bool, as
     echo(json.dumps(result) if as_json else f"{rows:,} rows, {size:,.1f} MB, written to {out}")
 
 
-def _transport(words: str, source: str, help: str) -> click.Command:
-    """Make the command that packs or unpacks a cache and says what it takes."""
-
-    @click.command(words, help=help)
+def _transport(words: str, source: str) -> click.Command:
+    @click.command(words, help=COMMANDS[f"cache {words}"].help)
     @click.argument("source", metavar=source)
     @click.argument("out", metavar="OUT")
     @click.option("--quiet", is_flag=True, help="no progress bar [default: off]")
@@ -101,16 +95,11 @@ def _transport(words: str, source: str, help: str) -> click.Command:
         work = {"pack": pack_cache, "unpack": unpack_cache}[words]
         with _byte_bar(words, None, quiet or as_json) as bar:
             report = work(source, out, lambda _shard, done: bar.update(done))
-        if as_json:
-            echo(json.dumps(report._asdict()))
-            return
         sizes = f"{report.cache_bytes / 1e6:,.1f} MB as a cache, {report.packed_bytes / 1e6:,.1f} MB packed"
-        echo(f"{out}: {report.shards} shards, {sizes} ({report.packed_bytes_per_token:.0f} bytes a token)")
+        line = f"{out}: {report.shards} shards, {sizes} ({report.packed_bytes_per_token:.0f} bytes a token)"
+        echo(json.dumps(report._asdict()) if as_json else line)
 
     return transport
 
 
-pack = _transport(
-    "pack", "CACHE", "Make a cache smaller for moving it, without loss; unpack it before training from it."
-)
-unpack = _transport("unpack", "PACKED", "Write the cache that was packed, bit for bit.")
+pack, unpack = _transport("pack", "CACHE"), _transport("unpack", "PACKED")

@@ -1,7 +1,5 @@
 """`estimate`: how much memory, time and money a recovery run will need, from a model's config.json alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from qat_lora.options import EstimateOptions
@@ -19,19 +17,12 @@ NOTE = (
 
 
 def estimate(options: EstimateOptions, runtime: Runtime) -> dict[str, Any]:
-    """Return (and print, unless `--json`) parameter counts, bytes of a run on one replica, time and cost.
-
-    Raises:
-        ModelError: no config.json, or an architecture that transformers does not know.
-        ConfigError: an unknown preset or device, or patterns that match no layer.
-    """
+    """Return (print without `--json`) counts, bytes of a run on one replica, time, cost; ModelError, ConfigError."""
     devices = named(options.devices)
     options = with_dtype(options, shown_device(options, devices)[0])[0]
     shapes = skeleton(options)
-    report = {
-        **forecast(shapes, options, devices),
-        "effective_batch": options.batch_size * options.accumulation_steps * runtime.replicas,
-    }
+    rows = options.batch_size * options.accumulation_steps * runtime.replicas
+    report = forecast(shapes, options, devices) | {"effective_batch": rows}
     if options.table:
         report["table"] = peak_table(shapes, options, report["attention"])
     if not options.run.json:
@@ -58,11 +49,8 @@ def _text(report: dict[str, Any], options: EstimateOptions, replicas: int) -> st
         for row in report["table"]:
             size = f"{row['batch_size']} x {row['length']}"
             lines.append(f"{size:<14}{row['kept'] / GIB:>9.2f}{row['checkpointed'] / GIB:>12.2f}")
-    lines += [
-        "",
-        f"{options.max_steps} steps at {options.utilisation:.0%} of the peak rate, {report['flops_per_token']:.3g} "
-        "operations a token",
-    ]
+    rate, work = f"{options.utilisation:.0%} of the peak rate", f"{report['flops_per_token']:.3g} operations a token"
+    lines += ["", f"{options.max_steps} steps at {rate}, {work}"]
     for name, there in report["devices"].items():
         cost = f"{there['usd']:,.2f} USD" if there["usd"] else "-"
         fits = "fits" if there["fits"] else "does not fit"

@@ -1,7 +1,5 @@
 """The command that scores students against their teacher."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -41,9 +39,8 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
     fits_positions(teacher, _length(options))
     written, positions = options.health.prompt_tokens + options.health.generate_tokens, teacher.max_positions
     if options.health.generate and positions is not None and written > positions:
-        raise ConfigError(
-            f"generate_tokens: prompt and continuation take {written} of {positions} positions; give fewer"
-        )
+        taken = f"prompt and continuation take {written} of {positions} positions"
+        raise ConfigError(f"generate_tokens: {taken}; give fewer")
     tokenizer = load_tokenizer(teacher.folder, options.hub.trust_remote_code)
     out = Path(run.out or "runs/eval")
     noted = None if run.overwrite else outputs.noted(out)
@@ -68,7 +65,11 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
             say(run, f"{out} is complete already")
             report = json.loads((out / "report.json").read_text(encoding="utf-8"))
         else:
-            models = _placed(teacher, students, runtime)
+            models = {"teacher": teacher, **{name: student.model for name, student in students.items()}}
+            vocabulary = min(model.vocab_size for model in models.values())  # the one that all share
+            models = {name: model.with_vocabulary(vocabulary) for name, model in models.items()}
+            for model in models.values():
+                runtime.place(model.module)
             say(run, f"{runtime.description} · {run.dtype} · {len(models)} models · {options.protocol} rows")
             report = _report(models, rows, options, runtime) | {"overlap": seen}
             for name, student in students.items():
@@ -87,16 +88,6 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
             outputs.complete(out)
     say(run, f"\n{card.terminal_report(report)}\nreport card: {out / 'scores.md'}")
     return report["models"]
-
-
-def _placed(teacher: CausalLM, students: dict[str, Student], runtime: Runtime) -> dict[str, CausalLM]:
-    """Return all models by name, on the device, with the vocabulary that they share."""
-    models = {"teacher": teacher, **{name: student.model for name, student in students.items()}}
-    vocabulary = min(model.vocab_size for model in models.values())
-    models = {name: model.with_vocabulary(vocabulary) for name, model in models.items()}
-    for model in models.values():
-        runtime.place(model.module)
-    return models
 
 
 def _length(options: EvalOptions) -> int:
@@ -120,9 +111,8 @@ def _open_students(options: EvalOptions, tokenizer: Any, noted: str | None) -> d
     for name, folder in _named(options.students, "students", "teacher").items():
         opened[name] = open_student(folder, options.hub, options.run.dtype, noted)
         if tokenizer_sha256(load_tokenizer(opened[name].model.folder)) != expected:
-            raise ConfigError(
-                f"students: {name} has another tokenizer than the teacher, so KL between them means nothing"
-            )
+            other = f"{name} has another tokenizer than the teacher"
+            raise ConfigError(f"students: {other}, so KL between them means nothing")
     return opened
 
 
@@ -198,10 +188,8 @@ def _generate(
 
 
 def _tasks(models: dict[str, CausalLM], tokenizer: Any, options: EvalOptions, manager: Any) -> dict[str, Any]:
-    found, settings = {}, {"batch_size": options.batch_size, "seed": options.run.seed}
+    found, harness, rows, seed = {}, options.harness, options.batch_size, options.run.seed
     for name, model in models.items():
-        say(options.run, f"{name}: {', '.join(options.harness.tasks)}")
-        found[name] = run_tasks(
-            model.module, tokenizer, options.harness, manager, max_length=model.max_positions, **settings
-        )
+        say(options.run, f"{name}: {', '.join(harness.tasks)}")
+        found[name] = run_tasks(model.module, tokenizer, harness, manager, rows, model.max_positions, seed)
     return found

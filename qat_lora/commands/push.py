@@ -1,7 +1,5 @@
 """The command that uploads an exported folder to the Hugging Face Hub."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -16,11 +14,9 @@ REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def push(options: PushOptions, runtime: Runtime, api: Any = None) -> dict[str, object]:
-    """Check a folder and upload it from the main process; with `dry_run` only check. `api`: see `export.hub.upload`.
+    """Check a folder and upload it from the main process, with `dry_run` only check; `api`: see `export.hub.upload`.
 
-    Raises:
-        ModelError: something in the folder must not be sent, or the Hub refuses.
-        ConfigError: `repo` is no repository name.
+    ModelError: something in the folder must not be sent, or the Hub refuses. ConfigError: `repo` is no repository name.
     """
     run, folder, repo = options.run, Path(str(options.folder)), str(options.repo)
     if not REPO.fullmatch(repo):

@@ -5,8 +5,6 @@ loop is kept in folders under the run's own, each a model that loads by itself: 
 `blockwise` (with `--blockwise-steps`). An interrupted run finds them there and goes on after them.
 """
 
-from __future__ import annotations
-
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -35,19 +33,17 @@ from qat_lora.setup.unfinished import Unfinished, remove_pieces
 from qat_lora.train.blockwise import reconstruct
 from qat_lora.train.checkpoint import STATE, checkpoints
 
+# Settings that say how `--from-scratch` makes its student, apart from the model and the preset.
 MAKING = tuple(field.name for field in fields(QuantizeConfig) if field.name not in ("model", "preset"))
-"""Settings that say how `--from-scratch` makes its student, apart from the model and the preset."""
 
 
 def qat(options: QatOptions, runtime: Runtime) -> Path:
     """Train a quantised model from a KD cache; return the run's folder, in which `best` is the model."""
-    # A program of a mesh of chips runs only once every host has started it, so what one host computes by itself,
-    # quantising at the start and writing codes at the end, would wait for ever.
+    # A program of a mesh of chips runs only once every host has started it: what one computes alone waits for ever.
     if runtime.processes > 1 and runtime.replicas != runtime.processes:
-        raise ConfigError(
-            f"parallel: spmd over {runtime.processes} hosts cannot run qat, whose first process computes alone at the "
-            "start and at every export; leave --parallel out (a process a chip), or use one host"
-        )
+        why = f"spmd over {runtime.processes} hosts cannot run qat, whose first process computes alone at the start"
+        remedy = "leave --parallel out (a process a chip), or use one host"
+        raise ConfigError(f"parallel: {why} and at every export; {remedy}")
     run = options.run
     start = preset_name(options) if options.from_scratch else run_name(str(options.checkpoint))
     out = Path(run.out or f"runs/v2_{start.split('_')[0]}")
@@ -60,12 +56,14 @@ def qat(options: QatOptions, runtime: Runtime) -> Path:
     check_parts(options, full, student)
     plan = TrainingRun("qat", options, data, runtime, out)
     noted = None if run.overwrite else outputs.noted(out)
+    always = ("head_k", "train_parts", "weight_gradient", "mergeable", "mergeable_r", "blockwise", "train")
+    blocks = ("calibration_rows",) if options.blockwise.blockwise_steps else ()
     settings = {
         "model_sha256": full and checkpoint_sha256(full.folder, noted),
         "checkpoint_sha256": student and checkpoint_sha256(student.folder, noted),
         "preset": preset_name(options) if options.from_scratch else None,
         **({"mergeable_in": "units of the first scale"} if options.mergeable else {}),  # it once was added to weights
-        **plan.decisive(_decisive(options)),
+        **plan.decisive((*MAKING, *always) if options.from_scratch else (*blocks, *always)),
     }
     inputs = [options.checkpoint, options.model, options.kd_cache_dir, *(m.folder for m in (full, student) if m)]
     models = [student, full]
@@ -79,13 +77,6 @@ def qat(options: QatOptions, runtime: Runtime) -> Path:
         return _train(plan, folder, full, settings)
 
     return complete_run(plan, settings, inputs, work, "model")
-
-
-def _decisive(options: QatOptions) -> tuple[str, ...]:
-    names: tuple[str, ...] = MAKING if options.from_scratch else ()
-    if options.blockwise.blockwise_steps and not options.from_scratch:
-        names += ("calibration_rows",)
-    return (*names, "head_k", "train_parts", "weight_gradient", "mergeable", "mergeable_r", "blockwise", "train")
 
 
 def _train(plan: TrainingRun, folder: Path, full: CausalLM | None, settings: dict[str, Any]) -> dict[str, Any]:
@@ -133,7 +124,6 @@ def _start(plan: TrainingRun, options: QatOptions, student: CausalLM | None, ful
 
 
 def _reconstruct(plan: TrainingRun, options: QatOptions, student: CausalLM, full: CausalLM) -> None:
-    """Reconstruct the student block by block and write it to the run's folder `blockwise`."""
     out, runtime = plan.out, plan.runtime
     runtime.place(student.module)
     runtime.place(full.module)

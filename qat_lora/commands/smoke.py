@@ -5,8 +5,6 @@ its logits, a 2-bit student and an adapter, so a tick means that the real thing 
 with the error that it would have given. The checks stop at the first failure, because each needs those before it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -56,8 +54,6 @@ class SmokeFailedError(QatLoraError):
 
 
 class _Bench(NamedTuple):
-    """What the checks share: their settings, their device and their folder."""
-
     options: SmokeOptions
     runtime: Runtime
     folder: Path
@@ -76,13 +72,7 @@ class _Bench(NamedTuple):
 
 
 def smoke(options: SmokeOptions, runtime: Runtime) -> dict[str, Any]:
-    """Run all checks; print a tick a line (unless `--json` or `--quiet`); return them with their seconds.
-
-    The files are removed at the end, unless `--out` names a folder for them.
-
-    Raises:
-        SmokeFailedError: a check failed.
-    """
+    """Run all checks, a printed tick each; return them with seconds, keep files with `--out`; SmokeFailedError."""
     report: dict[str, Any] = {}
     with ExitStack() as stack:
         if options.run.out is None:

@@ -4,9 +4,7 @@ What a reader must know to trust a number (protocol, tokens, overlap with the tr
 not in a footnote, since numbers travel and footnotes do not.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qat_lora.cache.tools import overlap
@@ -103,12 +101,9 @@ def notes(report: Mapping[str, Any]) -> list[str]:
     rows = sum(of["rows"] for of in report["texts"].values())
     if rows < FEW_ROWS:
         lines.append(f"Warning: {rows} rows are few: the intervals come out too narrow; give more --eval-rows or text.")
-    if report["overlap"]:
-        line = overlap.summary(report["overlap"])
-        lines.append(line[0].upper() + line[1:] + ".")
-    else:
-        lines.append("Overlap with the training cache was not looked at (--kd-cache-dir).")
-    return lines
+    seen = overlap.summary(report["overlap"]) if report["overlap"] else ""
+    not_seen = "Overlap with the training cache was not looked at (--kd-cache-dir)."
+    return [*lines, f"{seen[0].upper()}{seen[1:]}." if seen else not_seen]
 
 
 def tables(report: Mapping[str, Any]) -> dict[str, list[list[str]]]:
@@ -125,13 +120,10 @@ def tables(report: Mapping[str, Any]) -> dict[str, list[list[str]]]:
     return found
 
 
-def _show(report: Mapping[str, Any], heading: str, table: Callable[[list[list[str]]], str]) -> list[str]:
-    return [heading.format(title) + table(rows) for title, rows in tables(report).items()]
-
-
 def terminal_report(report: Mapping[str, Any]) -> str:
     """Return the report for the terminal, where the end is what is read: tables, then notes."""
-    return "\n\n".join([*_show(report, "{}\n", text_table), "\n".join(notes(report))])
+    shown = [f"{title}\n{text_table(rows)}" for title, rows in tables(report).items()]
+    return "\n\n".join([*shown, "\n".join(notes(report))])
 
 
 def markdown_report(report: Mapping[str, Any], picture: str | None) -> str:
@@ -139,4 +131,5 @@ def markdown_report(report: Mapping[str, Any], picture: str | None) -> str:
     parts = ["# Evaluation", "\n".join(f"* {line}" for line in notes(report))]
     if picture:
         parts.append(f"![scores with intervals, calibration and texts]({picture})")
-    return "\n\n".join([*parts, *_show(report, "## {}\n\n", markdown_table), LEGEND]) + "\n"
+    parts += [f"## {title}\n\n{markdown_table(rows)}" for title, rows in tables(report).items()]
+    return "\n\n".join([*parts, LEGEND]) + "\n"

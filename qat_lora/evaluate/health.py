@@ -5,8 +5,7 @@ itself, fall into a loop; distillation restores the one before the other. So all
 greedily and are compared with the *teacher's* continuations: greedy text of small models repeats itself anyway, and
 only the difference is damage.
 
-All prompts have one length and one batch holds them all; the position is data. So there are two graphs on XLA, of the
-row and of a token (`models/kv_cache.py`), and nothing is read before the end.
+All prompts have one length and are one batch, and the position is data: two graphs on XLA (`models/kv_cache.py`).
 """
 
 from __future__ import annotations
@@ -49,9 +48,8 @@ def take_prompts(rows: Iterable[Any], config: HealthConfig) -> np.ndarray:
         if len(prompts) == config.generate:
             break
     if not prompts:
-        raise TextError(
-            f"prompt_tokens: no row of the text begins with {config.prompt_tokens} tokens of one document; give fewer"
-        )
+        none = f"no row of the text begins with {config.prompt_tokens} tokens of one document"
+        raise TextError(f"prompt_tokens: {none}; give fewer")
     return np.stack(prompts)
 
 
@@ -64,10 +62,7 @@ def continue_greedily(
     mark_step: Callable[[], None] = lambda: None,
     quiet: bool = True,
 ) -> np.ndarray:
-    """Return the greedy continuation of each prompt, int64 [B, new_tokens]; an end token does not stop it.
-
-    `device` is the model's; `mark_step` dispatches queued work, `Runtime.mark_step`.
-    """
+    """Return the greedy continuation of each prompt, int64 [B, new_tokens]; an end token does not stop it."""
     rows, known = prompts_BP.shape
     ids_BL = torch.zeros(rows, known + new_tokens, dtype=torch.int64)
     ids_BL[:, :known] = torch.from_numpy(prompts_BP)

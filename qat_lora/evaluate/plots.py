@@ -1,9 +1,7 @@
-"""The pictures of an evaluation: one panel for each question, a model in the same colour in all, the teacher in grey.
+"""The pictures of an evaluation: a panel for each question, a model in the same colour in all, the teacher in grey.
 
-Bars are horizontal, so that names of any length can be read; error bars are the bootstrap's 95 %.
+Bars lie, so that names of any length can be read; error bars are the bootstrap's 95 %.
 """
-
-from __future__ import annotations
 
 import itertools
 import math
@@ -51,9 +49,8 @@ def plot_report(report: Mapping[str, Any], out: Path) -> None:
     bars = partial(_bars, models=models, colours=colours)
     panels: list[Panel] = [partial(bars, names=list(models), figure="ppl", title="Perplexity")]
     if students:
-        same = partial(bars, names=students, figure="top1", title="Same likeliest token as the teacher", percent=True)
-        kl = partial(bars, names=students, figure="kl", title="KL to the teacher, nats a token")
-        panels = [kl, *panels, same]
+        same = partial(bars, names=students, figure="top1", title="Same likeliest token as the teacher")
+        panels = [partial(bars, names=students, figure="kl", title="KL to the teacher, nats a token"), *panels, same]
     panels.append(partial(_calibration, bins=report["calibration"], models=models, colours=colours))
     if students and len(domains) > 1:
         panels += [partial(draw, domains=domains, names=students, colours=colours) for draw in (_kl_by_text, _ratios)]
@@ -108,15 +105,9 @@ def _names(axis: Any, names: Sequence[str]) -> None:
 
 
 def _bars(
-    axis: Any,
-    models: Mapping[str, Any],
-    colours: Mapping[str, str],
-    names: Sequence[str],
-    figure: str,
-    title: str,
-    percent: bool = False,
+    axis: Any, models: Mapping[str, Any], colours: Mapping[str, str], names: Sequence[str], figure: str, title: str
 ) -> None:
-    """Draw a bar for each model, the first on top, with its interval where there is one and its value."""
+    percent = figure == "top1"
     axis.set_title(title)
     far = 0.0
     for y, name in enumerate(names):
@@ -133,7 +124,6 @@ def _bars(
 
 
 def _calibration(axis: Any, bins: Mapping[str, Any], models: Mapping[str, Any], colours: Mapping[str, str]) -> None:
-    """Draw how often the likeliest token is right against its probability."""
     axis.set_title("Calibration of the likeliest token")
     axis.plot([0, 1], [0, 1], color=FAINT, lw=0.9, ls=(0, (4, 3)))
     for name, of in bins.items():
@@ -147,7 +137,6 @@ def _calibration(axis: Any, bins: Mapping[str, Any], models: Mapping[str, Any], 
 
 
 def _kl_by_text(axis: Any, domains: Mapping[str, Any], names: Sequence[str], colours: Mapping[str, str]) -> None:
-    """Draw the KL on every text, a bar for each student, with intervals."""
     axis.set_title("KL by text, nats a token")
     for name, y, models in _grouped(domains, names):
         axis.barh(y, _finite(models[name]["kl"]), height=0.72 / len(names), color=colours[name])
@@ -176,7 +165,6 @@ def _grouped(domains: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple
 
 
 def _generation(axis: Any, generation: Mapping[str, Any], colours: Mapping[str, str]) -> None:
-    """Draw how much of the greedy continuations repeats, and label how many end."""
     axis.set_title("Greedy text: repeated 4-grams")
     for y, (name, of) in enumerate(generation.items()):
         axis.barh(y, of["repetition"], height=0.62, color=colours[name])

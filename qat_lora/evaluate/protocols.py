@@ -12,8 +12,6 @@ There are three, since published numbers follow three conventions that differ by
   block dropped. Only numbers of this protocol compare with those tables, and only on their text.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
@@ -30,11 +28,7 @@ BLOCK = 2048  # tokens of a row of `blocks2048`
 
 
 def sliding_rows(documents: Iterable[Document], encode: Encode, length: int, stride: int) -> Iterator[PackedRow]:
-    """Yield a row for each window; its mask counts the tokens that no earlier window of the document held.
-
-    Raises:
-        ConfigError: a stride below 1 or above L - 1, which would leave tokens without any context.
-    """
+    """Yield a row a window, which counts what no earlier one held; ConfigError: a stride not in 1 to L - 1."""
     if not 1 <= stride < length:
         raise ConfigError(f"stride: {stride} does not fit; allowed: 1 to {length - 1}, below the tokens of a row")
     for document in documents:

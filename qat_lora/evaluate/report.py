@@ -1,7 +1,5 @@
 """Scores as tables of text cells, for the terminal and for Markdown, and as JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -11,8 +11,6 @@ Five numbers a position leave the device, and the host sums them in float64 by r
 would be float32 and could not tell how far one row of text is from the next.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -43,17 +41,9 @@ def measure(
 ) -> dict[str, Tally]:
     """Sum losses, KL and calibration of a teacher (under the name `teacher`) and its students, row by row.
 
-    On XLA that takes two graphs, of the hidden states and of a chunk: chunks have one shape, their positions are data,
-    and only computed values are read (a read of queued work would compute it again).
-
-    Args:
-        students: by name; vocabularies must be the teacher's.
-        batches: `input_ids`, `document_ids` and `target_mask` as tensors on the models' device.
-        mark_step: dispatches queued work, as `Runtime.mark_step`.
-        piece_bytes: of intermediate results, `Runtime.piece_bytes`; None for a chunk at a time.
-
-    Raises:
-        TextError: no token counts, so there is no mean.
+    All have one vocabulary; batches are tensors on their device; `mark_step` and `piece_bytes` are the runtime's. On
+    XLA it takes two graphs, of the hidden states and of a chunk: chunks have one shape, their positions are data, and
+    only computed values are read (a read of queued work would compute it again). TextError: no token counts.
     """
     models = {"teacher": teacher, **students}
     found: dict[str, list[np.ndarray]] = {name: [np.zeros((0, COLUMNS))] for name in models}
@@ -110,11 +100,9 @@ def _score_chunk(logits_NV: list[Tensor], targets_N: Tensor, piece_bytes: int | 
     size = count if piece_bytes is None else min(count, max(1, piece_bytes // (_BUFFERS * 4 * vocab)))
     # One set of buffers for all pieces: fresh memory costs a page fault for every 4 kB.
     buffers = logits_NV[0].new_empty(_BUFFERS, size, vocab, dtype=torch.float32)
-    pieces = []
-    for start in range(0, count, size):
-        part = slice(start, start + size)
-        pieces.append(_score_piece([of[part] for of in logits_NV], targets_N[part], buffers[:, : count - start]))
-    return torch.cat(pieces, -1)
+    parts = [slice(start, start + size) for start in range(0, count, size)]
+    pieces = [([of[p] for of in logits_NV], targets_N[p], buffers[:, : count - p.start]) for p in parts]
+    return torch.cat([_score_piece(*piece) for piece in pieces], -1)
 
 
 def _score_piece(logits_NV: list[Tensor], targets_N: Tensor, buffers: Tensor) -> Tensor:
@@ -138,10 +126,7 @@ def _score_piece(logits_NV: list[Tensor], targets_N: Tensor, buffers: Tensor) ->
 
 
 def _predict(logits_NV: Tensor, targets_N: Tensor, weights_NV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return loss, sum of exp(logit - largest) and top-1 token, whose probability is 1 / sum, of N positions.
-
-    The largest is subtracted from each row of logits in place, and `weights_NV` are set to their exponentials.
-    """
+    """Return loss, Z and top-1 token of N positions; logits become z in place, and `weights_NV` their exponentials."""
     largest, top1 = logits_NV.max(-1, keepdim=True)  # faster than argmax
     total = weights_NV.copy_(logits_NV.sub_(largest)).exp_().sum(-1)
     return total.log() - logits_NV.gather(-1, targets_N[:, None])[:, 0], total, top1[:, 0]

@@ -10,12 +10,9 @@ Calibration is the expected calibration error of Guo et al. 2017 (arXiv:1706.045
 against how often it is right, in 15 bins of equal width.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,8 +23,7 @@ SHARE = 0.95  # of the resampled values that an interval holds
 _DRAWN_AT_ONCE = 1 << 22  # numbers of resampling weights held
 
 
-@dataclass(frozen=True)
-class Tally:
+class Tally(NamedTuple):
     """Sums over the tokens that count, float64 [rows, COLUMNS]; rows without such a token are left out."""
 
     rows: np.ndarray
@@ -114,10 +110,7 @@ def interval(values: np.ndarray) -> list[float]:
 def pairs(
     tallies: Mapping[str, Tally], drawn: Mapping[str, Mapping[str, np.ndarray]], students: list[str]
 ) -> list[dict[str, Any]]:
-    """Return, for every two students, the second's figures less the first's, with paired limits.
-
-    A difference is `clear` where its limits do not enclose 0.
-    """
+    """Return, for every two students, the second's figures less the first's; `clear`: paired limits leave out 0."""
     found = []
     for first, second in itertools.combinations(students, 2):
         line: dict[str, Any] = {"first": first, "second": second}

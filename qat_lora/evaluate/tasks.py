@@ -1,17 +1,12 @@
 """Downstream tasks by the lm-eval harness, on a model that is already loaded.
 
 The harness's own loader would need an export first, and cannot read an adapter on a packed base at all. Its Hugging
-Face model class takes a module instead of a name, so teacher, quantised and recovered students are scored by the code
-that scores everybody else's models, from the same weights as all other figures of the report.
-
-The harness forms batches of changing shapes: XLA compiles each new one, so tasks belong on a CPU or a GPU.
+Face model class takes a module, so all are scored by the code that scores everybody else's models, from the weights of
+the report's other figures. It forms batches of changing shapes, which XLA compiles each: that is for a CPU or a GPU.
 """
-
-from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,20 +29,13 @@ class TasksConfig:
 
 
 def check_tasks(config: TasksConfig) -> Any:
-    """Return the harness's task manager, before any model is loaded.
-
-    Raises:
-        MissingExtraError: lm-eval is not installed.
-        ConfigError: it knows no such task.
-    """
+    """Return the harness's task manager; ConfigError: it knows no such task. MissingExtraError: it is not installed."""
     require("lm_eval", "evals")
     manager = require("lm_eval.tasks", "evals").TaskManager(include_path=config.tasks_path)
     unknown = [name for name in config.tasks if not manager.match_tasks([name])]
     if unknown:
-        raise ConfigError(
-            f"tasks: the harness knows no {', '.join(unknown)}; `lm-eval ls tasks` lists them, "
-            "--tasks-path names a folder with your own"
-        )
+        remedy = "`lm-eval ls tasks` lists them, --tasks-path names a folder with your own"
+        raise ConfigError(f"tasks: the harness knows no {', '.join(unknown)}; {remedy}")
     return manager
 
 
@@ -56,7 +44,6 @@ def run_tasks(
     tokenizer: Any,
     config: TasksConfig,
     manager: Any,
-    *,
     batch_size: int,
     max_length: int | None,
     seed: int = 0,
@@ -64,9 +51,7 @@ def run_tasks(
     """Return the harness's metrics of a transformers model by task, `acc` and `acc_stderr` for example.
 
     `manager` is from `check_tasks`; sequences have at most `max_length` tokens, by default the model's own limit.
-
-    Raises:
-        ConfigError: a task does not run; with the harness's reason.
+    ConfigError: a task does not run; with the harness's reason.
     """
     harness = require("lm_eval", "evals")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -89,13 +74,8 @@ def run_tasks(
             if is_out_of_memory(error):
                 raise
             raise ConfigError(f"tasks: {', '.join(config.tasks)} did not run ({one_line(error, 300)})") from None
-    return {task: _numbers(metrics) for task, metrics in found["results"].items()}
-
-
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics of a task, which the harness names `metric,filter`; a filter other than `none` stays."""
-    return {
-        name.removesuffix(",none"): float(value)
-        for name, value in metrics.items()
-        if "," in name and isinstance(value, int | float)
-    }
+    numbers = {}  # the harness names them `metric,filter`; a filter other than `none` stays
+    for task, metrics in found["results"].items():
+        own = {name: value for name, value in metrics.items() if "," in name and isinstance(value, int | float)}
+        numbers[task] = {name.removesuffix(",none"): float(value) for name, value in own.items()}
+    return numbers

@@ -4,22 +4,36 @@ Growing inputs, and caches that grow with them, give a compiling device a new gr
 final length from the start, and the unwritten part is padding behind the last token. One forward goes over the whole
 row; from then on a token costs the forward of one token (`models/kv_cache.py`). That needs nothing of transformers'
 generation code, and all prompts of one row length share two graphs.
+
+A GGUF export runs in llama.cpp's own Python binding behind the same `Backend`. Turned back into dense weights it could
+run here, but that would show what transformers makes of it, not what its users get. All of llama.cpp's sampling is off
+except for the temperature, so both draw from the whole distribution.
 """
 
-from __future__ import annotations
-
+import importlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 
 from qat_lora.data.chat import Message, render_chat
 from qat_lora.data.file_rows import well_formed
-from qat_lora.errors import ConfigError, TextError
+from qat_lora.errors import ConfigError, MissingExtraError, ModelError, TextError
+from qat_lora.files.checksums import check_folder
+from qat_lora.models.hub import HubConfig
 from qat_lora.models.kv_cache import begin, step
-from qat_lora.models.load import CausalLM
+from qat_lora.models.load import CausalLM, load_tokenizer
+from qat_lora.models.student import open_student
+from qat_lora.options import RunConfig
+from qat_lora.runtime.base import Runtime
+
+BASE, ADAPTER = "base.gguf", "adapter.gguf"
+_WHOLE_DISTRIBUTION = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0}
 
 
 @torch.no_grad()  # not inference_mode, whose tensors PyTorch/XLA cannot use
@@ -36,15 +50,8 @@ def stream_ids(
 ) -> Iterator[int]:
     """Yield the `max_new_tokens` ids that follow a prompt, each computed when it is asked for.
 
-    Args:
-        temperature: 0 takes the top-1 token, above 0 draws.
-        generator: of the draws, on the CPU.
-        row_length: tokens of the row; default: those of prompt and continuation.
-        mark_step: dispatches queued work, as `Runtime.mark_step`.
-
-    Raises:
-        ConfigError: an empty prompt, one that leaves no room within the model's positions, or a length or
-            temperature out of range.
+    Temperature 0 takes the top-1 token, above it the generator, of the CPU, draws; `row_length` is in tokens, at least
+    those of prompt and continuation. ConfigError: an empty prompt, or one of the numbers does not fit.
     """
     total = len(prompt_ids) + max_new_tokens
     if not prompt_ids:
@@ -79,15 +86,12 @@ def until_end(ids: Iterable[int], eos_id: int | None) -> Iterator[int]:
 
 
 def stream_text(tokenizer: Any, ids: Iterable[int]) -> Iterator[str]:
-    """Yield the text of ids in pieces as they come; half characters (U+FFFD) wait for their other half.
-
-    All ids are decoded each time, since the text of one token depends on its neighbours.
-    """
+    """Yield the text of ids in pieces as they come; half characters (U+FFFD) wait for their other half."""
     written: list[int] = []
     shown = text = ""
     for token in ids:
         written.append(token)
-        text = tokenizer.decode(written, clean_up_tokenization_spaces=False)
+        text = tokenizer.decode(written, clean_up_tokenization_spaces=False)  # all: neighbours change a token's text
         if not text.endswith("\ufffd") and text.startswith(shown) and text != shown:
             yield text[len(shown) :]
             shown = text
@@ -109,9 +113,8 @@ def has_template(tokenizer: Any) -> bool:
 def chat_prompt(tokenizer: Any, messages: list[Message]) -> list[int]:
     """Return the ids of a chat up to the assistant's answer; TextError without a chat template, or if it refuses."""
     if not has_template(tokenizer):
-        raise TextError(
-            "chat: the tokenizer has no chat template; leave --chat out, and the text is continued as it is"
-        )
+        instead = "leave --chat out, and the text is continued as it is"
+        raise TextError(f"chat: the tokenizer has no chat template; {instead}")
     text = render_chat(tokenizer, "chat", messages, prompt=True)
     return list(tokenizer(well_formed(text), add_special_tokens=False)["input_ids"])
 
@@ -120,3 +123,77 @@ def continue_text(model: CausalLM, tokenizer: Any, prompt: str, max_new_tokens: 
     """Return the text that follows a prompt; see `stream_ids`."""
     ids = stream_ids(model, plain_prompt(tokenizer, prompt), max_new_tokens, **settings)
     return tokenizer.decode(list(until_end(ids, tokenizer.eos_token_id)), clean_up_tokenization_spaces=False)
+
+
+class Backend(NamedTuple):
+    """An opened model that continues texts."""
+
+    description: str
+    positions: int | None  # longest row in tokens, None where nothing limits it
+    templated: bool  # whether it has a chat template
+    encode_text: Callable[[str], list[int]]
+    encode_chat: Callable[[list[Message]], list[int]]
+    # (prompt ids, new tokens, temperature, source of draws, tokens of the row) -> text, piece by piece
+    stream: Callable[[list[int], int, float, torch.Generator, int], Iterator[str]]
+
+
+def open_backend(name: str, hub: HubConfig, run: RunConfig, runtime: Runtime) -> Backend:
+    """Open the folder of a GGUF export, which needs llama-cpp-python, or anything else as `open_student` does."""
+    folder = Path(name).expanduser()
+    return _llama_cpp(folder) if (folder / BASE).is_file() else _ours(name, hub, run, runtime)
+
+
+def _ours(name: str, hub: HubConfig, run: RunConfig, runtime: Runtime) -> Backend:
+    model = open_student(name, hub, run.dtype).model
+    tokenizer = load_tokenizer(model.folder, hub.trust_remote_code)
+    runtime.place(model.module)
+    ids_after = partial(stream_ids, model, device=runtime.device, mark_step=runtime.mark_step)
+
+    def stream(ids: list[int], new: int, temperature: float, generator: torch.Generator, row: int) -> Iterator[str]:
+        tokens = ids_after(ids, new, temperature=temperature, generator=generator, row_length=row)
+        return stream_text(tokenizer, until_end(tokens, tokenizer.eos_token_id))
+
+    encoders = partial(plain_prompt, tokenizer), partial(chat_prompt, tokenizer)
+    return Backend(runtime.description, model.max_positions, has_template(tokenizer), *encoders, stream)
+
+
+def _llama_cpp(folder: Path) -> Backend:
+    check_folder(folder, ours=True)
+    try:
+        llama_cpp = importlib.import_module("llama_cpp")
+        formats = importlib.import_module("llama_cpp.llama_chat_format")
+    except ImportError:
+        missing = "and llama.cpp's binding is not installed: pip install llama-cpp-python"
+        raise MissingExtraError(f"model: {folder} is a GGUF export, {missing}") from None
+    lora = folder / ADAPTER
+    adapter = str(lora) if lora.is_file() else None
+    try:
+        llama = llama_cpp.Llama(str(folder / BASE), lora_path=adapter, n_ctx=0, verbose=False)
+    except (ValueError, RuntimeError) as error:
+        raise ModelError(f"model: llama.cpp does not load {folder / BASE}: {error}") from None
+    template = llama.metadata.get("tokenizer.chat_template")
+
+    def encode_text(text: str) -> list[int]:
+        ids: list[int] = llama.tokenize(text.encode(), add_bos=False)
+        begin = llama.metadata.get("tokenizer.ggml.bos_token_id")  # as `plain_prompt`; the file says not to add it
+        return ids if begin is None else [int(begin), *ids]
+
+    def encode_chat(messages: list[Message]) -> list[int]:
+        if template is None:
+            raise TextError("chat: this GGUF file holds no chat template; leave --chat out")
+        end_id, begin_id = llama.token_eos(), llama.token_bos()
+        ids = (end_id, begin_id if begin_id >= 0 else end_id)
+        end, begin = (llama.detokenize([token], special=True).decode() for token in ids)
+        write = formats.Jinja2ChatFormatter(template, eos_token=end, bos_token=begin)
+        return list(llama.tokenize(write(messages=messages).prompt.encode(), add_bos=False, special=True))
+
+    def decode(ids: list[int], **_: Any) -> str:
+        return llama.detokenize(ids).decode("utf-8", errors="replace")  # as yet half a character: U+FFFD
+
+    def stream(ids: list[int], new: int, temperature: float, generator: torch.Generator, _: int) -> Iterator[str]:
+        llama.set_seed(int(torch.randint(2**31, (), generator=generator)))
+        tokens = itertools.islice(llama.generate(ids, temp=temperature, **_WHOLE_DISTRIBUTION), new)
+        return stream_text(SimpleNamespace(decode=decode), until_end(tokens, llama.token_eos()))
+
+    description = f"llama.cpp {llama_cpp.__version__} on the CPU"
+    return Backend(description, llama.n_ctx(), template is not None, encode_text, encode_chat, stream)

@@ -13,8 +13,6 @@ PyTorch/XLA small tiles would make a long graph, and writes in place copies (`bl
 Source: FlashAttention-2 (Dao, 2023), Algorithms 1 and 2, without its tiles of keys.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -22,8 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-TILE = 64
-"""Queries of a tile: smaller tiles repack the keys more often, larger ones compute more that the mask blocks."""
+TILE = 64  # queries of a tile: smaller ones repack the keys more often, larger ones compute more that the mask blocks
 
 
 def tiled_attention(
@@ -46,19 +43,12 @@ def tiled_or(
     It is possible for a mask [B, 1, L, L] and all keys at once, without dropout, and where `autocast` says so under it.
     """
 
-    def attend(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **others: Any
-    ) -> Any:
+    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **others: Any) -> Any:
         rows, length, scale = query.shape[0], query.shape[2], others.get("scaling")
-        if (
-            attention_mask is None
-            or attention_mask.shape != (rows, 1, length, length)
-            or key.shape != value.shape
-            or key.shape[2] != length
-            or scale is None
-            or others.get("dropout")
-            or (torch.is_autocast_enabled(query.device.type) and not autocast)
-        ):
+        masked = attention_mask is not None and attention_mask.shape == (rows, 1, length, length)
+        whole = key.shape == value.shape and key.shape[2] == length
+        plain = scale is not None and not others.get("dropout")
+        if not (masked and whole and plain and (autocast or not torch.is_autocast_enabled(query.device.type))):
             return otherwise(module, query, key, value, attention_mask, **others)
         window = others.get("sliding_window")
         return attention(query, key, value, attention_mask, scale, window).transpose(1, 2), None
@@ -66,14 +56,10 @@ def tiled_or(
     return attend
 
 
-BLOCK = 512
-"""Queries of a block: more keep more scores at a time, fewer make a longer graph."""
-
-
-BLOCKED_SCORE = -1e30
-"""Of a position that is not seen; finite, since infinities less infinities are no numbers."""
+BLOCK = 512  # queries of a block: more keep more scores at a time, fewer make a longer graph
+BLOCKED_SCORE = -1e30  # of a position that is not seen; finite, since infinities less infinities are no numbers
+# `Runtime.kept`: (computation, how many results) -> its results, without computing them a second time.
 Keep = Callable[[Callable[[], tuple[Tensor, ...]], int], tuple[Tensor, ...]]
-"""`Runtime.kept`: (computation, how many results) -> its results, without computing them a second time."""
 
 
 class AttentionKernel(Protocol):
@@ -94,16 +80,49 @@ class AttentionKernel(Protocol):
 
 
 class _Blocks:
-    """Large blocks of products, for every shape and type."""
-
     def fits(self, *_: Tensor) -> bool:
         return True
 
-    def outputs(self, *given: Any) -> tuple[Tensor, Tensor]:
-        return _block_outputs(*given[:5])
+    def outputs(
+        self, query: Tensor, key: Tensor, value: Tensor, first_BL: Tensor, scale: float, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the result and the scores' log-sums, [B, G, R, L, 1]."""
+        query_BGRLD = query.unflatten(1, (key.shape[1], -1))
+        outputs, log_sums = [], []
+        for rows in _slices(query.shape[2], BLOCK):
+            score_BGME = _block_scores(query_BGRLD, key, first_BL, scale, rows)
+            top_BGM1 = score_BGME.amax(-1, keepdim=True)
+            share_BGME = (score_BGME - top_BGM1).exp().to(value.dtype)
+            sum_BGM1 = share_BGME.float().sum(-1, keepdim=True)
+            product_BGMD = _product(share_BGME, value[:, :, : rows.stop]) / sum_BGM1
+            split = (query_BGRLD.shape[2], -1)
+            outputs.append(product_BGMD.to(value.dtype).unflatten(2, split))
+            log_sums.append((top_BGM1 + sum_BGM1.log()).unflatten(2, split))
+        return torch.cat(outputs, 3).flatten(1, 2), torch.cat(log_sums, 3)
 
-    def gradients(self, tensors: Sequence[Tensor], *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return _block_gradients(*(*tensors, *given[:3]))
+    def gradients(
+        self, tensors: Sequence[Tensor], first_BL: Tensor, d_output: Tensor, scale: float, window: int | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, output, log_sum = tensors
+        split = (key.shape[1], -1)
+        query_BGRLD, d_output_BGRLD = query.unflatten(1, split), d_output.unflatten(1, split)
+        pull_BGRL1 = (d_output.float() * output.float()).sum(-1, keepdim=True).unflatten(1, split)
+        d_queries: list[Tensor] = []
+        d_key, d_value = torch.zeros_like(key, dtype=torch.float32), torch.zeros_like(value, dtype=torch.float32)
+        for rows in _slices(query.shape[2], BLOCK):
+            keys, rest = slice(rows.stop), (0, 0, 0, key.shape[2] - rows.stop)
+            query_BGMD, d_out_BGMD, log_sum_BGM1, pull_BGM1 = (
+                tensor[:, :, :, rows].flatten(2, 3) for tensor in (query_BGRLD, d_output_BGRLD, log_sum, pull_BGRL1)
+            )
+            # Keys first: so two of the three products read what is formed here as it is.
+            share_BGEM = (_block_scores(query_BGRLD, key, first_BL, scale, rows).mT - log_sum_BGM1.mT).exp()
+            d_share_BGEM = _product(value[:, :, keys], d_out_BGMD.mT)
+            d_score_BGEM = (share_BGEM * (d_share_BGEM - pull_BGM1.mT) * scale).to(query.dtype)
+            d_query_BGMD = _product(d_score_BGEM.mT, key[:, :, keys]).to(query.dtype)
+            d_queries.append(d_query_BGMD.unflatten(2, (query_BGRLD.shape[2], -1)))
+            d_key = d_key + nn.functional.pad(_product(d_score_BGEM, query_BGMD), rest)
+            d_value = d_value + nn.functional.pad(_product(share_BGEM.to(value.dtype), d_out_BGMD), rest)
+        return torch.cat(d_queries, 3).flatten(1, 2), d_key.to(key.dtype), d_value.to(value.dtype)
 
 
 def blocked_attention(
@@ -124,7 +143,9 @@ def blocked_attention(
     the device has a kernel that fits, that computes it instead.
     """
     chosen = kernel if kernel is not None and kernel.fits(query_BHLD, key_BGLD) else _Blocks()
-    first_BL, settings = _first_seen(mask_B1LL), (scale, window)
+    # The first position that each one sees: documents are contiguous, so it sees all from there on.
+    first_BL = torch.arange(1, mask_B1LL.shape[-1] + 1, device=mask_B1LL.device) - (mask_B1LL[:, 0] == 0).sum(-1)
+    settings = (scale, window)
     output: Tensor = _BlockedAttention.apply(query_BHLD, key_BGLD, value_BGLD, first_BL, settings, keep, chosen)
     return output
 
@@ -162,56 +183,8 @@ class _BlockedAttention(torch.autograd.Function):
         return *gradients, None, None, None, None
 
 
-def _block_outputs(query: Tensor, key: Tensor, value: Tensor, first_BL: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return the result and the scores' log-sums, [B, G, R, L, 1]."""
-    query_BGRLD = query.unflatten(1, (key.shape[1], -1))
-    outputs, log_sums = [], []
-    for rows in _blocks(query.shape[2]):
-        score_BGME = _block_scores(query_BGRLD, key, first_BL, scale, rows)
-        top_BGM1 = score_BGME.amax(-1, keepdim=True)
-        share_BGME = (score_BGME - top_BGM1).exp().to(value.dtype)
-        sum_BGM1 = share_BGME.float().sum(-1, keepdim=True)
-        product_BGMD = _product(share_BGME, value[:, :, : rows.stop]) / sum_BGM1
-        split = (query_BGRLD.shape[2], -1)
-        outputs.append(product_BGMD.to(value.dtype).unflatten(2, split))
-        log_sums.append((top_BGM1 + sum_BGM1.log()).unflatten(2, split))
-    return torch.cat(outputs, 3).flatten(1, 2), torch.cat(log_sums, 3)
-
-
-def _block_gradients(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    log_sum: Tensor,
-    first_BL: Tensor,
-    d_output: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values."""
-    split = (key.shape[1], -1)
-    query_BGRLD, d_output_BGRLD = query.unflatten(1, split), d_output.unflatten(1, split)
-    pull_BGRL1 = (d_output.float() * output.float()).sum(-1, keepdim=True).unflatten(1, split)
-    d_queries: list[Tensor] = []
-    d_key, d_value = torch.zeros_like(key, dtype=torch.float32), torch.zeros_like(value, dtype=torch.float32)
-    for rows in _blocks(query.shape[2]):
-        keys, rest = slice(rows.stop), (0, 0, 0, key.shape[2] - rows.stop)
-        query_BGMD, d_out_BGMD, log_sum_BGM1, pull_BGM1 = (
-            tensor[:, :, :, rows].flatten(2, 3) for tensor in (query_BGRLD, d_output_BGRLD, log_sum, pull_BGRL1)
-        )
-        # Keys first: so two of the three products read what is formed here as it is.
-        share_BGEM = (_block_scores(query_BGRLD, key, first_BL, scale, rows).mT - log_sum_BGM1.mT).exp()
-        d_share_BGEM = _product(value[:, :, keys], d_out_BGMD.mT)
-        d_score_BGEM = (share_BGEM * (d_share_BGEM - pull_BGM1.mT) * scale).to(query.dtype)
-        d_query_BGMD = _product(d_score_BGEM.mT, key[:, :, keys]).to(query.dtype)
-        d_queries.append(d_query_BGMD.unflatten(2, (query_BGRLD.shape[2], -1)))
-        d_key = d_key + nn.functional.pad(_product(d_score_BGEM, query_BGMD), rest)
-        d_value = d_value + nn.functional.pad(_product(share_BGEM.to(value.dtype), d_out_BGMD), rest)
-    return torch.cat(d_queries, 3).flatten(1, 2), d_key.to(key.dtype), d_value.to(value.dtype)
-
-
-def _blocks(length: int) -> list[slice]:
-    return [slice(start, min(start + BLOCK, length)) for start in range(0, length, BLOCK)]
+def _slices(length: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
@@ -228,12 +201,6 @@ def _block_scores(query_BGRLD: Tensor, key: Tensor, first_BL: Tensor, scale: flo
     return score_BGME.masked_fill(~allowed_BME[:, None], BLOCKED_SCORE)
 
 
-def _first_seen(mask_B1LL: Tensor) -> Tensor:
-    """Return the first position that each one sees, [B, L]: documents are contiguous, so it sees all from there on."""
-    counts_BL = (mask_B1LL[:, 0] == 0).sum(-1)
-    return torch.arange(1, mask_B1LL.shape[-1] + 1, device=mask_B1LL.device) - counts_BL
-
-
 class _TiledAttention(torch.autograd.Function):
     """N: key heads of all rows (B G). R: query heads of a key head. C: queries of a tile. E: keys up to its end."""
 
@@ -244,7 +211,7 @@ class _TiledAttention(torch.autograd.Function):
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         output_NRLD = output.view(query_NRLD.shape)
         log_sum_NRL = torch.empty(query_NRLD.shape[:3], dtype=torch.float32)
-        for rows in _tiles(query_NRLD.shape[2]):
+        for rows in _slices(query_NRLD.shape[2], TILE):
             score_NRCE = _scores(query_NRLD, wide_NLD, mask, scale, rows)
             top_NRC1 = score_NRCE.amax(-1, keepdim=True)
             score_NRCE.sub_(top_NRC1).exp_()
@@ -266,7 +233,7 @@ class _TiledAttention(torch.autograd.Function):
         d_query = torch.empty_like(query, memory_format=torch.contiguous_format)
         d_query_NRLD = d_query.view(query_NRLD.shape)
         d_key_NLD, d_value_NLD = torch.zeros_like(wide_NLD), torch.zeros_like(wide_NLD)
-        for rows in _tiles(query_NRLD.shape[2]):
+        for rows in _slices(query_NRLD.shape[2], TILE):
             share_NRCE = _scores(query_NRLD, wide_NLD, mask, ctx.scale, rows)
             share_NRCE.sub_(log_sum_NRL[:, :, rows, None]).exp_()
             d_out_NMD, query_NMD = d_output_NRLD[:, :, rows].flatten(1, 2), query_NRLD[:, :, rows].flatten(1, 2)
@@ -277,17 +244,8 @@ class _TiledAttention(torch.autograd.Function):
             d_score_NME = d_score_NRCE.to(query.dtype).flatten(1, 2)
             d_query_NRLD[:, :, rows] = torch.bmm(d_score_NME, key_NLD[:, : rows.stop]).view(*share_NRCE.shape[:3], -1)
             d_key_NLD[:, : rows.stop] += torch.bmm(d_score_NME.transpose(1, 2), query_NMD)
-        return (
-            d_query,
-            d_key_NLD.view(key.shape).to(key.dtype),
-            d_value_NLD.view(value.shape).to(value.dtype),
-            None,
-            None,
-        )
-
-
-def _tiles(length: int) -> list[slice]:
-    return [slice(start, min(start + TILE, length)) for start in range(0, length, TILE)]
+        d_key, d_value = d_key_NLD.view(key.shape).to(key.dtype), d_value_NLD.view(value.shape).to(value.dtype)
+        return d_query, d_key, d_value, None, None
 
 
 def _by_key_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

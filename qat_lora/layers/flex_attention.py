@@ -13,8 +13,6 @@ all scores in plain operations: that is for tests.
 Source: FlexAttention (Dong et al., 2024, arXiv 2412.05496).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -22,17 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-BLOCK = 128
-"""Tokens on either side of a tile; rows of other lengths than multiples have no block mask."""
+BLOCK = 128  # tokens on either side of a tile; rows of other lengths than multiples have no block mask
 
 
 def document_block_mask(allowed_BLL: Tensor, document_ids_BL: Tensor, window: int | None = None) -> BlockMask:
-    """Return the block mask of packed rows, without reading anything back.
+    """Return the block mask of packed rows, without reading anything back; L is a multiple of `BLOCK`.
 
-    Args:
-        allowed_BLL: bool, what each token may see; L is a multiple of `BLOCK`.
-        document_ids_BL: the same as a rule: earlier tokens of the same document ...
-        window: ... not this far behind or further.
+    What each token may see, bool, is also said as a rule: earlier tokens of its document, fewer than `window` behind.
     """
     rows, length = document_ids_BL.shape
     tiles = (rows, 1, length // BLOCK, BLOCK, length // BLOCK, BLOCK)

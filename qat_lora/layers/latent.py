@@ -11,8 +11,6 @@ weight itself: rounding W again would throw away the codes of an error-compensat
 Sources: LR-QAT (arXiv 2406.06385) for the low-rank form; LSQ+ (arXiv 2004.09576) for learned ranges.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -24,8 +22,7 @@ from qat_lora.quant.fake_quantize import as_stored, round_through
 from qat_lora.quant.scales import TINY, away_from_zero
 from qat_lora.runtime.precision import exact_addmm
 
-MARGIN = 0.2
-"""Of half a cell: a start on the border itself would cross it in the first step, with all others that lie there."""
+MARGIN = 0.2  # of half a cell: starts on the border itself would cross it in the first step, all at once
 
 
 class Latent(nn.Module):

@@ -8,39 +8,34 @@ product is added to the base's output where it stands. In PEFT's form an adapter
 and its output three times each. Names and files are PEFT's (`models/adapter.py`), so the result loads there.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
 from qat_lora.config import option, settings
-from qat_lora.errors import ConfigError
 from qat_lora.layers.quant_linear import joined_weight
 from qat_lora.runtime.precision import exact_matmul
+
+_NO_RANK = "is not a rank; give 1 or more (8 or 16 are usual)"
+_share = partial(option, min=0, max=math.nextafter(1, 0), refusal="is not a probability below 1")
 
 
 @settings
 class LoraConfig:
     """Shape of the recovery adapter."""
 
-    recovery_r: int = option(16, "rank of the recovery adapter", unit="rank")
+    recovery_r: int = option(16, "rank of the recovery adapter", unit="rank", min=1, refusal=_NO_RANK)
     recovery_alpha: float | None = option(
         None, "scaling numerator; the adapter counts alpha / rank", unit="default: rank", above=0
     )
     lora_targets: str = option("", "regular expression of the linear layers that get an adapter", unit="default: all")
     mlp_only: bool = option(False, "adapters on the MLP layers only")
-    dropout: float = option(0.0, "dropout on the adapter's input while training", unit="probability")
-
-    def __post_init__(self) -> None:
-        if self.recovery_r < 1:
-            raise ConfigError(f"recovery_r: {self.recovery_r} is not a rank; give 1 or more (8 or 16 are usual)")
-        if not 0 <= self.dropout < 1:
-            raise ConfigError(f"dropout: {self.dropout} is not a probability below 1")
+    dropout: float = _share(0.0, "dropout on the adapter's input while training", unit="probability")
 
     @property
     def alpha(self) -> float:
@@ -54,9 +49,9 @@ class Factors(NamedTuple):
     a_RI: Tensor
     b_OR: Tensor
 
-    def half(self) -> Factors:
+    def half(self) -> Self:
         """Return the factors as they are stored, float16."""
-        return Factors(self.a_RI.half(), self.b_OR.half())
+        return self._replace(a_RI=self.a_RI.half(), b_OR=self.b_OR.half())
 
 
 class LoraLinear(nn.Module):
@@ -109,8 +104,8 @@ def _added(y: Tensor, low: Tensor, b_OR: Tensor) -> Tensor:
     return torch.addmm(rows, low_NR, b_OR.to(low.dtype).t()).view(y.shape)
 
 
+# Layers of one module that read the same tensor, in the order of their calls; other names go by themselves.
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers of one module that read the same tensor, in the order of their calls; other names go by themselves."""
 
 
 class SharedInput:

@@ -11,11 +11,8 @@ computes all of them, and the others pass on what they get. The layers as they w
 `apart` fills them with what was trained and puts them back for a while, so whatever reads a model by the names of its
 layers (export, adapters) does not know of stacks. On disk there are none: `by_layer` and `together` go between.
 
-Layers are of one kind if modules, settings and shapes are equal. Layers that draw random numbers (dropout) stay apart,
-as does a layer whose neighbours are of other kinds.
+Layers are of one kind if modules, settings and shapes are equal; those that draw random numbers (dropout) stay apart.
 """
-
-from __future__ import annotations
 
 import copy
 import re
@@ -31,17 +28,15 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from qat_lora.layers.convert import block_of, linear_layers
 from qat_lora.layers.quant_linear import Dense, Packed, QuantLinear
 
+# `Runtime.layer_scan`: (body, recompute) -> the loop.
 Scan = Callable[[Callable[..., Tensor], bool], Callable[[Tensor, Sequence[Tensor], Sequence[Tensor]], Tensor]]
-"""`Runtime.layer_scan`: (body, recompute) -> the loop."""
-RANGE = re.compile(r"\[(\d+):(\d+)\]")
-"""In a name, the layers of a stack, as a slice: `model.layers.[0:28].mlp.up_proj.lora_A`."""
+RANGE = re.compile(r"\[(\d+):(\d+)\]")  # layers of a stack, as a slice: `model.layers.[0:28].mlp.up_proj.lora_A`
 
 
 class StackedLayers(nn.Module):
     """Equal decoder layers, computed as a loop; parameters and buffers are theirs, stacked, with `/` for `.`."""
 
-    is_stack = True
-    """Says so to a runtime that spreads weights: the first dimension is the layers'."""
+    is_stack = True  # to a runtime that spreads weights: the first dimension is the layers'
 
     def __init__(self, layers: Sequence[nn.Module], scan: Scan) -> None:
         """Take over the tensors of the layers, which are left with those that train or are stored."""
@@ -106,8 +101,6 @@ class StackedLayers(nn.Module):
 
 
 class _Passed(nn.Module):
-    """A layer that a stack before it has computed."""
-
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         _copy_plain(layer, self)
@@ -117,11 +110,7 @@ class _Passed(nn.Module):
 
 
 def stack_layers(model: nn.Module, scan: Scan) -> tuple[int, int]:
-    """Stack the decoder layers of a model, in place, wherever neighbours are of one kind.
-
-    Returns:
-        How many are stacked, and how many there are.
-    """
+    """Stack the decoder layers of a model, in place, wherever neighbours are of one kind; return (stacked, all)."""
     count = total = 0
     for path in sorted({block.rpartition(".")[0] for name, _ in linear_layers(model) if (block := block_of(name))}):
         blocks = model.get_submodule(path)
@@ -150,10 +139,8 @@ def apart(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for parent, start, layers in list(_stacks(model)):
             layers.fill()
-            ours = [parent[start + i] for i in range(len(layers.layers))]
-            for i, layer in enumerate(layers.layers):
-                parent[start + i] = layer
-            stack.callback(_put, parent, start, ours)
+            stack.callback(_put, parent, start, list(parent[start : start + len(layers.layers)]))
+            _put(parent, start, layers.layers)
         yield
 
 
@@ -220,15 +207,13 @@ def _tensors(layer: nn.Module) -> dict[str, Tensor]:
         if path.startswith(tuple(formed)):
             continue
         prefix = f"{path}." if path else ""
+        own = {**module._parameters, **module._buffers}
         if _is_formed(module):
             formed.append(prefix)
-            weight = module.effective()
-            found[f"{prefix}weight"] = nn.Parameter(weight, requires_grad=False)
-            if module.bias is not None:
-                found[f"{prefix}bias"] = nn.Parameter(module.bias.to(weight.dtype), requires_grad=False)
-        else:
-            own = {**module._parameters, **module._buffers}
-            found |= {f"{prefix}{name}": tensor for name, tensor in own.items() if tensor is not None}
+            weight, bias = module.effective(), module.bias
+            own = {"weight": nn.Parameter(weight, requires_grad=False)}
+            own["bias"] = None if bias is None else nn.Parameter(bias.to(weight.dtype), requires_grad=False)
+        found |= {f"{prefix}{name}": tensor for name, tensor in own.items() if tensor is not None}
     return found
 
 

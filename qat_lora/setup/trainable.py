@@ -4,8 +4,6 @@ A run and its `--dry-run` call the same functions, one on real tensors, the othe
 says of a run is what the run does.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 
@@ -35,12 +33,7 @@ def given(model: CausalLM | None) -> CausalLM:
 
 
 def check_parts(options: QatOptions, full: CausalLM | None, student: CausalLM | None) -> None:
-    """Refuse what cannot be trained, before anything is written.
-
-    Raises:
-        ConfigError: names the setting.
-        ModelError: the full-precision model is not the one that the student was made of.
-    """
+    """Raise ConfigError for what cannot be trained, ModelError for a full model that the student was not made of."""
     specs: dict[str, QuantSpec]
     if student is None:
         if quant_layers(given(full).module):
@@ -55,26 +48,23 @@ def check_parts(options: QatOptions, full: CausalLM | None, student: CausalLM | 
         for name, layer in quant_layers(student.module).items():
             shape = (layer.out_features, layer.in_features)
             if name not in dense or tuple(dense[name].weight.shape) != shape or name in quantised:
-                raise ModelError(
-                    f"model: {options.model} has no full-precision {name} of shape {shape}, as --checkpoint"
-                )
+                missing = f"full-precision {name} of shape {shape}"
+                raise ModelError(f"model: {options.model} has no {missing}, as --checkpoint")
     parts, codes = set(options.train_parts), {spec.code for spec in specs.values()}
     if "lut" in parts and "lut" not in codes:
         raise ConfigError("train_parts: lut: no layer has a look-up table; choose a preset with one, such as q4_r32")
     if "ranges" in parts and "asymmetric" not in codes:
         raise ConfigError("train_parts: ranges: no layer has zero points; choose a preset with them, such as w4g64a")
     if options.run.dtype != "float32" and parts & {"norms", "embeddings", "head"}:
-        raise ConfigError(
-            "train_parts: norms, embeddings and head lose small updates in bfloat16; give --dtype float32 --autocast"
-        )
+        lose = "norms, embeddings and head lose small updates in bfloat16"
+        raise ConfigError(f"train_parts: {lose}; give --dtype float32 --autocast")
     if "embeddings" in parts and student is not None and tied_embedding(student.module) is not None:
         raise ConfigError("train_parts: the embedding is the quantised head in this model; leave out embeddings")
     module = (student or given(full)).module
     lm_head = module.get_output_embeddings()
     if "head" in parts and isinstance(lm_head, QuantLinear):
-        raise ConfigError(
-            "train_parts: the head is quantised in this model, so scales, lut and weights train it; leave out head"
-        )
+        instead = "scales, lut and weights train it; leave out head"
+        raise ConfigError(f"train_parts: the head is quantised in this model, so {instead}")
     if "head" in parts and lm_head.weight is module.get_input_embeddings().weight:
         raise ConfigError("train_parts: the head is the embedding in this model; give embeddings, which trains both")
 
@@ -82,10 +72,7 @@ def check_parts(options: QatOptions, full: CausalLM | None, student: CausalLM | 
 def recovery_parts(
     model: CausalLM, train_scales: bool, train_norms: bool, dtype: torch.dtype
 ) -> dict[str, dict[str, nn.Parameter]]:
-    """Put a student with an adapter into its training state and return what trains, by kind.
-
-    A frozen base is formed in `dtype`, once.
-    """
+    """Put a student with an adapter into its training state, a frozen base in `dtype`; return what trains, by kind."""
     scales = prepare_base(model.module, train_scales, dtype)
     factors: dict[str, nn.Parameter] = {}
     for name, adapter in lora_layers(model.module).items():

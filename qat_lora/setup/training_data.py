@@ -2,10 +2,9 @@
 
 Both serve batches in the same order and shapes, so the loop knows no difference. What differs is the objective (a
 text has no teacher, so only the cross-entropy is left), the number that evaluations report, and what identifies the
-data in a run's settings.
+data in a run's settings. `prepare` is called when the student is as it will be before its first step, also where a
+checkpoint will be loaded over it afterwards.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,17 +13,20 @@ from typing import Any
 
 import torch
 
+from qat_lora.cache.format.codec import OPTIONAL
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.data.packing import make_encoder, pack_rows, take_eval
 from qat_lora.data.sources import describe_source, open_documents
 from qat_lora.data.text_dataset import ENCODERS, TextDataset
-from qat_lora.losses.objective import ObjectiveConfig, objective_loss
+from qat_lora.errors import CacheError, ConfigError
+from qat_lora.losses.objective import OPTIONAL_ARRAYS, ObjectiveConfig, choose_estimator, objective_loss, wanted
 from qat_lora.models.load import CausalLM, load_tokenizer, tokenizer_sha256
 from qat_lora.options import QatOptions, RecoverOptions
 from qat_lora.runtime.base import Runtime
 from qat_lora.setup.common import fits_positions
-from qat_lora.setup.objective import check_arrays, evaluation_objective
+from qat_lora.train.anchor import remember
 from qat_lora.train.loop import LoopConfig
+from qat_lora.train.step import PreparedObjective
 from qat_lora.types import LMHead
 
 
@@ -48,11 +50,7 @@ class TrainingData:
 
 
 def cache_training_data(options: RecoverOptions | QatOptions) -> TrainingData:
-    """Open the KD cache of a run.
-
-    Raises:
-        CacheError: no cache, damage, or it lacks what the objective reads.
-    """
+    """Open the KD cache of a run; CacheError: there is none, it is damaged, or lacks what the objective reads."""
     objective, path = options.objective, str(options.kd_cache_dir)
     if isinstance(options, RecoverOptions) and options.learn == "kd+ce" and not objective.ce_weight:
         objective = replace(objective, ce_weight=1.0)
@@ -66,21 +64,35 @@ def cache_training_data(options: RecoverOptions | QatOptions) -> TrainingData:
     return TrainingData(rows, kept, objective, {"cache": rows.manifest.fingerprint.sha256})
 
 
+def check_arrays(dataset: KDCacheDataset, objective: ObjectiveConfig) -> None:
+    """Let a cache serve what the objective reads and nothing else; CacheError names an array or draws that it lacks."""
+    if objective.topk_user and not dataset.k:
+        advice = "give --estimator full" if objective.topk_user.startswith("estimator") else "set it to 0"
+        lack = "needs the teacher's likeliest tokens, and the KD cache was built with --top-k 0"
+        raise CacheError(f"top_k: {objective.topk_user} {lack}; {advice}, or build one with --top-k 64")
+    if objective.kd_weight == 0 or choose_estimator(objective.estimator, OPTIONAL, objective.temperature) != "hybrid":
+        dataset.leave_out_all_but([name for name in OPTIONAL if name != "tail_draw_ids"])  # refused behind --head-k
+    held = {name: torch.empty(1, 1, *array.shape[2:]) for name, array in dataset.rows([0]).items()}
+    objective = replace(objective, estimator=choose_estimator(objective.estimator, held, objective.temperature))
+    own = OPTIONAL_ARRAYS.get(objective.estimator, ()) if objective.kd_weight > 0 else ()
+    for name in objective.optional_arrays:
+        user = f"estimator {objective.estimator}" if name in own else "hidden_weight"
+        wanted(held, name, user, objective.draws if name.endswith("draw_ids") else None)
+    dataset.leave_out_all_but(objective.optional_arrays)
+
+
 def text_training_data(options: RecoverOptions, model: CausalLM) -> TrainingData:
     """Pack the text of a run into rows, with whole documents kept apart for evaluation.
 
-    Raises:
-        TextError: no text, too little of it, or plain text where chats are needed.
-        ConfigError: rows longer than the model has positions.
+    TextError: no text, too little, or no chats where these are needed. ConfigError: rows longer than the model takes.
     """
     fits_positions(model, options.length)
     tokenizer = load_tokenizer(model.folder, options.hub.trust_remote_code)
     encode = ENCODERS[options.learn](make_encoder(tokenizer))
     documents = partial(open_documents, options.text)
     kept, first = take_eval(documents, encode, options.length, options.eval_rows)
-    objective, ce_weight = options.objective, options.objective.ce_weight or 1.0
-    objective = replace(objective, kd_weight=0.0, ce_weight=ce_weight, hard_top1_weight=0.0, hard_top1_end=None)
-    objective = replace(objective, hidden_weight=0.0)
+    objective = replace(options.objective, ce_weight=options.objective.ce_weight or 1.0, kd_weight=0.0)
+    objective = replace(objective, hard_top1_weight=0.0, hard_top1_end=None, hidden_weight=0.0)
     identity = {
         "text": describe_source(options.text),
         "tokenizer_sha256": tokenizer_sha256(tokenizer),
@@ -90,13 +102,56 @@ def text_training_data(options: RecoverOptions, model: CausalLM) -> TrainingData
     return TrainingData(rows, TextDataset(kept) if kept else None, objective, identity)
 
 
+def prepare(
+    objective: ObjectiveConfig, dataset: Any, model: CausalLM, loop: LoopConfig, seed: int, runtime: Runtime
+) -> PreparedObjective:
+    """Return what `train` takes; the model is placed and holds the weights that it has before step 1.
+
+    ConfigError: more anchor rows than there are training rows, or a walk that this device does not have.
+    """
+    if objective.loss_walk == "auto":
+        objective = replace(objective, loss_walk=runtime.loss_walk)
+    objective = replace(objective, loss_chunk_mb=runtime.loss_chunk_mb(objective.loss_chunk_mb))
+    if objective.loss_walk == "kernel" != runtime.loss_walk:
+        needs = f"needs Triton and an NVIDIA GPU, A100 or later, and this is {runtime.description}"
+        raise ConfigError(f"loss_walk: kernel {needs}; give auto, positions or vocabulary")
+    if objective.kd_weight > 0:
+        name = choose_estimator(objective.estimator, dataset.rows([0]), objective.temperature)
+        objective = replace(objective, estimator=name)
+    teacher_lm_head = anchor = None
+    no_topk = isinstance(dataset, KDCacheDataset) and not dataset.k  # then evaluations need the teacher's output head
+    if no_topk or (objective.kd_weight > 0 and objective.estimator == "full"):
+        held = dataset.teacher_lm_head()
+        bias_V = None if held.bias_V is None else held.bias_V.to(runtime.device)
+        teacher_lm_head = replace(held, weight_VH=held.weight_VH.to(runtime.device), bias_V=bias_V)
+    if objective.anchor_weight > 0:
+        if objective.anchor_samples > len(dataset):
+            most = f"more than the {len(dataset)} that there are to train on; give at most {len(dataset)}"
+            raise ConfigError(f"anchor_samples: {objective.anchor_samples} rows are {most}")
+        was_training = model.module.training
+        model.module.eval()
+        with runtime.autocast(torch.bfloat16 if loop.autocast else torch.float32):
+            anchor = remember(model, dataset, objective, loop.batch_size, seed, runtime)
+        model.module.train(was_training)
+    return PreparedObjective(objective, teacher_lm_head, anchor)
+
+
+def evaluation_objective(objective: ObjectiveConfig, teacher_lm_head: LMHead | None) -> ObjectiveConfig:
+    """Return the distance to the teacher at temperature 1 that evaluations report: exact where its output head is here.
+
+    Else it is `ghost`, a lower bound that is blind to the tail's shape: comparable within a run, not between other Ks.
+    """
+    distance = ObjectiveConfig("ghost" if teacher_lm_head is None else "full")
+    return replace(distance, loss_chunk_mb=objective.loss_chunk_mb, loss_walk=objective.loss_walk)
+
+
 def evaluation(
     data: TrainingData, model: CausalLM, loop: LoopConfig, runtime: Runtime, teacher_lm_head: LMHead | None = None
 ) -> Callable[[], float] | None:
     """Return the function that measures the mean loss per token on rows kept apart, None where there are none.
 
-    The data's objective is as `setup.objective.prepare` left it. Batches have training's shape, the last one filled
-    with masked rows, so that XLA compiles one graph more.
+    The data's objective is as `prepare` left it. Batches have training's shape, the last one filled with masked rows,
+    so that XLA compiles one graph more.
     """
     rows = data.evaluation
     if rows is None:

@@ -4,8 +4,6 @@ The folder is claimed by the settings that decide the result, so the same comman
 another one is refused. Only the main process writes; the others take part in training.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,15 +23,13 @@ from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.launch.select import status_line
 from qat_lora.runtime.sharded import sharded_bytes
 from qat_lora.setup.common import fit_attention, picture, say
-from qat_lora.setup.objective import prepare
-from qat_lora.setup.training_data import TrainingData, evaluation
+from qat_lora.setup.training_data import TrainingData, evaluation, prepare
 from qat_lora.train.callbacks import LoopHooks, RunSettings
 from qat_lora.train.loop import train
 from qat_lora.train.metrics import plot_curve
 from qat_lora.train.optim import TrainState
 
-Groups = dict[str, dict[str, nn.Parameter]]
-"""What trains, by kind and name."""
+Groups = dict[str, dict[str, nn.Parameter]]  # what trains, by kind and name
 
 
 @dataclass(frozen=True)
@@ -76,10 +72,7 @@ class TrainingRun:
 def complete_run(
     plan: TrainingRun, settings: dict[str, Any], inputs: Sequence[Any], work: Callable[[], dict[str, Any]], what: str
 ) -> Path:
-    """Claim the run's folder by its `settings`, do its work and complete it; return the folder.
-
-    `--overwrite` spares the `inputs`, files and folders; `what` is trained, for people.
-    """
+    """Claim the run's folder by its `settings`, sparing `inputs`, do its work, complete and return it."""
     run, out, runtime = plan.options.run, plan.out, plan.runtime
     with outputs.lock_dir(out) if runtime.is_main else contextlib.nullcontext():
         claim = partial(outputs.claim, out, plan.command, settings, run.overwrite, inputs)
@@ -94,9 +87,8 @@ def complete_run(
             save_json(result, out / "result.json")
             picture(run, lambda: plot_curve(out / "metrics.jsonl", out / "evaluations.jsonl", out / "curve.png"))
             outputs.complete(out)
-    best = result["best_step"]
+    best, stopped = result["best_step"], " (stopped early)" if result["stopped_early"] else ""
     kept = f"last {what} (no evaluation to choose by)" if best is None else f"best {what} (step {best})"
-    stopped = " (stopped early)" if result["stopped_early"] else ""
     say(run, f"{result['step']} steps{stopped}, {kept} in {out / 'best'}")
     return out
 
@@ -151,9 +143,8 @@ def place_student(
         return trained_paths(model.module, groups())
     paths = trained_paths(model.module, groups())
     stacked, layers = stack_layers(model.module, scan) if scan is not None else (0, 0)
-    if stacked < layers:
-        odd = f"{layers - stacked} of {layers} layers"
-        say(run, f"{odd} differ from their neighbours or have dropout: traced one by one")
+    if odd := layers - stacked:
+        say(run, f"{odd} of {layers} layers differ from their neighbours or have dropout: traced one by one")
     runtime.place(model.module)
     if runtime.shard_base:
         here, whole = sharded_bytes(model.module)

@@ -6,8 +6,6 @@ All checksums are verified before a run goes on. A damaged piece is removed and 
 because it is made from the model, the text and earlier pieces, all of them verified.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys
@@ -68,10 +66,8 @@ class Unfinished(Work):
     def may_stop(self) -> None:
         """Raise InterruptedRunError where a stop signal has arrived."""
         if self.stopped:
-            raise InterruptedRunError(
-                f"stopped by {self.stopped[0]}: {self.parts} of {self.total} {self.unit} are finished and kept in "
-                f"{self.folder.parent}; the same command goes on from there"
-            )
+            kept = f"{self.parts} of {self.total} {self.unit} are finished and kept in {self.folder.parent}"
+            raise InterruptedRunError(f"stopped by {self.stopped[0]}: {kept}; the same command goes on from there")
 
 
 def remove_pieces(out: Path) -> None:

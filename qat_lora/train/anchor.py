@@ -11,8 +11,6 @@ No checkpoint stores the anchor: a resumed run has just built the student from i
 checkpoint, and remembers that. The rows come from the run's seed; dropout is off, and no random number is drawn.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -25,10 +23,8 @@ from qat_lora.runtime.base import Runtime
 from qat_lora.train.step import Sums, TrainingRows, micro_batch
 from qat_lora.types import Batch, LanguageModel
 
-ANCHOR_K = 64
-"""Tokens remembered at every position; the others form one bucket."""
-_ORDER = 0x616E63686F72
-"""Mixed into the seed, or the anchor's rows would be those of the first steps."""
+ANCHOR_K = 64  # tokens remembered at every position; the others form one bucket
+_ORDER = 0x616E63686F72  # mixed into the seed, or the anchor's rows would be those of the first steps
 _TEXT = ("input_ids", "document_ids", "target_mask")
 
 
@@ -84,10 +80,7 @@ def anchor_micro_batch(
     sums: Sums,
     runtime: Runtime,
 ) -> Sums:
-    """Run forward and backward on a batch of `anchor_batches`, after the step's other micro-batches.
-
-    Returned are the sums of all micro-batches; `sums` are those of the others.
-    """
+    """Run forward and backward on a batch of `anchor_batches`; return the step's `sums` with its own added."""
     counts = torch.stack([sums["tokens"].float(), batch["target_mask"].sum(dtype=torch.float32)])
     tokens, own_tokens = runtime.all_reduce_mean(counts).unbind()
     ratio = tokens / own_tokens.clamp_min(1.0)

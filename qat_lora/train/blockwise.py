@@ -8,11 +8,9 @@ at 2 bits this is the step that moves codes at all in a budget of a few thousand
 Source: BRECQ (arXiv 2102.05426); Block-AP of EfficientQAT (arXiv 2407.11062).
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,29 +41,18 @@ class BlockwiseConfig:
     blockwise_scale_lr: float = option(1e-4, "peak learning rate of the scales in it", above=0)
 
 
-class _Fit(NamedTuple):
-    """How blocks are trained."""
-
-    config: BlockwiseConfig
-    runtime: Runtime
-    bar: Any
-    work: Work
+_Fit = tuple[BlockwiseConfig, Runtime, Any, Work]  # how a block is trained, the progress bar, and what keeps it
 
 
 def blocks_of(module: nn.Module) -> str:
-    """Return the name of the list of decoder layers: the one that all quantised layers lie in.
-
-    Raises:
-        ModelError: they lie in several lists, or in none.
-    """
+    """Return the name of the list of decoder layers that holds all quantised layers; ModelError if none does."""
     names = [*quant_layers(module)]
     lists = {(block_of(name) or name).rpartition(".")[0] for name in names}
     lists = {name for name in lists if isinstance(module.get_submodule(name), nn.ModuleList)}
     if len(lists) != 1 or not all(name.startswith(f"{next(iter(lists))}.") for name in names):
         there = ", ".join(sorted(lists)) or "none"
-        raise ModelError(
-            f"blockwise_steps: needs one list of decoder layers that holds all quantised ones; found {there}"
-        )
+        needs = "needs one list of decoder layers that holds all quantised ones"
+        raise ModelError(f"blockwise_steps: {needs}; found {there}")
     return lists.pop()
 
 
@@ -82,18 +69,9 @@ def reconstruct(
     """Train the codes and scales of a quantised model block by block, in place; packed codes again at the end.
 
     A block that training did not bring nearer keeps its start. Returned is for every block the mean squared error of
-    its output `before` and `after`, as a share of the output's own.
-
-    Args:
-        student, full: the quantised model and the one it was made of, placed, in float32.
-        forward: runs `full` on one batch.
-        batches: calibration batches of one shape, on the device.
-        config, runtime, quiet: steps and learning rates; the device; no progress bar.
-        work: keeps every finished block, and has those that an interrupted run finished.
-
-    Raises:
-        InterruptedRunError: the run was asked to stop.
-        ModelError: no list of decoder layers that holds all quantised layers, or no rows.
+    its output `before` and `after`, as a share of the output's own. Both models are placed and in float32, `forward`
+    runs `full` on one of the batches, which have one shape; `work` keeps every finished block. InterruptedRunError: the
+    run was asked to stop. ModelError: no rows, or no list of decoder layers that holds all quantised ones.
     """
     where = blocks_of(student)
     pairs = list(zip(student.get_submodule(where).children(), full.get_submodule(where).children(), strict=True))
@@ -113,7 +91,7 @@ def reconstruct(
             exact = _push(model, exact, call, runtime)
             kept = work.take(f"block-{name}")
             if kept is None:
-                share, hidden = _reconstruct(block, model, hidden, exact, call, _Fit(config, runtime, bar, work))
+                share, hidden = _reconstruct(block, model, hidden, exact, call, (config, runtime, bar, work))
                 work.keep(f"block-{name}", block.state_dict(), {name: share})
             else:
                 block.load_state_dict(kept[0])
@@ -129,37 +107,8 @@ def _reconstruct(
     block: nn.Module, model: nn.Module, hidden: list[Tensor], exact: list[Tensor], calls: list[Call], fit: _Fit
 ) -> tuple[dict[str, float], list[Tensor]]:
     """Train one block, unless its start is better; return its error `before` and `after`, and its outputs."""
-    started, start = _push(block, hidden, calls, fit.runtime), copy.deepcopy(block.state_dict())
-    _fit(block, model, hidden, exact, calls, fit)
-    fitted = _push(block, hidden, calls, fit.runtime)
-    before, after = _error(started, exact), _error(fitted, exact)
-    if after < before:
-        return {"before": before, "after": after}, fitted
-    block.load_state_dict(start)  # too few steps for its learning rate: codes found by calibration were better
-    return {"before": before, "after": before}, started
-
-
-@torch.no_grad()
-def _push(block: nn.Module, hidden: list[Tensor], calls: list[Call], runtime: Runtime) -> list[Tensor]:
-    """Run every batch through a block."""
-    out = []
-    for states, call in zip(hidden, calls, strict=True):
-        out.append(run_block(block, states, call))
-        runtime.mark_step()
-    return out
-
-
-def _error(ours: list[Tensor], theirs: list[Tensor]) -> float:
-    """Return the squared error as a share of the reference's own square."""
-    wrong = torch.stack([(a.float() - b.float()).square().sum() for a, b in zip(ours, theirs, strict=True)]).sum()
-    return float(wrong / torch.stack([b.float().square().sum() for b in theirs]).sum())
-
-
-def _fit(
-    block: nn.Module, model: nn.Module, hidden: list[Tensor], exact: list[Tensor], calls: list[Call], fit: _Fit
-) -> None:
-    """Train one block's weights and scales on the mean squared error of its output."""
     config, runtime, bar, work = fit
+    started, start = _push(block, hidden, calls, runtime), copy.deepcopy(block.state_dict())
     dense = dict(linear_layers(model))
     weights: dict[str, nn.Parameter] = {}
     scales: dict[str, nn.Parameter] = {}
@@ -184,3 +133,24 @@ def _fit(
         for parameter in layer.parameters():
             parameter.grad = None
         layer.materialize()
+    fitted = _push(block, hidden, calls, runtime)
+    before, after = _error(started, exact), _error(fitted, exact)
+    if after < before:
+        return {"before": before, "after": after}, fitted
+    block.load_state_dict(start)  # too few steps for its learning rate: codes found by calibration were better
+    return {"before": before, "after": before}, started
+
+
+@torch.no_grad()
+def _push(block: nn.Module, hidden: list[Tensor], calls: list[Call], runtime: Runtime) -> list[Tensor]:
+    out = []
+    for states, call in zip(hidden, calls, strict=True):
+        out.append(run_block(block, states, call))
+        runtime.mark_step()
+    return out
+
+
+def _error(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    """Return the squared error as a share of the reference's own square."""
+    wrong = torch.stack([(a.float() - b.float()).square().sum() for a, b in zip(ours, theirs, strict=True)]).sum()
+    return float(wrong / torch.stack([b.float().square().sum() for b in theirs]).sum())

@@ -7,15 +7,13 @@ all lines of the log written; all processes must give the same answer. Only the 
 looks into a step. What an evaluation or an export *is* comes in as a function (`LoopHooks`).
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 
@@ -30,9 +28,8 @@ from qat_lora.errors import (
 )
 from qat_lora.runtime.base import Runtime
 from qat_lora.train.checkpoint import save_checkpoint
-from qat_lora.train.metrics import EVALUATIONS, LOGS, REMEDY, MetricsLog, append_lines, log_mark
+from qat_lora.train.metrics import EVALUATIONS, LOGS, REMEDY, TRACKERS, MetricsLog, append_lines, log_mark
 from qat_lora.train.optim import TrainState, averaged
-from qat_lora.train.trackers import TRACKERS
 
 _count = functools.partial(option, min=1, refusal="is below 1")
 _limit = functools.partial(option, min=0, refusal="is not allowed; give 0 or more")
@@ -83,32 +80,22 @@ class LoopConfig:
                 raise ConfigError(f"log_to: {name!r} is unknown; allowed: {', '.join(TRACKERS)}")
 
     def accumulation(self, replicas: int) -> int:
-        """Return micro-batches per step for a number of replicas.
-
-        Raises:
-            ConfigError: the global batch does not divide.
-        """
+        """Return micro-batches per step for a number of replicas; ConfigError: the global batch does not divide."""
         if self.global_batch_size is None:
             return self.accumulation_steps
         rows = self.batch_size * replicas
         if self.global_batch_size % rows:
-            raise ConfigError(
-                f"global_batch_size: {self.global_batch_size} is not a multiple of "
-                f"batch_size x replicas = {self.batch_size} x {replicas} = {rows}"
-            )
+            product = f"batch_size x replicas = {self.batch_size} x {replicas} = {rows}"
+            raise ConfigError(f"global_batch_size: {self.global_batch_size} is not a multiple of {product}")
         return self.global_batch_size // rows
 
 
-@dataclass(frozen=True)
-class LoopHooks:
+class LoopHooks(NamedTuple):
     """What a run does that the loop knows nothing about."""
 
-    evaluate: Callable[[], float] | None
-    """Mean loss on the evaluation split (KL for a cache), lower is better; None where there is none."""
-    export: Callable[[str], None]
-    """Write the student as it is now under the run's folder, as `start`, `best` or `last`, atomically."""
-    metric: str = "kl"
-    """The name in files of what `evaluate` measures."""
+    evaluate: Callable[[], float] | None  # mean loss on the evaluation split, lower is better; None where there is none
+    export: Callable[[str], None]  # write the student as it is under the run's folder, as `start`, `best` or `last`
+    metric: str = "kl"  # the name in files of what `evaluate` measures
 
 
 class RunSettings(NamedTuple):
@@ -117,34 +104,26 @@ class RunSettings(NamedTuple):
     out: Path
     seed: int
     fingerprint: Mapping[str, Any]
-    quiet: bool = False
-    """No progress bar."""
+    quiet: bool = False  # no progress bar
 
 
 @dataclass
 class Progress:
     """How far a run is: the counters in a checkpoint's `state.json`."""
 
-    step: int = 0
-    """Optimizer steps done."""
+    step: int = 0  # optimizer steps done
     best_step: int | None = None
-    best: float | None = None
-    """The lowest evaluation so far."""
+    best: float | None = None  # the lowest evaluation so far
     evaluations_since_best: int = 0
-    evaluated: bool = True
-    """False if the evaluation due after `step` failed and is the first thing to do on resume."""
+    evaluated: bool = True  # False if the evaluation due after `step` failed and is the first thing to do on resume
 
     def to_json(self, metric: str) -> dict[str, Any]:
         """Return the counters under their names on disk."""
         return {(f"best_{metric}" if name == "best" else name): value for name, value in vars(self).items()}
 
     @classmethod
-    def from_json(cls, saved: Mapping[str, Any], metric: str, file: Path) -> Progress:
-        """Return the counters of a checkpoint.
-
-        Raises:
-            DamagedFileError: one is missing; `evaluated` may be, earlier versions did not write it.
-        """
+    def from_json(cls, saved: Mapping[str, Any], metric: str, file: Path) -> Self:
+        """Return a checkpoint's counters; DamagedFileError if one lacks (`evaluated` may, as in earlier versions)."""
         fresh = cls().to_json(metric)
         if missing := fresh.keys() - {"evaluated"} - saved.keys():
             raise DamagedFileError(f"{file}: lacks {min(missing)}; remove that folder to go on")
@@ -162,13 +141,10 @@ class Run:
     settings: RunSettings
     loop: LoopConfig
     progress: Progress
-    start: int
-    """The step from which the run was resumed."""
+    start: int  # the step from which the run was resumed
     log: MetricsLog
-    stopped: Sequence[str]
-    """Stop signals that this process received; grows at any time."""
-    stopping: bool = False
-    """True in all processes if one of them was asked to stop."""
+    stopped: Sequence[str]  # stop signals that this process received; grows at any time
+    stopping: bool = False  # True in all processes if one of them was asked to stop
 
     @property
     def step(self) -> int:
@@ -200,10 +176,7 @@ class Run:
         self.runtime.barrier("checkpoint")
 
     def give_up(self, error: QatLoraError | OSError | None) -> NoReturn:
-        """End the run because rows cannot be read, after a checkpoint of the last good step.
-
-        The error is of this process; None if another one failed.
-        """
+        """End the run because this process cannot read rows (None: another), after a checkpoint of the last step."""
         if self.step > self.start:
             self.save()
         kept = f"the checkpoint after step {self.step} is complete" if self.step else "no step was complete yet"
@@ -236,11 +209,7 @@ class Evaluate:
 
 
 def _evaluate(run: Run) -> None:
-    """Evaluate once, and export the student if it is the best so far.
-
-    Raises:
-        DivergedError: the result is NaN or infinite.
-    """
+    """Evaluate once, and export the student if it is the best so far; DivergedError for NaN or an infinity."""
     hooks, progress = run.hooks, run.progress
     if hooks.evaluate is None:
         return
@@ -291,7 +260,5 @@ class Checkpoint:
             run.log.pause()
         if run.stopping and not run.is_over:
             by = run.stopped[0] if run.stopped else "a signal to another process"
-            raise InterruptedRunError(
-                f"stopped by {by} after step {run.step} of {run.loop.max_steps}; "
-                f"the checkpoint is complete, the same command goes on from it"
-            )
+            done = f"stopped by {by} after step {run.step} of {run.loop.max_steps}"
+            raise InterruptedRunError(f"{done}; the checkpoint is complete, the same command goes on from it")

@@ -7,8 +7,6 @@ written apart, so that a run goes on wherever its layers are kept in another way
 the new one is in place, and renamed first, so that no half-removed one looks complete. No pickle is written or read.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re
@@ -49,12 +47,9 @@ def save_checkpoint(
     keep: int,
     runtime: Runtime,
 ) -> Path:
-    """Write the checkpoint after optimizer step `step`, then remove all but the newest `keep`.
+    """Write the checkpoint after optimizer step `step`, then remove all but the newest `keep`; all processes call this.
 
-    Every process calls this, as with `xm.save`; the main one writes, the others wait for each file of tensors.
-
-    Raises:
-        DivergedError: a trained tensor, or the optimizer's state, is NaN or infinite; nothing is written.
+    DivergedError: a trained tensor, or the optimizer's state, is NaN or infinite; nothing is written.
     """
     final = folder / f"step-{step:06d}"
     if not runtime.agree(runtime.is_main and final in checkpoints(folder)):  # else written by an earlier try, and equal
@@ -86,30 +81,9 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Copy a checkpoint's tensors into those that train; return its `state.json`.
 
-    Raises:
-        ConfigError: the checkpoint belongs to other settings; the message names the field.
-        DamagedFileError: a file is missing or damaged.
-        ModelError: other tensors than its own train now.
+    ConfigError names a setting that differs. DamagedFileError: a file is missing or damaged. ModelError: other tensors
+    than its own train now.
     """
-    state, tensors, moments = _read(path)
-    before = state["fingerprint"]
-    now = json.loads(json.dumps(dict(fingerprint)))
-    for field in sorted(before.keys() | now.keys()):
-        if before.get(field) != now.get(field):
-            raise ConfigError(
-                f"{field}: the run to resume has {before.get(field)!r}, this one {now.get(field)!r}; "
-                "choose another --out, or --overwrite"
-            )
-    _copy_into({name: p.data for name, p in trained.items()}, tensors, path)
-    _copy_into(_optimizer_views(trained, optimizer), moments, path)
-    try:
-        set_random_states(state["random"])
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise _damaged(path, error) from None
-    return state
-
-
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
     try:
         state = read_object(path / STATE)
         if check_sums(path, state.get("checksums") == SUMS, (STATE, TRAINED, OPTIMIZER)) is None:
@@ -117,33 +91,38 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tens
         tensors, moments = load_file(path / TRAINED), load_file(path / OPTIMIZER)
         if (found := not_finite({**tensors, **moments})) is not None:
             raise ValueError(found)
-        state["fingerprint"], state["random"] = dict(state["fingerprint"]), dict(state["random"])
-        state["step"] = int(state["step"])
+        before, random, state["step"] = dict(state["fingerprint"]), dict(state["random"]), int(state["step"])
     except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
         raise _damaged(path, error) from None
-    return state, tensors, moments
+    now = json.loads(json.dumps(dict(fingerprint)))
+    for field in sorted(before.keys() | now.keys()):
+        old, new = before.get(field), now.get(field)
+        if old != new:
+            differ = f"the run to resume has {old!r}, this one {new!r}"
+            raise ConfigError(f"{field}: {differ}; choose another --out, or --overwrite")
+    _copy_into({name: p.data for name, p in trained.items()}, tensors, path)
+    _copy_into(_optimizer_views(trained, optimizer), moments, path)
+    try:
+        set_random_states(random)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise _damaged(path, error) from None
+    return state
 
 
 def _damaged(path: Path, error: Exception) -> DamagedFileError:
-    reason = " ".join(str(error).split())
-    return DamagedFileError(
-        f"checkpoint {path}: cannot be read ({reason}); remove that folder to go on from the one before it"
-    )
+    reason, remedy = " ".join(str(error).split()), "remove that folder to go on from the one before it"
+    return DamagedFileError(f"checkpoint {path}: cannot be read ({reason}); {remedy}")
 
 
 def _optimizer_views(trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    return {
-        f"{name}/{part}": value
-        for name, parameter in trained.items()
-        for part, value in optimizer.state[parameter].items()
-    }
+    states = {name: optimizer.state[parameter] for name, parameter in trained.items()}
+    return {f"{name}/{part}": value for name, state in states.items() for part, value in state.items()}
 
 
 def _copy_into(targets: Mapping[str, Tensor], saved: Mapping[str, Tensor], path: Path) -> None:
     names_of = {name: layer_names(name) for name in targets}
-    wanted = {own for names in names_of.values() for own in names}
-    if wanted != set(saved):
-        names = ", ".join(sorted(wanted ^ set(saved))[:6])
+    if odd := {own for names in names_of.values() for own in names} ^ set(saved):
+        names = ", ".join(sorted(odd)[:6])
         raise ModelError(f"checkpoint {path}: holds other tensors than those that train now: {names}")
     with torch.no_grad():
         for name, target in targets.items():

@@ -2,15 +2,12 @@
 
 A graph compiler is silent for minutes in step 1, and a recompile in step 700 looks like a slow machine. So each phase
 of step 1 is announced before it starts, with a sign of life every 15 seconds, and reported after it; and a graph that
-is compiled later is a warning that names what changed, or an error with `--max-recompiles`. Only training steps are
-watched: graphs of an evaluation do not count. A runtime that compiles nothing (its `compile_report` is empty) is asked
-once.
+is compiled later is a warning that names what changed, or an error with `--max-recompiles`. Graphs of an evaluation do
+not count, and a runtime that compiles nothing (its `compile_report` is empty) is asked once.
 
 The watch also says when the host is the slower one. Tracing runs ahead of the device, and a sync waits only for what
 the device has not finished yet; where steps pass without such a wait, the device waits for Python instead.
 """
-
-from __future__ import annotations
 
 import logging
 import threading
@@ -23,18 +20,15 @@ from qat_lora.types import Batch
 
 TRACED, COMPILED = "forward and backward traced", "compiled"
 OPTIMIZER_TRACED, OPTIMIZER_COMPILED = "optimizer traced", "compiled "
-NEXT = {
+NEXT = {  # what the first step does after each phase
     "": "tracing forward and backward",
     TRACED: "compiling forward and backward",
     COMPILED: "tracing the optimizer",
     OPTIMIZER_TRACED: "compiling the optimizer",
 }
-"""What the first step does after each phase."""
 HEARTBEAT_S = 15.0
-HOST_STEPS = 20
-"""Steps after the first over which the host's share is measured."""
-HOST_BOUND = 0.9
-"""Share of tracing in a step's time from which the device is taken to wait for it."""
+HOST_STEPS = 20  # after the first, over which the host's share is measured
+HOST_BOUND = 0.9  # share of tracing in a step's time from which the device is taken to wait for it
 
 
 class CompileWatch:
@@ -93,11 +87,7 @@ class CompileWatch:
                 self._announce(NEXT[phase])
 
     def end(self, step: int) -> None:
-        """Report the first step, every later one that compiled a graph, and once a host that is the slower one.
-
-        Raises:
-            RecompiledError: more graphs than allowed were compiled after the first step.
-        """
+        """Report the first step, later ones that compile (RecompiledError: too many), and once a slower host."""
         if not self._active:
             return
         report = self._runtime.compile_report()
@@ -108,8 +98,13 @@ class CompileWatch:
             self._is_first = False
         elif not new:
             self._steady_steps += 1
-            if self._steady_steps == HOST_STEPS:
-                self._compare_host()
+            whole_s = self._traced_s + self._other_s
+            if self._steady_steps == HOST_STEPS and self._traced_s >= HOST_BOUND * whole_s:
+                traced_ms, step_ms = (1000 * seconds / HOST_STEPS for seconds in (self._traced_s, whole_s))
+                self._say(
+                    f"host-bound: tracing takes {traced_ms:.0f} of a step's {step_ms:.0f} ms, and the device waits for "
+                    "it; give larger micro-batches (--batch-size), and as many fewer of them (--accumulation-steps)"
+                )
             return
         else:
             what = "; ".join(self._changed.values()) or (
@@ -138,13 +133,3 @@ class CompileWatch:
                 self._say(f"{line}: {time.perf_counter() - began:.0f} s so far")
 
         threading.Thread(target=repeat, args=(self._over,), name="qat-lora-heartbeat", daemon=True).start()
-
-    def _compare_host(self) -> None:
-        """Say that the device waits for the host, if it does."""
-        whole_s = self._traced_s + self._other_s
-        if self._traced_s >= HOST_BOUND * whole_s:
-            traced_ms, step_ms = (1000 * seconds / HOST_STEPS for seconds in (self._traced_s, whole_s))
-            self._say(
-                f"host-bound: tracing takes {traced_ms:.0f} of a step's {step_ms:.0f} ms, and the device waits for it; "
-                "give larger micro-batches (--batch-size), and as many fewer of them (--accumulation-steps)"
-            )

@@ -5,8 +5,6 @@ together every `log_steps`. Everything else that a run does (evaluate, save, ans
 steps (`callbacks`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
@@ -24,10 +22,9 @@ from qat_lora.train.anchor import anchor_batches, anchor_micro_batch
 from qat_lora.train.callbacks import Checkpoint, Evaluate, LoopConfig, LoopHooks, Progress, Run, RunSettings
 from qat_lora.train.checkpoint import STATE, checkpoints, load_checkpoint
 from qat_lora.train.compile_watch import COMPILED, OPTIMIZER_COMPILED, OPTIMIZER_TRACED, TRACED, CompileWatch
-from qat_lora.train.metrics import EMPTY, EVALUATIONS, LOGS, METRICS, MetricsLog, cut_back
+from qat_lora.train.metrics import EMPTY, EVALUATIONS, LOGS, METRICS, TRACKERS, MetricsLog, cut_back
 from qat_lora.train.optim import OptimConfig, TrainState, build_optimizer, gradients_apart, lr_factor, optimized, set_lr
 from qat_lora.train.step import PreparedObjective, Sums, TrainingRows, add_sums, micro_batch, optimizer_step, zero_sums
-from qat_lora.train.trackers import TRACKERS
 
 
 def train(
@@ -110,8 +107,6 @@ def _resume(
 
 
 class _Steps:
-    """The optimizer steps of a run, from its position on."""
-
     def __init__(
         self, run: Run, rows: TrainingRows, prepared: PreparedObjective, optim: OptimConfig, watch: CompileWatch
     ) -> None:

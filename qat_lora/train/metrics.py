@@ -1,11 +1,13 @@
-"""The log of a run: `metrics.jsonl`, the progress bar, and the training curve as a picture.
+"""The log of a run: `metrics.jsonl`, the progress bar, trackers on request, and the training curve as a picture.
 
 One JSON object per optimizer step. Values stay on the device and are fetched together, every `log_steps` and before
 anything else is written, so the file may lag behind the run. A resumed run cuts it back to its checkpoint, which was
 written after all lines up to it and holds their checksum.
-"""
 
-from __future__ import annotations
+Trackers get the same numbers from the main process. A resumed run continues in the same place: TensorBoard is told from
+which step on to forget, Weights & Biases finds the run by an id in the run's folder. Both name their files themselves,
+so the run's list of files gets them only after they appear; a kill in between leaves files that are not listed.
+"""
 
 import hashlib
 import json
@@ -13,6 +15,7 @@ import math
 import os
 import sys
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -22,20 +25,70 @@ import torch
 from tqdm import tqdm
 
 from qat_lora.errors import DamagedFileError, DivergedError
-from qat_lora.extras import pyplot
+from qat_lora.extras import pyplot, require
 from qat_lora.files.checksums import sha256_of
 from qat_lora.files.finite import json_text
-from qat_lora.files.folders import atomic_file, ours, write_text
+from qat_lora.files.folders import appeared, atomic_file, ours, tree, write_text
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.memory import peak_memory_bytes
 from qat_lora.train.step import Sums
-from qat_lora.train.trackers import Tracker
 
-REMEDY = (
+REMEDY = (  # what to do about a loss or a weight that is NaN or infinite
     "checkpoints and exports from before it are sound. Lower --lr (or --scale-lr), or raise --warmup-steps, and start "
     "again with --overwrite"
 )
-"""What to do about a loss or a weight that is NaN or infinite."""
+
+
+class TensorBoard:
+    """Event files under `tensorboard/` in the run's folder; view them with `tensorboard --logdir`."""
+
+    def __init__(self, out: Path, start_step: int, settings: Mapping[str, Any]) -> None:
+        require("tensorboard", "log")
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder, before = out / "tensorboard", tree(out / "tensorboard")
+        self._writer = SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else None)
+        appeared(folder, before)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Add one scalar per number."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run in the project `qat-lora`; WANDB_MODE=offline writes under `wandb/` in the run's folder only."""
+
+    def __init__(self, out: Path, start_step: int, settings: Mapping[str, Any]) -> None:
+        self._wandb = require("wandb", "log")
+        file = out / "wandb_id.txt"
+        if not file.exists():
+            write_text(file, uuid.uuid4().hex[:12])
+        self._folder, before = out / "wandb", tree(out / "wandb")
+        place = {"project": "qat-lora", "name": out.name, "dir": str(out), "id": file.read_text("utf-8").strip()}
+        silent = self._wandb.Settings(silent=True)
+        self._run = self._wandb.init(**place, resume="allow", config=dict(settings), settings=silent)
+        appeared(self._folder, before)
+        self._own = [folder for folder in self._folder.glob(f"*-{self._run.id}") if folder.is_dir()]
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Send the numbers; the service ignores steps that it has already."""
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+        for folder in self._own:
+            appeared(folder, set())
+
+
+Tracker = TensorBoard | WeightsAndBiases
+# By name; each is opened with the run's folder, the step after which it goes on, and its settings.
+TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
 
 
 class MetricsLog:
@@ -45,15 +98,15 @@ class MetricsLog:
         self,
         path: Path,
         max_steps: int,
-        start_step: int,
+        start: int,
         quiet: bool,
         device: torch.device,
         trackers: Sequence[Tracker] = (),
     ) -> None:
         self.path = path
-        self._bar = tqdm(total=max_steps, initial=start_step, desc="train", unit="step", disable=quiet)
+        self._bar = tqdm(total=max_steps, initial=start, desc="train", unit="step", disable=quiet)
         self._device, self._trackers = device, trackers
-        self._since, self._first_step = time.perf_counter(), start_step + 1
+        self._since, self._first_step = time.perf_counter(), start + 1
         self._pending: list[tuple[int, float, Sums]] = []
 
     def close(self) -> None:
@@ -77,11 +130,7 @@ class MetricsLog:
         self._pending.append((step, lr, means))
 
     def flush(self, runtime: Runtime) -> None:
-        """Write the noted steps once their values are on the host, through the runtime's deferred callback.
-
-        Raises:
-            DivergedError: a value is NaN or infinite; the steps before it are written. From wherever callbacks run.
-        """
+        """Write the noted steps by the runtime's deferred callback, up to a NaN or infinity, a DivergedError."""
         if not self._pending:
             return
         steps, lrs, means = zip(*self._pending, strict=True)
@@ -90,10 +139,8 @@ class MetricsLog:
 
         def write(*values: Any) -> None:
             numbers = map(float, values)
-            lines = [
-                {"step": step, **{name: next(numbers) for name in names}, "lr": lr}
-                for step, lr in zip(steps, lrs, strict=True)
-            ]
+            named = [{name: next(numbers) for name in names} for _ in steps]
+            lines = [{"step": step, **of, "lr": lr} for step, of, lr in zip(steps, named, lrs, strict=True)]
             sound = list(takewhile(lambda line: all(map(math.isfinite, line.values())), lines))
             self.write(sound)
             if len(sound) < len(lines):
@@ -105,10 +152,7 @@ class MetricsLog:
             runtime.defer(write, *(mean[name] for mean in means for name in names))
 
     def write(self, lines: Sequence[Mapping[str, float]]) -> None:
-        """Append some steps' values, all at one rate of tokens, to the file, and show the last.
-
-        The first step, which compiles, counts in no rate but its own.
-        """
+        """Append steps at one rate of tokens, but for the first, which compiles and has its own; show the last."""
         now = time.perf_counter()
         timed = [line for line in lines if line["step"] > self._first_step] or lines
         rate = sum(line["tokens"] for line in timed) / max(now - self._since, 1e-9)
@@ -131,11 +175,7 @@ class MetricsLog:
 
 
 def read_metrics(path: Path, *numbers: str) -> list[dict[str, Any]]:
-    """Return the lines of a metrics file, [] where there is none; a last line that a kill cut short is dropped.
-
-    Raises:
-        DamagedFileError: any other line is damaged, or lacks `step` or one of the `numbers`.
-    """
+    """Return a file's lines, [] without one; DamagedFileError: one, but a last that was cut short, lacks a number."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
@@ -149,7 +189,6 @@ def read_metrics(path: Path, *numbers: str) -> list[dict[str, Any]]:
 
 
 def _parsed(text: str) -> dict[str, Any] | None:
-    """Return a line's object, None for anything else."""
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):
@@ -162,11 +201,9 @@ def _damaged(path: Path, what: str) -> DamagedFileError:
     return DamagedFileError(f"{path}: {what}; {remedy}")
 
 
-METRICS, EVALUATIONS = LOGS = ("metrics.jsonl", "evaluations.jsonl")
-"""The logs in a run's folder: training steps and evaluations."""
-LogMark = Mapping[str, Any]
+METRICS, EVALUATIONS = LOGS = ("metrics.jsonl", "evaluations.jsonl")  # in a run's folder: steps and evaluations
+LogMark = Mapping[str, Any]  # length and checksum of a file of lines at a checkpoint
 EMPTY: LogMark = {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}
-"""Length and checksum of a file of lines at a checkpoint."""
 
 
 def log_mark(path: Path) -> LogMark:
@@ -175,23 +212,16 @@ def log_mark(path: Path) -> LogMark:
 
 
 def check_log(path: Path, mark: LogMark) -> None:
-    """Compare the beginning of a file of lines with its mark.
-
-    Raises:
-        DamagedFileError: it is damaged.
-    """
+    """Raise DamagedFileError unless the beginning of a file of lines fits its mark."""
     with path.open("rb") as file:
         if hashlib.sha256(file.read(mark["bytes"])).hexdigest() != mark["sha256"]:
             raise _damaged(path, f"its first {mark['bytes']} bytes are not what was written")
 
 
 def cut_back(path: Path, last_step: int, mark: LogMark | None = None) -> None:
-    """Drop what was written to a file of lines after a checkpoint of `last_step`, if there is such a file.
+    """Drop what was written to a file of lines, if there is one, after a checkpoint; DamagedFileError if it is damaged.
 
-    The checkpoint holds the file's mark; those of earlier versions do not, so lines are parsed instead.
-
-    Raises:
-        DamagedFileError: it is damaged.
+    The checkpoint holds the file's mark; those of earlier versions do not, so lines are parsed up to `last_step`.
     """
     if not path.exists():
         return

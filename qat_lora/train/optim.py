@@ -11,14 +11,11 @@ GPU then launches some thirty kernels a step, however many adapters there are. t
 most 30 to 110 tensors a launch, which is a hundred launches for 392, and 21 million numbers, which an 8 B student has.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -29,26 +26,10 @@ from qat_lora.errors import ConfigError
 from qat_lora.runtime.base import Runtime
 from qat_lora.types import LanguageModel
 
-
-class Kind(NamedTuple):
-    """How tensors of one kind are trained."""
-
-    rate: str
-    """The setting that is their peak learning rate."""
-    decays: bool
-    """Whether weight decay pulls them to 0; scales and norms do not rest there, so it would only shrink them."""
-
-
-KINDS = {
-    "adapter": Kind("lr", True),
-    "weights": Kind("lr", True),
-    "scales": Kind("scale_lr", False),
-    "lut": Kind("scale_lr", False),
-    "norms": Kind("norm_lr", False),
-}
-"""Kinds of trained tensors: LoRA factors, latent weights, the quantiser's scales and tables, norms."""
-
-
+# By kind of trained tensors (LoRA factors, latent weights, the quantiser's scales and tables, norms), the setting of
+# their peak learning rate; and the kinds that weight decay pulls to 0: it would only shrink scales and norms.
+RATES = {"adapter": "lr", "weights": "lr", "scales": "scale_lr", "lut": "scale_lr", "norms": "norm_lr"}
+DECAYING = ("adapter", "weights")
 _decay = functools.partial(option, min=0, max=math.nextafter(1, 0), refusal="is not from 0 to below 1")
 
 
@@ -89,16 +70,11 @@ def lr_factor(config: OptimConfig, step: int, max_steps: int) -> float:
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-@dataclass
-class TrainState:
-    """The model and the tensors of it that train, by name."""
+class TrainState(NamedTuple):
+    """The model and the tensors of it that train."""
 
     model: LanguageModel
-    groups: dict[str, dict[str, nn.Parameter]]
-    """By kind (`KINDS`), which decides learning rate and weight decay."""
-
-    def __post_init__(self) -> None:
-        assert set(self.groups) <= set(KINDS), f"kinds {set(self.groups) - set(KINDS)} have no learning rate"
+    groups: dict[str, dict[str, nn.Parameter]]  # by kind (`RATES`) and name
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -119,24 +95,15 @@ class AdamW(torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        betas: tuple[float, float],
-        send: Callable[[Sequence[float]], Tensor],
-        ema: float = 0.0,
+        self, groups: list[dict[str, Any]], beta2: float, send: Callable[[Sequence[float]], Tensor], ema: float
     ) -> None:
-        super().__init__(groups, {"betas": betas, "eps": 1e-8, "ema": ema})
+        super().__init__(groups, {"betas": (0.9, beta2), "eps": 1e-8, "ema": ema})
         self._send = send
         self.flats: list[_Flat] = []
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter] = {
-                    "step": torch.tensor(0.0),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
-                if ema:
-                    self.state[parameter]["average"] = parameter.detach().clone()
+        for parameter in optimized(self):
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            average = {"average": parameter.detach().clone()} if ema else {}
+            self.state[parameter] = {"step": torch.tensor(0.0), **moments, **average}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -163,19 +130,16 @@ class AdamW(torch.optim.Optimizer):
 
 
 def build_optimizer(config: OptimConfig, groups: Mapping[str, Mapping[str, nn.Parameter]], runtime: Runtime) -> AdamW:
-    """Return AdamW over the trained tensors (by name, by kind of `KINDS`), with gradients and state allocated.
+    """Return AdamW over the trained tensors (by name, by kind of `RATES`), with gradients and state allocated.
 
     Where memory can be shared, the optimizer's own parameters (`optimized`) are flat tensors that the trained ones are
-    parts of; its `state` has an entry for either.
-
-    Raises:
-        ConfigError: nothing to train.
+    parts of; its `state` has an entry for either. ConfigError: nothing to train.
     """
     made, flats = [], []
     for kind, tensors in groups.items():
         if not tensors:
             continue
-        rates = {"lr": getattr(config, KINDS[kind].rate), "weight_decay": config.weight_decay * KINDS[kind].decays}
+        rates = {"lr": getattr(config, RATES[kind]), "weight_decay": config.weight_decay * (kind in DECAYING)}
         if runtime.shares_memory:
             by_type = itertools.groupby(sorted(tensors.values(), key=lambda p: str(p.dtype)), key=lambda p: p.dtype)
             of_kind = [_flatten(list(parameters)) for _, parameters in by_type]
@@ -187,7 +151,7 @@ def build_optimizer(config: OptimConfig, groups: Mapping[str, Mapping[str, nn.Pa
             made.append({"params": list(tensors.values()), **rates})
     if not made:
         raise ConfigError("nothing to train: no adapter, no scales, nothing else")
-    optimizer = AdamW(made, betas=(0.9, config.adam_beta2), send=runtime.numbers, ema=config.ema)
+    optimizer = AdamW(made, config.adam_beta2, runtime.numbers, config.ema)
     for group in optimizer.param_groups:
         group["peak_lr"] = group["lr"]
     for flat in flats:  # every part has its part of the state, by which checkpoints know it
@@ -212,12 +176,8 @@ def gradients_apart(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     Autograd adds to a gradient that is there by a kernel for each tensor, 392 of them; one that is not there yet, it
     takes as it is. Large tensors are added to in place: theirs would be a second copy, and a kernel more is nothing.
     """
-    small = [
-        (parameter, parameter.grad)
-        for flat in (optimizer.flats if isinstance(optimizer, AdamW) else ())
-        for parameter in flat.parts
-        if parameter.numel() < SMALL
-    ]
+    flats = optimizer.flats if isinstance(optimizer, AdamW) else ()
+    small = [(p, p.grad) for flat in flats for p in flat.parts if p.numel() < SMALL]
     for parameter, _ in small:
         parameter.grad = None
     try:
@@ -230,10 +190,8 @@ def gradients_apart(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             parameter.grad = gradient
 
 
-SMALL = 2**20
-"""Numbers in a tensor below which it is the number of kernels that costs, not what they do."""
-ROW, ALIGNED = 1024, 32
-"""Numbers in a row of a flat tensor, and those whose multiples begin a part."""
+SMALL = 2**20  # numbers in a tensor below which it is the number of kernels that costs, not what they do
+ROW, ALIGNED = 1024, 32  # numbers in a row of a flat tensor, and those whose multiples begin a part
 
 
 class _Flat(NamedTuple):
@@ -271,10 +229,7 @@ def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> float:
 
 @contextmanager
 def averaged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Swap the moving averages, where there are any, in for the trained tensors, and back at the end.
-
-    Only pointers are swapped: nothing is computed, so XLA compiles no new graph.
-    """
+    """Swap pointers to the moving averages, if any, in for the trained tensors (no new graph), and back at the end."""
     pairs = [(p, state) for p, state in optimizer.state.items() if "average" in state]
 
     def exchange() -> None:

@@ -3,12 +3,8 @@
 Every micro-batch backpropagates the *sum* of its losses. Gradients and token counts are both averaged over
 replicas and gradients divided by the count once, so the update is that of one big batch exactly, however many
 micro-batches, replicas or masked tokens there are. Dividing by each micro-batch's own count, as most trainers
-do, weighs tokens of short batches more.
-
-Nothing here reads a value back from the device: losses, counts and the gradient norm stay tensors.
+do, weighs tokens of short batches more. No value is read back from the device.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -20,8 +16,7 @@ from qat_lora.losses.objective import ObjectiveConfig, objective_loss
 from qat_lora.runtime.base import Runtime
 from qat_lora.types import Batch, LanguageModel, LMHead
 
-Sums = dict[str, Tensor]
-"""Running sums of one optimizer step: `loss`, `tokens` and one per loss term."""
+Sums = dict[str, Tensor]  # running sums of one optimizer step: `loss`, `tokens` and one per loss term
 
 
 class TrainingRows(Protocol):
@@ -37,10 +32,8 @@ class PreparedObjective(NamedTuple):
     """An objective and what its terms need from outside a batch."""
 
     objective: ObjectiveConfig
-    teacher_lm_head: LMHead | None = None
-    """The teacher's output head on the device, for estimator `full`."""
-    anchor: Batch | None = None
-    """The student's outputs before step 1 (`anchor.remember`), for the term `anchor`."""
+    teacher_lm_head: LMHead | None = None  # on the device, for estimator `full`
+    anchor: Batch | None = None  # the student's outputs before step 1 (`anchor.remember`), for the term `anchor`
 
 
 def micro_batch(
@@ -50,10 +43,7 @@ def micro_batch(
     weights: Mapping[str, Tensor],
     teacher_lm_head: LMHead | None = None,
 ) -> Sums:
-    """Run forward and backward on one micro-batch; return detached sums over its counted tokens.
-
-    Gradients add up in the parameters.
-    """
+    """Run forward and backward on one micro-batch; gradients add up, returned are sums over its counted tokens."""
     hidden_BLH = model.hidden(batch["input_ids"], batch["document_ids"])
     result = objective_loss(hidden_BLH, model.lm_head(), batch, objective, weights, teacher_lm_head)
     result.loss_sum.backward()
@@ -62,11 +52,7 @@ def micro_batch(
 
 
 def zero_sums(objective: ObjectiveConfig, device: torch.device) -> Sums:
-    """Return what a step's sums start from.
-
-    Made once and used by every step: sums that began as the first micro-batch's own would give it another graph
-    on XLA than the micro-batches after it. One tensor per name, since aliased inputs make one more graph.
-    """
+    """Return what every step's sums start from: made once, and a tensor each, or XLA compiles one graph more."""
     names = ["loss", "tokens", *(f"loss_{term}" for term in objective.weights_at(0.0))]
     return {name: torch.zeros((), device=device) for name in names}
 
@@ -83,10 +69,7 @@ def optimizer_step(
     clip_grad_norm: float,
     runtime: Runtime,
 ) -> Sums:
-    """Average over replicas, divide by the tokens, clip, update, and clear the gradients.
-
-    Returned are mean loss and terms per token, the global batch's tokens, and the gradient norm before clipping.
-    """
+    """Update from averages over replicas and tokens; return these, global tokens, and the norm before clipping."""
     runtime.reduce_gradients(parameters)
     together = runtime.all_reduce_mean(torch.stack([value.float() for value in sums.values()]))  # one exchange for all
     sums = dict(zip(sums, together.unbind(), strict=True))

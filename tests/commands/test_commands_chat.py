@@ -7,8 +7,7 @@ import pytest
 import torch
 from toy_pipeline import part
 
-from qat_lora.commands.chat import NO_TEMPLATE, chat
-from qat_lora.commands.generate import generate
+from qat_lora.commands.generate import NO_TEMPLATE, chat, generate
 from qat_lora.errors import ConfigError, TextError
 from qat_lora.generate.sample import chat_prompt, plain_prompt, stream_ids, stream_text, until_end
 from qat_lora.models import kv_cache as decoding

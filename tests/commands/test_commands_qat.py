@@ -158,15 +158,15 @@ def test_a_stopped_reconstruction_goes_on_after_the_last_block_to_the_same_bytes
     runs = [options(tiny, work[0], tmp_path / name, **student) for name in ("whole", "cut")]
     runs = [replace(run, loop=replace(run.loop, max_steps=1)) for run in runs]
     call("qat", runs[0])
-    real, blocks = blockwise._fit, []
+    real, blocks = blockwise._reconstruct, []
 
-    def fit(*args):
+    def reconstruct(*args):
         blocks.append(1)
         if len(blocks) == 2:
             os.kill(os.getpid(), signal.SIGTERM)
         return real(*args)
 
-    monkeypatch.setattr(blockwise, "_fit", fit)
+    monkeypatch.setattr(blockwise, "_reconstruct", reconstruct)
     with pytest.raises(InterruptedRunError, match="1 of 2 layers reconstructed are finished and kept"):
         call("qat", runs[1])
     call("qat", runs[1])

@@ -34,9 +34,8 @@ from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.xla.spmd import TracingSpmdRuntime
 from qat_lora.runtime.xla.trace import Graph, TracingRuntime
 from qat_lora.setup.common import fit_attention, place_teacher
-from qat_lora.setup.objective import prepare
 from qat_lora.setup.trainable import recovery_parts
-from qat_lora.setup.training_data import TrainingData, evaluation
+from qat_lora.setup.training_data import TrainingData, evaluation, prepare
 from qat_lora.setup.training_run import place_student
 from qat_lora.train.loop import LoopConfig
 from qat_lora.train.optim import OptimConfig, TrainState, build_optimizer, optimized

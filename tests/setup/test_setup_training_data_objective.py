@@ -13,7 +13,7 @@ from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.errors import CacheError, ConfigError, OutputExistsError
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.runtime.launch.select import select_runtime
-from qat_lora.setup.objective import check_arrays, evaluation_objective, prepare
+from qat_lora.setup.training_data import check_arrays, evaluation_objective, prepare
 from qat_lora.train.metrics import read_metrics
 
 

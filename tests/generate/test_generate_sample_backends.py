@@ -9,7 +9,7 @@ from toy_pipeline import cache_options, call, export_options, part, quantize_opt
 
 from qat_lora.commands.generate import generate
 from qat_lora.errors import MissingExtraError, ModelError
-from qat_lora.generate.backends import open_backend
+from qat_lora.generate.sample import open_backend
 from qat_lora.models.hub import HubConfig
 from qat_lora.options import GenerateOptions
 from qat_lora.runtime.launch.select import select_runtime

@@ -9,7 +9,7 @@ from train_toys import run
 
 from qat_lora.errors import ConfigError, MissingExtraError
 from qat_lora.train.loop import LoopConfig
-from qat_lora.train.trackers import TRACKERS
+from qat_lora.train.metrics import TRACKERS
 
 
 def test_an_unknown_tracker_is_refused():
