@@ -29,7 +29,7 @@ from qat_lora.data.sources import TextConfig, describe_source, open_documents
 from qat_lora.errors import ConfigError, InterruptedRunError
 from qat_lora.evaluate.report import save_json, text_table
 from qat_lora.files import outputs
-from qat_lora.files.identity import checkpoint_sha256
+from qat_lora.files.checksums import checkpoint_sha256
 from qat_lora.models.device_map import DispatchedCausalLM, load_dispatched
 from qat_lora.models.load import CausalLM, load_model, load_tokenizer, tokenizer_sha256
 from qat_lora.options import AuditOptions, CacheBuildOptions

@@ -23,11 +23,9 @@ from qat_lora.files import folders as files
 from qat_lora.files.checksums import sha256_of
 from qat_lora.files.folders import LIST, MARK
 
-HASHED_BELOW_BYTES = 16 << 20
-"""Files of a complete run that are smaller are read when the command is given again; of others the size counts."""
-_NOT_KEPT = ("checkpoints", "tensorboard", "unfinished", "wandb")
-_EDITED = (".md", ".png", ".html")
-"""Not checked in a complete run: folders that only resuming or watching needs, and files that people may edit."""
+HASHED_BELOW_BYTES = 16 << 20  # of a complete run, smaller files are read when it is asked for again, else sizes count
+_NOT_KEPT = ("checkpoints", "tensorboard", "unfinished", "wandb")  # folders that only resuming or watching needs
+_EDITED = (".md", ".png", ".html")  # files that people may edit; neither is checked in a complete run
 _SHOWN = 8
 
 
@@ -36,10 +34,7 @@ def lock_dir(out: Path) -> Iterator[None]:
     """Lock a run's folder (made if missing) against other processes of ours; a kill frees it.
 
     The lock is `flock` on the folder itself, so nothing is left behind. File systems that cannot lock a folder (some
-    network ones) give no protection.
-
-    Raises:
-        OutputExistsError: another process holds it, or the folder is a file.
+    network ones) give no protection. OutputExistsError: another process holds it, or the folder is a file.
     """
     import fcntl
 
@@ -72,19 +67,14 @@ def claimed(
 def claim(out: Path, command: str, settings: Mapping[str, Any], overwrite: bool, inputs: Iterable[object] = ()) -> bool:
     """Take a folder, made if missing, for a run; return True where an equal run has completed there.
 
-    Args:
-        settings: JSON values that decide the content.
-        overwrite: remove the files of an earlier run of the same command first.
-        inputs: files and folders that the command reads, as they were given; None, URLs and Hub names are passed over.
+    `settings` are JSON values that decide the content; `overwrite` removes an earlier run of the same command first;
+    `inputs` are what the command reads, as it was given: None, URLs and Hub names are passed over.
 
     Raises:
         OutputExistsError: the folder holds another run, an input, or files that are not ours; nothing was touched.
         DamagedFileError: an equal run has completed there, and a file of it is missing or changed.
     """
-    settings = json.loads(json.dumps({"command": command, **settings}))
-    mark = out / MARK
-    if out.is_file():
-        raise OutputExistsError(f"--out {out}: is a file; give a folder")
+    settings, mark = json.loads(json.dumps({"command": command, **settings})), out / MARK
     out.mkdir(parents=True, exist_ok=True)
     if not mark.is_file() or mark.is_symlink():
         draft = mark.with_name(f".tmp-{MARK}")
@@ -154,10 +144,10 @@ def refuse_inputs(out: Path, inputs: Iterable[object], names: Iterable[str]) -> 
 
     `inputs` are as they were given; `names` are the files in `out` that would be removed. OutputExistsError names one.
     """
-    home = out.resolve()
-    doomed = {_identity(out / name) for name in names} - {None}
+    home, doomed = out.resolve(), {_identity(out / name) for name in names} - {None}
     for given in filter(None, inputs):
-        for path in _meant(str(given)):
+        meant = Path(str(given).removeprefix("file://")).expanduser()
+        for path in filter(Path.exists, (meant, meant.with_suffix("")) if meant.suffix else (meant,)):
             real = path.resolve()
             held = real == home or home in real.parents
             if held or doomed and any(_identity(file) in doomed for file in _inside(path, home)):
@@ -165,13 +155,6 @@ def refuse_inputs(out: Path, inputs: Iterable[object], names: Iterable[str]) -> 
                 raise OutputExistsError(
                     f"--out {out}: {what} the input {given}; nothing was touched: choose another --out"
                 )
-
-
-def _meant(given: str) -> list[Path]:
-    """Return what is there of the files and folders that an input may mean: itself, or without a file's suffix."""
-    path = Path(given.removeprefix("file://")).expanduser()
-    spellings = [path, path.with_suffix("")] if path.suffix else [path]
-    return [spelling for spelling in spellings if spelling.exists()]
 
 
 def _inside(path: Path, home: Path) -> Iterator[Path]:
@@ -233,9 +216,7 @@ def _check_whole(out: Path, was: _Mark, names: Iterable[str]) -> None:
 def check_listed(file: Path) -> None:
     """Compare a file with what the complete run in its folder says of it; a file of no such run passes.
 
-    Raises:
-        OutputExistsError: the run's mark is damaged.
-        DamagedFileError: the file is not what was written.
+    DamagedFileError: the file is not what was written; OutputExistsError: the run's mark is damaged.
     """
     mark = file.parent / MARK
     found = (_read(mark).files or {}) if mark.is_file() else {}
@@ -280,12 +261,9 @@ def _name_kept(out: Path) -> None:
 
 
 class _Mark(NamedTuple):
-    """What the mark of a run says."""
-
     settings: dict[str, Any]
     complete: bool
-    files: dict[str, Any] | None
-    """Size and sha256 of a complete run's files; None: written by an earlier version."""
+    files: dict[str, Any] | None  # size and sha256 of a complete run's; None: written by an earlier version
 
 
 def _read(mark: Path) -> _Mark:
