@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 
-from qat_lora.cache.build.builder import ForwardSettings, build_kd_cache
-from qat_lora.cache.build.forecast import Size, forecast
-from qat_lora.cache.build.partition import Partition
-from qat_lora.cache.build.writer import CacheWriter
+from qat_lora.cache.build.builder import ForwardSettings, Size, build_kd_cache, forecast
+from qat_lora.cache.build.writer import CacheWriter, Partition
 from qat_lora.cache.format.lm_head import LMHeadFile, lm_head_file
 from qat_lora.cache.format.records import Fingerprint, optional_arrays
 from qat_lora.cache.storage.location import LocalFolder, Location, locate

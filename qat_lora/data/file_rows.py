@@ -93,9 +93,6 @@ def _column(column: Any, where: str) -> list[Any]:
         return [value and value.decode("utf-8", "replace") for value in column.view(width).to_pylist()]
 
 
-# JSON
-
-
 def bounded_lines(file: IO[str], name: str) -> Iterator[str]:
     """Yield the lines of an open file; TextError for one of more than `ROW_CHARS` characters."""
     for number, line in enumerate(iter(partial(file.readline, ROW_CHARS), ""), 1):
@@ -170,9 +167,6 @@ def _parse_row(line: str, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise _not_json(where, error) from None
     return as_row(row, where)
-
-
-# Fields
 
 
 def as_row(row: Any, where: str) -> dict[str, Any]:

@@ -48,8 +48,7 @@ class Document(NamedTuple):
 
     text: str | TextFile | None
     messages: list[dict[str, str]] | None
-    name: str
-    """Where it comes from, for people."""
+    name: str  # where it comes from, for people
 
     @property
     def is_blank(self) -> bool:
@@ -71,8 +70,7 @@ class TextConfig:
     split: str = option("train", "split of the Hugging Face dataset; files have none")
     text_field: str = option("text", "field of a row that holds its text")
     format: Format = option(
-        "auto",
-        "layout: text, wikitext (lines joined to articles) or a chat layout; auto looks at the first document",
+        "auto", "layout: text, wikitext (lines joined to articles) or a chat layout; auto looks at the first document"
     )
     glob: tuple[str, ...] = option(
         ("**/*.txt", "**/*.md", "**/*.rst", "**/*.py", "**/*.jsonl", "**/*.parquet"),
@@ -91,8 +89,7 @@ def open_documents(config: TextConfig, start: int = 0) -> Iterator[Document]:
     """Return the documents from number `start` on, read as they are taken.
 
     A plain text file is one document (bytes that are not UTF-8 become U+FFFD, and line ends become newlines), a
-    WikiText file one per article, a row of a .jsonl, .json or .parquet file or of a dataset one each. A path that
-    exists is taken before a Hugging Face name.
+    WikiText file one per article, a row one. A path that exists is taken before a Hugging Face name.
 
     Raises:
         TextError: no such path, no files, nothing but blank text (checked when `start` is 0), a file that is not
@@ -103,8 +100,7 @@ def open_documents(config: TextConfig, start: int = 0) -> Iterator[Document]:
     if path is None or _is_saved_dataset(path):
         loads = _dataset_loads(_load_dataset(config, path), config, start)
     else:
-        files = _files(path, config)
-        each = (_file_loads(name, file, config) for name, file in files)
+        each = itertools.starmap(partial(_file_loads, config), _files(path, config))
         loads = itertools.islice(itertools.chain.from_iterable(each), start, None)
     documents = (load() for load in loads)
     return documents if start else _refuse_blank(documents, config)
@@ -118,14 +114,10 @@ def describe_source(config: TextConfig) -> str:
     """
     layout = {"format": config.format, "text_field": config.text_field}
     path = _local_path(config)
+    described: dict[str, Any]
     if path is None:
-        described = {
-            "kind": "hub",
-            "dataset": config.dataset,
-            "config": config.dataset_config,
-            "split": config.split,
-            "revision": config.dataset_revision,
-        }
+        described = {"kind": "hub", "dataset": config.dataset, "config": config.dataset_config}
+        described |= {"split": config.split, "revision": config.dataset_revision}
     elif _is_saved_dataset(path):
         # cache-*.arrow are results that `datasets` keeps beside the data
         found = [file for file in sorted(path.rglob("*")) if file.is_file() and not file.name.startswith("cache-")]
@@ -154,9 +146,6 @@ def _refuse_blank(documents: Iterator[Document], config: TextConfig) -> Iterator
         if not document.is_blank:
             return itertools.chain(seen, documents)
     raise TextError(f"dataset: {config.dataset} is empty: {len(seen)} documents, all blank; give some text")
-
-
-# Which files
 
 
 def _local_path(config: TextConfig) -> Path | None:
@@ -189,7 +178,7 @@ def _files(path: Path, config: TextConfig) -> list[tuple[str, Path]]:
         with reading(name), file.open("rb") as opened:
             start = opened.read(1 << 16)
         text = start.decode("utf-8-sig", errors="replace")
-        # Python sources may declare an old encoding; what that costs is a few characters, so they are read all the same
+        # Python sources may declare an old encoding, which costs a few characters, so they are read all the same
         replaced = 0 if file.suffix == ".py" else text.count("\ufffd")
         if b"\0" in start or replaced > len(text) / 10:
             raise TextError(
@@ -233,10 +222,7 @@ def _listed_files(folder: Path, files_from: str) -> list[tuple[str, Path]]:
     return [(name, folder / name) for name in names]
 
 
-# Files to documents
-
-
-def _file_loads(name: str, path: Path, config: TextConfig) -> Iterator[_Load]:
+def _file_loads(config: TextConfig, name: str, path: Path) -> Iterator[_Load]:
     name = well_formed(name)
     if path.suffix.lower() in ROW_SUFFIXES:
         return _row_loads(name, lambda _: file_rows(name, path), config)
@@ -263,9 +249,6 @@ def _plain_document(name: str, path: Path) -> Document:
     return Document("".join(text) if small else text, None, name)
 
 
-# Rows to documents
-
-
 def _load_dataset(config: TextConfig, path: Path | None) -> Any:
     """Open a dataset of the hub, or one that `datasets` saved to a folder."""
     try:
@@ -274,13 +257,8 @@ def _load_dataset(config: TextConfig, path: Path | None) -> Any:
         raise MissingExtraError("Hugging Face datasets need an extra: pip install 'qat-lora[hub]'") from None
     try:
         if path is None:
-            return datasets.load_dataset(
-                config.dataset,
-                config.dataset_config,
-                split=config.split,
-                revision=config.dataset_revision,
-                streaming=config.streaming,
-            )
+            options = {"split": config.split, "revision": config.dataset_revision, "streaming": config.streaming}
+            return datasets.load_dataset(config.dataset, config.dataset_config, **options)
         saved = datasets.load_from_disk(str(path))
     except Exception as error:  # the hub, the network and the dataset's author have many ways to fail
         raise TextError(f"dataset: {config.dataset} cannot be loaded: {one_line(error)}") from None

@@ -75,6 +75,8 @@ def claim(out: Path, command: str, settings: Mapping[str, Any], overwrite: bool,
         DamagedFileError: an equal run has completed there, and a file of it is missing or changed.
     """
     settings, mark = json.loads(json.dumps({"command": command, **settings})), out / MARK
+    if out.is_file():
+        raise OutputExistsError(f"--out {out}: is a file; give a folder")
     out.mkdir(parents=True, exist_ok=True)
     if not mark.is_file() or mark.is_symlink():
         draft = mark.with_name(f".tmp-{MARK}")

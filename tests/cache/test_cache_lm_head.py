@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from qat_lora.cache.build.builder import ForwardSettings, build_kd_cache
-from qat_lora.cache.build.partition import Partition
-from qat_lora.cache.build.writer import CacheWriter
+from qat_lora.cache.build.writer import CacheWriter, Partition
 from qat_lora.cache.format.lm_head import lm_head_file, read_lm_head
 from qat_lora.cache.format.records import optional_arrays
 from qat_lora.cache.read.dataset import KDCacheDataset

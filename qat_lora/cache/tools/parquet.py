@@ -20,9 +20,8 @@ import numpy as np
 from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.codec import DRAWN, decode_values, unpack_ids
 from qat_lora.cache.format.records import Fingerprint, Manifest, to_json
-from qat_lora.cache.read.shard import Shard
 from qat_lora.cache.storage.location import Location, Place, locate
-from qat_lora.cache.storage.store import Progress, check_entry, read_manifest
+from qat_lora.cache.storage.store import Progress, Shard, check_entry, read_manifest
 from qat_lora.errors import CacheError, OutputExistsError
 from qat_lora.extras import require
 from qat_lora.files.atomic import publish, temporary
@@ -32,14 +31,9 @@ GROUP_BYTES = 32 << 20  # stored bytes that make a row group, about; a group doe
 
 
 def export_parquet(
-    path: Place,
-    out: str | Path,
-    split: str = "train",
-    *,
-    group_bytes: int = GROUP_BYTES,
-    progress: Progress | None = None,
+    path: Place, out: str | Path, split: str = "train", *, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Write a split of a cache to a Parquet file, which appears when it is whole.
+    """Write a split of a cache to a Parquet file, which appears when it is whole; return its sizes by name.
 
     Columns, all of fixed-size lists, for rows of L tokens and K entries each: `input_ids` int32 [L], `loss_mask` uint8
     [L], `doc_starts` bool [L], `head_ids` int32 [L-1, K], `head_logits` [L-1, K] (logit minus the position's largest;
@@ -47,9 +41,6 @@ def export_parquet(
     so on for other temperatures; where the cache has them `tail_draw_ids` and `draw_ids` int32 [L-1, D] and
     `teacher_hidden` float16 [L-1, H]. The log-probability of an entry is `head_logits` / T - `lse`. The file's metadata
     holds the fingerprint as JSON; the teacher's LM head is not copied: it is in the cache's folder.
-
-    Returns:
-        `out`, `split`, `rows`, `row_groups` and `bytes` of the file.
 
     Raises:
         MissingExtraError: pyarrow is not installed.
@@ -71,7 +62,7 @@ def export_parquet(
         with open(partial, "wb") as file:
             schema = _schema(arrow, manifest.fingerprint)
             with parquet.ParquetWriter(file, schema, compression="zstd") as writer:
-                for columns in _groups(path, manifest, split, group_bytes, progress):
+                for columns in _groups(path, manifest, split, progress):
                     lists = [_lists(arrow, columns[name]) for name in schema.names]
                     writer.write_table(arrow.Table.from_arrays(lists, schema=schema))
                     groups += 1
@@ -89,11 +80,11 @@ def export_parquet(
 
 
 def _groups(
-    path: Location, manifest: Manifest, split: str, group_bytes: int, progress: Progress | None
+    path: Location, manifest: Manifest, split: str, progress: Progress | None
 ) -> Iterator[dict[str, np.ndarray]]:
     """Yield the columns of some rows at a time, each array [rows, ...]."""
     held = manifest.fingerprint
-    step = max(1, group_bytes // fmt.row_bytes(held.arrays))
+    step = max(1, GROUP_BYTES // fmt.row_bytes(held.arrays))
     for entry in manifest.shards(split):
         check_entry(path, entry, held)
         shard = Shard(path, entry, held, preload=path.far)
@@ -105,11 +96,7 @@ def _groups(
 
 def _columns(arrays: Mapping[str, np.ndarray], held: Fingerprint) -> dict[str, np.ndarray]:
     starts = np.unpackbits(arrays["doc_starts"], axis=1, count=held.length, bitorder="little")
-    columns = {
-        "input_ids": arrays["input_ids"],
-        "loss_mask": arrays["loss_mask"],
-        "doc_starts": starts.astype(np.bool_),
-    }
+    columns = {name: arrays[name] for name in ("input_ids", "loss_mask")} | {"doc_starts": starts.astype(np.bool_)}
     contents = held.contents
     if contents.top_k:
         stored = contents.value_dtype == "float16"
