@@ -12,8 +12,6 @@ thinking block into the last answer and leave it out of earlier ones. An earlier
 same text without its beginning.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -30,12 +28,9 @@ def encode_chat(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Tokenise a chat as a fast tokenizer's template writes it; yield token ids and their mask, in pieces.
 
-    The mask is 1 on the tokens that lie wholly in an assistant's answer or in the marker that ends its turn. `where`
-    names the chat in errors.
-
-    Raises:
-        TextError: the tokenizer has no chat template, the template refuses the messages, or an answer cannot be
-            told from the rest.
+    The mask is 1 on the tokens that lie wholly in an assistant's answer or in the marker that ends its turn. TextError
+    names `where`: the tokenizer has no chat template, or it refuses the messages, or an answer cannot be told from the
+    rest.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise TextError(

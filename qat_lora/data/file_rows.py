@@ -8,8 +8,6 @@ Any bytes are accepted. Bytes that are not UTF-8 become U+FFFD, and so does a lo
 character, which JSON can express and no tokenizer accepts), in fields and in their names: see `well_formed`.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
@@ -27,6 +25,7 @@ _READ_CHARS = 1 << 20
 _PARQUET_BYTES = 1 << 25  # rows that are decoded at once take about so many
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _GAP = re.compile(r"[ \t\n\r]*")
+_DECODER = json.JSONDecoder()
 
 
 class Row(NamedTuple):
@@ -39,9 +38,7 @@ class Row(NamedTuple):
 def file_rows(name: str, path: Path) -> Iterator[Row]:
     """Yield the rows of a .jsonl (or JSON lines in a .json), .json or .parquet file; blank lines are no rows.
 
-    Raises:
-        TextError: not JSON or Parquet, no permission, a row of more than `ROW_CHARS`.
-        MissingExtraError: Parquet without pyarrow.
+    TextError: not JSON or Parquet, no permission, a row of more than `ROW_CHARS`; MissingExtraError: no pyarrow.
     """
     with reading(name):
         if path.suffix.lower() == ".parquet":
@@ -121,7 +118,9 @@ def _members(file: IO[str], name: str) -> Iterator[Any]:
                 row, end = _DECODER.raw_decode(text, end)
                 end = _gap(text, end)
             except (ValueError, RecursionError) as error:
-                if not _is_cut(error, text):
+                # It may have failed only because the text goes on.
+                cut = isinstance(error, json.JSONDecodeError) and error.pos > len(text) - len("-Infinity")
+                if not cut and not getattr(error, "msg", "").startswith("Unterminated string"):
                     raise _not_json(where, error) from None
                 fault, end = error, len(text)
             if end == len(text):  # text may go on, and 12 become 123
@@ -144,16 +143,6 @@ def _members(file: IO[str], name: str) -> Iterator[Any]:
 def _gap(text: str, at: int) -> int:
     """Return where white space ends."""
     return _GAP.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing at all too
-
-
-def _is_cut(error: Exception, text: str) -> bool:
-    """Whether JSON may have failed only because the text goes on."""
-    if not isinstance(error, json.JSONDecodeError):
-        return False
-    return error.msg.startswith("Unterminated string") or error.pos > len(text) - len("-Infinity")
-
-
-_DECODER = json.JSONDecoder()
 
 
 def _not_json(where: str, error: Exception) -> TextError:

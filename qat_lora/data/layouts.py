@@ -10,8 +10,6 @@ lines are orphans: a model sees sentences without their article, and a shuffle m
 put the articles together again (Merity et al. 2016, "Pointer Sentinel Mixture Models").
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal

@@ -15,8 +15,6 @@ only be shuffled through a buffer and not be resumed at an arbitrary step. It co
 million tokens); longer texts should become a KD cache, whose rows are read on demand.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -48,10 +46,10 @@ class PackedRow(NamedTuple):
 def make_encoder(tokenizer: Any) -> Encode:
     """Return the function from documents to tokens.
 
-    A text becomes [bos] tokens [eos], each of the two if the tokenizer names it: models that have a bos were
-    trained with every document beginning by it, yet byte-level BPE tokenizers often name one without ever adding
-    it. A chat is what its template writes (see `encode_chat`), and a blank document is no tokens at all. Special
-    tokens written out in a text become those tokens, as everywhere in transformers.
+    A text becomes [bos] tokens [eos], each of the two if the tokenizer names it: models that have a bos were trained
+    with every document beginning by it, yet byte-level BPE tokenizers often name one without ever adding it. A chat is
+    what its template writes, and a blank document is no tokens at all. Special tokens written out in a text become
+    those tokens, as everywhere in transformers.
     """
     ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)
     before, after = (np.array([] if token is None else [token], np.int32) for token in ends)
@@ -73,11 +71,7 @@ def pack_rows(
     """Cut documents into rows of `length` tokens; the rest of the last is a document of padding that counts nothing.
 
     With the `cursor` of the row after which to go on, `documents` begin at its document, and the rows are those that an
-    uninterrupted run would yield.
-
-    Raises:
-        ConfigError: a length below 2.
-        TextError: the text at the cursor is not what it was.
+    uninterrupted run would yield. ConfigError: a length below 2; TextError: the text at the cursor is not what it was.
     """
     if length < 2:
         raise ConfigError(f"length: {length} tokens a row leave nothing to predict; allowed: 2 or more")

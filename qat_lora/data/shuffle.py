@@ -10,8 +10,6 @@ batch: a stored permutation of ten million rows would cost 80 MB and a second pe
 not promise that its shuffles stay the same between releases.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 

@@ -9,8 +9,6 @@ Local text is read with the standard library (Parquet with pyarrow); `datasets` 
 saved. Its generic loaders would first copy local text into its cache and make every line a document.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

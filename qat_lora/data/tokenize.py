@@ -23,8 +23,6 @@ ahead, as GPT-4o's does in a run of thousands of capitals and letters without ca
 encoded whole.
 """
 
-from __future__ import annotations
-
 import itertools
 import unicodedata
 from collections.abc import Iterable, Iterator

@@ -7,8 +7,6 @@ kernel drops it with the process, while a lock *file* would outlive a kill and b
 `failpoint` lets the tests kill a process at each named step: kills at random times almost never land inside a commit.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib
@@ -44,9 +42,7 @@ def temporary(path: Path) -> Path:
 def write_new(path: Path, chunks: Iterable[bytes | memoryview], kind: str) -> tuple[int, str]:
     """Write a file that must not exist yet, so that it appears whole and stays; return its bytes and its sha256.
 
-    Raises:
-        FileExistsError: `path` is there already; it was not touched.
-        OSError: disk full, no permission; the temporary file is removed.
+    FileExistsError: `path` is there already, untouched; OSError: disk full, no permission; nothing is left behind.
     """
     partial = temporary(path)
     ours(partial), ours(path)

@@ -14,8 +14,6 @@ weights compute something else. Settings that change nothing, such as the versio
 are left out. Earlier versions noted the hash of the weights alone, which is still accepted.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import functools
 import hashlib

@@ -13,8 +13,6 @@ between the two renames, the old folder under its other name, which `restore_dir
 into the folder itself could leave new factors with an old base, and nothing would notice when they are loaded.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

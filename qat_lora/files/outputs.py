@@ -6,8 +6,6 @@ so is a second process. Only `--overwrite` removes anything: the files listed by
 (`files/folders.py`), never other files, and nothing at all if an input is among them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib
@@ -27,6 +25,12 @@ HASHED_BELOW_BYTES = 16 << 20  # of a complete run, smaller files are read when 
 _NOT_KEPT = ("checkpoints", "tensorboard", "unfinished", "wandb")  # folders that only resuming or watching needs
 _EDITED = (".md", ".png", ".html")  # files that people may edit; neither is checked in a complete run
 _SHOWN = 8
+
+
+class _Mark(NamedTuple):
+    settings: dict[str, Any]
+    complete: bool
+    files: dict[str, Any] | None  # size and sha256 of a complete run's; None: written by an earlier version
 
 
 @contextlib.contextmanager
@@ -129,7 +133,10 @@ def claim(out: Path, command: str, settings: Mapping[str, Any], overwrite: bool,
     # First: a kill in here leaves no run that looks whole.
     files.replace_own(mark, _text({"command": command}, False, {}))
     _remove(out, names)
-    _name_kept(out)
+    others = (path for path in out.iterdir() if path.name not in (MARK, LIST))
+    if kept := sorted(f"{path.name}/" if path.is_dir() else path.name for path in others):
+        more = f" and {len(kept) - _SHOWN} more" if len(kept) > _SHOWN else ""
+        print(f"note: {out}: not this run's, so left as it is: {', '.join(kept[:_SHOWN])}{more}", file=sys.stderr)
     files.begin_list(out, command, set())
     files.replace_own(mark, _text(settings, False, {}))
     return False
@@ -185,7 +192,11 @@ def complete(out: Path) -> None:
     if was.files is not None:  # a name that is free again may be another's later
         names = {name for name in names if os.path.lexists(out / name)}
         files.begin_list(out, was.settings["command"], names)
-    _open_to_others(out.rglob("*.safetensors") if was.files is None else (out / name for name in names))
+    # What safetensors made private (0600) gets the mode that the user's umask gives all others.
+    os.umask(umask := os.umask(0))
+    for file in out.rglob("*.safetensors") if was.files is None else (out / name for name in names):
+        if file.suffix == ".safetensors" and file.is_file() and not file.is_symlink():
+            file.chmod(0o666 & ~umask)
     found = {
         name: [(out / name).stat().st_size, sha256_of(out / name)]
         for name in sorted(names)
@@ -228,15 +239,6 @@ def check_listed(file: Path) -> None:
         )
 
 
-def _open_to_others(written: Iterable[Path]) -> None:
-    """Give files that safetensors made private (0600) the mode that the user's umask gives all others."""
-    umask = os.umask(0)
-    os.umask(umask)
-    for file in written:
-        if file.suffix == ".safetensors" and file.is_file() and not file.is_symlink():
-            file.chmod(0o666 & ~umask)
-
-
 def _remove(out: Path, names: set[str]) -> None:
     """Remove the listed files of a run, and the runs that are parts of it likewise."""
     for name in sorted(names):
@@ -251,21 +253,6 @@ def _remove(out: Path, names: set[str]) -> None:
                 part.rmdir()
     files.hold(out, names)
     files.remove_listed(out, names)
-
-
-def _name_kept(out: Path) -> None:
-    """Say what is left in a folder after its run's files were removed."""
-    others = (path for path in out.iterdir() if path.name not in (MARK, LIST))
-    kept = sorted(f"{path.name}/" if path.is_dir() else path.name for path in others)
-    if kept:
-        more = f" and {len(kept) - _SHOWN} more" if len(kept) > _SHOWN else ""
-        print(f"note: {out}: not this run's, so left as it is: {', '.join(kept[:_SHOWN])}{more}", file=sys.stderr)
-
-
-class _Mark(NamedTuple):
-    settings: dict[str, Any]
-    complete: bool
-    files: dict[str, Any] | None  # size and sha256 of a complete run's; None: written by an earlier version
 
 
 def _read(mark: Path) -> _Mark:

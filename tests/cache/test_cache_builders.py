@@ -13,8 +13,7 @@ import pytest
 
 from qat_lora.cache.build.writer import CacheWriter, Partition
 from qat_lora.cache.read.dataset import KDCacheDataset
-from qat_lora.cache.storage.store import read_manifest
-from qat_lora.cache.tools.verify import verify_cache
+from qat_lora.cache.storage.store import read_manifest, verify_cache
 from qat_lora.errors import CacheDamaged, CacheError, ConfigError, OutputExistsError
 
 

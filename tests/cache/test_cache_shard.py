@@ -157,7 +157,7 @@ from qat_lora.cache.storage import store as shard
 from qat_lora.cache.tools import overlap
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.cache.tools.describe import describe
-from qat_lora.cache.tools.verify import verify_cache
+from qat_lora.cache.storage.store import verify_cache
 from qat_lora.errors import CacheDamaged
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))

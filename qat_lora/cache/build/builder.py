@@ -14,8 +14,6 @@ Tokenising is in the measured time, since it runs between forwards; packing and 
 them. Bytes are computed: the layout of a shard is a pure function of its rows.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import itertools

@@ -11,8 +11,6 @@ Tokens are drawn from the tail (estimator `hybrid`) or the whole teacher (`sampl
 row and probabilities, so that a resumed build stores the same, which a device's own random numbers would not.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Mapping, Sequence

@@ -193,31 +193,18 @@ class CacheWriter:
         if self.finished:
             return store.read_manifest(self.out)
         self._flush()
-        alone = self.partition.builders == 1
-        if alone:
-            self._check_rows(self._entries)
         check_lm_head(self.out, self.fingerprint, whole=not self.out.far)
         for entry in (*self._entries["eval"], *self._entries["train"]):
             store.check_shard_size(self.out, entry)
             if not self.out.far:  # there it was read back when it was put: no second transfer of everything
                 store.Shard(self.out, entry, self.fingerprint).check_sha256()
-        return self._wrap((lambda: self._seal(self._entries)) if alone else self._end)
-
-    def _check_rows(self, entries: Mapping[str, Sequence[ShardEntry]]) -> None:
-        train, held = (sum(entry.rows for entry in entries[split]) for split in ("train", "eval"))
-        if not train:
-            kept = f" (all {held} rows went to the evaluation split)" if held else ""
-            raise CacheError(f"--out {self.out}: no training row to store{kept}; give more text or fewer --eval-rows")
+        return self._wrap((lambda: self._seal(self._entries)) if self.partition.builders == 1 else self._end)
 
     def _end(self) -> Manifest | None:
         """Say that this builder has ended; as the last to do so, write the manifest."""
         if not self._ended:
-            part = Part(
-                **self.partition._asdict(),
-                train_shards=len(self._entries["train"]),
-                eval_shards=len(self._entries["eval"]),
-                fingerprint=self.fingerprint,
-            )
+            shards = {f"{split}_shards": len(entries) for split, entries in self._entries.items()}
+            part = Part(**self.partition._asdict(), **shards, fingerprint=self.fingerprint)
             self.out.write_new(fmt.part_name(self.partition.builder), [render(part)], "part")
             self._ended = True
         with self.out.lock(f"{fmt.LOCK}.manifest", "waiting"):
@@ -226,13 +213,16 @@ class CacheWriter:
                     return None
                 self.out.delete(_MANIFEST_TEMPORARY)  # of a builder that was killed right here
                 entries = gather(self.out, self.partition.builders, self.fingerprint)
-                self._check_rows(entries)
                 with contextlib.suppress(OutputExistsError):  # no lock on a store: two builders may end at once
                     return self._seal(entries)
             self.finished = True
             return store.read_manifest(self.out)
 
     def _seal(self, entries: Mapping[str, Sequence[ShardEntry]]) -> Manifest:
+        train, held = (sum(entry.rows for entry in entries[split]) for split in ("train", "eval"))
+        if not train:
+            kept = f" (all {held} rows went to the evaluation split)" if held else ""
+            raise CacheError(f"--out {self.out}: no training row to store{kept}; give more text or fewer --eval-rows")
         manifest = Manifest(fingerprint=self.fingerprint, train=(*entries["train"],), eval=(*entries["eval"],))
         self.out.write_new(fmt.MANIFEST, [render(manifest)], "manifest")
         self.finished = True
@@ -294,8 +284,7 @@ class CacheWriter:
     def _load(self) -> None:
         """Take over what is committed; raises before anything in the folder is changed."""
         if self.out.has(fmt.MANIFEST):
-            manifest = store.read_manifest(self.out)
-            self._require_same(manifest.fingerprint)
+            self._require_same(store.read_manifest(self.out).fingerprint)
             self.finished = True
         for split in ("eval", "train"):
             self._require_same_builders(split)
@@ -396,24 +385,17 @@ class CacheWriter:
                 for piece in self._pending:
                     yield np.ascontiguousarray(piece[array]).view(np.uint8).reshape(-1).data
 
-        sidecar = Sidecar(
-            shard=name,
-            first_row=self._rows(split),
-            rows=rows,
-            bytes=plan.total_bytes,
-            sha256="",
-            **self.partition._asdict(),
-            cursor=self._pending_cursor,
-            fingerprint=self.fingerprint,
-        )
+        found: dict[str, Any] = {"shard": name, "first_row": self._rows(split), "rows": rows, "bytes": plan.total_bytes}
+        found |= {**self.partition._asdict(), "cursor": self._pending_cursor, "fingerprint": self.fingerprint}
+        sidecar = Sidecar(**found, sha256="")
         text_bytes = len(render(sidecar))
         if text_bytes > fmt.SIDECAR_LIMIT_BYTES - 128:  # a cursor that cannot be stored must not cost the shard
             raise CacheError(
                 f"cursor: the source's position takes {text_bytes:,} bytes in {name}.json; allowed: 1 MB; a "
                 "cursor should name a place in the source, not copy its text"
             )
-        size, digest = self.out.write_new(f"{name}.safetensors", chunks(), "shard")
-        sidecar = dataclasses.replace(sidecar, sha256=digest, bytes=size)
+        _, digest = self.out.write_new(f"{name}.safetensors", chunks(), "shard")
+        sidecar = dataclasses.replace(sidecar, sha256=digest)
         text = render(sidecar)
         self.out.write_new(f"{name}.json", [text], "sidecar")
         self._entries[split].append(store.shard_entry(sidecar, text))

@@ -9,8 +9,6 @@ Decoding looks bits up in tables, four ids at a time: shifts and masks over whol
 times and are six times slower.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Mapping, Sequence
 
 import numpy as np

@@ -9,8 +9,6 @@ The arrays of a shard follow from the fingerprint (its `Contents`) and the row c
 header they expect and refuse any other, so there is nothing to attack in one: no overlapping offsets, no odd types.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

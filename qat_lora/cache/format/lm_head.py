@@ -8,8 +8,6 @@ cache's fingerprint, so the states cannot be read with another LM head than thei
 Tensors are written as bytes, because NumPy has no bfloat16 and the writer imports no torch.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterator

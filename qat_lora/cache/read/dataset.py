@@ -6,8 +6,6 @@ training run would notice. After that a row is read, compared with its CRC-32 an
 larger than memory, and one that changes during a run of days is an error that names shard and row (`storage.store`).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 
@@ -58,12 +56,9 @@ class KDCacheDataset(ShuffledRows):
     ) -> None:
         if split not in fmt.SERIES:
             raise CacheError(f"split: {split!r} is unknown; allowed: train, eval")
-        self.path = locate(path)
+        self.path, self.split, self.temperatures = locate(path), split, tuple(temperatures)
         self.manifest = read_manifest(self.path)
-        self.fingerprint = self.manifest.fingerprint
-        self.split = split
-        self.temperatures = tuple(temperatures)
-        self._entries = self.manifest.shards(split)
+        self.fingerprint, self._entries = self.manifest.fingerprint, self.manifest.shards(split)
         self._ends = np.cumsum([entry.rows for entry in self._entries], dtype=np.int64)
         self._optional: tuple[str, ...] = OPTIONAL
         self._check_every, self._served = _CHECK_EVERY[verify_rows], 0

@@ -15,8 +15,6 @@ Rows are read in random order, so a reader wants whole shards on its disk: fsspe
 once for the process, into the folder for temporary files, and removes the copies at its end.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import errno
@@ -296,11 +294,9 @@ Place = str | Path | Location  # what callers may give: a path, a URL as text, o
 
 
 def locate(place: Place) -> Location:
-    """Return the location that a path or URL means.
+    """Return the location that a path or URL means; MissingExtraError where the URL's driver is not installed.
 
-    Raises:
-        CacheError: a URL of an unknown kind, or one that `pathlib` has already spoilt.
-        MissingExtraError: the URL's driver is not installed.
+    CacheError: a URL of an unknown kind, or one that `pathlib` has already spoilt.
     """
     if not isinstance(place, str | Path):
         return place

@@ -1,35 +1,42 @@
 """Finds, checks and opens the files of a cache: manifest, sidecars, shards.
 
-The writer (resuming), the reader (opening) and `tools.verify` share these checks, for a folder and for a URL
+The writer (resuming), the reader (opening) and `verify_cache` share these checks, for a folder and for a URL
 (`location`). Names come from records and must match `s-000123` before they become a path; every file must be a regular
 file of the recorded size. Messages name the shard, because damage is mended by rebuilding that shard, not the cache.
+
+`verify_cache` reads every byte, in four layers from cheap to deep: seals of manifest and sidecars, sizes and headers,
+the sha256 of every shard, and the CRC-32 of every row with the ranges of its values. The last cannot fail where the
+third passed, unless the writer itself was wrong; that is what it is there to find.
 
 A row is read with `pread` into memory of its own, and its CRC-32 is computed from those very bytes before they are
 decoded. Mapping the file would save a copy of half a megabyte, but a mapped file that shrinks ends the process with
 SIGBUS, which no program can turn into a message, and bytes that change between check and use would go unnoticed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib
 import os
+import re
+import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 
 from qat_lora.cache.format import layout as fmt
-from qat_lora.cache.format.codec import row_checksums
+from qat_lora.cache.format.codec import promises, row_checksums
+from qat_lora.cache.format.lm_head import check_lm_head
 from qat_lora.cache.format.records import Fingerprint, Manifest, ShardEntry, Sidecar, parse, read_header
 from qat_lora.cache.storage.location import Location, Place, locate
 from qat_lora.errors import CacheDamaged, CacheError
 
 _CHUNK_BYTES = 1 << 20
 _MOST_OPEN = 256
+_BUILDERS = re.compile(rf"b-[0-9]{{6}}\.json|{re.escape(fmt.LOCK)}.*", re.DOTALL)  # what they leave beside the cache
 _CURE = "restore the shard from a copy"
 
 T = TypeVar("T")
@@ -274,3 +281,46 @@ class Shard:
 def _plan(fingerprint: Fingerprint, rows: int) -> fmt.Layout:
     """Return the layout of a shard: the same in all shards of as many rows, and a cache can have 20,000."""
     return fmt.layout(fingerprint.arrays, rows, fingerprint.sha256)
+
+
+class VerifyReport(NamedTuple):
+    """What was checked; there is a report only for an intact cache."""
+
+    path: str
+    shards: int
+    rows: int
+    bytes: int
+    seconds: float
+    strangers: tuple[str, ...]  # files in the folder that do not belong to the cache; harmless
+
+
+def verify_cache(path: Place, progress: Progress | None = None, *, threads: int | None = None) -> VerifyReport:
+    """Check every byte of a cache, `threads` shards at a time (default as in `at_once`); CacheError if it is unfinished.
+
+    CacheDamaged names the shard and what is wrong; of several damaged ones the first in row order.
+    """
+    begun, folder = time.perf_counter(), locate(path)
+    manifest = read_manifest(folder)
+    entries, held = manifest.all_shards, manifest.fingerprint
+    deque(at_once(folder, lambda entry: check_entry(folder, entry, held), entries), maxlen=0)
+    check_lm_head(folder, held)
+    known = {f"{entry.shard}.{ending}" for entry in entries for ending in ("safetensors", "json")}
+    known |= {fmt.MANIFEST} | ({fmt.LM_HEAD} if held.lm_head_sha256 else set())
+    for entry in at_once(folder, lambda entry: _check_shard(folder, entry, held), entries, threads):
+        if progress is not None:
+            progress(entry.shard, entry.bytes)
+    strangers = tuple(name for name in folder.names() if not (name in known or _BUILDERS.fullmatch(name)))
+    rows, size = sum(entry.rows for entry in entries), sum(entry.bytes for entry in entries)
+    return VerifyReport(str(folder), len(entries), rows, size, time.perf_counter() - begun, strangers)
+
+
+def _check_shard(path: Location, entry: ShardEntry, fingerprint: Fingerprint) -> ShardEntry:
+    """Return the shard if its sha256, row checksums and values are what they must be."""
+    shard = Shard(path, entry, fingerprint, preload=path.far)  # what lies behind a URL now, not a copy of it
+    shard.check_sha256()
+    for start, part in shard.parts(4):
+        for promise, kept in promises(part, fingerprint).items():
+            if not kept:
+                rows = f"rows {start} to {start + len(part['input_ids']) - 1}"
+                raise CacheDamaged(f"{path}/{entry.shard}: {rows} break a rule of the format: {promise}")
+    return entry

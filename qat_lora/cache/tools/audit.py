@@ -10,8 +10,6 @@ cache gives its first k entries and the mass of all others. Means over the posit
   that treats the tail as one outcome cannot see.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A summary of a cache for people: sizes, the probability outside the top K, a few rows."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Callable
@@ -83,12 +81,9 @@ def _show(dataset: KDCacheDataset, row: int, tokens: int, decode: Decode | None)
 
 
 def plot_tail_mass(path: Place, out: str | Path) -> None:
-    """Draw the probability outside the top K, as a histogram over positions, as PNG.
+    """Draw the probability outside the top K, as a histogram over positions, as PNG; MissingExtraError: no matplotlib.
 
-    Raises:
-        CacheError: no finished cache, or one with K = 0.
-        MissingExtraError: matplotlib is not installed.
-        OutputExistsError: there is a file of that name.
+    CacheError: no finished cache, or one with K = 0; OutputExistsError: there is a file of that name.
     """
     plt, out = pyplot(), Path(out)
     if os.path.lexists(out):

@@ -10,8 +10,6 @@ and the cache streams past them shard by shard, of which only the token ids are 
 a document's start; a run that the cache's own row ends cut is missed, at most 12 of a row's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

@@ -9,8 +9,6 @@ The archive is a pure function of the cache: members in the manifest's order, no
 name from it: each member must be the regular file that the manifest has at this place, and is compared with its sha256.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import tarfile

@@ -7,8 +7,6 @@ single rows in random order, and Parquet decodes a whole group of them to find o
 Groups of rows are written as they are read, from shards that are checked first, so memory does not grow with the cache.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Mapping
