@@ -45,15 +45,14 @@ def file_rows(name: str, path: Path) -> Iterator[Row]:
             yield from _parquet_rows(name, path)
             return
         with open_text(path) as file:
-            is_array = path.suffix.lower() == ".json" and file.read(4096).lstrip().startswith("[")
-            file.seek(0)
-            if is_array:
+            if path.suffix.lower() == ".json" and file.read(4096).lstrip().startswith("["):
+                file.seek(0)
                 for i, row in enumerate(_members(file, name)):
                     yield Row(f"{name}[{i}]", partial(as_row, row, f"{name}[{i}]"))
                 return
-            for number, line in enumerate(bounded_lines(file, name), 1):
-                if line.strip():
-                    yield Row(f"{name}:{number}", partial(_parse_row, line, f"{name}:{number}"))
+        for number, line in enumerate(lines_of(name, path), 1):
+            if line.strip():
+                yield Row(f"{name}:{number}", partial(_parse_row, line, f"{name}:{number}"))
 
 
 def _parquet_rows(name: str, path: Path) -> Iterator[Row]:
@@ -90,12 +89,13 @@ def _column(column: Any, where: str) -> list[Any]:
         return [value and value.decode("utf-8", "replace") for value in column.view(width).to_pylist()]
 
 
-def bounded_lines(file: IO[str], name: str) -> Iterator[str]:
-    """Yield the lines of an open file; TextError for one of more than `ROW_CHARS` characters."""
-    for number, line in enumerate(iter(partial(file.readline, ROW_CHARS), ""), 1):
-        if len(line) == ROW_CHARS and line[-1] != "\n":
-            raise too_long(f"{name}:{number}")
-        yield line
+def lines_of(name: str, path: Path) -> Iterator[str]:
+    """Yield the lines of a file; TextError if it cannot be read, or for one of more than `ROW_CHARS` characters."""
+    with reading(name), open_text(path) as file:
+        for number, line in enumerate(iter(partial(file.readline, ROW_CHARS), ""), 1):
+            if len(line) == ROW_CHARS and line[-1] != "\n":
+                raise too_long(f"{name}:{number}")
+            yield line
 
 
 def too_long(where: str) -> TextError:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from qat_lora.config import option
-from qat_lora.data.file_rows import ROW_SUFFIXES, Row, as_row, bounded_lines, file_rows, open_text, reading, well_formed
+from qat_lora.data.file_rows import ROW_SUFFIXES, Row, as_row, file_rows, lines_of, open_text, reading, well_formed
 from qat_lora.data.layouts import CHATS, Format, articles, layout_of, starts_with_title, text_of
 from qat_lora.data.tokenize import WINDOW_CHARS, slices
 from qat_lora.errors import MissingExtraError, TextError, one_line
@@ -100,8 +100,14 @@ def open_documents(config: TextConfig, start: int = 0) -> Iterator[Document]:
     else:
         each = itertools.starmap(partial(_file_loads, config), _files(path, config))
         loads = itertools.islice(itertools.chain.from_iterable(each), start, None)
-    documents = (load() for load in loads)
-    return documents if start else _refuse_blank(documents, config)
+    documents, seen = (load() for load in loads), list[Document]()
+    if start:
+        return documents
+    for document in documents:  # to the first with something in it, so that an empty source is refused at once
+        seen.append(document)
+        if not document.is_blank:
+            return itertools.chain(seen, documents)
+    raise TextError(f"dataset: {config.dataset} is empty: {len(seen)} documents, all blank; give some text")
 
 
 def describe_source(config: TextConfig) -> str:
@@ -134,16 +140,6 @@ def _digest(files: list[tuple[str, Path]]) -> dict[str, Any]:
         digest.update(f"{name}\0{size}\0".encode(errors="surrogateescape") + content)
         total += size
     return {"files": len(files), "bytes": total, "sha256": digest.hexdigest()}
-
-
-def _refuse_blank(documents: Iterator[Document], config: TextConfig) -> Iterator[Document]:
-    """Look ahead to the first document with something in it, so that an empty source is refused at once."""
-    seen = []
-    for document in documents:
-        seen.append(document)
-        if not document.is_blank:
-            return itertools.chain(seen, documents)
-    raise TextError(f"dataset: {config.dataset} is empty: {len(seen)} documents, all blank; give some text")
 
 
 def _local_path(config: TextConfig) -> Path | None:
@@ -227,17 +223,12 @@ def _file_loads(config: TextConfig, name: str, path: Path) -> Iterator[_Load]:
     if config.format in CHATS:
         raise TextError(f"format: {config.format} needs rows ({', '.join(ROW_SUFFIXES)}), and {name} is plain text")
     if config.format == "wikitext" or (config.format == "auto" and starts_with_title(TextFile(name, path))):
-        return _article_loads(name, _lines(name, path))
+        return _article_loads(name, lines_of(name, path))
     return iter([partial(_plain_document, name, path)])
 
 
 def _article_loads(name: str, lines: Iterable[str]) -> Iterator[_Load]:
     return (partial(Document, text, None, f"{name}: {title}") for title, text in articles(lines))
-
-
-def _lines(name: str, path: Path) -> Iterator[str]:
-    with reading(name), open_text(path) as file:
-        yield from bounded_lines(file, name)
 
 
 def _plain_document(name: str, path: Path) -> Document:

@@ -153,24 +153,20 @@ def _meeting(here: np.ndarray, there: np.ndarray, window: str, low: int, high: i
     if not words and not within:
         return 0, 0
     inner = range(AGREEING, len(there) - AGREEING)
-    starts_at = {int(there[j, _BEGIN]): j for j in inner if _starts_character(there, j)}
+    # No token that begins amid the bytes of a character: it would overlap the one before it.
+    starts_at = {int(there[j, _BEGIN]): j for j in inner if there[j, _BEGIN] >= there[j - 1, _END]}
     middle, fits = (low + high) // 2, near & (here[:, _WORD] == words)
     for i in sorted(np.flatnonzero(fits).tolist(), key=lambda i: abs(int(here[i, _BEGIN]) - middle)):
         j = starts_at.get(int(here[i, _BEGIN]), 0)
         if (
             j
             and AGREEING <= i < len(here) - AGREEING
-            and _starts_character(here, i)
+            and here[i, _BEGIN] >= here[i - 1, _END]
             and np.array_equal(here[i - AGREEING : i + AGREEING], there[j - AGREEING : j + AGREEING])
             and _begins_anew(window[here[i, _BEGIN]])
         ):
             return i, j
     return 0, 0
-
-
-def _starts_character(marks: np.ndarray, i: int) -> bool:
-    """Whether token i begins with a character, not amid the bytes of one."""
-    return bool(marks[i, _BEGIN] >= marks[i - 1, _END])
 
 
 def _begins_anew(character: str) -> bool:

@@ -74,9 +74,8 @@ def claim(out: Path, command: str, settings: Mapping[str, Any], overwrite: bool,
     `settings` are JSON values that decide the content; `overwrite` removes an earlier run of the same command first;
     `inputs` are what the command reads, as it was given: None, URLs and Hub names are passed over.
 
-    Raises:
-        OutputExistsError: the folder holds another run, an input, or files that are not ours; nothing was touched.
-        DamagedFileError: an equal run has completed there, and a file of it is missing or changed.
+    OutputExistsError: the folder holds another run, an input, or files that are not ours; nothing was touched.
+    DamagedFileError: an equal run has completed there, and a file of it is missing or changed.
     """
     settings, mark = json.loads(json.dumps({"command": command, **settings})), out / MARK
     if out.is_file():

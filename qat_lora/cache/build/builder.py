@@ -169,16 +169,22 @@ def run_batch(
     teacher: LanguageModel, rows: Sequence[PackedRow], fingerprint: Fingerprint, settings: ForwardSettings = _DEFAULTS
 ) -> dict[str, np.ndarray]:
     """Return the arrays that `codec.encode_rows` takes, [batch_rows, ...] also of fewer rows."""
-    batch_rows, device = settings.batch_rows, settings.device
-    inputs = _inputs(rows, batch_rows, fingerprint.length)
+    held, device, shape = fingerprint.contents, settings.device, (settings.batch_rows, fingerprint.length)
+    kinds = {"input_ids": np.int32, "loss_mask": np.uint8, "doc_starts": np.bool_}
+    inputs: dict[str, np.ndarray] = {name: np.zeros(shape, kind) for name, kind in kinds.items()}
+    for place, row in enumerate(rows):
+        for name, array in inputs.items():
+            values = getattr(row, name)
+            if values.shape != shape[1:]:
+                raise CacheError(f"{name}: a row has shape {values.shape}; this cache needs {shape[1:]}")
+            array[place] = values
+    inputs["documents"] = np.cumsum(inputs["doc_starts"], axis=1, dtype=np.int32)
     ids_BL, documents_BL = (torch.from_numpy(inputs[name]).to(device) for name in ("input_ids", "documents"))
-    held = fingerprint.contents
-    uniforms = {
-        DRAWN[name]: torch.from_numpy(row_uniforms(fingerprint.seed, name, rows, (batch_rows, held.length, size)))
-        for name, size in held.id_lists.items()
-        if name in DRAWN
-    }
-    uniforms = {name: values.to(device) for name, values in uniforms.items()}
+    uniforms = {}
+    for name, size in held.id_lists.items():
+        if name in DRAWN:
+            numbers = row_uniforms(fingerprint.seed, name, rows, (*shape, size))
+            uniforms[DRAWN[name]] = torch.from_numpy(numbers).to(device)
     return {**inputs, **fetched(teacher_arrays(teacher, ids_BL, documents_BL, held, uniforms, settings))}
 
 
@@ -208,19 +214,6 @@ def _report(writer: CacheWriter) -> BuildReport:
 
 def _bytes_per_token(fingerprint: Fingerprint) -> float:
     return fmt.row_bytes(fingerprint.arrays) / fingerprint.length
-
-
-def _inputs(rows: Sequence[PackedRow], batch_rows: int, length: int) -> dict[str, np.ndarray]:
-    """Stack rows to [batch_rows, L], filled up with empty rows."""
-    kinds = {"input_ids": np.int32, "loss_mask": np.uint8, "doc_starts": np.bool_}
-    arrays: dict[str, np.ndarray] = {name: np.zeros((batch_rows, length), kind) for name, kind in kinds.items()}
-    for place, row in enumerate(rows):
-        for name, array in arrays.items():
-            values = getattr(row, name)
-            if values.shape != (length,):
-                raise CacheError(f"{name}: a row has shape {values.shape}; this cache needs ({length},)")
-            array[place] = values
-    return arrays | {"documents": np.cumsum(arrays["doc_starts"], axis=1, dtype=np.int32)}
 
 
 @contextlib.contextmanager

@@ -17,14 +17,12 @@ builder whose rows have ended writes a record of its own (`b-000001.json`). The 
 the manifest, under a lock; after a crash between the two, running any of the builders again writes it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -63,7 +61,7 @@ class Partition(NamedTuple):
     builders: int = 1
 
     @classmethod
-    def parse(cls, text: str) -> Partition:
+    def parse(cls, text: str) -> Self:
         """Read `i/n`; ConfigError for anything else."""
         match = _BUILDER.fullmatch(text)
         if match is None or int(match[1]) >= int(match[2]):
@@ -95,13 +93,9 @@ class ResumeState(NamedTuple):
 class CacheWriter:
     """Appends rows to a cache folder; a context manager that holds the folder's lock (a builder's own, if several).
 
-    Args:
-        out: the cache folder or URL, made if absent. A folder with the same fingerprint is resumed.
-        fingerprint: what the cache will hold.
-        shard_rows: rows of a shard; default: about 128 MB.
-        overwrite: delete an existing cache in `out` first (its own files only); ConfigError with several builders.
-        partition: which of several builders this is.
-        lm_head: the teacher's LM head, for a cache that holds hidden states; written before the first row.
+    A folder or URL `out` with the same fingerprint is resumed; `overwrite` first deletes an existing cache (its own
+    files only; ConfigError with several builders). `shard_rows` are by default about 128 MB. A cache that holds hidden
+    states needs the teacher's `lm_head`, which is written before the first row.
     """
 
     def __init__(
@@ -132,7 +126,7 @@ class CacheWriter:
         self._pending_cursor: Any = None
         self._cursor: Any = None
 
-    def __enter__(self) -> CacheWriter:
+    def __enter__(self) -> Self:
         self._wrap(self._open)
         return self
 
@@ -203,7 +197,7 @@ class CacheWriter:
     def _end(self) -> Manifest | None:
         """Say that this builder has ended; as the last to do so, write the manifest."""
         if not self._ended:
-            shards = {f"{split}_shards": len(entries) for split, entries in self._entries.items()}
+            shards: dict[str, Any] = {f"{split}_shards": len(entries) for split, entries in self._entries.items()}
             part = Part(**self.partition._asdict(), **shards, fingerprint=self.fingerprint)
             self.out.write_new(fmt.part_name(self.partition.builder), [render(part)], "part")
             self._ended = True

@@ -7,15 +7,13 @@ flipped bit in a number is noticed; checksums over "canonical JSON" need the sam
 checksums over a prefix of the bytes do not.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
 import math
 import re
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import qat_lora.config as config
 from qat_lora.cache.format import layout as fmt
@@ -111,7 +109,7 @@ class Fingerprint:
         """One hash for all fields."""
         return config.fingerprint({"version": fmt.VERSION, **to_json(self)})
 
-    def difference(self, other: Fingerprint) -> tuple[str, Any, Any] | None:
+    def difference(self, other: Self) -> tuple[str, Any, Any] | None:
         """Return the first field that differs, with its value here and in `other`; None if none does.
 
         One teacher may be spelt in several ways (`T/`, `./T`): its sha256 decides.

@@ -25,14 +25,12 @@ _CHECK_EVERY = {"all": 1, "sampled": 16, "off": 0}  # one row of so many is comp
 
 
 class KDCacheDataset(ShuffledRows):
-    """A KD cache as training data.
+    """A KD cache as training data, in a folder or behind a URL such as gs://bucket/cache, given as text.
 
     Args:
-        path: the cache folder, or a URL such as gs://bucket/cache, as text.
         preload: keep the encoded shards in memory; otherwise rows are read from the files.
         k: serve the first k of K entries; the others join the tail. The cached tail draws are from behind all K, so
             `rows` refuses to serve them where k < K, unless `leave_out_all_but` left them out.
-        split: `train` or `eval`.
         temperatures: at which `lse` and `log_tail` are served; each must be in the cache.
         verify: check every shard's sha256 when opening. Without it, only names, sizes, seals and headers are checked;
             from behind a URL, shards then come (and are checked) when they are first needed.
@@ -105,10 +103,8 @@ class KDCacheDataset(ShuffledRows):
         """Return rows as numpy arrays (see `types.Batch`), in the order asked; -1 gives a fully masked row.
 
         `k` entries of a position and of `codec.OPTIONAL` only the arrays `optional`, instead of the dataset's own.
-
-        Raises:
-            CacheError: a row that is not there, tail draws and k < K.
-            CacheDamaged: a row is not what was written, or speaks of tokens outside the vocabulary.
+        CacheError: a row that is not there, tail draws and k < K; CacheDamaged: a row is not what was written, or
+        speaks of tokens outside the vocabulary.
         """
         k = self.k if k is None else k
         optional = self._optional if optional is None else optional

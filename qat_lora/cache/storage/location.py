@@ -121,8 +121,23 @@ class RemoteFolder:
     far = True
 
     def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
-        self._fs, self._root = _open_file_system(self.url)
+        self.url = url = url.rstrip("/")
+        extra = _EXTRAS.get(url.replace("::", "://").split("://")[0])
+        fsspec = require("fsspec.core", extra or "gcs")
+        try:
+            # No listing is remembered. "::" chains file systems; their options are each driver's own.
+            options = {} if "::" in url else {"use_listings_cache": False, "skip_instance_cache": False}
+            self._fs, root = fsspec.url_to_fs(url, **options)
+        except ImportError as error:
+            cure = f": pip install 'qat-lora[{extra}]'" if extra else f" ({_reason(error, url)})"
+            raise MissingExtraError(f"{url}: its driver is not installed{cure}") from None
+        except ValueError as error:
+            reason = _reason(error, url)
+            raise CacheError(f"{url}: {reason}; allowed: a folder, gs://…, s3://… or another URL of fsspec") from None
+        except Exception as error:
+            reason = _reason(error, url)
+            raise CacheError(f"{url}: cannot be reached ({reason}); check the address and the credentials") from error
+        self._root = root.rstrip("/")
 
     def __str__(self) -> str:
         return redact(self.url)
@@ -264,29 +279,6 @@ class RemoteFolder:
 def _reason(error: BaseException, url: str) -> str:
     text = redact(" ".join(str(error).split()), url)[:200]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _open_file_system(url: str) -> tuple[Any, str]:
-    """Return fsspec's file system of a URL, which remembers no listing, and the path in it."""
-    protocol = url.replace("::", "://").split("://")[0]
-    fsspec = require("fsspec.core", _EXTRAS.get(protocol, "gcs"))
-    try:
-        # "::" chains file systems; their options are each driver's own.
-        options = {} if "::" in url else {"use_listings_cache": False, "skip_instance_cache": False}
-        file_system, root = fsspec.url_to_fs(url, **options)
-    except ImportError as error:
-        extra = _EXTRAS.get(protocol)
-        cure = f": pip install 'qat-lora[{extra}]'" if extra else f" ({_reason(error, url)})"
-        raise MissingExtraError(f"{url}: its driver is not installed{cure}") from None
-    except ValueError as error:
-        raise CacheError(
-            f"{url}: {_reason(error, url)}; allowed: a folder, gs://…, s3://… or another URL of fsspec"
-        ) from None
-    except Exception as error:
-        raise CacheError(
-            f"{url}: cannot be reached ({_reason(error, url)}); check the address and the credentials"
-        ) from error
-    return file_system, root.rstrip("/")
 
 
 Location = LocalFolder | RemoteFolder

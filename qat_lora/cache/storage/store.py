@@ -295,7 +295,7 @@ class VerifyReport(NamedTuple):
 
 
 def verify_cache(path: Place, progress: Progress | None = None, *, threads: int | None = None) -> VerifyReport:
-    """Check every byte of a cache, `threads` shards at a time (default as in `at_once`); CacheError if it is unfinished.
+    """Check every byte of a cache, `threads` shards at a time (default as in `at_once`); CacheError: unfinished.
 
     CacheDamaged names the shard and what is wrong; of several damaged ones the first in row order.
     """

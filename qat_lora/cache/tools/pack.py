@@ -46,11 +46,8 @@ class PackReport(NamedTuple):
 def pack_cache(path: Place, out: str | Path, progress: Progress | None = None) -> PackReport:
     """Write a finished cache as one file, usually `….tar.zst`, which must not exist and appears when it is whole.
 
-    Raises:
-        MissingExtraError: zstandard is not installed.
-        CacheError: no finished cache.
-        CacheDamaged: a file of the cache is not what was written.
-        OutputExistsError: `out` exists, or lies inside the cache.
+    CacheError: no finished cache; CacheDamaged: a file of it is not what was written; OutputExistsError: `out` exists,
+    or lies inside the cache; MissingExtraError: zstandard is not installed.
     """
     zstd, source, out = require("zstandard", "transport"), locate(path), _local(out)
     manifest = read_manifest(source)
@@ -76,11 +73,8 @@ def pack_cache(path: Place, out: str | Path, progress: Progress | None = None) -
 def unpack_cache(path: str | Path, out: str | Path, progress: Progress | None = None) -> PackReport:
     """Write the cache that was packed in a file or URL; the folder, new or empty, appears when it is whole.
 
-    Raises:
-        MissingExtraError: zstandard is not installed.
-        CacheError: no packed cache.
-        CacheDamaged: the file, or a shard in it, is not what was written.
-        OutputExistsError: `out` exists.
+    CacheError: no packed cache; CacheDamaged: the file, or a shard in it, is not what was written; OutputExistsError:
+    `out` exists; MissingExtraError: zstandard is not installed.
     """
     zstd, out = require("zstandard", "transport"), _local(out)
     text = str(path).rstrip("/")

@@ -40,11 +40,8 @@ def export_parquet(
     `teacher_hidden` float16 [L-1, H]. The log-probability of an entry is `head_logits` / T - `lse`. The file's metadata
     holds the fingerprint as JSON; the teacher's LM head is not copied: it is in the cache's folder.
 
-    Raises:
-        MissingExtraError: pyarrow is not installed.
-        CacheError: no finished cache, a split without rows.
-        CacheDamaged: a shard is not what was written; no file is left.
-        OutputExistsError: there is a file of that name.
+    CacheError: no finished cache, a split without rows; CacheDamaged: a shard is not what was written; no file is left;
+    OutputExistsError: there is a file of that name; MissingExtraError: pyarrow is not installed.
     """
     arrow, parquet = require("pyarrow", "hub"), require("pyarrow.parquet", "hub")
     path, out = locate(path), Path(out)
@@ -58,7 +55,10 @@ def export_parquet(
     groups = 0
     try:
         with open(partial, "wb") as file:
-            schema = _schema(arrow, manifest.fingerprint)
+            held = manifest.fingerprint
+            none = _columns({spec.name: np.empty((0, *spec.row_shape), spec.dtype) for spec in held.arrays}, held)
+            fields = [(name, _lists(arrow, values).type) for name, values in none.items()]
+            schema = arrow.schema(fields, metadata={fmt.FORMAT: json.dumps(to_json(held))})
             with parquet.ParquetWriter(file, schema, compression="zstd") as writer:
                 for columns in _groups(path, manifest, split, progress):
                     lists = [_lists(arrow, columns[name]) for name in schema.names]
@@ -106,13 +106,6 @@ def _columns(arrays: Mapping[str, np.ndarray], held: Fingerprint) -> dict[str, n
     if contents.hidden:
         columns["teacher_hidden"] = arrays["hidden"]
     return columns | {name: arrays[name] for name in contents.sums}
-
-
-def _schema(arrow: Any, held: Fingerprint) -> Any:
-    """Return the columns' types: those of no rows."""
-    none = _columns({spec.name: np.empty((0, *spec.row_shape), spec.dtype) for spec in held.arrays}, held)
-    fields = [(name, _lists(arrow, values).type) for name, values in none.items()]
-    return arrow.schema(fields, metadata={fmt.FORMAT: json.dumps(to_json(held))})
 
 
 def _lists(arrow: Any, values: np.ndarray) -> Any:
