@@ -87,7 +87,8 @@ def open_documents(config: TextConfig, start: int = 0) -> Iterator[Document]:
     """Return the documents from number `start` on, read as they are taken.
 
     A plain text file is one document (bytes that are not UTF-8 become U+FFFD, and line ends become newlines), a
-    WikiText file one per article, a row one. A path that exists is taken before a Hugging Face name.
+    WikiText file one per article, a row of a .jsonl, .json or .parquet file or of a dataset one each. A path that
+    exists is taken before a Hugging Face name.
 
     Raises:
         TextError: no such path, no files, nothing but blank text (checked when `start` is 0), a file that is not

@@ -32,10 +32,8 @@ entry at -64 and the range up to it, the others would share half of the codes, f
 _DEEPEST_FP16 = np.uint16(0x7BFF)  # the bits of 65,504; beyond are infinity and NaN
 _SIGN = np.uint16(0x8000)
 _ROUNDING = 1e-3  # how far float32 sums may be from the truth: `lse` below 0, `log_tail` above it
-_DEPTHS = (0.0 - (np.arange(256) / 255) ** 1.5).astype(np.float32)
-"""The part of the range below the top entry that each `uint8` code stands for."""
-_CODE_ENDS = ((np.arange(255) + 0.5) / 255) ** 1.5
-"""Where one code ends and the next begins, as part of the range: half way in codes, not in nats."""
+_DEPTHS = (0.0 - (np.arange(256) / 255) ** 1.5).astype(np.float32)  # part of the range that a `uint8` code stands for
+_CODE_ENDS = ((np.arange(255) + 0.5) / 255) ** 1.5  # where a code ends, likewise: half way in codes, not in nats
 DRAWN = {"tail_draws": "tail_draw_ids", "draws": "draw_ids"}  # lists of drawn tokens: name in a shard, key in a batch
 _LISTS = {"ids": "head_ids", **DRAWN}  # the same for all lists of tokens
 OPTIONAL = (*DRAWN.values(), "teacher_hidden")  # keys of a batch that only caches built for them have
