@@ -33,8 +33,7 @@ import numpy as np
 import torch
 
 from qat_lora.cache.build.builder import ForwardSettings, build_kd_cache
-from qat_lora.cache.build.partition import Partition
-from qat_lora.cache.build.writer import CacheWriter, ResumeState
+from qat_lora.cache.build.writer import CacheWriter, Partition, ResumeState
 from qat_lora.cache.format.codec import encode_rows
 from qat_lora.cache.format.records import Fingerprint
 from qat_lora.files import atomic as commit

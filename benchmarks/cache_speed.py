@@ -25,7 +25,7 @@ import numpy as np
 from qat_lora.cache.build.writer import CacheWriter
 from qat_lora.cache.format.records import Fingerprint
 from qat_lora.cache.read.dataset import KDCacheDataset
-from qat_lora.cache.tools.verify import verify_cache
+from qat_lora.cache.storage.store import verify_cache
 from qat_lora.types import VerifyRows
 
 REPEATS = 5

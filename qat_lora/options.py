@@ -7,7 +7,7 @@ import functools
 from dataclasses import fields
 from typing import Literal
 
-from qat_lora.cache.build.partition import Partition
+from qat_lora.cache.build.writer import Partition
 from qat_lora.config import option, required, settings
 from qat_lora.data.sources import TextConfig
 from qat_lora.errors import ConfigError

@@ -77,7 +77,7 @@ def adapted(student, tmp_path):
     """A model with an adapter, and the folder that the adapter was saved to."""
     from toy_export import with_adapter
 
-    from qat_lora.files.identity import checkpoint_sha256
+    from qat_lora.files.checksums import checkpoint_sha256
     from qat_lora.layers.lora import LoraConfig
     from qat_lora.models.adapter import save_adapter
 

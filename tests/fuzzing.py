@@ -36,7 +36,7 @@ from hypothesis import strategies as st
 
 import qat_lora
 from qat_lora import options
-from qat_lora.cache.build.partition import Partition, read_part
+from qat_lora.cache.build.writer import Partition, read_part
 from qat_lora.cache.format.records import Fingerprint, Part, render
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.cache.storage.location import locate

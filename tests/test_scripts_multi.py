@@ -12,7 +12,7 @@ import pytest
 from toy_paths import clean_environment
 from toy_pipeline import call, quantize_options, recover_options
 
-from qat_lora.cache.tools.verify import verify_cache
+from qat_lora.cache.storage.store import verify_cache
 from qat_lora.commands.cache import as_builder
 from qat_lora.commands.qat import qat
 from qat_lora.errors import CacheError, ConfigError, ModelError

@@ -9,7 +9,7 @@ import pytest
 import qat_lora
 from qat_lora import errors
 from qat_lora.cache.read.dataset import KDCacheDataset
-from qat_lora.cache.storage.remote import RemoteFolder
+from qat_lora.cache.storage.location import RemoteFolder
 from qat_lora.cli import main
 from qat_lora.terminal import redact
 

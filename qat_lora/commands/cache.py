@@ -11,10 +11,8 @@ from typing import Any
 
 import torch
 
-from qat_lora.cache.build.builder import ForwardSettings, build_kd_cache
-from qat_lora.cache.build.forecast import Size, forecast
-from qat_lora.cache.build.partition import Partition
-from qat_lora.cache.build.writer import CacheWriter
+from qat_lora.cache.build.builder import ForwardSettings, Size, build_kd_cache, forecast
+from qat_lora.cache.build.writer import CacheWriter, Partition
 from qat_lora.cache.format.lm_head import LMHeadFile, lm_head_file
 from qat_lora.cache.format.records import Fingerprint, optional_arrays
 from qat_lora.cache.storage.location import LocalFolder, Location, locate
@@ -27,7 +25,7 @@ from qat_lora.data.sources import TextConfig, describe_source, open_documents
 from qat_lora.errors import ConfigError, InterruptedRunError
 from qat_lora.evaluate.report import save_json, text_table
 from qat_lora.files import outputs
-from qat_lora.files.identity import checkpoint_sha256
+from qat_lora.files.checksums import checkpoint_sha256
 from qat_lora.models.device_map import DispatchedCausalLM, load_dispatched
 from qat_lora.models.load import CausalLM, load_model, load_tokenizer, tokenizer_sha256
 from qat_lora.options import AuditOptions, CacheBuildOptions

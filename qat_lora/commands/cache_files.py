@@ -23,8 +23,7 @@ def _byte_bar(words: str, total_bytes: int | None, quiet: bool) -> Any:
 @click.option("--json", "as_json", is_flag=True, help="print the result as JSON [default: off]")
 def verify(path: str, quiet: bool, as_json: bool) -> None:
     """Read every byte of a cache; exit code 1 and the shard's name on any damage."""
-    from qat_lora.cache.storage.store import read_manifest
-    from qat_lora.cache.tools.verify import verify_cache
+    from qat_lora.cache.storage.store import read_manifest, verify_cache
 
     total = sum(shard.bytes for shard in read_manifest(path).all_shards)
     with _byte_bar("verify", total, quiet) as bar:

@@ -21,8 +21,8 @@ from qat_lora.evaluate.score import measure
 from qat_lora.evaluate.tally import Tally, bootstrap, interval, join, pairs
 from qat_lora.evaluate.tasks import check_tasks, run_tasks
 from qat_lora.files import outputs
+from qat_lora.files.checksums import checkpoint_sha256
 from qat_lora.files.folders import write_text
-from qat_lora.files.identity import checkpoint_sha256
 from qat_lora.models.load import CausalLM, load_model, load_tokenizer, tokenizer_sha256
 from qat_lora.models.student import Student, open_student
 from qat_lora.options import EvalOptions

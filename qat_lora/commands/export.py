@@ -19,9 +19,8 @@ from qat_lora.export.card import Card, labelled, model_card, read_origin, read_s
 from qat_lora.export.forms import FORMS, ExportJob, display_name
 from qat_lora.export.integers import Integers, with_integers
 from qat_lora.files import outputs
-from qat_lora.files.checksums import seal
+from qat_lora.files.checksums import checkpoint_sha256, seal
 from qat_lora.files.folders import moved_into
-from qat_lora.files.identity import checkpoint_sha256
 from qat_lora.layers.convert import quant_layers
 from qat_lora.models.load import copy_tokenizer, load_tokenizer, stored_dtype
 from qat_lora.models.student import Student, adapter_folder, open_student

@@ -16,8 +16,8 @@ from qat_lora.commands.quantize import quantize
 from qat_lora.errors import ConfigError
 from qat_lora.evaluate.report import save_json
 from qat_lora.files import outputs
+from qat_lora.files.checksums import checkpoint_sha256
 from qat_lora.files.folders import atomic_dir
-from qat_lora.files.identity import checkpoint_sha256
 from qat_lora.layers.calibrate.quantize import QuantizeConfig
 from qat_lora.layers.convert import bits_per_weight, quant_layers
 from qat_lora.layers.stacked import apart

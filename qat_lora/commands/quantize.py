@@ -10,8 +10,8 @@ from qat_lora.config import save_yaml, to_dict
 from qat_lora.errors import ConfigError
 from qat_lora.evaluate.report import save_json
 from qat_lora.files import outputs
+from qat_lora.files.checksums import checkpoint_sha256
 from qat_lora.files.folders import moved_into
-from qat_lora.files.identity import checkpoint_sha256
 from qat_lora.layers.calibrate.disk_offload import zeros_in
 from qat_lora.layers.calibrate.finished import Kept, Work
 from qat_lora.layers.calibrate.fisher import Sensitivity, drawn_in_pieces, sensitivities

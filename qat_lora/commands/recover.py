@@ -9,8 +9,8 @@ import torch
 
 from qat_lora.errors import ConfigError
 from qat_lora.files import outputs
+from qat_lora.files.checksums import checkpoint_sha256
 from qat_lora.files.folders import atomic_dir
-from qat_lora.files.identity import checkpoint_sha256
 from qat_lora.layers.convert import add_lora, quant_layers
 from qat_lora.models.adapter import load_starts, save_adapter, starts_sha256
 from qat_lora.models.load import load_model, save_with_tensors

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file
 
-from qat_lora.cache.tools.verify import verify_cache
+from qat_lora.cache.storage.store import verify_cache
 from qat_lora.commands.cache import build_cache
 from qat_lora.commands.quantize import quantize
 from qat_lora.commands.recover import recover

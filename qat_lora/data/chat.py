@@ -12,8 +12,6 @@ thinking block into the last answer and leave it out of earlier ones. An earlier
 same text without its beginning.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -28,23 +26,17 @@ from qat_lora.errors import TextError
 def encode_chat(
     tokenizer: Any, messages: list[Message], where: str = "chat"
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Tokenise a chat as the template of a transformers fast tokenizer writes it; `where` names it in errors.
+    """Tokenise a chat as a fast tokenizer's template writes it; yield token ids and their mask, in pieces.
 
-    Returns:
-        In pieces, token ids and a mask of the same length: 1 on the tokens that lie wholly in an assistant's answer
-        or in the marker that ends its turn, 0 on everything else. Nothing is put before or after what the template
-        writes.
-
-    Raises:
-        TextError: the tokenizer has no chat template, the template refuses the messages, or an answer cannot be
-            told from the rest.
+    The mask is 1 on the tokens that lie wholly in an assistant's answer or in the marker that ends its turn. TextError
+    names `where`: the tokenizer has no chat template, or it refuses the messages, or an answer cannot be told from the
+    rest.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise TextError(
             f"{where}: is a chat, and the tokenizer has no chat template; take the tokenizer of an "
             "instruction-tuned model, or plain text with --format text --text-field FIELD"
         )
-
     render = partial(render_chat, tokenizer, where)
     whole = render(messages)
     spans = np.array([(0, 0), *answer_spans(whole, messages, render, where)], np.int64)

@@ -8,8 +8,6 @@ Any bytes are accepted. Bytes that are not UTF-8 become U+FFFD, and so does a lo
 character, which JSON can express and no tokenizer accepts), in fields and in their names: see `well_formed`.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
@@ -27,6 +25,7 @@ _READ_CHARS = 1 << 20
 _PARQUET_BYTES = 1 << 25  # rows that are decoded at once take about so many
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _GAP = re.compile(r"[ \t\n\r]*")
+_DECODER = json.JSONDecoder()
 
 
 class Row(NamedTuple):
@@ -39,24 +38,21 @@ class Row(NamedTuple):
 def file_rows(name: str, path: Path) -> Iterator[Row]:
     """Yield the rows of a .jsonl (or JSON lines in a .json), .json or .parquet file; blank lines are no rows.
 
-    Raises:
-        TextError: not JSON or Parquet, no permission, a row of more than `ROW_CHARS`.
-        MissingExtraError: Parquet without pyarrow.
+    TextError: not JSON or Parquet, no permission, a row of more than `ROW_CHARS`; MissingExtraError: no pyarrow.
     """
     with reading(name):
         if path.suffix.lower() == ".parquet":
             yield from _parquet_rows(name, path)
             return
         with open_text(path) as file:
-            is_array = path.suffix.lower() == ".json" and file.read(4096).lstrip().startswith("[")
-            file.seek(0)
-            if is_array:
+            if path.suffix.lower() == ".json" and file.read(4096).lstrip().startswith("["):
+                file.seek(0)
                 for i, row in enumerate(_members(file, name)):
                     yield Row(f"{name}[{i}]", partial(as_row, row, f"{name}[{i}]"))
                 return
-            for number, line in enumerate(bounded_lines(file, name), 1):
-                if line.strip():
-                    yield Row(f"{name}:{number}", partial(_parse_row, line, f"{name}:{number}"))
+        for number, line in enumerate(lines_of(name, path), 1):
+            if line.strip():
+                yield Row(f"{name}:{number}", partial(_parse_row, line, f"{name}:{number}"))
 
 
 def _parquet_rows(name: str, path: Path) -> Iterator[Row]:
@@ -93,15 +89,13 @@ def _column(column: Any, where: str) -> list[Any]:
         return [value and value.decode("utf-8", "replace") for value in column.view(width).to_pylist()]
 
 
-# JSON
-
-
-def bounded_lines(file: IO[str], name: str) -> Iterator[str]:
-    """Yield the lines of an open file; TextError for one of more than `ROW_CHARS` characters."""
-    for number, line in enumerate(iter(partial(file.readline, ROW_CHARS), ""), 1):
-        if len(line) == ROW_CHARS and line[-1] != "\n":
-            raise too_long(f"{name}:{number}")
-        yield line
+def lines_of(name: str, path: Path) -> Iterator[str]:
+    """Yield the lines of a file; TextError if it cannot be read, or for one of more than `ROW_CHARS` characters."""
+    with reading(name), open_text(path) as file:
+        for number, line in enumerate(iter(partial(file.readline, ROW_CHARS), ""), 1):
+            if len(line) == ROW_CHARS and line[-1] != "\n":
+                raise too_long(f"{name}:{number}")
+            yield line
 
 
 def too_long(where: str) -> TextError:
@@ -124,7 +118,9 @@ def _members(file: IO[str], name: str) -> Iterator[Any]:
                 row, end = _DECODER.raw_decode(text, end)
                 end = _gap(text, end)
             except (ValueError, RecursionError) as error:
-                if not _is_cut(error, text):
+                # It may have failed only because the text goes on.
+                cut = isinstance(error, json.JSONDecodeError) and error.pos > len(text) - len("-Infinity")
+                if not cut and not getattr(error, "msg", "").startswith("Unterminated string"):
                     raise _not_json(where, error) from None
                 fault, end = error, len(text)
             if end == len(text):  # text may go on, and 12 become 123
@@ -149,16 +145,6 @@ def _gap(text: str, at: int) -> int:
     return _GAP.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing at all too
 
 
-def _is_cut(error: Exception, text: str) -> bool:
-    """Whether JSON may have failed only because the text goes on."""
-    if not isinstance(error, json.JSONDecodeError):
-        return False
-    return error.msg.startswith("Unterminated string") or error.pos > len(text) - len("-Infinity")
-
-
-_DECODER = json.JSONDecoder()
-
-
 def _not_json(where: str, error: Exception) -> TextError:
     reason = "it is nested too deeply" if isinstance(error, RecursionError) else getattr(error, "msg", error)
     return TextError(f"dataset: {where} is not JSON that can be read: {reason}")
@@ -170,9 +156,6 @@ def _parse_row(line: str, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise _not_json(where, error) from None
     return as_row(row, where)
-
-
-# Fields
 
 
 def as_row(row: Any, where: str) -> dict[str, Any]:

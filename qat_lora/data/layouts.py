@@ -10,8 +10,6 @@ lines are orphans: a model sees sentences without their article, and a shuffle m
 put the articles together again (Merity et al. 2016, "Pointer Sentinel Mixture Models").
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
@@ -23,19 +21,9 @@ Format = Literal["auto", "text", "wikitext", "alpaca", "openhermes", "sharegpt",
 Message = dict[str, str]
 Fields = Mapping[str, Any]
 
-ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "assistant": "assistant",
-    "tool": "tool",
-}
-"""What the layouts call a speaker, and what chat templates call it."""
+# What the layouts call a speaker, and what chat templates call it.
+_ASSISTANT = dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "assistant"), "assistant")
+ROLES = {"system": "system", "human": "user", "user": "user", **_ASSISTANT, "tool": "tool"}
 
 
 def _sharegpt(row: Fields, where: str) -> list[Message]:
@@ -58,6 +46,7 @@ def _alpaca(row: Fields, where: str) -> list[Message]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": _text(row, "output", where)}]
 
 
+# Every layout of chats: reads messages from a row's fields, and takes its name for the TextError of a bad one.
 CHATS: dict[str, Callable[[Fields, str], list[Message]]] = {
     "messages": lambda row, where: _turns(row, "messages", "role", "content", where),
     "sharegpt": _sharegpt,
@@ -65,9 +54,8 @@ CHATS: dict[str, Callable[[Fields, str], list[Message]]] = {
     # OpenHermes 2.5 has ShareGPT's fields, the first OpenHermes has Alpaca's
     "openhermes": lambda row, where: (_sharegpt if "conversations" in row else _alpaca)(row, where),
 }
-"""Every layout of chats: reads messages from a row's fields, and takes its name for the TextError of a bad one."""
+# Fields by which `auto` knows a layout; it takes the first that fits.
 KNOWN_BY = {"messages": {"messages"}, "sharegpt": {"conversations"}, "alpaca": {"instruction", "output"}}
-"""Fields by which `auto` knows a layout; it takes the first that fits."""
 
 
 def layout_of(row: Row) -> str:
@@ -119,15 +107,12 @@ def _turns(row: Fields, field: str, speaker: str, content: str, where: str) -> l
     return messages
 
 
-# WikiText
-
 TITLE = re.compile(r"\s*= ([^=](?:.*[^=])?) =\s*")
 
 
 def title_of(line: str) -> str | None:
     """Return the title if a line begins an article, else None."""
-    match = TITLE.fullmatch(line)
-    return match[1].strip() if match else None
+    return match[1].strip() if (match := TITLE.fullmatch(line)) else None
 
 
 def starts_with_title(parts: Iterable[str]) -> bool:
@@ -139,18 +124,13 @@ def starts_with_title(parts: Iterable[str]) -> bool:
 def articles(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Join lines to articles; yield the title of each ("" before the first) and its text, title line included.
 
-    A blank line stays a blank line, blank text before the first title is left out.
-
-    The files mark a blank line by a space and the Hugging Face rows by nothing; both come out as "", so that
-    the same corpus gives the same articles from either.
-
-    Raises:
-        TextError: an article of more than `ROW_CHARS` characters, as text has that is no WikiText.
+    Blank text before the first title is left out. The files mark a blank line by a space and the Hugging Face rows by
+    nothing; both come out as "", so that the same corpus gives the same articles from either. TextError: an article of
+    more than `ROW_CHARS` characters, as text has that is no WikiText.
     """
     title, body, size = "", list[str](), 0
     for line in lines:
-        new_title = title_of(line)
-        if new_title is not None:
+        if (new_title := title_of(line)) is not None:
             if any(body):
                 yield title, "\n".join(body) + "\n"
             title, body, size = new_title, [], 0

@@ -1,4 +1,4 @@
-"""Documents to rows of exactly L tokens, resumable at every row without a replay.
+"""Documents to rows of exactly L tokens, resumable at every row without a replay, and such rows as training data.
 
 Documents are concatenated and cut every L tokens. Padding each document to L wastes most of a batch on short texts,
 truncating loses the ends of long ones, and best-fit packing needs a buffer of documents, which would have to be saved
@@ -9,9 +9,11 @@ Documents arrive in pieces (`tokenize.py`), so memory depends neither on their s
 A row knows where its documents begin (`doc_starts`), because attention and positions restart there. A document that
 continues in the next row starts anew there. Nothing predicts the first token of a document in a row, so its `loss_mask`
 is 0.
-"""
 
-from __future__ import annotations
+Training without a teacher holds all rows (`TextDataset`), because the order is a permutation of them: a stream could
+only be shuffled through a buffer and not be resumed at an arbitrary step. It costs nine bytes a token (0.9 GB for 100
+million tokens); longer texts should become a KD cache, whose rows are read on demand.
+"""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,41 +22,34 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qat_lora.data.chat import encode_chat
+from qat_lora.data.shuffle import ShuffledRows
 from qat_lora.data.sources import Document
 from qat_lora.data.tokenize import encode_pieces
 from qat_lora.errors import ConfigError, TextError
+from qat_lora.types import Batch
 
-Tokens = tuple[Sequence[int] | np.ndarray, Sequence[int] | np.ndarray]
-"""Token ids, and a mask of the same length: 1 where a token counts as a target."""
+Tokens = tuple[Sequence[int] | np.ndarray, Sequence[int] | np.ndarray]  # ids, and a mask: 1 on those that are targets
 _END: Tokens = ((), ())
-Encode = Callable[[Document], Iterable[Tokens]]
-"""A document to its tokens, in pieces, so that a long one need not be held."""
-
-
-OpenDocuments = Callable[[int], Iterable[Document]]
-"""Opens a fixed series of documents at an index, like `lambda start: open_documents(config, start)`."""
+Encode = Callable[[Document], Iterable[Tokens]]  # a document's tokens come in pieces, so a long one need not be held
+OpenDocuments = Callable[[int], Iterable[Document]]  # a fixed series from an index on, as by `open_documents`
 
 
 class PackedRow(NamedTuple):
     """One row of L tokens."""
 
-    input_ids: np.ndarray
-    """int32 [L]."""
-    loss_mask: np.ndarray
-    """uint8 [L], 1 where token i counts as the target of position i - 1."""
-    doc_starts: np.ndarray
-    """bool [L], True where a document begins, and always at 0."""
-    cursor: dict[str, int]
-    """Where the next row begins: index of its first document and offset of its first token in that document."""
+    input_ids: np.ndarray  # int32 [L]
+    loss_mask: np.ndarray  # uint8 [L], 1 where token i counts as the target of position i - 1
+    doc_starts: np.ndarray  # bool [L], True where a document begins, and always at 0
+    cursor: dict[str, int]  # of the next row: index of its first document, offset of its first token in that
 
 
 def make_encoder(tokenizer: Any) -> Encode:
     """Return the function from documents to tokens.
 
-    A text becomes [bos] tokens [eos], each of the two if the tokenizer names it: models that have a bos were
-    trained with every document beginning by it, yet byte-level BPE tokenizers often name one without ever adding
-    it. A chat is what its template writes (see `encode_chat`), and a blank document is no tokens at all. Special
-    tokens written out in a text become those tokens, as everywhere in transformers.
+    A text becomes [bos] tokens [eos], each of the two if the tokenizer names it: models that have a bos were trained
+    with every document beginning by it, yet byte-level BPE tokenizers often name one without ever adding it. A chat is
+    what its template writes, and a blank document is no tokens at all. Special tokens written out in a text become
+    those tokens, as everywhere in transformers.
     """
     ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)
     before, after = (np.array([] if token is None else [token], np.int32) for token in ends)
@@ -75,14 +70,8 @@ def pack_rows(
 ) -> Iterator[PackedRow]:
     """Cut documents into rows of `length` tokens; the rest of the last is a document of padding that counts nothing.
 
-    Args:
-        documents: the series from `cursor["document"]` on (from its beginning without a cursor).
-        encode: see `make_encoder`.
-        cursor: of the row after which to go on; the rows are then those that an uninterrupted run would yield.
-
-    Raises:
-        ConfigError: a length below 2.
-        TextError: the text at the cursor is not what it was.
+    With the `cursor` of the row after which to go on, `documents` begin at its document, and the rows are those that an
+    uninterrupted run would yield. ConfigError: a length below 2; TextError: the text at the cursor is not what it was.
     """
     if length < 2:
         raise ConfigError(f"length: {length} tokens a row leave nothing to predict; allowed: 2 or more")
@@ -132,15 +121,10 @@ def _moved(document: int, token: int, found: str) -> TextError:
 
 
 def take_eval(open_at: OpenDocuments, encode: Encode, length: int, eval_rows: int) -> tuple[list[PackedRow], int]:
-    """Keep whole documents apart for evaluation: the first ones, until they fill `eval_rows` rows.
+    """Keep the first documents that fill `eval_rows` rows apart; return the rows and the first document for training.
 
-    What the last of those documents has beyond the rows is used by neither side, so no document is in both.
-
-    Returns:
-        The rows, and the index of the first document of the rest, for training.
-
-    Raises:
-        TextError: the text has fewer rows, or nothing is left for training.
+    What the last of those documents has beyond the rows is used by neither side, so no document is in both. TextError:
+    the text has fewer rows, or nothing is left for training.
     """
     if eval_rows <= 0:
         return [], 0
@@ -155,10 +139,51 @@ def take_eval(open_at: OpenDocuments, encode: Encode, length: int, eval_rows: in
 
 
 def share(open_at: OpenDocuments, first: int = 0, part: int = 0, parts: int = 1) -> OpenDocuments:
-    """Return the series, numbered anew from 0, of the documents j ≥ `first` with j % `parts` = `part`.
-
-    This is what a builder packs: `first` steps over the evaluation documents, `part` and `parts` divide the rest
-    among several builders.
-    """
+    """Return the series, numbered anew from 0, of the documents j ≥ `first` with j % `parts` = `part`: a builder's."""
     begin = first + (part - first) % parts
     return lambda start: itertools.islice(open_at(begin + start * parts), 0, None, parts)
+
+
+def every_token(encode: Encode) -> Encode:
+    """Return an encoder that counts every token as a target, those of prompts too: plain next-token training."""
+    return lambda document: ((ids, np.ones(len(ids), np.uint8)) for ids, _ in encode(document))
+
+
+def answers_only(encode: Encode) -> Encode:
+    """Return an encoder for fine-tuning on chats: only what the assistant says counts, plain text is a TextError."""
+
+    def encode_answers(document: Document) -> Iterable[Tokens]:
+        if document.messages is None and not document.is_blank:
+            raise TextError(
+                f"objective: sft learns from chats, and {document.name} is plain text; give a chat layout with "
+                "--format (messages, alpaca, sharegpt), or --objective ce"
+            )
+        return encode(document)
+
+    return encode_answers
+
+
+class TextDataset(ShuffledRows):
+    """Packed rows in memory, at most `rows`; TextError if there is none with a token that counts."""
+
+    def __init__(self, packed: Iterable[PackedRow], rows: int | None = None) -> None:
+        taken = list(itertools.islice(packed, rows))
+        if not any(row.loss_mask.any() for row in taken):
+            raise TextError("dataset: the text has no token to learn from; give more text")
+        self._ids_NL = np.stack([row.input_ids for row in taken])
+        self._documents_NL = np.stack([np.cumsum(row.doc_starts, dtype=np.int32) - 1 for row in taken])
+        self._mask_NL = np.stack([row.loss_mask[1:] > 0 for row in taken])
+
+    def __len__(self) -> int:
+        return len(self._ids_NL)
+
+    def rows(self, indices: Sequence[int] | np.ndarray) -> Batch:
+        """Return rows as numpy arrays (see `types.Batch`), in the order asked; -1 gives a fully masked row."""
+        at = np.maximum(np.asarray(indices, np.int64), 0)
+        there = np.asarray(indices)[:, None] >= 0
+        ids_BL, documents_BL, mask_BL = self._ids_NL[at], self._documents_NL[at], self._mask_NL[at] & there
+        return {"input_ids": ids_BL, "document_ids": documents_BL, "target_mask": mask_BL}
+
+
+# What counts as a target under each objective that needs no teacher.
+ENCODERS: dict[str, Callable[[Encode], Encode]] = {"ce": every_token, "sft": answers_only}

@@ -10,8 +10,6 @@ batch: a stored permutation of ten million rows would cost 80 MB and a second pe
 not promise that its shuffles stay the same between releases.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
@@ -21,7 +19,6 @@ from qat_lora.errors import ConfigError
 from qat_lora.types import Batch
 
 _ROUNDS = 8
-_U64 = (1 << 64) - 1
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
@@ -36,7 +33,7 @@ def permuted(positions: np.ndarray, rows: int, seed: int, epoch: int) -> np.ndar
     """Return which row stands at each position of an epoch: a bijection of 0..rows-1, keyed by (seed, epoch)."""
     half = np.uint64(max(1, -(-(rows - 1).bit_length() // 2)))
     low = np.uint64((1 << int(half)) - 1)
-    key = _mix(_mix(np.array([seed & _U64], np.uint64)) ^ np.uint64(epoch))
+    key = _mix(_mix(np.array([seed % 2**64], np.uint64)) ^ np.uint64(epoch))
     keys = [key := _mix(key) for _ in range(_ROUNDS)]
     result = np.asarray(positions, np.uint64).copy()
     outside = np.ones(len(result), bool)
@@ -65,22 +62,13 @@ def global_batch(rows: int, step: int, global_batch_rows: int, seed: int) -> np.
 
 
 def micro_batches(
-    rows: int,
-    start_step: int,
-    steps: int,
-    batch_rows: int,
-    accumulation: int,
-    seed: int,
-    replica: int,
-    replicas: int,
+    rows: int, start_step: int, steps: int, batch_rows: int, accumulation: int, seed: int, replica: int, replicas: int
 ) -> Iterator[np.ndarray]:
     """Yield the row numbers of a replica's micro-batches, `accumulation` for each step from `start_step` on.
 
     The global batch has batch_rows · accumulation · replicas rows, in an order that does not depend on how that
     product is made up; micro-batch a of replica r takes its rows [(a · replicas + r) · batch_rows, +batch_rows).
-
-    Raises:
-        ConfigError: a replica that does not exist.
+    ConfigError: a replica that does not exist.
     """
     if not 0 <= replica < replicas:
         raise ConfigError(f"replica: {replica} of {replicas}; allowed: 0 to {replicas - 1}")

@@ -9,8 +9,6 @@ Local text is read with the standard library (Parquet with pyarrow); `datasets` 
 saved. Its generic loaders would first copy local text into its cache and make every line a document.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json
@@ -21,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from qat_lora.config import option
-from qat_lora.data.file_rows import ROW_SUFFIXES, Row, as_row, bounded_lines, file_rows, open_text, reading, well_formed
+from qat_lora.data.file_rows import ROW_SUFFIXES, Row, as_row, file_rows, lines_of, open_text, reading, well_formed
 from qat_lora.data.layouts import CHATS, Format, articles, layout_of, starts_with_title, text_of
 from qat_lora.data.tokenize import WINDOW_CHARS, slices
 from qat_lora.errors import MissingExtraError, TextError, one_line
@@ -48,8 +46,7 @@ class Document(NamedTuple):
 
     text: str | TextFile | None
     messages: list[dict[str, str]] | None
-    name: str
-    """Where it comes from, for people."""
+    name: str  # where it comes from, for people
 
     @property
     def is_blank(self) -> bool:
@@ -71,8 +68,7 @@ class TextConfig:
     split: str = option("train", "split of the Hugging Face dataset; files have none")
     text_field: str = option("text", "field of a row that holds its text")
     format: Format = option(
-        "auto",
-        "layout: text, wikitext (lines joined to articles) or a chat layout; auto looks at the first document",
+        "auto", "layout: text, wikitext (lines joined to articles) or a chat layout; auto looks at the first document"
     )
     glob: tuple[str, ...] = option(
         ("**/*.txt", "**/*.md", "**/*.rst", "**/*.py", "**/*.jsonl", "**/*.parquet"),
@@ -103,11 +99,16 @@ def open_documents(config: TextConfig, start: int = 0) -> Iterator[Document]:
     if path is None or _is_saved_dataset(path):
         loads = _dataset_loads(_load_dataset(config, path), config, start)
     else:
-        files = _files(path, config)
-        each = (_file_loads(name, file, config) for name, file in files)
+        each = itertools.starmap(partial(_file_loads, config), _files(path, config))
         loads = itertools.islice(itertools.chain.from_iterable(each), start, None)
-    documents = (load() for load in loads)
-    return documents if start else _refuse_blank(documents, config)
+    documents, seen = (load() for load in loads), list[Document]()
+    if start:
+        return documents
+    for document in documents:  # to the first with something in it, so that an empty source is refused at once
+        seen.append(document)
+        if not document.is_blank:
+            return itertools.chain(seen, documents)
+    raise TextError(f"dataset: {config.dataset} is empty: {len(seen)} documents, all blank; give some text")
 
 
 def describe_source(config: TextConfig) -> str:
@@ -118,14 +119,10 @@ def describe_source(config: TextConfig) -> str:
     """
     layout = {"format": config.format, "text_field": config.text_field}
     path = _local_path(config)
+    described: dict[str, Any]
     if path is None:
-        described = {
-            "kind": "hub",
-            "dataset": config.dataset,
-            "config": config.dataset_config,
-            "split": config.split,
-            "revision": config.dataset_revision,
-        }
+        described = {"kind": "hub", "dataset": config.dataset, "config": config.dataset_config}
+        described |= {"split": config.split, "revision": config.dataset_revision}
     elif _is_saved_dataset(path):
         # cache-*.arrow are results that `datasets` keeps beside the data
         found = [file for file in sorted(path.rglob("*")) if file.is_file() and not file.name.startswith("cache-")]
@@ -144,19 +141,6 @@ def _digest(files: list[tuple[str, Path]]) -> dict[str, Any]:
         digest.update(f"{name}\0{size}\0".encode(errors="surrogateescape") + content)
         total += size
     return {"files": len(files), "bytes": total, "sha256": digest.hexdigest()}
-
-
-def _refuse_blank(documents: Iterator[Document], config: TextConfig) -> Iterator[Document]:
-    """Look ahead to the first document with something in it, so that an empty source is refused at once."""
-    seen = []
-    for document in documents:
-        seen.append(document)
-        if not document.is_blank:
-            return itertools.chain(seen, documents)
-    raise TextError(f"dataset: {config.dataset} is empty: {len(seen)} documents, all blank; give some text")
-
-
-# Which files
 
 
 def _local_path(config: TextConfig) -> Path | None:
@@ -189,7 +173,7 @@ def _files(path: Path, config: TextConfig) -> list[tuple[str, Path]]:
         with reading(name), file.open("rb") as opened:
             start = opened.read(1 << 16)
         text = start.decode("utf-8-sig", errors="replace")
-        # Python sources may declare an old encoding; what that costs is a few characters, so they are read all the same
+        # Python sources may declare an old encoding, which costs a few characters, so they are read all the same
         replaced = 0 if file.suffix == ".py" else text.count("\ufffd")
         if b"\0" in start or replaced > len(text) / 10:
             raise TextError(
@@ -233,17 +217,14 @@ def _listed_files(folder: Path, files_from: str) -> list[tuple[str, Path]]:
     return [(name, folder / name) for name in names]
 
 
-# Files to documents
-
-
-def _file_loads(name: str, path: Path, config: TextConfig) -> Iterator[_Load]:
+def _file_loads(config: TextConfig, name: str, path: Path) -> Iterator[_Load]:
     name = well_formed(name)
     if path.suffix.lower() in ROW_SUFFIXES:
         return _row_loads(name, lambda _: file_rows(name, path), config)
     if config.format in CHATS:
         raise TextError(f"format: {config.format} needs rows ({', '.join(ROW_SUFFIXES)}), and {name} is plain text")
     if config.format == "wikitext" or (config.format == "auto" and starts_with_title(TextFile(name, path))):
-        return _article_loads(name, _lines(name, path))
+        return _article_loads(name, lines_of(name, path))
     return iter([partial(_plain_document, name, path)])
 
 
@@ -251,19 +232,11 @@ def _article_loads(name: str, lines: Iterable[str]) -> Iterator[_Load]:
     return (partial(Document, text, None, f"{name}: {title}") for title, text in articles(lines))
 
 
-def _lines(name: str, path: Path) -> Iterator[str]:
-    with reading(name), open_text(path) as file:
-        yield from bounded_lines(file, name)
-
-
 def _plain_document(name: str, path: Path) -> Document:
     text = TextFile(name, path)
     with reading(name):
         small = path.stat().st_size <= WINDOW_CHARS
     return Document("".join(text) if small else text, None, name)
-
-
-# Rows to documents
 
 
 def _load_dataset(config: TextConfig, path: Path | None) -> Any:
@@ -274,13 +247,8 @@ def _load_dataset(config: TextConfig, path: Path | None) -> Any:
         raise MissingExtraError("Hugging Face datasets need an extra: pip install 'qat-lora[hub]'") from None
     try:
         if path is None:
-            return datasets.load_dataset(
-                config.dataset,
-                config.dataset_config,
-                split=config.split,
-                revision=config.dataset_revision,
-                streaming=config.streaming,
-            )
+            options = {"split": config.split, "revision": config.dataset_revision, "streaming": config.streaming}
+            return datasets.load_dataset(config.dataset, config.dataset_config, **options)
         saved = datasets.load_from_disk(str(path))
     except Exception as error:  # the hub, the network and the dataset's author have many ways to fail
         raise TextError(f"dataset: {config.dataset} cannot be loaded: {one_line(error)}") from None

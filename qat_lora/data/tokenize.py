@@ -23,8 +23,6 @@ ahead, as GPT-4o's does in a run of thousands of capitals and letters without ca
 encoded whole.
 """
 
-from __future__ import annotations
-
 import itertools
 import unicodedata
 from collections.abc import Iterable, Iterator
@@ -36,8 +34,7 @@ from tokenizers import models
 from qat_lora.errors import TextError
 from qat_lora.runtime.host.memory import give_back
 
-WINDOW_CHARS = 1 << 18
-"""Characters that are tokenised at once, which bounds memory (`benchmarks/text_memory.py` measures it)."""
+WINDOW_CHARS = 1 << 18  # tokenised at once, which bounds memory (`benchmarks/text_memory.py` measures it)
 LARGEST = 8  # times WINDOW_CHARS, where no place to cut is found in less
 OVERLAP_CHARS = 4096
 MARGIN_CHARS = 256
@@ -48,29 +45,22 @@ STARTS = 128  # places tried for a window's beginning; runs have tokens of at mo
 class Piece(NamedTuple):
     """Tokens of a text, in order."""
 
-    ids: np.ndarray
-    """int32 [N]."""
-    spans: np.ndarray
-    """int64 [N, 2]: a token's first character in the text and the one behind its last; [0, 2] if not asked for."""
+    ids: np.ndarray  # int32 [N]
+    spans: np.ndarray  # int64 [N, 2]: first character in the text, the one behind the last; [0, 2] if not asked for
 
 
 class _Cut(NamedTuple):
-    """Where the next window begins (a character of this one), and how many tokens of each lie before the cut."""
-
-    start: int
-    here: int
-    there: int
-    known: list[int]
-    """The next window's ids before the cut: longer text must not change them."""
+    start: int  # the character of this window at which the next begins
+    here: int  # tokens of this window before the cut
+    there: int  # tokens of the next before it
+    known: list[int]  # their ids, which longer text must not change
 
 
 def encode_pieces(tokenizer: Any, parts: Iterable[str], name: str, *, spans: bool = False) -> Iterator[Piece]:
     """Yield a text's tokens by a transformers fast tokenizer, without special tokens around it.
 
     It is given in `parts` of at most `WINDOW_CHARS` characters, such as `slices` of it; `spans` only where asked for.
-
-    Raises:
-        TextError: the text can be cut at no place; what was given out until then is right.
+    TextError: the text can be cut at no place; what was given out until then is right.
     """
     source = iter(parts)
     window, more, size = "", True, WINDOW_CHARS
@@ -162,27 +152,21 @@ def _meeting(here: np.ndarray, there: np.ndarray, window: str, low: int, high: i
     words = bool(here[near, _WORD].any() or there[near_there, _WORD].any())
     if not words and not within:
         return 0, 0
-    starts_at = {
-        int(there[j, _BEGIN]): j for j in range(AGREEING, len(there) - AGREEING) if _starts_character(there, j)
-    }
-    middle = (low + high) // 2
-    fits = near & (here[:, _WORD] == words)
+    inner = range(AGREEING, len(there) - AGREEING)
+    # No token that begins amid the bytes of a character: it would overlap the one before it.
+    starts_at = {int(there[j, _BEGIN]): j for j in inner if there[j, _BEGIN] >= there[j - 1, _END]}
+    middle, fits = (low + high) // 2, near & (here[:, _WORD] == words)
     for i in sorted(np.flatnonzero(fits).tolist(), key=lambda i: abs(int(here[i, _BEGIN]) - middle)):
         j = starts_at.get(int(here[i, _BEGIN]), 0)
         if (
             j
             and AGREEING <= i < len(here) - AGREEING
-            and _starts_character(here, i)
+            and here[i, _BEGIN] >= here[i - 1, _END]
             and np.array_equal(here[i - AGREEING : i + AGREEING], there[j - AGREEING : j + AGREEING])
             and _begins_anew(window[here[i, _BEGIN]])
         ):
             return i, j
     return 0, 0
-
-
-def _starts_character(marks: np.ndarray, i: int) -> bool:
-    """Whether token i begins with a character, not amid the bytes of one."""
-    return bool(marks[i, _BEGIN] >= marks[i - 1, _END])
 
 
 def _begins_anew(character: str) -> bool:

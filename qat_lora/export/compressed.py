@@ -24,8 +24,8 @@ from qat_lora.export.integers import Integers, as_integers, needed_bits, other_t
 from qat_lora.export.merged import LOAD_TOKENIZER
 from qat_lora.export.pair import save_adapter_copy
 from qat_lora.extras import require
+from qat_lora.files.checksums import checkpoint_sha256
 from qat_lora.files.finite import check_finite
-from qat_lora.files.identity import checkpoint_sha256
 from qat_lora.layers.convert import LM_HEAD, linear_layers, quant_layers, tied_embedding
 from qat_lora.models.load import DTYPES, GENERATION, copy_files
 

@@ -14,9 +14,8 @@ from typing import Any
 
 from qat_lora.errors import ModelError, one_line
 from qat_lora.export.card import check_model_card
-from qat_lora.files.checksums import check_folder, read_object
+from qat_lora.files.checksums import check_folder, checkpoint_sha256, read_object
 from qat_lora.files.folders import LIST, MARK
-from qat_lora.files.identity import checkpoint_sha256
 from qat_lora.files.outputs import check_listed
 from qat_lora.models.adapter import CONFIG, read_adapter
 

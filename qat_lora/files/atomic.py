@@ -4,11 +4,8 @@ Writing under the final name leaves half a file after a kill, and rename without
 cut. Rename also overwrites what another process has just finished; `link` refuses. The lock is `flock`, because the
 kernel drops it with the process, while a lock *file* would outlive a kill and block the next run.
 
-`failpoint` lets the tests kill a process at each named step; a build must then go on to the same bytes. Kills at random
-times almost never land inside a commit.
+`failpoint` lets the tests kill a process at each named step: kills at random times almost never land inside a commit.
 """
-
-from __future__ import annotations
 
 import contextlib
 import errno
@@ -23,19 +20,15 @@ from typing import Literal
 from qat_lora.errors import OutputExistsError
 from qat_lora.files.folders import fsync, ours
 
-FAILPOINT_STEPS = ("opened", "started", "written", "synced", "linked", "durable")
-"""Steps of one commit, each a failpoint `<kind>-<step>` for the kinds shard, sidecar, part and manifest."""
-
+FAILPOINT_STEPS = ("opened", "started", "written", "synced", "linked", "durable")  # of a commit: `<kind>-<step>`
+Lock = Literal["exclusive", "shared", "waiting"]  # `waiting` is exclusive too, and waits where others are refused
 _reached: Counter[str] = Counter()
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
 
 
 def failpoint(name: str) -> None:
     """Kill this process if QAT_LORA_FAILPOINT is `name`, or `name:3` on the third time; for tests only."""
-    wanted = os.environ.get("QAT_LORA_FAILPOINT")
-    if wanted is None:
-        return
-    point, _, times = wanted.partition(":")
+    point, _, times = os.environ.get("QAT_LORA_FAILPOINT", "").partition(":")
     _reached[name] += 1
     if point == name and _reached[name] == int(times or 1):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -49,9 +42,7 @@ def temporary(path: Path) -> Path:
 def write_new(path: Path, chunks: Iterable[bytes | memoryview], kind: str) -> tuple[int, str]:
     """Write a file that must not exist yet, so that it appears whole and stays; return its bytes and its sha256.
 
-    Raises:
-        FileExistsError: `path` is there already; it was not touched.
-        OSError: disk full, no permission; the temporary file is removed.
+    FileExistsError: `path` is there already, untouched; OSError: disk full, no permission; nothing is left behind.
     """
     partial = temporary(path)
     ours(partial), ours(path)
@@ -92,10 +83,6 @@ def publish(partial: Path, path: Path) -> None:
         os.rename(partial, path)
 
 
-Lock = Literal["exclusive", "shared", "waiting"]
-"""`waiting` is exclusive too, and waits for its holder where the others are refused."""
-
-
 @contextlib.contextmanager
 def lock(path: Path, kind: Lock) -> Iterator[None]:
     """Hold a lock on a file, freed by the kernel if the process dies; OutputExistsError if another process holds it."""
@@ -103,20 +90,18 @@ def lock(path: Path, kind: Lock) -> Iterator[None]:
 
     if not path.exists():
         ours(path)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     operation = fcntl.LOCK_SH if kind == "shared" else fcntl.LOCK_EX
-    try:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    with os.fdopen(descriptor, "r+b", buffering=0) as file:
         try:
-            fcntl.flock(descriptor, operation if kind == "waiting" else operation | fcntl.LOCK_NB)
+            fcntl.flock(file, operation if kind == "waiting" else operation | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.read(descriptor, 32).decode("ascii", "replace").strip() or "unknown"
+            holder = file.read(32).decode("ascii", "replace").strip() or "unknown"
             raise OutputExistsError(
                 f"--out {path.parent}: another builder is writing there (process {holder}); wait for it, stop it, "
                 "or choose another --out"
             ) from None
         if kind == "exclusive":
-            os.ftruncate(descriptor, 0)
-            os.write(descriptor, f"{os.getpid()}\n".encode())
+            file.truncate(0)
+            file.write(f"{os.getpid()}\n".encode())
         yield
-    finally:
-        os.close(descriptor)

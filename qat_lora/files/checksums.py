@@ -1,4 +1,4 @@
-"""Checksums of the files we write, in the format of `sha256sum -c SHA256SUMS`.
+"""Checksums of the files we write, in the format of `sha256sum -c SHA256SUMS`, and the identity of a model.
 
 Safetensors has no checksum: a flipped bit in a weight gives a slightly different model, and no loader notices. So every
 folder that can be loaded by itself (checkpoint, adapter, student, export) gets a `SHA256SUMS`, written last, and a key
@@ -8,9 +8,11 @@ every format; these survive copying and can be checked with standard tools.
 
 The promise of a model, adapter or export is in `qat_lora.json`, not in `config.json`: transformers copies unknown keys
 of a config along, so a model that somebody fine-tunes and saves would promise sums that nobody wrote.
-"""
 
-from __future__ import annotations
+A base, teacher or adapter is known by one sha256 over its weights and settings: with another `rms_norm_eps` the same
+weights compute something else. Settings that change nothing, such as the version that wrote them or notes for people,
+are left out. Earlier versions noted the hash of the weights alone, which is still accepted.
+"""
 
 import fnmatch
 import functools
@@ -27,12 +29,12 @@ from typing import Any
 from qat_lora.errors import DamagedFileError, ModelError, one_line
 
 SUMS, NOTE = "SHA256SUMS", "qat_lora.json"
-PROMISE = {"checksums": SUMS}
-"""Goes into a JSON file of a folder that has sums: `qat_lora.json`, or the `state.json` of a checkpoint."""
+PROMISE = {"checksums": SUMS}  # into a JSON file of a folder with sums: `qat_lora.json`, a checkpoint's `state.json`
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "*.jinja", "added_tokens.json")
 WEIGHTS = ("*.safetensors", "*.index.json", "*.gguf")
 LOADED = ("config.json", "generation_config.json", "adapter_config.json", NOTE, *TOKENIZER, *WEIGHTS)
 """Names of the files that decide what is loaded. Cards and pictures, which people may edit, are not among them."""
+CHANGES_NOTHING = ("transformers_version", "_name_or_path", "architectures", "base_model_name_or_path")
 _LINE = re.compile(r"([0-9a-f]{64})  ([^/\0\n]+)")
 _SUMS_LIMIT_BYTES = 1 << 20
 _TICK_NS = 50_000_000  # longer than a file system's clock stands still: a file changed within it may keep its times
@@ -53,15 +55,18 @@ def _sha256(path: str, _inode: int, _size: int, _changed_ns: int) -> str:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file.
+    """Return the object in a JSON file; ModelError if it cannot be read, is no JSON object, or a number in it is none.
 
     A model's own `config.json` may hold infinities (Mamba's `time_step_limit`), which transformers writes so.
-
-    Raises:
-        ModelError: it cannot be read, is no JSON object, or holds a number that is NaN or infinite.
     """
+
+    def number(text: str) -> float:
+        value = float(text)
+        if math.isnan(value) or math.isinf(value) and file.name != "config.json":
+            raise ValueError(f"{text} is no {'' if math.isnan(value) else 'finite '}number")
+        return value
+
     try:
-        number = functools.partial(_number, infinite=file.name == "config.json")
         data = json.loads(file.read_text(encoding="utf-8"), parse_constant=number, parse_float=number)
     except OSError as error:
         raise ModelError(f"{file}: cannot be read ({error.strerror})") from None
@@ -70,13 +75,6 @@ def read_object(file: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ModelError(f"{file}: holds a JSON {type(data).__name__} and no object")
     return data
-
-
-def _number(text: str, infinite: bool) -> float:
-    number = float(text)
-    if math.isnan(number) or math.isinf(number) and not infinite:
-        raise ValueError(f"{text} is no {'' if math.isnan(number) else 'finite '}number")
-    return number
 
 
 def write_sums(folder: Path, names: Iterable[str]) -> None:
@@ -104,13 +102,17 @@ def check_folder(folder: Path, patterns: Iterable[str] = LOADED, ours: bool = Fa
         notice_no_sums(folder)
 
 
+@functools.cache
+def notice_no_sums(folder: Path) -> None:
+    """Say once that a folder of an earlier version is loaded without checksums."""
+    print(f"note: {folder}: of an earlier version, without checksums; it is loaded unchecked", file=sys.stderr)
+
+
 def check_sums(folder: Path, promised: bool, patterns: Iterable[str]) -> dict[str, str] | None:
     """Compare a folder's files with its checksums; return all sums by name, None where it has none.
 
     Where one of its files says that it has checksums (`promised`), every file that matches `patterns` needs one.
-
-    Raises:
-        DamagedFileError: names the file that is missing or is not what was written, or the checksums themselves.
+    DamagedFileError names the file that is missing or is not what was written, or the checksums themselves.
     """
     sums = folder / SUMS
     if not sums.exists():
@@ -127,18 +129,25 @@ def check_sums(folder: Path, promised: bool, patterns: Iterable[str]) -> dict[st
         return None  # of somebody else's making
     present = {path.name for path in folder.iterdir() if path.is_file()}
     for name in _matching({*found, *present}, patterns):
+        file = folder / name
         if name in found:
-            _check(folder / name, found[name])
+            try:
+                actual = sha256_of(file)
+            except OSError as error:
+                raise DamagedFileError(f"{file}: cannot be read ({error.strerror}), and {SUMS} lists it") from None
+            if actual != found[name]:
+                raise DamagedFileError(
+                    f"{file}: is not what was written (its sha256 is {actual[:12]}…, {SUMS} says {found[name][:12]}…); "
+                    f"restore it from a copy. If you changed it on purpose, write the new sum into {sums}"
+                )
         elif promised:
             raise DamagedFileError(
-                f"{folder / name}: has no checksum; if you put it there, add one: cd {folder} && sha256sum {name} >> "
-                f"{SUMS}"
+                f"{file}: has no checksum; if you put it there, add one: cd {folder} && sha256sum {name} >> {SUMS}"
             )
     return found
 
 
 def _read_sums(sums: Path) -> dict[str, str] | None:
-    """Return the lines of a file of checksums by name, None where they are not that."""
     with sums.open("rb") as stream:
         text = stream.read(_SUMS_LIMIT_BYTES).decode("utf-8", errors="replace")
     *lines, end = text.split("\n")
@@ -147,25 +156,51 @@ def _read_sums(sums: Path) -> dict[str, str] | None:
     return found if found and not end and len(found) == len(lines) else None
 
 
-def _check(file: Path, wanted: str) -> None:
-    try:
-        actual = sha256_of(file)
-    except OSError as error:
-        raise DamagedFileError(f"{file}: cannot be read ({error.strerror}), and {SUMS} lists it") from None
-    if actual != wanted:
-        raise DamagedFileError(
-            f"{file}: is not what was written (its sha256 is {actual[:12]}…, {SUMS} says {wanted[:12]}…); restore it "
-            f"from a copy. If you changed it on purpose, write the new sum into {file.parent / SUMS}"
-        )
-
-
 def _matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
     """Return the names that match, in order; the checksums themselves never do."""
     wanted = tuple(patterns)
     return sorted(name for name in names if name != SUMS and any(fnmatch.fnmatchcase(name, p) for p in wanted))
 
 
-@functools.cache
-def notice_no_sums(folder: Path) -> None:
-    """Say once that a folder of an earlier version is loaded without checksums."""
-    print(f"note: {folder}: of an earlier version, without checksums; it is loaded unchecked", file=sys.stderr)
+def checkpoint_sha256(folder: Path, noted: str | None = None) -> str:
+    """Return the identity of a folder with weights, and `config.json` or `adapter_config.json`.
+
+    Where `noted`, what an earlier run wrote about it, names the weights alone, so does the result. ModelError if it
+    holds no weights, or its settings are no JSON object.
+    """
+    weights = weights_sha256(folder)
+    if noted and weights in noted:
+        return weights
+    files = (folder / "config.json", folder / "adapter_config.json")
+    settings = [_canonical(read_object(file)) for file in files if file.is_file()]
+    return hashlib.sha256(json.dumps([weights, *settings], sort_keys=True).encode()).hexdigest()
+
+
+def weights_sha256(folder: Path) -> str:
+    """Return the sha256 over a folder's weight files, names and bytes.
+
+    Where there are files of model weights, others (adapter starts, a second format) are left out: what is beside the
+    weights must not make a base another one.
+    """
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("model*.safetensors")) or weight_files(folder):
+        digest.update(file.name.encode() + bytes.fromhex(sha256_of(file)))
+    return digest.hexdigest()
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return a folder's weight files; ModelError if there are none."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"model: {folder} holds no .safetensors weights (pickled weights are not read)")
+    return files
+
+
+def _canonical(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return what decides in a model's settings; the type of its weights under the newer of its two names."""
+    kept = {name: value for name, value in settings.items() if name not in CHANGES_NOTHING}
+    if "torch_dtype" in kept:
+        kept.setdefault("dtype", kept.pop("torch_dtype"))
+    if isinstance(quantization := kept.get("quantization_config"), dict):
+        kept["quantization_config"] = {name: value for name, value in quantization.items() if name != "details"}
+    return kept

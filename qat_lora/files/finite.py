@@ -6,8 +6,6 @@ before it is written. Its minimum and maximum suffice: both are NaN if any entry
 That takes one pass and no memory; `torch.isfinite` takes a hundred times as long.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping

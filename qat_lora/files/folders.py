@@ -13,8 +13,6 @@ between the two renames, the old folder under its other name, which `restore_dir
 into the folder itself could leave new factors with an old base, and nothing would notice when they are loaded.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json
@@ -23,16 +21,15 @@ import re
 import shutil
 import stat
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from qat_lora.errors import DamagedFileError, OutputExistsError
 
 MARK, LIST = "qat_lora_run.json", "qat_lora_files.txt"
+LAST = ("config.json", "adapter_config.json", "base.gguf")  # files without which nothing loads a folder
 _HEADER = re.compile(rb"# qat-lora ([a-z ]+): ")
-
-
 _runs: dict[str, set[str] | None] = {}  # the folders that this process holds, and what their runs have listed
 
 
@@ -62,10 +59,7 @@ def listed(root: Path) -> tuple[str | None, set[str]]:
     """Return the command that keeps a folder's list, None where there is no list, and the files that it lists.
 
     A line that a kill cut short or that lost a bit, and one that leads out of the folder, name nothing: what is not
-    known to be the run's stays.
-
-    Raises:
-        DamagedFileError: there is a list, and it does not begin as one.
+    known to be the run's stays. DamagedFileError: there is a list, and it does not begin as one.
     """
     try:
         data = (root / LIST).read_bytes() if not (root / LIST).is_symlink() else b""
@@ -98,9 +92,7 @@ def ours(path: Path) -> Path:
     """Note, before it is written, that the run whose folder holds `path` writes this file; return the path.
 
     Only folders that this process holds count: what a command writes into the folder of another run is not that run's.
-
-    Raises:
-        OutputExistsError: something is there already that the run did not write.
+    OutputExistsError: something is there already that the run did not write.
     """
     _note([path])
     return path
@@ -142,18 +134,16 @@ def _note(paths: Iterable[Path], folder: str = "") -> None:
         _runs[root].update(names)  # type: ignore[union-attr]
 
 
-def _refuse_taken(root: str, name: str, is_kind: object, known: bool) -> None:
+def _refuse_taken(root: str, name: str, is_kind: Callable[[int], bool], known: bool) -> None:
     """Refuse a name that is, or lies under, what the run did not write: also a link in the place of its own folder."""
-    place = root
     parts = name.split("/")
-    for i, part in enumerate(parts):
-        place = f"{place}/{part}"
+    for count in range(1, len(parts) + 1):
+        place = "/".join((root, *parts[:count]))
         try:
             mode = os.lstat(place).st_mode
         except (FileNotFoundError, NotADirectoryError):
             return
-        fine = known and is_kind(mode) if i == len(parts) - 1 else stat.S_ISDIR(mode)  # type: ignore[operator]
-        if not fine:
+        if not (known and is_kind(mode) if count == len(parts) else stat.S_ISDIR(mode)):
             raise OutputExistsError(
                 f"{place}: is in the way, and this run did not write it; nothing was touched: move it away, then run "
                 "the same command again, or choose another --out"
@@ -166,10 +156,10 @@ def _append(file: Path, text: str) -> None:
     try:
         size, data = os.fstat(descriptor).st_size, text.encode()
         try:
-            if os.write(descriptor, data) < len(data):
-                os.fsync(descriptor)  # a full disk says so here at the latest
+            written = os.write(descriptor, data)
+            os.fsync(descriptor)  # a full disk says so here at the latest
+            if written < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.fsync(descriptor)
         except OSError as error:
             os.ftruncate(descriptor, size)
             raise OSError(error.errno, error.strerror, str(file)) from None
@@ -200,8 +190,7 @@ def is_draft(draft: Path, text: str) -> bool:
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yield the path to write a file under; when the block ends well it takes the place of `path`, else it is removed.
 
-    Raises:
-        OutputExistsError: something is there already that the run did not write.
+    OutputExistsError: something is there already that the run did not write.
     """
     draft = path.with_name(f".tmp-{path.name}" if is_part(path) else f".tmp-{os.getpid()}-{path.name}")
     _note([path, draft])
@@ -231,16 +220,13 @@ def write_text(path: Path, text: str) -> None:
 def atomic_dir(final: Path) -> Iterator[Path]:
     """Yield an empty folder to fill; when the block ends well it takes the place of `final`, else it is removed.
 
-    Files in `final` that the run did not write stay in it.
-
-    Raises:
-        OutputExistsError: one of these has the name of a file that is written.
+    Files in `final` that the run did not write stay in it. OutputExistsError: one has the name of a file written.
     """
     restore_dir(final)
     draft, old = final.with_name(f".{final.name}.new"), _set_aside(final)
     with _filled(draft):
         yield draft
-        _note(final / path.relative_to(draft) for path in _files(draft))
+        _note(final / name for name in _files(draft))
         replaces = final.exists()
         if replaces:
             _note([old], "/")
@@ -251,23 +237,17 @@ def atomic_dir(final: Path) -> Iterator[Path]:
         _dissolve(old, final)
 
 
-LAST = ("config.json", "adapter_config.json", "base.gguf")  # files without which nothing loads a folder
-
-
 @contextmanager
 def moved_into(out: Path) -> Iterator[Path]:
     """Yield an empty folder to fill; when the block ends well its files move into `out`, where others' files stay.
 
     Those without which nothing loads the folder go first and come last, so that a kill leaves no half that loads.
-
-    Raises:
-        OutputExistsError: a file that the run did not write has the name of one that is written.
+    OutputExistsError: a file that the run did not write has the name of one that is written.
     """
     draft = out / ".new"
     with _filled(draft):
         yield draft
-        names = [path.relative_to(draft) for path in _files(draft)]
-        names.sort(key=lambda name: (name.name in LAST, -len(name.parts), name))
+        names = sorted(_files(draft), key=lambda name: (name.name in LAST, -len(name.parts), name))
         _note(out / name for name in names)
         for name in reversed(names):
             if name.name in LAST:
@@ -295,22 +275,21 @@ def _filled(draft: Path) -> Iterator[None]:
 
 
 def _files(draft: Path) -> list[Path]:
-    """Return the files of a draft, flushed to disk with its folders."""
+    """Return the files of a draft by their paths in it, flushed to disk with its folders."""
     found = list(draft.rglob("*"))
     for path in (*found, draft):
         fsync(path)
-    return [path for path in found if not path.is_dir()]
+    return [path.relative_to(draft) for path in found if not path.is_dir()]
 
 
 def restore_dir(final: Path) -> None:
     """Finish what a kill interrupted: put back a folder that was set aside and not yet replaced."""
     old = _set_aside(final)
-    if not old.is_dir() or not is_ours(old, "/"):
-        return
-    if final.exists():
-        _dissolve(old, final)
-    else:
-        old.rename(final)
+    if old.is_dir() and is_ours(old, "/"):
+        if final.exists():
+            _dissolve(old, final)
+        else:
+            old.rename(final)
 
 
 def discard(folder: Path) -> None:

@@ -6,8 +6,6 @@ so is a second process. Only `--overwrite` removes anything: the files listed by
 (`files/folders.py`), never other files, and nothing at all if an input is among them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib
@@ -23,12 +21,16 @@ from qat_lora.files import folders as files
 from qat_lora.files.checksums import sha256_of
 from qat_lora.files.folders import LIST, MARK
 
-HASHED_BELOW_BYTES = 16 << 20
-"""Files of a complete run that are smaller are read when the command is given again; of others the size counts."""
-_NOT_KEPT = ("checkpoints", "tensorboard", "unfinished", "wandb")
-_EDITED = (".md", ".png", ".html")
-"""Not checked in a complete run: folders that only resuming or watching needs, and files that people may edit."""
+HASHED_BELOW_BYTES = 16 << 20  # of a complete run, smaller files are read when it is asked for again, else sizes count
+_NOT_KEPT = ("checkpoints", "tensorboard", "unfinished", "wandb")  # folders that only resuming or watching needs
+_EDITED = (".md", ".png", ".html")  # files that people may edit; neither is checked in a complete run
 _SHOWN = 8
+
+
+class _Mark(NamedTuple):
+    settings: dict[str, Any]
+    complete: bool
+    files: dict[str, Any] | None  # size and sha256 of a complete run's; None: written by an earlier version
 
 
 @contextlib.contextmanager
@@ -36,10 +38,7 @@ def lock_dir(out: Path) -> Iterator[None]:
     """Lock a run's folder (made if missing) against other processes of ours; a kill frees it.
 
     The lock is `flock` on the folder itself, so nothing is left behind. File systems that cannot lock a folder (some
-    network ones) give no protection.
-
-    Raises:
-        OutputExistsError: another process holds it, or the folder is a file.
+    network ones) give no protection. OutputExistsError: another process holds it, or the folder is a file.
     """
     import fcntl
 
@@ -72,17 +71,13 @@ def claimed(
 def claim(out: Path, command: str, settings: Mapping[str, Any], overwrite: bool, inputs: Iterable[object] = ()) -> bool:
     """Take a folder, made if missing, for a run; return True where an equal run has completed there.
 
-    Args:
-        settings: JSON values that decide the content.
-        overwrite: remove the files of an earlier run of the same command first.
-        inputs: files and folders that the command reads, as they were given; None, URLs and Hub names are passed over.
+    `settings` are JSON values that decide the content; `overwrite` removes an earlier run of the same command first;
+    `inputs` are what the command reads, as it was given: None, URLs and Hub names are passed over.
 
-    Raises:
-        OutputExistsError: the folder holds another run, an input, or files that are not ours; nothing was touched.
-        DamagedFileError: an equal run has completed there, and a file of it is missing or changed.
+    OutputExistsError: the folder holds another run, an input, or files that are not ours; nothing was touched.
+    DamagedFileError: an equal run has completed there, and a file of it is missing or changed.
     """
-    settings = json.loads(json.dumps({"command": command, **settings}))
-    mark = out / MARK
+    settings, mark = json.loads(json.dumps({"command": command, **settings})), out / MARK
     if out.is_file():
         raise OutputExistsError(f"--out {out}: is a file; give a folder")
     out.mkdir(parents=True, exist_ok=True)
@@ -137,7 +132,10 @@ def claim(out: Path, command: str, settings: Mapping[str, Any], overwrite: bool,
     # First: a kill in here leaves no run that looks whole.
     files.replace_own(mark, _text({"command": command}, False, {}))
     _remove(out, names)
-    _name_kept(out)
+    others = (path for path in out.iterdir() if path.name not in (MARK, LIST))
+    if kept := sorted(f"{path.name}/" if path.is_dir() else path.name for path in others):
+        more = f" and {len(kept) - _SHOWN} more" if len(kept) > _SHOWN else ""
+        print(f"note: {out}: not this run's, so left as it is: {', '.join(kept[:_SHOWN])}{more}", file=sys.stderr)
     files.begin_list(out, command, set())
     files.replace_own(mark, _text(settings, False, {}))
     return False
@@ -154,10 +152,10 @@ def refuse_inputs(out: Path, inputs: Iterable[object], names: Iterable[str]) -> 
 
     `inputs` are as they were given; `names` are the files in `out` that would be removed. OutputExistsError names one.
     """
-    home = out.resolve()
-    doomed = {_identity(out / name) for name in names} - {None}
+    home, doomed = out.resolve(), {_identity(out / name) for name in names} - {None}
     for given in filter(None, inputs):
-        for path in _meant(str(given)):
+        meant = Path(str(given).removeprefix("file://")).expanduser()
+        for path in filter(Path.exists, (meant, meant.with_suffix("")) if meant.suffix else (meant,)):
             real = path.resolve()
             held = real == home or home in real.parents
             if held or doomed and any(_identity(file) in doomed for file in _inside(path, home)):
@@ -165,13 +163,6 @@ def refuse_inputs(out: Path, inputs: Iterable[object], names: Iterable[str]) -> 
                 raise OutputExistsError(
                     f"--out {out}: {what} the input {given}; nothing was touched: choose another --out"
                 )
-
-
-def _meant(given: str) -> list[Path]:
-    """Return what is there of the files and folders that an input may mean: itself, or without a file's suffix."""
-    path = Path(given.removeprefix("file://")).expanduser()
-    spellings = [path, path.with_suffix("")] if path.suffix else [path]
-    return [spelling for spelling in spellings if spelling.exists()]
 
 
 def _inside(path: Path, home: Path) -> Iterator[Path]:
@@ -200,7 +191,11 @@ def complete(out: Path) -> None:
     if was.files is not None:  # a name that is free again may be another's later
         names = {name for name in names if os.path.lexists(out / name)}
         files.begin_list(out, was.settings["command"], names)
-    _open_to_others(out.rglob("*.safetensors") if was.files is None else (out / name for name in names))
+    # What safetensors made private (0600) gets the mode that the user's umask gives all others.
+    os.umask(umask := os.umask(0))
+    for file in out.rglob("*.safetensors") if was.files is None else (out / name for name in names):
+        if file.suffix == ".safetensors" and file.is_file() and not file.is_symlink():
+            file.chmod(0o666 & ~umask)
     found = {
         name: [(out / name).stat().st_size, sha256_of(out / name)]
         for name in sorted(names)
@@ -233,9 +228,7 @@ def _check_whole(out: Path, was: _Mark, names: Iterable[str]) -> None:
 def check_listed(file: Path) -> None:
     """Compare a file with what the complete run in its folder says of it; a file of no such run passes.
 
-    Raises:
-        OutputExistsError: the run's mark is damaged.
-        DamagedFileError: the file is not what was written.
+    DamagedFileError: the file is not what was written; OutputExistsError: the run's mark is damaged.
     """
     mark = file.parent / MARK
     found = (_read(mark).files or {}) if mark.is_file() else {}
@@ -243,15 +236,6 @@ def check_listed(file: Path) -> None:
         raise DamagedFileError(
             f"{file}: is not what was written by the run in its folder; restore it from a copy, or make it again"
         )
-
-
-def _open_to_others(written: Iterable[Path]) -> None:
-    """Give files that safetensors made private (0600) the mode that the user's umask gives all others."""
-    umask = os.umask(0)
-    os.umask(umask)
-    for file in written:
-        if file.suffix == ".safetensors" and file.is_file() and not file.is_symlink():
-            file.chmod(0o666 & ~umask)
 
 
 def _remove(out: Path, names: set[str]) -> None:
@@ -268,24 +252,6 @@ def _remove(out: Path, names: set[str]) -> None:
                 part.rmdir()
     files.hold(out, names)
     files.remove_listed(out, names)
-
-
-def _name_kept(out: Path) -> None:
-    """Say what is left in a folder after its run's files were removed."""
-    others = (path for path in out.iterdir() if path.name not in (MARK, LIST))
-    kept = sorted(f"{path.name}/" if path.is_dir() else path.name for path in others)
-    if kept:
-        more = f" and {len(kept) - _SHOWN} more" if len(kept) > _SHOWN else ""
-        print(f"note: {out}: not this run's, so left as it is: {', '.join(kept[:_SHOWN])}{more}", file=sys.stderr)
-
-
-class _Mark(NamedTuple):
-    """What the mark of a run says."""
-
-    settings: dict[str, Any]
-    complete: bool
-    files: dict[str, Any] | None
-    """Size and sha256 of a complete run's files; None: written by an earlier version."""
 
 
 def _read(mark: Path) -> _Mark:

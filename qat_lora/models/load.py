@@ -41,9 +41,8 @@ from transformers.utils import logging as hf_logging
 
 from qat_lora.errors import ModelError, QatLoraError, one_line
 from qat_lora.extras import require
-from qat_lora.files.checksums import SUMS, TOKENIZER, check_folder, read_object, seal
+from qat_lora.files.checksums import SUMS, TOKENIZER, check_folder, read_object, seal, weight_files
 from qat_lora.files.finite import check_finite
-from qat_lora.files.identity import weight_files
 from qat_lora.files.outputs import MARK
 from qat_lora.layers.attention import AttentionKernel, Keep, blocked_attention, tiled_or
 from qat_lora.layers.calibrate.upcast import computing_dtype

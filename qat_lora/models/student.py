@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from qat_lora.errors import ModelError
-from qat_lora.files.identity import checkpoint_sha256
+from qat_lora.files.checksums import checkpoint_sha256
 from qat_lora.layers.convert import bits_per_weight, lora_layers, prepare_base, quant_layers
 from qat_lora.models.adapter import CONFIG, check_tokenizer, load_adapter, read_adapter
 from qat_lora.models.hub import DEFAULT_HUB, HubConfig

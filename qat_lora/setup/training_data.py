@@ -15,9 +15,8 @@ import torch
 
 from qat_lora.cache.format.codec import OPTIONAL
 from qat_lora.cache.read.dataset import KDCacheDataset
-from qat_lora.data.packing import make_encoder, pack_rows, take_eval
+from qat_lora.data.packing import ENCODERS, TextDataset, make_encoder, pack_rows, take_eval
 from qat_lora.data.sources import describe_source, open_documents
-from qat_lora.data.text_dataset import ENCODERS, TextDataset
 from qat_lora.errors import CacheError, ConfigError
 from qat_lora.losses.objective import OPTIONAL_ARRAYS, ObjectiveConfig, choose_estimator, objective_loss, wanted
 from qat_lora.models.load import CausalLM, load_tokenizer, tokenizer_sha256

@@ -80,10 +80,11 @@ def _dense(path, teacher, k, vocab):
 
 
 @pytest.mark.parametrize(("vocab", "top_k", "shift"), [(61, 16, 0.0), (61, 10, 0.1), (23, 23, 0.0)])
-def test_against_whole_distributions(vocab, top_k, shift, tmp_path, fingerprint):
+def test_against_whole_distributions(vocab, top_k, shift, tmp_path, fingerprint, monkeypatch):
     path = _cache(tmp_path / "c", fingerprint(vocab_size=vocab, top_k=top_k, length=17))
     teacher = Teacher(vocab, shift)
-    report = audit(teacher, path, SHA, rows=99, chunk_bytes=8 * vocab * 3)
+    monkeypatch.setattr("qat_lora.cache.tools.audit.CHUNK_BYTES", 8 * vocab * 3)
+    report = audit(teacher, path, SHA, rows=99)
     assert report["rows"] == 5 and [row["k"] for row in report["by_k"]] == topk_sizes(top_k)
     for row in report["by_k"]:
         stored, largest, tail, even, positions = _dense(path, teacher, row["k"], vocab)

@@ -12,7 +12,7 @@ from qat_lora.cache.build.builder import ForwardSettings, build_kd_cache, teache
 from qat_lora.cache.build.writer import CacheWriter
 from qat_lora.cache.format.layout import Contents
 from qat_lora.cache.read.dataset import KDCacheDataset
-from qat_lora.cache.tools.verify import verify_cache
+from qat_lora.cache.storage.store import verify_cache
 from qat_lora.errors import CacheError, ConfigError
 
 WIDTH = 6

@@ -11,11 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qat_lora.cache.build.partition import Partition
-from qat_lora.cache.build.writer import CacheWriter
+from qat_lora.cache.build.writer import CacheWriter, Partition
 from qat_lora.cache.read.dataset import KDCacheDataset
-from qat_lora.cache.storage.store import read_manifest
-from qat_lora.cache.tools.verify import verify_cache
+from qat_lora.cache.storage.store import read_manifest, verify_cache
 from qat_lora.errors import CacheDamaged, CacheError, ConfigError, OutputExistsError
 
 
@@ -143,7 +141,7 @@ from pathlib import Path
 import numpy as np
 from qat_lora.files.atomic import FAILPOINT_STEPS
 from qat_lora.cache.format.records import Fingerprint
-from qat_lora.cache.build.partition import Partition
+from qat_lora.cache.build.writer import Partition
 from qat_lora.cache.build.writer import CacheWriter
 assert "torch" not in sys.modules
 

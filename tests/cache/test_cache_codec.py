@@ -7,7 +7,7 @@ from qat_lora.cache.build.writer import CacheWriter
 from qat_lora.cache.format.codec import DEEPEST, decode_values, encode_rows, encode_values, promises
 from qat_lora.cache.format.records import optional_arrays
 from qat_lora.cache.read.dataset import KDCacheDataset
-from qat_lora.cache.tools.verify import verify_cache
+from qat_lora.cache.storage.store import verify_cache
 from qat_lora.errors import CacheError
 
 

@@ -15,11 +15,9 @@ from safetensors.numpy import load_file
 from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.records import Manifest, Sidecar, parse, render
 from qat_lora.cache.read.dataset import KDCacheDataset
-from qat_lora.cache.read.shard import Shard
 from qat_lora.cache.storage.location import locate
-from qat_lora.cache.storage.store import read_manifest
+from qat_lora.cache.storage.store import Shard, read_manifest, verify_cache
 from qat_lora.cache.tools.describe import describe
-from qat_lora.cache.tools.verify import verify_cache
 from qat_lora.cli import main
 from qat_lora.errors import CacheDamaged, CacheError
 

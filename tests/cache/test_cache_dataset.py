@@ -120,7 +120,7 @@ def test_preload_and_files_serve_the_same(dataset):
 
 
 def test_more_shards_than_may_be_open(dataset, monkeypatch):
-    monkeypatch.setattr("qat_lora.cache.read.shard._MOST_OPEN", 2)
+    monkeypatch.setattr("qat_lora.cache.storage.store._MOST_OPEN", 2)
     again = KDCacheDataset(dataset.path)
     np.testing.assert_array_equal(again.rows(range(29))["input_ids"][:, 0], np.arange(29))
     assert again._shard.cache_info().currsize == 2

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from qat_lora.cache.build.forecast import TIMED_BATCHES
+from qat_lora.cache.build.builder import TIMED_BATCHES
 from qat_lora.cache.storage.store import read_manifest
 from qat_lora.cli import main
 from qat_lora.data.sources import TextConfig

@@ -14,8 +14,7 @@ import pytest
 from qat_lora.cache.build.writer import CacheWriter
 from qat_lora.cache.format.lm_head import LMHeadFile
 from qat_lora.cache.read.dataset import KDCacheDataset
-from qat_lora.cache.storage.store import read_manifest
-from qat_lora.cache.tools.verify import verify_cache
+from qat_lora.cache.storage.store import read_manifest, verify_cache
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden_cache"
 EXPECTED = json.loads((GOLDEN / "expected.json").read_text())

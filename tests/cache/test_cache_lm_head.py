@@ -14,15 +14,14 @@ import torch
 from safetensors.torch import load_file
 
 from qat_lora.cache.build.builder import ForwardSettings, build_kd_cache
-from qat_lora.cache.build.partition import Partition
-from qat_lora.cache.build.writer import CacheWriter
+from qat_lora.cache.build.writer import CacheWriter, Partition
 from qat_lora.cache.format.lm_head import lm_head_file, read_lm_head
 from qat_lora.cache.format.records import optional_arrays
 from qat_lora.cache.read.dataset import KDCacheDataset
+from qat_lora.cache.storage.store import verify_cache
 from qat_lora.cache.tools.audit import audit
 from qat_lora.cache.tools.describe import describe, render
 from qat_lora.cache.tools.pack import pack_cache, unpack_cache
-from qat_lora.cache.tools.verify import verify_cache
 from qat_lora.cli import main
 from qat_lora.errors import CacheDamaged, CacheError
 from qat_lora.models.load import load_model

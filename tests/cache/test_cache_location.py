@@ -8,9 +8,8 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from qat_lora.cache.storage.location import LocalFolder, locate
-from qat_lora.cache.storage.remote import RemoteFolder
-from qat_lora.cache.tools.verify import verify_cache
+from qat_lora.cache.storage.location import LocalFolder, RemoteFolder, locate
+from qat_lora.cache.storage.store import verify_cache
 from qat_lora.cli import main
 from qat_lora.errors import CacheDamaged, CacheError
 

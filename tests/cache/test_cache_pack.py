@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from qat_lora.cache.format.records import optional_arrays
+from qat_lora.cache.storage.store import verify_cache
 from qat_lora.cache.tools.pack import pack_cache, unpack_cache
-from qat_lora.cache.tools.verify import verify_cache
 from qat_lora.cli import main
 from qat_lora.errors import CacheDamaged, CacheError, MissingExtraError, OutputExistsError
 

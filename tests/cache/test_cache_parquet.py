@@ -24,13 +24,16 @@ def _column(table, name, dtype):
 
 @pytest.mark.parametrize("split", ["train", "eval"])
 @pytest.mark.parametrize("vocab", [31, 70_001, 300_000])  # ids stored in each of the three ways
-def test_the_file_holds_what_the_reader_gives(vocab, split, tmp_path, fingerprint, random_rows, write_cache):
+def test_the_file_holds_what_the_reader_gives(
+    vocab, split, tmp_path, fingerprint, random_rows, write_cache, monkeypatch
+):
     parquet = pytest.importorskip("pyarrow.parquet")
     fp = fingerprint(vocab_size=vocab, temperatures=(1.0, 2.0), eval_rows=2, top_k=5, length=11)
     source = {"train": random_rows(fp, 7), "eval": random_rows(fp, 2, seed=1)}
     write_cache(tmp_path / "c", fp, source["train"], 3, source["eval"])
     out = tmp_path / "new" / "rows.parquet"
-    result = export_parquet(tmp_path / "c", out, split, group_bytes=1)
+    monkeypatch.setattr("qat_lora.cache.tools.parquet.GROUP_BYTES", 1)
+    result = export_parquet(tmp_path / "c", out, split)
     rows = len(source[split]["input_ids"])
     assert result == {"out": str(out), "split": split, "rows": rows, "row_groups": rows, "bytes": out.stat().st_size}
     assert [path.name for path in out.parent.iterdir()] == ["rows.parquet"]

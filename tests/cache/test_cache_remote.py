@@ -16,10 +16,10 @@ import pytest
 
 from qat_lora.cache.build.writer import CacheWriter
 from qat_lora.cache.read.dataset import KDCacheDataset
-from qat_lora.cache.storage.remote import RemoteFolder
+from qat_lora.cache.storage.location import RemoteFolder
+from qat_lora.cache.storage.store import verify_cache
 from qat_lora.cache.tools.describe import describe
 from qat_lora.cache.tools.parquet import export_parquet
-from qat_lora.cache.tools.verify import verify_cache
 from qat_lora.data.shuffle import global_batch
 from qat_lora.errors import CacheDamaged, CacheError, MissingExtraError, OutputExistsError
 
@@ -296,8 +296,8 @@ import json, os, signal, sys
 import bucket
 import numpy as np
 from qat_lora.cache.format.records import Fingerprint
-from qat_lora.cache.storage.remote import RemoteFolder
-from qat_lora.cache.build.partition import Partition
+from qat_lora.cache.storage.location import RemoteFolder
+from qat_lora.cache.build.writer import Partition
 from qat_lora.cache.build.writer import CacheWriter
 from qat_lora.cache.read.dataset import KDCacheDataset
 L, K = 5, 3

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qat_lora.cache.read import shard as shards
 from qat_lora.cache.read.dataset import KDCacheDataset
+from qat_lora.cache.storage import store as shards
 from qat_lora.cache.tools.describe import describe
 from qat_lora.cache.tools.parquet import export_parquet
 from qat_lora.errors import CacheDamaged
@@ -153,11 +153,11 @@ import os, resource, sys, tempfile
 tempfile.tempdir = sys.argv[1]
 from conftest import _fingerprint, _random_rows, _write_cache
 import numpy as np
-from qat_lora.cache.read import shard
+from qat_lora.cache.storage import store as shard
 from qat_lora.cache.tools import overlap
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.cache.tools.describe import describe
-from qat_lora.cache.tools.verify import verify_cache
+from qat_lora.cache.storage.store import verify_cache
 from qat_lora.errors import CacheDamaged
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))

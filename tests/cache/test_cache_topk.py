@@ -9,7 +9,7 @@ from qat_lora.cache.build.topk import draw, row_uniforms, sparse_arrays, top_k_e
 from qat_lora.cache.build.writer import CacheWriter
 from qat_lora.cache.format.records import optional_arrays
 from qat_lora.cache.read.dataset import KDCacheDataset
-from qat_lora.cache.tools.verify import verify_cache
+from qat_lora.cache.storage.store import verify_cache
 from qat_lora.types import temperature_key
 
 LARGEST_Z = 5.0

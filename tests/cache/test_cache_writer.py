@@ -11,8 +11,7 @@ import pytest
 from qat_lora.cache.build.writer import CacheWriter
 from qat_lora.cache.format.records import to_json
 from qat_lora.cache.read.dataset import KDCacheDataset
-from qat_lora.cache.storage.store import read_manifest
-from qat_lora.cache.tools.verify import verify_cache
+from qat_lora.cache.storage.store import read_manifest, verify_cache
 from qat_lora.errors import CacheDamaged, CacheError, OutputExistsError
 from qat_lora.files import atomic as commit
 from qat_lora.files import outputs

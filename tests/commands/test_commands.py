@@ -76,7 +76,7 @@ def test_a_run_leaves_what_it_promises(done):
 
 
 def test_trained_scales_come_with_the_base_they_belong_to(done):
-    from qat_lora.files.identity import checkpoint_sha256
+    from qat_lora.files.checksums import checkpoint_sha256
 
     shas = set()
     for name in ("start", "best", "last"):

@@ -12,8 +12,7 @@ from toy_pipeline import cache_options, call, eval_options, export_options, quan
 from qat_lora.commands import cache as caches
 from qat_lora.errors import CacheError, ModelError, OutputExistsError, QatLoraError
 from qat_lora.files import outputs
-from qat_lora.files.checksums import SUMS, seal
-from qat_lora.files.identity import checkpoint_sha256, weights_sha256
+from qat_lora.files.checksums import SUMS, checkpoint_sha256, seal, weights_sha256
 from qat_lora.models.hub import HubConfig
 from qat_lora.models.student import open_student
 from qat_lora.options import AuditOptions, RunConfig

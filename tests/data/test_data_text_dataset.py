@@ -5,10 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
-from qat_lora.data.packing import PackedRow, pack_rows
+from qat_lora.data.packing import PackedRow, TextDataset, answers_only, every_token, pack_rows
 from qat_lora.data.shuffle import global_batch, permuted, steps_per_epoch
 from qat_lora.data.sources import Document
-from qat_lora.data.text_dataset import TextDataset, answers_only, every_token
 from qat_lora.errors import ConfigError, TextError
 
 LENGTH = 7

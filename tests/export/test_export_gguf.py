@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from qat_lora.errors import ModelError
 from qat_lora.export.gguf import SPLITS, gguf_name, q4_0, row_order, vocabulary
-from qat_lora.files.identity import checkpoint_sha256
+from qat_lora.files.checksums import checkpoint_sha256
 from qat_lora.layers.calibrate.quantize import quantize_model
 from qat_lora.layers.convert import add_lora, lora_layers, quant_layers
 from qat_lora.layers.lora import LoraConfig

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from qat_lora.files.identity import checkpoint_sha256, weights_sha256
+from qat_lora.files.checksums import checkpoint_sha256, weights_sha256
 
 
 @pytest.fixture

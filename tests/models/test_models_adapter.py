@@ -8,8 +8,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from qat_lora.errors import ModelError, QatLoraError
-from qat_lora.files.checksums import seal
-from qat_lora.files.identity import checkpoint_sha256
+from qat_lora.files.checksums import checkpoint_sha256, seal
 from qat_lora.layers.convert import add_lora, lora_layers
 from qat_lora.layers.lora import Factors, LoraConfig
 from qat_lora.models.adapter import load_adapter, load_starts, read_adapter, save_adapter, save_starts

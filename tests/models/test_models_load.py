@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import qat_lora.models.load as models
 from qat_lora.errors import ModelError
-from qat_lora.files.checksums import seal
-from qat_lora.files.identity import checkpoint_sha256
+from qat_lora.files.checksums import checkpoint_sha256, seal
 from qat_lora.layers.calibrate.quantize import quantize_model
 from qat_lora.layers.convert import prepare_base, quant_layers
 from qat_lora.models.load import (

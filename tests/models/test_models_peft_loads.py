@@ -6,7 +6,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from qat_lora.errors import ModelError
-from qat_lora.files.identity import checkpoint_sha256
+from qat_lora.files.checksums import checkpoint_sha256
 from qat_lora.layers.calibrate.quantize import quantize_model
 from qat_lora.layers.convert import add_lora, lora_layers, quant_layers
 from qat_lora.layers.lora import LoraConfig

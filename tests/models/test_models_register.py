@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from qat_lora.files.identity import checkpoint_sha256
+from qat_lora.files.checksums import checkpoint_sha256
 from qat_lora.layers.calibrate.quantize import quantize_model
 from qat_lora.layers.convert import add_lora
 from qat_lora.layers.lora import LoraConfig

@@ -7,14 +7,19 @@ batch (the last is filled with rows that are not written), so that a compiling d
 
 Packing, checksums and disk run in one background thread behind a short queue, hidden behind the teacher's next
 forward. An exception on either side stops both and surfaces here.
-"""
 
-from __future__ import annotations
+The cost of a build is measured (`forecast`), not guessed: a teacher's rate follows from its size only within a factor
+of three or so, depending on device, number format and vocabulary; three batches tell it within a few percent.
+Tokenising is in the measured time, since it runs between forwards; packing and writing are not, since they run behind
+them. Bytes are computed: the layout of a shard is a pure function of its rows.
+"""
 
 import collections
 import contextlib
 import itertools
+import statistics
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
@@ -28,26 +33,24 @@ from qat_lora.cache.build.writer import CacheWriter
 from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.codec import DRAWN
 from qat_lora.cache.format.records import Fingerprint
+from qat_lora.cache.storage.location import LocalFolder, Place, locate
 from qat_lora.data.packing import PackedRow
-from qat_lora.errors import CacheError, ConfigError
+from qat_lora.errors import CacheError, ConfigError, TextError
 from qat_lora.runtime.host.signals import stop_signals
 from qat_lora.types import LanguageModel
 
 _QUEUED_BATCHES = 2
 CHUNK_BYTES = 512 << 20  # a matrix product with fewer rows than this gives (883 at V = 151,936) is slow on a CPU
+TIMED_BATCHES = 3
 
 
 class ForwardSettings(NamedTuple):
     """How the teacher runs; its outputs do not depend on it."""
 
-    batch_rows: int = 8
-    """Rows of a forward."""
-    device: torch.device | str = "cpu"
-    """Where the token ids go; the teacher is there already."""
-    chunk_bytes: int = CHUNK_BYTES
-    """Float32 logits held at a time."""
-    piece_bytes: int | None = None
-    """Float32 logits worked on at a time (`Runtime.piece_bytes`); None for a chunk."""
+    batch_rows: int = 8  # of a forward
+    device: torch.device | str = "cpu"  # where the token ids go; the teacher is there already
+    chunk_bytes: int = CHUNK_BYTES  # of float32 logits held at a time
+    piece_bytes: int | None = None  # of float32 logits worked on at a time (`Runtime.piece_bytes`); None for a chunk
 
 
 _Batch = list[tuple[str, PackedRow]]  # rows with their splits
@@ -60,10 +63,8 @@ class BuildReport(NamedTuple):
     train_rows: int
     eval_rows: int
     bytes_per_token: float
-    finished: bool
-    """False if a signal stopped it before the rows ended: the same call goes on from there."""
-    waiting_for: tuple[int, ...] = ()
-    """Builders of the same cache that have not ended; the last of them writes the manifest."""
+    finished: bool  # False if a signal stopped it before the rows ended: the same call goes on from there
+    waiting_for: tuple[int, ...] = ()  # builders that have not ended; the last of them writes the manifest
 
 
 @torch.no_grad()
@@ -75,14 +76,9 @@ def teacher_arrays(
     uniforms: Mapping[str, torch.Tensor],
     settings: ForwardSettings = _DEFAULTS,
 ) -> dict[str, torch.Tensor]:
-    """Return what a cache holds of a batch, on the teacher's device.
+    """Return the teacher's arrays that `codec.encode_rows` takes, on its device: ids as int32, all others as float32.
 
-    Args:
-        document_ids_BL: which document of its row a token belongs to.
-        uniforms: the random numbers [B, L-1, D, 2] for `tail_draw_ids` and `draw_ids`, as far as they are to be drawn.
-
-    Returns:
-        The teacher's arrays that `codec.encode_rows` takes, ids as int32 and all others as float32.
+    `uniforms` are the random numbers [B, L-1, D, 2] for `tail_draw_ids` and `draw_ids`, as far as they are to be drawn.
     """
     batch, length = input_ids_BL.shape
     hidden = teacher.hidden(input_ids_BL, document_ids_BL)[:, :-1]
@@ -101,16 +97,11 @@ def teacher_arrays(
         return [chunk for group in values.split(rows) for chunk in group.flatten(0, 1).split(rows * part)]
 
     numbers = {name: chunks_of(values) for name, values in uniforms.items()}
-    chunks = [
-        sparse_arrays(
-            teacher.logits(part_NH)[:, : held.vocab_size],
-            held.top_k,
-            held.temperatures,
-            {name: parts[number] for name, parts in numbers.items()},
-            settings.piece_bytes,
-        )
-        for number, part_NH in enumerate(chunks_of(hidden))
-    ]
+    chunks = []
+    for number, part_NH in enumerate(chunks_of(hidden)):
+        logits_NV = teacher.logits(part_NH)[:, : held.vocab_size]
+        part_uniforms = {name: parts[number] for name, parts in numbers.items()}
+        chunks.append(sparse_arrays(logits_NV, held.top_k, held.temperatures, part_uniforms, settings.piece_bytes))
     joined = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
     return kept | {name: values.reshape(batch, length - 1, *values.shape[1:]) for name, values in joined.items()}
 
@@ -125,11 +116,10 @@ def build_kd_cache(
     max_rows: int | None = None,
     quiet: bool = False,
 ) -> BuildReport:
-    """Run the teacher over the rows and complete the cache.
+    """Run the teacher over the rows and complete the cache of an entered writer.
 
     Args:
         rows: training rows from `writer.resume_state().cursor` on.
-        writer: an entered `CacheWriter`; its fingerprint says L, K, V and the temperatures.
         eval_rows: all rows kept apart for evaluation, `fingerprint.eval_rows` of them, also when resuming; none in
             builders other than the first, whose they are.
         max_rows: stop at this many training rows of this builder (those of earlier runs counted): it has ended.
@@ -179,16 +169,22 @@ def run_batch(
     teacher: LanguageModel, rows: Sequence[PackedRow], fingerprint: Fingerprint, settings: ForwardSettings = _DEFAULTS
 ) -> dict[str, np.ndarray]:
     """Return the arrays that `codec.encode_rows` takes, [batch_rows, ...] also of fewer rows."""
-    batch_rows, device = settings.batch_rows, settings.device
-    inputs = _inputs(rows, batch_rows, fingerprint.length)
+    held, device, shape = fingerprint.contents, settings.device, (settings.batch_rows, fingerprint.length)
+    kinds = {"input_ids": np.int32, "loss_mask": np.uint8, "doc_starts": np.bool_}
+    inputs: dict[str, np.ndarray] = {name: np.zeros(shape, kind) for name, kind in kinds.items()}
+    for place, row in enumerate(rows):
+        for name, array in inputs.items():
+            values = getattr(row, name)
+            if values.shape != shape[1:]:
+                raise CacheError(f"{name}: a row has shape {values.shape}; this cache needs {shape[1:]}")
+            array[place] = values
+    inputs["documents"] = np.cumsum(inputs["doc_starts"], axis=1, dtype=np.int32)
     ids_BL, documents_BL = (torch.from_numpy(inputs[name]).to(device) for name in ("input_ids", "documents"))
-    held = fingerprint.contents
-    uniforms = {
-        DRAWN[name]: torch.from_numpy(row_uniforms(fingerprint.seed, name, rows, (batch_rows, held.length, size)))
-        for name, size in held.id_lists.items()
-        if name in DRAWN
-    }
-    uniforms = {name: values.to(device) for name, values in uniforms.items()}
+    uniforms = {}
+    for name, size in held.id_lists.items():
+        if name in DRAWN:
+            numbers = row_uniforms(fingerprint.seed, name, rows, (*shape, size))
+            uniforms[DRAWN[name]] = torch.from_numpy(numbers).to(device)
     return {**inputs, **fetched(teacher_arrays(teacher, ids_BL, documents_BL, held, uniforms, settings))}
 
 
@@ -212,26 +208,12 @@ def fetched(arrays: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
 
 
 def _report(writer: CacheWriter) -> BuildReport:
-    state = writer.resume_state()
-    size = _bytes_per_token(writer.fingerprint)
+    state, size = writer.resume_state(), _bytes_per_token(writer.fingerprint)
     return BuildReport(state.rows, state.eval_rows, size, not writer.stopped, writer.waiting_for())
 
 
 def _bytes_per_token(fingerprint: Fingerprint) -> float:
     return fmt.row_bytes(fingerprint.arrays) / fingerprint.length
-
-
-def _inputs(rows: Sequence[PackedRow], batch_rows: int, length: int) -> dict[str, np.ndarray]:
-    """Stack rows to [batch_rows, L], filled up with empty rows."""
-    kinds = {"input_ids": np.int32, "loss_mask": np.uint8, "doc_starts": np.bool_}
-    arrays: dict[str, np.ndarray] = {name: np.zeros((batch_rows, length), kind) for name, kind in kinds.items()}
-    for place, row in enumerate(rows):
-        for name, array in arrays.items():
-            values = getattr(row, name)
-            if values.shape != (length,):
-                raise CacheError(f"{name}: a row has shape {values.shape}; this cache needs ({length},)")
-            array[place] = values
-    return arrays | {"documents": np.cumsum(arrays["doc_starts"], axis=1, dtype=np.int32)}
 
 
 @contextlib.contextmanager
@@ -267,3 +249,84 @@ def _written_behind(writer: CacheWriter) -> Iterator[Callable[[dict[str, np.ndar
                 waiting.popleft().result()
         finally:
             failed.set()
+
+
+class Forecast(NamedTuple):
+    """The cost of a build, or of one builder's share of it."""
+
+    rows: int  # for training; with a row limit the limit, unless the text was seen to end before
+    eval_rows: int
+    tokens: int
+    tokens_per_second: float
+    hours: float
+    bytes: int
+    bytes_per_token: float
+    free_bytes: int | None  # on the cache folder's file system; None on an object store, which tells of no end
+
+    def lines(self) -> str:
+        """Return it as text for a terminal."""
+        room = "unknown: an object store tells of no limit"
+        if self.free_bytes is not None:
+            enough = self.free_bytes > self.bytes
+            verdict = "enough" if enough else "NOT ENOUGH: choose another --out or fewer --num-rows"
+            room = f"{self.free_bytes / 1e6:,.1f} MB, {verdict}"
+        return (
+            f"rows      {self.rows:,} for training, {self.eval_rows:,} for evaluation, {self.tokens:,} tokens\n"
+            f"time      {self.hours:,.3g} hours at {self.tokens_per_second:,.0f} tokens a second\n"
+            f"size      {self.bytes / 1e6:,.1f} MB, {self.bytes_per_token:.0f} bytes a token\n"
+            f"free      {room}"
+        )
+
+
+class Size(NamedTuple):
+    """What a build is to write beyond what its rows say."""
+
+    eval_rows: int = 0  # of the evaluation split that this build writes
+    max_rows: int | None = None  # the build stops there
+    shard_rows: int | None = None  # as in `CacheWriter`
+    lm_head_bytes: int = 0  # stored once
+
+
+def forecast(
+    teacher: LanguageModel,
+    rows: Iterable[PackedRow],
+    fingerprint: Fingerprint,
+    out: Place,
+    size: Size,
+    settings: ForwardSettings,
+    *,
+    quiet: bool = False,
+) -> Forecast:
+    """Time a few batches and say what building the rows will take; TextError if there is not a single row.
+
+    `rows` are the training rows from their beginning: without `max_rows` all of them are packed, to be counted. The
+    cache's folder or URL `out` need not exist and is not made.
+    """
+    batch_rows, max_rows, eval_rows = settings.batch_rows, size.max_rows, size.eval_rows
+    rest = iter(rows)
+    first = list(itertools.islice(rest, min(batch_rows, max_rows or batch_rows)))
+    if not first:
+        raise TextError("text: has no row to time; give more text")
+    run_batch(teacher, first, fingerprint, settings)  # compiles, fills caches
+    seen, durations, ended = len(first), [], False
+    for _ in range(TIMED_BATCHES):
+        begun = time.perf_counter()
+        batch = list(itertools.islice(rest, batch_rows))
+        ended = len(batch) < batch_rows
+        run_batch(teacher, batch or first, fingerprint, settings)
+        durations.append(time.perf_counter() - begun)
+        seen += len(batch)
+    if max_rows is None:
+        seen += sum(1 for _ in tqdm(rest, desc="count", unit="row", disable=quiet, dynamic_ncols=True))
+    count = seen if max_rows is None else min(seen, max_rows) if ended else max_rows
+    per_shard = size.shard_rows or fmt.default_shard_rows(fingerprint.arrays)
+    total_bytes = size.lm_head_bytes
+    for full, last in (divmod(part, per_shard) for part in (count, eval_rows)):
+        for shards, of in ((full, per_shard), (int(last > 0), last)):  # sidecars and manifest add some 2 KB a shard
+            total_bytes += shards * fmt.layout(fingerprint.arrays, of, fingerprint.sha256).total_bytes
+    tokens = (count + eval_rows) * fingerprint.length
+    place = locate(out)
+    rate = batch_rows * fingerprint.length / statistics.median(durations)
+    free = place.free_bytes() if isinstance(place, LocalFolder) else None
+    hours = tokens / rate / 3600
+    return Forecast(count, eval_rows, tokens, rate, hours, total_bytes, total_bytes / tokens, free)

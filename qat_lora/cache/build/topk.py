@@ -11,8 +11,6 @@ Tokens are drawn from the tail (estimator `hybrid`) or the whole teacher (`sampl
 row and probabilities, so that a resumed build stores the same, which a device's own random numbers would not.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
@@ -151,8 +149,8 @@ def row_uniforms(seed: int, name: str, rows: Sequence[PackedRow], shape: tuple[i
     """Return the random numbers of some rows: float32 [batch_rows, L-1, D, 2] in [0, 1); rows not given get 0.
 
     They depend on the tokens, not on the row's number, since several builders count their own rows, and not on a
-    generator's state, since a resumed build would have to replay it. `name` is of the array that is drawn: two arrays
-    have independent draws; `shape` is batch_rows, L and D.
+    generator's state, since a resumed build would have to replay it. `name` is of the array that is drawn; `shape` is
+    batch_rows, L and D.
     """
     batch_rows, length, draws = shape
     numbers = np.zeros((batch_rows, length - 1, draws, 2), np.float32)

@@ -4,79 +4,98 @@ A shard is committed by its sidecar, which also holds the source's position afte
 is therefore a look at the last sidecar: no replay of the text, no counters that can disagree with the data (the
 predecessor's `--resume` restored its counter and started the text again, so its caches held everything twice).
 The manifest is written last and only by a build that ran to its end: leaving the `with` block by an exception
-writes none, where other dataset writers happily seal half a dataset. Several builders can fill one folder: see
-`partition`.
+writes none, where other dataset writers happily seal half a dataset.
 
 Evaluation rows come first, as a shard series of their own (`e-`), then the training rows (`s-`). A cache is a pure
 function of its rows: no dates, no host names, so equal builds have equal bytes.
-"""
 
-from __future__ import annotations
+Of n builders that fill one folder, builder i owns the documents j with j mod n = i and the shard numbers j mod n = i.
+It never waits for another and never writes a name that another writes, so builders may run on machines that share
+nothing but the folder, and each resumes by itself. A coordinator, or documents drawn from a common queue, would balance
+the load better, but then the rows would depend on timing, and no killed build could be continued to the same bytes. A
+builder whose rows have ended writes a record of its own (`b-000001.json`). The builder that finds all n of them writes
+the manifest, under a lock; after a crash between the two, running any of the builders again writes it.
+"""
 
 import contextlib
 import dataclasses
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from qat_lora.cache.build.partition import Partition, gather, read_part
 from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.codec import Arrays, encode_rows
 from qat_lora.cache.format.lm_head import LMHeadFile, check_lm_head
-from qat_lora.cache.format.records import Fingerprint, Manifest, Part, ShardEntry, Sidecar, render
-from qat_lora.cache.read.shard import Shard
+from qat_lora.cache.format.records import Fingerprint, Manifest, Part, ShardEntry, Sidecar, parse, render
 from qat_lora.cache.storage import store
-from qat_lora.cache.storage.location import LocalFolder, Place, locate
+from qat_lora.cache.storage.location import LocalFolder, Location, Place, locate
 from qat_lora.errors import CacheDamaged, CacheError, ConfigError, OutputExistsError
 from qat_lora.files import folders as files
 
+_BUILDER = re.compile(r"([0-9]{1,6})/([0-9]{1,6})")
+# A file that a kill can leave, unless it is a shard with its sidecar.
 _UNCOMMITTED = re.compile(r"\.[seb]-([0-9]{6})\.(?:safetensors|json)\.tmp|([se]-([0-9]{6}))\.safetensors")
-"""A file that a kill can leave, unless it is a shard with its sidecar."""
 _MANIFEST_TEMPORARY = f".{fmt.MANIFEST}.tmp"
+# The names that a builder writes, by what the files are.
 _KINDS = {
     "record": re.compile(rf"{re.escape(fmt.MANIFEST)}|[seb]-[0-9]{{6}}\.json"),
     "tensors": re.compile(rf"{re.escape(fmt.LM_HEAD)}|[se]-[0-9]{{6}}\.safetensors"),
     "lock": re.compile(rf"{re.escape(fmt.LOCK)}(\.manifest|\.[0-9]+)?"),
     "temporary": re.compile(rf"\.({re.escape(fmt.MANIFEST)}|{re.escape(fmt.LM_HEAD)}|[seb]-[0-9]{{6}}\.[a-z]+)\.tmp"),
 }
-"""The names that a builder writes, by what the files are."""
+# How each begins; a file that a kill cut off begins with anything, and is ours in a folder that is a cache.
 _OURS = {
     "record": rf'\{{\s*"format": "{fmt.FORMAT}"',
     "tensors": rf'(?s).{{8}}\{{"__metadata__":\{{"format":"{fmt.FORMAT}"',
     "lock": r"([0-9]+\n)?\Z",
 }
-"""How each begins; a file that a kill cut off begins with anything, and is ours in a folder that is a cache."""
+
+
+class Partition(NamedTuple):
+    """Builder number `builder` of `builders`."""
+
+    builder: int = 0
+    builders: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `i/n`; ConfigError for anything else."""
+        match = _BUILDER.fullmatch(text)
+        if match is None or int(match[1]) >= int(match[2]):
+            raise ConfigError(f"builder: {text!r} does not fit; allowed: i/n with i from 0 to n - 1, for example 0/2")
+        return cls(int(match[1]), int(match[2]))
+
+    def __str__(self) -> str:
+        """Return what `parse` reads."""
+        return f"{self.builder}/{self.builders}"
+
+    def shard_name(self, split: str, index: int) -> str:
+        """Return the name of this builder's shard number `index`."""
+        return fmt.shard_name(split, index * self.builders + self.builder)
+
+    def of(self, rows: int) -> int:
+        """Return this builder's part of a number of rows; all parts sum to it and differ by at most one."""
+        return rows * (self.builder + 1) // self.builders - rows * self.builder // self.builders
 
 
 class ResumeState(NamedTuple):
     """Where a builder stands: its rows safely on disk, and the source's position after them."""
 
-    rows: int
-    """Training rows committed."""
-    cursor: Any
-    """What the source gave with the last committed training row; None before the first."""
-    eval_rows: int
-    """Evaluation rows committed; they are few and counted, not found by a cursor."""
-    finished: bool
-    """Whether the cache has its manifest."""
+    rows: int  # for training
+    cursor: Any  # what the source gave with the last committed training row; None before the first
+    eval_rows: int  # they are few and counted, not found by a cursor
+    finished: bool  # whether the cache has its manifest
 
 
 class CacheWriter:
     """Appends rows to a cache folder; a context manager that holds the folder's lock (a builder's own, if several).
 
-    Args:
-        out: the cache folder or URL, made if absent. A folder with the same fingerprint is resumed.
-        fingerprint: what the cache will hold.
-        shard_rows: rows of a shard; default: about 128 MB.
-        overwrite: delete an existing cache in `out` first (its own files only).
-        partition: which of several builders this is.
-        lm_head: the teacher's LM head, for a cache that holds hidden states; written before the first row.
-
-    Raises:
-        ConfigError: `overwrite` with several builders.
+    A folder or URL `out` with the same fingerprint is resumed; `overwrite` first deletes an existing cache (its own
+    files only; ConfigError with several builders). `shard_rows` are by default about 128 MB. A cache that holds hidden
+    states needs the teacher's `lm_head`, which is written before the first row.
     """
 
     def __init__(
@@ -98,20 +117,16 @@ class CacheWriter:
         self.out = locate(out)
         self.fingerprint = fingerprint
         self.shard_rows = shard_rows or fmt.default_shard_rows(fingerprint.arrays)
-        self.finished = False
-        self._ended = False
-        self.stopped = False
-        self._overwrite = overwrite
-        self._lm_head = lm_head
+        self.finished = self.stopped = self._ended = False
+        self._overwrite, self._lm_head = overwrite, lm_head
         self._stack = contextlib.ExitStack()
         self._entries: dict[str, list[ShardEntry]] = {"train": [], "eval": []}
         self._pending: list[Arrays] = []
-        self._pending_split = "eval"
+        self._pending_split, self._pending_rows = "eval", 0
         self._pending_cursor: Any = None
-        self._pending_rows = 0
         self._cursor: Any = None
 
-    def __enter__(self) -> CacheWriter:
+    def __enter__(self) -> Self:
         self._wrap(self._open)
         return self
 
@@ -133,15 +148,10 @@ class CacheWriter:
         return tuple(other.builder for other in others if read_part(self.out, other, self.fingerprint) is None)
 
     def append(self, rows: Mapping[str, np.ndarray], cursors: Sequence[Any], split: str = "train") -> None:
-        """Add n rows; every full shard is committed before this returns.
+        """Add n rows, arrays as `codec.encode_rows` takes them; every full shard is committed before this returns.
 
-        Args:
-            rows: arrays as `codec.encode_rows` takes them.
-            cursors: n JSON values: the source's position after each row.
-            split: `eval` (only before the first training row, only in builder 0) or `train`.
-
-        Raises:
-            CacheError: rows that do not fit the fingerprint, a full disk.
+        `cursors` are n JSON values, the source's position after each row; `split` is `eval` (only before the first
+        training row, only in builder 0) or `train`. CacheError: rows that do not fit the fingerprint, a full disk.
         """
         if self.finished or self._ended or self.stopped:
             raise CacheError(f"--out {self.out}: is complete or was stopped; nothing can be added to it")
@@ -171,40 +181,24 @@ class CacheWriter:
     def finish(self) -> Manifest | None:
         """Commit the last, partial shard, read every shard back and write the manifest.
 
-        Where several builders share the cache, the last to finish writes it; the others return None.
-
-        Raises:
-            CacheError: no training row was written.
-            CacheDamaged: a shard is not what was written.
+        Where several builders share the cache, the last to finish writes it; the others return None. CacheError: no
+        training row was written; CacheDamaged: a shard is not what was written.
         """
         if self.finished:
             return store.read_manifest(self.out)
         self._flush()
-        alone = self.partition.builders == 1
-        if alone:
-            self._check_rows(self._entries)
         check_lm_head(self.out, self.fingerprint, whole=not self.out.far)
         for entry in (*self._entries["eval"], *self._entries["train"]):
             store.check_shard_size(self.out, entry)
             if not self.out.far:  # there it was read back when it was put: no second transfer of everything
-                Shard(self.out, entry, self.fingerprint).check_sha256()
-        return self._wrap((lambda: self._seal(self._entries)) if alone else self._end)
-
-    def _check_rows(self, entries: Mapping[str, Sequence[ShardEntry]]) -> None:
-        train, held = (sum(entry.rows for entry in entries[split]) for split in ("train", "eval"))
-        if not train:
-            kept = f" (all {held} rows went to the evaluation split)" if held else ""
-            raise CacheError(f"--out {self.out}: no training row to store{kept}; give more text or fewer --eval-rows")
+                store.Shard(self.out, entry, self.fingerprint).check_sha256()
+        return self._wrap((lambda: self._seal(self._entries)) if self.partition.builders == 1 else self._end)
 
     def _end(self) -> Manifest | None:
         """Say that this builder has ended; as the last to do so, write the manifest."""
         if not self._ended:
-            part = Part(
-                **self.partition._asdict(),
-                train_shards=len(self._entries["train"]),
-                eval_shards=len(self._entries["eval"]),
-                fingerprint=self.fingerprint,
-            )
+            shards: dict[str, Any] = {f"{split}_shards": len(entries) for split, entries in self._entries.items()}
+            part = Part(**self.partition._asdict(), **shards, fingerprint=self.fingerprint)
             self.out.write_new(fmt.part_name(self.partition.builder), [render(part)], "part")
             self._ended = True
         with self.out.lock(f"{fmt.LOCK}.manifest", "waiting"):
@@ -213,13 +207,16 @@ class CacheWriter:
                     return None
                 self.out.delete(_MANIFEST_TEMPORARY)  # of a builder that was killed right here
                 entries = gather(self.out, self.partition.builders, self.fingerprint)
-                self._check_rows(entries)
                 with contextlib.suppress(OutputExistsError):  # no lock on a store: two builders may end at once
                     return self._seal(entries)
             self.finished = True
             return store.read_manifest(self.out)
 
     def _seal(self, entries: Mapping[str, Sequence[ShardEntry]]) -> Manifest:
+        train, held = (sum(entry.rows for entry in entries[split]) for split in ("train", "eval"))
+        if not train:
+            kept = f" (all {held} rows went to the evaluation split)" if held else ""
+            raise CacheError(f"--out {self.out}: no training row to store{kept}; give more text or fewer --eval-rows")
         manifest = Manifest(fingerprint=self.fingerprint, train=(*entries["train"],), eval=(*entries["eval"],))
         self.out.write_new(fmt.MANIFEST, [render(manifest)], "manifest")
         self.finished = True
@@ -281,8 +278,7 @@ class CacheWriter:
     def _load(self) -> None:
         """Take over what is committed; raises before anything in the folder is changed."""
         if self.out.has(fmt.MANIFEST):
-            manifest = store.read_manifest(self.out)
-            self._require_same(manifest.fingerprint)
+            self._require_same(store.read_manifest(self.out).fingerprint)
             self.finished = True
         for split in ("eval", "train"):
             self._require_same_builders(split)
@@ -383,24 +379,17 @@ class CacheWriter:
                 for piece in self._pending:
                     yield np.ascontiguousarray(piece[array]).view(np.uint8).reshape(-1).data
 
-        sidecar = Sidecar(
-            shard=name,
-            first_row=self._rows(split),
-            rows=rows,
-            bytes=plan.total_bytes,
-            sha256="",
-            **self.partition._asdict(),
-            cursor=self._pending_cursor,
-            fingerprint=self.fingerprint,
-        )
+        found: dict[str, Any] = {"shard": name, "first_row": self._rows(split), "rows": rows, "bytes": plan.total_bytes}
+        found |= {**self.partition._asdict(), "cursor": self._pending_cursor, "fingerprint": self.fingerprint}
+        sidecar = Sidecar(**found, sha256="")
         text_bytes = len(render(sidecar))
         if text_bytes > fmt.SIDECAR_LIMIT_BYTES - 128:  # a cursor that cannot be stored must not cost the shard
             raise CacheError(
                 f"cursor: the source's position takes {text_bytes:,} bytes in {name}.json; allowed: 1 MB; a "
                 "cursor should name a place in the source, not copy its text"
             )
-        size, digest = self.out.write_new(f"{name}.safetensors", chunks(), "shard")
-        sidecar = dataclasses.replace(sidecar, sha256=digest, bytes=size)
+        _, digest = self.out.write_new(f"{name}.safetensors", chunks(), "shard")
+        sidecar = dataclasses.replace(sidecar, sha256=digest)
         text = render(sidecar)
         self.out.write_new(f"{name}.json", [text], "sidecar")
         self._entries[split].append(store.shard_entry(sidecar, text))
@@ -412,3 +401,44 @@ class CacheWriter:
 def _kind(name: str) -> str | None:
     """Return what a file would be in a cache, None for a name that no builder writes."""
     return next((kind for kind, form in _KINDS.items() if form.fullmatch(name)), None)
+
+
+def read_part(folder: Location, partition: Partition, fingerprint: Fingerprint) -> Part | None:
+    """Return a builder's record of having ended, None while it has not; CacheDamaged if it is not what was written.
+
+    OutputExistsError: it belongs to another cache, or to a build by another number of builders.
+    """
+    name = fmt.part_name(partition.builder)
+    file = f"{folder}/{name}"
+    try:
+        part = parse(Part, folder.read(name, fmt.SIDECAR_LIMIT_BYTES), file)
+    except FileNotFoundError:
+        return None
+    if part.builder != partition.builder:
+        raise CacheDamaged(f"{file}: is the record of builder {part.builder}; restore it from a copy")
+    if part.builders != partition.builders or part.fingerprint != fingerprint:
+        raise OutputExistsError(
+            f"--out {folder}: builder {part.builder} of {part.builders} has written another cache there than builder "
+            f"{partition} was asked for; nothing was touched: give all builders the same settings, or another --out"
+        )
+    return part
+
+
+def gather(folder: Location, builders: int, fingerprint: Fingerprint) -> dict[str, list[ShardEntry]]:
+    """Return all builders' shards in row order; CacheDamaged unless all have ended and their shards are there."""
+    gathered: dict[str, list[ShardEntry]] = {split: [] for split in fmt.SERIES}
+    for split in fmt.SERIES:
+        for number in range(builders):
+            partition = Partition(number, builders)
+            found = list(store.read_sidecars(folder, split, number, builders))
+            part = read_part(folder, partition, fingerprint)
+            wanted = -1 if part is None else getattr(part, f"{split}_shards")
+            if len(found) != wanted or any(sidecar.fingerprint != fingerprint for sidecar, _ in found):
+                raise CacheDamaged(
+                    f"{folder}/{partition.shard_name(split, len(found))}: builder {partition} wrote {wanted} {split} "
+                    f"shards, {len(found)} are there; restore the folder from a copy, or delete that builder's files "
+                    f"(shard numbers that leave {number} when divided by {builders}, and {fmt.part_name(number)})"
+                )
+            gathered[split] += [entry for _, entry in found]
+        gathered[split].sort(key=lambda entry: entry.shard)
+    return gathered

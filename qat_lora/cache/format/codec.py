@@ -9,8 +9,6 @@ Decoding looks bits up in tables, four ids at a time: shifts and masks over whol
 times and are six times slower.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Mapping, Sequence
 
 import numpy as np
@@ -34,10 +32,8 @@ entry at -64 and the range up to it, the others would share half of the codes, f
 _DEEPEST_FP16 = np.uint16(0x7BFF)  # the bits of 65,504; beyond are infinity and NaN
 _SIGN = np.uint16(0x8000)
 _ROUNDING = 1e-3  # how far float32 sums may be from the truth: `lse` below 0, `log_tail` above it
-_DEPTHS = (0.0 - (np.arange(256) / 255) ** 1.5).astype(np.float32)
-"""The part of the range below the top entry that each `uint8` code stands for."""
-_CODE_ENDS = ((np.arange(255) + 0.5) / 255) ** 1.5
-"""Where one code ends and the next begins, as part of the range: half way in codes, not in nats."""
+_DEPTHS = (0.0 - (np.arange(256) / 255) ** 1.5).astype(np.float32)  # part of the range that a `uint8` code stands for
+_CODE_ENDS = ((np.arange(255) + 0.5) / 255) ** 1.5  # where a code ends, likewise: half way in codes, not in nats
 DRAWN = {"tail_draws": "tail_draw_ids", "draws": "draw_ids"}  # lists of drawn tokens: name in a shard, key in a batch
 _LISTS = {"ids": "head_ids", **DRAWN}  # the same for all lists of tokens
 OPTIONAL = (*DRAWN.values(), "teacher_hidden")  # keys of a batch that only caches built for them have
@@ -66,9 +62,7 @@ def pack_ids(ids: np.ndarray, vocab_size: int, name: str = "ids") -> Arrays:
         return {name: ids.astype("<i4")}
     arrays = {f"{name}_lo": (ids & 0xFFFF).astype("<u2")}
     if vocab_size > SHORT_VOCAB:
-        high = (ids >> 16).astype(np.uint8)
-        missing = -ids.shape[-1] % 4
-        high = np.pad(high, [(0, 0)] * (ids.ndim - 1) + [(0, missing)])
+        high = np.pad((ids >> 16).astype(np.uint8), [(0, 0)] * (ids.ndim - 1) + [(0, -ids.shape[-1] % 4)])
         high = high.reshape(*ids.shape[:-1], -1, 4)
         arrays[f"{name}_hi"] = high[..., 0] | high[..., 1] << 2 | high[..., 2] << 4 | high[..., 3] << 6
     return arrays
@@ -99,7 +93,6 @@ def encode_values(head_logits: np.ndarray, value_dtype: str, temperature: float 
     steps grow with depth, slower than the probabilities fall. On our teachers and on Zipf-like ones with ranges from 4
     to 25 nats this costs a mean KL of about 1e-5; even steps (c/255) cost up to twice that where ranges are wide,
     square-law ones where they are narrow. The losses renormalise, so top K and tail sum to one all the same.
-
     `temperature` is the largest at which they are used.
     """
     if value_dtype == "float16":
@@ -125,11 +118,10 @@ def decode_values(arrays: Mapping[str, np.ndarray], k: int, out: np.ndarray | No
 def encode_rows(rows: Mapping[str, np.ndarray], fingerprint: Fingerprint) -> Arrays:
     """Turn n rows into the arrays of a shard, checksums included.
 
-    Args:
-        rows: `input_ids` int [n, L], `loss_mask` [n, L] (0 or 1), `doc_starts` bool [n, L], `head_ids` int
-            [n, L-1, K] and `head_logits` float [n, L-1, K] (logit minus maximum, rank order), `lse` and
-            `log_tail` float32 [n, L-1] for every temperature; where the cache holds them `tail_draw_ids` and
-            `draw_ids` int [n, L-1, D] and `teacher_hidden` float [n, L-1, H].
+    They are `input_ids` int [n, L], `loss_mask` [n, L] (0 or 1), `doc_starts` bool [n, L], `head_ids` int [n, L-1, K]
+    and `head_logits` float [n, L-1, K] (logit minus maximum, rank order), `lse` and `log_tail` float32 [n, L-1] for
+    every temperature; where the cache holds them `tail_draw_ids` and `draw_ids` int [n, L-1, D] and `teacher_hidden`
+    float [n, L-1, H].
 
     Raises:
         CacheError: an array of another shape, an id outside the vocabulary, a teacher that gave NaN, hidden states
@@ -199,11 +191,7 @@ def row_checksums(arrays: Mapping[str, np.ndarray], table: Sequence[ArraySpec]) 
 
 
 def empty_batch(
-    count: int,
-    fingerprint: Fingerprint,
-    k: int,
-    temperatures: Sequence[float],
-    optional: Container[str] = OPTIONAL,
+    count: int, fingerprint: Fingerprint, k: int, temperatures: Sequence[float], optional: Container[str] = OPTIONAL
 ) -> Batch:
     """Return the arrays of a batch, not filled in; of the optional ones that there are, those named in `optional`."""
     held = fingerprint.contents._replace(top_k=k, temperatures=temperatures)
@@ -221,10 +209,8 @@ def decode_row(
 ) -> None:
     """Write one row with the first k of K entries into `out`: views of a batch, without the row dimension.
 
-    Straight from the bytes that were read: gathering rows first and then decoding them touches three times the fresh
-    memory, and its page faults cost more than the decoding.
-
-    With k < K the dropped entries join the tail, at every temperature, so that top k and tail still sum to one.
+    Gathering rows first and then decoding them touches three times the fresh memory, and its page faults cost more than
+    the decoding. With k < K the dropped entries join the tail, at every temperature, so that both still sum to one.
     """
     starts = np.unpackbits(arrays["doc_starts"], count=fingerprint.length, bitorder="little")
     np.copyto(out["input_ids"], arrays["input_ids"])
@@ -260,10 +246,10 @@ def mask_row(fingerprint: Fingerprint, k: int, temperatures: Sequence[float], ou
     if not fingerprint.top_k:
         return
     vocab_size = fingerprint.vocab_size
+    tail = np.log1p(-k / vocab_size) if k < vocab_size else -np.inf
     out["head_ids"][...] = np.arange(k)
     for temperature in temperatures:
         out[temperature_key("lse", temperature)][...] = np.log(vocab_size)
-        tail = np.log1p(-k / vocab_size) if k < vocab_size else -np.inf
         out[temperature_key("log_tail", temperature)][...] = tail
 
 
@@ -290,10 +276,9 @@ def promises(part: Mapping[str, np.ndarray], fingerprint: Fingerprint) -> dict[s
         kept[f"{text} inside the vocabulary"] = bool(ids.min() >= 0 and ids.max() < held.vocab_size)
     if held.top_k:
         kept["values falling from 0 in rank order"] = _falls(part["val"])
-        kept["finite lse of 0 or more"] = all(
-            bool(np.isfinite(part[name]).all() and (part[name] > -_ROUNDING).all()) for name in held.sums[::2]
-        )
-        kept["log_tail of 0 or less"] = all(bool((part[name] < _ROUNDING).all()) for name in held.sums[1::2])
+        lses, tails = ([part[name] for name in held.sums[first::2]] for first in (0, 1))
+        kept["finite lse of 0 or more"] = all(bool(np.isfinite(lse).all() and (lse > -_ROUNDING).all()) for lse in lses)
+        kept["log_tail of 0 or less"] = all(bool((tail < _ROUNDING).all()) for tail in tails)
     if "val_range" in part:
         kept["val_range from 0 to 64"] = bool(((part["val_range"] >= 0) & (part["val_range"] <= LARGEST_RANGE)).all())
     if held.hidden:

@@ -9,8 +9,6 @@ The arrays of a shard follow from the fingerprint (its `Contents`) and the row c
 header they expect and refuse any other, so there is nothing to attack in one: no overlapping offsets, no odd types.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
@@ -22,7 +20,6 @@ import numpy as np
 from qat_lora.types import temperature_key
 
 VALUE_DTYPES = ("float16", "uint8")  # how the logits of top-K entries may be stored
-
 FORMAT = "qat-lora-kd-cache"
 VERSION = 1
 MANIFEST = "manifest.json"
@@ -31,11 +28,9 @@ LM_HEAD = "teacher_head.safetensors"  # the teacher's LM head, in caches that ho
 HEADER_LIMIT_BYTES = 1 << 20
 SIDECAR_LIMIT_BYTES = 1 << 20
 MANIFEST_LIMIT_BYTES = 64 << 20
-
 SERIES = {"train": "s", "eval": "e"}  # the letter of each split's shard series
 PACKED_VOCAB = 1 << 18  # up to this vocabulary, ids are 16 low bits plus 2 high bits; beyond it, raw int32
 SHORT_VOCAB = 1 << 16  # up to this vocabulary, the 2 high bits are always 0 and are left out
-
 _SAFETENSORS_DTYPE = {"<i4": "I32", "<u4": "U32", "<f4": "F32", "<f2": "F16", "<u2": "U16", "|u1": "U8"}
 
 
@@ -56,27 +51,21 @@ class Layout(NamedTuple):
     """A whole shard file."""
 
     header: bytes
-    starts: dict[str, int]
-    """The first byte of each array by its name, counted from the start of the file."""
+    starts: dict[str, int]  # the first byte of each array by its name, counted from the start of the file
     total_bytes: int
 
 
 class Contents(NamedTuple):
     """What a shard holds of every position; it decides the arrays."""
 
-    length: int
-    """L: tokens of a row."""
-    top_k: int
-    """K: entries of a position; 0 where hidden states are stored instead of logits."""
+    length: int  # L: tokens of a row
+    top_k: int  # K: entries of a position; 0 where hidden states are stored instead of logits
     vocab_size: int
     temperatures: Sequence[float] = (1.0,)
     value_dtype: str = "float16"
-    tail_draws: int = 0
-    """Tokens drawn from the tail of a position."""
-    draws: int = 0
-    """Tokens drawn from the whole teacher."""
-    hidden: int = 0
-    """H: width of the teacher's hidden states; 0 where none are stored."""
+    tail_draws: int = 0  # tokens drawn from the tail of a position
+    draws: int = 0  # tokens drawn from the whole teacher
+    hidden: int = 0  # H: width of the teacher's hidden states; 0 where none are stored
 
     @property
     def id_lists(self) -> dict[str, int]:
@@ -126,10 +115,7 @@ def layout(table: Sequence[ArraySpec], rows: int, fingerprint_sha256: str) -> La
 
 
 def safetensors_header(metadata: dict[str, str], arrays: Iterable[tuple[str, str, Sequence[int], int]]) -> bytes:
-    """Return the beginning of a safetensors file: header length and header, padded to a multiple of 8.
-
-    `arrays`: name, type, shape and bytes of each, in file order.
-    """
+    """Return a safetensors file's header and before it its length; `arrays`: name, type, shape and bytes, in order."""
     header: dict[str, object] = {"__metadata__": metadata}
     offset = 0
     for name, kind, shape, size in arrays:

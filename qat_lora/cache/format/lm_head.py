@@ -8,8 +8,6 @@ cache's fingerprint, so the states cannot be read with another LM head than thei
 Tensors are written as bytes, because NumPy has no bfloat16 and the writer imports no torch.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterator
@@ -27,8 +25,7 @@ _DTYPES = {"F32": ("float32", 4), "BF16": ("bfloat16", 2), "F16": ("float16", 2)
 class LMHeadFile(NamedTuple):
     """The bytes of an LM head's file."""
 
-    width: int
-    """H."""
+    width: int  # H
     sha256: str
     parts: tuple[bytes | memoryview, ...]
 
@@ -71,9 +68,7 @@ def check_lm_head(location: Location, fingerprint: Fingerprint, *, whole: bool =
 def read_lm_head(place: Place, fingerprint: Fingerprint) -> LMHead:
     """Return the teacher's LM head, tensors on the CPU in the type in which they are stored.
 
-    Raises:
-        CacheError: the cache holds no hidden states.
-        CacheDamaged: the file is missing or is not what was written.
+    CacheError: the cache holds no hidden states; CacheDamaged: the file is missing or is not what was written.
     """
     import torch
 
@@ -91,10 +86,8 @@ def read_lm_head(place: Place, fingerprint: Fingerprint) -> LMHead:
     for name, entry in header.items():
         shape, offset = entry["shape"], start + entry["data_offsets"][0]
         tensors[name] = torch.frombuffer(data, dtype=dtype, count=math.prod(shape), offset=offset).reshape(shape)
-    softcap = float(metadata["softcap"]) if "softcap" in metadata else None
-    return LMHead(
-        tensors["weight"], fingerprint.vocab_size, tensors.get("bias"), float(metadata["logit_scale"]), softcap
-    )
+    scale, softcap = float(metadata["logit_scale"]), float(metadata["softcap"]) if "softcap" in metadata else None
+    return LMHead(tensors["weight"], fingerprint.vocab_size, tensors.get("bias"), scale, softcap)
 
 
 def largest_lm_head(fingerprint: Fingerprint) -> int:

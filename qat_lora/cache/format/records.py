@@ -7,23 +7,20 @@ flipped bit in a number is noticed; checksums over "canonical JSON" need the sam
 checksums over a prefix of the bytes do not.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
 import math
 import re
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import qat_lora.config as config
 from qat_lora.cache.format import layout as fmt
 from qat_lora.errors import CacheDamaged, CacheError, ConfigError
 
 R = TypeVar("R")
-_SEAL = '"checksum": "'
-_SEAL_END = '"\n}\n'
+_SEAL, _SEAL_END = '"checksum": "', '"\n}\n'
 _OPTIONAL = re.compile(r"(tail_draws|draws):([1-9][0-9]{0,5})|(hidden):([1-9][0-9]{0,6}):([0-9a-f]{64})")
 _OPTIONAL_ORDER = ("tail_draws", "draws", "hidden")
 
@@ -31,10 +28,7 @@ _OPTIONAL_ORDER = ("tail_draws", "draws", "hidden")
 def optional_arrays(
     tail_draws: int = 0, draws: int = 0, hidden: int = 0, lm_head_sha256: str | None = None
 ) -> tuple[str, ...]:
-    """Return the names by which a fingerprint says what of `layout.Contents` is stored beyond the standard arrays.
-
-    `lm_head_sha256` is of the file with the teacher's LM head, where hidden states are stored.
-    """
+    """Return the names by which a fingerprint says what of `layout.Contents` is stored beyond the standard arrays."""
     counts = {"tail_draws": tail_draws, "draws": draws}
     names = [f"{name}:{count}" for name, count in counts.items() if count]
     return (*names, f"hidden:{hidden}:{lm_head_sha256}") if hidden else tuple(names)
@@ -60,27 +54,20 @@ class Fingerprint:
     """
 
     tokenizer_sha256: str
-    vocab_size: int
-    """V: vocabulary entries that the teacher's probabilities run over; padded rows are not counted."""
-    teacher: str
-    """Name or folder, for people; `teacher_sha256` is what identifies it."""
+    vocab_size: int  # V: entries that the teacher's probabilities run over; padded rows are not counted
+    teacher: str  # name or folder, for people; `teacher_sha256` is what identifies it
     teacher_sha256: str
     chat_template_sha256: str | None
     dataset: str
     packing: str
-    length: int
-    """L: tokens of a row."""
-    top_k: int
-    """K: entries of a position; 0 where hidden states are stored instead of logits."""
+    length: int  # L: tokens of a row
+    top_k: int  # K: entries of a position; 0 where hidden states are stored instead of logits
     temperatures: tuple[float, ...] = (1.0,)
-    value_dtype: str = "float16"
-    """How values are stored: `float16`, or `uint8` (codes and a range a position)."""
+    value_dtype: str = "float16"  # or `uint8`: codes and a range a position
     seed: int = 0
     eval_rows: int = 0
-    builder: str = ""
-    """Software and number format that ran the teacher: another stack gives other last bits."""
-    optional_arrays: tuple[str, ...] = ()
-    """What is stored beyond the standard arrays; `optional_arrays` makes the names."""
+    builder: str = ""  # software and number format that ran the teacher: another stack gives other last bits
+    optional_arrays: tuple[str, ...] = ()  # beyond the standard arrays; `optional_arrays` makes the names
 
     def __post_init__(self) -> None:
         extras = _parse_optional(self.optional_arrays)
@@ -122,7 +109,7 @@ class Fingerprint:
         """One hash for all fields."""
         return config.fingerprint({"version": fmt.VERSION, **to_json(self)})
 
-    def difference(self, other: Fingerprint) -> tuple[str, Any, Any] | None:
+    def difference(self, other: Self) -> tuple[str, Any, Any] | None:
         """Return the first field that differs, with its value here and in `other`; None if none does.
 
         One teacher may be spelt in several ways (`T/`, `./T`): its sha256 decides.
@@ -141,15 +128,13 @@ class Sidecar:
     format: str = fmt.FORMAT
     version: int = fmt.VERSION
     shard: str
-    first_row: int
-    """Number of the shard's first row within its split and builder."""
+    first_row: int  # its number within the split and builder
     rows: int
     bytes: int
     sha256: str
     builder: int = 0
     builders: int = 1
-    cursor: Any
-    """Where the source stands after the shard's last row: any JSON value, opaque to the cache."""
+    cursor: Any  # where the source stands after the shard's last row: any JSON value, opaque to the cache
     fingerprint: Fingerprint
 
 
@@ -186,8 +171,7 @@ class Manifest:
     fingerprint: Fingerprint
     train: tuple[ShardEntry, ...]
     eval: tuple[ShardEntry, ...] = ()
-    info: dict[str, Any] = field(default_factory=dict)
-    """Free notes for people (command, versions, dates); decides nothing."""
+    info: dict[str, Any] = field(default_factory=dict)  # free notes for people (command, versions); decides nothing
 
     def shards(self, split: str) -> tuple[ShardEntry, ...]:
         """Return the shards of a split, in row order."""
@@ -216,11 +200,9 @@ def render(record: Any) -> bytes:
 
 
 def parse(cls: type[R], data: bytes, where: str) -> R:
-    """Turn sealed JSON text into a record.
+    """Turn sealed JSON text into a record; CacheDamaged names `where` if the seal, a key or a type is not as written.
 
-    Raises:
-        CacheDamaged: the seal, the JSON, a key or a type is not as written; `where` is named.
-        CacheError: a cache of another format version.
+    CacheError: a cache of another format version.
     """
     try:
         text = data.decode("ascii")

@@ -3,10 +3,8 @@
 Everything is checked before the first row is served: seals of the manifest and the sidecars, names, sizes, and by
 default the sha256 of every shard (1 to 2 GB/s), since a flipped bit reads as a slightly different teacher and no
 training run would notice. After that a row is read, compared with its CRC-32 and decoded on demand: a cache may be
-larger than memory, and one that changes during a run of days is an error that names shard and row (`shard`).
+larger than memory, and one that changes during a run of days is an error that names shard and row (`storage.store`).
 """
-
-from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
@@ -17,9 +15,8 @@ from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.codec import OPTIONAL, decode_row, empty_batch, mask_row, strange_ids
 from qat_lora.cache.format.lm_head import check_lm_head, read_lm_head
 from qat_lora.cache.format.records import Fingerprint, ShardEntry
-from qat_lora.cache.read.shard import Shard, most_open
 from qat_lora.cache.storage.location import Place, locate
-from qat_lora.cache.storage.store import at_once, check_entry, read_manifest
+from qat_lora.cache.storage.store import Shard, at_once, check_entry, most_open, read_manifest
 from qat_lora.data.shuffle import ShuffledRows
 from qat_lora.errors import CacheDamaged, CacheError
 from qat_lora.types import Batch, LMHead, VerifyRows
@@ -28,14 +25,12 @@ _CHECK_EVERY = {"all": 1, "sampled": 16, "off": 0}  # one row of so many is comp
 
 
 class KDCacheDataset(ShuffledRows):
-    """A KD cache as training data.
+    """A KD cache as training data, in a folder or behind a URL such as gs://bucket/cache, given as text.
 
     Args:
-        path: the cache folder, or a URL such as gs://bucket/cache, as text.
         preload: keep the encoded shards in memory; otherwise rows are read from the files.
         k: serve the first k of K entries; the others join the tail. The cached tail draws are from behind all K, so
             `rows` refuses to serve them where k < K, unless `leave_out_all_but` left them out.
-        split: `train` or `eval`.
         temperatures: at which `lse` and `log_tail` are served; each must be in the cache.
         verify: check every shard's sha256 when opening. Without it, only names, sizes, seals and headers are checked;
             from behind a URL, shards then come (and are checked) when they are first needed.
@@ -59,16 +54,12 @@ class KDCacheDataset(ShuffledRows):
     ) -> None:
         if split not in fmt.SERIES:
             raise CacheError(f"split: {split!r} is unknown; allowed: train, eval")
-        self.path = locate(path)
+        self.path, self.split, self.temperatures = locate(path), split, tuple(temperatures)
         self.manifest = read_manifest(self.path)
-        self.fingerprint = self.manifest.fingerprint
-        self.split = split
-        self.temperatures = tuple(temperatures)
-        self._entries = self.manifest.shards(split)
+        self.fingerprint, self._entries = self.manifest.fingerprint, self.manifest.shards(split)
         self._ends = np.cumsum([entry.rows for entry in self._entries], dtype=np.int64)
         self._optional: tuple[str, ...] = OPTIONAL
-        self._check_every = _CHECK_EVERY[verify_rows]
-        self._served = 0
+        self._check_every, self._served = _CHECK_EVERY[verify_rows], 0
         self._spare: list[dict[str, np.ndarray]] = []
         self._preloaded: dict[int, Shard] = {}
         # Of the open ones the least recently used is closed. Not a method: the cache would keep the dataset alive.
@@ -111,13 +102,9 @@ class KDCacheDataset(ShuffledRows):
     ) -> Batch:
         """Return rows as numpy arrays (see `types.Batch`), in the order asked; -1 gives a fully masked row.
 
-        Args:
-            k: entries of a position, at most K, instead of the dataset's own.
-            optional: the only arrays of `codec.OPTIONAL` to serve, instead of the dataset's own.
-
-        Raises:
-            CacheError: a row that is not there, tail draws and k < K.
-            CacheDamaged: a row is not what was written, or speaks of tokens outside the vocabulary.
+        `k` entries of a position and of `codec.OPTIONAL` only the arrays `optional`, instead of the dataset's own.
+        CacheError: a row that is not there, tail draws and k < K; CacheDamaged: a row is not what was written, or
+        speaks of tokens outside the vocabulary.
         """
         k = self.k if k is None else k
         optional = self._optional if optional is None else optional
@@ -159,15 +146,10 @@ class KDCacheDataset(ShuffledRows):
         return read_lm_head(self.path, self.fingerprint)
 
     def check_student(self, tokenizer_sha256: str | None, vocab_size: int, max_positions: int | None = None) -> None:
-        """Check that a student can learn from this cache.
+        """Raise a CacheError that names what does not fit unless a student can learn from this cache.
 
-        Args:
-            tokenizer_sha256: of the student's tokenizer; None if it is not known (then not compared).
-            vocab_size: rows of the student's LM head that are not padding.
-            max_positions: longest row that the student can read; None for no limit.
-
-        Raises:
-            CacheError: names the field that does not fit.
+        Its tokenizer is compared where it is known, `vocab_size` are the rows of its LM head that are not padding,
+        `max_positions` tokens are the longest row that it can read.
         """
         held = self.fingerprint
         if tokenizer_sha256 is not None and tokenizer_sha256 != held.tokenizer_sha256:

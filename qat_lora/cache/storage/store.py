@@ -1,23 +1,43 @@
-"""Finds and checks the files of a cache: manifest, sidecars, shards.
+"""Finds, checks and opens the files of a cache: manifest, sidecars, shards.
 
-The writer (resuming), the reader (opening) and `tools.verify` share these checks, for a folder and for a URL
+The writer (resuming), the reader (opening) and `verify_cache` share these checks, for a folder and for a URL
 (`location`). Names come from records and must match `s-000123` before they become a path; every file must be a regular
 file of the recorded size. Messages name the shard, because damage is mended by rebuilding that shard, not the cache.
+
+`verify_cache` reads every byte, in four layers from cheap to deep: seals of manifest and sidecars, sizes and headers,
+the sha256 of every shard, and the CRC-32 of every row with the ranges of its values. The last cannot fail where the
+third passed, unless the writer itself was wrong; that is what it is there to find.
+
+A row is read with `pread` into memory of its own, and its CRC-32 is computed from those very bytes before they are
+decoded. Mapping the file would save a copy of half a megabyte, but a mapped file that shrinks ends the process with
+SIGBUS, which no program can turn into a message, and bytes that change between check and use would go unnoticed.
 """
 
-from __future__ import annotations
-
 import contextlib
+import functools
 import hashlib
 import os
+import re
+import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import BinaryIO, NamedTuple, TypeVar
+
+import numpy as np
 
 from qat_lora.cache.format import layout as fmt
-from qat_lora.cache.format.records import Fingerprint, Manifest, ShardEntry, Sidecar, parse
+from qat_lora.cache.format.codec import promises, row_checksums
+from qat_lora.cache.format.lm_head import check_lm_head
+from qat_lora.cache.format.records import Fingerprint, Manifest, ShardEntry, Sidecar, parse, read_header
 from qat_lora.cache.storage.location import Location, Place, locate
 from qat_lora.errors import CacheDamaged, CacheError
+
+_CHUNK_BYTES = 1 << 20
+_MOST_OPEN = 256
+_BUILDERS = re.compile(rf"b-[0-9]{{6}}\.json|{re.escape(fmt.LOCK)}.*", re.DOTALL)  # what they leave beside the cache
+_CURE = "restore the shard from a copy"
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -25,12 +45,7 @@ Progress = Callable[[str, int], None]  # called with (shard, its bytes) for each
 
 
 def read_manifest(path: Place) -> Manifest:
-    """Read a cache's manifest.
-
-    Raises:
-        CacheError: there is none, so the build has not finished.
-        CacheDamaged: it is not what was written.
-    """
+    """Read a cache's manifest; CacheError if the build has not finished, CacheDamaged if it is not what was written."""
     place = locate(path)
     try:
         data = place.read(fmt.MANIFEST, fmt.MANIFEST_LIMIT_BYTES)
@@ -124,10 +139,8 @@ def read_sidecar(place: Location, name: str) -> tuple[Sidecar, ShardEntry]:
 
 def shard_entry(sidecar: Sidecar, data: bytes) -> ShardEntry:
     """Return how the manifest lists a shard whose sidecar's bytes are `data`."""
-    digest = hashlib.sha256(data).hexdigest()
-    return ShardEntry(
-        shard=sidecar.shard, rows=sidecar.rows, bytes=sidecar.bytes, sha256=sidecar.sha256, sidecar_sha256=digest
-    )
+    copied = {name: getattr(sidecar, name) for name in ("shard", "rows", "bytes", "sha256")}
+    return ShardEntry(**copied, sidecar_sha256=hashlib.sha256(data).hexdigest())
 
 
 def check_entry(place: Location, entry: ShardEntry, fingerprint: Fingerprint) -> None:
@@ -168,3 +181,146 @@ def check_digest(place: Location, entry: ShardEntry, sha256: str) -> None:
             f"{place}/{entry.shard}.safetensors: its sha256 is {sha256[:16]}…, {entry.sha256[:16]}… was written; "
             f"restore it from a copy, or delete manifest.json and {entry.shard} and those after it, and build again"
         )
+
+
+def most_open() -> int:
+    """Return how many shards a reader may keep open: a quarter of the process's descriptors, since two may read."""
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_OPEN if soft == resource.RLIM_INFINITY else min(_MOST_OPEN, max(1, soft // 4))
+
+
+class Shard:
+    """The rows of a shard, in memory with `preload`; closed when nothing refers to it any more.
+
+    CacheDamaged: the file is missing, or its size or header are not what the fingerprint demands.
+    """
+
+    def __init__(self, place: Location, entry: ShardEntry, fingerprint: Fingerprint, *, preload: bool = False) -> None:
+        self._place, self._entry, self._table = place, entry, fingerprint.arrays
+        self._plan = plan = _plan(fingerprint, entry.rows)
+        name, file = f"{entry.shard}.safetensors", f"{place}/{entry.shard}.safetensors"
+        try:
+            self._data: bytes | BinaryIO = b"".join(place.chunks(name)) if preload else place.open(name)
+        except FileNotFoundError:
+            raise CacheDamaged(f"{file}: is missing; {_CURE}") from None
+        if isinstance(self._data, bytes):
+            found = len(self._data)
+        else:
+            weakref.finalize(self, self._data.close)
+            found = os.fstat(self._data.fileno()).st_size
+        if found != entry.bytes:
+            raise CacheDamaged(f"{file}: has {found:,} bytes, {entry.bytes:,} were written")
+        if entry.bytes != plan.total_bytes:
+            raise CacheDamaged(f"{file}: has {entry.bytes:,} bytes; its {entry.rows} rows take {plan.total_bytes:,}")
+        if self._beginning(len(plan.header)) != plan.header:
+            header = read_header(self._beginning(min(entry.bytes, 8 + fmt.HEADER_LIMIT_BYTES)), file)
+            if header != read_header(plan.header, file):
+                raise CacheDamaged(f"{file}: its header describes other arrays than the cache's fingerprint demands")
+
+    def rows(
+        self, first: int, count: int = 1, *, check: bool = True, into: dict[str, np.ndarray] | None = None
+    ) -> dict[str, np.ndarray]:
+        """Return the arrays [count, ...] of the rows from `first` on, as they are stored; `check` compares CRC-32s.
+
+        `into` is what an earlier call with the same count returned, written over and returned again: fresh memory for
+        every row takes as long as reading it. CacheDamaged: a row is not what was written, or the file has changed
+        since it was opened.
+        """
+        where = f"row {first}" if count == 1 else f"rows {first} to {first + count - 1}"
+        # A file that was removed can still be read while it is open, but a run could not be repeated from it.
+        if not (isinstance(self._data, bytes) or self._place.far or os.fstat(self._data.fileno()).st_nlink):
+            raise self._damaged(where, "cannot be read: the file was removed or replaced since it was opened")
+        arrays = into or {spec.name: np.empty((count, *spec.row_shape), spec.dtype) for spec in self._table}
+        for spec in self._table:
+            self._fill(arrays[spec.name], self._plan.starts[spec.name] + first * spec.row_bytes, where)
+        if check:
+            bad = np.flatnonzero(row_checksums(arrays, self._table) != arrays["row_crc32"])
+            if len(bad):
+                raise self._damaged(f"row {first + bad[0]}", "does not have its checksum")
+        return arrays
+
+    def parts(self, most: int) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+        """Yield all rows as `rows` does, at most `most` at a time, each time with the number of the first."""
+        for first in range(0, self._entry.rows, most):
+            yield first, self.rows(first, min(most, self._entry.rows - first))
+
+    def check_sha256(self) -> None:
+        """Raise CacheDamaged unless the whole shard has the sha256 that was written."""
+        digest = hashlib.sha256()
+        room = np.empty(_CHUNK_BYTES, np.uint8)
+        for start in range(0, self._entry.bytes, _CHUNK_BYTES):
+            chunk = room[: self._entry.bytes - start]
+            self._fill(chunk, start, f"byte {start:,}")
+            digest.update(chunk.data)
+        check_digest(self._place, self._entry, digest.hexdigest())
+
+    def _beginning(self, size: int) -> bytes:
+        header = np.empty(size, np.uint8)
+        self._fill(header, 0, "its header")
+        return header.tobytes()
+
+    def _fill(self, array: np.ndarray, start: int, where: str) -> None:
+        """Read an array's bytes from a place in the file."""
+        if isinstance(self._data, bytes):
+            array[...] = np.frombuffer(self._data, array.dtype, array.size, start).reshape(array.shape)
+            return
+        try:
+            read = os.preadv(self._data.fileno(), [array.data], start)
+        except OSError as error:
+            raise self._damaged(where, f"cannot be read ({error.strerror})") from None
+        if read < array.nbytes:
+            raise self._damaged(where, "is cut off: the file is shorter than when it was opened")
+
+    def _damaged(self, where: str, what: str) -> CacheDamaged:
+        return CacheDamaged(f"{self._place}/{self._entry.shard}: {where} {what}; {_CURE}")
+
+
+@functools.lru_cache(maxsize=64)
+def _plan(fingerprint: Fingerprint, rows: int) -> fmt.Layout:
+    """Return the layout of a shard: the same in all shards of as many rows, and a cache can have 20,000."""
+    return fmt.layout(fingerprint.arrays, rows, fingerprint.sha256)
+
+
+class VerifyReport(NamedTuple):
+    """What was checked; there is a report only for an intact cache."""
+
+    path: str
+    shards: int
+    rows: int
+    bytes: int
+    seconds: float
+    strangers: tuple[str, ...]  # files in the folder that do not belong to the cache; harmless
+
+
+def verify_cache(path: Place, progress: Progress | None = None, *, threads: int | None = None) -> VerifyReport:
+    """Check every byte of a cache, `threads` shards at a time (default as in `at_once`); CacheError: unfinished.
+
+    CacheDamaged names the shard and what is wrong; of several damaged ones the first in row order.
+    """
+    begun, folder = time.perf_counter(), locate(path)
+    manifest = read_manifest(folder)
+    entries, held = manifest.all_shards, manifest.fingerprint
+    deque(at_once(folder, lambda entry: check_entry(folder, entry, held), entries), maxlen=0)
+    check_lm_head(folder, held)
+    known = {f"{entry.shard}.{ending}" for entry in entries for ending in ("safetensors", "json")}
+    known |= {fmt.MANIFEST} | ({fmt.LM_HEAD} if held.lm_head_sha256 else set())
+    for entry in at_once(folder, lambda entry: _check_shard(folder, entry, held), entries, threads):
+        if progress is not None:
+            progress(entry.shard, entry.bytes)
+    strangers = tuple(name for name in folder.names() if not (name in known or _BUILDERS.fullmatch(name)))
+    rows, size = sum(entry.rows for entry in entries), sum(entry.bytes for entry in entries)
+    return VerifyReport(str(folder), len(entries), rows, size, time.perf_counter() - begun, strangers)
+
+
+def _check_shard(path: Location, entry: ShardEntry, fingerprint: Fingerprint) -> ShardEntry:
+    """Return the shard if its sha256, row checksums and values are what they must be."""
+    shard = Shard(path, entry, fingerprint, preload=path.far)  # what lies behind a URL now, not a copy of it
+    shard.check_sha256()
+    for start, part in shard.parts(4):
+        for promise, kept in promises(part, fingerprint).items():
+            if not kept:
+                rows = f"rows {start} to {start + len(part['input_ids']) - 1}"
+                raise CacheDamaged(f"{path}/{entry.shard}: {rows} break a rule of the format: {promise}")
+    return entry

@@ -10,8 +10,6 @@ cache gives its first k entries and the mass of all others. Means over the posit
   that treats the tail as one outcome cannot see.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,8 +25,8 @@ from qat_lora.cache.storage.location import Place
 from qat_lora.errors import CacheError
 from qat_lora.types import Batch, LanguageModel, LMHead
 
-Figures = dict[tuple[str, str, int], Tensor]
-"""Values of N positions by name, encoding and k; shares of the whole cache have neither of these."""
+Figures = dict[tuple[str, str, int], Tensor]  # of N positions by name, encoding and k; shares of all have neither
+CHUNK_BYTES = 64 << 20  # of float64 logits that are held at a time
 COLUMNS = (
     ("k", "K", ",d"),
     ("encoding", "stored as", "s"),
@@ -42,23 +40,11 @@ COLUMNS = (
 
 @torch.no_grad()
 def audit(
-    teacher: LanguageModel,
-    path: Place,
-    teacher_sha256: str,
-    *,
-    rows: int = 8,
-    device: torch.device | str = "cpu",
-    chunk_bytes: int = 64 << 20,
+    teacher: LanguageModel, path: Place, teacher_sha256: str, *, rows: int = 8, device: torch.device | str = "cpu"
 ) -> dict[str, Any]:
-    """Compare training rows of a cache, evenly spread, with what its teacher says now.
+    """Compare training rows of a cache, evenly spread, with what its teacher, on `device` already, says now.
 
     Shards are not checked as a whole (`cache verify` does that).
-
-    Args:
-        teacher: the model, on `device` already.
-        teacher_sha256: of the model's weights.
-        rows: how many rows; all, if there are fewer.
-        chunk_bytes: float64 logits held at a time.
 
     Returns:
         JSON values: `rows`, `positions`; `same_ids`, `same_values`, `same_hidden`, the shares of positions at which
@@ -76,7 +62,7 @@ def audit(
     check_teacher(held, path, teacher_sha256, teacher.vocab_size)
     chosen = np.unique(np.linspace(0, len(dataset) - 1, rows).astype(np.int64))
     lm_head = dataset.teacher_lm_head() if held.contents.hidden else None
-    parts = [_audit_row(teacher, dataset, int(row), lm_head, device, chunk_bytes) for row in chosen]
+    parts = [_audit_row(teacher, dataset, int(row), lm_head, device) for row in chosen]
     values = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     positions = next(iter(values.values())).size
     if not positions:
@@ -127,12 +113,7 @@ def _bytes_per_token(held: Fingerprint, k: int, encoding: str) -> float:
 
 
 def _audit_row(
-    teacher: LanguageModel,
-    dataset: KDCacheDataset,
-    row: int,
-    lm_head: LMHead | None,
-    device: torch.device | str,
-    chunk_bytes: int,
+    teacher: LanguageModel, dataset: KDCacheDataset, row: int, lm_head: LMHead | None, device: torch.device | str
 ) -> dict[tuple[str, str, int], np.ndarray]:
     """Return the figures of a row's targets, arrays [n]."""
     held = dataset.fingerprint
@@ -144,7 +125,7 @@ def _audit_row(
         stored |= {(other, k): {**stored[exact, k], "head_logits": decode_values(codes, k)} for _, k in [*stored]}
     ids_BL, documents_BL = (torch.from_numpy(whole[name]).to(device) for name in ("input_ids", "document_ids"))
     hidden_NH = teacher.hidden(ids_BL, documents_BL)[0, :-1]
-    parts, size = [], max(1, chunk_bytes // (8 * held.vocab_size))
+    parts, size = [], max(1, CHUNK_BYTES // (8 * held.vocab_size))
     for number, hidden in enumerate(hidden_NH.split(size)):
         logits_NV = teacher.logits(hidden)[:, : held.vocab_size].float().cpu()  # not every device has float64
         part = slice(number * size, number * size + len(hidden))
@@ -190,7 +171,6 @@ def _compare(truth: Sequence[Tensor], vocab_size: int, read: Mapping[str, Tensor
 
 
 def _same(logits_NV: Tensor, whole: Batch, part: slice, held: Fingerprint) -> Figures:
-    """Say at which positions this run would store the same top K."""
     fresh = torch.topk(logits_NV, held.top_k, dim=-1)
     logits = (fresh.values - fresh.values[:, :1]).numpy()
     values = decode_values(encode_values(logits, held.value_dtype, max(held.temperatures)), held.top_k)
@@ -223,9 +203,8 @@ def _plogp(log_p: Tensor) -> Tensor:
 
 def table_rows(report: dict[str, Any]) -> list[list[str]]:
     """Return header and rows of text cells, one row a K."""
-    body = [
-        [format(row[key], form) for key, _, form in COLUMNS] for row in (*report["by_k"], *report.get("others", []))
-    ]
+    lines = (*report["by_k"], *report.get("others", []))
+    body = [[format(line[key], form) for key, _, form in COLUMNS] for line in lines]
     return [[title for _, title, _ in COLUMNS], *body]
 
 

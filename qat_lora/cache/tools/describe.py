@@ -1,7 +1,5 @@
 """A summary of a cache for people: sizes, the probability outside the top K, a few rows."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Callable
@@ -22,7 +20,6 @@ QUANTILES = (0.5, 0.9, 0.99, 1.0)
 SAMPLE_ROWS = 64  # training rows, evenly spread, from which the tail mass is taken
 _SHOWN_CHOICES = 3
 _SMALLEST_MASS = 1e-6  # left end of the plot; positions with less are drawn there
-
 Decode = Callable[[list[int]], str]  # token ids to text
 
 
@@ -30,11 +27,8 @@ def describe(path: Place, *, show_rows: int = 2, show_tokens: int = 16, decode: 
     """Return a cache's fingerprint, sizes, tail-mass quantiles and the start of a few rows, as plain JSON values.
 
     Shards are not checked (`verify_cache` does that), so this is quick on any size. The first `show_tokens` positions
-    are shown of `show_rows` rows, as text too where `decode` is of the cache's tokenizer.
-
-    Raises:
-        CacheError: no finished cache.
-        CacheDamaged: a record or a size is not what was written.
+    are shown of `show_rows` rows, as text too where `decode` is of the cache's tokenizer. CacheError: no finished
+    cache; CacheDamaged: a record or a size is not what was written.
     """
     dataset = KDCacheDataset(path, verify=False)
     manifest, held = dataset.manifest, dataset.fingerprint
@@ -87,12 +81,9 @@ def _show(dataset: KDCacheDataset, row: int, tokens: int, decode: Decode | None)
 
 
 def plot_tail_mass(path: Place, out: str | Path) -> None:
-    """Draw the probability outside the top K, as a histogram over positions, as PNG.
+    """Draw the probability outside the top K, as a histogram over positions, as PNG; MissingExtraError: no matplotlib.
 
-    Raises:
-        CacheError: no finished cache, or one with K = 0.
-        MissingExtraError: matplotlib is not installed.
-        OutputExistsError: there is a file of that name.
+    CacheError: no finished cache, or one with K = 0; OutputExistsError: there is a file of that name.
     """
     plt, out = pyplot(), Path(out)
     if os.path.lexists(out):
@@ -140,7 +131,6 @@ def render(description: dict[str, Any]) -> str:
 
 
 def _stored(held: dict[str, Any]) -> str:
-    """Say in words what a position has."""
     parts = [f"the teacher's {held['top_k']} likeliest ({held['value_dtype']})"] if held["top_k"] else []
     words = {"tail_draws": "{} draws from the tail", "draws": "{} draws", "hidden": "its hidden state ({} wide)"}
     for name, size, *_ in (text.split(":") for text in held["optional_arrays"]):

@@ -10,17 +10,14 @@ and the cache streams past them shard by shard, of which only the token ids are 
 a document's start; a run that the cache's own row ends cut is missed, at most 12 of a row's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from qat_lora.cache.format.records import Manifest
-from qat_lora.cache.read.shard import Shard
 from qat_lora.cache.storage.location import Location, Place, locate
-from qat_lora.cache.storage.store import read_manifest
+from qat_lora.cache.storage.store import Shard, read_manifest
 from qat_lora.errors import CacheError
 
 RUN = 13
@@ -32,11 +29,8 @@ _ROWS_AT_ONCE = 16
 def overlap(path: Place, texts: Mapping[str, Sequence[Any]], tokenizer_sha256: str, run: int = RUN) -> dict[str, Any]:
     """Return how many of the counted tokens of texts lie in a run of tokens that the cache's training rows hold.
 
-    Args:
-        path: the cache folder or URL; its shards are not checked (`cache verify` does that).
-        texts: rows by name, with `input_ids` [L], `loss_mask` [L] and `doc_starts` [L] like `data.packing.PackedRow`.
-        tokenizer_sha256: of the tokenizer that made the rows.
-        run: tokens of a run.
+    `texts` are rows by name, with `input_ids` [L], `loss_mask` [L] and `doc_starts` [L] like `data.packing.PackedRow`.
+    The cache's shards are not checked (`cache verify` does that).
 
     Returns:
         `run`, `tokens` counted, `seen` of them, their `share`, `by_text` (the share of each), and `cache_tokens` that
@@ -67,7 +61,7 @@ def overlap(path: Place, texts: Mapping[str, Sequence[Any]], tokenizer_sha256: s
         at = np.searchsorted(wanted, shown)
         inside = at < len(wanted)
         found[at[inside][wanted[at[inside]] == shown[inside]]] = True
-    tokens, seen = (dict.fromkeys(texts, 0) for _ in range(2))
+    tokens, seen = dict.fromkeys(texts, 0), dict.fromkeys(texts, 0)
     for name, chunk, hashes, whole in parts:
         counts_BL = _stack(chunk, "loss_mask") > 0
         hit = np.zeros_like(whole)

@@ -9,8 +9,6 @@ The archive is a pure function of the cache: members in the manifest's order, no
 name from it: each member must be the regular file that the manifest has at this place, and is compared with its sha256.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import tarfile
@@ -33,7 +31,6 @@ _LEVEL = 3
 _SKIPPED_FRAME = bytes.fromhex("502a4d1820000000")  # how a zstandard frame begins that decompressors skip, of 32 bytes
 _TRAILER_BYTES = len(_SKIPPED_FRAME) + 32
 _CHUNK_BYTES = 1 << 20
-_EARLIER = "packed.json"
 
 
 class PackReport(NamedTuple):
@@ -41,24 +38,16 @@ class PackReport(NamedTuple):
 
     out: str
     shards: int
-    cache_bytes: int
-    """Of the shards in the cache."""
-    packed_bytes: int
-    """Of the packed file, records included."""
+    cache_bytes: int  # of the shards in the cache
+    packed_bytes: int  # of the packed file, records included
     packed_bytes_per_token: float
 
 
 def pack_cache(path: Place, out: str | Path, progress: Progress | None = None) -> PackReport:
-    """Write a finished cache as one file, which appears when it is whole.
+    """Write a finished cache as one file, usually `….tar.zst`, which must not exist and appears when it is whole.
 
-    Args:
-        out: the file, usually `….tar.zst`; it must not exist.
-
-    Raises:
-        MissingExtraError: zstandard is not installed.
-        CacheError: no finished cache.
-        CacheDamaged: a file of the cache is not what was written.
-        OutputExistsError: `out` exists, or lies inside the cache.
+    CacheError: no finished cache; CacheDamaged: a file of it is not what was written; OutputExistsError: `out` exists,
+    or lies inside the cache; MissingExtraError: zstandard is not installed.
     """
     zstd, source, out = require("zstandard", "transport"), locate(path), _local(out)
     manifest = read_manifest(source)
@@ -82,23 +71,16 @@ def pack_cache(path: Place, out: str | Path, progress: Progress | None = None) -
 
 
 def unpack_cache(path: str | Path, out: str | Path, progress: Progress | None = None) -> PackReport:
-    """Write the cache that was packed; the folder appears when it is whole.
+    """Write the cache that was packed in a file or URL; the folder, new or empty, appears when it is whole.
 
-    Args:
-        path: the packed file, or its URL.
-        out: the cache folder; it must not exist, or be empty.
-
-    Raises:
-        MissingExtraError: zstandard is not installed.
-        CacheError: no packed cache.
-        CacheDamaged: the file, or a shard in it, is not what was written.
-        OutputExistsError: `out` exists.
+    CacheError: no packed cache; CacheDamaged: the file, or a shard in it, is not what was written; OutputExistsError:
+    `out` exists; MissingExtraError: zstandard is not installed.
     """
     zstd, out = require("zstandard", "transport"), _local(out)
     text = str(path).rstrip("/")
     name = text.rpartition("/")[2]
     source = locate(text[: len(text) - len(name)] or ".")
-    if source.has(name) and locate(path).has(_EARLIER):
+    if source.has(name) and locate(path).has("packed.json"):
         raise CacheError(f"{path}: was packed by an earlier version; unpack it with that one, then pack it again")
     if out.is_symlink() or out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise OutputExistsError(f"--out {out}: exists already; nothing was touched: choose another folder")

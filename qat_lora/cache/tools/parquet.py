@@ -7,8 +7,6 @@ single rows in random order, and Parquet decodes a whole group of them to find o
 Groups of rows are written as they are read, from shards that are checked first, so memory does not grow with the cache.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -20,9 +18,8 @@ import numpy as np
 from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.codec import DRAWN, decode_values, unpack_ids
 from qat_lora.cache.format.records import Fingerprint, Manifest, to_json
-from qat_lora.cache.read.shard import Shard
 from qat_lora.cache.storage.location import Location, Place, locate
-from qat_lora.cache.storage.store import Progress, check_entry, read_manifest
+from qat_lora.cache.storage.store import Progress, Shard, check_entry, read_manifest
 from qat_lora.errors import CacheError, OutputExistsError
 from qat_lora.extras import require
 from qat_lora.files.atomic import publish, temporary
@@ -32,14 +29,9 @@ GROUP_BYTES = 32 << 20  # stored bytes that make a row group, about; a group doe
 
 
 def export_parquet(
-    path: Place,
-    out: str | Path,
-    split: str = "train",
-    *,
-    group_bytes: int = GROUP_BYTES,
-    progress: Progress | None = None,
+    path: Place, out: str | Path, split: str = "train", *, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Write a split of a cache to a Parquet file, which appears when it is whole.
+    """Write a split of a cache to a Parquet file, which appears when it is whole; return its sizes by name.
 
     Columns, all of fixed-size lists, for rows of L tokens and K entries each: `input_ids` int32 [L], `loss_mask` uint8
     [L], `doc_starts` bool [L], `head_ids` int32 [L-1, K], `head_logits` [L-1, K] (logit minus the position's largest;
@@ -48,14 +40,8 @@ def export_parquet(
     `teacher_hidden` float16 [L-1, H]. The log-probability of an entry is `head_logits` / T - `lse`. The file's metadata
     holds the fingerprint as JSON; the teacher's LM head is not copied: it is in the cache's folder.
 
-    Returns:
-        `out`, `split`, `rows`, `row_groups` and `bytes` of the file.
-
-    Raises:
-        MissingExtraError: pyarrow is not installed.
-        CacheError: no finished cache, a split without rows.
-        CacheDamaged: a shard is not what was written; no file is left.
-        OutputExistsError: there is a file of that name.
+    CacheError: no finished cache, a split without rows; CacheDamaged: a shard is not what was written; no file is left;
+    OutputExistsError: there is a file of that name; MissingExtraError: pyarrow is not installed.
     """
     arrow, parquet = require("pyarrow", "hub"), require("pyarrow.parquet", "hub")
     path, out = locate(path), Path(out)
@@ -69,9 +55,12 @@ def export_parquet(
     groups = 0
     try:
         with open(partial, "wb") as file:
-            schema = _schema(arrow, manifest.fingerprint)
+            held = manifest.fingerprint
+            none = _columns({spec.name: np.empty((0, *spec.row_shape), spec.dtype) for spec in held.arrays}, held)
+            fields = [(name, _lists(arrow, values).type) for name, values in none.items()]
+            schema = arrow.schema(fields, metadata={fmt.FORMAT: json.dumps(to_json(held))})
             with parquet.ParquetWriter(file, schema, compression="zstd") as writer:
-                for columns in _groups(path, manifest, split, group_bytes, progress):
+                for columns in _groups(path, manifest, split, progress):
                     lists = [_lists(arrow, columns[name]) for name in schema.names]
                     writer.write_table(arrow.Table.from_arrays(lists, schema=schema))
                     groups += 1
@@ -89,11 +78,11 @@ def export_parquet(
 
 
 def _groups(
-    path: Location, manifest: Manifest, split: str, group_bytes: int, progress: Progress | None
+    path: Location, manifest: Manifest, split: str, progress: Progress | None
 ) -> Iterator[dict[str, np.ndarray]]:
     """Yield the columns of some rows at a time, each array [rows, ...]."""
     held = manifest.fingerprint
-    step = max(1, group_bytes // fmt.row_bytes(held.arrays))
+    step = max(1, GROUP_BYTES // fmt.row_bytes(held.arrays))
     for entry in manifest.shards(split):
         check_entry(path, entry, held)
         shard = Shard(path, entry, held, preload=path.far)
@@ -105,11 +94,7 @@ def _groups(
 
 def _columns(arrays: Mapping[str, np.ndarray], held: Fingerprint) -> dict[str, np.ndarray]:
     starts = np.unpackbits(arrays["doc_starts"], axis=1, count=held.length, bitorder="little")
-    columns = {
-        "input_ids": arrays["input_ids"],
-        "loss_mask": arrays["loss_mask"],
-        "doc_starts": starts.astype(np.bool_),
-    }
+    columns = {name: arrays[name] for name in ("input_ids", "loss_mask")} | {"doc_starts": starts.astype(np.bool_)}
     contents = held.contents
     if contents.top_k:
         stored = contents.value_dtype == "float16"
@@ -121,13 +106,6 @@ def _columns(arrays: Mapping[str, np.ndarray], held: Fingerprint) -> dict[str, n
     if contents.hidden:
         columns["teacher_hidden"] = arrays["hidden"]
     return columns | {name: arrays[name] for name in contents.sums}
-
-
-def _schema(arrow: Any, held: Fingerprint) -> Any:
-    """Return the columns' types: those of no rows."""
-    none = _columns({spec.name: np.empty((0, *spec.row_shape), spec.dtype) for spec in held.arrays}, held)
-    fields = [(name, _lists(arrow, values).type) for name, values in none.items()]
-    return arrow.schema(fields, metadata={fmt.FORMAT: json.dumps(to_json(held))})
 
 
 def _lists(arrow: Any, values: np.ndarray) -> Any:
