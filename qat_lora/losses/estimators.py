@@ -28,10 +28,8 @@ class Estimate(NamedTuple):
     """A loss at N positions and its gradient with respect to the softened logits."""
 
     loss_N: Tensor
-    topk_NK: Tensor
-    """Gradient at the top-K ids."""
-    tail_N: Tensor
-    """Gradient of the tail as a whole; a token of the tail gets the share p_j / (1 - b) of it."""
+    topk_NK: Tensor  # gradient at the top-K ids
+    tail_N: Tensor  # gradient of the tail as a whole; a token of the tail gets the share p_j / (1 - b) of it
 
 
 Estimator = Callable[[Tensor, Tensor, Tensor, Tensor], Estimate]

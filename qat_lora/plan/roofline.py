@@ -32,10 +32,8 @@ BLOCKS: dict[Attention, int] = {"tiled": TILE, "fused": 128, "xla": BLOCK}
 """Queries that meet only the keys up to their own end; without one (`plain`) all meet all."""
 LAUNCH_S, FORWARD_KERNELS, BACKWARD_KERNELS, OTHER_KERNELS, CHUNK_KERNELS = 5e-6, 27, 36, 90, 8
 """Seconds to launch a kernel; kernels of a layer, around the layers, of a chunk of the loss."""
-MEMORY_SHARE = 0.8
-"""Of a memory's rate, what long reads and writes reach."""
-TRACE_S = 0.015
-"""Host seconds to trace a micro-batch with stacked layers, whatever their number."""
+MEMORY_SHARE = 0.8  # of a memory's rate, what long reads and writes reach
+TRACE_S = 0.015  # host seconds to trace a micro-batch with stacked layers, whatever their number
 
 
 class Part(NamedTuple):

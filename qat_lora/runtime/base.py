@@ -32,12 +32,9 @@ class Runtime(Protocol):
     """A place to compute. Valid only inside `launch`: XLA forbids touching a device earlier."""
 
     device: torch.device
-    rank: int
-    """This process, 0-based: names files and logs."""
-    replicas: int
-    """Data-parallel copies of the model over all processes (not the process count under SPMD)."""
-    loss_walk: LossWalk
-    """The faster of two equal walks through the logits on this device (`losses/fused/op.py`)."""
+    rank: int  # this process, 0-based: names files and logs
+    replicas: int  # data-parallel copies of the model over all processes (not the process count under SPMD)
+    loss_walk: LossWalk  # the faster of two equal walks through the logits on this device (`losses/fused/op.py`)
     piece_bytes: int | None
     """How much of a large intermediate result elementwise work should take at a time to stay in the processor's cache;
     None where every piece costs a kernel launch or a graph node."""
@@ -46,10 +43,8 @@ class Runtime(Protocol):
     """True where several tensors can be parts of one, as the optimizer likes it; on XLA each is a value of its own."""
     shard_base: bool = False
     """True where frozen weights are spread over several devices: whoever trains forms them on the host first."""
-    attention: AttentionForm
-    """The form of attention that keeps no scores on this device (`layers/attention.py`)."""
-    attention_kernel: Any = None
-    """What computes "blocked" attention in a kernel of the device's, where it has one."""
+    attention: AttentionForm  # the form of attention that keeps no scores on this device (`layers/attention.py`)
+    attention_kernel: Any = None  # what computes "blocked" attention in a kernel of the device's, where it has one
     _control: dist.ProcessGroup | None = None
     """The group for decisions between hosts, where the default group's exchanges go through the devices."""
 

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_ROUNDING = ("cuda", "xla")
-"""Devices that may round the inputs of a float32 product."""
+_ROUNDING = ("cuda", "xla")  # devices that may round the inputs of a float32 product
 
 
 def with_dtype(options: Any, device: str) -> tuple[Any, str]:

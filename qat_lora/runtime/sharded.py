@@ -25,8 +25,7 @@ from qat_lora.errors import DeviceError
 from qat_lora.runtime.base import registrations
 from qat_lora.runtime.host.collectives import among_peers
 
-ALIGNED = 16
-"""Bytes at whose multiples a tensor begins, as kernels that load several numbers at once want it."""
+ALIGNED = 16  # bytes at whose multiples a tensor begins, as kernels that load several numbers at once want it
 
 
 def shard_layers(module: nn.Module, device: torch.device) -> None:

@@ -25,8 +25,7 @@ from qat_lora.errors import DeviceError
 from qat_lora.losses.estimators import IN_KERNEL, Estimator, topk_part, weighted
 from qat_lora.losses.fused.gradients import Group, Task, Walked, keep
 
-MOST_ENTRIES = 4_096
-"""Of the top K, and of the points of a softmax: a program holds them all at once."""
+MOST_ENTRIES = 4_096  # of the top K, and of the points of a softmax: a program holds them all at once
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -86,8 +85,7 @@ class _Softmax(NamedTuple):
     given: list[Tensor]
     """Top-K ids [N, K], log t [N, K] and log m [N]; points' ids and gradients [N, D]; the scale of the top K's loss
     and the mask [N]. K or D may be 0."""
-    results: list[Tensor]
-    """Float32: the top K's loss and log Σ exp(z/T) [N], z/T at the points [N, D]."""
+    results: list[Tensor]  # float32: the top K's loss and log Σ exp(z/T) [N], z/T at the points [N, D]
 
 
 def _softmax(task: Task, group: Group) -> _Softmax:

@@ -38,8 +38,7 @@ from qat_lora.types import LMHead
 
 TILE = 16
 """Rows of a bfloat16 tile of a TPU: a matrix that ends within one is copied to be filled up, gigabytes a chunk."""
-Sums = dict[int, Tensor]
-"""Each term's loss sum, by its index among all terms."""
+Sums = dict[int, Tensor]  # each term's loss sum, by its index among all terms
 
 
 def walk_positions(task: Task, chunk_tokens: int, rows: int = 1) -> Walked:

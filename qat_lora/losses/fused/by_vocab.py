@@ -22,8 +22,7 @@ from torch import Tensor
 
 from qat_lora.losses.fused.gradients import Group, GroupGradient, Task, Walked, entry_ids, group_gradient
 
-PIECE_BYTES = 2**21
-"""Wide logits that the elementwise passes work on at a time: two cores' second-level cache."""
+PIECE_BYTES = 2**21  # wide logits that the elementwise passes work on at a time: two cores' second-level cache
 
 
 def one_softmax(groups: Sequence[Group]) -> bool:

@@ -24,8 +24,7 @@ class Group(NamedTuple):
 
     temperature: float
     ids_NK: Tensor | None
-    topk: list[tuple[int, TopKTerm]]
-    """Each term with its index among all terms."""
+    topk: list[tuple[int, TopKTerm]]  # each term with its index among all terms
     points: list[tuple[int, PointTerm]]
     dense: list[tuple[int, DenseTerm]]
 
@@ -51,13 +50,10 @@ class Wanted(NamedTuple):
 class Task(NamedTuple):
     """One call of the fused loss, ready for a walk."""
 
-    hidden_NH: Tensor
-    """In the dtype of the products, zero where masked."""
-    lm_head: LMHead
-    """Of `real_vocabulary`, in the same dtype."""
+    hidden_NH: Tensor  # in the dtype of the products, zero where masked
+    lm_head: LMHead  # of `real_vocabulary`, in the same dtype
     groups: list[Group]
-    scales: list[float | Tensor]
-    """weight · T² of each term."""
+    scales: list[float | Tensor]  # weight · T² of each term
     mask_N: Tensor
     wanted: Wanted
 
@@ -70,8 +66,7 @@ class Task(NamedTuple):
 class Walked(NamedTuple):
     """The result of a walk; gradients that were not asked for are None."""
 
-    sums: dict[int, Tensor]
-    """A sum for each term's index, without weight and T²."""
+    sums: dict[int, Tensor]  # a sum for each term's index, without weight and T²
     hidden_NH: Tensor | None = None
     weight_VH: Tensor | None = None
     bias_V: Tensor | None = None
@@ -80,12 +75,9 @@ class Walked(NamedTuple):
 class GroupGradient(NamedTuple):
     """A group's losses, and gradients with respect to the logits, with weight · T² in them and zero where masked."""
 
-    sums: dict[int, Tensor]
-    """As in `Walked`."""
-    tail_C: Tensor
-    """Gradient of the tail as a whole."""
-    entries: list[Tensor]
-    """What to add to the gradient at each of `entry_ids`."""
+    sums: dict[int, Tensor]  # as in `Walked`
+    tail_C: Tensor  # gradient of the tail as a whole
+    entries: list[Tensor]  # what to add to the gradient at each of `entry_ids`
 
 
 def real_vocabulary(lm_head: LMHead, dtype: torch.dtype, wide: torch.dtype) -> LMHead:

@@ -34,12 +34,9 @@ CHUNK_BYTES = 32 * 2**20
 class LossSum(NamedTuple):
     """A loss added up over positions; divide by the global token count once, after accumulation."""
 
-    loss_sum: Tensor
-    """0-d float32 (float64 for float64 inputs), differentiable: Σ over terms of weight · term."""
-    token_count: Tensor
-    """0-d float32: positions that counted."""
-    terms: dict[str, Tensor]
-    """Each term's sum by name, with T² and without weight, detached: for logging."""
+    loss_sum: Tensor  # 0-d float32 (float64 for float64 inputs), differentiable: Σ over terms of weight · term
+    token_count: Tensor  # 0-d float32: positions that counted
+    terms: dict[str, Tensor]  # each term's sum by name, with T² and without weight, detached: for logging
 
 
 def fused_linear_kd(
@@ -104,8 +101,7 @@ class _Call(NamedTuple):
     lm_head: LMHead
     terms: tuple[Term, ...]
     mask_N: Tensor
-    dtype: torch.dtype
-    """Of the products."""
+    dtype: torch.dtype  # of the products
     chunk_tokens: int
     walk: LossWalk
     rows: int

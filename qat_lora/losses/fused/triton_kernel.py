@@ -27,10 +27,8 @@ from torch import Tensor
 
 WARPS = 32
 """All the threads that a block may have: one row at a time for each multiprocessor keeps the rows at work in cache."""
-BLOCK_V = 8_192
-"""Logits that a program takes at once: 8 a thread, one load of 16 bytes in bfloat16."""
-UNROLL = 4
-"""Blocks in flight. More of either spills registers: a thread may have 64."""
+BLOCK_V = 8_192  # logits that a program takes at once: 8 a thread, one load of 16 bytes in bfloat16
+UNROLL = 4  # blocks in flight. More of either spills registers: a thread may have 64
 
 
 class Logits(NamedTuple):
@@ -83,13 +81,10 @@ class Form(NamedTuple):
 
     estimator: str
     capped: bool
-    gradient: bool
-    """False: only losses; the logits are spoiled all the same."""
+    gradient: bool  # false: only losses; the logits are spoiled all the same
     vocab: int
-    entries: int
-    """K."""
-    points: int
-    """D."""
+    entries: int  # K
+    points: int  # D
     unroll: int
     block_v: int
     block_k: int

@@ -39,10 +39,8 @@ NAMES = ("micro-batch", "optimizer step", "evaluation", "cache build", "prompt",
 class Asked:
     """The recovery whose graphs are asked for; beyond these, a run's defaults."""
 
-    model: str = ""
-    """A folder with a config.json; none for Qwen3-0.6B's shape (`report.py`)."""
-    batch_size: int = 4
-    """Rows of a micro-batch on one chip."""
+    model: str = ""  # a folder with a config.json; none for Qwen3-0.6B's shape (`report.py`)
+    batch_size: int = 4  # rows of a micro-batch on one chip
     length: int = 1024
     head_k: int = 128
     rank: int = 8
@@ -51,8 +49,7 @@ class Asked:
     """Of a student whose config says nothing of quantisation; without one its weights are dense."""
     train_scales: bool = False
     gradient_checkpointing: bool = False
-    chips: int = 1
-    """More than one: SPMD."""
+    chips: int = 1  # more than one: SPMD
     shard_base: bool = False
     loss_chunk_mb: int | None = ObjectiveConfig.loss_chunk_mb
     graphs: tuple[str, ...] = NAMES

@@ -19,8 +19,7 @@ from typing import Any
 
 STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
 _SAME_REQUEST_S = 1.0
-_standing: list[list[str]] = []
-"""The list of `install_for_good`, if that was called in this process."""
+_standing: list[list[str]] = []  # the list of `install_for_good`, if that was called in this process
 
 
 def _collector(received: list[str]) -> Any:

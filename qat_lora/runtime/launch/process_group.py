@@ -22,8 +22,7 @@ class RankInfo(NamedTuple):
 
     rank: int = 0
     size: int = 1
-    local_rank: int = 0
-    """Among the processes of this machine."""
+    local_rank: int = 0  # among the processes of this machine
 
 
 def whole_number(environ: Mapping[str, str], name: str, default: int, least: int = 0) -> int:

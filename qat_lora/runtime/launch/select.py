@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from qat_lora.runtime.base import Runtime
 
 DEVICES = ("auto", "cpu", "cuda", "mps", "tpu", "xla")
-ROW_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
-"""The grid of TPU chips of one host, in libtpu's notation."""
+ROW_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}  # the grid of TPU chips of one host, in libtpu's notation
 _GOOGLE_PCI_VENDOR = "0x1ae0"
 # v2 and v3, v4, two unnamed in torch_xla's own list (tpu.py), v5e, v6e, 7x.
 _TPU_PCI_DEVICES = {"0x0027", "0x005e", "0x0056", "0x0062", "0x0063", "0x006f", "0x0076"}
@@ -46,13 +45,10 @@ class Found:
     cuda_devices: int = 0
     mps: bool = False
     torch_xla: bool = False
-    tpu: str = ""
-    """What points to a TPU, for example `/dev/accel0`; empty if nothing does."""
-    pjrt_device: str = ""
-    """PJRT_DEVICE, empty if unset."""
+    tpu: str = ""  # what points to a TPU, for example `/dev/accel0`; empty if nothing does
+    pjrt_device: str = ""  # PJRT_DEVICE, empty if unset
     cores: int = 1
-    tpu_chips: int = 0
-    """Of this host, 0 if unknown."""
+    tpu_chips: int = 0  # of this host, 0 if unknown
 
     def __str__(self) -> str:
         parts = {
@@ -106,12 +102,9 @@ class LaunchPlan(NamedTuple):
     """The device of a run, and how its processes are started."""
 
     device: DeviceChoice
-    chips: int = 1
-    """Replicas on this machine; 0 where only the device itself will tell (all of an unseen number)."""
-    start: Start = "here"
-    """In this process; as processes of our own; or by PyTorch/XLA, a process per chip."""
-    variables: Mapping[str, str] = {}
-    """To set, where nothing is set yet, before the device is touched."""
+    chips: int = 1  # replicas on this machine; 0 where only the device itself will tell (all of an unseen number)
+    start: Start = "here"  # in this process; as processes of our own; or by PyTorch/XLA, a process per chip
+    variables: Mapping[str, str] = {}  # to set, where nothing is set yet, before the device is touched
 
 
 def find_tpu(environ: Mapping[str, str], root: Path = Path("/")) -> str:
@@ -279,8 +272,7 @@ def _check_group(config: ChipsConfig, asked: str | None, environ: Mapping[str, s
         )
 
 
-_Start = tuple[int, Start, Mapping[str, str]]
-"""The fields of a `LaunchPlan` after the device."""
+_Start = tuple[int, Start, Mapping[str, str]]  # the fields of a `LaunchPlan` after the device
 
 
 def _on_xla_cpu(config: ChipsConfig, asked: str | None, environ: Mapping[str, str]) -> _Start:

@@ -46,8 +46,7 @@ from qat_lora.runtime.launch.select import ChipsConfig, DeviceChoice, LaunchPlan
 from qat_lora.runtime.precision import with_dtype
 from qat_lora.terminal import any_text, echo
 
-GRACE_S = 8.0
-"""How long a worker may take to end by itself after another has failed."""
+GRACE_S = 8.0  # how long a worker may take to end by itself after another has failed
 
 
 @any_text()

@@ -42,8 +42,7 @@ from qat_lora.types import AttentionForm, Batch, LossWalk
 
 RUNS_ON_REAL_CHIPS = {"spawn": 0, "spmd": 0}
 """On how many TPU chips each way has been run so far; printed when several are used."""
-PORT_VARIABLE = "QAT_LORA_GROUP_PORT"
-"""The port of one host's group; not MASTER_PORT, which torch_xla reads for itself."""
+PORT_VARIABLE = "QAT_LORA_GROUP_PORT"  # the port of one host's group; not MASTER_PORT, which torch_xla reads for itself
 
 
 def is_xla_device(device: torch.device | torch.Tensor | str | None = None) -> bool:

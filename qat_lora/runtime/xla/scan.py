@@ -104,12 +104,10 @@ class _Loops(NamedTuple):
     forward: Loop
     backward: Loop | None = None
     """(gradient of the carry; stacked tensors and what was kept; shared) -> gradients of carry and trained stacks."""
-    trained: Sequence[int] = ()
-    """Which stacked tensors have gradients."""
+    trained: Sequence[int] = ()  # which stacked tensors have gradients
     kept: Sequence[int] = ()
     """Which of the values of a layer that could be kept are: the backward pass does not use all."""
-    values: int = 0
-    """How many could be."""
+    values: int = 0  # how many could be
 
 
 class _Scan(torch.autograd.Function):

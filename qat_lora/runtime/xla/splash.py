@@ -25,10 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LANES = 128
-"""Numbers in a row of a TPU's registers: rows of tokens are cut at multiples of it."""
-BLOCK_Q, BLOCK_KV = 512, 1024
-"""Queries and keys of a tile at most."""
+LANES = 128  # numbers in a row of a TPU's registers: rows of tokens are cut at multiples of it
+BLOCK_Q, BLOCK_KV = 512, 1024  # queries and keys of a tile at most
 FUSED_LENGTH = 4096
 """Up to this many tokens one backward kernel makes all gradients, those of queries once for each block of keys."""
 

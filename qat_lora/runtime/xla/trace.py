@@ -32,8 +32,7 @@ READABLE = 4 << 20
 class Graph(NamedTuple):
     """What was pending at a sync."""
 
-    hlo: bytes
-    """A serialised HloModuleProto."""
+    hlo: bytes  # a serialised HloModuleProto
     text: str
     trace_cpu_s: float
     """CPU seconds of this process since the last sync: what the host spends before the device can begin."""
@@ -42,8 +41,7 @@ class Graph(NamedTuple):
 class TracingRuntime(XlaRuntime):
     """One chip, whose syncs record; `spmd.py` has the same for several."""
 
-    graphs: list[Graph] | None = None
-    """Filled while `record` works."""
+    graphs: list[Graph] | None = None  # filled while `record` works
     _begun = 0.0
     _annotated: tuple[Tensor, ...] = ()
 
