@@ -2,8 +2,8 @@
 
 Rates are the makers' figures, of products dense and in bfloat16. In float32 a card multiplies in TF32, at half that
 rate; a TPU rounds to bfloat16 in one pass unless more are asked for, so only its bytes double. A T4 has neither type in
-its product units. Prices are on-demand list prices as known in mid-2025
-(Google Cloud for TPUs, typical GPU clouds for cards) and only there for an order of magnitude: check them.
+its product units. Prices are on-demand list prices of mid-2025 (Google Cloud for TPUs, typical GPU clouds for cards),
+for an order of magnitude: check them.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from typing import Literal
 
 from qat_lora.errors import ConfigError
 
-Attention = Literal["tiled", "fused", "plain", "xla"]
-"""The attention kernel, which decides what a training step keeps (`plan/activations.py`)."""
-
+Attention = Literal["tiled", "fused", "plain", "xla"]  # which decides what a training step keeps (`plan/step.py`)
 _ATTENTION: dict[str, Attention] = {"cpu": "tiled", "mps": "plain", "tpu": "xla", "xla": "xla"}
 
 

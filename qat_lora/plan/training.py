@@ -36,7 +36,7 @@ from qat_lora.models.load import (
 from qat_lora.options import CacheBuildOptions, EstimateOptions, QatOptions, RecoverOptions, RunConfig
 from qat_lora.plan.devices import attention_on, likely
 from qat_lora.plan.memory import GIB, forecast, meta_model, skeleton, stored_quantisation
-from qat_lora.plan.shapes import Shapes
+from qat_lora.plan.step import Shapes
 from qat_lora.quant.presets import Preset
 from qat_lora.registry import DryRun, Requirements
 from qat_lora.runtime.base import default_loss_chunk_mb

@@ -27,8 +27,8 @@ from qat_lora.layers.stacked import parameters_at
 from qat_lora.losses.objective import weight_tensors
 from qat_lora.models.load import DTYPES, CausalLM
 from qat_lora.options import CacheBuildOptions, RunConfig
-from qat_lora.plan.compiled.asked import NAMES, Asked
 from qat_lora.plan.compiled.hlo import instruction_count
+from qat_lora.plan.compiled.report import NAMES, Asked
 from qat_lora.plan.memory import meta_student
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.xla.spmd import TracingSpmdRuntime

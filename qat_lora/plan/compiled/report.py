@@ -4,6 +4,9 @@ Two programs are run, each by the Python that it needs: `graphs.py` traces with 
 compiles with jax and libtpu, which do not fit torch_xla's own pins and so live in an environment of their own
 (`make tpu-compiler`). What comes out is counted here (`hlo.py`). Sizes, bytes and operations are the chip's own program
 and as good as known; how long it takes is not said, because nothing has run.
+
+What is asked for is plain values, so that it can be handed to another program as JSON. Its defaults are Qwen3-0.6B at
+the size of the guides, so that `qat-lora doctor --compile-for v6e-1` says something without a model or a network.
 """
 
 from __future__ import annotations
@@ -11,31 +14,80 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from qat_lora.errors import ConfigError, DeviceError, MissingExtraError
+from qat_lora.layers.lora import LoraConfig
+from qat_lora.losses.objective import ObjectiveConfig
+from qat_lora.options import EstimateOptions, RunConfig
 from qat_lora.plan.compiled import hlo, tpu_program
-from qat_lora.plan.compiled.asked import QWEN3_06B, Asked
+from qat_lora.plan.surroundings import libtpu_specifier
+from qat_lora.runtime.launch.select import ChipsConfig
 
-TOPOLOGIES = {
-    "v6e-1": ("v6e:1x1", 1),
-    "v6e-4": ("v6e:2x2", 4),
-    "v6e-8": ("v6e:2x4", 8),
-    "v5e-1": ("v5e:1x1", 1),
-    "v5e-4": ("v5e:2x2", 4),
-    "v5e-8": ("v5e:2x4", 8),
-}
-"""libtpu's name of what can be rented as one host, and its chips."""
+GRIDS = {1: "1x1", 4: "2x2", 8: "2x4"}  # of what can be rented as one host, by its chips
+TOPOLOGIES = {f"{kind}-{chips}": (f"{kind}:{grid}", chips) for kind in ("v6e", "v5e") for chips, grid in GRIDS.items()}
 COMPILER_VARIABLE = "QAT_LORA_TPU_COMPILER"
 DEFAULT_COMPILER = Path(".venv-tpu/bin/python")  # the Makefile's TPU_VENV
+NAMES = ("micro-batch", "optimizer step", "evaluation", "cache build", "prompt", "decoding step")
+QWEN3_06B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151_936,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 40_960,
+    "rope_theta": 1_000_000,
+    "bos_token_id": 151_643,
+    "eos_token_id": 151_645,
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The recovery whose graphs are asked for; beyond these, a run's defaults."""
+
+    model: str = ""  # a folder with a config.json; none for Qwen3-0.6B's shape
+    batch_size: int = 4  # rows of a micro-batch on one chip
+    length: int = 1024
+    head_k: int = 128
+    rank: int = 8
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    preset: str | None = None  # of a student whose config says nothing of quantisation; without one it is dense
+    train_scales: bool = False
+    gradient_checkpointing: bool = False
+    chips: int = 1  # more than one: SPMD
+    shard_base: bool = False
+    loss_chunk_mb: int | None = None
+    graphs: tuple[str, ...] = NAMES
+
+    @property
+    def estimate(self) -> EstimateOptions:
+        """The same recovery for `plan/memory.py`."""
+        same = ("model", "preset", "train_scales", "gradient_checkpointing", "batch_size", "length", "head_k")
+        chips = ChipsConfig(shard_base=self.shard_base, parallel="spmd" if self.shard_base else "spawn")
+        return EstimateOptions(
+            **{name: getattr(self, name) for name in same},
+            lora=LoraConfig(recovery_r=self.rank),
+            run=RunConfig(dtype=self.dtype, device="tpu", chips=chips),
+            loss_chunk_mb=self.loss_chunk_mb,
+        )
+
+    @property
+    def objective(self) -> ObjectiveConfig:
+        """The default objective on a cache of top K."""
+        return ObjectiveConfig(loss_chunk_mb=self.loss_chunk_mb)
 
 
 def find_compiler(given: str | None = None) -> Path:
@@ -87,16 +139,10 @@ def compile_recovery(
     versions = {key: graph[key] for graph in found.values() for key in ("jax", "libtpu")}
     for graph in found.values():
         graph.pop("jax"), graph.pop("libtpu")
-    versions |= {"torch_xla": importlib.metadata.version("torch_xla"), "libtpu_of_torch_xla": pinned_libtpu()}
+    pinned = libtpu_specifier().removeprefix("==") or "none"  # which a real TPU machine would have
+    versions |= {"torch_xla": importlib.metadata.version("torch_xla"), "libtpu_of_torch_xla": pinned}
     settings = {name: value for name, value in asdict(asked).items() if name not in ("model", "graphs")}
     return {"chip": chip, "settings": settings, "versions": versions, "graphs": found}
-
-
-def pinned_libtpu() -> str:
-    """Return the libtpu that the installed torch_xla asks for, which a real TPU machine would have."""
-    lines = importlib.metadata.requires("torch_xla") or []
-    found = [re.match(r"libtpu\s*\(?==\s*([\w.]+)", line) for line in lines]
-    return next((match[1] for match in found if match), "none")
 
 
 def trace(asked: Asked, out: Path) -> None:
