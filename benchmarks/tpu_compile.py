@@ -25,7 +25,8 @@ from typing import Any
 
 from estimate import forecast_on
 
-from qat_lora.plan.compiled.report import NAMES, QWEN3_06B, TOPOLOGIES, Asked, compile_recovery, find_compiler, table
+from qat_lora.plan.compiled import NAMES, QWEN3_06B, Asked
+from qat_lora.plan.compiled.report import TOPOLOGIES, compile_recovery, find_compiler, table
 
 
 def estimated(chip: str, asked: Asked, graph: dict[str, Any]) -> dict[str, Any]:

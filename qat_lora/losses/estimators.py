@@ -93,10 +93,8 @@ def topk_part(log_p_NK: Tensor, log_rest_N: Tensor, log_t_NK: Tensor, log_m_N: T
     return Estimate(loss_N, mass_N[:, None] * log_p_NK.exp() - t_NK, mass_N * log_rest_N.exp())
 
 
-ESTIMATORS: dict[str, Estimator] = {"ghost": ghost, "renorm": renorm, "reverse": reverse}
-"""The estimators that need nothing but the top K and the tail's mass, by their names in settings."""
-IN_KERNEL = (ghost, renorm, reverse, topk_part)
-"""Those that `fused/triton_kernel.py` has too, by the same names; any other goes another way."""
+ESTIMATORS: dict[str, Estimator] = {"ghost": ghost, "renorm": renorm, "reverse": reverse}  # by their names in settings
+IN_KERNEL = (ghost, renorm, reverse, topk_part)  # that `fused/triton_kernel.py` has too, by the same names
 
 
 @dataclass(frozen=True, eq=False)

@@ -47,11 +47,7 @@ DEFAULT = ("v5e-1", "v6e-1", "v6e-4", "h100", "h200", "laptop")
 
 
 def named(names: tuple[str, ...]) -> list[Device]:
-    """Return devices by name (`v6e-4`: four chips; `h100`: one); the usual ones for no name.
-
-    Raises:
-        ConfigError: an unknown device.
-    """
+    """Return devices by name (`v6e-4`: four chips; `h100`: one), the usual for none; ConfigError for an unknown one."""
     found = []
     for name in names or DEFAULT:
         match = re.fullmatch(r"([a-z0-9]+?)(?:-([1-9]\d*))?", name.lower())
@@ -63,10 +59,7 @@ def named(names: tuple[str, ...]) -> list[Device]:
 
 
 def likely(device: str, chips: int) -> list[Device]:
-    """Return the usual chips or cards behind `--device`, as many as the run takes.
-
-    Several processes on one CPU share it, so their time is not known.
-    """
+    """Return the usual chips or cards behind `--device`, as many as a run takes; for processes on a CPU none."""
     if device in ("tpu", "xla"):
         return named((f"v5e-{chips}", f"v6e-{chips}"))
     if device == "cuda":

@@ -157,7 +157,7 @@ def meta_model(name: str) -> tuple[Any, nn.Module]:
 
     Raises:
         DamagedFileError: the config.json is not what was written.
-        ModelError: no config.json, or an architecture that transformers does not know.
+        ModelError: transformers can build none from it.
     """
     if (config_file := Path(name).expanduser() / "config.json").is_file():
         check_folder(config_file.parent, (config_file.name,))
@@ -190,10 +190,8 @@ def meta_student(options: EstimateOptions, adapter: bool = True) -> tuple[Any, n
         raise ModelError(f"model: {options.model} is quantised by {stored.get('quant_method')}; give the original")
     if stored is not None and options.preset is not None:
         raise ModelError(f"model: {options.model} is quantised already; leave --preset out, or give the original")
-    chosen = Preset.from_dict(stored["preset"]) if stored else None
-    if options.preset is not None:
-        chosen = preset(options.preset, options.keep)
-    if chosen is not None:
+    if stored or options.preset is not None:
+        chosen = Preset.from_dict(stored["preset"]) if stored else preset(str(options.preset), options.keep)
         make_quant_skeleton(module, chosen)
     models.cast(module, DTYPES[options.run.dtype])
     if adapter:  # after the cast, as a run does: its factors stay float32
@@ -202,14 +200,9 @@ def meta_student(options: EstimateOptions, adapter: bool = True) -> tuple[Any, n
 
 
 def skeleton(options: EstimateOptions) -> Shapes:
-    """Build a student with an adapter on the meta device, in its training state.
-
-    Raises:
-        ModelError, ConfigError: as `meta_student`.
-    """
+    """Build a student with an adapter on the meta device, in its training state; raises as `meta_student`."""
     config, module = meta_student(options)
-    dtype = DTYPES[options.run.dtype]
+    dtype, rank = DTYPES[options.run.dtype], options.lora.recovery_r
     groups = recovery_parts(models.CausalLM(module, Path()), options.train_scales, options.train_norms, dtype)
-    sizes = [layer.in_features * layer.out_features for layer in quant_layers(module).values()]
-    formed = dtype.itemsize * sum(sizes) if options.train_scales else 0
-    return Shapes(config.get_text_config(), module, groups, options.lora.recovery_r, options.train_scales, formed)
+    shapes = Shapes(config.get_text_config(), module, groups, rank, options.train_scales, 0)
+    return replace(shapes, formed_bytes=dtype.itemsize * sum(shapes.quantised)) if options.train_scales else shapes

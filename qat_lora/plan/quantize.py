@@ -21,11 +21,9 @@ from qat_lora.quant.scales import CLIP_GRID
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.registry import DryRun, Requirements
 
-FLOAT32_RATE = {"tpu": 1 / 6, "cuda": 1 / 15}
-"""Of the rate in bfloat16: exact products of float32 are six passes of a TPU, and none for a card's product units."""
+FLOAT32_RATE = {"tpu": 1 / 6, "cuda": 1 / 15}  # of bfloat16's: six passes of a TPU, none of a card's product units
 COLUMN_S = {"cuda": 10 * 5e-6}  # seconds to launch the kernels of a column; elsewhere they are one call or one program
-COLUMN_PASSES = {"tpu": 11, "xla": 11}
-"""How often a column's round moves its block to or from memory, as counted in a v6e's program; else twice."""
+COLUMN_PASSES = {"tpu": 11, "xla": 11}  # times a column's round moves its block, as in a v6e's program; else twice
 CLIP_OPERATIONS = 8  # to round a weight at one clip, and to weigh the error
 
 

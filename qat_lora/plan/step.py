@@ -14,7 +14,7 @@ the longer of its operations and its bytes, at the share of the device's rate th
 launches kernels (CUDA) or traces the graph (XLA): the step takes the longer of device and host. It is bound by what
 would take longest if nothing else took time. Bytes are those of fused code: a kernel reads what it needs and writes its
 result once. Backward, a tensor's gradient moves as the tensor did, and elementwise work is done again
-(`runtime/xla/scan.py`, compiled layers on CUDA). Not in it: exchanges between chips, the optimizer (some thousandths),
+(`runtime/xla/loop.py`, compiled layers on CUDA). Not in it: exchanges between chips, the optimizer (some thousandths),
 compiling, reading data.
 
 `benchmarks/estimate.py` compares the sums with measured peaks and with what the TPU's compiler gives,
@@ -132,7 +132,7 @@ def _layer(shapes: Shapes, options: EstimateOptions) -> int:
     """Return the bytes that are kept of a layer for one token.
 
     Autograd keeps of a linear layer with a frozen base the product A x and, for its adapter's A, its input (once for
-    layers that share it); norms keep their input in float32. XLA's loop keeps what `runtime/xla/scan.py` names: a
+    layers that share it); norms keep their input in float32. XLA's loop keeps what `runtime/xla/loop.py` names: a
     layer's input, the wide products that its backward pass reads (not the last one), and attention's result and sums.
     """
     width, (hidden, mlp, queries, keys, heads) = DTYPES[options.run.dtype].itemsize, widths(shapes.config)

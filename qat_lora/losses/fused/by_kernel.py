@@ -1,11 +1,9 @@
 """Some positions at a time, as `by_token`, with one Triton kernel between two products: the walk for CUDA.
 
 A chunk is a product into a buffer that all chunks share, one launch for each softmax (`triton_kernel`), and a product
-back: three launches where `by_token` has some hundred. The logits stay in the dtype of the
-products, so one copy of a chunk is all that exists; softmax and sums are float32 in registers.
-
-`kernel_serves` says what goes this way. The rest, above all the exact KL with its two heads, goes by positions as on
-any device; the numbers are the same either way.
+back: three launches where `by_token` has some hundred. The logits stay in the dtype of the products, so one copy of a
+chunk is all that exists; softmax and sums are float32 in registers. What the kernel does not know, above all the exact
+KL with its two heads, goes by positions as on any device; the numbers are the same either way.
 
 The kernel is an operator of PyTorch, so dispatch finds its device: on CUDA it is launched, in Triton's interpreter it
 runs on a CPU, and on meta and fake tensors it is a call that can be counted.
@@ -44,10 +42,8 @@ def _serves(group: Group) -> bool:
 def walk_kernel(task: Task, chunk_tokens: int) -> Walked:
     """Return sums and gradients; `chunk_tokens` positions, rounded up to 16, are projected at once.
 
-    A trained output head's gradient is a product in the dtype of the others a chunk, added up in float32.
-
-    Raises:
-        DeviceError: there is no Triton, or neither a GPU nor its interpreter.
+    A trained output head's gradient is a product in the dtype of the others a chunk, added up in float32. DeviceError
+    without Triton, or with neither a GPU nor its interpreter.
     """
     wanted, weight_VH = task.wanted, task.lm_head.weight_VH
     count, vocab = len(task.hidden_NH), len(weight_VH)
@@ -72,8 +68,12 @@ def walk_kernel(task: Task, chunk_tokens: int) -> Walked:
         if d_bias is not None:
             d_bias.add_(grad_CV.sum(0, dtype=task.wide))
     sums: dict[int, Tensor] = {}
-    for group, softmax in zip(task.groups, softmaxes, strict=True):
-        sums |= _sums(task, group, softmax)
+    for group, (loss_N, log_z_N, z_ND) in zip(task.groups, (softmax.results for softmax in softmaxes), strict=True):
+        sums |= {index: loss_N.sum() for index, _ in group.topk}
+        widths = [term.ids_ND.shape[1] for _, term in group.points]
+        for (index, term), z_NE in zip(group.points, z_ND.split(widths, 1) if widths else (), strict=True):
+            distance_N = weighted(term.weights_ND.float(), log_z_N[:, None] - z_NE).sum(1)
+            sums[index] = keep(distance_N, task.mask_N).sum()
     return Walked(sums, d_hidden, d_weight, d_bias)
 
 
@@ -114,17 +114,6 @@ def _run(task: Task, softmax: _Softmax, raw_CV: Tensor, rows: slice) -> Tensor:
     _library()
     torch.ops.qat_lora.kd_rows(raw_CV, lm_head.bias_V, given, results, factors, softmax.estimator, any(task.wanted))
     return raw_CV
-
-
-def _sums(task: Task, group: Group, softmax: _Softmax) -> dict[int, Tensor]:
-    """Return each term's sum over all positions."""
-    loss_N, log_z_N, z_ND = softmax.results
-    sums = {index: loss_N.sum() for index, _ in group.topk}
-    widths = [term.ids_ND.shape[1] for _, term in group.points]
-    for (index, term), z_NE in zip(group.points, z_ND.split(widths, 1) if widths else (), strict=True):
-        distance_N = weighted(term.weights_ND.float(), log_z_N[:, None] - z_NE).sum(1)
-        sums[index] = keep(distance_N, task.mask_N).sum()
-    return sums
 
 
 @functools.cache

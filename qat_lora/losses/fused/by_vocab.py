@@ -35,7 +35,8 @@ def walk_vocabulary(task: Task, block_vocab: int) -> Walked:
     (group,) = task.groups
     ids = entry_ids(group, task.mask_N)
     entry_z = [torch.zeros(x.shape, dtype=task.wide, device=x.device) for x in ids]
-    frozen = task.wanted.hidden and not task.wanted.lm_head
+    trains = task.wanted.weight or task.wanted.bias
+    frozen = task.wanted.hidden and not trains
     # m from the lowest finite number, not -inf, so that a tail that is (still) empty gives zeros instead of NaN.
     m_N1 = task.hidden_NH.new_full((len(task.hidden_NH), 1), torch.finfo(task.wide).min, dtype=task.wide)
     l_N1 = torch.zeros_like(m_N1)
@@ -59,7 +60,7 @@ def walk_vocabulary(task: Task, block_vocab: int) -> Walked:
     if not any(task.wanted):
         return Walked(part.sums)
     share_N1 = part.tail_C[:, None] / l_N1.clamp_min(1)  # l is at least 1, or 0 for an empty tail
-    if task.wanted.lm_head:
+    if trains:
         return _walk_again(task, part, share_N1, m_N1, _blocks(task, group, ids, block_vocab))
     o_NH.mul_(share_N1)
     lm_head = task.lm_head

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from qat_lora.losses.estimators import DenseTerm, PointTerm, Term, TopKTerm, log_add, weighted, wide_dtype
-from qat_lora.types import LMHead
+from qat_lora.types import LMHead, SparseTeacher
 
 
 class Group(NamedTuple):
@@ -40,11 +40,6 @@ class Wanted(NamedTuple):
     hidden: bool
     weight: bool = False
     bias: bool = False
-
-    @property
-    def lm_head(self) -> bool:
-        """True if the output head trains."""
-        return self.weight or self.bias
 
 
 class Task(NamedTuple):
@@ -90,10 +85,7 @@ def real_vocabulary(lm_head: LMHead, dtype: torch.dtype, wide: torch.dtype) -> L
 def lm_head_logits(
     hidden_CH: Tensor, lm_head: LMHead, wide: torch.dtype, with_slope: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Return logits = c · tanh(s (h Wᵀ + b) / c) in the wide dtype, and on request the slope 1 - tanh² of a cap c.
-
-    The output head is one of `real_vocabulary`, and the hidden states are in its dtype.
-    """
+    """Return logits = c · tanh(s (h Wᵀ + b) / c) in the wide dtype, and on request the slope 1 - tanh² of a cap c."""
     return full_logits(hidden_CH @ lm_head.weight_VH.t(), lm_head, wide, with_slope)
 
 
@@ -138,10 +130,10 @@ def with_tensors(task: Task, per_row: Callable[[Tensor], Tensor], whole: Callabl
         ids_NK = None if old.ids_NK is None else per_row(old.ids_NK)
         topk, points, dense = [], [], []
         for index, term in old.topk:
-            teacher = term.teacher._replace(
-                ids_NK=term.teacher.ids_NK if ids_NK is None else ids_NK,
-                log_probs_NK=per_row(term.teacher.log_probs_NK),
-                log_tail_N=per_row(term.teacher.log_tail_N),
+            held = term.teacher
+            log_probs_NK, log_tail_N = per_row(held.log_probs_NK), per_row(held.log_tail_N)
+            teacher = SparseTeacher(
+                held.ids_NK if ids_NK is None else ids_NK, log_probs_NK, log_tail_N, held.temperature
             )
             topk.append((index, replace(term, teacher=teacher)))
         for index, point in old.points:
@@ -172,8 +164,7 @@ def group_terms(terms: Sequence[Term]) -> list[Group]:
         ids = term.teacher.ids_NK if isinstance(term, TopKTerm) else None
         same = [g for g in groups if g.temperature == term.temperature and (ids is None or g.ids_NK is ids)]
         if not same:
-            same = [Group(term.temperature, ids, [], [], [])]
-            groups += same
+            groups += (same := [Group(term.temperature, ids, [], [], [])])
         if isinstance(term, TopKTerm):
             same[0].topk.append((index, term))
         else:

@@ -93,9 +93,8 @@ class Form(NamedTuple):
 
 def form_of(estimator: str, capped: bool, gradient: bool, sizes: tuple[int, int, int]) -> Form:
     """Return a form for V, K and D, with its blocks: powers of two."""
-    vocab, entries, points = sizes
-    blocks = min(BLOCK_V, triton.next_power_of_2(vocab)), *(triton.next_power_of_2(max(1, n)) for n in sizes[1:])
-    return Form(estimator, capped, gradient, vocab, entries, points, UNROLL, *blocks)
+    blocks = min(BLOCK_V, triton.next_power_of_2(sizes[0])), *(triton.next_power_of_2(max(1, n)) for n in sizes[1:])
+    return Form(estimator, capped, gradient, *sizes, UNROLL, *blocks)
 
 
 def launch(
@@ -235,19 +234,16 @@ def _estimate(log_p_K, log_rest, log_t_K, log_m, FORM: tl.constexpr):
 
 @triton.jit
 def _weighted(weight, value):
-    """Return weight · value with 0 · inf = 0."""
     return tl.where(weight == 0, 0.0, weight * value)
 
 
 @triton.jit
 def _log_sum_exp(x):
-    """Return log Σ exp(x), -inf where all are."""
     top = tl.maximum(tl.max(x, 0), -3.4e38)
     return top + tl.log(tl.sum(tl.exp(x - top), 0))
 
 
 @triton.jit
 def _log_add(first, second):
-    """Return log(exp(first) + exp(second))."""
     top = tl.maximum(first, second)
     return top + tl.log(tl.exp(first - top) + tl.exp(second - top))

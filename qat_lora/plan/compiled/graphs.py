@@ -27,8 +27,8 @@ from qat_lora.layers.stacked import parameters_at
 from qat_lora.losses.objective import weight_tensors
 from qat_lora.models.load import DTYPES, CausalLM
 from qat_lora.options import CacheBuildOptions, RunConfig
+from qat_lora.plan.compiled import NAMES, Asked
 from qat_lora.plan.compiled.hlo import instruction_count
-from qat_lora.plan.compiled.report import NAMES, Asked
 from qat_lora.plan.memory import meta_student
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.xla.spmd import TracingSpmdRuntime
@@ -71,11 +71,7 @@ class _Rows:
 
 
 def trace_graphs(asked: Asked, write: Callable[[str, Graph], None]) -> None:
-    """Trace the graphs that are asked for, on one chip or on several by SPMD, and hand each to `write`.
-
-    Raises:
-        ModelError: no config.json, or one that transformers does not know.
-    """
+    """Trace the graphs that are asked for, on one chip or several by SPMD, and hand each to `write`; or ModelError."""
     runtime = TracingRuntime("CPU") if asked.chips == 1 else TracingSpmdRuntime("CPU", asked.shard_base)
 
     def record(name: str, work: Callable[[], Any], which: int = 0) -> None:

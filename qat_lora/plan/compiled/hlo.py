@@ -89,12 +89,6 @@ class Instruction:
         found = re.search(rf"\b{key}=(?:\{{([^}}]*)\}}|(%?[\w.-]+))", self.attributes)
         return [name.strip().lstrip("%") for name in (found[1] or found[2] or "").split(",") if name] if found else []
 
-    @property
-    def label(self) -> str:
-        """The operation of the traced graph that it comes from, or its own name."""
-        found = re.search(r'op_name="([^"]*)"', self.attributes)
-        return found[1] if found else self.name
-
 
 Computation = dict[str, Instruction]
 
@@ -190,11 +184,7 @@ def _closing(text: str, opens: int) -> int:
 
 
 def count(text: str) -> Counts:
-    """Count a module.
-
-    Raises:
-        DamagedFileError: no HLO, or a line that is not understood.
-    """
+    """Count a module; raises as `parse`."""
     computations, entry = parse(text)
     counter = _Counter(computations)
     counter.walk(entry, 1)
@@ -203,8 +193,6 @@ def count(text: str) -> Counts:
 
 
 class _Counter:
-    """Adds up what runs, from the entry on."""
-
     def __init__(self, computations: Mapping[str, Computation]) -> None:
         self._computations = computations
         self.totals = Counts(instructions=sum(map(len, computations.values())))
@@ -237,7 +225,9 @@ class _Counter:
             totals.executed += times
             totals.bytes += traffic.all * times
             totals.hbm_bytes += traffic.hbm * times
-            moved = {"name": instruction.name, "opcode": instruction.opcode, "from": instruction.label[:120]}
+            traced = re.search(r'op_name="([^"]*)"', instruction.attributes)
+            label = traced[1] if traced else instruction.name
+            moved = {"name": instruction.name, "opcode": instruction.opcode, "from": label[:120]}
             counted = {"times": times, "bytes": traffic.all * times, "operations": matrix * times}
             totals.largest.append(moved | counted)
         if instruction.opcode == "custom-call" and traffic.all:
@@ -258,7 +248,6 @@ class _Counter:
             yield kind, max(sent, Traffic.of(self._result(computation, instruction)).all)
 
     def _traffic(self, computation: Computation, instruction: Instruction) -> Traffic:
-        """Return what an instruction reads and writes."""
         opcode, operands = instruction.opcode, [computation[name] for name in instruction.operands]
         if opcode in FREE or opcode.endswith(("-done", "-update")) or "AllocateBuffer" in instruction.attributes:
             return NOTHING
@@ -316,10 +305,7 @@ class _Counter:
         return self._touched(computation, user) if _only_lays_out(user) and not user.is_root else math.inf
 
     def _is_continued(self, computation: Computation, instruction: Instruction) -> bool:
-        """Return whether this is a later part of a collective that runs beside other work.
-
-        The compiler puts the same collective into every fusion that runs meanwhile; its start is what is counted.
-        """
+        """Return whether this is a later part of a collective, which is in every fusion that runs beside it."""
         if "AsyncCollectiveDone" in instruction.attributes:
             return True
         if instruction.opcode not in COLLECTIVES or "async_collective_fusion_config" not in instruction.attributes:

@@ -4,9 +4,6 @@ Two programs are run, each by the Python that it needs: `graphs.py` traces with 
 compiles with jax and libtpu, which do not fit torch_xla's own pins and so live in an environment of their own
 (`make tpu-compiler`). What comes out is counted here (`hlo.py`). Sizes, bytes and operations are the chip's own program
 and as good as known; how long it takes is not said, because nothing has run.
-
-What is asked for is plain values, so that it can be handed to another program as JSON. Its defaults are Qwen3-0.6B at
-the size of the guides, so that `qat-lora doctor --compile-for v6e-1` says something without a model or a network.
 """
 
 from __future__ import annotations
@@ -19,83 +16,22 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from qat_lora.errors import ConfigError, DeviceError, MissingExtraError
-from qat_lora.layers.lora import LoraConfig
-from qat_lora.losses.objective import ObjectiveConfig
-from qat_lora.options import EstimateOptions, RunConfig
-from qat_lora.plan.compiled import hlo, tpu_program
+from qat_lora.plan.compiled import QWEN3_06B, Asked, hlo, tpu_program
 from qat_lora.plan.surroundings import libtpu_specifier
-from qat_lora.runtime.launch.select import ChipsConfig
 
 GRIDS = {1: "1x1", 4: "2x2", 8: "2x4"}  # of what can be rented as one host, by its chips
 TOPOLOGIES = {f"{kind}-{chips}": (f"{kind}:{grid}", chips) for kind in ("v6e", "v5e") for chips, grid in GRIDS.items()}
 COMPILER_VARIABLE = "QAT_LORA_TPU_COMPILER"
 DEFAULT_COMPILER = Path(".venv-tpu/bin/python")  # the Makefile's TPU_VENV
-NAMES = ("micro-batch", "optimizer step", "evaluation", "cache build", "prompt", "decoding step")
-QWEN3_06B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151_936,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 40_960,
-    "rope_theta": 1_000_000,
-    "bos_token_id": 151_643,
-    "eos_token_id": 151_645,
-}
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The recovery whose graphs are asked for; beyond these, a run's defaults."""
-
-    model: str = ""  # a folder with a config.json; none for Qwen3-0.6B's shape
-    batch_size: int = 4  # rows of a micro-batch on one chip
-    length: int = 1024
-    head_k: int = 128
-    rank: int = 8
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    preset: str | None = None  # of a student whose config says nothing of quantisation; without one it is dense
-    train_scales: bool = False
-    gradient_checkpointing: bool = False
-    chips: int = 1  # more than one: SPMD
-    shard_base: bool = False
-    loss_chunk_mb: int | None = None
-    graphs: tuple[str, ...] = NAMES
-
-    @property
-    def estimate(self) -> EstimateOptions:
-        """The same recovery for `plan/memory.py`."""
-        same = ("model", "preset", "train_scales", "gradient_checkpointing", "batch_size", "length", "head_k")
-        chips = ChipsConfig(shard_base=self.shard_base, parallel="spmd" if self.shard_base else "spawn")
-        return EstimateOptions(
-            **{name: getattr(self, name) for name in same},
-            lora=LoraConfig(recovery_r=self.rank),
-            run=RunConfig(dtype=self.dtype, device="tpu", chips=chips),
-            loss_chunk_mb=self.loss_chunk_mb,
-        )
-
-    @property
-    def objective(self) -> ObjectiveConfig:
-        """The default objective on a cache of top K."""
-        return ObjectiveConfig(loss_chunk_mb=self.loss_chunk_mb)
 
 
 def find_compiler(given: str | None = None) -> Path:
-    """Return the Python of the compiler's environment: as given, as the variable says, or as the Makefile makes it.
-
-    Raises:
-        MissingExtraError: it is not there.
-    """
+    """Return the compiler's Python: as given, as the variable says, or the Makefile's; or raise MissingExtraError."""
     found = Path(given or os.environ.get(COMPILER_VARIABLE) or DEFAULT_COMPILER).expanduser()
     if not found.is_file():
         raise MissingExtraError(
@@ -110,12 +46,7 @@ def compile_recovery(
 ) -> dict[str, Any]:
     """Trace and compile the graphs of a recovery; return the versions and, by graph, what was found.
 
-    Args:
-        chip: a key of `TOPOLOGIES`.
-        asked: the recovery; its `chips` are those of the chip, and without a model it is Qwen3-0.6B's shape.
-        compiler: `find_compiler`'s.
-        folder: where graphs and optimised HLO are kept; None for nowhere.
-        say: told what begins.
+    The recovery's `chips` are those of the chip, a key of `TOPOLOGIES`; graphs and optimised HLO are kept in `folder`.
 
     Raises:
         ConfigError: an unknown chip.
@@ -131,7 +62,10 @@ def compile_recovery(
             (out / "config.json").write_text(json.dumps(QWEN3_06B), encoding="utf-8")
         asked = replace(asked, chips=chips, model=str(Path(asked.model or out).expanduser().absolute()))
         say(f"tracing {', '.join(asked.graphs)} ...")
-        trace(asked, out)
+        # No thread that is not needed: the CPU seconds of tracing are those of one.
+        variables = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(chips), "OMP_NUM_THREADS": "1"}
+        graphs = [sys.executable, "-m", "qat_lora.plan.compiled.graphs", json.dumps(asdict(asked)), str(out)]
+        _run(graphs, variables, "trace")
         found = {}
         for name in asked.graphs:
             say(f"compiling {name} for {chip} ...")
@@ -145,20 +79,7 @@ def compile_recovery(
     return {"chip": chip, "settings": settings, "versions": versions, "graphs": found}
 
 
-def trace(asked: Asked, out: Path) -> None:
-    """Write the graphs of a recovery to a folder, in a process of its own.
-
-    Raises:
-        DeviceError: it failed; the last line of its report.
-    """
-    command = [sys.executable, "-m", "qat_lora.plan.compiled.graphs", json.dumps(asdict(asked)), str(out)]
-    # No thread that is not needed: the CPU seconds of tracing are those of one.
-    chips = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(asked.chips), "OMP_NUM_THREADS": "1"}
-    _run(command, chips, "trace")
-
-
 def _compiled(name: str, topology: str, chips: int, compiler: Path, out: Path) -> dict[str, Any]:
-    """Compile a traced graph; return its report with the counts of its program."""
     kind = {"v5e": "v5litepod"}.get(topology[:3], topology[:3])
     command = [str(compiler), "-I", tpu_program.__file__, f"{out / name}.pb", topology, str(chips), f"{out / name}.tpu"]
     _run(command, {"TPU_ACCELERATOR_TYPE": f"{kind}-{chips}"}, "compiler")

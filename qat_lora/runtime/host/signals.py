@@ -1,10 +1,8 @@
 """Stop signals as a list that is read between steps, instead of an exception anywhere.
 
 Closing a terminal or losing an SSH session sends SIGHUP, which means stop like the others, unless it is ignored when
-the process starts (`nohup`): then it stays ignored.
-
-A launcher and its processes may both get a signal, and the launcher passes its own on, so the same request can arrive
-twice; a second one counts only when it comes a second later.
+the process starts (`nohup`). A launcher and its processes may both get a signal, and the launcher passes its own on, so
+the same request can arrive twice; a second one counts only when it comes a second later.
 """
 
 from __future__ import annotations
@@ -38,7 +36,6 @@ def _collector(received: list[str]) -> Any:
 
 
 def _install(handler: Any) -> dict[Any, Any]:
-    """Set the handler of the stop signals; return the old ones."""
     handled = [n for n in STOP_SIGNALS if n.name != "SIGHUP" or signal.getsignal(n) != signal.SIG_IGN]
     return {number: signal.signal(number, handler) for number in handled}
 

@@ -12,7 +12,7 @@ Source: torch_xla/_internal/tpu.py and pjrt.py (2.9). The TPU variables are unte
 
 from __future__ import annotations
 
-import glob
+import contextlib
 import importlib.util
 import logging
 import os
@@ -96,6 +96,7 @@ class ChipsConfig:
 
 
 Start = Literal["here", "group", "torch_xla"]
+_Start = tuple[int, Start, Mapping[str, str]]  # the fields of a `LaunchPlan` after the device
 
 
 class LaunchPlan(NamedTuple):
@@ -114,17 +115,13 @@ def find_tpu(environ: Mapping[str, str], root: Path = Path("/")) -> str:
     says nothing, since passed-through GPUs have it too; on newer TPUs it comes with the PCI device.
     """
     # Not /dev/accel/accel0, which is the kernel's folder for other makers' accelerators.
-    files = sorted(glob.glob(str(root / "dev/accel[0-9]*")))
-    if files:
-        return files[0]
-    for vendor in sorted(glob.glob(str(root / "sys/bus/pci/devices/*/vendor"))):
-        try:
-            if Path(vendor).read_text().strip() == _GOOGLE_PCI_VENDOR:
-                device = Path(vendor).with_name("device").read_text().strip()
-                if device in _TPU_PCI_DEVICES:
-                    return f"PCI device {Path(vendor).parent.name}"
-        except OSError:
-            continue
+    if files := sorted(root.glob("dev/accel[0-9]*")):
+        return str(files[0])
+    for vendor in sorted(root.glob("sys/bus/pci/devices/*/vendor")):
+        with contextlib.suppress(OSError):
+            ids = vendor.read_text().strip(), vendor.with_name("device").read_text().strip()
+            if ids[0] == _GOOGLE_PCI_VENDOR and ids[1] in _TPU_PCI_DEVICES:
+                return f"PCI device {vendor.parent.name}"
     return next((name for name in _TPU_VARIABLES if environ.get(name)), "")
 
 
@@ -212,16 +209,12 @@ def _choose_xla(device: str, asked: str, found: Found) -> DeviceChoice:
 
 def count_tpu_chips(root: Path = Path("/")) -> int:
     """Return the TPU chips of this host, 0 where none can be seen."""
-    files = glob.glob(str(root / "dev/accel[0-9]*"))
-    return len(files) or len([f for f in glob.glob(str(root / "dev/vfio/[0-9]*")) if Path(f).name.isdecimal()])
+    vfio = [file for file in root.glob("dev/vfio/[0-9]*") if file.name.isdecimal()]
+    return len(list(root.glob("dev/accel[0-9]*")) or vfio)
 
 
 def plan_chips(config: ChipsConfig, device: DeviceChoice, found: Found, environ: Mapping[str, str]) -> LaunchPlan:
-    """Decide how a run on a chosen device is started; a pure function.
-
-    Raises:
-        ConfigError: a number that is not possible here; the message lists the possible ones.
-    """
+    """Decide how a run on a chosen device is started; a pure function. ConfigError lists the possible numbers."""
     on_tpu = device.kind == "xla" and device.backend == "TPU"
     asked = config.num_chips
     if asked is None and on_tpu and (count := whole_number(environ, "TPU_NUM_DEVICES", 0, least=1)):
@@ -272,9 +265,6 @@ def _check_group(config: ChipsConfig, asked: str | None, environ: Mapping[str, s
         )
 
 
-_Start = tuple[int, Start, Mapping[str, str]]  # the fields of a `LaunchPlan` after the device
-
-
 def _on_xla_cpu(config: ChipsConfig, asked: str | None, environ: Mapping[str, str]) -> _Start:
     if config.parallel == "spmd":
         there = whole_number(environ, "CPU_NUM_DEVICES", 0, least=1)
@@ -313,12 +303,7 @@ def runs_on_host(device: str, tpu: bool) -> bool:
 
 
 def plan_run(device: str = "auto", tpu: bool = False, chips: ChipsConfig | None = None) -> LaunchPlan:
-    """Choose the device of a run, and how it is started; touches no device and sets nothing.
-
-    Raises:
-        ConfigError: an unknown device, or a number of chips that is not possible; the possible ones are named.
-        DeviceError: the device is not there; the message says what is.
-    """
+    """Choose the device of a run, and how it is started; touches no device, raises as `choose` and `plan_chips`."""
     found = look()
     return plan_chips(chips or ChipsConfig(), choose(device, tpu, found), found, os.environ)
 
@@ -348,21 +333,14 @@ def make_runtime(device: DeviceChoice, chips: ChipsConfig | None = None) -> Runt
 
 
 def select_runtime(device: str = "auto", tpu: bool = False, chips: ChipsConfig | None = None) -> Runtime:
-    """Return a runtime for this process alone, or for its part of a group; see `make_runtime`.
+    """Return a runtime for this process alone, or for its part of a group; raises as `choose`, see `make_runtime`.
 
     `tpu` is the same as `device="tpu"`; of `chips` only the way in which several are driven matters.
-
-    Raises:
-        ConfigError: an unknown device, or `tpu` with another one.
-        DeviceError: the device is not there; the message says what is.
     """
     return make_runtime(choose(device, tpu, look()), chips)
 
 
 def status_line(runtime: Runtime, dtype: torch.dtype, effective_batch: int) -> str:
-    """Return the line a run starts with: `TPU v6e detected · 1 chip · bf16 · effective batch 32`.
-
-    Call it inside `launch`, where the runtime knows its device.
-    """
+    """Return the line a run starts with, inside `launch`: `TPU v6e detected · 1 chip · bf16 · effective batch 32`."""
     name = {torch.bfloat16: "bf16"}.get(dtype, str(dtype).removeprefix("torch."))
     return f"{runtime.description} · {name} · effective batch {effective_batch}"

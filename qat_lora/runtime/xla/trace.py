@@ -25,8 +25,7 @@ from torch import Tensor
 from qat_lora.runtime.base import M
 from qat_lora.runtime.xla.runtime import XlaRuntime
 
-READABLE = 4 << 20
-"""Bytes of a result up to which it becomes zeros that the host may read: logits of some positions, sums, norms."""
+READABLE = 4 << 20  # bytes of a result that becomes zeros for the host to read: logits of some positions, sums, norms
 
 
 class Graph(NamedTuple):
@@ -34,8 +33,7 @@ class Graph(NamedTuple):
 
     hlo: bytes  # a serialised HloModuleProto
     text: str
-    trace_cpu_s: float
-    """CPU seconds of this process since the last sync: what the host spends before the device can begin."""
+    trace_cpu_s: float  # of this process since the last sync: what the host spends before the device can begin
 
 
 class TracingRuntime(XlaRuntime):
