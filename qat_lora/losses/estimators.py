@@ -150,10 +150,7 @@ def label_term(labels_N: Tensor, weight: float | Tensor = 1.0, name: str = "ce")
 
 
 def sampled_term(ids_ND: Tensor, weight: float | Tensor = 1.0, temperature: float = 1.0, name: str = "kd") -> PointTerm:
-    """Return random-sampling KD: draws from the teacher at `temperature` stand for it, D of equal weight. Unbiased.
-
-    Source: Sparse Logit Sampling (Anshumann et al., 2025).
-    """
+    """Return unbiased KD by draws from the teacher at `temperature` (Sparse Logit Sampling; Anshumann et al., 2025)."""
     shares_ND = torch.full_like(ids_ND, 1 / ids_ND.shape[1], dtype=torch.float32)
     return PointTerm(ids_ND, shares_ND, weight, name, temperature)
 

@@ -29,10 +29,7 @@ def kd_soft_ce(student_logits: Tensor, teacher_logits: Tensor, temperature: floa
 
     Both arguments are [..., V]; the mean is over all leading positions, so drop masked ones first or use
     `fused_linear_kd`. The gradient goes to the student only. The minimum is the teacher's entropy times T², not zero.
-    Static shapes, no host read: safe on XLA.
-
-    Raises:
-        ValueError: shapes differ, or the temperature is not positive.
+    Static shapes, no host read: safe on XLA. ValueError where shapes differ, or the temperature is not positive.
     """
     _same_shape(student_logits, teacher_logits, "kd_soft_ce")
     if not temperature > 0:

@@ -91,10 +91,7 @@ def _try(*answers: str) -> str:
 
 @advise.register
 def recover_advice(options: RecoverOptions) -> str:
-    """Return the largest parts of a recovery, and which flag makes each smaller, with the value to try.
-
-    With a global batch size, the number of micro-batches follows by itself.
-    """
+    """Return the largest parts of a recovery, and which flag makes each smaller, with the value to try."""
     try:
         parts = plan_recover(replace(options, preload=False)).report["bytes"]
     except QatLoraError:  # a model that cannot be estimated still gets the general answer

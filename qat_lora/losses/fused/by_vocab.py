@@ -100,8 +100,7 @@ def _walk_again(task: Task, part: GroupGradient, share_N1: Tensor, m_N1: Tensor,
 
 
 def _blocks(task: Task, group: Group, ids: Sequence[Tensor], block_vocab: int) -> Iterator[_Block]:
-    vocab = task.lm_head.vocab_size
-    # One buffer for all: a fresh one costs page faults.
+    vocab = task.lm_head.vocab_size  # and one buffer for all: a fresh one costs page faults
     store = task.hidden_NH.new_empty(len(task.hidden_NH) * min(block_vocab, vocab))
     for start in range(0, vocab, block_vocab):
         yield _Block(task, group, ids, slice(start, min(start + block_vocab, vocab)), store)
@@ -129,10 +128,7 @@ class _Block:
             z_CB.scatter_add_(1, self.places[0][0][rows], self._topk_NK[rows])
 
     def pieces(self) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-        """Yield some rows' logits z/T, free to overwrite, and the soft-cap's slope where there is one.
-
-        As `lm_head_logits` computes them, but with scale and temperature in one pass.
-        """
+        """Yield some rows' logits z/T, free to overwrite, in one pass, and the soft-cap's slope where there is one."""
         lm_head, wide, temperature = self._task.lm_head, self._task.wide, self._temperature
         count, size = self.logits_NB.shape
         piece_rows = max(1, PIECE_BYTES // (wide.itemsize * size))

@@ -117,10 +117,7 @@ def finish_logits(
 
 
 def with_tensors(task: Task, per_row: Callable[[Tensor], Tensor], whole: Callable[[Tensor], Tensor]) -> Task:
-    """Return a task with every tensor replaced, in one order: those of positions by `per_row`, the others by `whole`.
-
-    So a walk cuts a task into chunks, and a loop in a graph finds all that its body reads.
-    """
+    """Return a task with every tensor replaced, in one order: positions' by `per_row`, the others by `whole`."""
 
     def of_lm_head(lm_head: LMHead) -> LMHead:
         bias_V = None if lm_head.bias_V is None else whole(lm_head.bias_V)
@@ -180,10 +177,7 @@ def entry_ids(group: Group, mask_N: Tensor) -> list[Tensor]:
 
 
 def group_gradient(task: Task, group: Group, entry_z: Sequence[Tensor], log_tail_C: Tensor) -> GroupGradient:
-    """Return losses and gradients of a group at a task's positions.
-
-    `entry_z` are the softened logits z/T at the `entry_ids`; `log_tail_C` is log Σ exp(z/T) without the top K's.
-    """
+    """Return losses and gradients of a group, from z/T at the `entry_ids`, and log Σ exp(z/T) without the top K's."""
     mask_C = task.mask_N
     topk_z, point_z = (entry_z[:1], entry_z[1:]) if group.topk else ((), entry_z)
     log_z_C = log_add(topk_z[0].logsumexp(1), log_tail_C) if topk_z else log_tail_C  # log Σ_V exp(z/T)

@@ -109,10 +109,9 @@ class LaunchPlan(NamedTuple):
 
 
 def find_tpu(environ: Mapping[str, str], root: Path = Path("/")) -> str:
-    """Return what points to a TPU here, or an empty text.
+    """Return what points to a TPU here, or an empty text: a device file, a PCI device, a variable of TPU machines.
 
-    A device file, a PCI device of Google's that is a TPU, or a variable that TPU machines set. `/dev/vfio` alone
-    says nothing, since passed-through GPUs have it too; on newer TPUs it comes with the PCI device.
+    `/dev/vfio` alone says nothing, since passed-through GPUs have it too; on newer TPUs it comes with the PCI device.
     """
     # Not /dev/accel/accel0, which is the kernel's folder for other makers' accelerators.
     if files := sorted(root.glob("dev/accel[0-9]*")):
@@ -184,9 +183,7 @@ def _choose_any(found: Found) -> DeviceChoice:
         if found.torch_xla:
             return DeviceChoice("xla", "TPU")
         note = f"a TPU seems to be here ({found.tpu}) but torch_xla is not; pip install 'qat-lora[tpu]' to use it"
-    if found.cuda_devices:
-        return DeviceChoice("cuda", note=note)
-    return DeviceChoice("mps" if found.mps else "cpu", note=note)
+    return DeviceChoice("cuda" if found.cuda_devices else "mps" if found.mps else "cpu", note=note)
 
 
 def _choose_xla(device: str, asked: str, found: Found) -> DeviceChoice:
@@ -311,9 +308,8 @@ def plan_run(device: str = "auto", tpu: bool = False, chips: ChipsConfig | None 
 def make_runtime(device: DeviceChoice, chips: ChipsConfig | None = None) -> Runtime:
     """Make the runtime of a chosen device; call it before anything imports transformers.
 
-    transformers imports torch_xla wherever that is installed, which takes seconds, prints a warning and settles
-    PJRT_DEVICE. So the choice is written to the environment, where nothing is yet: PJRT_DEVICE for an XLA run,
-    USE_TORCH_XLA=0 (read by transformers and accelerate) for every other.
+    That imports torch_xla wherever it is installed, which takes seconds, prints a warning and settles PJRT_DEVICE. So
+    the choice is written to the environment: PJRT_DEVICE for an XLA run, USE_TORCH_XLA=0 for every other.
     """
     chips = chips or ChipsConfig()
     if device.note:

@@ -205,17 +205,13 @@ def attend(board: Board, rank: int, work: Callable[[], Any]) -> None:
 
 def _watch_others(board: Board, rank: int) -> None:
     """End this process when its parent is gone, or when it outlives another's failure."""
-    parent = multiprocessing.parent_process()
-    since_s: float | None = None
-    while True:
-        if parent is None:
-            time.sleep(0.5)
-        elif wait([parent.sentinel], timeout=0.5):
-            os._exit(1)
+    parent, since_s = multiprocessing.parent_process(), 0.0
+    while not wait([parent.sentinel] if parent else [], timeout=0.5):
         if board.failures().keys() - {rank}:
             since_s = since_s or time.monotonic()
             if time.monotonic() - since_s > GRACE_S:
-                os._exit(1)
+                break
+    os._exit(1)
 
 
 def run_group(

@@ -117,7 +117,7 @@ class XlaRuntime(Runtime):
         return f"spawn (run on {RUNS_ON_REAL_CHIPS['spawn']} real chips so far)"
 
     def launch(self, main: Callable[[], Any]) -> Any:
-        """Run `main` in this process; MissingExtraError or DeviceError where torch_xla or its backend does not start."""
+        """Run `main` in this process; MissingExtraError, or DeviceError where the backend does not start."""
         self._open()
         self._deferred = DeferredCalls()
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="qat-lora-read")

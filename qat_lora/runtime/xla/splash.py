@@ -83,8 +83,7 @@ def _lowered(which: str, window: int | None, shapes: tuple[tuple[tuple[int, ...]
 
     jax.config.update("jax_platforms", "cpu")  # it only lowers here, and must not take the chip from torch_xla
     given = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
-    kernels: dict[str, Callable[..., Any]] = {"forward": forward, "backward": backward}
-    run = functools.partial(kernels[which], window=window)
+    run: Any = functools.partial(forward if which == "forward" else backward, window=window)
     lowered = jax.jit(run, keep_unused=True).trace(*given).lower(lowering_platforms=("tpu",))
     return xb.computation_from_module_proto(which, lowered.compiler_ir("hlo").as_serialized_hlo_module_proto())
 

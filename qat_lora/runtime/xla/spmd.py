@@ -71,10 +71,10 @@ class XlaSpmdRuntime(XlaRuntime):
             collectives.join(init_method="xla://")
 
     def shard_frozen(self, module: torch.nn.Module) -> None:
-        """With `shard_base`, spread every frozen matrix of the layers over the devices if a dimension divides.
+        """With `shard_base`, spread every frozen matrix of the layers, a stack's within them, if a dimension divides.
 
-        A stack is spread within its layers, which are gathered one by one (`layer_scan`). Embedding and LM head stay
-        whole: each chunk of the loss would gather the one, and other exchanges than the weights' come of the other.
+        Embedding and LM head stay whole: each chunk of the loss would gather the one, and other exchanges than the
+        weights' come of the other.
         """
         if not self._shard_base or self.replicas == 1:
             return
@@ -91,10 +91,8 @@ class XlaSpmdRuntime(XlaRuntime):
                 self._shard(tensor, tuple(AXIS if d == even[0] else None for d in range(tensor.ndim)))
 
     def layer_scan(self) -> Callable[..., Any]:
-        """Return the loop over layers, each round of which gathers its own layer's frozen matrices.
-
-        Left to itself the compiler multiplies parts of a matrix and exchanges activations, which are larger.
-        """
+        """Return the loop over layers, each round of which gathers its own layer's frozen matrices."""
+        # Left to itself the compiler multiplies parts of a matrix and exchanges activations, which are larger.
         if not self._shard_base or self.replicas == 1:
             return LayerScan
         import torch_xla
@@ -141,10 +139,7 @@ class XlaSpmdRuntime(XlaRuntime):
         return self._mesh.get_op_sharding((AXIS, *[None] * (tensor.ndim - 1)))
 
     def _send(self, batch: Batch) -> Batch:
-        """Make the tensors and start their transfer, each device its rows; runs in the prefetch thread.
-
-        Rows that do not divide among the devices (a batch that is not a training step's) go to all of them.
-        """
+        """Make the tensors and start their transfer, each device its rows; rows that do not divide go to all."""
         import torch_xla.core.xla_model as xm
         import torch_xla.distributed.spmd as xs
 

@@ -4,11 +4,8 @@ What a chip will be given is decided when it is traced, and tracing needs shapes
 meta device and placed as *placeholders*: XLA tensors without a buffer, which enter a graph as its parameters, as
 weights do (zeros made on the device would enter as constants and be folded away). No weight exists anywhere, so an 8 B
 student is traced in the memory of its graph. At a sync, everything that is pending is written down as HLO and then
-replaced by placeholders, as if it had run; what the host could read at once is replaced by zeros, so code that reads
-goes on.
-
-The alternatives are worse. Dumping what XLA:CPU compiles needs weights and hours; listing a graph's outputs by hand
-drifts from what a run does. Here the functions of training are called as they are, with another runtime.
+replaced by placeholders, as if it had run; what the host could read at once is replaced by zeros. Dumping what XLA:CPU
+compiles needs weights and hours; listing a graph's outputs by hand drifts from what a run does.
 """
 
 from __future__ import annotations
