@@ -155,9 +155,7 @@ def peak_table(shapes: Shapes, options: EstimateOptions) -> list[dict[str, Any]]
 def meta_model(name: str) -> tuple[Any, nn.Module]:
     """Build a model on the meta device as its config.json says, without its quantisation; return config and model.
 
-    Raises:
-        DamagedFileError: the config.json is not what was written.
-        ModelError: transformers can build none from it.
+    DamagedFileError where the config.json is not what was written, ModelError where transformers can build nothing.
     """
     if (config_file := Path(name).expanduser() / "config.json").is_file():
         check_folder(config_file.parent, (config_file.name,))
@@ -180,9 +178,8 @@ def stored_quantisation(config: Any) -> dict[str, Any] | None:
 def meta_student(options: EstimateOptions, adapter: bool = True) -> tuple[Any, nn.Module]:
     """Build a student, with its adapter unless that is left out, on the meta device; return its config and module.
 
-    Raises:
-        ModelError: no config.json, an architecture that transformers does not know, or quantised twice.
-        ConfigError: an unknown preset, or patterns that match no layer.
+    ModelError as `meta_model`, or where it is quantised twice; ConfigError for an unknown preset, or patterns that
+    match no layer.
     """
     config, module = meta_model(str(options.model))
     stored = stored_quantisation(config)

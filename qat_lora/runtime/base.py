@@ -159,8 +159,7 @@ class Runtime(Protocol):
 def default_loss_chunk_mb(device: str, memory_bytes: float | None = None) -> int:
     """Return the MiB of float32 logits to hold at once on a `--device`, with this much memory if that is known.
 
-    Every chunk reads the output head twice and is some kernels, so a GPU wants few of them: 2 GiB, or a 32nd of its
-    memory. A TPU has less. A CPU is as fast at any size, and MPS has not been measured.
+    Every chunk reads the output head twice and is some kernels, so a GPU wants few: 2 GiB, or a 32nd of its memory.
     """
     most = _LOSS_CHUNK_MB.get(device, 32)
     return most if device != "cuda" or memory_bytes is None else max(32, min(most, int(memory_bytes / 2**25)))

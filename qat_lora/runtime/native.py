@@ -32,11 +32,7 @@ _OLDEST_GPU = 8, 0  # compute capability (A100) from which on the loss has its k
 
 
 class NativeRuntime(Runtime):
-    """CPU, CUDA or MPS through PyTorch itself.
-
-    With the variables that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK ...) this process is one replica of a
-    group, over gloo on CPU and NCCL on CUDA; without them it is alone.
-    """
+    """CPU, CUDA or MPS; with torchrun's variables one replica of a group, over gloo on CPU and NCCL on CUDA."""
 
     def __init__(self, kind: Literal["cpu", "cuda", "mps"], shard_base: bool = False) -> None:
         self.shard_base = shard_base

@@ -112,12 +112,12 @@ def _student_graphs(asked: Asked, runtime: Runtime, record: Callable[..., None])
         nonlocal sums
         sums = add_sums(zeros, micro_batch(model, batch, prepared.objective, weights, prepared.teacher_lm_head))
 
-    def step() -> dict[str, torch.Tensor]:
-        return optimizer_step(optimizer, optimized(optimizer), sums, optim.clip_grad_norm, runtime)
+    def step() -> None:
+        means.update(optimizer_step(optimizer, optimized(optimizer), sums, optim.clip_grad_norm, runtime))
 
     means: dict[str, torch.Tensor] = {}
     record("micro-batch", micro)
-    record("optimizer step", lambda: means.update(step()))
+    record("optimizer step", step)
     if evaluate is not None:
         record("evaluation", evaluate)
 

@@ -52,11 +52,6 @@ class Shape(NamedTuple):
     layout: str = ""  # axes from the fastest on, tiles and memory space, as in `1,0:T(8,128)(2,1)S(1)`
 
     @property
-    def on_chip(self) -> bool:
-        """Whether it is outside HBM."""
-        return re.search(r"S\([1-9]", self.layout) is not None
-
-    @property
     def bytes(self) -> int:
         """Bytes as they lie in memory: whole tiles, so that [1024, 8] can take as much as [1024, 128]."""
         order, _, tiling = self.layout.partition(":")
@@ -102,7 +97,8 @@ class Traffic(NamedTuple):
     @classmethod
     def of(cls, shapes: tuple[Shape, ...]) -> Traffic:
         """Return the bytes of whole arrays."""
-        return cls(sum(s.bytes for s in shapes), sum(s.bytes for s in shapes if not s.on_chip))
+        in_hbm = (shape for shape in shapes if not re.search(r"S\([1-9]", shape.layout))
+        return cls(sum(shape.bytes for shape in shapes), sum(shape.bytes for shape in in_hbm))
 
     def part(self, size: float) -> Traffic:
         """Return the traffic where at most `size` bytes of an array are touched."""

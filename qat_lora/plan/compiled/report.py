@@ -70,9 +70,7 @@ def compile_recovery(
         for name in asked.graphs:
             say(f"compiling {name} for {chip} ...")
             found[name] = _compiled(name, topology, chips, compiler, out)
-    versions = {key: graph[key] for graph in found.values() for key in ("jax", "libtpu")}
-    for graph in found.values():
-        graph.pop("jax"), graph.pop("libtpu")
+    versions = {key: graph.pop(key) for graph in found.values() for key in ("jax", "libtpu")}
     pinned = libtpu_specifier().removeprefix("==") or "none"  # which a real TPU machine would have
     versions |= {"torch_xla": importlib.metadata.version("torch_xla"), "libtpu_of_torch_xla": pinned}
     settings = {name: value for name, value in asdict(asked).items() if name not in ("model", "graphs")}
@@ -131,10 +129,8 @@ def table(report: dict[str, Any]) -> str:
 def _details(name: str, graph: dict[str, Any]) -> list[str]:
     """Return what of a graph does not fit into a row: exchanges between chips, unknown loops, what moves most."""
     counted = graph.get("counted", {})
-    lines = [
-        f"  {row['number']} x {kind}, {row['bytes'] / 1e6:,.1f} MB"
-        for kind, row in sorted(counted.get("collectives", {}).items())
-    ]
+    sent = sorted(counted.get("collectives", {}).items())
+    lines = [f"  {row['number']} x {kind}, {row['bytes'] / 1e6:,.1f} MB" for kind, row in sent]
     if unknown := counted.get("unknown_trips"):
         lines.append(f"  loops of unknown length, counted once: {', '.join(unknown)}")
     lines += [

@@ -44,9 +44,7 @@ def group_size(environ: Mapping[str, str] = os.environ) -> int:
 def rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
     """Return this process's rank; rank 0 of 1 without WORLD_SIZE, whatever else is set.
 
-    Raises:
-        ConfigError: a variable is no number, or a rank is not among the processes.
-        DeviceError: WORLD_SIZE asks for a group, and what a group needs is not set.
+    ConfigError where a variable is no number, or a rank not among the processes; DeviceError where one is not set.
     """
     size = group_size(environ)
     rank, local_rank = (whole_number(environ, name, 0) for name in ("RANK", "LOCAL_RANK"))
