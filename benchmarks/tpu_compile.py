@@ -25,7 +25,7 @@ from typing import Any
 
 from estimate import forecast_on
 
-from qat_lora.plan.compiled.asked import NAMES, QWEN3_06B, Asked
+from qat_lora.plan.compiled import NAMES, QWEN3_06B, Asked
 from qat_lora.plan.compiled.report import TOPOLOGIES, compile_recovery, find_compiler, table
 
 

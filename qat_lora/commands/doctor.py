@@ -25,7 +25,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from qat_lora.errors import QatLoraError
-from qat_lora.plan.compiled.asked import NAMES, Asked
+from qat_lora.plan.compiled import NAMES, Asked
 from qat_lora.plan.compiled.report import compile_recovery, find_compiler, table
 from qat_lora.plan.surroundings import GIB, Accelerator, HubState, accelerators, hub_state, libtpu_specifier
 from qat_lora.registry import COMMANDS, Requirements

@@ -24,7 +24,7 @@ def estimate(options: EstimateOptions, runtime: Runtime) -> dict[str, Any]:
     rows = options.batch_size * options.accumulation_steps * runtime.replicas
     report = forecast(shapes, options, devices) | {"effective_batch": rows}
     if options.table:
-        report["table"] = peak_table(shapes, options, report["attention"])
+        report["table"] = peak_table(shapes, options)
     if not options.run.json:
         print(_text(report, options, runtime.replicas))
     return report

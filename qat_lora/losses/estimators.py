@@ -28,10 +28,8 @@ class Estimate(NamedTuple):
     """A loss at N positions and its gradient with respect to the softened logits."""
 
     loss_N: Tensor
-    topk_NK: Tensor
-    """Gradient at the top-K ids."""
-    tail_N: Tensor
-    """Gradient of the tail as a whole; a token of the tail gets the share p_j / (1 - b) of it."""
+    topk_NK: Tensor  # gradient at the top-K ids
+    tail_N: Tensor  # gradient of the tail as a whole; a token of the tail gets the share p_j / (1 - b) of it
 
 
 Estimator = Callable[[Tensor, Tensor, Tensor, Tensor], Estimate]
@@ -95,10 +93,8 @@ def topk_part(log_p_NK: Tensor, log_rest_N: Tensor, log_t_NK: Tensor, log_m_N: T
     return Estimate(loss_N, mass_N[:, None] * log_p_NK.exp() - t_NK, mass_N * log_rest_N.exp())
 
 
-ESTIMATORS: dict[str, Estimator] = {"ghost": ghost, "renorm": renorm, "reverse": reverse}
-"""The estimators that need nothing but the top K and the tail's mass, by their names in settings."""
-IN_KERNEL = (ghost, renorm, reverse, topk_part)
-"""Those that `fused/triton_kernel.py` has too, by the same names; any other goes another way."""
+ESTIMATORS: dict[str, Estimator] = {"ghost": ghost, "renorm": renorm, "reverse": reverse}  # by their names in settings
+IN_KERNEL = (ghost, renorm, reverse, topk_part)  # that `fused/triton_kernel.py` has too, by the same names
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,10 +150,7 @@ def label_term(labels_N: Tensor, weight: float | Tensor = 1.0, name: str = "ce")
 
 
 def sampled_term(ids_ND: Tensor, weight: float | Tensor = 1.0, temperature: float = 1.0, name: str = "kd") -> PointTerm:
-    """Return random-sampling KD: draws from the teacher at `temperature` stand for it, D of equal weight. Unbiased.
-
-    Source: Sparse Logit Sampling (Anshumann et al., 2025).
-    """
+    """Return unbiased KD by draws from the teacher at `temperature` (Sparse Logit Sampling; Anshumann et al., 2025)."""
     shares_ND = torch.full_like(ids_ND, 1 / ids_ND.shape[1], dtype=torch.float32)
     return PointTerm(ids_ND, shares_ND, weight, name, temperature)
 

@@ -27,12 +27,9 @@ def _same_shape(student: Tensor, teacher: Tensor, what: str) -> None:
 def kd_soft_ce(student_logits: Tensor, teacher_logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Return the mean soft cross-entropy -Σ softmax(teacher/T) · log_softmax(student/T), times T², as a scalar.
 
-    Both arguments have the same shape [..., V], the vocabulary last; the mean is over all leading positions, so
-    drop masked ones first or use `fused_linear_kd`. The gradient goes to the student only. The minimum is the
-    teacher's entropy times T², not zero. Static shapes, no host read: safe on XLA.
-
-    Raises:
-        ValueError: shapes differ, or the temperature is not positive.
+    Both arguments are [..., V]; the mean is over all leading positions, so drop masked ones first or use
+    `fused_linear_kd`. The gradient goes to the student only. The minimum is the teacher's entropy times T², not zero.
+    Static shapes, no host read: safe on XLA. ValueError where shapes differ, or the temperature is not positive.
     """
     _same_shape(student_logits, teacher_logits, "kd_soft_ce")
     if not temperature > 0:

@@ -22,17 +22,8 @@ from torch import Tensor
 
 from qat_lora.config import option, settings
 from qat_lora.errors import CacheError, ConfigError
-from qat_lora.losses.estimators import (
-    ESTIMATORS,
-    DenseTerm,
-    Term,
-    TopKTerm,
-    hybrid_terms,
-    label_term,
-    log_add,
-    sampled_term,
-    wide_dtype,
-)
+from qat_lora.losses import estimators
+from qat_lora.losses.estimators import DenseTerm, Term, TopKTerm, label_term, log_add, wide_dtype
 from qat_lora.losses.full_vocab import hidden_error_sum
 from qat_lora.losses.fused.gradients import lm_head_logits, real_vocabulary
 from qat_lora.losses.fused.op import CHUNK_BYTES, LossSum, fused_linear_kd
@@ -40,14 +31,9 @@ from qat_lora.types import Batch, LMHead, LossWalk, SparseTeacher, temperature_k
 
 EstimatorName = Literal["auto", "ghost", "renorm", "reverse", "hybrid", "sampled", "full"]
 """`auto`: `hybrid` (better at every K, docs/numerics.md) where the cache has draws from the tail, else `ghost`."""
-OPTIONAL_ARRAYS: dict[str, tuple[str, ...]] = {
-    "hybrid": ("tail_draw_ids",),
-    "sampled": ("draw_ids",),
-    "full": ("teacher_hidden",),
-}
+OPTIONAL_ARRAYS = {"hybrid": ("tail_draw_ids",), "sampled": ("draw_ids",), "full": ("teacher_hidden",)}
 """Keys of a batch that an estimator needs beyond top K and tail mass; a cache has them on request only."""
 _BUILD_FLAGS = {"tail_draw_ids": "--tail-draws 8", "draw_ids": "--draws 32", "teacher_hidden": "--hidden"}
-
 
 _weight = functools.partial(option, min=0, refusal="is not allowed; give 0 (off) or a number above 0")
 _count = functools.partial(option, min=1, refusal="is not allowed; give 1 or more")
@@ -139,14 +125,9 @@ class ObjectiveConfig:
         """Return the weight of every term at a progress of training from 0 to 1; same names at any progress."""
         start = self.hard_top1_weight
         end = start if self.hard_top1_end is None else self.hard_top1_end
-        weights = {
-            "kd": self.kd_weight,
-            "ce": self.ce_weight,
-            "hard_top1": start + (end - start) * min(max(progress, 0.0), 1.0),
-            "hidden": self.hidden_weight,
-            "anchor": self.anchor_weight,
-        }
-        largest = weights | {"hard_top1": max(start, end)}
+        largest = {name: getattr(self, f"{name}_weight") for name in ("kd", "ce", "hard_top1", "hidden", "anchor")}
+        largest["hard_top1"] = max(start, end)
+        weights = largest | {"hard_top1": start + (end - start) * min(max(progress, 0.0), 1.0)}
         return {name: weight for name, weight in weights.items() if largest[name] > 0}
 
 
@@ -175,7 +156,7 @@ def objective_loss(
         hidden_BLH, lm_head: the student's last hidden states and output head.
         batch: tensors, on the same device.
         config: which terms there are; `anchor` is not for this batch and left out.
-        weights: of `config.weights_at` for this step, as numbers or `weight_tensors`; by default those at 0.
+        weights: of this step, as numbers or `weight_tensors`; by default those at the start.
         teacher_lm_head: for estimator `full`.
 
     Raises:
@@ -223,11 +204,7 @@ def choose_estimator(name: EstimatorName, arrays: Container[str], temperature: f
 
 
 def wanted(batch: Batch, key: str, user: str, draws: int | None = None) -> Tensor:
-    """Return an optional array of a batch, for all positions; of independent draws the first `draws`.
-
-    Raises:
-        CacheError: it is not there, or has fewer draws; names the build flag.
-    """
+    """Return an optional array of a batch, the first `draws` of draws; CacheError, with the build flag, for too few."""
     flag = _BUILD_FLAGS[key]
     if key not in batch:
         raise CacheError(f"{key}: {user} needs it, and the KD cache was built without; build one with {flag}")
@@ -241,7 +218,6 @@ def wanted(batch: Batch, key: str, user: str, draws: int | None = None) -> Tenso
 def _kd_terms(
     batch: Batch, config: ObjectiveConfig, weight: float | Tensor, teacher_lm_head: LMHead | None
 ) -> list[Term]:
-    """Return the terms named `kd` that compare a student with a batch's teacher."""
     estimator, temperature = choose_estimator(config.estimator, batch, config.temperature), config.temperature
     if estimator == "full":
         hidden_NH = wanted(batch, "teacher_hidden", "estimator full")
@@ -250,22 +226,20 @@ def _kd_terms(
         return [DenseTerm(hidden_NH, teacher_lm_head, weight, "kd", temperature)]
     if estimator == "sampled":
         ids_ND = wanted(batch, "draw_ids", "estimator sampled", config.draws).long()
-        return [sampled_term(ids_ND, weight)]
+        return [estimators.sampled_term(ids_ND, weight)]
     teacher = sparse_teacher_from_batch(batch, temperature)
     if estimator == "hybrid":
         ids_ND = wanted(batch, "tail_draw_ids", "estimator hybrid", config.draws).long()
-        return hybrid_terms(teacher, ids_ND, weight)
-    return [TopKTerm(teacher, ESTIMATORS[estimator], weight, "kd")]
+        return estimators.hybrid_terms(teacher, ids_ND, weight)
+    return [TopKTerm(teacher, estimators.ESTIMATORS[estimator], weight, "kd")]
 
 
 def sparse_teacher_from_batch(batch: Batch, temperature: float = 1.0) -> SparseTeacher:
     """Return the cached teacher at every position of a batch, flattened to N = B·(L-1).
 
     The top-K logits are stored in half precision, their mass and the tail's in full. The rounding error is spread over
-    all K+1 outcomes, so that they add up to one and no loss can drop below zero.
-
-    Raises:
-        CacheError: the batch holds no normaliser for this temperature.
+    all K+1 outcomes, so that they add up to one and no loss can drop below zero. CacheError where the batch holds no
+    normaliser for this temperature.
     """
     lse_key, tail_key = temperature_key("lse", temperature), temperature_key("log_tail", temperature)
     if lse_key not in batch or tail_key not in batch:
@@ -289,12 +263,9 @@ def sparse_teacher_from_batch(batch: Batch, temperature: float = 1.0) -> SparseT
 
 @torch.no_grad()
 def sparse_teacher_from_logits(logits_NV: Tensor, k: int, temperature: float = 1.0) -> SparseTeacher:
-    """Return the top-k entries of each position and the exact log mass of the others.
+    """Return the top-k entries of each position and the exact log mass of the others; ValueError for no such k.
 
     Holds one copy of the logits, so pass chunks; slice padding off first.
-
-    Raises:
-        ValueError: k is not between 1 and the vocabulary.
     """
     if not 1 <= k <= logits_NV.shape[-1]:
         raise ValueError(f"k {k}: expected 1 to {logits_NV.shape[-1]}, the number of logits")

@@ -50,7 +50,6 @@ def quantize_advice(options: QuantizeOptions) -> str:
 
 
 def _fit_answers(options: QuantizeConfig) -> tuple[str, ...]:
-    """Return what to choose otherwise where layers are fitted to a text."""
     return (
         "--metric outputs, which needs no backward pass" if options.metric == "fisher" else "",
         "--calibrate-on teacher, which keeps no rows between layers",
@@ -92,10 +91,7 @@ def _try(*answers: str) -> str:
 
 @advise.register
 def recover_advice(options: RecoverOptions) -> str:
-    """Return the largest parts of a recovery, and which flag makes each smaller, with the value to try.
-
-    With a global batch size, the number of micro-batches follows by itself.
-    """
+    """Return the largest parts of a recovery, and which flag makes each smaller, with the value to try."""
     try:
         parts = plan_recover(replace(options, preload=False)).report["bytes"]
     except QatLoraError:  # a model that cannot be estimated still gets the general answer
@@ -104,16 +100,18 @@ def recover_advice(options: RecoverOptions) -> str:
     chunk = options.objective.loss_chunk_mb or default_loss_chunk_mb(device_of(options.run))
     steps = "" if loop.global_batch_size else f" --accumulation-steps {loop.accumulation_steps * 2}"
     batch = f"--batch-size {rows // 2}{steps}" if rows > 1 else "a cache with shorter rows"
+    again = "" if loop.gradient_checkpointing else "--gradient-checkpointing"
     answers = {
-        "activations": batch if loop.gradient_checkpointing else f"--gradient-checkpointing, or {batch}",
-        "formed weights": "" if loop.gradient_checkpointing else "--gradient-checkpointing",
+        "activations": f"{again}, or {batch}" if again else batch,
+        "formed weights": again,
         "working memory": f"{batch}, or --loss-chunk-mb {max(1, chunk // 2)}",
         "cached head": "--head-k with a smaller number",
         "weights": "" if options.run.dtype == "bfloat16" else "--dtype bfloat16",
         **dict.fromkeys(("adapter", "gradients", "optimizer state"), "--recovery-r with a smaller number"),
     }
-    lines = []
-    for name, size in sorted(parts.items(), key=lambda part: -part[1])[:3]:
-        lines.append(f"{name} {size / GIB:.2f} GiB" + (f" (try {answers[name]})" if answers.get(name) else ""))
+    lines = [
+        f"{name} {size / GIB:.2f} GiB" + (f" (try {answers[name]})" if answers.get(name) else "")
+        for name, size in sorted(parts.items(), key=lambda part: -part[1])[:3]
+    ]
     total = sum(parts.values()) / GIB
     return f"This run is estimated to need {total:.2f} GiB, most of it: {'; '.join(lines)}"

@@ -2,8 +2,8 @@
 
 Rates are the makers' figures, of products dense and in bfloat16. In float32 a card multiplies in TF32, at half that
 rate; a TPU rounds to bfloat16 in one pass unless more are asked for, so only its bytes double. A T4 has neither type in
-its product units. Prices are on-demand list prices as known in mid-2025
-(Google Cloud for TPUs, typical GPU clouds for cards) and only there for an order of magnitude: check them.
+its product units. Prices are on-demand list prices of mid-2025 (Google Cloud for TPUs, typical GPU clouds for cards),
+for an order of magnitude: check them.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from typing import Literal
 
 from qat_lora.errors import ConfigError
 
-Attention = Literal["tiled", "fused", "plain", "xla"]
-"""The attention kernel, which decides what a training step keeps (`plan/activations.py`)."""
-
+Attention = Literal["tiled", "fused", "plain", "xla"]  # which decides what a training step keeps (`plan/step.py`)
 _ATTENTION: dict[str, Attention] = {"cpu": "tiled", "mps": "plain", "tpu": "xla", "xla": "xla"}
 
 
@@ -49,11 +47,7 @@ DEFAULT = ("v5e-1", "v6e-1", "v6e-4", "h100", "h200", "laptop")
 
 
 def named(names: tuple[str, ...]) -> list[Device]:
-    """Return devices by name (`v6e-4`: four chips; `h100`: one); the usual ones for no name.
-
-    Raises:
-        ConfigError: an unknown device.
-    """
+    """Return devices by name (`v6e-4`: four chips; `h100`: one), the usual for none; ConfigError for an unknown one."""
     found = []
     for name in names or DEFAULT:
         match = re.fullmatch(r"([a-z0-9]+?)(?:-([1-9]\d*))?", name.lower())
@@ -65,10 +59,7 @@ def named(names: tuple[str, ...]) -> list[Device]:
 
 
 def likely(device: str, chips: int) -> list[Device]:
-    """Return the usual chips or cards behind `--device`, as many as the run takes.
-
-    Several processes on one CPU share it, so their time is not known.
-    """
+    """Return the usual chips or cards behind `--device`, as many as a run takes; for processes on a CPU none."""
     if device in ("tpu", "xla"):
         return named((f"v5e-{chips}", f"v6e-{chips}"))
     if device == "cuda":

@@ -22,12 +22,9 @@ from qat_lora.quant.scales import CLIP_GRID
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.registry import DryRun, Requirements
 
-FLOAT32_RATE = {"tpu": 1 / 6, "cuda": 1 / 15}
-"""Of the rate in bfloat16: exact products of float32 are six passes of a TPU, and none for a card's product units."""
-COLUMN_S = {"cuda": 10 * 5e-6}
-"""Seconds to launch the kernels of a column; elsewhere they are one call or one program."""
-COLUMN_PASSES = {"tpu": 11, "xla": 11}
-"""How often a column's round moves its block to or from memory, as counted in a v6e's program; else twice."""
+FLOAT32_RATE = {"tpu": 1 / 6, "cuda": 1 / 15}  # of bfloat16's: six passes of a TPU, none of a card's product units
+COLUMN_S = {"cuda": 10 * 5e-6}  # seconds to launch the kernels of a column; elsewhere they are one call or one program
+COLUMN_PASSES = {"tpu": 11, "xla": 11}  # times a column's round moves its block, as in a v6e's program; else twice
 CLIP_OPERATIONS = 8  # to round a weight at one clip, and to weigh the error
 
 
@@ -35,10 +32,8 @@ class SolverWork(NamedTuple):
     """What solving for codes and scales takes, without calibration passes, factorisations and adapter starts."""
 
     operations: int
-    bytes: int
-    """To and from memory."""
-    columns: int
-    """Columns that wait for the one before."""
+    bytes: int  # to and from memory
+    columns: int  # columns that wait for the one before
 
     def seconds(self, device: Device) -> float:
         """Return the time that a device's rates, or its host's launches, allow at best."""

@@ -8,7 +8,6 @@ machine without a network is not broken.
 from __future__ import annotations
 
 import contextlib
-import glob
 import importlib.metadata
 import shutil
 import subprocess
@@ -33,7 +32,7 @@ class Accelerator(NamedTuple):
 
     name: str
     number: int
-    memory_gib: float | None  # of one; None where nothing tells
+    memory_gib: float | None  # of one
 
 
 class HubState(NamedTuple):
@@ -50,8 +49,7 @@ def accelerators(environ: Mapping[str, str], found: Found, root: Path = Path("/"
     if found.tpu:
         kind = tpu_kind(environ, root)
         memory_gib = KNOWN[kind].memory_gb * 1e9 / GIB if kind else None
-        name = f"TPU {kind}" if kind else "TPU of unknown kind"
-        there.append(Accelerator(name, count_tpu_chips(root) or 1, memory_gib))
+        there.append(Accelerator(f"TPU {kind or 'of unknown kind'}", count_tpu_chips(root) or 1, memory_gib))
     if found.cuda_devices and shutil.which("nvidia-smi"):
         asked = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
         done = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=False)
@@ -73,13 +71,9 @@ def tpu_kind(environ: Mapping[str, str], root: Path = Path("/")) -> str:
     said = environ.get("TPU_ACCELERATOR_TYPE", "").split("-")[0].lower()
     if said in _TPU_TYPES:
         return _TPU_TYPES[said]
-    for device in glob.glob(str(root / "sys/bus/pci/devices/*/device")):
-        try:
-            kind = _TPU_PCI_KINDS.get(Path(device).read_text(encoding="utf-8").strip())
-        except OSError:
-            continue
-        if kind:
-            return kind
+    for device in root.glob("sys/bus/pci/devices/*/device"):
+        with contextlib.suppress(OSError, KeyError):
+            return _TPU_PCI_KINDS[device.read_text(encoding="utf-8").strip()]
     return ""
 
 
@@ -94,10 +88,8 @@ def libtpu_specifier() -> str:
 
 def hub_state(environ: Mapping[str, str]) -> HubState:
     """Ask the Hub whether it is there."""
-    try:
-        from huggingface_hub import constants, get_token
-    except ImportError:
-        return HubState(error="huggingface_hub is not installed")
+    from huggingface_hub import constants, get_token
+
     token = get_token() is not None
     if environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
         return HubState(offline=True, token=token)

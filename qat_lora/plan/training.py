@@ -13,6 +13,7 @@ meta device while the bytes that autograd keeps of it are counted.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +24,12 @@ from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.errors import ConfigError, DeviceError, ModelError
 from qat_lora.layers.calibrate.fisher import fisher_bytes
 from qat_lora.layers.convert import make_quant_skeleton, quant_layers
-from qat_lora.models.load import (
-    DTYPES,
-    FILE_SUFFIXES,
-    QUANT_METHOD,
-    CausalLM,
-    cast,
-    load_tokenizer,
-    resolve_model,
-    tokenizer_sha256,
-)
+from qat_lora.models import load as models
+from qat_lora.models.load import DTYPES, CausalLM, resolve_model
 from qat_lora.options import CacheBuildOptions, EstimateOptions, QatOptions, RecoverOptions, RunConfig
 from qat_lora.plan.devices import attention_on, likely
 from qat_lora.plan.memory import GIB, forecast, meta_model, skeleton, stored_quantisation
-from qat_lora.plan.shapes import Shapes
+from qat_lora.plan.step import Shapes
 from qat_lora.quant.presets import Preset
 from qat_lora.registry import DryRun, Requirements
 from qat_lora.runtime.base import default_loss_chunk_mb
@@ -46,8 +39,7 @@ from qat_lora.runtime.precision import with_dtype
 from qat_lora.setup.trainable import check_parts, chosen_preset, trained_parts
 from qat_lora.setup.training_data import cache_training_data
 
-HEAD_K, LENGTH = 128, CacheBuildOptions.length
-"""Top-K entries of a position and tokens of a row where there is no cache to ask; what `cache build` makes."""
+HEAD_K, LENGTH = 128, CacheBuildOptions.length  # of a position and of a row, where there is no cache to ask
 
 
 def plan_recover(options: RecoverOptions) -> DryRun:
@@ -67,7 +59,7 @@ def plan_recover(options: RecoverOptions) -> DryRun:
     if not options.uses_cache and options.num_rows is None:
         assumed.append("the text is not read, so the number of its rows is not known")
     own = {name: getattr(options, name) for name in ("train_scales", "train_norms", "lora")}
-    asked = _estimate(options, student, dataset, options.length, accumulation, **own)
+    asked = replace(_estimate(options, student, dataset, options.length, accumulation), **own)
     shapes = skeleton(asked)
     if options.train_scales and not shapes.quantised:
         raise ConfigError("train_scales: the student has no quantised layers; leave it out")
@@ -163,27 +155,18 @@ def _cache(options: RecoverOptions | QatOptions) -> KDCacheDataset | None:
 def check_cache(
     dataset: KDCacheDataset | None, asked: EstimateOptions, path: str | None, student: CausalLM, source: str
 ) -> list[str]:
-    """Compare a student with its cache; return what is assumed of one that is not there, from a `source` for people.
-
-    Raises:
-        CacheError: the student cannot learn from the cache; its tokenizer is compared if it is here.
-    """
+    """Return what is assumed, from a `source`, of a cache that is not there; CacheError if one does not fit."""
     if dataset is None:
         sizes = f"rows of {asked.length:,} tokens and {asked.head_k} entries a position are taken from {source}"
         return [f"{path} is not there yet: {sizes}, and the fit of the tokenizer is not checked"]
     here = (student.folder / "tokenizer.json").is_file()
-    sha256 = tokenizer_sha256(load_tokenizer(student.folder)) if here else None
+    sha256 = models.tokenizer_sha256(models.load_tokenizer(student.folder)) if here else None
     dataset.check_student(sha256, student.vocab_size, student.max_positions)
     return []
 
 
 def _estimate(
-    options: RecoverOptions | QatOptions,
-    student: str,
-    dataset: KDCacheDataset | None,
-    length: int,
-    accumulation: int,
-    **own: Any,
+    options: RecoverOptions | QatOptions, student: str, dataset: KDCacheDataset | None, length: int, accumulation: int
 ) -> EstimateOptions:
     """Return the settings of the estimate of a run's steps; `length` is that of rows where there is no cache."""
     loop, head_k = options.loop, (options.head_k or HEAD_K) if options.kd_cache_dir else 0
@@ -198,7 +181,6 @@ def _estimate(
         max_steps=loop.max_steps,
         attention=attention_on(device_of(options.run)),
         run=options.run,
-        **own,
     )
 
 
@@ -208,10 +190,10 @@ def _report(
     """Return what a training run would train, take and see; `rows` of its data are None where that is not known."""
     found = forecast(shapes, asked, likely(device_of(asked.run), replicas))
     step_rows = asked.batch_size * asked.accumulation_steps * replicas
+    counted = ("parameters", "quantised", "trained", "bytes", "total_bytes", "stored_bytes_of_quantised")
     return {
         "student": student,
-        **{key: found[key] for key in ("parameters", "quantised", "trained", "bytes", "total_bytes")},
-        "stored_bytes_of_quantised": found["stored_bytes_of_quantised"],
+        **{name: found[name] for name in counted},
         "replicas": replicas,
         "batch_size": asked.batch_size,
         "accumulation_steps": asked.accumulation_steps,
@@ -240,12 +222,11 @@ def _text(report: dict[str, Any], trained: str, utilisation: float, more: Sequen
         f"memory   {report['total_bytes'] / GIB:.3f} GiB a replica: "
         + ", ".join(f"{name} {size / GIB:.3f}" for name, size in report["bytes"].items()),
     ]
-    for name, there in report["devices"].items():
-        fits = "fits" if there["fits"] else "does not fit"
-        lines.append(
-            f"time     {there['hours']:.2f} h on {name} ({fits}), {there['tokens_per_s']:,.0f} tokens/s, bound by "
-            f"{there['bound']}, at {utilisation:.0%} of the peak rate"
-        )
+    lines += [
+        f"time     {there['hours']:.2f} h on {name} ({'fits' if there['fits'] else 'does not fit'}), "
+        f"{there['tokens_per_s']:,.0f} tokens/s, bound by {there['bound']}, at {utilisation:.0%} of the peak rate"
+        for name, there in report["devices"].items()
+    ]
     return "\n".join([*lines, *more, *(f"assumed  {text}" for text in report["assumed"])])
 
 
@@ -259,7 +240,6 @@ def _student(options: RecoverOptions) -> str:
 
 
 def _folder(checkpoint: str, advice: str) -> Path:
-    """Return the folder of a checkpoint, which has to be here."""
     if not _is_here(checkpoint):
         raise ModelError(
             f"checkpoint: there is no folder {Path(checkpoint).expanduser()}, and a dry run reads its config.json; "
@@ -270,7 +250,7 @@ def _folder(checkpoint: str, advice: str) -> Path:
 
 def _is_here(name: str) -> bool:
     path = Path(name).expanduser()
-    return path.exists() or path.suffix in FILE_SUFFIXES  # of a file that stands for its folder
+    return path.exists() or path.suffix in models.FILE_SUFFIXES  # of a file that stands for its folder
 
 
 def _models(options: QatOptions) -> tuple[Any, CausalLM, CausalLM | None]:
@@ -285,12 +265,12 @@ def _models(options: QatOptions) -> tuple[Any, CausalLM, CausalLM | None]:
             raise ConfigError(f"model: {options.model} is quantised already; give it as --checkpoint")
         check_parts(options, full, None)
         chosen = chosen_preset(options)
-    elif stored is None or stored.get("quant_method") != QUANT_METHOD:
+    elif stored is None or stored.get("quant_method") != models.QUANT_METHOD:
         raise ConfigError(f"checkpoint: {options.checkpoint} has no quantised layers; give --from-scratch --model")
     else:
         chosen = Preset.from_dict(stored["preset"])
     make_quant_skeleton(module, chosen)
-    cast(module, DTYPES[options.run.dtype])
+    models.cast(module, DTYPES[options.run.dtype])
     student = CausalLM(module, folder)
     if not options.from_scratch:
         check_parts(options, full, student)
@@ -301,15 +281,8 @@ def _shapes(options: QatOptions, config: Any, student: CausalLM) -> Shapes:
     """Put the student into its training state, and count what a forward forms of its layers."""
     groups = trained_parts(student, options, None)
     formed = _formed_bytes(student.module, torch.bfloat16 if options.loop.autocast else DTYPES[options.run.dtype])
-    return Shapes(
-        config,
-        student.module,
-        groups,
-        adapter_rank=1,  # there is no adapter; rank 1 adds next to nothing to the activations
-        weight_gradients=True,  # whatever trains, gradients reach every quantised weight
-        formed_bytes=formed,
-        averaged=options.train.ema > 0,
-    )
+    # There is no adapter, and rank 1 adds next to nothing; whatever trains, gradients reach every quantised weight.
+    return Shapes(config, student.module, groups, 1, True, formed, averaged=options.train.ema > 0)
 
 
 def _formed_bytes(module: nn.Module, dtype: torch.dtype) -> int:

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from qat_lora.errors import DeviceError
 from qat_lora.runtime.host import collectives
-from qat_lora.runtime.host.prefetch import prefetch
 from qat_lora.runtime.host.saving import save_tensors
+from qat_lora.runtime.host.transfer import prefetch
 from qat_lora.types import AttentionForm, Batch, LossWalk
 
 M = TypeVar("M", bound=torch.nn.Module)
@@ -32,26 +32,15 @@ class Runtime(Protocol):
     """A place to compute. Valid only inside `launch`: XLA forbids touching a device earlier."""
 
     device: torch.device
-    rank: int
-    """This process, 0-based: names files and logs."""
-    replicas: int
-    """Data-parallel copies of the model over all processes (not the process count under SPMD)."""
-    loss_walk: LossWalk
-    """The faster of two equal walks through the logits on this device (`losses/fused/op.py`)."""
-    piece_bytes: int | None
-    """How much of a large intermediate result elementwise work should take at a time to stay in the processor's cache;
-    None where every piece costs a kernel launch or a graph node."""
-
-    shares_memory: bool = True
-    """True where several tensors can be parts of one, as the optimizer likes it; on XLA each is a value of its own."""
-    shard_base: bool = False
-    """True where frozen weights are spread over several devices: whoever trains forms them on the host first."""
-    attention: AttentionForm
-    """The form of attention that keeps no scores on this device (`layers/attention.py`)."""
-    attention_kernel: Any = None
-    """What computes "blocked" attention in a kernel of the device's, where it has one."""
-    _control: dist.ProcessGroup | None = None
-    """The group for decisions between hosts, where the default group's exchanges go through the devices."""
+    rank: int  # this process, 0-based: names files and logs
+    replicas: int  # data-parallel copies of the model over all processes (not the process count under SPMD)
+    loss_walk: LossWalk  # the faster of two equal walks through the logits on this device (`losses/fused/op.py`)
+    piece_bytes: int | None  # of a large result that elementwise work takes at a time to stay in cache; None for all
+    shares_memory: bool = True  # whether several tensors can be parts of one; on XLA each is a value of its own
+    shard_base: bool = False  # whether frozen weights are spread over devices: whoever trains forms them on the host
+    attention: AttentionForm  # the form of attention that keeps no scores on this device (`layers/attention.py`)
+    attention_kernel: Any = None  # what computes "blocked" attention in a kernel of the device's, where it has one
+    _control: dist.ProcessGroup | None = None  # for decisions, where the default group's exchanges go through devices
 
     def loss_chunk_mb(self, asked: int | None) -> int:
         """Return the MiB of float32 logits that this process's loss holds at once, `asked` being a device's."""
@@ -72,26 +61,17 @@ class Runtime(Protocol):
         """One line for people, for example `CPU · 2 threads` or `XLA on CPU · 1 device`."""
 
     def launch(self, main: Callable[[], Any]) -> Any:
-        """Run `main` in this process, inside the process group where there is one; return its result.
+        """Run `main` inside the process group, where there is one, and all deferred callbacks; return its result.
 
-        The group is joined here, and left here if `main` succeeds: leaving it after an error may wait for the others
-        for ever. Every deferred callback has run when this returns.
+        The group is left if `main` succeeds: leaving it after an error may wait for the others for ever.
         """
 
     def place(self, module: M) -> M:
-        """Move a module to the device and tie again the weights that were tied.
-
-        On XLA its parameters are new objects, so make the optimizer afterwards.
-
-        Raises:
-            DeviceError: the parameter count changed.
-        """
+        """Move a module as `move_module` does; on XLA its parameters are new objects, so make the optimizer later."""
         return move_module(module, self.device)
 
     def for_hooks(self) -> Runtime:
-        """Return the runtime for passes that hooks read layer by layer: this one, or the host's where every read would
-        end a graph.
-        """
+        """Return the runtime for passes that hooks read layer by layer: the host's where a read would end a graph."""
         return self
 
     def exact_products(self) -> contextlib.AbstractContextManager[None]:
@@ -102,11 +82,7 @@ class Runtime(Protocol):
         """Raise DeviceError where a loader must not spread one model over several devices instead of `place`."""
 
     def feed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the batches as tensors on the device; the next one is read and sent meanwhile.
-
-        The caller passes the rows of this process only: reading everyone's rows in every process would multiply the
-        traffic to the cache.
-        """
+        """Yield the batches, which are of this process's rows, as tensors on the device; the next is sent meanwhile."""
         with contextlib.closing(prefetch(batches, self._send)) as ready:
             for sent in ready:
                 yield self._receive(sent)
@@ -138,7 +114,7 @@ class Runtime(Protocol):
         return compute()
 
     def mark_step(self) -> None:
-        """End a micro-batch: queued work may be dispatched now. Nothing where operations run as they are called."""
+        """End a micro-batch: queued work may be dispatched now."""
         return
 
     def reduce_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -152,7 +128,7 @@ class Runtime(Protocol):
         return flag if self.processes == 1 else collectives.agree(flag, self._control)
 
     def shard_frozen(self, module: torch.nn.Module) -> None:
-        """Spread frozen weights over the devices of this process, where that was asked for; else nothing."""
+        """Spread frozen weights over the devices of this process, where that was asked for."""
         return
 
     def step_end(self) -> None:
@@ -165,11 +141,10 @@ class Runtime(Protocol):
         """Run what was deferred, then wait until every process is here."""
 
     def save(self, tensors: Mapping[str, torch.Tensor], path: str | Path) -> None:
-        """Write tensors of any device to a safetensors file: the protocol of `xm.save`, which writes a pickle.
+        """Write tensors of any device to a safetensors file, which is there for every process when this returns.
 
         Every process calls it, at the same place and with the same names: on XLA reading a tensor runs the work that
-        is queued for it, which every process must do. The main process writes the file, whole or not at all. Then all
-        meet, so the whole file is there for every process when this returns.
+        is queued for it, which every process must do. The main process writes the file, whole or not at all.
         """
         self.mark_step()  # all at once: reading a tensor with work pending would compile a graph for it alone
         if self.is_main:
@@ -184,8 +159,7 @@ class Runtime(Protocol):
 def default_loss_chunk_mb(device: str, memory_bytes: float | None = None) -> int:
     """Return the MiB of float32 logits to hold at once on a `--device`, with this much memory if that is known.
 
-    Every chunk reads the output head twice and is some kernels, so a GPU wants few of them: 2 GiB, or a 32nd of its
-    memory. A TPU has less. A CPU is as fast at any size, and MPS has not been measured.
+    Every chunk reads the output head twice and is some kernels, so a GPU wants few: 2 GiB, or a 32nd of its memory.
     """
     most = _LOSS_CHUNK_MB.get(device, 32)
     return most if device != "cuda" or memory_bytes is None else max(32, min(most, int(memory_bytes / 2**25)))
@@ -196,10 +170,8 @@ def move_module(module: M, device: torch.device) -> M:
 
     `Module.to` keeps a Parameter object on CUDA, but on XLA makes a new one for every module that registers it: a tied
     embedding silently becomes two tensors, one of which then trains alone. Only transformers models can tie themselves
-    again, and that forgets the weights that we tied or untied; so the sharing is recorded before the move.
-
-    Raises:
-        DeviceError: the module's parameters are not the same in number and size after the move.
+    again, and that forgets the weights that we tied or untied; so the sharing is recorded before the move. DeviceError
+    where the parameters are not the same in number and size after it.
     """
     before, registered = _size(module), registrations(module)
     module = module.to(device)

@@ -31,12 +31,8 @@ def loop(
 ) -> tuple[Tensors, Tensors]:
     """Return the last carry, and every output of all rounds, joined along the first dimension.
 
-    Args:
-        body: may overwrite the carry, keeps its shapes and types, reads no other large tensor than it is given.
-        rounds: how often, at least once.
-        carry: what a round hands to the next; the first one's is overwritten. It may be empty if there are constants.
-        inputs: [rounds, ...], of which a round gets a slice each.
-        constants: what every round reads.
+    The body may overwrite the carry (which may be empty if there are constants), keeps its shapes and types, and reads
+    no other large tensor than it is given. Of the inputs [rounds, ...] a round gets a slice each.
     """
     device = [*carry, *constants][0].device
     if is_xla_device(device):

@@ -1,9 +1,8 @@
 """The runtime of plain PyTorch: CPU, CUDA or MPS; one process, or one of a `torch.distributed` group.
 
 Only a few small tensors are trained, so gradients are averaged by one explicit all-reduce per optimizer step.
-That replaces DistributedDataParallel, its buckets, its `no_sync` and its second copy of the forward call, and
-it is the same arithmetic on every runtime. It is not overlapped with the backward pass: DDP would hide one
-exchange of some megabytes per optimizer step, a thousandth of the step (docs/tpu.md has the model).
+That replaces DistributedDataParallel, its buckets, its `no_sync` and its second copy of the forward call, and it is the
+same arithmetic on every runtime. DDP would hide the exchange, of some megabytes and a thousandth of the step.
 """
 
 from __future__ import annotations
@@ -22,24 +21,18 @@ from torch.utils.checkpoint import checkpoint
 from qat_lora.errors import DeviceError
 from qat_lora.runtime.base import M, Runtime, default_loss_chunk_mb
 from qat_lora.runtime.host import collectives
-from qat_lora.runtime.host.async_readback import DeferredCalls, host_value
-from qat_lora.runtime.host.prefetch import host_tensors
+from qat_lora.runtime.host.transfer import DeferredCalls, host_tensors, host_value
 from qat_lora.runtime.launch.process_group import group_size, rank_info
 from qat_lora.runtime.precision import tf32
 from qat_lora.runtime.sharded import shard_layers
 from qat_lora.types import AttentionForm, Batch, LossWalk
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-_OLDEST_GPU = 8, 0
-"""Compute capability (A100) from which on the loss has its kernel: what the tests compile for begins there."""
+_OLDEST_GPU = 8, 0  # compute capability (A100) from which on the loss has its kernel, as the tests compile it
 
 
 class NativeRuntime(Runtime):
-    """CPU, CUDA or MPS through PyTorch itself.
-
-    With the variables that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK ...) this process is one replica of a
-    group, over gloo on CPU and NCCL on CUDA; without them it is alone.
-    """
+    """CPU, CUDA or MPS; with torchrun's variables one replica of a group, over gloo on CPU and NCCL on CUDA."""
 
     def __init__(self, kind: Literal["cpu", "cuda", "mps"], shard_base: bool = False) -> None:
         self.shard_base = shard_base
@@ -66,7 +59,7 @@ class NativeRuntime(Runtime):
         self._copy_stream: torch.cuda.Stream | None = None
 
     def loss_chunk_mb(self, asked: int | None) -> int:
-        """Return what was asked for, or what fits the device's memory."""
+        """Return what was asked for, or what fits the memory."""
         is_cuda = self.device.type == "cuda"
         memory_bytes = torch.cuda.get_device_properties(self.device).total_memory if is_cuda else None
         return asked or default_loss_chunk_mb(self.device.type, memory_bytes)
@@ -111,11 +104,7 @@ class NativeRuntime(Runtime):
         return tf32(False)
 
     def check_device_map(self) -> None:
-        """Refuse to spread a model where other processes would spread theirs over the same devices.
-
-        Raises:
-            DeviceError: several processes.
-        """
+        """Raise DeviceError where other processes would spread theirs over the same devices."""
         if self.replicas > 1:
             raise DeviceError(
                 f"device_map: {self.replicas} processes would each spread the model over all devices; run one process, "
@@ -185,9 +174,8 @@ class NativeRuntime(Runtime):
     def defer(self, fn: Callable[..., None], *tensors: torch.Tensor) -> None:
         """Call `fn` with numbers (no dimensions) or numpy arrays, in the order of the calls.
 
-        CPU: now. CUDA: at a later `defer`, `step_end`, `barrier` or the end of `launch`, when the copy that is
-        started here has arrived. MPS: now, waiting for the device, since its asynchronous copies promise no
-        order that could be relied on.
+        CUDA: at a later `defer`, `step_end`, `barrier` or the end of `launch`, when the copy that is started here has
+        arrived. Else now; MPS waits for the device, since its asynchronous copies promise no order.
         """
         if self.device.type != "cuda":
             fn(*[host_value(t.detach().cpu()) for t in tensors])

@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_ROUNDING = ("cuda", "xla")
-"""Devices that may round the inputs of a float32 product."""
+_ROUNDING = ("cuda", "xla")  # devices that may round the inputs of a float32 product
 
 
 def with_dtype(options: Any, device: str) -> tuple[Any, str]:
-    """Return a command's options with `--dtype auto` replaced by what it means on a `--device`, and what to say of it.
+    """Return a command's options with what `--dtype auto` means on a `--device`, and what to say of it.
 
-    Options may have a property `float32_for`, the name of the setting that needs float32 weights.
+    Their property `float32_for`, if any, names the setting that needs float32 weights.
     """
     if options.run.dtype != "auto":
         return options, ""
@@ -41,11 +40,8 @@ def with_dtype(options: Any, device: str) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def tf32(allowed: bool) -> Iterator[None]:
-    """Let CUDA round the inputs of float32 products to TF32, or not; at the end as before.
-
-    By the older of torch's switches: its compiler refuses the newer one (2.9), and `set_float32_matmul_precision` would
-    let the host round as well, where weights are exported.
-    """
+    """Let CUDA round the inputs of float32 products to TF32, or not; at the end as before."""
+    # Torch's compiler refuses the newer switch (2.9), and `set_float32_matmul_precision` would let the host round too.
     matmul = torch.backends.cuda.matmul
     before, matmul.allow_tf32 = matmul.fp32_precision == "tf32", allowed
     try:

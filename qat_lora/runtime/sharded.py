@@ -25,17 +25,13 @@ from qat_lora.errors import DeviceError
 from qat_lora.runtime.base import registrations
 from qat_lora.runtime.host.collectives import among_peers
 
-ALIGNED = 16
-"""Bytes at whose multiples a tensor begins, as kernels that load several numbers at once want it."""
+ALIGNED = 16  # bytes at whose multiples a tensor begins, as kernels that load several numbers at once want it
 
 
 def shard_layers(module: nn.Module, device: torch.device) -> None:
-    """Spread the frozen tensors of a module's decoder layers over the default group, in place; once.
+    """Spread the frozen tensors of a module's decoder layers, from the host, over the default group, in place; once.
 
-    The module is on the host; afterwards its layers' frozen tensors are on the device, the others where they were.
-
-    Raises:
-        DeviceError: no list of layers that offer gradient checkpointing, as decoder layers do, or layers share weights.
+    DeviceError where no layers offer gradient checkpointing, as decoder layers do, or where they share weights.
     """
     lists = [list(owner) for owner in module.modules() if isinstance(owner, nn.ModuleList) and len(owner)]
     decoders = [layers for layers in lists if all(hasattr(layer, "gradient_checkpointing") for layer in layers)]

@@ -14,7 +14,7 @@ from qat_lora.layers.stacked import apart, by_layer, parameters_at, stack_layers
 from qat_lora.models.load import make_qwen3
 from qat_lora.quant.presets import preset
 from qat_lora.runtime.native import NativeRuntime
-from qat_lora.runtime.xla import scan
+from qat_lora.runtime.xla import loop
 from qat_lora.runtime.xla.runtime import XlaRuntime, xla_mark_step
 from qat_lora.runtime.xla.spmd import XlaSpmdRuntime
 from qat_lora.setup.common import fit_attention
@@ -67,7 +67,7 @@ def joined(text):
 
 
 def main(runtime):
-    scan.NARROW = 8  # the toy's matrices are narrow, and the products of its adapters narrower
+    loop.NARROW = 8  # the toy's matrices are narrow, and the products of its adapters narrower
     report = {}
     for name, scales, recompute in (("kept", False, False), ("recomputed", False, True), ("all trained", True, False)):
         loss, gradients, _, _, _ = run(runtime, 2, False, scales=scales)

@@ -7,15 +7,14 @@ import sys
 
 import pytest
 
-from qat_lora.plan.compiled.asked import NAMES, QWEN3_06B, Asked
+from qat_lora.plan.compiled import NAMES, QWEN3_06B, Asked
 from qat_lora.plan.compiled.graphs import _Rows
 from qat_lora.runtime.xla.spmd import TracingSpmdRuntime
 from qat_lora.runtime.xla.trace import TracingRuntime
 
 TRACE = r"""
 import json, re, sys
-from qat_lora.plan.compiled.asked import Asked
-from qat_lora.plan.compiled import graphs
+from qat_lora.plan.compiled import Asked, graphs
 from qat_lora.plan.compiled.hlo import instruction_count
 from qat_lora.runtime.xla.trace import TracingRuntime
 

@@ -16,9 +16,9 @@ from qat_lora.layers.convert import add_lora, prepare_base
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.models.load import DTYPES, cast, load_model
 from qat_lora.options import EstimateOptions, QuantizeOptions, RunConfig
-from qat_lora.plan.activations import step_bytes, widths
 from qat_lora.plan.compiled.report import COMPILER_VARIABLE
 from qat_lora.plan.devices import named
+from qat_lora.plan.step import Shapes, step_bytes, widths
 from qat_lora.runtime.host.memory import LiveBytes
 from qat_lora.runtime.launch.select import ChipsConfig
 from qat_lora.runtime.native import NativeRuntime
@@ -171,13 +171,12 @@ def test_the_estimates_of_the_committed_measurements_are_still_those(benchmark):
 
 def test_a_loop_keeps_what_its_scan_names_and_forms_one_layers_weights(tiny):
     """Counted by hand at the toy's widths: input, q, k and v, attention and its sums, its output, gate and up."""
-    config = load_model(str(tiny.teacher)).config
-    sizes = widths(config)
+    model = load_model(str(tiny.teacher))
+    sizes, shapes = widths(model.config), Shapes(model.config, model.module, {}, RANK, False, 4 * 61_440)
     run, lora = RunConfig(dtype="float32"), LoraConfig(recovery_r=RANK)
-    options = EstimateOptions(model=str(tiny.teacher), length=64, batch_size=2, lora=lora, run=run)
+    options = EstimateOptions(model=str(tiny.teacher), length=64, batch_size=2, lora=lora, run=run, attention="xla")
     plain, checkpointed = (
-        step_bytes(config, replace(options, gradient_checkpointing=again), "xla", 320, RANK, 4 * 61_440)
-        for again in (False, True)
+        step_bytes(shapes, replace(options, gradient_checkpointing=again)) for again in (False, True)
     )
     numbers = (
         sizes.hidden + (sizes.queries + 2 * sizes.keys) + sizes.queries + sizes.heads + sizes.hidden + 2 * sizes.mlp
@@ -185,7 +184,7 @@ def test_a_loop_keeps_what_its_scan_names_and_forms_one_layers_weights(tiny):
     kept = plain["activations"] - checkpointed["activations"]
     assert kept == 128 * 2 * 4 * (numbers - sizes.hidden)  # tokens, layers, float32
     assert plain["formed weights"] == checkpointed["formed weights"] == 4 * 61_440 // 2
-    assert step_bytes(config, options, "tiled", 320, RANK, 4 * 61_440)["formed weights"] == 4 * 61_440
+    assert step_bytes(shapes, replace(options, attention="tiled"))["formed weights"] == 4 * 61_440
 
 
 def test_codes_of_formed_weights_stay_on_the_host_of_a_tpu(student, tiny):

@@ -6,11 +6,10 @@ from dataclasses import replace
 import pytest
 
 from qat_lora.options import EstimateOptions, RunConfig
-from qat_lora.plan.compiled.asked import QWEN3_06B
+from qat_lora.plan.compiled import QWEN3_06B
 from qat_lora.plan.devices import named
 from qat_lora.plan.memory import forecast, skeleton
-from qat_lora.plan.roofline import operations, step_parts
-from qat_lora.plan.shapes import Shapes
+from qat_lora.plan.step import Shapes, operations, step_parts
 
 GB, TERA = 1e9, 1e12
 
@@ -36,10 +35,10 @@ def test_operations_and_bytes_are_those_that_were_counted(qwen):
     shapes, options = qwen
     assert isinstance(shapes, Shapes)
     for attention, rows, chunk, moved, computed in (("xla", 4, 512, 62, 13.1), ("fused", 16, 2048, 211, 46.6)):
-        asked = replace(options, batch_size=rows, loss_chunk_mb=chunk)
-        parts = step_parts(shapes, asked, attention).values()
+        asked = replace(options, batch_size=rows, loss_chunk_mb=chunk, attention=attention)
+        parts = step_parts(shapes, asked).values()
         assert sum(part.bytes for part in parts) / GB == pytest.approx(moved, rel=0.15)
-        assert operations(shapes, asked, attention) / TERA == pytest.approx(computed, rel=0.1)
+        assert operations(shapes, asked) / TERA == pytest.approx(computed, rel=0.1)
 
 
 def test_tokens_a_second_are_near_the_counted_kernels(qwen):

@@ -21,7 +21,7 @@ from torch import nn
 from qat_lora.errors import DeviceError
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host import saving
-from qat_lora.runtime.host.prefetch import THREAD
+from qat_lora.runtime.host.transfer import THREAD
 from qat_lora.runtime.launch.select import status_line
 from qat_lora.runtime.native import NativeRuntime
 from qat_lora.runtime.xla.runtime import XlaRuntime, is_xla_device, xla_mark_step

@@ -12,9 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from qat_lora.runtime.host import saving
-from qat_lora.runtime.host.async_readback import DeferredCalls, host_value
-from qat_lora.runtime.host.prefetch import host_tensors, prefetch
 from qat_lora.runtime.host.saving import random_states, save_tensors, set_random_states
+from qat_lora.runtime.host.transfer import DeferredCalls, host_tensors, host_value, prefetch
 
 
 def test_prefetch_raises_what_prepare_raises():
@@ -46,15 +45,15 @@ def test_prefetch_holds_at_most_two_items_beyond_the_one_in_use():
 
 HANGING = """
 import threading
-from qat_lora.runtime.host import prefetch
+from qat_lora.runtime.host import transfer
 
 def source():
     yield 1
     print("reading", flush=True)
     threading.Event().wait()  # a disk that never answers
 
-prefetch._HANGING_S = 0.1
-for item in prefetch.prefetch(source(), int):
+transfer._HANGING_S = 0.1
+for item in transfer.prefetch(source(), int):
     pass
 """
 

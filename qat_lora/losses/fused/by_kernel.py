@@ -1,11 +1,9 @@
 """Some positions at a time, as `by_token`, with one Triton kernel between two products: the walk for CUDA.
 
 A chunk is a product into a buffer that all chunks share, one launch for each softmax (`triton_kernel`), and a product
-back: three launches where `by_token` has some hundred. The logits stay in the dtype of the
-products, so one copy of a chunk is all that exists; softmax and sums are float32 in registers.
-
-`kernel_serves` says what goes this way. The rest, above all the exact KL with its two heads, goes by positions as on
-any device; the numbers are the same either way.
+back: three launches where `by_token` has some hundred. The logits stay in the dtype of the products, so one copy of a
+chunk is all that exists; softmax and sums are float32 in registers. What the kernel does not know, above all the exact
+KL with its two heads, goes by positions as on any device; the numbers are the same either way.
 
 The kernel is an operator of PyTorch, so dispatch finds its device: on CUDA it is launched, in Triton's interpreter it
 runs on a CPU, and on meta and fake tensors it is a call that can be counted.
@@ -25,8 +23,7 @@ from qat_lora.errors import DeviceError
 from qat_lora.losses.estimators import IN_KERNEL, Estimator, topk_part, weighted
 from qat_lora.losses.fused.gradients import Group, Task, Walked, keep
 
-MOST_ENTRIES = 4_096
-"""Of the top K, and of the points of a softmax: a program holds them all at once."""
+MOST_ENTRIES = 4_096  # of the top K, and of the points of a softmax: a program holds them all at once
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -45,10 +42,8 @@ def _serves(group: Group) -> bool:
 def walk_kernel(task: Task, chunk_tokens: int) -> Walked:
     """Return sums and gradients; `chunk_tokens` positions, rounded up to 16, are projected at once.
 
-    A trained output head's gradient is a product in the dtype of the others a chunk, added up in float32.
-
-    Raises:
-        DeviceError: there is no Triton, or neither a GPU nor its interpreter.
+    A trained output head's gradient is a product in the dtype of the others a chunk, added up in float32. DeviceError
+    without Triton, or with neither a GPU nor its interpreter.
     """
     wanted, weight_VH = task.wanted, task.lm_head.weight_VH
     count, vocab = len(task.hidden_NH), len(weight_VH)
@@ -73,8 +68,12 @@ def walk_kernel(task: Task, chunk_tokens: int) -> Walked:
         if d_bias is not None:
             d_bias.add_(grad_CV.sum(0, dtype=task.wide))
     sums: dict[int, Tensor] = {}
-    for group, softmax in zip(task.groups, softmaxes, strict=True):
-        sums |= _sums(task, group, softmax)
+    for group, (loss_N, log_z_N, z_ND) in zip(task.groups, (softmax.results for softmax in softmaxes), strict=True):
+        sums |= {index: loss_N.sum() for index, _ in group.topk}
+        widths = [term.ids_ND.shape[1] for _, term in group.points]
+        for (index, term), z_NE in zip(group.points, z_ND.split(widths, 1) if widths else (), strict=True):
+            distance_N = weighted(term.weights_ND.float(), log_z_N[:, None] - z_NE).sum(1)
+            sums[index] = keep(distance_N, task.mask_N).sum()
     return Walked(sums, d_hidden, d_weight, d_bias)
 
 
@@ -86,8 +85,7 @@ class _Softmax(NamedTuple):
     given: list[Tensor]
     """Top-K ids [N, K], log t [N, K] and log m [N]; points' ids and gradients [N, D]; the scale of the top K's loss
     and the mask [N]. K or D may be 0."""
-    results: list[Tensor]
-    """Float32: the top K's loss and log Σ exp(z/T) [N], z/T at the points [N, D]."""
+    results: list[Tensor]  # float32: the top K's loss and log Σ exp(z/T) [N], z/T at the points [N, D]
 
 
 def _softmax(task: Task, group: Group) -> _Softmax:
@@ -116,17 +114,6 @@ def _run(task: Task, softmax: _Softmax, raw_CV: Tensor, rows: slice) -> Tensor:
     _library()
     torch.ops.qat_lora.kd_rows(raw_CV, lm_head.bias_V, given, results, factors, softmax.estimator, any(task.wanted))
     return raw_CV
-
-
-def _sums(task: Task, group: Group, softmax: _Softmax) -> dict[int, Tensor]:
-    """Return each term's sum over all positions."""
-    loss_N, log_z_N, z_ND = softmax.results
-    sums = {index: loss_N.sum() for index, _ in group.topk}
-    widths = [term.ids_ND.shape[1] for _, term in group.points]
-    for (index, term), z_NE in zip(group.points, z_ND.split(widths, 1) if widths else (), strict=True):
-        distance_N = weighted(term.weights_ND.float(), log_z_N[:, None] - z_NE).sum(1)
-        sums[index] = keep(distance_N, task.mask_N).sum()
-    return sums
 
 
 @functools.cache

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qat_lora.losses.estimators import DenseTerm
 from qat_lora.losses.fused.entries import LANES, Entries, add, entries_of, one_hot_like, read, remove_first
 from qat_lora.losses.fused.gradients import (
     Group,
@@ -38,8 +37,8 @@ from qat_lora.types import LMHead
 
 TILE = 16
 """Rows of a bfloat16 tile of a TPU: a matrix that ends within one is copied to be filled up, gigabytes a chunk."""
-Sums = dict[int, Tensor]
-"""Each term's loss sum, by its index among all terms."""
+Sums = dict[int, Tensor]  # each term's loss sum, by its index among all terms
+GroupParts = tuple[Sums, Tensor | None]  # and the gradient with respect to the logits
 
 
 def walk_positions(task: Task, chunk_tokens: int, rows: int = 1) -> Walked:
@@ -58,7 +57,6 @@ def walk_positions(task: Task, chunk_tokens: int, rows: int = 1) -> Walked:
 
 
 def _positions(task: Task, chunk: slice) -> Task:
-    """Return a task's consecutive positions."""
     return with_tensors(task, lambda x: x[chunk], lambda x: x)
 
 
@@ -102,7 +100,6 @@ def _loop_in_graph(task: Task, chunk_tokens: int, rows: int) -> Walked:
 
 
 def _zeros(task: Task) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of the output head before the first chunk, where they are asked for."""
     weight_VH, wide = task.lm_head.weight_VH, task.wide
     d_weight = torch.zeros_like(weight_VH, dtype=wide) if task.wanted.weight else None
     return d_weight, torch.zeros_like(weight_VH[:, 0], dtype=wide) if task.wanted.bias else None
@@ -167,9 +164,7 @@ def _soften(logits: Tensor, temperature: float, *, in_place: bool) -> Tensor:
     return logits.clone() if temperature == 1.0 else logits / temperature
 
 
-def _sparse_group(
-    z_CV: Tensor, entry_z: list[Tensor], entries: Entries, group: Group, task: Task
-) -> tuple[Sums, Tensor | None]:
+def _sparse_group(z_CV: Tensor, entry_z: list[Tensor], entries: Entries, group: Group, task: Task) -> GroupParts:
     """Top-K and point terms; overwrites `z_CV`."""
     if group.ids_NK is not None:
         z_CV = remove_first(z_CV, entries)
@@ -184,16 +179,16 @@ def _sparse_group(
     return part.sums, add(tail_CV.mul_(share_C[:, None]), entries, part.entries)
 
 
-def _dense_group(
-    z_CV: Tensor, entry_z: list[Tensor], entries: Entries, group: Group, task: Task
-) -> tuple[Sums, Tensor | None]:
+def _dense_group(z_CV: Tensor, entry_z: list[Tensor], entries: Entries, group: Group, task: Task) -> GroupParts:
     """The exact KL, Σ_V t log(t/p) with dz = p - t, and point terms next to it; overwrites `z_CV`."""
     log_z_C1 = z_CV.logsumexp(1, keepdim=True)
     log_p_CV = z_CV.sub_(log_z_C1)
     zero_C = torch.zeros_like(log_p_CV[:, 0])  # the log of the softmax's sum, since log p is normalised
     part = group_gradient(task, group, [z_CD - log_z_C1 for z_CD in entry_z], zero_C)
     ((index, term),) = group.dense
-    log_t_CV = _teacher_log_probs(term, task)
+    hidden_CH = term.hidden_NH.masked_fill(~task.mask_N[:, None], 0).to(term.lm_head.weight_VH.dtype)
+    z_CV = _soften(lm_head_logits(hidden_CH, term.lm_head, task.wide)[0], term.temperature, in_place=True)
+    log_t_CV = z_CV.sub_(z_CV.logsumexp(1, keepdim=True))
     t_CV = log_t_CV.exp()
     distance_CV = log_t_CV.sub_(log_p_CV).masked_fill_(t_CV == 0, 0).mul_(t_CV)
     sums = part.sums | {index: keep(distance_CV.sum(1), task.mask_N).sum()}
@@ -202,11 +197,3 @@ def _dense_group(
     share_C = keep(zero_C + task.scales[index], task.mask_N) / group.temperature
     grad_CV = log_p_CV.exp_().mul_((part.tail_C + share_C)[:, None]).sub_(t_CV.mul_(share_C[:, None]))
     return sums, add(grad_CV, entries, part.entries)
-
-
-def _teacher_log_probs(term: DenseTerm, task: Task) -> Tensor:
-    """Return the softened teacher's log-probabilities over its whole vocabulary [positions, V]."""
-    hidden_CH = term.hidden_NH.masked_fill(~task.mask_N[:, None], 0).to(term.lm_head.weight_VH.dtype)
-    logits_CV, _ = lm_head_logits(hidden_CH, term.lm_head, task.wide)
-    z_CV = _soften(logits_CV, term.temperature, in_place=True)
-    return z_CV.sub_(z_CV.logsumexp(1, keepdim=True))

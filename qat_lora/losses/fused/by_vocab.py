@@ -22,8 +22,7 @@ from torch import Tensor
 
 from qat_lora.losses.fused.gradients import Group, GroupGradient, Task, Walked, entry_ids, group_gradient
 
-PIECE_BYTES = 2**21
-"""Wide logits that the elementwise passes work on at a time: two cores' second-level cache."""
+PIECE_BYTES = 2**21  # wide logits that the elementwise passes work on at a time: two cores' second-level cache
 
 
 def one_softmax(groups: Sequence[Group]) -> bool:
@@ -36,7 +35,8 @@ def walk_vocabulary(task: Task, block_vocab: int) -> Walked:
     (group,) = task.groups
     ids = entry_ids(group, task.mask_N)
     entry_z = [torch.zeros(x.shape, dtype=task.wide, device=x.device) for x in ids]
-    frozen = task.wanted.hidden and not task.wanted.lm_head
+    trains = task.wanted.weight or task.wanted.bias
+    frozen = task.wanted.hidden and not trains
     # m from the lowest finite number, not -inf, so that a tail that is (still) empty gives zeros instead of NaN.
     m_N1 = task.hidden_NH.new_full((len(task.hidden_NH), 1), torch.finfo(task.wide).min, dtype=task.wide)
     l_N1 = torch.zeros_like(m_N1)
@@ -60,7 +60,7 @@ def walk_vocabulary(task: Task, block_vocab: int) -> Walked:
     if not any(task.wanted):
         return Walked(part.sums)
     share_N1 = part.tail_C[:, None] / l_N1.clamp_min(1)  # l is at least 1, or 0 for an empty tail
-    if task.wanted.lm_head:
+    if trains:
         return _walk_again(task, part, share_N1, m_N1, _blocks(task, group, ids, block_vocab))
     o_NH.mul_(share_N1)
     lm_head = task.lm_head
@@ -100,8 +100,7 @@ def _walk_again(task: Task, part: GroupGradient, share_N1: Tensor, m_N1: Tensor,
 
 
 def _blocks(task: Task, group: Group, ids: Sequence[Tensor], block_vocab: int) -> Iterator[_Block]:
-    vocab = task.lm_head.vocab_size
-    # One buffer for all: a fresh one costs page faults.
+    vocab = task.lm_head.vocab_size  # and one buffer for all: a fresh one costs page faults
     store = task.hidden_NH.new_empty(len(task.hidden_NH) * min(block_vocab, vocab))
     for start in range(0, vocab, block_vocab):
         yield _Block(task, group, ids, slice(start, min(start + block_vocab, vocab)), store)
@@ -129,10 +128,7 @@ class _Block:
             z_CB.scatter_add_(1, self.places[0][0][rows], self._topk_NK[rows])
 
     def pieces(self) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-        """Yield some rows' logits z/T, free to overwrite, and the soft-cap's slope where there is one.
-
-        As `lm_head_logits` computes them, but with scale and temperature in one pass.
-        """
+        """Yield some rows' logits z/T, free to overwrite, in one pass, and the soft-cap's slope where there is one."""
         lm_head, wide, temperature = self._task.lm_head, self._task.wide, self._temperature
         count, size = self.logits_NB.shape
         piece_rows = max(1, PIECE_BYTES // (wide.itemsize * size))

@@ -21,15 +21,13 @@ from torch import Tensor
 
 from qat_lora.runtime.xla.runtime import is_xla_device
 
-LANES = 128
-"""W: the width of a TPU's vector, so that [C, V] and [C, G, W] are one order in memory."""
+LANES = 128  # W: the width of a TPU's vector, so that [C, V] and [C, G, W] are one order in memory
 
 
 class Entries(NamedTuple):
     """Some entries of each of C rows; `high_CEG` and `low_CEW` are one-hot, where that is the way."""
 
-    ids: Sequence[Tensor]
-    """int64 [C, E_i] each; repeated ids stand for themselves."""
+    ids: Sequence[Tensor]  # int64 [C, E_i] each; repeated ids stand for themselves
     high_CEG: Tensor | None = None
     low_CEW: Tensor | None = None
 

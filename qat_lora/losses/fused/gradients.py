@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from qat_lora.losses.estimators import DenseTerm, PointTerm, Term, TopKTerm, log_add, weighted, wide_dtype
-from qat_lora.types import LMHead
+from qat_lora.types import LMHead, SparseTeacher
 
 
 class Group(NamedTuple):
@@ -24,8 +24,7 @@ class Group(NamedTuple):
 
     temperature: float
     ids_NK: Tensor | None
-    topk: list[tuple[int, TopKTerm]]
-    """Each term with its index among all terms."""
+    topk: list[tuple[int, TopKTerm]]  # each term with its index among all terms
     points: list[tuple[int, PointTerm]]
     dense: list[tuple[int, DenseTerm]]
 
@@ -42,22 +41,14 @@ class Wanted(NamedTuple):
     weight: bool = False
     bias: bool = False
 
-    @property
-    def lm_head(self) -> bool:
-        """True if the output head trains."""
-        return self.weight or self.bias
-
 
 class Task(NamedTuple):
     """One call of the fused loss, ready for a walk."""
 
-    hidden_NH: Tensor
-    """In the dtype of the products, zero where masked."""
-    lm_head: LMHead
-    """Of `real_vocabulary`, in the same dtype."""
+    hidden_NH: Tensor  # in the dtype of the products, zero where masked
+    lm_head: LMHead  # of `real_vocabulary`, in the same dtype
     groups: list[Group]
-    scales: list[float | Tensor]
-    """weight · T² of each term."""
+    scales: list[float | Tensor]  # weight · T² of each term
     mask_N: Tensor
     wanted: Wanted
 
@@ -70,8 +61,7 @@ class Task(NamedTuple):
 class Walked(NamedTuple):
     """The result of a walk; gradients that were not asked for are None."""
 
-    sums: dict[int, Tensor]
-    """A sum for each term's index, without weight and T²."""
+    sums: dict[int, Tensor]  # a sum for each term's index, without weight and T²
     hidden_NH: Tensor | None = None
     weight_VH: Tensor | None = None
     bias_V: Tensor | None = None
@@ -80,12 +70,9 @@ class Walked(NamedTuple):
 class GroupGradient(NamedTuple):
     """A group's losses, and gradients with respect to the logits, with weight · T² in them and zero where masked."""
 
-    sums: dict[int, Tensor]
-    """As in `Walked`."""
-    tail_C: Tensor
-    """Gradient of the tail as a whole."""
-    entries: list[Tensor]
-    """What to add to the gradient at each of `entry_ids`."""
+    sums: dict[int, Tensor]  # as in `Walked`
+    tail_C: Tensor  # gradient of the tail as a whole
+    entries: list[Tensor]  # what to add to the gradient at each of `entry_ids`
 
 
 def real_vocabulary(lm_head: LMHead, dtype: torch.dtype, wide: torch.dtype) -> LMHead:
@@ -98,10 +85,7 @@ def real_vocabulary(lm_head: LMHead, dtype: torch.dtype, wide: torch.dtype) -> L
 def lm_head_logits(
     hidden_CH: Tensor, lm_head: LMHead, wide: torch.dtype, with_slope: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Return logits = c · tanh(s (h Wᵀ + b) / c) in the wide dtype, and on request the slope 1 - tanh² of a cap c.
-
-    The output head is one of `real_vocabulary`, and the hidden states are in its dtype.
-    """
+    """Return logits = c · tanh(s (h Wᵀ + b) / c) in the wide dtype, and on request the slope 1 - tanh² of a cap c."""
     return full_logits(hidden_CH @ lm_head.weight_VH.t(), lm_head, wide, with_slope)
 
 
@@ -133,10 +117,7 @@ def finish_logits(
 
 
 def with_tensors(task: Task, per_row: Callable[[Tensor], Tensor], whole: Callable[[Tensor], Tensor]) -> Task:
-    """Return a task with every tensor replaced, in one order: those of positions by `per_row`, the others by `whole`.
-
-    So a walk cuts a task into chunks, and a loop in a graph finds all that its body reads.
-    """
+    """Return a task with every tensor replaced, in one order: positions' by `per_row`, the others by `whole`."""
 
     def of_lm_head(lm_head: LMHead) -> LMHead:
         bias_V = None if lm_head.bias_V is None else whole(lm_head.bias_V)
@@ -146,10 +127,10 @@ def with_tensors(task: Task, per_row: Callable[[Tensor], Tensor], whole: Callabl
         ids_NK = None if old.ids_NK is None else per_row(old.ids_NK)
         topk, points, dense = [], [], []
         for index, term in old.topk:
-            teacher = term.teacher._replace(
-                ids_NK=term.teacher.ids_NK if ids_NK is None else ids_NK,
-                log_probs_NK=per_row(term.teacher.log_probs_NK),
-                log_tail_N=per_row(term.teacher.log_tail_N),
+            held = term.teacher
+            log_probs_NK, log_tail_N = per_row(held.log_probs_NK), per_row(held.log_tail_N)
+            teacher = SparseTeacher(
+                held.ids_NK if ids_NK is None else ids_NK, log_probs_NK, log_tail_N, held.temperature
             )
             topk.append((index, replace(term, teacher=teacher)))
         for index, point in old.points:
@@ -180,8 +161,7 @@ def group_terms(terms: Sequence[Term]) -> list[Group]:
         ids = term.teacher.ids_NK if isinstance(term, TopKTerm) else None
         same = [g for g in groups if g.temperature == term.temperature and (ids is None or g.ids_NK is ids)]
         if not same:
-            same = [Group(term.temperature, ids, [], [], [])]
-            groups += same
+            groups += (same := [Group(term.temperature, ids, [], [], [])])
         if isinstance(term, TopKTerm):
             same[0].topk.append((index, term))
         else:
@@ -197,10 +177,7 @@ def entry_ids(group: Group, mask_N: Tensor) -> list[Tensor]:
 
 
 def group_gradient(task: Task, group: Group, entry_z: Sequence[Tensor], log_tail_C: Tensor) -> GroupGradient:
-    """Return losses and gradients of a group at a task's positions.
-
-    `entry_z` are the softened logits z/T at the `entry_ids`; `log_tail_C` is log Σ exp(z/T) without the top K's.
-    """
+    """Return losses and gradients of a group, from z/T at the `entry_ids`, and log Σ exp(z/T) without the top K's."""
     mask_C = task.mask_N
     topk_z, point_z = (entry_z[:1], entry_z[1:]) if group.topk else ((), entry_z)
     log_z_C = log_add(topk_z[0].logsumexp(1), log_tail_C) if topk_z else log_tail_C  # log Σ_V exp(z/T)

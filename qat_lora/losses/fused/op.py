@@ -34,12 +34,9 @@ CHUNK_BYTES = 32 * 2**20
 class LossSum(NamedTuple):
     """A loss added up over positions; divide by the global token count once, after accumulation."""
 
-    loss_sum: Tensor
-    """0-d float32 (float64 for float64 inputs), differentiable: Σ over terms of weight · term."""
-    token_count: Tensor
-    """0-d float32: positions that counted."""
-    terms: dict[str, Tensor]
-    """Each term's sum by name, with T² and without weight, detached: for logging."""
+    loss_sum: Tensor  # 0-d float32 (float64 for float64 inputs), differentiable: Σ over terms of weight · term
+    token_count: Tensor  # 0-d float32: positions that counted
+    terms: dict[str, Tensor]  # each term's sum by name, with T² and without weight, detached: for logging
 
 
 def fused_linear_kd(
@@ -64,11 +61,10 @@ def fused_linear_kd(
         terms: what to add up; ids must be below `vocab_size`, and distinct within a top K.
         mask_N: True where a position counts; elsewhere hidden states and targets may hold anything.
         chunk_tokens: positions that are projected at once; by default as many as fit `chunk_bytes`.
-        chunk_bytes: size of one chunk of float32 logits. Two to three of them exist at the peak; the walk through
-            the vocabulary and the kernel hold as many logits, in the dtype of the products, once.
-        walk: `vocabulary` is the faster one on CPUs, `kernel` on CUDA (see `Runtime.loss_walk`). Terms that do not
-            share one softmax, and the exact KL, go by positions instead of the vocabulary; `kernel_serves` says what
-            does instead of the kernel.
+        chunk_bytes: of a chunk of float32 logits, two to three of which exist at the peak; other walks than by
+            positions hold as many logits, in the dtype of the products, once.
+        walk: see `Runtime.loss_walk`; terms that do not share one softmax, or that the kernel does not know, and the
+            exact KL go by positions.
         rows: of text that the positions are of, equal in length; on XLA a chunk takes its part of each.
 
     Raises:
@@ -85,7 +81,6 @@ def fused_linear_kd(
         chunk_tokens = max(1, chunk_bytes // (4 * vocab * copies))
     chunks = max(1, -(-count // chunk_tokens))
     chunk_tokens = max(1, -(-count // chunks))  # even chunks: one shape, or two, and none of them tiny
-
     device = hidden_NH.device.type
     autocast = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else lm_head.weight_VH.dtype
@@ -99,13 +94,10 @@ def fused_linear_kd(
 
 
 class _Call(NamedTuple):
-    """What is not differentiated in a call of the fused loss."""
-
     lm_head: LMHead
     terms: tuple[Term, ...]
     mask_N: Tensor
-    dtype: torch.dtype
-    """Of the products."""
+    dtype: torch.dtype  # of the products
     chunk_tokens: int
     walk: LossWalk
     rows: int
@@ -197,6 +189,5 @@ def _check(hidden_NH: Tensor, lm_head: LMHead, terms: Sequence[Term], mask_N: Te
 
 
 def _multiply(hidden_NH: Tensor, lm_head: LMHead) -> bool:
-    """Tell whether hidden states and an output head are two matrices of one width."""
     shapes = hidden_NH.shape, lm_head.weight_VH.shape
     return len(shapes[0]) == len(shapes[1]) == 2 and shapes[0][1] == shapes[1][1]

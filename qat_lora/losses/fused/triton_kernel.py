@@ -27,10 +27,8 @@ from torch import Tensor
 
 WARPS = 32
 """All the threads that a block may have: one row at a time for each multiprocessor keeps the rows at work in cache."""
-BLOCK_V = 8_192
-"""Logits that a program takes at once: 8 a thread, one load of 16 bytes in bfloat16."""
-UNROLL = 4
-"""Blocks in flight. More of either spills registers: a thread may have 64."""
+BLOCK_V = 8_192  # logits that a program takes at once: 8 a thread, one load of 16 bytes in bfloat16
+UNROLL = 4  # blocks in flight. More of either spills registers: a thread may have 64
 
 
 class Logits(NamedTuple):
@@ -83,13 +81,10 @@ class Form(NamedTuple):
 
     estimator: str
     capped: bool
-    gradient: bool
-    """False: only losses; the logits are spoiled all the same."""
+    gradient: bool  # false: only losses; the logits are spoiled all the same
     vocab: int
-    entries: int
-    """K."""
-    points: int
-    """D."""
+    entries: int  # K
+    points: int  # D
     unroll: int
     block_v: int
     block_k: int
@@ -98,9 +93,8 @@ class Form(NamedTuple):
 
 def form_of(estimator: str, capped: bool, gradient: bool, sizes: tuple[int, int, int]) -> Form:
     """Return a form for V, K and D, with its blocks: powers of two."""
-    vocab, entries, points = sizes
-    blocks = min(BLOCK_V, triton.next_power_of_2(vocab)), *(triton.next_power_of_2(max(1, n)) for n in sizes[1:])
-    return Form(estimator, capped, gradient, vocab, entries, points, UNROLL, *blocks)
+    blocks = min(BLOCK_V, triton.next_power_of_2(sizes[0])), *(triton.next_power_of_2(max(1, n)) for n in sizes[1:])
+    return Form(estimator, capped, gradient, *sizes, UNROLL, *blocks)
 
 
 def launch(
@@ -240,19 +234,16 @@ def _estimate(log_p_K, log_rest, log_t_K, log_m, FORM: tl.constexpr):
 
 @triton.jit
 def _weighted(weight, value):
-    """Return weight · value with 0 · inf = 0."""
     return tl.where(weight == 0, 0.0, weight * value)
 
 
 @triton.jit
 def _log_sum_exp(x):
-    """Return log Σ exp(x), -inf where all are."""
     top = tl.maximum(tl.max(x, 0), -3.4e38)
     return top + tl.log(tl.sum(tl.exp(x - top), 0))
 
 
 @triton.jit
 def _log_add(first, second):
-    """Return log(exp(first) + exp(second))."""
     top = tl.maximum(first, second)
     return top + tl.log(tl.exp(first - top) + tl.exp(second - top))

@@ -27,7 +27,7 @@ from qat_lora.layers.stacked import parameters_at
 from qat_lora.losses.objective import weight_tensors
 from qat_lora.models.load import DTYPES, CausalLM
 from qat_lora.options import CacheBuildOptions, RunConfig
-from qat_lora.plan.compiled.asked import NAMES, Asked
+from qat_lora.plan.compiled import NAMES, Asked
 from qat_lora.plan.compiled.hlo import instruction_count
 from qat_lora.plan.memory import meta_student
 from qat_lora.runtime.base import Runtime
@@ -70,11 +70,7 @@ class _Rows:
 
 
 def trace_graphs(asked: Asked, write: Callable[[str, Graph], None]) -> None:
-    """Trace the graphs that are asked for, on one chip or on several by SPMD, and hand each to `write`.
-
-    Raises:
-        ModelError: no config.json, or one that transformers does not know.
-    """
+    """Trace the graphs that are asked for, on one chip or several by SPMD, and hand each to `write`; or ModelError."""
     runtime = TracingRuntime("CPU") if asked.chips == 1 else TracingSpmdRuntime("CPU", asked.shard_base)
 
     def record(name: str, work: Callable[[], Any], which: int = 0) -> None:
@@ -115,12 +111,12 @@ def _student_graphs(asked: Asked, runtime: Runtime, record: Callable[..., None])
         nonlocal sums
         sums = add_sums(zeros, micro_batch(model, batch, prepared.objective, weights, prepared.teacher_lm_head))
 
-    def step() -> dict[str, torch.Tensor]:
-        return optimizer_step(optimizer, optimized(optimizer), sums, optim.clip_grad_norm, runtime)
+    def step() -> None:
+        means.update(optimizer_step(optimizer, optimized(optimizer), sums, optim.clip_grad_norm, runtime))
 
     means: dict[str, torch.Tensor] = {}
     record("micro-batch", micro)
-    record("optimizer step", lambda: means.update(step()))
+    record("optimizer step", step)
     if evaluate is not None:
         record("evaluation", evaluate)
 

@@ -15,6 +15,7 @@ in a layout), and is the part that a memory's rate bounds.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 from collections import defaultdict
@@ -29,14 +30,15 @@ from qat_lora.errors import DamagedFileError
 BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128": 128}
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
-FREE |= {"iota", "opt-barrier", "add-dependency", "domain"}
-"""Instructions that move nothing: a `constant` or `iota` is read where it is used."""
+FREE |= {"iota", "opt-barrier", "add-dependency", "domain"}  # they move nothing: a constant is read where it is used
 ARITHMETIC = {"abs", "add", "and", "atan2", "cbrt", "ceil", "clamp", "compare", "convert", "cosine", "divide", "erf"}
 ARITHMETIC |= {"count-leading-zeros", "exponential", "exponential-minus-one", "floor", "is-finite", "log", "logistic"}
 ARITHMETIC |= {"log-plus-one", "maximum", "minimum", "multiply", "negate", "not", "or", "popcnt", "power", "remainder"}
 ARITHMETIC |= {"round-nearest-afz", "round-nearest-even", "rsqrt", "select", "shift-left", "shift-right-arithmetic"}
 ARITHMETIC |= {"shift-right-logical", "sign", "sine", "sqrt", "stochastic-convert", "subtract", "tan", "tanh", "xor"}
 SLICES = frozenset({"dynamic-slice", "slice", "gather"})
+CALLS: dict[str, tuple[str, ...]] = {"call": ("to_apply", "calls"), "async-start": ("to_apply", "calls")}
+CALLS |= {"conditional": ("branch_computations", "true_computation", "false_computation")}  # too many: one of them runs
 LARGEST = 10
 _SHAPE = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?\S+ = ", re.M)
@@ -47,18 +49,7 @@ class Shape(NamedTuple):
 
     dtype: str
     dims: tuple[int, ...]
-    layout: str = ""
-    """Axes from the fastest on, tiles and memory space, as in `1,0:T(8,128)(2,1)S(1)`."""
-
-    @property
-    def elements(self) -> int:
-        """How many numbers."""
-        return math.prod(self.dims)
-
-    @property
-    def on_chip(self) -> bool:
-        """Whether it is outside HBM."""
-        return re.search(r"S\([1-9]", self.layout) is not None
+    layout: str = ""  # axes from the fastest on, tiles and memory space, as in `1,0:T(8,128)(2,1)S(1)`
 
     @property
     def bytes(self) -> int:
@@ -88,16 +79,10 @@ class Instruction:
     attributes: str
     is_root: bool
 
-    def calls(self, key: str) -> list[str]:
-        """Return the computations that an attribute names."""
+    def listed(self, key: str) -> list[str]:
+        """Return what an attribute names, computations or axes."""
         found = re.search(rf"\b{key}=(?:\{{([^}}]*)\}}|(%?[\w.-]+))", self.attributes)
-        return [] if found is None else [name.strip().lstrip("%") for name in (found[1] or found[2]).split(",")]
-
-    @property
-    def label(self) -> str:
-        """The operation of the traced graph that it comes from, or its own name."""
-        found = re.search(r'op_name="([^"]*)"', self.attributes)
-        return found[1] if found else self.name
+        return [name.strip().lstrip("%") for name in (found[1] or found[2] or "").split(",") if name] if found else []
 
 
 Computation = dict[str, Instruction]
@@ -112,12 +97,12 @@ class Traffic(NamedTuple):
     @classmethod
     def of(cls, shapes: tuple[Shape, ...]) -> Traffic:
         """Return the bytes of whole arrays."""
-        return cls(sum(s.bytes for s in shapes), sum(s.bytes for s in shapes if not s.on_chip))
+        in_hbm = (shape for shape in shapes if not re.search(r"S\([1-9]", shape.layout))
+        return cls(sum(shape.bytes for shape in shapes), sum(shape.bytes for shape in in_hbm))
 
-    def part(self, size: int) -> Traffic:
+    def part(self, size: float) -> Traffic:
         """Return the traffic where at most `size` bytes of an array are touched."""
-        size = min(size, self.all)
-        return Traffic(size, size if self.hbm else 0)
+        return self if size >= self.all else Traffic(int(size), int(size) if self.hbm else 0)
 
     def plus(self, other: Traffic) -> Traffic:
         """Return the sum."""
@@ -131,22 +116,17 @@ NOTHING = Traffic(0, 0)
 class Counts:
     """What a program does, everything as often as it runs."""
 
-    instructions: int = 0
-    """Of the text, each once."""
-    executed: int = 0
-    """Instructions that move something, with their repetitions: about the launches."""
+    instructions: int = 0  # of the text, each once
+    executed: int = 0  # instructions that move something, with their repetitions: about the launches
     bytes: int = 0
     hbm_bytes: int = 0
     matrix_operations: int = 0
     operations: int = 0
-    collectives: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Number and bytes by kind."""
+    collectives: dict[str, dict[str, int]] = field(default_factory=dict)  # number and bytes by kind
     custom_calls: dict[str, dict[str, int]] = field(default_factory=dict)
-    largest: list[dict[str, Any]] = field(default_factory=list)
-    """The instructions that move most, fusions mostly."""
+    largest: list[dict[str, Any]] = field(default_factory=list)  # the instructions that move most, fusions mostly
     loops: int = 0
-    unknown_trips: list[str] = field(default_factory=list)
-    """Loops whose trip count is not known: their bodies count once."""
+    unknown_trips: list[str] = field(default_factory=list)  # loops that count once, their trip count not being known
 
 
 def instruction_count(text: str) -> int:
@@ -155,11 +135,7 @@ def instruction_count(text: str) -> int:
 
 
 def parse(text: str) -> tuple[dict[str, Computation], str]:
-    """Read a module's text; return its computations by name, and the name of the entry.
-
-    Raises:
-        DamagedFileError: no HLO, or a line that is not understood.
-    """
+    """Read a module's text, or raise DamagedFileError; return its computations by name, and the name of the entry."""
     computations: dict[str, Computation] = {}
     entry, inside = "", None
     for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
@@ -188,13 +164,9 @@ def _instruction(line: str) -> Instruction:
         Shape(kind, tuple(int(d.lstrip("<=")) for d in dims.split(",") if d), layout)
         for kind, dims, layout in _SHAPE.findall(rest[:end])
     )
-    arguments = rest[opens + 1 : closes]
+    own, opcode, arguments = name.removeprefix("ROOT ").lstrip("%"), rest[end:opens].strip(), rest[opens + 1 : closes]
     operands = tuple(re.findall(r"%([\w.-]+)", arguments))
-    is_root = name.startswith("ROOT ")
-    opcode = rest[end:opens].strip()
-    return Instruction(
-        name.removeprefix("ROOT ").lstrip("%"), shapes, opcode, operands, arguments, rest[closes + 1 :], is_root
-    )
+    return Instruction(own, shapes, opcode, operands, arguments, rest[closes + 1 :], name.startswith("ROOT "))
 
 
 def _closing(text: str, opens: int) -> int:
@@ -208,27 +180,18 @@ def _closing(text: str, opens: int) -> int:
 
 
 def count(text: str) -> Counts:
-    """Count a module.
-
-    Raises:
-        DamagedFileError: no HLO, or a line that is not understood.
-    """
+    """Count a module; raises as `parse`."""
     computations, entry = parse(text)
     counter = _Counter(computations)
     counter.walk(entry, 1)
-    totals = counter.totals
-    totals.instructions = sum(map(len, computations.values()))
-    totals.largest = sorted(counter.moved, key=lambda row: -row["bytes"])[:LARGEST]
-    return totals
+    counter.totals.largest = sorted(counter.totals.largest, key=lambda row: -row["bytes"])[:LARGEST]
+    return counter.totals
 
 
 class _Counter:
-    """Adds up what runs, from the entry on."""
-
     def __init__(self, computations: Mapping[str, Computation]) -> None:
         self._computations = computations
-        self.totals = Counts()
-        self.moved: list[dict[str, Any]] = []
+        self.totals = Counts(instructions=sum(map(len, computations.values())))
         self._operations = functools.cache(self._operations_of)
         self._used: dict[int, dict[str, list[Instruction]]] = {}
 
@@ -236,26 +199,17 @@ class _Counter:
         """Add a computation that runs so many times."""
         computation = self._computations[name]
         for instruction in computation.values():
-            match instruction.opcode:
-                case "while":
-                    self._loop(computation, instruction, times)
-                case "conditional":
-                    names = [*instruction.calls("branch_computations"), *instruction.calls("true_computation")]
-                    for branch in [*names, *instruction.calls("false_computation")]:
-                        self.walk(branch, times)  # an upper bound: one of them runs
-                case "call" | "async-start":
-                    for called in [*instruction.calls("to_apply"), *instruction.calls("calls")]:
-                        self.walk(called, times)
-                case _:
-                    self._add(computation, instruction, times)
-
-    def _loop(self, computation: Computation, loop: Instruction, times: int) -> None:
-        (body,), (condition,) = loop.calls("body"), loop.calls("condition")
-        trips = trip_count(self._computations, computation, loop)
-        self.totals.loops += 1
-        self.totals.unknown_trips += [loop.name] if trips is None else []
-        self.walk(body, times * (1 if trips is None else trips))
-        self.walk(condition, times * (1 if trips is None else trips + 1))
+            if instruction.opcode == "while":
+                trips = trip_count(self._computations, computation, instruction)
+                self.totals.loops += 1
+                self.totals.unknown_trips += [instruction.name] if trips is None else []
+                self.walk(instruction.listed("body")[0], times * (1 if trips is None else trips))
+                self.walk(instruction.listed("condition")[0], times * (1 if trips is None else trips + 1))
+            elif keys := CALLS.get(instruction.opcode):
+                for called in itertools.chain(*map(instruction.listed, keys)):
+                    self.walk(called, times)
+            else:
+                self._add(computation, instruction, times)
 
     def _add(self, computation: Computation, instruction: Instruction, times: int) -> None:
         totals = self.totals
@@ -267,8 +221,11 @@ class _Counter:
             totals.executed += times
             totals.bytes += traffic.all * times
             totals.hbm_bytes += traffic.hbm * times
-            moved = {"name": instruction.name, "opcode": instruction.opcode, "from": instruction.label[:120]}
-            self.moved.append({**moved, "times": times, "bytes": traffic.all * times, "operations": matrix * times})
+            traced = re.search(r'op_name="([^"]*)"', instruction.attributes)
+            label = traced[1] if traced else instruction.name
+            moved = {"name": instruction.name, "opcode": instruction.opcode, "from": label[:120]}
+            counted = {"times": times, "bytes": traffic.all * times, "operations": matrix * times}
+            totals.largest.append(moved | counted)
         if instruction.opcode == "custom-call" and traffic.all:
             target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
             _tally(totals.custom_calls, target[1] if target else "?", traffic.all, times)
@@ -278,17 +235,15 @@ class _Counter:
     def _exchanges(self, computation: Computation, instruction: Instruction) -> Iterator[tuple[str, int]]:
         """Yield the collectives of an instruction, inside a fusion too: kind, and bytes of the larger side."""
         if instruction.opcode == "fusion":
-            for called in instruction.calls("calls"):
-                inner = self._computations[called]
-                for part in inner.values():
-                    yield from self._exchanges(inner, part)
+            inner = self._called(instruction)
+            for part in inner.values():
+                yield from self._exchanges(inner, part)
         kind = instruction.opcode.removesuffix("-start")
         if kind in COLLECTIVES and not self._is_continued(computation, instruction):
             sent = sum(Traffic.of(computation[name].shapes).all for name in instruction.operands)
             yield kind, max(sent, Traffic.of(self._result(computation, instruction)).all)
 
     def _traffic(self, computation: Computation, instruction: Instruction) -> Traffic:
-        """Return what an instruction reads and writes."""
         opcode, operands = instruction.opcode, [computation[name] for name in instruction.operands]
         if opcode in FREE or opcode.endswith(("-done", "-update")) or "AllocateBuffer" in instruction.attributes:
             return NOTHING
@@ -306,13 +261,10 @@ class _Counter:
         return functools.reduce(Traffic.plus, [Traffic.of(operand.shapes) for operand in operands], result)
 
     def _fusion_traffic(self, fusion: Instruction, operands: list[Instruction]) -> Traffic:
-        inner = self._computations[fusion.calls("calls")[0]]
-        total = NOTHING
+        inner, total = self._called(fusion), NOTHING
         for part in inner.values():
             if part.opcode == "parameter":
-                whole = Traffic.of(operands[int(part.arguments)].shapes)
-                touched = self._touched(inner, part)
-                total = total.plus(whole if touched is None else whole.part(touched))
+                total = total.plus(Traffic.of(operands[int(part.arguments)].shapes).part(self._touched(inner, part)))
         root = next(part for part in inner.values() if part.is_root)
         ends = [inner[name] for name in root.operands] if root.opcode == "tuple" else [root]
         if len(ends) != len(fusion.shapes):
@@ -326,13 +278,14 @@ class _Counter:
             total = total.plus(whole)
         return total
 
-    def _touched(self, computation: Computation, value: Instruction) -> int | None:
-        """Return how many bytes of a fusion's parameter are read where that is less than all; None for all."""
-        found = [self._touched_by(computation, user, value) for user in self._users(computation).get(value.name, ())]
-        return None if None in found else sum(size for size in found if size is not None)
+    def _called(self, fusion: Instruction) -> Computation:
+        return self._computations[fusion.listed("calls")[0]]
 
-    def _touched_by(self, computation: Computation, user: Instruction, value: Instruction) -> int | None:
-        """Return the same for one user of a value."""
+    def _touched(self, computation: Computation, value: Instruction) -> float:
+        """Return how many bytes of a fusion's parameter are read where that is less than all; infinity for all."""
+        return sum(self._touched_by(computation, user, value) for user in self._users(computation, value))
+
+    def _touched_by(self, computation: Computation, user: Instruction, value: Instruction) -> float:
         if user.opcode in SLICES and user.operands[0] == value.name:
             return Traffic.of(user.shapes).all
         if user.opcode == "dynamic-update-slice" and value.name not in user.operands[1:]:
@@ -340,57 +293,47 @@ class _Counter:
         if (user.opcode == "tuple" and user.is_root) or self._is_continued(computation, user):
             return 0  # handed on
         if user.opcode == "fusion":
-            inner = self._computations[user.calls("calls")[0]]
-            places = [place for place, name in enumerate(user.operands) if name == value.name]
-            found = [self._touched(inner, part) for part in inner.values() if _is_parameter(part, places)]
-            if None not in found:
-                return sum(size for size in found if size is not None)
-        return self._touched(computation, user) if _only_lays_out(user) and not user.is_root else None
+            inner = self._called(user)
+            given = [part for part in inner.values() if part.opcode == "parameter"]
+            found = sum(self._touched(inner, p) for p in given if user.operands[int(p.arguments)] == value.name)
+            if found < math.inf:
+                return found
+        return self._touched(computation, user) if _only_lays_out(user) and not user.is_root else math.inf
 
     def _is_continued(self, computation: Computation, instruction: Instruction) -> bool:
-        """Return whether this is a later part of a collective that runs beside other work.
-
-        The compiler puts the same collective into every fusion that runs meanwhile; its start is what is counted.
-        """
+        """Return whether this is a later part of a collective, which is in every fusion that runs beside it."""
         if "AsyncCollectiveDone" in instruction.attributes:
             return True
-        users = self._users(computation).get(instruction.name, ())
-        starts = any("AsyncCollectiveStart" in user.attributes for user in users)
-        return (
-            instruction.opcode in COLLECTIVES
-            and "async_collective_fusion_config" in instruction.attributes
-            and not starts
-        )
+        if instruction.opcode not in COLLECTIVES or "async_collective_fusion_config" not in instruction.attributes:
+            return False
+        return not any("AsyncCollectiveStart" in user.attributes for user in self._users(computation, instruction))
 
-    def _users(self, computation: Computation) -> Mapping[str, list[Instruction]]:
-        """Return who uses each value of a computation."""
+    def _users(self, computation: Computation, value: Instruction) -> list[Instruction]:
         if id(computation) not in self._used:  # they all live as long as this object
             users = self._used[id(computation)] = defaultdict(list)
             for instruction in computation.values():
                 for name in dict.fromkeys(instruction.operands):
                     users[name].append(instruction)
-        return self._used[id(computation)]
+        return self._used[id(computation)].get(value.name, [])
 
     def _result(self, computation: Computation, instruction: Instruction) -> tuple[Shape, ...]:
         """Return the arrays that an instruction gives; of the start of an asynchronous one, what its end will give."""
-        users = self._users(computation).get(instruction.name, ()) if instruction.opcode.endswith("-start") else ()
+        users = self._users(computation, instruction) if instruction.opcode.endswith("-start") else ()
         return next((user.shapes for user in users if user.opcode.endswith("-done")), instruction.shapes)
 
     def _work(self, computation: Computation, instruction: Instruction) -> tuple[int, int]:
         """Return an instruction's operations: of matrix products, and others."""
-        elements = sum(shape.elements for shape in instruction.shapes[:1])
+        elements = sum(math.prod(shape.dims) for shape in instruction.shapes[:1])
         if instruction.opcode == "fusion":
-            return self._operations(instruction.calls("calls")[0])
+            return self._operations(instruction.listed("calls")[0])
         if instruction.opcode == "dot":
             left = computation[instruction.operands[0]].shapes[0].dims
-            contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
-            dims = contracted[1].split(",") if contracted and contracted[1] else []
-            return 2 * elements * math.prod(left[int(dim)] for dim in dims), 0
+            return 2 * elements * math.prod(left[int(d)] for d in instruction.listed("lhs_contracting_dims")), 0
         if instruction.opcode == "convolution":
             left, right = (computation[name].shapes[0].dims for name in instruction.operands)
             return convolution_operations(left, right, instruction.shapes[0].dims, instruction.attributes), 0
         if instruction.opcode in ("reduce", "reduce-window"):
-            return 0, computation[instruction.operands[0]].shapes[0].elements
+            return 0, math.prod(computation[instruction.operands[0]].shapes[0].dims)
         return 0, elements if instruction.opcode in ARITHMETIC else 0
 
     def _operations_of(self, name: str) -> tuple[int, int]:
@@ -403,10 +346,6 @@ def _tally(table: dict[str, dict[str, int]], kind: str, size: int, times: int) -
     row = table.setdefault(kind, {"number": 0, "bytes": 0})
     row["number"] += times
     row["bytes"] += size * times
-
-
-def _is_parameter(instruction: Instruction, places: list[int]) -> bool:
-    return instruction.opcode == "parameter" and int(instruction.arguments) in places
 
 
 def _only_lays_out(instruction: Instruction) -> bool:
@@ -426,10 +365,10 @@ def trip_count(computations: Mapping[str, Computation], computation: Computation
     noted = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
     if noted:
         return int(noted[1])
-    condition = computations[loop.calls("condition")[0]]
+    condition = computations[loop.listed("condition")[0]]
     compared = next(part for part in condition.values() if part.is_root)
     if compared.opcode == "fusion":  # its parameters are what it is given
-        inner = computations[compared.calls("calls")[0]]
+        inner = computations[compared.listed("calls")[0]]
         given = [condition[name] for name in compared.operands]
         named = {part.name: given[int(part.arguments)] for part in inner.values() if part.opcode == "parameter"}
         condition, compared = condition | inner | named, next(part for part in inner.values() if part.is_root)
@@ -453,8 +392,8 @@ def trip_count(computations: Mapping[str, Computation], computation: Computation
 def convolution_operations(left: tuple[int, ...], right: tuple[int, ...], out: tuple[int, ...], attributes: str) -> int:
     """Return the operations of a convolution: 2 for each product of numbers that are really there.
 
-    A TPU's compiler writes every product of matrices as a convolution, a batched one as one over dilated or padded
-    positions of which most hold nothing.
+    A TPU's compiler writes every product of matrices as one, a batched one over dilated or padded positions of which
+    most hold nothing.
     """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", attributes)
     if labels is None:

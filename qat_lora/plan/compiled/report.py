@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -22,28 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from qat_lora.errors import ConfigError, DeviceError, MissingExtraError
-from qat_lora.plan.compiled import hlo, tpu_program
-from qat_lora.plan.compiled.asked import QWEN3_06B, Asked
+from qat_lora.plan.compiled import QWEN3_06B, Asked, hlo, tpu_program
+from qat_lora.plan.surroundings import libtpu_specifier
 
-TOPOLOGIES = {
-    "v6e-1": ("v6e:1x1", 1),
-    "v6e-4": ("v6e:2x2", 4),
-    "v6e-8": ("v6e:2x4", 8),
-    "v5e-1": ("v5e:1x1", 1),
-    "v5e-4": ("v5e:2x2", 4),
-    "v5e-8": ("v5e:2x4", 8),
-}
-"""libtpu's name of what can be rented as one host, and its chips."""
+GRIDS = {1: "1x1", 4: "2x2", 8: "2x4"}  # of what can be rented as one host, by its chips
+TOPOLOGIES = {f"{kind}-{chips}": (f"{kind}:{grid}", chips) for kind in ("v6e", "v5e") for chips, grid in GRIDS.items()}
 COMPILER_VARIABLE = "QAT_LORA_TPU_COMPILER"
 DEFAULT_COMPILER = Path(".venv-tpu/bin/python")  # the Makefile's TPU_VENV
 
 
 def find_compiler(given: str | None = None) -> Path:
-    """Return the Python of the compiler's environment: as given, as the variable says, or as the Makefile makes it.
-
-    Raises:
-        MissingExtraError: it is not there.
-    """
+    """Return the compiler's Python: as given, as the variable says, or the Makefile's; or raise MissingExtraError."""
     found = Path(given or os.environ.get(COMPILER_VARIABLE) or DEFAULT_COMPILER).expanduser()
     if not found.is_file():
         raise MissingExtraError(
@@ -58,12 +46,7 @@ def compile_recovery(
 ) -> dict[str, Any]:
     """Trace and compile the graphs of a recovery; return the versions and, by graph, what was found.
 
-    Args:
-        chip: a key of `TOPOLOGIES`.
-        asked: the recovery; its `chips` are those of the chip, and without a model it is Qwen3-0.6B's shape.
-        compiler: `find_compiler`'s.
-        folder: where graphs and optimised HLO are kept; None for nowhere.
-        say: told what begins.
+    The recovery's `chips` are those of the chip, a key of `TOPOLOGIES`; graphs and optimised HLO are kept in `folder`.
 
     Raises:
         ConfigError: an unknown chip.
@@ -79,40 +62,22 @@ def compile_recovery(
             (out / "config.json").write_text(json.dumps(QWEN3_06B), encoding="utf-8")
         asked = replace(asked, chips=chips, model=str(Path(asked.model or out).expanduser().absolute()))
         say(f"tracing {', '.join(asked.graphs)} ...")
-        trace(asked, out)
+        # No thread that is not needed: the CPU seconds of tracing are those of one.
+        variables = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(chips), "OMP_NUM_THREADS": "1"}
+        graphs = [sys.executable, "-m", "qat_lora.plan.compiled.graphs", json.dumps(asdict(asked)), str(out)]
+        _run(graphs, variables, "trace")
         found = {}
         for name in asked.graphs:
             say(f"compiling {name} for {chip} ...")
             found[name] = _compiled(name, topology, chips, compiler, out)
-    versions = {key: graph[key] for graph in found.values() for key in ("jax", "libtpu")}
-    for graph in found.values():
-        graph.pop("jax"), graph.pop("libtpu")
-    versions |= {"torch_xla": importlib.metadata.version("torch_xla"), "libtpu_of_torch_xla": pinned_libtpu()}
+    versions = {key: graph.pop(key) for graph in found.values() for key in ("jax", "libtpu")}
+    pinned = libtpu_specifier().removeprefix("==") or "none"  # which a real TPU machine would have
+    versions |= {"torch_xla": importlib.metadata.version("torch_xla"), "libtpu_of_torch_xla": pinned}
     settings = {name: value for name, value in asdict(asked).items() if name not in ("model", "graphs")}
     return {"chip": chip, "settings": settings, "versions": versions, "graphs": found}
 
 
-def pinned_libtpu() -> str:
-    """Return the libtpu that the installed torch_xla asks for, which a real TPU machine would have."""
-    lines = importlib.metadata.requires("torch_xla") or []
-    found = [re.match(r"libtpu\s*\(?==\s*([\w.]+)", line) for line in lines]
-    return next((match[1] for match in found if match), "none")
-
-
-def trace(asked: Asked, out: Path) -> None:
-    """Write the graphs of a recovery to a folder, in a process of its own.
-
-    Raises:
-        DeviceError: it failed; the last line of its report.
-    """
-    command = [sys.executable, "-m", "qat_lora.plan.compiled.graphs", json.dumps(asdict(asked)), str(out)]
-    # No thread that is not needed: the CPU seconds of tracing are those of one.
-    chips = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(asked.chips), "OMP_NUM_THREADS": "1"}
-    _run(command, chips, "trace")
-
-
 def _compiled(name: str, topology: str, chips: int, compiler: Path, out: Path) -> dict[str, Any]:
-    """Compile a traced graph; return its report with the counts of its program."""
     kind = {"v5e": "v5litepod"}.get(topology[:3], topology[:3])
     command = [str(compiler), "-I", tpu_program.__file__, f"{out / name}.pb", topology, str(chips), f"{out / name}.tpu"]
     _run(command, {"TPU_ACCELERATOR_TYPE": f"{kind}-{chips}"}, "compiler")
@@ -164,10 +129,8 @@ def table(report: dict[str, Any]) -> str:
 def _details(name: str, graph: dict[str, Any]) -> list[str]:
     """Return what of a graph does not fit into a row: exchanges between chips, unknown loops, what moves most."""
     counted = graph.get("counted", {})
-    lines = [
-        f"  {row['number']} x {kind}, {row['bytes'] / 1e6:,.1f} MB"
-        for kind, row in sorted(counted.get("collectives", {}).items())
-    ]
+    sent = sorted(counted.get("collectives", {}).items())
+    lines = [f"  {row['number']} x {kind}, {row['bytes'] / 1e6:,.1f} MB" for kind, row in sent]
     if unknown := counted.get("unknown_trips"):
         lines.append(f"  loops of unknown length, counted once: {', '.join(unknown)}")
     lines += [

@@ -25,10 +25,9 @@ ARGUMENT = re.compile(r"(%arg\d+): (tensor<[^>]*>)(?: \{([^}\n]*(?:\"[^\"]*\"[^}
 
 
 def with_lifted_shardings(module: str) -> str:
-    """Give the arguments of a program the shardings that it asserts on them first.
+    """Give the arguments of a program the shardings that it asserts on them, all that a tracer without data can do.
 
-    A tracer that has no data can only note a weight's sharding as an operation on the argument; as an attribute of the
-    argument it decides where the weight lies.
+    As an attribute of the argument, a sharding decides where the weight lies.
     """
     before, opened, body = module.partition(" @main(")
     wanted = dict(LIFTED.findall(body))
@@ -46,8 +45,7 @@ def with_lifted_shardings(module: str) -> str:
 def compile_for(graph: bytes, topology: str, chips: int, dump: str) -> tuple[dict[str, Any], str]:
     """Return what the compiler says of a serialised HloModuleProto, and the optimised HLO of one chip's program.
 
-    The HLO is the text that the compiler itself dumps: jax reads the same from a proto, and refuses programs whose
-    asynchronous instructions are newer than it.
+    It is the text that the compiler dumps: jax refuses protos whose asynchronous instructions are newer than it.
     """
     import numpy as np
     from jax._src.interpreters import mlir as jax_mlir

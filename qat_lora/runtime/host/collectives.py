@@ -22,12 +22,8 @@ from qat_lora.errors import ReplicaError
 
 PATIENCE = datetime.timedelta(days=2)
 """How long a process waits for others through the host. Torch's 10 to 30 minutes would end a run whose main process
-quantises or downloads meanwhile; a peer that has died is noticed within seconds (its connection, `launch/start.py`).
-"""
-EXCHANGE = datetime.timedelta(minutes=10)
-"""How long an exchange between devices may take: it begins when all hosts have agreed on it, and NCCL, unlike gloo,
-sees no closed connection.
-"""
+quantises or downloads meanwhile; a peer that has died is noticed within seconds (its connection, `launch/start.py`)."""
+EXCHANGE = datetime.timedelta(minutes=10)  # between devices, once all hosts agree: NCCL sees no closed connection
 
 
 @contextlib.contextmanager
@@ -85,10 +81,9 @@ def mean_form(value: torch.Tensor) -> torch.Tensor:
 
 
 def flat_gradients(parameters: Sequence[torch.nn.Parameter]) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Return the gradients of what trains and a flat float32 copy of them; a missing gradient becomes zero.
+    """Return the gradients of what trains and a flat float32 copy of them.
 
-    Every trainable parameter takes part in every process: they have to agree on the layout even if a batch did not
-    reach a parameter in one of them.
+    A missing gradient becomes zero: processes have to agree on the layout even if a batch did not reach a parameter.
     """
     for parameter in parameters:
         if parameter.grad is None:
@@ -99,8 +94,7 @@ def flat_gradients(parameters: Sequence[torch.nn.Parameter]) -> tuple[list[torch
 
 def put_back(gradients: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
     """Copy a flat tensor's parts into the gradients that it was made of."""
-    parts = flat.split([g.numel() for g in gradients])
-    for gradient, part in zip(gradients, parts, strict=True):
+    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
         gradient.copy_(part.view_as(gradient))
 
 

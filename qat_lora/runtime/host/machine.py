@@ -19,8 +19,7 @@ CPUINFO = Path("/proc/cpuinfo")
 def fast_dtype(device: torch.device, cpuinfo: Path = CPUINFO) -> torch.dtype:
     """Return bfloat16 where the hardware multiplies it faster than float32, else float32.
 
-    Speed only, never a change of what a run means. Accelerators all do. A CPU does where it has dot-product
-    instructions for it; without them bfloat16 is emulated, and slow. Where that cannot be seen (no /proc), float32.
+    Accelerators all do, a CPU where it has dot-product instructions for it, which can be seen in /proc.
     """
     if device.type != "cpu":
         return torch.bfloat16
@@ -32,10 +31,7 @@ def fast_dtype(device: torch.device, cpuinfo: Path = CPUINFO) -> torch.dtype:
 
 
 def made_with(cpuinfo: Path = CPUINFO) -> dict[str, str]:
-    """Return `date`, `machine` (cores that this process may use, and their model) and `versions`.
-
-    The model comes from /proc where there is one, as `lscpu` has it; elsewhere from what Python knows.
-    """
+    """Return `date`, `machine` (cores that this process may use, and their model) and `versions`."""
     try:
         found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(encoding="utf-8"), re.M)
     except OSError:

@@ -50,8 +50,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, *held: torch.Tensor) -> None:
         super().__init__()
-        self.now = 0
-        self.peak = 0
+        self.now = self.peak = 0
         self._seen: dict[int, Any] = {}
         for tensor in held:
             self._count(tensor)

@@ -15,8 +15,7 @@ from qat_lora.files.folders import atomic_file, fsync
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: str | Path) -> None:
     """Write a safetensors file that appears whole or not at all, and stays after a power cut.
 
-    The file says `format: pt`, without which transformers refuses to load it. A tensor under two names is
-    written twice.
+    It says `format: pt`, without which transformers refuses it. A tensor under two names is written twice.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,8 @@
 """Stop signals as a list that is read between steps, instead of an exception anywhere.
 
 Closing a terminal or losing an SSH session sends SIGHUP, which means stop like the others, unless it is ignored when
-the process starts (`nohup`): then it stays ignored.
-
-A launcher and its processes may both get a signal, and the launcher passes its own on, so the same request can arrive
-twice; a second one counts only when it comes a second later.
+the process starts (`nohup`). A launcher and its processes may both get a signal, and the launcher passes its own on, so
+the same request can arrive twice; a second one counts only when it comes a second later.
 """
 
 from __future__ import annotations
@@ -19,8 +17,7 @@ from typing import Any
 
 STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
 _SAME_REQUEST_S = 1.0
-_standing: list[list[str]] = []
-"""The list of `install_for_good`, if that was called in this process."""
+_standing: list[list[str]] = []  # the list of `install_for_good`, if that was called in this process
 
 
 def _collector(received: list[str]) -> Any:
@@ -39,7 +36,6 @@ def _collector(received: list[str]) -> Any:
 
 
 def _install(handler: Any) -> dict[Any, Any]:
-    """Set the handler of the stop signals; return the old ones."""
     handled = [n for n in STOP_SIGNALS if n.name != "SIGHUP" or signal.getsignal(n) != signal.SIG_IGN]
     return {number: signal.signal(number, handler) for number in handled}
 

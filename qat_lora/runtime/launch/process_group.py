@@ -1,8 +1,8 @@
 """The variables of a process group: WORLD_SIZE, RANK and the others that torchrun or a scheduler sets.
 
 They are read here only, and strictly. `export WORLD_SIZE=` in a job script, or a RANK that a scheduler left behind,
-would otherwise be a traceback from inside torch, or worse: a process that takes itself for the third of one, so
-that no process is the main one and nothing is written.
+would otherwise be a traceback from inside torch, or worse: a process that takes itself for the third of one, so that
+none is the main one and nothing is written.
 """
 
 from __future__ import annotations
@@ -22,16 +22,11 @@ class RankInfo(NamedTuple):
 
     rank: int = 0
     size: int = 1
-    local_rank: int = 0
-    """Among the processes of this machine."""
+    local_rank: int = 0  # among the processes of this machine
 
 
 def whole_number(environ: Mapping[str, str], name: str, default: int, least: int = 0) -> int:
-    """Return a variable that has to be a number, or the default where it is not set.
-
-    Raises:
-        ConfigError: it is empty, no number, or too small.
-    """
+    """Return a variable's number, the default where it is not set; ConfigError where it is none, or too small."""
     text = environ.get(name)
     if text is None:
         return default
@@ -42,20 +37,14 @@ def whole_number(environ: Mapping[str, str], name: str, default: int, least: int
 
 
 def group_size(environ: Mapping[str, str] = os.environ) -> int:
-    """Return how many processes were started together; 1 without WORLD_SIZE.
-
-    Raises:
-        ConfigError: WORLD_SIZE is no number.
-    """
+    """Return how many processes were started together; 1 without WORLD_SIZE, ConfigError where it is no number."""
     return whole_number(environ, "WORLD_SIZE", 1, least=1)
 
 
 def rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
     """Return this process's rank; rank 0 of 1 without WORLD_SIZE, whatever else is set.
 
-    Raises:
-        ConfigError: a variable is no number, or a rank is not among the processes.
-        DeviceError: WORLD_SIZE asks for a group, and what a group needs is not set.
+    ConfigError where a variable is no number, or a rank not among the processes; DeviceError where one is not set.
     """
     size = group_size(environ)
     rank, local_rank = (whole_number(environ, name, 0) for name in ("RANK", "LOCAL_RANK"))

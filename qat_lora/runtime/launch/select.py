@@ -12,7 +12,7 @@ Source: torch_xla/_internal/tpu.py and pjrt.py (2.9). The TPU variables are unte
 
 from __future__ import annotations
 
-import glob
+import contextlib
 import importlib.util
 import logging
 import os
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from qat_lora.runtime.base import Runtime
 
 DEVICES = ("auto", "cpu", "cuda", "mps", "tpu", "xla")
-ROW_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
-"""The grid of TPU chips of one host, in libtpu's notation."""
+ROW_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}  # the grid of TPU chips of one host, in libtpu's notation
 _GOOGLE_PCI_VENDOR = "0x1ae0"
 # v2 and v3, v4, two unnamed in torch_xla's own list (tpu.py), v5e, v6e, 7x.
 _TPU_PCI_DEVICES = {"0x0027", "0x005e", "0x0056", "0x0062", "0x0063", "0x006f", "0x0076"}
@@ -46,13 +45,10 @@ class Found:
     cuda_devices: int = 0
     mps: bool = False
     torch_xla: bool = False
-    tpu: str = ""
-    """What points to a TPU, for example `/dev/accel0`; empty if nothing does."""
-    pjrt_device: str = ""
-    """PJRT_DEVICE, empty if unset."""
+    tpu: str = ""  # what points to a TPU, for example `/dev/accel0`; empty if nothing does
+    pjrt_device: str = ""  # PJRT_DEVICE, empty if unset
     cores: int = 1
-    tpu_chips: int = 0
-    """Of this host, 0 if unknown."""
+    tpu_chips: int = 0  # of this host, 0 if unknown
 
     def __str__(self) -> str:
         parts = {
@@ -100,38 +96,31 @@ class ChipsConfig:
 
 
 Start = Literal["here", "group", "torch_xla"]
+_Start = tuple[int, Start, Mapping[str, str]]  # the fields of a `LaunchPlan` after the device
 
 
 class LaunchPlan(NamedTuple):
     """The device of a run, and how its processes are started."""
 
     device: DeviceChoice
-    chips: int = 1
-    """Replicas on this machine; 0 where only the device itself will tell (all of an unseen number)."""
-    start: Start = "here"
-    """In this process; as processes of our own; or by PyTorch/XLA, a process per chip."""
-    variables: Mapping[str, str] = {}
-    """To set, where nothing is set yet, before the device is touched."""
+    chips: int = 1  # replicas on this machine; 0 where only the device itself will tell (all of an unseen number)
+    start: Start = "here"  # in this process; as processes of our own; or by PyTorch/XLA, a process per chip
+    variables: Mapping[str, str] = {}  # to set, where nothing is set yet, before the device is touched
 
 
 def find_tpu(environ: Mapping[str, str], root: Path = Path("/")) -> str:
-    """Return what points to a TPU here, or an empty text.
+    """Return what points to a TPU here, or an empty text: a device file, a PCI device, a variable of TPU machines.
 
-    A device file, a PCI device of Google's that is a TPU, or a variable that TPU machines set. `/dev/vfio` alone
-    says nothing, since passed-through GPUs have it too; on newer TPUs it comes with the PCI device.
+    `/dev/vfio` alone says nothing, since passed-through GPUs have it too; on newer TPUs it comes with the PCI device.
     """
     # Not /dev/accel/accel0, which is the kernel's folder for other makers' accelerators.
-    files = sorted(glob.glob(str(root / "dev/accel[0-9]*")))
-    if files:
-        return files[0]
-    for vendor in sorted(glob.glob(str(root / "sys/bus/pci/devices/*/vendor"))):
-        try:
-            if Path(vendor).read_text().strip() == _GOOGLE_PCI_VENDOR:
-                device = Path(vendor).with_name("device").read_text().strip()
-                if device in _TPU_PCI_DEVICES:
-                    return f"PCI device {Path(vendor).parent.name}"
-        except OSError:
-            continue
+    if files := sorted(root.glob("dev/accel[0-9]*")):
+        return str(files[0])
+    for vendor in sorted(root.glob("sys/bus/pci/devices/*/vendor")):
+        with contextlib.suppress(OSError):
+            ids = vendor.read_text().strip(), vendor.with_name("device").read_text().strip()
+            if ids[0] == _GOOGLE_PCI_VENDOR and ids[1] in _TPU_PCI_DEVICES:
+                return f"PCI device {vendor.parent.name}"
     return next((name for name in _TPU_VARIABLES if environ.get(name)), "")
 
 
@@ -194,9 +183,7 @@ def _choose_any(found: Found) -> DeviceChoice:
         if found.torch_xla:
             return DeviceChoice("xla", "TPU")
         note = f"a TPU seems to be here ({found.tpu}) but torch_xla is not; pip install 'qat-lora[tpu]' to use it"
-    if found.cuda_devices:
-        return DeviceChoice("cuda", note=note)
-    return DeviceChoice("mps" if found.mps else "cpu", note=note)
+    return DeviceChoice("cuda" if found.cuda_devices else "mps" if found.mps else "cpu", note=note)
 
 
 def _choose_xla(device: str, asked: str, found: Found) -> DeviceChoice:
@@ -219,16 +206,12 @@ def _choose_xla(device: str, asked: str, found: Found) -> DeviceChoice:
 
 def count_tpu_chips(root: Path = Path("/")) -> int:
     """Return the TPU chips of this host, 0 where none can be seen."""
-    files = glob.glob(str(root / "dev/accel[0-9]*"))
-    return len(files) or len([f for f in glob.glob(str(root / "dev/vfio/[0-9]*")) if Path(f).name.isdecimal()])
+    vfio = [file for file in root.glob("dev/vfio/[0-9]*") if file.name.isdecimal()]
+    return len(list(root.glob("dev/accel[0-9]*")) or vfio)
 
 
 def plan_chips(config: ChipsConfig, device: DeviceChoice, found: Found, environ: Mapping[str, str]) -> LaunchPlan:
-    """Decide how a run on a chosen device is started; a pure function.
-
-    Raises:
-        ConfigError: a number that is not possible here; the message lists the possible ones.
-    """
+    """Decide how a run on a chosen device is started; a pure function. ConfigError lists the possible numbers."""
     on_tpu = device.kind == "xla" and device.backend == "TPU"
     asked = config.num_chips
     if asked is None and on_tpu and (count := whole_number(environ, "TPU_NUM_DEVICES", 0, least=1)):
@@ -279,10 +262,6 @@ def _check_group(config: ChipsConfig, asked: str | None, environ: Mapping[str, s
         )
 
 
-_Start = tuple[int, Start, Mapping[str, str]]
-"""The fields of a `LaunchPlan` after the device."""
-
-
 def _on_xla_cpu(config: ChipsConfig, asked: str | None, environ: Mapping[str, str]) -> _Start:
     if config.parallel == "spmd":
         there = whole_number(environ, "CPU_NUM_DEVICES", 0, least=1)
@@ -321,12 +300,7 @@ def runs_on_host(device: str, tpu: bool) -> bool:
 
 
 def plan_run(device: str = "auto", tpu: bool = False, chips: ChipsConfig | None = None) -> LaunchPlan:
-    """Choose the device of a run, and how it is started; touches no device and sets nothing.
-
-    Raises:
-        ConfigError: an unknown device, or a number of chips that is not possible; the possible ones are named.
-        DeviceError: the device is not there; the message says what is.
-    """
+    """Choose the device of a run, and how it is started; touches no device, raises as `choose` and `plan_chips`."""
     found = look()
     return plan_chips(chips or ChipsConfig(), choose(device, tpu, found), found, os.environ)
 
@@ -334,9 +308,8 @@ def plan_run(device: str = "auto", tpu: bool = False, chips: ChipsConfig | None 
 def make_runtime(device: DeviceChoice, chips: ChipsConfig | None = None) -> Runtime:
     """Make the runtime of a chosen device; call it before anything imports transformers.
 
-    transformers imports torch_xla wherever that is installed, which takes seconds, prints a warning and settles
-    PJRT_DEVICE. So the choice is written to the environment, where nothing is yet: PJRT_DEVICE for an XLA run,
-    USE_TORCH_XLA=0 (read by transformers and accelerate) for every other.
+    That imports torch_xla wherever it is installed, which takes seconds, prints a warning and settles PJRT_DEVICE. So
+    the choice is written to the environment: PJRT_DEVICE for an XLA run, USE_TORCH_XLA=0 for every other.
     """
     chips = chips or ChipsConfig()
     if device.note:
@@ -356,21 +329,14 @@ def make_runtime(device: DeviceChoice, chips: ChipsConfig | None = None) -> Runt
 
 
 def select_runtime(device: str = "auto", tpu: bool = False, chips: ChipsConfig | None = None) -> Runtime:
-    """Return a runtime for this process alone, or for its part of a group; see `make_runtime`.
+    """Return a runtime for this process alone, or for its part of a group; raises as `choose`, see `make_runtime`.
 
     `tpu` is the same as `device="tpu"`; of `chips` only the way in which several are driven matters.
-
-    Raises:
-        ConfigError: an unknown device, or `tpu` with another one.
-        DeviceError: the device is not there; the message says what is.
     """
     return make_runtime(choose(device, tpu, look()), chips)
 
 
 def status_line(runtime: Runtime, dtype: torch.dtype, effective_batch: int) -> str:
-    """Return the line a run starts with: `TPU v6e detected · 1 chip · bf16 · effective batch 32`.
-
-    Call it inside `launch`, where the runtime knows its device.
-    """
+    """Return the line a run starts with, inside `launch`: `TPU v6e detected · 1 chip · bf16 · effective batch 32`."""
     name = {torch.bfloat16: "bf16"}.get(dtype, str(dtype).removeprefix("torch."))
     return f"{runtime.description} · {name} · effective batch {effective_batch}"

@@ -29,14 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from qat_lora import errors
-from qat_lora.errors import (
-    ConfigError,
-    InterruptedRunError,
-    QatLoraError,
-    ReplicaError,
-    disk_errors_explained,
-    memory_errors_explained,
-)
+from qat_lora.errors import QatLoraError, ReplicaError, disk_errors_explained, memory_errors_explained
 from qat_lora.registry import COMMANDS, Command
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.collectives import free_port
@@ -46,20 +39,13 @@ from qat_lora.runtime.launch.select import ChipsConfig, DeviceChoice, LaunchPlan
 from qat_lora.runtime.precision import with_dtype
 from qat_lora.terminal import any_text, echo
 
-GRACE_S = 8.0
-"""How long a worker may take to end by itself after another has failed."""
+GRACE_S = 8.0  # how long a worker may take to end by itself after another has failed
 
 
 @any_text()
 @disk_errors_explained()
 def run(command: Command, options: Any) -> Any:
-    """Run a command on every process of the chosen device, which are started if need be.
-
-    `options.run` names the device and how many chips.
-
-    Raises:
-        QatLoraError: with a message for people; the first cause, if one of several processes failed.
-    """
+    """Run a command on every process of the device that `options.run` names; raises the first cause (QatLoraError)."""
     asked = options.run
     if command.device == "none" or (command.plan and options.dry_run):  # a dry run needs shapes alone
         return work_here(command, options, DeviceChoice("cpu"))
@@ -67,7 +53,7 @@ def run(command: Command, options: Any) -> Any:
     several = plan.chips != 1 or asked.chips.parallel == "spmd" or group_size() > 1
     if several and command.device != "several chips":
         allowed = ", ".join(words for words, other in COMMANDS.items() if other.device == "several chips")
-        raise ConfigError(
+        raise errors.ConfigError(
             f"num_chips: this command works on one chip; leave --num-chips and --parallel out, and start it once "
             f"(several chips are for {allowed})"
         )
@@ -75,11 +61,7 @@ def run(command: Command, options: Any) -> Any:
 
 
 def start(plan: LaunchPlan, work: Callable[[], Any], start_method: Literal["spawn", "fork"] = "spawn") -> Any:
-    """Call `work` here or in every process of a plan; return what it returned in the main one.
-
-    Raises:
-        QatLoraError: the error of the first process that failed, or that one was killed.
-    """
+    """Call `work` here or in every process of a plan; return what it returned in the main one, or raise as `run`."""
     for name, value in plan.variables.items():
         os.environ[name] = os.environ.get(name) or value  # empty is unset
     if plan.start == "here":
@@ -127,12 +109,9 @@ def notebook_launch(
     """Call `fn(runtime, model)` on several chips from a notebook; return what it returned on the main one.
 
     The workers are forked, so they share the model that is already built (and the function, wherever it was defined)
-    instead of loading it once each; `fn` moves it by `runtime.place`, and returns a path or plain values. That needs a
-    notebook that has not touched the accelerator, nor run a backward pass, before; then restart it. Without a model to
-    share, plain `train_recovery_lora(num_chips=...)` is safer.
-
-    Raises:
-        QatLoraError: with a message for people; the first cause, if one of several processes failed.
+    instead of loading it once each; `fn` moves it by `runtime.place`, and returns a path or plain values. A notebook
+    that has touched the accelerator, or run a backward pass, has to be restarted. Without a model to share, plain
+    `train_recovery_lora(num_chips=...)` is safer. Raises the first cause (QatLoraError).
     """
     plan = plan_run(device, False, ChipsConfig(num_chips=str(num_chips)))
 
@@ -170,11 +149,7 @@ class Board:
         return {int(file.stem.split("-")[1]): file for file in self.folder.glob("failed-*.json")}
 
     def verdict(self, exit_codes: Mapping[int, int | None], stopped_by: str = "") -> Any:
-        """Return the main worker's result, or raise what ended the run.
-
-        Raises:
-            QatLoraError: the first cause, of the type that the worker raised.
-        """
+        """Return the main worker's result, or raise what ended the run: the first cause, of the worker's own type."""
         notes = {rank: json.loads(file.read_text(encoding="utf-8")) for rank, file in self.failures().items()}
         self._raise_cause(notes, len(exit_codes))
         for rank, code in exit_codes.items():
@@ -182,7 +157,9 @@ class Board:
                 continue
             name = signal.Signals(-code).name
             if stopped_by or name in ("SIGTERM", "SIGINT", "SIGHUP"):
-                raise InterruptedRunError(f"stopped by {stopped_by or name}; the same command goes on from there")
+                raise errors.InterruptedRunError(
+                    f"stopped by {stopped_by or name}; the same command goes on from there"
+                )
             raise ReplicaError(
                 f"process {rank} of {len(exit_codes)} was killed ({name}); out of memory is the usual cause. What "
                 "was complete stays: the same command goes on from the last checkpoint"
@@ -198,15 +175,14 @@ class Board:
 
     def _raise_cause(self, notes: Mapping[int, dict[str, Any]], count: int) -> None:
         """Raise the first error that is not only another process's end; a real one goes before a stop."""
-        causes = [(rank, note) for rank, note in notes.items() if note["type"] != ReplicaError.__name__]
-        if not causes:
+        if not (causes := [item for item in notes.items() if item[1]["type"] != ReplicaError.__name__]):
             return
         rank, note = min(causes, key=lambda item: (item[1]["type"] == "InterruptedRunError", item[1]["time_s"]))
         kind = getattr(errors, note["type"], None)
         if isinstance(kind, type) and issubclass(kind, QatLoraError):
             raise kind(note["text"])
         if note["type"] in ("KeyboardInterrupt", "SystemExit"):
-            raise InterruptedRunError(f"process {rank} of {count} was stopped ({note['type']})")
+            raise errors.InterruptedRunError(f"process {rank} of {count} was stopped ({note['type']})")
         if note["type"] == "OSError":  # a full disk is no defect of ours
             raise ReplicaError(f"process {rank} of {count}: {note['text']}")
         raise RuntimeError(f"process {rank} of {count} failed:\n{note['trace']}")
@@ -229,17 +205,13 @@ def attend(board: Board, rank: int, work: Callable[[], Any]) -> None:
 
 def _watch_others(board: Board, rank: int) -> None:
     """End this process when its parent is gone, or when it outlives another's failure."""
-    parent = multiprocessing.parent_process()
-    since_s: float | None = None
-    while True:
-        if parent is None:
-            time.sleep(0.5)
-        elif wait([parent.sentinel], timeout=0.5):
-            os._exit(1)
+    parent, since_s = multiprocessing.parent_process(), 0.0
+    while not wait([parent.sentinel] if parent else [], timeout=0.5):
         if board.failures().keys() - {rank}:
             since_s = since_s or time.monotonic()
             if time.monotonic() - since_s > GRACE_S:
-                os._exit(1)
+                break
+    os._exit(1)
 
 
 def run_group(
@@ -248,11 +220,8 @@ def run_group(
     """Run `work` in `count` processes of this machine, with the variables of a process group.
 
     Each computes with `threads` threads of the CPU. `spawn` pickles the work; `fork` shares what this process holds in
-    memory, and is unsafe once it has used threads. Returns what the main process's work returned: a path, or plain
-    values.
-
-    Raises:
-        QatLoraError: the error of the first process that failed, or that one was killed.
+    memory, and is unsafe once it has used threads. Returns what the main one's work returned: a path, or plain values;
+    raises as `run`.
     """
     context: Any = multiprocessing.get_context(start_method)
     group = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
@@ -268,10 +237,9 @@ def run_group(
                     process.start()
                 _wait_for_all(processes)
             finally:
-                for process in processes:
-                    if process.is_alive():
-                        process.kill()
-                        process.join()
+                for process in filter(lambda p: p.is_alive(), processes):
+                    process.kill()
+                    process.join()
         codes = {rank: process.exitcode for rank, process in enumerate(processes)}
         return board.verdict(codes, seen[0] if seen else "")
 

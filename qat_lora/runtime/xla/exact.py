@@ -38,7 +38,6 @@ def exact_dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _lowered(*shapes: torch.Size) -> tuple[Any, list[int]]:
-    """Return the computation of a product, and the order in which it takes its matrices."""
     import torch_xla
     import torch_xla.core.xla_builder as xb
 

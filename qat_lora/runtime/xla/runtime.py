@@ -6,9 +6,9 @@ is imported inside functions, so that these modules can be imported where torch_
 XLA traces what is called and compiles it at a sync; a graph that was seen before runs at once. `mark_step` syncs after
 every micro-batch and `step_end` after the optimizer, so a step is made of two kinds of graph whatever the accumulation
 count. Without the sync before the optimizer, one graph would hold the whole accumulation; with syncs only between
-micro-batches, the large graph would be compiled twice, with and without the optimizer. The counts hold if the caller
-keeps gradients as zeroed tensors (`zero_grad(set_to_none=False)`, before the first step as well), makes the optimizer's
-state before the first step, and never changes a shape.
+micro-batches, the large one would be compiled twice. The counts hold if the caller keeps gradients as zeroed tensors
+(`zero_grad(set_to_none=False)`, before the first step as well), makes the optimizer's state before the first step, and
+never changes a shape.
 """
 
 from __future__ import annotations
@@ -30,20 +30,17 @@ import torch.distributed as dist
 from qat_lora.errors import DeviceError, MissingExtraError
 from qat_lora.runtime.base import M, Runtime
 from qat_lora.runtime.host import collectives
-from qat_lora.runtime.host.async_readback import DeferredCalls, host_value
-from qat_lora.runtime.host.prefetch import host_tensors
 from qat_lora.runtime.host.signals import install_for_good, passed_on
+from qat_lora.runtime.host.transfer import DeferredCalls, host_tensors, host_value
 from qat_lora.runtime.launch.process_group import rank_info
 from qat_lora.runtime.native import NativeRuntime
 from qat_lora.runtime.xla.exact import highest_precision
-from qat_lora.runtime.xla.scan import LayerScan, kept
+from qat_lora.runtime.xla.loop import LayerScan, kept
 from qat_lora.runtime.xla.splash import SplashAttention, has_splash
 from qat_lora.types import AttentionForm, Batch, LossWalk
 
-RUNS_ON_REAL_CHIPS = {"spawn": 0, "spmd": 0}
-"""On how many TPU chips each way has been run so far; printed when several are used."""
-PORT_VARIABLE = "QAT_LORA_GROUP_PORT"
-"""The port of one host's group; not MASTER_PORT, which torch_xla reads for itself."""
+RUNS_ON_REAL_CHIPS = {"spawn": 0, "spmd": 0}  # on how many each way has been run so far; printed for several
+PORT_VARIABLE = "QAT_LORA_GROUP_PORT"  # the port of one host's group; not MASTER_PORT, which torch_xla reads for itself
 
 
 def is_xla_device(device: torch.device | torch.Tensor | str | None = None) -> bool:
@@ -79,9 +76,8 @@ def device_peak_bytes(device: torch.device) -> int | None:
 class XlaRuntime(Runtime):
     """One XLA device in this process, alone or in a group.
 
-    Args:
-        backend: `TPU` or `CPU`, as in PJRT_DEVICE. Written there at once if it is unset, because the first import of
-            torch_xla (transformers may do it) settles the backend of the process.
+    The backend, `TPU` or `CPU`, is written to PJRT_DEVICE at once if that is unset: the first import of torch_xla
+    (transformers may do it) settles it for the process.
     """
 
     loss_walk: LossWalk = "positions"  # the many small steps of the other one would make a long graph
@@ -91,8 +87,7 @@ class XlaRuntime(Runtime):
 
     def __init__(self, backend: str) -> None:
         self.backend = os.environ["PJRT_DEVICE"] = os.environ.get("PJRT_DEVICE") or backend  # empty is unset
-        self.rank = 0
-        self.replicas = 1
+        self.rank, self.replicas = 0, 1
         self.device = torch.device("xla")
         self._chip = ""
         self._by_gloo = False
@@ -122,12 +117,7 @@ class XlaRuntime(Runtime):
         return f"spawn (run on {RUNS_ON_REAL_CHIPS['spawn']} real chips so far)"
 
     def launch(self, main: Callable[[], Any]) -> Any:
-        """Run `main` in this process; every deferred callback has run when this returns.
-
-        Raises:
-            MissingExtraError: torch_xla is not installed.
-            DeviceError: the backend does not start, or this process already runs another one.
-        """
+        """Run `main` in this process; MissingExtraError, or DeviceError where the backend does not start."""
         self._open()
         self._deferred = DeferredCalls()
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="qat-lora-read")
@@ -173,17 +163,15 @@ class XlaRuntime(Runtime):
         self.attention_kernel = self._kernel()
 
     def _kernel(self) -> SplashAttention | None:
-        """Return attention's kernel for TPUs."""
-        if not self._compiles_for_tpu:
-            return None
-        if not has_splash():
+        if self._compiles_for_tpu and has_splash():
+            return SplashAttention(self._call_by_rows, self._parts())
+        if self._compiles_for_tpu:
             warnings.warn(
                 "jax is not installed, and attention moves its scores through the TPU's memory without it, about twice "
                 "the bytes of a step; pip install 'qat-lora[tpu]'",
                 stacklevel=2,
             )
-            return None
-        return SplashAttention(self._call_by_rows, self._parts())
+        return None
 
     def _parts(self) -> int:
         """Return the number of chips that one call of a computation runs on, each with its rows."""
@@ -237,18 +225,11 @@ class XlaRuntime(Runtime):
         return NativeRuntime("cpu")
 
     def exact_products(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which a TPU takes six passes; in the usual one it rounds the factors to bfloat16.
-
-        It holds for whole graphs, as they are compiled: what is computed in it has to be read in it.
-        """
+        """Return a context in which a TPU takes six passes; it is for whole graphs, so read in it what is computed."""
         return highest_precision()
 
     def check_device_map(self) -> None:
-        """Refuse to spread a model module by module.
-
-        Raises:
-            DeviceError: always.
-        """
+        """Raise DeviceError always."""
         raise DeviceError(
             "device_map: accelerate moves tensors between devices at every module, and PyTorch/XLA compiles what runs "
             "on one device, so each module would be a program and a transfer of its own; leave out --device-map, "
@@ -266,14 +247,11 @@ class XlaRuntime(Runtime):
         return {**tensors, **dict(zip(names, sent, strict=True))}
 
     def checkpoint_function(self) -> Callable[..., Any]:
-        """Return torch_xla's, re-entrant.
+        """Return torch_xla's (utils/checkpoint.py, 2.9), re-entrant.
 
-        torch's own checkpoint fails on XLA tensors, and recomputing without the optimisation barriers of torch_xla's
-        is undone by the compiler. Of its two forms only the re-entrant one works, and that one gives no gradient at
-        all if no input requires one, as after a frozen embedding; hence the wrapper, which makes the first floating
-        input require one.
-
-        Source: torch_xla/utils/checkpoint.py (2.9).
+        torch's own fails on XLA tensors, and recomputing without the optimisation barriers of torch_xla's is undone by
+        the compiler. Of its two forms only the re-entrant one works, and that gives no gradient at all if no input
+        requires one, as after a frozen embedding; hence the wrapper, which makes the first floating input require one.
         """
         from torch_xla.utils.checkpoint import checkpoint
 
@@ -287,7 +265,7 @@ class XlaRuntime(Runtime):
         return run
 
     def layer_scan(self) -> Callable[..., Any]:
-        """Return the While loop of `scan.py`: host time and graph do not grow with the layers."""
+        """Return the While loop of `loop.py`: host time and graph do not grow with the layers."""
         return LayerScan
 
     def kept(self, compute: Callable[[], tuple[torch.Tensor, ...]], count: int) -> tuple[torch.Tensor, ...]:
@@ -305,16 +283,14 @@ class XlaRuntime(Runtime):
         exchange between processes; there gloo carries the gradients: slow, and enough to try everything else.
         """
         trained = [p for p in parameters if p.requires_grad]
-        if self.replicas == 1 or not trained:
-            return
-        if self._by_gloo:
+        if self.replicas > 1 and trained and self._by_gloo:
             gradients, flat = collectives.flat_gradients(trained)
             collectives.put_back(gradients, self._gloo_mean(flat))
-            return
-        import torch_xla.core.xla_model as xm
+        elif self.replicas > 1 and trained:
+            import torch_xla.core.xla_model as xm
 
-        # It takes an optimizer only to find its parameters; this one exists for that.
-        xm.reduce_gradients(torch.optim.SGD(trained, lr=0.0))
+            # It takes an optimizer only to find its parameters; this one exists for that.
+            xm.reduce_gradients(torch.optim.SGD(trained, lr=0.0))
 
     def all_reduce_mean(self, value: torch.Tensor) -> torch.Tensor:
         """Return the mean of a tensor over the replicas, by an all-reduce in the graph or by gloo."""
@@ -342,10 +318,10 @@ class XlaRuntime(Runtime):
     def defer(self, fn: Callable[..., None], *tensors: torch.Tensor) -> None:
         """Call `fn` with numbers (no dimensions) or numpy arrays at a later `step_end` or `barrier`.
 
-        The values are read by a thread, after the next sync. Nothing is copied on the device, because a copy
-        would be one more graph; so a deferred tensor must not be changed in place afterwards (`total = total +
-        loss`, not `total += loss`), which is checked. A tensor that is deferred in some steps only should be
-        alive at the sync of all of them, or those steps are another graph.
+        The values are read by a thread, after the next sync. A copy on the device would be one more graph; so a
+        deferred tensor must not be changed in place afterwards (`total = total + loss`, not `total += loss`), which is
+        checked. One that is deferred in some steps only should be alive at the sync of all of them, or those steps are
+        another graph.
         """
         assert self._reader is not None, "defer is called inside launch"
         submit, versions = self._reader.submit, [t._version for t in tensors]
@@ -364,11 +340,7 @@ class XlaRuntime(Runtime):
             xm.rendezvous(tag)
 
     def compile_report(self) -> dict[str, int | float]:
-        """Return what XLA has done in this process so far.
-
-        `graphs_compiled`, `graph_cache_hits`, `compile_s`, and `host_reads`: tensors read back, each of which
-        stopped the device, not counting deferred ones.
-        """
+        """Return what XLA has done in this process so far; `host_reads` are tensors that the device stopped for."""
         import torch_xla.debug.metrics as metrics
 
         compile_times = metrics.metric_data("CompileTime")
@@ -413,8 +385,7 @@ def _chip_name(kind: str) -> str:
     return {"TPU v5": "TPU v5p"}.get(kind, kind.replace(" lite", "e"))
 
 
-_inherited: list[Callable[[int], None]] = []
-"""The work of forked processes: they have it already, while whatever goes through the pool is pickled."""
+_inherited: list[Callable[[int], None]] = []  # the work of forked processes; what goes through the pool is pickled
 
 
 class _Worker:
@@ -443,9 +414,7 @@ def spawn(work: Callable[[int], None], start_method: Literal["spawn", "fork"]) -
     (`launch/start.py:attend`), which breaks the pool; the others end themselves soon after. Returns exit codes by rank,
     as far as they are known, and the name of the stop signal that came.
 
-    Raises:
-        MissingExtraError: torch_xla is not installed.
-        DeviceError: this process has used an XLA device itself, which its children would crash on.
+    MissingExtraError without torch_xla; DeviceError where this process has used a device, on which children crash.
     """
     try:
         import torch_xla

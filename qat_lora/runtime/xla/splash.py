@@ -25,15 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LANES = 128
-"""Numbers in a row of a TPU's registers: rows of tokens are cut at multiples of it."""
-BLOCK_Q, BLOCK_KV = 512, 1024
-"""Queries and keys of a tile at most."""
-FUSED_LENGTH = 4096
-"""Up to this many tokens one backward kernel makes all gradients, those of queries once for each block of keys."""
-
-Call = Callable[[Any, Sequence[Tensor]], list[Tensor]]
-"""(computation on one chip's rows, arguments [B, ...]) -> its results [B, ...]."""
+LANES = 128  # numbers in a row of a TPU's registers: rows of tokens are cut at multiples of it
+BLOCK_Q, BLOCK_KV = 512, 1024  # queries and keys of a tile at most
+FUSED_LENGTH = 4096  # tokens up to which one backward kernel makes all gradients, queries' once for each block of keys
+Call = Callable[[Any, Sequence[Tensor]], list[Tensor]]  # (computation on one chip's rows, [B, ...]) -> [B, ...]
 
 
 def has_splash() -> bool:
@@ -45,7 +40,6 @@ class SplashAttention:
     """The forward and the backward kernel, called on the rows of each chip (`AttentionKernel` of `layers/`)."""
 
     def __init__(self, call: Call, replicas: int) -> None:
-        """Take what calls a computation on each chip's rows; a batch is divided among `replicas`."""
         self._call, self._replicas = call, replicas
 
     def fits(self, query_BHLD: Tensor, key_BGLD: Tensor) -> bool:
@@ -72,8 +66,7 @@ class SplashAttention:
         return d_query * scale, d_key, d_value
 
     def _shapes(self, given: Sequence[Tensor]) -> tuple[tuple[tuple[int, ...], str], ...]:
-        parts = [((len(t) // self._replicas, *t.shape[1:]), str(t.dtype).removeprefix("torch.")) for t in given]
-        return tuple(parts)
+        return tuple(((len(t) // self._replicas, *t.shape[1:]), str(t.dtype).removeprefix("torch.")) for t in given)
 
 
 def _documents(first_BL: Tensor) -> Tensor:
@@ -90,8 +83,7 @@ def _lowered(which: str, window: int | None, shapes: tuple[tuple[tuple[int, ...]
 
     jax.config.update("jax_platforms", "cpu")  # it only lowers here, and must not take the chip from torch_xla
     given = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
-    kernels: dict[str, Callable[..., Any]] = {"forward": forward, "backward": backward}
-    run = functools.partial(kernels[which], window=window)
+    run: Any = functools.partial(forward if which == "forward" else backward, window=window)
     lowered = jax.jit(run, keep_unused=True).trace(*given).lower(lowering_platforms=("tpu",))
     return xb.computation_from_module_proto(which, lowered.compiler_ir("hlo").as_serialized_hlo_module_proto())
 
@@ -110,13 +102,9 @@ def forward(query: Any, key: Any, value: Any, documents: Any, window: int | None
 
 
 def backward(query: Any, *others: Any, window: int | None, interpret: bool = False) -> Any:
-    """Return the gradients of the scaled queries, of keys and values, as jax arrays.
+    """Return the gradients of the scaled queries [B, H, L, D], of keys and values, as jax arrays.
 
-    Args:
-        query: [B, H, L, D].
-        others: keys, values, documents, and what `forward` returned; gradients of its result.
-        window: tokens that each one sees at most.
-        interpret: run the kernel as ordinary operations.
+    `others` are keys, values, documents, what `forward` returned and the gradient of its result.
     """
     import jax
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from qat_lora.runtime.host import collectives
-from qat_lora.runtime.host.prefetch import host_tensors
+from qat_lora.runtime.host.transfer import host_tensors
+from qat_lora.runtime.xla.loop import LayerScan
 from qat_lora.runtime.xla.runtime import RUNS_ON_REAL_CHIPS, XlaRuntime
-from qat_lora.runtime.xla.scan import LayerScan
 from qat_lora.runtime.xla.trace import TracingRuntime
 from qat_lora.types import Batch
 
@@ -71,10 +71,10 @@ class XlaSpmdRuntime(XlaRuntime):
             collectives.join(init_method="xla://")
 
     def shard_frozen(self, module: torch.nn.Module) -> None:
-        """With `shard_base`, spread every frozen matrix of the layers over the devices if a dimension divides.
+        """With `shard_base`, spread every frozen matrix of the layers, a stack's within them, if a dimension divides.
 
-        A stack is spread within its layers, which are gathered one by one (`layer_scan`). Embedding and LM head stay
-        whole: each chunk of the loss would gather the one, and other exchanges than the weights' come of the other.
+        Embedding and LM head stay whole: each chunk of the loss would gather the one, and other exchanges than the
+        weights' come of the other.
         """
         if not self._shard_base or self.replicas == 1:
             return
@@ -91,10 +91,8 @@ class XlaSpmdRuntime(XlaRuntime):
                 self._shard(tensor, tuple(AXIS if d == even[0] else None for d in range(tensor.ndim)))
 
     def layer_scan(self) -> Callable[..., Any]:
-        """Return the loop over layers, each round of which gathers its own layer's frozen matrices.
-
-        Left to itself the compiler multiplies parts of a matrix and exchanges activations, which are larger.
-        """
+        """Return the loop over layers, each round of which gathers its own layer's frozen matrices."""
+        # Left to itself the compiler multiplies parts of a matrix and exchanges activations, which are larger.
         if not self._shard_base or self.replicas == 1:
             return LayerScan
         import torch_xla
@@ -116,7 +114,6 @@ class XlaSpmdRuntime(XlaRuntime):
         return scan
 
     def _shard(self, tensor: torch.Tensor, axes: tuple[str | None, ...]) -> None:
-        """Spread a tensor over the devices along the dimensions that have an axis."""
         import torch_xla.distributed.spmd as xs
 
         xs.mark_sharding(tensor, self._mesh, axes)
@@ -126,30 +123,23 @@ class XlaSpmdRuntime(XlaRuntime):
         import torch_xla
 
         xla = torch_xla._XLAC
-        own = []
+        own, whole = [], []
         for tensor in given:
-            row_sharding = self._mesh.get_op_sharding((AXIS, *[None] * (tensor.ndim - 1)))
             # Of a placeholder only a computed value can be marked.
             tensor = tensor + torch.zeros((), dtype=tensor.dtype, device=tensor.device)
-            xla._xla_mark_sharding(tensor, row_sharding)
+            xla._xla_mark_sharding(tensor, self._by_rows(tensor))
             own.append(xla._spmd_full_to_shard_shape(tensor))
-        results = super()._call_by_rows(computation, own)
-        whole = []
-        for tensor in results:
+        for tensor in super()._call_by_rows(computation, own):
             shape = (tensor.shape[0] * self.replicas, *tensor.shape[1:])
             xla._mark_manual_sharding(tensor, xla.OpSharding([], [], [], 4))
-            whole.append(
-                xla._spmd_shard_to_full_shape(
-                    tensor, self._mesh.get_op_sharding((AXIS, *[None] * (tensor.ndim - 1))), shape, tensor.dtype
-                )
-            )
+            whole.append(xla._spmd_shard_to_full_shape(tensor, self._by_rows(tensor), shape, tensor.dtype))
         return whole
 
-    def _send(self, batch: Batch) -> Batch:
-        """Make the tensors and start their transfer, each device its rows; runs in the prefetch thread.
+    def _by_rows(self, tensor: torch.Tensor) -> Any:
+        return self._mesh.get_op_sharding((AXIS, *[None] * (tensor.ndim - 1)))
 
-        Rows that do not divide among the devices (a batch that is not a training step's) go to all of them.
-        """
+    def _send(self, batch: Batch) -> Batch:
+        """Make the tensors and start their transfer, each device its rows; rows that do not divide go to all."""
         import torch_xla.core.xla_model as xm
         import torch_xla.distributed.spmd as xs
 
@@ -157,7 +147,7 @@ class XlaSpmdRuntime(XlaRuntime):
         for name, value in tensors.items():
             if isinstance(value, torch.Tensor):
                 is_even = value.ndim and value.shape[0] % (self.replicas // self.processes) == 0
-                axes = (AXIS if is_even else None, *[None] * (value.ndim - 1)) if value.ndim else ()
+                axes = (AXIS if is_even else None, *[None] * (value.ndim - 1))
                 spec = xs.ShardingSpec(self._mesh, axes, minibatch=self.processes > 1) if value.ndim else None
                 tensors[name] = xm.send_cpu_data_to_device([value], self.device, spec)[0]
         return tensors

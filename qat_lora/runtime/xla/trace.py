@@ -4,11 +4,8 @@ What a chip will be given is decided when it is traced, and tracing needs shapes
 meta device and placed as *placeholders*: XLA tensors without a buffer, which enter a graph as its parameters, as
 weights do (zeros made on the device would enter as constants and be folded away). No weight exists anywhere, so an 8 B
 student is traced in the memory of its graph. At a sync, everything that is pending is written down as HLO and then
-replaced by placeholders, as if it had run; what the host could read at once is replaced by zeros, so code that reads
-goes on.
-
-The alternatives are worse. Dumping what XLA:CPU compiles needs weights and hours; listing a graph's outputs by hand
-drifts from what a run does. Here the functions of training are called as they are, with another runtime.
+replaced by placeholders, as if it had run; what the host could read at once is replaced by zeros. Dumping what XLA:CPU
+compiles needs weights and hours; listing a graph's outputs by hand drifts from what a run does.
 """
 
 from __future__ import annotations
@@ -25,25 +22,21 @@ from torch import Tensor
 from qat_lora.runtime.base import M
 from qat_lora.runtime.xla.runtime import XlaRuntime
 
-READABLE = 4 << 20
-"""Bytes of a result up to which it becomes zeros that the host may read: logits of some positions, sums, norms."""
+READABLE = 4 << 20  # bytes of a result that becomes zeros for the host to read: logits of some positions, sums, norms
 
 
 class Graph(NamedTuple):
     """What was pending at a sync."""
 
-    hlo: bytes
-    """A serialised HloModuleProto."""
+    hlo: bytes  # a serialised HloModuleProto
     text: str
-    trace_cpu_s: float
-    """CPU seconds of this process since the last sync: what the host spends before the device can begin."""
+    trace_cpu_s: float  # of this process since the last sync: what the host spends before the device can begin
 
 
 class TracingRuntime(XlaRuntime):
     """One chip, whose syncs record; `spmd.py` has the same for several."""
 
-    graphs: list[Graph] | None = None
-    """Filled while `record` works."""
+    graphs: list[Graph] | None = None  # filled while `record` works
     _begun = 0.0
     _annotated: tuple[Tensor, ...] = ()
 
