@@ -364,8 +364,7 @@ def read_packed(folder: Path) -> Iterator[tuple[str, Tensor]]:
 def stored_dtype(folder: Path) -> str:
     """Return the name of the type that a model's files hold, float32 where its config.json names none of `DTYPES`."""
     config = read_object(folder / "config.json")
-    named = str(config.get("dtype", config.get("torch_dtype")))
-    return named if named in DTYPES else "float32"
+    return named if (named := str(config.get("dtype", config.get("torch_dtype")))) in DTYPES else "float32"
 
 
 def _tensor_name(key: Any) -> str:
