@@ -21,7 +21,18 @@ from torch import Tensor
 
 from qat_lora.errors import ConfigError
 from qat_lora.quant.codes import code_values, decode, first_value, nearest
-from qat_lora.quant.gptq import BLOCK, Curvature, Grid, descend, gptq, refit_scales, slope_of
+from qat_lora.quant.gptq import (
+    BLOCK,
+    LARGEST,
+    Curvature,
+    Grid,
+    Steps,
+    descend,
+    gptq,
+    refit_parts,
+    refit_scales,
+    slope_of,
+)
 from qat_lora.quant.scales import (
     Cost,
     Meaning,
@@ -29,7 +40,9 @@ from qat_lora.quant.scales import (
     absmax_scale,
     away_from_zero,
     clip_scale,
+    expand,
     importance_cost,
+    lift,
     low_rank_scales,
     meaning,
     output_cost,
@@ -44,7 +57,7 @@ Method = Literal["absmax", "mse", "awq", "gptq", "descent"]
 METHODS: tuple[str, ...] = get_args(Method)
 COMPENSATED = ("gptq", "descent")
 NEED_TEXT = ("awq", *COMPENSATED)
-LARGEST = 32_000.0  # weight whose scale fits float16 with every code book and scale search
+HEAVIEST = 32_000.0  # weight whose scale fits float16 with every code book and scale search
 ROUNDS, SWEEPS = 3, 2  # of scale refits, and of descent after each
 
 
@@ -129,8 +142,8 @@ def quantize_weight(
     largest = float(weight_OI.abs().max())
     if not math.isfinite(largest):
         raise ConfigError("weight: holds NaN or infinite entries; check the checkpoint")
-    if largest > LARGEST:
-        raise ConfigError(f"weight: holds entries above {LARGEST:g}, whose scales float16 cannot hold")
+    if largest > HEAVIEST:
+        raise ConfigError(f"weight: holds entries above {HEAVIEST:g}, whose scales float16 cannot hold")
     if method in NEED_TEXT and calibration is None:
         raise ConfigError(f"init: {method} needs calibration text; give --dataset, or choose mse or absmax")
     spec.check_width("weight", weight_OI.shape[1])
@@ -161,7 +174,12 @@ def refine(
     grid = now.grid(spec, torch.float32)
     slope = slope_of(weight, grid.dense(now.codes_OI), moment)
     for _ in range(rounds):
-        if spec.sharing != "lowrank" and spec.step_bits is None:
+        if spec.step_bits is not None:
+            for scales in (True, False):
+                now = _refitted(now, spec, slope, moment, scales)
+                grid = now.grid(spec, torch.float32)
+                slope = slope_of(weight, grid.dense(now.codes_OI), moment)
+        elif spec.sharing != "lowrank":
             fitted = refit_scales(slope, moment, grid, now.codes_OI, now.scales[0], spec)
             now = now._replace(scales=(fitted,))
             grid = now.grid(spec, torch.float32)
@@ -169,6 +187,30 @@ def refine(
         codes, slope = descend(slope, moment, grid, now.codes_OI, SWEEPS)
         now = now._replace(codes_OI=codes)
     return now
+
+
+def _refitted(now: QuantizedWeight, spec: QuantSpec, slope: Tensor, moment: Tensor, scales: bool) -> QuantizedWeight:
+    """Return a K-quant with its scales of `SUPER` inputs, or else its multiples, refitted to its codes."""
+    assert spec.group_size is not None
+
+    def near(x: Tensor, second: int) -> Tensor:
+        if scales:
+            found = x.clamp(-LARGEST, LARGEST).half().float()
+            return found if second else away_from_zero(found).half().float()
+        low = 0 if second else -lift(spec)
+        found = x.round().clamp(low, low + 2**spec.whole_bits - 1)
+        return found if second else torch.where(found == 0, 1.0, found)
+
+    numbers, others, width = now.scales, now.whole, spec.group_size
+    steps = Steps(SUPER, near, (0.0,))
+    if not scales:
+        numbers, others, width, steps = others, numbers, SUPER, Steps(spec.group_size, near, (-0.5, 0.5))
+    shape, q = now.codes_OI.shape, decode(now.codes_OI, now.values)
+    bases = [expand((x,), width, *shape) for x in others]
+    bases = [q * bases[0], -bases[1].expand(shape) if len(bases) > 1 else torch.zeros_like(q)]
+    both = [numbers[0], numbers[-1]]  # without minima the second has no effect
+    found = tuple(refit_parts(slope, moment, bases, both, steps)[: len(numbers)])
+    return now._replace(scales=found) if scales else now._replace(whole=found)
 
 
 def _importance(curvature: Curvature, weight_RI: Tensor) -> Tensor:
