@@ -130,10 +130,11 @@ class Steps(NamedTuple):
     """The numbers that parts of `size` columns may have."""
 
     size: int
-    near: Callable[[Tensor, int], Tensor]
-    """The allowed number nearest to one, for the first (0) and the second."""
+    first: Callable[[Tensor], Tensor]
+    """The number nearest to one that the first of them may be."""
+    second: Callable[[Tensor], Tensor]
     shifts: tuple[float, ...]
-    """What is added to the optimum of the first before that, to try its neighbours."""
+    """What is added to optima of the first before that, to try its neighbours."""
 
 
 GridOf = Callable[[Number, Tensor, Tensors], tuple[Grid, Tensors]]
@@ -299,12 +300,13 @@ def refit_parts(
         slope, within_LCC = part(slope_RI, number, steps.size, 1), part(rows_LCI, number, steps.size, 2)
         pulled_b, pulled_c = _products(b.T, within_LCC), _products(c.T, within_LCC)
         bb, bc, cc = ((x * y).sum(1) for x, y in ((b, pulled_b), (b, pulled_c), (c, pulled_c)))
-        right_b, right_c, cc = (b * slope).sum(1), (c * slope).sum(1), cc.clamp_min(1e-30)
-        wanted = now[0] + (right_b - bc / cc * right_c) / (bb - bc / cc * bc).clamp_min(1e-30)
+        right_b, right_c, bb, cc = (b * slope).sum(1), (c * slope).sum(1), bb.clamp_min(1e-30), cc.clamp_min(1e-30)
+        joint, alone = (right_b - bc / cc * right_c) / (bb - bc / cc * bc).clamp_min(1e-30), right_b / bb
         least, best = torch.zeros_like(bb), now
-        for first in (now[0], *(steps.near(wanted + shift, 0) for shift in steps.shifts)):
+        tried = [steps.first(now[0] + optimum + shift) for optimum in (joint, alone) for shift in steps.shifts]
+        for first in (now[0], *tried):
             change = first - now[0]
-            second = steps.near(now[1] + (right_c - bc * change) / cc, 1)
+            second = steps.second(now[1] + (right_c - bc * change) / cc)
             other = second - now[1]
             raised = (bb * change + 2 * (bc * other - right_b)) * change + (cc * other - 2 * right_c) * other
             better = raised < least

@@ -173,15 +173,10 @@ def refine(
     weight, moment, now = weight_RI.float(), curvature.narrow_LII, start
     grid = now.grid(spec, torch.float32)
     slope = slope_of(weight, grid.dense(now.codes_OI), moment)
+    levels = () if spec.sharing == "lowrank" else ("scales", "whole") if spec.step_bits else ("scales",)
     for _ in range(rounds):
-        if spec.step_bits is not None:
-            for scales in (True, False):
-                now = _refitted(now, spec, slope, moment, scales)
-                grid = now.grid(spec, torch.float32)
-                slope = slope_of(weight, grid.dense(now.codes_OI), moment)
-        elif spec.sharing != "lowrank":
-            fitted = refit_scales(slope, moment, grid, now.codes_OI, now.scales[0], spec)
-            now = now._replace(scales=(fitted,))
+        for level in levels:
+            now = _refitted(now, spec, level, slope, moment)
             grid = now.grid(spec, torch.float32)
             slope = slope_of(weight, grid.dense(now.codes_OI), moment)
         codes, slope = descend(slope, moment, grid, now.codes_OI, SWEEPS)
@@ -189,28 +184,35 @@ def refine(
     return now
 
 
-def _refitted(now: QuantizedWeight, spec: QuantSpec, slope: Tensor, moment: Tensor, scales: bool) -> QuantizedWeight:
-    """Return a K-quant with its scales of `SUPER` inputs, or else its multiples, refitted to its codes."""
+def _refitted(now: QuantizedWeight, spec: QuantSpec, level: str, slope: Tensor, moment: Tensor) -> QuantizedWeight:
+    """Return a weight whose scales, or with `whole` the multiples of a K-quant, are refitted to its codes."""
+    if spec.step_bits is None:
+        grid = now.grid(spec, torch.float32)
+        return now._replace(scales=(refit_scales(slope, moment, grid, now.codes_OI, now.scales[0], spec),))
     assert spec.group_size is not None
+    low, high = -lift(spec), 2**spec.whole_bits - 1 - lift(spec)
 
-    def near(x: Tensor, second: int) -> Tensor:
-        if scales:
-            found = x.clamp(-LARGEST, LARGEST).half().float()
-            return found if second else away_from_zero(found).half().float()
-        low = 0 if second else -lift(spec)
-        found = x.round().clamp(low, low + 2**spec.whole_bits - 1)
-        return found if second else torch.where(found == 0, 1.0, found)
+    def stored(x: Tensor) -> Tensor:
+        return away_from_zero(x.clamp(-LARGEST, LARGEST)).half().float()
 
-    numbers, others, width = now.scales, now.whole, spec.group_size
-    steps = Steps(SUPER, near, (0.0,))
-    if not scales:
-        numbers, others, width, steps = others, numbers, SUPER, Steps(spec.group_size, near, (-0.5, 0.5))
+    def step(x: Tensor) -> Tensor:
+        found = x.round().clamp(low, high)
+        return torch.where(found == 0, 1.0, found)
+
+    def minimum(x: Tensor) -> Tensor:
+        return x.round().clamp(0, high)
+
     shape, q = now.codes_OI.shape, decode(now.codes_OI, now.values)
-    bases = [expand((x,), width, *shape) for x in others]
-    bases = [q * bases[0], -bases[1].expand(shape) if len(bases) > 1 else torch.zeros_like(q)]
+    if level == "scales":
+        numbers, others, width, steps = now.scales, now.whole, spec.group_size, Steps(SUPER, stored, stored, (0.0,))
+    else:
+        numbers, others, width = now.whole, now.scales, SUPER
+        steps = Steps(spec.group_size, step, minimum, (-0.5, 0.5))
+    units = [expand((x,), width, *shape).expand(shape) for x in others]
+    bases = [q * units[0], -units[1] if len(units) > 1 else torch.zeros_like(q)]
     both = [numbers[0], numbers[-1]]  # without minima the second has no effect
     found = tuple(refit_parts(slope, moment, bases, both, steps)[: len(numbers)])
-    return now._replace(scales=found) if scales else now._replace(whole=found)
+    return now._replace(scales=found) if level == "scales" else now._replace(whole=found)
 
 
 def _importance(curvature: Curvature, weight_RI: Tensor) -> Tensor:

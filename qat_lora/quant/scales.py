@@ -225,7 +225,10 @@ def _on_steps(wanted_RG: Tensor, spec: QuantSpec, least: int) -> tuple[Tensor, T
 
 
 def _minimum_scale(weight_OI: Tensor, spec: QuantSpec, cost: Cost | None) -> Tensors:
-    """Return scales and minima [rows, G], not below zero, of the clipped ranges that cost least."""
+    """Return scales and minima [rows, G], not below zero, of the clipped ranges that cost least.
+
+    Each is fitted to the codes that the range gives, by least squares.
+    """
     values, members = code_values(spec).to(weight_OI), grouped(weight_OI, spec)
     low, high = members.amin(-1).clamp_max(0), members.amax(-1)
 
@@ -234,8 +237,13 @@ def _minimum_scale(weight_OI: Tensor, spec: QuantSpec, cost: Cost | None) -> Ten
 
     def at(clip: Tensor | float, members: Tensor, low: Tensor, high: Tensor) -> tuple[Tensors, Tensor]:
         scale, minimum = (x[..., None] for x in of(clip, low, high))
-        chosen, _ = nearest((members + minimum) / scale, values, spec)
-        return [scale[..., 0], minimum[..., 0]], chosen * scale - minimum - members
+        q, _ = nearest((members + minimum) / scale, values, spec)
+        centre, own = q.mean(-1, keepdim=True), members.mean(-1, keepdim=True)
+        spread = (q - centre).square().sum(-1, keepdim=True).clamp_min(TINY)
+        rise = ((q - centre) * members).sum(-1, keepdim=True) / spread
+        fits = (rise > TINY) & (rise * centre >= own)  # the line through codes and weights, where it is one of ours
+        scale, minimum = torch.where(fits, rise, scale), torch.where(fits, rise * centre - own, minimum)
+        return [scale[..., 0], minimum[..., 0]], q * scale - minimum - members
 
     return of(1.0, low, high) if cost is None else _cheapest(at, [members, low, high], cost)
 
