@@ -224,6 +224,13 @@ def prepare_base(model: nn.Module, train_scales: bool, dtype: torch.dtype | None
     return trained
 
 
+def scales_by_kind(model: nn.Module, scales: Mapping[str, nn.Parameter]) -> dict[str, dict[str, nn.Parameter]]:
+    """Return scales that train, by layer name and part, with those of K-quants as a kind of their own."""
+    stepped = {name for name, layer in quant_layers(model).items() if layer.spec.step_bits}
+    blocks = {name: scale for name, scale in scales.items() if name.rpartition(".")[0] in stepped}
+    return {"scales": {n: s for n, s in scales.items() if n not in blocks}, "block_scales": blocks}
+
+
 def bits_per_weight(model: nn.Module) -> dict[str, float]:
     """Return stored bits per weight: `base`, `with_adapter` (float16 factors) and `model`.
 

@@ -37,16 +37,19 @@ class Kind(NamedTuple):
     """The setting that is their peak learning rate."""
     decays: bool
     """Whether weight decay pulls them to 0; scales and norms do not rest there, so it would only shrink them."""
+    share: float = 1.0
+    """Of that rate."""
 
 
 KINDS = {
     "adapter": Kind("lr", True),
     "weights": Kind("lr", True),
     "scales": Kind("scale_lr", False),
+    "block_scales": Kind("scale_lr", False, 1 / 32),  # a group's scale is some 15 to 128 of them
     "lut": Kind("scale_lr", False),
     "norms": Kind("norm_lr", False),
 }
-"""Kinds of trained tensors: LoRA factors, latent weights, the quantiser's scales and tables, norms."""
+"""Kinds of trained tensors: LoRA factors, latent weights, the quantiser's scales (K-quants' apart), tables, norms."""
 
 
 _decay = functools.partial(option, min=0, max=math.nextafter(1, 0), refusal="is not from 0 to below 1")
@@ -175,7 +178,8 @@ def build_optimizer(config: OptimConfig, groups: Mapping[str, Mapping[str, nn.Pa
     for kind, tensors in groups.items():
         if not tensors:
             continue
-        rates = {"lr": getattr(config, KINDS[kind].rate), "weight_decay": config.weight_decay * KINDS[kind].decays}
+        rate = getattr(config, KINDS[kind].rate) * KINDS[kind].share
+        rates = {"lr": rate, "weight_decay": config.weight_decay * KINDS[kind].decays}
         if runtime.shares_memory:
             by_type = itertools.groupby(sorted(tensors.values(), key=lambda p: str(p.dtype)), key=lambda p: p.dtype)
             of_kind = [_flatten(list(parameters)) for _, parameters in by_type]

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from qat_lora.layers.quant_linear import QuantLinear
+from qat_lora.quant.codes import code_values, unpack
 from qat_lora.quant.presets import PRESETS
-from qat_lora.quant.scales import scale_shapes, whole_shapes
+from qat_lora.quant.scales import scale_shapes, unpack_whole, whole_shapes
 
 quants = pytest.importorskip("gguf.quants")
 ROWS, COLUMNS = 3, 512
@@ -83,15 +84,20 @@ def q8_0(codes, d):
 PACKERS = {"q2_k": q2_k, "q3_k": q3_k, "q4_k": q4_k, "q6_k": q6_k, "q4_0": q4_0, "q8_0": q8_0}
 
 
-@pytest.mark.parametrize("name", PACKERS)
-def test_the_weight_is_what_the_block_means(name):
-    spec, draw = PRESETS[name].rules[0][1], np.random.default_rng(0)
-    shape, width = (ROWS, COLUMNS), COLUMNS * spec.bits // 8
-    stored = {"codes": torch.from_numpy(draw.integers(0, 256, (ROWS, width), dtype=np.uint8))}
-    for part, size in whole_shapes(spec, *shape).items():
-        stored[part] = torch.from_numpy(draw.integers(0, 256, size, dtype=np.uint8))
+def drawn(spec, rows=ROWS, columns=COLUMNS):
+    """Random stored tensors of a layer."""
+    draw, shape = np.random.default_rng(0), (rows, columns)
+    packed = {"codes": (rows, columns * spec.bits // 8), **whole_shapes(spec, *shape)}
+    stored = {name: torch.from_numpy(draw.integers(0, 256, size, dtype=np.uint8)) for name, size in packed.items()}
     for part, size in scale_shapes(spec, *shape).items():
         stored[part] = torch.from_numpy(draw.normal(size=size) * 0.01).half()
+    return stored
+
+
+@pytest.mark.parametrize("name", PACKERS)
+def test_the_weight_is_what_the_block_means(name):
+    spec, shape = PRESETS[name].rules[0][1], (ROWS, COLUMNS)
+    stored = drawn(spec)
     layer = QuantLinear.from_stored(nn.Linear(COLUMNS, ROWS, bias=False), spec, stored)
     size, data = 256 if spec.step_bits else 32, b""
     for r in range(ROWS):
@@ -108,3 +114,26 @@ def test_the_weight_is_what_the_block_means(name):
     assert np.array_equal(theirs.reshape(shape), layer.weight.detach().numpy())
     again = layer.stored()
     assert again.keys() == stored.keys() and all(torch.equal(again[key], stored[key]) for key in stored)
+
+
+@pytest.mark.parametrize("name", ["q2_k", "q3_k", "q2_0"])
+def test_scales_train_through_their_multiples(name):
+    """Gradients of scales and minima against float64 differences; what was trained is stored as it computes."""
+    spec = PRESETS[name].rules[0][1]
+    layer = QuantLinear.from_stored(nn.Linear(COLUMNS, ROWS, bias=False), spec, drawn(spec))
+    x, weigh = torch.randn(7, COLUMNS), torch.randn(7, ROWS)
+    layer.train_scales()
+    (layer(x) * weigh).sum().backward()
+    values = code_values(spec).double()[unpack(layer.codes, spec.bits, COLUMNS).long()]
+    whole = [unpack_whole(getattr(layer, part), spec, COLUMNS).double() for part in spec.whole]
+    pull = weigh.double().T @ x.double()  # of the loss, at every weight
+    columns = COLUMNS // layer.scale.shape[1]
+    wide = [n.repeat_interleave(spec.group_size, 1) for n in whole] or [torch.ones(ROWS, COLUMNS)]
+    for scale, unit in zip(layer.scales, (values * wide[0], -wide[-1]), strict=False):
+        expected = (pull * unit).unflatten(1, (-1, columns)).sum(2)
+        assert torch.allclose(scale.grad.double(), expected, rtol=1e-4, atol=1e-3)
+        scale.data *= 1.37
+    again = QuantLinear.from_stored(nn.Linear(COLUMNS, ROWS, bias=False), spec, layer.stored())
+    assert torch.equal(again.weight, layer.weight) and not torch.equal(again.scale, layer.scale)
+    layer.hold_dense()
+    assert torch.equal(again.weight, layer.weight)
