@@ -22,12 +22,11 @@ import torch
 from torch import Tensor
 
 from qat_lora.quant.codes import decode, encode
-from qat_lora.quant.scales import TINY, away_from_zero
+from qat_lora.quant.scales import TINY, stored
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.runtime.loop import Number, Tensors, factorised, loop, part, rest, solver_dtype, unchanged, whole_parts
 
 DAMPING = 0.01  # added to the second moment's diagonal, as a share of its mean: GPTQ's own default
-LARGEST = 65504.0  # in float16
 BLOCK = 64  # columns handled before their joint effect is pushed on: fewer, larger matrix products
 
 
@@ -330,9 +329,8 @@ def _fitted(rows_GRG: Tensor, right_RG: Tensor, scale: Tensor, spec: QuantSpec) 
     ridge = 1e-9 * gram.diagonal(dim1=1, dim2=2).mean(-1).clamp_min(1e-30)  # a group of zero codes has no scale
     eye = torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
     wanted = scale.double() + torch.linalg.solve(gram + ridge[:, None, None] * eye, right)
-    found = (away_from_zero(wanted).clamp_min(-LARGEST) if spec.signed else wanted.clamp_min(TINY)).clamp_max(LARGEST)
-    found = found.half()
-    fitted = torch.where(torch.isfinite(found), found, scale.half()).to(scale.dtype)
+    found = stored(wanted if spec.signed else wanted.clamp_min(TINY))
+    fitted = torch.where(torch.isfinite(found), found, scale.double()).to(scale.dtype)
     change = (fitted - scale).double()
     raised = (change[:, None] @ gram @ change[:, :, None]).flatten() - 2 * (change * right).sum(1)  # the output error
     return torch.where((raised < 0)[:, None], fitted, scale)

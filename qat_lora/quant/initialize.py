@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -23,7 +24,6 @@ from qat_lora.errors import ConfigError
 from qat_lora.quant.codes import code_values, decode, first_value, nearest
 from qat_lora.quant.gptq import (
     BLOCK,
-    LARGEST,
     Curvature,
     Grid,
     Steps,
@@ -42,12 +42,13 @@ from qat_lora.quant.scales import (
     clip_scale,
     expand,
     importance_cost,
-    lift,
     low_rank_scales,
     meaning,
+    multiples,
     output_cost,
     range_scale,
     step_scales,
+    stored,
 )
 from qat_lora.quant.spec import SUPER, QuantSpec
 from qat_lora.runtime.loop import Number, Tensors, part, whole_parts
@@ -57,7 +58,7 @@ Method = Literal["absmax", "mse", "awq", "gptq", "descent"]
 METHODS: tuple[str, ...] = get_args(Method)
 COMPENSATED = ("gptq", "descent")
 NEED_TEXT = ("awq", *COMPENSATED)
-HEAVIEST = 32_000.0  # weight whose scale fits float16 with every code book and scale search
+LARGEST = 32_000.0  # weight whose scale fits float16 with every code book and scale search
 ROUNDS, SWEEPS = 3, 2  # of scale refits, and of descent after each
 
 
@@ -142,8 +143,8 @@ def quantize_weight(
     largest = float(weight_OI.abs().max())
     if not math.isfinite(largest):
         raise ConfigError("weight: holds NaN or infinite entries; check the checkpoint")
-    if largest > HEAVIEST:
-        raise ConfigError(f"weight: holds entries above {HEAVIEST:g}, whose scales float16 cannot hold")
+    if largest > LARGEST:
+        raise ConfigError(f"weight: holds entries above {LARGEST:g}, whose scales float16 cannot hold")
     if method in NEED_TEXT and calibration is None:
         raise ConfigError(f"init: {method} needs calibration text; give --dataset, or choose mse or absmax")
     spec.check_width("weight", weight_OI.shape[1])
@@ -190,24 +191,12 @@ def _refitted(now: QuantizedWeight, spec: QuantSpec, level: str, slope: Tensor, 
         grid = now.grid(spec, torch.float32)
         return now._replace(scales=(refit_scales(slope, moment, grid, now.codes_OI, now.scales[0], spec),))
     assert spec.group_size is not None
-    low, high = -lift(spec), 2**spec.whole_bits - 1 - lift(spec)
-
-    def stored(x: Tensor) -> Tensor:
-        return away_from_zero(x.clamp(-LARGEST, LARGEST)).half().float()
-
-    def step(x: Tensor) -> Tensor:
-        found = x.round().clamp(low, high)
-        return torch.where(found == 0, 1.0, found)
-
-    def minimum(x: Tensor) -> Tensor:
-        return x.round().clamp(0, high)
-
     shape, q = now.codes_OI.shape, decode(now.codes_OI, now.values)
     if level == "scales":
         numbers, others, width, steps = now.scales, now.whole, spec.group_size, Steps(SUPER, stored, stored, (0.0,))
     else:
         numbers, others, width = now.whole, now.scales, SUPER
-        steps = Steps(spec.group_size, step, minimum, (-0.5, 0.5))
+        steps = Steps(spec.group_size, partial(multiples, spec, 1), partial(multiples, spec, 0), (-0.5, 0.5))
     units = [expand((x,), width, *shape).expand(shape) for x in others]
     bases = [q * units[0], -units[1] if len(units) > 1 else torch.zeros_like(q)]
     both = [numbers[0], numbers[-1]]  # without minima the second has no effect

@@ -27,6 +27,7 @@ from qat_lora.runtime.loop import Tensors, loop
 from qat_lora.runtime.precision import exact_matmul
 
 Scales = tuple[Tensor, ...]
+LARGEST = 65504.0  # of float16
 TINY = 1e-6  # smallest scale: keeps W / S finite for rows of zeros, and is a float16 number
 # Candidate clips between 0.2 and 1 times absmax. Scales above absmax lower the weighted error (by 3 % at 4 bits, normal
 # weights, uneven importance) but not the KL of the model: 0.99 to 1.01 times as large on a saturated teacher.
@@ -130,8 +131,7 @@ def absmax_scale(weight_OI: Tensor, spec: QuantSpec) -> Tensor:
     """
     members = grouped(weight_OI, spec)
     if spec.signed:
-        high, low = members.amax(-1), members.amin(-1)
-        return away_from_zero(torch.where(high >= -low, high, low) / code_values(spec)[0])
+        return away_from_zero(_largest(members) / code_values(spec)[0])
     return (members.abs().amax(-1) / full_range(spec)).clamp_min(TINY)
 
 
@@ -211,17 +211,29 @@ def step_scales(weight_OI: Tensor, spec: QuantSpec, cost: Cost | None) -> tuple[
     return scales, whole
 
 
+def multiples(spec: QuantSpec, least: int, wanted: Tensor) -> Tensor:
+    """Return the nearest whole numbers that a K-quant stores; steps are at least 1 in size, minima 0."""
+    found = wanted.round().clamp(-lift(spec), 2**spec.whole_bits - 1 - lift(spec))
+    return torch.where(found == 0, float(least), found)
+
+
+def stored(scale: Tensor) -> Tensor:
+    """Return scales of either sign as float16 numbers that can be divided by."""
+    return away_from_zero(scale.clamp(-LARGEST, LARGEST)).half().to(scale.dtype)
+
+
 def _on_steps(wanted_RG: Tensor, spec: QuantSpec, least: int) -> tuple[Tensor, Tensor]:
-    """Return float16-exact scales of `SUPER` inputs, and multiples [rows, G] of at least this size."""
+    """Return float16-exact scales of `SUPER` inputs, and their multiples [rows, G] nearest to what groups want."""
     assert spec.group_size is not None
     blocks = wanted_RG.unflatten(1, (-1, SUPER // spec.group_size))
-    high, low = blocks.amax(2, keepdim=True), blocks.amin(2, keepdim=True)
-    largest = torch.where(high >= -low, high, low)
-    end = -lift(spec) or 2**spec.whole_bits - 1  # the end of the steps with most room
-    scale = away_from_zero(largest / end).half().to(wanted_RG.dtype)
-    steps = (blocks / scale).round().clamp(-lift(spec), 2**spec.whole_bits - 1 - lift(spec))
-    steps = torch.where(steps.abs() < least, torch.where(blocks * scale < 0, -1.0, 1.0), steps)
-    return scale.squeeze(2), steps.flatten(1)
+    scale = stored(_largest(blocks, keepdim=True) / (-lift(spec) or 2**spec.whole_bits - 1))  # the end with most room
+    return scale.squeeze(2), multiples(spec, least, blocks / scale).flatten(1)
+
+
+def _largest(members: Tensor, keepdim: bool = False) -> Tensor:
+    """Return the entry of the greatest size along the last dimension, with its sign."""
+    high, low = members.amax(-1, keepdim), members.amin(-1, keepdim)
+    return torch.where(high >= -low, high, low)
 
 
 def _minimum_scale(weight_OI: Tensor, spec: QuantSpec, cost: Cost | None) -> Tensors:
