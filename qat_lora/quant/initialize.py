@@ -22,17 +22,7 @@ from torch import Tensor
 
 from qat_lora.errors import ConfigError
 from qat_lora.quant.codes import code_values, decode, first_value, nearest
-from qat_lora.quant.gptq import (
-    BLOCK,
-    Curvature,
-    Grid,
-    Steps,
-    descend,
-    gptq,
-    refit_parts,
-    refit_scales,
-    slope_of,
-)
+from qat_lora.quant.gptq import BLOCK, Curvature, Grid, Steps, descend, gptq, refit_parts, refit_scales, slope_of
 from qat_lora.quant.scales import (
     Cost,
     Meaning,

@@ -251,8 +251,8 @@ def _minimum_scale(weight_OI: Tensor, spec: QuantSpec, cost: Cost | None) -> Ten
         scale, minimum = (x[..., None] for x in of(clip, low, high))
         q, _ = nearest((members + minimum) / scale, values, spec)
         centre, own = q.mean(-1, keepdim=True), members.mean(-1, keepdim=True)
-        spread = (q - centre).square().sum(-1, keepdim=True).clamp_min(TINY)
-        rise = ((q - centre) * members).sum(-1, keepdim=True) / spread
+        varies = (q - centre).square().sum(-1, keepdim=True).clamp_min(TINY)
+        rise = ((q - centre) * members).sum(-1, keepdim=True) / varies
         fits = (rise > TINY) & (rise * centre >= own)  # the line through codes and weights, where it is one of ours
         scale, minimum = torch.where(fits, rise, scale), torch.where(fits, rise * centre - own, minimum)
         return [scale[..., 0], minimum[..., 0]], q * scale - minimum - members
