@@ -59,7 +59,7 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
 
     def export(groups: Groups, folder: Path) -> None:
         """Write the student as an adapter folder, at once; what training changed of its base goes into it."""
-        base, changed = model.folder, groups["scales"] | groups["norms"]
+        base, changed = model.folder, groups["scales"] | groups["block_scales"] | groups["norms"]
         with atomic_dir(folder) as draft:
             sha256 = checkpoint_sha256(base)
             if changed:

@@ -70,6 +70,8 @@ def quantize_targets(model: nn.Module, preset: Preset) -> dict[str, QuantSpec]:
         if len(names) != 1:
             raise ConfigError(f"quantize_head: the model has no single output head; found: {_some(names)}")
         targets[names[0]] = preset.lm_head
+    for name, spec in targets.items():
+        spec.check_width(name, model.get_submodule(name).get_parameter("weight").shape[1])
     return targets
 
 
@@ -220,6 +222,13 @@ def prepare_base(model: nn.Module, train_scales: bool, dtype: torch.dtype | None
     for shared in dict.fromkeys(adapter.shared for adapter in lora_layers(model).values() if adapter.shared):
         join_dense([member.base for member in shared.members])
     return trained
+
+
+def scales_by_kind(model: nn.Module, scales: Mapping[str, nn.Parameter]) -> dict[str, dict[str, nn.Parameter]]:
+    """Return scales that train, by layer name and part, with those of K-quants as a kind of their own."""
+    stepped = {name for name, layer in quant_layers(model).items() if layer.spec.step_bits}
+    blocks = {name: scale for name, scale in scales.items() if name.rpartition(".")[0] in stepped}
+    return {"scales": {n: s for n, s in scales.items() if n not in blocks}, "block_scales": blocks}
 
 
 def bits_per_weight(model: nn.Module) -> dict[str, float]:

@@ -19,7 +19,7 @@ from qat_lora.quant.gptq import BLOCK
 from qat_lora.quant.initialize import COMPENSATED, ROUNDS, SWEEPS
 from qat_lora.quant.presets import preset
 from qat_lora.quant.scales import CLIP_GRID
-from qat_lora.quant.spec import QuantSpec
+from qat_lora.quant.spec import SUPER, QuantSpec
 from qat_lora.registry import DryRun, Requirements
 
 FLOAT32_RATE = {"tpu": 1 / 6, "cuda": 1 / 15}  # of bfloat16's: six passes of a TPU, none of a card's product units
@@ -114,12 +114,12 @@ def solver_work(module: torch.nn.Module, options: QuantizeOptions, column_passes
 def layer_work(rows: int, columns: int, spec: QuantSpec, turns: int, descends: bool, column_passes: int) -> SolverWork:
     """Return the work of one layer that is rounded anew in so many turns, in float32 and by whole products."""
     rounds = (ROUNDS if turns == 1 else turns * TURN_ROUNDS + ROUNDS - TURN_ROUNDS) if descends else 0
-    refits = 0 if spec.sharing == "lowrank" else rounds
+    refits = 0 if spec.sharing == "lowrank" else rounds * (2 if spec.step_bits else 1)  # K-quants: steps, their scales
     slopes = (turns + (turns > 1) if descends else 0) + refits
-    size = spec.group_size if spec.sharing == "group" and spec.group_size else BLOCK
+    size = SUPER if spec.step_bits else spec.group_size if spec.sharing == "group" and spec.group_size else BLOCK
     weights, sweeps = rows * columns, rounds * SWEEPS
     products = 2 * weights * columns * (turns + sweeps + refits + slopes)
-    block, clips = size * turns + BLOCK * sweeps, CLIP_GRID * turns
+    block, clips = size * turns + BLOCK * sweeps, CLIP_GRID * turns * (1 + spec.signed)
     within = weights * (2 * block + CLIP_OPERATIONS * clips)
     # A block's errors pass over the whole weight, which is read and written; a group's products are only read.
     passes = columns * (2 * turns / size + 2 * sweeps / BLOCK + refits / size) + 3 * slopes

@@ -8,7 +8,15 @@ import torch
 from torch import nn
 
 from qat_lora.errors import ConfigError, ModelError
-from qat_lora.layers.convert import check_reach, linear_layers, lora_layers, prepare_base, quant_layers, tied_embedding
+from qat_lora.layers.convert import (
+    check_reach,
+    linear_layers,
+    lora_layers,
+    prepare_base,
+    quant_layers,
+    scales_by_kind,
+    tied_embedding,
+)
 from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.models.load import DTYPES, CausalLM
 from qat_lora.options import QatOptions
@@ -55,6 +63,11 @@ def check_parts(options: QatOptions, full: CausalLM | None, student: CausalLM | 
         raise ConfigError("train_parts: lut: no layer has a look-up table; choose a preset with one, such as q4_r32")
     if "ranges" in parts and "asymmetric" not in codes:
         raise ConfigError("train_parts: ranges: no layer has zero points; choose a preset with them, such as w4g64a")
+    if "minimum" in codes and ("weights" in parts or options.mergeable or options.blockwise.blockwise_steps):
+        raise ConfigError(
+            "train_parts: codes of q2_k and q4_k do not train, only their scales; leave out weights, --mergeable and "
+            "--blockwise-steps, or quantise with q3_k, q2_0 or q4_0"
+        )
     if options.run.dtype != "float32" and parts & {"norms", "embeddings", "head"}:
         lose = "norms, embeddings and head lose small updates in bfloat16"
         raise ConfigError(f"train_parts: {lose}; give --dtype float32 --autocast")
@@ -81,7 +94,7 @@ def recovery_parts(
     for norm in norms.values():
         norm.requires_grad_(True)
     model.module.train()
-    return {"adapter": factors, "scales": scales, "norms": norms}
+    return {"adapter": factors, **scales_by_kind(model.module, scales), "norms": norms}
 
 
 def trained_parts(model: CausalLM, options: QatOptions, full: CausalLM | None) -> dict[str, dict[str, nn.Parameter]]:
@@ -105,6 +118,7 @@ def trained_parts(model: CausalLM, options: QatOptions, full: CausalLM | None) -
             groups["scales"] |= {f"{name}.{part}": scale for part, scale in layer.named_scales().items()}
         if not any(parameter.requires_grad for parameter in layer.parameters()):
             layer.hold_dense(frozen_dtype)
+    groups |= scales_by_kind(module, groups["scales"])
     groups["norms"] = model.norms() if "norms" in parts else {}
     ends = {"embeddings": module.get_input_embeddings(), "head": module.get_output_embeddings()}
     chosen = {id(parameter) for part in parts & set(ends) for parameter in ends[part].parameters()}

@@ -20,7 +20,7 @@ from qat_lora.config import option, settings
 from qat_lora.errors import ModelError
 from qat_lora.layers.calibrate.blocks import Call, capture_calls, run_block
 from qat_lora.layers.calibrate.finished import Work
-from qat_lora.layers.convert import block_of, linear_layers, quant_layers
+from qat_lora.layers.convert import block_of, linear_layers, quant_layers, scales_by_kind
 from qat_lora.runtime.base import Runtime
 from qat_lora.train.optim import OptimConfig, build_optimizer, set_lr
 from qat_lora.types import Batch
@@ -118,7 +118,7 @@ def _reconstruct(
         layer.train_scales()
         scales |= {f"{name}.{i}": scale for i, scale in enumerate(layer.scales)}
     rates = OptimConfig(lr=config.blockwise_lr, scale_lr=config.blockwise_scale_lr)
-    optimizer = build_optimizer(rates, {"weights": weights, "scales": scales}, runtime)
+    optimizer = build_optimizer(rates, {"weights": weights, **scales_by_kind(block, scales)}, runtime)
     for step in range(config.blockwise_steps):
         work.may_stop()
         index = step % len(hidden)

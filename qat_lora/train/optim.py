@@ -28,8 +28,12 @@ from qat_lora.types import LanguageModel
 
 # By kind of trained tensors (LoRA factors, latent weights, the quantiser's scales and tables, norms), the setting of
 # their peak learning rate; and the kinds that weight decay pulls to 0: it would only shrink scales and norms.
-RATES = {"adapter": "lr", "weights": "lr", "scales": "scale_lr", "lut": "scale_lr", "norms": "norm_lr"}
+RATES = {
+    "adapter": "lr", "weights": "lr", "scales": "scale_lr", "block_scales": "scale_lr", "lut": "scale_lr",
+    "norms": "norm_lr",
+}  # fmt: skip
 DECAYING = ("adapter", "weights")
+SHARES = {"block_scales": 1 / 32}  # of that rate: the scale of a K-quant's group is some 15 to 128 of its block's
 _decay = functools.partial(option, min=0, max=math.nextafter(1, 0), refusal="is not from 0 to below 1")
 
 
@@ -139,7 +143,8 @@ def build_optimizer(config: OptimConfig, groups: Mapping[str, Mapping[str, nn.Pa
     for kind, tensors in groups.items():
         if not tensors:
             continue
-        rates = {"lr": getattr(config, RATES[kind]), "weight_decay": config.weight_decay * (kind in DECAYING)}
+        rate = getattr(config, RATES[kind]) * SHARES.get(kind, 1.0)
+        rates = {"lr": rate, "weight_decay": config.weight_decay * (kind in DECAYING)}
         if runtime.shares_memory:
             by_type = itertools.groupby(sorted(tensors.values(), key=lambda p: str(p.dtype)), key=lambda p: p.dtype)
             of_kind = [_flatten(list(parameters)) for _, parameters in by_type]

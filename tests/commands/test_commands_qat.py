@@ -225,7 +225,7 @@ def refused(kind, words, tiny, cache, out, **changed):
     assert not out.exists()
 
 
-def test_what_cannot_be_trained_is_refused_before_anything_is_written(tiny, work, tmp_path):
+def test_what_cannot_be_trained_is_refused_before_anything_is_written(tiny, wide, work, tmp_path):
     cache, student = work
     out = tmp_path / "out"
     go_on = {"from_scratch": False, "checkpoint": str(student), "model": None}
@@ -235,6 +235,8 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_written(tiny, work
     refused(ConfigError, ["quantised already"], tiny, cache, out, model=str(student))
     refused(ConfigError, ["no quantised layers"], tiny, cache, out, **{**go_on, "checkpoint": str(tiny.teacher)})
     refused(ModelError, ["full-precision", "q_proj"], tiny, cache, out, **{**go_on, "model": str(student)})
+    for changed in ({"train_parts": ("weights",)}, {"mergeable": True}, {"blockwise": BLOCKWISE}):
+        refused(ConfigError, ["codes of q2_k", "quantise with q3_k"], wide, cache, out, preset="q2_k", **changed)
     low = replace(part(out), dtype="bfloat16")
     refused(ConfigError, ["bfloat16", "norms"], tiny, cache, out, train_parts=("norms",), run=low)
 

@@ -21,14 +21,20 @@ SPECS = {
     "tensor": QuantSpec(bits=2, code="half", sharing="tensor"),
     "asymmetric": QuantSpec(bits=4, code="asymmetric", sharing="group", group_size=8),
     "lowrank": QuantSpec(bits=4, code="lut", sharing="lowrank", group_size=8, rank=3),
+    "signed": QuantSpec(bits=3, code="integer", sharing="group", group_size=8, signed=True),
+    "steps": QuantSpec(bits=3, code="integer", sharing="group", group_size=16, signed=True, step_bits=6),
 }
 ROWS, COLUMNS = 6, 21
 
 
+def columns_of(sharing):
+    return 256 if SPECS[sharing].step_bits else COLUMNS
+
+
 def make(sharing, method="mse", seed=0):
     torch.manual_seed(seed)
-    linear = nn.Linear(COLUMNS, ROWS)
-    moment = torch.randn(64, COLUMNS)
+    linear = nn.Linear(columns_of(sharing), ROWS)
+    moment = torch.randn(64, linear.in_features)
     quantised = quantize_weight(linear.weight.data, SPECS[sharing], method, moment.T @ moment / 64)
     return linear, QuantLinear.from_linear(linear, SPECS[sharing], quantised)
 
@@ -44,7 +50,7 @@ def test_the_gradient_of_a_table():
 @pytest.mark.parametrize("rank", [0, 2])
 def test_training_starts_from_the_codes_that_were_found(sharing, method, rank):
     linear, layer = make(sharing, method)
-    before, codes, x = layer.weight.clone(), layer.codes.clone(), torch.randn(5, COLUMNS)
+    before, codes, x = layer.weight.clone(), layer.codes.clone(), torch.randn(5, columns_of(sharing))
     expected = layer(x)
     for weight in (linear.weight.detach(), None):
         trained = copy.deepcopy(layer)
@@ -53,7 +59,7 @@ def test_training_starts_from_the_codes_that_were_found(sharing, method, rank):
         assert torch.equal(trained.weight, before) and torch.equal(trained(x), expected)
         assert torch.equal(trained.stored()["codes"], codes)
         if weight is not None:  # as near to the full-precision weight as the codes allow
-            error, allowed = (latent(trained.scale_and_zero()[0]) - weight).abs(), (before - weight).abs()
+            error, allowed = (latent(trained.meaning().scale) - weight).abs(), (before - weight).abs()
             assert (error <= allowed + 1e-6).all() and error.sum() < 0.7 * allowed.sum()
 
 
@@ -65,8 +71,8 @@ def trained_layer(sharing, rank, table=False):
     if table:
         layer.train_table()
     trained = [*latent.trained().values(), *layer.scales, *([layer.values] if table else [])]
-    optimizer = torch.optim.Adam(trained, lr=0.05)
-    x, target = torch.randn(40, COLUMNS), torch.randn(40, ROWS)
+    optimizer = torch.optim.Adam(trained, lr=0.005 if layer.spec.step_bits else 0.05)
+    x, target = torch.randn(40, layer.in_features), torch.randn(40, ROWS)
     before = layer.codes.clone()
     for _ in range(20):
         optimizer.zero_grad()
@@ -82,8 +88,8 @@ def trained_layer(sharing, rank, table=False):
 def test_what_is_stored_computes_bit_for_bit_what_was_trained(sharing, rank):
     linear, layer, x = trained_layer(sharing, rank, table=sharing == "lowrank")
     expected, stored = layer(x), layer.stored()
-    assert {t.dtype for n, t in stored.items() if n not in ("codes", "zeros")} == {torch.float16}
-    fresh = QuantLinear(COLUMNS, ROWS, layer.spec, bias=True)
+    assert {t.dtype for n, t in stored.items() if n not in ("codes", "zeros", "steps")} == {torch.float16}
+    fresh = QuantLinear(layer.in_features, ROWS, layer.spec, bias=True)
     fresh.load_state_dict({**stored, "bias": linear.bias})
     assert torch.equal(fresh(x), expected)
     layer.materialize()

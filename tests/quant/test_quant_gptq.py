@@ -1,14 +1,20 @@
 """Descent and refitted scales: monotone, at a minimum that no single code improves, and the least-squares solution."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
 from qat_lora.quant.gptq import Curvature, Grid, descend, gptq, slope_of
-from qat_lora.quant.initialize import quantize_weight, refine
+from qat_lora.quant.initialize import _refitted, quantize_weight, refine
+from qat_lora.quant.presets import PRESETS
 from qat_lora.quant.spec import QuantSpec
 
+BLOCKS = {name: PRESETS[name].rules[0][1] for name in ("q2_k", "q3_k")}
+STEPS = {"q2_k": (range(1, 16), range(16)), "q3_k": ([*range(-32, 0), *range(1, 32)],)}
 SPECS = {
+    "signed": QuantSpec(bits=2, code="integer", sharing="group", group_size=16, signed=True),
     "asymmetric": QuantSpec(bits=3, code="asymmetric", sharing="group", group_size=16),
     "table": QuantSpec(bits=2, code="lut", sharing="group", group_size=16, table="normal"),
     "group": QuantSpec(bits=2, code="half", sharing="group", group_size=16),
@@ -35,16 +41,18 @@ def weighted_error(weight, dense, moment):
     return np.trace(error @ (moment + 0.01 * np.diag(moment).mean() * np.eye(len(moment))) @ error.T)
 
 
-@pytest.mark.parametrize("sharing", SPECS)
+@pytest.mark.parametrize("sharing", SPECS | BLOCKS)
 def test_refining_never_raises_the_output_error(sharing):
-    spec, weight = SPECS[sharing], weight_of(12, 40)
-    _, moment = correlated(40)
+    spec, columns = (SPECS | BLOCKS)[sharing], 512 if sharing in BLOCKS else 40
+    weight, (_, moment) = weight_of(12, columns), correlated(columns)
     for method in ("absmax", "mse", "gptq"):
         now = quantize_weight(weight, spec, method, torch.from_numpy(moment))
         errors = [weighted_error(weight, now.dense(spec), moment)]
         for _ in range(4):
             now = refine(weight, spec, now, Curvature(torch.from_numpy(moment)), rounds=1)
-            assert torch.equal(now.scales[0], now.scales[0].half().float())
+            assert all(torch.equal(scale, scale.half().float()) for scale in now.scales)
+            for whole, allowed in zip(now.whole, STEPS.get(sharing, ()), strict=False):
+                assert set(whole.flatten().tolist()) <= set(allowed)
             errors.append(weighted_error(weight, now.dense(spec), moment))
         assert all(b <= a * (1 + 1e-6) for a, b in zip(errors, errors[1:], strict=False)), (method, errors)
         assert errors[-1] < 0.95 * errors[0], (method, errors)
@@ -62,6 +70,55 @@ def test_a_descended_start_has_no_better_single_code():
             codes = found.codes_OI.clone()
             codes[at] = code
             assert weighted_error(weight, found._replace(codes_OI=codes).dense(spec), moment) >= least * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_refitted_steps_minima_and_scales_have_no_better_single_number(name):
+    """Each of them, changed alone, makes the output worse: checked one by one."""
+    spec, weight, moment = BLOCKS[name], weight_of(2, 256), correlated(256)[1]
+    damped = Curvature(torch.from_numpy(moment)).narrow_LII
+    now, seen = quantize_weight(weight, spec, "mse"), []
+    while len(seen) < 2 or not all(map(torch.equal, seen[-1], seen[-2])):
+        for level in ("scales", "whole"):
+            now = _refitted(now, spec, level, slope_of(weight, now.dense(spec), damped), damped)
+        seen.append((*now.scales, *now.whole))
+        assert len(seen) < 100
+    assert len(seen) > 2
+    least = weighted_error(weight, now.dense(spec), moment)
+    for kind in ("scales", "whole"):
+        for number, values in enumerate(getattr(now, kind)):
+            for at in np.ndindex(*values.shape):
+                half = values[at].half().numpy()
+                near = [np.nextafter(half, np.float16(end)) for end in (-np.inf, np.inf)]
+                for other in near if kind == "scales" else STEPS[name][number]:
+                    changed = list(getattr(now, kind))
+                    changed[number] = values.clone()
+                    changed[number][at] = float(other)
+                    dense = now._replace(**{kind: tuple(changed)}).dense(spec)
+                    assert weighted_error(weight, dense, moment) >= least * (1 - 1e-6)
+
+
+def test_a_scale_of_either_sign_turns_the_longer_end_to_where_the_weights_are():
+    """Against brute force over 4,000 scales of both signs; a weight and its mirror image are equally hard."""
+    spec = SPECS["signed"]
+    weight = weight_of(40, 16).abs() * torch.sign(weight_of(40, 1, seed=2)) + 0.3 * weight_of(40, 16, seed=3)
+    book, w = np.array([-2.0, -1.0, 0.0, 1.0]), weight.double().numpy()
+    scales = np.linspace(-4, 4, 4000)[:, None, None]
+    codes = book[np.abs((w / scales)[..., None] - book).argmin(-1)]
+    best = np.square(codes * scales - w).sum(-1).min(0)
+    found = np.square((quantize_weight(weight, spec, "mse").dense(spec) - weight).double().numpy()).sum(-1)
+    assert (found >= best * 0.999).all() and found.sum() < 1.02 * best.sum()
+    mirrored = np.square((quantize_weight(-weight, spec, "mse").dense(spec) + weight).double().numpy()).sum(-1)
+    assert np.allclose(mirrored, found, rtol=1e-6)
+    positive = dataclasses.replace(spec, signed=False)
+    one_sign = np.square((quantize_weight(weight, positive, "mse").dense(spec) - weight).double().numpy()).sum(-1)
+    assert (found <= one_sign * (1 + 1e-6)).all() and found.sum() < 0.8 * one_sign.sum()
+    moment = correlated(16)[1]
+    errors = [
+        weighted_error(weight, quantize_weight(weight, form, "descent", torch.from_numpy(moment)).dense(form), moment)
+        for form in (spec, positive)
+    ]
+    assert errors[0] < 0.8 * errors[1], errors
 
 
 def test_refitted_scales_are_the_least_squares_solution():

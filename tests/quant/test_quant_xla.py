@@ -23,6 +23,7 @@ from qat_lora.runtime import loop
 pytest.importorskip("torch_xla")
 COMPILER = Path(os.environ.get(report.COMPILER_VARIABLE, ""))
 SPEC = QuantSpec(bits=3, code="asymmetric", sharing="group", group_size=32)
+BLOCKS = QuantSpec(bits=2, code="minimum", sharing="group", group_size=64, step_bits=4)
 
 
 def problem(rows, columns, layers=2):
@@ -68,17 +69,18 @@ def main():
     def instructions(tensors):
         return instruction_count(torch_xla._XLAC._get_xla_tensors_hlo(tensors))
 
-    weight, moment = problem(24, 150)
-    given = [x.to(torch_xla.device()) for x in (weight, moment)]
-    there = initialize.quantize_weight(given[0], SPEC, "descent", given[1]).to(torch.device("cpu"))
     found = {"graphs": {c: instructions(solvers_graph(8, c)) for c in (128, 256)}}
     equal, errors = [], []
-    for i, (mine, far) in enumerate(zip(weight.chunk(2), there.split(2), strict=True)):
-        here = initialize.quantize_weight(mine, SPEC, "descent", moment[i])
-        equal.append((here.codes_OI == far.codes_OI).float().mean().item())
-        left = [(mine - x.dense(SPEC)).double() for x in (here, far)]
-        a, b = (float(((e @ moment[i].double()) * e).sum()) for e in left)
-        errors.append(abs(a - b) / a)
+    for spec, columns in ((SPEC, 150), (BLOCKS, 256)):
+        weight, moment = problem(24, columns)
+        given = [x.to(torch_xla.device()) for x in (weight, moment)]
+        there = initialize.quantize_weight(given[0], spec, "descent", given[1]).to(torch.device("cpu"))
+        for i, (mine, far) in enumerate(zip(weight.chunk(2), there.split(2), strict=True)):
+            here = initialize.quantize_weight(mine, spec, "descent", moment[i])
+            equal.append((here.codes_OI == far.codes_OI).float().mean().item())
+            left = [(mine - x.dense(spec)).double() for x in (here, far)]
+            a, b = (float(((e @ moment[i].double()) * e).sum()) for e in left)
+            errors.append(abs(a - b) / a)
     precision = torch_xla._XLAC._xla_get_mat_mul_precision
     with XlaRuntime("CPU").exact_products():
         found["precisions"] = [precision()]

@@ -8,7 +8,16 @@ from torch import nn
 
 from qat_lora.errors import ConfigError
 from qat_lora.runtime.native import NativeRuntime
-from qat_lora.train.optim import OptimConfig, averaged, build_optimizer, gradients_apart, lr_factor, optimized, set_lr
+from qat_lora.train.optim import (
+    RATES,
+    OptimConfig,
+    averaged,
+    build_optimizer,
+    gradients_apart,
+    lr_factor,
+    optimized,
+    set_lr,
+)
 from qat_lora.train.step import optimizer_step
 
 
@@ -99,10 +108,10 @@ def test_scales_alone_and_adapters_alone_train(runtime):
 
 def test_each_kind_has_its_rate_and_only_weights_decay(runtime):
     config = OptimConfig(lr=1.0, scale_lr=2.0, norm_lr=3.0, weight_decay=0.5)
-    kinds = {kind: [nn.Parameter(torch.ones(1))] for kind in ("adapter", "weights", "scales", "lut", "norms")}
+    kinds = {kind: [nn.Parameter(torch.ones(1))] for kind in RATES}
     made = build_optimizer(config, groups(**kinds), runtime).param_groups
-    assert [group["peak_lr"] for group in made] == [1.0, 1.0, 2.0, 2.0, 3.0]
-    assert [group["weight_decay"] for group in made] == [0.5, 0.5, 0, 0, 0]
+    assert [group["peak_lr"] for group in made] == [1.0, 1.0, 2.0, 2.0 / 32, 2.0, 3.0]
+    assert [group["weight_decay"] for group in made] == [0.5, 0.5, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("decay", [0.5, 0.99])
