@@ -333,13 +333,20 @@ class ExportOptions:
     """`qat-lora export`."""
 
     student: str | None = option(None, "model, adapter or run folder", required=True, alias="model")
-    form: Literal["merged", "adapter", "compressed-tensors", "gguf", "pt"] = option(
+    form: Literal["merged", "adapter", "compressed-tensors", "gguf", "gguf-merged", "pt"] = option(
         "merged",
         "merged: dense weights with codes and adapter folded in; adapter: PEFT adapter with its quantised base; "
         "compressed-tensors: packed base (vLLM, transformers), adapter beside it; gguf: base and adapter for "
-        "llama.cpp; pt: best.pt, the student's state dict for torch.load",
+        "llama.cpp; gguf-merged: their sum as one dense file; pt: best.pt, the student's state dict for torch.load",
     )
-    dtype: Literal["float32", "bfloat16"] = option("float32", "type of the dense tensors that are written")
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = option(
+        "auto", "type of the dense tensors that are written; auto: float16 with gguf-merged, else float32"
+    )
+    embedding_bits: float | None = option(
+        None,
+        "bits of the embedding and of a head without codes, with gguf: 4.5, 6, 8 or 16 (as it is); default: 4.5",
+        unit="bits",
+    )
     container_bits: int | None = option(
         None,
         "bits of packed codes, with compressed-tensors; default: the fewest of 2, 4, 8 that are exact",
@@ -358,10 +365,16 @@ class ExportOptions:
     run: RunConfig = option(RunConfig, "run", without=("chips", "dtype", "seed"))
 
     def __post_init__(self) -> None:
-        for name, form in (("container_bits", "compressed-tensors"), ("exact_only", "gguf")):
+        for name, form in (
+            ("container_bits", "compressed-tensors"),
+            ("exact_only", "gguf"),
+            ("embedding_bits", "gguf"),
+        ):
             if getattr(self, name) and self.form != form:
                 raise ConfigError(f"{name}: means nothing with --form {self.form}; it belongs to --form {form}")
-        if self.form == "adapter" and self.dtype != "float32":
+        if self.embedding_bits not in (None, 4.5, 6, 8, 16):
+            raise ConfigError(f"embedding_bits: {self.embedding_bits:g} is not supported; allowed: 4.5, 6, 8, 16")
+        if self.form == "adapter" and self.dtype not in ("auto", "float32"):
             raise ConfigError(f"dtype: {self.dtype} means nothing with --form adapter, which copies the files")
 
 

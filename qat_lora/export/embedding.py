@@ -24,13 +24,13 @@ from qat_lora.types import Batch
 ROWS = 8192  # quantised at once: the clip search holds several copies
 
 
-def dense_tables(module: nn.Module) -> dict[str, nn.Module]:
+def dense_tables(module: nn.Module) -> dict[str, nn.Embedding | nn.Linear]:
     """Return the embedding and, where it has a weight of its own, the LM head, by name; without what holds codes."""
-    found: dict[int, tuple[str, nn.Module]] = {}
+    found: dict[int, tuple[str, nn.Embedding | nn.Linear]] = {}
     for name, part in module.named_modules():
-        if isinstance(part, nn.Embedding) or (isinstance(part, nn.Linear) and LM_HEAD.search(name)):
-            if not isinstance(part, QuantLinear):
-                found.setdefault(id(part.weight), (name, part))
+        is_head = isinstance(part, nn.Linear) and not isinstance(part, QuantLinear) and LM_HEAD.search(name)
+        if isinstance(part, nn.Embedding) or (isinstance(part, nn.Linear) and is_head):
+            found.setdefault(id(part.weight), (name, part))
     return dict(found.values())
 
 

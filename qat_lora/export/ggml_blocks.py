@@ -20,12 +20,13 @@ from torch import Tensor
 
 from qat_lora.export.integers import Integers, as_integers, needed_bits
 from qat_lora.extras import require
+from qat_lora.files.finite import check_finite
 from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.quant.codes import pack, unpack
 
 BLOCK, SUPER = 32, 256
 Q2_0 = 42
-K_QUANTS = {
+K_QUANTS: dict[tuple[object, ...], str] = {
     ("minimum", 2, 16, 4): "Q2_K",
     ("integer", 3, 16, 6): "Q3_K",
     ("minimum", 4, 32, 6): "Q4_K",
@@ -88,9 +89,26 @@ def to_blocks(layer: QuantLinear, exact_only: bool = False) -> Blocks | None:
         if integers.group_size % BLOCK:
             return None
         found = plain_blocks(integers, spec.code == "integer" and spec.bits == 2)
-    weight = layer.weight.detach().float().cpu()
-    error = float((found.dense() - weight).double().norm() / weight.double().norm().clamp_min(1e-30))
-    return replace(found, error=error)
+    return with_error(found, layer.weight)
+
+
+def with_error(blocks: Blocks, weight_OI: Tensor) -> Blocks:
+    """Return blocks with what their bytes, decoded, are away from a weight."""
+    weight = weight_OI.detach().float().cpu()
+    error = (blocks.dense() - weight).double().norm() / weight.double().norm().clamp_min(1e-30)
+    return replace(blocks, error=float(error))
+
+
+def float_blocks(weight: Tensor, dtype: str, label: str = "embedding") -> Blocks:
+    """Return a tensor in a dense type; `label` is its name in errors.
+
+    Raises:
+        ModelError: a number that is not finite in that type.
+    """
+    kind = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[dtype]
+    tensor = weight.detach().cpu().to(getattr(torch, dtype)).contiguous()
+    check_finite({label: tensor}, f"GGUF as {dtype}")
+    return Blocks(kind, tensor.view(torch.uint8).numpy())
 
 
 def plain_blocks(integers: Integers, two_bits: bool = False) -> Blocks:
