@@ -9,7 +9,6 @@ import torch
 from toy_pipeline import call, export_options
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from qat_lora.errors import ModelError
 from qat_lora.export.gguf_model import gguf_name, row_order
 from qat_lora.files.identity import checkpoint_sha256
 from qat_lora.layers.calibrate.quantize import quantize_model
