@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from qat_lora.quant.codes import decode, encode
-from qat_lora.quant.scales import TINY
+from qat_lora.quant.scales import TINY, away_from_zero
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.runtime.loop import Number, Tensors, factorised, loop, part, rest, solver_dtype, unchanged, whole_parts
 
 DAMPING = 0.01  # added to the second moment's diagonal, as a share of its mean: GPTQ's own default
+LARGEST = 65504.0  # in float16
 BLOCK = 64  # columns handled before their joint effect is pushed on: fewer, larger matrix products
 
 
@@ -113,7 +114,7 @@ class Grid(NamedTuple):
     def codes(self, code_values: Tensor) -> Tensor:
         """Return the codes of values that `snap` returned."""
         values = code_values if self.zero is None else code_values + self.zero
-        return encode(values, self.values) if self.first is None else (values - self.first).to(torch.uint8)
+        return encode(values, self.values) if self.first is None else (values - self.first).round().to(torch.uint8)
 
     def code_values(self, codes: Tensor) -> Tensor:
         """Return the unscaled values of codes."""
@@ -123,6 +124,16 @@ class Grid(NamedTuple):
     def dense(self, codes: Tensor) -> Tensor:
         """Return the weight that codes make."""
         return self.code_values(codes) * self.scale
+
+
+class Steps(NamedTuple):
+    """The numbers that parts of `size` columns may have."""
+
+    size: int
+    near: Callable[[Tensor, int], Tensor]
+    """The allowed number nearest to one, for the first (0) and the second."""
+    shifts: tuple[float, ...]
+    """What is added to the optimum of the first before that, to try its neighbours."""
 
 
 GridOf = Callable[[Number, Tensor, Tensors], tuple[Grid, Tensors]]
@@ -267,6 +278,47 @@ def _part_sums(x: Tensor, size: int) -> Tensor:
     return torch.stack([columns.sum(1) for columns in x.split(size, dim=1)], 1)
 
 
+def refit_parts(
+    slope_RI: Tensor, damped_LII: Tensor, bases: Sequence[Tensor], numbers: Sequence[Tensor], steps: Steps
+) -> Tensors:
+    """Return two numbers [R, parts] of every part of columns after a turn of exact steps, those of a part together.
+
+    Steps are onto the numbers' grid, and the output error falls or stays with every part.
+
+    Args:
+        slope_RI: `slope_of` the weights now.
+        damped_LII: damped second moments of the layers' inputs.
+        bases: what a unit of each number adds to the weight, [R, I].
+        numbers: as they are now.
+        steps: the grid.
+    """
+
+    def turn(number: Number, carry: Tensors, now: Tensors, constants: Tensors) -> tuple[Tensors, Tensors]:
+        (slope_RI,), (damped_LII, *bases) = carry, constants
+        (b, c), rows_LCI = (part(x, number, steps.size, 1) for x in bases), part(damped_LII, number, steps.size, 1)
+        slope, within_LCC = part(slope_RI, number, steps.size, 1), part(rows_LCI, number, steps.size, 2)
+        pulled_b, pulled_c = _products(b.T, within_LCC), _products(c.T, within_LCC)
+        bb, bc, cc = ((x * y).sum(1) for x, y in ((b, pulled_b), (b, pulled_c), (c, pulled_c)))
+        right_b, right_c, cc = (b * slope).sum(1), (c * slope).sum(1), cc.clamp_min(1e-30)
+        wanted = now[0] + (right_b - bc / cc * right_c) / (bb - bc / cc * bc).clamp_min(1e-30)
+        least, best = torch.zeros_like(bb), now
+        for first in (now[0], *(steps.near(wanted + shift, 0) for shift in steps.shifts)):
+            change = first - now[0]
+            second = steps.near(now[1] + (right_c - bc * change) / cc, 1)
+            other = second - now[1]
+            raised = (bb * change + 2 * (bc * other - right_b)) * change + (cc * other - 2 * right_c) * other
+            better = raised < least
+            least = torch.where(better, raised, least)
+            best = [torch.where(better, x, y) for x, y in zip((first, second), best, strict=True)]
+        added = b * (best[0] - now[0])[:, None] + c * (best[1] - now[1])[:, None]
+        slope_RI -= _products(added.T, rows_LCI)
+        return [slope_RI], [x[None] for x in best]
+
+    inputs = [x.T.contiguous() for x in numbers]
+    _, found = loop(turn, len(inputs[0]), [slope_RI.clone()], inputs, [damped_LII, *bases])
+    return [x.T.contiguous() for x in found]
+
+
 def _fitted(rows_GRG: Tensor, right_RG: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
     """Return the scales that solve the normal equations, given by the upper triangles of their matrices."""
     gram, right = rows_GRG.permute(1, 0, 2).double().triu_(), right_RG.double()
@@ -276,7 +328,8 @@ def _fitted(rows_GRG: Tensor, right_RG: Tensor, scale: Tensor, spec: QuantSpec) 
     ridge = 1e-9 * gram.diagonal(dim1=1, dim2=2).mean(-1).clamp_min(1e-30)  # a group of zero codes has no scale
     eye = torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
     wanted = scale.double() + torch.linalg.solve(gram + ridge[:, None, None] * eye, right)
-    found = wanted.clamp(TINY, 65504.0).half()
+    found = (away_from_zero(wanted).clamp_min(-LARGEST) if spec.signed else wanted.clamp_min(TINY)).clamp_max(LARGEST)
+    found = found.half()
     fitted = torch.where(torch.isfinite(found), found, scale.half()).to(scale.dtype)
     change = (fitted - scale).double()
     raised = (change[:, None] @ gram @ change[:, :, None]).flatten() - 2 * (change * right).sum(1)  # the output error
