@@ -11,7 +11,7 @@ from transformers import (
 HIDDEN, ROWS = 64, 400
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16.0}
-LONG = {"rope_type": "longrope", "original_max_position_embeddings": 64}
+LONG = {"rope_type": "longrope", "original_max_position_embeddings": 256}
 LONG |= {"short_factor": [1 + i / 64 for i in range(16)], "long_factor": [1 + i / 4 for i in range(16)]}
 ARCHITECTURES = {
     "qwen2": {"rope_parameters": {**YARN, "rope_theta": 1e4}, "tie_word_embeddings": True},
@@ -33,7 +33,7 @@ ARCHITECTURES = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     },
-    "phi3": {"rope_parameters": {**LONG, "rope_theta": 1e4}, "original_max_position_embeddings": 64, "pad_token_id": 0},
+    "phi3": {"rope_parameters": {**LONG, "rope_theta": 1e4}, "original_max_position_embeddings": 256, "pad_token_id": 0},
     "granite": {
         "attention_bias": True,
         "embedding_multiplier": 3.0,
@@ -50,7 +50,7 @@ def make_model(kind, folder):
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         kind, vocab_size=ROWS, hidden_size=HIDDEN, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1,
-        intermediate_size=96, max_position_embeddings=256, bos_token_id=1, eos_token_id=2, **ARCHITECTURES[kind],
+        intermediate_size=96, max_position_embeddings=512, bos_token_id=1, eos_token_id=2, **ARCHITECTURES[kind],
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():

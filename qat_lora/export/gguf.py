@@ -141,9 +141,8 @@ def save_base(
     """
     gguf = require("gguf", "export")
     writer = gguf.GGUFWriter(file, architecture(model).name)
-    writer.add_name(name)
     gguf_model.write_settings(writer, model, _rows(model))
-    write_vocabulary(writer, vocabulary(tokenizer, _rows(model)), tokenizer)
+    write_vocabulary(writer, vocabulary(tokenizer, _rows(model)), tokenizer, name)
     weights: Counter[str] = Counter()
     for label, blocks in _tensors(model, found, dtype):
         writer.add_tensor(label, blocks.data, raw_dtype=ggml_type(blocks.kind))

@@ -96,12 +96,16 @@ def architecture(model: CausalLM) -> Architecture:
 
 
 def notes(model: CausalLM) -> list[str]:
-    """Return where llama.cpp computes otherwise: windows that it does not know."""
+    """Return where llama.cpp computes otherwise."""
     config, window = model.config, getattr(model.config, "sliding_window", None)
     used = getattr(config, "use_sliding_window", True) and window and window < config.max_position_embeddings
-    if not used or architecture(model).gemma:
-        return []
-    return [f"attention reaches back {window} tokens here, in llama.cpp over the whole text: longer texts differ"]
+    lines = []
+    if used and not architecture(model).gemma:
+        lines = [f"attention reaches back {window} tokens here, in llama.cpp over the whole text: longer texts differ"]
+    if _rope(config)["rope_type"] == "longrope":
+        short = _rope(config)["original_max_position_embeddings"]
+        lines += [f"llama.cpp scales positions for long texts as soon as its context (-c) is longer than {short} tokens"]
+    return lines
 
 
 @functools.cache

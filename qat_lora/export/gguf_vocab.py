@@ -51,6 +51,8 @@ class Vocabulary(NamedTuple):
     """Of SentencePiece."""
     space_prefix: bool = False
     """Whether text gets a space in front."""
+    strips: bool = False
+    """Whether special tokens take spaces after them away, as Phi 3's do."""
 
 
 def vocabulary(tokenizer: Any, rows: int) -> Vocabulary:
@@ -70,10 +72,11 @@ def vocabulary(tokenizer: Any, rows: int) -> Vocabulary:
     added = {entry["id"]: CONTROL if entry["special"] else USER_DEFINED for entry in backend["added_tokens"]}
     tokens = [by_id.get(i, f"[PAD{i}]") for i in range(rows)]
     kinds = [added.get(i, NORMAL) if i in by_id else UNUSED for i in range(rows)]
+    strips = any(entry["rstrip"] for entry in backend["added_tokens"] if entry["special"])
     merges = [(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
     if not model.get("byte_fallback"):
         splitting = _splitting(backend.get("pre_tokenizer") or {}, bool(model.get("ignore_merges")))
-        return Vocabulary(splitting, tokens, kinds, [" ".join(merge) for merge in merges])
+        return Vocabulary(splitting, tokens, kinds, [" ".join(merge) for merge in merges], strips=strips)
     prefix = _space_prefix(backend)
     found = _scores(merges, vocab, {by_id[i] for i in added if i in by_id})
     scores = [found.get(token, -1000.0 if kind != NORMAL else 0.0) for token, kind in zip(tokens, kinds, strict=True)]
@@ -84,11 +87,19 @@ def vocabulary(tokenizer: Any, rows: int) -> Vocabulary:
             tokens[i] = token.replace("▁", " ")  # llama.cpp looks for these in the text as it is given
     if model.get("unk_token") in vocab:
         kinds[vocab[model["unk_token"]]] = UNKNOWN
-    return Vocabulary("default", tokens, kinds, [], scores, prefix)
+    return Vocabulary("default", tokens, kinds, [], scores, prefix, strips)
 
 
-def write_vocabulary(writer: Any, vocab: Vocabulary, tokenizer: Any) -> None:
-    """Write a tokenizer's tables, special tokens and chat template into a GGUF file that is being made."""
+PHI_3 = {"<unk>", "<s>", "</s>", "<|endoftext|>"}
+
+
+def write_vocabulary(writer: Any, vocab: Vocabulary, tokenizer: Any, name: str) -> None:
+    """Write the model's name, a tokenizer's tables, special tokens and chat template into a GGUF file in the making.
+
+    llama.cpp lets special tokens take spaces away where the name has `phi-3` in it, and then needs all of `PHI_3`.
+    """
+    name = re.sub("(?i)phi-?3", "phi", name)
+    writer.add_name(f"{name} (phi-3)" if vocab.strips and PHI_3 <= set(vocab.tokens) else name)
     writer.add_tokenizer_model("gpt2" if vocab.scores is None else "llama")
     writer.add_tokenizer_pre(vocab.splitting)
     writer.add_token_list(vocab.tokens)

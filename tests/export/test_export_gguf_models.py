@@ -24,14 +24,14 @@ SETTINGS = {
     "qwen2": {"rope.scaling.type": "yarn", "rope.scaling.factor": 4, "rope.scaling.attn_factor": 1,
               "rope.scaling.original_context_length": 64, "rope.scaling.yarn_beta_fast": 16},
     "qwen3": {"rope.scaling.type": "linear", "rope.scaling.factor": 2, "attention.key_length": 16},
-    "llama": {"rope.dimension_count": 32, "rope.freq_base": 1e4, "context_length": 256},
+    "llama": {"rope.dimension_count": 32, "rope.freq_base": 1e4, "context_length": 512},
     "mistral": {"rope.dimension_count": 16, "attention.head_count_kv": 1, "feed_forward_length": 96},
     "gemma2": {"attn_logit_softcapping": 5, "final_logit_softcapping": 30, "attention.sliding_window": 24,
                "attention.sliding_window_pattern": [True, False, True]},
     "gemma3_text": {"rope.freq_base": 1e6, "rope.freq_base_swa": 1e4, "rope.scaling.factor": 8,
                     "final_logit_softcapping": 8, "attention.sliding_window_pattern": [True] * 3},
-    "phi3": {"rope.scaling.type": "longrope", "rope.scaling.original_context_length": 64,
-             "rope.scaling.attn_factor": (1 + np.log(4) / np.log(64)) ** 0.5},
+    "phi3": {"rope.scaling.type": "longrope", "rope.scaling.original_context_length": 256,
+             "rope.scaling.attn_factor": (1 + np.log(2) / np.log(256)) ** 0.5},
     "granite": {"attention.scale": 0.3, "embedding_scale": 3, "residual_scale": 0.5, "logit_scale": 2},
 }  # fmt: skip
 TENSORS = {
@@ -173,17 +173,17 @@ def test_the_size_of_qwen3_06b():
 @pytest.mark.filterwarnings("ignore")  # of a package built elsewhere
 def test_llama_cpp_has_our_logits(written):
     llama_cpp = pytest.importorskip("llama_cpp")
-    ids = written.tokenizer(TEXT)["input_ids"][:100]
-    llama = llama_cpp.Llama(
-        str(written.file), n_ctx=256, n_threads=1, logits_all=True, verbose=False, type_k=0, type_v=0, flash_attn=False
-    )
-    assert llama.tokenize(TEXT.encode(), add_bos=False)[:100] == ids
-    for count in (48, 100):  # within and beyond windows and the positions that were trained
+    ids = written.tokenizer(TEXT * 6)["input_ids"]
+    for count, context in ((48, 256), (300, 512)):  # within and beyond windows and the positions that were trained
+        llama = llama_cpp.Llama(
+            str(written.file), n_ctx=context, n_threads=1, logits_all=True, verbose=False, type_k=0, type_v=0
+        )
+        assert llama.tokenize((TEXT * 6).encode(), add_bos=False) == ids
         with torch.no_grad():
             hidden = written.model.hidden(torch.tensor([ids[:count]]), torch.zeros(1, count, dtype=torch.int32))
             ours = written.model.logits(hidden[0])
-        llama.reset()
         llama.eval(ids[:count])
         theirs = torch.from_numpy(llama.scores[:count].copy())
-        assert (theirs - ours).abs().max() < 1e-3 * ours.abs().max()
-    llama.close()
+        llama.close()
+        exact = 1e-3 if "gemma" in written.kind else 2e-5  # llama.cpp looks GELU up in a table of float16 numbers
+        assert (theirs - ours).abs().max() < exact * ours.abs().max()
