@@ -33,7 +33,11 @@ ARCHITECTURES = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     },
-    "phi3": {"rope_parameters": {**LONG, "rope_theta": 1e4}, "original_max_position_embeddings": 256, "pad_token_id": 0},
+    "phi3": {
+        "rope_parameters": {**LONG, "rope_theta": 1e4},
+        "original_max_position_embeddings": 256,
+        "pad_token_id": 0,
+    },
     "granite": {
         "attention_bias": True,
         "embedding_multiplier": 3.0,

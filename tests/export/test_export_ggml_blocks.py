@@ -1,4 +1,4 @@
-"""The bytes of GGML's block types decode, by the gguf library or a slow loop, to the codes that went in, bit for bit."""
+"""The bytes of GGML's block types decode, by the gguf library or a slow loop, to the codes that went in."""
 
 from types import SimpleNamespace
 

@@ -82,7 +82,7 @@ def test_tensors_are_ours_after_dequantisation(teacher, name, kind, tmp_path):
     layers = quant_layers(model.module)
     for layer, module in layers.items():
         found = f"{gguf_name(model, layer)}.weight"
-        assert tensors[found].tensor_type.name == kind
+        assert tensors[found].tensor_type.name == (kind if module.in_features % 64 == 0 else "Q4_0")
         assert np.array_equal(unpermuted(model, layer, dense[found]), module.weight.numpy())
     assert np.array_equal(dense["token_embd.weight"], model.module.get_input_embeddings().weight.half().float().numpy())
     assert ("output.weight" in dense) == (model.config.model_type == "llama")
@@ -126,7 +126,7 @@ def test_llama_cpp_has_our_perplexity(teacher, name, close, tmp_path):
     """Dense layers agree as far as float32 does; with Q4_0, llama.cpp rounds activations to 8 bits."""
     llama_cpp = pytest.importorskip("llama_cpp")
     adapter = adapted(teacher, name, tmp_path)
-    out = call("export", export_options(adapter, tmp_path / "out", form="gguf", exact_only=True))
+    out = call("export", export_options(adapter, tmp_path / "out", form="gguf", exact_only=True, embedding_bits=16))
     model = open_student(str(adapter), HubConfig()).model
     ids = load_tokenizer(model.folder)(TEXT)["input_ids"]
     with torch.no_grad():
@@ -143,3 +143,16 @@ def test_llama_cpp_has_our_perplexity(teacher, name, close, tmp_path):
         llama.close()
     assert math.expm1(abs(theirs[0] - ours)) < close
     assert math.expm1(abs(theirs[1] - ours)) > 0.01  # the control: without the adapter it is another model
+
+
+def test_the_merged_form_is_one_dense_file(tiny, tmp_path):
+    adapter = adapted(tiny.teacher, "q2_0", tmp_path)
+    out = call("export", export_options(adapter, tmp_path / "out", form="gguf-merged"))
+    assert (out / "Modelfile").read_text() == "FROM ./base.gguf\n" and not (out / "adapter.gguf").exists()
+    model = open_student(str(adapter), HubConfig()).model
+    reader, tensors, dense = read(out / "base.gguf")
+    assert reader.get_field("general.file_type").contents() == 1 and "lora_path" not in (out / "README.md").read_text()
+    for layer, module in lora_layers(model.module).items():
+        found = f"{gguf_name(model, layer)}.weight"
+        merged = module.base.weight.detach() + module.delta().detach()
+        assert tensors[found].tensor_type.name == "F16" and np.array_equal(dense[found], merged.half().float().numpy())
