@@ -70,6 +70,8 @@ class Form(NamedTuple):
     """`library_name` on the model card."""
     needs: str = ""
     """Package of the extra `export`."""
+    dtype: str = "float32"
+    """Type of the dense tensors, where the user names none."""
 
     def plan(self, job: ExportJob) -> ExportPlan:
         """Check everything that may be refused, by a QatLoraError, and return what will be written."""
@@ -87,6 +89,6 @@ FORMS = {
     "adapter": Form("pair", "peft"),
     "compressed-tensors": Form("compressed", "transformers", "compressed_tensors"),
     "gguf": Form("gguf", "gguf", "gguf"),
-    "gguf-merged": Form("gguf_merged", "gguf", "gguf"),
+    "gguf-merged": Form("gguf_merged", "gguf", "gguf", "float16"),
     "pt": Form("state_dict", "pytorch"),
 }

@@ -101,7 +101,7 @@ def table_blocks(job: ExportJob) -> dict[str, Blocks]:
         ConfigError: a width that no block divides.
     """
     model, found = job.student.model, {}
-    head = model.module.get_output_embeddings()
+    lm_head = model.module.get_output_embeddings()
     for name, table in dense_tables(model.module).items():
         weight = table.weight.detach()
         rows, width = weight.shape
@@ -115,7 +115,7 @@ def table_blocks(job: ExportJob) -> dict[str, Blocks]:
             raise ConfigError(f"embedding_bits: blocks of {BLOCK} do not divide the width {width}; give 16")
         spec = preset(TABLES[job.embedding_bits][width % SUPER > 0]).spec_for(name)
         assert spec is not None
-        importance = job.importance() if job.importance and table.weight is head.weight else None
+        importance = job.importance() if job.importance and table.weight is lm_head.weight else None
         linear = nn.Linear(width, rows, bias=False, device="meta")
         linear.weight = nn.Parameter(weight, requires_grad=False)
         held = to_blocks(QuantLinear.from_linear(linear, spec, quantized_table(weight, spec, importance)))

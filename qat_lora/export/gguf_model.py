@@ -104,7 +104,7 @@ def notes(model: CausalLM) -> list[str]:
         lines = [f"attention reaches back {window} tokens here, in llama.cpp over the whole text: longer texts differ"]
     if _rope(config)["rope_type"] == "longrope":
         short = _rope(config)["original_max_position_embeddings"]
-        lines += [f"llama.cpp scales positions for long texts as soon as its context (-c) is longer than {short} tokens"]
+        lines += [f"llama.cpp scales positions as for long texts where its context (-c) is longer than {short} tokens"]
     return lines
 
 

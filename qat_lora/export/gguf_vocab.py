@@ -99,7 +99,7 @@ def write_vocabulary(writer: Any, vocab: Vocabulary, tokenizer: Any, name: str) 
     llama.cpp lets special tokens take spaces away where the name has `phi-3` in it, and then needs all of `PHI_3`.
     """
     name = re.sub("(?i)phi-?3", "phi", name)
-    writer.add_name(f"{name} (phi-3)" if vocab.strips and PHI_3 <= set(vocab.tokens) else name)
+    writer.add_name(f"{name} (phi-3)" if vocab.strips and set(vocab.tokens) >= PHI_3 else name)
     writer.add_tokenizer_model("gpt2" if vocab.scores is None else "llama")
     writer.add_tokenizer_pre(vocab.splitting)
     writer.add_token_list(vocab.tokens)

@@ -30,18 +30,13 @@ REFIT_GROUP = 32  # inputs of a group where codes are rounded again: llama.cpp's
 
 
 class Container(Protocol):
-    """A weight [O, I] as a container holds it."""
+    """A weight [O, I] as a container holds it, `Integers` or GGML's `Blocks`: error, bits, and what it decodes to."""
 
     @property
-    def error(self) -> float:
-        """Frobenius norm of the weight's change over the weight's own; 0 where the form is exact."""
-
+    def error(self) -> float: ...  # noqa: D102
     @property
-    def bits_per_weight(self) -> float:
-        """Bits of all that is stored for the weight."""
-
-    def dense(self) -> Tensor:
-        """Return the weight, float32 [O, I]."""
+    def bits_per_weight(self) -> float: ...  # noqa: D102
+    def dense(self) -> Tensor: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
