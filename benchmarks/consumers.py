@@ -2,7 +2,8 @@
 
 Claim: one recovered student, exported in every form, gives our logits in PEFT (1e-5 of the largest), as a dense model
 (1e-5) and in transformers with compressed-tensors (1e-3, where codes have an exact form), our weights in the gguf
-reader (equal), and our perplexity in llama.cpp (1 %) and in `lm_eval --model hf` (1e-4). Models are loaded as the card
+reader (equal), our perplexity and greedy texts in llama.cpp (0.5 %; equal until two logits are within 0.05) and our
+perplexity in `lm_eval --model hf` (1e-4). Models are loaded as the card
 of the export says: its block is run in the folder by a fresh Python, with nothing before it. A consumer that is not
 installed is a line that says so. vLLM needs a GPU host and is not among them.
 
@@ -19,6 +20,7 @@ import math
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -32,7 +34,9 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from qat_lora.export.gguf import gguf_name, row_order
+from qat_lora.export.embedding import dense_tables
+from qat_lora.export.gguf import save_base
+from qat_lora.export.gguf_model import gguf_name, row_order
 from qat_lora.layers.convert import quant_layers
 from qat_lora.models.hub import HubConfig
 from qat_lora.models.load import load_tokenizer
@@ -49,8 +53,8 @@ Row = tuple[str, str, float, float]
 class Case:
     """The student, a text, and what we say about it."""
 
-    def __init__(self, student: str, text: Path, out: Path, tokens: int) -> None:
-        self.name, self.out = student, out
+    def __init__(self, student: str, text: Path, out: Path, tokens: int, llama: str = sys.executable) -> None:
+        self.name, self.out, self.llama = student, out, llama
         self.student: Student = open_student(student, HubConfig())
         model = self.student.model
         self.tokenizer = load_tokenizer(model.folder)
@@ -59,7 +63,8 @@ class Case:
         ids = self.tokenizer(content, add_special_tokens=False)["input_ids"][:longest]
         self.text = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         self.ids = self.tokenizer(self.text, add_special_tokens=False)["input_ids"]
-        self.logits = self.ours([self.tokenizer.eos_token_id, *self.ids])  # of every token of the text, and one more
+        self.whole = [self.tokenizer.eos_token_id, *self.ids]
+        self.logits = self.ours(self.whole)  # of every token of the text, and one more
 
     def ours(self, ids: list[int]) -> torch.Tensor:
         """Return our logits [L, V]."""
@@ -73,13 +78,18 @@ class Case:
         targets = torch.tensor(self.ids)
         return float(torch.nn.functional.cross_entropy(logits[: len(self.ids)].double(), targets, reduction="sum"))
 
+    def relative_ppl(self, theirs: np.ndarray, ours: torch.Tensor | None = None) -> float:
+        """Return how far the perplexity by others' logits is from ours, as a share."""
+        nll = self.nll(torch.from_numpy(theirs)[:, : self.logits.shape[1]])
+        return abs(math.expm1((nll - self.nll(self.logits if ours is None else ours)) / len(self.ids)))
+
     def gap(self, folder: Path, cast: str = "") -> tuple[float, float]:
         """Return the largest difference of an export's logits from ours, as a share of the largest logit and absolute.
 
         Merging sums the adapter into the weight, so float32 rounds elsewhere than in our forward: by a few units in the
         last place of the largest logit, which an absolute bound would call an error on a model with large logits.
         """
-        logits = by_card(folder, [self.tokenizer.eos_token_id, *self.ids], cast).double()
+        logits = by_card(folder, self.whole, cast).double()
         difference = float((logits[:, : self.logits.shape[1]] - self.logits).abs().max())
         return difference / max(1.0, float(self.logits.abs().max())), difference
 
@@ -116,10 +126,10 @@ def block_of(folder: Path) -> str:
     return block[1]
 
 
-def run_card(folder: Path, then: str) -> str:
+def run_card(folder: Path, then: str, python: str = sys.executable) -> str:
     """Run the block of an export's card in its folder, then more; return what that prints."""
     environment = {**os.environ, "USE_TORCH_XLA": "0", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", block_of(folder) + then]
+    command = [python, "-W", "ignore", "-c", block_of(folder) + then]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
     if done.returncode:
         raise RuntimeError(done.stderr.strip().splitlines()[-1])
@@ -153,42 +163,118 @@ def compressed(case: Case) -> Iterator[Row]:
 
 def gguf_reader(case: Case) -> Iterator[Row]:
     """The gguf package's reader, every quantised layer."""
-    import gguf
-
-    folder = case.export("gguf")
-    tensors = {t.name: gguf.dequantize(t.data, t.tensor_type) for t in gguf.GGUFReader(folder / "base.gguf").tensors}
+    folder, model = case.export("gguf"), case.student.model
+    tensors = decoded(folder)
     worst = 0.0
-    for name, layer in quant_layers(case.student.model.module).items():
-        order = row_order(case.student.model, name)
+    for name, layer in quant_layers(model.module).items():
+        order = row_order(model, name)
         weight = layer.weight.detach().float()
         weight = weight if order is None else weight[order]
-        worst = max(worst, float((torch.from_numpy(tensors[f"{gguf_name(name)}.weight"].copy()) - weight).abs().max()))
-    rounded = json.loads((folder / "result.json").read_text(encoding="utf-8"))["layers_rounded"]
+        worst = max(worst, float((tensors[f"{gguf_name(model, name)}.weight"] - weight).abs().max()))
+    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    rounded = result["layers_rounded"]
     what = f"weights ({rounded} layers rounded)" if rounded else "weights"
     yield "gguf reader", what, worst, math.inf if rounded else 0.0
+    yield "gguf reader", "bits over all weights, files whole", result["bits_over_all_weights"], math.inf
 
 
-SCORES = """
+def decoded(folder: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors of `base.gguf` as the gguf package decodes them."""
+    import gguf
+
+    kinds = {tensor.name: tensor for tensor in gguf.GGUFReader(folder / "base.gguf").tensors}
+    return {name: torch.from_numpy(gguf.dequantize(t.data, t.tensor_type).copy()) for name, t in kinds.items()}
+
+
+LLAMA = """
+import json
 import numpy
 
-ids, text = {ids}, {text!r}
-size = -(-len(ids) // 256) * 256
+given = json.load(open({file!r}))
+size = -(-max(256, len(given["ids"])) // 256) * 256
 model = Llama(model.model_path, lora_path=model.lora_path, n_ctx=size, n_threads=1, logits_all=True, verbose=False)
-print(model.tokenize(text.encode(), add_bos=False) == ids[1:])
-model.eval(ids)
-numpy.save({file!r}, model.scores[: len(ids)])
+same = model.tokenize(given["text"].encode(), add_bos=False) == given["ids"][1:]
+model.eval(given["ids"])
+numpy.save({file!r} + ".npy", model.scores[: len(given["ids"])])
+greedy = []
+for prompt in given["prompts"]:
+    model.reset()
+    model.eval(prompt)
+    while model.n_tokens < len(prompt) + given["new"]:
+        model.eval([int(model.scores[model.n_tokens - 1].argmax())])
+    greedy.append([int(token) for token in model.input_ids[len(prompt) : model.n_tokens]])
+json.dump([same, greedy], open({file!r}, "w"))
 """
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 20, 8, 32
+
+
+def in_llama_cpp(case: Case, folder: Path, prompts: list[list[int]]) -> tuple[bool, np.ndarray, list[list[int]]]:
+    """Run an export by its card's block: whether tokens are ours, logits of the text, greedy continuations."""
+    file = case.out.absolute() / "llama.json"
+    file.write_text(json.dumps({"ids": case.whole, "text": case.text, "prompts": prompts, "new": NEW_TOKENS}))
+    run_card(folder, LLAMA.format(file=str(file)), case.llama)
+    same, greedy = json.loads(file.read_text())
+    return same, np.load(f"{file}.npy"), greedy
+
+
+def parting_gap(case: Case, prompt: list[int], theirs: list[int]) -> float:
+    """Return how far our two best logits are apart where greedy continuations part; 0 where they never do."""
+    logits = case.ours([*prompt, *theirs])[len(prompt) - 1 : -1]
+    best = logits.topk(2).values
+    parted = (logits.argmax(-1) != torch.tensor(theirs)).nonzero()
+    return float(best[parted[0], 0] - best[parted[0], 1]) if len(parted) else 0.0
 
 
 def llama_cpp(case: Case) -> Iterator[Row]:
-    """llama.cpp on base and adapter."""
-    importlib.metadata.version("llama-cpp-python")
-    folder, file = case.export("gguf"), case.out.absolute() / "scores.npy"
-    ids = [case.tokenizer.eos_token_id, *case.ids]
-    same = run_card(folder, SCORES.format(ids=ids, text=case.text, file=str(file))).strip().endswith("True")
+    """llama.cpp on base and adapter, and on what its own quantiser makes of our float16 file."""
+    folder, model = case.export("gguf"), case.student.model
+    tables = {f"{gguf_name(model, name)}.weight": table for name, table in dense_tables(model.module).items()}
+    kept = {name: table.weight.data.clone() for name, table in tables.items()}
+    prompts = [case.ids[start : start + PROMPT_TOKENS] for start in range(0, PROMPTS * PROMPT_TOKENS, PROMPT_TOKENS)]
+    same, logits, greedy = in_llama_cpp(case, folder, prompts)
     yield "llama.cpp", "tokens (0: the same)", 0.0 if same else 1.0, 0.0
-    theirs = case.nll(torch.from_numpy(np.load(file))[:, : case.logits.shape[1]])
-    yield "llama.cpp", "perplexity, relative", relative_ppl(theirs, case), 0.01
+    yield "llama.cpp", "perplexity, relative, embedding as it was", case.relative_ppl(logits), math.inf
+    for name, tensor in decoded(folder).items():
+        if name in tables:
+            tables[name].weight.data.copy_(tensor)
+    yield "llama.cpp", "perplexity, relative", case.relative_ppl(logits, case.ours(case.whole)), 0.005
+    gaps = [parting_gap(case, prompt, theirs) for prompt, theirs in zip(prompts, greedy, strict=True)]
+    parted = sum(gap > 0 for gap in gaps)
+    yield "llama.cpp", f"{PROMPTS} greedy texts: our gap where they part ({parted} do)", max(gaps), 0.05
+    for name, weight in kept.items():
+        tables[name].weight.data.copy_(weight)
+    merged = case.export("gguf-merged")
+    yield (
+        "llama.cpp",
+        "perplexity, relative, merged in float16",
+        case.relative_ppl(in_llama_cpp(case, merged, [])[1]),
+        0.005,
+    )
+    for kind, number, most in (("Q8_0", 7, 0.01), ("Q2_0", 41, math.inf)):
+        logits = in_llama_cpp(case, by_llama_cpp(case, folder, number), [])[1]
+        yield f"llama.cpp, quantised by it to {kind}", "perplexity, relative", case.relative_ppl(logits), most
+
+
+QUANTISE = """
+import llama_cpp
+
+params = llama_cpp.llama_model_quantize_default_params()
+params.ftype = {number}
+assert llama_cpp.llama_model_quantize({dense!r}, {file!r}, params) == 0
+"""
+
+
+def by_llama_cpp(case: Case, folder: Path, number: int) -> Path:
+    """Return a copy of an export whose base llama.cpp has quantised itself from our float16 file."""
+    made = case.out / f"by_llama_cpp_{number}"
+    made.mkdir(parents=True, exist_ok=True)
+    for name in ("README.md", "adapter.gguf"):
+        shutil.copyfile(folder / name, made / name)
+    dense = str((made / "float16.gguf").absolute())
+    save_base(case.student.model, {}, case.tokenizer, Path(dense), "float16", "float16")
+    code = QUANTISE.format(number=number, dense=dense.encode(), file=str((made / "base.gguf").absolute()).encode())
+    subprocess.run([case.llama, "-c", code], check=True, capture_output=True)
+    return made
 
 
 def lm_eval(case: Case) -> Iterator[Row]:
@@ -264,9 +350,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="output folder")
     parser.add_argument("--machine", default=platform.machine(), help="named in the result")
     parser.add_argument("--tokens", type=int, default=255, help="tokens of the text")
+    parser.add_argument("--llama-python", default=sys.executable, help="the Python that has llama-cpp-python")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
-    case = Case(given.student, given.text, given.out, given.tokens)
+    case = Case(given.student, given.text, given.out, given.tokens, given.llama_python)
     rows = [row for consumer in CONSUMERS for row in judged(consumer, case)]
     result = {
         "date": time.strftime("%Y-%m-%d"),

@@ -323,14 +323,20 @@ class ExportOptions:
     """`qat-lora export`."""
 
     student: str | None = option(None, "model, adapter or run folder", required=True, alias="model")
-    form: Literal["merged", "adapter", "compressed-tensors", "gguf", "pt"] = option(
+    form: Literal["merged", "adapter", "compressed-tensors", "gguf", "gguf-merged", "pt"] = option(
         "merged",
         "merged: dense weights with codes and adapter folded in; adapter: PEFT adapter with its quantised base; "
         "compressed-tensors: packed base (vLLM, transformers), adapter beside it; gguf: base and adapter for "
-        "llama.cpp; pt: best.pt, the student's state dict for torch.load",
+        "llama.cpp; gguf-merged: their sum as one dense file; pt: best.pt, the student's state dict for torch.load",
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", "type of the dense tensors that are written; auto: that of the full-precision model"
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = option(
+        "auto",
+        "type of dense tensors; auto: float16 with gguf-merged, gptq and mlx, else the full-precision model's",
+    )
+    embedding_bits: float | None = option(
+        None,
+        "bits of the embedding and of a head without codes, with gguf: 4.5, 6, 8 or 16 (as it is); default: 4.5",
+        unit="bits",
     )
     container_bits: int | None = option(
         None,
@@ -350,9 +356,15 @@ class ExportOptions:
     run: RunConfig = option(RunConfig, "run", without=("chips", "dtype", "seed"))
 
     def __post_init__(self) -> None:
-        for name, form in (("container_bits", "compressed-tensors"), ("exact_only", "gguf")):
+        for name, form in (
+            ("container_bits", "compressed-tensors"),
+            ("exact_only", "gguf"),
+            ("embedding_bits", "gguf"),
+        ):
             if getattr(self, name) and self.form != form:
                 raise ConfigError(f"{name}: means nothing with --form {self.form}; it belongs to --form {form}")
+        if self.embedding_bits not in (None, 4.5, 6, 8, 16):
+            raise ConfigError(f"embedding_bits: {self.embedding_bits:g} is not supported; allowed: 4.5, 6, 8, 16")
         if self.form == "adapter" and self.dtype != "auto":
             raise ConfigError(f"dtype: {self.dtype} means nothing with --form adapter, which copies the files")
 

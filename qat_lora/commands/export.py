@@ -6,27 +6,39 @@ name and moved in, last those without which nothing loads: a kill never leaves h
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.config import to_dict
+from qat_lora.errors import QatLoraError
 from qat_lora.evaluate.report import save_json
 from qat_lora.evaluate.score import measure
-from qat_lora.export.card import Card, labelled, model_card, read_origin, read_scores
-from qat_lora.export.forms import FORMS, ExportJob, display_name
-from qat_lora.export.integers import Integers, with_integers
+from qat_lora.export.card import Card, cache_of_run, labelled, model_card, read_origin, read_scores
+from qat_lora.export.embedding import head_importance
+from qat_lora.export.forms import FORMS, ExportJob, ExportPlan, display_name
+from qat_lora.export.integers import Container, other_tensors, with_integers
 from qat_lora.files import outputs
 from qat_lora.files.checksums import checkpoint_sha256, seal
 from qat_lora.files.folders import moved_into
-from qat_lora.layers.convert import quant_layers
-from qat_lora.models.load import copy_tokenizer, load_tokenizer, stored_dtype
+from qat_lora.layers.convert import LM_HEAD, quant_layers
+from qat_lora.layers.quant_linear import QuantLinear
+from qat_lora.models.load import CausalLM, copy_tokenizer, load_tokenizer, stored_dtype
 from qat_lora.models.student import Student, adapter_folder, open_student
 from qat_lora.options import ExportOptions
 from qat_lora.runtime.base import Runtime
-from qat_lora.setup.common import fits_positions, say, text_batches, text_inputs
+from qat_lora.setup.common import cached_calibration_rows, check_fits, fits_positions, say, text_batches, text_inputs
+from qat_lora.types import Batch
+
+EMBEDDING_BITS = 4.5
 
 
 def export(options: ExportOptions, runtime: Runtime) -> Path:
@@ -37,26 +49,41 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
     student = open_student(str(options.student), options.hub, noted=None if run.overwrite else outputs.noted(out))
     adapter = adapter_folder(str(options.student))
     tokenizer = load_tokenizer(student.model.folder, options.hub.trust_remote_code)
-    origin = read_origin(student.model.module.config, adapter)  # before merging forgets it
+    module = student.model.module
+    origin = read_origin(module.config, adapter)  # before merging forgets it
+    weights = sum(tensor.numel() for tensor in other_tensors(module, torch.float32).values())
+    weights += sum(layer.in_features * layer.out_features for layer in quant_layers(module).values())
     scores = None if options.scores is None else read_scores(options.scores)
-    dtype = stored_dtype(student.model.folder) if options.dtype == "auto" else options.dtype
-    of_form = dtype, options.container_bits, options.exact_only
+    dtype = FORMS[options.form].dtype or stored_dtype(student.model.folder)
+    dtype = dtype if options.dtype == "auto" else options.dtype
+    rows = functools.cache(lambda: _text_rows(options, student, adapter, tokenizer))
+
+    def importance() -> Tensor:
+        runtime.place(module)
+        found = head_importance(student.model, runtime.feed(rows()[1]) if rows()[0] else None)
+        module.to("cpu")
+        return found
+
+    of_form = dtype, options.container_bits, options.exact_only, options.embedding_bits or EMBEDDING_BITS, importance
     plan = FORMS[options.form].plan(ExportJob(str(options.student), student, adapter, tokenizer, *of_form))
-    settings = {key: value for key, value in to_dict(options).items() if key not in ("run", "hub")}
+    settings = {key: value for key, value in to_dict(options).items() if key not in ("run", "hub")} | {"dtype": dtype}
     settings |= {"weights": student.sha256}
     inputs = [options.student, student.model.folder, adapter, *text_inputs(options.text), options.scores]
     with outputs.claimed(out, "export", settings, run.overwrite, inputs) as complete:
         if complete:
             say(run, f"{out} is complete already")
             return out
-        result = _measure(options, student, plan.containers, tokenizer, runtime)
+        result = _measure(plan, quant_layers(module))
+        if result.get("kl_of_rounding") and rows()[0]:
+            held = {**plan.containers, **plan.tables}
+            result |= _rounding_kl(student.model, held, rows()[1], run.quiet, runtime)
+            result["measured_on"] += f" of {rows()[0]}"
         base_sha256 = checkpoint_sha256(student.model.folder)
         with moved_into(out) as draft:
             plan.write(draft)
             copy_tokenizer(student.model.folder, draft)
             seal(draft)
-            weights = (file for file in draft.rglob("*") if file.suffix in (".safetensors", ".gguf", ".pt"))
-            result["weights_mb"] = round(sum(file.stat().st_size for file in weights) / 1e6, 3)
+            result |= _sizes(draft, weights)
             card = Card(
                 name, options.form, origin, base_sha256, student.bits_per_weight, result, _command(options, name),
                 plan.notes, scores, options.license, adapter is not None,
@@ -71,51 +98,78 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
     return out
 
 
-def _measure(
-    options: ExportOptions, student: Student, found: Mapping[str, Integers | None], tokenizer: Any, runtime: Runtime
-) -> dict[str, Any]:
-    """Return the cost of the containers: bits, layers rounded again, their weight error, and KL where text is given."""
-    held = {name: integers for name, integers in found.items() if integers is not None}
-    if not held:
-        return {}
-    weights = sum(integers.codes_OI.numel() for integers in held.values())
-    bits = sum(integers.bits_per_weight * integers.codes_OI.numel() for integers in held.values()) / weights
-    layers = quant_layers(student.model.module)
-    own = sum(layers[name].stored_bits for name in held) / weights
-    rounded = [integers.error for integers in held.values() if integers.error]
-    result: dict[str, Any] = {
-        "bits_per_weight_in_the_container": round(bits, 3),
-        "bits_per_weight_of_the_codes": round(own, 3),
-        "layers_exact": len(held) - len(rounded),
-        "layers_rounded": len(rounded),
-    }
+def _text_rows(
+    options: ExportOptions, student: Student, adapter: Path | None, tokenizer: Any
+) -> tuple[str | None, list[Batch]]:
+    """Return a name and numpy batches of text to measure on: `--dataset`, or the run's own cache; None without any."""
+    if options.text.dataset:
+        fits_positions(student.model, options.length)
+        batches = text_batches(options.text, tokenizer, options.length, options.eval_rows, 4)
+        return display_name(options.text.dataset), list(batches)
+    if cache := cache_of_run(adapter):
+        with contextlib.suppress(QatLoraError):  # gone, or another by now: the result says that nothing was measured
+            dataset = KDCacheDataset(cache)
+            check_fits(dataset, student.model)
+            rows = cached_calibration_rows(dataset, options.eval_rows, seed=0)
+            return f"{display_name(cache)}, on which it was trained", list(rows)
+    return None, []
+
+
+def _measure(plan: ExportPlan, layers: Mapping[str, QuantLinear]) -> dict[str, Any]:
+    """Return the cost of the containers: bits, layers rounded again, and their weight error."""
+    held = {name: container for name, container in plan.containers.items() if container is not None}
+    result: dict[str, Any] = {}
+    rounded = [container.error for container in held.values() if container.error]
+    if held:
+        counts = {name: layers[name].in_features * layers[name].out_features for name in held}
+        bits = sum(container.bits_per_weight * counts[name] for name, container in held.items())
+        result = {
+            "bits_per_weight_in_the_container": round(bits / sum(counts.values()), 3),
+            "bits_per_weight_of_the_codes": round(
+                sum(layers[name].stored_bits for name in held) / sum(counts.values()), 3
+            ),
+            "layers_exact": len(held) - len(rounded),
+            "layers_rounded": len(rounded),
+        }
     if rounded:
         result["weight_error_mean"] = round(sum(rounded) / len(rounded), 4)
         result["weight_error_worst"] = round(max(rounded), 4)
+    for name, table in plan.tables.items():
+        words = f"{table.bits_per_weight:g} bits a weight, weight error {table.error:.4f}"
+        result["head" if LM_HEAD.search(name) else "embedding"] = words
+    if rounded or any(table.error for table in plan.tables.values()):
         result["kl_of_rounding"] = "not measured: give --dataset"
-        if options.text.dataset:
-            result |= _rounding_kl(options, student, dict(found), tokenizer, runtime)
     return result
 
 
+def _sizes(draft: Path, weights: int) -> dict[str, Any]:
+    """Return the sizes of the files of weights, and their bits over all weights of the model, embedding included."""
+    suffixes = (".safetensors", ".gguf", ".pt")
+    sizes = {file: file.stat().st_size for file in sorted(draft.rglob("*")) if file.suffix in suffixes}
+    total = sum(sizes.values())
+    files = ", ".join(f"{file.relative_to(draft).as_posix()} {size / 1e6:.3f} MB" for file, size in sizes.items())
+    return {
+        "weights_mb": round(total / 1e6, 3),
+        "bits_over_all_weights": round(8 * total / weights, 3),
+        **({"files": files} if len(sizes) > 1 else {}),
+    }
+
+
 def _rounding_kl(
-    options: ExportOptions, student: Student, found: dict[str, Integers | None], tokenizer: Any, runtime: Runtime
+    model: CausalLM, found: Mapping[str, Container | None], batches: list[Batch], quiet: bool, runtime: Runtime
 ) -> dict[str, Any]:
     """Return the mean KL(student || what the container holds), adapter on both sides, in nats."""
-    own, quiet = student.model, options.run.quiet
-    fits_positions(own, options.length)
-    rounded = replace(own, module=with_integers(copy.deepcopy(own.module), found))
-    batches = text_batches(options.text, tokenizer, options.length, options.eval_rows, 4)
-    for model in (own, rounded):
-        runtime.place(model.module)
-    held_out, piece_bytes = runtime.feed(batches), runtime.piece_bytes
-    tallies = measure(own, {"rounded": rounded}, held_out, quiet, runtime.mark_step, piece_bytes=piece_bytes)
+    rounded = replace(model, module=with_integers(copy.deepcopy(model.module), found))
+    for placed in (model, rounded):
+        runtime.place(placed.module)
+    fed, piece_bytes = runtime.feed(batches), runtime.piece_bytes
+    tallies = measure(model, {"rounded": rounded}, fed, quiet, runtime.mark_step, piece_bytes=piece_bytes)
     before, after = tallies["teacher"].figures, tallies["rounded"].figures
-    own.module.to("cpu")
+    model.module.to("cpu")
     return {
         "kl_of_rounding": round(after["kl"], 6),
         "perplexity_before_and_after": f"{before['ppl']:.3f}, {after['ppl']:.3f}",
-        "measured_on": f"{after['tokens']} tokens of {display_name(str(options.text.dataset))}",
+        "measured_on": f"{after['tokens']} tokens",
     }
 
 
@@ -124,4 +178,5 @@ def _command(options: ExportOptions, name: str) -> str:
     command = f"qat-lora export --student {name} --form {options.form} --dtype {options.dtype}"
     command += f" --container-bits {options.container_bits}" if options.container_bits else ""
     command += " --exact-only" if options.exact_only else ""
+    command += f" --embedding-bits {options.embedding_bits:g}" if options.embedding_bits else ""
     return command + (f" --dataset {display_name(options.text.dataset)}" if options.text.dataset else "")

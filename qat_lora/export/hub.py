@@ -22,6 +22,7 @@ from qat_lora.models.adapter import CONFIG, read_adapter
 WEIGHTS = (".safetensors", ".gguf")
 TEXTS = (".json", ".jinja", ".md")
 SENT = {"merges.txt", "vocab.txt", "tokenizer.model", "SHA256SUMS", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE"}
+SENT |= {"Modelfile"}
 """Other files that are sent, by their whole name."""
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz")
 _PICKLE = re.compile(rb"\x80[\x02-\x05]|PK\x03\x04")  # how pickles begin, and torch's archives of them

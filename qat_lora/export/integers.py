@@ -12,7 +12,9 @@ measured, never assumed to be small.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +27,16 @@ from qat_lora.quant.scales import mse_scale
 from qat_lora.quant.spec import SCALE_BITS, QuantSpec
 
 REFIT_GROUP = 32  # inputs of a group where codes are rounded again: llama.cpp's block, and a group that vLLM takes
+
+
+class Container(Protocol):
+    """A weight [O, I] as a container holds it, `Integers` or GGML's `Blocks`: error, bits, and what it decodes to."""
+
+    @property
+    def error(self) -> float: ...  # noqa: D102
+    @property
+    def bits_per_weight(self) -> float: ...  # noqa: D102
+    def dense(self) -> Tensor: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -103,12 +115,19 @@ def _measured(layer: QuantLinear, codes: Tensor, steps: Tensor, group: int, bits
     return replace(found, error=float(error))
 
 
-def with_integers(module: nn.Module, found: dict[str, Integers | None]) -> nn.Module:
-    """Replace quantised layers, in place, by dense ones with the container's weights; None leaves a layer as it is."""
-    for name, layer in quant_layers(module).items():
-        integers = found[name]
+def with_integers(module: nn.Module, found: Mapping[str, Container | None]) -> nn.Module:
+    """Give a model, in place, the weights of a container; None leaves a layer as it is.
+
+    Quantised layers become dense ones; embedding and LM head keep theirs, so that one matrix for both stays one.
+    """
+    layers = quant_layers(module)
+    for name, integers in found.items():
         if integers is None:
             continue
+        if name not in layers:
+            module.get_parameter(f"{name}.weight").data.copy_(integers.dense())
+            continue
+        layer = layers[name]
         dense = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
         dense.weight = nn.Parameter(integers.dense().to(layer.weight.dtype), requires_grad=False)
         if layer.bias is not None:

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 from toy_pipeline import call, export_options
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from qat_lora.errors import ModelError
-from qat_lora.export.gguf import SPLITS, gguf_name, q4_0, row_order, vocabulary
+from qat_lora.export import gguf_merged
+from qat_lora.export.gguf_model import gguf_name, row_order
 from qat_lora.files.checksums import checkpoint_sha256
 from qat_lora.layers.calibrate.quantize import quantize_model
 from qat_lora.layers.convert import add_lora, lora_layers, quant_layers
@@ -74,25 +74,25 @@ def unpermuted(model, name, array):
     return back
 
 
-@pytest.mark.parametrize("name", ["w2g64", "w3g128", "w4g128", "apple2"])
-def test_tensors_are_ours_after_dequantisation(teacher, name, tmp_path):
+@pytest.mark.parametrize(("name", "kind"), [("w2g64", "Q4_0"), ("w3g128", "Q4_0"), ("q2_0", "Q2_0"), ("q4_0", "Q4_0")])
+def test_tensors_are_ours_after_dequantisation(teacher, name, kind, tmp_path):
     adapter = adapted(teacher, name, tmp_path)
-    out = call("export", export_options(adapter, tmp_path / "out", form="gguf"))
+    out = call("export", export_options(adapter, tmp_path / "out", form="gguf", embedding_bits=16))
     model = open_student(str(adapter), HubConfig()).model
     _, tensors, dense = read(out / "base.gguf")
     layers = quant_layers(model.module)
     for layer, module in layers.items():
-        found = f"{gguf_name(layer)}.weight"
-        assert tensors[found].tensor_type.name == "Q4_0"
+        found = f"{gguf_name(model, layer)}.weight"
+        assert tensors[found].tensor_type.name == (kind if module.in_features % 64 == 0 else "Q4_0")
         assert np.array_equal(unpermuted(model, layer, dense[found]), module.weight.numpy())
-    assert np.array_equal(dense["token_embd.weight"], model.module.get_input_embeddings().weight.numpy())
+    assert np.array_equal(dense["token_embd.weight"], model.module.get_input_embeddings().weight.half().float().numpy())
     assert ("output.weight" in dense) == (model.config.model_type == "llama")
     reader, _, factors = read(out / "adapter.gguf")
     assert reader.get_field("adapter.lora.alpha").contents() == 5.0
     for layer, module in lora_layers(model.module).items():
-        a, b = (factors[f"{gguf_name(layer)}.weight.lora_{x}"] for x in "ab")
-        assert np.array_equal(a, module.lora_A.detach().numpy())
-        assert np.array_equal(unpermuted(model, layer, b), module.lora_B.detach().numpy())
+        a, b = (factors[f"{gguf_name(model, layer)}.weight.lora_{x}"] for x in "ab")
+        assert np.array_equal(a, module.lora_A.detach().half().numpy())
+        assert np.array_equal(unpermuted(model, layer, b), module.lora_B.detach().half().numpy())
     assert len(factors) == 2 * len(lora_layers(model.module)) == 28
 
 
@@ -101,50 +101,18 @@ def test_what_no_block_holds_is_rounded_with_its_error_or_dense(tiny, name, wors
     adapter = adapted(tiny.teacher, name, tmp_path)
     rounded = call("export", export_options(adapter, tmp_path / "rounded", form="gguf"))
     exact = call("export", export_options(adapter, tmp_path / "exact", form="gguf", exact_only=True))
-    layers = quant_layers(open_student(str(adapter), HubConfig()).model.module)
+    model = open_student(str(adapter), HubConfig()).model
+    layers = quant_layers(model.module)
     result = json.loads((rounded / "result.json").read_text())
     assert result["layers_rounded"] == 14
     (_, _, dense), (_, kinds, whole) = read(rounded / "base.gguf"), read(exact / "base.gguf")
     errors = []
     for layer, module in layers.items():
-        weight, key = module.weight.detach().numpy().astype(np.float64), f"{gguf_name(layer)}.weight"
+        weight, key = module.weight.detach().numpy().astype(np.float64), f"{gguf_name(model, layer)}.weight"
         errors.append(np.linalg.norm(dense[key] - weight) / np.linalg.norm(weight))
         assert kinds[key].tensor_type.name == "F32" and np.array_equal(whole[key], module.weight.detach().numpy())
     assert result["weight_error_worst"] == pytest.approx(max(errors), abs=1e-4) and max(errors) < worst
     assert "stored dense" in (exact / "README.md").read_text()
-
-
-def test_blocks_by_hand():
-    codes = (torch.arange(64) % 16 - 8).to(torch.int8).reshape(1, 64)
-    block = q4_0(codes, torch.tensor([[0.5]]), 64)
-    assert block.shape == (1, 36) and block.dtype == np.uint8
-    assert block[0, :2].view(np.float16)[0] == 0.5 == block[0, 18:20].view(np.float16)[0]
-    assert [int(byte) & 15 for byte in block[0, 2:18]] == list(range(16))
-
-
-def test_the_vocabulary(tiny):
-    tokenizer = load_tokenizer(tiny.teacher)
-    found = vocabulary(tokenizer, 330)
-    assert found.splitting == "gpt-2" and len(found.tokens) == len(found.kinds) == 330
-    assert found.tokens[0] == "<|endoftext|>" and found.kinds[0] == 3 and set(found.kinds[320:]) == {5}
-    assert all(merge.count(" ") == 1 for merge in found.merges)
-    assert set(SPLITS.values()) == {"qwen2", "llama-bpe"}
-    with pytest.raises(ModelError, match="another model"):
-        vocabulary(tokenizer, 300)
-
-
-def test_others_are_refused_by_name(tiny, tmp_path):
-    config = Qwen2Config(
-        vocab_size=320, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-        intermediate_size=96,
-    )  # fmt: skip
-    Qwen2ForCausalLM(config).save_pretrained(tmp_path / "qwen2")
-    copy_tokenizer(tiny.teacher, tmp_path / "qwen2")
-    with pytest.raises(ModelError, match="qwen2 is not supported; allowed: qwen3, llama"):
-        call("export", export_options(tmp_path / "qwen2", tmp_path / "out", form="gguf"))
-    assert not (tmp_path / "out").exists()
-    with pytest.raises(ModelError, match="no name for the layer model.layers.0.extra"):
-        gguf_name("model.layers.0.extra")
 
 
 def nll(logits, ids):
@@ -159,7 +127,7 @@ def test_llama_cpp_has_our_perplexity(teacher, name, close, tmp_path):
     """Dense layers agree as far as float32 does; with Q4_0, llama.cpp rounds activations to 8 bits."""
     llama_cpp = pytest.importorskip("llama_cpp")
     adapter = adapted(teacher, name, tmp_path)
-    out = call("export", export_options(adapter, tmp_path / "out", form="gguf", exact_only=True))
+    out = call("export", export_options(adapter, tmp_path / "out", form="gguf", exact_only=True, embedding_bits=16))
     model = open_student(str(adapter), HubConfig()).model
     ids = load_tokenizer(model.folder)(TEXT)["input_ids"]
     with torch.no_grad():
@@ -176,3 +144,19 @@ def test_llama_cpp_has_our_perplexity(teacher, name, close, tmp_path):
         llama.close()
     assert math.expm1(abs(theirs[0] - ours)) < close
     assert math.expm1(abs(theirs[1] - ours)) > 0.01  # the control: without the adapter it is another model
+
+
+def test_the_merged_form_is_one_dense_file(tiny, tmp_path):
+    adapter = adapted(tiny.teacher, "q2_0", tmp_path)
+    out = call("export", export_options(adapter, tmp_path / "out", form="gguf-merged"))
+    assert (out / "Modelfile").read_text() == "FROM ./base.gguf\n" and not (out / "adapter.gguf").exists()
+    model = open_student(str(adapter), HubConfig()).model
+    reader, tensors, dense = read(out / "base.gguf")
+    assert (
+        reader.get_field("general.file_type").contents() == 1
+        and gguf_merged.usage(True) in (out / "README.md").read_text()
+    )
+    for layer, module in lora_layers(model.module).items():
+        found = f"{gguf_name(model, layer)}.weight"
+        merged = module.base.weight.detach() + module.delta().detach()
+        assert tensors[found].tensor_type.name == "F16" and np.array_equal(dense[found], merged.half().float().numpy())

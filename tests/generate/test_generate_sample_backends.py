@@ -24,7 +24,7 @@ def gguf(tiny, tmp_path_factory):
     cache = call("build_cache", cache_options(tiny, root / "cache"))
     student = call("quantize", quantize_options(tiny, root / "student", cache, preset="q4_r32"))
     run = call("recover", recover_options(student, cache, root / "run"))
-    return run, call("export", export_options(run, root / "gguf", form="gguf", exact_only=True))
+    return run, call("export", export_options(run, root / "gguf", form="gguf", exact_only=True, embedding_bits=16))
 
 
 def opened(name):
