@@ -333,16 +333,18 @@ class ExportOptions:
     """`qat-lora export`."""
 
     student: str | None = option(None, "model, adapter or run folder", required=True, alias="model")
-    form: Literal["merged", "adapter", "compressed-tensors", "gguf", "pt"] = option(
+    form: Literal["merged", "adapter", "compressed-tensors", "gguf", "gptq", "mlx", "pt"] = option(
         "merged",
         "merged: dense weights with codes and adapter folded in; adapter: PEFT adapter with its quantised base; "
-        "compressed-tensors: packed base (vLLM, transformers), adapter beside it; gguf: base and adapter for "
-        "llama.cpp; pt: best.pt, the student's state dict for torch.load",
+        "compressed-tensors and gptq: packed base (vLLM, transformers), adapter beside it; gguf and mlx: base and "
+        "adapter for llama.cpp and mlx-lm; pt: best.pt, the student's state dict for torch.load",
     )
-    dtype: Literal["float32", "bfloat16"] = option("float32", "type of the dense tensors that are written")
+    dtype: Literal["float32", "bfloat16", "float16"] | None = option(
+        None, "type of the dense tensors that are written", unit="default: float16 with gptq and mlx, else float32"
+    )
     container_bits: int | None = option(
         None,
-        "bits of packed codes, with compressed-tensors; default: the fewest of 2, 4, 8 that are exact",
+        "bits of packed codes, with compressed-tensors; default: those of integer codes, else the fewest of 2, 4, 8 that are exact",
         unit="bits",
         min=2,
         max=8,
@@ -361,7 +363,7 @@ class ExportOptions:
         for name, form in (("container_bits", "compressed-tensors"), ("exact_only", "gguf")):
             if getattr(self, name) and self.form != form:
                 raise ConfigError(f"{name}: means nothing with --form {self.form}; it belongs to --form {form}")
-        if self.form == "adapter" and self.dtype != "float32":
+        if self.form == "adapter" and self.dtype:
             raise ConfigError(f"dtype: {self.dtype} means nothing with --form adapter, which copies the files")
 
 

@@ -40,7 +40,7 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
     tokenizer = load_tokenizer(student.model.folder, options.hub.trust_remote_code)
     origin = read_origin(student.model.module.config, adapter)  # before merging forgets it
     scores = None if options.scores is None else read_scores(options.scores)
-    of_form = options.dtype, options.container_bits, options.exact_only
+    of_form = options.dtype or FORMS[options.form].dtype, options.container_bits, options.exact_only
     plan = FORMS[options.form].plan(ExportJob(str(options.student), student, adapter, tokenizer, *of_form))
     settings = {key: value for key, value in to_dict(options).items() if key not in ("run", "hub")}
     settings |= {"weights": student.sha256}
@@ -121,7 +121,8 @@ def _rounding_kl(
 
 def _command(options: ExportOptions, name: str) -> str:
     """Return the command that makes this export, without the paths of this machine."""
-    command = f"qat-lora export --student {name} --form {options.form} --dtype {options.dtype}"
+    command = f"qat-lora export --student {name} --form {options.form}"
+    command += f" --dtype {options.dtype}" if options.dtype else ""
     command += f" --container-bits {options.container_bits}" if options.container_bits else ""
     command += " --exact-only" if options.exact_only else ""
     return command + (f" --dataset {display_name(options.text.dataset)}" if options.text.dataset else "")

@@ -29,7 +29,7 @@ class ExportJob:
     """Folder of its adapter."""
     tokenizer: Any
     dtype: str
-    """Of all tensors that have no type of their own, `float32` or `bfloat16`."""
+    """Of all tensors that have no type of their own."""
     container_bits: int | None = None
     exact_only: bool = False
 
@@ -62,6 +62,8 @@ class Form(NamedTuple):
     """`library_name` on the model card."""
     needs: str = ""
     """Package of the extra `export`."""
+    dtype: str = "float32"
+    """Type of dense tensors unless the user names one."""
 
     def plan(self, job: ExportJob) -> ExportPlan:
         """Check everything that may be refused, by a QatLoraError, and return what will be written."""
@@ -79,5 +81,7 @@ FORMS = {
     "adapter": Form("pair", "peft"),
     "compressed-tensors": Form("compressed", "transformers", "compressed_tensors"),
     "gguf": Form("gguf", "gguf", "gguf"),
+    "gptq": Form("gptq", "transformers", dtype="float16"),
+    "mlx": Form("mlx", "mlx", dtype="float16"),
     "pt": Form("state_dict", "pytorch"),
 }
