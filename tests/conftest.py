@@ -48,20 +48,37 @@ def write_text(folder: Path, documents: int, seed: int) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Tiny:
-    from qat_lora.models.load import make_qwen3, make_tokenizer
+    from qat_lora.models.load import make_tokenizer
 
     root = tmp_path_factory.mktemp("tiny")
     text, held_out = write_text(root / "text", 24, 0), write_text(root / "held-out", 6, 1)
     teacher = root / "teacher"
     make_tokenizer((file.read_text() for file in sorted(text.iterdir())), 320, teacher)
+    write_teacher(teacher, hidden=64, mlp=96)
+    return Tiny(teacher, text, held_out)
+
+
+@pytest.fixture(scope="session")
+def wide(tiny, tmp_path_factory) -> Tiny:
+    """The tiny model as wide as the blocks of K-quants."""
+    from qat_lora.models.load import copy_tokenizer
+
+    teacher = tmp_path_factory.mktemp("wide") / "teacher"
+    write_teacher(teacher, hidden=256, mlp=256)
+    copy_tokenizer(tiny.teacher, teacher)
+    return tiny._replace(teacher=teacher)
+
+
+def write_teacher(teacher: Path, hidden: int, mlp: int) -> None:
+    from qat_lora.models.load import make_qwen3
+
     torch.manual_seed(0)
-    model = make_qwen3(teacher, 320, hidden=64, layers=2, heads=2, kv_heads=1, mlp=96, positions=256)
+    model = make_qwen3(teacher, 320, hidden=hidden, layers=2, heads=2, kv_heads=1, mlp=mlp, positions=256)
     with torch.no_grad():  # as made, attention is nearly uniform and quantisation hardly shows
         for name, parameter in model.module.named_parameters():
             if parameter.ndim == 2:
                 parameter.mul_(4.0 if "embed" not in name else 2.0)
     model.module.save_pretrained(teacher)
-    return Tiny(teacher, text, held_out)
 
 
 @pytest.fixture(scope="session")

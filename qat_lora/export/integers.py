@@ -85,7 +85,7 @@ def words(codes_OI: Tensor, bits: int) -> Tensor:
 
 def needed_bits(spec: QuantSpec) -> int | None:
     """Return the bits of the integers that hold a spec's codes exactly, None where none do."""
-    if spec.sharing == "lowrank" or spec.code not in ("integer", "half"):
+    if spec.sharing == "lowrank" or spec.step_bits is not None or spec.code not in ("integer", "half"):
         return None
     return spec.bits if spec.code == "integer" else spec.bits + 1
 

@@ -70,6 +70,8 @@ def quantize_targets(model: nn.Module, preset: Preset) -> dict[str, QuantSpec]:
         if len(names) != 1:
             raise ConfigError(f"quantize_head: the model has no single output head; found: {_some(names)}")
         targets[names[0]] = preset.lm_head
+    for name, spec in targets.items():
+        spec.check_width(name, model.get_submodule(name).get_parameter("weight").shape[1])
     return targets
 
 

@@ -25,7 +25,7 @@ from qat_lora.layers.latent import Latent, LatentChange, LookUp, Range, nearest_
 from qat_lora.quant.codes import code_values, decode, nearest, pack, packed_width, unpack
 from qat_lora.quant.fake_quantize import Gradient, as_stored, fake_quantize
 from qat_lora.quant.initialize import QuantizedWeight
-from qat_lora.quant.scales import away_from_zero, expand, scale_shapes, unpack_zeros, zeros_shape
+from qat_lora.quant.scales import Meaning, away_from_zero, meaning, pack_whole, scale_shapes, unpack_whole, whole_shapes
 from qat_lora.quant.spec import QuantSpec
 
 COMPUTED = (
@@ -112,13 +112,13 @@ class Rounded(Packed):
 
     def effective(self, layer: QuantLinear) -> Tensor:
         """Return the weight as it rounds now."""
-        scale, zero = layer.scale_and_zero()
+        scale, zero, _ = layer.meaning()
         weight = self.latent(away_from_zero(scale))
         return fake_quantize(weight, scale, layer.spec, layer.book(), zero, self.gradient)
 
     def packed_codes(self, layer: QuantLinear) -> Tensor:
         """Return the codes that the weight rounds to now."""
-        scale, zero = layer.scale_and_zero()
+        scale, zero, _ = layer.meaning()
         scale = away_from_zero(scale)
         position = self.latent(scale) / scale
         position = position if zero is None else position + zero
@@ -128,8 +128,9 @@ class Rounded(Packed):
 class QuantLinear(nn.Linear):
     """y = x (Q * S)ᵀ + b, for x [..., I] and y [..., O].
 
-    Stored tensors: `codes` uint8 [O, ceil(I bits / 8)], `scale` (or `scale_a`, `scale_b`), `zeros` packed like codes
-    where they are asymmetric, `values` for look-up tables, `bias` where the layer has one. Scales and tables are
+    Stored tensors: `codes` uint8 [O, ceil(I bits / 8)], `scale` (or `scale_a`, `scale_b`), packed like codes `zeros`
+    where they are asymmetric and `steps` in K-quants, with `minimum` and `minima` where groups have one, `values` for
+    look-up tables, `bias` where the layer has one. Scales and tables are
     float32 whatever the default type is, so that loading a model in bfloat16 rounds activations only.
     """
 
@@ -147,9 +148,8 @@ class QuantLinear(nn.Linear):
         self.register_buffer("codes", torch.zeros(out_features, width, dtype=torch.uint8, device=device))
         for name, shape in scale_shapes(spec, out_features, in_features).items():
             self.register_parameter(name, self._frozen(torch.ones(shape, dtype=torch.float32, device=device)))
-        if spec.code == "asymmetric":
-            shape = zeros_shape(spec, out_features, in_features)
-            self.register_buffer("zeros", torch.zeros(shape, dtype=torch.uint8, device=device))
+        for name, shape in whole_shapes(spec, out_features, in_features).items():
+            self.register_buffer(name, torch.zeros(shape, dtype=torch.uint8, device=device))
         if spec.code == "lut":
             self.values = self._frozen(torch.zeros(2**spec.bits, dtype=torch.float32, device=device))
         self.register_parameter("bias", self._frozen(torch.zeros(out_features, device=device)) if bias else None)
@@ -165,8 +165,7 @@ class QuantLinear(nn.Linear):
         """Build the layer that replaces `linear`, whose weight has been quantised; `to_linear` is the way back."""
         tensors = dict(zip(scale_shapes(spec, *quantised.codes_OI.shape), quantised.scales, strict=True))
         tensors["codes"] = pack(quantised.codes_OI, spec.bits)
-        if quantised.zeros is not None:
-            tensors["zeros"] = pack(quantised.zeros.to(torch.uint8), spec.bits)
+        tensors |= {name: pack_whole(x, spec) for name, x in zip(spec.whole, quantised.whole, strict=True)}
         if spec.code == "lut":
             tensors["values"] = quantised.values
         return cls.from_stored(linear, spec, tensors)
@@ -188,19 +187,18 @@ class QuantLinear(nn.Linear):
 
     @torch.no_grad()
     def stored(self) -> dict[str, Tensor]:
-        """Return the tensors that describe the layer as it is now: packed codes and zeros, float16 scales and table.
+        """Return the tensors that describe the layer as it is now: codes and whole numbers packed, others float16.
 
         Computed on the host: on XLA this makes no graphs of its own.
         """
         here = copy.deepcopy(self).cpu() if self._codes_may_change else self
         tensors: dict[str, Tensor] = {"codes": here.source.packed_codes(here), **here.named_scales()}
-        if self.spec.code == "asymmetric":
-            tensors["zeros"] = here.zeros
+        tensors |= {name: getattr(here, name) for name in self.spec.whole}
         if self.spec.code == "lut":
             tensors["values"] = here.values if here is self else here.book()
         if here.range is not None:
             tensors["scale"], zeros = here.range()
-            tensors["zeros"] = pack(zeros.to(torch.uint8), self.spec.bits)
+            tensors["zeros"] = pack_whole(zeros, self.spec)
         tensors = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
         return {name: tensor.half() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
 
@@ -238,18 +236,18 @@ class QuantLinear(nn.Linear):
         return self.source.effective(self)
 
     def times_scale(self, values_OI: Tensor) -> Tensor:
-        """Return code values, less their zero points, times their scales."""
-        scale, zero = self.scale_and_zero()
-        return (values_OI if zero is None else values_OI - zero) * scale
+        """Return the weight that code values make, by the scales of now."""
+        return self.meaning().of(values_OI)
 
-    def scale_and_zero(self) -> tuple[Tensor, Tensor | None]:
-        """Return scale and zero point (None without any) of every weight, [O, I] or what broadcasts to it."""
-        sizes = (self.spec.group_size, self.out_features, self.in_features)
+    def meaning(self) -> Meaning:
+        """Return what code values stand for now."""
         if self.range is not None:
             # Called twice: gradients of scale and zero point reach the ends apart, and are rounded so.
-            return expand(self.range()[:1], *sizes), expand(self.range()[1:], *sizes)
-        zeros = (unpack_zeros(self.zeros, self.spec, self.in_features),) if self.spec.code == "asymmetric" else ()
-        return expand(tuple(map(as_stored, self.scales)), *sizes), expand(zeros, *sizes) if zeros else None
+            scales, whole = self.range()[:1], self.range()[1:]
+        else:
+            scales = tuple(map(as_stored, self.scales))
+            whole = tuple(unpack_whole(getattr(self, name), self.spec, self.in_features) for name in self.spec.whole)
+        return meaning(self.spec, scales, whole, self.out_features, self.in_features)
 
     def book(self) -> Tensor:
         """Return the code book in the scales' type; where codes train too, sorted: training may reorder the table."""
@@ -281,7 +279,7 @@ class QuantLinear(nn.Linear):
         """
         if self.spec.code != "asymmetric":
             raise ModelError(f"ranges: a layer with {self.spec.code} codes has no zero points to train")
-        zeros = unpack_zeros(self.zeros, self.spec, self.in_features)
+        zeros = unpack_whole(self.zeros, self.spec, self.in_features)
         self.range = Range(self.scales[0].detach(), zeros, self.spec.bits)
         self._unpack()
         return self.range
@@ -319,7 +317,7 @@ class QuantLinear(nn.Linear):
         """
         self.source = Packed()
         with torch.no_grad():
-            scale, zero = self.scale_and_zero()
+            scale, zero, _ = self.meaning()
             if weight_OI is None:
                 start = self.effective()
             else:

@@ -25,10 +25,10 @@ FEW = 15  # midpoints to compare one by one: a search among 3 takes five times a
 def code_values(spec: QuantSpec) -> Tensor:
     """Return the sorted float32 code book [2^bits] that a spec starts from; tables are float16 numbers, as stored.
 
-    Asymmetric codes count from 0: every group has a zero point of its own, which is subtracted afterwards.
+    Asymmetric codes and those with a minimum count from 0: what a group subtracts comes afterwards.
     """
     n = 2**spec.bits
-    if spec.code in ("integer", "asymmetric"):
+    if spec.code in ("integer", "asymmetric", "minimum"):
         return torch.arange(n, dtype=torch.float32) - (n // 2 if spec.code == "integer" else 0)
     if spec.table == "normal":
         return normal_table(spec.bits).half().float()

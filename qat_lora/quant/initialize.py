@@ -12,7 +12,6 @@ Source: AWQ (arXiv 2306.00978) for the clip search; the module `gptq` for the ot
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
@@ -25,17 +24,19 @@ from qat_lora.quant.codes import code_values, decode, first_value, nearest
 from qat_lora.quant.gptq import BLOCK, Curvature, Grid, descend, gptq, refit_scales, slope_of
 from qat_lora.quant.scales import (
     Cost,
+    Meaning,
     Scales,
     absmax_scale,
     away_from_zero,
     clip_scale,
-    expand,
     importance_cost,
     low_rank_scales,
+    meaning,
     output_cost,
     range_scale,
+    step_scales,
 )
-from qat_lora.quant.spec import QuantSpec
+from qat_lora.quant.spec import SUPER, QuantSpec
 from qat_lora.runtime.loop import Number, Tensors, part, whole_parts
 from qat_lora.runtime.xla.runtime import xla_mark_step
 
@@ -56,51 +57,51 @@ class QuantizedWeight(NamedTuple):
     """float32 code book."""
     scales: Scales
     """float16 numbers held as float32."""
-    zeros: Tensor | None = None
-    """Whole zero points [rows, G] as float32, with asymmetric codes."""
+    whole: Scales = ()
+    """Whole numbers [rows, G] as float32, by the names in `QuantSpec.whole`."""
 
     def to(self, device: torch.device) -> QuantizedWeight:
         """Return the same on another device."""
         if self.codes_OI.device == device:
             return self
         xla_mark_step()  # one graph for all that is read
-        zeros = None if self.zeros is None else self.zeros.to(device)
-        scales = tuple(scale.to(device) for scale in self.scales)
-        return QuantizedWeight(self.codes_OI.to(device), self.values.to(device), scales, zeros)
+        scales, whole = (tuple(x.to(device) for x in numbers) for numbers in (self.scales, self.whole))
+        return QuantizedWeight(self.codes_OI.to(device), self.values.to(device), scales, whole)
 
     def split(self, layers: int) -> list[QuantizedWeight]:
         """Return the parts of layers whose rows lie one under the other; scales must be by channel or group."""
         if layers == 1:
             return [self]
-        zeros = [None] * layers if self.zeros is None else self.zeros.chunk(layers)
-        parts = zip(self.codes_OI.chunk(layers), self.scales[0].chunk(layers), zeros, strict=True)
-        return [QuantizedWeight(codes, self.values, (scale,), zero) for codes, scale, zero in parts]
+        parts = zip(*(x.chunk(layers) for x in (self.codes_OI, *self.scales, *self.whole)), strict=True)
+        end = 1 + len(self.scales)
+        return [QuantizedWeight(part[0], self.values, part[1:end], part[end:]) for part in parts]
 
     @classmethod
     def joined(cls, layers: Sequence[QuantizedWeight]) -> QuantizedWeight:
         """Return what `split` took apart."""
         if len(layers) == 1:
             return layers[0]
-        codes, scales = [layer.codes_OI for layer in layers], [layer.scales[0] for layer in layers]
-        zeros = [layer.zeros for layer in layers if layer.zeros is not None]
-        return cls(torch.cat(codes), layers[0].values, (torch.cat(scales),), torch.cat(zeros) if zeros else None)
+        scales, whole = (
+            tuple(map(torch.cat, zip(*numbers, strict=True)))
+            for numbers in ([layer.scales for layer in layers], [layer.whole for layer in layers])
+        )
+        return cls(torch.cat([layer.codes_OI for layer in layers]), layers[0].values, scales, whole)
+
+    def meaning(self, spec: QuantSpec) -> Meaning:
+        """Return what code values stand for."""
+        return meaning(spec, self.scales, self.whole, *self.codes_OI.shape)
 
     def grid(self, spec: QuantSpec, dtype: torch.dtype = torch.float64) -> Grid:
-        """Return the meaning of the codes."""
-        shape = self.codes_OI.shape
-        scale = away_from_zero(expand(self.scales, spec.group_size, *shape)).to(dtype).expand(shape)
-        zero = None
-        if self.zeros is not None:
-            zero = expand((self.zeros,), spec.group_size, *shape).to(dtype).expand(shape)
-        return Grid(self.values.to(dtype), scale, zero, first_value(spec))
+        """Return the meaning of the codes, a minimum as a zero point."""
+        scale, zero, minimum = self.meaning(spec)
+        scale, shape = away_from_zero(scale).to(dtype), self.codes_OI.shape
+        zero = zero if minimum is None else minimum.to(dtype) / scale
+        zero = None if zero is None else zero.to(dtype).expand(shape)
+        return Grid(self.values.to(dtype), scale.expand(shape), zero, first_value(spec))
 
     def dense(self, spec: QuantSpec) -> Tensor:
-        """Return codes times scales, float32 [O, I], computed as `QuantLinear` does."""
-        shape = self.codes_OI.shape
-        chosen = decode(self.codes_OI, self.values)
-        if self.zeros is not None:
-            chosen = chosen - expand((self.zeros,), spec.group_size, *shape)
-        return chosen * expand(self.scales, spec.group_size, *shape)
+        """Return what the codes stand for, float32 [O, I], computed as `QuantLinear` does."""
+        return self.meaning(spec).of(decode(self.codes_OI, self.values))
 
 
 def quantize_weight(
@@ -132,6 +133,7 @@ def quantize_weight(
         raise ConfigError(f"weight: holds entries above {LARGEST:g}, whose scales float16 cannot hold")
     if method in NEED_TEXT and calibration is None:
         raise ConfigError(f"init: {method} needs calibration text; give --dataset, or choose mse or absmax")
+    spec.check_width("weight", weight_OI.shape[1])
     weight = weight_OI.float()
     curvature = Curvature(calibration) if isinstance(calibration, Tensor) else calibration
     if method in COMPENSATED:
@@ -159,7 +161,7 @@ def refine(
     grid = now.grid(spec, torch.float32)
     slope = slope_of(weight, grid.dense(now.codes_OI), moment)
     for _ in range(rounds):
-        if spec.sharing != "lowrank":
+        if spec.sharing != "lowrank" and spec.step_bits is None:
             fitted = refit_scales(slope, moment, grid, now.codes_OI, now.scales[0], spec)
             now = now._replace(scales=(fitted,))
             grid = now.grid(spec, torch.float32)
@@ -176,27 +178,28 @@ def _importance(curvature: Curvature, weight_RI: Tensor) -> Tensor:
     return importance_LI if layers == 1 else importance_LI.repeat_interleave(len(weight_RI) // layers, 0)
 
 
-def _scales(
-    weight_RI: Tensor, spec: QuantSpec, importance: Tensor | None, cost: Cost | None
-) -> tuple[Scales, Tensor | None]:
-    """Return stored scales and zero points: float16 numbers, so that codes are chosen for what will be loaded."""
+def _scales(weight_RI: Tensor, spec: QuantSpec, importance: Tensor | None, cost: Cost | None) -> tuple[Scales, Scales]:
+    """Return stored scales and whole numbers: float16 ones, so that codes are chosen for what will be loaded."""
     if spec.sharing == "lowrank":
-        return tuple(s.half().float() for s in low_rank_scales(weight_RI, spec, importance)), None
+        return tuple(s.half().float() for s in low_rank_scales(weight_RI, spec, importance)), ()
+    if spec.step_bits is not None:
+        return step_scales(weight_RI, spec, cost)
     if spec.code == "asymmetric":
         scale, zeros = range_scale(weight_RI, spec, cost)
-        return (scale,), zeros
+        return (scale,), (zeros,)
     scale = absmax_scale(weight_RI, spec) if cost is None else clip_scale(weight_RI, spec, cost)
-    return (scale.half().float(),), None
+    return (scale.half().float(),), ()
 
 
 def _rounded(
     weight_RI: Tensor, spec: QuantSpec, importance: Tensor | None = None, cost: Cost | None = None
 ) -> QuantizedWeight:
-    """Return the codes nearest to a weight, or to the columns of one group, with the scales that cost least."""
-    values, (scales, zeros) = code_values(spec).to(weight_RI.device), _scales(weight_RI, spec, importance, cost)
-    ratio = weight_RI / away_from_zero(expand(scales, spec.group_size, *weight_RI.shape))
-    ratio = ratio if zeros is None else ratio + expand((zeros,), spec.group_size, *weight_RI.shape)
-    return QuantizedWeight(nearest(ratio, values, spec)[1], values, scales, zeros)
+    """Return the codes nearest to a weight, or to some groups' columns, with the scales that cost least."""
+    values, (scales, whole) = code_values(spec).to(weight_RI.device), _scales(weight_RI, spec, importance, cost)
+    scale, zero, minimum = meaning(spec, scales, whole, *weight_RI.shape)
+    ratio = (weight_RI if minimum is None else weight_RI + minimum) / away_from_zero(scale)
+    ratio = ratio if zero is None else ratio + zero
+    return QuantizedWeight(nearest(ratio, values, spec)[1], values, scales, whole)
 
 
 def _compensated(weight_RI: Tensor, spec: QuantSpec, curvature: Curvature) -> QuantizedWeight:
@@ -212,14 +215,14 @@ def _compensated(weight_RI: Tensor, spec: QuantSpec, curvature: Curvature) -> Qu
 
         return whole._replace(codes_OI=gptq(wide, root, BLOCK, fixed, grid.whole(BLOCK).parts())[0])
     assert spec.group_size is not None
-    size, one_group = spec.group_size, dataclasses.replace(spec, sharing="channel", group_size=None)
+    size = SUPER if spec.step_bits else spec.group_size  # the groups of a K-quant get their scales together
 
     def chosen(number: Number, left_RC: Tensor, given: Tensors) -> tuple[Grid, Tensors]:
         left, importance = left_RC.float(), part(given[0], number, size, 1)
-        group = _rounded(left, one_group, importance, importance_cost(left, one_group, importance))
-        kept = [*group.scales, *([] if group.zeros is None else [group.zeros])]
-        return group.grid(one_group, root.dtype).by_column(0, left.shape[1]), kept
+        found = _rounded(left, spec, importance, importance_cost(left, spec, importance))
+        return found.grid(spec, root.dtype).by_column(0, left.shape[1]), [*found.scales, *found.whole]
 
     codes, kept = gptq(wide, root, size, chosen, [whole_parts(importance, size, 1)])
-    scale, *zeros = (x.squeeze(2).T.contiguous() for x in kept)
-    return QuantizedWeight(codes, code_values(spec).to(weight_RI.device), (scale,), *zeros)
+    numbers = tuple(x.transpose(0, 1).flatten(1) for x in kept)  # by block first
+    end = len(numbers) - len(spec.whole)
+    return QuantizedWeight(codes, code_values(spec).to(weight_RI.device), numbers[:end], numbers[end:])

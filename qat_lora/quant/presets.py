@@ -80,6 +80,14 @@ def _group(bits: int, code: Code, group_size: int) -> QuantSpec:
     return QuantSpec(bits=bits, code=code, sharing="group", group_size=group_size)
 
 
+def _signed(bits: int, group_size: int, step_bits: int | None = None) -> QuantSpec:
+    return dataclasses.replace(_group(bits, "integer", group_size), signed=True, step_bits=step_bits)
+
+
+def _minimum(bits: int, group_size: int, step_bits: int) -> QuantSpec:
+    return QuantSpec(bits=bits, code="minimum", sharing="group", group_size=group_size, step_bits=step_bits)
+
+
 def _low_rank(entries: int, rank: int) -> QuantSpec:
     return QuantSpec(bits=entries.bit_length() - 1, code="lut", sharing="lowrank", group_size=128, rank=rank)
 
@@ -95,6 +103,16 @@ _RULES: dict[str, tuple[tuple[str, QuantSpec], ...]] = {
     "q4a4": ((".", _low_rank(16, 4)),),
     "q2a2": ((".", _low_rank(4, 32)),),
     "q2a4": ((MLP, _low_rank(4, 32)), (ATTENTION, _low_rank(16, 8))),
+}
+_RULES |= {  # what llama.cpp's files hold exactly; GPTQ's and MLX's hold q3g64
+    "q2_0": ((".", _signed(2, 64)),),
+    "q3g64": ((".", _signed(3, 64)),),
+    "q4_0": ((".", _signed(4, 32)),),
+    "q8_0": ((".", _group(8, "integer", 32)),),
+    "q2_k": ((".", _minimum(2, 16, 4)),),
+    "q3_k": ((".", _signed(3, 16, 6)),),
+    "q4_k": ((".", _minimum(4, 32, 6)),),
+    "q6_k": ((".", _signed(6, 16, 8)),),
 }
 PRESETS: Mapping[str, Preset] = {name: Preset(name, rules) for name, rules in _RULES.items()}
 

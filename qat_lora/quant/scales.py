@@ -1,12 +1,15 @@
 """Scales and zero points: from the few stored numbers to one for every weight, and how to choose the numbers.
 
 Scales are a tuple of tensors, one (`scale`) for tensor, channel and group sharing, two (`scale_a`, `scale_b`) for
-low-rank. `expand` is the only function that knows the shapes; it is differentiable, so training the scales
-needs nothing else.
+low-rank. `meaning` is the only function that knows what numbers of every group make of codes; it is differentiable,
+so training the scales needs nothing else.
 
 Asymmetric codes have a range [low, high] for each group, which always contains zero: s = (high - low) / (2^b - 1) and
 z = round(-low / s), so that zero itself is a code and weights of exactly zero stay so. The zero point takes `bits`
 bits. Formats that store the lower end as a float instead (GGUF's Q4_1) spend 16, and lose the exact zero.
+
+K-quants have two levels: the scale of a group is `scale` of 256 inputs times the group's `steps`, and with the code
+`minimum` the group's lowest value is -`minimum` times its `minima`. Both products are exact in float32.
 """
 
 from __future__ import annotations
@@ -18,8 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qat_lora.quant.codes import code_values, decode, encode, full_range, nearest, packed_width, unpack
-from qat_lora.quant.spec import QuantSpec
+from qat_lora.quant.codes import code_values, decode, encode, full_range, nearest, pack, packed_width, unpack
+from qat_lora.quant.spec import SUPER, QuantSpec
 from qat_lora.runtime.loop import Tensors, loop
 from qat_lora.runtime.precision import exact_matmul
 
@@ -44,21 +47,59 @@ def scale_shapes(spec: QuantSpec, out_features: int, in_features: int) -> dict[s
     if spec.sharing == "lowrank":
         assert spec.rank is not None
         return {"scale_a": (out_features, spec.rank), "scale_b": (spec.rank, in_features)}
+    if spec.step_bits is not None:
+        return dict.fromkeys(("scale", "minimum")[: len(spec.whole)], (out_features, in_features // SUPER))
     return {"scale": (_rows(spec, out_features), spec.groups(in_features))}
 
 
-def unpack_zeros(packed: Tensor, spec: QuantSpec, in_features: int) -> Tensor:
-    """Return the zero points [rows, G] of packed bytes, float32."""
-    return unpack(packed, spec.bits, spec.groups(in_features)).float()
+def whole_shapes(spec: QuantSpec, out_features: int, in_features: int) -> dict[str, tuple[int, int]]:
+    """Return names and packed shapes of the whole numbers of groups: zero points, or multiples of K-quants."""
+    shape = _rows(spec, out_features), packed_width(spec.groups(in_features), spec.whole_bits)
+    return dict.fromkeys(spec.whole, shape)
 
 
-def zeros_shape(spec: QuantSpec, out_features: int, in_features: int) -> tuple[int, int]:
-    """Return the shape of the packed zero points of an asymmetric [O, I] weight."""
-    return _rows(spec, out_features), packed_width(spec.groups(in_features), spec.bits)
+def pack_whole(whole: Tensor, spec: QuantSpec) -> Tensor:
+    """Pack the whole numbers [rows, G] of groups into bytes; those with a sign as they are above the least."""
+    return pack((whole + lift(spec)).to(torch.uint8), spec.whole_bits)
+
+
+def unpack_whole(packed: Tensor, spec: QuantSpec, in_features: int) -> Tensor:
+    """Return the whole numbers [rows, G] of packed bytes, float32."""
+    return unpack(packed, spec.whole_bits, spec.groups(in_features)).float() - lift(spec)
+
+
+def lift(spec: QuantSpec) -> int:
+    """Return what is added to the whole numbers of groups to store them: steps of integer codes have a sign."""
+    return 2 ** (spec.whole_bits - 1) if spec.step_bits and spec.code == "integer" else 0
 
 
 def _rows(spec: QuantSpec, out_features: int) -> int:
     return 1 if spec.sharing == "tensor" else out_features
+
+
+class Meaning(NamedTuple):
+    """What code values q stand for, (q - zero) * scale - minimum; each [O, I] or what broadcasts to it."""
+
+    scale: Tensor
+    zero: Tensor | None = None
+    minimum: Tensor | None = None
+
+    def of(self, values_OI: Tensor) -> Tensor:
+        """Return the weight that code values make."""
+        product = (values_OI if self.zero is None else values_OI - self.zero) * self.scale
+        return product if self.minimum is None else product - self.minimum
+
+
+def meaning(spec: QuantSpec, scales: Scales, whole: Scales, out_features: int, in_features: int) -> Meaning:
+    """Return the meaning of the codes of an [O, I] weight with these scales and whole numbers of groups."""
+    sizes = spec.group_size, out_features, in_features
+    if spec.step_bits is None:
+        return Meaning(expand(scales, *sizes), expand(whole, *sizes) if whole else None)
+    assert spec.group_size is not None
+    above, groups = SUPER // spec.group_size, spec.groups(in_features)
+    of_groups = [expand((x,), above, out_features, groups) * n for x, n in zip(scales, whole, strict=True)]
+    wide = [expand((x,), *sizes) for x in of_groups]
+    return Meaning(wide[0], minimum=wide[1] if len(wide) > 1 else None)
 
 
 def expand(scales: Scales, group_size: int | None, out_features: int, in_features: int) -> Tensor:
@@ -83,8 +124,15 @@ def grouped(weight_OI: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def absmax_scale(weight_OI: Tensor, spec: QuantSpec) -> Tensor:
-    """Return the scale [rows, G] that lets the largest weight of each group reach the end of the code book."""
-    return (grouped(weight_OI, spec).abs().amax(-1) / full_range(spec)).clamp_min(TINY)
+    """Return the scale [rows, G] that lets the largest weight of each group reach the end of the code book.
+
+    A signed one lets it reach the longer end, and everything else of its sign.
+    """
+    members = grouped(weight_OI, spec)
+    if spec.signed:
+        high, low = members.amax(-1), members.amin(-1)
+        return away_from_zero(torch.where(high >= -low, high, low) / code_values(spec)[0])
+    return (members.abs().amax(-1) / full_range(spec)).clamp_min(TINY)
 
 
 def importance_cost(weight_OI: Tensor, spec: QuantSpec, importance_I: Tensor | None = None) -> Cost:
@@ -112,15 +160,16 @@ def output_cost(weight_OI: Tensor, spec: QuantSpec, second_moment_II: Tensor) ->
 
 
 def clip_scale(weight_OI: Tensor, spec: QuantSpec, cost: Cost) -> Tensor:
-    """Return the clipped scale [rows, G] that costs least."""
+    """Return the clipped scale [rows, G] that costs least, of either sign where it may have one."""
     values = code_values(spec).to(weight_OI)
 
     def at(clip: Tensor | float, members: Tensor, widest: Tensor) -> tuple[Tensors, Tensor]:
-        scale = (widest * clip).clamp_min(TINY)
+        scale = away_from_zero(widest * clip)
         chosen, _ = nearest(members / scale[..., None], values, spec)
         return [scale], chosen.mul_(scale[..., None]).sub_(members)
 
-    return _cheapest(at, [grouped(weight_OI, spec), absmax_scale(weight_OI, spec)], cost)[0]
+    widest = absmax_scale(weight_OI, dataclasses.replace(spec, signed=False))
+    return _cheapest(at, [grouped(weight_OI, spec), widest], cost, spec.signed)[0]
 
 
 def mse_scale(weight_OI: Tensor, spec: QuantSpec, importance_I: Tensor | None = None) -> Tensor:
@@ -149,10 +198,53 @@ def range_scale(weight_OI: Tensor, spec: QuantSpec, cost: Cost | None) -> tuple[
     return scale, zero
 
 
-def _cheapest(at: Callable[..., tuple[Tensors, Tensor]], given: Tensors, cost: Cost) -> Tensors:
+def step_scales(weight_OI: Tensor, spec: QuantSpec, cost: Cost | None) -> tuple[Scales, Scales]:
+    """Return the float16-exact scales (and minima) of `SUPER` inputs, and their multiples [rows, G].
+
+    They are nearest to the scales of groups that cost least. No step is zero: scales can be divided by.
+    """
+    if spec.code == "integer":
+        wanted = [absmax_scale(weight_OI, spec) if cost is None else clip_scale(weight_OI, spec, cost)]
+    else:
+        wanted = _minimum_scale(weight_OI, spec, cost)
+    scales, whole = zip(*(_on_steps(x, spec, least) for x, least in zip(wanted, (1, 0), strict=False)), strict=True)
+    return scales, whole
+
+
+def _on_steps(wanted_RG: Tensor, spec: QuantSpec, least: int) -> tuple[Tensor, Tensor]:
+    """Return float16-exact scales of `SUPER` inputs, and multiples [rows, G] of at least this size."""
+    assert spec.group_size is not None
+    blocks = wanted_RG.unflatten(1, (-1, SUPER // spec.group_size))
+    high, low = blocks.amax(2, keepdim=True), blocks.amin(2, keepdim=True)
+    largest = torch.where(high >= -low, high, low)
+    end = -lift(spec) or 2**spec.whole_bits - 1  # the end of the steps with most room
+    scale = away_from_zero(largest / end).half().to(wanted_RG.dtype)
+    steps = (blocks / scale).round().clamp(-lift(spec), 2**spec.whole_bits - 1 - lift(spec))
+    steps = torch.where(steps.abs() < least, torch.where(blocks * scale < 0, -1.0, 1.0), steps)
+    return scale.squeeze(2), steps.flatten(1)
+
+
+def _minimum_scale(weight_OI: Tensor, spec: QuantSpec, cost: Cost | None) -> Tensors:
+    """Return scales and minima [rows, G], not below zero, of the clipped ranges that cost least."""
+    values, members = code_values(spec).to(weight_OI), grouped(weight_OI, spec)
+    low, high = members.amin(-1).clamp_max(0), members.amax(-1)
+
+    def of(clip: Tensor | float, low: Tensor, high: Tensor) -> Tensors:
+        return [((high - low) * clip / values[-1]).clamp_min(TINY), -low * clip]
+
+    def at(clip: Tensor | float, members: Tensor, low: Tensor, high: Tensor) -> tuple[Tensors, Tensor]:
+        scale, minimum = (x[..., None] for x in of(clip, low, high))
+        chosen, _ = nearest((members + minimum) / scale, values, spec)
+        return [scale[..., 0], minimum[..., 0]], chosen * scale - minimum - members
+
+    return of(1.0, low, high) if cost is None else _cheapest(at, [members, low, high], cost)
+
+
+def _cheapest(at: Callable[..., tuple[Tensors, Tensor]], given: Tensors, cost: Cost, signed: bool = False) -> Tensors:
     """Return group by group the numbers [rows, G], among those of `CLIP_GRID` clips, whose errors cost least.
 
-    `at` gives the numbers and errors of a clip, of 1 before all others, from what it is `given`.
+    `at` gives the numbers and errors of a clip, of 1 before all others, from what it is `given`; `signed` tries clips
+    of both signs.
     """
 
     def cheaper(_: object, carry: Tensors, slices: Tensors, constants: Tensors) -> tuple[Tensors, Tensors]:
@@ -166,7 +258,8 @@ def _cheapest(at: Callable[..., tuple[Tensors, Tensor]], given: Tensors, cost: C
     best, errors = at(1.0, *given)
     least = cost.of(errors, cost.given)
     least = least.masked_fill(least.isnan(), torch.inf)
-    clips = torch.linspace(1.0, 0.2, CLIP_GRID)[1:].to(least.dtype)
+    clips = torch.linspace(1.0, 0.2, CLIP_GRID).to(least.dtype)
+    clips = torch.cat([clips[1:], -clips]) if signed else clips[1:]
     return loop(cheaper, len(clips), [least, *best], [clips], [cost.given, *given])[0][1:]
 
 

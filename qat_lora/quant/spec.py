@@ -1,10 +1,13 @@
 """What a quantised weight is made of.
 
-A weight is stored as W ~ Q * S: every entry of Q is one of 2^bits code values, S is a positive scale that many
-entries share. `QuantSpec` names the code book and the sharing, and counts the bits.
+A weight is stored as W ~ Q * S: every entry of Q is one of 2^bits code values, S is a scale that many entries share.
+`QuantSpec` names the code book and the sharing, and counts the bits. A scale is positive unless it is `signed`: a code
+book with one more value below zero than above then turns its long end to where a group's weights need it. Groups of
+16 or 32 weights cannot pay for 16 bits each; their scales are small multiples of one float16 number of 256 inputs
+(llama.cpp's K-quants), chosen here on that grid, so that its files hold them exactly.
 
-Sources: half-integer 2-bit codes, Apple Foundation Models 2025; low-rank scales, LoRDS (arXiv 2601.22716); normal
-tables, NF4 of QLoRA (arXiv 2305.14314).
+Sources: llama.cpp's `ggml-common.h` for K-quants; half-integer 2-bit codes, Apple Foundation Models 2025; low-rank
+scales, LoRDS (arXiv 2601.22716); normal tables, NF4 of QLoRA (arXiv 2305.14314).
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ from qat_lora.config import INT_LIMIT
 from qat_lora.errors import ConfigError
 
 SCALE_BITS = 16  # scales, low-rank factors and look-up tables are stored as float16
-Code = Literal["half", "integer", "asymmetric", "lut"]
+SUPER = 256  # inputs that share a float16 scale where `step_bits` make those of groups
+Code = Literal["half", "integer", "asymmetric", "minimum", "lut"]
 Table = Literal["even", "normal"]
 Sharing = Literal["tensor", "channel", "group", "lowrank"]
 
@@ -28,8 +32,9 @@ class QuantSpec:
     Attributes:
         bits: bits of a code, 2 to 8.
         code: `half` = {+-1/2, +-3/2, ...}, balanced and without a zero; `integer` = {-2^(b-1) .. 2^(b-1)-1};
-            `asymmetric` = {-z .. 2^b-1-z} with a zero point z of `bits` bits for every scale; `lut` = a table of
-            2^bits values, stored per layer, free to train.
+            `asymmetric` = {-z .. 2^b-1-z} with a zero point z of `bits` bits for every scale; `minimum` = {0 .. 2^b-1},
+            less a float for every group (only with `step_bits`); `lut` = a table of 2^bits values, stored per layer,
+            free to train.
         sharing: what shares a scale: the whole `tensor`, an output `channel`, a `group` of consecutive inputs of
             one channel, or nothing (`lowrank`: S = A B, every entry its own scale from two thin factors).
         group_size: inputs of a group; the last group of a row may be shorter. With `lowrank`, the group whose
@@ -37,6 +42,9 @@ class QuantSpec:
         rank: columns of A, with `lowrank`.
         table: what a `lut` starts from: the `even` spread over [-1, 1], or quantiles of the `normal` distribution
             with an exact zero.
+        signed: a scale may be negative, with `integer` codes by group.
+        step_bits: bits of a group's step: scale (and minimum) of a group are this whole number times a float16 number
+            of `SUPER` inputs; signed with `integer` codes, from 0 with `minimum`.
     """
 
     bits: int
@@ -45,9 +53,11 @@ class QuantSpec:
     group_size: int | None = None
     rank: int | None = None
     table: Table = "even"
+    signed: bool = False
+    step_bits: int | None = None
 
     def __post_init__(self) -> None:
-        for field in ("bits", "group_size", "rank"):
+        for field in ("bits", "group_size", "rank", "step_bits"):
             value = getattr(self, field)
             if value is not None and (type(value) is not int or value >= INT_LIMIT):
                 raise ConfigError(f"{field}: {value!r} is not a whole number below 2^31")
@@ -69,20 +79,47 @@ class QuantSpec:
             raise ConfigError(f"table: {self.table!r} does not fit the code {self.code}; only lut has a table")
         if self.code == "asymmetric" and self.sharing == "lowrank":
             raise ConfigError("sharing: lowrank does not fit the code asymmetric, whose zero points belong to groups")
+        if type(self.signed) is not bool or (self.signed and (self.code, self.sharing) != ("integer", "group")):
+            raise ConfigError(f"signed: {self.signed!r} does not fit {self.code} codes by {self.sharing}")
+        blocks = self.sharing == "group" and self.code in ("integer", "minimum") and SUPER % (self.group_size or 1) == 0
+        widths: tuple[int | None, ...] = tuple(range(2, 9)) if blocks else ()
+        if self.step_bits not in (widths if self.code == "minimum" else (None, *widths)):
+            raise ConfigError(f"step_bits: {self.step_bits} does not fit {self.code} codes by {self.sharing}")
 
     def scale_count(self, out_features: int, in_features: int) -> int:
-        """Return the count of stored numbers that make the scales of an [O, I] weight."""
+        """Return the count of stored float16 numbers that make the scales of an [O, I] weight, and its minima."""
         if self.rank is not None:
             return self.rank * (out_features + in_features)
-        return (1 if self.sharing == "tensor" else out_features) * self.groups(in_features)
+        rows = 1 if self.sharing == "tensor" else out_features
+        return rows * (len(self.whole) * (in_features // SUPER) if self.step_bits else self.groups(in_features))
 
     def groups(self, in_features: int) -> int:
         """Return how many groups with a scale of their own a row has."""
         return -(-in_features // self.group_size) if self.group_size else 1
 
+    def check_width(self, layer: str, in_features: int) -> None:
+        """Raise ConfigError where a row cannot be stored so."""
+        if self.step_bits is not None and in_features % SUPER:
+            raise ConfigError(
+                f"preset: {layer} has {in_features} inputs, which blocks of {SUPER} do not divide; store it otherwise: "
+                f"--override '{layer.rpartition('.')[2]}=q4_0' (or q2_0); an output head: --quantize-head q8_0"
+            )
+
+    @property
+    def whole(self) -> tuple[str, ...]:
+        """Names of the whole numbers that are stored for every group."""
+        if self.step_bits is not None:
+            return ("steps", "minima") if self.code == "minimum" else ("steps",)
+        return ("zeros",) if self.code == "asymmetric" else ()
+
+    @property
+    def whole_bits(self) -> int:
+        """Bits of each of them."""
+        return self.step_bits or self.bits
+
     def stored_bits(self, out_features: int, in_features: int) -> int:
-        """Return the bits that an [O, I] weight takes: codes, scales, zero points and look-up table."""
-        scales = self.scale_count(out_features, in_features)
-        table = 2**self.bits if self.code == "lut" else 0
-        zeros = scales if self.code == "asymmetric" else 0
-        return self.bits * (out_features * in_features + zeros) + SCALE_BITS * (scales + table)
+        """Return the bits that an [O, I] weight takes: codes, scales, whole numbers of groups, and look-up table."""
+        floats = self.scale_count(out_features, in_features) + (2**self.bits if self.code == "lut" else 0)
+        rows = 1 if self.sharing == "tensor" else out_features
+        whole = len(self.whole) * rows * self.groups(in_features)
+        return self.bits * out_features * in_features + self.whole_bits * whole + SCALE_BITS * floats

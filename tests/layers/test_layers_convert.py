@@ -23,10 +23,10 @@ from qat_lora.quant.presets import PRESETS, Preset, preset
 
 
 class Block(nn.Module):
-    def __init__(self):
+    def __init__(self, h, o, mlp):
         super().__init__()
-        self.self_attn = nn.ModuleDict({"q_proj": nn.Linear(16, 24), "o_proj": nn.Linear(24, 16, bias=False)})
-        self.mlp = nn.ModuleDict({"up_proj": nn.Linear(16, 40), "down_proj": nn.Linear(40, 16)})
+        self.self_attn = nn.ModuleDict({"q_proj": nn.Linear(h, o), "o_proj": nn.Linear(o, h, bias=False)})
+        self.mlp = nn.ModuleDict({"up_proj": nn.Linear(h, mlp), "down_proj": nn.Linear(mlp, h)})
 
     def forward(self, x):
         x = x + self.self_attn["o_proj"](torch.tanh(self.self_attn["q_proj"](x)))
@@ -34,10 +34,11 @@ class Block(nn.Module):
 
 
 class Toy(nn.Module):
-    def __init__(self):
+    def __init__(self, h=16, o=24, mlp=40):
         super().__init__()
-        self.model = nn.ModuleDict({"embed": nn.Embedding(11, 16), "layers": nn.ModuleList([Block(), Block()])})
-        self.lm_head = nn.Linear(16, 11, bias=False)
+        blocks = nn.ModuleList([Block(h, o, mlp), Block(h, o, mlp)])
+        self.model = nn.ModuleDict({"embed": nn.Embedding(11, h), "layers": blocks})
+        self.lm_head = nn.Linear(h, 11, bias=False)
 
     def forward(self, ids):
         x = self.model["embed"](ids)
@@ -51,13 +52,13 @@ NAMES = sorted(NAMES + [f"model.layers.{i}.mlp.{part}" for i in (0, 1) for part 
 IDS = torch.arange(22).reshape(2, 11) % 11
 
 
-def toy():
+def toy(*sizes):
     torch.manual_seed(0)
-    return Toy()
+    return Toy(*sizes)
 
 
 def adapted(name="w2g64", config=None):
-    model = toy()
+    model = toy(*(256, 256, 256) if preset(name).rules[0][1].step_bits else ())
     quantize_model(model, preset(name), "mse", quiet=True)
     for i, layer in enumerate(add_lora(model, config or LoraConfig(recovery_r=3, recovery_alpha=2.0)).values()):
         nn.init.normal_(layer.lora_B, std=0.1 * (i + 1))
@@ -135,6 +136,14 @@ def test_a_model_that_would_be_quantised_in_part_is_refused_unless_asked_for():
     check_reach(unknown, preset("w2g64"))
     with pytest.raises(ModelError, match="2 tensors such as model.layers.0.mixer.*--keep 'mixer'"):
         check_reach(unknown, preset("q2a4"))
+
+
+def test_rows_that_blocks_of_256_do_not_divide_are_refused_with_what_fits():
+    for name in ("q2_k", "q3_k", "q4_k", "q6_k"):
+        with pytest.raises(ConfigError, match="layers.0.mlp.down_proj has 40 inputs.*--override 'down_proj=q4_0'"):
+            quantize_targets(toy(256, 256, 40), preset(name))
+    fits = preset("q2_k", override=("down_proj=q4_0",), lm_head="q6_k")
+    assert quantize_targets(toy(256, 256, 40), fits)["lm_head"].bits == 6
 
 
 def test_conv1d_models_are_refused():

@@ -53,7 +53,7 @@ def test_training_starts_from_the_codes_that_were_found(sharing, method, rank):
         assert torch.equal(trained.weight, before) and torch.equal(trained(x), expected)
         assert torch.equal(trained.stored()["codes"], codes)
         if weight is not None:  # as near to the full-precision weight as the codes allow
-            error, allowed = (latent(trained.scale_and_zero()[0]) - weight).abs(), (before - weight).abs()
+            error, allowed = (latent(trained.meaning().scale) - weight).abs(), (before - weight).abs()
             assert (error <= allowed + 1e-6).all() and error.sum() < 0.7 * allowed.sum()
 
 

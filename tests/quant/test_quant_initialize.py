@@ -37,6 +37,8 @@ def weight_of(rows, columns, seed=1):
 
 def wide_scales(result, spec, rows, columns):
     parts = [s.double().numpy() for s in result.scales]
+    if spec.step_bits:
+        return np.repeat(parts[0] * result.whole[0].numpy(), spec.group_size, axis=1)
     if spec.sharing == "group":
         return np.repeat(parts[0], spec.group_size, axis=1)[:, :columns]
     if len(parts) == 2:
@@ -113,8 +115,9 @@ def test_each_start_disturbs_fresh_outputs_less_than_the_one_before(sharing):
 @pytest.mark.parametrize("method", METHODS)
 def test_scales_are_float16_numbers_and_codes_fit_every_preset(name, method):
     spec = PRESETS[name].spec_for("model.layers.0.mlp.up_proj")
-    weight = weight_of(10, 150) * 0.02
-    _, moment = correlated(150)
+    columns = 256 if spec.step_bits else 150
+    weight = weight_of(10, columns) * 0.02
+    _, moment = correlated(columns)
     result = quantize_weight(weight, spec, method, torch.from_numpy(moment).float())
     for stored in (*result.scales, result.values):
         assert stored.dtype == torch.float32 and torch.equal(stored, stored.half().float())
@@ -123,9 +126,11 @@ def test_scales_are_float16_numbers_and_codes_fit_every_preset(name, method):
     assert dense.shape == weight.shape and torch.isfinite(dense).all()
     chosen = result.values.numpy()[result.codes_OI.numpy()]
     if spec.code == "asymmetric":
-        chosen = chosen - np.repeat(result.zeros.numpy(), spec.group_size, axis=1)[:, :150]
-        assert set(np.unique(result.zeros.numpy())) <= set(range(2**spec.bits))
-    expected = chosen * wide_scales(result, spec, 10, 150)
+        chosen = chosen - np.repeat(result.whole[0].numpy(), spec.group_size, axis=1)[:, :columns]
+        assert set(np.unique(result.whole[0].numpy())) <= set(range(2**spec.bits))
+    expected = chosen * wide_scales(result, spec, 10, columns)
+    if spec.code == "minimum":
+        expected = expected - np.repeat(result.scales[1].double().numpy() * result.whole[1].numpy(), spec.group_size, 1)
     assert np.allclose(dense.numpy(), expected, rtol=1e-5, atol=1e-7)
 
 

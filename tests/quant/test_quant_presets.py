@@ -27,6 +27,14 @@ BY_HAND = {  # bits per weight of an MLP and of an attention layer of 96 x 704
     "q4a4": (lut_bits(4, 4), lut_bits(4, 4)),
     "q2a2": (lut_bits(2, 32), lut_bits(2, 32)),
     "q2a4": (lut_bits(2, 32), lut_bits(4, 8)),
+    "q2_0": (2.25, 2.25),
+    "q3g64": (3.25, 3.25),
+    "q4_0": (4.5, 4.5),
+    "q8_0": (8.5, 8.5),
+    "q2_k": (2.625, 2.625),  # 84 bytes for 256, as `block_q2_K`
+    "q3_k": (3.4375, 3.4375),  # 110
+    "q4_k": (4.5, 4.5),  # 144
+    "q6_k": (6.5625, 6.5625),  # 210
 }
 
 
@@ -36,7 +44,8 @@ def test_every_preset_is_counted_by_hand():
         for layer, bits in zip((MLP_LAYER, ATTENTION_LAYER), expected, strict=True):
             spec = preset(name).spec_for(layer)
             assert spec is not None
-            assert spec.stored_bits(ROWS, COLUMNS) / (ROWS * COLUMNS) == pytest.approx(bits, rel=1e-12), name
+            columns = 768 if spec.step_bits else COLUMNS
+            assert spec.stored_bits(ROWS, columns) / (ROWS * columns) == pytest.approx(bits, rel=1e-12), name
 
 
 def test_an_unknown_preset_is_refused_with_the_list():

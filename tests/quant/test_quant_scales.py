@@ -138,7 +138,7 @@ def test_asymmetric_codes_hold_zero_exactly_and_one_sided_groups_well():
     error = [float((quantize_weight(weight, s, "mse").dense(s) - weight).square().mean()) for s in (spec, even)]
     assert error[0] < 0.4 * error[1]
     full = quantize_weight(weight, spec, "absmax")
-    ratio = weight.numpy() / np.repeat(full.scales[0].numpy(), 16, 1) + np.repeat(full.zeros.numpy(), 16, 1)
+    ratio = weight.numpy() / np.repeat(full.scales[0].numpy(), 16, 1) + np.repeat(full.whole[0].numpy(), 16, 1)
     assert np.array_equal(full.codes_OI.numpy(), np.clip(np.floor(ratio + 0.5), 0, 7))
 
 

@@ -37,6 +37,14 @@ def test_counts_of_the_other_sharings():
         ("table", {"table": "normal"}),
         ("table", {"code": "lut", "table": "nf4"}),
         ("sharing", {"code": "asymmetric", "sharing": "lowrank", "rank": 4}),
+        ("signed", {"signed": 1}),
+        ("signed", {"signed": True, "code": "half"}),
+        ("signed", {"signed": True, "sharing": "channel", "group_size": None}),
+        ("step_bits", {"step_bits": 4.0}),
+        ("step_bits", {"step_bits": 9}),
+        ("step_bits", {"step_bits": 6, "group_size": 24}),
+        ("step_bits", {"step_bits": 6, "code": "half"}),
+        ("step_bits", {"code": "minimum"}),
     ],
 )
 def test_a_spec_that_means_nothing_is_refused_by_field(field, change):
@@ -47,7 +55,7 @@ def test_a_spec_that_means_nothing_is_refused_by_field(field, change):
 
 
 def test_refused_names_come_with_what_is_allowed():
-    with pytest.raises(ConfigError, match="half, integer, asymmetric, lut"):
+    with pytest.raises(ConfigError, match="half, integer, asymmetric, minimum, lut"):
         QuantSpec(bits=4, code="nf4", sharing="channel")
     with pytest.raises(ConfigError, match="tensor, channel, group, lowrank"):
         QuantSpec(bits=4, code="half", sharing="block")
