@@ -339,12 +339,19 @@ class ExportOptions:
         "compressed-tensors and gptq: packed base (vLLM, transformers), adapter beside it; gguf and mlx: base and "
         "adapter for llama.cpp and mlx-lm; pt: best.pt, the student's state dict for torch.load",
     )
-    dtype: Literal["float32", "bfloat16", "float16"] | None = option(
-        None, "type of the dense tensors that are written", unit="default: float16 with gptq and mlx, else float32"
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = option(
+        "auto", "type of the dense tensors that are written; auto: float16 with gptq and mlx, else float32"
+    )
+    embedding_bits: float | None = option(
+        None,
+        "bits of the embedding and of a head without codes, with gguf and mlx: 4.5, 6, 8 or 16 (as it is); "
+        "default: 4.5",
+        unit="bits",
     )
     container_bits: int | None = option(
         None,
-        "bits of packed codes, with compressed-tensors; default: those of integer codes, else the fewest of 2, 4, 8 that are exact",
+        "bits of packed codes, with compressed-tensors; default: those of integer codes, else the fewest of 2, 4, 8 "
+        "that are exact",
         unit="bits",
         min=2,
         max=8,
@@ -360,10 +367,17 @@ class ExportOptions:
     run: RunConfig = option(RunConfig, "run", without=("chips", "dtype", "seed"))
 
     def __post_init__(self) -> None:
-        for name, form in (("container_bits", "compressed-tensors"), ("exact_only", "gguf")):
-            if getattr(self, name) and self.form != form:
-                raise ConfigError(f"{name}: means nothing with --form {self.form}; it belongs to --form {form}")
-        if self.form == "adapter" and self.dtype:
+        for name, *forms in (
+            ("container_bits", "compressed-tensors"),
+            ("exact_only", "gguf"),
+            ("embedding_bits", "gguf", "mlx"),
+        ):
+            if getattr(self, name) and self.form not in forms:
+                belongs = " or ".join(forms)
+                raise ConfigError(f"{name}: means nothing with --form {self.form}; it belongs to --form {belongs}")
+        if self.embedding_bits not in (None, 4.5, 6, 8, 16):
+            raise ConfigError(f"embedding_bits: {self.embedding_bits:g} is not supported; allowed: 4.5, 6, 8, 16")
+        if self.form == "adapter" and self.dtype not in ("auto", "float32"):
             raise ConfigError(f"dtype: {self.dtype} means nothing with --form adapter, which copies the files")
 
 

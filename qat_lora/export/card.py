@@ -59,21 +59,32 @@ def read_origin(config: Any, adapter: Path | None) -> Origin:
     plain: dict[str, Any] = quantization.to_dict() if hasattr(quantization, "to_dict") else dict(quantization)
     model, preset = _entry(plain.get("details"), "model", "unknown"), _entry(plain.get("preset"), "name", "none")
     teacher = data = "unknown"
-    run = adapter.parent / "config.yaml" if adapter is not None else None
-    if run is not None and run.is_file():
-        check_listed(run)
+    if cache := cache_of_run(adapter):
         try:
-            settings = load_yaml(run)
-        except ConfigError as error:
-            if (run.parent / MARK).is_file():
-                raise DamagedFileError(f"{error}; restore it, or remove it: the card then says less") from None
-            settings = {}  # another tool's file
-        try:
-            fingerprint = read_manifest(str(settings.get("kd_cache_dir"))).fingerprint
+            fingerprint = read_manifest(cache).fingerprint
             teacher, data = display_name(fingerprint.teacher), _dataset(fingerprint.dataset)
         except (ValueError, OSError):
             pass  # the cache is gone: the card says unknown
     return Origin(display_name(model), teacher, data, preset)
+
+
+def cache_of_run(adapter: Path | None) -> str | None:
+    """Return the KD cache that the run of an adapter names in its config.yaml, None where there is no such name.
+
+    Raises:
+        DamagedFileError: the file of one of our runs cannot be read.
+    """
+    run = adapter.parent / "config.yaml" if adapter is not None else None
+    if run is None or not run.is_file():
+        return None
+    check_listed(run)
+    try:
+        cache = load_yaml(run).get("kd_cache_dir")
+    except ConfigError as error:
+        if (run.parent / MARK).is_file():
+            raise DamagedFileError(f"{error}; restore it, or remove it: the card then says less") from None
+        return None  # another tool's file
+    return None if cache is None else str(cache)
 
 
 def _entry(group: Any, name: str, otherwise: str) -> str:

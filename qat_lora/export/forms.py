@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
-from qat_lora.export.integers import Integers
+from torch import Tensor
+
+from qat_lora.export.integers import Container
 from qat_lora.extras import require
 from qat_lora.models.student import Student
 
@@ -29,9 +31,13 @@ class ExportJob:
     """Folder of its adapter."""
     tokenizer: Any
     dtype: str
-    """Of all tensors that have no type of their own."""
+    """Of all tensors that have no type of their own, a key of `models.load.DTYPES`."""
     container_bits: int | None = None
     exact_only: bool = False
+    embedding_bits: float | None = None
+    """Bits of the embedding and of an LM head without codes; None for as they are."""
+    importance: Callable[[], Tensor] | None = None
+    """Mean square of what the LM head reads, [H], by `embedding.head_importance`."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +46,12 @@ class ExportPlan:
 
     write: Callable[[Path], None]
     """Fills an empty folder; the command adds tokenizer, model card and checksums."""
-    containers: Mapping[str, Integers | None] = field(default_factory=dict)
+    containers: Mapping[str, Container | None] = field(default_factory=dict)
     """Quantised layers as the container holds them; None for a layer that is written dense."""
     notes: tuple[str, ...] = ()
     """For the model card and the terminal."""
+    tables: Mapping[str, Container] = field(default_factory=dict)
+    """Embedding and LM head as the container holds them, where the export quantised them."""
 
 
 def display_name(path: str) -> str:

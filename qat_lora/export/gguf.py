@@ -219,7 +219,11 @@ def _tensors(
         if tensor.ndim == 1 or DTYPES[dtype] == torch.float32:
             yield label, tensor.contiguous().numpy(), None
         else:
-            yield label, tensor.to(DTYPES[dtype]).contiguous().view(torch.uint8).numpy(), kinds.F16 if dtype == "float16" else kinds.BF16
+            yield (
+                label,
+                tensor.to(DTYPES[dtype]).contiguous().view(torch.uint8).numpy(),
+                kinds.F16 if dtype == "float16" else kinds.BF16,
+            )
 
 
 def save_lora(model: CausalLM, file: Path, name: str) -> None:

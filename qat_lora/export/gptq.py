@@ -72,8 +72,9 @@ def to_gptq(module: Any) -> dict[str, Integers]:
         if needed is None or group is None or layer.out_features % WORD:
             raise ModelError(
                 f"form: gptq does not hold {name} exactly ({layer.spec.code} codes, groups of "
-                f"{layer.spec.group_size or layer.in_features}, {layer.out_features} outputs); it holds integer and half "
-                f"codes in groups of {', '.join(map(str, GROUPS))} with outputs in multiples of {WORD}: use gguf or mlx"
+                f"{layer.spec.group_size or layer.in_features}, {layer.out_features} outputs); it holds integer and "
+                f"half codes in groups of {', '.join(map(str, GROUPS))} with outputs in multiples of {WORD}; use gguf "
+                "or mlx"
             )
         found[name] = as_integers(layer, next(width for width in WIDTHS if width >= needed), group)
     if not found:

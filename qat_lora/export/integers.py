@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import save_file
@@ -38,6 +38,21 @@ REFIT_GROUP = 32  # inputs of a group where codes are rounded again: llama.cpp's
 REFIT_BITS = 4
 GROUPS = (128, 64, 32)
 """Inputs of a group in MLX and in every reader of GPTQ."""
+
+
+class Container(Protocol):
+    """A weight [O, I] as a container holds it."""
+
+    @property
+    def error(self) -> float:
+        """Frobenius norm of the weight's change over the weight's own; 0 where the form is exact."""
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits of all that is stored for the weight."""
+
+    def dense(self) -> Tensor:
+        """Return the weight, float32 [O, I]."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +137,8 @@ def as_integers(layer: QuantLinear, bits: int, group: int | None = None) -> Inte
     if steps.shape[1] > 1:
         steps = steps.repeat_interleave(own // group, dim=1)[:, : size // group]
     steps = steps.expand(layer.out_features, size // group)
-    return measured(Integers(codes.to(torch.int8), steps.half().float(), group, bits), layer)
+    found = Integers(codes.to(torch.int8), steps.half().float(), group, bits)
+    return measured(found, layer.weight.detach())
 
 
 def rounded(layer: QuantLinear, bits: int) -> Integers:
@@ -134,7 +150,7 @@ def rounded(layer: QuantLinear, bits: int) -> Integers:
     values = torch.arange(2**bits, dtype=torch.float32, device=weight.device) - 2 ** (bits - 1)
     steps = mse_scale(weight, spec).half().float().clamp_min(2.0**-24)
     codes = decode(encode(weight / steps.repeat_interleave(group, dim=1), values), values)
-    return measured(Integers(codes.to(torch.int8), steps, group, bits), layer)
+    return measured(Integers(codes.to(torch.int8), steps, group, bits), weight)
 
 
 def affine(codes_OI: Tensor, spec: QuantSpec, meaning: Meaning, group: int) -> Integers:
@@ -147,19 +163,28 @@ def affine(codes_OI: Tensor, spec: QuantSpec, meaning: Meaning, group: int) -> I
     return Integers(codes_OI, scale.half().float(), group, spec.bits, biases_OG=bias.half().float())
 
 
-def measured(found: Integers, layer: QuantLinear) -> Integers:
-    """Return the same with its error as the form of a layer."""
-    weight = layer.weight.detach().float()
-    error = (found.dense() - weight).double().norm() / weight.double().norm().clamp_min(1e-30)
-    return replace(found, error=float(error))
+def measured(found: Integers, weight_OI: Tensor) -> Integers:
+    """Return the same with its error as the form of a weight."""
+    change, whole = (
+        torch.linalg.vector_norm(x, dtype=torch.float64)
+        for x in (found.dense() - weight_OI, weight_OI.detach().float())
+    )
+    return replace(found, error=float(change / whole.clamp_min(1e-30)))
 
 
-def with_integers(module: nn.Module, found: dict[str, Integers | None]) -> nn.Module:
-    """Replace quantised layers, in place, by dense ones with the container's weights; None leaves a layer as it is."""
-    for name, layer in quant_layers(module).items():
-        integers = found[name]
+def with_integers(module: nn.Module, found: Mapping[str, Container | None]) -> nn.Module:
+    """Give a model, in place, the weights of a container; None leaves a layer as it is.
+
+    Quantised layers become dense ones; embedding and LM head keep theirs, so that one matrix for both stays one.
+    """
+    layers = quant_layers(module)
+    for name, integers in found.items():
         if integers is None:
             continue
+        if name not in layers:
+            module.get_parameter(f"{name}.weight").data.copy_(integers.dense())
+            continue
+        layer = layers[name]
         dense = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
         dense.weight = nn.Parameter(integers.dense().to(layer.weight.dtype), requires_grad=False)
         if layer.bias is not None:

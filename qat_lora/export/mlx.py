@@ -1,9 +1,9 @@
 """A folder for mlx-lm: packed base with scales and biases, tokenizer, and the adapter in `adapters/`.
 
-MLX holds w = q s + b: codes q from 0, a float16 step s and a float16 bias b of every 32, 64 or 128 inputs. Integer codes
-have b = -2^(bits-1) s, which is a float16 whenever s is: exact. The biases of half-integers and of codes with zero
-points or minima are rounded to float16, a change of 2^-12 of a step or so, which is measured with the rest. Groups of
-other sizes, tables and low-rank scales are rounded again.
+MLX holds w = q s + b: codes q from 0, a float16 step s and a float16 bias b of every 32, 64 or 128 inputs. Integer
+codes have b = -2^(bits-1) s, which is a float16 whenever s is: exact. The biases of half-integers and of codes with
+zero points or minima are rounded to float16, a change of 2^-12 of themselves or less, which is measured with the rest.
+Groups of other sizes, tables and low-rank scales are rounded again.
 
 The tensors are written from torch: mlx's own package is only for Apple and a few servers, and its `quantize` would
 choose steps of its own. Layers keep their names; a tied embedding is stored once, and mlx-lm uses it as the LM head.
@@ -21,7 +21,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from qat_lora.errors import ModelError
+from qat_lora.errors import ConfigError, ModelError
+from qat_lora.export.embedding import dense_tables, quantized_table
 from qat_lora.export.forms import ExportJob, ExportPlan
 from qat_lora.export.integers import (
     GROUPS,
@@ -43,8 +44,12 @@ from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.models.adapter import CONFIG
 from qat_lora.models.load import GENERATION, CausalLM, copy_files
 from qat_lora.quant.codes import first_value, unpack
+from qat_lora.quant.spec import QuantSpec
 
 WIDTHS = (2, 3, 4, 5, 6, 8)
+TABLES: dict[float | None, int] = {4.5: 4, 6.0: 6, 8.0: 8}
+"""Bits of a code of the embedding by `embedding_bits`, of which half a bit goes into step and bias."""
+TABLE_GROUPS = (64, 32)
 ADAPTERS = "adapters"
 
 
@@ -53,12 +58,14 @@ def plan(job: ExportJob) -> ExportPlan:
 
     Raises:
         ModelError: the model has no quantised layer.
+        ConfigError: a width that no group divides, where the embedding is to be quantised.
     """
     model = job.student.model
-    found = to_mlx(model.module)
+    found, tables = to_mlx(model.module), to_tables(job)
+    whole = {**found, **tables}
 
     def write(out: Path) -> None:
-        save_packed(model.module, found, tensors, out, job.dtype, {"quantization": quantization(model.module, found)})
+        save_packed(model.module, whole, tensors, out, job.dtype, {"quantization": quantization(model.module, whole)})
         copy_files(model.folder, out, GENERATION)
         if lora_layers(model.module):
             (out / ADAPTERS).mkdir()
@@ -66,8 +73,10 @@ def plan(job: ExportJob) -> ExportPlan:
 
     notes = ["checked with mlx-lm on a CPU; not run on Apple hardware"]
     if dense := [name for name, integers in found.items() if integers is None]:
-        notes.append(f"{len(dense)} quantised layers are stored dense, since {REFIT_GROUP} does not divide their inputs")
-    return ExportPlan(write, found, tuple(notes))
+        notes.append(
+            f"{len(dense)} quantised layers are stored dense, since {REFIT_GROUP} does not divide their inputs"
+        )
+    return ExportPlan(write, found, tuple(notes), tables)
 
 
 def usage(adapter: bool) -> str:
@@ -95,10 +104,33 @@ def _of_layer(layer: QuantLinear) -> Integers | None:
     spec, size = layer.spec, layer.in_features
     group = cut_group(layer, GROUPS)
     if group and spec.bits in WIDTHS and spec.sharing != "lowrank" and first_value(spec) is not None:
-        return measured(affine(unpack(layer.codes, spec.bits, size), spec, layer.meaning(), group), layer)
+        return measured(
+            affine(unpack(layer.codes, spec.bits, size), spec, layer.meaning(), group), layer.weight.detach()
+        )
     if size % REFIT_GROUP:
         return None
     return rounded(layer, next(width for width in WIDTHS if width >= max(REFIT_BITS, spec.bits))).with_biases()
+
+
+def to_tables(job: ExportJob) -> dict[str, Integers]:
+    """Return the embedding and the LM head, where they hold no codes, by name, in `embedding_bits`.
+
+    Raises:
+        ConfigError: a width that no group divides.
+    """
+    module, found = job.student.model.module, {}
+    for name, table in dense_tables(module).items() if job.embedding_bits in TABLES else ():
+        weight = table.weight.detach()
+        group = next((size for size in TABLE_GROUPS if weight.shape[1] % size == 0), None)
+        if group is None:
+            raise ConfigError(
+                f"embedding_bits: groups of {TABLE_GROUPS[-1]} do not divide the width {weight.shape[1]}; give 16"
+            )
+        spec = QuantSpec(bits=TABLES[job.embedding_bits], code="asymmetric", sharing="group", group_size=group)
+        is_head = table.weight is module.get_output_embeddings().weight
+        quantised = quantized_table(weight, spec, job.importance() if job.importance and is_head else None)
+        found[name] = measured(affine(quantised.codes_OI, spec, quantised.meaning(spec), group), weight)
+    return found
 
 
 def tensors(integers: Integers) -> dict[str, Tensor]:

@@ -65,7 +65,7 @@ def save_pair(adapter: Path, base: Path, out: Path) -> None:
 
 
 def with_adapter(job: ExportJob, save: Callable[[Path], None]) -> Callable[[Path], None]:
-    """Return what writes a packed base by `save`, its generation settings and, beside it, the adapter as PEFT has it."""
+    """Return what writes a packed base by `save`, and beside it the adapter in PEFT's layout."""
 
     def write(out: Path) -> None:
         save(out)

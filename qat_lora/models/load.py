@@ -55,7 +55,7 @@ from qat_lora.models.hub import DEFAULT_HUB, HubConfig
 from qat_lora.quant.presets import Preset
 from qat_lora.types import LMHead
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 FILE_SUFFIXES = (".pt", ".pth", ".safetensors")
 """Of names of files; any other dot belongs to the name of a folder, as in Qwen3-0.6B."""
 PACKED = "compressed-tensors"
