@@ -21,12 +21,12 @@ from torch import Tensor
 from qat_lora.errors import ModelError
 from qat_lora.export.forms import ExportJob, ExportPlan
 from qat_lora.export.integers import GROUPS, Integers, as_integers, cut_group, needed_bits, save_packed, words
-from qat_lora.export.merged import LOAD_TOKENIZER
 from qat_lora.export.pair import with_adapter
 from qat_lora.layers.convert import LM_HEAD, linear_layers, quant_layers
 
 WIDTHS = (2, 3, 4, 8)
 WORD = 32
+PEFT_MODEL = '\nmodel = PeftModel.from_pretrained(model, "adapter")'
 
 
 def plan(job: ExportJob) -> ExportPlan:
@@ -41,7 +41,9 @@ def plan(job: ExportJob) -> ExportPlan:
     write = with_adapter(job, lambda out: save_packed(module, found, tensors, out, job.dtype, config))
     notes = ["checked with GPTQModel on a CPU; not run in vLLM"]
     if "dynamic" in config["quantization_config"]:
-        notes.append("layers differ in bits or group; GPTQModel's `dynamic` entries in config.json name them")
+        notes.append("layers differ; `dynamic` in config.json names them, for GPTQModel: transformers does not read it")
+    else:
+        notes.append("transformers' AutoModelForCausalLM reads it too, with gptqmodel and optimum installed")
     if quant_layers(module).keys() - found.keys():
         notes.append("the quantised output head is written dense: GPTQ packs linear layers inside the model")
     return ExportPlan(write, found, tuple(notes))
@@ -49,13 +51,14 @@ def plan(job: ExportJob) -> ExportPlan:
 
 def usage(adapter: bool) -> str:
     """Return the Python that loads the export."""
-    model = 'AutoModelForCausalLM.from_pretrained(".")  # with gptqmodel and optimum installed'
-    if not adapter:
-        return f"{LOAD_TOKENIZER}model = {model}"
+    imports, last = ("from peft import PeftModel\n", PEFT_MODEL) if adapter else ("", "")
     return f"""\
-from peft import PeftModel
-{LOAD_TOKENIZER}base = {model}
-model = PeftModel.from_pretrained(base, "adapter")"""
+import torch
+from gptqmodel import GPTQModel
+{imports}from transformers import AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(".")
+model = GPTQModel.load(".", dtype=torch.float16).model{last}"""
 
 
 def to_gptq(module: Any) -> dict[str, Integers]:

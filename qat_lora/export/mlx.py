@@ -65,7 +65,10 @@ def plan(job: ExportJob) -> ExportPlan:
     whole = {**found, **tables}
 
     def write(out: Path) -> None:
-        save_packed(model.module, whole, tensors, out, job.dtype, {"quantization": quantization(model.module, whole)})
+        forms = quantization(model.module, whole)
+        # The second name is the one that the Hub looks for; mlx-lm writes both.
+        entries = {"quantization": forms, "quantization_config": forms}
+        save_packed(model.module, whole, tensors, out, job.dtype, entries)
         copy_files(model.folder, out, GENERATION)
         if lora_layers(model.module):
             (out / ADAPTERS).mkdir()
