@@ -222,10 +222,11 @@ def save_packed(
     out: Path,
     dtype: str,
     entries: dict[str, Any],
+    own: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write a model without its adapter: what `found` holds as the `parts` of a container, all else in `dtype`.
 
-    `entries` are those of config.json that are not the model's own.
+    `entries` are those of config.json that are not the model's own; tensors of the container's `own` go in as they are.
 
     Raises:
         ModelError: a number is NaN or infinite in its type.
@@ -241,6 +242,7 @@ def save_packed(
         tensors |= {f"{label}.{part}": tensor.cpu().contiguous() for part, tensor in parts(integers).items()}
     config = module.config.to_dict()
     config.pop("_name_or_path", None)  # of this machine
+    tensors |= own or {}
     config |= {"dtype": dtype, "architectures": [type(module).__name__], **entries}
     config["tie_word_embeddings"] = config["tie_word_embeddings"] or tied_embedding(module) is not None
     check_finite(tensors, f"tensors for {out}")

@@ -2,8 +2,12 @@
 
 MLX holds w = q s + b: codes q from 0, a float16 step s and a float16 bias b of every 32, 64 or 128 inputs. Integer
 codes have b = -2^(bits-1) s, which is a float16 whenever s is: exact. The biases of half-integers and of codes with
-zero points or minima are rounded to float16, a change of 2^-12 of themselves or less, which is measured with the rest.
+zero points or minima are rounded to float16, a change of 2^-11 of themselves or less, which is measured with the rest.
 Groups of other sizes, tables and low-rank scales are rounded again.
+
+MLX computes in the type of the activations: float16 here, but for the norm before the LM head, which is float32 and
+makes the logits so too. Float16 logits are off by up to 7e-3 of the largest on a CPU, which sums in that type, and
+mlx-lm takes their logarithms as they are.
 
 The tensors are written from torch: mlx's own package is only for Apple and a few servers, and its `quantize` would
 choose steps of its own. Layers keep their names; a tied embedding is stored once, and mlx-lm uses it as the LM head.
@@ -68,7 +72,7 @@ def plan(job: ExportJob) -> ExportPlan:
         forms = quantization(model.module, whole)
         # The second name is the one that the Hub looks for; mlx-lm writes both.
         entries = {"quantization": forms, "quantization_config": forms}
-        save_packed(model.module, whole, tensors, out, job.dtype, entries)
+        save_packed(model.module, whole, tensors, out, job.dtype, entries, last_vectors(model.module))
         copy_files(model.folder, out, GENERATION)
         if lora_layers(model.module):
             (out / ADAPTERS).mkdir()
@@ -154,6 +158,12 @@ def quantization(module: Any, found: dict[str, Integers | None]) -> dict[str, An
         if integers is not None
     }
     return {**next(iter(forms.values()), {}), **forms}
+
+
+def last_vectors(module: Any) -> dict[str, Tensor]:
+    """Return the vectors outside of all blocks, the norm before the LM head, in float32."""
+    vectors = {name: p for name, p in module.named_parameters() if p.ndim == 1 and block_of(name) is None}
+    return {name: parameter.detach().cpu().float() for name, parameter in vectors.items()}
 
 
 def save_adapters(model: CausalLM, out: Path) -> None:
