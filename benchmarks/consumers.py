@@ -53,8 +53,9 @@ Row = tuple[str, str, float, float]
 class Case:
     """The student, a text, and what we say about it."""
 
-    def __init__(self, student: str, text: Path, out: Path, tokens: int, llama: str = sys.executable) -> None:
-        self.name, self.out, self.llama = student, out, llama
+    def __init__(self, student: str, text: Path, out: Path, tokens: int, engines: dict[str, str]) -> None:
+        self.name, self.out = student, out
+        self.engines = engines  # Pythons of consumers that want versions of their own
         self.student: Student = open_student(student, HubConfig())
         model = self.student.model
         self.tokenizer = load_tokenizer(model.folder)
@@ -83,6 +84,11 @@ class Case:
         nll = self.nll(torch.from_numpy(theirs)[:, : self.logits.shape[1]])
         return abs(math.expm1((nll - self.nll(self.logits if ours is None else ours)) / len(self.ids)))
 
+    def share(self, theirs: torch.Tensor, ours: torch.Tensor | None = None) -> float:
+        """Return the largest difference of others' logits from ours, as a share of our largest."""
+        ours = self.logits if ours is None else ours
+        return float((theirs.double()[:, : ours.shape[1]] - ours).abs().max()) / max(1.0, float(ours.abs().max()))
+
     def gap(self, folder: Path, cast: str = "") -> tuple[float, float]:
         """Return the largest difference of an export's logits from ours, as a share of the largest logit and absolute.
 
@@ -110,11 +116,11 @@ with torch.no_grad():
 """
 
 
-def by_card(folder: Path, ids: list[int], cast: str = "") -> torch.Tensor:
-    """Return the logits [L, V] of an export, loaded as its card says."""
+def by_card(folder: Path, ids: list[int], cast: str = "", then: str = "", python: str = sys.executable) -> torch.Tensor:
+    """Return the logits [L, V] of an export, loaded as its card says and changed by more code."""
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "logits.safetensors"
-        run_card(folder, LOGITS.format(cast=cast, ids=ids, file=str(file)))
+        run_card(folder, then + LOGITS.format(cast=cast, ids=ids, file=str(file)), python)
         return load_file(file)["logits"].clone()
 
 
@@ -128,7 +134,8 @@ def block_of(folder: Path) -> str:
 
 def run_card(folder: Path, then: str, python: str = sys.executable) -> str:
     """Run the block of an export's card in its folder, then more; return what that prints."""
-    environment = {**os.environ, "USE_TORCH_XLA": "0", "HF_HUB_OFFLINE": "1"}
+    # GPTQModel compiles each layer's unpacking, on two cores for minutes.
+    environment = {**os.environ, "USE_TORCH_XLA": "0", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1"}
     command = [python, "-W", "ignore", "-c", block_of(folder) + then]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
     if done.returncode:
@@ -159,6 +166,66 @@ def compressed(case: Case) -> Iterator[Row]:
     rounded = json.loads((folder / "result.json").read_text(encoding="utf-8"))["layers_rounded"]
     what = "logits, share of the largest" + (f" ({rounded} layers rounded)" if rounded else "")
     yield "transformers + compressed-tensors", what, case.gap(folder)[0], math.inf if rounded else 1e-3
+    if (folder / "adapter").is_dir():
+        merged = case.share(by_card(folder, case.whole, then=MERGED))
+        yield "PEFT on it, merged", what, merged, math.inf if rounded else 1e-3
+
+
+MERGED = """
+model = model.merge_and_unload()
+"""
+BY_TRANSFORMERS = """
+from transformers import AutoModelForCausalLM
+
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("."), "adapter")
+"""
+
+
+def gptq(case: Case) -> Iterator[Row]:
+    """GPTQModel and transformers on the packed base, PEFT on both."""
+    python, folder = case.engines["gptq"], case.export("gptq")
+    what = "logits, share of the largest (float16)"
+    for name, then in (("GPTQModel", ""), ("transformers with GPTQModel", BY_TRANSFORMERS)):
+        yield f"{name} + PEFT", what, case.share(by_card(folder, case.whole, then=then, python=python)), 5e-3
+
+
+MLX = """
+import mlx.core as mx
+
+layers = {{}}
+for name, part in model.named_modules():
+    if hasattr(part, "scales"):
+        numbers = [part.scales.astype(mx.float32), part.biases.astype(mx.float32)]
+        weight = mx.dequantize(part.weight, *numbers, group_size=part.group_size, bits=part.bits)
+        layers[name.removesuffix(".linear")] = weight
+mx.save_safetensors({file!r} + ".layers", layers)
+half = model(mx.array([{ids}]))[0].astype(mx.float32)
+model.set_dtype(mx.float32)
+mx.save_safetensors({file!r}, {{"float16": half, "float32": model(mx.array([{ids}]))[0]}})
+"""
+
+
+def mlx(case: Case) -> Iterator[Row]:
+    """mlx-lm on base and adapter: weights as it decodes them, logits against ours with its embedding."""
+    folder, model = case.export("mlx"), case.student.model
+    with tempfile.TemporaryDirectory() as scratch:
+        file = f"{scratch}/logits"
+        run_card(folder, MLX.format(ids=case.whole, file=file), case.engines["mlx"])
+        logits, decoded = load_file(f"{file}.safetensors"), load_file(f"{file}.layers.safetensors")
+    layers = quant_layers(model.module)
+    worst = max(float((decoded[name] - layer.weight.detach()).abs().max()) for name, layer in layers.items())
+    rounded = json.loads((folder / "result.json").read_text(encoding="utf-8"))["layers_rounded"]
+    what = f"weights ({rounded} layers rounded)" if rounded else "weights"
+    yield "mlx-lm", what, worst, math.inf if rounded else 0.0
+    yield "mlx-lm", "logits, share of the largest, embedding as it was", case.share(logits["float16"]), math.inf
+    (table,) = decoded.keys() - layers.keys()
+    weight = model.module.get_submodule(table).weight
+    kept = weight.data.clone()
+    weight.data.copy_(decoded[table])
+    ours = case.ours(case.whole)
+    weight.data.copy_(kept)
+    yield "mlx-lm", "logits, share of the largest (float16)", case.share(logits["float16"], ours), 5e-3
+    yield "mlx-lm", "the same, activations in float32", case.share(logits["float32"], ours), 1e-3
 
 
 def gguf_reader(case: Case) -> Iterator[Row]:
@@ -212,7 +279,7 @@ def in_llama_cpp(case: Case, folder: Path, prompts: list[list[int]]) -> tuple[bo
     """Run an export by its card's block: whether tokens are ours, logits of the text, greedy continuations."""
     file = case.out.absolute() / "llama.json"
     file.write_text(json.dumps({"ids": case.whole, "text": case.text, "prompts": prompts, "new": NEW_TOKENS}))
-    run_card(folder, LLAMA.format(file=str(file)), case.llama)
+    run_card(folder, LLAMA.format(file=str(file)), case.engines["llama"])
     same, greedy = json.loads(file.read_text())
     return same, np.load(f"{file}.npy"), greedy
 
@@ -273,7 +340,7 @@ def by_llama_cpp(case: Case, folder: Path, number: int) -> Path:
     dense = str((made / "float16.gguf").absolute())
     save_base(case.student.model, {}, case.tokenizer, Path(dense), "float16", "float16")
     code = QUANTISE.format(number=number, dense=dense.encode(), file=str((made / "base.gguf").absolute()).encode())
-    subprocess.run([case.llama, "-c", code], check=True, capture_output=True)
+    subprocess.run([case.engines["llama"], "-c", code], check=True, capture_output=True)
     return made
 
 
@@ -317,7 +384,9 @@ def relative_ppl(theirs_nats: float, case: Case) -> float:
     return abs(math.expm1((theirs_nats - case.nll(case.logits)) / len(case.ids)))
 
 
-CONSUMERS: tuple[Callable[[Case], Iterator[Row]], ...] = (dense, peft, compressed, gguf_reader, llama_cpp, lm_eval)
+CONSUMERS: tuple[Callable[[Case], Iterator[Row]], ...] = (
+    dense, peft, compressed, gptq, mlx, gguf_reader, llama_cpp, lm_eval
+)  # fmt: skip
 
 
 def judged(consumer: Callable[[Case], Iterator[Row]], case: Case) -> Iterator[dict[str, Any]]:
@@ -350,10 +419,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="output folder")
     parser.add_argument("--machine", default=platform.machine(), help="named in the result")
     parser.add_argument("--tokens", type=int, default=255, help="tokens of the text")
-    parser.add_argument("--llama-python", default=sys.executable, help="the Python that has llama-cpp-python")
+    engines = {"llama": "llama-cpp-python", "gptq": "gptqmodel and optimum", "mlx": "mlx-lm"}
+    for engine, packages in engines.items():
+        parser.add_argument(f"--{engine}-python", default=sys.executable, help=f"the Python that has {packages}")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
-    case = Case(given.student, given.text, given.out, given.tokens, given.llama_python)
+    pythons = {engine: getattr(given, f"{engine}_python") for engine in engines}
+    case = Case(given.student, given.text, given.out, given.tokens, pythons)
     rows = [row for consumer in CONSUMERS for row in judged(consumer, case)]
     result = {
         "date": time.strftime("%Y-%m-%d"),

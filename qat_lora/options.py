@@ -323,11 +323,12 @@ class ExportOptions:
     """`qat-lora export`."""
 
     student: str | None = option(None, "model, adapter or run folder", required=True, alias="model")
-    form: Literal["merged", "adapter", "compressed-tensors", "gguf", "gguf-merged", "pt"] = option(
+    form: Literal["merged", "adapter", "compressed-tensors", "gguf", "gguf-merged", "gptq", "mlx", "pt"] = option(
         "merged",
         "merged: dense weights with codes and adapter folded in; adapter: PEFT adapter with its quantised base; "
-        "compressed-tensors: packed base (vLLM, transformers), adapter beside it; gguf: base and adapter for "
-        "llama.cpp; gguf-merged: their sum as one dense file; pt: best.pt, the student's state dict for torch.load",
+        "compressed-tensors and gptq: packed base (vLLM, transformers), adapter beside it; gguf and mlx: base and "
+        "adapter for llama.cpp and mlx-lm; gguf-merged: their sum as one dense file; pt: best.pt, the student's state "
+        "dict for torch.load",
     )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = option(
         "auto",
@@ -335,12 +336,14 @@ class ExportOptions:
     )
     embedding_bits: float | None = option(
         None,
-        "bits of the embedding and of a head without codes, with gguf: 4.5, 6, 8 or 16 (as it is); default: 4.5",
+        "bits of the embedding and of a head without codes, with gguf and mlx: 4.5, 6, 8 or 16 (as it is); "
+        "default: 4.5",
         unit="bits",
     )
     container_bits: int | None = option(
         None,
-        "bits of packed codes, with compressed-tensors; default: the fewest of 2, 4, 8 that are exact",
+        "bits of packed codes, with compressed-tensors; default: those of integer codes, else the fewest of 2, 4, 8 "
+        "that are exact",
         unit="bits",
         min=2,
         max=8,
@@ -356,13 +359,14 @@ class ExportOptions:
     run: RunConfig = option(RunConfig, "run", without=("chips", "dtype", "seed"))
 
     def __post_init__(self) -> None:
-        for name, form in (
+        for name, *forms in (
             ("container_bits", "compressed-tensors"),
             ("exact_only", "gguf"),
-            ("embedding_bits", "gguf"),
+            ("embedding_bits", "gguf", "mlx"),
         ):
-            if getattr(self, name) and self.form != form:
-                raise ConfigError(f"{name}: means nothing with --form {self.form}; it belongs to --form {form}")
+            if getattr(self, name) and self.form not in forms:
+                belongs = " or ".join(forms)
+                raise ConfigError(f"{name}: means nothing with --form {self.form}; it belongs to --form {belongs}")
         if self.embedding_bits not in (None, 4.5, 6, 8, 16):
             raise ConfigError(f"embedding_bits: {self.embedding_bits:g} is not supported; allowed: 4.5, 6, 8, 16")
         if self.form == "adapter" and self.dtype != "auto":

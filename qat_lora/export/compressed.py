@@ -4,9 +4,9 @@ The library's own `compress` quantises a dense weight, which would round our cod
 here one by one, with its packing function and its config schema: it reads back what is written. (`models/load.py` has
 our reader.)
 
-Widths are chosen among 2, 4 and 8 bits unless the user names one: those do not cross a 32-bit word, and every
-version of the library packs them alike. The layout of 3 bits changed (ten codes to a word up to 0.15, no gaps in
-0.20), so a 3-bit folder loads only with a version that packs as the one that wrote it.
+Integer codes keep their width. Others take one of 2, 4 and 8 bits unless the user names one: those do not cross a
+32-bit word, and every version of the library packs them alike. The layout of 3 bits changed (ten codes to a word up to
+0.15, no gaps in 0.20), so a 3-bit folder loads only with a version that packs as the one that wrote it.
 """
 
 from __future__ import annotations
@@ -16,21 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from torch import Tensor
 
 from qat_lora.errors import ModelError
 from qat_lora.export.forms import ExportJob, ExportPlan
-from qat_lora.export.integers import Integers, as_integers, needed_bits, other_tensors
+from qat_lora.export.integers import REFIT_BITS, Integers, as_integers, needed_bits, save_packed
 from qat_lora.export.merged import LOAD_TOKENIZER
-from qat_lora.export.pair import save_adapter_copy
+from qat_lora.export.pair import with_adapter
 from qat_lora.extras import require
-from qat_lora.files.checksums import checkpoint_sha256
-from qat_lora.files.finite import check_finite
-from qat_lora.layers.convert import LM_HEAD, linear_layers, quant_layers, tied_embedding
-from qat_lora.models.load import DTYPES, GENERATION, copy_files
+from qat_lora.layers.convert import LM_HEAD, linear_layers, quant_layers
 
 PORTABLE = (2, 4, 8)  # widths that every version of compressed-tensors packs alike
-REFIT_BITS = 4
 
 
 def plan(job: ExportJob) -> ExportPlan:
@@ -40,17 +36,10 @@ def plan(job: ExportJob) -> ExportPlan:
         ModelError: the model has no quantised layer.
         ConfigError: `container_bits` is too small for exact codes.
     """
-    model, adapter = job.student.model, job.adapter
-    found = to_integers(model.module, job.container_bits)
-
-    def write(out: Path) -> None:
-        save_compressed(model.module, found, out, job.dtype)
-        copy_files(model.folder, out, GENERATION)
-        if adapter is not None:
-            (out / "adapter").mkdir()
-            save_adapter_copy(adapter, out / "adapter", "..", checkpoint_sha256(out))
-
-    return ExportPlan(write, found, tuple(container_notes(model.module, found)))
+    module = job.student.model.module
+    found = to_integers(module, job.container_bits)
+    write = with_adapter(job, lambda out: save_compressed(module, found, out, job.dtype))
+    return ExportPlan(write, found, tuple(container_notes(module, found)))
 
 
 def usage(adapter: bool) -> str:
@@ -65,7 +54,7 @@ model = PeftModel.from_pretrained(base, "adapter")"""
 
 
 def to_integers(module: Any, container_bits: int | None) -> dict[str, Integers]:
-    """Return every quantised layer as integers, of the least portable width that is exact (4 where none is).
+    """Return every quantised layer as integers: of their own width, or of the least portable one that holds the codes.
 
     Raises:
         ModelError: the model has no quantised layer.
@@ -78,9 +67,10 @@ def to_integers(module: Any, container_bits: int | None) -> dict[str, Integers]:
     for name, layer in layers.items():
         if LM_HEAD.search(name):
             continue  # its readers leave the output head dense
-        needed = needed_bits(layer.spec) or REFIT_BITS
-        bits = container_bits or next(width for width in PORTABLE if width >= needed)
-        found[name] = as_integers(layer, bits)
+        needed = needed_bits(layer.spec)
+        least = needed or max(REFIT_BITS, layer.spec.bits)
+        portable = next(width for width in PORTABLE if width >= least)
+        found[name] = as_integers(layer, container_bits or (needed if needed == layer.spec.bits else portable))
     return found
 
 
@@ -92,25 +82,15 @@ def save_compressed(module: Any, found: dict[str, Integers], out: Path, dtype: s
         ModelError: a weight or step is NaN or infinite.
     """
     packing = require("compressed_tensors.compressors.pack_quantized.helpers", "export")
-    tensors = other_tensors(module, DTYPES[dtype])
-    tied = tied_embedding(module)
-    for name, layer in quant_layers(module).items():
-        if name not in found:  # the head; its embedding, if it is tied, is the same tensor
-            tensors[f"{tied or name}.weight"] = layer.effective().detach().cpu().to(DTYPES[dtype]).contiguous()
-    for name, integers in found.items():
-        shape = integers.codes_OI.shape
-        tensors[f"{name}.weight_packed"] = packing.pack_to_int32(integers.codes_OI.cpu(), integers.bits).contiguous()
-        tensors[f"{name}.weight_scale"] = integers.steps_OG.cpu().half().contiguous()
-        tensors[f"{name}.weight_shape"] = torch.tensor(shape, dtype=torch.int64)
-    config = module.config.to_dict()
-    config.pop("_name_or_path", None)  # of this machine
-    config["quantization_config"] = _quantization_config(module, found)
-    config["dtype"] = dtype
-    config["tie_word_embeddings"] = config["tie_word_embeddings"] or tied is not None
-    config["architectures"] = [type(module).__name__]
-    check_finite(tensors, f"tensors for {out}")
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+    def parts(integers: Integers) -> dict[str, Tensor]:
+        return {
+            "weight_packed": packing.pack_to_int32(integers.codes_OI.cpu(), integers.bits),
+            "weight_scale": integers.steps_OG.half(),
+            "weight_shape": torch.tensor(integers.codes_OI.shape, dtype=torch.int64),
+        }
+
+    save_packed(module, found, parts, out, dtype, {"quantization_config": _quantization_config(module, found)})
 
 
 def _quantization_config(module: Any, found: dict[str, Integers]) -> dict[str, Any]:
@@ -142,6 +122,6 @@ def container_notes(module: Any, found: dict[str, Integers]) -> list[str]:
         version = require("compressed_tensors", "export").__version__
         lines.append(
             f"{'/'.join(map(str, odd))}-bit codes are packed as compressed-tensors {version} does; other versions may "
-            "read them wrongly"
+            "read them wrongly, and --container-bits 4 packs them as all versions do"
         )
     return lines

@@ -90,5 +90,7 @@ FORMS = {
     "compressed-tensors": Form("compressed", "transformers", "compressed_tensors"),
     "gguf": Form("gguf", "gguf", "gguf"),
     "gguf-merged": Form("gguf_merged", "gguf", "gguf", "float16"),
+    "gptq": Form("gptq", "transformers", dtype="float16"),
+    "mlx": Form("mlx", "mlx", dtype="float16"),
     "pt": Form("state_dict", "pytorch"),
 }

@@ -7,26 +7,37 @@ does, with its step repeated: exact as well, at the price of more steps.
 
 Look-up tables, zero points and scales without groups have no such form. They are rounded again, and the error is
 measured, never assumed to be small.
+
+Containers that hold them differ in how they name and turn the two, not in how they pack codes: GPTQ's words of 32 bits,
+MLX's, and our bytes are the same little-endian stream, at 3 bits too.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from qat_lora.errors import ConfigError
-from qat_lora.layers.convert import quant_layers
+from qat_lora.files.finite import check_finite
+from qat_lora.layers.convert import LM_HEAD, quant_layers, tied_embedding
 from qat_lora.layers.quant_linear import QuantLinear
-from qat_lora.quant.codes import decode, encode, unpack
-from qat_lora.quant.scales import mse_scale
+from qat_lora.models.load import DTYPES
+from qat_lora.quant.codes import decode, encode, first_value, pack, unpack
+from qat_lora.quant.scales import Meaning, mse_scale
 from qat_lora.quant.spec import SCALE_BITS, QuantSpec
 
 REFIT_GROUP = 32  # inputs of a group where codes are rounded again: llama.cpp's block, and a group that vLLM takes
+REFIT_BITS = 4
+GROUPS = (128, 64, 32)
+"""Inputs of a group in MLX and in every reader of GPTQ."""
 
 
 class Container(Protocol):
@@ -41,26 +52,45 @@ class Container(Protocol):
 
 @dataclass(frozen=True)
 class Integers:
-    """A weight [O, I] as integers times steps."""
+    """A weight [O, I] as integers times steps, plus biases where there are any."""
 
     codes_OI: Tensor
-    """int8, -2^(bits-1) to 2^(bits-1) - 1."""
+    """int8, -2^(bits-1) to 2^(bits-1) - 1; with biases uint8, from 0."""
     steps_OG: Tensor
     """float32 numbers that float16 holds."""
     group_size: int
     """Inputs that share a step; divides I."""
     bits: int
-    error: float
+    error: float = 0.0
     """Frobenius norm of the weight's change over the weight's own; 0 where the form is exact."""
+    biases_OG: Tensor | None = None
+    """float32 numbers that float16 holds, added after."""
 
     def dense(self) -> Tensor:
         """Return the weight, float32 [O, I]."""
-        return self.codes_OI.float() * self.steps_OG.repeat_interleave(self.group_size, dim=1)
+        weight = self.codes_OI.float() * self.steps_OG.repeat_interleave(self.group_size, dim=1)
+        return weight if self.biases_OG is None else weight + self.biases_OG.repeat_interleave(self.group_size, dim=1)
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits of codes and steps."""
-        return self.bits + SCALE_BITS / self.group_size
+        """Bits of codes, steps and biases."""
+        return self.bits + (1 if self.biases_OG is None else 2) * SCALE_BITS / self.group_size
+
+    def from_zero(self) -> Tensor:
+        """Return the codes as uint8 from 0 on."""
+        low = 2 ** (self.bits - 1) if self.biases_OG is None else 0
+        return (self.codes_OI.to(torch.int16) + low).to(torch.uint8)
+
+    def with_biases(self) -> Integers:
+        """Return the same with codes from 0 and biases: exact, as the least code is a power of two."""
+        if self.biases_OG is not None:
+            return self
+        return replace(self, codes_OI=self.from_zero(), biases_OG=-(2 ** (self.bits - 1)) * self.steps_OG)
+
+
+def words(codes_OI: Tensor, bits: int) -> Tensor:
+    """Return uint8 codes as words of 32 bits, int32 [O, I bits / 32]: a little-endian stream."""
+    return pack(codes_OI.cpu(), bits).view(torch.int32)
 
 
 def needed_bits(spec: QuantSpec) -> int | None:
@@ -70,20 +100,29 @@ def needed_bits(spec: QuantSpec) -> int | None:
     return spec.bits if spec.code == "integer" else spec.bits + 1
 
 
-def as_integers(layer: QuantLinear, bits: int) -> Integers:
+def cut_group(layer: QuantLinear, allowed: tuple[int, ...] = ()) -> int | None:
+    """Return the largest group that divides a layer's groups and its row; None where none of `allowed` does."""
+    size = layer.in_features
+    own = math.gcd(min(layer.spec.group_size or size, size), size)
+    return next((group for group in allowed if own % group == 0), None) if allowed else own
+
+
+def as_integers(layer: QuantLinear, bits: int, group: int | None = None) -> Integers:
     """Return a layer as integers of `bits` bits: exact where its codes allow it, else rounded again.
+
+    Groups are as `cut_group` cuts them, or of size `group`, which divides those.
 
     Raises:
         ConfigError: codes that have an exact form, but not in so few bits.
     """
     needed = needed_bits(layer.spec)
     if needed is None:
-        return _rounded(layer, bits)
+        return rounded(layer, bits)
     if needed > bits:
         raise ConfigError(f"container_bits: {bits} cannot hold {layer.spec.code} codes exactly; give {needed} or more")
     size = layer.in_features
     own = min(layer.spec.group_size or size, size)
-    group = math.gcd(own, size)
+    group = group or math.gcd(own, size)
     indices = unpack(layer.codes, layer.spec.bits, size).to(torch.int16)
     levels = 2**layer.spec.bits
     doubled = layer.spec.code == "half"
@@ -93,11 +132,12 @@ def as_integers(layer: QuantLinear, bits: int) -> Integers:
     if steps.shape[1] > 1:
         steps = steps.repeat_interleave(own // group, dim=1)[:, : size // group]
     steps = steps.expand(layer.out_features, size // group)
-    return _measured(layer, codes, steps, group, bits)
+    found = Integers(codes.to(torch.int8), steps.half().float(), group, bits)
+    return measured(found, layer.weight.detach())
 
 
-def _rounded(layer: QuantLinear, bits: int) -> Integers:
-    """Round a layer's weight to integers with the step of least squared error."""
+def rounded(layer: QuantLinear, bits: int) -> Integers:
+    """Return a layer's weight rounded to integers with the step of least squared error."""
     weight = layer.weight.detach().float()
     size = layer.in_features
     group = math.gcd(REFIT_GROUP, size)
@@ -105,14 +145,26 @@ def _rounded(layer: QuantLinear, bits: int) -> Integers:
     values = torch.arange(2**bits, dtype=torch.float32, device=weight.device) - 2 ** (bits - 1)
     steps = mse_scale(weight, spec).half().float().clamp_min(2.0**-24)
     codes = decode(encode(weight / steps.repeat_interleave(group, dim=1), values), values)
-    return _measured(layer, codes, steps, group, bits)
+    return measured(Integers(codes.to(torch.int8), steps, group, bits), weight)
 
 
-def _measured(layer: QuantLinear, codes: Tensor, steps: Tensor, group: int, bits: int) -> Integers:
-    found = Integers(codes.to(torch.int8).contiguous(), steps.half().float().contiguous(), group, bits, 0.0)
-    weight = layer.weight.detach().float()
-    error = (found.dense() - weight).double().norm() / weight.double().norm().clamp_min(1e-30)
-    return replace(found, error=float(error))
+def affine(codes_OI: Tensor, spec: QuantSpec, meaning: Meaning, group: int) -> Integers:
+    """Return uint8 indices of codes that count up by ones with the step and bias of every `group`, in float16."""
+    scale, zero, minimum = (None if x is None else x.expand(codes_OI.shape)[:, ::group] for x in meaning)
+    first = first_value(spec)
+    assert scale is not None and first is not None
+    bias = (first if zero is None else first - zero) * scale
+    bias = bias if minimum is None else bias - minimum
+    return Integers(codes_OI, scale.half().float(), group, spec.bits, biases_OG=bias.half().float())
+
+
+def measured(found: Integers, weight_OI: Tensor) -> Integers:
+    """Return the same with its error as the form of a weight."""
+    change, whole = (
+        torch.linalg.vector_norm(x, dtype=torch.float64)
+        for x in (found.dense() - weight_OI, weight_OI.detach().float())
+    )
+    return replace(found, error=float(change / whole.clamp_min(1e-30)))
 
 
 def with_integers(module: nn.Module, found: Mapping[str, Container | None]) -> nn.Module:
@@ -150,3 +202,44 @@ def other_tensors(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
         if layer.bias is not None:
             tensors[f"{name}.bias"] = layer.bias.detach().cpu().to(dtype)
     return tensors
+
+
+def stored_name(module: nn.Module, name: str) -> str:
+    """Return a layer's name in a container: one matrix that is embedding and LM head has the embedding's."""
+    tied = tied_embedding(module)
+    return tied if tied and LM_HEAD.search(name) else name
+
+
+def save_packed(
+    module: Any,
+    found: Mapping[str, Integers | None],
+    parts: Callable[[Integers], dict[str, Tensor]],
+    out: Path,
+    dtype: str,
+    entries: dict[str, Any],
+    own: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write a model without its adapter: what `found` holds as the `parts` of a container, all else in `dtype`.
+
+    `entries` are those of config.json that are not the model's own; tensors of the container's `own` go in as they are.
+
+    Raises:
+        ModelError: a number is NaN or infinite in its type.
+    """
+    tensors = other_tensors(module, DTYPES[dtype])
+    layers = quant_layers(module)
+    for name in dict.fromkeys((*layers, *found)):
+        label, integers = stored_name(module, name), found.get(name)
+        if integers is None:
+            tensors[f"{label}.weight"] = layers[name].effective().detach().cpu().to(DTYPES[dtype]).contiguous()
+            continue
+        tensors.pop(f"{label}.weight", None)
+        tensors |= {f"{label}.{part}": tensor.cpu().contiguous() for part, tensor in parts(integers).items()}
+    config = module.config.to_dict()
+    config.pop("_name_or_path", None)  # of this machine
+    tensors |= own or {}
+    config |= {"dtype": dtype, "architectures": [type(module).__name__], **entries}
+    config["tie_word_embeddings"] = config["tie_word_embeddings"] or tied_embedding(module) is not None
+    check_finite(tensors, f"tensors for {out}")
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

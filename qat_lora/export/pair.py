@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,19 @@ def save_pair(adapter: Path, base: Path, out: Path) -> None:
     save_adapter_copy(adapter, out, BASE, checkpoint_sha256(out / BASE))
     copy_tokenizer(base, out)
     seal(out)
+
+
+def with_adapter(job: ExportJob, save: Callable[[Path], None]) -> Callable[[Path], None]:
+    """Return what writes a packed base by `save`, and beside it the adapter in PEFT's layout."""
+
+    def write(out: Path) -> None:
+        save(out)
+        copy_files(job.student.model.folder, out, GENERATION)
+        if job.adapter is not None:
+            (out / "adapter").mkdir()
+            save_adapter_copy(job.adapter, out / "adapter", "..", checkpoint_sha256(out))
+
+    return write
 
 
 def save_adapter_copy(adapter: Path, out: Path, base: str, base_sha256: str) -> None:

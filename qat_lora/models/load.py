@@ -296,7 +296,7 @@ def load_model(
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=hub.trust_remote_code)
         if not config.is_encoder_decoder and getattr(config, "quantization_config", None):
-            method = dict(config.quantization_config).get("quant_method")
+            method = dict(config.quantization_config).get("quant_method", "another tool")
             if method == PACKED and dequantize:
                 require("compressed_tensors", "export")
                 config.quantization_config = {**dict(config.quantization_config), "dequantize": True}

@@ -44,7 +44,7 @@ def test_a_hub_model_is_named():
 def test_every_form_says_how_it_is_used(form):
     text = card(form=form, notes=["not run in vLLM"])
     assert "\n```python\n" in text and "* not run in vLLM" in text
-    packed = form in ("compressed-tensors", "gguf")  # which come without an adapter, too
+    packed = form in ("compressed-tensors", "gguf", "gptq", "mlx")  # which come without an adapter, too
     assert (card(form=form, adapter=True) != card(form=form)) == packed
 
 

@@ -1,0 +1,114 @@
+"""The packed base in the GPTQ layout, which GPTQModel, transformers and vLLM read, and the adapter in PEFT's beside it.
+
+A weight is (q - z) s, with whole q and z. Our integer codes are that with z = 2^(bits-1), of which GPTQ's first format
+stores one less; a step below zero changes nothing. Its second format stores z as it is, and fewer readers know it. Only
+exact layers are written: GPTQModel would quantise the original better than we could round codes a second time.
+
+Codes and zero points are one stream of bits, in which 3-bit codes cross words of 32 bits; the tensors are [I, O].
+
+Source: AutoGPTQ's `pack`, which GPTQModel's `pack_original` keeps.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qat_lora.errors import ModelError
+from qat_lora.export.forms import ExportJob, ExportPlan
+from qat_lora.export.integers import GROUPS, Integers, as_integers, cut_group, needed_bits, save_packed, words
+from qat_lora.export.pair import with_adapter
+from qat_lora.layers.convert import LM_HEAD, linear_layers, quant_layers
+
+WIDTHS = (2, 3, 4, 8)
+WORD = 32
+PEFT_MODEL = '\nmodel = PeftModel.from_pretrained(model, "adapter")'
+
+
+def plan(job: ExportJob) -> ExportPlan:
+    """Return what writes a student's base in GPTQ's layout and, beside it, its adapter.
+
+    Raises:
+        ModelError: the model has no quantised layer, or one that the layout does not hold exactly.
+    """
+    module = job.student.model.module
+    found = to_gptq(module)
+    config = {"quantization_config": quantization_config(module, found)}
+    write = with_adapter(job, lambda out: save_packed(module, found, tensors, out, job.dtype, config))
+    notes = ["checked with GPTQModel on a CPU; not run in vLLM"]
+    if "dynamic" in config["quantization_config"]:
+        notes.append("layers differ; `dynamic` in config.json names them, for GPTQModel: transformers does not read it")
+    else:
+        notes.append("transformers' AutoModelForCausalLM reads it too, with gptqmodel and optimum installed")
+    if quant_layers(module).keys() - found.keys():
+        notes.append("the quantised output head is written dense: GPTQ packs linear layers inside the model")
+    return ExportPlan(write, found, tuple(notes))
+
+
+def usage(adapter: bool) -> str:
+    """Return the Python that loads the export."""
+    imports, last = ("from peft import PeftModel\n", PEFT_MODEL) if adapter else ("", "")
+    return f"""\
+import torch
+from gptqmodel import GPTQModel
+{imports}from transformers import AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(".")
+model = GPTQModel.load(".", dtype=torch.float16).model{last}"""
+
+
+def to_gptq(module: Any) -> dict[str, Integers]:
+    """Return every quantised layer but the LM head as GPTQ holds it.
+
+    Raises:
+        ModelError: there is none, or one that it does not hold.
+    """
+    found = {}
+    for name, layer in quant_layers(module).items():
+        if LM_HEAD.search(name):
+            continue
+        needed, group = needed_bits(layer.spec), cut_group(layer, GROUPS)
+        if needed is None or group is None or layer.out_features % WORD:
+            raise ModelError(
+                f"form: gptq does not hold {name} exactly ({layer.spec.code} codes, groups of "
+                f"{layer.spec.group_size or layer.in_features}, {layer.out_features} outputs); it holds integer and "
+                f"half codes in groups of {', '.join(map(str, GROUPS))} with outputs in multiples of {WORD}; use gguf "
+                "or mlx"
+            )
+        found[name] = as_integers(layer, next(width for width in WIDTHS if width >= needed), group)
+    if not found:
+        raise ModelError("model: has no quantised layer to pack; quantise it first with `qat-lora quantize`")
+    return found
+
+
+def tensors(integers: Integers) -> dict[str, Tensor]:
+    """Return a layer's tensors by GPTQ's names."""
+    steps_GO = integers.steps_OG.half().T
+    zeros_GO = torch.full(steps_GO.shape, 2 ** (integers.bits - 1) - 1, dtype=torch.uint8)
+    return {
+        "qweight": words(integers.from_zero(), integers.bits).T,
+        "qzeros": words(zeros_GO, integers.bits),
+        "scales": steps_GO,
+        "g_idx": torch.arange(integers.codes_OI.shape[1], dtype=torch.int32) // integers.group_size,
+    }
+
+
+def quantization_config(module: Any, found: dict[str, Integers]) -> dict[str, Any]:
+    """Return what readers ask of config.json; layers of another form than most are named in `dynamic`."""
+    forms = {name: (integers.bits, integers.group_size) for name, integers in found.items()}
+    ((bits, group), _), *others = Counter(forms.values()).most_common()
+    dense = [name for name, _ in linear_layers(module) if name not in found]
+    dynamic: dict[str, Any] = {f"-:^{re.escape(name)}$": {} for name in dense}
+    dynamic |= {
+        f"+:^{re.escape(name)}$": {"bits": form[0], "group_size": form[1]}
+        for name, form in forms.items()
+        if form != (bits, group)
+    }
+    return {
+        "quant_method": "gptq", "checkpoint_format": "gptq", "bits": bits, "group_size": group, "desc_act": False,
+        "sym": True, "lm_head": False, "pack_dtype": "int32", **({"dynamic": dynamic} if dynamic else {}),
+    }  # fmt: skip

@@ -1,0 +1,192 @@
+"""A folder for mlx-lm: packed base with scales and biases, tokenizer, and the adapter in `adapters/`.
+
+MLX holds w = q s + b: codes q from 0, a float16 step s and a float16 bias b of every 32, 64 or 128 inputs. Integer
+codes have b = -2^(bits-1) s, which is a float16 whenever s is: exact. The biases of half-integers and of codes with
+zero points or minima are rounded to float16, a change of 2^-11 of themselves or less, which is measured with the rest.
+Groups of other sizes, tables and low-rank scales are rounded again.
+
+MLX computes in the type of the activations: float16 here, but for the norm before the LM head, which is float32 and
+makes the logits so too. Float16 logits are off by up to 7e-3 of the largest on a CPU, which sums in that type, and
+mlx-lm takes their logarithms as they are.
+
+The tensors are written from torch: mlx's own package is only for Apple and a few servers, and its `quantize` would
+choose steps of its own. Layers keep their names; a tied embedding is stored once, and mlx-lm uses it as the LM head.
+
+Source: `mlx.core.quantize` for the packing, a stream of bits in words of 32; mlx-lm's `load_adapters` for `adapters/`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from qat_lora.errors import ConfigError, ModelError
+from qat_lora.export.embedding import dense_tables, quantized_table
+from qat_lora.export.forms import ExportJob, ExportPlan
+from qat_lora.export.integers import (
+    GROUPS,
+    REFIT_BITS,
+    REFIT_GROUP,
+    Integers,
+    affine,
+    cut_group,
+    measured,
+    rounded,
+    save_packed,
+    stored_name,
+    words,
+)
+from qat_lora.files.checksums import seal
+from qat_lora.files.finite import check_finite
+from qat_lora.layers.convert import block_of, lora_layers, quant_layers
+from qat_lora.layers.quant_linear import QuantLinear
+from qat_lora.models.adapter import CONFIG
+from qat_lora.models.load import GENERATION, CausalLM, copy_files
+from qat_lora.quant.codes import first_value, unpack
+from qat_lora.quant.spec import QuantSpec
+
+WIDTHS = (2, 3, 4, 5, 6, 8)
+TABLES: dict[float | None, int] = {4.5: 4, 6.0: 6, 8.0: 8}
+"""Bits of a code of the embedding by `embedding_bits`, of which half a bit goes into step and bias."""
+TABLE_GROUPS = (64, 32)
+ADAPTERS = "adapters"
+
+
+def plan(job: ExportJob) -> ExportPlan:
+    """Return what writes a student's base for MLX and, in `adapters/`, its adapter.
+
+    Raises:
+        ModelError: the model has no quantised layer.
+        ConfigError: a width that no group divides, where the embedding is to be quantised.
+    """
+    model = job.student.model
+    found, tables = to_mlx(model.module), to_tables(job)
+    whole = {**found, **tables}
+
+    def write(out: Path) -> None:
+        forms = quantization(model.module, whole)
+        # The second name is the one that the Hub looks for; mlx-lm writes both.
+        entries = {"quantization": forms, "quantization_config": forms}
+        save_packed(model.module, whole, tensors, out, job.dtype, entries, last_vectors(model.module))
+        copy_files(model.folder, out, GENERATION)
+        if lora_layers(model.module):
+            (out / ADAPTERS).mkdir()
+            save_adapters(model, out / ADAPTERS)
+
+    notes = ["checked with mlx-lm on a CPU; not run on Apple hardware"]
+    if dense := [name for name, integers in found.items() if integers is None]:
+        notes.append(
+            f"{len(dense)} quantised layers are stored dense, since {REFIT_GROUP} does not divide their inputs"
+        )
+    return ExportPlan(write, found, tuple(notes), tables)
+
+
+def usage(adapter: bool) -> str:
+    """Return the Python that loads the export."""
+    argument = f', adapter_path="{ADAPTERS}"' if adapter else ""
+    return f"""\
+from mlx_lm import load
+
+model, tokenizer = load("."{argument})"""
+
+
+def to_mlx(module: Any) -> dict[str, Integers | None]:
+    """Return every quantised layer as MLX holds it, None where it holds no group of the layer's inputs.
+
+    Raises:
+        ModelError: the model has no quantised layer.
+    """
+    layers = quant_layers(module)
+    if not layers:
+        raise ModelError("model: has no quantised layer to pack; quantise it first with `qat-lora quantize`")
+    return {name: _of_layer(layer) for name, layer in layers.items()}
+
+
+def _of_layer(layer: QuantLinear) -> Integers | None:
+    spec, size = layer.spec, layer.in_features
+    group = cut_group(layer, GROUPS)
+    if group and spec.bits in WIDTHS and spec.sharing != "lowrank" and first_value(spec) is not None:
+        return measured(
+            affine(unpack(layer.codes, spec.bits, size), spec, layer.meaning(), group), layer.weight.detach()
+        )
+    if size % REFIT_GROUP:
+        return None
+    return rounded(layer, next(width for width in WIDTHS if width >= max(REFIT_BITS, spec.bits))).with_biases()
+
+
+def to_tables(job: ExportJob) -> dict[str, Integers]:
+    """Return the embedding and the LM head, where they hold no codes, by name, in `embedding_bits`.
+
+    Raises:
+        ConfigError: a width that no group divides.
+    """
+    module, found = job.student.model.module, {}
+    for name, table in dense_tables(module).items() if job.embedding_bits in TABLES else ():
+        weight = table.weight.detach()
+        group = next((size for size in TABLE_GROUPS if weight.shape[1] % size == 0), None)
+        if group is None:
+            raise ConfigError(
+                f"embedding_bits: groups of {TABLE_GROUPS[-1]} do not divide the width {weight.shape[1]}; give 16"
+            )
+        spec = QuantSpec(bits=TABLES[job.embedding_bits], code="asymmetric", sharing="group", group_size=group)
+        is_head = table.weight is module.get_output_embeddings().weight
+        quantised = quantized_table(weight, spec, job.importance() if job.importance and is_head else None)
+        found[name] = measured(affine(quantised.codes_OI, spec, quantised.meaning(spec), group), weight)
+    return found
+
+
+def tensors(integers: Integers) -> dict[str, Tensor]:
+    """Return a layer's tensors by MLX's names."""
+    assert integers.biases_OG is not None
+    return {
+        "weight": words(integers.codes_OI, integers.bits).view(torch.uint32),
+        "scales": integers.steps_OG.half(),
+        "biases": integers.biases_OG.half(),
+    }
+
+
+def quantization(module: Any, found: dict[str, Integers | None]) -> dict[str, Any]:
+    """Return what mlx-lm asks of config.json: the form of the first layer, and that of every layer by name."""
+    forms = {
+        stored_name(module, name): {"group_size": integers.group_size, "bits": integers.bits, "mode": "affine"}
+        for name, integers in found.items()
+        if integers is not None
+    }
+    return {**next(iter(forms.values()), {}), **forms}
+
+
+def last_vectors(module: Any) -> dict[str, Tensor]:
+    """Return the vectors outside of all blocks, the norm before the LM head, in float32."""
+    vectors = {name: p for name, p in module.named_parameters() if p.ndim == 1 and block_of(name) is None}
+    return {name: parameter.detach().cpu().float() for name, parameter in vectors.items()}
+
+
+def save_adapters(model: CausalLM, out: Path) -> None:
+    """Write a model's adapter as mlx-lm trains them: factors [I, r] and [r, O] in float16, layers named in a block.
+
+    A layer that has no adapter in this block but in another gets one of zeros from mlx-lm.
+
+    Raises:
+        ModelError: a number that float16 does not hold.
+    """
+    layers = lora_layers(model.module)
+    ((rank, scale),) = {(layer.lora_A.shape[0], layer.scaling) for layer in layers.values()}  # one adapter, one rank
+    factors = {}
+    for name, layer in layers.items():
+        factors[f"{name}.lora_a"] = layer.lora_A.detach().cpu().half().T.contiguous()
+        factors[f"{name}.lora_b"] = layer.lora_B.detach().cpu().half().T.contiguous()
+    keys = {name.removeprefix(f"{block_of(name)}.") for name in layers}
+    settings = {
+        "fine_tune_type": "lora",
+        "num_layers": model.config.num_hidden_layers,
+        "lora_parameters": {"rank": rank, "scale": scale, "dropout": 0.0, "keys": sorted(keys)},
+    }
+    check_finite(factors, f"adapter for {out}")
+    save_file(factors, out / "adapters.safetensors", metadata={"format": "mlx"})
+    (out / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    seal(out)
