@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qat_lora.config import to_dict
+from qat_lora.errors import ConfigError
 from qat_lora.evaluate.report import save_json
 from qat_lora.evaluate.score import measure
 from qat_lora.export.card import Card, labelled, model_card, read_origin, read_scores
@@ -21,7 +22,9 @@ from qat_lora.export.integers import Integers, with_integers
 from qat_lora.files import outputs
 from qat_lora.files.checksums import seal
 from qat_lora.files.folders import moved_into
+from qat_lora.files.gguf_header import GGUF
 from qat_lora.files.identity import checkpoint_sha256
+from qat_lora.generate.backends import ADAPTER
 from qat_lora.layers.convert import quant_layers
 from qat_lora.models.load import copy_tokenizer, load_tokenizer
 from qat_lora.models.student import Student, adapter_folder, open_student
@@ -36,8 +39,12 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
     name = display_name(str(Path(str(options.student)).expanduser().absolute()))
     out = Path(run.out or f"runs/export_{name}_{options.form}")
     student = open_student(str(options.student), options.hub, noted=None if run.overwrite else outputs.noted(out))
-    adapter = adapter_folder(str(options.student))
-    tokenizer = load_tokenizer(student.model.folder, options.hub.trust_remote_code)
+    adapter, base = adapter_folder(str(options.student)), student.model.folder
+    if base.suffix == GGUF and options.form not in ("merged", "pt"):
+        serve = f"llama-server -m {base}" + (f" --lora {adapter / ADAPTER}" if adapter else "")
+        raise ConfigError(f"form: {options.form} would copy {base}; it serves as it is: {serve}; allowed: merged, pt")
+
+    tokenizer = load_tokenizer(student.model.tokenizer_folder, options.hub.trust_remote_code)
     origin = read_origin(student.model.module.config, adapter)  # before merging forgets it
     scores = None if options.scores is None else read_scores(options.scores)
     of_form = options.dtype, options.container_bits, options.exact_only
@@ -53,7 +60,7 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
         base_sha256 = checkpoint_sha256(student.model.folder)
         with moved_into(out) as draft:
             plan.write(draft)
-            copy_tokenizer(student.model.folder, draft)
+            copy_tokenizer(student.model.tokenizer_folder, draft)
             seal(draft)
             weights = (file for file in draft.rglob("*") if file.suffix in (".safetensors", ".gguf", ".pt"))
             result["weights_mb"] = round(sum(file.stat().st_size for file in weights) / 1e6, 3)

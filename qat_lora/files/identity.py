@@ -14,18 +14,21 @@ from typing import Any
 
 from qat_lora.errors import ModelError
 from qat_lora.files.checksums import read_object, sha256_of
+from qat_lora.files.gguf_header import GGUF
 
 CHANGES_NOTHING = ("transformers_version", "_name_or_path", "architectures", "base_model_name_or_path")
 
 
 def checkpoint_sha256(folder: Path, noted: str | None = None) -> str:
-    """Return the identity of a folder with weights, and `config.json` or `adapter_config.json`.
+    """Return the identity of a folder with weights, and `config.json` or `adapter_config.json`; a GGUF file's sha256.
 
     Where `noted`, what an earlier run wrote about it, names the weights alone, so does the result.
 
     Raises:
         ModelError: it holds no weights, or its settings are no JSON object.
     """
+    if folder.suffix == GGUF and folder.is_file():
+        return sha256_of(folder)
     weights = weights_sha256(folder)
     if noted and weights in noted:
         return weights

@@ -55,7 +55,7 @@ def open_backend(name: str, hub: HubConfig, run: RunConfig, runtime: Runtime) ->
 
 def _ours(name: str, hub: HubConfig, run: RunConfig, runtime: Runtime) -> Backend:
     model = open_student(name, hub, run.dtype).model
-    tokenizer = load_tokenizer(model.folder, hub.trust_remote_code)
+    tokenizer = load_tokenizer(model.tokenizer_folder, hub.trust_remote_code)
     runtime.place(model.module)
 
     def stream(ids: list[int], new: int, temperature: float, generator: torch.Generator, row: int) -> Iterator[str]:

@@ -22,10 +22,13 @@ from torch import nn
 
 from qat_lora.errors import ModelError
 from qat_lora.files.checksums import check_folder, read_object
+from qat_lora.files.gguf_header import GGUF, read_header
 from qat_lora.layers.convert import add_lora, block_of, make_quant_skeleton, quant_layers
 from qat_lora.layers.quant_linear import Dense
 from qat_lora.models import load as models
+from qat_lora.models.gguf_model import config_of
 from qat_lora.models.load import DTYPES
+from qat_lora.models.packed import READERS, method_of
 from qat_lora.options import EstimateOptions
 from qat_lora.plan.activations import step_bytes
 from qat_lora.plan.devices import Attention, Device, attention_on, named
@@ -170,7 +173,7 @@ def peak_table(shapes: Shapes, options: EstimateOptions, attention: Attention) -
 
 
 def meta_model(name: str) -> tuple[Any, nn.Module]:
-    """Build a model on the meta device as its config.json says, without its quantisation; return config and model.
+    """Build an unquantised model on the meta device as its config.json or GGUF file says; return config and model.
 
     Raises:
         DamagedFileError: the config.json is not what was written.
@@ -180,7 +183,10 @@ def meta_model(name: str) -> tuple[Any, nn.Module]:
         check_folder(config_file.parent, (config_file.name,))
         read_object(config_file)
     try:
-        config = models.AutoConfig.from_pretrained(name)
+        if (file := Path(name).expanduser()).suffix == GGUF and file.is_file():
+            config = models.AutoConfig.for_model(**config_of(read_header(file)))
+        else:
+            config = models.AutoConfig.from_pretrained(name)
         with torch.device("meta"):
             return config, models.AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError) as error:
@@ -203,6 +209,8 @@ def meta_student(options: EstimateOptions, adapter: bool = True) -> tuple[Any, n
     """
     config, module = meta_model(str(options.model))
     stored = stored_quantisation(config)
+    if stored is not None and method_of({"quantization_config": stored}) in READERS and options.preset is None:
+        stored = None  # read as dense weights
     if stored is not None and stored.get("quant_method") != models.QUANT_METHOD:
         raise ModelError(f"model: {options.model} is quantised by {stored.get('quant_method')}; give the original")
     if stored is not None and options.preset is not None:

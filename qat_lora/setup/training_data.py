@@ -74,7 +74,7 @@ def text_training_data(options: RecoverOptions, model: CausalLM) -> TrainingData
         ConfigError: rows longer than the model has positions.
     """
     fits_positions(model, options.length)
-    tokenizer = load_tokenizer(model.folder, options.hub.trust_remote_code)
+    tokenizer = load_tokenizer(model.tokenizer_folder, options.hub.trust_remote_code)
     encode = ENCODERS[options.learn](make_encoder(tokenizer))
     documents = partial(open_documents, options.text)
     kept, first = take_eval(documents, encode, options.length, options.eval_rows)

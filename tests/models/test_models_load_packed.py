@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from qat_lora.models.load import read_packed
+from qat_lora.models.packed import dense_state
 
 
 def test_codes_times_steps_in_float32(tmp_path):
