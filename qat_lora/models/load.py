@@ -302,7 +302,8 @@ def load_model(
     """
     folder = resolve_model(name, hub.revision)
     try:
-        config, state = _foreign(folder, hub, dequantize)
+        with _quiet():
+            config, state = _foreign(folder, hub, dequantize)
         attention = "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else "sdpa"
         if state is None:
             load = partial(AutoModelForCausalLM.from_pretrained, folder, trust_remote_code=hub.trust_remote_code)
