@@ -144,17 +144,17 @@ def dequantize(header: GGUFHeader, name: str) -> Tensor:
     """
     gguf, tensor = require("gguf", "export"), header.tensors[name]
     data = np.fromfile(header.file, np.uint8, tensor.size, offset=tensor.offset)
-    if tensor.number == Q2_0:
-        blocks = data.reshape(-1, tensor.block.size)
+    if tensor.number == Q2_0.number:
+        blocks = data.reshape(-1, tensor.block_bytes)
         codes = (blocks[:, 2:, None] >> np.array([0, 2, 4, 6], np.uint8) & 3).reshape(len(blocks), -1)
         values = (codes.astype(np.float32) - 1) * blocks[:, :2].copy().view(np.float16).astype(np.float32)
     else:
         kind = gguf.GGMLQuantizationType(tensor.number)
-        typed = {"F32": np.float32, "F16": np.float16, "F64": np.float64}.get(tensor.block.kind)
+        typed = {"F32": np.float32, "F16": np.float16, "F64": np.float64}.get(tensor.kind)
         try:
             values = gguf.dequantize(data.view(typed) if typed else data.reshape(1, -1), kind)
         except NotImplementedError:
-            found = f"{header.file}: the tensor {name} is of the type {tensor.block.kind}"
+            found = f"{header.file}: the tensor {name} is of the type {tensor.kind}"
             raise ModelError(f"{found}, which gguf does not decode") from None
     return torch.from_numpy(np.ascontiguousarray(values.reshape(tensor.shape), np.float32))
 

@@ -179,14 +179,13 @@ def meta_model(name: str) -> tuple[Any, nn.Module]:
         DamagedFileError: the config.json is not what was written.
         ModelError: no config.json, or an architecture that transformers does not know.
     """
-    if (config_file := Path(name).expanduser() / "config.json").is_file():
+    file = Path(name).expanduser()
+    read = config_of(read_header(file)) if file.suffix == GGUF and file.is_file() else None
+    if (config_file := file / "config.json").is_file():
         check_folder(config_file.parent, (config_file.name,))
         read_object(config_file)
     try:
-        if (file := Path(name).expanduser()).suffix == GGUF and file.is_file():
-            config = models.AutoConfig.for_model(**config_of(read_header(file)))
-        else:
-            config = models.AutoConfig.from_pretrained(name)
+        config = models.AutoConfig.from_pretrained(name) if read is None else models.AutoConfig.for_model(**read)
         with torch.device("meta"):
             return config, models.AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError) as error:
