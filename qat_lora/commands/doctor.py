@@ -27,7 +27,6 @@ from packaging.version import Version
 from qat_lora.errors import QatLoraError
 from qat_lora.plan.compiled.asked import NAMES, Asked
 from qat_lora.plan.compiled.report import compile_recovery, find_compiler, table
-from qat_lora.plan.inspect_file import inspect, inspection_text
 from qat_lora.plan.surroundings import GIB, Accelerator, HubState, accelerators, hub_state, libtpu_specifier
 from qat_lora.registry import COMMANDS, Requirements
 from qat_lora.runtime.launch.select import Found, choose, look, select_runtime
@@ -281,6 +280,9 @@ def doctor(planned: tuple[str, ...], compile_for: str | None) -> None:
     if compile_for is not None:
         raise SystemExit(_compile.main(planned, "doctor --compile-for", standalone_mode=False, obj=compile_for))
     if planned and planned[0] not in COMMANDS and (os.sep in planned[0] or Path(planned[0]).exists()):
+        select_runtime("cpu")  # before transformers is imported, as for every command
+        from qat_lora.plan.inspect_file import inspect, inspection_text
+
         files = [word for word in planned if word != "--json"]
         if len(files) > 2:
             raise click.UsageError(f"doctor: {' '.join(files)} are more than a model and an adapter")
