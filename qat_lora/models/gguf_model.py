@@ -58,12 +58,13 @@ def config_of(header: GGUFHeader) -> dict[str, Any]:
     try:
         heads, width = _one(of("attention.head_count")), int(of("embedding_length"))
         head_dim = int(of("attention.key_length") or width // heads)
+        blocks = {name.split(".")[1] for name in header.tensors if name.startswith("blk.")}
         config: dict[str, Any] = {
             "model_type": ARCHITECTURES[arch],
             "vocab_size": header.tensors["token_embd.weight"].shape[0],
             "hidden_size": width,
             "intermediate_size": _one(of("feed_forward_length")),
-            "num_hidden_layers": int(of("block_count")),
+            "num_hidden_layers": _one([of("block_count"), len(blocks)]),
             "num_attention_heads": heads,
             "num_key_value_heads": _one(of("attention.head_count_kv", heads)),
             "head_dim": head_dim,
@@ -104,7 +105,7 @@ def _one(value: Any) -> int:
     """Return a number that a file may state for each layer, where all are the same."""
     values = set(value) if isinstance(value, list) else {value}
     if len(values) != 1:
-        raise ValueError("its layers differ in size")
+        raise ValueError(f"{sorted(values)} where one number is meant")
     return int(values.pop())
 
 

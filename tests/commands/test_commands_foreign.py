@@ -9,10 +9,12 @@ import torch
 from safetensors.torch import load_file
 from toy_pipeline import cache_options, call, eval_options, export_options, part, quantize_options, recover_options
 
+from qat_lora.cli import main
 from qat_lora.errors import ConfigError, ModelError, OutputExistsError
+from qat_lora.export.gguf import save_base
 from qat_lora.files.identity import checkpoint_sha256
 from qat_lora.layers.convert import quant_layers
-from qat_lora.models.load import load_model, make_tokenizer
+from qat_lora.models.load import load_model, load_tokenizer, make_qwen3, make_tokenizer
 from qat_lora.models.student import open_student
 from qat_lora.options import GenerateOptions
 
@@ -100,3 +102,44 @@ def test_its_tokenizer_is_the_caches_or_it_is_refused(tiny, done, tmp_path):
         call("recover", start, train_norms=True, tokenizer=str(tiny.teacher))
     with pytest.raises(ModelError, match="is quantised"):
         call("quantize", quantize_options(tiny, tmp_path / "q"), model=str(file))
+
+
+def doctor(capsys, *words):
+    with pytest.raises(SystemExit) as stop:
+        main(["doctor", *map(str, words), "--json"])
+    return stop.value.code, json.loads(capsys.readouterr().out)
+
+
+def test_doctor_says_what_a_file_is_and_whether_an_adapter_fits_it(tiny, done, run, tmp_path, capsys):
+    best = run / "best"
+    code, report = doctor(capsys, done["file"])
+    assert code == 0 and report["served_by"] == "llama.cpp, Ollama" and report["tokenizer"].endswith("320 tokens")
+    bits = {group["name"]: group["bits"] for group in report["groups"]}
+    assert bits["blk.*.ffn_up.weight"] == 4.5 and bits["token_embd.weight"] == 32
+    assert report["weights"] == sum(p.numel() for p in load_model(str(tiny.teacher)).module.parameters())
+    for words in ((done["file"], best / "adapter.gguf"), (done["file"], best), (best,)):
+        assert doctor(capsys, *words)[0] == 0
+    other, labelled = tmp_path / "x.gguf", tmp_path / "model-Q2_K.gguf"
+    whole = load_model(str(tiny.teacher))
+    save_base(whole, {}, load_tokenizer(tiny.teacher), other, "float32", "x")
+    shutil.copyfile(done["file"], labelled)
+    code, report = doctor(capsys, labelled)
+    assert code == 1 and report["problems"] == [
+        "the name model-Q2_K.gguf says Q2_K, but most weights of its layers are Q4_0"
+    ]
+    code, report = doctor(capsys, other, best / "adapter.gguf")
+    assert code == 1 and "trained on another base" in report["problems"][0]
+    wider = make_qwen3(tmp_path / "w", 320, hidden=64, layers=1, heads=2, kv_heads=1, mlp=128)
+    make_tokenizer(["a b"], 300, tmp_path / "w")
+    save_base(wider, {}, load_tokenizer(tmp_path / "w"), other, "float32", "x")
+    said = doctor(capsys, other, best / "adapter.gguf")[1]["problems"]
+    assert "changes blk.0.ffn_down.weight (64, 96), and" in said[1] and "has it as (64, 128)" in said[1]
+
+
+def test_doctor_reads_folders(tiny, done, capsys):
+    code, report = doctor(capsys, done["rough"])
+    assert code == 0 and "import qat_lora" in report["served_by"] and report["tokenizer"] == "BPE, 320 tokens"
+    assert {group["type"] for group in report["groups"]} == {"U8", "F16", "F32"}
+    with pytest.raises(SystemExit):
+        main(["doctor", str(done["file"])])
+    assert "bits a weight, embedding included" in capsys.readouterr().out
