@@ -26,18 +26,14 @@ _STRING, _ARRAY, _MAGIC = 8, 9, int.from_bytes(b"GGUF", "little")
 
 
 class GGUFTensor(NamedTuple):
-    """A tensor of a file, or a type of tensors."""
+    """A tensor of a file, or a type of tensors: `block` weights lie in `block_bytes` bytes."""
 
     number: int
     kind: str
-    """Name of its type."""
     block: int
-    """Weights of a block."""
     block_bytes: int
-    shape: tuple[int, ...] = ()
-    """Rows first, as torch has it."""
-    offset: int = 0
-    """From the beginning of the file, in bytes."""
+    shape: tuple[int, ...] = ()  # rows first, as torch has it
+    offset: int = 0  # from the beginning of the file, in bytes
 
     @property
     def size(self) -> int:
@@ -76,11 +72,11 @@ def read_header(file: Path) -> GGUFHeader:
     try:
         with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _parse(file, _Bytes(data))
+    except ModelError:
+        raise
     except OSError as error:
         raise ModelError(f"{file}: cannot be read ({error.strerror})") from None
     except (struct.error, ValueError, TypeError) as error:
-        if isinstance(error, ModelError):
-            raise
         raise ModelError(f"{file}: is no GGUF file that can be read ({one_line(error, 200)})") from None
 
 
@@ -90,7 +86,7 @@ class _Bytes:
     def __init__(self, data: mmap.mmap) -> None:
         self.data, self.at = data, 0
 
-    def take(self, count: int, size: int) -> int:
+    def take(self, count: int, size: int = 1) -> int:
         """Pass `count` items of `size` bytes; return where they begin."""
         at, self.at = self.at, self.at + count * size
         if self.at > len(self.data):
@@ -101,30 +97,25 @@ class _Bytes:
         return struct.unpack_from(f"<{count}{code}", self.data, self.take(count, struct.calcsize(code)))
 
     def text(self) -> str:
-        (length,) = self.numbers("Q")
-        at = self.take(length, 1)
-        return self.data[at : at + length].decode("utf-8", errors="replace")
+        at = self.take(*self.numbers("Q"))
+        return self.data[at : self.at].decode("utf-8", errors="replace")
 
     def value(self, kind: int) -> Any:
         if kind == _STRING:
             return self.text()
-        if kind != _ARRAY:
-            return self.numbers(_known(kind))[0]
-        of, count = self.numbers("I")[0], self.numbers("Q")[0]
-        return [self.text() for _ in range(count)] if of == _STRING else list(self.numbers(_known(of), count))
-
-
-def _known(kind: int) -> str:
-    if kind not in _SCALARS:
-        raise ValueError(f"a setting is of the unknown type {kind}")
-    return _SCALARS[kind]
+        of, count = (kind, 1) if kind != _ARRAY else (*self.numbers("I"), *self.numbers("Q"))
+        if of not in _SCALARS and of != _STRING:
+            raise ValueError(f"a setting is of the unknown type {of}")
+        values = [self.text() for _ in range(count)] if of == _STRING else list(self.numbers(_SCALARS[of], count))
+        return values if kind == _ARRAY else values[0]
 
 
 def _parse(file: Path, data: _Bytes) -> GGUFHeader:
     magic, version, count, keys = (data.numbers(code)[0] for code in "IIQQ")
     if magic != _MAGIC or version not in (2, 3):
         raise ValueError("it does not begin with GGUF, version 2 or 3")
-    settings, tensors = {}, {}
+    settings: dict[str, Any] = {}
+    found: dict[str, GGUFTensor] = {}
     for _ in range(keys):
         name = data.text()
         settings[name] = data.value(*data.numbers("I"))
@@ -139,13 +130,21 @@ def _parse(file: Path, data: _Bytes) -> GGUFHeader:
             raise ModelError(f"{file}: the tensor {name} is of the type {number}, which gguf and we cannot decode")
         if not 0 < len(shape) < 5 or 0 in shape or shape[-1] % kind.block:
             raise ModelError(f"{file}: the tensor {name} of type {kind.kind} cannot have the shape {shape}")
-        tensors[name] = kind._replace(shape=shape, offset=offset)
+        found[name] = kind._replace(shape=shape, offset=offset)
     alignment = settings.get("general.alignment", 32)
     if alignment not in (2**n for n in range(3, 20)):
         raise ValueError(f"its alignment is {alignment!r}")
-    start = -(-data.at // alignment) * alignment
-    tensors = {name: tensor._replace(offset=start + tensor.offset) for name, tensor in tensors.items()}
-    _check_places(file, tensors, len(data.data), alignment)
+    start, size = -(-data.at // alignment) * alignment, len(data.data)
+    tensors = {name: tensor._replace(offset=start + tensor.offset) for name, tensor in found.items()}
+    places = sorted((tensor.offset, name) for name, tensor in tensors.items())
+    for (offset, name), (following, _) in zip(places, [*places[1:], (size, "")], strict=True):
+        tensor = tensors[name]
+        end, what = offset + tensor.size, f"{file}: the tensor {name} of type {tensor.kind} takes {tensor.size:,} bytes"
+        if end > size:
+            raise ModelError(f"{what} from {offset:,} on, and the file has {size:,}; it is cut off, fetch it again")
+        # A Q2_0 of other blocks than llama.cpp's would lie in gaps.
+        if end > following or tensor.kind == Q2_0.kind and following - end >= alignment:
+            raise ModelError(f"{what} in blocks of {tensor.block}, and {following - offset:,} lie there")
     return GGUFHeader(file, settings, tensors)
 
 
@@ -155,15 +154,3 @@ def _type(number: int) -> GGUFTensor | None:
         return Q2_0 if number == Q2_0.number else None
     kind = gguf.GGMLQuantizationType(number)
     return GGUFTensor(number, kind.name, *gguf.GGML_QUANT_SIZES[kind])
-
-
-def _check_places(file: Path, tensors: dict[str, GGUFTensor], size: int, alignment: int) -> None:
-    """Refuse tensors that reach beyond the file or into the next one, and a Q2_0 of other blocks than llama.cpp's."""
-    places = sorted((tensor.offset, name) for name, tensor in tensors.items())
-    for (offset, name), (following, _) in zip(places, [*places[1:], (size, "")], strict=True):
-        tensor = tensors[name]
-        end, what = offset + tensor.size, f"{file}: the tensor {name} of type {tensor.kind} takes {tensor.size:,} bytes"
-        if end > size:
-            raise ModelError(f"{what} from {offset:,} on, and the file has {size:,}; it is cut off, fetch it again")
-        if end > following or tensor.number == Q2_0.number and following - end >= alignment:
-            raise ModelError(f"{what} in blocks of {tensor.block}, and {following - offset:,} lie there")

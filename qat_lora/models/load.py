@@ -49,7 +49,7 @@ from qat_lora.layers.attention import AttentionKernel, Keep, blocked_attention, 
 from qat_lora.layers.calibrate.upcast import computing_dtype
 from qat_lora.layers.convert import quant_layers, tied_embedding
 from qat_lora.layers.flex_attention import flex_or
-from qat_lora.models import gguf_model, packed
+from qat_lora.models import from_gguf, packed
 from qat_lora.models.attention_mask import attention_inputs
 from qat_lora.models.hf_quantizer import QUANT_METHOD, QatLoraQuantizationConfig, QatLoraQuantizer
 from qat_lora.models.hub import DEFAULT_HUB, HubConfig
@@ -346,9 +346,9 @@ def _foreign(folder: Path, hub: HubConfig, dequantize: bool) -> tuple[Any, dict[
         if not dequantize:
             raise ModelError(f"model: {folder} is quantised; recover it by --checkpoint, or give the unquantised model")
         header = read_header(folder)
-        settings = gguf_model.config_of(header)
+        settings = from_gguf.config_of(header)
         config = AutoConfig.for_model(**settings)
-        return config, gguf_model.dense_state(header, _on_meta(config).state_dict(), settings)
+        return config, from_gguf.dense_state(header, _on_meta(config).state_dict(), settings)
     weight_files(folder)
     plain = read_object(folder / "config.json")
     method = packed.method_of(plain)

@@ -16,7 +16,7 @@ from qat_lora.files.gguf_header import GGUF, read_header
 from qat_lora.files.identity import checkpoint_sha256
 from qat_lora.layers.convert import bits_per_weight, lora_layers, prepare_base, quant_layers
 from qat_lora.models.adapter import CONFIG, check_tokenizer, load_adapter, read_adapter
-from qat_lora.models.gguf_model import check_tokens
+from qat_lora.models.from_gguf import check_tokens
 from qat_lora.models.hub import DEFAULT_HUB, HubConfig, local_tokenizer
 from qat_lora.models.load import CausalLM, load_model, load_tokenizer, resolve_model
 

@@ -26,7 +26,7 @@ from qat_lora.files.gguf_header import GGUF, read_header
 from qat_lora.layers.convert import add_lora, block_of, make_quant_skeleton, quant_layers
 from qat_lora.layers.quant_linear import Dense
 from qat_lora.models import load as models
-from qat_lora.models.gguf_model import config_of
+from qat_lora.models.from_gguf import config_of
 from qat_lora.models.load import DTYPES
 from qat_lora.models.packed import READERS, method_of
 from qat_lora.options import EstimateOptions

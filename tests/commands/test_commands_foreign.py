@@ -17,6 +17,7 @@ from qat_lora.layers.convert import quant_layers
 from qat_lora.models.load import load_model, load_tokenizer, make_qwen3, make_tokenizer
 from qat_lora.models.student import open_student
 from qat_lora.options import GenerateOptions
+from qat_lora.plan.inspect_file import inspect
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +133,7 @@ def test_doctor_says_what_a_file_is_and_whether_an_adapter_fits_it(tiny, done, r
     wider = make_qwen3(tmp_path / "w", 320, hidden=64, layers=1, heads=2, kv_heads=1, mlp=128)
     make_tokenizer(["a b"], 300, tmp_path / "w")
     save_base(wider, {}, load_tokenizer(tmp_path / "w"), other, "float32", "x")
-    said = doctor(capsys, other, best / "adapter.gguf")[1]["problems"]
+    said = inspect(str(other), str(best / "adapter.gguf"))["problems"]
     assert "changes blk.0.ffn_down.weight (64, 96), and" in said[1] and "has it as (64, 128)" in said[1]
 
 
@@ -140,6 +141,8 @@ def test_doctor_reads_folders(tiny, done, capsys):
     code, report = doctor(capsys, done["rough"])
     assert code == 0 and "import qat_lora" in report["served_by"] and report["tokenizer"] == "BPE, 320 tokens"
     assert {group["type"] for group in report["groups"]} == {"U8", "F16", "F32"}
+    with pytest.raises(ModelError, match="neither a PEFT folder nor"):
+        inspect(str(tiny.teacher), str(tiny.held_out))
     with pytest.raises(SystemExit):
         main(["doctor", str(done["file"])])
     assert "bits a weight, embedding included" in capsys.readouterr().out

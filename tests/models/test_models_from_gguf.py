@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from qat_lora.errors import ModelError
 from qat_lora.files.gguf_header import Q2_0, GGUFHeader
-from qat_lora.models.gguf_model import check_tokens, config_of, dequantize
+from qat_lora.models.from_gguf import check_tokens, config_of, dequantize
 from qat_lora.models.load import load_model, load_tokenizer, make_tokenizer
 
 SMALL = {
