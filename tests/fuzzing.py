@@ -227,7 +227,7 @@ def _gguf(tree: Any) -> bytes:
         out += [struct.pack("<Q", number & 2**64 - 1) for number in rest[: len(shape)]]
         out.append(struct.pack("<IQ", rest[len(shape)] & 0xFFFFFFFF, rest[len(shape) + 1] & 2**64 - 1))
     whole = b"".join(out)
-    return whole + bytes(-len(whole) % 32) + bytes(1 << 16)
+    return whole + bytes(-len(whole) % 32) + bytes(1 << 17)
 
 
 def _gguf_tree(file: Path) -> Any:
@@ -560,8 +560,8 @@ def _model_targets(root: Path) -> Iterator[tuple[str, Target]]:
     file = root / "gguf" / "x.gguf"
     save_base(made, {}, load_tokenizer(file.parent), file, "float32", "x")
     tree = _gguf_tree(file)
-    whole = Form(lambda _: tree, _gguf, (b"\xff" * 8, bytes(64)))
-    yield "GGUF", Target(file, whole, lambda: load_model(str(file), dequantize=True), 0.2)
+    gguf = Form(lambda _: tree, _gguf, (b"\xff" * 8, bytes(64)))
+    yield "GGUF", Target(file, gguf, lambda: load_model(str(file), dequantize=True), 0.2)
     made = _model(base)
     made.module.config.save_pretrained(base)
     add_lora(made.module, lora := LoraConfig(recovery_r=2))

@@ -77,7 +77,7 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
             if changed:
                 sha256 = checkpoint_sha256(save_with_tensors(base, draft / "base", changed))
                 base = folder / "base"
-            if is_gguf:
+            if is_gguf:  # of other engines' bases, `qat-lora export` writes the adapter in their form
                 save_lora(model, draft / ADAPTER, display_name(str(base)))
                 copy_tokenizer(model.tokenizer_folder, draft)
             save_adapter(model.module, options.lora, draft, base, sha256)

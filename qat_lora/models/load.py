@@ -304,16 +304,15 @@ def load_model(
     try:
         with _quiet():
             config, state = _foreign(folder, hub, dequantize)
-        attention = "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else "sdpa"
-        if state is None:
-            load = partial(AutoModelForCausalLM.from_pretrained, folder, trust_remote_code=hub.trust_remote_code)
-        else:
-            load = partial(type(_on_meta(config)).from_pretrained, None, state_dict=state)
-        with _quiet():
-            module, report = load(
+            attention = "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else "sdpa"
+            kind = AutoModelForCausalLM if state is None else type(_on_meta(config))
+            module, report = kind.from_pretrained(
+                folder if state is None else None,
                 config=config,
+                state_dict=state,
                 dtype="auto" if dtype == "stored" and state is None else DTYPES.get(dtype, torch.float32),
                 device_map=device_map,
+                trust_remote_code=hub.trust_remote_code,
                 attn_implementation=attention,
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,  # reported below, by name
@@ -337,16 +336,11 @@ def load_model(
 
 
 def _foreign(folder: Path, hub: HubConfig, dequantize: bool) -> tuple[Any, dict[str, Tensor] | None]:
-    """Return a model's config, and its weights where they are of another tool's format; None: transformers reads them.
-
-    Raises:
-        ModelError: another tool's format where full precision is needed, or none that we read.
-    """
+    """Return a model's config, and its weights if another tool's format holds them; None: transformers reads them."""
     if folder.suffix == GGUF:
         if not dequantize:
             raise ModelError(f"model: {folder} is quantised; recover it by --checkpoint, or give the unquantised model")
-        header = read_header(folder)
-        settings = from_gguf.config_of(header)
+        settings = from_gguf.config_of(header := read_header(folder))
         config = AutoConfig.for_model(**settings)
         return config, from_gguf.dense_state(header, _on_meta(config).state_dict(), settings)
     weight_files(folder)
@@ -358,9 +352,8 @@ def _foreign(folder: Path, hub: HubConfig, dequantize: bool) -> tuple[Any, dict[
         return config, None
     if not dequantize or method not in packed.READERS:
         raise ModelError(f"model: {folder} is quantised by {method}; give the unquantised model")
-    for name in ("quantization_config", "quantization"):
-        if hasattr(config, name):
-            delattr(config, name)
+    for name in {"quantization_config", "quantization"} & set(vars(config)):
+        delattr(config, name)
     return config, packed.dense_state(folder, plain)
 
 
