@@ -169,8 +169,11 @@ class QuantizeOptions(QuantizeConfig):
 class RecoverOptions:
     """`qat-lora recover`."""
 
-    checkpoint: str | None = option(None, "quantised student: folder made by `qat-lora quantize`")
+    checkpoint: str | None = option(
+        None, "quantised student: folder made by `qat-lora quantize`, a GGUF file, a folder of GPTQ, AWQ or MLX"
+    )
     model: str | None = option(None, "student where there is no --checkpoint: Hugging Face folder or Hub name")
+    tokenizer: str | None = option(None, "folder of a GGUF student's tokenizer; default: beside it, or the teacher's")
     learn: Literal["kd", "kd+ce", "ce", "sft"] = option(
         "kd",
         "from what: kd, kd+ce (a KD cache; ce: and its next tokens), ce (--dataset alone), sft (answers of chats)",

@@ -18,6 +18,7 @@ import json
 import os
 import re
 import shutil
+import struct
 import sys
 import tempfile
 import traceback
@@ -45,7 +46,9 @@ from qat_lora.config import leaves, resolve
 from qat_lora.data.sources import TextConfig, open_documents
 from qat_lora.errors import QatLoraError
 from qat_lora.export import card, hub
+from qat_lora.export.gguf import save_base
 from qat_lora.files import outputs
+from qat_lora.files.gguf_header import read_header
 from qat_lora.layers.convert import add_lora, make_quant_skeleton
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.models.adapter import CONFIG, NOTE, WEIGHTS, read_adapter, save_adapter
@@ -190,6 +193,48 @@ def _safetensors(tree: Any) -> bytes:
     data = bytes.fromhex(tree["data"]) if re.fullmatch("([0-9a-f]{2})+", str(tree.get("data"))) else b""
     whole = len(text).to_bytes(8, "little") + text + data
     return whole.ljust(SHARD_BYTES, b"\0")[:SHARD_BYTES]  # another size would be refused before the header is looked at
+
+
+def _gguf_value(value: Any) -> tuple[int, bytes]:
+    """A setting as GGUF writes it: its type and bytes."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return 4, (value & 0xFFFFFFFF).to_bytes(4, "little")
+    if isinstance(value, float):
+        return 12, struct.pack("<d", value)
+    if isinstance(value, list):
+        return 9, b"\x08\0\0\0" + len(value).to_bytes(8, "little") + b"".join(map(_gguf_text, value))
+    return 8, _gguf_text(value)
+
+
+def _gguf_text(value: Any) -> bytes:
+    text = str(value).encode("utf-8", errors="replace")
+    return len(text).to_bytes(8, "little") + text
+
+
+def _gguf(tree: Any) -> bytes:
+    if not isinstance(tree, dict) or not isinstance(tree.get("settings"), dict):
+        return _json(tree)
+    settings, tensors = tree["settings"], tree["tensors"] if isinstance(tree.get("tensors"), list) else []
+    out = [b"GGUF\3\0\0\0", struct.pack("<QQ", len(tensors), len(settings))]
+    for name, value in settings.items():
+        kind, data = _gguf_value(value)
+        out += [_gguf_text(name), struct.pack("<I", kind), data]
+    for tensor in tensors:
+        name, *numbers = tensor if isinstance(tensor, list) else [tensor]
+        shape = numbers[0] if numbers and isinstance(numbers[0], list) else []
+        rest = [number if isinstance(number, int) else 7 for number in [*shape, *numbers[1:], 0, 0]]
+        out += [_gguf_text(name), struct.pack("<I", len(shape))]
+        out += [struct.pack("<Q", number & 2**64 - 1) for number in rest[: len(shape)]]
+        out.append(struct.pack("<IQ", rest[len(shape)] & 0xFFFFFFFF, rest[len(shape) + 1] & 2**64 - 1))
+    whole = b"".join(out)
+    return whole + bytes(-len(whole) % 32) + bytes(1 << 17)
+
+
+def _gguf_tree(file: Path) -> Any:
+    header = read_header(file)
+    start = min(tensor.offset for tensor in header.tensors.values())
+    tensors = [[n, [*t.shape[::-1]], t.number, t.offset - start] for n, t in header.tensors.items()]
+    return {"settings": header.settings, "tensors": tensors}
 
 
 def _bomb(first: str, item: str) -> bytes:
@@ -511,7 +556,12 @@ def _model_targets(root: Path) -> Iterator[tuple[str, Target]]:
     make_tokenizer(["a b"], 260, tokenizer.parent)
     yield "tokenizer.json", Target(tokenizer, JSON, lambda: load_tokenizer(tokenizer.parent), 0.2)
 
-    base, adapter = root / "base", root / "adapter"
+    base, adapter, made = root / "base", root / "adapter", _model(root / "gguf")
+    file = root / "gguf" / "x.gguf"
+    save_base(made, {}, load_tokenizer(file.parent), file, "float32", "x")
+    tree = _gguf_tree(file)
+    gguf = Form(lambda _: tree, _gguf, (b"\xff" * 8, bytes(64)))
+    yield "GGUF", Target(file, gguf, lambda: load_model(str(file), dequantize=True), 0.2)
     made = _model(base)
     made.module.config.save_pretrained(base)
     add_lora(made.module, lora := LoraConfig(recovery_r=2))

@@ -264,10 +264,12 @@ def _free_ram_gib() -> float | None:
 
 
 @click.command("doctor", context_settings={"ignore_unknown_options": True})
-@click.argument("planned", nargs=-1, type=click.UNPROCESSED, metavar="[COMMAND ...]")
+@click.argument("planned", nargs=-1, type=click.UNPROCESSED, metavar="[COMMAND ... | FILE [ADAPTER]]")
 @click.option("--compile-for", metavar="CHIP", help="compile a recovery for v6e-1, v6e-4, v5e-8 ... without the chip")
 def doctor(planned: tuple[str, ...], compile_for: str | None) -> None:
     """Check Python, packages, devices, variables, Hub and room, also for a planned COMMAND (recover, qat or quantize).
+
+    Of a model's FILE (GGUF, or a folder; with --json) it says what is in it, what serves it, and if an ADAPTER fits it.
 
     With --compile-for it instead compiles the graphs of a recovery with the TPU's own compiler (`make tpu-compiler`):
     [--model FOLDER] [--preset w4g128] [--batch-size 4] [--length 1024] [--head-k 128] [--rank 8] [--dtype bfloat16]
@@ -277,6 +279,16 @@ def doctor(planned: tuple[str, ...], compile_for: str | None) -> None:
     """
     if compile_for is not None:
         raise SystemExit(_compile.main(planned, "doctor --compile-for", standalone_mode=False, obj=compile_for))
+    if planned and planned[0] not in COMMANDS and (os.sep in planned[0] or Path(planned[0]).exists()):
+        select_runtime("cpu")  # before transformers is imported, as for every command
+        from qat_lora.plan.inspect_file import inspect, inspection_text
+
+        files = [word for word in planned if word != "--json"]
+        if len(files) > 2:
+            raise click.UsageError(f"doctor: {' '.join(files)} are more than a model and an adapter")
+        report = inspect(*files)
+        echo(json.dumps(report, indent=2) if len(files) < len(planned) else inspection_text(report))
+        raise SystemExit(int(bool(report["problems"])))
     findings = examine(os.environ, _requirements(planned) if planned else None)
     echo(findings_text(findings))
     if any(finding.fix for finding in findings):

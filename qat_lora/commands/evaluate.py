@@ -44,7 +44,7 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
     tokenizer = load_tokenizer(teacher.folder, options.hub.trust_remote_code)
     out = Path(run.out or "runs/eval")
     noted = None if run.overwrite else outputs.noted(out)
-    students = _open_students(options, tokenizer, noted)
+    students = _open_students(options, tokenizer, noted, teacher.folder)
     texts = _texts(options)
     rows = {name: list(_rows(text, tokenizer, options)) for name, text in texts.items()}
     prompts = take_prompts(chain(*rows.values()), options.health) if options.health.generate else None
@@ -106,11 +106,11 @@ def _named(words: tuple[str, ...], setting: str, known: str) -> dict[str, str]:
     return found
 
 
-def _open_students(options: EvalOptions, tokenizer: Any, noted: str | None) -> dict[str, Student]:
+def _open_students(options: EvalOptions, tokenizer: Any, noted: str | None, shared: Path) -> dict[str, Student]:
     opened, expected = {}, tokenizer_sha256(tokenizer)
     for name, folder in _named(options.students, "students", "teacher").items():
-        opened[name] = open_student(folder, options.hub, options.run.dtype, noted)
-        if tokenizer_sha256(load_tokenizer(opened[name].model.folder)) != expected:
+        opened[name] = open_student(folder, options.hub, options.run.dtype, noted, shared)
+        if tokenizer_sha256(load_tokenizer(opened[name].model.tokenizer_folder)) != expected:
             other = f"{name} has another tokenizer than the teacher"
             raise ConfigError(f"students: {other}, so KL between them means nothing")
     return opened

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.config import to_dict
-from qat_lora.errors import QatLoraError
+from qat_lora.errors import ConfigError, QatLoraError
 from qat_lora.evaluate.report import save_json
 from qat_lora.evaluate.score import measure
 from qat_lora.export.card import Card, cache_of_run, labelled, model_card, read_origin, read_scores
@@ -29,6 +29,8 @@ from qat_lora.export.integers import Container, other_tensors, with_integers
 from qat_lora.files import outputs
 from qat_lora.files.checksums import checkpoint_sha256, seal
 from qat_lora.files.folders import moved_into
+from qat_lora.files.gguf_header import GGUF
+from qat_lora.generate.sample import ADAPTER
 from qat_lora.layers.convert import LM_HEAD, quant_layers
 from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.models.load import CausalLM, copy_tokenizer, load_tokenizer, stored_dtype
@@ -47,14 +49,17 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
     name = display_name(str(Path(str(options.student)).expanduser().absolute()))
     out = Path(run.out or f"runs/export_{name}_{options.form}")
     student = open_student(str(options.student), options.hub, noted=None if run.overwrite else outputs.noted(out))
-    adapter = adapter_folder(str(options.student))
-    tokenizer = load_tokenizer(student.model.folder, options.hub.trust_remote_code)
+    adapter, base = adapter_folder(str(options.student)), student.model.folder
+    if base.suffix == GGUF and options.form not in ("merged", "pt"):
+        serve = f"llama-server -m {base}" + (f" --lora {adapter / ADAPTER}" if adapter else "")
+        raise ConfigError(f"form: {options.form} would copy {base}; it serves as it is: {serve}; allowed: merged, pt")
+    tokenizer = load_tokenizer(student.model.tokenizer_folder, options.hub.trust_remote_code)
     module = student.model.module
     origin = read_origin(module.config, adapter)  # before merging forgets it
     weights = sum(tensor.numel() for tensor in other_tensors(module, torch.float32).values())
     weights += sum(layer.in_features * layer.out_features for layer in quant_layers(module).values())
     scores = None if options.scores is None else read_scores(options.scores)
-    dtype = FORMS[options.form].dtype or stored_dtype(student.model.folder)
+    dtype = FORMS[options.form].dtype or stored_dtype(base)
     dtype = dtype if options.dtype == "auto" else options.dtype
     rows = functools.cache(lambda: _text_rows(options, student, adapter, tokenizer))
 
@@ -81,7 +86,7 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
         base_sha256 = checkpoint_sha256(student.model.folder)
         with moved_into(out) as draft:
             plan.write(draft)
-            copy_tokenizer(student.model.folder, draft)
+            copy_tokenizer(student.model.tokenizer_folder, draft)
             seal(draft)
             result |= _sizes(draft, weights)
             card = Card(

@@ -8,15 +8,21 @@ from typing import Any
 import torch
 
 from qat_lora.errors import ConfigError
+from qat_lora.export.forms import display_name
+from qat_lora.export.gguf import save_lora
+from qat_lora.export.gguf_model import architecture
 from qat_lora.files import outputs
 from qat_lora.files.checksums import checkpoint_sha256
 from qat_lora.files.folders import atomic_dir
+from qat_lora.files.gguf_header import GGUF
+from qat_lora.generate.sample import ADAPTER
 from qat_lora.layers.convert import add_lora, quant_layers
 from qat_lora.models.adapter import load_starts, save_adapter, starts_sha256
-from qat_lora.models.load import load_model, save_with_tensors
+from qat_lora.models.load import CausalLM, copy_tokenizer, load_model, save_with_tensors
+from qat_lora.models.student import with_tokenizer
 from qat_lora.options import RecoverOptions
 from qat_lora.runtime.base import Runtime
-from qat_lora.setup.common import check_fits, fetch, run_name, text_inputs
+from qat_lora.setup.common import check_fits, fetch, run_name, say, text_inputs
 from qat_lora.setup.trainable import recovery_parts
 from qat_lora.setup.training_data import cache_training_data, text_training_data
 from qat_lora.setup.training_run import Groups, TrainingRun, complete_run, train_student
@@ -29,7 +35,14 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
     out = Path(run.out or f"runs/recovery_{run_name(student)}")
     data = cache_training_data(options) if options.uses_cache else None
     fetch(runtime, student, options.hub)
-    model = load_model(student, options.hub, run.dtype)
+    model = load_model(student, options.hub, run.dtype, dequantize=True)
+    is_gguf = model.folder.suffix == GGUF
+    if is_gguf:
+        _check_gguf(options, model)
+        teacher = None if data is None else data.rows.manifest.fingerprint.teacher
+        model = with_tokenizer(model, [options.tokenizer] if options.tokenizer else [model.folder.parent, teacher])
+    elif options.tokenizer is not None:
+        raise ConfigError(f"tokenizer: {student} has its own; leave it out")
     if data is None:
         data = text_training_data(options, model)
     else:
@@ -65,10 +78,23 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
             if changed:
                 sha256 = checkpoint_sha256(save_with_tensors(base, draft / "base", changed))
                 base = folder / "base"
+            if is_gguf:  # of other engines' bases, `qat-lora export` writes the adapter in their form
+                save_lora(model, draft / ADAPTER, display_name(str(base)))
+                copy_tokenizer(model.tokenizer_folder, draft)
             save_adapter(model.module, options.lora, draft, base, sha256)
 
     def work() -> dict[str, Any]:
         return train_student(plan, model, groups, announce, export, settings)
 
     inputs = [options.checkpoint, options.model, options.kd_cache_dir, *text_inputs(options.text), model.folder]
-    return complete_run(plan, settings, inputs, work, "adapter")
+    done = complete_run(plan, settings, [*inputs, options.tokenizer], work, "adapter")
+    if is_gguf:
+        say(run, f"llama-server -m {model.folder} --lora {done / 'best' / ADAPTER}")
+    return done
+
+
+def _check_gguf(options: RecoverOptions, model: CausalLM) -> None:
+    """Refuse what no adapter of a GGUF file can hold, before anything is trained."""
+    if options.train_norms:
+        raise ConfigError("train_norms: the norms of a GGUF file stay as they are in it; leave it out")
+    architecture(model)

@@ -189,8 +189,8 @@ def save_lora(model: CausalLM, file: Path, name: str) -> None:
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(alpha))
     for layer_name, layer in layers.items():
         order, label = gguf_model.row_order(model, layer_name), gguf_name(model, layer_name)
-        b = layer.lora_B if order is None else layer.lora_B[order]
-        for end, factor in (("a", layer.lora_A), ("b", b)):
+        a, b = layer.lora_A.detach().cpu(), layer.lora_B.detach().cpu()
+        for end, factor in (("a", a), ("b", b if order is None else b[order])):
             blocks = float_blocks(factor, "float16", f"{layer_name}.lora_{end.upper()}")
             writer.add_tensor(f"{label}.weight.lora_{end}", blocks.data, raw_dtype=ggml_type("F16"))
     _finish(writer)

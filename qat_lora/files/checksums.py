@@ -163,11 +163,13 @@ def _matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
 
 
 def checkpoint_sha256(folder: Path, noted: str | None = None) -> str:
-    """Return the identity of a folder with weights, and `config.json` or `adapter_config.json`.
+    """Return the identity of a folder with weights, and `config.json` or `adapter_config.json`; of a file its sha256.
 
     Where `noted`, what an earlier run wrote about it, names the weights alone, so does the result. ModelError if it
     holds no weights, or its settings are no JSON object.
     """
+    if folder.is_file():
+        return sha256_of(folder)
     weights = weights_sha256(folder)
     if noted and weights in noted:
         return weights

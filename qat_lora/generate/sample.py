@@ -145,7 +145,7 @@ def open_backend(name: str, hub: HubConfig, run: RunConfig, runtime: Runtime) ->
 
 def _ours(name: str, hub: HubConfig, run: RunConfig, runtime: Runtime) -> Backend:
     model = open_student(name, hub, run.dtype).model
-    tokenizer = load_tokenizer(model.folder, hub.trust_remote_code)
+    tokenizer = load_tokenizer(model.tokenizer_folder, hub.trust_remote_code)
     runtime.place(model.module)
     ids_after = partial(stream_ids, model, device=runtime.device, mark_step=runtime.mark_step)
 

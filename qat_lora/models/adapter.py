@@ -89,7 +89,7 @@ def save_adapter(model: nn.Module, lora: LoraConfig, out: Path, base: Path, base
     save_file(tensors, out / WEIGHTS, metadata={"format": "pt"})
     (out / CONFIG).write_text(settings + "\n", encoding="utf-8")
     note = {"base_sha256": base_sha256, "mlp_only": lora.mlp_only, "lora_targets": lora.lora_targets}
-    folders = [folder for folder in (out / "base", base) if (folder / "tokenizer.json").is_file()]
+    folders = [folder for folder in (out / "base", base, out) if (folder / "tokenizer.json").is_file()]
     if folders:
         note["tokenizer_sha256"] = _tokenizer_of(folders[0], sha256_of(folders[0] / "tokenizer.json"))
     (out / NOTE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")

@@ -10,13 +10,13 @@ With `hf_quantizer` the only module that imports transformers. Two decisions are
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +40,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as hf_logging
 
 from qat_lora.errors import ModelError, QatLoraError, one_line
-from qat_lora.extras import require
 from qat_lora.files.checksums import SUMS, TOKENIZER, check_folder, read_object, seal, weight_files
 from qat_lora.files.finite import check_finite
+from qat_lora.files.gguf_header import GGUF, read_header
 from qat_lora.files.outputs import MARK
 from qat_lora.layers.attention import AttentionKernel, Keep, blocked_attention, tiled_or
 from qat_lora.layers.calibrate.upcast import computing_dtype
 from qat_lora.layers.convert import quant_layers, tied_embedding
 from qat_lora.layers.flex_attention import flex_or
+from qat_lora.models import from_gguf, packed
 from qat_lora.models.attention_mask import attention_inputs
 from qat_lora.models.hf_quantizer import QUANT_METHOD, QatLoraQuantizationConfig, QatLoraQuantizer
 from qat_lora.models.hub import DEFAULT_HUB, HubConfig
@@ -57,7 +58,6 @@ from qat_lora.types import LMHead
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FILE_SUFFIXES = (".pt", ".pth", ".safetensors")
 """Of names of files; any other dot belongs to the name of a folder, as in Qwen3-0.6B."""
-PACKED = "compressed-tensors"
 TILED, BLOCKED, FLEX = "qat_lora_tiled", "qat_lora_blocked", "qat_lora_flex"
 """Names of our attention among those of transformers."""
 GENERATION = "generation_config.json"
@@ -69,12 +69,16 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
     """Return the local folder of a model, downloading it from the Hub where `name` is not a folder.
 
     A path that does not exist (`runs/v2/best.pt`, the guide's spelling) means the folder of that name without the
-    suffix, a `.safetensors` file its folder, and the folder of a `qat-lora qat` run its `best`.
+    suffix, a `.safetensors` file its folder, and the folder of a `qat-lora qat` run its `best`. A GGUF file is itself.
 
     Raises:
         ModelError: nothing there, no config.json, or the Hub does not give it.
     """
     path = Path(name).expanduser()
+    if path.suffix == GGUF:
+        if not path.is_file():
+            raise ModelError(f"model: there is no file {path}")
+        return path
     is_file_name = path.suffix in FILE_SUFFIXES
     if is_file_name and path.is_file() and path.suffix != ".safetensors":
         raise ModelError(f"model: {name} is a pickled file; give the Hugging Face folder beside it instead")
@@ -157,9 +161,16 @@ class CausalLM:
     module: Any
     """The transformers model."""
     folder: Path
-    """Holds its files."""
+    """Holds its files; or the GGUF file itself."""
     vocab_limit: int | None = None
     """Rows of the output head that count, where it has more (padded vocabularies)."""
+    tokenizer: Path | None = None
+    """Folder of its tokenizer, where `folder` is a GGUF file."""
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Holds the files of its tokenizer."""
+        return self.tokenizer or self.folder
 
     @property
     def config(self) -> Any:
@@ -201,8 +212,8 @@ class CausalLM:
 
     def block_attention(self, keep: Keep, kernel: AttentionKernel | None) -> None:
         """Compute attention in blocks that a compiler can fuse, or by a kernel; `keep` is `Runtime.kept`."""
-        attention = functools.partial(blocked_attention, keep=keep, kernel=kernel)
-        self._attend(BLOCKED, functools.partial(tiled_or, attention=attention, autocast=True))
+        attention = partial(blocked_attention, keep=keep, kernel=kernel)
+        self._attend(BLOCKED, partial(tiled_or, attention=attention, autocast=True))
 
     def compile_layers(self, **how: Any) -> None:
         """Compile decoder layers, one program for all, with attention by block masks; `how` is of `torch.compile`.
@@ -280,8 +291,8 @@ def load_model(
 
     Scales and look-up tables stay float32 whatever the dtype (`stored`: the files'), so it computes what was saved.
     Tensors that the files hold in that type stay memory-mapped, so the processes of a host share them until each has
-    placed its own. `device_map` is for `load_dispatched`. With `dequantize`, a folder of compressed-tensors is read as
-    the dense weights that it stands for.
+    placed its own. `device_map` is for `load_dispatched`. With `dequantize`, GGUF files and folders that another tool
+    quantised are read as the dense weights that they stand for.
 
     Raises:
         MissingExtraError: compressed-tensors is not installed.
@@ -289,25 +300,16 @@ def load_model(
         ModelError: no such model, another architecture, a missing, unexpected or misshapen tensor, NaN or infinity.
     """
     folder = resolve_model(name, hub.revision)
-    weight_files(folder)
-    quantization = read_object(folder / "config.json").get("quantization_config")
-    is_quantised = isinstance(quantization, dict) and quantization.get("quant_method") == QUANT_METHOD
-    check_folder(folder, ours=is_quantised or (folder / MARK).is_file())
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=hub.trust_remote_code)
-        if not config.is_encoder_decoder and getattr(config, "quantization_config", None):
-            method = dict(config.quantization_config).get("quant_method", "another tool")
-            if method == PACKED and dequantize:
-                require("compressed_tensors", "export")
-                config.quantization_config = {**dict(config.quantization_config), "dequantize": True}
-            elif method != QUANT_METHOD:
-                raise ModelError(f"model: {folder} is quantised by {method}; give the unquantised model")
-        attention = "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else "sdpa"
         with _quiet():
-            module, report = AutoModelForCausalLM.from_pretrained(
-                folder,
+            config, state = _foreign(folder, hub, dequantize)
+            attention = "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else "sdpa"
+            kind = AutoModelForCausalLM if state is None else type(_on_meta(config))
+            module, report = kind.from_pretrained(
+                folder if state is None else None,
                 config=config,
-                dtype="auto" if dtype == "stored" else DTYPES[dtype],
+                state_dict=state,
+                dtype="auto" if dtype == "stored" and state is None else DTYPES.get(dtype, torch.float32),
                 device_map=device_map,
                 trust_remote_code=hub.trust_remote_code,
                 attn_implementation=attention,
@@ -327,43 +329,41 @@ def load_model(
             raise ModelError(
                 f"model: {folder} has {kind} tensors: {names}; the checkpoint does not fit its config.json"
             )
-    if dequantize:
-        with torch.no_grad():
-            for layer, weight in read_packed(folder):
-                module.get_parameter(f"{layer}.weight").copy_(weight)
     check_finite(module.state_dict(), f"model: {folder}")
     module.eval().requires_grad_(False)
     return CausalLM(module, folder)
 
 
-def read_packed(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the packed weights of a folder of compressed-tensors, by layer name, float32 [O, I]; of others nothing.
+def _foreign(folder: Path, hub: HubConfig, dequantize: bool) -> tuple[Any, dict[str, Tensor] | None]:
+    """Return a model's config, and its weights if another tool's format holds them; None: transformers reads them."""
+    if folder.suffix == GGUF:
+        if not dequantize:
+            raise ModelError(f"model: {folder} is quantised; recover it by --checkpoint, or give the unquantised model")
+        settings = from_gguf.config_of(header := read_header(folder))
+        config = AutoConfig.for_model(**settings)
+        return config, from_gguf.dense_state(header, _on_meta(config).state_dict(), settings)
+    weight_files(folder)
+    plain = read_object(folder / "config.json")
+    method = packed.method_of(plain)
+    check_folder(folder, ours=method == QUANT_METHOD or (folder / MARK).is_file())
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=hub.trust_remote_code)
+    if config.is_encoder_decoder or method in (None, QUANT_METHOD):
+        return config, None
+    if not dequantize or method not in packed.READERS:
+        raise ModelError(f"model: {folder} is quantised by {method}; give the unquantised model")
+    for name in {"quantization_config", "quantization"} & set(vars(config)):
+        delattr(config, name)
+    return config, packed.dense_state(folder, plain)
 
-    transformers unpacks such a folder too, but multiplies codes and steps in float16, which rounds what the file holds
-    exactly. `export/compressed.py` writes the format.
 
-    Raises:
-        MissingExtraError: compressed-tensors is not installed.
-    """
-    quantization = read_object(folder / "config.json").get("quantization_config") or {}
-    if quantization.get("quant_method") != PACKED:
-        return
-    groups = quantization["config_groups"].values()
-    bits = {target: group["weights"]["num_bits"] for group in groups for target in group["targets"]}
-    packing = require("compressed_tensors.compressors.pack_quantized.helpers", "export")
-    for file in sorted(folder.glob("model*.safetensors")):
-        tensors = load_file(file)
-        for name in sorted(key.removesuffix(".weight_packed") for key in tensors if key.endswith(".weight_packed")):
-            shape = torch.Size(tensors[f"{name}.weight_shape"].tolist())
-            width = bits.get(name, bits.get("Linear"))
-            codes_OI = packing.unpack_from_int32(tensors[f"{name}.weight_packed"], width, shape)
-            steps_OG = tensors[f"{name}.weight_scale"].float()
-            yield name, codes_OI.float() * steps_OG.repeat_interleave(shape[1] // steps_OG.shape[1], dim=1)
+def _on_meta(config: Any) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
 
 
 def stored_dtype(folder: Path) -> str:
-    """Return the name of the type that a model's files hold, float32 where its config.json names none of `DTYPES`."""
-    config = read_object(folder / "config.json")
+    """Return the name of the type that a model's files hold, float32 where no config.json names one of `DTYPES`."""
+    config = read_object(folder / "config.json") if folder.is_dir() else {}
     return named if (named := str(config.get("dtype", config.get("torch_dtype")))) in DTYPES else "float32"
 
 

@@ -1,21 +1,24 @@
 """Open whatever a user names as a model: a plain folder, a quantised one, an adapter, a run's output, an export.
 
 An export is opened as what it holds, not as what it was made from: that shows what another tool will compute. A folder
-of compressed-tensors is unpacked into dense weights, with its adapter on them; GGUF is left to llama.cpp.
+of another tool's codes, or a GGUF file, is read as dense weights, with its adapter on them.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from qat_lora.errors import ModelError
 from qat_lora.files.checksums import checkpoint_sha256
+from qat_lora.files.gguf_header import GGUF, read_header
 from qat_lora.layers.convert import bits_per_weight, lora_layers, prepare_base, quant_layers
 from qat_lora.models.adapter import CONFIG, check_tokenizer, load_adapter, read_adapter
-from qat_lora.models.hub import DEFAULT_HUB, HubConfig
-from qat_lora.models.load import CausalLM, load_model, resolve_model
+from qat_lora.models.from_gguf import check_tokens
+from qat_lora.models.hub import DEFAULT_HUB, HubConfig, local_tokenizer
+from qat_lora.models.load import CausalLM, load_model, load_tokenizer, resolve_model
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,8 @@ def base_folder(adapter: Path) -> Path:
     """
     named = read_adapter(adapter).base
     for folder in (adapter / "base", adapter / named, Path(named)):
-        if os.path.isfile(folder / "config.json"):  # unlike Path's, False for names that no system takes
+        # Unlike Path's, False for names that no system takes.
+        if os.path.isfile(folder / "config.json") or folder.suffix == GGUF and os.path.isfile(folder):
             return folder
     try:
         return resolve_model(named)
@@ -54,8 +58,36 @@ def base_folder(adapter: Path) -> Path:
         ) from None
 
 
-def open_student(name: str, hub: HubConfig = DEFAULT_HUB, dtype: str = "float32", noted: str | None = None) -> Student:
+def with_tokenizer(model: CausalLM, places: Iterable[str | Path | None]) -> CausalLM:
+    """Return a model of a GGUF file with its tokenizer's folder, the first of `places` with one; another as it is.
+
+    llama.cpp keeps a tokenizer's tables without the rules for splitting and normalising text.
+
+    Raises:
+        ModelError: none of them has one, or its tokens or merges are not the file's.
+    """
+    if model.folder.suffix != GGUF:
+        return model
+    folder = next((found for found in map(local_tokenizer, places) if found), None)
+    if folder is None:
+        raise ModelError(
+            f"tokenizer: {model.folder} holds none that text can be split by; give --tokenizer FOLDER, or put the "
+            "original model's tokenizer.json beside it"
+        )
+    check_tokens(read_header(model.folder), load_tokenizer(folder), folder)
+    return replace(model, tokenizer=folder)
+
+
+def open_student(
+    name: str,
+    hub: HubConfig = DEFAULT_HUB,
+    dtype: str = "float32",
+    noted: str | None = None,
+    tokenizer: Path | None = None,
+) -> Student:
     """Load a model for scoring, generation or export; `noted` is that of `checkpoint_sha256`.
+
+    `tokenizer` is the folder of one that a GGUF file may share.
 
     Raises:
         DamagedFileError: a file is not what was written.
@@ -65,8 +97,9 @@ def open_student(name: str, hub: HubConfig = DEFAULT_HUB, dtype: str = "float32"
     if adapter is not None:
         name, hub = str(base_folder(adapter)), replace(hub, revision=None)
     model = load_model(name, hub, dtype, dequantize=True)
+    model = with_tokenizer(model, (adapter, model.folder.parent, tokenizer))
     if adapter is not None:
-        check_tokenizer(adapter, model.folder)
+        check_tokenizer(adapter, model.tokenizer_folder)
         load_adapter(model.module, adapter, checkpoint_sha256(model.folder, read_adapter(adapter).base_sha256))
     bits, sha256 = None, checkpoint_sha256(model.folder, noted)
     if quant_layers(model.module):

@@ -22,10 +22,13 @@ from torch import nn
 
 from qat_lora.errors import ModelError
 from qat_lora.files.checksums import check_folder, read_object
+from qat_lora.files.gguf_header import GGUF, read_header
 from qat_lora.layers.convert import add_lora, block_of, make_quant_skeleton, quant_layers
 from qat_lora.layers.quant_linear import Dense
 from qat_lora.models import load as models
+from qat_lora.models.from_gguf import config_of
 from qat_lora.models.load import DTYPES
+from qat_lora.models.packed import READERS, method_of
 from qat_lora.options import EstimateOptions
 from qat_lora.plan.devices import Device, attention_on, named
 from qat_lora.plan.step import Shapes, operations, step_bytes, step_time
@@ -153,15 +156,17 @@ def peak_table(shapes: Shapes, options: EstimateOptions) -> list[dict[str, Any]]
 
 
 def meta_model(name: str) -> tuple[Any, nn.Module]:
-    """Build a model on the meta device as its config.json says, without its quantisation; return config and model.
+    """Build an unquantised model on the meta device as its config.json or GGUF file says; return config and model.
 
     DamagedFileError where the config.json is not what was written, ModelError where transformers can build nothing.
     """
-    if (config_file := Path(name).expanduser() / "config.json").is_file():
+    file = Path(name).expanduser()
+    read = config_of(read_header(file)) if file.suffix == GGUF and file.is_file() else None
+    if (config_file := file / "config.json").is_file():
         check_folder(config_file.parent, (config_file.name,))
         read_object(config_file)
     try:
-        config = models.AutoConfig.from_pretrained(name)
+        config = models.AutoConfig.from_pretrained(name) if read is None else models.AutoConfig.for_model(**read)
         with torch.device("meta"):
             return config, models.AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError) as error:
@@ -183,6 +188,8 @@ def meta_student(options: EstimateOptions, adapter: bool = True) -> tuple[Any, n
     """
     config, module = meta_model(str(options.model))
     stored = stored_quantisation(config)
+    if stored is not None and method_of({"quantization_config": stored}) in READERS and options.preset is None:
+        stored = None  # read as dense weights
     if stored is not None and stored.get("quant_method") != models.QUANT_METHOD:
         raise ModelError(f"model: {options.model} is quantised by {stored.get('quant_method')}; give the original")
     if stored is not None and options.preset is not None:

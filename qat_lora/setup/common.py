@@ -13,6 +13,7 @@ from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.data.packing import PackedRow, make_encoder, pack_rows
 from qat_lora.data.sources import TextConfig, describe_source, open_documents
 from qat_lora.errors import ConfigError, MissingExtraError
+from qat_lora.files.gguf_header import GGUF
 from qat_lora.layers.stacked import forget_layers, stack_layers
 from qat_lora.models.hub import HubConfig
 from qat_lora.models.load import FILE_SUFFIXES, CausalLM, load_tokenizer, resolve_model, tokenizer_sha256
@@ -65,7 +66,7 @@ def place_teacher(model: CausalLM, runtime: Runtime) -> None:
 def run_name(model: str) -> str:
     """Return what a run is called after the model it begins with: its last part, without the suffix of a file."""
     path = Path(model)
-    return path.stem if path.suffix in FILE_SUFFIXES else path.name
+    return path.stem if path.suffix in (*FILE_SUFFIXES, GGUF) else path.name
 
 
 def fits_positions(model: CausalLM, length: int) -> None:
@@ -77,7 +78,7 @@ def fits_positions(model: CausalLM, length: int) -> None:
 
 def check_fits(dataset: KDCacheDataset, model: CausalLM) -> None:
     """Raise CacheError unless the model can learn from the cache."""
-    tokenizer = load_tokenizer(model.folder)
+    tokenizer = load_tokenizer(model.tokenizer_folder)
     dataset.check_student(tokenizer_sha256(tokenizer), model.vocab_size, model.max_positions)
 
 
@@ -121,7 +122,7 @@ def calibration(options: QuantizeOptions, model: CausalLM) -> tuple[Iterator[Bat
         check_fits(dataset, model)
         return cached_calibration_rows(dataset, rows, options.run.seed), dataset.manifest.fingerprint.sha256
     fits_positions(model, length)
-    tokenizer = load_tokenizer(model.folder, options.hub.trust_remote_code)
+    tokenizer = load_tokenizer(model.tokenizer_folder, options.hub.trust_remote_code)
     batches = text_batches(options.text, tokenizer, length, rows, CALIBRATION_BATCH_ROWS)
     return calibration_rows(batches, rows), describe_source(options.text)
 

@@ -86,7 +86,7 @@ def text_training_data(options: RecoverOptions, model: CausalLM) -> TrainingData
     TextError: no text, too little, or no chats where these are needed. ConfigError: rows longer than the model takes.
     """
     fits_positions(model, options.length)
-    tokenizer = load_tokenizer(model.folder, options.hub.trust_remote_code)
+    tokenizer = load_tokenizer(model.tokenizer_folder, options.hub.trust_remote_code)
     encode = ENCODERS[options.learn](make_encoder(tokenizer))
     documents = partial(open_documents, options.text)
     kept, first = take_eval(documents, encode, options.length, options.eval_rows)
