@@ -320,6 +320,17 @@ def test_overrides_and_a_quantised_head_survive(tiny, tmp_path):
     assert torch.equal(logits_of(again), logits_of(model)) and len(quant_layers(again.module)) == 22
 
 
+def test_a_head_in_blocks_survives_with_the_embedding_that_it_is(wide, tmp_path):
+    model = load_model(str(wide.teacher))
+    chosen = preset("q2_k", override=("o_proj=q4_0",), lm_head="q6_k")
+    quantize_model(model.module, chosen, "absmax", quiet=True)
+    save_quantised(model, tmp_path / "q", chosen, {})
+    again = load_model(str(tmp_path / "q"))
+    layers = quant_layers(again.module)
+    assert layers["lm_head"].spec.step_bits == 8 and len(layers) == 15
+    assert torch.equal(logits_of(again), logits_of(model))
+
+
 @pytest.mark.parametrize("name", ["w2g64", "q4a4"])
 def test_bfloat16_rounds_activations_and_never_scales(name, tiny, tmp_path):
     model, out = quantise(tiny, tmp_path / "q", name)
