@@ -35,11 +35,11 @@ def test_columns_that_count_more_are_kept_better(monkeypatch):
     torch.manual_seed(0)
     weight, spec = torch.randn(40, 64), preset("q4_0").spec_for("embedding")
     importance = torch.rand(64) ** 8
-    monkeypatch.setattr(embedding, "ROWS", 16)
+    monkeypatch.setattr(embedding, "PIECE", 16 * 64)
     weighted, alike = (quantized_table(weight, spec, given) for given in (importance, None))
     cost = [((q.dense(spec) - weight).double() ** 2 * importance).sum() for q in (weighted, alike)]
     assert cost[0] < 0.9 * cost[1]
-    monkeypatch.setattr(embedding, "ROWS", 64)
+    monkeypatch.setattr(embedding, "PIECE", 64 * 64)
     whole = quantized_table(weight, spec, importance)
     assert torch.equal(whole.dense(spec), weighted.dense(spec))
 
