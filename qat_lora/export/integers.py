@@ -87,9 +87,7 @@ class Integers:
         return (self.codes_OI.to(torch.int16) + low).to(torch.uint8)
 
     def with_biases(self) -> Integers:
-        """Return the same with codes from 0 and biases: exact, as the least code is a power of two."""
-        if self.biases_OG is not None:
-            return self
+        """Return integers without biases as those from 0 with them: exact, as the least code is a power of two."""
         return replace(self, codes_OI=self.from_zero(), biases_OG=-(2 ** (self.bits - 1)) * self.steps_OG)
 
 
@@ -125,20 +123,14 @@ def as_integers(layer: QuantLinear, bits: int, group: int | None = None) -> Inte
         return rounded(layer, bits)
     if needed > bits:
         raise ConfigError(f"container_bits: {bits} cannot hold {layer.spec.code} codes exactly; give {needed} or more")
-    size = layer.in_features
-    own = min(layer.spec.group_size or size, size)
-    group = group or math.gcd(own, size)
-    indices = unpack(layer.codes, layer.spec.bits, size).to(torch.int16)
+    group = group or cut_group(layer)
+    assert group is not None
+    indices = unpack(layer.codes, layer.spec.bits, layer.in_features).to(torch.int16)
     levels = 2**layer.spec.bits
     doubled = layer.spec.code == "half"
     codes = 2 * indices - (levels - 1) if doubled else indices - levels // 2
-    (scale,) = layer.scales
-    steps = scale.detach().float() / (2 if doubled else 1)
-    if steps.shape[1] > 1:
-        steps = steps.repeat_interleave(own // group, dim=1)[:, : size // group]
-    steps = steps.expand(layer.out_features, size // group)
-    found = Integers(codes.to(torch.int8), steps.half().float(), group, bits)
-    return measured(found, layer.weight.detach())
+    steps = layer.meaning().scale.detach().expand(codes.shape)[:, ::group] / (2 if doubled else 1)
+    return measured(Integers(codes.to(torch.int8), steps.half().float(), group, bits), layer.weight.detach())
 
 
 def rounded(layer: QuantLinear, bits: int) -> Integers:
@@ -165,10 +157,8 @@ def affine(codes_OI: Tensor, spec: QuantSpec, meaning: Meaning, group: int) -> I
 
 def measured(found: Integers, weight_OI: Tensor) -> Integers:
     """Return the same with its error as the form of a weight."""
-    change, whole = (
-        torch.linalg.vector_norm(x, dtype=torch.float64)
-        for x in (found.dense() - weight_OI, weight_OI.detach().float())
-    )
+    change = torch.linalg.vector_norm(found.dense() - weight_OI, dtype=torch.float64)
+    whole = torch.linalg.vector_norm(weight_OI, dtype=torch.float64)
     return replace(found, error=float(change / whole.clamp_min(1e-30)))
 
 
