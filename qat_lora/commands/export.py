@@ -6,6 +6,7 @@ name and moved in, last those without which nothing loads: a kill never leaves h
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Mapping
@@ -30,7 +31,8 @@ from qat_lora.files.checksums import seal
 from qat_lora.files.folders import moved_into
 from qat_lora.files.identity import checkpoint_sha256
 from qat_lora.layers.convert import LM_HEAD, quant_layers
-from qat_lora.models.load import copy_tokenizer, load_tokenizer
+from qat_lora.layers.quant_linear import QuantLinear
+from qat_lora.models.load import CausalLM, copy_tokenizer, load_tokenizer
 from qat_lora.models.student import Student, adapter_folder, open_student
 from qat_lora.options import ExportOptions
 from qat_lora.runtime.base import Runtime
@@ -54,11 +56,16 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
     weights += sum(layer.in_features * layer.out_features for layer in quant_layers(module).values())
     scores = None if options.scores is None else read_scores(options.scores)
     dtype = FORMS[options.form].dtype if options.dtype == "auto" else options.dtype
-    rows = _Rows(options, student, adapter, tokenizer, runtime)
-    of_form = dtype, options.container_bits, options.exact_only, options.embedding_bits or EMBEDDING_BITS
-    plan = FORMS[options.form].plan(
-        ExportJob(str(options.student), student, adapter, tokenizer, *of_form, rows.moments)
-    )
+    rows = functools.cache(lambda: _text_rows(options, student, adapter, tokenizer))
+
+    def importance() -> Tensor:
+        runtime.place(module)
+        found = head_importance(student.model, runtime.feed(rows()[1]) if rows()[0] else None)
+        module.to("cpu")
+        return found
+
+    of_form = dtype, options.container_bits, options.exact_only, options.embedding_bits or EMBEDDING_BITS, importance
+    plan = FORMS[options.form].plan(ExportJob(str(options.student), student, adapter, tokenizer, *of_form))
     settings = {key: value for key, value in to_dict(options).items() if key not in ("run", "hub")} | {"dtype": dtype}
     settings |= {"weights": student.sha256}
     inputs = [options.student, student.model.folder, adapter, *text_inputs(options.text), options.scores]
@@ -66,7 +73,11 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
         if complete:
             say(run, f"{out} is complete already")
             return out
-        result = _measure(options, student, plan, rows)
+        result = _measure(plan, quant_layers(module))
+        if result.get("kl_of_rounding") and rows()[0]:
+            held = {**plan.containers, **plan.tables}
+            result |= _rounding_kl(student.model, held, rows()[1], run.quiet, runtime)
+            result["measured_on"] += f" of {rows()[0]}"
         base_sha256 = checkpoint_sha256(student.model.folder)
         with moved_into(out) as draft:
             plan.write(draft)
@@ -87,44 +98,25 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
     return out
 
 
-class _Rows:
-    """Rows of text to measure on: `--dataset`, else the run's own cache where that is there."""
-
-    def __init__(
-        self, options: ExportOptions, student: Student, adapter: Path | None, tokenizer: Any, runtime: Runtime
-    ) -> None:
-        self.options, self.student, self.tokenizer, self.runtime = options, student, tokenizer, runtime
-        self.name, self.cache = options.text.dataset and display_name(options.text.dataset), None
-        if self.name is None and (cache := cache_of_run(adapter)):
-            try:
-                self.cache = KDCacheDataset(cache)
-                check_fits(self.cache, student.model)
-                self.name = f"{display_name(cache)}, on which it was trained"
-            except QatLoraError:
-                self.cache = None  # gone, or another by now: nothing is measured, and the result says so
-
-    @functools.cached_property
-    def batches(self) -> list[Batch]:
-        """Batches of numpy arrays."""
-        options = self.options
-        if self.cache is not None:
-            return list(cached_calibration_rows(self.cache, options.eval_rows, seed=0))
-        fits_positions(self.student.model, options.length)
-        return list(text_batches(options.text, self.tokenizer, options.length, options.eval_rows, 4))
-
-    def moments(self) -> Tensor:
-        """Return the mean square of what the LM head reads on these rows, or the final norm's word for it."""
-        if self.name is None:
-            return head_importance(self.student.model, None)
-        self.runtime.place(self.student.model.module)
-        found = head_importance(self.student.model, self.runtime.feed(self.batches))
-        self.student.model.module.to("cpu")
-        return found
+def _text_rows(
+    options: ExportOptions, student: Student, adapter: Path | None, tokenizer: Any
+) -> tuple[str | None, list[Batch]]:
+    """Return a name and numpy batches of text to measure on: `--dataset`, or the run's own cache; None without any."""
+    if options.text.dataset:
+        fits_positions(student.model, options.length)
+        batches = text_batches(options.text, tokenizer, options.length, options.eval_rows, 4)
+        return display_name(options.text.dataset), list(batches)
+    if cache := cache_of_run(adapter):
+        with contextlib.suppress(QatLoraError):  # gone, or another by now: the result says that nothing was measured
+            dataset = KDCacheDataset(cache)
+            check_fits(dataset, student.model)
+            rows = cached_calibration_rows(dataset, options.eval_rows, seed=0)
+            return f"{display_name(cache)}, on which it was trained", list(rows)
+    return None, []
 
 
-def _measure(options: ExportOptions, student: Student, plan: ExportPlan, rows: _Rows) -> dict[str, Any]:
-    """Return the cost of the containers: bits, layers rounded again, their weight error, and KL where text is there."""
-    layers = quant_layers(student.model.module)
+def _measure(plan: ExportPlan, layers: Mapping[str, QuantLinear]) -> dict[str, Any]:
+    """Return the cost of the containers: bits, layers rounded again, and their weight error."""
     held = {name: container for name, container in plan.containers.items() if container is not None}
     result: dict[str, Any] = {}
     rounded = [container.error for container in held.values() if container.error]
@@ -147,8 +139,6 @@ def _measure(options: ExportOptions, student: Student, plan: ExportPlan, rows: _
         result["head" if LM_HEAD.search(name) else "embedding"] = words
     if rounded or any(table.error for table in plan.tables.values()):
         result["kl_of_rounding"] = "not measured: give --dataset"
-        if rows.name is not None:
-            result |= _rounding_kl(options, student, {**plan.containers, **plan.tables}, rows)
     return result
 
 
@@ -166,24 +156,20 @@ def _sizes(draft: Path, weights: int) -> dict[str, Any]:
 
 
 def _rounding_kl(
-    options: ExportOptions, student: Student, found: Mapping[str, Container | None], rows: _Rows
+    model: CausalLM, found: Mapping[str, Container | None], batches: list[Batch], quiet: bool, runtime: Runtime
 ) -> dict[str, Any]:
     """Return the mean KL(student || what the container holds), adapter on both sides, in nats."""
-    own, runtime = student.model, rows.runtime
-    batches = rows.batches
-    rounded = replace(own, module=with_integers(copy.deepcopy(own.module), found))
-    for model in (own, rounded):
-        runtime.place(model.module)
-    held_out, piece_bytes = runtime.feed(batches), runtime.piece_bytes
-    tallies = measure(
-        own, {"rounded": rounded}, held_out, options.run.quiet, runtime.mark_step, piece_bytes=piece_bytes
-    )
+    rounded = replace(model, module=with_integers(copy.deepcopy(model.module), found))
+    for placed in (model, rounded):
+        runtime.place(placed.module)
+    fed, piece_bytes = runtime.feed(batches), runtime.piece_bytes
+    tallies = measure(model, {"rounded": rounded}, fed, quiet, runtime.mark_step, piece_bytes=piece_bytes)
     before, after = tallies["teacher"].figures, tallies["rounded"].figures
-    own.module.to("cpu")
+    model.module.to("cpu")
     return {
         "kl_of_rounding": round(after["kl"], 6),
         "perplexity_before_and_after": f"{before['ppl']:.3f}, {after['ppl']:.3f}",
-        "measured_on": f"{after['tokens']} tokens of {rows.name}",
+        "measured_on": f"{after['tokens']} tokens",
     }
 
 

@@ -90,7 +90,8 @@ def save_compressed(module: Any, found: dict[str, Integers], out: Path, dtype: s
             "weight_shape": torch.tensor(integers.codes_OI.shape, dtype=torch.int64),
         }
 
-    save_packed(module, found, parts, out, dtype, {"quantization_config": _quantization_config(module, found)})
+    config = _quantization_config(module, found)
+    save_packed(module, found, parts, out, dtype, lambda _: {"quantization_config": config})
 
 
 def _quantization_config(module: Any, found: dict[str, Integers]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class ExportJob:
     """Folder of its adapter."""
     tokenizer: Any
     dtype: str
-    """Of all tensors that have no type of their own, a key of `models.load.DTYPES`."""
+    """Of all tensors that have no type of their own, `float32` or `bfloat16`."""
     container_bits: int | None = None
     exact_only: bool = False
     embedding_bits: float | None = None
@@ -71,7 +71,7 @@ class Form(NamedTuple):
     needs: str = ""
     """Package of the extra `export`."""
     dtype: str = "float32"
-    """Type of dense tensors unless the user names one."""
+    """Type of the dense tensors, where the user names none."""
 
     def plan(self, job: ExportJob) -> ExportPlan:
         """Check everything that may be refused, by a QatLoraError, and return what will be written."""

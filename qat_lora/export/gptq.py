@@ -37,10 +37,11 @@ def plan(job: ExportJob) -> ExportPlan:
     """
     module = job.student.model.module
     found = to_gptq(module)
-    config = {"quantization_config": quantization_config(module, found)}
-    write = with_adapter(job, lambda out: save_packed(module, found, tensors, out, job.dtype, config))
+    config = quantization_config(module, found)
+    entries = {"quantization_config": config}
+    write = with_adapter(job, lambda out: save_packed(module, found, tensors, out, job.dtype, lambda _: entries))
     notes = ["checked with GPTQModel on a CPU; not run in vLLM"]
-    if "dynamic" in config["quantization_config"]:
+    if "dynamic" in config:
         notes.append("layers differ; `dynamic` in config.json names them, for GPTQModel: transformers does not read it")
     else:
         notes.append("transformers' AutoModelForCausalLM reads it too, with gptqmodel and optimum installed")

@@ -41,18 +41,13 @@ GROUPS = (128, 64, 32)
 
 
 class Container(Protocol):
-    """A weight [O, I] as a container holds it."""
+    """A weight [O, I] as a container holds it, `Integers` or GGML's `Blocks`: error, bits, and what it decodes to."""
 
     @property
-    def error(self) -> float:
-        """Frobenius norm of the weight's change over the weight's own; 0 where the form is exact."""
-
+    def error(self) -> float: ...  # noqa: D102
     @property
-    def bits_per_weight(self) -> float:
-        """Bits of all that is stored for the weight."""
-
-    def dense(self) -> Tensor:
-        """Return the weight, float32 [O, I]."""
+    def bits_per_weight(self) -> float: ...  # noqa: D102
+    def dense(self) -> Tensor: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -199,42 +194,37 @@ def other_tensors(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     return tensors
 
 
-def stored_name(module: nn.Module, name: str) -> str:
-    """Return a layer's name in a container: one matrix that is embedding and LM head has the embedding's."""
-    tied = tied_embedding(module)
-    return tied if tied and LM_HEAD.search(name) else name
-
-
 def save_packed(
     module: Any,
     found: Mapping[str, Integers | None],
     parts: Callable[[Integers], dict[str, Tensor]],
     out: Path,
     dtype: str,
-    entries: dict[str, Any],
+    entries: Callable[[dict[str, Integers]], dict[str, Any]],
     own: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write a model without its adapter: what `found` holds as the `parts` of a container, all else in `dtype`.
+    """Write a model without its adapter: `parts` of what `found` holds, tensors of its `own`, all others in `dtype`.
 
-    `entries` are those of config.json that are not the model's own; tensors of the container's `own` go in as they are.
+    `entries` gives those of config.json that are not the model's own, from what is packed by its name in the file: a
+    matrix that is embedding and LM head has the embedding's.
 
     Raises:
         ModelError: a number is NaN or infinite in its type.
     """
-    tensors = other_tensors(module, DTYPES[dtype])
-    layers = quant_layers(module)
+    tensors, packed = other_tensors(module, DTYPES[dtype]) | dict(own or {}), {}
+    tied, layers = tied_embedding(module), quant_layers(module)
     for name in dict.fromkeys((*layers, *found)):
-        label, integers = stored_name(module, name), found.get(name)
+        label, integers = tied if tied and LM_HEAD.search(name) else name, found.get(name)
         if integers is None:
             tensors[f"{label}.weight"] = layers[name].effective().detach().cpu().to(DTYPES[dtype]).contiguous()
             continue
+        packed[label] = integers
         tensors.pop(f"{label}.weight", None)
         tensors |= {f"{label}.{part}": tensor.cpu().contiguous() for part, tensor in parts(integers).items()}
     config = module.config.to_dict()
     config.pop("_name_or_path", None)  # of this machine
-    tensors |= own or {}
-    config |= {"dtype": dtype, "architectures": [type(module).__name__], **entries}
-    config["tie_word_embeddings"] = config["tie_word_embeddings"] or tied_embedding(module) is not None
+    config |= {"dtype": dtype, "architectures": [type(module).__name__], **entries(packed)}
+    config["tie_word_embeddings"] = config["tie_word_embeddings"] or tied is not None
     check_finite(tensors, f"tensors for {out}")
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

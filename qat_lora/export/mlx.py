@@ -38,7 +38,6 @@ from qat_lora.export.integers import (
     measured,
     rounded,
     save_packed,
-    stored_name,
     words,
 )
 from qat_lora.files.checksums import seal
@@ -69,9 +68,6 @@ def plan(job: ExportJob) -> ExportPlan:
     whole = {**found, **tables}
 
     def write(out: Path) -> None:
-        forms = quantization(model.module, whole)
-        # The second name is the one that the Hub looks for; mlx-lm writes both.
-        entries = {"quantization": forms, "quantization_config": forms}
         save_packed(model.module, whole, tensors, out, job.dtype, entries, last_vectors(model.module))
         copy_files(model.folder, out, GENERATION)
         if lora_layers(model.module):
@@ -80,9 +76,7 @@ def plan(job: ExportJob) -> ExportPlan:
 
     notes = ["checked with mlx-lm on a CPU; not run on Apple hardware"]
     if dense := [name for name, integers in found.items() if integers is None]:
-        notes.append(
-            f"{len(dense)} quantised layers are stored dense, since {REFIT_GROUP} does not divide their inputs"
-        )
+        notes.append(f"{len(dense)} quantised layers are stored dense: {REFIT_GROUP} does not divide their inputs")
     return ExportPlan(write, found, tuple(notes), tables)
 
 
@@ -150,14 +144,10 @@ def tensors(integers: Integers) -> dict[str, Tensor]:
     }
 
 
-def quantization(module: Any, found: dict[str, Integers | None]) -> dict[str, Any]:
-    """Return what mlx-lm asks of config.json: the form of the first layer, and that of every layer by name."""
-    forms = {
-        stored_name(module, name): {"group_size": integers.group_size, "bits": integers.bits, "mode": "affine"}
-        for name, integers in found.items()
-        if integers is not None
-    }
-    return {**next(iter(forms.values()), {}), **forms}
+def entries(packed: dict[str, Integers]) -> dict[str, Any]:
+    """Return what mlx-lm asks of config.json, under both names that it writes: one form first, then each by name."""
+    forms = {name: {"group_size": x.group_size, "bits": x.bits, "mode": "affine"} for name, x in packed.items()}
+    return dict.fromkeys(("quantization", "quantization_config"), {**next(iter(forms.values()), {}), **forms})
 
 
 def last_vectors(module: Any) -> dict[str, Tensor]:
