@@ -20,7 +20,16 @@ from torch import Tensor
 
 from qat_lora.errors import ModelError
 from qat_lora.export.forms import ExportJob, ExportPlan
-from qat_lora.export.integers import GROUPS, Integers, as_integers, cut_group, needed_bits, save_packed, words
+from qat_lora.export.integers import (
+    GROUPS,
+    Integers,
+    as_integers,
+    cut_group,
+    layers_to_pack,
+    needed_bits,
+    save_packed,
+    words,
+)
 from qat_lora.export.pair import with_adapter
 from qat_lora.layers.convert import LM_HEAD, linear_layers, quant_layers
 
@@ -69,7 +78,7 @@ def to_gptq(module: Any) -> dict[str, Integers]:
         ModelError: there is none, or one that it does not hold.
     """
     found = {}
-    for name, layer in quant_layers(module).items():
+    for name, layer in layers_to_pack(module).items():
         if LM_HEAD.search(name):
             continue
         needed, group = needed_bits(layer.spec), cut_group(layer, GROUPS)
@@ -81,8 +90,6 @@ def to_gptq(module: Any) -> dict[str, Integers]:
                 "or mlx"
             )
         found[name] = as_integers(layer, next(width for width in WIDTHS if width >= needed), group)
-    if not found:
-        raise ModelError("model: has no quantised layer to pack; quantise it first with `qat-lora quantize`")
     return found
 
 

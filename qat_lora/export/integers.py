@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from qat_lora.errors import ConfigError
+from qat_lora.errors import ConfigError, ModelError
 from qat_lora.files.finite import check_finite
 from qat_lora.layers.convert import LM_HEAD, quant_layers, tied_embedding
 from qat_lora.layers.quant_linear import QuantLinear
@@ -89,6 +89,13 @@ class Integers:
 def words(codes_OI: Tensor, bits: int) -> Tensor:
     """Return uint8 codes as words of 32 bits, int32 [O, I bits / 32]: a little-endian stream."""
     return pack(codes_OI.cpu(), bits).view(torch.int32)
+
+
+def layers_to_pack(module: nn.Module) -> dict[str, QuantLinear]:
+    """Return the quantised layers by name; ModelError where there is none."""
+    if layers := quant_layers(module):
+        return layers
+    raise ModelError("model: has no quantised layer to pack; quantise it first with `qat-lora quantize`")
 
 
 def needed_bits(spec: QuantSpec) -> int | None:

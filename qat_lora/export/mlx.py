@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from qat_lora.errors import ConfigError, ModelError
+from qat_lora.errors import ConfigError
 from qat_lora.export.embedding import dense_tables, quantized_table
 from qat_lora.export.forms import ExportJob, ExportPlan
 from qat_lora.export.integers import (
@@ -35,6 +35,7 @@ from qat_lora.export.integers import (
     Integers,
     affine,
     cut_group,
+    layers_to_pack,
     measured,
     rounded,
     save_packed,
@@ -42,7 +43,7 @@ from qat_lora.export.integers import (
 )
 from qat_lora.files.checksums import seal
 from qat_lora.files.finite import check_finite
-from qat_lora.layers.convert import block_of, lora_layers, quant_layers
+from qat_lora.layers.convert import block_of, lora_layers
 from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.models.adapter import CONFIG
 from qat_lora.models.load import GENERATION, CausalLM, copy_files
@@ -95,19 +96,15 @@ def to_mlx(module: Any) -> dict[str, Integers | None]:
     Raises:
         ModelError: the model has no quantised layer.
     """
-    layers = quant_layers(module)
-    if not layers:
-        raise ModelError("model: has no quantised layer to pack; quantise it first with `qat-lora quantize`")
-    return {name: _of_layer(layer) for name, layer in layers.items()}
+    return {name: _of_layer(layer) for name, layer in layers_to_pack(module).items()}
 
 
 def _of_layer(layer: QuantLinear) -> Integers | None:
     spec, size = layer.spec, layer.in_features
     group = cut_group(layer, GROUPS)
     if group and spec.bits in WIDTHS and spec.sharing != "lowrank" and first_value(spec) is not None:
-        return measured(
-            affine(unpack(layer.codes, spec.bits, size), spec, layer.meaning(), group), layer.weight.detach()
-        )
+        found = affine(unpack(layer.codes, spec.bits, size), spec, layer.meaning(), group)
+        return measured(found, layer.weight.detach())
     if size % REFIT_GROUP:
         return None
     return rounded(layer, next(width for width in WIDTHS if width >= max(REFIT_BITS, spec.bits))).with_biases()
@@ -152,8 +149,8 @@ def entries(packed: dict[str, Integers]) -> dict[str, Any]:
 
 def last_vectors(module: Any) -> dict[str, Tensor]:
     """Return the vectors outside of all blocks, the norm before the LM head, in float32."""
-    vectors = {name: p for name, p in module.named_parameters() if p.ndim == 1 and block_of(name) is None}
-    return {name: parameter.detach().cpu().float() for name, parameter in vectors.items()}
+    last = ((name, p) for name, p in module.named_parameters() if p.ndim == 1 and block_of(name) is None)
+    return {name: parameter.detach().cpu().float() for name, parameter in last}
 
 
 def save_adapters(model: CausalLM, out: Path) -> None:
