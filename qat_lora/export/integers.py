@@ -34,10 +34,10 @@ from qat_lora.quant.codes import decode, encode, first_value, pack, unpack
 from qat_lora.quant.scales import Meaning, mse_scale
 from qat_lora.quant.spec import SCALE_BITS, QuantSpec
 
-REFIT_GROUP = 32  # inputs of a group where codes are rounded again: llama.cpp's block, and a group that vLLM takes
-REFIT_BITS = 4
 GROUPS = (128, 64, 32)
 """Inputs of a group in MLX and in every reader of GPTQ."""
+REFIT_BITS = 4
+REFIT_GROUP = 32  # inputs of a group where codes are rounded again: llama.cpp's block, and a group that vLLM takes
 
 
 class Container(Protocol):
