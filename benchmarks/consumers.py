@@ -7,6 +7,9 @@ perplexity in `lm_eval --model hf` (1e-4). Models are loaded as the card
 of the export says: its block is run in the folder by a fresh Python, with nothing before it. A consumer that is not
 installed is a line that says so. vLLM needs a GPU host and is not among them.
 
+GPTQModel, transformers with it and mlx-lm, which may have Pythons of their own, give our logits to 5e-3 of the largest:
+they compute in float16. mlx-lm decodes our weights (equal); its embedding has fewer bits, so ours takes those values.
+
     pip install 'qat-lora[export,evals]' llama-cpp-python -c constraints.txt
     python benchmarks/consumers.py --student RUN --text FILE --out DIR
 """
@@ -46,6 +49,8 @@ from qat_lora.registry import COMMANDS
 from qat_lora.runtime.launch.start import run
 
 PACKAGES = ("torch", "transformers", "peft", "compressed-tensors", "gguf", "llama-cpp-python", "lm-eval")
+ENGINES = {"gptqmodel": "gptq", "optimum": "gptq", "mlx": "mlx", "mlx-lm": "mlx"}
+"""Packages that may be in another Python, by the name of that."""
 Row = tuple[str, str, float, float]
 """Consumer, what is compared, difference, what is allowed."""
 
@@ -409,6 +414,13 @@ def judged(consumer: Callable[[Case], Iterator[Row]], case: Case) -> Iterator[di
     print(f"{consumer.__name__}: {time.perf_counter() - start:.1f} s", file=sys.stderr)
 
 
+def version_in(python: str, package: str) -> str:
+    """Return a package's version in another Python."""
+    code = f"import importlib.metadata as m; print(m.version({package!r}))"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else "not installed"
+
+
 def version(package: str) -> str:
     """Return a package's version."""
     try:
@@ -441,7 +453,8 @@ def main() -> None:
         "student": Path(given.student).name,
         "tokens": len(case.ids),
         "perplexity": math.exp(case.nll(case.logits) / len(case.ids)),
-        "versions": {package: version(package) for package in PACKAGES},
+        "versions": {package: version(package) for package in PACKAGES}
+        | {package: version_in(case.engines[name], package) for package, name in ENGINES.items()},
         "not_run": ["vLLM (needs a GPU host; see docs/export.md)"],
         "rows": [{k: v if v != math.inf else None for k, v in row.items()} for row in rows],
     }

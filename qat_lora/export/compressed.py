@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat_lora.errors import ModelError
 from qat_lora.export.forms import ExportJob, ExportPlan
-from qat_lora.export.integers import REFIT_BITS, Integers, as_integers, needed_bits, save_packed
+from qat_lora.export.integers import REFIT_BITS, Integers, as_integers, layers_to_pack, needed_bits, save_packed
 from qat_lora.export.merged import LOAD_TOKENIZER
 from qat_lora.export.pair import with_adapter
 from qat_lora.extras import require
@@ -60,11 +59,8 @@ def to_integers(module: Any, container_bits: int | None) -> dict[str, Integers]:
         ModelError: the model has no quantised layer.
         ConfigError: the user's `container_bits` are too few for exact codes.
     """
-    layers = quant_layers(module)
-    if not layers:
-        raise ModelError("model: has no quantised layer to pack; quantise it first with `qat-lora quantize`")
     found = {}
-    for name, layer in layers.items():
+    for name, layer in layers_to_pack(module).items():
         if LM_HEAD.search(name):
             continue  # its readers leave the output head dense
         needed = needed_bits(layer.spec)
@@ -90,7 +86,8 @@ def save_compressed(module: Any, found: dict[str, Integers], out: Path, dtype: s
             "weight_shape": torch.tensor(integers.codes_OI.shape, dtype=torch.int64),
         }
 
-    save_packed(module, found, parts, out, dtype, {"quantization_config": _quantization_config(module, found)})
+    config = _quantization_config(module, found)
+    save_packed(module, found, parts, out, dtype, lambda _: {"quantization_config": config})
 
 
 def _quantization_config(module: Any, found: dict[str, Integers]) -> dict[str, Any]:

@@ -20,7 +20,16 @@ from torch import Tensor
 
 from qat_lora.errors import ModelError
 from qat_lora.export.forms import ExportJob, ExportPlan
-from qat_lora.export.integers import GROUPS, Integers, as_integers, cut_group, needed_bits, save_packed, words
+from qat_lora.export.integers import (
+    GROUPS,
+    Integers,
+    as_integers,
+    cut_group,
+    layers_to_pack,
+    needed_bits,
+    save_packed,
+    words,
+)
 from qat_lora.export.pair import with_adapter
 from qat_lora.layers.convert import LM_HEAD, linear_layers, quant_layers
 
@@ -37,10 +46,11 @@ def plan(job: ExportJob) -> ExportPlan:
     """
     module = job.student.model.module
     found = to_gptq(module)
-    config = {"quantization_config": quantization_config(module, found)}
-    write = with_adapter(job, lambda out: save_packed(module, found, tensors, out, job.dtype, config))
+    config = quantization_config(module, found)
+    entries = {"quantization_config": config}
+    write = with_adapter(job, lambda out: save_packed(module, found, tensors, out, job.dtype, lambda _: entries))
     notes = ["checked with GPTQModel on a CPU; not run in vLLM"]
-    if "dynamic" in config["quantization_config"]:
+    if "dynamic" in config:
         notes.append("layers differ; `dynamic` in config.json names them, for GPTQModel: transformers does not read it")
     else:
         notes.append("transformers' AutoModelForCausalLM reads it too, with gptqmodel and optimum installed")
@@ -68,7 +78,7 @@ def to_gptq(module: Any) -> dict[str, Integers]:
         ModelError: there is none, or one that it does not hold.
     """
     found = {}
-    for name, layer in quant_layers(module).items():
+    for name, layer in layers_to_pack(module).items():
         if LM_HEAD.search(name):
             continue
         needed, group = needed_bits(layer.spec), cut_group(layer, GROUPS)
@@ -80,8 +90,6 @@ def to_gptq(module: Any) -> dict[str, Integers]:
                 "or mlx"
             )
         found[name] = as_integers(layer, next(width for width in WIDTHS if width >= needed), group)
-    if not found:
-        raise ModelError("model: has no quantised layer to pack; quantise it first with `qat-lora quantize`")
     return found
 
 

@@ -73,7 +73,7 @@ def files_to_upload(folder: Path) -> dict[str, int]:
     check_model_card(folder / CARD)
     _check_adapter(folder)
     _check_texts(folder, found)
-    for part in filter(Path.is_dir, (folder, folder / "base", folder / "adapter")):
+    for part in filter(Path.is_dir, (folder, *(folder / part for part in ("base", "adapter", "adapters")))):
         check_folder(part)
     return found
 

@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from qat_lora.errors import ConfigError
+from qat_lora.errors import ConfigError, ModelError
 from qat_lora.files.finite import check_finite
 from qat_lora.layers.convert import LM_HEAD, quant_layers, tied_embedding
 from qat_lora.layers.quant_linear import QuantLinear
@@ -34,10 +34,10 @@ from qat_lora.quant.codes import decode, encode, first_value, pack, unpack
 from qat_lora.quant.scales import Meaning, mse_scale
 from qat_lora.quant.spec import SCALE_BITS, QuantSpec
 
-REFIT_GROUP = 32  # inputs of a group where codes are rounded again: llama.cpp's block, and a group that vLLM takes
-REFIT_BITS = 4
 GROUPS = (128, 64, 32)
 """Inputs of a group in MLX and in every reader of GPTQ."""
+REFIT_BITS = 4
+REFIT_GROUP = 32  # inputs of a group where codes are rounded again: llama.cpp's block, and a group that vLLM takes
 
 
 class Container(Protocol):
@@ -82,15 +82,20 @@ class Integers:
         return (self.codes_OI.to(torch.int16) + low).to(torch.uint8)
 
     def with_biases(self) -> Integers:
-        """Return the same with codes from 0 and biases: exact, as the least code is a power of two."""
-        if self.biases_OG is not None:
-            return self
+        """Return integers without biases as those from 0 with them: exact, as the least code is a power of two."""
         return replace(self, codes_OI=self.from_zero(), biases_OG=-(2 ** (self.bits - 1)) * self.steps_OG)
 
 
 def words(codes_OI: Tensor, bits: int) -> Tensor:
     """Return uint8 codes as words of 32 bits, int32 [O, I bits / 32]: a little-endian stream."""
     return pack(codes_OI.cpu(), bits).view(torch.int32)
+
+
+def layers_to_pack(module: nn.Module) -> dict[str, QuantLinear]:
+    """Return the quantised layers by name; ModelError where there is none."""
+    if layers := quant_layers(module):
+        return layers
+    raise ModelError("model: has no quantised layer to pack; quantise it first with `qat-lora quantize`")
 
 
 def needed_bits(spec: QuantSpec) -> int | None:
@@ -120,20 +125,14 @@ def as_integers(layer: QuantLinear, bits: int, group: int | None = None) -> Inte
         return rounded(layer, bits)
     if needed > bits:
         raise ConfigError(f"container_bits: {bits} cannot hold {layer.spec.code} codes exactly; give {needed} or more")
-    size = layer.in_features
-    own = min(layer.spec.group_size or size, size)
-    group = group or math.gcd(own, size)
-    indices = unpack(layer.codes, layer.spec.bits, size).to(torch.int16)
+    group = group or cut_group(layer)
+    assert group is not None
+    indices = unpack(layer.codes, layer.spec.bits, layer.in_features).to(torch.int16)
     levels = 2**layer.spec.bits
     doubled = layer.spec.code == "half"
     codes = 2 * indices - (levels - 1) if doubled else indices - levels // 2
-    (scale,) = layer.scales
-    steps = scale.detach().float() / (2 if doubled else 1)
-    if steps.shape[1] > 1:
-        steps = steps.repeat_interleave(own // group, dim=1)[:, : size // group]
-    steps = steps.expand(layer.out_features, size // group)
-    found = Integers(codes.to(torch.int8), steps.half().float(), group, bits)
-    return measured(found, layer.weight.detach())
+    steps = layer.meaning().scale.detach().expand(codes.shape)[:, ::group] / (2 if doubled else 1)
+    return measured(Integers(codes.to(torch.int8), steps.half().float(), group, bits), layer.weight.detach())
 
 
 def rounded(layer: QuantLinear, bits: int) -> Integers:
@@ -160,10 +159,8 @@ def affine(codes_OI: Tensor, spec: QuantSpec, meaning: Meaning, group: int) -> I
 
 def measured(found: Integers, weight_OI: Tensor) -> Integers:
     """Return the same with its error as the form of a weight."""
-    change, whole = (
-        torch.linalg.vector_norm(x, dtype=torch.float64)
-        for x in (found.dense() - weight_OI, weight_OI.detach().float())
-    )
+    change = torch.linalg.vector_norm(found.dense() - weight_OI, dtype=torch.float64)
+    whole = torch.linalg.vector_norm(weight_OI, dtype=torch.float64)
     return replace(found, error=float(change / whole.clamp_min(1e-30)))
 
 
@@ -204,42 +201,37 @@ def other_tensors(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     return tensors
 
 
-def stored_name(module: nn.Module, name: str) -> str:
-    """Return a layer's name in a container: one matrix that is embedding and LM head has the embedding's."""
-    tied = tied_embedding(module)
-    return tied if tied and LM_HEAD.search(name) else name
-
-
 def save_packed(
     module: Any,
     found: Mapping[str, Integers | None],
     parts: Callable[[Integers], dict[str, Tensor]],
     out: Path,
     dtype: str,
-    entries: dict[str, Any],
+    entries: Callable[[dict[str, Integers]], dict[str, Any]],
     own: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write a model without its adapter: what `found` holds as the `parts` of a container, all else in `dtype`.
+    """Write a model without its adapter: `parts` of what `found` holds, tensors of its `own`, all others in `dtype`.
 
-    `entries` are those of config.json that are not the model's own; tensors of the container's `own` go in as they are.
+    `entries` gives those of config.json that are not the model's own, from what is packed by its name in the file: a
+    matrix that is embedding and LM head has the embedding's.
 
     Raises:
         ModelError: a number is NaN or infinite in its type.
     """
-    tensors = other_tensors(module, DTYPES[dtype])
-    layers = quant_layers(module)
+    tensors, packed = other_tensors(module, DTYPES[dtype]) | dict(own or {}), {}
+    tied, layers = tied_embedding(module), quant_layers(module)
     for name in dict.fromkeys((*layers, *found)):
-        label, integers = stored_name(module, name), found.get(name)
+        label, integers = tied if tied and LM_HEAD.search(name) else name, found.get(name)
         if integers is None:
             tensors[f"{label}.weight"] = layers[name].effective().detach().cpu().to(DTYPES[dtype]).contiguous()
             continue
+        packed[label] = integers
         tensors.pop(f"{label}.weight", None)
         tensors |= {f"{label}.{part}": tensor.cpu().contiguous() for part, tensor in parts(integers).items()}
     config = module.config.to_dict()
     config.pop("_name_or_path", None)  # of this machine
-    tensors |= own or {}
-    config |= {"dtype": dtype, "architectures": [type(module).__name__], **entries}
-    config["tie_word_embeddings"] = config["tie_word_embeddings"] or tied_embedding(module) is not None
+    config |= {"dtype": dtype, "architectures": [type(module).__name__], **entries(packed)}
+    config["tie_word_embeddings"] = config["tie_word_embeddings"] or tied is not None
     check_finite(tensors, f"tensors for {out}")
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from qat_lora.errors import ConfigError, ModelError
+from qat_lora.errors import ConfigError
 from qat_lora.export.embedding import dense_tables, quantized_table
 from qat_lora.export.forms import ExportJob, ExportPlan
 from qat_lora.export.integers import (
@@ -35,15 +35,15 @@ from qat_lora.export.integers import (
     Integers,
     affine,
     cut_group,
+    layers_to_pack,
     measured,
     rounded,
     save_packed,
-    stored_name,
     words,
 )
 from qat_lora.files.checksums import seal
 from qat_lora.files.finite import check_finite
-from qat_lora.layers.convert import block_of, lora_layers, quant_layers
+from qat_lora.layers.convert import block_of, lora_layers
 from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.models.adapter import CONFIG
 from qat_lora.models.load import GENERATION, CausalLM, copy_files
@@ -69,9 +69,6 @@ def plan(job: ExportJob) -> ExportPlan:
     whole = {**found, **tables}
 
     def write(out: Path) -> None:
-        forms = quantization(model.module, whole)
-        # The second name is the one that the Hub looks for; mlx-lm writes both.
-        entries = {"quantization": forms, "quantization_config": forms}
         save_packed(model.module, whole, tensors, out, job.dtype, entries, last_vectors(model.module))
         copy_files(model.folder, out, GENERATION)
         if lora_layers(model.module):
@@ -80,9 +77,7 @@ def plan(job: ExportJob) -> ExportPlan:
 
     notes = ["checked with mlx-lm on a CPU; not run on Apple hardware"]
     if dense := [name for name, integers in found.items() if integers is None]:
-        notes.append(
-            f"{len(dense)} quantised layers are stored dense, since {REFIT_GROUP} does not divide their inputs"
-        )
+        notes.append(f"{len(dense)} quantised layers are stored dense: {REFIT_GROUP} does not divide their inputs")
     return ExportPlan(write, found, tuple(notes), tables)
 
 
@@ -101,19 +96,15 @@ def to_mlx(module: Any) -> dict[str, Integers | None]:
     Raises:
         ModelError: the model has no quantised layer.
     """
-    layers = quant_layers(module)
-    if not layers:
-        raise ModelError("model: has no quantised layer to pack; quantise it first with `qat-lora quantize`")
-    return {name: _of_layer(layer) for name, layer in layers.items()}
+    return {name: _of_layer(layer) for name, layer in layers_to_pack(module).items()}
 
 
 def _of_layer(layer: QuantLinear) -> Integers | None:
     spec, size = layer.spec, layer.in_features
     group = cut_group(layer, GROUPS)
     if group and spec.bits in WIDTHS and spec.sharing != "lowrank" and first_value(spec) is not None:
-        return measured(
-            affine(unpack(layer.codes, spec.bits, size), spec, layer.meaning(), group), layer.weight.detach()
-        )
+        found = affine(unpack(layer.codes, spec.bits, size), spec, layer.meaning(), group)
+        return measured(found, layer.weight.detach())
     if size % REFIT_GROUP:
         return None
     return rounded(layer, next(width for width in WIDTHS if width >= max(REFIT_BITS, spec.bits))).with_biases()
@@ -150,20 +141,16 @@ def tensors(integers: Integers) -> dict[str, Tensor]:
     }
 
 
-def quantization(module: Any, found: dict[str, Integers | None]) -> dict[str, Any]:
-    """Return what mlx-lm asks of config.json: the form of the first layer, and that of every layer by name."""
-    forms = {
-        stored_name(module, name): {"group_size": integers.group_size, "bits": integers.bits, "mode": "affine"}
-        for name, integers in found.items()
-        if integers is not None
-    }
-    return {**next(iter(forms.values()), {}), **forms}
+def entries(packed: dict[str, Integers]) -> dict[str, Any]:
+    """Return what mlx-lm asks of config.json, under both names that it writes: one form first, then each by name."""
+    forms = {name: {"group_size": x.group_size, "bits": x.bits, "mode": "affine"} for name, x in packed.items()}
+    return dict.fromkeys(("quantization", "quantization_config"), {**next(iter(forms.values()), {}), **forms})
 
 
 def last_vectors(module: Any) -> dict[str, Tensor]:
     """Return the vectors outside of all blocks, the norm before the LM head, in float32."""
-    vectors = {name: p for name, p in module.named_parameters() if p.ndim == 1 and block_of(name) is None}
-    return {name: parameter.detach().cpu().float() for name, parameter in vectors.items()}
+    last = ((name, p) for name, p in module.named_parameters() if p.ndim == 1 and block_of(name) is None)
+    return {name: parameter.detach().cpu().float() for name, parameter in last}
 
 
 def save_adapters(model: CausalLM, out: Path) -> None:
