@@ -24,7 +24,7 @@ from qat_lora.files import outputs
 from qat_lora.files.checksums import checkpoint_sha256
 from qat_lora.files.folders import write_text
 from qat_lora.models.load import CausalLM, load_model, load_tokenizer, tokenizer_sha256
-from qat_lora.models.student import Student, open_student
+from qat_lora.models.student import Student, open_student, stored_sizes
 from qat_lora.options import EvalOptions
 from qat_lora.runtime.base import Runtime
 from qat_lora.setup.common import batches_of, fits_positions, picture, say, text_inputs
@@ -72,8 +72,9 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
                 runtime.place(model.module)
             say(run, f"{runtime.description} · {run.dtype} · {len(models)} models · {options.protocol} rows")
             report = _report(models, rows, options, runtime) | {"overlap": seen}
+            report["models"]["teacher"] |= stored_sizes(teacher)
             for name, student in students.items():
-                report["models"][name]["bits_per_weight"] = student.bits_per_weight
+                report["models"][name] |= {"bits_per_weight": student.bits_per_weight, **student.sizes}
             for name, source in sources.items():
                 report["texts"][name]["source"] = json.loads(source)
             if prompts is not None:

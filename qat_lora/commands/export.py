@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from qat_lora.cache.read.dataset import KDCacheDataset
@@ -25,13 +24,13 @@ from qat_lora.evaluate.score import measure
 from qat_lora.export.card import Card, cache_of_run, labelled, model_card, read_origin, read_scores
 from qat_lora.export.embedding import head_importance
 from qat_lora.export.forms import FORMS, ExportJob, ExportPlan, display_name
-from qat_lora.export.integers import Container, other_tensors, with_integers
+from qat_lora.export.integers import Container, with_integers
 from qat_lora.files import outputs
 from qat_lora.files.checksums import checkpoint_sha256, seal
 from qat_lora.files.folders import moved_into
 from qat_lora.files.gguf_header import GGUF
 from qat_lora.generate.sample import ADAPTER
-from qat_lora.layers.convert import LM_HEAD, quant_layers
+from qat_lora.layers.convert import LM_HEAD, quant_layers, weight_count
 from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.models.load import CausalLM, copy_tokenizer, load_tokenizer, stored_dtype
 from qat_lora.models.student import Student, adapter_folder, open_student
@@ -56,8 +55,7 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
     tokenizer = load_tokenizer(student.model.tokenizer_folder, options.hub.trust_remote_code)
     module = student.model.module
     origin = read_origin(module.config, adapter)  # before merging forgets it
-    weights = sum(tensor.numel() for tensor in other_tensors(module, torch.float32).values())
-    weights += sum(layer.in_features * layer.out_features for layer in quant_layers(module).values())
+    weights = weight_count(module)
     scores = None if options.scores is None else read_scores(options.scores)
     dtype = FORMS[options.form].dtype or stored_dtype(base)
     dtype = dtype if options.dtype == "auto" else options.dtype

@@ -8,7 +8,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qat_lora.cache.tools import overlap
-from qat_lora.evaluate.report import BITS, KL, PERPLEXITY, TOP1, Columns, markdown_table, table_rows, text_table
+from qat_lora.evaluate.report import (
+    ALL_BITS,
+    BITS,
+    KL,
+    PERPLEXITY,
+    SIZE,
+    TOP1,
+    Columns,
+    markdown_table,
+    table_rows,
+    text_table,
+)
 
 SCHEMA = "qat-lora eval 1"
 """Of `report.json`. Keys: `schema`; `setup` (teacher, protocol, length, stride, dtype, device, resamples); `texts` (by
@@ -32,6 +43,8 @@ SCORES: Columns = (
     ("accuracy", "right", ".1%"),
     ("ece", "ECE", ".1%"),
     BITS,
+    SIZE,
+    ALL_BITS,
 )
 DOMAINS: Columns = (PERPLEXITY, KL, TOP1, ("tokens", "tokens", ","))
 GENERATION: Columns = (
@@ -46,7 +59,7 @@ LEGEND = (
     "Same top-1: positions where both have the same likeliest token. "
     "Right: positions where that token is the text's. "
     "ECE: how far the likeliest token's probability is from how often it is right. "
-    "Bits a weight: of the quantised layers, adapter included."
+    "Bits a weight: of the quantised layers, adapter included; MB and bits of the whole file: embedding and norms, too."
 )
 
 

@@ -10,7 +10,8 @@ from qat_lora.files.folders import write_text
 Columns = Sequence[tuple[str, str, str]]  # figure, heading and format of each column
 PERPLEXITY, KL, TOP1 = ("ppl", "perplexity", ",.2f"), ("kl", "KL to teacher", ".4f"), ("top1", "same top-1", ".1%")
 BITS = ("bits_per_weight", "bits/weight", ".2f")
-COLUMNS: Columns = (PERPLEXITY, ("nll", "nll", ".4f"), KL, TOP1, BITS)
+SIZE, ALL_BITS = ("size_mb", "MB", ",.1f"), ("bits_over_all_weights", "bits, whole file", ".2f")
+COLUMNS: Columns = (PERPLEXITY, ("nll", "nll", ".4f"), KL, TOP1, BITS, SIZE, ALL_BITS)
 
 
 def table_rows(scores: Mapping[str, Mapping[str, Any]], columns: Columns = COLUMNS) -> list[list[str]]:

@@ -179,15 +179,20 @@ def checkpoint_sha256(folder: Path, noted: str | None = None) -> str:
 
 
 def weights_sha256(folder: Path) -> str:
-    """Return the sha256 over a folder's weight files, names and bytes.
+    """Return the sha256 over a folder's `model_files`, names and bytes."""
+    digest = hashlib.sha256()
+    for file in model_files(folder):
+        digest.update(file.name.encode() + bytes.fromhex(sha256_of(file)))
+    return digest.hexdigest()
+
+
+def model_files(folder: Path) -> list[Path]:
+    """Return the files of a model's weights, or the one file that it is; ModelError if there are none.
 
     Where there are files of model weights, others (adapter starts, a second format) are left out: what is beside the
     weights must not make a base another one.
     """
-    digest = hashlib.sha256()
-    for file in sorted(folder.glob("model*.safetensors")) or weight_files(folder):
-        digest.update(file.name.encode() + bytes.fromhex(sha256_of(file)))
-    return digest.hexdigest()
+    return [folder] if folder.is_file() else sorted(folder.glob("model*.safetensors")) or weight_files(folder)
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -253,6 +253,15 @@ def bits_per_weight(model: nn.Module) -> dict[str, float]:
     }
 
 
+def weight_count(model: nn.Module) -> int:
+    """Return how many weights a model has, embeddings included and adapters not, tied ones once."""
+    layers = quant_layers(model).values()
+    inside = {id(p) for adapter in lora_layers(model).values() for p in (adapter.lora_A, adapter.lora_B)}
+    inside |= {id(p) for layer in layers for p in layer.parameters()}
+    dense = sum(p.numel() for p in model.parameters() if id(p) not in inside)
+    return sum(layer.in_features * layer.out_features for layer in layers) + dense
+
+
 def rule_bits(model: nn.Module, preset: Preset) -> list[dict[str, Any]]:
     """Return, for every rule of a preset and for the LM head, its layers and their stored bits per weight."""
     by_rule: list[tuple[str, list[nn.Linear]]] = [(pattern, []) for pattern, _ in preset.rules]

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from qat_lora.errors import ModelError
-from qat_lora.files.checksums import checkpoint_sha256
+from qat_lora.files.checksums import checkpoint_sha256, model_files
 from qat_lora.files.gguf_header import GGUF, read_header
-from qat_lora.layers.convert import bits_per_weight, lora_layers, prepare_base, quant_layers
-from qat_lora.models.adapter import CONFIG, check_tokenizer, load_adapter, read_adapter
+from qat_lora.layers.convert import bits_per_weight, lora_layers, prepare_base, quant_layers, weight_count
+from qat_lora.models.adapter import CONFIG, WEIGHTS, check_tokenizer, load_adapter, read_adapter
 from qat_lora.models.from_gguf import check_tokens
 from qat_lora.models.hub import DEFAULT_HUB, HubConfig, local_tokenizer
 from qat_lora.models.load import CausalLM, load_model, load_tokenizer, resolve_model
@@ -30,6 +30,16 @@ class Student:
     """Of the quantised layers, adapter included; None for an unquantised model and for one in another container."""
     sha256: str
     """Fingerprint of its weights, adapter included."""
+    sizes: dict[str, float]
+    """Of its files of weights, as `stored_sizes`."""
+
+
+def stored_sizes(model: CausalLM, adapter: Path | None = None) -> dict[str, float]:
+    """Return the MB of a model's files of weights, adapter included, and their bits over all weights of the model."""
+    files = [*model_files(model.folder), *([adapter / WEIGHTS] if adapter else [])]
+    stored_bytes = sum(file.stat().st_size for file in files)
+    bits = 8 * stored_bytes / weight_count(model.module)
+    return {"size_mb": round(stored_bytes / 1e6, 3), "bits_over_all_weights": round(bits, 3)}
 
 
 def adapter_folder(name: str) -> Path | None:
@@ -107,4 +117,5 @@ def open_student(
         bits = bits_per_weight(model.module)[key]
         prepare_base(model.module, train_scales=False, dtype=model.module.dtype)
     model.module.requires_grad_(False)
-    return Student(model, bits, sha256 + (checkpoint_sha256(adapter, noted) if adapter else ""))
+    sha256 += checkpoint_sha256(adapter, noted) if adapter else ""
+    return Student(model, bits, sha256, stored_sizes(model, adapter))

@@ -19,6 +19,7 @@ from qat_lora.options import AuditOptions, RunConfig
 SCHEMA_KEYS = ["schema", "setup", "texts", "models", "calibration", "pairs", "domains"]
 SCHEMA_KEYS += ["generation", "overlap", "tasks"]
 KEYS = {"ppl", "nll", "kl", "top1", "tokens", "bits_per_weight", "accuracy", "ece", "interval"}
+KEYS |= {"size_mb", "bits_over_all_weights"}
 
 
 @pytest.fixture(scope="module")

@@ -89,8 +89,8 @@ def test_tables_and_notes_of_the_full_report():
     headings = [heading.split(" (")[0].split(",")[0] for heading in card.tables(FULL)]
     assert headings == ["Scores", "Differences between students", "By text", "Greedy generation", "Tasks"]
     first = card.score_rows(FULL["models"])
-    assert first[1] == ["teacher", "10.00", "9.00–11.00", "-", "-", "-", "40.0%", "5.0%", "-"]
-    assert first[2][3:5] == ["0.5000", "0.4500–0.5500"] and first[2][-1] == "2.25"
+    assert first[1] == ["teacher", "10.00", "9.00–11.00", "-", "-", "-", "40.0%", "5.0%", "-", "-", "-"]
+    assert first[2][3:5] == ["0.5000", "0.4500–0.5500"] and first[2][-3] == "2.25"
     assert card.pair_rows(FULL["pairs"])[1][1] == "-0.1000 (-0.2000 to +0.1000), not clear"
     assert card.tables(FULL)["Greedy generation"][:2] == [
         ["model", "repeated 4-grams", "distinct tokens", "distinct pairs", "ended", "mean tokens"],

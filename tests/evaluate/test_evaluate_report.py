@@ -12,23 +12,24 @@ SCORES = {
     "teacher": {"ppl": 12.3456, "nll": 2.51, "kl": 0.0, "top1": 1.0, "tokens": 99},
     "quantised": {"ppl": 1234.5, "nll": 7.1184, "kl": 1.25, "top1": 0.3333, "tokens": 99, "bits_per_weight": 2.25},
 }
+SCORES["quantised"] |= {"size_mb": 12.345, "bits_over_all_weights": 4.5}
 
 
 def test_tables():
     rows = table_rows(SCORES)
     assert text_table(rows) == "\n".join(
         [
-            "model      perplexity     nll  KL to teacher  same top-1  bits/weight",
-            "---------  ----------  ------  -------------  ----------  -----------",
-            "teacher         12.35  2.5100         0.0000      100.0%            -",
-            "quantised    1,234.50  7.1184         1.2500       33.3%         2.25",
+            "model      perplexity     nll  KL to teacher  same top-1  bits/weight    MB  bits, whole file",
+            "---------  ----------  ------  -------------  ----------  -----------  ----  ----------------",
+            "teacher         12.35  2.5100         0.0000      100.0%            -     -                 -",
+            "quantised    1,234.50  7.1184         1.2500       33.3%         2.25  12.3              4.50",
         ]
     )
     assert markdown_table(rows).splitlines() == [
-        "| model | perplexity | nll | KL to teacher | same top-1 | bits/weight |",
-        "|---|---:|---:|---:|---:|---:|",
-        "| teacher | 12.35 | 2.5100 | 0.0000 | 100.0% | - |",
-        "| quantised | 1,234.50 | 7.1184 | 1.2500 | 33.3% | 2.25 |",
+        "| model | perplexity | nll | KL to teacher | same top-1 | bits/weight | MB | bits, whole file |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+        "| teacher | 12.35 | 2.5100 | 0.0000 | 100.0% | - | - | - |",
+        "| quantised | 1,234.50 | 7.1184 | 1.2500 | 33.3% | 2.25 | 12.3 | 4.50 |",
     ]
 
 
