@@ -414,19 +414,11 @@ def judged(consumer: Callable[[Case], Iterator[Row]], case: Case) -> Iterator[di
     print(f"{consumer.__name__}: {time.perf_counter() - start:.1f} s", file=sys.stderr)
 
 
-def version_in(python: str, package: str) -> str:
-    """Return a package's version in another Python."""
-    code = f"import importlib.metadata as m; print(m.version({package!r}))"
+def version(package: str, python: str) -> str:
+    """Return a package's version in a Python."""
+    code = f"import importlib.metadata; print(importlib.metadata.version({package!r}))"
     done = subprocess.run([python, "-c", code], capture_output=True, text=True)
-    return done.stdout.strip() if done.returncode == 0 else "not installed"
-
-
-def version(package: str) -> str:
-    """Return a package's version."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+    return done.stdout.strip() or "not installed"
 
 
 def main() -> None:
@@ -453,8 +445,9 @@ def main() -> None:
         "student": Path(given.student).name,
         "tokens": len(case.ids),
         "perplexity": math.exp(case.nll(case.logits) / len(case.ids)),
-        "versions": {package: version(package) for package in PACKAGES}
-        | {package: version_in(case.engines[name], package) for package, name in ENGINES.items()},
+        "versions": {
+            p: version(p, case.engines.get(ENGINES.get(p, ""), sys.executable)) for p in (*PACKAGES, *ENGINES)
+        },
         "not_run": ["vLLM (needs a GPU host; see docs/export.md)"],
         "rows": [{k: v if v != math.inf else None for k, v in row.items()} for row in rows],
     }

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from qat_lora.export.forms import ExportJob, ExportPlan
-from qat_lora.export.integers import REFIT_BITS, Integers, as_integers, layers_to_pack, needed_bits, save_packed
+from qat_lora.export.integers import REFIT_BITS, Integers, as_integers, needed_bits, packable, save_packed
 from qat_lora.export.merged import LOAD_TOKENIZER
 from qat_lora.export.pair import with_adapter
 from qat_lora.extras import require
@@ -60,7 +60,7 @@ def to_integers(module: Any, container_bits: int | None) -> dict[str, Integers]:
         ConfigError: the user's `container_bits` are too few for exact codes.
     """
     found = {}
-    for name, layer in layers_to_pack(module).items():
+    for name, layer in packable(module).items():
         if LM_HEAD.search(name):
             continue  # its readers leave the output head dense
         needed = needed_bits(layer.spec)

@@ -20,16 +20,7 @@ from torch import Tensor
 
 from qat_lora.errors import ModelError
 from qat_lora.export.forms import ExportJob, ExportPlan
-from qat_lora.export.integers import (
-    GROUPS,
-    Integers,
-    as_integers,
-    cut_group,
-    layers_to_pack,
-    needed_bits,
-    save_packed,
-    words,
-)
+from qat_lora.export.integers import GROUPS, Integers, as_integers, cut_group, needed_bits, packable, save_packed, words
 from qat_lora.export.pair import with_adapter
 from qat_lora.layers.convert import LM_HEAD, linear_layers, quant_layers
 
@@ -78,16 +69,15 @@ def to_gptq(module: Any) -> dict[str, Integers]:
         ModelError: there is none, or one that it does not hold.
     """
     found = {}
-    for name, layer in layers_to_pack(module).items():
+    for name, layer in packable(module).items():
         if LM_HEAD.search(name):
             continue
         needed, group = needed_bits(layer.spec), cut_group(layer, GROUPS)
         if needed is None or group is None or layer.out_features % WORD:
             raise ModelError(
-                f"form: gptq does not hold {name} exactly ({layer.spec.code} codes, groups of "
-                f"{layer.spec.group_size or layer.in_features}, {layer.out_features} outputs); it holds integer and "
-                f"half codes in groups of {', '.join(map(str, GROUPS))} with outputs in multiples of {WORD}; use gguf "
-                "or mlx"
+                f"form: gptq does not hold {name} exactly ({layer.spec.code} codes, {layer.in_features} inputs, "
+                f"{layer.out_features} outputs); it holds integer and half codes, groups of 128, 64 "
+                f"and 32 inputs, outputs in multiples of {WORD}; use gguf or mlx"
             )
         found[name] = as_integers(layer, next(width for width in WIDTHS if width >= needed), group)
     return found
@@ -108,14 +98,11 @@ def tensors(integers: Integers) -> dict[str, Tensor]:
 def quantization_config(module: Any, found: dict[str, Integers]) -> dict[str, Any]:
     """Return what readers ask of config.json; layers of another form than most are named in `dynamic`."""
     forms = {name: (integers.bits, integers.group_size) for name, integers in found.items()}
-    ((bits, group), _), *others = Counter(forms.values()).most_common()
-    dense = [name for name, _ in linear_layers(module) if name not in found]
-    dynamic: dict[str, Any] = {f"-:^{re.escape(name)}$": {} for name in dense}
-    dynamic |= {
-        f"+:^{re.escape(name)}$": {"bits": form[0], "group_size": form[1]}
-        for name, form in forms.items()
-        if form != (bits, group)
-    }
+    (((bits, group), _),) = Counter(forms.values()).most_common(1)
+    dynamic: dict[str, Any] = {f"-:^{re.escape(name)}$": {} for name, _ in linear_layers(module) if name not in found}
+    for name, form in forms.items():
+        if form != (bits, group):
+            dynamic[f"+:^{re.escape(name)}$"] = {"bits": form[0], "group_size": form[1]}
     return {
         "quant_method": "gptq", "checkpoint_format": "gptq", "bits": bits, "group_size": group, "desc_act": False,
         "sym": True, "lm_head": False, "pack_dtype": "int32", **({"dynamic": dynamic} if dynamic else {}),

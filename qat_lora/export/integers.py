@@ -91,7 +91,7 @@ def words(codes_OI: Tensor, bits: int) -> Tensor:
     return pack(codes_OI.cpu(), bits).view(torch.int32)
 
 
-def layers_to_pack(module: nn.Module) -> dict[str, QuantLinear]:
+def packable(module: nn.Module) -> dict[str, QuantLinear]:
     """Return the quantised layers by name; ModelError where there is none."""
     if layers := quant_layers(module):
         return layers

@@ -35,8 +35,8 @@ from qat_lora.export.integers import (
     Integers,
     affine,
     cut_group,
-    layers_to_pack,
     measured,
+    packable,
     rounded,
     save_packed,
     words,
@@ -96,7 +96,7 @@ def to_mlx(module: Any) -> dict[str, Integers | None]:
     Raises:
         ModelError: the model has no quantised layer.
     """
-    return {name: _of_layer(layer) for name, layer in layers_to_pack(module).items()}
+    return {name: _of_layer(layer) for name, layer in packable(module).items()}
 
 
 def _of_layer(layer: QuantLinear) -> Integers | None:
