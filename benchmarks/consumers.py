@@ -234,6 +234,8 @@ def parting_gaps(case: Case, prompts: list[list[int]], greedy: list[Any]) -> lis
 
 def llama_cpp(case: Case) -> Iterator[Row]:
     """llama.cpp on base and adapter, and on what its own quantiser makes of our float16 file."""
+    if version("llama-cpp-python", case.llama) == "not installed":
+        raise ImportError("llama-cpp-python")
     folder, model = case.export("gguf"), case.student.model
     tables = {f"{gguf_name(model, name)}.weight": table for name, table in dense_tables(model.module).items()}
     kept = {name: table.weight.data.clone() for name, table in tables.items()}
@@ -340,12 +342,11 @@ def judged(consumer: Callable[[Case], Iterator[Row]], case: Case) -> Iterator[di
     print(f"{consumer.__name__}: {time.perf_counter() - start:.1f} s", file=sys.stderr)
 
 
-def version(package: str) -> str:
-    """Return a package's version."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+def version(package: str, python: str) -> str:
+    """Return a package's version in a Python."""
+    code = f"import importlib.metadata; print(importlib.metadata.version({package!r}))"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True)
+    return done.stdout.strip() or "not installed"
 
 
 def main() -> None:
@@ -369,7 +370,7 @@ def main() -> None:
         "student": Path(given.student).name,
         "tokens": len(case.ids),
         "perplexity": math.exp(case.nll(case.logits) / len(case.ids)),
-        "versions": {package: version(package) for package in PACKAGES},
+        "versions": {p: version(p, case.llama if p.startswith("llama") else sys.executable) for p in PACKAGES},
         "not_run": ["vLLM (needs a GPU host; see docs/export.md)"],
         "rows": [{k: v if v != math.inf else None for k, v in row.items()} for row in rows],
     }
