@@ -306,6 +306,8 @@ def parting_gaps(case: Case, prompts: list[list[int]], greedy: list[Any]) -> lis
 
 def llama_cpp(case: Case) -> Iterator[Row]:
     """llama.cpp on base and adapter, and on what its own quantiser makes of our float16 file."""
+    if version("llama-cpp-python", case.engines["llama"]) == "not installed":
+        raise ImportError("llama-cpp-python")
     folder, model = case.export("gguf"), case.student.model
     tables = {f"{gguf_name(model, name)}.weight": table for name, table in dense_tables(model.module).items()}
     kept = {name: table.weight.data.clone() for name, table in tables.items()}
@@ -448,7 +450,7 @@ def main() -> None:
         "versions": {
             p: version(p, case.engines.get(ENGINES.get(p, ""), sys.executable)) for p in (*PACKAGES, *ENGINES)
         },
-        "not_run": ["vLLM (needs a GPU host; see docs/export.md)"],
+        "not_run": ["vLLM (needs a GPU host; see docs/serving.md)"],
         "rows": [{k: v if v != math.inf else None for k, v in row.items()} for row in rows],
     }
     given.out.mkdir(parents=True, exist_ok=True)

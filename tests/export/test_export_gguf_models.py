@@ -8,12 +8,12 @@ import pytest
 import torch
 from toy_gguf import ARCHITECTURES, make_model, make_sentencepiece
 from toy_pipeline import call, export_options
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AddedToken, AutoConfig, AutoModelForCausalLM
 
 from qat_lora.errors import ModelError
 from qat_lora.export.gguf import TABLES, save_base
 from qat_lora.export.gguf_model import architecture, gguf_name, notes, row_order
-from qat_lora.export.gguf_vocab import SPLITS, _splitting, vocabulary
+from qat_lora.export.gguf_vocab import SPLITS, _splitting, vocabulary, write_vocabulary
 from qat_lora.layers.convert import linear_layers, quantize_targets
 from qat_lora.models.load import load_model, load_tokenizer
 from qat_lora.quant.presets import preset
@@ -102,6 +102,20 @@ def test_a_sentencepiece_vocabulary(prefix, tmp_path):
 
     for text in ("the weight of a token", "tail  head é scale", "q"):
         assert joined(text) == tokenizer(text)["input_ids"]
+
+
+def test_phi_3_is_told_by_the_name_where_its_tokens_strip_spaces(tmp_path):
+    """llama.cpp sets that by `phi-3` in the name, and does not load such a file without four tokens."""
+    tokenizer = make_sentencepiece(TEXT, tmp_path)
+    names = []
+    writer = type(
+        "Writer", (), {"__getattr__": lambda _, key: names.append if key == "add_name" else lambda *_: None}
+    )()
+    plain = vocabulary(tokenizer, 400)
+    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("<|endoftext|>", rstrip=True)]})
+    for found in (plain, vocabulary(tokenizer, 400)):
+        write_vocabulary(writer, found, tokenizer, "my-Phi3-run")
+    assert names == ["my-phi-run", "my-phi-run (phi-3)"]
 
 
 def test_splitting_rules_are_told_apart():
