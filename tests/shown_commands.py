@@ -24,7 +24,7 @@ PAGES = (
     "docs/quantisation.md",
     "docs/numerics.md",
     "docs/evaluation.md",
-    "docs/export.md",
+    "docs/serving.md",
     "docs/cache-format.md",
     "caches/README.md",
     "CONTRIBUTING.md",
