@@ -272,7 +272,7 @@ def build_cache(text: TextConfig, teacher: Path, out: Path) -> Path:
 def importance_of(model: CausalLM, text: TextConfig, teacher: Path) -> dict[str, np.ndarray]:
     """Return llama.cpp's importance matrix of a text: the mean square of every layer's inputs, by GGUF's names."""
     sums: dict[str, torch.Tensor] = {}
-    layers = [(gguf_name(name), layer) for name, layer in linear_layers(model.module)]
+    layers = [(gguf_name(model, name), layer) for name, layer in linear_layers(model.module)]
     for name, layer in layers:
 
         def add(_: Any, inputs: Any, name: str = f"{name}.weight") -> None:

@@ -14,8 +14,6 @@ After the import, before or after that of transformers, `AutoModelForCausalLM.fr
 checkpoints too (`qat_lora.models.register`).
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

@@ -9,8 +9,6 @@ the folder of the trained model. Whole files are held out; tokenizer, teacher, c
 them.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sysconfig

@@ -6,8 +6,6 @@ Nothing is started: torch_xla is not imported, because that takes the TPU away f
 `plan/surroundings.py` asks accelerators and Hub without it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import json

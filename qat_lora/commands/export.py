@@ -4,8 +4,6 @@ Everything that can be refused is refused before the output folder is touched. T
 name and moved in, last those without which nothing loads: a kill never leaves half a model that loads.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -1,7 +1,5 @@
 """The command that makes a quantised student."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """`recover`: train a recovery adapter on a student, from a KD cache or a text."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

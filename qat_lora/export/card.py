@@ -5,8 +5,6 @@ evaluation's scores). What cannot be read is called unknown, never guessed. Path
 part.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

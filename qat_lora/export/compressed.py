@@ -9,8 +9,6 @@ Integer codes keep their width. Others take one of 2, 4 and 8 bits unless the us
 0.15, no gaps in 0.20), so a 3-bit folder loads only with a version that packs as the one that wrote it.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

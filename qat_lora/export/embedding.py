@@ -7,8 +7,6 @@ the square of the norm's gain, which is that mean for states of equal variance. 
 weights: each of its rows is used as it is. A head that the preset quantised keeps its codes and is not seen here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -4,8 +4,6 @@ A form is added with a module that has `plan` and `usage`, an entry in `FORMS`, 
 The table names modules as text, since two of them need a package of the extra `export`.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 from collections.abc import Callable, Mapping

@@ -9,8 +9,6 @@ Layouts: llama.cpp's ggml-common.h and ggml-quants.c. A byte holds codes that ar
 which lets a vector unit take them apart by one shift.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -10,8 +10,6 @@ choose new steps and undo part of the recovery.
 the weights in the file are ours bit for bit.)
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

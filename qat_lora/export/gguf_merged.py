@@ -4,8 +4,6 @@ The sum is not quantised again here, which would undo the recovery; who does tha
 rounding. An Ollama `Modelfile` stands beside it: making a model of base and adapter works in some of its versions only.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from qat_lora.export import gguf_model

@@ -9,8 +9,6 @@ rows, transformers the two halves: rows of queries and keys are reordered. Gemma
 sum.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import re

@@ -7,8 +7,6 @@ which is possible where that list names every way to split a token, as those mad
 What is not recognised is refused.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any, NamedTuple

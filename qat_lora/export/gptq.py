@@ -9,8 +9,6 @@ Codes and zero points are one stream of bits, in which 3-bit codes cross words o
 Source: AutoGPTQ's `pack`, which GPTQModel's `pack_original` keeps.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from typing import Any

@@ -5,8 +5,6 @@ read, a card without a licence, an adapter with the wrong base, keys and tokens,
 files to send are chosen by the kinds that exports hold, not by a list of exceptions, which nobody can complete.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from pathlib import Path

@@ -4,8 +4,6 @@ The size advantage is gone; the recovered quality stays, for tools that know nei
 not quantised again: an adapter's change smaller than half a code step would be rounded away.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from qat_lora.errors import ModelError

@@ -15,8 +15,6 @@ choose steps of its own. Layers keep their names; a tied embedding is stored onc
 Source: `mlx.core.quantize` for the packing, a stream of bits in words of 32; mlx-lm's `load_adapters` for `adapters/`.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ the trainer's disk as the name of its base. Here the weights are copied byte for
 that the adapter carries, and the copy is checked against it.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

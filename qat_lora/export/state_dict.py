@@ -6,8 +6,6 @@ pickled: our own commands load the other forms, and `push` refuses this one. `Ru
 is why `torch.save` is called here; the folder that it writes into is moved into place as a whole.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -8,8 +8,6 @@ library's table, and Q2_0, which it does not know yet (llama.cpp #24448).
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 import struct

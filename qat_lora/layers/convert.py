@@ -6,8 +6,6 @@ scans the model once (`check_reach`) and hands the targets on. A rule or pattern
 adapter that silently sits nowhere is the worst failure a recovery tool can have.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -6,8 +6,6 @@ whatever trains, and the embedding asks it for its weight. transformers ties *pa
 here; so a checkpoint's config says `tie_word_embeddings: false`, and the preset in it says that the two are one.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

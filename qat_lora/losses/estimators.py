@@ -12,8 +12,6 @@ student has (nearly) no mass left outside the top K that is infinity times zero.
 Gradients are with respect to z/T, the softened logits; T² and weights are the caller's (derivations: docs/numerics.md).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -8,8 +8,6 @@ Everything is computed in float32, or in float64 for float64 inputs. Padded voca
 both sides, or set both sides to -inf.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -11,8 +11,6 @@ Only the builder of the cache saw the whole vocabulary; guessing Z_T from the ma
 magnitude, so a temperature that the batch does not carry is refused. Draws are right at T = 1 only.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Literal, get_args

@@ -5,8 +5,6 @@ codes and scales, and on any other it does damage without a warning. So the base
 `qat_lora.json`, and our loader refuses another base.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import re

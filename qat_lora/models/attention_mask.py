@@ -5,8 +5,6 @@ documents would see each other. So the mask is built here, from document ids or 
 passes through unchanged.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

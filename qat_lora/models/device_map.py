@@ -9,8 +9,6 @@ called here, not multiplied by hand as in `CausalLM`, and results return to the 
 package the teacher looks like a model on one device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from torch import Tensor

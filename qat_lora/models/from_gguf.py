@@ -7,8 +7,6 @@ when it converts is undone: the order of a Llama's rows in q and k (it pairs nei
 transformers the two halves), and the one that it adds to Gemma's norms.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

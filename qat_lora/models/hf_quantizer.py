@@ -5,8 +5,6 @@ like any other. After `import qat_lora` it is imported together with transformer
 apart from `load.py`, which imports model classes and tokenizers, since it runs in programs that only load a checkpoint.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

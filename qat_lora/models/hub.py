@@ -1,7 +1,5 @@
 """Settings of fetching models, without transformers, so that the command line reads them at once."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

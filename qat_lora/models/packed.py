@@ -5,8 +5,6 @@ and what it unpacks by itself it multiplies in float16. A base that stays frozen
 is codes in words of 32 bits, lowest bits first, and w = (q - z) s; which axis is packed and how z is stored differ.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -5,8 +5,6 @@ so would cost every `import qat_lora` seconds, and would decide whether it uses 
 So an import hook waits for one module name and imports `qat_lora.models.hf_quantizer` right after it.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ An export is opened as what it holds, not as what it was made from: that shows w
 of another tool's codes, or a GGUF file, is read as dense weights, with its adapter on them.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

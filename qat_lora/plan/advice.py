@@ -5,8 +5,6 @@ one batch, so each has a list of settings to lower, with the value to try next. 
 was too little.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

@@ -6,8 +6,6 @@ its product units. Prices are on-demand list prices of mid-2025 (Google Cloud fo
 for an order of magnitude: check them.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 from typing import Literal

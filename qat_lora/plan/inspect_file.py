@@ -5,8 +5,6 @@ these are counted, embedding included, and a label that says otherwise is a prob
 not trained for loads in every engine without a word; names, shapes and the fingerprint that we noted tell.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import re

@@ -8,8 +8,6 @@ modelled. What comes and goes within a step is a formula, and so is its time (`s
 `forecast`.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Sequence

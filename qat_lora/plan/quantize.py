@@ -1,7 +1,5 @@
 """`quantize --dry-run`: what a quantised model would weigh, and what making it takes."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

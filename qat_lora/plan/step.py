@@ -22,8 +22,6 @@ compiling, reading data.
 Source: Williams, Waterman, Patterson (2009), "Roofline: an insightful visual performance model".
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ it; the driver's own tool and the files of the bus say as much without that. The
 machine without a network is not broken.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import shutil

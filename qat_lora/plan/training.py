@@ -10,8 +10,6 @@ settings and listed as assumed: readers believe a number that is printed without
 meta device while the bytes that autograd keeps of it are counted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -11,8 +11,6 @@ i*b .. i*b+b-1, lowest bit first. It holds any width from 1 to 8 without waste, 
 Source: QLoRA (arXiv 2305.14314) for the normal table.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

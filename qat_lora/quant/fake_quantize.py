@@ -12,8 +12,6 @@ bit, which w + (ŵ - w).detach() would not. LSQ's factor on the scale's gradient
 Sources: LSQ (arXiv 1902.08153); ParetoQ (arXiv 2502.02631); range learning, LSQ+ (arXiv 2004.09576).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Literal
 

@@ -12,8 +12,6 @@ K-quants have two levels: the scale of a group is `scale` of 256 inputs times th
 `minimum` the group's lowest value is -`minimum` times its `minima`. Both products are exact in float32.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple

@@ -10,8 +10,6 @@ Sources: llama.cpp's `ggml-common.h` for K-quants; half-integer 2-bit codes, App
 scales, LoRDS (arXiv 2601.22716); normal tables, NF4 of QLoRA (arXiv 2305.14314).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, get_args
 

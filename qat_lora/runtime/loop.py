@@ -10,8 +10,6 @@ A matrix is factorised on the host there, by LAPACK: a TPU has no float64, and i
 emulated Cholesky factorisation of 4096 columns after five minutes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

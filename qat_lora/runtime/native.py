@@ -5,8 +5,6 @@ That replaces DistributedDataParallel, its buckets, its `no_sync` and its second
 same arithmetic on every runtime. DDP would hide the exchange, of some megabytes and a thousandth of the step.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.util

@@ -6,8 +6,6 @@ codes): a run would train another student than it exports. torch's and torch_xla
 process, and torch_xla's for a whole graph; so the few products that have to be exact are an operator of their own.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace

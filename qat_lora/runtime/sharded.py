@@ -11,8 +11,6 @@ compilation and recomputation. Nothing may read a layer's frozen tensors at anot
 Source: ZeRO stage 3 (Rajbhandari et al., 2020, arXiv 1910.02054); memory as in FSDP (Zhao et al., 2023, 2304.11277).
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from typing import Any

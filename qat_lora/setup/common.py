@@ -1,7 +1,5 @@
 """Functions that several commands need: status lines, optional pictures, models, batches of text."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path

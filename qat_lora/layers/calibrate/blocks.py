@@ -5,8 +5,6 @@ A block needs more than hidden states: masks, positions, rotary embeddings. Thes
 runs, so nothing here knows how a model makes them.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

@@ -6,8 +6,6 @@ short. A file is unlinked as soon as it is mapped, so a run leaves nothing behin
 that a killed run was just making; the next run in the folder removes it.
 """
 
-from __future__ import annotations
-
 import errno
 import math
 import os

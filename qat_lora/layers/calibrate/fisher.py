@@ -12,8 +12,6 @@ may be on disk (`disk_offload`), and logits are computed for a few positions at 
 Sources: K-FAC (arXiv 1503.05671); Fisher weights in rounding, GuidedQuant (arXiv 2505.07004).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

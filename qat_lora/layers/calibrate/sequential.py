@@ -13,8 +13,6 @@ our saturated teacher it won nothing, and W* a sixth of the KL. One block at a t
 Source: GPTAQ (arXiv 2504.02692) for asymmetric calibration; the target W* is its least-squares form.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -7,8 +7,6 @@ it again instead of keeping it. Every bfloat16 number is a float32 number, so re
 float32, bit for bit.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

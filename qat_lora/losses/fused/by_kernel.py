@@ -9,8 +9,6 @@ The kernel is an operator of PyTorch, so dispatch finds its device: on CUDA it i
 runs on a CPU, and on meta and fake tensors it is a call that can be counted.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from types import ModuleType

@@ -10,8 +10,6 @@ Numerical core, see `_sparse_group`: the top-K logits are taken out *before* the
 its own scale. log(1 - b) is then accurate at any size; 1 - Σ p would be noise below 1e-7.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

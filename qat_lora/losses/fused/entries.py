@@ -11,8 +11,6 @@ A product with ones and zeros is exact where its inputs are bfloat16, which floa
 of bfloat16 on XLA, whose products are bfloat16 already, and every other case indexes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

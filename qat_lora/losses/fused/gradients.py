@@ -6,8 +6,6 @@ the top-K ids, the logits at the points' ids, and the log of the sum over all ot
 proportion to exponentials that the walk holds anyway. A `DenseTerm` alone needs every logit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple

@@ -11,8 +11,6 @@ temporaries; compared with a kernel library it also runs on CPU and XLA, knows t
 output head. Shapes depend on N, V and the chunk size alone, and nothing is read back from the device.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -16,8 +16,6 @@ entry arrays). The top K are marked in the logits rather than left out of the su
 small tail: see `by_token`. `debug_barrier` is CUDA's `__syncthreads`: it orders a program's own reads and writes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

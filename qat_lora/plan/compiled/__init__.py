@@ -4,8 +4,6 @@ It is plain values, so that it can be handed to another program as JSON, and by 
 guides, so that `qat-lora doctor --compile-for v6e-1` says something without a model and without a network.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -7,8 +7,6 @@ of PyTorch/XLA and one number of devices, and the caller may want another; hence
     PJRT_DEVICE=CPU python -m qat_lora.plan.compiled.graphs '{"model": "folder"}' OUT      # NAME.pb and NAME.json each
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import json

@@ -6,8 +6,6 @@ compiles with jax and libtpu, which do not fit torch_xla's own pins and so live 
 and as good as known; how long it takes is not said, because nothing has run.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

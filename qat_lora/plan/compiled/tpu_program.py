@@ -8,8 +8,6 @@ hands back the optimised HLO, since its own sums count a loop's body once (`hlo.
     python tpu_program.py GRAPH.pb v6e:2x2 4 OUT      # writes OUT.json and OUT.txt
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

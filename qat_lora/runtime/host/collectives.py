@@ -5,8 +5,6 @@ needs no device, so it never stops one, and it works where XLA has no collective
 gradients too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import os

@@ -1,7 +1,5 @@
 """The machine: which floating type it is fast at, and its name for results, without which no figures compare."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import os

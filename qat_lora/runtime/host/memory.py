@@ -9,8 +9,6 @@ heap then grows to several times what is in use. `give_back`, called after every
 pages; `large_tensors_apart`, while a model is quantised, gives everything above a megabyte pages of its own.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import resource

@@ -1,7 +1,5 @@
 """What a checkpoint takes from the device: tensors as a safetensors file, states of random generators as text."""
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Mapping
 from pathlib import Path

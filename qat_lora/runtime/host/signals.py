@@ -5,8 +5,6 @@ the process starts (`nohup`). A launcher and its processes may both get a signal
 the same request can arrive twice; a second one counts only when it comes a second later.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -10,8 +10,6 @@ calls and on the thread that drives the runtime, so it may print, write a file o
 `xm.add_step_closure(run_async=True)` calls it from a thread of its own, loses what it raises, and cannot be waited for.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections import deque

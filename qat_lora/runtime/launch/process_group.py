@@ -5,8 +5,6 @@ would otherwise be a traceback from inside torch, or worse: a process that takes
 none is the main one and nothing is written.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from typing import NamedTuple

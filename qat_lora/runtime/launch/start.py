@@ -10,8 +10,6 @@ nothing hangs. It raises the first cause, not its echo in the other workers. tor
 own command line, prints every rank's traceback, and waits for 30 seconds.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import multiprocessing

@@ -4,8 +4,6 @@
 lowered by itself under that setting, and graphs call it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator

@@ -11,8 +11,6 @@ micro-batches, the large one would be compiled twice. The counts hold if the cal
 never changes a shape.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

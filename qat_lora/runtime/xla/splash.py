@@ -15,8 +15,6 @@ Sources: jax 0.7.1 (which torch_xla 2.9 pins), jax/experimental/pallas/ops/tpu/s
 2023).
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 from collections.abc import Callable, Sequence

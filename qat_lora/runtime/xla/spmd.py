@@ -9,8 +9,6 @@ A loss or gradient summed over rows is a sum over all replicas' rows already; so
 division. The loss takes its chunks along the rows, so that each device has its part of every one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@ replaced by placeholders, as if it had run; what the host could read at once is 
 compiles needs weights and hours; listing a graph's outputs by hand drifts from what a run does.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import time
