@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -99,7 +100,9 @@ def test_a_step_on_the_cpu_takes_the_memory_that_is_estimated(tmp_path):
 
 @pytest.mark.slow
 def test_the_rehearsal_on_cpus_passes(tmp_path):
-    command = ["env", "DEVICE=cpu", "GPUS=2", str(ROOT / "scripts/gpu_acceptance.sh"), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1500)
+    command = [str(ROOT / "scripts/gpu_acceptance.sh"), str(tmp_path)]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "DEVICE": "cpu", "GPUS": "2"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stdout[-4000:]
     assert "| gpu-2-sharded | equal, 50% of the frozen bytes a process |" in done.stdout

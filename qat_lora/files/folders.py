@@ -63,7 +63,7 @@ def listed(root: Path) -> tuple[str | None, set[str]]:
     """
     try:
         data = (root / LIST).read_bytes() if not (root / LIST).is_symlink() else b""
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # nothing there, or somebody's file in the folder's place
         data = b""
     if not data:
         return None, set()
