@@ -26,8 +26,7 @@ from qat_lora.export.integers import Container, with_integers
 from qat_lora.files import outputs
 from qat_lora.files.checksums import checkpoint_sha256, seal
 from qat_lora.files.folders import moved_into
-from qat_lora.files.gguf_header import GGUF
-from qat_lora.generate.sample import ADAPTER
+from qat_lora.files.gguf_header import ADAPTER, GGUF
 from qat_lora.layers.convert import LM_HEAD, quant_layers, weight_count
 from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.models.load import CausalLM, copy_tokenizer, load_tokenizer, stored_dtype

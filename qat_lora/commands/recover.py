@@ -12,8 +12,7 @@ from qat_lora.export.gguf_model import architecture
 from qat_lora.files import outputs
 from qat_lora.files.checksums import checkpoint_sha256
 from qat_lora.files.folders import atomic_dir
-from qat_lora.files.gguf_header import GGUF
-from qat_lora.generate.sample import ADAPTER
+from qat_lora.files.gguf_header import ADAPTER, GGUF
 from qat_lora.layers.convert import add_lora, quant_layers
 from qat_lora.models.adapter import load_starts, save_adapter, starts_sha256
 from qat_lora.models.load import CausalLM, copy_tokenizer, load_model, save_with_tensors

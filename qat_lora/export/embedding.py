@@ -50,11 +50,6 @@ def head_importance(model: CausalLM, batches: Iterable[Batch] | None) -> Tensor:
     return total / max(1, count)
 
 
-def quantized_embedding(model: CausalLM, spec: QuantSpec, importance_H: Tensor | None) -> QuantizedWeight:
-    """Return a model's embedding [V, H] on the grid of `spec`; its columns count by `importance_H`, alike without."""
-    return quantized_table(model.module.get_input_embeddings().weight, spec, importance_H)
-
-
 def quantized_table(weight_VH: Tensor, spec: QuantSpec, importance_H: Tensor | None) -> QuantizedWeight:
     """Return a table on the grid of `spec`, some rows at a time; scales must be by group.
 

@@ -29,12 +29,12 @@ from qat_lora.export.gguf_vocab import vocabulary, write_vocabulary
 from qat_lora.export.integers import other_tensors
 from qat_lora.extras import require
 from qat_lora.files.checksums import read_object
+from qat_lora.files.gguf_header import ADAPTER, BASE
 from qat_lora.layers.convert import LM_HEAD, lora_layers, quant_layers, tied_embedding
 from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.models.load import CausalLM
 from qat_lora.quant.presets import preset
 
-BASE, ADAPTER = "base.gguf", "adapter.gguf"
 TABLES = {4.5: ("q4_k", "q4_0"), 6.0: ("q6_k", "q8_0"), 8.0: ("q8_0", "q8_0")}
 """Grid of the embedding by `embedding_bits`, for widths that 256 divides and for others."""
 FILE_TYPES = {

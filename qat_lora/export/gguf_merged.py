@@ -8,7 +8,8 @@ from pathlib import Path
 
 from qat_lora.export import gguf_model
 from qat_lora.export.forms import ExportJob, ExportPlan, display_name
-from qat_lora.export.gguf import BASE, check_model, save_base
+from qat_lora.export.gguf import check_model, save_base
+from qat_lora.files.gguf_header import BASE
 from qat_lora.layers.convert import merge
 
 

@@ -19,6 +19,7 @@ from qat_lora.errors import ModelError, one_line
 from qat_lora.extras import require
 
 GGUF = ".gguf"
+BASE, ADAPTER = "base.gguf", "adapter.gguf"  # of an export
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY, _MAGIC = 8, 9, int.from_bytes(b"GGUF", "little")
 

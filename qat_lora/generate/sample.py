@@ -25,6 +25,7 @@ from qat_lora.data.chat import Message, render_chat
 from qat_lora.data.file_rows import well_formed
 from qat_lora.errors import ConfigError, MissingExtraError, ModelError, TextError
 from qat_lora.files.checksums import check_folder
+from qat_lora.files.gguf_header import ADAPTER, BASE
 from qat_lora.models.hub import HubConfig
 from qat_lora.models.kv_cache import begin, step
 from qat_lora.models.load import CausalLM, load_tokenizer
@@ -32,7 +33,6 @@ from qat_lora.models.student import open_student
 from qat_lora.options import RunConfig
 from qat_lora.runtime.base import Runtime
 
-BASE, ADAPTER = "base.gguf", "adapter.gguf"
 _WHOLE_DISTRIBUTION = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0}
 
 

@@ -42,7 +42,7 @@ from transformers.utils import logging as hf_logging
 from qat_lora.errors import ModelError, QatLoraError, one_line
 from qat_lora.files.checksums import SUMS, TOKENIZER, check_folder, read_object, seal, weight_files
 from qat_lora.files.finite import check_finite
-from qat_lora.files.gguf_header import GGUF, read_header
+from qat_lora.files.gguf_header import BASE, GGUF, read_header
 from qat_lora.files.outputs import MARK
 from qat_lora.layers.attention import AttentionKernel, Keep, blocked_attention, tiled_or
 from qat_lora.layers.calibrate.upcast import computing_dtype
@@ -87,7 +87,7 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
     if path.is_dir():
         if not (path / "config.json").is_file() and (path / "best" / "config.json").is_file():
             path = path / "best"
-        if (path / "base.gguf").is_file():
+        if (path / BASE).is_file():
             raise ModelError(
                 f"model: {path} is a GGUF export, which llama.cpp reads; `qat-lora chat` and `generate` ask it to; "
                 "here give the run that it was made from, or an export in another form"

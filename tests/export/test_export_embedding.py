@@ -9,7 +9,7 @@ from toy_pipeline import call, export_options, quantize_options
 from qat_lora.data.sources import TextConfig
 from qat_lora.errors import ConfigError
 from qat_lora.export import embedding
-from qat_lora.export.embedding import dense_tables, head_importance, quantized_embedding, quantized_table
+from qat_lora.export.embedding import dense_tables, head_importance, quantized_table
 from qat_lora.models.load import load_model
 from qat_lora.options import ExportOptions
 from qat_lora.quant.presets import preset
@@ -66,7 +66,8 @@ def test_the_file_holds_the_table_exactly_and_the_result_its_cost(hidden, bits, 
     assert 0 < result["kl_of_rounding"] < 0.1
     if hidden == 64 and bits is None:
         spec = preset("q4_0").spec_for("x")
-        ours = quantized_embedding(model, spec, head_importance(model, None)).dense(spec)
+        table = model.module.get_input_embeddings().weight
+        ours = quantized_table(table, spec, head_importance(model, None)).dense(spec)
         tensor = {t.name: t for t in gguf.GGUFReader(tmp_path / "outFalse" / "base.gguf").tensors}["token_embd.weight"]
         assert torch.equal(torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type)), ours)
 
