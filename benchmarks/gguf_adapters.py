@@ -6,7 +6,8 @@ the floor that llama.cpp's own arithmetic sets: on a CPU it rounds activations t
 
 A Qwen3 of width 256 (four layers, MLP of 768, so that every row divides by a K-quant's 256 weights) is trained on the
 standard library's source, written as GGUF by us and quantised by `llama_model_quantize`, with an importance matrix. KL
-is the mean over all positions of held-out rows, each a text of its own, against the original's logits in float32.
+is the mean over all positions of held-out rows, each a text of its own, against the original's logits in float32;
+perplexity is that of the rows' own tokens.
 
     python benchmarks/gguf_adapters.py --out DIR --llama-python /venv/with/llama-cpp-python/bin/python --minutes 60
 
@@ -77,17 +78,18 @@ llama = llama_cpp.Llama(
     model, lora_path=lora or None, n_ctx=rows.shape[1], n_batch=rows.shape[1],
     n_threads=1, logits_all=True, verbose=False,
 )
-sums = numpy.zeros(len(references))
+sums, missed = numpy.zeros(len(references)), 0.0
 for i, row in enumerate(rows):
     llama.reset()
     llama.eval(row.tolist())
     logits = llama.scores[: len(row)].astype(numpy.float64)
     logits -= logits.max(1, keepdims=True)
     logits -= numpy.log(numpy.exp(logits).sum(1, keepdims=True))
+    missed -= logits[numpy.arange(len(row) - 1), row[1:]].mean()
     for n, reference in enumerate(references):
         wanted = reference[i].astype(numpy.float64)
         sums[n] += (numpy.exp(wanted) * (wanted - logits[:, : wanted.shape[1]])).sum(1).mean()
-print(json.dumps((sums / len(rows)).tolist()))
+print(json.dumps([numpy.exp(missed / len(rows)), *(sums / len(rows))]))
 """
 
 
@@ -126,7 +128,7 @@ def main() -> None:
         | {"llama-cpp-python": ask(python, "import llama_cpp; print(llama_cpp.__version__)").strip()},
         "settings": {"rank": RANK, "tokens": TOKENS, "rows": EVAL_ROWS, "length": LENGTH, "vocabulary": VOCABULARY},
         "teacher": {**SHAPE, **json.loads((teacher.parent / "teacher.json").read_text())},
-        "kl_of_float32_in_llama_cpp": json.loads(ask(python, SCORE, whole, "", out / "rows.npy", reference))[0],
+        "float32_in_llama_cpp": dict(zip(("perplexity", "kl"), score(python, whole, "", out, reference), strict=True)),
         "types": {},
     }
     for kind in arguments.types.split(","):
@@ -137,7 +139,7 @@ def main() -> None:
 
 def one_type(kind: str, out: Path, python: str, teacher: Path, cache: Path, whole: Path, rows: np.ndarray) -> Any:
     """Quantise, recover and measure one type."""
-    file, reference, ids = out / f"model-{kind}.gguf", out / "teacher.npy", out / "rows.npy"
+    file, reference = out / f"model-{kind}.gguf", out / "teacher.npy"
     if not file.is_file():
         ask(python, QUANTIZE, whole, file, TYPES[kind], out / "importance.npz")
     done = call(
@@ -157,12 +159,18 @@ def one_type(kind: str, out: Path, python: str, teacher: Path, cache: Path, whol
         opened = open_student(student, tokenizer=teacher).model
         ours = log_probabilities(opened, rows, out / f"{kind}-{name}.npy")
         lora = done / "best" / "adapter.gguf" if name == "recovered" else ""
-        theirs, floor = json.loads(ask(python, SCORE, file, lora, ids, reference, ours))
-        here[name] = {"kl": theirs, "kl_here": kl(reference, ours), "kl_of_llama_cpp_to_here": floor}
+        perplexity, theirs, floor = score(python, file, lora, out, reference, ours)
+        here[name] = {"perplexity": perplexity, "kl": theirs, "kl_here": kl(reference, ours)}
+        here[name]["kl_of_llama_cpp_to_here"] = floor
         ours.unlink()
     closed = {at: 1 - here["recovered"][at] / here["base"][at] for at in ("kl", "kl_here")}
     sizes = {"file_mb": file.stat().st_size / 1e6, "adapter_mb": (done / "best" / "adapter.gguf").stat().st_size / 1e6}
     return {**here, "closed": closed["kl"], "closed_here": closed["kl_here"], "asked": ASKED.get(kind), **sizes}
+
+
+def score(python: str, model: Path, lora: Path | str, out: Path, *references: Path) -> list[float]:
+    """Return what llama.cpp finds on the held-out rows: perplexity, then the KL to each reference."""
+    return json.loads(ask(python, SCORE, model, lora, out / "rows.npy", *references))
 
 
 def ask(python: str, program: str, *words: Any) -> str:
