@@ -3,6 +3,7 @@
 # make docs        build the documentation site in build/docs; a warning is an error
 # make notebooks   run the notebooks at toy size and write the outputs into them
 # make tpu-compiler  the TPU's own compiler for `qat-lora doctor --compile-for`, in TPU_VENV
+# make engines     llama.cpp and mlx-lm for `make test-full`, in ENGINES_VENV; compiles llama.cpp, some 10 minutes
 # VENV=...         reuse an environment instead of making .venv
 VENV    ?= .venv
 PYTHON  ?= python3
@@ -17,7 +18,11 @@ WORKERS ?= 2
 TPU_VENV ?= .venv-tpu
 TPU_STAMP := $(TPU_VENV)/.installed
 
-.PHONY: tpu-compiler demo test test-full notebooks check docs install clean
+# The engines that serve exports; `make test-full` lets them read one.
+ENGINES_VENV ?= .venv-engines
+ENGINES_STAMP := $(ENGINES_VENV)/.installed
+
+.PHONY: tpu-compiler engines demo test test-full notebooks check docs install clean
 
 install: $(STAMP)
 
@@ -33,6 +38,13 @@ $(TPU_STAMP): requirements-tpu-compiler.txt
 	$(TPU_VENV)/bin/python -m pip install --disable-pip-version-check -q -r requirements-tpu-compiler.txt
 	touch $@
 
+engines: $(ENGINES_STAMP)
+
+$(ENGINES_STAMP): requirements-engines.txt
+	test -x $(ENGINES_VENV)/bin/python || $(PYTHON) -m venv $(ENGINES_VENV)
+	$(ENGINES_VENV)/bin/python -m pip install --disable-pip-version-check -q -r requirements-engines.txt
+	touch $@
+
 demo: install
 	$(BIN)/qat-lora demo
 
@@ -45,7 +57,8 @@ test: check
 	$(BIN)/python -m pytest -n $(WORKERS) -m 'not slow'
 
 test-full: check
-	QAT_LORA_TPU_COMPILER=$${QAT_LORA_TPU_COMPILER:-$(abspath $(TPU_VENV))/bin/python} $(BIN)/python -m pytest -n $(WORKERS)
+	QAT_LORA_TPU_COMPILER=$${QAT_LORA_TPU_COMPILER:-$(abspath $(TPU_VENV))/bin/python} \
+	QAT_LORA_ENGINES=$${QAT_LORA_ENGINES:-$(abspath $(ENGINES_VENV))/bin/python} $(BIN)/python -m pytest -n $(WORKERS)
 
 notebooks: install
 	$(BIN)/python tests/test_notebooks.py

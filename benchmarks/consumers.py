@@ -48,8 +48,8 @@ from qat_lora.options import ExportOptions, RunConfig
 from qat_lora.registry import COMMANDS
 from qat_lora.runtime.launch.start import run
 
-PACKAGES = ("torch", "transformers", "peft", "compressed-tensors", "gguf", "llama-cpp-python", "lm-eval")
-ENGINES = {"gptqmodel": "gptq", "optimum": "gptq", "mlx": "mlx", "mlx-lm": "mlx"}
+PACKAGES = ("torch", "transformers", "peft", "compressed-tensors", "gguf", "lm-eval")
+ENGINES = {"llama-cpp-python": "llama", "gptqmodel": "gptq", "optimum": "gptq", "mlx": "mlx", "mlx-lm": "mlx"}
 """Packages that may be in another Python, by the name of that."""
 Row = tuple[str, str, float, float]
 """Consumer, what is compared, difference, what is allowed."""
@@ -188,6 +188,7 @@ model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("."), "ad
 
 def gptq(case: Case) -> Iterator[Row]:
     """GPTQModel and transformers on the packed base, PEFT on both."""
+    needs(case, "gptqmodel")
     python, folder = case.engines["gptq"], case.export("gptq")
     what = "logits, share of the largest (float16)"
     for name, then in (("GPTQModel", ""), ("transformers with GPTQModel", BY_TRANSFORMERS)):
@@ -212,6 +213,7 @@ mx.save_safetensors({file!r}, {{"float16": half, "float32": model(mx.array([{ids
 
 def mlx(case: Case) -> Iterator[Row]:
     """mlx-lm on base and adapter: weights as it decodes them, logits against ours with its embedding."""
+    needs(case, "mlx-lm")
     folder, model = case.export("mlx"), case.student.model
     with tempfile.TemporaryDirectory() as scratch:
         file = f"{scratch}/logits"
@@ -306,8 +308,7 @@ def parting_gaps(case: Case, prompts: list[list[int]], greedy: list[Any]) -> lis
 
 def llama_cpp(case: Case) -> Iterator[Row]:
     """llama.cpp on base and adapter, and on what its own quantiser makes of our float16 file."""
-    if version("llama-cpp-python", case.engines["llama"]) == "not installed":
-        raise ImportError("llama-cpp-python")
+    needs(case, "llama-cpp-python")
     folder, model = case.export("gguf"), case.student.model
     tables = {f"{gguf_name(model, name)}.weight": table for name, table in dense_tables(model.module).items()}
     kept = {name: table.weight.data.clone() for name, table in tables.items()}
@@ -414,6 +415,12 @@ def judged(consumer: Callable[[Case], Iterator[Row]], case: Case) -> Iterator[di
     except Exception as error:  # one consumer that breaks must not hide the others
         yield {"consumer": consumer.__name__, "verdict": f"FAILED: {type(error).__name__}: {error}"}
     print(f"{consumer.__name__}: {time.perf_counter() - start:.1f} s", file=sys.stderr)
+
+
+def needs(case: Case, package: str) -> None:
+    """Raise ImportError unless the Python of a package's engine has it."""
+    if version(package, case.engines[ENGINES[package]]) == "not installed":
+        raise ImportError(package)
 
 
 def version(package: str, python: str) -> str:

@@ -54,6 +54,23 @@ def solvers_graph(rows, columns):
     return [gram, codes]
 
 
+def refits_graph(rows, columns):
+    """A K-quant's start and the refits of both levels of its scales, pending."""
+    import torch_xla
+
+    gc.collect()
+    weight, moment = (x.to(torch_xla.device()) for x in problem(rows, columns))
+    curvature = gptq.Curvature(moment)
+    _ = curvature.inverse_root_LII
+    moments = curvature.narrow_LII
+    torch_xla.sync()
+    now = initialize._compensated(weight, BLOCKS, curvature)
+    for level in ("scales", "whole"):
+        slope = gptq.slope_of(weight, now.grid(BLOCKS, torch.float32).dense(now.codes_OI), moments)
+        now = initialize._refitted(now, BLOCKS, level, slope, moments)
+    return [*now.scales, *now.whole]
+
+
 def unrolled(rows, columns):
     """The same with Python's loops, the naive version, for the rest of the process."""
     loop.is_xla_device = lambda _device: False
@@ -70,6 +87,7 @@ def main():
         return instruction_count(torch_xla._XLAC._get_xla_tensors_hlo(tensors))
 
     found = {"graphs": {c: instructions(solvers_graph(8, c)) for c in (128, 256)}}
+    found["refits"] = {c: instructions(refits_graph(8, c)) for c in (512, 1024)}
     equal, errors = [], []
     for spec, columns in ((SPEC, 150), (BLOCKS, 256)):
         weight, moment = problem(24, columns)
@@ -95,8 +113,9 @@ def write(out):
     from qat_lora.runtime.xla.runtime import XlaRuntime
 
     with XlaRuntime("CPU").exact_products():
-        (out / "solvers.pb").write_bytes(torch_xla._XLAC._get_xla_tensors_hlo_proto(solvers_graph(256, 512)))
-    (out / "solvers.json").write_text("{}")
+        for name, graph in (("solvers", solvers_graph), ("refits", refits_graph)):
+            (out / f"{name}.pb").write_bytes(torch_xla._XLAC._get_xla_tensors_hlo_proto(graph(256, 512)))
+            (out / f"{name}.json").write_text("{}")
 
 
 def started(*words):
@@ -111,8 +130,9 @@ def test_solvers_find_what_the_host_finds_in_a_graph_that_does_not_grow_with_the
     found = json.loads(started().splitlines()[-1])
     assert found["equal"] >= 0.999 and found["error"] < 1e-5, found
     assert found["precisions"] == ["highest", "default"]  # a run after it multiplies as usual
-    narrow, wide = found["graphs"].values()
-    assert narrow == wide, found
+    for graph in ("graphs", "refits"):
+        narrow, wide = found[graph].values()
+        assert narrow == wide, found
     narrow, wide = found["unrolled"].values()
     assert wide > 1.1 * narrow, found  # so the count sees an unrolled loop
 
@@ -124,10 +144,11 @@ def test_solvers_find_what_the_host_finds_in_a_graph_that_does_not_grow_with_the
 )
 def test_a_v6e_compiles_the_solvers(tmp_path):
     started(str(tmp_path))
-    found = report._compiled("solvers", "v6e:1x1", 1, COMPILER, tmp_path)
-    assert "error" not in found, found
-    program = (tmp_path / "solvers.tpu.txt").read_text()
-    assert " while(" in program and found["counted"]["unknown_trips"] == []
+    for name in ("solvers", "refits"):
+        found = report._compiled(name, "v6e:1x1", 1, COMPILER, tmp_path)
+        assert "error" not in found, found
+        program = (tmp_path / f"{name}.tpu.txt").read_text()
+        assert " while(" in program and found["counted"]["unknown_trips"] == []
 
 
 if __name__ == "__main__":
