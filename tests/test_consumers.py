@@ -21,7 +21,7 @@ PYTHONS = {engine: os.environ[name] for engine, name in ENGINES.items() if Path(
 def most(consumer: str, compared: str) -> float:
     """Return what random weights may miss of the bounds for trained ones, which engines round less."""
     if consumer == "llama.cpp" and compared.endswith("gap of the two best there, ours"):
-        return 0.1  # of trained ones at two bits 0.066, see docs/serving.md
+        return 0.1  # of trained ones at two bits too, see docs/serving.md
     return 0.01 if compared == "logits, share of the largest (float16)" else 0.0
 
 
