@@ -318,13 +318,14 @@ def test_memory_does_not_follow_the_document(tmp_path, megabytes, rows):
 
 
 GROWTH = """
-import itertools, resource, sys
+import itertools, sys, torch
 from transformers import PreTrainedTokenizerFast
 from qat_lora.data.packing import make_encoder, pack_rows
 from qat_lora.data.sources import TextConfig, open_documents
+from qat_lora.runtime.host.memory import peak_memory_bytes
 
 def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    return peak_memory_bytes(torch.device("cpu")) // 2**20
 
 folder, rows = sys.argv[1], None if sys.argv[2] == "None" else int(sys.argv[2])
 encode = make_encoder(PreTrainedTokenizerFast.from_pretrained(folder + "/tokenizer"))

@@ -2,6 +2,8 @@
 
 import importlib
 import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import click
@@ -125,3 +127,12 @@ def test_other_commands_name_what_they_have_to_lower(tiny, tmp_path, monkeypatch
 
 def test_peak_memory_of_a_process_is_that_of_the_process():
     assert 2**25 < peak_memory_bytes(torch.device("cpu")) < 2**38
+
+
+def test_peak_memory_is_not_that_of_the_process_that_started_this_one():
+    """getrusage's is, and a test that ran after a large one in the same process failed by it."""
+    held = torch.ones(2**28)  # 1 GiB
+    program = "import torch; from qat_lora.runtime.host.memory import peak_memory_bytes as peak; "
+    program += "print(peak(torch.device('cpu')))"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(ran.stdout) < held.nbytes
