@@ -153,6 +153,7 @@ def check_feed_dtypes_order_and_values(runtime, folder):
 
 def check_feed_raises_what_the_source_raises_after_its_items(runtime, folder):
     others = prefetch_threads()  # of this process's earlier tests
+
     def source():
         yield make_batch(0)
         yield make_batch(1)
