@@ -9,7 +9,7 @@ most devices.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -81,7 +81,7 @@ class Runtime(Protocol):
     def check_device_map(self) -> None:
         """Raise DeviceError where a loader must not spread one model over several devices instead of `place`."""
 
-    def feed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+    def feed(self, batches: Iterable[Batch]) -> Generator[Batch, None, None]:
         """Yield the batches, which are of this process's rows, as tensors on the device; the next is sent meanwhile."""
         with contextlib.closing(prefetch(batches, self._send)) as ready:
             for sent in ready:

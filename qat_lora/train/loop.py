@@ -59,22 +59,22 @@ def train(
     watch = CompileWatch(runtime, loop.max_recompiles, log.say)
     with stop_signals() as stopped, closing(log), closing(watch):
         run = Run(state, optimizer, runtime, hooks, settings, loop, progress, start, log, stopped)
-        steps = _Steps(run, rows, prepared, optim, watch)
-        callbacks: tuple[Evaluate | Checkpoint, ...] = (Evaluate(), Checkpoint())
-        for callback in callbacks:
-            callback.before_training(run)
-        while not run.is_over:
-            steps.take()
-            due = [callback.is_due(run) for callback in callbacks]
-            if run.step % loop.log_steps == 0 or any(due):
-                log.flush(runtime)
-            runtime.step_end()
-            watch.mark(OPTIMIZER_COMPILED)
-            watch.end(run.step)
-            if run.step == start + 1:
-                log.pause()
-            for callback, is_due in zip(callbacks, due, strict=True):
-                callback.after_step(run, is_due)
+        with closing(_Steps(run, rows, prepared, optim, watch)) as steps:
+            callbacks: tuple[Evaluate | Checkpoint, ...] = (Evaluate(), Checkpoint())
+            for callback in callbacks:
+                callback.before_training(run)
+            while not run.is_over:
+                steps.take()
+                due = [callback.is_due(run) for callback in callbacks]
+                if run.step % loop.log_steps == 0 or any(due):
+                    log.flush(runtime)
+                runtime.step_end()
+                watch.mark(OPTIMIZER_COMPILED)
+                watch.end(run.step)
+                if run.step == start + 1:
+                    log.pause()
+                for callback, is_due in zip(callbacks, due, strict=True):
+                    callback.after_step(run, is_due)
     run.export("last")
     if hooks.evaluate is None:
         run.export("best")
@@ -122,6 +122,12 @@ class _Steps:
         self._batches, self._anchors = runtime.feed(batches), None
         if prepared.anchor is not None:
             self._anchors = runtime.feed(anchor_batches(prepared.anchor, run.start, steps, per_process, **here))
+
+    def close(self) -> None:
+        """End the threads that read ahead: whoever holds an error's traceback would keep them alive."""
+        for feed in (self._batches, self._anchors):
+            if feed is not None:
+                feed.close()
 
     def take(self) -> None:
         """Dispatch one optimizer step, and note its values in the log; end the run if its rows cannot be read."""

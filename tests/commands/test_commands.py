@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 from dataclasses import replace
 
 import pytest
@@ -35,6 +36,7 @@ from qat_lora.files.checksums import seal
 from qat_lora.layers.convert import quant_layers
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.models.load import load_model
+from qat_lora.runtime.host.transfer import THREAD
 from qat_lora.train.loop import LoopConfig
 
 
@@ -197,6 +199,7 @@ def test_an_interrupted_recovery_goes_on_to_the_same_result(done, tmp_path, monk
     with pytest.raises(InterruptedRunError, match="after step 3 of 8") as caught:
         call("recover", options)
     assert caught.value.exit_code == 143
+    assert THREAD not in {thread.name for thread in threading.enumerate()}
     call("recover", options)
     whole = done["scaled" if train_scales else "run"]
     for name in ("start", "best", "last"):
