@@ -314,7 +314,7 @@ def test_memory_does_not_follow_the_document(tmp_path, megabytes, rows):
     byte_tokenizer("<s>", "</s>").save_pretrained(tmp_path / "tokenizer")
     program = [sys.executable, "-c", GROWTH, str(tmp_path), str(rows)]
     found = subprocess.run(program, check=True, capture_output=True, text=True).stdout
-    assert int(found) < 300  # MB; 2,017 when the document was encoded whole
+    assert int(found) < 500  # MB for any document, two windows' encodings; 2,017 when the document was encoded whole
 
 
 GROWTH = """
