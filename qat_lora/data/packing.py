@@ -16,6 +16,7 @@ million tokens); longer texts should become a KD cache, whose rows are read on d
 """
 
 import itertools
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -106,6 +107,22 @@ def pack_rows(
     if filled:
         row.doc_starts[filled] = True
         yield row._replace(cursor={"document": index + 1, "token": 0})
+
+
+def draw_rows(packed: Iterable[PackedRow], count: int, read: int, seed: int) -> tuple[list[PackedRow], int]:
+    """Return `count` rows drawn from the first `read` that have a target, all where there are fewer; and those read.
+
+    Every row is as likely (algorithm R of Vitter 1985), so the beginning of a text weighs no more than its end, only
+    `count` rows are held, and a stream without an end is read for a bounded time. A pure function of text and seed.
+    """
+    draw, kept, seen, taken = random.Random(seed), list[PackedRow](), 0, 0
+    for row in itertools.islice(packed, read):
+        taken += 1
+        if row.loss_mask[1:].any():
+            seen += 1
+            place = len(kept) if len(kept) < count else draw.randrange(seen)
+            kept[place : place + 1] = [row] if place < count else kept[place : place + 1]
+    return kept, taken
 
 
 def empty_row(length: int) -> PackedRow:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from qat_lora.cache.read.dataset import KDCacheDataset
-from qat_lora.data.packing import PackedRow, make_encoder, pack_rows
+from qat_lora.data.packing import PackedRow, draw_rows, make_encoder, pack_rows
 from qat_lora.data.sources import TextConfig, describe_source, open_documents
 from qat_lora.errors import ConfigError, MissingExtraError
 from qat_lora.files.gguf_header import GGUF
@@ -92,6 +92,7 @@ def text_inputs(text: TextConfig) -> list[str | None]:
 
 
 CALIBRATION_BATCH_ROWS = 8
+READ_A_ROW = 64  # rows of a text that are read for each one drawn for calibration
 
 
 def calibration_rows(batches: Iterator[Batch], rows: int) -> Iterator[Batch]:
@@ -120,9 +121,16 @@ def calibration(options: QuantizeOptions, model: CausalLM) -> tuple[Iterator[Bat
         check_fits(dataset, model)
         return cached_calibration_rows(dataset, rows, options.run.seed), dataset.manifest.fingerprint.sha256
     fits_positions(model, length)
-    tokenizer = load_tokenizer(model.tokenizer_folder, options.hub.trust_remote_code)
-    batches = text_batches(options.text, tokenizer, length, rows, CALIBRATION_BATCH_ROWS)
-    return calibration_rows(batches, rows), describe_source(options.text)
+    encode = make_encoder(load_tokenizer(model.tokenizer_folder, options.hub.trust_remote_code))
+    packed = pack_rows(open_documents(options.text), encode, length)
+
+    def drawn() -> Iterator[PackedRow]:
+        kept, read = draw_rows(packed, rows, READ_A_ROW * rows, options.run.seed)
+        say(options.run, f"calibration: drew {len(kept):,} of {read:,} rows read")
+        yield from kept
+
+    source = f"{READ_A_ROW * rows} rows read of {describe_source(options.text)}"
+    return calibration_rows(batches_of(drawn(), length, CALIBRATION_BATCH_ROWS), rows), source
 
 
 def batches_of(taken: Iterator[PackedRow], length: int, batch_rows: int) -> Iterator[Batch]:

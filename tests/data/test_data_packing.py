@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from qat_lora.data import tokenize as pieces
-from qat_lora.data.packing import make_encoder, pack_rows, share, take_eval
+from qat_lora.data.packing import draw_rows, empty_row, make_encoder, pack_rows, share, take_eval
 from qat_lora.data.sources import Document, TextConfig, open_documents
 from qat_lora.errors import ConfigError, TextError
 
@@ -345,3 +345,32 @@ def test_real_files_resume_at_every_row_across_open_documents(tmp_path):
     for i, row in enumerate(rows):
         rest = pack_rows(open_documents(config, row.cursor["document"]), encode, 19, row.cursor)
         assert [plain(r) for r in rest] == [plain(r) for r in rows[i + 1 :]]
+
+
+def row_of(number, counts=True):
+    row = empty_row(2)
+    row.input_ids[:], row.loss_mask[1] = number, counts
+    return row
+
+
+def drawn(rows, count, read, seed):
+    kept, seen = draw_rows(rows, count, read, seed)
+    return [int(row.input_ids[0]) for row in kept], seen
+
+
+def test_rows_are_drawn_from_all_that_is_read_each_as_likely():
+    """The first rows, as `islice` takes them, would be there every time and the others never."""
+    times = np.bincount(np.concatenate([drawn(map(row_of, range(40)), 10, 40, seed)[0] for seed in range(2000)]))
+    assert times.sum() == 20_000 and len(times) == 40
+    deviations = (times - 500) / np.sqrt(2000 * 0.25 * 0.75)
+    assert np.abs(deviations).max() < 4.5 and 15 < (deviations**2).sum() < 80
+
+
+def test_draws_repeat_end_and_leave_out_rows_without_a_target():
+    endless = map(row_of, iter(int, 1))
+    assert drawn(endless, 3, 100, 0)[1] == 100
+    assert drawn(map(row_of, range(99)), 5, 99, 7) == drawn(map(row_of, range(99)), 5, 99, 7)
+    assert drawn(map(row_of, range(99)), 5, 99, 7) != drawn(map(row_of, range(99)), 5, 99, 8)
+    assert drawn(map(row_of, range(4)), 9, 99, 0) == ([0, 1, 2, 3], 4)
+    kept, seen = drawn((row_of(i, i % 2) for i in range(20)), 20, 15, 0)
+    assert (kept, seen) == ([1, 3, 5, 7, 9, 11, 13], 15)

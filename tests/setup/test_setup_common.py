@@ -1,11 +1,16 @@
 """What several commands share: names of runs, rows for calibration."""
 
+from dataclasses import replace
+from itertools import islice
+
 import numpy as np
 import pytest
 from toy_pipeline import cache_options, call, quantize_options
 
 from qat_lora.cache.read.dataset import KDCacheDataset
-from qat_lora.models.load import load_model
+from qat_lora.data.packing import make_encoder, pack_rows
+from qat_lora.data.sources import TextConfig, open_documents
+from qat_lora.models.load import load_model, load_tokenizer
 from qat_lora.setup.common import cached_calibration_rows, calibration, calibration_rows, run_name
 
 
@@ -41,3 +46,19 @@ def test_a_cache_gives_as_many_rows_as_asked_for_or_all(tiny, tmp_path):
     moved = cache.rename(tmp_path / "moved")
     _, text = calibration(quantize_options(tiny, tmp_path / "student", moved), load_model(str(tiny.teacher)))
     assert text == dataset.manifest.fingerprint.sha256
+
+
+def test_a_text_is_drawn_from_beyond_its_first_rows_and_says_so(tiny, tmp_path, capsys):
+    options = quantize_options(tiny, tmp_path / "student", None, calibration_rows=3, calibration_length=16)
+    options = replace(options, text=TextConfig(dataset=str(tiny.text)), run=replace(options.run, quiet=False))
+    model = load_model(str(tiny.teacher))
+
+    def rows(seed):
+        batches, identity = calibration(replace(options, run=replace(options.run, seed=seed)), model)
+        assert identity.startswith("192 rows read of ")
+        return np.concatenate([batch["input_ids"] for batch in batches])
+
+    encode = make_encoder(load_tokenizer(model.tokenizer_folder))
+    first = [row.input_ids for row in islice(pack_rows(open_documents(options.text), encode, 16), 3)]
+    assert (rows(0) == rows(0)).all() and (rows(0) != rows(1)).any() and (rows(0) != np.stack(first)).any()
+    assert "calibration: drew 3 of 192 rows read" in capsys.readouterr().out
