@@ -44,6 +44,7 @@ def test_prefetch_holds_at_most_two_items_beyond_the_one_in_use():
 
 
 HANGING = """
+import signal
 import threading
 from qat_lora.runtime.host import transfer
 
@@ -52,6 +53,7 @@ def source():
     print("reading", flush=True)
     threading.Event().wait()  # a disk that never answers
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start without it
 transfer._HANGING_S = 0.1
 for item in transfer.prefetch(source(), int):
     pass
