@@ -18,7 +18,8 @@ WORKERS ?= 2
 TPU_VENV ?= .venv-tpu
 TPU_STAMP := $(TPU_VENV)/.installed
 
-# The engines that serve exports; `make test-full` lets them read one.
+# The engines that serve exports; `make test-full` lets them read one. llama.cpp is built for any x86 processor: built
+# for one with AMX, it crashed in the decoding of a 2-bit model.
 ENGINES_VENV ?= .venv-engines
 ENGINES_STAMP := $(ENGINES_VENV)/.installed
 
@@ -42,7 +43,7 @@ engines: $(ENGINES_STAMP)
 
 $(ENGINES_STAMP): requirements-engines.txt
 	test -x $(ENGINES_VENV)/bin/python || $(PYTHON) -m venv $(ENGINES_VENV)
-	$(ENGINES_VENV)/bin/python -m pip install --disable-pip-version-check -q -r requirements-engines.txt
+	CMAKE_ARGS=-DGGML_NATIVE=OFF $(ENGINES_VENV)/bin/python -m pip install --disable-pip-version-check -q -r requirements-engines.txt
 	touch $@
 
 demo: install
