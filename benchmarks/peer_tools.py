@@ -56,7 +56,7 @@ Maker = Callable[[Path], dict[str, Any]]
 """Writes one student into a folder; returns `bytes` and what else the table shows."""
 
 
-def stored_bytes(folder: Path, dense: set[str]) -> int:
+def stored_bytes(folder: Path) -> int:
     """Return the bytes of the tensors in a folder's safetensors files, counted as the module says."""
     from safetensors import safe_open
 
@@ -66,8 +66,8 @@ def stored_bytes(folder: Path, dense: set[str]) -> int:
             for name in tensors.keys():  # noqa: SIM118 (no iterator)
                 tensor = tensors.get_tensor(name)
                 if not name.endswith(TRIVIAL):
-                    wide = name in dense or tensor.dtype.is_floating_point
-                    total += tensor.numel() * (min(2, tensor.element_size()) if wide else tensor.element_size())
+                    most = 2 if tensor.dtype.is_floating_point else 8
+                    total += tensor.numel() * min(most, tensor.element_size())
     return total
 
 
@@ -147,7 +147,7 @@ def autoround(job: Job) -> Iterator[tuple[str, Maker]]:
             save_dense(job, out, state)
             packed = Path(f"{out}.packed")
             tool.save_quantized(str(packed), format="auto_round")
-            size = stored_bytes(next(packed.rglob("*.safetensors")).parent, set(teacher_state(job)))
+            size = stored_bytes(next(packed.rglob("*.safetensors")).parent)
             shutil.rmtree(packed)
             return {"bytes": size}
 
@@ -180,8 +180,11 @@ def hqq(job: Job) -> Iterator[tuple[str, Maker]]:
 
 
 def llamacpp(job: Job) -> Iterator[tuple[str, Maker]]:
-    """llama.cpp: every type of llama-quantize from Q8_0 down, without and with the rows' importance matrix."""
-    import gguf
+    """llama.cpp: every type of llama-quantize from Q8_0 down, without and with the rows' importance matrix.
+
+    It runs under our Python: the `gguf` package does not know every type that the programs write.
+    """
+    from qat_lora.files.gguf_header import read_header
 
     def program(name: str, *words: object) -> str:
         run = subprocess.run([*job.arguments.llama.split(), name, *map(str, words)], capture_output=True, text=True)
@@ -199,9 +202,9 @@ def llamacpp(job: Job) -> Iterator[tuple[str, Maker]]:
             said = program("llama-quantize", *words, whole, out / "model.gguf", kind, 1)
             copy_texts(job, out)
             fell = re.search(r"(\d+) of \d+ tensor\(s\) required fallback", said)
-            tensors = gguf.GGUFReader(out / "model.gguf").tensors
+            tensors = read_header(out / "model.gguf").tensors.values()
             note = f"{fell[1]} tensors of another type: rows too short" if fell and int(fell[1]) > 1 else ""
-            return {"bytes": int(sum(tensor.n_bytes for tensor in tensors)), "note": note}
+            return {"bytes": sum(tensor.size for tensor in tensors), "note": note}
 
         return make
 
@@ -231,7 +234,7 @@ def mlx(job: Job) -> Iterator[tuple[str, Maker]]:
         model.set_dtype(mx.float16)
         save(str(out), str(job.teacher), model, tokenizer, config)
         copy_texts(job, out)
-        return {"bytes": stored_bytes(out, set(teacher_state(job)))}
+        return {"bytes": stored_bytes(out)}
 
     def plain(bits: int, group: int, recipe: str = "") -> Maker:
         def make(out: Path) -> dict[str, Any]:
@@ -415,7 +418,7 @@ def gptqmodel(job: Job) -> Iterator[tuple[str, Maker]]:
             model.quantize(dataset(job.calibration), batch_size=1)
             model.save(str(out))
             copy_texts(job, out)
-            return {"bytes": stored_bytes(out, set(teacher_state(job)))}
+            return {"bytes": stored_bytes(out)}
 
         return make
 
@@ -448,7 +451,7 @@ def llmcompressor(job: Job) -> Iterator[tuple[str, Maker]]:
             save_dense(job, out, state)
             packed = Path(f"{out}.packed")
             model.save_pretrained(packed, save_compressed=True)
-            size = stored_bytes(packed, set(teacher_state(job)))
+            size = stored_bytes(packed)
             shutil.rmtree(packed)
             return {"bytes": size}
 

@@ -40,7 +40,7 @@ from qat_lora.extras import pyplot
 from qat_lora.layers.convert import lora_layers, quant_layers, weight_count
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.models.load import CausalLM, load_model, load_tokenizer
-from qat_lora.models.student import open_student
+from qat_lora.models.student import Student, open_student
 from qat_lora.options import CacheBuildOptions, QatOptions, QuantizeOptions, RecoverOptions, RunConfig
 from qat_lora.registry import COMMANDS
 from qat_lora.runtime.launch.start import run
@@ -48,7 +48,7 @@ from qat_lora.setup.common import cached_calibration_rows, text_batches
 from qat_lora.train.loop import LoopConfig
 from qat_lora.train.optim import OptimConfig
 
-OURS, BATCH = "qat-lora", 8
+OURS, BATCH, AT_ONCE = "qat-lora", 8, 12
 PRESETS = ("q2_0", "w2g64", "q3g64", "w3g128", "q4_0", "w4g128")
 HEADS = (None, "q8_0", "q4_0")
 ADAPTED, RANKS = ("q2_0", "w3g128", "w4g128"), (4, 16)
@@ -174,15 +174,15 @@ def score(arguments: argparse.Namespace) -> None:
     found = text_batches(text, load_tokenizer(teacher.folder), prepared["rows"]["length"], arguments.eval_rows, BATCH)
     batches = [{name: torch.from_numpy(array) for name, array in batch.items()} for batch in found]
     rows = [(file, read(file)) for file in sorted(work.glob("students/*/made.json"))]
-    for file, row in rows:
-        if "kl" in row or "failed" in row:
-            continue
-        gguf = file.parent / "model.gguf"
-        student = open_student(str(row.get("folder") or (gguf if gguf.is_file() else file.parent))).model
-        tally = measure(teacher, {"student": student}, batches, quiet=True)["student"].figures
-        row |= {"kl": round(tally["kl"], 5), "perplexity": round(tally["ppl"], 4)}
-        file.write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
-        print(f"{row['tool']:16} {row['setting']:48} {row['bytes']:9,} {row['kl']:.4f} {row['perplexity']:.3f}")
+    waiting = [(file, row) for file, row in rows if not {"kl", "failed"} & set(row)]
+    for some in (waiting[start : start + AT_ONCE] for start in range(0, len(waiting), AT_ONCE)):
+        students = {str(file): open_made(file, row).model for file, row in some}
+        tallies = measure(teacher, students, batches, quiet=True)
+        for file, row in some:
+            tally = tallies[str(file)].figures
+            row |= {"kl": round(tally["kl"], 5), "perplexity": round(tally["ppl"], 4)}
+            file.write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
+            print(f"{row['tool']:16} {row['setting']:48} {row['bytes']:9,} {row['kl']:.4f} {row['perplexity']:.3f}")
     alone = measure(teacher, {}, batches, quiet=True)["teacher"].figures
     result = {
         "date": time.strftime("%Y-%m-%d"),
@@ -200,6 +200,12 @@ def score(arguments: argparse.Namespace) -> None:
     result["rows"].sort(key=lambda row: (row.get("bytes", 0), row["tool"], row["setting"]))
     result["against_peers"] = against_peers(result["rows"])
     arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def open_made(file: Path, row: dict[str, Any]) -> Student:
+    """Open a student: the folder that its row names, a GGUF file, or the folder of `made.json`."""
+    gguf = file.parent / "model.gguf"
+    return open_student(str(row.get("folder") or (gguf if gguf.is_file() else file.parent)))
 
 
 def lowest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
