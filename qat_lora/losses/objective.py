@@ -6,6 +6,10 @@ carries T². `anchor`, the distance to the student before training, has rows of 
 micro-batch through the same function. The config alone decides which terms exist, and their weights at a step come in
 separately: a term that disappeared once its weight had annealed to 0 would change the compiled graph.
 
+Besides its terms it gives `kl`, the distance that evaluations report (`evaluation_objective`), for the log: nats on one
+scale, whatever is minimised. `hybrid` and `sampled` lack the teacher's entropy and T² scales a softened term, so no
+loss is that number but `ghost` and `full` at T = 1.
+
 A sparse teacher is only correct together with the mass of its tail at the same temperature, 1 - Σ_topK exp(z/T)/Z_T.
 Only the builder of the cache saw the whole vocabulary; guessing Z_T from the mass at T = 1 is wrong by orders of
 magnitude, so a temperature that the batch does not carry is refused. Draws are right at T = 1 only.
@@ -13,6 +17,7 @@ magnitude, so a temperature that the batch does not carry is refused. Draws are 
 
 import functools
 from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal, get_args
 
 import torch
@@ -129,6 +134,14 @@ class ObjectiveConfig:
         return {name: weight for name, weight in weights.items() if largest[name] > 0}
 
 
+def logs_kl(config: ObjectiveConfig, arrays: Container[str]) -> bool:
+    """Return whether `objective_loss` gives `kl` for batches with these arrays: a teacher's, where there are logits."""
+    if config.estimator == "full" and config.kd_weight > 0:
+        return True
+    makes_logits = bool(config.weights_at(0.0).keys() & {"kd", "ce", "hard_top1"})
+    return makes_logits and "head_ids" in arrays and "lse" in arrays
+
+
 def weight_tensors(weights: Mapping[str, float], send: Callable[[Sequence[float]], Tensor]) -> dict[str, Tensor]:
     """Return weights as data on a device, tensors of one entry; `send` is `Runtime.numbers`.
 
@@ -148,7 +161,8 @@ def objective_loss(
 ) -> LossSum:
     """Return the objective of a micro-batch, added up over the positions that its `target_mask` keeps.
 
-    Shifted here, once: position p of a row has seen tokens 0..p and is scored on token p+1.
+    Shifted here, once: position p of a row has seen tokens 0..p and is scored on token p+1. Beside its terms there is
+    `kl`, which no weight scales, where `logs_kl`.
 
     Args:
         hidden_BLH, lm_head: the student's last hidden states and output head.
@@ -176,11 +190,20 @@ def objective_loss(
         terms.append(label_term(batch["input_ids"][:, 1:].reshape(-1), weights["ce"], "ce"))
     if "hard_top1" in names:
         terms.append(label_term(batch["head_ids"][..., 0].reshape(-1), weights["hard_top1"], "hard_top1"))
+    estimator = choose_estimator(config.estimator, batch, config.temperature)
+    kd_is_kl = "kd" in names and estimator in ("ghost", "full") and config.temperature == 1.0
+    kl: SparseTeacher | None = None
+    if logs_kl(config, batch) and not kd_is_kl:
+        if isinstance(kd := terms[0], DenseTerm):
+            terms.append(replace(kd, weight=0.0, name="kl", temperature=1.0))
+        else:
+            kl = sparse_teacher_from_batch(batch)
+            kl = kl._replace(ids_NK=kd.teacher.ids_NK) if isinstance(kd, TopKTerm) else kl
     parts: list[LossSum] = []
     if terms:
         walk = "positions" if config.loss_walk == "auto" else config.loss_walk
         size, rows = config.loss_chunk_bytes, len(hidden_BLH)
-        parts.append(fused_linear_kd(hidden_NH, lm_head, terms, mask_N, chunk_bytes=size, walk=walk, rows=rows))
+        parts.append(fused_linear_kd(hidden_NH, lm_head, terms, mask_N, chunk_bytes=size, walk=walk, rows=rows, kl=kl))
     if "hidden" in names:
         teacher_NH = wanted(batch, "teacher_hidden", "hidden_weight")
         if teacher_NH.shape != hidden_NH.shape:
@@ -191,7 +214,8 @@ def objective_loss(
         error_sum, count = hidden_error_sum(hidden_NH, teacher_NH, mask_N)
         parts.append(LossSum(error_sum * weights["hidden"], count, {"hidden": error_sum.detach()}))
     loss_sum = parts[0].loss_sum if len(parts) == 1 else parts[0].loss_sum + parts[1].loss_sum
-    return LossSum(loss_sum, parts[0].token_count, {name: x for part in parts for name, x in part.terms.items()})
+    by_name = {name: x for part in parts for name, x in part.terms.items()}
+    return LossSum(loss_sum, parts[0].token_count, by_name | ({"kl": by_name["kd"]} if kd_is_kl else {}))
 
 
 def choose_estimator(name: EstimatorName, arrays: Container[str], temperature: float) -> EstimatorName:

@@ -114,7 +114,7 @@ class _Steps:
         runtime, loop = run.runtime, run.loop
         self._accumulation = loop.accumulation(runtime.replicas)
         self._dtype = torch.bfloat16 if loop.autocast else torch.float32
-        self._zeros = zero_sums(prepared.objective, runtime.device)
+        self._zeros = zero_sums(prepared.objective, runtime.device, prepared.logs_kl)
         runtime.mark_step()  # optimizer state, gradients and zeros exist now, outside the first micro-batch's graph
         per_process, steps = loop.batch_size * (runtime.replicas // runtime.processes), loop.max_steps - run.start
         here = {"replica": runtime.rank, "replicas": runtime.processes}
@@ -149,7 +149,7 @@ class _Steps:
 
     def _gradients(self, weights: Mapping[str, Tensor]) -> tuple[Sums, QatLoraError | OSError | None]:
         """Run forward and backward on a step's micro-batches; return their sums, or the error of unreadable rows."""
-        model, (objective, teacher_lm_head, _), runtime = self._run.state.model, self._prepared, self._run.runtime
+        model, (objective, teacher_lm_head, *_), runtime = self._run.state.model, self._prepared, self._run.runtime
         sums, failed = self._zeros, None
         for _ in range(self._accumulation):
             try:

@@ -3,7 +3,8 @@
 A chunk is a product into a buffer that all chunks share, one launch for each softmax (`triton_kernel`), and a product
 back: three launches where `by_token` has some hundred. The logits stay in the dtype of the products, so one copy of a
 chunk is all that exists; softmax and sums are float32 in registers. What the kernel does not know, above all the exact
-KL with its two heads, goes by positions as on any device; the numbers are the same either way.
+KL with its two heads, goes by positions as on any device; the numbers are the same either way. The KL that is only
+logged is made outside it, of the products at its ids and the row's log Σ exp.
 
 The kernel is an operator of PyTorch, so dispatch finds its device: on CUDA it is launched, in Triton's interpreter it
 runs on a CPU, and on meta and fake tensors it is a call that can be counted.
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from qat_lora.errors import DeviceError
 from qat_lora.losses.estimators import IN_KERNEL, Estimator, topk_part, weighted
-from qat_lora.losses.fused.gradients import Group, Task, Walked, keep
+from qat_lora.losses.fused.gradients import Group, Task, Walked, finish_logits, keep, kl_sum
 
 MOST_ENTRIES = 4_096  # of the top K, and of the points of a softmax: a program holds them all at once
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -43,18 +44,27 @@ def walk_kernel(task: Task, chunk_tokens: int) -> Walked:
     A trained output head's gradient is a product in the dtype of the others a chunk, added up in float32. DeviceError
     without Triton, or with neither a GPU nor its interpreter.
     """
-    wanted, weight_VH = task.wanted, task.lm_head.weight_VH
+    wanted, weight_VH, mask_N, wide = task.wanted, task.lm_head.weight_VH, task.mask_N, task.wide
     count, vocab = len(task.hidden_NH), len(weight_VH)
     d_hidden = torch.empty_like(task.hidden_NH) if wanted.hidden else None
-    d_weight = torch.zeros_like(weight_VH, dtype=task.wide) if wanted.weight else None
-    d_bias = torch.zeros_like(weight_VH[:, 0], dtype=task.wide) if wanted.bias else None
+    d_weight = torch.zeros_like(weight_VH, dtype=wide) if wanted.weight else None
+    d_bias = torch.zeros_like(weight_VH[:, 0], dtype=wide) if wanted.bias else None
     softmaxes = [_softmax(task, group) for group in task.groups]
+    kl = next((group.kl for group in task.groups if group.kl), None)
+    kl_ids_NK = None if kl is None else kl[1].ids_NK.masked_fill(~mask_N[:, None], 0)
+    kl_raw: list[Tensor] = []
+    at_1 = next((softmax for softmax in softmaxes if softmax.temperature == 1.0), None)
+    apart = _softmax(task, Group(1.0, None, [], [], [])) if kl and at_1 is None else None
     chunk_tokens = -(-chunk_tokens // 16) * 16  # Triton compiles again where a slice is aligned to less than 16 bytes
     store_CV = task.hidden_NH.new_empty(min(chunk_tokens, count), vocab)
     for start in range(0, count, chunk_tokens):
         rows = slice(start, start + chunk_tokens)
         hidden_CH = task.hidden_NH[rows]
         raw_CV = torch.mm(hidden_CH, weight_VH.t(), out=store_CV[: len(hidden_CH)])
+        if kl_ids_NK is not None:
+            kl_raw.append(raw_CV.gather(1, kl_ids_NK[rows]))
+        if apart is not None:  # without entries and gradient it leaves the products as they are
+            _run(task, apart, raw_CV, rows, gradient=False)
         others = [_run(task, softmax, raw_CV.clone(), rows) for softmax in softmaxes[:-1]]
         grad_CV = _run(task, softmaxes[-1], raw_CV, rows)
         for other_CV in others if any(wanted) else ():
@@ -64,14 +74,18 @@ def walk_kernel(task: Task, chunk_tokens: int) -> Walked:
         if d_weight is not None:
             d_weight.add_(grad_CV.t() @ hidden_CH)
         if d_bias is not None:
-            d_bias.add_(grad_CV.sum(0, dtype=task.wide))
+            d_bias.add_(grad_CV.sum(0, dtype=wide))
     sums: dict[int, Tensor] = {}
     for group, (loss_N, log_z_N, z_ND) in zip(task.groups, (softmax.results for softmax in softmaxes), strict=True):
         sums |= {index: loss_N.sum() for index, _ in group.topk}
         widths = [term.ids_ND.shape[1] for _, term in group.points]
         for (index, term), z_NE in zip(group.points, z_ND.split(widths, 1) if widths else (), strict=True):
             distance_N = weighted(term.weights_ND.float(), log_z_N[:, None] - z_NE).sum(1)
-            sums[index] = keep(distance_N, task.mask_N).sum()
+            sums[index] = keep(distance_N, mask_N).sum()
+    if kl is not None and kl_ids_NK is not None and (softmax := at_1 or apart):
+        bias_V = task.lm_head.bias_V
+        z_NK, _ = finish_logits(torch.cat(kl_raw), None if bias_V is None else bias_V[kl_ids_NK], task.lm_head, wide)
+        sums[kl[0]] = kl_sum(kl[1], mask_N, z_NK - softmax.results[1][:, None])
     return Walked(sums, d_hidden, d_weight, d_bias)
 
 
@@ -104,13 +118,15 @@ def _softmax(task: Task, group: Group) -> _Softmax:
     return _Softmax(estimator.__name__, group.temperature, [x.contiguous() for x in given], results)
 
 
-def _run(task: Task, softmax: _Softmax, raw_CV: Tensor, rows: slice) -> Tensor:
-    """Return the gradient with respect to raw products, which takes their place."""
+def _run(task: Task, softmax: _Softmax, raw_CV: Tensor, rows: slice, gradient: bool = True) -> Tensor:
+    """Return the gradient with respect to raw products, which takes their place, if it is wanted."""
     lm_head = task.lm_head
     factors = [lm_head.logit_scale, lm_head.softcap or 0.0, softmax.temperature]
     given, results = ([x[rows] for x in tensors] for tensors in (softmax.given, softmax.results))
     _library()
-    torch.ops.qat_lora.kd_rows(raw_CV, lm_head.bias_V, given, results, factors, softmax.estimator, any(task.wanted))
+    torch.ops.qat_lora.kd_rows(
+        raw_CV, lm_head.bias_V, given, results, factors, softmax.estimator, gradient and any(task.wanted)
+    )
     return raw_CV
 
 

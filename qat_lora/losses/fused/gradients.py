@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qat_lora.losses.estimators import DenseTerm, PointTerm, Term, TopKTerm, log_add, weighted, wide_dtype
+from qat_lora.losses.estimators import DenseTerm, PointTerm, Term, TopKTerm, ghost, log_add, weighted, wide_dtype
 from qat_lora.types import LMHead, SparseTeacher
 
 
@@ -25,11 +25,17 @@ class Group(NamedTuple):
     topk: list[tuple[int, TopKTerm]]  # each term with its index among all terms
     points: list[tuple[int, PointTerm]]
     dense: list[tuple[int, DenseTerm]]
+    kl: tuple[int, SparseTeacher] | None = None  # at temperature 1: a distance that is logged and has no gradient
 
     @property
     def indices(self) -> list[int]:
         """The terms, in the order in which their sums are made."""
-        return [index for index, _ in (*self.topk, *self.points, *self.dense)]
+        return [index for index, _ in (*self.topk, *self.points, *([self.kl] if self.kl else []), *self.dense)]
+
+    @property
+    def needs_log_tail_1(self) -> bool:
+        """Whether `group_gradient` wants the tail's sum at temperature 1, too."""
+        return self.kl is not None and self.temperature != 1.0
 
 
 class Wanted(NamedTuple):
@@ -70,7 +76,7 @@ class GroupGradient(NamedTuple):
 
     sums: dict[int, Tensor]  # as in `Walked`
     tail_C: Tensor  # gradient of the tail as a whole
-    entries: list[Tensor]  # what to add to the gradient at each of `entry_ids`
+    entries: list[Tensor]  # what to add to the gradient at each of `entry_ids`; less one where the last is only read
 
 
 def real_vocabulary(lm_head: LMHead, dtype: torch.dtype, wide: torch.dtype) -> LMHead:
@@ -124,18 +130,18 @@ def with_tensors(task: Task, per_row: Callable[[Tensor], Tensor], whole: Callabl
     def group(old: Group) -> Group:
         ids_NK = None if old.ids_NK is None else per_row(old.ids_NK)
         topk, points, dense = [], [], []
+
+        def teacher(held: SparseTeacher) -> SparseTeacher:
+            ids = per_row(held.ids_NK) if ids_NK is None else ids_NK
+            return SparseTeacher(ids, per_row(held.log_probs_NK), per_row(held.log_tail_N), held.temperature)
+
         for index, term in old.topk:
-            held = term.teacher
-            log_probs_NK, log_tail_N = per_row(held.log_probs_NK), per_row(held.log_tail_N)
-            teacher = SparseTeacher(
-                held.ids_NK if ids_NK is None else ids_NK, log_probs_NK, log_tail_N, held.temperature
-            )
-            topk.append((index, replace(term, teacher=teacher)))
+            topk.append((index, replace(term, teacher=teacher(term.teacher))))
         for index, point in old.points:
             points.append((index, replace(point, ids_ND=per_row(point.ids_ND), weights_ND=per_row(point.weights_ND))))
         for index, exact in old.dense:
             dense.append((index, replace(exact, hidden_NH=per_row(exact.hidden_NH), lm_head=of_lm_head(exact.lm_head))))
-        return Group(old.temperature, ids_NK, topk, points, dense)
+        return Group(old.temperature, ids_NK, topk, points, dense, old.kl and (old.kl[0], teacher(old.kl[1])))
 
     return Task(
         per_row(task.hidden_NH),
@@ -147,8 +153,11 @@ def with_tensors(task: Task, per_row: Callable[[Tensor], Tensor], whole: Callabl
     )
 
 
-def group_terms(terms: Sequence[Term]) -> list[Group]:
-    """Sort terms into as few softmax passes as their temperatures and top-K ids allow."""
+def group_terms(terms: Sequence[Term], kl: SparseTeacher | None = None) -> list[Group]:
+    """Sort terms into as few softmax passes as their temperatures and top-K ids allow; `kl` joins one and makes none.
+
+    ValueError where it cannot: it needs the ids of a top-K term, or labels or draws at temperature 1.
+    """
     groups: list[Group] = []
     for index, term in sorted(enumerate(terms), key=lambda pair: isinstance(pair[1], PointTerm)):  # points join others
         if isinstance(term, DenseTerm):
@@ -164,20 +173,32 @@ def group_terms(terms: Sequence[Term]) -> list[Group]:
             same[0].topk.append((index, term))
         else:
             same[0].points.append((index, term))
+    if kl is not None:
+        fits = [i for i, g in enumerate(groups) if g.ids_NK is kl.ids_NK]
+        fits += [i for i, g in enumerate(groups) if g.ids_NK is None and g.points and g.temperature == 1.0]
+        if not fits:
+            raise ValueError("kl: no term has its top-K ids, and none has labels or draws at temperature 1")
+        groups[fits[0]] = groups[fits[0]]._replace(kl=(len(terms), kl))
     return groups
 
 
 def entry_ids(group: Group, mask_N: Tensor) -> list[Tensor]:
-    """Return the ids whose logits a group reads: the top K's, if any, then each point term's."""
+    """Return the ids whose logits a group reads: the top K's, if any, each point term's, and `kl`'s if it has others."""
     ids = [] if group.ids_NK is None else [group.ids_NK]
     ids += [term.ids_ND for _, term in group.points]
+    ids += [group.kl[1].ids_NK] if group.kl and group.ids_NK is None else []
     return [x.long().masked_fill(~mask_N[:, None], 0) for x in ids]  # where masked, an id that exists
 
 
-def group_gradient(task: Task, group: Group, entry_z: Sequence[Tensor], log_tail_C: Tensor) -> GroupGradient:
-    """Return losses and gradients of a group, from z/T at the `entry_ids`, and log Σ exp(z/T) without the top K's."""
+def group_gradient(
+    task: Task, group: Group, entry_z: Sequence[Tensor], log_tail_C: Tensor, log_tail_1_C: Tensor | None = None
+) -> GroupGradient:
+    """Return losses and gradients of a group, from z/T at the `entry_ids`, and log Σ exp(z/T) without the top K's.
+
+    `log_tail_1_C` is the latter at T = 1, where the group `needs_log_tail_1`.
+    """
     mask_C = task.mask_N
-    topk_z, point_z = (entry_z[:1], entry_z[1:]) if group.topk else ((), entry_z)
+    topk_z, point_z = (entry_z[:1], entry_z[1:]) if group.topk else ((), entry_z[: len(group.points)])
     log_z_C = log_add(topk_z[0].logsumexp(1), log_tail_C) if topk_z else log_tail_C  # log Σ_V exp(z/T)
     log_rest_C = log_tail_C - log_z_C  # log(1 - b)
     log_p_CK = topk_z[0] - log_z_C[:, None] if topk_z else log_tail_C.new_zeros(len(log_tail_C), 0)
@@ -197,9 +218,29 @@ def group_gradient(task: Task, group: Group, entry_z: Sequence[Tensor], log_tail
         tail_C = tail_C + mass_C * log_rest_C.exp()
         topk_CK = topk_CK + mass_C[:, None] * log_p_CK.exp()
         point_grads.append(-task.scales[index] * weights_CD)
+    if group.kl is not None:
+        kl_index, teacher = group.kl
+        if not group.topk:
+            sums[kl_index] = kl_sum(teacher, mask_C, entry_z[-1] - log_z_C[:, None])
+        elif log_tail_1_C is None:
+            sums[kl_index] = kl_sum(teacher, mask_C, log_p_CK, log_rest_C)
+        else:
+            z_CK = topk_z[0] * group.temperature
+            log_z_C = log_add(z_CK.logsumexp(1), log_tail_1_C)
+            sums[kl_index] = kl_sum(teacher, mask_C, z_CK - log_z_C[:, None], log_tail_1_C - log_z_C)
     back = 1 / group.temperature  # d(z/T)/dz; with the T² of `scales` a softened term is scaled by T
     entries = [topk_CK, *point_grads] if group.topk else point_grads
     return GroupGradient(sums, keep(tail_C, mask_C) * back, [keep(grad_CE, mask_C) * back for grad_CE in entries])
+
+
+def kl_sum(teacher: SparseTeacher, mask_C: Tensor, log_p_CK: Tensor, log_rest_C: Tensor | None = None) -> Tensor:
+    """Return the sum of the KL with one bucket for the tail; without log(1 - b), its noise of 1e-6 a token is in it."""
+    if log_rest_C is None:
+        b_C = log_p_CK.exp().sum(1)
+        log_rest_C = (1 - b_C).clamp_min(torch.finfo(b_C.dtype).eps).log()
+    wide = log_p_CK.dtype
+    loss_C = ghost(log_p_CK, log_rest_C, teacher.log_probs_NK.to(wide), teacher.log_tail_N.to(wide)).loss_N
+    return keep(loss_C, mask_C).sum()
 
 
 def keep(value: Tensor, mask_C: Tensor) -> Tensor:
