@@ -183,7 +183,7 @@ def group_terms(terms: Sequence[Term], kl: SparseTeacher | None = None) -> list[
 
 
 def entry_ids(group: Group, mask_N: Tensor) -> list[Tensor]:
-    """Return the ids whose logits a group reads: the top K's, if any, each point term's, and `kl`'s if it has others."""
+    """Return the ids whose logits a group reads: the top K's, if any, each point term's, `kl`'s if it has others."""
     ids = [] if group.ids_NK is None else [group.ids_NK]
     ids += [term.ids_ND for _, term in group.points]
     ids += [group.kl[1].ids_NK] if group.kl and group.ids_NK is None else []
