@@ -138,7 +138,20 @@ class DenseTerm:
     temperature: float = 1.0
 
 
-Term = TopKTerm | PointTerm | DenseTerm
+@dataclass(frozen=True, eq=False)
+class KLTerm:
+    """The KL to a sparse teacher at temperature 1, the tail as one bucket (`ghost`): for the log, it has no gradient.
+
+    It needs another term that has its ids, the same tensor, in a top K, or labels or draws at temperature 1.
+    """
+
+    teacher: SparseTeacher
+    weight: float = 0.0
+    name: str = "kl"
+    temperature: float = 1.0
+
+
+Term = TopKTerm | PointTerm | DenseTerm | KLTerm
 
 
 def label_term(labels_N: Tensor, weight: float | Tensor = 1.0, name: str = "ce") -> PointTerm:

@@ -26,7 +26,7 @@ from torch import Tensor
 from qat_lora.config import option, settings
 from qat_lora.errors import CacheError, ConfigError
 from qat_lora.losses import estimators
-from qat_lora.losses.estimators import DenseTerm, Term, TopKTerm, label_term, log_add, wide_dtype
+from qat_lora.losses.estimators import DenseTerm, KLTerm, Term, TopKTerm, label_term, log_add, wide_dtype
 from qat_lora.losses.full_vocab import hidden_error_sum
 from qat_lora.losses.fused.gradients import lm_head_logits, real_vocabulary
 from qat_lora.losses.fused.op import CHUNK_BYTES, LossSum, fused_linear_kd
@@ -192,18 +192,18 @@ def objective_loss(
         terms.append(label_term(batch["head_ids"][..., 0].reshape(-1), weights["hard_top1"], "hard_top1"))
     estimator = choose_estimator(config.estimator, batch, config.temperature)
     kd_is_kl = "kd" in names and estimator in ("ghost", "full") and config.temperature == 1.0
-    kl: SparseTeacher | None = None
     if logs_kl(config, batch) and not kd_is_kl:
         if isinstance(kd := terms[0], DenseTerm):
             terms.append(replace(kd, weight=0.0, name="kl", temperature=1.0))
         else:
-            kl = sparse_teacher_from_batch(batch)
-            kl = kl._replace(ids_NK=kd.teacher.ids_NK) if isinstance(kd, TopKTerm) else kl
+            teacher = sparse_teacher_from_batch(batch)
+            teacher = teacher._replace(ids_NK=kd.teacher.ids_NK) if isinstance(kd, TopKTerm) else teacher
+            terms.append(KLTerm(teacher))
     parts: list[LossSum] = []
     if terms:
         walk = "positions" if config.loss_walk == "auto" else config.loss_walk
         size, rows = config.loss_chunk_bytes, len(hidden_BLH)
-        parts.append(fused_linear_kd(hidden_NH, lm_head, terms, mask_N, chunk_bytes=size, walk=walk, rows=rows, kl=kl))
+        parts.append(fused_linear_kd(hidden_NH, lm_head, terms, mask_N, chunk_bytes=size, walk=walk, rows=rows))
     if "hidden" in names:
         teacher_NH = wanted(batch, "teacher_hidden", "hidden_weight")
         if teacher_NH.shape != hidden_NH.shape:

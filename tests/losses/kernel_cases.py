@@ -17,7 +17,7 @@ from losses_oracle import dense_ghost, dense_head, identity_head, log_softmax, m
 from torch.utils._pytree import tree_map
 
 from qat_lora.losses import estimators
-from qat_lora.losses.estimators import PointTerm, TopKTerm, label_term
+from qat_lora.losses.estimators import KLTerm, PointTerm, TopKTerm, label_term
 from qat_lora.losses.fused import triton_kernel
 from qat_lora.losses.fused.op import fused_linear_kd
 from qat_lora.types import LMHead, SparseTeacher
@@ -167,7 +167,7 @@ def run(settings):
     result = fused_linear_kd(low[0], own, given, on_mask, chunk_tokens=2, walk="kernel")
     without = fused_linear_kd(low[0].detach(), own, given, on_mask, chunk_tokens=2, walk="kernel")
     kl = kl_teacher(teacher, teacher_logits, mask, given)
-    logged = fused_linear_kd(low[0], own, given, on_mask, chunk_tokens=2, walk="kernel", kl=kl)
+    logged = fused_linear_kd(low[0], own, [*given, KLTerm(kl)], on_mask, chunk_tokens=2, walk="kernel")
     inputs = [low[i] for i in trained]
     plain, other = (torch.autograd.grad(x.loss_sum, inputs, retain_graph=True) for x in (result, logged))
     assert result.loss_sum == logged.loss_sum and all(map(torch.equal, plain, other))
@@ -184,8 +184,8 @@ def run(settings):
         total = total + part * term.weight
         for got in (result, without):
             sum_errors.append(abs(got.terms[term.name].item() - part.item()) / max(1.0, abs(part.item())))
-    softmax = [logits.detach().numpy()[mask], teacher_logits[mask]]
-    wanted = sum(numpy_loss("ghost", *rows, max(1, case["k"])) for rows in zip(*softmax, strict=True))
+    rows = [x[mask.numpy()] for x in (logits.detach().numpy(), teacher_logits)]
+    wanted = sum(numpy_loss("ghost", *row, max(1, case["k"])) for row in zip(*rows, strict=True))
     sum_errors.append(abs(logged.terms["kl"].item() - wanted) / max(1.0, abs(wanted)))
     total.backward()
     sum_errors.append(abs(result.loss_sum.item() - total.item()) / max(1.0, abs(total.item())))

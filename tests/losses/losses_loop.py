@@ -9,7 +9,16 @@ import torch
 import torch_xla
 from losses_oracle import dense_ghost, dense_head, make_teacher, numpy_loss
 
-from qat_lora.losses.estimators import DenseTerm, TopKTerm, hybrid_terms, label_term, renorm, reverse, sampled_term
+from qat_lora.losses.estimators import (
+    DenseTerm,
+    KLTerm,
+    TopKTerm,
+    hybrid_terms,
+    label_term,
+    renorm,
+    reverse,
+    sampled_term,
+)
 from qat_lora.losses.fused.entries import add, entries_of, read, remove_first
 from qat_lora.losses.fused.op import fused_linear_kd
 from qat_lora.types import LMHead
@@ -85,12 +94,12 @@ def oracle():
         terms = [*terms, label_term(points[:, 0], 0.3)]
         plain = fused_linear_kd(broken, head, terms, mask.to(xla), chunk_tokens=9, rows=ROWS)
         plain = torch.autograd.grad(plain.loss_sum, there[0], retain_graph=True)[0].cpu()
-        logged = None if name == "full" else logged
-        got = fused_linear_kd(broken, head, terms, mask.to(xla), chunk_tokens=9, rows=ROWS, kl=logged)
+        terms += [] if name == "full" else [KLTerm(logged)]
+        got = fused_linear_kd(broken, head, terms, mask.to(xla), chunk_tokens=9, rows=ROWS)
         given = torch.autograd.grad(got.loss_sum, there)
         errors = [abs(got.loss_sum.item() / want.item() - 1)]
         errors += [((g.cpu() - w).norm() / w.norm()).item() for g, w in zip(given, wanted, strict=True)]
-        if logged is not None:
+        if name != "full":
             rows = zip(logits.detach()[mask].numpy(), own_logits[mask.numpy()], strict=True)
             errors.append(abs(got.terms["kl"].item() / sum(numpy_loss("ghost", *row, k) for row in rows) - 1))
             errors.append(float(not torch.equal(plain, given[0].cpu())))

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from qat_lora.losses.estimators import DenseTerm, TopKTerm, label_term, renorm, sampled_term
+from qat_lora.losses.estimators import DenseTerm, KLTerm, TopKTerm, label_term, renorm, sampled_term
 from qat_lora.losses.fused.op import fused_linear_kd
 from qat_lora.losses.objective import sparse_teacher_from_logits
 from qat_lora.types import LMHead, SparseTeacher
@@ -238,13 +238,15 @@ def test_kl_is_added_up_at_temperature_1_and_changes_no_bit_of_a_gradient(kind, 
     leaves = [hidden.masked_fill(~mask[:, None], math.nan).requires_grad_(), weight.requires_grad_(train_head)]
     head = LMHead(weight, vocab, bias.requires_grad_(train_head), 0.5, 3.0)
     leaves = [*leaves, bias] if train_head else leaves[:1]
-    given = (head, terms, mask)
-    plain, logged = (fused_linear_kd(leaves[0], *given, chunk_tokens=4, walk=walk, kl=kl) for kl in (None, teacher))
+    both = [*terms, KLTerm(teacher)]
+    plain, logged = (
+        fused_linear_kd(leaves[0], head, given, mask, chunk_tokens=4, walk=walk) for given in (terms, both)
+    )
     assert logged.terms.pop("kl").item() == pytest.approx(wanted, rel=1e-11)
     assert logged.terms == plain.terms and logged.loss_sum == plain.loss_sum
     first, second = (torch.autograd.grad(result.loss_sum, leaves) for result in (plain, logged))
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
-    without = fused_linear_kd(leaves[0].detach(), head, terms, mask, walk=walk, kl=teacher)
+    without = fused_linear_kd(leaves[0].detach(), head, both, mask, walk=walk)
     assert without.terms["kl"].item() == pytest.approx(wanted, rel=1e-11)
 
 
@@ -252,7 +254,7 @@ def test_kl_of_ids_that_no_softmax_reads_is_refused():
     hidden, weight, _, teacher, _ = problem()
     other = teacher._replace(ids_NK=teacher.ids_NK.clone())
     with pytest.raises(ValueError, match="kl: no term has its top-K ids"):
-        fused_linear_kd(hidden, LMHead(weight, 31), [TopKTerm(teacher)], kl=other)
+        fused_linear_kd(hidden, LMHead(weight, 31), [TopKTerm(teacher), KLTerm(other)])
 
 
 def test_nothing_counts_gives_exactly_zero():

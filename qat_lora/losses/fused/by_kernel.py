@@ -51,7 +51,7 @@ def walk_kernel(task: Task, chunk_tokens: int) -> Walked:
     d_bias = torch.zeros_like(weight_VH[:, 0], dtype=wide) if wanted.bias else None
     softmaxes = [_softmax(task, group) for group in task.groups]
     kl = next((group.kl for group in task.groups if group.kl), None)
-    kl_ids_NK = None if kl is None else kl[1].ids_NK.masked_fill(~mask_N[:, None], 0)
+    kl_ids_NK = None if kl is None else kl[1].teacher.ids_NK.masked_fill(~mask_N[:, None], 0)
     kl_raw: list[Tensor] = []
     at_1 = next((softmax for softmax in softmaxes if softmax.temperature == 1.0), None)
     apart = _softmax(task, Group(1.0, None, [], [], [])) if kl and at_1 is None else None
@@ -85,7 +85,7 @@ def walk_kernel(task: Task, chunk_tokens: int) -> Walked:
     if kl is not None and kl_ids_NK is not None and (softmax := at_1 or apart):
         bias_V = task.lm_head.bias_V
         z_NK, _ = finish_logits(torch.cat(kl_raw), None if bias_V is None else bias_V[kl_ids_NK], task.lm_head, wide)
-        sums[kl[0]] = kl_sum(kl[1], mask_N, z_NK - softmax.results[1][:, None])
+        sums[kl[0]] = kl_sum(kl[1].teacher, mask_N, z_NK - softmax.results[1][:, None])
     return Walked(sums, d_hidden, d_weight, d_bias)
 
 

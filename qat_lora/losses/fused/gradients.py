@@ -13,7 +13,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qat_lora.losses.estimators import DenseTerm, PointTerm, Term, TopKTerm, ghost, log_add, weighted, wide_dtype
+from qat_lora.losses.estimators import (
+    DenseTerm,
+    KLTerm,
+    PointTerm,
+    Term,
+    TopKTerm,
+    ghost,
+    log_add,
+    weighted,
+    wide_dtype,
+)
 from qat_lora.types import LMHead, SparseTeacher
 
 
@@ -25,7 +35,7 @@ class Group(NamedTuple):
     topk: list[tuple[int, TopKTerm]]  # each term with its index among all terms
     points: list[tuple[int, PointTerm]]
     dense: list[tuple[int, DenseTerm]]
-    kl: tuple[int, SparseTeacher] | None = None  # at temperature 1: a distance that is logged and has no gradient
+    kl: tuple[int, KLTerm] | None = None
 
     @property
     def indices(self) -> list[int]:
@@ -141,7 +151,9 @@ def with_tensors(task: Task, per_row: Callable[[Tensor], Tensor], whole: Callabl
             points.append((index, replace(point, ids_ND=per_row(point.ids_ND), weights_ND=per_row(point.weights_ND))))
         for index, exact in old.dense:
             dense.append((index, replace(exact, hidden_NH=per_row(exact.hidden_NH), lm_head=of_lm_head(exact.lm_head))))
-        return Group(old.temperature, ids_NK, topk, points, dense, old.kl and (old.kl[0], teacher(old.kl[1])))
+        return Group(
+            old.temperature, ids_NK, topk, points, dense, old.kl and (old.kl[0], KLTerm(teacher(old.kl[1].teacher)))
+        )
 
     return Task(
         per_row(task.hidden_NH),
@@ -153,13 +165,21 @@ def with_tensors(task: Task, per_row: Callable[[Tensor], Tensor], whole: Callabl
     )
 
 
-def group_terms(terms: Sequence[Term], kl: SparseTeacher | None = None) -> list[Group]:
-    """Sort terms into as few softmax passes as their temperatures and top-K ids allow; `kl` joins one and makes none.
+def group_terms(terms: Sequence[Term]) -> list[Group]:
+    """Sort terms into as few softmax passes as their temperatures and top-K ids allow.
 
-    ValueError where it cannot: it needs the ids of a top-K term, or labels or draws at temperature 1.
+    ValueError for a KL term that finds none that it can join.
     """
     groups: list[Group] = []
-    for index, term in sorted(enumerate(terms), key=lambda pair: isinstance(pair[1], PointTerm)):  # points join others
+    joining = (PointTerm, KLTerm)
+    for index, term in sorted(enumerate(terms), key=lambda pair: [isinstance(pair[1], kind) for kind in joining[::-1]]):
+        if isinstance(term, KLTerm):
+            fits = [i for i, g in enumerate(groups) if g.ids_NK is term.teacher.ids_NK]
+            fits += [i for i, g in enumerate(groups) if g.ids_NK is None and g.points and g.temperature == 1.0]
+            if not fits:
+                raise ValueError("kl: no term has its top-K ids, and none has labels or draws at temperature 1")
+            groups[fits[0]] = groups[fits[0]]._replace(kl=(index, term))
+            continue
         if isinstance(term, DenseTerm):
             held, dtype = term.lm_head, term.lm_head.weight_VH.dtype
             term = replace(term, lm_head=real_vocabulary(held, dtype, wide_dtype(dtype)))
@@ -173,12 +193,6 @@ def group_terms(terms: Sequence[Term], kl: SparseTeacher | None = None) -> list[
             same[0].topk.append((index, term))
         else:
             same[0].points.append((index, term))
-    if kl is not None:
-        fits = [i for i, g in enumerate(groups) if g.ids_NK is kl.ids_NK]
-        fits += [i for i, g in enumerate(groups) if g.ids_NK is None and g.points and g.temperature == 1.0]
-        if not fits:
-            raise ValueError("kl: no term has its top-K ids, and none has labels or draws at temperature 1")
-        groups[fits[0]] = groups[fits[0]]._replace(kl=(len(terms), kl))
     return groups
 
 
@@ -186,7 +200,7 @@ def entry_ids(group: Group, mask_N: Tensor) -> list[Tensor]:
     """Return the ids whose logits a group reads: the top K's, if any, each point term's, `kl`'s if it has others."""
     ids = [] if group.ids_NK is None else [group.ids_NK]
     ids += [term.ids_ND for _, term in group.points]
-    ids += [group.kl[1].ids_NK] if group.kl and group.ids_NK is None else []
+    ids += [group.kl[1].teacher.ids_NK] if group.kl and group.ids_NK is None else []
     return [x.long().masked_fill(~mask_N[:, None], 0) for x in ids]  # where masked, an id that exists
 
 
@@ -219,7 +233,7 @@ def group_gradient(
         topk_CK = topk_CK + mass_C[:, None] * log_p_CK.exp()
         point_grads.append(-task.scales[index] * weights_CD)
     if group.kl is not None:
-        kl_index, teacher = group.kl
+        kl_index, teacher = group.kl[0], group.kl[1].teacher
         if not group.topk:
             sums[kl_index] = kl_sum(teacher, mask_C, entry_z[-1] - log_z_C[:, None])
         elif log_tail_1_C is None:

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qat_lora.losses.estimators import DenseTerm, Term, TopKTerm, wide_dtype
+from qat_lora.losses.estimators import DenseTerm, KLTerm, Term, TopKTerm, wide_dtype
 from qat_lora.losses.fused.by_kernel import kernel_serves, walk_kernel
 from qat_lora.losses.fused.by_token import walk_positions
 from qat_lora.losses.fused.by_vocab import one_softmax, walk_vocabulary
 from qat_lora.losses.fused.gradients import Task, Wanted, group_terms, real_vocabulary
-from qat_lora.types import LMHead, LossWalk, SparseTeacher
+from qat_lora.types import LMHead, LossWalk
 
 CHUNK_BYTES = 32 * 2**20
 
@@ -47,7 +47,6 @@ def fused_linear_kd(
     chunk_bytes: int = CHUNK_BYTES,
     walk: LossWalk = "positions",
     rows: int = 1,
-    kl: SparseTeacher | None = None,
 ) -> LossSum:
     """Add up terms over all positions of a micro-batch, differentiable in hidden states and a trained output head.
 
@@ -65,8 +64,6 @@ def fused_linear_kd(
         walk: see `Runtime.loss_walk`; terms that do not share one softmax, or that the kernel does not know, and the
             exact KL go by positions.
         rows: of text that the positions are of, equal in length; on XLA a chunk takes its part of each.
-        kl: a teacher at temperature 1, the KL to whom (`ghost`) is added up as the term `kl` for the log: no gradient
-            changes. Its ids are those of a top-K term, the same tensor, or there are labels or draws at temperature 1.
 
     Raises:
         ValueError: no terms, or shapes that do not fit each other.
@@ -85,14 +82,12 @@ def fused_linear_kd(
     device = hidden_NH.device.type
     autocast = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else lm_head.weight_VH.dtype
-    call = _Call(lm_head, tuple(terms), mask_N, dtype, chunk_tokens, walk, rows, kl)
+    call = _Call(lm_head, tuple(terms), mask_N, dtype, chunk_tokens, walk, rows)
     with torch.autocast(device, enabled=False) if autocast else contextlib.nullcontext():
         loss_sum, sums_T = _FusedLinearKD.apply(hidden_NH, lm_head.weight_VH, lm_head.bias_V, call)
     by_name: dict[str, Tensor] = {}
     for index, term in enumerate(terms):
         by_name[term.name] = by_name[term.name] + sums_T[index] if term.name in by_name else sums_T[index]
-    if kl is not None:
-        by_name["kl"] = sums_T[-1]
     return LossSum(loss_sum, mask_N.sum(dtype=torch.float32), by_name)
 
 
@@ -104,7 +99,6 @@ class _Call(NamedTuple):
     chunk_tokens: int
     walk: LossWalk
     rows: int
-    kl: SparseTeacher | None
 
 
 class _FusedLinearKD(torch.autograd.Function):
@@ -118,7 +112,7 @@ class _FusedLinearKD(torch.autograd.Function):
         task = Task(
             hidden_NH.to(dtype).masked_fill(~call.mask_N[:, None], 0),  # even a NaN must not leak from padding
             real_vocabulary(call.lm_head, dtype, wide_dtype(dtype)),
-            group_terms(terms, call.kl),
+            group_terms(terms),
             [term.weight * term.temperature**2 for term in terms],
             call.mask_N,
             Wanted(*ctx.needs_input_grad[:3]),
@@ -129,9 +123,9 @@ class _FusedLinearKD(torch.autograd.Function):
             walked = walk_kernel(task, call.chunk_tokens)
         else:
             walked = walk_positions(task, call.chunk_tokens, call.rows)
-        own = [] if call.kl is None else [walked.sums[len(terms)]]
-        sums_T = torch.stack([*(walked.sums[i] * term.temperature**2 for i, term in enumerate(terms)), *own])
-        loss_sum = torch.stack([sums_T[index] * term.weight for index, term in enumerate(terms)]).sum()
+        sums_T = torch.stack([walked.sums[index] * term.temperature**2 for index, term in enumerate(terms)])
+        parts = [sums_T[index] * term.weight for index, term in enumerate(terms) if not isinstance(term, KLTerm)]
+        loss_sum = torch.stack(parts).sum()
         ctx.save_for_backward(
             None if walked.hidden_NH is None else walked.hidden_NH.to(hidden_NH.dtype),
             None if walked.weight_VH is None else _padded(walked.weight_VH, weight_VH),
@@ -181,7 +175,7 @@ def _check(hidden_NH: Tensor, lm_head: LMHead, terms: Sequence[Term], mask_N: Te
                     f"{vocab}; cut both to the entries that they share"
                 )
             continue
-        if isinstance(term, TopKTerm):
+        if isinstance(term, TopKTerm | KLTerm):
             ids, values, tail_N, _ = term.teacher
             fits = tail_N.shape == (count,)
         else:
