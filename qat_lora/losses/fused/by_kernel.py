@@ -20,7 +20,7 @@ from torch import Tensor
 
 from qat_lora.errors import DeviceError
 from qat_lora.losses.estimators import IN_KERNEL, Estimator, topk_part, weighted
-from qat_lora.losses.fused.gradients import Group, Task, Walked, finish_logits, keep, kl_sum
+from qat_lora.losses.fused.gradients import Group, Task, Walked, finish_logits, keep
 
 MOST_ENTRIES = 4_096  # of the top K, and of the points of a softmax: a program holds them all at once
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -85,7 +85,7 @@ def walk_kernel(task: Task, chunk_tokens: int) -> Walked:
     if kl is not None and kl_ids_NK is not None and (softmax := at_1 or apart):
         bias_V = task.lm_head.bias_V
         z_NK, _ = finish_logits(torch.cat(kl_raw), None if bias_V is None else bias_V[kl_ids_NK], task.lm_head, wide)
-        sums[kl[0]] = kl_sum(kl[1].teacher, mask_N, z_NK - softmax.results[1][:, None])
+        sums[kl[0]] = keep(kl[1].loss(z_NK - softmax.results[1][:, None], None), mask_N).sum()
     return Walked(sums, d_hidden, d_weight, d_bias)
 
 

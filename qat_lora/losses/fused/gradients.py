@@ -13,17 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qat_lora.losses.estimators import (
-    DenseTerm,
-    KLTerm,
-    PointTerm,
-    Term,
-    TopKTerm,
-    ghost,
-    log_add,
-    weighted,
-    wide_dtype,
-)
+from qat_lora.losses.estimators import DenseTerm, KLTerm, PointTerm, Term, TopKTerm, log_add, weighted, wide_dtype
 from qat_lora.types import LMHead, SparseTeacher
 
 
@@ -151,9 +141,8 @@ def with_tensors(task: Task, per_row: Callable[[Tensor], Tensor], whole: Callabl
             points.append((index, replace(point, ids_ND=per_row(point.ids_ND), weights_ND=per_row(point.weights_ND))))
         for index, exact in old.dense:
             dense.append((index, replace(exact, hidden_NH=per_row(exact.hidden_NH), lm_head=of_lm_head(exact.lm_head))))
-        return Group(
-            old.temperature, ids_NK, topk, points, dense, old.kl and (old.kl[0], KLTerm(teacher(old.kl[1].teacher)))
-        )
+        kl = old.kl and (old.kl[0], replace(old.kl[1], teacher=teacher(old.kl[1].teacher)))
+        return Group(old.temperature, ids_NK, topk, points, dense, kl)
 
     return Task(
         per_row(task.hidden_NH),
@@ -165,14 +154,13 @@ def with_tensors(task: Task, per_row: Callable[[Tensor], Tensor], whole: Callabl
     )
 
 
-def group_terms(terms: Sequence[Term]) -> list[Group]:
-    """Sort terms into as few softmax passes as their temperatures and top-K ids allow.
+_JOINS = {PointTerm: 1, KLTerm: 2}  # the terms that join others, in this order
 
-    ValueError for a KL term that finds none that it can join.
-    """
+
+def group_terms(terms: Sequence[Term]) -> list[Group]:
+    """Sort terms into as few softmax passes as their temperatures and top-K ids allow; ValueError: none for a KL term."""
     groups: list[Group] = []
-    joining = (PointTerm, KLTerm)
-    for index, term in sorted(enumerate(terms), key=lambda pair: [isinstance(pair[1], kind) for kind in joining[::-1]]):
+    for index, term in sorted(enumerate(terms), key=lambda pair: _JOINS.get(type(pair[1]), 0)):
         if isinstance(term, KLTerm):
             fits = [i for i, g in enumerate(groups) if g.ids_NK is term.teacher.ids_NK]
             fits += [i for i, g in enumerate(groups) if g.ids_NK is None and g.points and g.temperature == 1.0]
@@ -233,28 +221,16 @@ def group_gradient(
         topk_CK = topk_CK + mass_C[:, None] * log_p_CK.exp()
         point_grads.append(-task.scales[index] * weights_CD)
     if group.kl is not None:
-        kl_index, teacher = group.kl[0], group.kl[1].teacher
-        if not group.topk:
-            sums[kl_index] = kl_sum(teacher, mask_C, entry_z[-1] - log_z_C[:, None])
-        elif log_tail_1_C is None:
-            sums[kl_index] = kl_sum(teacher, mask_C, log_p_CK, log_rest_C)
-        else:
+        kl_index, term = group.kl
+        log_p, log_rest = (log_p_CK, log_rest_C) if group.topk else (entry_z[-1] - log_z_C[:, None], None)
+        if log_tail_1_C is not None:
             z_CK = topk_z[0] * group.temperature
-            log_z_C = log_add(z_CK.logsumexp(1), log_tail_1_C)
-            sums[kl_index] = kl_sum(teacher, mask_C, z_CK - log_z_C[:, None], log_tail_1_C - log_z_C)
+            log_z_1_C = log_add(z_CK.logsumexp(1), log_tail_1_C)
+            log_p, log_rest = z_CK - log_z_1_C[:, None], log_tail_1_C - log_z_1_C
+        sums[kl_index] = keep(term.loss(log_p, log_rest), mask_C).sum()
     back = 1 / group.temperature  # d(z/T)/dz; with the T² of `scales` a softened term is scaled by T
     entries = [topk_CK, *point_grads] if group.topk else point_grads
     return GroupGradient(sums, keep(tail_C, mask_C) * back, [keep(grad_CE, mask_C) * back for grad_CE in entries])
-
-
-def kl_sum(teacher: SparseTeacher, mask_C: Tensor, log_p_CK: Tensor, log_rest_C: Tensor | None = None) -> Tensor:
-    """Return the sum of the KL with one bucket for the tail; without log(1 - b), its noise of 1e-6 a token is in it."""
-    if log_rest_C is None:
-        b_C = log_p_CK.exp().sum(1)
-        log_rest_C = (1 - b_C).clamp_min(torch.finfo(b_C.dtype).eps).log()
-    wide = log_p_CK.dtype
-    loss_C = ghost(log_p_CK, log_rest_C, teacher.log_probs_NK.to(wide), teacher.log_tail_N.to(wide)).loss_N
-    return keep(loss_C, mask_C).sum()
 
 
 def keep(value: Tensor, mask_C: Tensor) -> Tensor:
