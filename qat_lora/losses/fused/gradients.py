@@ -158,7 +158,7 @@ _JOINS = {PointTerm: 1, KLTerm: 2}  # the terms that join others, in this order
 
 
 def group_terms(terms: Sequence[Term]) -> list[Group]:
-    """Sort terms into as few softmax passes as their temperatures and top-K ids allow; ValueError: none for a KL term."""
+    """Sort terms into as few softmax passes as their temperatures and top-K ids allow; ValueError: none for KL."""
     groups: list[Group] = []
     for index, term in sorted(enumerate(terms), key=lambda pair: _JOINS.get(type(pair[1]), 0)):
         if isinstance(term, KLTerm):
