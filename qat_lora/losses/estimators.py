@@ -139,23 +139,20 @@ class DenseTerm:
 
 
 @dataclass(frozen=True, eq=False)
-class KLTerm:
+class KLTerm(TopKTerm):
     """The KL to a sparse teacher at temperature 1, the tail as one bucket (`ghost`): for the log, it has no gradient.
 
     It joins another term that has its ids, the same tensor, as top K, or labels or draws at temperature 1.
     """
 
-    teacher: SparseTeacher
     weight: float = 0.0
     name: str = "kl"
-    temperature: float = 1.0
 
     def loss(self, log_p_NK: Tensor, log_rest_N: Tensor | None) -> Tensor:
         """Return the KL at N positions; without log(1 - b), the noise of 1 - Σ p is in it, some 1e-6 in float32."""
         if log_rest_N is None:
             log_rest_N = (1 - log_p_NK.exp().sum(1)).clamp_min(torch.finfo(log_p_NK.dtype).eps).log()
-        teacher = (x.to(log_p_NK.dtype) for x in (self.teacher.log_probs_NK, self.teacher.log_tail_N))
-        return ghost(log_p_NK, log_rest_N, *teacher).loss_N
+        return ghost(log_p_NK, log_rest_N, *(x.to(log_p_NK.dtype) for x in self.teacher[1:3])).loss_N
 
 
 Term = TopKTerm | PointTerm | DenseTerm | KLTerm

@@ -6,9 +6,8 @@ carries T². `anchor`, the distance to the student before training, has rows of 
 micro-batch through the same function. The config alone decides which terms exist, and their weights at a step come in
 separately: a term that disappeared once its weight had annealed to 0 would change the compiled graph.
 
-Besides its terms it gives `kl`, the distance that evaluations report (`evaluation_objective`), for the log: nats on one
-scale, whatever is minimised. `hybrid` and `sampled` lack the teacher's entropy and T² scales a softened term, so no
-loss is that number but `ghost` and `full` at T = 1.
+Beside its terms it gives `kl` for the log, the distance that evaluations report: `hybrid` and `sampled` lack the
+teacher's entropy, and T² scales a softened term, so no loss is that number but `ghost` and `full` at T = 1.
 
 A sparse teacher is only correct together with the mass of its tail at the same temperature, 1 - Σ_topK exp(z/T)/Z_T.
 Only the builder of the cache saw the whole vocabulary; guessing Z_T from the mass at T = 1 is wrong by orders of
@@ -117,6 +116,12 @@ class ObjectiveConfig:
         """Bytes of float32 logits that the loss holds at once; a CPU's until the device was asked."""
         return CHUNK_BYTES if self.loss_chunk_mb is None else self.loss_chunk_mb * 2**20
 
+    def logs_kl(self, arrays: Container[str]) -> bool:
+        """Return whether `objective_loss` gives `kl` for batches with these arrays."""
+        terms = self.weights_at(0.0).keys()
+        exact = self.estimator == "full" and "kd" in terms
+        return exact or ("head_ids" in arrays and "lse" in arrays and bool(terms & {"kd", "ce", "hard_top1"}))
+
     @property
     def topk_user(self) -> str | None:
         """The setting of a term that reads the teacher's top K; None where none does."""
@@ -132,14 +137,6 @@ class ObjectiveConfig:
         largest["hard_top1"] = max(start, end)
         weights = largest | {"hard_top1": start + (end - start) * min(max(progress, 0.0), 1.0)}
         return {name: weight for name, weight in weights.items() if largest[name] > 0}
-
-
-def logs_kl(config: ObjectiveConfig, arrays: Container[str]) -> bool:
-    """Return whether `objective_loss` gives `kl` for batches with these arrays: a teacher's, where there are logits."""
-    if config.estimator == "full" and config.kd_weight > 0:
-        return True
-    makes_logits = bool(config.weights_at(0.0).keys() & {"kd", "ce", "hard_top1"})
-    return makes_logits and "head_ids" in arrays and "lse" in arrays
 
 
 def weight_tensors(weights: Mapping[str, float], send: Callable[[Sequence[float]], Tensor]) -> dict[str, Tensor]:
@@ -161,8 +158,7 @@ def objective_loss(
 ) -> LossSum:
     """Return the objective of a micro-batch, added up over the positions that its `target_mask` keeps.
 
-    Shifted here, once: position p of a row has seen tokens 0..p and is scored on token p+1. Beside its terms there is
-    `kl`, which no weight scales, where `logs_kl`.
+    Shifted here, once: position p of a row has seen tokens 0..p and is scored on token p+1.
 
     Args:
         hidden_BLH, lm_head: the student's last hidden states and output head.
@@ -192,7 +188,7 @@ def objective_loss(
         terms.append(label_term(batch["head_ids"][..., 0].reshape(-1), weights["hard_top1"], "hard_top1"))
     estimator = choose_estimator(config.estimator, batch, config.temperature)
     kd_is_kl = "kd" in names and estimator in ("ghost", "full") and config.temperature == 1.0
-    if logs_kl(config, batch) and not kd_is_kl:
+    if config.logs_kl(batch) and not kd_is_kl:
         if isinstance(kd := terms[0], DenseTerm):
             terms.append(replace(kd, weight=0.0, name="kl", temperature=1.0))
         else:

@@ -18,14 +18,7 @@ from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.data.packing import ENCODERS, TextDataset, make_encoder, pack_rows, take_eval
 from qat_lora.data.sources import describe_source, open_documents
 from qat_lora.errors import CacheError, ConfigError
-from qat_lora.losses.objective import (
-    OPTIONAL_ARRAYS,
-    ObjectiveConfig,
-    choose_estimator,
-    logs_kl,
-    objective_loss,
-    wanted,
-)
+from qat_lora.losses.objective import OPTIONAL_ARRAYS, ObjectiveConfig, choose_estimator, objective_loss, wanted
 from qat_lora.models.load import CausalLM, load_tokenizer, tokenizer_sha256
 from qat_lora.options import QatOptions, RecoverOptions
 from qat_lora.runtime.base import Runtime
@@ -140,7 +133,7 @@ def prepare(
         with runtime.autocast(torch.bfloat16 if loop.autocast else torch.float32):
             anchor = remember(model, dataset, objective, loop.batch_size, seed, runtime)
         model.module.train(was_training)
-    return PreparedObjective(objective, teacher_lm_head, logs_kl(objective, arrays), anchor)
+    return PreparedObjective(objective, teacher_lm_head, objective.logs_kl(arrays), anchor)
 
 
 def evaluation_objective(objective: ObjectiveConfig, teacher_lm_head: LMHead | None) -> ObjectiveConfig:

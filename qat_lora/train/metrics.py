@@ -242,10 +242,7 @@ def append_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 def plot_curve(metrics: Path, evaluations: Path, out: Path) -> None:
-    """Draw a run as PNG: KL in training and in evaluations on one scale, and beside it the loss, where that is another.
-
-    Without a teacher there is one panel, of loss and evaluation.
-    """
+    """Draw a run as PNG: what `draw_curve` draws and, where that is another, the loss that is minimised beside it."""
     plt, lines = pyplot(), read_metrics(metrics, "loss")
     panels = 2 if any(line.get("kl", line["loss"]) != line["loss"] for line in lines) else 1
     figure, axes = plt.subplots(1, panels, figsize=(3 + 4 * panels, 4), layout="constrained", squeeze=False)
@@ -258,7 +255,7 @@ def plot_curve(metrics: Path, evaluations: Path, out: Path) -> None:
 
 
 def draw_curve(axis: Any, metrics: Path, evaluations: Path) -> None:
-    """Draw what is in training as in evaluations on a matplotlib axis: the KL, or without a teacher the loss."""
+    """Draw training and evaluations on a matplotlib axis, on one scale: the KL, or without a teacher the loss."""
     train, evaluated = read_metrics(metrics, "loss"), read_metrics(evaluations)
     name = "kl" if any("kl" in line for line in train) else "loss"  # a run begun by an earlier version has some
     _draw(axis, [line for line in train if name in line], name, f"training {name.upper() if name == 'kl' else name}")
@@ -271,7 +268,7 @@ def draw_curve(axis: Any, metrics: Path, evaluations: Path) -> None:
 
 
 def _draw(axis: Any, lines: Sequence[Mapping[str, Any]], name: str, label: str) -> None:
-    """Draw a number of the steps, faint, and its means over a fiftieth of them each."""
+    """Draw a number of all steps, faint, and its means over a fiftieth of them each."""
     steps, values = [x["step"] for x in lines], [x[name] for x in lines]
     axis.plot(steps, values, lw=0.6, alpha=0.3, color="C0")
     size = max(1, len(lines) // 50)

@@ -14,7 +14,6 @@ from qat_lora.losses.objective import (
     EstimatorName,
     ObjectiveConfig,
     choose_estimator,
-    logs_kl,
     objective_loss,
     sparse_teacher_from_batch,
 )
@@ -158,7 +157,7 @@ def test_kl_of_the_log_is_that_of_evaluations_whatever_is_minimised(settings, wa
     name = "full" if settings.get("estimator") == "full" else "ghost"
     expected = sum(numpy_loss(name, own[at], logits[at], K) for at in kept_positions(batch))
     assert result.terms["kl"].item() == pytest.approx(expected, rel=2e-5)
-    assert logs_kl(config, batch)
+    assert config.logs_kl(batch)
     evaluated = objective_loss(hidden, head, batch, ObjectiveConfig(name), teacher_lm_head=teacher_lm_head(batch))
     assert result.terms["kl"].item() == pytest.approx(evaluated.loss_sum.item(), rel=1e-6)
 
@@ -173,7 +172,7 @@ def test_kl_of_the_log_needs_a_teacher_and_logits():
         (ObjectiveConfig(estimator="sampled"), text | {"draw_ids": batch["draw_ids"]}),
         (ObjectiveConfig(kd_weight=0.0, hidden_weight=1.0), batch | {"teacher_hidden": hidden.detach()[:, 1:]}),
     ):
-        assert not logs_kl(config, given)
+        assert not config.logs_kl(given)
         assert "kl" not in objective_loss(hidden, head, given, config).terms
 
 

@@ -3,8 +3,8 @@
 A chunk is a product into a buffer that all chunks share, one launch for each softmax (`triton_kernel`), and a product
 back: three launches where `by_token` has some hundred. The logits stay in the dtype of the products, so one copy of a
 chunk is all that exists; softmax and sums are float32 in registers. What the kernel does not know, above all the exact
-KL with its two heads, goes by positions as on any device; the numbers are the same either way. The KL that is only
-logged is made outside it, of the products at its ids and the row's log Σ exp.
+KL with its two heads, goes by positions as on any device; the numbers are the same either way. The KL that is logged is
+made beside it, of log Σ exp and the products at its ids.
 
 The kernel is an operator of PyTorch, so dispatch finds its device: on CUDA it is launched, in Triton's interpreter it
 runs on a CPU, and on meta and fake tensors it is a call that can be counted.
@@ -49,22 +49,20 @@ def walk_kernel(task: Task, chunk_tokens: int) -> Walked:
     d_hidden = torch.empty_like(task.hidden_NH) if wanted.hidden else None
     d_weight = torch.zeros_like(weight_VH, dtype=wide) if wanted.weight else None
     d_bias = torch.zeros_like(weight_VH[:, 0], dtype=wide) if wanted.bias else None
+    kl = [pair for group in task.groups for pair in group.kl]
+    if kl and all(group.temperature != 1.0 for group in task.groups):
+        task = task._replace(groups=[Group(1.0, None, [], [], [], []), *task.groups])  # of no entries: for log Σ exp
     softmaxes = [_softmax(task, group) for group in task.groups]
-    kl = next((group.kl for group in task.groups if group.kl), None)
-    kl_ids_NK = None if kl is None else kl[1].teacher.ids_NK.masked_fill(~mask_N[:, None], 0)
-    kl_raw: list[Tensor] = []
-    at_1 = next((softmax for softmax in softmaxes if softmax.temperature == 1.0), None)
-    apart = _softmax(task, Group(1.0, None, [], [], [])) if kl and at_1 is None else None
+    kl_ids = [term.teacher.ids_NK.masked_fill(~mask_N[:, None], 0) for _, term in kl]
+    kl_raw: list[list[Tensor]] = [[] for _ in kl]
     chunk_tokens = -(-chunk_tokens // 16) * 16  # Triton compiles again where a slice is aligned to less than 16 bytes
     store_CV = task.hidden_NH.new_empty(min(chunk_tokens, count), vocab)
     for start in range(0, count, chunk_tokens):
         rows = slice(start, start + chunk_tokens)
         hidden_CH = task.hidden_NH[rows]
         raw_CV = torch.mm(hidden_CH, weight_VH.t(), out=store_CV[: len(hidden_CH)])
-        if kl_ids_NK is not None:
-            kl_raw.append(raw_CV.gather(1, kl_ids_NK[rows]))
-        if apart is not None:  # without entries and gradient it leaves the products as they are
-            _run(task, apart, raw_CV, rows, gradient=False)
+        for ids_NK, raw in zip(kl_ids, kl_raw, strict=True):
+            raw.append(raw_CV.gather(1, ids_NK[rows]))
         others = [_run(task, softmax, raw_CV.clone(), rows) for softmax in softmaxes[:-1]]
         grad_CV = _run(task, softmaxes[-1], raw_CV, rows)
         for other_CV in others if any(wanted) else ():
@@ -82,10 +80,11 @@ def walk_kernel(task: Task, chunk_tokens: int) -> Walked:
         for (index, term), z_NE in zip(group.points, z_ND.split(widths, 1) if widths else (), strict=True):
             distance_N = weighted(term.weights_ND.float(), log_z_N[:, None] - z_NE).sum(1)
             sums[index] = keep(distance_N, mask_N).sum()
-    if kl is not None and kl_ids_NK is not None and (softmax := at_1 or apart):
-        bias_V = task.lm_head.bias_V
-        z_NK, _ = finish_logits(torch.cat(kl_raw), None if bias_V is None else bias_V[kl_ids_NK], task.lm_head, wide)
-        sums[kl[0]] = keep(kl[1].loss(z_NK - softmax.results[1][:, None], None), mask_N).sum()
+    for (index, kl_term), ids_NK, raw in zip(kl, kl_ids, kl_raw, strict=True):
+        log_z_N = next(softmax.results[1] for softmax in softmaxes if softmax.temperature == 1.0)
+        bias_NK = None if task.lm_head.bias_V is None else task.lm_head.bias_V[ids_NK]
+        z_NK, _ = finish_logits(torch.cat(raw), bias_NK, task.lm_head, wide)
+        sums[index] = keep(kl_term.loss(z_NK - log_z_N[:, None], None), mask_N).sum()
     return Walked(sums, d_hidden, d_weight, d_bias)
 
 
@@ -118,15 +117,13 @@ def _softmax(task: Task, group: Group) -> _Softmax:
     return _Softmax(estimator.__name__, group.temperature, [x.contiguous() for x in given], results)
 
 
-def _run(task: Task, softmax: _Softmax, raw_CV: Tensor, rows: slice, gradient: bool = True) -> Tensor:
-    """Return the gradient with respect to raw products, which takes their place, if it is wanted."""
+def _run(task: Task, softmax: _Softmax, raw_CV: Tensor, rows: slice) -> Tensor:
+    """Return the gradient with respect to raw products, which takes their place."""
     lm_head = task.lm_head
     factors = [lm_head.logit_scale, lm_head.softcap or 0.0, softmax.temperature]
     given, results = ([x[rows] for x in tensors] for tensors in (softmax.given, softmax.results))
     _library()
-    torch.ops.qat_lora.kd_rows(
-        raw_CV, lm_head.bias_V, given, results, factors, softmax.estimator, gradient and any(task.wanted)
-    )
+    torch.ops.qat_lora.kd_rows(raw_CV, lm_head.bias_V, given, results, factors, softmax.estimator, any(task.wanted))
     return raw_CV
 
 

@@ -40,7 +40,7 @@ def walk_vocabulary(task: Task, block_vocab: int) -> Walked:
     # m from the lowest finite number, not -inf, so that a tail that is (still) empty gives zeros instead of NaN.
     m_N1 = task.hidden_NH.new_full((len(task.hidden_NH), 1), torch.finfo(task.wide).min, dtype=task.wide)
     l_N1 = torch.zeros_like(m_N1)
-    l_1_N1 = torch.zeros_like(m_N1)  # l at temperature 1, where the group needs it
+    l_1_N1, at_1 = torch.zeros_like(m_N1), bool(group.kl) and group.temperature != 1.0  # l at temperature 1
     o_NH = torch.zeros_like(task.hidden_NH, dtype=task.wide)
     for block in _blocks(task, group, ids, block_vocab):
         before_N1 = m_N1.clone()
@@ -50,7 +50,7 @@ def walk_vocabulary(task: Task, block_vocab: int) -> Walked:
             block.remove_topk(z_CB, rows)
             m_C1 = torch.maximum(m_N1[rows], z_CB.amax(1, keepdim=True))
             z_CB.sub_(m_C1)
-            if group.needs_log_tail_1:
+            if at_1:
                 fade_C1 = ((m_N1[rows] - m_C1) * group.temperature).exp_()
                 l_1_N1[rows] = l_1_N1[rows] * fade_C1 + (z_CB * group.temperature).exp_().sum(1, keepdim=True)
             z_CB.exp_()
@@ -61,8 +61,9 @@ def walk_vocabulary(task: Task, block_vocab: int) -> Walked:
         if frozen:
             o_NH.mul_((before_N1 - m_N1).exp_()).add_(block.logits_NB @ block.weight_BH)
 
-    log_tail_1_N = (m_N1 * group.temperature + l_1_N1.log())[:, 0] if group.needs_log_tail_1 else None
-    part = group_gradient(task, group, entry_z, (m_N1 + l_N1.log())[:, 0], log_tail_1_N)
+    tails = (1.0, l_N1), (group.temperature, l_1_N1)
+    log_tails = [(m_N1 * factor + sum_N1.log())[:, 0] for factor, sum_N1 in tails[: 1 + at_1]]
+    part = group_gradient(task, group, entry_z, *log_tails)
     if not any(task.wanted):
         return Walked(part.sums)
     share_N1 = part.tail_C[:, None] / l_N1.clamp_min(1)  # l is at least 1, or 0 for an empty tail

@@ -25,17 +25,12 @@ class Group(NamedTuple):
     topk: list[tuple[int, TopKTerm]]  # each term with its index among all terms
     points: list[tuple[int, PointTerm]]
     dense: list[tuple[int, DenseTerm]]
-    kl: tuple[int, KLTerm] | None = None
+    kl: list[tuple[int, KLTerm]]
 
     @property
     def indices(self) -> list[int]:
         """The terms, in the order in which their sums are made."""
-        return [index for index, _ in (*self.topk, *self.points, *([self.kl] if self.kl else []), *self.dense)]
-
-    @property
-    def needs_log_tail_1(self) -> bool:
-        """Whether `group_gradient` wants the tail's sum at temperature 1, too."""
-        return self.kl is not None and self.temperature != 1.0
+        return [index for index, _ in (*self.topk, *self.points, *self.kl, *self.dense)]
 
 
 class Wanted(NamedTuple):
@@ -141,7 +136,7 @@ def with_tensors(task: Task, per_row: Callable[[Tensor], Tensor], whole: Callabl
             points.append((index, replace(point, ids_ND=per_row(point.ids_ND), weights_ND=per_row(point.weights_ND))))
         for index, exact in old.dense:
             dense.append((index, replace(exact, hidden_NH=per_row(exact.hidden_NH), lm_head=of_lm_head(exact.lm_head))))
-        kl = old.kl and (old.kl[0], replace(old.kl[1], teacher=teacher(old.kl[1].teacher)))
+        kl = [(index, KLTerm(teacher(term.teacher))) for index, term in old.kl]
         return Group(old.temperature, ids_NK, topk, points, dense, kl)
 
     return Task(
@@ -162,21 +157,21 @@ def group_terms(terms: Sequence[Term]) -> list[Group]:
     groups: list[Group] = []
     for index, term in sorted(enumerate(terms), key=lambda pair: _JOINS.get(type(pair[1]), 0)):
         if isinstance(term, KLTerm):
-            fits = [i for i, g in enumerate(groups) if g.ids_NK is term.teacher.ids_NK]
-            fits += [i for i, g in enumerate(groups) if g.ids_NK is None and g.points and g.temperature == 1.0]
+            fits = [g for g in groups if g.ids_NK is term.teacher.ids_NK]
+            fits += [g for g in groups if g.ids_NK is None and g.points and g.temperature == 1.0]
             if not fits:
                 raise ValueError("kl: no term has its top-K ids, and none has labels or draws at temperature 1")
-            groups[fits[0]] = groups[fits[0]]._replace(kl=(index, term))
+            fits[0].kl.append((index, term))
             continue
         if isinstance(term, DenseTerm):
             held, dtype = term.lm_head, term.lm_head.weight_VH.dtype
             term = replace(term, lm_head=real_vocabulary(held, dtype, wide_dtype(dtype)))
-            groups.append(Group(term.temperature, None, [], [], [(index, term)]))
+            groups.append(Group(term.temperature, None, [], [], [(index, term)], []))
             continue
         ids = term.teacher.ids_NK if isinstance(term, TopKTerm) else None
         same = [g for g in groups if g.temperature == term.temperature and (ids is None or g.ids_NK is ids)]
         if not same:
-            groups += (same := [Group(term.temperature, ids, [], [], [])])
+            groups += (same := [Group(term.temperature, ids, [], [], [], [])])
         if isinstance(term, TopKTerm):
             same[0].topk.append((index, term))
         else:
@@ -188,18 +183,13 @@ def entry_ids(group: Group, mask_N: Tensor) -> list[Tensor]:
     """Return the ids whose logits a group reads: the top K's, if any, each point term's, `kl`'s if it has others."""
     ids = [] if group.ids_NK is None else [group.ids_NK]
     ids += [term.ids_ND for _, term in group.points]
-    ids += [group.kl[1].teacher.ids_NK] if group.kl and group.ids_NK is None else []
+    ids += [term.teacher.ids_NK for _, term in group.kl if group.ids_NK is None]
     return [x.long().masked_fill(~mask_N[:, None], 0) for x in ids]  # where masked, an id that exists
 
 
-def group_gradient(
-    task: Task, group: Group, entry_z: Sequence[Tensor], log_tail_C: Tensor, log_tail_1_C: Tensor | None = None
-) -> GroupGradient:
-    """Return losses and gradients of a group, from z/T at the `entry_ids`, and log Σ exp(z/T) without the top K's.
-
-    `log_tail_1_C` is the latter at T = 1, where the group `needs_log_tail_1`.
-    """
-    mask_C = task.mask_N
+def group_gradient(task: Task, group: Group, entry_z: Sequence[Tensor], *log_tails_C: Tensor) -> GroupGradient:
+    """Return losses and gradients of a group, from z/T at `entry_ids`, log Σ exp(z/T) of the rest, and log Σ exp(z)."""
+    mask_C, (log_tail_C, *log_tail_1_C) = task.mask_N, log_tails_C
     topk_z, point_z = (entry_z[:1], entry_z[1:]) if group.topk else ((), entry_z[: len(group.points)])
     log_z_C = log_add(topk_z[0].logsumexp(1), log_tail_C) if topk_z else log_tail_C  # log Σ_V exp(z/T)
     log_rest_C = log_tail_C - log_z_C  # log(1 - b)
@@ -220,14 +210,13 @@ def group_gradient(
         tail_C = tail_C + mass_C * log_rest_C.exp()
         topk_CK = topk_CK + mass_C[:, None] * log_p_CK.exp()
         point_grads.append(-task.scales[index] * weights_CD)
-    if group.kl is not None:
-        kl_index, term = group.kl
+    for index, kl in group.kl:
         log_p, log_rest = (log_p_CK, log_rest_C) if group.topk else (entry_z[-1] - log_z_C[:, None], None)
-        if log_tail_1_C is not None:
+        if log_tail_1_C:
             z_CK = topk_z[0] * group.temperature
-            log_z_1_C = log_add(z_CK.logsumexp(1), log_tail_1_C)
-            log_p, log_rest = z_CK - log_z_1_C[:, None], log_tail_1_C - log_z_1_C
-        sums[kl_index] = keep(term.loss(log_p, log_rest), mask_C).sum()
+            log_z_1_C = log_add(z_CK.logsumexp(1), log_tail_1_C[0])
+            log_p, log_rest = z_CK - log_z_1_C[:, None], log_tail_1_C[0] - log_z_1_C
+        sums[index] = keep(kl.loss(log_p, log_rest), mask_C).sum()
     back = 1 / group.temperature  # d(z/T)/dz; with the T² of `scales` a softened term is scaled by T
     entries = [topk_CK, *point_grads] if group.topk else point_grads
     return GroupGradient(sums, keep(tail_C, mask_C) * back, [keep(grad_CE, mask_C) * back for grad_CE in entries])

@@ -175,7 +175,7 @@ def _check(hidden_NH: Tensor, lm_head: LMHead, terms: Sequence[Term], mask_N: Te
                     f"{vocab}; cut both to the entries that they share"
                 )
             continue
-        if isinstance(term, TopKTerm | KLTerm):
+        if isinstance(term, TopKTerm):
             ids, values, tail_N, _ = term.teacher
             fits = tail_N.shape == (count,)
         else:
