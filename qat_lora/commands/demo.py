@@ -268,9 +268,8 @@ def _write_report(
         f"seconds:                        {report['seconds']}",
     ]
     if kls:
-        kept = [line["kl"] for line in evaluations]
-        lines.append(f"KL on rows trained on:          {fmean(kls[:edge]):.4f} to {fmean(kls[-edge:]):.4f}")
-        lines.append(f"KL on rows kept apart:          {kept[0]:.4f} to {kept[-1]:.4f}")
+        ends = f"{fmean(kls[:edge]):.4f} to {fmean(kls[-edge:]):.4f}, kept apart {evaluations[0]['kl']:.4f} to"
+        lines.append(f"KL of rows trained on:          {ends} {evaluations[-1]['kl']:.4f}")
     continued = {name: PROMPT + _continuation(name, folder, runtime) for name, folder in folders.items()}
     samples = [f"--- {name}\n{text}" for name, text in continued.items()]
     shown = ["the same prompt, continued by each model:", *samples, "", text_table(table), "", *lines]

@@ -14,12 +14,12 @@ from qat_lora.data.packing import make_encoder, pack_rows
 from qat_lora.data.sources import Document, TextConfig, describe_source, open_documents
 from qat_lora.errors import ConfigError
 from qat_lora.evaluate import card
+from qat_lora.evaluate.damage import Damage, damage_report
 from qat_lora.evaluate.health import continue_greedily, health, take_prompts
 from qat_lora.evaluate.plots import plot_report
 from qat_lora.evaluate.protocols import BLOCK, block_rows, sliding_rows
 from qat_lora.evaluate.report import save_json
 from qat_lora.evaluate.score import measure
-from qat_lora.evaluate.spread import Spread, spread_report
 from qat_lora.evaluate.tally import Tally, bootstrap, interval, join, pairs
 from qat_lora.evaluate.tasks import check_tasks, run_tasks
 from qat_lora.files import outputs
@@ -48,8 +48,8 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
     noted = None if run.overwrite else outputs.noted(out)
     students = _open_students(options, tokenizer, noted, teacher.folder)
     texts = _texts(options)
-    spreads = {name: _rows(text, tokenizer, options) for name, text in texts.items()}
-    rows = {name: spread.rows for name, spread in spreads.items()}
+    damages = {name: _rows(text, tokenizer, options) for name, text in texts.items()}
+    rows = {name: damage.rows for name, damage in damages.items()}
     prompts = take_prompts(chain(*rows.values()), options.health) if options.health.generate else None
     cache = options.kd_cache_dir
     seen = overlap.overlap(cache, rows, tokenizer_sha256(tokenizer)) if cache else None
@@ -74,9 +74,9 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
             for model in models.values():
                 runtime.place(model.module)
             say(run, f"{runtime.description} · {run.dtype} · {len(models)} models · {options.protocol} rows")
-            report = _report(models, spreads, options, runtime) | {"overlap": seen}
+            report = _report(models, damages, options, runtime) | {"overlap": seen}
             decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
-            report["spread"] = spread_report(list(students), spreads, decode)
+            report["damage"] = damage_report(list(students), damages, decode)
             report["models"]["teacher"] |= stored_sizes(teacher)
             for name, student in students.items():
                 report["models"][name] |= {"bits_per_weight": student.bits_per_weight, **student.sizes}
@@ -131,7 +131,7 @@ def _texts(options: EvalOptions) -> dict[str, TextConfig]:
     return ({first: main} if main.dataset else {}) | domains
 
 
-def _rows(text: TextConfig, tokenizer: Any, options: EvalOptions) -> Spread:
+def _rows(text: TextConfig, tokenizer: Any, options: EvalOptions) -> Damage:
     names: list[str] = []
 
     def noted() -> Iterator[Document]:
@@ -147,19 +147,19 @@ def _rows(text: TextConfig, tokenizer: Any, options: EvalOptions) -> Spread:
         rows = block_rows(open_documents(text), tokenizer)
     else:
         rows = pack_rows(noted(), encode, options.length)
-    return Spread(islice(rows, options.eval_rows or None), names)
+    return Damage(islice(rows, options.eval_rows or None), names)
 
 
 def _report(
-    models: dict[str, CausalLM], spreads: dict[str, Spread], options: EvalOptions, runtime: Runtime
+    models: dict[str, CausalLM], damages: dict[str, Damage], options: EvalOptions, runtime: Runtime
 ) -> dict[str, Any]:
     """Score the models on every text; return a report (`card.SCHEMA`) whose optional parts are None."""
     run, length = options.run, _length(options)
     students = {name: model for name, model in models.items() if name != "teacher"}
     teacher, tallies = models["teacher"], dict[str, dict[str, Tally]]()
-    for text, spread in spreads.items():
-        batches = runtime.feed(batches_of(iter(spread.rows), length, options.batch_size))
-        given = (run.quiet, runtime.mark_step, f"evaluate {text}", runtime.piece_bytes, spread.observe)
+    for text, damage in damages.items():
+        batches = runtime.feed(batches_of(iter(damage.rows), length, options.batch_size))
+        given = (run.quiet, runtime.mark_step, f"evaluate {text}", runtime.piece_bytes, damage.observe)
         tallies[text] = measure(teacher, students, batches, *given)
     whole = {name: join([of[name] for of in tallies.values()]) for name in models}
     drawn = bootstrap(list(tallies.values()), options.resamples, run.seed)
@@ -175,7 +175,7 @@ def _report(
             "device": runtime.description,
             "resamples": options.resamples,
         },
-        "texts": {t: {"rows": len(of.rows), "tokens": domains[t]["teacher"]["tokens"]} for t, of in spreads.items()},
+        "texts": {t: {"rows": len(of.rows), "tokens": domains[t]["teacher"]["tokens"]} for t, of in damages.items()},
         "models": _figures(whole, drawn),
         "calibration": {name: tally.calibration for name, tally in whole.items()},
         "pairs": pairs(whole, drawn, list(students)),

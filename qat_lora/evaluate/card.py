@@ -26,7 +26,7 @@ SCHEMA = "qat-lora eval 1"
 name: rows, tokens, source); `models` (by name: ppl, nll, kl, top1, tokens, accuracy, ece, bits_per_weight, and
 `interval` with the 95 % limits of each figure); `calibration` (by model: tokens, confidence and accuracy of 15 bins);
 `pairs` (differences between students, paired); `domains` (by text, by model: like `models`); and, null where not asked
-for, `generation`, `overlap`, `tasks`. `spread` by student: percentiles of `kl` and of `delta_p`, with its mean and rms;
+for, `generation`, `overlap`, `tasks`. `damage` by student: percentiles of `kl` and of `delta_p`, with its mean and rms;
 `changed_top1`; `documents` (count, percentiles of their mean KL, the ten worst); the ten `worst_tokens` (text before
 it, token, both models' top-1 tokens). Keys may be added; a change of meaning changes the number."""
 
@@ -49,7 +49,7 @@ SCORES: Columns = (
     ALL_BITS,
 )
 DOMAINS: Columns = (PERPLEXITY, KL, TOP1, ("tokens", "tokens", ","))
-SPREAD: Columns = (
+DAMAGE: Columns = (
     *((name, name + " %" * (name[0] == "9"), ".4f") for name in ("median", "90", "99", "99.9", "largest")),
     *(("changed_top1", "changed top-1", ".2%"), ("mean", "mean Δp", "+.3%"), ("rms", "RMS Δp", ".3%")),
 )
@@ -98,26 +98,26 @@ def domain_rows(domains: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     return [["text", *header], *([text, *row] for text, rows in tables.items() for row in rows[1:])]
 
 
-def spread_rows(spread: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+def damage_rows(damage: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     """Return header and rows of text cells: a row for each student's tokens, and one for its documents if there are."""
     rows = {}
-    for name, of in spread.items():
+    for name, of in damage.items():
         rows[name] = of["delta_p"] | of["kl"] | {"changed_top1": of["changed_top1"]}
         if of["documents"]["kl"]:
             rows[f"{name}: means of {of['documents']['count']:,} documents"] = of["documents"]["kl"]
-    return table_rows(rows, SPREAD)
+    return table_rows(rows, DAMAGE)
 
 
-def worst_tokens(spread: Mapping[str, Mapping[str, Any]], most: int) -> dict[str, str]:
-    """Return tables of students' worst tokens by heading; text is as Python would write it."""
+def worst_tokens(report: Mapping[str, Any]) -> dict[str, str]:
+    """Return tables of students' worst tokens by heading, {} for an earlier version's; text as Python writes it."""
 
     def row(of: Mapping[str, Any]) -> list[str]:
         said = (f"{of[model]!r} {of[f'{model}_p']:.0%}" for model in ("teacher", "student"))
         return [f"{of['kl']:.2f}", repr(of["before"])[1:-1][-40:], repr(of["token"]), *said]
 
     header = ["KL", "after", "the text", "teacher", "student"]
-    tables = {name: [header, *map(row, of["worst_tokens"][:most])] for name, of in spread.items()}
-    return {f"Worst tokens of {name}": text_table(rows) for name, rows in tables.items()}
+    rows = {name: [header, *map(row, of["worst_tokens"])] for name, of in report.get("damage", {}).items()}
+    return {f"Worst tokens of {name}": text_table(of) for name, of in rows.items()}
 
 
 def task_rows(tasks: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[list[str]]:
@@ -151,8 +151,8 @@ def notes(report: Mapping[str, Any]) -> list[str]:
 def tables(report: Mapping[str, Any]) -> dict[str, list[list[str]]]:
     """Return the tables that a report has data for, by heading."""
     found = {"Scores": score_rows(report["models"])}
-    if spread := report.get("spread"):  # reports of earlier versions have none
-        found["KL of single tokens, and of documents"] = spread_rows(spread)
+    if damage := report.get("damage"):
+        found["KL of single tokens, and of documents"] = damage_rows(damage)
     if report["pairs"]:
         found["Differences between students, paired"] = pair_rows(report["pairs"])
     if len(report["domains"]) > 1:
@@ -166,10 +166,7 @@ def tables(report: Mapping[str, Any]) -> dict[str, list[list[str]]]:
 
 def terminal_report(report: Mapping[str, Any]) -> str:
     """Return the report for the terminal, where the end is what is read: tables, then notes."""
-    spread = report.get("spread", {})
-    shown = worst_tokens(spread, max(3, 10 // max(1, len(spread)))) | {
-        title: text_table(rows) for title, rows in tables(report).items()
-    }
+    shown = worst_tokens(report) | {title: text_table(rows) for title, rows in tables(report).items()}
     return "\n\n".join([*(f"{title}\n{text}" for title, text in shown.items()), "\n".join(notes(report))])
 
 
@@ -179,7 +176,5 @@ def markdown_report(report: Mapping[str, Any], picture: str | None) -> str:
     if picture:
         parts.append(f"![scores with intervals, calibration and texts]({picture})")
     parts += [f"## {title}\n\n{markdown_table(rows)}" for title, rows in tables(report).items()]
-    parts += [
-        f"## {title}\n\n```text\n{text}\n```" for title, text in worst_tokens(report.get("spread", {}), 10).items()
-    ]
+    parts += [f"## {title}\n\n```text\n{text}\n```" for title, text in worst_tokens(report).items()]
     return "\n\n".join([*parts, LEGEND]) + "\n"

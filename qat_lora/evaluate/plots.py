@@ -50,9 +50,7 @@ def plot_report(report: Mapping[str, Any], out: Path) -> None:
     panels: list[Panel] = [partial(bars, names=list(models), figure="ppl", title="Perplexity")]
     if students:
         same = partial(bars, names=students, figure="top1", title="Same likeliest token as the teacher")
-        spread = partial(_spread, spread=report["spread"], colours=colours)
-        title = "KL to the teacher, nats a token"
-        panels = [partial(bars, names=students, figure="kl", title=title), *panels, same, spread]
+        panels = [partial(bars, names=students, figure="kl", title="KL to the teacher, nats a token"), *panels, same]
     panels.append(partial(_calibration, bins=report["calibration"], models=models, colours=colours))
     if students and len(domains) > 1:
         panels += [partial(draw, domains=domains, names=students, colours=colours) for draw in (_kl_by_text, _ratios)]
@@ -136,16 +134,6 @@ def _calibration(axis: Any, bins: Mapping[str, Any], models: Mapping[str, Any], 
         axis.plot(xs, ys, color=colours[name], marker="o", ms=3.2, lw=1.4, label=label)
     axis.set(xlim=(0, 1), ylim=(0, 1), xlabel="probability given", ylabel="share right")
     axis.legend(loc="upper left", handlelength=1.4)
-
-
-def _spread(axis: Any, spread: Mapping[str, Any], colours: Mapping[str, str]) -> None:
-    """Draw percentiles of the KL over the share of tokens that are worse."""
-    axis.set_title("KL of single tokens, nats")
-    for name, of in spread.items():
-        points = {0.5: of["kl"]["median"]} | {1 - float(x) / 100: of["kl"][x] for x in ("90", "95", "99", "99.9")}
-        axis.plot(list(points), list(points.values()), color=colours[name], marker="o", ms=3.2, label=name)
-    axis.set(xscale="log", yscale="log", xlim=(1, 5e-4), xlabel="share of tokens that are worse")
-    axis.legend(loc="lower right", handlelength=1.4)
 
 
 def _kl_by_text(axis: Any, domains: Mapping[str, Any], names: Sequence[str], colours: Mapping[str, str]) -> None:

@@ -140,10 +140,7 @@ class DenseTerm:
 
 @dataclass(frozen=True, eq=False)
 class KLTerm(TopKTerm):
-    """The KL to a sparse teacher at temperature 1, the tail as one bucket (`ghost`): for the log, it has no gradient.
-
-    It joins another term that has its ids, the same tensor, as top K, or labels or draws at temperature 1.
-    """
+    """The KL at temperature 1, for the log: no gradient; beside the same ids as top K, or labels or draws at T = 1."""
 
     weight: float = 0.0
     name: str = "kl"

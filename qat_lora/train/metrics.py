@@ -19,9 +19,9 @@ import uuid
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -269,11 +269,10 @@ def draw_curve(axis: Any, metrics: Path, evaluations: Path) -> None:
 
 def _draw(axis: Any, lines: Sequence[Mapping[str, Any]], name: str, label: str) -> None:
     """Draw a number of all steps, faint, and its means over a fiftieth of them each."""
-    steps, values = [x["step"] for x in lines], [x[name] for x in lines]
-    axis.plot(steps, values, lw=0.6, alpha=0.3, color="C0")
-    size = max(1, len(lines) // 50)
-    parts = [slice(start, start + size) for start in range(0, len(lines), size)]
-    axis.plot([fmean(steps[p]) for p in parts], [fmean(values[p]) for p in parts], color="C0", label=label)
+    points = np.array([(x["step"], x[name]) for x in lines]).T
+    means = [part.mean(1) for part in np.array_split(points, min(50, len(lines)), 1)]
+    axis.plot(*points, lw=0.6, alpha=0.3, color="C0")
+    axis.plot(*np.transpose(means), color="C0", label=label)
     axis.set(xlabel="optimizer step", ylabel="nats per token")
     axis.set_title(label, fontsize=10)
     axis.grid(alpha=0.3)

@@ -10,9 +10,9 @@ from test_evaluate_score import VOCABULARY, Table
 
 from qat_lora.data.packing import pack_rows
 from qat_lora.data.sources import Document
+from qat_lora.evaluate.damage import PERCENTILES, WORST, Damage, damage_report
 from qat_lora.evaluate.protocols import sliding_rows
 from qat_lora.evaluate.score import measure
-from qat_lora.evaluate.spread import PERCENTILES, WORST, Spread, spread_report
 from qat_lora.setup.common import batches_of
 
 LENGTH, SIZES = 9, [4, 30, 1, 13, 9, 9, 2, 21]  # tokens of the documents, of which some go on over rows
@@ -20,7 +20,7 @@ TOKENS = [np.random.default_rng(size).integers(0, VOCABULARY, size).astype(np.in
 PAIRS = {"near": Table(1, spread=1.7), "far": Table(2)}
 
 
-def spread_of(kind, teacher, students):
+def damage_of(kind, teacher, students):
     """The rows of all documents by packing or windows, scored by the package."""
     names = []
 
@@ -34,11 +34,11 @@ def spread_of(kind, teacher, students):
         return [(part, np.ones(len(part), np.uint8)) for part in np.array_split(ids, min(2, len(ids)))]
 
     rows = pack_rows(noted(), encode, LENGTH) if kind == "packed" else sliding_rows(noted(), encode, LENGTH, 4)
-    spread = Spread(rows, names)
-    numpy_batches = batches_of(iter(spread.rows), LENGTH, 3)
+    damage = Damage(rows, names)
+    numpy_batches = batches_of(iter(damage.rows), LENGTH, 3)
     batches = ({name: torch.from_numpy(value) for name, value in batch.items()} for batch in numpy_batches)
-    measure(teacher, students, batches, quiet=True, observe=spread.observe)
-    return spread
+    measure(teacher, students, batches, quiet=True, observe=damage.observe)
+    return damage
 
 
 def log_probs(model, token):
@@ -75,7 +75,7 @@ def decode(ids):
 @pytest.mark.parametrize("kind", ["packed", "sliding"])
 def test_figures_are_those_of_the_definitions(kind):
     teacher = Table(1)
-    report = spread_report(list(PAIRS), {"text": spread_of(kind, teacher, PAIRS)}, decode)
+    report = damage_report(list(PAIRS), {"text": damage_of(kind, teacher, PAIRS)}, decode)
     assert list(report) == list(PAIRS)
     json.dumps(report)
     for name, student in PAIRS.items():
@@ -109,13 +109,13 @@ def test_figures_are_those_of_the_definitions(kind):
 
 def test_texts_are_joined_and_rows_without_documents_have_none():
     teacher = Table(1)
-    both = {name: spread_of(name, teacher, PAIRS) for name in ("packed", "sliding")}
-    report = spread_report(list(PAIRS), both, decode)["far"]
-    alone = [spread_report(list(PAIRS), {name: of}, decode)["far"] for name, of in both.items()]
+    both = {name: damage_of(name, teacher, PAIRS) for name in ("packed", "sliding")}
+    report = damage_report(list(PAIRS), both, decode)["far"]
+    alone = [damage_report(list(PAIRS), {name: of}, decode)["far"] for name, of in both.items()]
     assert report["kl"]["largest"] == max(of["kl"]["largest"] for of in alone)
     assert report["documents"]["count"] == sum(of["documents"]["count"] for of in alone)
     both["packed"].names = []
-    blocks = spread_report(list(PAIRS), {"blocks": both["packed"]}, decode)["far"]
+    blocks = damage_report(list(PAIRS), {"blocks": both["packed"]}, decode)["far"]
     assert blocks["documents"] == {"count": 0, "kl": None, "worst": []}
     assert blocks["worst_tokens"][0]["document"] is None
-    assert spread_report([], {"alone": spread_of("packed", teacher, {})}, decode) == {}
+    assert damage_report([], {"alone": damage_of("packed", teacher, {})}, decode) == {}

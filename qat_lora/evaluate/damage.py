@@ -2,9 +2,8 @@
 
 The figures are defined as those of `llama-perplexity --kl-divergence`: quantiles of KL interpolated between sorted
 values, the share of changed top-1 tokens, and Δp, the student's probability of the text's token less the teacher's.
-(llama.cpp scores the second half of windows that ignore documents, against a teacher whose log-probabilities it rounds
-to 16 bits: `benchmarks/llama_kld.py` compares the two.) A quantile needs all values, so the host keeps four float32 a
-token and student.
+(llama.cpp scores the second half of windows that ignore documents, against log-probabilities rounded to 16 bits:
+`benchmarks/llama_kld.py` compares.) A quantile needs all values, so the host keeps four float32 a token and student.
 """
 
 import heapq
@@ -22,17 +21,15 @@ PERCENTILES |= {"smallest": 0, "median": 50, "largest": 100}
 Line = tuple[float, ...]  # KL, row, position, the teacher's top-1 token and its probability, the student's
 
 
-class Spread:
+class Damage:
     """The rows of one text, and what `observe` gets from `score.measure` on their tokens."""
 
     def __init__(self, rows: Iterable[PackedRow], names: Sequence[str]) -> None:
-        """Take rows as they are made, while the list of their documents' names grows; it stays empty without documents.
-
-        Packed rows have a cursor, the number of the next one's first document; a window is of the newest document.
-        """
+        """Take rows as they are made, while the list of their documents' names grows; it stays empty where none count."""
         self.rows, self.names, first, numbers = list[PackedRow](), names, 0, []
         for row in rows:
             inside_L = np.cumsum(row.doc_starts) - 1
+            # A packed row has the number of the next one's first document; a window is of the newest document.
             numbers.append(first + inside_L if row.cursor else np.full_like(inside_L, len(names) - 1))
             self.rows.append(row)
             first = row.cursor.get("document", 0)
@@ -77,8 +74,8 @@ class Spread:
         return {"document": name, "before": shown, **said, "teacher_p": teacher_p, "student_p": student_p, "kl": kl}
 
 
-def spread_report(
-    students: Sequence[str], texts: Mapping[str, Spread], decode: Callable[[Sequence[int]], str]
+def damage_report(
+    students: Sequence[str], texts: Mapping[str, Damage], decode: Callable[[Sequence[int]], str]
 ) -> dict[str, dict[str, Any]]:
     """Return how each student's damage is spread over all texts; its keys are in `card.SCHEMA`."""
     found = {}
