@@ -25,7 +25,7 @@ class Damage:
     """The rows of one text, and what `observe` gets from `score.measure` on their tokens."""
 
     def __init__(self, rows: Iterable[PackedRow], names: Sequence[str]) -> None:
-        """Take rows as they are made, while the list of their documents' names grows; it stays empty where none count."""
+        """Take rows as they are made, while the list of their documents' names grows; [] where rows ignore them."""
         self.rows, self.names, first, numbers = list[PackedRow](), names, 0, []
         for row in rows:
             inside_L = np.cumsum(row.doc_starts) - 1
