@@ -25,8 +25,10 @@ from qat_lora.layers.lora import Factors
 from qat_lora.quant.gptq import Curvature
 from qat_lora.quant.initialize import COMPENSATED, ROUNDS, Method, QuantizedWeight, quantize_weight, refine
 from qat_lora.quant.spec import QuantSpec
+from qat_lora.quant.two_sided import refine_rows
 
 TURNS = 3  # of codes and adapter; the fourth changed the objective by less than 1 %
+T_ROUNDS, T_TURN, T_LAST, STATS = 3, 0, 3, {}
 TURN_ROUNDS = 1  # of descent in a turn; only the turn that is kept is descended to the end
 OVERSAMPLED, ITERATIONS = 32, 4  # extra columns, and passes, of the subspace iteration that replaces large SVDs
 INPUT_FLOOR = 1e-4  # of the mean eigenvalue: inputs that calibration never saw must not get infinite weight
@@ -51,6 +53,10 @@ class Fit(NamedTuple):
 
     quantised: QuantizedWeight
     factors: Factors | None
+
+
+def lifted(moment, floor):
+    return moment + floor * moment.diagonal().mean().clamp_min(1e-12) * torch.eye(len(moment)).to(moment)
 
 
 class _Root(NamedTuple):
@@ -168,10 +174,12 @@ def fit_layers(
     curvature = None
     if len(known) == len(weights):  # else the method says what it lacks
         curvature = Curvature((known[0] if len(known) == 1 else torch.stack(known)).to(device))
-    solver = _Solver(spec, settings, curvature)
+    outputs = [None if given is None else given.to(weights[0].device) for given in outputs_OO]
+    coupled = [lifted(given, OUTPUT_FLOOR).float() for given in outputs if given is not None and given.dim() == 2]
+    whole = settings.method == "descent" and len(coupled) == len(weights)
+    solver = _Solver(spec, settings, curvature, torch.stack(coupled).to(device) if whole else None)
     if not start_rank:
         return [Fit(quantised, None) for quantised in solver.quantised(weights)]
-    outputs = [None if given is None else given.to(weights[0].device) for given in outputs_OO]
     metrics = [Metric.of(*given) for given in zip(weights, second_moments_II, outputs, strict=True)]
     found = solver.with_adapter(weights, metrics, joint_rank) if joint_rank else solver.quantised(weights)
     return [
@@ -186,15 +194,20 @@ class _Solver(NamedTuple):
     spec: QuantSpec
     settings: FitSettings
     curvature: Curvature | None
+    outputs_LOO: Tensor | None
 
     def _stacked(self, weights_OI: Sequence[Tensor]) -> Tensor:
         """Return the weights' rows, one layer under the other, where they are solved for."""
         weight = weights_OI[0] if len(weights_OI) == 1 else torch.cat(tuple(weights_OI))
         return weight.to(self.settings.device)
 
-    def quantised(self, weights_OI: Sequence[Tensor], rounds: int = ROUNDS) -> list[QuantizedWeight]:
+    def quantised(self, weights_OI: Sequence[Tensor], rounds: int = ROUNDS, two: int | None = None) -> list[QuantizedWeight]:
         """Return codes and scales of every weight, where the weights are."""
-        found = quantize_weight(self._stacked(weights_OI), self.spec, self.settings.method, self.curvature, rounds)
+        stacked = self._stacked(weights_OI)
+        found = quantize_weight(stacked, self.spec, self.settings.method, self.curvature, rounds)
+        two = T_ROUNDS if two is None else two
+        if self.outputs_LOO is not None and two:
+            found = refine_rows(stacked, self.spec, found, self.curvature, self.outputs_LOO, two)
         return found.to(weights_OI[0].device).split(len(weights_OI))
 
     def with_adapter(self, weights_OI: Sequence[Tensor], metrics: Sequence[Metric], rank: int) -> list[QuantizedWeight]:
@@ -206,7 +219,7 @@ class _Solver(NamedTuple):
 
         targets, best = list(weights_OI), dict[int, tuple[float, QuantizedWeight, Tensor]]()
         for _ in range(1 + TURNS):
-            for i, quantised in enumerate(self.quantised(targets, TURN_ROUNDS)):
+            for i, quantised in enumerate(self.quantised(targets, TURN_ROUNDS, T_TURN)):
                 following, left = rest(i, quantised)
                 if i not in best or left < best[i][0]:
                     best[i] = left, quantised, targets[i]
@@ -218,4 +231,20 @@ class _Solver(NamedTuple):
         start = QuantizedWeight.joined(found).to(aim.device)
         refined = refine(aim, self.spec, start, self.curvature, ROUNDS - TURN_ROUNDS)
         split = refined.to(weights_OI[0].device).split(len(found))
-        return [new if rest(i, new)[1] < least[i] else found[i] for i, new in enumerate(split)]
+        split = [new if rest(i, new)[1] < least[i] else found[i] for i, new in enumerate(split)]
+        if self.outputs_LOO is None:
+            return split
+        cur = QuantizedWeight.joined(split)
+        best = {}
+        for t in range(T_LAST + 1):
+            split = cur.split(len(found))
+            nxt = []
+            for i, new in enumerate(split):
+                following, left = rest(i, new)
+                nxt.append(following)
+                if i not in best or left < best[i][0]:
+                    best[i] = left, new
+            STATS.setdefault(f"turn{t}", []).append(sum(b[0] for b in best.values()))
+            if t < T_LAST:
+                cur = refine_rows(self._stacked(nxt), self.spec, cur, self.curvature, self.outputs_LOO, 1)
+        return [best[i][1] for i in range(len(found))]
