@@ -25,7 +25,7 @@ from qat_lora.quant.initialize import QuantizedWeight, refine
 from qat_lora.quant.spec import QuantSpec
 
 GROUPS = 8  # of rows that move together: with 4, more of their steps are refused; 32 gain no more
-ROUNDS = 3  # over all rows
+TWO_SIDED_ROUNDS = 6  # over all rows
 
 
 def refine_rows(
@@ -34,7 +34,7 @@ def refine_rows(
     start: QuantizedWeight,
     curvature: Curvature,
     outputs_LOO: Tensor,
-    rounds: int = ROUNDS,
+    rounds: int = TWO_SIDED_ROUNDS,
 ) -> QuantizedWeight:
     """Return a start after rounds of two-sided descent; tr(G E H Eᵀ) never rises in any layer.
 

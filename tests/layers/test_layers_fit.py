@@ -7,6 +7,7 @@ import torch
 from qat_lora.errors import ConfigError
 from qat_lora.layers.calibrate.fit import (
     INPUT_FLOOR,
+    OUTPUT_FLOOR,
     TURNS,
     FitSettings,
     Metric,
@@ -46,7 +47,7 @@ def test_the_correction_is_the_best_in_both_metrics(rank):
     inputs, outputs = moment_of(16, 1), moment_of(20, 2)
     given = torch.from_numpy(inputs), torch.from_numpy(outputs)
     factors = correction(torch.from_numpy(error), rank, *given)
-    floors = [m + f * np.diag(m).mean() * np.eye(len(m)) for m, f in ((inputs, 1e-4), (outputs, 1e-2))]
+    floors = [m + f * np.diag(m).mean() * np.eye(len(m)) for m, f in ((inputs, INPUT_FLOOR), (outputs, OUTPUT_FLOOR))]
     roots = [np.linalg.cholesky(m) for m in floors]
     values = np.linalg.svd(roots[1].T @ error @ roots[0], compute_uv=False)
     left = error - factors.b_OR.double().numpy() @ factors.a_RI.double().numpy()

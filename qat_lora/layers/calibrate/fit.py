@@ -6,7 +6,9 @@ information of outputs it is what the predictions want. LoftQ's SVD of the plain
 Cholesky factors as roots make the same corrections as symmetric roots do, at a thirtieth of the cost.
 
 Codes that are chosen first waste their freedom on what the adapter corrects anyway. With a `joint_rank` the two
-alternate: codes of W - B A by the chosen method, then B A of what they leave; the best turn is kept.
+alternate: codes of W - B A by the chosen method, then B A of what they leave; the best turn is kept. Where G is known
+whole, `descent` then goes on in both metrics (`quant.two_sided`), with A free: what the columns of B span costs nothing,
+so codes move towards W in the cost that is left, G - G B (Bᵀ G B)⁻¹ Bᵀ G, and not towards a W - B A that holds them.
 
 Sources: QERA (arXiv 2410.06040), EoRA (arXiv 2410.21271); alternation, LoftQ (arXiv 2310.08659) and CALDERA
 (arXiv 2405.18886).
@@ -25,14 +27,14 @@ from qat_lora.layers.lora import Factors
 from qat_lora.quant.gptq import Curvature
 from qat_lora.quant.initialize import COMPENSATED, ROUNDS, Method, QuantizedWeight, quantize_weight, refine
 from qat_lora.quant.spec import QuantSpec
-from qat_lora.quant.two_sided import refine_rows
+from qat_lora.quant.two_sided import TWO_SIDED_ROUNDS, refine_rows
 
 TURNS = 3  # of codes and adapter; the fourth changed the objective by less than 1 %
-T_ROUNDS, T_TURN, T_LAST, STATS = 3, 0, 3, {}
 TURN_ROUNDS = 1  # of descent in a turn; only the turn that is kept is descended to the end
 OVERSAMPLED, ITERATIONS = 32, 4  # extra columns, and passes, of the subspace iteration that replaces large SVDs
 INPUT_FLOOR = 1e-4  # of the mean eigenvalue: inputs that calibration never saw must not get infinite weight
-OUTPUT_FLOOR = 1e-2  # the same for outputs, whose gradients are noisier
+OUTPUT_FLOOR = 1e-1  # the same for outputs, whose gradients are noisier
+SPAN_FLOOR = 1e-3  # of an output's metric, where an adapter corrects all of it
 
 
 class FitSettings(NamedTuple):
@@ -53,10 +55,6 @@ class Fit(NamedTuple):
 
     quantised: QuantizedWeight
     factors: Factors | None
-
-
-def lifted(moment, floor):
-    return moment + floor * moment.diagonal().mean().clamp_min(1e-12) * torch.eye(len(moment)).to(moment)
 
 
 class _Root(NamedTuple):
@@ -93,6 +91,15 @@ class _Root(NamedTuple):
         if self.factor.dim() == 1:
             return rows.double() / self.factor
         return torch.linalg.solve_triangular(self.factor, rows.double(), upper=False, left=False)
+
+    def beyond(self, columns: Tensor | None = None) -> Tensor:
+        """Return the metric [n, n] of a whole root, float32; all but nothing of it in the span of columns [n, r]."""
+        left = self.factor
+        if columns is not None:
+            spanned = torch.linalg.qr(left.T @ columns.double()).Q
+            lift = left.diagonal().square().mean().sqrt() * SPAN_FLOOR**0.5
+            left = torch.cat([left - left @ spanned @ spanned.T, lift * torch.eye(len(left)).to(left)], 1)
+        return (left @ left.T).float()
 
 
 class Metric(NamedTuple):
@@ -174,14 +181,15 @@ def fit_layers(
     curvature = None
     if len(known) == len(weights):  # else the method says what it lacks
         curvature = Curvature((known[0] if len(known) == 1 else torch.stack(known)).to(device))
-    outputs = [None if given is None else given.to(weights[0].device) for given in outputs_OO]
-    coupled = [lifted(given, OUTPUT_FLOOR).float() for given in outputs if given is not None and given.dim() == 2]
-    whole = settings.method == "descent" and len(coupled) == len(weights)
-    solver = _Solver(spec, settings, curvature, torch.stack(coupled).to(device) if whole else None)
-    if not start_rank:
+    solver = _Solver(spec, settings, curvature)
+    if not (start_rank or settings.method == "descent"):
         return [Fit(quantised, None) for quantised in solver.quantised(weights)]
+    outputs = [None if given is None else given.to(weights[0].device) for given in outputs_OO]
     metrics = [Metric.of(*given) for given in zip(weights, second_moments_II, outputs, strict=True)]
     found = solver.with_adapter(weights, metrics, joint_rank) if joint_rank else solver.quantised(weights)
+    found = solver.two_sided(weights, metrics, found, joint_rank)
+    if not start_rank:
+        return [Fit(quantised, None) for quantised in found]
     return [
         Fit(quantised, metric.correction(weight - quantised.dense(spec), start_rank)[0])
         for weight, metric, quantised in zip(weights, metrics, found, strict=True)
@@ -194,20 +202,15 @@ class _Solver(NamedTuple):
     spec: QuantSpec
     settings: FitSettings
     curvature: Curvature | None
-    outputs_LOO: Tensor | None
 
     def _stacked(self, weights_OI: Sequence[Tensor]) -> Tensor:
         """Return the weights' rows, one layer under the other, where they are solved for."""
         weight = weights_OI[0] if len(weights_OI) == 1 else torch.cat(tuple(weights_OI))
         return weight.to(self.settings.device)
 
-    def quantised(self, weights_OI: Sequence[Tensor], rounds: int = ROUNDS, two: int | None = None) -> list[QuantizedWeight]:
+    def quantised(self, weights_OI: Sequence[Tensor], rounds: int = ROUNDS) -> list[QuantizedWeight]:
         """Return codes and scales of every weight, where the weights are."""
-        stacked = self._stacked(weights_OI)
-        found = quantize_weight(stacked, self.spec, self.settings.method, self.curvature, rounds)
-        two = T_ROUNDS if two is None else two
-        if self.outputs_LOO is not None and two:
-            found = refine_rows(stacked, self.spec, found, self.curvature, self.outputs_LOO, two)
+        found = quantize_weight(self._stacked(weights_OI), self.spec, self.settings.method, self.curvature, rounds)
         return found.to(weights_OI[0].device).split(len(weights_OI))
 
     def with_adapter(self, weights_OI: Sequence[Tensor], metrics: Sequence[Metric], rank: int) -> list[QuantizedWeight]:
@@ -219,7 +222,7 @@ class _Solver(NamedTuple):
 
         targets, best = list(weights_OI), dict[int, tuple[float, QuantizedWeight, Tensor]]()
         for _ in range(1 + TURNS):
-            for i, quantised in enumerate(self.quantised(targets, TURN_ROUNDS, T_TURN)):
+            for i, quantised in enumerate(self.quantised(targets, TURN_ROUNDS)):
                 following, left = rest(i, quantised)
                 if i not in best or left < best[i][0]:
                     best[i] = left, quantised, targets[i]
@@ -231,20 +234,23 @@ class _Solver(NamedTuple):
         start = QuantizedWeight.joined(found).to(aim.device)
         refined = refine(aim, self.spec, start, self.curvature, ROUNDS - TURN_ROUNDS)
         split = refined.to(weights_OI[0].device).split(len(found))
-        split = [new if rest(i, new)[1] < least[i] else found[i] for i, new in enumerate(split)]
-        if self.outputs_LOO is None:
-            return split
-        cur = QuantizedWeight.joined(split)
-        best = {}
-        for t in range(T_LAST + 1):
-            split = cur.split(len(found))
-            nxt = []
-            for i, new in enumerate(split):
-                following, left = rest(i, new)
-                nxt.append(following)
-                if i not in best or left < best[i][0]:
-                    best[i] = left, new
-            STATS.setdefault(f"turn{t}", []).append(sum(b[0] for b in best.values()))
-            if t < T_LAST:
-                cur = refine_rows(self._stacked(nxt), self.spec, cur, self.curvature, self.outputs_LOO, 1)
-        return [best[i][1] for i in range(len(found))]
+        return [new if rest(i, new)[1] < least[i] else found[i] for i, new in enumerate(split)]
+
+    def two_sided(
+        self, weights_OI: Sequence[Tensor], metrics: Sequence[Metric], found: list[QuantizedWeight], rank: int
+    ) -> list[QuantizedWeight]:
+        """Return weights after descent in both metrics, beside an adapter of this rank; as given where one is unknown."""
+        if self.settings.method != "descent" or any(metric.outputs.factor.dim() == 1 for metric in metrics):
+            return found
+        assert self.curvature is not None
+        aim = self._stacked(weights_OI)
+        for rounds in [1] * TWO_SIDED_ROUNDS if rank else [TWO_SIDED_ROUNDS]:  # the adapter follows after every round
+            spanned = [
+                metric.correction(weight - now.dense(self.spec), rank)[0].b_OR if rank else None
+                for metric, weight, now in zip(metrics, weights_OI, found, strict=True)
+            ]
+            outputs = [metric.outputs.beyond(columns) for metric, columns in zip(metrics, spanned, strict=True)]
+            start = QuantizedWeight.joined(found).to(aim.device)
+            fitted = refine_rows(aim, self.spec, start, self.curvature, torch.stack(outputs).to(aim.device), rounds)
+            found = fitted.to(weights_OI[0].device).split(len(found))
+        return found
