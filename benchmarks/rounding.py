@@ -127,7 +127,7 @@ def begun(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "date": time.strftime("%Y-%m-%d"),
         "machine": arguments.machine,
-        "versions": f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}",
+        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
         "teacher_name": Path(arguments.teacher).name,
         "settings": {name: getattr(arguments, name) for name in names},
         "kl": {},

@@ -56,23 +56,35 @@ def refine_rows(
     # Numbers of rows are data, so that all groups are one program where programs are compiled.
     groups = [torch.arange(first, rows, GROUPS).to(error_LOI.device) for first in range(min(GROUPS, rows))]
     for group in groups * rounds:
-        coupling_LGO = outputs_LOO.index_select(1, group)
-        own_LGG, pull_LGI = coupling_LGO.index_select(2, group), coupling_LGO @ error_LOI
-        towards_LGI = pull_LGI / own_LGG.diagonal(dim1=1, dim2=2)[..., None]
-        before = _by_rows(lambda x: x.unflatten(0, (layers, -1)).index_select(1, group).flatten(0, 1), spec, now)
-        dense = before.dense(spec)
-        after = refine(dense + towards_LGI.flatten(0, 1), spec, before, curvature, 1)
-        change_LGI = (after.dense(spec) - dense).unflatten(0, (layers, -1))
-        raised_L = ((own_LGG @ change_LGI - 2 * pull_LGI) * (change_LGI @ curvature.narrow_LII)).sum((1, 2))
-        falls_L11 = (raised_L < 0)[:, None, None]
-
-        def put(x: Tensor, new: Tensor, old: Tensor) -> Tensor:
-            new, old = (part.unflatten(0, (layers, -1)) for part in (new, old))
-            return x.unflatten(0, (layers, -1)).index_copy(1, group, torch.where(falls_L11, new, old)).flatten(0, 1)
-
-        now = _by_rows(put, spec, now, after, before)
-        error_LOI = error_LOI.index_add(1, group, torch.where(falls_L11, -change_LGI, 0.0))
+        now, error_LOI = _moved(now, error_LOI, group, spec, curvature, outputs_LOO)
     return now
+
+
+def _moved(
+    now: QuantizedWeight,
+    error_LOI: Tensor,
+    group: Tensor,
+    spec: QuantSpec,
+    curvature: Curvature,
+    outputs_LOO: Tensor,
+) -> tuple[QuantizedWeight, Tensor]:
+    """Return weights and their errors after a step of one group of rows; in layers whose cost would rise, as given."""
+    layers, coupling_LGO = len(error_LOI), outputs_LOO.index_select(1, group)
+    own_LGG, pull_LGI = coupling_LGO.index_select(2, group), coupling_LGO @ error_LOI
+    before = _by_rows(lambda x: x.unflatten(0, (layers, -1)).index_select(1, group).flatten(0, 1), spec, now)
+    dense = before.dense(spec)
+    towards_LGI = pull_LGI / own_LGG.diagonal(dim1=1, dim2=2)[..., None]
+    after = refine(dense + towards_LGI.flatten(0, 1), spec, before, curvature, 1)
+    change_LGI = (after.dense(spec) - dense).unflatten(0, (layers, -1))
+    raised_L = ((own_LGG @ change_LGI - 2 * pull_LGI) * (change_LGI @ curvature.narrow_LII)).sum((1, 2))
+    falls_L11 = (raised_L < 0)[:, None, None]
+
+    def put(x: Tensor, *ways: Tensor) -> Tensor:
+        new, old = (part.unflatten(0, (layers, -1)) for part in ways)
+        return x.unflatten(0, (layers, -1)).index_copy(1, group, torch.where(falls_L11, new, old)).flatten(0, 1)
+
+    left_LOI = error_LOI.index_add(1, group, torch.where(falls_L11, -change_LGI, 0.0))
+    return _by_rows(put, spec, now, after, before), left_LOI
 
 
 def _by_rows(change: Callable[..., Tensor], spec: QuantSpec, *given: QuantizedWeight) -> QuantizedWeight:

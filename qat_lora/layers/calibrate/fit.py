@@ -7,8 +7,9 @@ Cholesky factors as roots make the same corrections as symmetric roots do, at a 
 
 Codes that are chosen first waste their freedom on what the adapter corrects anyway. With a `joint_rank` the two
 alternate: codes of W - B A by the chosen method, then B A of what they leave; the best turn is kept. Where G is known
-whole, `descent` then goes on in both metrics (`quant.two_sided`), with A free: what the columns of B span costs nothing,
-so codes move towards W in the cost that is left, G - G B (Bᵀ G B)⁻¹ Bᵀ G, and not towards a W - B A that holds them.
+whole, `descent` goes on in both metrics (`quant.two_sided`). Towards W - B A codes hardly move, since B A is the best
+for those that are; so only B is held. What its columns span then costs nothing, and G becomes
+G - G B (Bᵀ G B)⁻¹ Bᵀ G.
 
 Sources: QERA (arXiv 2410.06040), EoRA (arXiv 2410.21271); alternation, LoftQ (arXiv 2310.08659) and CALDERA
 (arXiv 2405.18886).
@@ -239,7 +240,7 @@ class _Solver(NamedTuple):
     def two_sided(
         self, weights_OI: Sequence[Tensor], metrics: Sequence[Metric], found: list[QuantizedWeight], rank: int
     ) -> list[QuantizedWeight]:
-        """Return weights after descent in both metrics, beside an adapter of this rank; as given where one is unknown."""
+        """Return weights after descent in both metrics, beside an adapter of this rank; as given without a whole G."""
         if self.settings.method != "descent" or any(metric.outputs.factor.dim() == 1 for metric in metrics):
             return found
         assert self.curvature is not None
