@@ -57,6 +57,7 @@ MUON_LR, ADAMW_LR = 1e-2, 5e-3
 CACHE_ROWS, TOP_K = 4000, 64
 RECOVERY_STEPS, RECOVERY_ROWS, RANK = 250, 16, 16
 EVAL_ROWS = 256
+PRESET = "q2_0"  # the recommended one at 2 bits: every engine holds it, and it costs no more KL than `w2g64`
 PROMPT = "    def __init__(self, name, value=None):\n        self."
 
 
@@ -97,9 +98,9 @@ def _make(out: Path, run: RunConfig, runtime: Runtime) -> None:
         run=part("cache"),
     )
     cache = build_cache(build, runtime)
-    rough = QuantizeOptions(model=str(teacher), preset="w2g64", init="absmax", start_rank=0, run=part("quantised"))
+    rough = QuantizeOptions(model=str(teacher), preset=PRESET, init="absmax", start_rank=0, run=part("quantised"))
     start = QuantizeOptions(
-        model=str(teacher), preset="w2g64", start_rank=RANK, kd_cache_dir=str(cache), run=part("student")
+        model=str(teacher), preset=PRESET, start_rank=RANK, kd_cache_dir=str(cache), run=part("student")
     )
     quantised, student = quantize(rough, runtime), quantize(start, runtime)
     training = RecoverOptions(
