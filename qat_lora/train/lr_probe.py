@@ -156,8 +156,10 @@ def _trial(run: Run, optim: OptimConfig, length: int, open_steps: OpenSteps, bar
     warmup = min(optim.warmup_steps, max(1, round(optim.warmup_steps * length / whole)))
     measured_at = whole // 2 + trial_steps(whole)  # in the order of steps: the same rows for trials of any length
     rows = measured_at - length, length + 1
-    with _undone(run), open_steps(trial, replace(optim, warmup_steps=warmup), *rows) as steps:
+    with _undone(run) as random, open_steps(trial, replace(optim, warmup_steps=warmup), *rows) as steps:
         for step in range(length + 1):
+            if step == length:
+                set_random_states(random)  # the same dropout for all
             set_peaks(run.optimizer, optim, float(step < length))
             steps.take()
             if trial.stopping:
@@ -178,16 +180,16 @@ class _Trial(Run):
 
 
 @contextmanager
-def _undone(run: Run) -> Iterator[None]:
-    """Give back to trained tensors, optimizer and random numbers what they had, from copies on the host.
+def _undone(run: Run) -> Iterator[Mapping[str, str]]:
+    """Yield the random generators' states; then trained tensors, optimizer and generators get back what they had.
 
-    Such a copy is a transfer on XLA and no graph, as where a checkpoint is loaded.
+    A copy from the host is a transfer on XLA and no graph, as where a checkpoint is loaded.
     """
     trained = run.state.trained
     tensors = {**{name: p.data for name, p in trained.items()}, **optimizer_views(trained, run.optimizer)}
     kept, random = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}, random_states()
     try:
-        yield
+        yield random
     finally:
         with torch.no_grad():
             for name, tensor in tensors.items():
