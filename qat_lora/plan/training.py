@@ -223,7 +223,7 @@ def _report(
 
 
 def _text(report: dict[str, Any], trained: str, utilisation: float, more: Sequence[str] = ()) -> str:
-    replicas, epochs = report["replicas"], report["epochs"]
+    replicas, epochs, probe = report["replicas"], report["epochs"], report["lr_probe_steps"]
     lines = [
         "dry run: shapes alone; nothing is written, and no device is used",
         f"student  {report['student']}: {report['parameters']:,} parameters, {report['quantised']:,} of them quantised",
@@ -233,7 +233,7 @@ def _text(report: dict[str, Any], trained: str, utilisation: float, more: Sequen
         f"{report['effective_batch'] * report['length']:,} tokens",
         f"run      {report['steps']:,} steps, {report['tokens']:,} tokens"
         + (f", {epochs:.2f} epochs" if epochs else "")
-        + (f"; before it, some {probe} steps to find the learning rate" * bool(probe := report["lr_probe_steps"])),
+        + (f"; before it, some {probe} steps to find the learning rate" if probe else ""),
         f"memory   {report['total_bytes'] / GIB:.3f} GiB a replica: "
         + ", ".join(f"{name} {size / GIB:.3f}" for name, size in report["bytes"].items()),
     ]
