@@ -46,7 +46,7 @@ from qat_lora.runtime.host.machine import fast_dtype
 from qat_lora.setup.common import batches_of
 from qat_lora.train.loop import LoopConfig
 from qat_lora.train.metrics import LOGS, draw_curve, read_metrics
-from qat_lora.train.optim import OptimConfig, set_lr
+from qat_lora.train.optim import set_lr
 from qat_lora.types import Batch
 
 LENGTH = 128  # tokens of a row
@@ -108,7 +108,6 @@ def _make(out: Path, run: RunConfig, runtime: Runtime) -> None:
         kd_cache_dir=str(cache),
         train_scales=True,
         lora=LoraConfig(recovery_r=RANK),
-        train=OptimConfig(lr=2e-3, scale_lr=1e-3, warmup_steps=10, min_lr_ratio=0.05),
         loop=LoopConfig(batch_size=RECOVERY_ROWS, max_steps=RECOVERY_STEPS),
         run=part("recovered"),
     )

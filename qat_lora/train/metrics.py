@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from qat_lora.errors import DamagedFileError, DivergedError
@@ -129,6 +130,10 @@ class MetricsLog:
     def add(self, step: int, lr: float, means: Sums) -> None:
         """Note the values of an optimizer step, which stay on the device until `flush`."""
         self._pending.append((step, lr, means))
+
+    def noted(self, name: str) -> list[Tensor]:
+        """Return a value of the steps that are not written yet."""
+        return [means[name] for _, _, means in self._pending]
 
     def flush(self, runtime: Runtime) -> None:
         """Write the noted steps by the runtime's deferred callback, up to a NaN or infinity, a DivergedError."""
