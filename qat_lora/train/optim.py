@@ -26,11 +26,11 @@ from qat_lora.errors import ConfigError
 from qat_lora.runtime.base import Runtime
 from qat_lora.types import LanguageModel
 
-# By kind of trained tensors (LoRA factors, latent weights, the quantiser's scales and tables, norms), the setting of
+# By kind of trained tensors (LoRA factors, latent weights, the quantiser's scales, tables, codes, norms), the setting of
 # their peak learning rate; and the kinds that weight decay pulls to 0: it would only shrink scales and norms.
 RATES = {
     "adapter": "lr", "weights": "lr", "scales": "scale_lr", "block_scales": "scale_lr", "lut": "scale_lr",
-    "norms": "norm_lr",
+    "codes": "code_lr", "norms": "norm_lr",
 }  # fmt: skip
 DECAYING = ("adapter", "weights")
 SHARES = {"block_scales": 1 / 32}  # of that rate: the scale of a K-quant's group is some 15 to 128 of its block's
@@ -43,6 +43,16 @@ class OptimConfig:
 
     lr: float = option(3e-4, "peak learning rate of the adapter (and of weights, where they train)", above=0)
     scale_lr: float = option(3e-4, "peak learning rate of the quantiser's scales and tables, where they train", above=0)
+    code_lr: float = option(
+        3e-3, "peak learning rate of codes, in steps from one to the next, where they train beside an adapter", above=0
+    )
+    train_codes: float = option(
+        0.0,
+        "share of the run, at its end, in which codes train beside the adapter (saved with it); 0: never, 1: all of it",
+        min=0,
+        max=1,
+        refusal="is not a share; give a number from 0 to 1",
+    )
     norm_lr: float = option(1e-4, "peak learning rate of norms, where they train", above=0)
     schedule: Literal["cosine", "constant"] = option("cosine", "learning rate after warm-up")
     warmup_steps: int = option(
@@ -144,7 +154,9 @@ def build_optimizer(config: OptimConfig, groups: Mapping[str, Mapping[str, nn.Pa
         if not tensors:
             continue
         rate = getattr(config, RATES[kind]) * SHARES.get(kind, 1.0)
-        rates = {"lr": rate, "weight_decay": config.weight_decay * (kind in DECAYING)}
+        # Codes that move late have the moments of the whole run by then.
+        begin = 1 - config.train_codes if kind == "codes" else 0.0
+        rates = {"lr": rate, "weight_decay": config.weight_decay * (kind in DECAYING), "begin": begin}
         if runtime.shares_memory:
             by_type = itertools.groupby(sorted(tensors.values(), key=lambda p: str(p.dtype)), key=lambda p: p.dtype)
             of_kind = [_flatten(list(parameters)) for _, parameters in by_type]
@@ -225,10 +237,10 @@ def _flatten(parameters: list[nn.Parameter]) -> _Flat:
     return flat
 
 
-def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> float:
-    """Set every group's learning rate to a share of its peak; return that of the first group."""
+def set_lr(optimizer: torch.optim.Optimizer, factor: float, progress: float = 1.0) -> float:
+    """Set the learning rate of every group that trains yet to a share of its peak; return that of the first group."""
     for group in optimizer.param_groups:
-        group["lr"] = group["peak_lr"] * factor
+        group["lr"] = group["peak_lr"] * factor * (progress >= group.get("begin", 0.0))
     return optimizer.param_groups[0]["lr"]
 
 
