@@ -26,8 +26,8 @@ from qat_lora.errors import ConfigError
 from qat_lora.runtime.base import Runtime
 from qat_lora.types import LanguageModel
 
-# By kind of trained tensors (LoRA factors, latent weights, the quantiser's scales, tables, codes, norms), the setting of
-# their peak learning rate; and the kinds that weight decay pulls to 0: it would only shrink scales and norms.
+# By kind of trained tensors (LoRA factors, latent weights, scales, tables, codes, norms), the setting of their
+# peak learning rate; and the kinds that weight decay pulls to 0: it would only shrink scales and norms.
 RATES = {
     "adapter": "lr", "weights": "lr", "scales": "scale_lr", "block_scales": "scale_lr", "lut": "scale_lr",
     "codes": "code_lr", "norms": "norm_lr",
