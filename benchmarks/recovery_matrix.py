@@ -15,7 +15,8 @@ same for all. What counts is the adapter that `recover` calls best (by its own e
 
 Interrupt it at will, or give each process its own seeds: points that stand in `DIR/points.jsonl` are not made again.
 `--cases w4g128:0` scores rounding and calibrated codes without adapter or training: such cases belong into the table
-at equal bits, `DIR/equal_bits.md`, which is written beside the summary.
+at equal bits, `DIR/equal_bits.md`, which is written beside the summary. With `--train-codes` the codes train too: of
+rank 0, codes and scales alone (`qat`), from the calibrated start. `tokens_read` counts every stage, calibration too.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ from qat_lora.runtime.launch.start import run
 from qat_lora.train.loop import LoopConfig
 from qat_lora.train.optim import OptimConfig
 
-SETTINGS = ("length", "batch", "steps", "lr", "scale_lr", "eval_rows", "top_k")
+SETTINGS = ("length", "batch", "steps", "lr", "scale_lr", "norm_lr", "train_codes", "code_lr", "ema", "eval_rows", "top_k")
+CALIBRATION_ROWS = 128
 
 
 def main() -> None:
@@ -87,6 +89,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=366, help="optimizer steps; 366 x 16 x 256 = 1.5 M tokens")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--scale-lr", type=float, default=1e-3)
+    parser.add_argument("--norm-lr", type=float, default=0.0, help="peak learning rate of norms; 0: they do not train")
+    parser.add_argument("--train-codes", type=float, default=0.0, help="share of a run, at its end, in which codes train")
+    parser.add_argument("--code-lr", type=float, default=3e-3, help="in steps between codes; of rank 0, times the scale")
+    parser.add_argument("--ema", type=float, default=0.0, help="decay of the average that is exported")
     parser.add_argument("--eval-rows", type=int, default=96, help="held-out rows")
     parser.add_argument("--top-k", type=int, default=64)
     parser.add_argument("--machine", default="a machine that was not named", help="for the result")

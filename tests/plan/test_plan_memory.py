@@ -142,6 +142,8 @@ def benchmark():
         {"vocab": 4096, "dtype": "bfloat16", "checkpointing": True},
         {"train_scales": True},
         {"train_scales": True, "dtype": "bfloat16", "checkpointing": True},
+        {"train_codes": True},
+        {"train_codes": True, "train_scales": True, "dtype": "bfloat16", "checkpointing": True},
     ],
     ids=lambda changed: "-".join(f"{name}={value}" for name, value in changed.items()),
 )
