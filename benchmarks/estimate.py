@@ -100,7 +100,7 @@ class Compiled:
 
     @property
     def asked(self) -> dict[str, Any]:
-        """The settings of `plan/compiled/__init__.py`."""
+        """The settings of `compiled/__init__.py`."""
         names = ("length", "rank", "dtype", "preset", "train_scales", "shard_base")
         given = {"batch_size": self.rows, "gradient_checkpointing": self.checkpointing, "graphs": ("micro-batch",)}
         return {name: getattr(self, name) for name in names} | given
@@ -189,8 +189,8 @@ def on_cpu(point: Point) -> int:
 
 def on_tpu(point: Compiled, compiler: str | None) -> int:
     """Return the bytes of a micro-batch's program, and of the moments beside it."""
-    from qat_lora.plan.compiled import QWEN3_06B, Asked
-    from qat_lora.plan.compiled.report import compile_recovery, find_compiler
+    from compiled import QWEN3_06B, Asked
+    from compiled.report import compile_recovery, find_compiler
 
     config = QWEN3_06B | {"num_hidden_layers": point.layers, "vocab_size": point.vocab}
     with tempfile.TemporaryDirectory() as folder:
@@ -212,10 +212,11 @@ def forecast_on(chip: str, asked: Any) -> dict[str, Any]:
 
 def estimated(point: Point | Compiled, device: str = "cpu") -> int:
     """Return what the command says; of a point that is no compiled one, on a `--device`."""
+    from compiled import QWEN3_06B, Asked
+
     from qat_lora.layers.lora import LoraConfig
     from qat_lora.models.load import make_qwen3
     from qat_lora.options import EstimateOptions, RunConfig
-    from qat_lora.plan.compiled import QWEN3_06B, Asked
     from qat_lora.plan.devices import named
     from qat_lora.plan.memory import forecast, skeleton
 

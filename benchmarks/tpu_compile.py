@@ -23,10 +23,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from compiled import NAMES, QWEN3_06B, Asked
+from compiled.report import TOPOLOGIES, compile_recovery, find_compiler, table
 from estimate import forecast_on
-
-from qat_lora.plan.compiled import NAMES, QWEN3_06B, Asked
-from qat_lora.plan.compiled.report import TOPOLOGIES, compile_recovery, find_compiler, table
 
 
 def estimated(chip: str, asked: Asked, graph: dict[str, Any]) -> dict[str, Any]:

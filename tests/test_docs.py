@@ -14,7 +14,7 @@ import pytest
 from shown_commands import PAGES as COMMAND_PAGES
 from shown_commands import parse, spans
 
-from qat_lora.commands.bench import load_table
+from qat_lora.commands.bench import load_program
 from qat_lora.registry import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -118,7 +118,7 @@ def test_commands_in_the_text_have_the_options_that_they_are_shown_with():
 @pytest.mark.parametrize("pattern", SCORES)
 def test_the_front_pages_scores_are_the_results(pattern):
     result, path, form = SCORES[pattern]
-    value = load_table().look_up(
+    value = load_program("table", "bench").look_up(
         json.loads((ROOT / f"benchmarks/results/{result}.json").read_text(encoding="utf-8")), path
     )
     shown = re.search(pattern, (ROOT / "README.md").read_text(encoding="utf-8"))

@@ -1,6 +1,8 @@
-"""The command over `benchmarks/table.py`, which belongs to the repository and is not installed with the package."""
+"""The command over `benchmarks/table.py`; programs there belong to the repository and are not installed."""
 
-import importlib.util
+import importlib
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +12,20 @@ import qat_lora
 from qat_lora.errors import ConfigError
 
 
-def load_table() -> Any:
-    """Import `benchmarks/table.py` by its path; ConfigError: this is an installed package without its repository."""
-    file = Path(qat_lora.__file__).resolve().parents[1] / "benchmarks" / "table.py"
-    spec = importlib.util.spec_from_file_location("benchmarks.table", file)
-    if not file.is_file() or spec is None or spec.loader is None:
+def load_program(name: str, asked: str) -> Any:
+    """Import a module of `benchmarks/` for the command that is `asked`.
+
+    Raises:
+        ConfigError: this is an installed package without its repository.
+    """
+    folder = Path(qat_lora.__file__).resolve().parents[1] / "benchmarks"
+    if not folder.is_dir():
         why = "the benchmark programs come with the repository and not with the package"
-        raise ConfigError(f"bench: {why}; clone it and install with pip install -e .")
-    table = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(table)
-    return table
+        raise ConfigError(f"{asked}: {why}; clone it and install with pip install -e .")
+    package = types.ModuleType("benchmarks")
+    package.__path__ = [str(folder)]
+    sys.modules.setdefault("benchmarks", package)
+    return importlib.import_module(f"benchmarks.{name}")
 
 
 @click.command("bench", context_settings={"ignore_unknown_options": True})
@@ -27,5 +33,5 @@ def load_table() -> Any:
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def bench(name: str | None, arguments: tuple[str, ...]) -> None:
     """Show what was claimed, asked and reached in one table, or run the benchmark NAME with its own arguments."""
-    if code := load_table().main([] if name is None else [name, *arguments]):
+    if code := load_program("table", "bench").main([] if name is None else [name, *arguments]):
         raise SystemExit(code)

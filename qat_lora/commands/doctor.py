@@ -14,7 +14,7 @@ import platform
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import click
 from packaging.requirements import Requirement
@@ -22,9 +22,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from qat_lora.commands.bench import load_program
 from qat_lora.errors import QatLoraError
-from qat_lora.plan.compiled import NAMES, Asked
-from qat_lora.plan.compiled.report import compile_recovery, find_compiler, table
 from qat_lora.plan.surroundings import GIB, Accelerator, HubState, accelerators, hub_state, libtpu_specifier
 from qat_lora.registry import COMMANDS, Requirements
 from qat_lora.runtime.launch.select import Found, choose, look, select_runtime
@@ -269,14 +268,16 @@ def doctor(planned: tuple[str, ...], compile_for: str | None) -> None:
 
     Of a model's FILE (GGUF, or a folder; with --json) it says what is in it, what serves it, and if an ADAPTER fits it.
 
-    With --compile-for it instead compiles the graphs of a recovery with the TPU's own compiler (`make tpu-compiler`):
+    With --compile-for it instead compiles the graphs of a recovery with the TPU's own compiler (`make tpu-compiler`, in
+    a clone of the repository):
     [--model FOLDER] [--preset w4g128] [--batch-size 4] [--length 1024] [--head-k 128] [--rank 8] [--dtype bfloat16]
     [--train-scales] [--gradient-checkpointing] [--shard-base] [--loss-chunk-mb N] [--json]
     [--graphs "micro-batch,optimizer step"] [--keep FOLDER] [--compiler PYTHON].
     Exit code 1 where something needs fixing.
     """
     if compile_for is not None:
-        raise SystemExit(_compile.main(planned, "doctor --compile-for", standalone_mode=False, obj=compile_for))
+        command = load_program("compiled.report", "doctor --compile-for").command
+        raise SystemExit(command.main(planned, "doctor --compile-for", standalone_mode=False, obj=compile_for))
     if planned and planned[0] not in COMMANDS and (os.sep in planned[0] or Path(planned[0]).exists()):
         select_runtime("cpu")  # before transformers is imported, as for every command
         from qat_lora.plan.inspect_file import inspect, inspection_text
@@ -291,35 +292,6 @@ def doctor(planned: tuple[str, ...], compile_for: str | None) -> None:
     echo(findings_text(findings))
     if any(finding.fix for finding in findings):
         raise SystemExit(1)
-
-
-@click.command("doctor --compile-for")
-@click.option("--model", default="")
-@click.option("--batch-size", type=click.IntRange(1), default=4)
-@click.option("--length", type=click.IntRange(2), default=1024)
-@click.option("--head-k", type=click.IntRange(1), default=128)
-@click.option("--rank", type=click.IntRange(1), default=8)
-@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16")
-@click.option("--loss-chunk-mb", type=click.IntRange(1), default=Asked.loss_chunk_mb)
-@click.option("--preset")
-@click.option("--train-scales", is_flag=True)
-@click.option("--gradient-checkpointing", is_flag=True)
-@click.option("--shard-base", is_flag=True)
-@click.option("--graphs", default=",".join(NAMES))
-@click.option("--keep", type=click.Path(path_type=Path, file_okay=False))
-@click.option("--compiler")
-@click.option("--json", "as_json", is_flag=True)
-@click.pass_obj
-def _compile(chip: str, graphs: str, keep: Path | None, compiler: str | None, as_json: bool, **given: Any) -> int:
-    """Print what the TPU's compiler makes of a recovery; return 1 where it refuses a graph."""
-    names = tuple(name.strip() for name in graphs.split(","))
-    if unknown := set(names) - set(NAMES):
-        raise click.UsageError(f"graphs: {', '.join(sorted(unknown))}; allowed: {', '.join(NAMES)}")
-    asked = Asked(**given, graphs=names)
-    say = (lambda line: None) if as_json else echo
-    report = compile_recovery(chip, asked, find_compiler(compiler), keep, say)
-    echo(json.dumps(report) if as_json else table(report))
-    return int(any("error" in graph for graph in report["graphs"].values()))
 
 
 def _requirements(planned: Sequence[str]) -> Requirements:

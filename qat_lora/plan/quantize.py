@@ -17,6 +17,7 @@ from qat_lora.quant.gptq import BLOCK
 from qat_lora.quant.initialize import COMPENSATED, ROUNDS, SWEEPS
 from qat_lora.quant.presets import preset
 from qat_lora.quant.scales import CLIP_GRID
+from qat_lora.quant.scales import SWEEPS as LOW_RANK_SWEEPS
 from qat_lora.quant.spec import SUPER, QuantSpec
 from qat_lora.registry import DryRun, Requirements
 
@@ -118,7 +119,8 @@ def layer_work(rows: int, columns: int, spec: QuantSpec, turns: int, descends: b
     weights, sweeps = rows * columns, rounds * SWEEPS
     products = 2 * weights * columns * (turns + sweeps + refits + slopes)
     block, clips = size * turns + BLOCK * sweeps, CLIP_GRID * turns * (1 + spec.signed)
-    within = weights * (2 * block + CLIP_OPERATIONS * clips)
+    factors = (spec.rank or 0) * ((spec.rank or 0) + 1) * 2 * LOW_RANK_SWEEPS * turns  # the Gram matrices of both
+    within = weights * (2 * block + CLIP_OPERATIONS * clips + factors)
     # A block's errors pass over the whole weight, which is read and written; a group's products are only read.
     passes = columns * (2 * turns / size + 2 * sweeps / BLOCK + refits / size) + 3 * slopes
     passes += column_passes * block + 2 * clips

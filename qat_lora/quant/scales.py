@@ -31,6 +31,7 @@ TINY = 1e-6  # smallest scale: keeps W / S finite for rows of zeros, and is a fl
 # weights, uneven importance) but not the KL of the model: 0.99 to 1.01 times as large on a saturated teacher.
 CLIP_GRID = 64
 SWEEPS = 8  # of codes and low-rank factors
+PIECE = 2**17  # weights whose clips a host searches at a time: temporaries that stay in its caches
 
 
 class Cost(NamedTuple):
@@ -273,12 +274,19 @@ def _cheapest(at: Callable[..., tuple[Tensors, Tensor]], given: Tensors, cost: C
         best = [torch.where(better, new, old) for new, old in zip(found, best, strict=True)]
         return [torch.where(better, price, least), *best], []
 
-    best, errors = at(1.0, *given)
-    least = cost.of(errors, cost.given)
-    least = least.masked_fill(least.isnan(), torch.inf)
-    clips = torch.linspace(1.0, 0.2, CLIP_GRID).to(least.dtype)
-    clips = torch.cat([clips[1:], -clips]) if signed else clips[1:]
-    return loop(cheaper, len(clips), [least, *best], [clips], [cost.given, *given])[0][1:]
+    def search(prices: Tensor, *given: Tensor) -> Tensors:
+        best, errors = at(1.0, *given)
+        least = cost.of(errors, prices)
+        least = least.masked_fill(least.isnan(), torch.inf)
+        clips = torch.linspace(1.0, 0.2, CLIP_GRID).to(least.dtype)
+        clips = torch.cat([clips[1:], -clips]) if signed else clips[1:]
+        return loop(cheaper, len(clips), [least, *best], [clips], [prices, *given])[0][1:]
+
+    if given[0].device.type != "cpu" or len(cost.given) != len(given[0]):  # which has no rows
+        return search(cost.given, *given)
+    rows = max(1, PIECE // given[0][0].numel())
+    pieces = [search(*piece) for piece in zip(*(x.split(rows) for x in (cost.given, *given)), strict=True)]
+    return [torch.cat(found) for found in zip(*pieces, strict=True)]
 
 
 def low_rank_scales(weight_OI: Tensor, spec: QuantSpec, importance_I: Tensor | None = None) -> Scales:
@@ -292,13 +300,20 @@ def low_rank_scales(weight_OI: Tensor, spec: QuantSpec, importance_I: Tensor | N
     """
     assert spec.rank is not None and spec.group_size is not None
     out_features, in_features = weight_OI.shape
-    groups = dataclasses.replace(spec, sharing="group", rank=None)
-    start = expand((mse_scale(weight_OI, groups, importance_I),), spec.group_size, out_features, in_features)
-    u, s, vh = torch.linalg.svd(start.expand(out_features, in_features), full_matrices=False)
-    rank = min(spec.rank, s.numel())
-    root = s[:rank].sqrt()
-    a, b = u[:, :rank] * root, root[:, None] * vh[:rank]
     values = code_values(spec).to(weight_OI)
+    even = dataclasses.replace(spec, sharing="group", rank=None, code="half")  # rounding, not a search of a table
+    start = mse_scale(weight_OI, even, importance_I) * (full_range(even) / values[-1])
+    # Columns of a group are alike, so the factors of the whole are those of one column each; ranks beyond them start as
+    # directions of chance that the first half of the alternation weighs.
+    size = torch.full((start.shape[1],), float(min(spec.group_size, in_features))).to(start)
+    size[-1] = in_features - (len(size) - 1) * size[0]
+    u, s, vh = torch.linalg.svd(start * size.sqrt(), full_matrices=False)
+    rank, known = min(spec.rank, *weight_OI.shape), min(spec.rank, s.numel())
+    root = s[:known].sqrt()
+    a = torch.nn.functional.pad(u[:, :known] * root, (0, rank - known))
+    b = (root[:, None] * vh[:known] / size.sqrt()).repeat_interleave(size.long(), 1)
+    chance = torch.randn(rank - known, in_features, generator=torch.Generator().manual_seed(0)).to(b)
+    b = torch.cat([b, chance * b.square().mean().sqrt()])
     importance = torch.ones_like(weight_OI) if importance_I is None else importance_I.to(weight_OI).expand_as(weight_OI)
     for _ in range(SWEEPS):
         q = decode(encode(weight_OI / away_from_zero(a @ b), values), values)
@@ -318,7 +333,10 @@ def away_from_zero(scale: Tensor) -> Tensor:
 
 def _least_squares(q_OI: Tensor, weight_OI: Tensor, importance_OI: Tensor, a_OR: Tensor, b_RI: Tensor) -> Tensor:
     """Solve min over A of importance · (W - Q * (A B))² row by row, pulled slightly towards the A given."""
-    gram = torch.einsum("oi,ri,si->ors", importance_OI * q_OI.square(), b_RI, b_RI)
+    first, second = torch.triu_indices(len(b_RI), len(b_RI), device=b_RI.device)
+    upper = (importance_OI * q_OI.square()) @ (b_RI[first] * b_RI[second]).T  # one product for all rows
+    gram = upper.new_empty(len(upper), len(b_RI), len(b_RI))
+    gram[:, first, second] = gram[:, second, first] = upper
     ridge = 1e-4 * gram.diagonal(dim1=1, dim2=2).mean(-1).clamp_min(1e-12)
     gram = gram + ridge[:, None, None] * torch.eye(b_RI.shape[0], dtype=q_OI.dtype, device=q_OI.device)
     right = (importance_OI * q_OI * weight_OI) @ b_RI.T + ridge[:, None] * a_OR

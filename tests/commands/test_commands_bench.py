@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from qat_lora import cli
-from qat_lora.commands.bench import load_table
+from qat_lora.commands.bench import load_program
 from qat_lora.errors import ConfigError
 
-bench = load_table()
+bench = load_program("table", "bench")
 README = Path(__file__).resolve().parents[2] / "benchmarks" / "README.md"
 BLOCK = re.compile(r"(?<=<!-- qat-lora bench -->\n).*?(?=<!-- end -->)", re.S)
 
@@ -88,7 +88,7 @@ def test_the_repository_lists_its_own_and_a_bare_package_says_why_not(capfd, mon
     assert caught.value.code == 2 and "no_such_program" in capfd.readouterr().err
     monkeypatch.setattr("qat_lora.__file__", str(tmp_path / "qat_lora" / "__init__.py"))
     with pytest.raises(ConfigError, match="clone it"):
-        load_table()
+        load_program("table", "bench")
 
 
 def test_the_readme_shows_what_the_results_say():

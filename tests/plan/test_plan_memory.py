@@ -1,22 +1,21 @@
 """Estimates against models that were really built, and activations against what autograd really keeps."""
 
-import importlib.util
+import importlib
 import json
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.compiled.report import COMPILER_VARIABLE
 from qat_lora.commands.estimate import estimate
 from qat_lora.errors import ConfigError, ModelError
 from qat_lora.layers.convert import add_lora
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.models.load import DTYPES, cast, load_model
 from qat_lora.options import EstimateOptions, QuantizeOptions, RunConfig
-from qat_lora.plan.compiled.report import COMPILER_VARIABLE
 from qat_lora.plan.devices import named
 from qat_lora.plan.step import Shapes, step_bytes, widths
 from qat_lora.runtime.host.memory import LiveBytes
@@ -126,11 +125,9 @@ def test_activations_are_within_15_percent_of_what_autograd_keeps(tiny, dtype, a
 @pytest.fixture(scope="module")
 def benchmark():
     """`benchmarks/estimate.py`, whose points are measured as here."""
-    spec = importlib.util.spec_from_file_location("estimate_benchmark", ROOT / "benchmarks/estimate.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look for it
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        yield importlib.import_module("estimate")
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.compiled import QWEN3_06B
 from qat_lora.options import EstimateOptions, RunConfig
-from qat_lora.plan.compiled import QWEN3_06B
 from qat_lora.plan.devices import named
 from qat_lora.plan.memory import forecast, skeleton
 from qat_lora.plan.step import Shapes, operations, step_parts

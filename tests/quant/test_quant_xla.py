@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from qat_lora.plan.compiled import report
-from qat_lora.plan.compiled.hlo import instruction_count
+from qat_lora.commands.bench import load_program
 from qat_lora.quant import gptq, initialize
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.runtime import loop
 
 pytest.importorskip("torch_xla")
+report = load_program("compiled.report", "this test")  # this file is a program too
 COMPILER = Path(os.environ.get(report.COMPILER_VARIABLE, ""))
 SPEC = QuantSpec(bits=3, code="asymmetric", sharing="group", group_size=32)
 BLOCKS = QuantSpec(bits=2, code="minimum", sharing="group", group_size=64, step_bits=4)
@@ -84,7 +84,7 @@ def main():
     from qat_lora.runtime.xla.runtime import XlaRuntime
 
     def instructions(tensors):
-        return instruction_count(torch_xla._XLAC._get_xla_tensors_hlo(tensors))
+        return report.hlo.instruction_count(torch_xla._XLAC._get_xla_tensors_hlo(tensors))
 
     found = {"graphs": {c: instructions(solvers_graph(8, c)) for c in (128, 256)}}
     found["refits"] = {c: instructions(refits_graph(8, c)) for c in (512, 1024)}

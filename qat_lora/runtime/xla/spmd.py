@@ -18,7 +18,6 @@ from qat_lora.runtime.host import collectives
 from qat_lora.runtime.host.transfer import host_tensors
 from qat_lora.runtime.xla.loop import LayerScan
 from qat_lora.runtime.xla.runtime import RUNS_ON_REAL_CHIPS, XlaRuntime
-from qat_lora.runtime.xla.trace import TracingRuntime
 from qat_lora.types import Batch
 
 AXIS = "data"
@@ -164,17 +163,6 @@ class XlaSpmdRuntime(XlaRuntime):
         """Run what was deferred, then wait until every host is here."""
         self._flush()
         self.agree(False)
-
-
-class TracingSpmdRuntime(TracingRuntime, XlaSpmdRuntime):
-    """All chips of a host, traced only (`trace.py`); CPU_NUM_DEVICES says how many."""
-
-    def _shard(self, tensor: torch.Tensor, axes: tuple[str | None, ...]) -> None:
-        """Note the sharding in the graph: torch_xla shards data, and a placeholder has none."""
-        import torch_xla
-
-        torch_xla._XLAC._xla_annotate_custom_sharding(tensor, self._mesh.get_op_sharding(axes))
-        self._annotated += (tensor,)
 
 
 def _frozen_tensors(module: torch.nn.Module) -> list[tuple[torch.Tensor, bool]]:

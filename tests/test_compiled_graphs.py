@@ -4,19 +4,19 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from qat_lora.plan.compiled import NAMES, QWEN3_06B, Asked
-from qat_lora.plan.compiled.graphs import _Rows
-from qat_lora.runtime.xla.spmd import TracingSpmdRuntime
-from qat_lora.runtime.xla.trace import TracingRuntime
+from benchmarks.compiled import NAMES, QWEN3_06B, Asked
+from benchmarks.compiled.graphs import _Rows
+from benchmarks.compiled.trace import TracingRuntime, TracingSpmdRuntime
 
 TRACE = r"""
 import json, re, sys
-from qat_lora.plan.compiled import Asked, graphs
-from qat_lora.plan.compiled.hlo import instruction_count
-from qat_lora.runtime.xla.trace import TracingRuntime
+from benchmarks.compiled import Asked, graphs
+from benchmarks.compiled.hlo import instruction_count
+from benchmarks.compiled.trace import TracingRuntime
 
 found = {}
 def write(name, graph):
@@ -55,6 +55,7 @@ def traced(folder, layers, real=False, chips=1, model=TOY, **asked):
         capture_output=True,
         text=True,
         timeout=500,
+        cwd=Path(__file__).parents[1],
     )
     assert not done.returncode, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from qat_lora.runtime.base import M
 from qat_lora.runtime.xla.runtime import XlaRuntime
+from qat_lora.runtime.xla.spmd import XlaSpmdRuntime
 
 READABLE = 4 << 20  # bytes of a result that becomes zeros for the host to read: logits of some positions, sums, norms
 
@@ -32,7 +33,7 @@ class Graph(NamedTuple):
 
 
 class TracingRuntime(XlaRuntime):
-    """One chip, whose syncs record; `spmd.py` has the same for several."""
+    """One chip, whose syncs record."""
 
     graphs: list[Graph] | None = None  # filled while `record` works
     _begun = 0.0
@@ -85,6 +86,17 @@ class TracingRuntime(XlaRuntime):
             made = torch.zeros(tensor.shape, dtype=tensor.dtype).to(self.device) if readable else _placeholder(tensor)
             torch_xla._XLAC._replace_xla_tensor(tensor, made.detach())
         self._begun = time.process_time()
+
+
+class TracingSpmdRuntime(TracingRuntime, XlaSpmdRuntime):
+    """All chips of a host, traced only ; CPU_NUM_DEVICES says how many."""
+
+    def _shard(self, tensor: torch.Tensor, axes: tuple[str | None, ...]) -> None:
+        """Note the sharding in the graph: torch_xla shards data, and a placeholder has none."""
+        import torch_xla
+
+        torch_xla._XLAC._xla_annotate_custom_sharding(tensor, self._mesh.get_op_sharding(axes))
+        self._annotated += (tensor,)
 
 
 def _placeholder(tensor: Tensor) -> Tensor:

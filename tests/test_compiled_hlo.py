@@ -2,8 +2,8 @@
 
 import pytest
 
+from benchmarks.compiled import hlo
 from qat_lora.errors import DamagedFileError
-from qat_lora.plan.compiled import hlo
 
 LOOP = """HloModule loop, is_scheduled=true
 

@@ -1,4 +1,4 @@
-"""`doctor --compile-for`: what the TPU's own compiler makes of a recovery's graphs, on a machine without a TPU.
+"""`qat-lora doctor --compile-for`: what the TPU's own compiler makes of a recovery's graphs, without a TPU.
 
 Two programs are run, each by the Python that it needs: `graphs.py` traces with PyTorch/XLA on the CPU, `tpu_program.py`
 compiles with jax and libtpu, which do not fit torch_xla's own pins and so live in an environment of their own
@@ -18,9 +18,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import click
+
 from qat_lora.errors import ConfigError, DeviceError, MissingExtraError
-from qat_lora.plan.compiled import QWEN3_06B, Asked, hlo, tpu_program
 from qat_lora.plan.surroundings import libtpu_specifier
+from qat_lora.terminal import echo
+
+from . import NAMES, QWEN3_06B, Asked, hlo, tpu_program
 
 GRIDS = {1: "1x1", 4: "2x2", 8: "2x4"}  # of what can be rented as one host, by its chips
 TOPOLOGIES = {f"{kind}-{chips}": (f"{kind}:{grid}", chips) for kind in ("v6e", "v5e") for chips, grid in GRIDS.items()}
@@ -62,7 +66,7 @@ def compile_recovery(
         say(f"tracing {', '.join(asked.graphs)} ...")
         # No thread that is not needed: the CPU seconds of tracing are those of one.
         variables = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(chips), "OMP_NUM_THREADS": "1"}
-        graphs = [sys.executable, "-m", "qat_lora.plan.compiled.graphs", json.dumps(asdict(asked)), str(out)]
+        graphs = [sys.executable, "-m", "compiled.graphs", json.dumps(asdict(asked)), str(out.absolute())]
         _run(graphs, variables, "trace")
         found = {}
         for name in asked.graphs:
@@ -87,7 +91,8 @@ def _compiled(name: str, topology: str, chips: int, compiler: Path, out: Path) -
 
 
 def _run(command: list[str], variables: dict[str, str], what: str) -> None:
-    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
+    environment, folder = os.environ | variables, Path(__file__).parents[1]  # from which `-m compiled.graphs` is found
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise DeviceError(f"compile_for: the {what} failed: {last}")
@@ -136,3 +141,32 @@ def _details(name: str, graph: dict[str, Any]) -> list[str]:
         for row in counted.get("largest", [])[:3]
     ]
     return ["", name, *lines] if lines else []
+
+
+@click.command("doctor --compile-for")
+@click.option("--model", default="")
+@click.option("--batch-size", type=click.IntRange(1), default=4)
+@click.option("--length", type=click.IntRange(2), default=1024)
+@click.option("--head-k", type=click.IntRange(1), default=128)
+@click.option("--rank", type=click.IntRange(1), default=8)
+@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16")
+@click.option("--loss-chunk-mb", type=click.IntRange(1), default=Asked.loss_chunk_mb)
+@click.option("--preset")
+@click.option("--train-scales", is_flag=True)
+@click.option("--gradient-checkpointing", is_flag=True)
+@click.option("--shard-base", is_flag=True)
+@click.option("--graphs", default=",".join(NAMES))
+@click.option("--keep", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--compiler")
+@click.option("--json", "as_json", is_flag=True)
+@click.pass_obj
+def command(chip: str, graphs: str, keep: Path | None, compiler: str | None, as_json: bool, **given: Any) -> int:
+    """Print what the TPU's compiler makes of a recovery; return 1 where it refuses a graph."""
+    names = tuple(name.strip() for name in graphs.split(","))
+    if unknown := set(names) - set(NAMES):
+        raise click.UsageError(f"graphs: {', '.join(sorted(unknown))}; allowed: {', '.join(NAMES)}")
+    asked = Asked(**given, graphs=names)
+    say = (lambda line: None) if as_json else echo
+    report = compile_recovery(chip, asked, find_compiler(compiler), keep, say)
+    echo(json.dumps(report) if as_json else table(report))
+    return int(any("error" in graph for graph in report["graphs"].values()))

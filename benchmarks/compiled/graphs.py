@@ -1,10 +1,10 @@
 """Trace every graph that a recovery compiles, at its real shape, without weights and without running anything.
 
 The calls are those of a run (`train/step.py`, the evaluation of `setup/training_data.py`, the cache builder, the text
-generator) on the runtime of `runtime/xla/trace.py`, so whatever changes there changes here. A process has one backend
+generator) on the runtime of `trace.py`, so whatever changes there changes here. A process has one backend
 of PyTorch/XLA and one number of devices, and the caller may want another; hence a program of its own:
 
-    PJRT_DEVICE=CPU python -m qat_lora.plan.compiled.graphs '{"model": "folder"}' OUT      # NAME.pb and NAME.json each
+    cd benchmarks; PJRT_DEVICE=CPU python -m compiled.graphs '{"model": "folder"}' OUT      # NAME.pb and NAME.json each
 """
 
 import gc
@@ -25,12 +25,8 @@ from qat_lora.layers.stacked import parameters_at
 from qat_lora.losses.objective import weight_tensors
 from qat_lora.models.load import DTYPES, CausalLM
 from qat_lora.options import CacheBuildOptions, RunConfig
-from qat_lora.plan.compiled import NAMES, Asked
-from qat_lora.plan.compiled.hlo import instruction_count
 from qat_lora.plan.memory import meta_student
 from qat_lora.runtime.base import Runtime
-from qat_lora.runtime.xla.spmd import TracingSpmdRuntime
-from qat_lora.runtime.xla.trace import Graph, TracingRuntime
 from qat_lora.setup.common import fit_attention, place_teacher
 from qat_lora.setup.trainable import recovery_parts
 from qat_lora.setup.training_data import TrainingData, evaluation, prepare
@@ -39,6 +35,10 @@ from qat_lora.train.loop import LoopConfig
 from qat_lora.train.optim import OptimConfig, TrainState, build_optimizer, optimized
 from qat_lora.train.step import add_sums, micro_batch, optimizer_step, zero_sums
 from qat_lora.types import Batch
+
+from . import NAMES, Asked
+from .hlo import instruction_count
+from .trace import Graph, TracingRuntime, TracingSpmdRuntime
 
 
 class _Rows:

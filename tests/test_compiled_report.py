@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.compiled import Asked, report, tpu_program
 from qat_lora.errors import ConfigError, MissingExtraError
-from qat_lora.plan.compiled import Asked, report, tpu_program
 
 COMPILER = Path(os.environ.get(report.COMPILER_VARIABLE, ""))
 needs_compiler = pytest.mark.skipif(
