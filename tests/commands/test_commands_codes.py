@@ -26,7 +26,7 @@ from qat_lora.train.optim import OptimConfig
 def coded(made, out, share=0.5, **changed):
     train = OptimConfig(lr=2e-3, code_lr=0.3, train_codes=share, warmup_steps=1)
     options = recover_options(made["student"], made["cache"], out, train=train)
-    return replace(options, model=str(made["teacher"]), **changed)
+    return replace(options, **{"model": str(made["teacher"]), **changed})
 
 
 @pytest.fixture(scope="module")

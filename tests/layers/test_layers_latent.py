@@ -72,7 +72,7 @@ def trained_layer(sharing, kind="change", table=False):
     if table:
         layer.train_table()
     trained = [*latent.trained().values(), *layer.scales, *([layer.values] if table else [])]
-    optimizer = torch.optim.Adam(trained, lr=0.005 if layer.spec.step_bits else 0.05)
+    optimizer = torch.optim.Adam(trained, lr=0.005 if layer.spec.step_bits and kind != "position" else 0.05)
     x, target = torch.randn(40, layer.in_features), torch.randn(40, ROWS)
     before = layer.codes.clone()
     for _ in range(20):
