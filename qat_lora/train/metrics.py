@@ -267,8 +267,8 @@ def draw_curve(axis: Any, metrics: Path, evaluations: Path) -> None:
     if evaluated:
         metric = next(name for name in evaluated[0] if name != "step")
         values = [x[metric] for x in evaluated]
-        axis.plot([x["step"] for x in evaluated], values, "o-", ms=3, label=f"evaluation {metric.upper()}")
-    axis.set(ylim=(0, None))
+        axis.plot([x["step"] for x in evaluated], values, "C1o-", ms=3, label=f"evaluation {metric.upper()}")
+    axis.set(ylim=(0, None), title="training")
     axis.legend()
 
 
