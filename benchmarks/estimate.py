@@ -266,9 +266,9 @@ def name(point: Point | Compiled) -> dict[str, Any]:
 
 
 def of_result(found: dict[str, Any]) -> Point | Compiled:
-    """Return the point of a result."""
+    """Return the point of a result; one that was written before codes trained does not name them."""
     kind = Point if found["chip"] == "cpu" else Compiled
-    return kind(**{field.name: found[field.name] for field in fields(kind)})
+    return kind(**{field.name: found[field.name] for field in fields(kind) if field.name in found})
 
 
 def main() -> None:

@@ -90,6 +90,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=256, help="tokens of a row")
     parser.add_argument("--batch", type=int, default=16, help="rows of a step")
     parser.add_argument("--steps", type=int, default=366, help="optimizer steps; 366 x 16 x 256 = 1.5 M tokens")
+    parser.add_argument("--rows", type=int, help="rows of the cache; default: those that a run reads, once")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--scale-lr", type=float, default=1e-3)
     parser.add_argument("--norm-lr", type=float, default=0.0, help="peak learning rate of norms; 0: they do not train")
@@ -134,7 +135,7 @@ def build(arguments: argparse.Namespace, seen: TextConfig, seed: int, out: Path)
             text=seen,
             length=arguments.length,
             top_k=arguments.top_k,
-            num_rows=arguments.steps * arguments.batch,
+            num_rows=arguments.rows or arguments.steps * arguments.batch,
             eval_rows=32,
             teacher_batch_size=16,
             run=part(out, f"cache-s{seed}", seed),
