@@ -46,11 +46,13 @@ from qat_lora.registry import COMMANDS
 from qat_lora.runtime.launch.start import run
 from qat_lora.setup.common import cached_calibration_rows, text_batches
 from qat_lora.train.loop import LoopConfig
-from qat_lora.train.optim import OptimConfig
 
 OURS, BATCH, AT_ONCE = "qat-lora", 8, 12
-PRESETS = ("q2_0", "w2g64", "q3g64", "w3g128", "q4_0", "w4g128")
-HEADS = (None, "q8_0", "q4_0")
+ROUNDED = (
+    *(("q2_0", "q2_0"), ("q2_0", "q4_0"), ("q2_0", "q8_0"), ("q3g64", "q4_0"), ("w3g128", "q8_0")),
+    *(("w4g128", "q4_0"), ("w4g128", "q8_0"), ("q4_0", "q8_0"), ("q2_0", None), ("w3g128", None), ("w4g128", None)),
+)
+"""Presets of the layers and of the embedding, None: 16 bits."""
 ADAPTED, RANKS = ("q2_0", "w3g128", "w4g128"), (4, 16)
 BLOCK = re.compile(r"(?<=<!-- peers -->\n).*?(?=<!-- end -->)", re.S)
 
@@ -95,7 +97,6 @@ def ours(arguments: argparse.Namespace) -> None:
     """Make our students: presets by head, from rounding alone to trained adapters."""
     work, prepared = arguments.work, read(arguments.work / "prepared.json")
     steps = prepared["rows"]["train"] // BATCH
-    train = OptimConfig(lr=arguments.lr, scale_lr=1e-3, warmup_steps=10, min_lr_ratio=0.05)
     loop = LoopConfig(batch_size=BATCH, max_steps=steps)
     tokens = steps * BATCH * prepared["rows"]["length"]
 
@@ -114,33 +115,42 @@ def ours(arguments: argparse.Namespace) -> None:
         )
         return run(COMMANDS["quantize"], options)
 
+    def scales(preset: str) -> Path:
+        options = QatOptions(
+            checkpoint=str(quantised(preset, "q8_0", 0)),
+            kd_cache_dir=str(work / "cache"),
+            loop=loop,
+            run=part(f"{preset}-scales"),
+        )
+        return run(COMMANDS["qat"], options)
+
+    def place(setting: str) -> Path:
+        return work / "students" / re.sub(r"[^A-Za-z0-9_.-]+", "_", f"ours_{setting}")
+
     def keep(setting: str, student: Path, seconds: float, **more: Any) -> None:
         made = {"tool": OURS, "version": __version__, "setting": setting, "computed": True, **more}
         made |= {"bytes": stored_bytes(open_student(str(student)).model), "seconds": round(seconds, 1)}
-        folder = work / "students" / re.sub(r"[^A-Za-z0-9_.-]+", "_", f"ours_{setting}")
+        folder = place(setting)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "made.json").write_text(json.dumps(made | {"folder": str(student)}, indent=1) + "\n")
         print(json.dumps(made), flush=True)
 
-    for preset in PRESETS:
-        for head in HEADS:
-            started = time.perf_counter()
+    def wanted(setting: str) -> bool:
+        return bool(re.search(arguments.only, setting)) and not place(setting).joinpath("made.json").is_file()
+
+    for preset, head in ROUNDED:
+        name, started = f"{preset}, embedding {head or '16 bits'}", time.perf_counter()
+        if wanted(name):
             student = quantised(preset, head, 0)
-            name = f"{preset}, embedding {head or '16 bits'}"
             keep(name, student, time.perf_counter() - started)
     for preset in ADAPTED:
         name, started = f"{preset}, embedding q8_0", time.perf_counter()
-        options = QatOptions(
-            checkpoint=str(quantised(preset, "q8_0", 0)),
-            kd_cache_dir=str(work / "cache"),
-            train=train,
-            loop=loop,
-            run=part(f"{preset}-scales"),
-        )
-        trained = run(COMMANDS["qat"], options)
-        keep(f"{name}, scales trained", trained, time.perf_counter() - started, tokens=tokens)
+        if wanted(f"{name}, scales trained"):
+            keep(f"{name}, scales trained", scales(preset), time.perf_counter() - started, tokens=tokens)
         for rank in RANKS:
             started = time.perf_counter()
+            if not wanted(f"{name}, rank {rank} recovered"):
+                continue
             student = quantised(preset, "q8_0", rank)
             begun = time.perf_counter() - started
             options = RecoverOptions(
@@ -148,7 +158,6 @@ def ours(arguments: argparse.Namespace) -> None:
                 kd_cache_dir=str(work / "cache"),
                 train_scales=True,
                 lora=LoraConfig(recovery_r=rank),
-                train=train,
                 loop=loop,
                 run=part(f"{preset}-recovered-{rank}"),
             )
@@ -329,7 +338,7 @@ def main() -> None:
     start.add_argument("--length", type=int, default=256, help="tokens of a row")
     start.add_argument("--calibration-rows", type=int, default=128)
     start.add_argument("--train-rows", type=int, default=1024, help="that students may be trained on")
-    command(ours, "--work").add_argument("--lr", type=float, default=2e-3)
+    command(ours, "--work").add_argument("--only", default="", help="settings with this regular expression in them")
     scoring = command(score, "--work", "--out")
     scoring.add_argument("--eval-rows", type=int, default=96)
     scoring.add_argument("--machine", default=platform.machine(), help="named in the result")
