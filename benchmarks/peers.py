@@ -49,11 +49,12 @@ from qat_lora.train.loop import LoopConfig
 
 OURS, BATCH, AT_ONCE = "qat-lora", 8, 12
 ROUNDED = (
-    *(("q2_0", "q2_0"), ("q2_0", "q4_0"), ("q2_0", "q8_0"), ("q3g64", "q4_0"), ("w3g128", "q8_0")),
-    *(("w4g128", "q4_0"), ("w4g128", "q8_0"), ("q4_0", "q8_0"), ("q2_0", None), ("w3g128", None), ("w4g128", None)),
+    *(("q2_0", "q2_0"), ("w3g128", "q3g64"), ("w3g128", "q4_0"), ("q4_0", "q4_0"), ("w4g128", "q8_0")),
+    *(("q2_0", "q3g64"), ("w4g128", "q4_0"), ("w4g128", "q3g64"), ("q2_0", None), ("w3g128", None), ("w4g128", None)),
+    *(("q2_0", "q4_0"), ("q2_0", "q8_0")),
 )
 """Presets of the layers and of the embedding, None: 16 bits."""
-ADAPTED, RANKS = ("q2_0", "w3g128", "w4g128"), (4, 16)
+TRAINED, RANKS = (("q2_0", "q3g64"), ("w3g128", "q4_0"), ("w4g128", "q4_0")), (4, 16)
 BLOCK = re.compile(r"(?<=<!-- peers -->\n).*?(?=<!-- end -->)", re.S)
 
 
@@ -115,12 +116,12 @@ def ours(arguments: argparse.Namespace) -> None:
         )
         return run(COMMANDS["quantize"], options)
 
-    def scales(preset: str) -> Path:
+    def scales(preset: str, head: str) -> Path:
         options = QatOptions(
-            checkpoint=str(quantised(preset, "q8_0", 0)),
+            checkpoint=str(quantised(preset, head, 0)),
             kd_cache_dir=str(work / "cache"),
             loop=loop,
-            run=part(f"{preset}-scales"),
+            run=part(f"{preset}-{head}-scales"),
         )
         return run(COMMANDS["qat"], options)
 
@@ -143,15 +144,15 @@ def ours(arguments: argparse.Namespace) -> None:
         if wanted(name):
             student = quantised(preset, head, 0)
             keep(name, student, time.perf_counter() - started)
-    for preset in ADAPTED:
-        name, started = f"{preset}, embedding q8_0", time.perf_counter()
+    for preset, head in TRAINED:
+        name, started = f"{preset}, embedding {head}", time.perf_counter()
         if wanted(f"{name}, scales trained"):
-            keep(f"{name}, scales trained", scales(preset), time.perf_counter() - started, tokens=tokens)
+            keep(f"{name}, scales trained", scales(preset, head), time.perf_counter() - started, tokens=tokens)
         for rank in RANKS:
             started = time.perf_counter()
             if not wanted(f"{name}, rank {rank} recovered"):
                 continue
-            student = quantised(preset, "q8_0", rank)
+            student = quantised(preset, head, rank)
             begun = time.perf_counter() - started
             options = RecoverOptions(
                 checkpoint=str(student),
@@ -159,7 +160,7 @@ def ours(arguments: argparse.Namespace) -> None:
                 train_scales=True,
                 lora=LoraConfig(recovery_r=rank),
                 loop=loop,
-                run=part(f"{preset}-recovered-{rank}"),
+                run=part(f"{preset}-{head}-{rank}-recovered"),
             )
             recovered = run(COMMANDS["recover"], options)
             keep(f"{name}, rank {rank} start", recovered / "start", begun)
