@@ -137,7 +137,7 @@ class QuantizeOptions(QuantizeConfig):
     """`qat-lora quantize`."""
 
     model: str | None = option(None, "full-precision model: Hugging Face folder or Hub name", required=True)
-    preset: str = option("w2g64", "how weights are stored", alias="config")
+    preset: str = option("q2_0", "how weights are stored", alias="config")
     joint_rank: int | None = _rank(
         None, "rank of the adapter that codes are chosen together with, 0: none; default: 16 with descent"
     )

@@ -34,6 +34,7 @@ from qat_lora.runtime.launch.select import choose, look, plan_run, runs_on_host
 from qat_lora.runtime.precision import with_dtype
 from qat_lora.setup.trainable import check_codes, check_parts, chosen_preset, trained_parts
 from qat_lora.setup.training_data import cache_training_data
+from qat_lora.train.lr_probe import probe_steps
 
 HEAD_K, LENGTH = 128, CacheBuildOptions.length  # of a position and of a row, where there is no cache to ask
 
@@ -62,7 +63,8 @@ def plan_recover(options: RecoverOptions) -> DryRun:
     if options.uses_cache:
         model = CausalLM(shapes.module, Path(student))
         assumed += check_cache(dataset, asked, options.kd_cache_dir, model, "this command's own settings")
-    report = _report(shapes, asked, student, replicas, len(dataset) if dataset else options.num_rows, assumed)
+    rows, probe = len(dataset) if dataset else options.num_rows, _probe_steps(options)
+    report = _report(shapes, asked, student, replicas, rows, assumed, probe)
     stored = report.pop("stored_bytes_of_quantised") + 2 * (report["parameters"] - report["quantised"])
     report["stored_bytes"] = stored
     trained, total = report["trained"], report["total_bytes"]
@@ -93,7 +95,8 @@ def plan_qat(options: QatOptions) -> DryRun:
     assumed += check_cache(dataset, asked, options.kd_cache_dir, student, "what `cache build` makes")
     shapes = _shapes(options, config, student)
     shown = f"{name} at {chosen_preset(options).name}" if options.from_scratch else name
-    report = _report(shapes, asked, shown, replicas, len(dataset) if dataset else None, assumed)
+    rows, probe = len(dataset) if dataset else None, _probe_steps(options)
+    report = _report(shapes, asked, shown, replicas, rows, assumed, probe)
     whole, blockwise = 4 * report["parameters"], options.blockwise.blockwise_steps > 0
     stored = report.pop("stored_bytes_of_quantised") + 4 * (report["parameters"] - report["quantised"])
     report |= {
@@ -181,11 +184,23 @@ def _estimate(
     )
 
 
+def _probe_steps(options: RecoverOptions | QatOptions) -> int:
+    """Return the steps that usually find the learning rate, before those of the run."""
+    return probe_steps(options.loop.max_steps) if options.train.lr == "auto" else 0
+
+
 def _report(
-    shapes: Shapes, asked: EstimateOptions, student: str, replicas: int, rows: int | None, assumed: list[str]
+    shapes: Shapes,
+    asked: EstimateOptions,
+    student: str,
+    replicas: int,
+    rows: int | None,
+    assumed: list[str],
+    probe: int,
 ) -> dict[str, Any]:
     """Return what a training run would train, take and see; `rows` of its data are None where that is not known."""
-    found = forecast(shapes, asked, likely(device_of(asked.run), replicas))
+    timed = replace(asked, max_steps=asked.max_steps + probe)
+    found = forecast(shapes, timed, likely(device_of(asked.run), replicas))
     step_rows = asked.batch_size * asked.accumulation_steps * replicas
     counted = ("parameters", "quantised", "trained", "bytes", "total_bytes", "stored_bytes_of_quantised")
     return {
@@ -198,6 +213,7 @@ def _report(
         "length": asked.length,
         "head_k": asked.head_k,
         "steps": asked.max_steps,
+        "lr_probe_steps": probe,
         "tokens": asked.max_steps * step_rows * asked.length,
         "epochs": asked.max_steps * step_rows / rows if rows else None,
         "devices": found["devices"],
@@ -206,7 +222,7 @@ def _report(
 
 
 def _text(report: dict[str, Any], trained: str, utilisation: float, more: Sequence[str] = ()) -> str:
-    replicas, epochs = report["replicas"], report["epochs"]
+    replicas, epochs, probe = report["replicas"], report["epochs"], report["lr_probe_steps"]
     lines = [
         "dry run: shapes alone; nothing is written, and no device is used",
         f"student  {report['student']}: {report['parameters']:,} parameters, {report['quantised']:,} of them quantised",
@@ -215,7 +231,8 @@ def _text(report: dict[str, Any], trained: str, utilisation: float, more: Sequen
         f"replica{'s' if replicas > 1 else ''}: effective batch {report['effective_batch']}, "
         f"{report['effective_batch'] * report['length']:,} tokens",
         f"run      {report['steps']:,} steps, {report['tokens']:,} tokens"
-        + (f", {epochs:.2f} epochs" if epochs else ""),
+        + (f", {epochs:.2f} epochs" if epochs else "")
+        + (f"; before it, some {probe} steps to find the learning rate" if probe else ""),
         f"memory   {report['total_bytes'] / GIB:.3f} GiB a replica: "
         + ", ".join(f"{name} {size / GIB:.3f}" for name, size in report["bytes"].items()),
     ]
