@@ -9,7 +9,7 @@ evaluator scores the weights that each file stands for on the same held-out rows
     /env/of/TOOL/bin/python benchmarks/peer_tools.py TOOL --work DIR
     python benchmarks/peers.py ours --work DIR
     python benchmarks/peers.py score --work DIR --out RESULT
-    python benchmarks/peers.py show --results RESULT ... --page docs/peers.md --picture docs/peers.png
+    python benchmarks/peers.py show --results RESULT ... --page benchmarks/README.md --picture docs/peers.png
 
 `peer_tools.py` says how bytes count. Bits are those bytes over all weights of the teacher, embedding, norms and
 adapter included. A student that stands is neither made nor scored again, so tools are added one at a time.
