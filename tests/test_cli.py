@@ -225,7 +225,7 @@ def test_json_is_all_that_json_prints(work, capfd):
         assert not err, words
     for words in ("cache build", "quantize", "recover", "export"):
         assert results[words]["out"] == str(root / words)
-    assert results["quantize"]["preset"] == "w2g64" and 2 < results["quantize"]["bits_per_weight"] < 3
+    assert results["quantize"]["preset"] == "q2_0" and 2 < results["quantize"]["bits_per_weight"] < 3
     assert results["recover"]["step"] == 2
     assert set(results["eval"]) == {"teacher", "q", "r"} and results["eval"]["r"]["kl"] > 0
     assert set(results["generate"]) == {"text"}

@@ -34,7 +34,7 @@ def resolved(recipe: Path):
 
 def test_there_are_recipes_for_each_documented_use():
     names = {recipe.stem for recipe in RECIPES}
-    presets = ("q4_r32", "w2g64")
+    presets = ("q4_r32", "q2_0")
     assert {f"recover_qwen3-0.6b_{preset}_{place}" for preset in presets for place in PLACES} < names
     assert {f"quantize_qwen3-0.6b_{preset}" for preset in presets} < names
     assert {"cache_wikitext103_L1024_K128", "cache_openhermes_L128_K128"} < names
@@ -79,7 +79,7 @@ def test_a_recipes_device_can_be_had_and_changed_by_flag(recipe):
 def planned(tmp_path, monkeypatch, capfd):
     """Return the function from a command line to what its `--dry-run` says, where Hub names are folders here."""
     config = json.loads((ROOT / "tests/data/qwen3-0.6b.json").read_text())
-    for name in ("q4_r32", "w2g64"):
+    for name in ("q4_r32", "q2_0"):
         stored = {"quant_method": QUANT_METHOD, "preset": preset(name, ()).to_dict()}
         write(tmp_path / f"runs/Qwen3-0.6B_{name}/config.json", config | {"quantization_config": stored})
     write(tmp_path / "Qwen/Qwen3-0.6B/config.json", config)
@@ -101,7 +101,7 @@ def write(file: Path, config: dict) -> None:
     file.write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize("name", ["q4_r32", "w2g64"])
+@pytest.mark.parametrize("name", ["q4_r32", "q2_0"])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_recovery_recipe_builds_and_fits_the_place_that_it_names(place, name, planned):
     """Every shape on the meta device, wherever this runs; the estimate of memory is compared with the device's."""
@@ -122,7 +122,7 @@ def test_a_recovery_recipe_builds_and_fits_the_place_that_it_names(place, name, 
     assert about_the_cache.startswith("caches/wikitext103_L1024_K128 is not there yet: rows of 1,024 tokens and 128 e")
 
 
-@pytest.mark.parametrize(("name", "bits"), [("q4_r32", 4.73), ("w2g64", 2.25)])
+@pytest.mark.parametrize(("name", "bits"), [("q4_r32", 4.73), ("q2_0", 2.25)])
 def test_a_quantising_recipe_builds(name, bits, planned):
     plan = planned(ROOT / "recipes" / f"quantize_qwen3-0.6b_{name}.yaml")
     assert plan["layers"] == 196 and plan["quantised"] == 440_401_920

@@ -106,7 +106,7 @@ PROVOKED_BY = {
 
 def student(folder: Path, preset: str) -> EstimateOptions:
     """Return the settings of a recipe's run."""
-    rank, scales = {"q4_r32": (8, False), "w2g64": (32, True)}[preset]
+    rank, scales = {"q4_r32": (8, False), "q2_0": (32, True)}[preset]
     lora, run = LoraConfig(recovery_r=rank), RunConfig(dtype="bfloat16")
     return EstimateOptions(model=str(folder), preset=preset, train_scales=scales, lora=lora, run=run)
 
@@ -117,7 +117,7 @@ def batch_table(folder: Path) -> list[str]:
         "| student | chip | " + " | ".join(f"{length} tokens" for length in LENGTHS) + " |",
         "|---|---|" + "---|" * 3,
     ]
-    for preset in ("q4_r32", "w2g64"):
+    for preset in ("q4_r32", "q2_0"):
         asked = student(folder, preset)
         built = estimates.skeleton(asked)
         for chip, names in (("v5e", "v5e-1, v5e-8"), ("v6e", "v6e-1, v6e-4, v6e-8")):
@@ -142,14 +142,14 @@ def most_rows(built: estimates.Shapes, options: EstimateOptions, chip: str) -> s
 
 def cost_table(folder: Path) -> list[str]:
     """Return minutes and dollars of an epoch and of the recipe's run, each place with its own batch."""
-    lines = ["| device | rows, checkpointing | `q4_r32`: epoch | 1,000 steps | `w2g64`: epoch | 2,000 steps |"]
+    lines = ["| device | rows, checkpointing | `q4_r32`: epoch | 1,000 steps | `q2_0`: epoch | 2,000 steps |"]
     lines.append("|---|---|---|---|---|---|")
-    asked = {preset: student(folder, preset) for preset in ("q4_r32", "w2g64")}
+    asked = {preset: student(folder, preset) for preset in ("q4_r32", "q2_0")}
     built = {preset: estimates.skeleton(options) for preset, options in asked.items()}
     for kind, chips, rows, again in PLACES:
         (device,) = named((f"{kind}-{chips}",))
         cells = [device.name, f"{rows}, {'yes' if again else 'no'}"]
-        for preset, run_steps in (("q4_r32", 1000), ("w2g64", 2000)):
+        for preset, run_steps in (("q4_r32", 1000), ("q2_0", 2000)):
             for steps in (EPOCH_STEPS, run_steps):
                 mine = replace(
                     asked[preset],

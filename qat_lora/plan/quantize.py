@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 
 from qat_lora.errors import ModelError
-from qat_lora.layers.calibrate.fisher import fisher_bytes
+from qat_lora.layers.calibrate.fisher import fisher_bytes, kept_shape
 from qat_lora.layers.calibrate.fit import TURN_ROUNDS, TURNS
 from qat_lora.layers.convert import LM_HEAD, bits_per_weight, check_reach, make_quant_skeleton, quant_layers
 from qat_lora.models.load import cast
@@ -19,6 +19,7 @@ from qat_lora.quant.presets import preset
 from qat_lora.quant.scales import CLIP_GRID
 from qat_lora.quant.scales import SWEEPS as LOW_RANK_SWEEPS
 from qat_lora.quant.spec import SUPER, QuantSpec
+from qat_lora.quant.two_sided import GROUPS, TWO_SIDED_ROUNDS
 from qat_lora.registry import DryRun, Requirements
 
 FLOAT32_RATE = {"tpu": 1 / 6, "cuda": 1 / 15}  # of bfloat16's: six passes of a TPU, none of a card's product units
@@ -101,28 +102,40 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
 
 
 def solver_work(module: torch.nn.Module, options: QuantizeOptions, column_passes: int) -> SolverWork:
-    """Return what `quant/gptq.py` does to a quantised model's layers."""
-    parts = []
+    """Return what `quant/gptq.py` and `quant/two_sided.py` do to a quantised model's layers."""
+    parts, fisher = [], options.metric == "fisher"
     for name, layer in quant_layers(module).items():
-        turns = 1 + TURNS if options.rank_of_codes and not LM_HEAD.search(name) else 1
+        inside = not LM_HEAD.search(name)
+        turns = 1 + TURNS if options.rank_of_codes and inside else 1
         shape, descends = (layer.out_features, layer.in_features), options.init == "descent"
-        parts.append(layer_work(*shape, layer.spec, turns, descends, column_passes))
+        coupled = fisher and inside and len(kept_shape(layer.out_features)) == 2
+        parts.append(layer_work(*shape, layer.spec, turns, descends, column_passes, coupled))
     return SolverWork(*map(sum, zip(*parts, strict=True)))
 
 
-def layer_work(rows: int, columns: int, spec: QuantSpec, turns: int, descends: bool, column_passes: int) -> SolverWork:
-    """Return the work of one layer that is rounded anew in so many turns, in float32 and by whole products."""
+def layer_work(
+    rows: int, columns: int, spec: QuantSpec, turns: int, descends: bool, column_passes: int, coupled: bool = False
+) -> SolverWork:
+    """Return the work of one layer that is rounded anew in so many turns, in float32 and by whole products.
+
+    `coupled`: its outputs' Fisher information is known whole, so that two-sided rounds follow.
+    """
     rounds = (ROUNDS if turns == 1 else turns * TURN_ROUNDS + ROUNDS - TURN_ROUNDS) if descends else 0
-    refits = 0 if spec.sharing == "lowrank" else rounds * (2 if spec.step_bits else 1)  # K-quants: steps, their scales
-    slopes = (turns + (turns > 1) if descends else 0) + refits
+    both = TWO_SIDED_ROUNDS if descends and coupled and spec.sharing != "tensor" else 0
+    levels = 0 if spec.sharing == "lowrank" else 2 if spec.step_bits else 1  # K-quants: steps, their scales
+    # Products with H: sweeps, refits and the slope after each, and at the start; a two-sided round weighs its change.
+    alone = turns + rounds * (SWEEPS + 2 * levels) + (turns + (turns > 1) if descends else 0)
+    paired = both * (SWEEPS + 2 * levels + 2)
     size = SUPER if spec.step_bits else spec.group_size if spec.sharing == "group" and spec.group_size else BLOCK
-    weights, sweeps = rows * columns, rounds * SWEEPS
-    products = 2 * weights * columns * (turns + sweeps + refits + slopes)
+    weights, sweeps, refits = rows * columns, (rounds + both) * SWEEPS, (rounds + both) * levels
+    products = 2 * weights * (columns * (alone + paired) + int(rows * both * (1 + 1 / GROUPS)))
     block, clips = size * turns + BLOCK * sweeps, CLIP_GRID * turns * (1 + spec.signed)
     factors = (spec.rank or 0) * ((spec.rank or 0) + 1) * 2 * LOW_RANK_SWEEPS * turns  # the Gram matrices of both
     within = weights * (2 * block + CLIP_OPERATIONS * clips + factors)
     # A block's errors pass over the whole weight, which is read and written; a group's products are only read.
-    passes = columns * (2 * turns / size + 2 * sweeps / BLOCK + refits / size) + 3 * slopes
-    passes += column_passes * block + 2 * clips
-    moments = columns**2 * (turns + sweeps + refits + slopes)
-    return SolverWork(products + within, int(4 * (weights * passes + moments)), columns * (turns + sweeps))
+    passes = columns * (2 * turns / size + 2 * sweeps / BLOCK + refits / size)
+    passes += 3 * (alone + paired - turns - sweeps - refits) + column_passes * block + 2 * clips
+    # A group of rows reads all of H for each product, and all rows' errors for its targets.
+    moments = columns**2 * (alone + GROUPS * paired) + GROUPS * weights * both
+    waiting = columns * (turns + SWEEPS * (rounds + GROUPS * both))
+    return SolverWork(products + within, int(4 * (weights * passes + moments)), waiting)

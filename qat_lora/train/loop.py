@@ -66,7 +66,7 @@ def train(
     if loop.early_stop and hooks.evaluate is None:
         raise ConfigError("early_stop: there is no evaluation split to stop by; make one with --eval-rows")
     optimizer = build_optimizer(optim, state.groups, runtime)
-    zeros = zero_sums(prepared.objective, runtime.device)
+    zeros = zero_sums(prepared.objective, runtime.device, prepared.logs_kl)
     runtime.mark_step()  # optimizer state, gradients and zeros exist now, outside the first micro-batch's graph
     found = None
     if optim.lr == "auto":
@@ -182,7 +182,7 @@ class _Steps:
         if run.stopping and runtime.agree(bool(failed)):
             set_random_states(random)  # this step has not begun
             run.give_up(failed)
-        lr = set_lr(run.optimizer, lr_factor(optim, done, run.loop.max_steps))
+        lr = set_lr(run.optimizer, lr_factor(optim, done, run.loop.max_steps), done / run.loop.max_steps)
         means = optimizer_step(run.optimizer, optimized(run.optimizer), sums, optim.clip_grad_norm, runtime)
         self._watch.mark(OPTIMIZER_TRACED)
         run.progress.step += 1
@@ -190,7 +190,7 @@ class _Steps:
 
     def _gradients(self, weights: Mapping[str, Tensor]) -> tuple[Sums, QatLoraError | OSError | None]:
         """Run forward and backward on a step's micro-batches; return their sums, or the error of unreadable rows."""
-        model, (objective, teacher_lm_head, _), runtime = self._run.state.model, self._prepared, self._run.runtime
+        model, (objective, teacher_lm_head, *_), runtime = self._run.state.model, self._prepared, self._run.runtime
         sums, failed = self._zeros, None
         for _ in range(self._accumulation):
             try:

@@ -20,7 +20,7 @@ reports, launch = [], XlaRuntime.launch
 XlaRuntime.launch = lambda self, main: launch(self, lambda: (main(), reports.append(self.compile_report()))[0])
 cli.main(sys.argv[1:])
 # Of each shape's first stack of layers, and none of the second block's.
-assert reports and 0 < reports[0]["graphs_compiled"] <= 14, reports
+assert reports and 0 < reports[0]["graphs_compiled"] <= 20, reports
 assert reports[0]["graph_cache_hits"] > reports[0]["graphs_compiled"], reports
 """
 

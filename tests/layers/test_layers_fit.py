@@ -7,6 +7,8 @@ import torch
 from qat_lora.errors import ConfigError
 from qat_lora.layers.calibrate.fit import (
     INPUT_FLOOR,
+    OUTPUT_FLOOR,
+    SPAN_FLOOR,
     TURNS,
     FitSettings,
     Metric,
@@ -46,7 +48,7 @@ def test_the_correction_is_the_best_in_both_metrics(rank):
     inputs, outputs = moment_of(16, 1), moment_of(20, 2)
     given = torch.from_numpy(inputs), torch.from_numpy(outputs)
     factors = correction(torch.from_numpy(error), rank, *given)
-    floors = [m + f * np.diag(m).mean() * np.eye(len(m)) for m, f in ((inputs, 1e-4), (outputs, 1e-2))]
+    floors = [m + f * np.diag(m).mean() * np.eye(len(m)) for m, f in ((inputs, INPUT_FLOOR), (outputs, OUTPUT_FLOOR))]
     roots = [np.linalg.cholesky(m) for m in floors]
     values = np.linalg.svd(roots[1].T @ error @ roots[0], compute_uv=False)
     left = error - factors.b_OR.double().numpy() @ factors.a_RI.double().numpy()
@@ -159,11 +161,51 @@ def test_layers_fitted_together_are_those_fitted_alone():
         assert costs[0] == pytest.approx(costs[1], rel=1e-4)
 
 
+def test_a_metric_beyond_columns_is_what_an_adapter_with_them_leaves():
+    """For any error: the least cost over all A, by least squares between Cholesky roots."""
+    draw = np.random.default_rng(4)
+    error, columns, inputs, outputs = (
+        draw.normal(size=(12, 9)),
+        draw.normal(size=(12, 3)),
+        moment_of(9, 1),
+        moment_of(12, 2),
+    )
+    root = _Root.of(torch.from_numpy(outputs), 0.0)
+    assert np.allclose(root.beyond().numpy(), outputs, rtol=1e-5, atol=1e-5)
+    left = np.linalg.cholesky(outputs).T
+    a = np.linalg.lstsq(left @ columns, left @ error, rcond=None)[0]
+    beyond = root.beyond(torch.from_numpy(columns).float()).double().numpy()
+    least = cost(error - columns @ a, inputs, outputs)
+    floor = SPAN_FLOOR * np.trace(outputs) / 12 * cost(error, inputs, np.eye(12))
+    assert cost(error, inputs, beyond) == pytest.approx(least + floor, rel=1e-3)
+    assert least < 0.5 * cost(error, inputs, outputs)
+
+
+@pytest.mark.parametrize("joint_rank", [0, 6])
+def test_outputs_that_are_known_whole_are_descended_in(joint_rank, monkeypatch):
+    inputs, outputs = moment_of(64, 1), moment_of(48, 2)
+    given = torch.from_numpy(inputs), torch.from_numpy(outputs)
+    left = np.zeros((3, 4))
+    for seed in range(4):
+        weight = torch.randn(48, 64, generator=torch.Generator().manual_seed(seed))
+        for way, (rounds, known) in enumerate(((0, given[1]), (2, given[1]), (2, given[1].diagonal()))):
+            monkeypatch.setattr("qat_lora.layers.calibrate.fit.TWO_SIDED_ROUNDS", rounds)
+            found = fit_layer(weight, SPEC, FitSettings("descent", joint_rank, joint_rank), given[0], known)
+            factors = found.factors and correction(weight - found.quantised.dense(SPEC), joint_rank, *given)
+            corrected = found.quantised.dense(SPEC) + (factors.b_OR @ factors.a_RI if factors else 0)
+            left[way, seed] = cost((weight - corrected).double().numpy(), inputs, outputs)
+    one_sided, two_sided, diagonal = left.mean(1)
+    assert two_sided < 0.9 * one_sided and (left[1] < left[0]).all()
+    assert joint_rank or diagonal == one_sided
+
+
+@pytest.mark.parametrize("coupled", [False, True])
 @pytest.mark.parametrize("joint_rank", [0, 4])
-def test_the_dry_runs_columns_are_those_that_are_solved(joint_rank, monkeypatch):
+def test_the_dry_runs_columns_are_those_that_are_solved(joint_rank, coupled, monkeypatch):
     seen, push = [], gptq._push
     monkeypatch.setattr(gptq, "unchanged", lambda *_: False)  # no sweep is left out
     monkeypatch.setattr(gptq, "_push", lambda *given: (seen.append(1), push(*given)))
     weight = torch.randn(40, 48, generator=torch.Generator().manual_seed(0))
-    fit_layer(weight, SPEC, FitSettings("descent", 4, joint_rank), torch.from_numpy(moment_of(48, 1)))
-    assert len(seen) == layer_work(40, 48, SPEC, 1 + TURNS if joint_rank else 1, True, 2).columns
+    outputs = torch.from_numpy(moment_of(40, 2)) if coupled else None
+    fit_layer(weight, SPEC, FitSettings("descent", 4, joint_rank), torch.from_numpy(moment_of(48, 1)), outputs)
+    assert len(seen) == layer_work(40, 48, SPEC, 1 + TURNS if joint_rank else 1, True, 2, coupled).columns

@@ -17,6 +17,7 @@ import torch
 from qat_lora.commands.bench import load_program
 from qat_lora.quant import gptq, initialize
 from qat_lora.quant.spec import QuantSpec
+from qat_lora.quant.two_sided import refine_rows
 from qat_lora.runtime import loop
 
 pytest.importorskip("torch_xla")
@@ -99,6 +100,15 @@ def main():
             left = [(mine - x.dense(spec)).double() for x in (here, far)]
             a, b = (float(((e @ moment[i].double()) * e).sum()) for e in left)
             errors.append(abs(a - b) / a)
+    weight, moment = problem(20, 70)
+    outputs = torch.from_numpy(np.stack([np.cov(np.random.default_rng(i).normal(size=(20, 24))) for i in (1, 2)]))
+    start = initialize.quantize_weight(weight, SPEC, "descent", gptq.Curvature(moment))
+    far, here = (
+        refine_rows(weight.to(x), SPEC, start.to(x), gptq.Curvature(moment.to(x)), outputs.float().to(x), 1)
+        for x in (torch_xla.device(), torch.device("cpu"))
+    )
+    equal.append((here.codes_OI == far.to(torch.device("cpu")).codes_OI).float().mean().item())
+    found["moved"] = (here.codes_OI != start.codes_OI).float().mean().item()
     precision = torch_xla._XLAC._xla_get_mat_mul_precision
     with XlaRuntime("CPU").exact_products():
         found["precisions"] = [precision()]
@@ -129,6 +139,7 @@ def started(*words):
 def test_solvers_find_what_the_host_finds_in_a_graph_that_does_not_grow_with_the_columns():
     found = json.loads(started().splitlines()[-1])
     assert found["equal"] >= 0.999 and found["error"] < 1e-5, found
+    assert found["moved"] > 0.02, found  # two-sided descent had something to do
     assert found["precisions"] == ["highest", "default"]  # a run after it multiplies as usual
     for graph in ("graphs", "refits"):
         narrow, wide = found[graph].values()

@@ -6,7 +6,10 @@ information of outputs it is what the predictions want. LoftQ's SVD of the plain
 Cholesky factors as roots make the same corrections as symmetric roots do, at a thirtieth of the cost.
 
 Codes that are chosen first waste their freedom on what the adapter corrects anyway. With a `joint_rank` the two
-alternate: codes of W - B A by the chosen method, then B A of what they leave; the best turn is kept.
+alternate: codes of W - B A by the chosen method, then B A of what they leave; the best turn is kept. Where G is known
+whole, `descent` goes on in both metrics (`quant.two_sided`). Towards W - B A codes hardly move, since B A is the best
+for those that are; so only B is held. What its columns span then costs nothing, and G becomes
+G - G B (Bᵀ G B)⁻¹ Bᵀ G.
 
 Sources: QERA (arXiv 2410.06040), EoRA (arXiv 2410.21271); alternation, LoftQ (arXiv 2310.08659) and CALDERA
 (arXiv 2405.18886).
@@ -25,12 +28,14 @@ from qat_lora.layers.lora import Factors
 from qat_lora.quant.gptq import Curvature
 from qat_lora.quant.initialize import COMPENSATED, ROUNDS, Method, QuantizedWeight, quantize_weight, refine
 from qat_lora.quant.spec import QuantSpec
+from qat_lora.quant.two_sided import TWO_SIDED_ROUNDS, refine_rows
 
 TURNS = 3  # of codes and adapter; the fourth changed the objective by less than 1 %
 TURN_ROUNDS = 1  # of descent in a turn; only the turn that is kept is descended to the end
 OVERSAMPLED, ITERATIONS = 32, 4  # extra columns, and passes, of the subspace iteration that replaces large SVDs
 INPUT_FLOOR = 1e-4  # of the mean eigenvalue: inputs that calibration never saw must not get infinite weight
-OUTPUT_FLOOR = 1e-2  # the same for outputs, whose gradients are noisier
+OUTPUT_FLOOR = 1e-1  # the same for outputs, whose gradients are noisier
+SPAN_FLOOR = 1e-3  # of an output's metric, where an adapter corrects all of it
 
 
 class FitSettings(NamedTuple):
@@ -87,6 +92,15 @@ class _Root(NamedTuple):
         if self.factor.dim() == 1:
             return rows.double() / self.factor
         return torch.linalg.solve_triangular(self.factor, rows.double(), upper=False, left=False)
+
+    def beyond(self, columns: Tensor | None = None) -> Tensor:
+        """Return the metric [n, n] of a whole root, float32; all but nothing of it in the span of columns [n, r]."""
+        left = self.factor
+        if columns is not None:
+            spanned = torch.linalg.qr(left.T @ columns.double()).Q
+            lift = left.diagonal().square().mean().sqrt() * SPAN_FLOOR**0.5
+            left = torch.cat([left - left @ spanned @ spanned.T, lift * torch.eye(len(left)).to(left)], 1)
+        return (left @ left.T).float()
 
 
 class Metric(NamedTuple):
@@ -169,11 +183,14 @@ def fit_layers(
     if len(known) == len(weights):  # else the method says what it lacks
         curvature = Curvature((known[0] if len(known) == 1 else torch.stack(known)).to(device))
     solver = _Solver(spec, settings, curvature)
-    if not start_rank:
+    if not (start_rank or settings.method == "descent"):
         return [Fit(quantised, None) for quantised in solver.quantised(weights)]
     outputs = [None if given is None else given.to(weights[0].device) for given in outputs_OO]
     metrics = [Metric.of(*given) for given in zip(weights, second_moments_II, outputs, strict=True)]
     found = solver.with_adapter(weights, metrics, joint_rank) if joint_rank else solver.quantised(weights)
+    found = solver.two_sided(weights, metrics, found, joint_rank)
+    if not start_rank:
+        return [Fit(quantised, None) for quantised in found]
     return [
         Fit(quantised, metric.correction(weight - quantised.dense(spec), start_rank)[0])
         for weight, metric, quantised in zip(weights, metrics, found, strict=True)
@@ -219,3 +236,22 @@ class _Solver(NamedTuple):
         refined = refine(aim, self.spec, start, self.curvature, ROUNDS - TURN_ROUNDS)
         split = refined.to(weights_OI[0].device).split(len(found))
         return [new if rest(i, new)[1] < least[i] else found[i] for i, new in enumerate(split)]
+
+    def two_sided(
+        self, weights_OI: Sequence[Tensor], metrics: Sequence[Metric], found: list[QuantizedWeight], rank: int
+    ) -> list[QuantizedWeight]:
+        """Return weights after descent in both metrics, beside an adapter of this rank; as given without a whole G."""
+        if self.settings.method != "descent" or any(metric.outputs.factor.dim() == 1 for metric in metrics):
+            return found
+        assert self.curvature is not None
+        aim = self._stacked(weights_OI)
+        for rounds in [1] * TWO_SIDED_ROUNDS if rank else [TWO_SIDED_ROUNDS]:  # the adapter follows after every round
+            spanned = [
+                metric.correction(weight - now.dense(self.spec), rank)[0].b_OR if rank else None
+                for metric, weight, now in zip(metrics, weights_OI, found, strict=True)
+            ]
+            outputs = [metric.outputs.beyond(columns) for metric, columns in zip(metrics, spanned, strict=True)]
+            start = QuantizedWeight.joined(found).to(aim.device)
+            fitted = refine_rows(aim, self.spec, start, self.curvature, torch.stack(outputs).to(aim.device), rounds)
+            found = fitted.to(weights_OI[0].device).split(len(found))
+        return found
