@@ -48,6 +48,7 @@ class Point:
     rank: int = 4
     dtype: str = "float32"
     train_scales: bool = False
+    train_codes: bool = False
     checkpointing: bool = False
 
     @property
@@ -126,12 +127,13 @@ def step(point: Point, runtime: Any) -> tuple[list[Any], Any]:
     """Build student, optimizer and batch as `recover` does; return what is held, and the step as a function."""
     import torch
 
-    from qat_lora.layers.convert import add_lora, make_quant_skeleton, prepare_base
+    from qat_lora.layers.convert import add_lora, make_quant_skeleton
     from qat_lora.layers.lora import LoraConfig
     from qat_lora.losses.objective import ObjectiveConfig, weight_tensors
     from qat_lora.models.load import DTYPES, cast, make_qwen3
     from qat_lora.quant.presets import preset
     from qat_lora.setup.common import fit_attention
+    from qat_lora.setup.trainable import recovery_parts
     from qat_lora.train.optim import OptimConfig, build_optimizer
     from qat_lora.train.step import add_sums, micro_batch, optimizer_step, zero_sums
 
@@ -143,12 +145,10 @@ def step(point: Point, runtime: Any) -> tuple[list[Any], Any]:
     add_lora(model.module, LoraConfig(recovery_r=point.rank))
     runtime.place(model.module)
     fit_attention(model, runtime)
-    scales = prepare_base(model.module, point.train_scales, DTYPES[point.dtype])
-    model.module.train()
+    groups = recovery_parts(model, point.train_scales, False, DTYPES[point.dtype], point.train_codes)
     if point.checkpointing:
         model.checkpoint_gradients(runtime.checkpoint_function())
-    adapter = {name: p for name, p in model.module.named_parameters() if "lora_" in name}
-    optimizer = build_optimizer(OptimConfig(), {"adapter": adapter, "scales": scales}, runtime)
+    optimizer = build_optimizer(OptimConfig(), groups, runtime)
     shape = (point.rows, point.length - 1)
     batch = {
         "input_ids": torch.randint(0, point.vocab, (point.rows, point.length)),
@@ -163,7 +163,7 @@ def step(point: Point, runtime: Any) -> tuple[list[Any], Any]:
     objective = ObjectiveConfig(loss_chunk_mb=CHUNK_MB, loss_walk=runtime.loss_walk)
     weights = weight_tensors(objective.weights_at(0.0), runtime.numbers)
     start = zero_sums(objective, runtime.device)
-    trained = [*adapter.values(), *scales.values()]
+    trained = [p for tensors in groups.values() for p in tensors.values()]
     held = [*model.module.parameters(), *model.module.buffers()]
     held += [p.grad for p in trained] + [v for state in optimizer.state.values() for v in state.values()]
     held += [*here.values(), *ahead.values()]
@@ -231,6 +231,7 @@ def estimated(point: Point | Compiled, device: str = "cpu") -> int:
             model=folder,
             preset="w2g64",
             train_scales=point.train_scales,
+            train_codes=point.train_codes,
             lora=LoraConfig(recovery_r=point.rank),
             length=point.length,
             head_k=HEAD_K,
@@ -265,9 +266,9 @@ def name(point: Point | Compiled) -> dict[str, Any]:
 
 
 def of_result(found: dict[str, Any]) -> Point | Compiled:
-    """Return the point of a result."""
+    """Return the point of a result; one that was written before codes trained does not name them."""
     kind = Point if found["chip"] == "cpu" else Compiled
-    return kind(**{field.name: found[field.name] for field in fields(kind)})
+    return kind(**{field.name: found[field.name] for field in fields(kind) if field.name in found})
 
 
 def main() -> None:

@@ -15,7 +15,8 @@ same for all. What counts is the adapter that `recover` calls best (by its own e
 
 Interrupt it at will, or give each process its own seeds: points that stand in `DIR/points.jsonl` are not made again.
 `--cases w4g128:0` scores rounding and calibrated codes without adapter or training: such cases belong into the table
-at equal bits, `DIR/equal_bits.md`, which is written beside the summary.
+at equal bits, `DIR/equal_bits.md`, which is written beside the summary. With `--train-codes` the codes train too: of
+rank 0, codes and scales alone (`qat`), from the calibrated start. `tokens_read` counts every stage, calibration too.
 """
 
 from __future__ import annotations
@@ -37,13 +38,17 @@ import transformers
 
 from qat_lora.data.sources import TextConfig
 from qat_lora.layers.lora import LoraConfig
-from qat_lora.options import CacheBuildOptions, EvalOptions, QuantizeOptions, RecoverOptions, RunConfig
+from qat_lora.options import CacheBuildOptions, EvalOptions, QatOptions, QuantizeOptions, RecoverOptions, RunConfig
 from qat_lora.registry import COMMANDS
 from qat_lora.runtime.launch.start import run
 from qat_lora.train.loop import LoopConfig
 from qat_lora.train.optim import OptimConfig
 
-SETTINGS = ("length", "batch", "steps", "lr", "scale_lr", "eval_rows", "top_k")
+SETTINGS = (
+    "length", "batch", "steps", "lr", "scale_lr", "norm_lr", "train_codes", "code_lr", "weight_lr", "ema", "eval_rows",
+    "top_k",
+)  # fmt: skip
+CALIBRATION_ROWS = 128
 
 
 def main() -> None:
@@ -85,8 +90,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=256, help="tokens of a row")
     parser.add_argument("--batch", type=int, default=16, help="rows of a step")
     parser.add_argument("--steps", type=int, default=366, help="optimizer steps; 366 x 16 x 256 = 1.5 M tokens")
+    parser.add_argument("--rows", type=int, help="rows of the cache; default: those that a run reads, once")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--scale-lr", type=float, default=1e-3)
+    parser.add_argument("--norm-lr", type=float, default=0.0, help="peak learning rate of norms; 0: they do not train")
+    parser.add_argument(
+        "--train-codes", type=float, default=0.0, help="share of a run, at its end, in which codes train"
+    )
+    parser.add_argument("--code-lr", type=float, default=3e-3, help="in steps between codes")
+    parser.add_argument("--weight-lr", type=float, default=1e-3, help="of latent weights, rank 0")
+    parser.add_argument("--ema", type=float, default=0.0, help="decay of the average that is exported")
     parser.add_argument("--eval-rows", type=int, default=96, help="held-out rows")
     parser.add_argument("--top-k", type=int, default=64)
     parser.add_argument("--machine", default="a machine that was not named", help="for the result")
@@ -122,7 +135,7 @@ def build(arguments: argparse.Namespace, seen: TextConfig, seed: int, out: Path)
             text=seen,
             length=arguments.length,
             top_k=arguments.top_k,
-            num_rows=arguments.steps * arguments.batch,
+            num_rows=arguments.rows or arguments.steps * arguments.batch,
             eval_rows=32,
             teacher_batch_size=16,
             run=part(out, f"cache-s{seed}", seed),
@@ -147,20 +160,34 @@ def point(
     }
     calibration = {"kd_cache_dir": str(cache), "start_rank": rank, "joint_rank": rank, "seed": seed}
     student = quantised(arguments, preset, out, f"{name}-start", **calibration)
+    run_folder = part(out, f"runs/{name}", seed)
+    train = OptimConfig(
+        lr=arguments.lr if rank else arguments.weight_lr,
+        scale_lr=arguments.scale_lr,
+        code_lr=arguments.code_lr,
+        train_codes=arguments.train_codes if rank else 0.0,
+        norm_lr=arguments.norm_lr or OptimConfig.norm_lr,
+        ema=arguments.ema,
+        warmup_steps=10,
+        min_lr_ratio=0.05,
+    )
+    given: dict[str, Any] = {
+        "checkpoint": str(student),
+        "model": arguments.teacher,
+        "kd_cache_dir": str(cache),
+        "train": train,
+        "loop": LoopConfig(
+            batch_size=arguments.batch, max_steps=arguments.steps, eval_steps=max(1, arguments.steps // 7)
+        ),
+        "run": run_folder,
+    }
     if rank:
-        recovered = run(
-            COMMANDS["recover"],
-            RecoverOptions(
-                checkpoint=str(student),
-                kd_cache_dir=str(cache),
-                train_scales=True,
-                lora=LoraConfig(recovery_r=rank),
-                train=OptimConfig(lr=arguments.lr, scale_lr=arguments.scale_lr, warmup_steps=10, min_lr_ratio=0.05),
-                loop=LoopConfig(batch_size=arguments.batch, max_steps=arguments.steps),
-                run=part(out, f"runs/{name}", seed),
-            ),
-        )
+        parts = {"train_scales": True, "train_norms": arguments.norm_lr > 0, "lora": LoraConfig(recovery_r=rank)}
+        recovered = run(COMMANDS["recover"], RecoverOptions(**given, **parts))
         students |= {"start": recovered / "start", "recovered": recovered}
+    elif arguments.train_codes:
+        parts = {"train_parts": ("scales", "weights", *(("norms",) if arguments.norm_lr else ()))}
+        students |= {"start": student, "recovered": run(COMMANDS["qat"], QatOptions(**given, **parts))}
     else:
         students["start"] = student
     scores = run(
@@ -214,7 +241,7 @@ def report(arguments: argparse.Namespace, settings: dict[str, Any], out: Path) -
         mine = [line for line in lines if (line["preset"], line["rank"]) == (preset, rank)]
         closed = [shares(line) for line in mine]
         means = {name: mean([each[name] for each in closed]) for name in closed[0]}
-        final = "recovered" if rank else "start"
+        final = "recovered" if "recovered" in mine[0] else "start"
         rows.append(
             {
                 "preset": preset,
@@ -227,9 +254,11 @@ def report(arguments: argparse.Namespace, settings: dict[str, Any], out: Path) -
                 "closed": means,
             }
         )
+    length = settings["length"]
+    trained = settings["steps"] * settings["batch"] * length
     summary = {
         "teacher": Path(arguments.teacher).name,
-        "settings": {**settings, "training_tokens": settings["steps"] * settings["batch"] * settings["length"]},
+        "settings": {**settings, "training_tokens": trained, "tokens_read": trained + CALIBRATION_ROWS * length},
         "date": date.today().isoformat(),
         "machine": arguments.machine,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},

@@ -155,7 +155,13 @@ def _coerce(value: Any, hint: Any, where: str) -> Any:
             if type(None) in args:
                 return None
             raise ConfigError(f"{where}: may not be empty")
-        return _coerce(value, next(a for a in args if a is not type(None)), where)
+        words = [word for hint in args if typing.get_origin(hint) is Literal for word in typing.get_args(hint)]
+        if value in words:  # a word in place of a number
+            return value
+        try:
+            return _coerce(value, next(a for a in args if a is not type(None)), where)
+        except ConfigError as error:
+            raise ConfigError(" or ".join([str(error), *words])) from None
     if origin is Literal:
         if value not in args:
             raise ConfigError(f"{where}: {value!r} is unknown; {_allowed(value, [str(a) for a in args])}")

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -44,8 +45,8 @@ from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.machine import fast_dtype
 from qat_lora.setup.common import batches_of
 from qat_lora.train.loop import LoopConfig
-from qat_lora.train.metrics import draw_curve
-from qat_lora.train.optim import OptimConfig, set_lr
+from qat_lora.train.metrics import LOGS, draw_curve, read_metrics
+from qat_lora.train.optim import set_lr
 from qat_lora.types import Batch
 
 LENGTH = 128  # tokens of a row
@@ -107,7 +108,6 @@ def _make(out: Path, run: RunConfig, runtime: Runtime) -> None:
         kd_cache_dir=str(cache),
         train_scales=True,
         lora=LoraConfig(recovery_r=RANK),
-        train=OptimConfig(lr=2e-3, scale_lr=1e-3, warmup_steps=10, min_lr_ratio=0.05),
         loop=LoopConfig(batch_size=RECOVERY_ROWS, max_steps=RECOVERY_STEPS),
         run=part("recovered"),
     )
@@ -259,11 +259,17 @@ def _write_report(
     """Write report.json, report.md, report.png, and report.txt, which is what the terminal shows."""
     save_json(report, out / "report.json")
     table = table_rows(scores)
+    curves = [out / "recovered" / name for name in LOGS]
+    steps, evaluations = map(read_metrics, curves)
+    kls, edge = [line["kl"] for line in steps if "kl" in line], max(1, len(steps) // 25)
     lines = [
         f"gap recovered (log perplexity): {report['gap_recovered_log']:.1%}",
         f"KL recovered:                   {report['kl_recovered']:.1%}",
         f"seconds:                        {report['seconds']}",
     ]
+    if kls:
+        ends = f"{fmean(kls[:edge]):.4f} to {fmean(kls[-edge:]):.4f}, kept apart {evaluations[0]['kl']:.4f} to"
+        lines.append(f"KL of rows trained on:          {ends} {evaluations[-1]['kl']:.4f}")
     continued = {name: PROMPT + _continuation(name, folder, runtime) for name, folder in folders.items()}
     samples = [f"--- {name}\n{text}" for name, text in continued.items()]
     shown = ["the same prompt, continued by each model:", *samples, "", text_table(table), "", *lines]
@@ -277,7 +283,6 @@ def _write_report(
     markdown = ["# qat-lora demo", explained, markdown_table(table), "\n".join(f"* {x}" for x in lines)]
     markdown += ["![scores and training curve](report.png)", *blocks]
     write_text(out / "report.md", "\n\n".join(markdown) + "\n")
-    curves = [out / "recovered" / name for name in ("metrics.jsonl", "evaluations.jsonl")]
     plot_scores(scores, out / "report.png", lambda axis: draw_curve(axis, *curves))
 
 

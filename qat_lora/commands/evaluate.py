@@ -3,16 +3,18 @@
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from qat_lora.cache.tools import overlap
 from qat_lora.config import to_dict
-from qat_lora.data.packing import PackedRow, make_encoder, pack_rows
-from qat_lora.data.sources import TextConfig, describe_source, open_documents
+from qat_lora.data.packing import make_encoder, pack_rows
+from qat_lora.data.sources import Document, TextConfig, describe_source, open_documents
 from qat_lora.errors import ConfigError
 from qat_lora.evaluate import card
+from qat_lora.evaluate.damage import Damage, damage_report
 from qat_lora.evaluate.health import continue_greedily, health, take_prompts
 from qat_lora.evaluate.plots import plot_report
 from qat_lora.evaluate.protocols import BLOCK, block_rows, sliding_rows
@@ -46,7 +48,8 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
     noted = None if run.overwrite else outputs.noted(out)
     students = _open_students(options, tokenizer, noted, teacher.folder)
     texts = _texts(options)
-    rows = {name: list(_rows(text, tokenizer, options)) for name, text in texts.items()}
+    damages = {name: _rows(text, tokenizer, options) for name, text in texts.items()}
+    rows = {name: damage.rows for name, damage in damages.items()}
     prompts = take_prompts(chain(*rows.values()), options.health) if options.health.generate else None
     cache = options.kd_cache_dir
     seen = overlap.overlap(cache, rows, tokenizer_sha256(tokenizer)) if cache else None
@@ -71,7 +74,9 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
             for model in models.values():
                 runtime.place(model.module)
             say(run, f"{runtime.description} · {run.dtype} · {len(models)} models · {options.protocol} rows")
-            report = _report(models, rows, options, runtime) | {"overlap": seen}
+            report = _report(models, damages, options, runtime) | {"overlap": seen}
+            decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+            report["damage"] = damage_report(list(students), damages, decode)
             report["models"]["teacher"] |= stored_sizes(teacher)
             for name, student in students.items():
                 report["models"][name] |= {"bits_per_weight": student.bits_per_weight, **student.sizes}
@@ -126,29 +131,36 @@ def _texts(options: EvalOptions) -> dict[str, TextConfig]:
     return ({first: main} if main.dataset else {}) | domains
 
 
-def _rows(text: TextConfig, tokenizer: Any, options: EvalOptions) -> Iterator[PackedRow]:
-    documents, encode = open_documents(text), make_encoder(tokenizer)
+def _rows(text: TextConfig, tokenizer: Any, options: EvalOptions) -> Damage:
+    names: list[str] = []
+
+    def noted() -> Iterator[Document]:
+        for document in open_documents(text):
+            if not document.is_blank:
+                names.append(document.name)
+                yield document
+
+    encode = make_encoder(tokenizer)
     if options.protocol == "sliding":
-        rows = sliding_rows(documents, encode, options.length, options.stride or options.length // 2)
+        rows = sliding_rows(noted(), encode, options.length, options.stride or options.length // 2)
     elif options.protocol == "blocks2048":
-        rows = block_rows(documents, tokenizer)
+        rows = block_rows(open_documents(text), tokenizer)
     else:
-        rows = pack_rows(documents, encode, options.length)
-    return islice(rows, options.eval_rows or None)
+        rows = pack_rows(noted(), encode, options.length)
+    return Damage(islice(rows, options.eval_rows or None), names)
 
 
 def _report(
-    models: dict[str, CausalLM], rows: dict[str, list[PackedRow]], options: EvalOptions, runtime: Runtime
+    models: dict[str, CausalLM], damages: dict[str, Damage], options: EvalOptions, runtime: Runtime
 ) -> dict[str, Any]:
     """Score the models on every text; return a report (`card.SCHEMA`) whose optional parts are None."""
     run, length = options.run, _length(options)
     students = {name: model for name, model in models.items() if name != "teacher"}
-    tallies: dict[str, dict[str, Tally]] = {}
-    for text, of in rows.items():
-        batches = runtime.feed(batches_of(iter(of), length, options.batch_size))
-        tallies[text] = measure(
-            models["teacher"], students, batches, run.quiet, runtime.mark_step, f"evaluate {text}", runtime.piece_bytes
-        )
+    teacher, tallies = models["teacher"], dict[str, dict[str, Tally]]()
+    for text, damage in damages.items():
+        batches = runtime.feed(batches_of(iter(damage.rows), length, options.batch_size))
+        given = (run.quiet, runtime.mark_step, f"evaluate {text}", runtime.piece_bytes, damage.observe)
+        tallies[text] = measure(teacher, students, batches, *given)
     whole = {name: join([of[name] for of in tallies.values()]) for name in models}
     drawn = bootstrap(list(tallies.values()), options.resamples, run.seed)
     domains = {text: _figures(of, bootstrap([of], options.resamples, run.seed)) for text, of in tallies.items()}
@@ -163,7 +175,7 @@ def _report(
             "device": runtime.description,
             "resamples": options.resamples,
         },
-        "texts": {text: {"rows": len(of), "tokens": domains[text]["teacher"]["tokens"]} for text, of in rows.items()},
+        "texts": {t: {"rows": len(of.rows), "tokens": domains[t]["teacher"]["tokens"]} for t, of in damages.items()},
         "models": _figures(whole, drawn),
         "calibration": {name: tally.calibration for name, tally in whole.items()},
         "pairs": pairs(whole, drawn, list(students)),

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from qat_lora.commands.quantize import quantize
 from qat_lora.errors import ConfigError
@@ -19,7 +18,7 @@ from qat_lora.files import outputs
 from qat_lora.files.checksums import checkpoint_sha256
 from qat_lora.files.folders import atomic_dir
 from qat_lora.layers.calibrate.quantize import QuantizeConfig
-from qat_lora.layers.convert import bits_per_weight, quant_layers
+from qat_lora.layers.convert import bits_per_weight, quant_layers, stored_tensors
 from qat_lora.layers.stacked import apart
 from qat_lora.models.load import CausalLM, load_model, save_with_tensors
 from qat_lora.options import QatOptions, QuantizeOptions, RunConfig
@@ -142,7 +141,7 @@ def _reconstruct(plan: TrainingRun, options: QatOptions, student: CausalLM, full
             work,
         )
     full.module.to("cpu")
-    tensors = _stored(student.module)
+    tensors = stored_tensors(student.module)
     with atomic_dir(out / "blockwise") as draft:
         save_with_tensors(student.folder, draft, tensors)
         save_json({"layers": shares}, draft / "result.json")
@@ -151,15 +150,9 @@ def _reconstruct(plan: TrainingRun, options: QatOptions, student: CausalLM, full
     say(options.run, f"block by block: error of a layer's output {before:.4f} -> {after:.4f} of its square, on average")
 
 
-def _stored(module: nn.Module) -> dict[str, Tensor]:
-    """Return the quantised layers' tensors as they will be on disk, by their names there."""
-    layers = quant_layers(module).items()
-    return {f"{name}.{part}": tensor for name, layer in layers for part, tensor in layer.stored().items()}
-
-
 def _export(model: CausalLM, folder: Path) -> None:
     """Write the student as an ordinary quantised checkpoint that computes, bit for bit, what it computes now."""
     inner = tuple(f"{name}." for name in quant_layers(model.module))
     tensors = {n: p for n, p in model.module.named_parameters() if p.requires_grad and not n.startswith(inner)}
     with atomic_dir(folder) as draft:
-        save_with_tensors(model.folder, draft, {**_stored(model.module), **tensors})
+        save_with_tensors(model.folder, draft, {**stored_tensors(model.module), **tensors})

@@ -26,7 +26,9 @@ SCHEMA = "qat-lora eval 1"
 name: rows, tokens, source); `models` (by name: ppl, nll, kl, top1, tokens, accuracy, ece, bits_per_weight, and
 `interval` with the 95 % limits of each figure); `calibration` (by model: tokens, confidence and accuracy of 15 bins);
 `pairs` (differences between students, paired); `domains` (by text, by model: like `models`); and, null where not asked
-for, `generation`, `overlap`, `tasks`. Keys may be added; a change of meaning changes the number."""
+for, `generation`, `overlap`, `tasks`. `damage` by student: percentiles of `kl` and of `delta_p`, with its mean and rms;
+`changed_top1`; `documents` (count, percentiles of their mean KL, the ten worst); the ten `worst_tokens` (text before
+it, token, both models' top-1 tokens). Keys may be added; a change of meaning changes the number."""
 
 PROTOCOLS = {
     "packed": "documents packed into rows of {length} tokens, attention within documents",
@@ -47,6 +49,10 @@ SCORES: Columns = (
     ALL_BITS,
 )
 DOMAINS: Columns = (PERPLEXITY, KL, TOP1, ("tokens", "tokens", ","))
+DAMAGE: Columns = (
+    *((name, name + " %" * (name[0] == "9"), ".4f") for name in ("median", "90", "99", "99.9", "largest")),
+    *(("changed_top1", "changed top-1", ".2%"), ("mean", "mean Δp", "+.3%"), ("rms", "RMS Δp", ".3%")),
+)
 GENERATION: Columns = (
     ("repetition", "repeated 4-grams", ".1%"),
     ("distinct_1", "distinct tokens", ".1%"),
@@ -59,6 +65,7 @@ LEGEND = (
     "Same top-1: positions where both have the same likeliest token. "
     "Right: positions where that token is the text's. "
     "ECE: how far the likeliest token's probability is from how often it is right. "
+    "Δp: the student's probability of the text's token less the teacher's. "
     "Bits a weight: of the quantised layers, adapter included; MB and bits of the whole file: embedding and norms, too."
 )
 
@@ -89,6 +96,28 @@ def domain_rows(domains: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     tables = {text: score_rows(models, DOMAINS) for text, models in domains.items()}
     header = next(iter(tables.values()))[0]
     return [["text", *header], *([text, *row] for text, rows in tables.items() for row in rows[1:])]
+
+
+def damage_rows(damage: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """Return header and rows of text cells: a row for each student's tokens, and one for its documents if there are."""
+    rows = {}
+    for name, of in damage.items():
+        rows[name] = of["delta_p"] | of["kl"] | {"changed_top1": of["changed_top1"]}
+        if of["documents"]["kl"]:
+            rows[f"{name}: means of {of['documents']['count']:,} documents"] = of["documents"]["kl"]
+    return table_rows(rows, DAMAGE)
+
+
+def worst_tokens(report: Mapping[str, Any]) -> dict[str, str]:
+    """Return tables of students' worst tokens by heading, {} for an earlier version's; text as Python writes it."""
+
+    def row(of: Mapping[str, Any]) -> list[str]:
+        said = (f"{of[model]!r} {of[f'{model}_p']:.0%}" for model in ("teacher", "student"))
+        return [f"{of['kl']:.2f}", repr(of["before"])[1:-1][-40:], repr(of["token"]), *said]
+
+    header = ["KL", "after", "the text", "teacher", "student"]
+    rows = {name: [header, *map(row, of["worst_tokens"])] for name, of in report.get("damage", {}).items()}
+    return {f"Worst tokens of {name}": text_table(of) for name, of in rows.items()}
 
 
 def task_rows(tasks: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[list[str]]:
@@ -122,6 +151,8 @@ def notes(report: Mapping[str, Any]) -> list[str]:
 def tables(report: Mapping[str, Any]) -> dict[str, list[list[str]]]:
     """Return the tables that a report has data for, by heading."""
     found = {"Scores": score_rows(report["models"])}
+    if damage := report.get("damage"):
+        found["KL of single tokens, and of documents"] = damage_rows(damage)
     if report["pairs"]:
         found["Differences between students, paired"] = pair_rows(report["pairs"])
     if len(report["domains"]) > 1:
@@ -135,8 +166,8 @@ def tables(report: Mapping[str, Any]) -> dict[str, list[list[str]]]:
 
 def terminal_report(report: Mapping[str, Any]) -> str:
     """Return the report for the terminal, where the end is what is read: tables, then notes."""
-    shown = [f"{title}\n{text_table(rows)}" for title, rows in tables(report).items()]
-    return "\n\n".join([*shown, "\n".join(notes(report))])
+    shown = worst_tokens(report) | {title: text_table(rows) for title, rows in tables(report).items()}
+    return "\n\n".join([*(f"{title}\n{text}" for title, text in shown.items()), "\n".join(notes(report))])
 
 
 def markdown_report(report: Mapping[str, Any], picture: str | None) -> str:
@@ -145,4 +176,5 @@ def markdown_report(report: Mapping[str, Any], picture: str | None) -> str:
     if picture:
         parts.append(f"![scores with intervals, calibration and texts]({picture})")
     parts += [f"## {title}\n\n{markdown_table(rows)}" for title, rows in tables(report).items()]
+    parts += [f"## {title}\n\n```text\n{text}\n```" for title, text in worst_tokens(report).items()]
     return "\n\n".join([*parts, LEGEND]) + "\n"

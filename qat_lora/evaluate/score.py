@@ -7,7 +7,7 @@ positions at a time. They come in the model's type and are processed in float32:
 log-probabilities alone exceeds the KL of a good 4-bit student. On a CPU all passes over a few positions run while these
 are in its cache (`piece_bytes`), since memory traffic would otherwise cost more than the arithmetic.
 
-Five numbers a position leave the device, and the host sums them in float64 by row (`tally.py`): sums on the device
+Six numbers a position leave the device, and the host sums them in float64 by row (`tally.py`): sums on the device
 would be float32 and could not tell how far one row of text is from the next.
 """
 
@@ -38,15 +38,18 @@ def measure(
     mark_step: Callable[[], None] = lambda: None,
     label: str = "evaluate",
     piece_bytes: int | None = None,
+    observe: Callable[[np.ndarray, np.ndarray, np.ndarray], None] | None = None,
 ) -> dict[str, Tally]:
     """Sum losses, KL and calibration of a teacher (under the name `teacher`) and its students, row by row.
 
     All have one vocabulary; batches are tensors on their device; `mark_step` and `piece_bytes` are the runtime's. On
     XLA it takes two graphs, of the hidden states and of a chunk: chunks have one shape, their positions are data, and
     only computed values are read (a read of queued work would compute it again). TextError: no token counts.
+    `observe` gets rows, positions and numbers of the tokens that count [M, 6, N]: those of `add_up`, the top-1 token.
     """
     models = {"teacher": teacher, **students}
     found: dict[str, list[np.ndarray]] = {name: [np.zeros((0, COLUMNS))] for name in models}
+    done = 0
     with torch.no_grad():  # not inference_mode, whose tensors PyTorch/XLA cannot use
         bar = tqdm(batches, desc=label, unit="batch", disable=quiet)
         queued = (_queue(models, batch, mark_step, piece_bytes) for batch in bar)
@@ -56,9 +59,13 @@ def measure(
             sums = {name: np.zeros((rows, COLUMNS)) for name in models}
             for start, (counted, values) in chunks:
                 counted_N, values_MFN = counted.cpu().numpy(), values.cpu().numpy()
-                row_N = (start + counted_N.nonzero()[0]) // positions
+                row_N, position_N = np.divmod(start + counted_N.nonzero()[0], positions)
+                values_MFN = values_MFN[..., counted_N]
                 for name, values_FN in zip(models, values_MFN, strict=True):
-                    sums[name] += add_up(row_N, values_FN[:, counted_N], rows)
+                    sums[name] += add_up(row_N, values_FN[:5], rows)
+                if observe is not None:
+                    observe(done + row_N, position_N, values_MFN)
+            done += rows
             for name, lines in sums.items():
                 found[name].append(lines[lines[:, 0] > 0])
     tallies = {name: Tally(np.concatenate(lines)) for name, lines in found.items()}
@@ -95,7 +102,7 @@ def chunk_positions(vocab_size: int) -> int:
 
 
 def _score_chunk(logits_NV: list[Tensor], targets_N: Tensor, piece_bytes: int | None) -> Tensor:
-    """Return the numbers that `add_up` takes for each model, [M, 5, N]."""
+    """Return the numbers that `measure` passes on for each model, [M, 6, N]."""
     count, vocab = logits_NV[0].shape
     size = count if piece_bytes is None else min(count, max(1, piece_bytes // (_BUFFERS * 4 * vocab)))
     # One set of buffers for all pieces: fresh memory costs a page fault for every 4 kB.
@@ -106,7 +113,7 @@ def _score_chunk(logits_NV: list[Tensor], targets_N: Tensor, piece_bytes: int | 
 
 
 def _score_piece(logits_NV: list[Tensor], targets_N: Tensor, buffers: Tensor) -> Tensor:
-    """Return the numbers of N positions for each model, [M, 5, N].
+    """Return the numbers of N positions for each model, [M, 6, N].
 
     With z the logits less their largest and Z the sum of exp z, KL(t || s) = sum(exp z_t (z_t - z_s)) / Z_t - log Z_t +
     log Z_s: each exponential is computed once. The difference is bounded, so that a token of no probability under the
@@ -121,8 +128,8 @@ def _score_piece(logits_NV: list[Tensor], targets_N: Tensor, buffers: Tensor) ->
         apart = other.sub_(reference).clamp_(-LARGEST, LARGEST).mul_(weights).sum(-1)
         kl = total.log() - teacher_sum.log() - apart / teacher_sum
         found.append((loss, kl, (top1 == teacher_top1).float(), total, top1))
-    lines = ((loss, kl, same, 1 / total, (top1 == targets_N).float()) for loss, kl, same, total, top1 in found)
-    return torch.stack([torch.stack(line) for line in lines])
+    lines = ((loss, kl, same, 1 / total, top1 == targets_N, top1) for loss, kl, same, total, top1 in found)
+    return torch.stack([torch.stack([x.float() for x in line]) for line in lines])
 
 
 def _predict(logits_NV: Tensor, targets_N: Tensor, weights_NV: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from qat_lora.errors import ConfigError, ModelError
 from qat_lora.layers.lora import Factors, LoraConfig, LoraLinear, share_inputs
-from qat_lora.layers.quant_linear import QuantLinear, dense_linear, join_dense
+from qat_lora.layers.quant_linear import QuantLinear, Rounded, dense_linear, join_dense
 from qat_lora.layers.tied_embedding import TiedEmbedding, embedding_of, tie_embedding, untie_embedding
 from qat_lora.quant.presets import MLP, Preset
 from qat_lora.quant.spec import QuantSpec
@@ -209,17 +209,26 @@ def merge(model: nn.Module) -> nn.Module:
 
 
 def prepare_base(model: nn.Module, train_scales: bool, dtype: torch.dtype | None = None) -> dict[str, nn.Parameter]:
-    """Let the scales of every quantised layer train, and return them; or else form each weight once, in `dtype`."""
+    """Let the scales of every quantised layer train, and return them; or else form each weight once, in `dtype`.
+
+    A weight whose codes train already is formed anew in every forward.
+    """
     trained: dict[str, nn.Parameter] = {}
     for name, layer in quant_layers(model).items():
         if train_scales:
             layer.train_scales()
             trained |= {f"{name}.{part}": scale for part, scale in layer.named_scales().items()}
-        else:
+        elif not isinstance(layer.source, Rounded):
             layer.hold_dense(dtype)
     for shared in dict.fromkeys(adapter.shared for adapter in lora_layers(model).values() if adapter.shared):
         join_dense([member.base for member in shared.members])
     return trained
+
+
+def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the quantised layers' tensors as they will be on disk, by their names there."""
+    layers = quant_layers(model).items()
+    return {f"{name}.{part}": tensor for name, layer in layers for part, tensor in layer.stored().items()}
 
 
 def scales_by_kind(model: nn.Module, scales: Mapping[str, nn.Parameter]) -> dict[str, dict[str, nn.Parameter]]:

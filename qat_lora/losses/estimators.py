@@ -138,7 +138,21 @@ class DenseTerm:
     temperature: float = 1.0
 
 
-Term = TopKTerm | PointTerm | DenseTerm
+@dataclass(frozen=True, eq=False)
+class KLTerm(TopKTerm):
+    """The KL at temperature 1, for the log: no gradient; beside the same ids as top K, or labels or draws at T = 1."""
+
+    weight: float = 0.0
+    name: str = "kl"
+
+    def loss(self, log_p_NK: Tensor, log_rest_N: Tensor | None) -> Tensor:
+        """Return the KL at N positions; without log(1 - b), the noise of 1 - Σ p is in it, some 1e-6 in float32."""
+        if log_rest_N is None:
+            log_rest_N = (1 - log_p_NK.exp().sum(1)).clamp_min(torch.finfo(log_p_NK.dtype).eps).log()
+        return ghost(log_p_NK, log_rest_N, *(x.to(log_p_NK.dtype) for x in self.teacher[1:3])).loss_N
+
+
+Term = TopKTerm | PointTerm | DenseTerm | KLTerm
 
 
 def label_term(labels_N: Tensor, weight: float | Tensor = 1.0, name: str = "ce") -> PointTerm:

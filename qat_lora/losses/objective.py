@@ -6,6 +6,9 @@ carries T². `anchor`, the distance to the student before training, has rows of 
 micro-batch through the same function. The config alone decides which terms exist, and their weights at a step come in
 separately: a term that disappeared once its weight had annealed to 0 would change the compiled graph.
 
+Beside its terms it gives `kl` for the log, the distance that evaluations report: `hybrid` and `sampled` lack the
+teacher's entropy, and T² scales a softened term, so no loss is that number but `ghost` and `full` at T = 1.
+
 A sparse teacher is only correct together with the mass of its tail at the same temperature, 1 - Σ_topK exp(z/T)/Z_T.
 Only the builder of the cache saw the whole vocabulary; guessing Z_T from the mass at T = 1 is wrong by orders of
 magnitude, so a temperature that the batch does not carry is refused. Draws are right at T = 1 only.
@@ -13,6 +16,7 @@ magnitude, so a temperature that the batch does not carry is refused. Draws are 
 
 import functools
 from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal, get_args
 
 import torch
@@ -21,7 +25,7 @@ from torch import Tensor
 from qat_lora.config import option, settings
 from qat_lora.errors import CacheError, ConfigError
 from qat_lora.losses import estimators
-from qat_lora.losses.estimators import DenseTerm, Term, TopKTerm, label_term, log_add, wide_dtype
+from qat_lora.losses.estimators import DenseTerm, KLTerm, Term, TopKTerm, label_term, log_add, wide_dtype
 from qat_lora.losses.full_vocab import hidden_error_sum
 from qat_lora.losses.fused.gradients import lm_head_logits, real_vocabulary
 from qat_lora.losses.fused.op import CHUNK_BYTES, LossSum, fused_linear_kd
@@ -112,6 +116,12 @@ class ObjectiveConfig:
         """Bytes of float32 logits that the loss holds at once; a CPU's until the device was asked."""
         return CHUNK_BYTES if self.loss_chunk_mb is None else self.loss_chunk_mb * 2**20
 
+    def logs_kl(self, arrays: Container[str]) -> bool:
+        """Return whether `objective_loss` gives `kl` for batches with these arrays."""
+        terms = self.weights_at(0.0).keys()
+        exact = self.estimator == "full" and "kd" in terms
+        return exact or ("head_ids" in arrays and "lse" in arrays and bool(terms & {"kd", "ce", "hard_top1"}))
+
     @property
     def topk_user(self) -> str | None:
         """The setting of a term that reads the teacher's top K; None where none does."""
@@ -176,6 +186,15 @@ def objective_loss(
         terms.append(label_term(batch["input_ids"][:, 1:].reshape(-1), weights["ce"], "ce"))
     if "hard_top1" in names:
         terms.append(label_term(batch["head_ids"][..., 0].reshape(-1), weights["hard_top1"], "hard_top1"))
+    estimator = choose_estimator(config.estimator, batch, config.temperature)
+    kd_is_kl = "kd" in names and estimator in ("ghost", "full") and config.temperature == 1.0
+    if config.logs_kl(batch) and not kd_is_kl:
+        if isinstance(kd := terms[0], DenseTerm):
+            terms.append(replace(kd, weight=0.0, name="kl", temperature=1.0))
+        else:
+            teacher = sparse_teacher_from_batch(batch)
+            teacher = teacher._replace(ids_NK=kd.teacher.ids_NK) if isinstance(kd, TopKTerm) else teacher
+            terms.append(KLTerm(teacher))
     parts: list[LossSum] = []
     if terms:
         walk = "positions" if config.loss_walk == "auto" else config.loss_walk
@@ -191,7 +210,8 @@ def objective_loss(
         error_sum, count = hidden_error_sum(hidden_NH, teacher_NH, mask_N)
         parts.append(LossSum(error_sum * weights["hidden"], count, {"hidden": error_sum.detach()}))
     loss_sum = parts[0].loss_sum if len(parts) == 1 else parts[0].loss_sum + parts[1].loss_sum
-    return LossSum(loss_sum, parts[0].token_count, {name: x for part in parts for name, x in part.terms.items()})
+    by_name = {name: x for part in parts for name, x in part.terms.items()}
+    return LossSum(loss_sum, parts[0].token_count, by_name | ({"kl": by_name["kd"]} if kd_is_kl else {}))
 
 
 def choose_estimator(name: EstimatorName, arrays: Container[str], temperature: float) -> EstimatorName:

@@ -32,6 +32,7 @@ from qat_lora.plan.devices import Device, attention_on, named
 from qat_lora.plan.step import Shapes, operations, step_bytes, step_time
 from qat_lora.quant.presets import Preset, preset
 from qat_lora.runtime.base import default_loss_chunk_mb
+from qat_lora.runtime.host.memory import LiveBytes
 from qat_lora.setup.trainable import recovery_parts
 
 GIB = 2**30
@@ -201,10 +202,25 @@ def meta_student(options: EstimateOptions, adapter: bool = True) -> tuple[Any, n
     return config, module
 
 
+def formed_bytes(module: nn.Module, dtype: torch.dtype) -> int:
+    """Return the bytes of the training layers' weights that a forward forms and keeps for its backward pass."""
+    formed = 0
+    for layer in quant_layers(module).values():
+        if any(parameter.requires_grad for parameter in layer.parameters()):
+            with LiveBytes(*layer.parameters(), *layer.buffers()) as live:
+                before = live.now
+                weight = layer.effective().to(dtype)
+                formed += live.now - before
+                del weight
+    return formed
+
+
 def skeleton(options: EstimateOptions) -> Shapes:
     """Build a student with an adapter on the meta device, in its training state; raises as `meta_student`."""
     config, module = meta_student(options)
     dtype, rank = DTYPES[options.run.dtype], options.lora.recovery_r
-    groups = recovery_parts(models.CausalLM(module, Path()), options.train_scales, options.train_norms, dtype)
-    shapes = Shapes(config.get_text_config(), module, groups, rank, options.train_scales, 0)
-    return replace(shapes, formed_bytes=dtype.itemsize * sum(shapes.quantised)) if options.train_scales else shapes
+    scales, codes = options.train_scales, options.train_codes
+    groups = recovery_parts(models.CausalLM(module, Path()), scales, options.train_norms, dtype, codes)
+    shapes = Shapes(config.get_text_config(), module, groups, rank, scales or codes, 0)
+    formed = formed_bytes(module, dtype) if codes else scales * dtype.itemsize * sum(shapes.quantised)
+    return replace(shapes, formed_bytes=formed)

@@ -16,26 +16,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.errors import ConfigError, DeviceError, ModelError
 from qat_lora.layers.calibrate.fisher import fisher_bytes
-from qat_lora.layers.convert import make_quant_skeleton, quant_layers
+from qat_lora.layers.convert import make_quant_skeleton
 from qat_lora.models import load as models
 from qat_lora.models.load import DTYPES, CausalLM, resolve_model
 from qat_lora.options import CacheBuildOptions, EstimateOptions, QatOptions, RecoverOptions, RunConfig
 from qat_lora.plan.devices import attention_on, likely
-from qat_lora.plan.memory import GIB, forecast, meta_model, skeleton, stored_quantisation
+from qat_lora.plan.memory import GIB, forecast, formed_bytes, meta_model, skeleton, stored_quantisation
 from qat_lora.plan.step import Shapes
 from qat_lora.quant.presets import Preset
 from qat_lora.registry import DryRun, Requirements
 from qat_lora.runtime.base import default_loss_chunk_mb
-from qat_lora.runtime.host.memory import LiveBytes
 from qat_lora.runtime.launch.select import choose, look, plan_run, runs_on_host
 from qat_lora.runtime.precision import with_dtype
-from qat_lora.setup.trainable import check_parts, chosen_preset, trained_parts
+from qat_lora.setup.trainable import check_codes, check_parts, chosen_preset, trained_parts
 from qat_lora.setup.training_data import cache_training_data
+from qat_lora.train.lr_probe import probe_steps
 
 HEAD_K, LENGTH = 128, CacheBuildOptions.length  # of a position and of a row, where there is no cache to ask
 
@@ -56,21 +55,23 @@ def plan_recover(options: RecoverOptions) -> DryRun:
     dataset = _cache(options)
     if not options.uses_cache and options.num_rows is None:
         assumed.append("the text is not read, so the number of its rows is not known")
+    train_codes = options.train.train_codes > 0
     own = {name: getattr(options, name) for name in ("train_scales", "train_norms", "lora")}
-    asked = replace(_estimate(options, student, dataset, options.length, accumulation), **own)
+    asked = replace(_estimate(options, student, dataset, options.length, accumulation), train_codes=train_codes, **own)
     shapes = skeleton(asked)
-    if options.train_scales and not shapes.quantised:
-        raise ConfigError("train_scales: the student has no quantised layers; leave it out")
+    check_codes(CausalLM(shapes.module, Path(student)), options.train_scales, train_codes)
     if options.uses_cache:
         model = CausalLM(shapes.module, Path(student))
         assumed += check_cache(dataset, asked, options.kd_cache_dir, model, "this command's own settings")
-    report = _report(shapes, asked, student, replicas, len(dataset) if dataset else options.num_rows, assumed)
+    rows, probe = len(dataset) if dataset else options.num_rows, _probe_steps(options)
+    report = _report(shapes, asked, student, replicas, rows, assumed, probe)
     stored = report.pop("stored_bytes_of_quantised") + 2 * (report["parameters"] - report["quantised"])
     report["stored_bytes"] = stored
     trained, total = report["trained"], report["total_bytes"]
     text = _text(report, f"{trained:,} numbers (rank {options.lora.recovery_r})", asked.utilisation)
-    # A checkpoint: what trains, two moments, perhaps an average. An export: halves, and the base of trained scales.
-    disk = (options.loop.keep_checkpoints + 1) * 16 * trained + 3 * (2 * trained + options.train_scales * stored)
+    # A checkpoint: what trains, two moments, perhaps an average. An export: halves, and the base that trained.
+    export = 2 * (trained - train_codes * sum(shapes.quantised)) + (options.train_scales or train_codes) * stored
+    disk = (options.loop.keep_checkpoints + 1) * 16 * trained + 3 * export
     host = total if runs_on_host(options.run.device, options.run.tpu) else report["bytes"]["weights"]
     return DryRun(report, text, Requirements("this recovery", total, host, disk))
 
@@ -94,7 +95,8 @@ def plan_qat(options: QatOptions) -> DryRun:
     assumed += check_cache(dataset, asked, options.kd_cache_dir, student, "what `cache build` makes")
     shapes = _shapes(options, config, student)
     shown = f"{name} at {chosen_preset(options).name}" if options.from_scratch else name
-    report = _report(shapes, asked, shown, replicas, len(dataset) if dataset else None, assumed)
+    rows, probe = len(dataset) if dataset else None, _probe_steps(options)
+    report = _report(shapes, asked, shown, replicas, rows, assumed, probe)
     whole, blockwise = 4 * report["parameters"], options.blockwise.blockwise_steps > 0
     stored = report.pop("stored_bytes_of_quantised") + 4 * (report["parameters"] - report["quantised"])
     report |= {
@@ -182,11 +184,23 @@ def _estimate(
     )
 
 
+def _probe_steps(options: RecoverOptions | QatOptions) -> int:
+    """Return the steps that usually find the learning rate, before those of the run."""
+    return probe_steps(options.loop.max_steps) if options.train.lr == "auto" else 0
+
+
 def _report(
-    shapes: Shapes, asked: EstimateOptions, student: str, replicas: int, rows: int | None, assumed: list[str]
+    shapes: Shapes,
+    asked: EstimateOptions,
+    student: str,
+    replicas: int,
+    rows: int | None,
+    assumed: list[str],
+    probe: int,
 ) -> dict[str, Any]:
     """Return what a training run would train, take and see; `rows` of its data are None where that is not known."""
-    found = forecast(shapes, asked, likely(device_of(asked.run), replicas))
+    timed = replace(asked, max_steps=asked.max_steps + probe)
+    found = forecast(shapes, timed, likely(device_of(asked.run), replicas))
     step_rows = asked.batch_size * asked.accumulation_steps * replicas
     counted = ("parameters", "quantised", "trained", "bytes", "total_bytes", "stored_bytes_of_quantised")
     return {
@@ -199,6 +213,7 @@ def _report(
         "length": asked.length,
         "head_k": asked.head_k,
         "steps": asked.max_steps,
+        "lr_probe_steps": probe,
         "tokens": asked.max_steps * step_rows * asked.length,
         "epochs": asked.max_steps * step_rows / rows if rows else None,
         "devices": found["devices"],
@@ -207,7 +222,7 @@ def _report(
 
 
 def _text(report: dict[str, Any], trained: str, utilisation: float, more: Sequence[str] = ()) -> str:
-    replicas, epochs = report["replicas"], report["epochs"]
+    replicas, epochs, probe = report["replicas"], report["epochs"], report["lr_probe_steps"]
     lines = [
         "dry run: shapes alone; nothing is written, and no device is used",
         f"student  {report['student']}: {report['parameters']:,} parameters, {report['quantised']:,} of them quantised",
@@ -216,7 +231,8 @@ def _text(report: dict[str, Any], trained: str, utilisation: float, more: Sequen
         f"replica{'s' if replicas > 1 else ''}: effective batch {report['effective_batch']}, "
         f"{report['effective_batch'] * report['length']:,} tokens",
         f"run      {report['steps']:,} steps, {report['tokens']:,} tokens"
-        + (f", {epochs:.2f} epochs" if epochs else ""),
+        + (f", {epochs:.2f} epochs" if epochs else "")
+        + (f"; before it, some {probe} steps to find the learning rate" if probe else ""),
         f"memory   {report['total_bytes'] / GIB:.3f} GiB a replica: "
         + ", ".join(f"{name} {size / GIB:.3f}" for name, size in report["bytes"].items()),
     ]
@@ -278,19 +294,6 @@ def _models(options: QatOptions) -> tuple[Any, CausalLM, CausalLM | None]:
 def _shapes(options: QatOptions, config: Any, student: CausalLM) -> Shapes:
     """Put the student into its training state, and count what a forward forms of its layers."""
     groups = trained_parts(student, options, None)
-    formed = _formed_bytes(student.module, torch.bfloat16 if options.loop.autocast else DTYPES[options.run.dtype])
+    formed = formed_bytes(student.module, torch.bfloat16 if options.loop.autocast else DTYPES[options.run.dtype])
     # There is no adapter, and rank 1 adds next to nothing; whatever trains, gradients reach every quantised weight.
     return Shapes(config, student.module, groups, 1, True, formed, averaged=options.train.ema > 0)
-
-
-def _formed_bytes(module: nn.Module, dtype: torch.dtype) -> int:
-    """Return the bytes of the training layers' weights that a forward forms and keeps for its backward pass."""
-    formed = 0
-    for layer in quant_layers(module).values():
-        if any(parameter.requires_grad for parameter in layer.parameters()):
-            with LiveBytes(*layer.parameters(), *layer.buffers()) as live:
-                before = live.now
-                weight = layer.effective().to(dtype)
-                formed += live.now - before
-                del weight
-    return formed

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from qat_lora.quant.codes import code_values, decode, encode, full_range, nearest, pack, packed_width, unpack
 from qat_lora.quant.spec import SUPER, QuantSpec
-from qat_lora.runtime.loop import Tensors, loop
+from qat_lora.runtime.loop import Tensors, loop, rows_at_a_time
 from qat_lora.runtime.precision import exact_matmul
 
 Scales = tuple[Tensor, ...]
@@ -31,7 +31,6 @@ TINY = 1e-6  # smallest scale: keeps W / S finite for rows of zeros, and is a fl
 # weights, uneven importance) but not the KL of the model: 0.99 to 1.01 times as large on a saturated teacher.
 CLIP_GRID = 64
 SWEEPS = 8  # of codes and low-rank factors
-PIECE = 2**17  # weights whose clips a host searches at a time: temporaries that stay in its caches
 
 
 class Cost(NamedTuple):
@@ -282,9 +281,9 @@ def _cheapest(at: Callable[..., tuple[Tensors, Tensor]], given: Tensors, cost: C
         clips = torch.cat([clips[1:], -clips]) if signed else clips[1:]
         return loop(cheaper, len(clips), [least, *best], [clips], [prices, *given])[0][1:]
 
-    if given[0].device.type != "cpu" or len(cost.given) != len(given[0]):  # which has no rows
+    if len(cost.given) != len(given[0]):  # which has no rows
         return search(cost.given, *given)
-    rows = max(1, PIECE // given[0][0].numel())
+    rows = rows_at_a_time(given[0])
     pieces = [search(*piece) for piece in zip(*(x.split(rows) for x in (cost.given, *given)), strict=True)]
     return [torch.cat(found) for found in zip(*pieces, strict=True)]
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from qat_lora.runtime.xla.loop import scan
 from qat_lora.runtime.xla.runtime import is_xla_device, xla_mark_step
 
+PIECE = 2**17  # numbers of a tensor that a host works on at a time: temporaries that stay in its caches
 Number = int | Tensor
 Tensors = list[Tensor]
 Body = Callable[[Number, Tensors, Tensors, Tensors], tuple[Tensors, Tensors]]
@@ -65,6 +66,11 @@ def whole_parts(x: Tensor, size: int, *dims: int, fill: float = 0.0) -> Tensor:
         return x
     pads = [-x.shape[dim] % size if dim in dims else 0 for dim in range(x.dim())]
     return torch.nn.functional.pad(x, [n for pad in reversed(pads) for n in (0, pad)], value=fill)
+
+
+def rows_at_a_time(x: Tensor) -> int:
+    """Return how many rows of a tensor long elementwise work shall take in one piece: all of them but on a host."""
+    return len(x) if x.device.type != "cpu" else max(1, PIECE // x[0].numel())
 
 
 def unchanged(now: Tensor, before: Tensor) -> bool:

@@ -114,8 +114,9 @@ def prepare(
     if objective.loss_walk == "kernel" != runtime.loss_walk:
         needs = f"needs Triton and an NVIDIA GPU, A100 or later, and this is {runtime.description}"
         raise ConfigError(f"loss_walk: kernel {needs}; give auto, positions or vocabulary")
+    arrays = dataset.rows([0])
     if objective.kd_weight > 0:
-        name = choose_estimator(objective.estimator, dataset.rows([0]), objective.temperature)
+        name = choose_estimator(objective.estimator, arrays, objective.temperature)
         objective = replace(objective, estimator=name)
     teacher_lm_head = anchor = None
     no_topk = isinstance(dataset, KDCacheDataset) and not dataset.k  # then evaluations need the teacher's output head
@@ -132,7 +133,7 @@ def prepare(
         with runtime.autocast(torch.bfloat16 if loop.autocast else torch.float32):
             anchor = remember(model, dataset, objective, loop.batch_size, seed, runtime)
         model.module.train(was_training)
-    return PreparedObjective(objective, teacher_lm_head, anchor)
+    return PreparedObjective(objective, teacher_lm_head, objective.logs_kl(arrays), anchor)
 
 
 def evaluation_objective(objective: ObjectiveConfig, teacher_lm_head: LMHead | None) -> ObjectiveConfig:

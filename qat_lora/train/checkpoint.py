@@ -53,7 +53,7 @@ def save_checkpoint(
     """
     final = folder / f"step-{step:06d}"
     if not runtime.agree(runtime.is_main and final in checkpoints(folder)):  # else written by an earlier try, and equal
-        parts: dict[str, dict[str, Tensor]] = {TRAINED: {**trained}, OPTIMIZER: _optimizer_views(trained, optimizer)}
+        parts: dict[str, dict[str, Tensor]] = {TRAINED: {**trained}, OPTIMIZER: optimizer_views(trained, optimizer)}
         parts = {file: {name: value.detach() for name, value in part.items()} for file, part in parts.items()}
         if runtime.is_main:  # on the host, so that they are read from the device once
             parts = {file: by_layer({n: x.cpu() for n, x in part.items()}) for file, part in parts.items()}
@@ -101,7 +101,7 @@ def load_checkpoint(
             differ = f"the run to resume has {old!r}, this one {new!r}"
             raise ConfigError(f"{field}: {differ}; choose another --out, or --overwrite")
     _copy_into({name: p.data for name, p in trained.items()}, tensors, path)
-    _copy_into(_optimizer_views(trained, optimizer), moments, path)
+    _copy_into(optimizer_views(trained, optimizer), moments, path)
     try:
         set_random_states(random)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -114,7 +114,8 @@ def _damaged(path: Path, error: Exception) -> DamagedFileError:
     return DamagedFileError(f"checkpoint {path}: cannot be read ({reason}); {remedy}")
 
 
-def _optimizer_views(trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def optimizer_views(trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return the state of trained tensors by `name/part`."""
     states = {name: optimizer.state[parameter] for name, parameter in trained.items()}
     return {f"{name}/{part}": value for name, state in states.items() for part, value in state.items()}
 

@@ -5,12 +5,16 @@ together every `log_steps`. Everything else that a run does (evaluate, save, ans
 steps (`callbacks`).
 """
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from contextlib import closing
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from qat_lora.errors import ConfigError, QatLoraError
 from qat_lora.files.folders import restore_dir
@@ -22,8 +26,18 @@ from qat_lora.train.anchor import anchor_batches, anchor_micro_batch
 from qat_lora.train.callbacks import Checkpoint, Evaluate, LoopConfig, LoopHooks, Progress, Run, RunSettings
 from qat_lora.train.checkpoint import STATE, checkpoints, load_checkpoint
 from qat_lora.train.compile_watch import COMPILED, OPTIMIZER_COMPILED, OPTIMIZER_TRACED, TRACED, CompileWatch
+from qat_lora.train.lr_probe import choose_lr
 from qat_lora.train.metrics import EMPTY, EVALUATIONS, LOGS, METRICS, TRACKERS, MetricsLog, cut_back
-from qat_lora.train.optim import OptimConfig, TrainState, build_optimizer, gradients_apart, lr_factor, optimized, set_lr
+from qat_lora.train.optim import (
+    OptimConfig,
+    TrainState,
+    build_optimizer,
+    gradients_apart,
+    lr_factor,
+    optimized,
+    set_lr,
+    set_peaks,
+)
 from qat_lora.train.step import PreparedObjective, Sums, TrainingRows, add_sums, micro_batch, optimizer_step, zero_sums
 
 
@@ -39,7 +53,8 @@ def train(
 ) -> dict[str, Any]:
     """Train placed tensors until `max_steps`, from the newest complete checkpoint of the run if there is one.
 
-    Returned are `step`, `best_step`, `best_kl` (or the metric evaluated), `stopped_early`, `resumed_from`.
+    Returned are `step`, `best_step`, `best_kl` (or the metric evaluated), `stopped_early`, `resumed_from`, and
+    `lr_probe` where the learning rate was found by trials.
 
     Raises:
         ConfigError: an early stop without evaluations, or a checkpoint of other settings.
@@ -51,6 +66,18 @@ def train(
     if loop.early_stop and hooks.evaluate is None:
         raise ConfigError("early_stop: there is no evaluation split to stop by; make one with --eval-rows")
     optimizer = build_optimizer(optim, state.groups, runtime)
+    zeros = zero_sums(prepared.objective, runtime.device, prepared.logs_kl)
+    runtime.mark_step()  # optimizer state, gradients and zeros exist now, outside the first micro-batch's graph
+    found = None
+    if optim.lr == "auto":
+        with stop_signals() as stopped, closing(CompileWatch(runtime, None, _say(settings, runtime))) as watch:
+            unseen = MetricsLog(settings.out / METRICS, loop.max_steps, 0, True, runtime.device)
+            begun = Run(state, optimizer, runtime, hooks, settings, loop, Progress(), 0, unseen, stopped)
+            found = choose_lr(
+                begun, optim, lambda run, tried, *span: closing(_Steps(run, rows, prepared, tried, watch, zeros, span))
+            )
+        optim = replace(optim, lr=found["lr"])
+        set_peaks(optimizer, optim)
     progress = _resume(state, optimizer, hooks.metric, runtime, settings)
     out, start, hidden = settings.out, progress.step, settings.quiet or not runtime.is_main
     wanted = loop.log_to if runtime.is_main else ()
@@ -59,7 +86,9 @@ def train(
     watch = CompileWatch(runtime, loop.max_recompiles, log.say)
     with stop_signals() as stopped, closing(log), closing(watch):
         run = Run(state, optimizer, runtime, hooks, settings, loop, progress, start, log, stopped)
-        with closing(_Steps(run, rows, prepared, optim, watch)) as steps:
+        if found is not None:
+            log.say(f"learning rate {found['lr']:.4g}: {found['why']}")
+        with closing(_Steps(run, rows, prepared, optim, watch, zeros, (start, loop.max_steps - start))) as steps:
             callbacks: tuple[Evaluate | Checkpoint, ...] = (Evaluate(), Checkpoint())
             for callback in callbacks:
                 callback.before_training(run)
@@ -79,7 +108,13 @@ def train(
     if hooks.evaluate is None:
         run.export("best")
     best = {"best_step": progress.best_step, f"best_{hooks.metric}": progress.best}
-    return {"step": run.step, **best, "stopped_early": run.step < loop.max_steps, "resumed_from": start}
+    chosen = {} if found is None else {"lr_probe": {name: found[name] for name in ("lr", "steps", "why")}}
+    return {"step": run.step, **best, "stopped_early": run.step < loop.max_steps, "resumed_from": start, **chosen}
+
+
+def _say(settings: RunSettings, runtime: Runtime) -> Callable[[str], None]:
+    hidden = settings.quiet or not runtime.is_main
+    return (lambda line: None) if hidden else partial(tqdm.write, file=sys.stderr)
 
 
 def _resume(
@@ -108,20 +143,26 @@ def _resume(
 
 class _Steps:
     def __init__(
-        self, run: Run, rows: TrainingRows, prepared: PreparedObjective, optim: OptimConfig, watch: CompileWatch
+        self,
+        run: Run,
+        rows: TrainingRows,
+        prepared: PreparedObjective,
+        optim: OptimConfig,
+        watch: CompileWatch,
+        zeros: Sums,
+        span: tuple[int, int],
     ) -> None:
-        self._run, self._prepared, self._optim, self._watch = run, prepared, optim, watch
+        """Feed the rows of a `span` of steps, the first (0-based) and how many."""
+        self._run, self._prepared, self._optim, self._watch, self._zeros = run, prepared, optim, watch, zeros
         runtime, loop = run.runtime, run.loop
         self._accumulation = loop.accumulation(runtime.replicas)
         self._dtype = torch.bfloat16 if loop.autocast else torch.float32
-        self._zeros = zero_sums(prepared.objective, runtime.device)
-        runtime.mark_step()  # optimizer state, gradients and zeros exist now, outside the first micro-batch's graph
-        per_process, steps = loop.batch_size * (runtime.replicas // runtime.processes), loop.max_steps - run.start
+        per_process = loop.batch_size * (runtime.replicas // runtime.processes)
         here = {"replica": runtime.rank, "replicas": runtime.processes}
-        batches = rows.batches(run.start, steps, per_process, self._accumulation, run.settings.seed, **here)
+        batches = rows.batches(*span, per_process, self._accumulation, run.settings.seed, **here)
         self._batches, self._anchors = runtime.feed(batches), None
         if prepared.anchor is not None:
-            self._anchors = runtime.feed(anchor_batches(prepared.anchor, run.start, steps, per_process, **here))
+            self._anchors = runtime.feed(anchor_batches(prepared.anchor, *span, per_process, **here))
 
     def close(self) -> None:
         """End the threads that read ahead: whoever holds an error's traceback would keep them alive."""
@@ -141,7 +182,7 @@ class _Steps:
         if run.stopping and runtime.agree(bool(failed)):
             set_random_states(random)  # this step has not begun
             run.give_up(failed)
-        lr = set_lr(run.optimizer, lr_factor(optim, done, run.loop.max_steps))
+        lr = set_lr(run.optimizer, lr_factor(optim, done, run.loop.max_steps), done / run.loop.max_steps)
         means = optimizer_step(run.optimizer, optimized(run.optimizer), sums, optim.clip_grad_norm, runtime)
         self._watch.mark(OPTIMIZER_TRACED)
         run.progress.step += 1
@@ -149,7 +190,7 @@ class _Steps:
 
     def _gradients(self, weights: Mapping[str, Tensor]) -> tuple[Sums, QatLoraError | OSError | None]:
         """Run forward and backward on a step's micro-batches; return their sums, or the error of unreadable rows."""
-        model, (objective, teacher_lm_head, _), runtime = self._run.state.model, self._prepared, self._run.runtime
+        model, (objective, teacher_lm_head, *_), runtime = self._run.state.model, self._prepared, self._run.runtime
         sums, failed = self._zeros, None
         for _ in range(self._accumulation):
             try:

@@ -21,7 +21,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from qat_lora.errors import DamagedFileError, DivergedError
@@ -129,6 +131,10 @@ class MetricsLog:
         """Note the values of an optimizer step, which stay on the device until `flush`."""
         self._pending.append((step, lr, means))
 
+    def noted(self, name: str) -> list[Tensor]:
+        """Return a value of the steps that are not written yet."""
+        return [means[name] for _, _, means in self._pending]
+
     def flush(self, runtime: Runtime) -> None:
         """Write the noted steps by the runtime's deferred callback, up to a NaN or infinity, a DivergedError."""
         if not self._pending:
@@ -163,7 +169,8 @@ class MetricsLog:
             self.track(int(line["step"]), {f"train/{name}": value for name, value in line.items() if name != "step"})
         if lines and not self._bar.disable:
             terms = [name for name in lines[-1] if name.startswith("loss_")]
-            shown = ["loss", *(terms if len(terms) > 1 else [])]  # one term alone is the loss
+            shown = [name for name in ("kl", "loss") if name in lines[-1]]
+            shown += terms if len(terms) > 1 else []  # one term alone is the loss
             losses = [f"{name.removeprefix('loss_')} {lines[-1][name]:.4f}" for name in shown]
             used = f"{peak_memory_bytes(self._device) / 2**30:.1f} GiB"
             self._bar.set_postfix_str(", ".join([*losses, f"{rate:,.0f} tokens/s", used]))
@@ -240,24 +247,37 @@ def append_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 def plot_curve(metrics: Path, evaluations: Path, out: Path) -> None:
-    """Draw training loss and evaluation KL over the steps of a run as PNG."""
-    plt = pyplot()
-    figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
-    draw_curve(axis, metrics, evaluations)
+    """Draw a run as PNG: what `draw_curve` draws and, where that is another, the loss that is minimised beside it."""
+    plt, lines = pyplot(), read_metrics(metrics, "loss")
+    panels = 2 if any(line.get("kl", line["loss"]) != line["loss"] for line in lines) else 1
+    figure, axes = plt.subplots(1, panels, figsize=(3 + 4 * panels, 4), layout="constrained", squeeze=False)
+    draw_curve(axes[0, 0], metrics, evaluations)
+    if panels == 2:
+        _draw(axes[0, 1], lines, "loss", "training loss, as minimised")
     with atomic_file(out) as draft:
         figure.savefig(draft, dpi=120)
     plt.close(figure)
 
 
 def draw_curve(axis: Any, metrics: Path, evaluations: Path) -> None:
-    """Draw the curve on a matplotlib axis."""
+    """Draw training and evaluations on a matplotlib axis, on one scale: the KL, or without a teacher the loss."""
     train, evaluated = read_metrics(metrics, "loss"), read_metrics(evaluations)
-    axis.plot([x["step"] for x in train], [x["loss"] for x in train], lw=0.8, alpha=0.6, label="training loss")
+    name = "kl" if any("kl" in line for line in train) else "loss"  # a run begun by an earlier version has some
+    _draw(axis, [line for line in train if name in line], name, f"training {name.upper() if name == 'kl' else name}")
     if evaluated:
         metric = next(name for name in evaluated[0] if name != "step")
         values = [x[metric] for x in evaluated]
-        axis.plot([x["step"] for x in evaluated], values, "o-", ms=3, label=f"evaluation {metric.upper()}")
-    axis.set(xlabel="optimizer step", ylabel="nats per token", ylim=(0, None))
-    axis.set_title("training", fontsize=10)
+        axis.plot([x["step"] for x in evaluated], values, "C1o-", ms=3, label=f"evaluation {metric.upper()}")
+    axis.set(ylim=(0, None), title="training")
     axis.legend()
+
+
+def _draw(axis: Any, lines: Sequence[Mapping[str, Any]], name: str, label: str) -> None:
+    """Draw a number of all steps, faint, and its means over a fiftieth of them each."""
+    points = np.array([(x["step"], x[name]) for x in lines]).T
+    means = [part.mean(1) for part in np.array_split(points, min(50, len(lines)), 1)]
+    axis.plot(*points, lw=0.6, alpha=0.3, color="C0")
+    axis.plot(*np.transpose(means), color="C0", label=label)
+    axis.set(xlabel="optimizer step", ylabel="nats per token")
+    axis.set_title(label, fontsize=10)
     axis.grid(alpha=0.3)

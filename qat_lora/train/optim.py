@@ -26,11 +26,12 @@ from qat_lora.errors import ConfigError
 from qat_lora.runtime.base import Runtime
 from qat_lora.types import LanguageModel
 
-# By kind of trained tensors (LoRA factors, latent weights, the quantiser's scales and tables, norms), the setting of
-# their peak learning rate; and the kinds that weight decay pulls to 0: it would only shrink scales and norms.
+# By kind of trained tensors (LoRA factors, latent weights, scales, tables, codes, norms), the setting of their
+# peak learning rate; and the kinds that weight decay pulls to 0: it would only shrink scales and norms.
+FIRST_LR = 4e-4  # the first that `auto` tries (`lr_probe`)
 RATES = {
     "adapter": "lr", "weights": "lr", "scales": "scale_lr", "block_scales": "scale_lr", "lut": "scale_lr",
-    "norms": "norm_lr",
+    "codes": "code_lr", "norms": "norm_lr",
 }  # fmt: skip
 DECAYING = ("adapter", "weights")
 SHARES = {"block_scales": 1 / 32}  # of that rate: the scale of a K-quant's group is some 15 to 128 of its block's
@@ -41,9 +42,23 @@ _decay = functools.partial(option, min=0, max=math.nextafter(1, 0), refusal="is 
 class OptimConfig:
     """How the trained tensors move."""
 
-    lr: float = option(3e-4, "peak learning rate of the adapter (and of weights, where they train)", above=0)
-    scale_lr: float = option(3e-4, "peak learning rate of the quantiser's scales and tables, where they train", above=0)
-    norm_lr: float = option(1e-4, "peak learning rate of norms, where they train", above=0)
+    lr: float | Literal["auto"] = option(
+        "auto", "peak learning rate of adapter and weights; auto: found by short trials on training rows", above=0
+    )
+    scale_lr: float | None = option(
+        None, "peak learning rate of the quantiser's scales and tables; default: half of --lr", above=0
+    )
+    code_lr: float = option(
+        3e-3, "peak learning rate of codes, in steps from one to the next, where they train beside an adapter", above=0
+    )
+    train_codes: float = option(
+        0.0,
+        "share of the run, at its end, in which codes train beside the adapter (saved with it); 0: never, 1: all of it",
+        min=0,
+        max=1,
+        refusal="is not a share; give a number from 0 to 1",
+    )
+    norm_lr: float | None = option(None, "peak learning rate of norms; default: a third of --lr", above=0)
     schedule: Literal["cosine", "constant"] = option("cosine", "learning rate after warm-up")
     warmup_steps: int = option(
         20, "optimizer steps of linear warm-up, from 1/n of the peak", unit="steps", min=0, refusal="is below 0"
@@ -62,6 +77,13 @@ class OptimConfig:
     ema: float = _decay(
         0.0, "decay of a moving average of what trains, evaluated and exported in its place; 0: none, 0.999 is usual"
     )
+
+
+def peak_lr(config: OptimConfig, kind: str) -> float:
+    """Return the largest learning rate of a kind of `RATES`; while `lr` is `auto`, that of the first trial."""
+    lr = FIRST_LR if config.lr == "auto" else config.lr
+    own = {"scale_lr": config.scale_lr or lr / 2, "norm_lr": config.norm_lr or lr / 3, "code_lr": config.code_lr}
+    return own.get(RATES[kind], lr) * SHARES.get(kind, 1.0)
 
 
 def lr_factor(config: OptimConfig, step: int, max_steps: int) -> float:
@@ -101,7 +123,7 @@ class AdamW(torch.optim.Optimizer):
     def __init__(
         self, groups: list[dict[str, Any]], beta2: float, send: Callable[[Sequence[float]], Tensor], ema: float
     ) -> None:
-        super().__init__(groups, {"betas": (0.9, beta2), "eps": 1e-8, "ema": ema})
+        super().__init__(groups, {"lr": 0.0, "betas": (0.9, beta2), "eps": 1e-8, "ema": ema})
         self._send = send
         self.flats: list[_Flat] = []
         for parameter in optimized(self):
@@ -143,8 +165,9 @@ def build_optimizer(config: OptimConfig, groups: Mapping[str, Mapping[str, nn.Pa
     for kind, tensors in groups.items():
         if not tensors:
             continue
-        rate = getattr(config, RATES[kind]) * SHARES.get(kind, 1.0)
-        rates = {"lr": rate, "weight_decay": config.weight_decay * (kind in DECAYING)}
+        # Codes that move late have the moments of the whole run by then.
+        begin = 1 - config.train_codes if kind == "codes" else 0.0
+        rates = {"kind": kind, "weight_decay": config.weight_decay * (kind in DECAYING), "begin": begin}
         if runtime.shares_memory:
             by_type = itertools.groupby(sorted(tensors.values(), key=lambda p: str(p.dtype)), key=lambda p: p.dtype)
             of_kind = [_flatten(list(parameters)) for _, parameters in by_type]
@@ -157,8 +180,7 @@ def build_optimizer(config: OptimConfig, groups: Mapping[str, Mapping[str, nn.Pa
     if not made:
         raise ConfigError("nothing to train: no adapter, no scales, nothing else")
     optimizer = AdamW(made, config.adam_beta2, runtime.numbers, config.ema)
-    for group in optimizer.param_groups:
-        group["peak_lr"] = group["lr"]
+    set_peaks(optimizer, config)
     for flat in flats:  # every part has its part of the state, by which checkpoints know it
         whole = optimizer.state[flat.whole]
         whole["step"] = torch.zeros(len(flat.parts))
@@ -225,10 +247,16 @@ def _flatten(parameters: list[nn.Parameter]) -> _Flat:
     return flat
 
 
-def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> float:
-    """Set every group's learning rate to a share of its peak; return that of the first group."""
+def set_peaks(optimizer: torch.optim.Optimizer, config: OptimConfig, factor: float = 1.0) -> None:
+    """Set every group's learning rate, and its peak, to the settings' times a factor."""
     for group in optimizer.param_groups:
-        group["lr"] = group["peak_lr"] * factor
+        group["lr"] = group["peak_lr"] = peak_lr(config, group["kind"]) * factor
+
+
+def set_lr(optimizer: torch.optim.Optimizer, factor: float, progress: float = 1.0) -> float:
+    """Set the learning rate of every group that trains yet to a share of its peak; return that of the first group."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["peak_lr"] * factor * (progress >= group.get("begin", 0.0))
     return optimizer.param_groups[0]["lr"]
 
 

@@ -16,7 +16,7 @@ from qat_lora.losses.objective import ObjectiveConfig, objective_loss
 from qat_lora.runtime.base import Runtime
 from qat_lora.types import Batch, LanguageModel, LMHead
 
-Sums = dict[str, Tensor]  # running sums of one optimizer step: `loss`, `tokens` and one per loss term
+Sums = dict[str, Tensor]  # running sums of one optimizer step: `loss`, `tokens`, `kl` and one per loss term
 
 
 class TrainingRows(Protocol):
@@ -33,6 +33,7 @@ class PreparedObjective(NamedTuple):
 
     objective: ObjectiveConfig
     teacher_lm_head: LMHead | None = None  # on the device, for estimator `full`
+    logs_kl: bool = False  # whether batches hold what the log's `kl` is made of (`objective.logs_kl`)
     anchor: Batch | None = None  # the student's outputs before step 1 (`anchor.remember`), for the term `anchor`
 
 
@@ -48,12 +49,13 @@ def micro_batch(
     result = objective_loss(hidden_BLH, model.lm_head(), batch, objective, weights, teacher_lm_head)
     result.loss_sum.backward()
     sums = {"loss": result.loss_sum.detach(), "tokens": result.token_count.detach()}
-    return sums | {f"loss_{name}": value.detach() for name, value in result.terms.items()}
+    named = {name if name == "kl" else f"loss_{name}": value.detach() for name, value in result.terms.items()}
+    return sums | named
 
 
-def zero_sums(objective: ObjectiveConfig, device: torch.device) -> Sums:
+def zero_sums(objective: ObjectiveConfig, device: torch.device, kl: bool = False) -> Sums:
     """Return what every step's sums start from: made once, and a tensor each, or XLA compiles one graph more."""
-    names = ["loss", "tokens", *(f"loss_{term}" for term in objective.weights_at(0.0))]
+    names = ["loss", "tokens", *(["kl"] if kl else []), *(f"loss_{term}" for term in objective.weights_at(0.0))]
     return {name: torch.zeros((), device=device) for name in names}
 
 

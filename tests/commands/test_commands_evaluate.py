@@ -17,7 +17,7 @@ from qat_lora.models.load import load_model, load_tokenizer, make_qwen3
 from qat_lora.options import AuditOptions, RunConfig
 
 SCHEMA_KEYS = ["schema", "setup", "texts", "models", "calibration", "pairs", "domains"]
-SCHEMA_KEYS += ["generation", "overlap", "tasks"]
+SCHEMA_KEYS += ["generation", "overlap", "tasks", "damage"]
 KEYS = {"ppl", "nll", "kl", "top1", "tokens", "bits_per_weight", "accuracy", "ece", "interval"}
 KEYS |= {"size_mb", "bits_over_all_weights"}
 

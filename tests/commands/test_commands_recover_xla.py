@@ -79,7 +79,10 @@ def recover(folder: Path, *flags: str) -> list[str]:
 
 VARIANTS = {
     "plain": [],
-    "costly": ["--gradient-checkpointing", "--ema", "0.9", "--train-norms", "--train-scales"],
+    "costly": [
+        *("--gradient-checkpointing", "--ema", "0.9", "--train-norms", "--train-scales"),
+        *("--train-codes", "0.5", "--code-lr", "1e-3"),
+    ],
     "autocast": ["--autocast"],
 }
 NEAR = {"autocast": 3e-2}

@@ -18,6 +18,18 @@ def model(kl, bits=None):
     }
 
 
+POINTS = {name: 0.1 for name in ("smallest", "median", "0.1", "1", "5", "10", "90", "95", "99", "99.9", "largest")}
+WORST = {"text": "text 0", "document": "a.py", "before": "def f(`|", "token": " x", "teacher": "\n", "student": "```"}
+WORST |= {"teacher_p": 0.98, "student_p": 0.51, "kl": 9.5}
+DAMAGE = {
+    "kl": POINTS,
+    "changed_top1": 0.125,
+    "delta_p": POINTS | {"mean": -0.01, "rms": 0.2},
+    "worst_tokens": [WORST] * 10,
+}
+DAMAGE |= {"documents": {"count": 1234, "kl": POINTS, "worst": []}}
+
+
 def report(students=2, texts=2, **parts):
     models = {"teacher": model(0.0), **{f"student {i} <b>": model(0.5 * i, 2.25) for i in range(1, students + 1)}}
     bins = {"tokens": [30.0] * BINS, "confidence": [0.5] * BINS, "accuracy": [0.4] * BINS}
@@ -42,6 +54,7 @@ def report(students=2, texts=2, **parts):
         "generation": None,
         "overlap": None,
         "tasks": None,
+        "damage": dict.fromkeys(names, DAMAGE),
         **parts,
     }
 
@@ -57,6 +70,11 @@ FULL = report(
 )
 
 
+def without_documents():
+    odd = DAMAGE | {"documents": {"count": 0, "kl": None, "worst": []}}
+    return report(students=1, damage={"student 1 <b>": odd})
+
+
 def ruined():
     odd = report()
     of = odd["models"]["student 1 <b>"]
@@ -68,6 +86,7 @@ def ruined():
 
 REPORTS = {"full": FULL, "one text": report(texts=1), "teacher alone": report(students=0), "ruined": ruined()}
 REPORTS |= {"fifteen": report(students=15, texts=1), "one student": report(students=1)}
+REPORTS |= {"without documents": without_documents()}
 
 
 @pytest.mark.parametrize("name", REPORTS)
@@ -78,7 +97,7 @@ def test_every_report_has_its_tables_and_picture(tmp_path, name):
     png = (tmp_path / "s.png").read_bytes()
     assert png[:8] == b"\x89PNG\r\n\x1a\n"
     text = card.markdown_report(found, "s.png")
-    assert text.count("\n## ") == len(card.tables(found))
+    assert text.count("\n## ") == len(card.tables(found)) + len(found["damage"])
     assert text.count("\n|") == sum(len(rows) + 1 for rows in card.tables(found).values())
     assert "![" in text and "![" not in card.markdown_report(found, None)
     shown = card.terminal_report(found)
@@ -87,7 +106,8 @@ def test_every_report_has_its_tables_and_picture(tmp_path, name):
 
 def test_tables_and_notes_of_the_full_report():
     headings = [heading.split(" (")[0].split(",")[0] for heading in card.tables(FULL)]
-    assert headings == ["Scores", "Differences between students", "By text", "Greedy generation", "Tasks"]
+    damage = "KL of single tokens"
+    assert headings == ["Scores", damage, "Differences between students", "By text", "Greedy generation", "Tasks"]
     first = card.score_rows(FULL["models"])
     assert first[1] == ["teacher", "10.00", "9.00–11.00", "-", "-", "-", "40.0%", "5.0%", "-", "-", "-"]
     assert first[2][3:5] == ["0.5000", "0.4500–0.5500"] and first[2][-3] == "2.25"
@@ -100,6 +120,17 @@ def test_tables_and_notes_of_the_full_report():
         ["text 0", "teacher", "10.00", "-", "-", "99"],
         ["text 0", "student 1 <b>", "10.50", "0.5000", "70.0%", "99"],
     ]
+    assert card.damage_rows(FULL["damage"])[:3] == [
+        ["model", "median", "90 %", "99 %", "99.9 %", "largest", "changed top-1", "mean Δp", "RMS Δp"],
+        ["student 1 <b>", *["0.1000"] * 5, "12.50%", "-1.000%", "20.000%"],
+        ["student 1 <b>: means of 1,234 documents", *["0.1000"] * 5, "-", "-", "-"],
+    ]
+    worst = card.worst_tokens(FULL)["Worst tokens of student 2 <b>"].splitlines()
+    assert (
+        len(worst) == 12
+        and worst[2] == worst[3]
+        and worst[2].split() == ["9.50", "def", "f(`|", "'", "x'", "'\\n'", "98%", "'```'", "51%"]
+    )
     assert card.task_rows(FULL["tasks"]) == [
         ["task", "metric", *GENERATION],
         ["arc", "acc", "0.2500", "0.2500", "0.2500"],

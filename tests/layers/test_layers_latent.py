@@ -25,6 +25,7 @@ SPECS = {
     "steps": QuantSpec(bits=3, code="integer", sharing="group", group_size=16, signed=True, step_bits=6),
 }
 ROWS, COLUMNS = 6, 21
+KINDS = {"weight": {}, "change": {"rank": 2}, "position": {"in_scales": True}}
 
 
 def columns_of(sharing):
@@ -47,14 +48,14 @@ def test_the_gradient_of_a_table():
 
 @pytest.mark.parametrize("sharing", SPECS)
 @pytest.mark.parametrize("method", ["absmax", "gptq"])
-@pytest.mark.parametrize("rank", [0, 2])
-def test_training_starts_from_the_codes_that_were_found(sharing, method, rank):
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_starts_from_the_codes_that_were_found(sharing, method, kind):
     linear, layer = make(sharing, method)
     before, codes, x = layer.weight.clone(), layer.codes.clone(), torch.randn(5, columns_of(sharing))
     expected = layer(x)
     for weight in (linear.weight.detach(), None):
         trained = copy.deepcopy(layer)
-        latent = trained.train_weight(weight, rank)
+        latent = trained.train_weight(weight, **KINDS[kind])
         trained.train_scales()
         assert torch.equal(trained.weight, before) and torch.equal(trained(x), expected)
         assert torch.equal(trained.stored()["codes"], codes)
@@ -63,15 +64,15 @@ def test_training_starts_from_the_codes_that_were_found(sharing, method, rank):
             assert (error <= allowed + 1e-6).all() and error.sum() < 0.7 * allowed.sum()
 
 
-def trained_layer(sharing, rank, table=False):
+def trained_layer(sharing, kind="change", table=False):
     """A layer after some steps that moved scales, codes and, where asked, the table."""
     linear, layer = make(sharing)
-    latent = layer.train_weight(linear.weight.detach(), rank, alpha=3.0)
+    latent = layer.train_weight(linear.weight.detach(), alpha=3.0, **KINDS[kind])
     layer.train_scales()
     if table:
         layer.train_table()
     trained = [*latent.trained().values(), *layer.scales, *([layer.values] if table else [])]
-    optimizer = torch.optim.Adam(trained, lr=0.005 if layer.spec.step_bits else 0.05)
+    optimizer = torch.optim.Adam(trained, lr=0.005 if layer.spec.step_bits and kind != "position" else 0.05)
     x, target = torch.randn(40, layer.in_features), torch.randn(40, ROWS)
     before = layer.codes.clone()
     for _ in range(20):
@@ -84,9 +85,9 @@ def trained_layer(sharing, rank, table=False):
 
 
 @pytest.mark.parametrize("sharing", SPECS)
-@pytest.mark.parametrize("rank", [0, 2])
-def test_what_is_stored_computes_bit_for_bit_what_was_trained(sharing, rank):
-    linear, layer, x = trained_layer(sharing, rank, table=sharing == "lowrank")
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_stored_computes_bit_for_bit_what_was_trained(sharing, kind):
+    linear, layer, x = trained_layer(sharing, kind, table=sharing == "lowrank")
     expected, stored = layer(x), layer.stored()
     assert {t.dtype for n, t in stored.items() if n not in ("codes", "zeros", "steps")} == {torch.float16}
     fresh = QuantLinear(layer.in_features, ROWS, layer.spec, bias=True)
@@ -101,7 +102,7 @@ def test_what_is_stored_computes_bit_for_bit_what_was_trained(sharing, rank):
 
 def test_control_an_adapter_merged_after_training_is_another_layer():
     """What the mergeable mode avoids: the change of a layer rounded only once training is over."""
-    linear, layer, x = trained_layer("channel", rank=2)
+    linear, layer, x = trained_layer("channel")
     latent = layer.source.latent
     change = latent.scaling * (latent.lora_B @ latent.lora_A)
     beside = make("channel")[1]
@@ -121,9 +122,10 @@ def test_the_low_rank_change_begins_at_none_has_the_weights_unit_and_its_base_is
     assert set(latent.trained()) == {"lora_A", "lora_B"}
 
 
-def test_a_scale_that_trains_stretches_a_layer_and_leaves_the_codes_of_the_low_rank_change_alone():
+@pytest.mark.parametrize("kind", ["change", "position"])
+def test_a_scale_that_trains_stretches_a_layer_and_leaves_the_codes_of_a_change_alone(kind):
     linear, layer = make("channel")
-    latent = layer.train_weight(linear.weight.detach(), rank=2)
+    latent = layer.train_weight(linear.weight.detach(), **KINDS[kind])
     layer.train_scales()
     before = layer.stored()["codes"]
     x, gradient = torch.randn(6, COLUMNS), torch.randn(6, ROWS)
@@ -133,7 +135,7 @@ def test_a_scale_that_trains_stretches_a_layer_and_leaves_the_codes_of_the_low_r
     values = layer.effective().detach() / scale.detach()
     expected = ((gradient.T.double() @ x.double()) * values.double()).sum(1, keepdim=True)
     torch.testing.assert_close(scale.grad.double().reshape(expected.shape), expected, rtol=1e-4, atol=1e-5)
-    assert latent.lora_B.grad.abs().sum() > 0
+    assert [*latent.trained().values()][-1].grad.abs().sum() > 0
     with torch.no_grad():
         scale.mul_(1.5)
     assert torch.equal(layer.stored()["codes"], before)

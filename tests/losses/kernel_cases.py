@@ -2,7 +2,7 @@
 
 `TRITON_INTERPRET=1 python kernel_cases.py`, or `python kernel_cases.py cuda`, writes a line of JSON for every case: its
 name, the largest error of a term's sum relative to the sum, and the largest error of a gradient relative to the largest
-entry of its row.
+entry of its row. The KL that is logged beside the terms is one of the sums, and must change no bit of the others.
 """
 
 import json
@@ -13,11 +13,11 @@ from dataclasses import fields, is_dataclass, replace
 
 import numpy as np
 import torch
-from losses_oracle import dense_ghost, dense_head, identity_head, make_teacher
+from losses_oracle import dense_ghost, dense_head, identity_head, log_softmax, make_teacher, numpy_loss
 from torch.utils._pytree import tree_map
 
 from qat_lora.losses import estimators
-from qat_lora.losses.estimators import PointTerm, TopKTerm, label_term
+from qat_lora.losses.estimators import KLTerm, PointTerm, TopKTerm, label_term
 from qat_lora.losses.fused import triton_kernel
 from qat_lora.losses.fused.op import fused_linear_kd
 from qat_lora.types import LMHead, SparseTeacher
@@ -107,6 +107,18 @@ def spoiled(term, mask):
     return TopKTerm(SparseTeacher(ids, log_t, log_m, term.temperature), term.estimator, term.weight, term.name)
 
 
+def kl_teacher(teacher, logits, mask, given):
+    """Return the teacher at temperature 1, with the ids of a top-K term where there is one."""
+    order = teacher.ids_NK.numpy()
+    log_t = np.array([log_softmax(list(row)) for row in logits])
+    tail = np.array(log_t)
+    np.put_along_axis(tail, order, -math.inf, 1)
+    log_probs = torch.tensor(np.take_along_axis(log_t, order, 1))
+    exact = TopKTerm(SparseTeacher(teacher.ids_NK, log_probs, torch.tensor(tail).logsumexp(1)))
+    kl = on_device(spoiled(exact, mask)).teacher
+    return kl._replace(ids_NK=given[0].teacher.ids_NK) if isinstance(given[0], TopKTerm) else kl
+
+
 def on_device(given):
     """Return terms or tensors with every tensor on the kernel's device."""
 
@@ -124,7 +136,7 @@ def run(settings):
     rng = np.random.default_rng(1)
     triton_kernel.BLOCK_V = case.get("block", 64)
     count, vocab, dtype = case["count"], case["vocab"], getattr(torch, case["dtype"])
-    _, teacher = make_teacher(rng, count, vocab, max(1, case["k"]), case["temperature"])
+    teacher_logits, teacher = make_teacher(rng, count, vocab, max(1, case["k"]), case["temperature"])
     terms = point_terms(rng, case, teacher)
     if case["k"]:
         terms.insert(0, TopKTerm(teacher, getattr(estimators, case["estimator"]), 0.8, "kd"))
@@ -154,6 +166,11 @@ def run(settings):
     own = LMHead(low[1], vocab, low[2], scale, cap)
     result = fused_linear_kd(low[0], own, given, on_mask, chunk_tokens=2, walk="kernel")
     without = fused_linear_kd(low[0].detach(), own, given, on_mask, chunk_tokens=2, walk="kernel")
+    kl = kl_teacher(teacher, teacher_logits, mask, given)
+    logged = fused_linear_kd(low[0], own, [*given, KLTerm(kl)], on_mask, chunk_tokens=2, walk="kernel")
+    inputs = [low[i] for i in trained]
+    plain, other = (torch.autograd.grad(x.loss_sum, inputs, retain_graph=True) for x in (result, logged))
+    assert result.loss_sum == logged.loss_sum and all(map(torch.equal, plain, other))
     result.loss_sum.backward()
     logits = dense_head(exact[0], exact[1], vocab, exact[2], scale, cap)
     total, sum_errors = torch.zeros((), dtype=torch.float64), []
@@ -167,6 +184,9 @@ def run(settings):
         total = total + part * term.weight
         for got in (result, without):
             sum_errors.append(abs(got.terms[term.name].item() - part.item()) / max(1.0, abs(part.item())))
+    rows = [x[mask.numpy()] for x in (logits.detach().numpy(), teacher_logits)]
+    wanted = sum(numpy_loss("ghost", *row, max(1, case["k"])) for row in zip(*rows, strict=True))
+    sum_errors.append(abs(logged.terms["kl"].item() - wanted) / max(1.0, abs(wanted)))
     total.backward()
     sum_errors.append(abs(result.loss_sum.item() - total.item()) / max(1.0, abs(total.item())))
     gradient_errors = []

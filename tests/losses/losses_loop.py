@@ -7,9 +7,18 @@ import sys
 import numpy as np
 import torch
 import torch_xla
-from losses_oracle import dense_ghost, dense_head, make_teacher
+from losses_oracle import dense_ghost, dense_head, make_teacher, numpy_loss
 
-from qat_lora.losses.estimators import DenseTerm, TopKTerm, hybrid_terms, label_term, renorm, reverse, sampled_term
+from qat_lora.losses.estimators import (
+    DenseTerm,
+    KLTerm,
+    TopKTerm,
+    hybrid_terms,
+    label_term,
+    renorm,
+    reverse,
+    sampled_term,
+)
 from qat_lora.losses.fused.entries import add, entries_of, read, remove_first
 from qat_lora.losses.fused.op import fused_linear_kd
 from qat_lora.types import LMHead
@@ -54,6 +63,7 @@ def oracle():
     for name, k, temperature in [*cases, ("sampled", 5, 1.0), ("full", 5, 1.7)]:
         rng = np.random.default_rng(k)
         _, teacher = make_teacher(rng, COUNT, VOCAB, k, temperature)
+        own_logits, logged = make_teacher(np.random.default_rng(k), COUNT, VOCAB, k)
         points = torch.tensor(rng.integers(0, VOCAB, size=(COUNT, 4)))
         points[:, 1] = points[:, 0]
         hidden, weight, bias = (
@@ -68,6 +78,9 @@ def oracle():
 
         there = [x.detach().to(xla).requires_grad_() for x in leaves]
         teacher = teacher._replace(**{n: getattr(teacher, n).to(xla) for n in ("ids_NK", "log_probs_NK", "log_tail_N")})
+        logged = logged._replace(
+            ids_NK=teacher.ids_NK, log_probs_NK=logged.log_probs_NK.to(xla), log_tail_N=logged.log_tail_N.to(xla)
+        )
         points, weight_there = points.to(xla), torch.tensor(0.8, dtype=torch.float64).to(xla)
         terms = {
             "hybrid": lambda t=teacher, p=points, w=weight_there: hybrid_terms(t, p, w),
@@ -79,10 +92,17 @@ def oracle():
         head = LMHead(there[1], VOCAB, there[2], 0.5, 3.0)
         broken = there[0].masked_fill(~mask.to(xla)[:, None], torch.nan)
         terms = [*terms, label_term(points[:, 0], 0.3)]
+        plain = fused_linear_kd(broken, head, terms, mask.to(xla), chunk_tokens=9, rows=ROWS)
+        plain = torch.autograd.grad(plain.loss_sum, there[0], retain_graph=True)[0].cpu()
+        terms += [] if name == "full" else [KLTerm(logged)]
         got = fused_linear_kd(broken, head, terms, mask.to(xla), chunk_tokens=9, rows=ROWS)
         given = torch.autograd.grad(got.loss_sum, there)
         errors = [abs(got.loss_sum.item() / want.item() - 1)]
         errors += [((g.cpu() - w).norm() / w.norm()).item() for g, w in zip(given, wanted, strict=True)]
+        if name != "full":
+            rows = zip(logits.detach()[mask].numpy(), own_logits[mask.numpy()], strict=True)
+            errors.append(abs(got.terms["kl"].item() / sum(numpy_loss("ghost", *row, k) for row in rows) - 1))
+            errors.append(float(not torch.equal(plain, given[0].cpu())))
         found[f"{name} {k}"] = max(errors)
     return found
 

@@ -5,12 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from losses_oracle import dense_ghost, dense_head, make_teacher
+from losses_oracle import dense_ghost, dense_head, make_teacher, numpy_loss
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from qat_lora.losses.estimators import DenseTerm, TopKTerm, label_term, renorm, sampled_term
+from qat_lora.losses.estimators import DenseTerm, KLTerm, TopKTerm, label_term, renorm, sampled_term
 from qat_lora.losses.fused.op import fused_linear_kd
 from qat_lora.losses.objective import sparse_teacher_from_logits
 from qat_lora.types import LMHead, SparseTeacher
@@ -215,6 +215,46 @@ def test_ragged_mask_equals_leaving_the_positions_out_whatever_they_hold():
     torch.testing.assert_close(got[mask], want, rtol=0, atol=1e-13)
     assert (got[~mask] == 0).all()
     torch.testing.assert_close(got_weight, want_weight, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("walk", ["positions", "vocabulary"])
+@pytest.mark.parametrize("kind", ["top K", "whole vocabulary", "softened", "hot", "beside labels", "labels", "draws"])
+@pytest.mark.parametrize("train_head", [False, True])
+def test_kl_is_added_up_at_temperature_1_and_changes_no_bit_of_a_gradient(kind, walk, train_head):
+    count, vocab, k = 11, 31, 31 if kind == "whole vocabulary" else 5
+    rng = np.random.default_rng(4)
+    logits, teacher = make_teacher(rng, count, vocab, k)
+    hidden, weight = (torch.tensor(rng.normal(size=shape)) for shape in ((count, 6), (vocab + 2, 6)))
+    mask = torch.tensor(rng.random(count) < 0.6)
+    bias, points = torch.tensor(rng.normal(size=vocab + 2)), torch.tensor(rng.integers(0, vocab, (count, 3)))
+    own = dense_head(hidden, weight, vocab, bias, 0.5, 3.0).numpy()
+    wanted = sum(numpy_loss("ghost", own[i], logits[i], k) for i in range(count) if mask[i])
+    for x in (teacher.ids_NK, teacher.log_probs_NK, points):
+        x[~mask] = 0
+    softened = teacher._replace(temperature={"softened": 2.0, "hot": 0.6, "beside labels": 2.0}.get(kind, 1.0))
+    terms = [] if kind in ("labels", "draws") else [TopKTerm(softened, renorm, 0.7)]
+    terms += [sampled_term(points)] if kind == "draws" else []
+    terms += [label_term(points[:, 0], 0.3)] if kind in ("labels", "draws", "beside labels") else []
+    leaves = [hidden.masked_fill(~mask[:, None], math.nan).requires_grad_(), weight.requires_grad_(train_head)]
+    head = LMHead(weight, vocab, bias.requires_grad_(train_head), 0.5, 3.0)
+    leaves = [*leaves, bias] if train_head else leaves[:1]
+    both = [*terms, KLTerm(teacher)]
+    plain, logged = (
+        fused_linear_kd(leaves[0], head, given, mask, chunk_tokens=4, walk=walk) for given in (terms, both)
+    )
+    assert logged.terms.pop("kl").item() == pytest.approx(wanted, rel=1e-11)
+    assert logged.terms == plain.terms and logged.loss_sum == plain.loss_sum
+    first, second = (torch.autograd.grad(result.loss_sum, leaves) for result in (plain, logged))
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+    without = fused_linear_kd(leaves[0].detach(), head, both, mask, walk=walk)
+    assert without.terms["kl"].item() == pytest.approx(wanted, rel=1e-11)
+
+
+def test_kl_of_ids_that_no_softmax_reads_is_refused():
+    hidden, weight, _, teacher, _ = problem()
+    other = teacher._replace(ids_NK=teacher.ids_NK.clone())
+    with pytest.raises(ValueError, match="kl: no term has its top-K ids"):
+        fused_linear_kd(hidden, LMHead(weight, 31), [TopKTerm(teacher), KLTerm(other)])
 
 
 def test_nothing_counts_gives_exactly_zero():

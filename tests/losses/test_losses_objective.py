@@ -93,7 +93,7 @@ def test_every_term_at_every_kept_position(estimator, temperature):
         ce -= log_p[int(batch["input_ids"][b, p + 1])]
         top1 -= log_p[logits[b, p].argmax()]
     assert result.token_count.item() == len(kept_positions(batch))
-    assert set(result.terms) == {"kd", "ce", "hard_top1"}
+    assert set(result.terms) == {"kd", "ce", "hard_top1", "kl"}
     assert result.terms["kd"].item() == pytest.approx(kd, rel=2e-5)
     assert result.terms["ce"].item() == pytest.approx(ce, rel=1e-5)
     assert result.terms["hard_top1"].item() == pytest.approx(top1, rel=1e-5)
@@ -134,6 +134,46 @@ def test_draws_weigh_what_they_stand_for(draws):
     for name, expected in {"hybrid": hybrid, "sampled": sampled}.items():
         result = objective_loss(hidden, head, batch, ObjectiveConfig(estimator=name, draws=draws))
         assert result.terms["kd"].item() == pytest.approx(expected, rel=2e-5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"estimator": name, "temperature": t} for name in ("ghost", "renorm", "reverse", "full") for t in (1.0, 2.5)),
+        *({"estimator": name, "ce_weight": 0.5} for name in ("hybrid", "sampled", "auto")),
+        {"kd_weight": 0.0, "ce_weight": 1.0},
+        {"kd_weight": 0.0, "hard_top1_weight": 1.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("walk", ["positions", "vocabulary"])
+def test_kl_of_the_log_is_that_of_evaluations_whatever_is_minimised(settings, walk):
+    rng = np.random.default_rng(15)
+    logits, batch = cached_batch(rng, (1.0, settings.get("temperature", 1.0)))
+    hidden, head = student(rng)
+    config = ObjectiveConfig(**settings, loss_walk=walk)
+    result = objective_loss(hidden, head, batch, config, teacher_lm_head=teacher_lm_head(batch))
+    own = (hidden.detach().double() @ head.weight_VH.double().T)[..., :VOCAB].numpy()
+    name = "full" if settings.get("estimator") == "full" else "ghost"
+    expected = sum(numpy_loss(name, own[at], logits[at], K) for at in kept_positions(batch))
+    assert result.terms["kl"].item() == pytest.approx(expected, rel=2e-5)
+    assert config.logs_kl(batch)
+    evaluated = objective_loss(hidden, head, batch, ObjectiveConfig(name), teacher_lm_head=teacher_lm_head(batch))
+    assert result.terms["kl"].item() == pytest.approx(evaluated.loss_sum.item(), rel=1e-6)
+
+
+def test_kl_of_the_log_needs_a_teacher_and_logits():
+    rng = np.random.default_rng(16)
+    _, batch = cached_batch(rng)
+    hidden, head = student(rng)
+    text = {name: batch[name] for name in ("input_ids", "document_ids", "target_mask")}
+    for config, given in (
+        (ObjectiveConfig(kd_weight=0.0, ce_weight=1.0), text),
+        (ObjectiveConfig(estimator="sampled"), text | {"draw_ids": batch["draw_ids"]}),
+        (ObjectiveConfig(kd_weight=0.0, hidden_weight=1.0), batch | {"teacher_hidden": hidden.detach()[:, 1:]}),
+    ):
+        assert not config.logs_kl(given)
+        assert "kl" not in objective_loss(hidden, head, given, config).terms
 
 
 def test_draws_of_an_empty_tail_count_for_nothing():
@@ -196,7 +236,7 @@ def test_the_anchor_is_no_term_of_the_cached_batch():
     hidden, head = student(rng)
     config = ObjectiveConfig(anchor_weight=0.5)
     assert set(config.weights_at(0.3)) == {"kd", "anchor"}
-    assert set(objective_loss(hidden, head, batch, config).terms) == {"kd"}
+    assert set(objective_loss(hidden, head, batch, config).terms) == {"kd", "kl"}
 
 
 @pytest.mark.parametrize("settings", [{}, {"estimator": "full"}, {"estimator": "hybrid"}, {"hidden_weight": 1.0}])

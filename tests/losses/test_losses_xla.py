@@ -49,18 +49,19 @@ def step(config, data, device, autocast, seed, progress):
     result.loss_sum.backward()
     if device.type == "xla":
         torch_xla.sync()
-    return result.loss_sum.detach().cpu(), hidden.grad.cpu()
+    return result.loss_sum.detach().cpu(), hidden.grad.cpu(), result.terms["kl"].cpu()
 
 xla, cpu = torch_xla.device(), torch.device("cpu")
 for settings in json.loads(sys.argv[1]):
     config = ObjectiveConfig(**settings)
-    out = {"loss": [], "gradient": [], "graphs": []}
+    out = {"loss": [], "gradient": [], "kl": [], "graphs": []}
     for autocast in (False, True):
         for seed in range(4):
             data = batch(seed)
             got = step(config, data, xla, autocast, seed, seed / 3)
             want = step(config, data, cpu, autocast, seed, seed / 3)
             out["loss"].append(abs((got[0] - want[0]) / want[0]).item())
+            out["kl"].append(abs((got[2] - want[2]) / want[2]).item())
             out["gradient"].append(((got[1] - want[1]).norm() / want[1].norm()).item())
             out["graphs"].append((met.metric_data("CompileTime") or [0])[0])
     out["fallback"] = [name for name in met.counter_names() if name.startswith("aten::")]
@@ -87,6 +88,8 @@ def test_same_numbers_one_graph_and_no_fallback():
         out = json.loads(line)
         assert max(out["loss"][:4]) < 1e-5, settings
         assert max(out["gradient"][:4]) < 1e-5, settings
+        assert max(out["kl"][:4]) < 1e-5, settings
+        assert max(out["kl"][4:]) < 1e-2, settings
         assert max(out["loss"][4:]) < 1e-2, settings  # bfloat16 products
         assert max(out["gradient"][4:]) < 2e-2, settings
         assert out["graphs"][0] == out["graphs"][3], f"a float32 step compiled again: {settings}"

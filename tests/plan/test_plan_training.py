@@ -65,7 +65,8 @@ def test_no_device_no_cache_and_no_file_are_needed(made, tmp_path, monkeypatch, 
         + ["--length", "128", "--head-k", "16", "--num-chips", "all", "--max-steps", "10"]
     )
     out = capfd.readouterr().out
-    assert "nothing is written" in out and "effective batch 4, 512 tokens" in out and "10 steps, 5,120 tokens\n" in out
+    assert "nothing is written" in out and "effective batch 4, 512 tokens" in out
+    assert "10 steps, 5,120 tokens; before it, some 10 steps to find" in out
     assert "on v6e-1 (fits)" in out
     assert "assumed  the number of chips is that of a machine that is not here: 1 is taken; give --num-chips N" in out
     assert "assumed  caches/none is not there yet: rows of 128 tokens and 16 entries a position" in out

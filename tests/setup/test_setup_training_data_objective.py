@@ -10,10 +10,12 @@ from toy_pipeline import cache_options, call, quantize_options, recover_options
 
 from qat_lora.cache.format.codec import OPTIONAL
 from qat_lora.cache.read.dataset import KDCacheDataset
+from qat_lora.commands import recover as recover_module
 from qat_lora.errors import CacheError, ConfigError, OutputExistsError
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.runtime.launch.select import select_runtime
 from qat_lora.setup.training_data import check_arrays, evaluation_objective, prepare
+from qat_lora.train.loop import LoopConfig
 from qat_lora.train.metrics import read_metrics
 
 
@@ -49,6 +51,28 @@ def test_each_learns_from_one_cache(made, objective, head_k):
     assert kls[-1] < kls[0]
     terms = {"loss", "loss_kd", "loss_hidden"} if "hidden_weight" in objective else {"loss", "loss_kd"}
     assert {key for key in read_metrics(out / "metrics.jsonl")[-1] if key.startswith("loss")} == terms
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {"estimator": "hybrid", "ce_weight": 0.5},
+        {"estimator": "sampled", "anchor_weight": 0.5, "anchor_samples": 4},
+        {"estimator": "full"},
+        {"kd_weight": 0.0, "ce_weight": 1.0},
+    ],
+    ids=["hybrid", "sampled", "full", "ce"],
+)
+def test_the_logs_kl_is_the_evaluations_on_the_same_rows(made, objective, tmp_path, monkeypatch):
+    real = recover_module.cache_training_data
+    monkeypatch.setattr(recover_module, "cache_training_data", lambda o: replace(data := real(o), evaluation=data.rows))
+    rows = len(KDCacheDataset(made[1]))
+    loop = LoopConfig(batch_size=rows, max_steps=2, eval_steps=1)
+    run = call("recover", replace(options(made, tmp_path / "run", **objective), loop=loop))
+    logged = [line["kl"] for line in read_metrics(run / "metrics.jsonl", "kl")]
+    evaluated = [line["kl"] for line in read_metrics(run / "evaluations.jsonl")]
+    assert logged == pytest.approx(evaluated[:2], rel=1e-5)
+    assert logged[1] != pytest.approx(logged[0], rel=1e-3)
 
 
 def test_an_anchored_run_interrupted_is_the_same_run(made, monkeypatch):

@@ -97,12 +97,15 @@ def test_cut_back_makes_no_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("kl,wide", [(None, 840), ("loss", 840), ("other", 1320)])
 @pytest.mark.parametrize("evaluated", [True, False])
-def test_the_curve_is_a_picture(tmp_path, evaluated):
+def test_the_curve_is_a_picture_with_a_panel_for_a_loss_that_is_no_kl(tmp_path, evaluated, kl, wide):
     pytest.importorskip("matplotlib")
-    write_steps(tmp_path / "m.jsonl", list(range(1, 8)))
+    kls = {"loss": {"kl": 0.5}, "other": {"kl": 0.4}}.get(kl, {})
+    lines = [{"step": step, "loss": 0.5, **(kls if step > 2 or kl == "loss" else {})} for step in range(1, 122)]
+    append_lines(tmp_path / "m.jsonl", lines)
     if evaluated:
         append_lines(tmp_path / "e.jsonl", [{"step": 0, "kl": 0.3}])
     plot_curve(tmp_path / "m.jsonl", tmp_path / "e.jsonl", tmp_path / "curve.png")
     image = (tmp_path / "curve.png").read_bytes()
-    assert image[:8] == b"\x89PNG\r\n\x1a\n" and int.from_bytes(image[16:20], "big") == 840
+    assert image[:8] == b"\x89PNG\r\n\x1a\n" and int.from_bytes(image[16:20], "big") == wide

@@ -3,7 +3,7 @@
 A chunk is a product into a buffer that all chunks share, one launch for each softmax (`triton_kernel`), and a product
 back: three launches where `by_token` has some hundred. The logits stay in the dtype of the products, so one copy of a
 chunk is all that exists; softmax and sums are float32 in registers. What the kernel does not know, above all the exact
-KL with its two heads, goes by positions as on any device; the numbers are the same either way.
+KL with its two heads, goes by positions as on any device; the numbers are the same. The logged KL is made beside it.
 
 The kernel is an operator of PyTorch, so dispatch finds its device: on CUDA it is launched, in Triton's interpreter it
 runs on a CPU, and on meta and fake tensors it is a call that can be counted.
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from qat_lora.errors import DeviceError
 from qat_lora.losses.estimators import IN_KERNEL, Estimator, topk_part, weighted
-from qat_lora.losses.fused.gradients import Group, Task, Walked, keep
+from qat_lora.losses.fused.gradients import Group, Task, Walked, finish_logits, keep
 
 MOST_ENTRIES = 4_096  # of the top K, and of the points of a softmax: a program holds them all at once
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -43,18 +43,25 @@ def walk_kernel(task: Task, chunk_tokens: int) -> Walked:
     A trained output head's gradient is a product in the dtype of the others a chunk, added up in float32. DeviceError
     without Triton, or with neither a GPU nor its interpreter.
     """
-    wanted, weight_VH = task.wanted, task.lm_head.weight_VH
+    wanted, weight_VH, mask_N, wide = task.wanted, task.lm_head.weight_VH, task.mask_N, task.wide
     count, vocab = len(task.hidden_NH), len(weight_VH)
     d_hidden = torch.empty_like(task.hidden_NH) if wanted.hidden else None
-    d_weight = torch.zeros_like(weight_VH, dtype=task.wide) if wanted.weight else None
-    d_bias = torch.zeros_like(weight_VH[:, 0], dtype=task.wide) if wanted.bias else None
+    d_weight = torch.zeros_like(weight_VH, dtype=wide) if wanted.weight else None
+    d_bias = torch.zeros_like(weight_VH[:, 0], dtype=wide) if wanted.bias else None
+    kl = [pair for group in task.groups for pair in group.kl]
+    if kl and all(group.temperature != 1.0 for group in task.groups):
+        task = task._replace(groups=[Group(1.0, None, [], [], [], []), *task.groups])  # of no entries: for log Σ exp
     softmaxes = [_softmax(task, group) for group in task.groups]
+    kl_ids = [term.teacher.ids_NK.masked_fill(~mask_N[:, None], 0) for _, term in kl]
+    kl_raw: list[list[Tensor]] = [[] for _ in kl]
     chunk_tokens = -(-chunk_tokens // 16) * 16  # Triton compiles again where a slice is aligned to less than 16 bytes
     store_CV = task.hidden_NH.new_empty(min(chunk_tokens, count), vocab)
     for start in range(0, count, chunk_tokens):
         rows = slice(start, start + chunk_tokens)
         hidden_CH = task.hidden_NH[rows]
         raw_CV = torch.mm(hidden_CH, weight_VH.t(), out=store_CV[: len(hidden_CH)])
+        for ids_NK, raw in zip(kl_ids, kl_raw, strict=True):
+            raw.append(raw_CV.gather(1, ids_NK[rows]))
         others = [_run(task, softmax, raw_CV.clone(), rows) for softmax in softmaxes[:-1]]
         grad_CV = _run(task, softmaxes[-1], raw_CV, rows)
         for other_CV in others if any(wanted) else ():
@@ -64,14 +71,19 @@ def walk_kernel(task: Task, chunk_tokens: int) -> Walked:
         if d_weight is not None:
             d_weight.add_(grad_CV.t() @ hidden_CH)
         if d_bias is not None:
-            d_bias.add_(grad_CV.sum(0, dtype=task.wide))
+            d_bias.add_(grad_CV.sum(0, dtype=wide))
     sums: dict[int, Tensor] = {}
     for group, (loss_N, log_z_N, z_ND) in zip(task.groups, (softmax.results for softmax in softmaxes), strict=True):
         sums |= {index: loss_N.sum() for index, _ in group.topk}
         widths = [term.ids_ND.shape[1] for _, term in group.points]
         for (index, term), z_NE in zip(group.points, z_ND.split(widths, 1) if widths else (), strict=True):
             distance_N = weighted(term.weights_ND.float(), log_z_N[:, None] - z_NE).sum(1)
-            sums[index] = keep(distance_N, task.mask_N).sum()
+            sums[index] = keep(distance_N, mask_N).sum()
+    for (index, kl_term), ids_NK, raw in zip(kl, kl_ids, kl_raw, strict=True):
+        log_z_N = next(softmax.results[1] for softmax in softmaxes if softmax.temperature == 1.0)
+        bias_NK = None if task.lm_head.bias_V is None else task.lm_head.bias_V[ids_NK]
+        z_NK, _ = finish_logits(torch.cat(raw), bias_NK, task.lm_head, wide)
+        sums[index] = keep(kl_term.loss(z_NK - log_z_N[:, None], None), mask_N).sum()
     return Walked(sums, d_hidden, d_weight, d_bias)
 
 

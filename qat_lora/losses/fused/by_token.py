@@ -168,9 +168,12 @@ def _sparse_group(z_CV: Tensor, entry_z: list[Tensor], entries: Entries, group: 
         z_CV = remove_first(z_CV, entries)
     max_C1 = z_CV.amax(1, keepdim=True)  # of the tail, so that its largest entry becomes exp(0)
     max_C1 = torch.where(max_C1 == float("-inf"), torch.zeros_like(max_C1), max_C1)  # an empty tail
-    tail_CV = z_CV.sub_(max_C1).exp_()
+    z_CV, temperature, at_1 = z_CV.sub_(max_C1), group.temperature, list[Tensor]()
+    if group.kl and temperature != 1.0:
+        at_1.append(max_C1[:, 0] * temperature + (z_CV * temperature).exp_().sum(1).log())
+    tail_CV = z_CV.exp_()
     sum_C = tail_CV.sum(1)
-    part = group_gradient(task, group, entry_z, max_C1[:, 0] + sum_C.log())
+    part = group_gradient(task, group, entry_z, max_C1[:, 0] + sum_C.log(), *at_1)
     if not any(task.wanted):
         return part.sums, None
     share_C = part.tail_C / sum_C.clamp_min(1)  # the sum is at least 1, or 0 for an empty tail

@@ -40,6 +40,7 @@ def walk_vocabulary(task: Task, block_vocab: int) -> Walked:
     # m from the lowest finite number, not -inf, so that a tail that is (still) empty gives zeros instead of NaN.
     m_N1 = task.hidden_NH.new_full((len(task.hidden_NH), 1), torch.finfo(task.wide).min, dtype=task.wide)
     l_N1 = torch.zeros_like(m_N1)
+    l_1_N1, at_1 = torch.zeros_like(m_N1), bool(group.kl) and group.temperature != 1.0  # l at temperature 1
     o_NH = torch.zeros_like(task.hidden_NH, dtype=task.wide)
     for block in _blocks(task, group, ids, block_vocab):
         before_N1 = m_N1.clone()
@@ -48,7 +49,11 @@ def walk_vocabulary(task: Task, block_vocab: int) -> Walked:
                 z_NE[rows] = torch.where(inside_NE[rows], z_CB.gather(1, at_NE[rows]), z_NE[rows])
             block.remove_topk(z_CB, rows)
             m_C1 = torch.maximum(m_N1[rows], z_CB.amax(1, keepdim=True))
-            z_CB.sub_(m_C1).exp_()
+            z_CB.sub_(m_C1)
+            if at_1:
+                fade_C1 = ((m_N1[rows] - m_C1) * group.temperature).exp_()
+                l_1_N1[rows] = l_1_N1[rows] * fade_C1 + (z_CB * group.temperature).exp_().sum(1, keepdim=True)
+            z_CB.exp_()
             l_N1[rows] = l_N1[rows] * (m_N1[rows] - m_C1).exp() + z_CB.sum(1, keepdim=True)
             m_N1[rows] = m_C1
             if frozen:
@@ -56,7 +61,9 @@ def walk_vocabulary(task: Task, block_vocab: int) -> Walked:
         if frozen:
             o_NH.mul_((before_N1 - m_N1).exp_()).add_(block.logits_NB @ block.weight_BH)
 
-    part = group_gradient(task, group, entry_z, (m_N1 + l_N1.log())[:, 0])
+    tails = (1.0, l_N1), (group.temperature, l_1_N1)
+    log_tails = [(m_N1 * factor + sum_N1.log())[:, 0] for factor, sum_N1 in tails[: 1 + at_1]]
+    part = group_gradient(task, group, entry_z, *log_tails)
     if not any(task.wanted):
         return Walked(part.sums)
     share_N1 = part.tail_C[:, None] / l_N1.clamp_min(1)  # l is at least 1, or 0 for an empty tail
@@ -64,7 +71,7 @@ def walk_vocabulary(task: Task, block_vocab: int) -> Walked:
         return _walk_again(task, part, share_N1, m_N1, _blocks(task, group, ids, block_vocab))
     o_NH.mul_(share_N1)
     lm_head = task.lm_head
-    for ids_NE, grad_NE, z_NE in zip(ids, part.entries, entry_z, strict=True):
+    for ids_NE, grad_NE, z_NE in zip(ids, part.entries, entry_z, strict=False):  # the last may be only read
         if lm_head.softcap is not None:
             grad_NE = grad_NE * (1 - (z_NE * (group.temperature / lm_head.softcap)).square())
         grad_NE = grad_NE.to(lm_head.weight_VH.dtype)
@@ -79,11 +86,11 @@ def _walk_again(task: Task, part: GroupGradient, share_N1: Tensor, m_N1: Tensor,
     d_weight = torch.empty_like(weight_VH) if task.wanted.weight else None
     d_bias = torch.zeros_like(weight_VH[:, 0], dtype=task.wide)
     for block in blocks:
-        inside = [x.masked_fill(~here, 0) for x, (_, here) in zip(part.entries, block.places, strict=True)]
+        inside = [x.masked_fill(~here, 0) for x, (_, here) in zip(part.entries, block.places, strict=False)]
         for rows, z_CB, slope_CB in block.pieces():
             block.remove_topk(z_CB, rows)
             z_CB.sub_(m_N1[rows]).exp_().mul_(share_N1[rows])
-            for (at_NE, _), grad_NE in zip(block.places, inside, strict=True):
+            for (at_NE, _), grad_NE in zip(block.places, inside, strict=False):
                 z_CB.scatter_add_(1, at_NE[rows], grad_NE[rows])
             if slope_CB is not None:
                 z_CB.mul_(slope_CB)

@@ -64,13 +64,15 @@ def remove_first(rows_CV: Tensor, entries: Entries) -> Tensor:
 
 
 def add(rows_CV: Tensor, entries: Entries, values: Sequence[Tensor]) -> Tensor:
-    """Return rows with values [C, E_i] added at the entries; may overwrite them. By products all is in bfloat16."""
+    """Return rows with values [C, E_i] added at the first entries; may overwrite them. By products all is bfloat16."""
     if entries.high_CEG is None or entries.low_CEW is None:
-        for ids_CE, values_CE in zip(entries.ids, values, strict=True):
+        for ids_CE, values_CE in zip(entries.ids, values, strict=False):
             rows_CV.scatter_add_(1, ids_CE, values_CE)
         return rows_CV
     values_CE1 = torch.cat(list(values), 1)[..., None]
-    dense_CV = _to_dense(entries.high_CEG, entries.low_CEW * values_CE1.to(entries.low_CEW.dtype))
+    count = values_CE1.shape[1]
+    high_CEG, low_CEW = entries.high_CEG[:, :count], entries.low_CEW[:, :count]
+    dense_CV = _to_dense(high_CEG, low_CEW * values_CE1.to(low_CEW.dtype))
     return rows_CV.to(dense_CV.dtype) + dense_CV  # wide, the sum would make the product wide, and written as such
 
 

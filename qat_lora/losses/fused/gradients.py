@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qat_lora.losses.estimators import DenseTerm, PointTerm, Term, TopKTerm, log_add, weighted, wide_dtype
+from qat_lora.losses.estimators import DenseTerm, KLTerm, PointTerm, Term, TopKTerm, log_add, weighted, wide_dtype
 from qat_lora.types import LMHead, SparseTeacher
 
 
@@ -25,11 +25,12 @@ class Group(NamedTuple):
     topk: list[tuple[int, TopKTerm]]  # each term with its index among all terms
     points: list[tuple[int, PointTerm]]
     dense: list[tuple[int, DenseTerm]]
+    kl: list[tuple[int, KLTerm]]
 
     @property
     def indices(self) -> list[int]:
         """The terms, in the order in which their sums are made."""
-        return [index for index, _ in (*self.topk, *self.points, *self.dense)]
+        return [index for index, _ in (*self.topk, *self.points, *self.kl, *self.dense)]
 
 
 class Wanted(NamedTuple):
@@ -70,7 +71,7 @@ class GroupGradient(NamedTuple):
 
     sums: dict[int, Tensor]  # as in `Walked`
     tail_C: Tensor  # gradient of the tail as a whole
-    entries: list[Tensor]  # what to add to the gradient at each of `entry_ids`
+    entries: list[Tensor]  # what to add to the gradient at each of `entry_ids`; less one where the last is only read
 
 
 def real_vocabulary(lm_head: LMHead, dtype: torch.dtype, wide: torch.dtype) -> LMHead:
@@ -124,18 +125,19 @@ def with_tensors(task: Task, per_row: Callable[[Tensor], Tensor], whole: Callabl
     def group(old: Group) -> Group:
         ids_NK = None if old.ids_NK is None else per_row(old.ids_NK)
         topk, points, dense = [], [], []
+
+        def teacher(held: SparseTeacher) -> SparseTeacher:
+            ids = per_row(held.ids_NK) if ids_NK is None else ids_NK
+            return SparseTeacher(ids, per_row(held.log_probs_NK), per_row(held.log_tail_N), held.temperature)
+
         for index, term in old.topk:
-            held = term.teacher
-            log_probs_NK, log_tail_N = per_row(held.log_probs_NK), per_row(held.log_tail_N)
-            teacher = SparseTeacher(
-                held.ids_NK if ids_NK is None else ids_NK, log_probs_NK, log_tail_N, held.temperature
-            )
-            topk.append((index, replace(term, teacher=teacher)))
+            topk.append((index, replace(term, teacher=teacher(term.teacher))))
         for index, point in old.points:
             points.append((index, replace(point, ids_ND=per_row(point.ids_ND), weights_ND=per_row(point.weights_ND))))
         for index, exact in old.dense:
             dense.append((index, replace(exact, hidden_NH=per_row(exact.hidden_NH), lm_head=of_lm_head(exact.lm_head))))
-        return Group(old.temperature, ids_NK, topk, points, dense)
+        kl = [(index, KLTerm(teacher(term.teacher))) for index, term in old.kl]
+        return Group(old.temperature, ids_NK, topk, points, dense, kl)
 
     return Task(
         per_row(task.hidden_NH),
@@ -147,19 +149,29 @@ def with_tensors(task: Task, per_row: Callable[[Tensor], Tensor], whole: Callabl
     )
 
 
+_JOINS = {PointTerm: 1, KLTerm: 2}  # the terms that join others, in this order
+
+
 def group_terms(terms: Sequence[Term]) -> list[Group]:
-    """Sort terms into as few softmax passes as their temperatures and top-K ids allow."""
+    """Sort terms into as few softmax passes as their temperatures and top-K ids allow; ValueError: none for KL."""
     groups: list[Group] = []
-    for index, term in sorted(enumerate(terms), key=lambda pair: isinstance(pair[1], PointTerm)):  # points join others
+    for index, term in sorted(enumerate(terms), key=lambda pair: _JOINS.get(type(pair[1]), 0)):
+        if isinstance(term, KLTerm):
+            fits = [g for g in groups if g.ids_NK is term.teacher.ids_NK]
+            fits += [g for g in groups if g.ids_NK is None and g.points and g.temperature == 1.0]
+            if not fits:
+                raise ValueError("kl: no term has its top-K ids, and none has labels or draws at temperature 1")
+            fits[0].kl.append((index, term))
+            continue
         if isinstance(term, DenseTerm):
             held, dtype = term.lm_head, term.lm_head.weight_VH.dtype
             term = replace(term, lm_head=real_vocabulary(held, dtype, wide_dtype(dtype)))
-            groups.append(Group(term.temperature, None, [], [], [(index, term)]))
+            groups.append(Group(term.temperature, None, [], [], [(index, term)], []))
             continue
         ids = term.teacher.ids_NK if isinstance(term, TopKTerm) else None
         same = [g for g in groups if g.temperature == term.temperature and (ids is None or g.ids_NK is ids)]
         if not same:
-            groups += (same := [Group(term.temperature, ids, [], [], [])])
+            groups += (same := [Group(term.temperature, ids, [], [], [], [])])
         if isinstance(term, TopKTerm):
             same[0].topk.append((index, term))
         else:
@@ -168,16 +180,17 @@ def group_terms(terms: Sequence[Term]) -> list[Group]:
 
 
 def entry_ids(group: Group, mask_N: Tensor) -> list[Tensor]:
-    """Return the ids whose logits a group reads: the top K's, if any, then each point term's."""
+    """Return the ids whose logits a group reads: the top K's, if any, each point term's, `kl`'s if it has others."""
     ids = [] if group.ids_NK is None else [group.ids_NK]
     ids += [term.ids_ND for _, term in group.points]
+    ids += [term.teacher.ids_NK for _, term in group.kl if group.ids_NK is None]
     return [x.long().masked_fill(~mask_N[:, None], 0) for x in ids]  # where masked, an id that exists
 
 
-def group_gradient(task: Task, group: Group, entry_z: Sequence[Tensor], log_tail_C: Tensor) -> GroupGradient:
-    """Return losses and gradients of a group, from z/T at the `entry_ids`, and log Σ exp(z/T) without the top K's."""
-    mask_C = task.mask_N
-    topk_z, point_z = (entry_z[:1], entry_z[1:]) if group.topk else ((), entry_z)
+def group_gradient(task: Task, group: Group, entry_z: Sequence[Tensor], *log_tails_C: Tensor) -> GroupGradient:
+    """Return losses and gradients of a group, from z/T at `entry_ids`, log Σ exp(z/T) of the rest, and log Σ exp(z)."""
+    mask_C, (log_tail_C, *log_tail_1_C) = task.mask_N, log_tails_C
+    topk_z, point_z = (entry_z[:1], entry_z[1:]) if group.topk else ((), entry_z[: len(group.points)])
     log_z_C = log_add(topk_z[0].logsumexp(1), log_tail_C) if topk_z else log_tail_C  # log Σ_V exp(z/T)
     log_rest_C = log_tail_C - log_z_C  # log(1 - b)
     log_p_CK = topk_z[0] - log_z_C[:, None] if topk_z else log_tail_C.new_zeros(len(log_tail_C), 0)
@@ -197,6 +210,13 @@ def group_gradient(task: Task, group: Group, entry_z: Sequence[Tensor], log_tail
         tail_C = tail_C + mass_C * log_rest_C.exp()
         topk_CK = topk_CK + mass_C[:, None] * log_p_CK.exp()
         point_grads.append(-task.scales[index] * weights_CD)
+    for index, kl in group.kl:
+        log_p, log_rest = (log_p_CK, log_rest_C) if group.topk else (entry_z[-1] - log_z_C[:, None], None)
+        if log_tail_1_C:
+            z_CK = topk_z[0] * group.temperature
+            log_z_1_C = log_add(z_CK.logsumexp(1), log_tail_1_C[0])
+            log_p, log_rest = z_CK - log_z_1_C[:, None], log_tail_1_C[0] - log_z_1_C
+        sums[index] = keep(kl.loss(log_p, log_rest), mask_C).sum()
     back = 1 / group.temperature  # d(z/T)/dz; with the T² of `scales` a softened term is scaled by T
     entries = [topk_CK, *point_grads] if group.topk else point_grads
     return GroupGradient(sums, keep(tail_C, mask_C) * back, [keep(grad_CE, mask_C) * back for grad_CE in entries])

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qat_lora.losses.estimators import DenseTerm, Term, TopKTerm, wide_dtype
+from qat_lora.losses.estimators import DenseTerm, KLTerm, Term, TopKTerm, wide_dtype
 from qat_lora.losses.fused.by_kernel import kernel_serves, walk_kernel
 from qat_lora.losses.fused.by_token import walk_positions
 from qat_lora.losses.fused.by_vocab import one_softmax, walk_vocabulary
@@ -124,7 +124,8 @@ class _FusedLinearKD(torch.autograd.Function):
         else:
             walked = walk_positions(task, call.chunk_tokens, call.rows)
         sums_T = torch.stack([walked.sums[index] * term.temperature**2 for index, term in enumerate(terms)])
-        loss_sum = torch.stack([sums_T[index] * term.weight for index, term in enumerate(terms)]).sum()
+        parts = [sums_T[index] * term.weight for index, term in enumerate(terms) if not isinstance(term, KLTerm)]
+        loss_sum = torch.stack(parts).sum()
         ctx.save_for_backward(
             None if walked.hidden_NH is None else walked.hidden_NH.to(hidden_NH.dtype),
             None if walked.weight_VH is None else _padded(walked.weight_VH, weight_VH),
