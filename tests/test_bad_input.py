@@ -98,7 +98,7 @@ BAD: dict[str, tuple[str, str]] = {
     "targets that match nothing": (f"{RECOVER} --lora-targets nope", "lora_targets: 'nope' matches no linear layer"),
     "scales of a plain model": (
         "recover --model {teacher} --kd-cache-dir {cache} --train-scales",
-        "the student has no quantised layers; leave it out",
+        "the student has no quantised layers",
     ),
     "no such student": (f"{EVAL} --students {{root}}/nothing", "there is no folder {root}/nothing"),
     "two students of a name": (f"{EVAL} --students {{student}},{{student}}", "give each a name as NAME=FOLDER"),
