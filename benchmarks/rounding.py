@@ -68,8 +68,8 @@ def main() -> None:
             if case not in done:
                 done[case] = compared(teacher, rows, costs, held_out, case)
                 print(f"seed {seed}  {case:10} {done[case]}", flush=True)
-                summarise(result, arguments.cases)
-                out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+                write(result, arguments.cases, out)
+    write(result, arguments.cases, out)
     print("\n".join(table(result)))
 
 
@@ -135,8 +135,8 @@ def begun(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def summarise(result: dict[str, Any], cases: list[str]) -> None:
-    """Write the means over seeds into a result, of cases that every seed has."""
+def write(result: dict[str, Any], cases: list[str], out: Path) -> None:
+    """Write a result with the means over its seeds, of cases that all of them have."""
     for case in cases:
         if all(case in done for done in result["kl"].values()):
             kinds = ("one_sided", "two_sided")
@@ -146,6 +146,7 @@ def summarise(result: dict[str, Any], cases: list[str]) -> None:
     means = result["means"]
     if {"w2g64:0", "q2_0:0"} <= set(means):
         result["q2_0_over_one_sided_w2g64"] = round(means["q2_0:0"]["two_sided"] / means["w2g64:0"]["one_sided"], 4)
+    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def table(result: dict[str, Any]) -> list[str]:

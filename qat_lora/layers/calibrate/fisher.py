@@ -3,8 +3,9 @@
 Equal output errors of two layers, or at two tokens, can differ a hundredfold in the harm they do to the predictions.
 To second order the KL that a change dy of a layer's output causes is E[(g · dy)²] / 2, with g the gradient of log p(v)
 for a token v drawn from the model's own predictions. With y = W x and the usual factorisation (K-FAC) the cost of a
-weight error E is tr(G E H Eᵀ): G = E[g gᵀ] over outputs, H the second moment of inputs, each token weighted by |g|².
-One backward pass over the calibration rows gives both; the labels of the text are not used.
+weight error E is tr(G E H Eᵀ): G = E[g gᵀ] over outputs, H the second moment of inputs. What a token counts in H is its
+g² output by output, each over its mean: with |g|² the few outputs that matter most would decide, whose errors two-sided
+rounding makes small. One backward pass over the calibration rows gives both; the labels of the text are not used.
 
 Memory that would grow with the model is bounded: decoder blocks recompute their activations in the backward pass, G
 may be on disk (`disk_offload`), and logits are computed for a few positions at a time.
@@ -29,6 +30,7 @@ from qat_lora.quant.initialize import NEED_TEXT
 from qat_lora.runtime.host.memory import give_back
 
 MOST_LOGITS = 2**25  # at a time: 128 MB in float32, and a few times that while tokens are drawn
+OUTPUT_FLOOR = 0.1  # of the mean output's: one that hardly matters does not make tokens count
 MOST_OUTPUTS = 4096  # layers wider than this keep only the diagonal of G: the matrix would outgrow the weight
 
 
@@ -38,7 +40,8 @@ class Sensitivity(NamedTuple):
     outputs_OO: Tensor
     """Mean of g gᵀ over tokens, float32, on the host; [O] in layers with too many outputs."""
     tokens: list[Tensor]
-    """|g|² of every token, one flat tensor a batch."""
+    """What every token counts for inputs: its g² over the mean of all tokens, output by output, summed; a flat tensor a
+    batch."""
 
 
 def kept_shape(outputs: int) -> tuple[int, ...]:
@@ -75,6 +78,7 @@ def sensitivities(
     """
     sums: dict[str, Tensor] = {}
     squares: dict[str, list[Tensor]] = {name: [] for name in names}
+    count = dict.fromkeys(squares, 0)
 
     def watch(name: str) -> Callable[..., None]:
         def on_gradient(gradient: Tensor) -> None:
@@ -84,7 +88,11 @@ def sensitivities(
             if name not in sums:
                 sums[name] = zeros(*shape)
             sums[name] += total.cpu()
-            squares[name].append(g.square().sum(1))
+            count[name] += len(g)
+            # Of the batches so far: a mean over all of them would take a second pass.
+            mean = (sums[name].diagonal() if len(shape) == 2 else sums[name]) / count[name]
+            lifted = (mean + OUTPUT_FLOOR * mean.mean()).clamp_min(1e-30).to(g.device)
+            squares[name].append((g.square() / lifted).sum(1))
 
         def on_output(_module: nn.Module, _args: Any, output: Tensor) -> None:
             output.register_hook(on_gradient)
