@@ -331,7 +331,7 @@ def loftq(job: Job) -> Iterator[tuple[str, Maker]]:
 
 
 def torchao(job: Job) -> Iterator[tuple[str, Maker]]:
-    """torchao: weight-only rounding, and quantisation-aware training of the weights on KL to the live teacher."""
+    """torchao: weight-only rounding; QAT of the weights on KL to the live teacher, which has symmetric codes alone."""
     import torch
     from torchao.quantization import IntxWeightOnlyConfig, MappingType, quantize_
     from torchao.quantization.granularity import PerGroup
@@ -343,16 +343,18 @@ def torchao(job: Job) -> Iterator[tuple[str, Maker]]:
     def opened() -> Any:
         return AutoModelForCausalLM.from_pretrained(job.teacher, dtype=torch.float32)
 
-    def config(bits: int, group: int) -> Any:
+    def config(bits: int, group: int, symmetric: bool) -> Any:
         return IntxWeightOnlyConfig(
-            weight_dtype=getattr(torch, f"int{bits}"), granularity=PerGroup(group), mapping_type=MappingType.ASYMMETRIC
+            weight_dtype=getattr(torch, f"int{bits}"),
+            granularity=PerGroup(group),
+            mapping_type=MappingType.SYMMETRIC if symmetric else MappingType.ASYMMETRIC,
         )
 
     def layers(module: Any, name: str) -> bool:
         return isinstance(module, torch.nn.Linear) and bool(LINEAR.search(f".{name}.weight"))
 
-    def finished(out: Path, model: Any, bits: int, group: int) -> dict[str, Any]:
-        quantize_(model, config(bits, group), filter_fn=layers)
+    def finished(out: Path, model: Any, bits: int, group: int, symmetric: bool) -> dict[str, Any]:
+        quantize_(model, config(bits, group, symmetric), filter_fn=layers)
         state = model.state_dict()
         changed = {
             name: (tensor.dequantize() if hasattr(tensor, "dequantize") else tensor).detach()
@@ -362,11 +364,12 @@ def torchao(job: Job) -> Iterator[tuple[str, Maker]]:
         save_dense(job, out, changed)
         coded = sum(changed[name].numel() for name in changed if LINEAR.search(name))
         dense = sum(t.numel() for n, t in teacher_state(job).items() if not LINEAR.search(n))
-        # codes in their bits, a float16 scale and an int8 zero point a group
-        return {"bytes": round(coded * (bits + 24 / group) / 8 + 2 * dense), "computed": True}
+        # codes in their bits, for each group a float16 scale and an int8 zero point where there is one
+        spent = bits + (16 if symmetric else 24) / group
+        return {"bytes": round(coded * spent / 8 + 2 * dense), "computed": True}
 
     def plain(bits: int, group: int) -> Maker:
-        return lambda out: finished(out, opened(), bits, group)
+        return lambda out: finished(out, opened(), bits, group, False)
 
     def distance(teacher: Any, student: Any, rows: np.ndarray) -> Any:
         ids = torch.from_numpy(rows).long()
@@ -382,7 +385,7 @@ def torchao(job: Job) -> Iterator[tuple[str, Maker]]:
             teacher, tried = opened().eval(), {}
             for rate in job.arguments.rates:
                 student = opened()
-                quantize_(student, QATConfig(config(bits, group), step="prepare"), filter_fn=layers)
+                quantize_(student, QATConfig(config(bits, group, True), step="prepare"), filter_fn=layers)
                 weights = [p for n, p in student.named_parameters() if LINEAR.search(n)]
                 optimizer = torch.optim.AdamW(weights, rate, (0.9, 0.99), weight_decay=0.0)
                 steps = len(job.train) // STEP_ROWS
@@ -398,7 +401,7 @@ def torchao(job: Job) -> Iterator[tuple[str, Maker]]:
             rate = min(tried, key=lambda rate: tried[rate][0])
             student = tried[rate][1]
             quantize_(student, QATConfig(step="convert"))
-            return finished(out, student, bits, group) | {"tokens": job.train.size, "rate": rate}
+            return finished(out, student, bits, group, True) | {"tokens": job.train.size, "rate": rate}
 
         return make
 
@@ -488,6 +491,7 @@ def parse() -> argparse.Namespace:
         "--llama", default="", help="command before the name of a program of llama.cpp, for example env"
     )
     parser.add_argument("--version", help="of a tool that is no Python package")
+    parser.add_argument("--rows", type=int, help="of training, for DWQ: mlx's CPU kernels are slow; default: all")
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-5, 1e-4, 1e-3], help="of DWQ and QAT")
     return parser.parse_args()
 
@@ -498,6 +502,7 @@ def main() -> None:
     work = arguments.work
     prepared = json.loads((work / "prepared.json").read_text(encoding="utf-8"))
     rows = [np.load(work / f"{name}.npy") for name in ("calibration", "train", "valid")]
+    rows[1] = rows[1][: arguments.rows]
     job = Job(Path(prepared["teacher"]), *rows, work, arguments)
     title, distribution, settings = PEERS[arguments.tool]
     version = arguments.version or importlib.metadata.version(distribution)
