@@ -130,22 +130,12 @@ def autoround(job: Job) -> Iterator[tuple[str, Maker]]:
         def make(out: Path) -> dict[str, Any]:
             model = AutoModelForCausalLM.from_pretrained(job.teacher, dtype=torch.float32)
             rows = [{k: torch.tensor([v]) for k, v in row.items()} for row in dataset(job.calibration)]
-            tool = AutoRound(
-                model,
-                AutoTokenizer.from_pretrained(job.teacher),
-                bits=bits,
-                group_size=group,
-                sym=sym,
-                dataset=torch.utils.data.DataLoader(rows, batch_size=None),
-                nsamples=len(rows),
-                seqlen=job.calibration.shape[1],
-                device_map="cpu",
-                enable_torch_compile=False,
-                **settings,
-            )
+            read = {"dataset": torch.utils.data.DataLoader(rows, batch_size=None), "nsamples": len(rows)}
+            read |= {"seqlen": job.calibration.shape[1], "device_map": "cpu", "enable_torch_compile": False}
+            tokenizer = AutoTokenizer.from_pretrained(job.teacher)
+            tool = AutoRound(model, tokenizer, bits=bits, group_size=group, sym=sym, **read, **settings)
             quantised, _ = tool.quantize()
-            state = {k: v for k, v in quantised.state_dict().items() if LINEAR.search(k)}
-            save_dense(job, out, state)
+            save_dense(job, out, {k: v for k, v in quantised.state_dict().items() if LINEAR.search(k)})
             packed = Path(f"{out}.packed")
             tool.save_quantized(str(packed), format="auto_round")
             size = stored_bytes(next(packed.rglob("*.safetensors")).parent)
@@ -167,11 +157,11 @@ def hqq(job: Job) -> Iterator[tuple[str, Maker]]:
 
     def quantise(bits: int, group: int, axis: int) -> Callable[[Any], tuple[Any, float]]:
         def one(weight: Any) -> tuple[Any, float]:
-            codes, meta = Quantizer.quantize(
-                weight, bits, True, group, True, bits == 4, axis, device="cpu", compute_dtype=torch.float32
+            made = Quantizer.quantize(
+                weight, bits, True, group, True, bits == 4, axis, True, torch.float32, False, "cpu"
             )
-            size = codes.nbytes + 2 * (meta["scale"].numel() + meta["zero"].numel())
-            return Quantizer.dequantize(codes, meta).reshape(weight.shape), size
+            size = made[0].nbytes + 2 * (made[1]["scale"].numel() + made[1]["zero"].numel())
+            return Quantizer.dequantize(*made).reshape(weight.shape), size
 
         return one
 
@@ -224,6 +214,7 @@ def mlx(job: Job) -> Iterator[tuple[str, Maker]]:
     from mlx_lm.quant.dwq import dwq_quantize
     from mlx_lm.quant.dynamic_quant import estimate_sensitivities, estimate_threshold
     from mlx_lm.quant.gptq import gptq_quantize
+    from mlx_lm.tuner.losses import kl_div_loss
     from mlx_lm.utils import load, quantize_model, save
 
     calibration = mx.array(job.calibration)
@@ -231,32 +222,35 @@ def mlx(job: Job) -> Iterator[tuple[str, Maker]]:
     def opened() -> tuple[Any, Any, Any]:
         return load(str(job.teacher), return_config=True)
 
-    def finished(out: Path, model: Any, tokenizer: Any, config: Any) -> dict[str, Any]:
+    def finished(out: Path, tokenizer: Any, model: Any, config: Any) -> dict[str, Any]:
         model.set_dtype(mx.float16)
         save(str(out), str(job.teacher), model, tokenizer, config)
         copy_texts(job, out)
         return {"bytes": stored_bytes(out)}
 
-    def plain(bits: int, group: int, recipe: str = "") -> Maker:
+    def changed(change: Callable[[Any, Any], tuple[Any, Any]]) -> Maker:
         def make(out: Path) -> dict[str, Any]:
             model, tokenizer, config = opened()
-            rule = mixed_quant_predicate_builder(recipe, model, group) if recipe else None
-            model, config = quantize_model(model, config, group, bits, quant_predicate=rule)
-            return finished(out, model, tokenizer, config)
+            return finished(out, tokenizer, *change(model, config))
 
         return make
+
+    def plain(bits: int, group: int, recipe: str = "") -> Maker:
+        def change(model: Any, config: Any) -> tuple[Any, Any]:
+            rule = mixed_quant_predicate_builder(recipe, model, group) if recipe else None
+            return quantize_model(model, config, group, bits, quant_predicate=rule)
+
+        return changed(change)
 
     def gptq(bits: int, group: int) -> Maker:
-        def make(out: Path) -> dict[str, Any]:
-            model, tokenizer, config = opened()
-            model, config["quantization"] = gptq_quantize(model, calibration, bits, group, 6, 64)
-            return finished(out, model, tokenizer, config)
+        def change(model: Any, config: Any) -> tuple[Any, Any]:
+            model, quantization = gptq_quantize(model, calibration, bits, group, 6, 64)
+            return model, config | {"quantization": quantization}
 
-        return make
+        return changed(change)
 
     def dynamic(low: int, high: int, target: float) -> Maker:
-        def make(out: Path) -> dict[str, Any]:
-            model, tokenizer, config = opened()
+        def change(model: Any, config: Any) -> tuple[Any, Any]:
             found = dict(estimate_sensitivities(model, calibration, low, 64, high, 64))
             least = estimate_threshold(model, found, target, low, 64, high, 64)
 
@@ -264,10 +258,9 @@ def mlx(job: Job) -> Iterator[tuple[str, Maker]]:
                 raised = hasattr(module, "to_quantized") and found[path] > least
                 return {"bits": high, "group_size": 64} if raised else hasattr(module, "to_quantized")
 
-            model, config = quantize_model(model, config, 64, low, quant_predicate=rule)
-            return finished(out, model, tokenizer, config)
+            return quantize_model(model, config, 64, low, quant_predicate=rule)
 
-        return make
+        return changed(change)
 
     def distilled(bits: int, group: int) -> Maker:
         def make(out: Path) -> dict[str, Any]:
@@ -275,23 +268,17 @@ def mlx(job: Job) -> Iterator[tuple[str, Maker]]:
             train, valid = ([(row.tolist(), 0) for row in rows] for rows in (job.train, job.valid))
             tried = {}
             for rate in job.arguments.rates:
-                model, _, _ = opened()
-                model, changed = quantize_model(model, dict(config), group, bits)
-                settings = {"batch_size": 4, "max_seq_length": job.train.shape[1] + 1, "seed": 123}
+                model, quantised = quantize_model(opened()[0], dict(config), group, bits)
                 optimizer = optimizers.Adam(learning_rate=rate, bias_correction=True)
-                dwq_quantize(
-                    model, lambda batch, *_, **__: teacher(batch), optimizer, train, valid, dtype=mx.float32, **settings
-                )
-                tried[rate] = (distance(teacher, model), model, changed)
+                most = job.train.shape[1] + 1
+                dwq_quantize(model, lambda b, *_, **__: teacher(b), optimizer, train, valid, 4, most, 123, mx.float32)
+                tried[rate] = (distance(teacher, model), model, quantised)
             rate = min(tried, key=lambda rate: tried[rate][0])
-            made = finished(out, tried[rate][1], tokenizer, tried[rate][2])
-            return made | {"tokens": job.train.size, "rate": rate}
+            return finished(out, tokenizer, *tried[rate][1:]) | {"tokens": job.train.size, "rate": rate}
 
         return make
 
     def distance(teacher: Any, student: Any) -> float:
-        from mlx_lm.tuner.losses import kl_div_loss
-
         rows = [mx.array(job.valid[i : i + 8]) for i in range(0, len(job.valid), 8)]
         return sum(kl_div_loss(student(batch), teacher(batch)).mean().item() for batch in rows) / len(rows)
 
@@ -344,41 +331,27 @@ def torchao(job: Job) -> Iterator[tuple[str, Maker]]:
         return AutoModelForCausalLM.from_pretrained(job.teacher, dtype=torch.float32)
 
     def config(bits: int, group: int, symmetric: bool) -> Any:
-        return IntxWeightOnlyConfig(
-            weight_dtype=getattr(torch, f"int{bits}"),
-            granularity=PerGroup(group),
-            mapping_type=MappingType.SYMMETRIC if symmetric else MappingType.ASYMMETRIC,
-        )
+        mapping = MappingType.SYMMETRIC if symmetric else MappingType.ASYMMETRIC
+        return IntxWeightOnlyConfig(getattr(torch, f"int{bits}"), PerGroup(group), mapping)
 
     def layers(module: Any, name: str) -> bool:
         return isinstance(module, torch.nn.Linear) and bool(LINEAR.search(f".{name}.weight"))
 
     def finished(out: Path, model: Any, bits: int, group: int, symmetric: bool) -> dict[str, Any]:
         quantize_(model, config(bits, group, symmetric), filter_fn=layers)
-        state = model.state_dict()
-        changed = {
-            name: (tensor.dequantize() if hasattr(tensor, "dequantize") else tensor).detach()
-            for name, tensor in state.items()
-            if name in teacher_state(job)
-        }
-        save_dense(job, out, changed)
-        coded = sum(changed[name].numel() for name in changed if LINEAR.search(name))
-        dense = sum(t.numel() for n, t in teacher_state(job).items() if not LINEAR.search(n))
+        coded = {n: t.dequantize().detach() for n, t in model.state_dict().items() if LINEAR.search(n)}
+        save_dense(job, out, coded)
+        dense = sum(t.numel() for n, t in teacher_state(job).items() if n not in coded)
         # codes in their bits, for each group a float16 scale and an int8 zero point where there is one
         spent = bits + (16 if symmetric else 24) / group
-        return {"bytes": round(coded * spent / 8 + 2 * dense), "computed": True}
-
-    def plain(bits: int, group: int) -> Maker:
-        return lambda out: finished(out, opened(), bits, group, False)
+        return {"bytes": round(sum(t.numel() for t in coded.values()) * spent / 8 + 2 * dense), "computed": True}
 
     def distance(teacher: Any, student: Any, rows: np.ndarray) -> Any:
         ids = torch.from_numpy(rows).long()
         with torch.no_grad():
             wanted = teacher(ids).logits[:, :-1].log_softmax(-1)
-        return torch.nn.functional.kl_div(
-            student(ids).logits[:, :-1].log_softmax(-1).flatten(0, 1), wanted.flatten(0, 1), None, None, "batchmean",
-            log_target=True,
-        )  # fmt: skip
+        found = student(ids).logits[:, :-1].log_softmax(-1)
+        return (wanted.exp() * (wanted - found)).sum(-1).mean()
 
     def trained(bits: int, group: int) -> Maker:
         def make(out: Path) -> dict[str, Any]:
@@ -396,17 +369,15 @@ def torchao(job: Job) -> Iterator[tuple[str, Maker]]:
                     optimizer.step()
                     schedule.step()
                     optimizer.zero_grad()
-                with torch.no_grad():
-                    tried[rate] = (float(distance(teacher, student, job.valid)), student)
+                tried[rate] = (float(distance(teacher, student, job.valid).detach()), student)
             rate = min(tried, key=lambda rate: tried[rate][0])
-            student = tried[rate][1]
-            quantize_(student, QATConfig(step="convert"))
+            quantize_(student := tried[rate][1], QATConfig(step="convert"))
             return finished(out, student, bits, group, True) | {"tokens": job.train.size, "rate": rate}
 
         return make
 
     for bits in (2, 3, 4):
-        yield f"intx, {bits} bits, g64", plain(bits, 64)
+        yield f"intx, {bits} bits, g64", lambda out, bits=bits: finished(out, opened(), bits, 64, False)
     for bits in (2, 3, 4):
         yield f"QAT, {bits} bits, g64", trained(bits, 64)
 
@@ -416,9 +387,9 @@ def gptqmodel(job: Job) -> Iterator[tuple[str, Maker]]:
     os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")
     from gptqmodel import GPTQModel, QuantizeConfig
 
-    def maker(bits: int, group: int, **settings: Any) -> Maker:
+    def maker(bits: int, group: int) -> Maker:
         def make(out: Path) -> dict[str, Any]:
-            config = QuantizeConfig(bits=bits, group_size=group, **settings)
+            config = QuantizeConfig(bits=bits, group_size=group)
             model = GPTQModel.load(str(job.teacher), config, device="cpu")
             model.quantize(dataset(job.calibration), batch_size=1)
             model.save(str(out))
@@ -445,15 +416,10 @@ def llmcompressor(job: Job) -> Iterator[tuple[str, Maker]]:
             model = AutoModelForCausalLM.from_pretrained(job.teacher, dtype=torch.float32)
             weights = QuantizationArgs(num_bits=bits, strategy="group", group_size=group, symmetric=symmetric)
             scheme = QuantizationScheme(targets=["Linear"], weights=weights)
-            oneshot(
-                model=model,
-                dataset=Dataset.from_list(dataset(job.calibration)),
-                recipe=GPTQModifier(config_groups={"group_0": scheme}, ignore=["lm_head"]),
-                max_seq_length=job.calibration.shape[1],
-                num_calibration_samples=len(job.calibration),
-            )
-            state = {n: t.detach() for n, t in model.state_dict().items() if LINEAR.search(n)}
-            save_dense(job, out, state)
+            recipe = GPTQModifier(config_groups={"group_0": scheme}, ignore=["lm_head"])
+            rows, length = Dataset.from_list(dataset(job.calibration)), job.calibration.shape[1]
+            oneshot(model=model, dataset=rows, recipe=recipe, max_seq_length=length, num_calibration_samples=len(rows))
+            save_dense(job, out, {n: t.detach() for n, t in model.state_dict().items() if LINEAR.search(n)})
             packed = Path(f"{out}.packed")
             model.save_pretrained(packed, save_compressed=True)
             size = stored_bytes(packed)
@@ -464,8 +430,8 @@ def llmcompressor(job: Job) -> Iterator[tuple[str, Maker]]:
 
     for bits, group in ((2, 64), (3, 128), (4, 128)):
         for symmetric in (True, False):
-            name = f"GPTQ, W{bits} g{group} {'symmetric' if symmetric else 'zero points'}"
-            yield name, maker(bits, group, symmetric)
+            kind = "symmetric" if symmetric else "zero points"
+            yield f"GPTQ, W{bits} g{group} {kind}", maker(bits, group, symmetric)
 
 
 PEERS: dict[str, tuple[str, str, Callable[[Job], Iterator[tuple[str, Maker]]]]] = {
@@ -528,8 +494,7 @@ def main() -> None:
                 made = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
             leave(out, setting, {**made, "seconds": round(time.perf_counter() - started, 1)})
     except ImportError as error:
-        out = students / arguments.tool
-        out.mkdir(exist_ok=True)
+        (out := students / arguments.tool).mkdir(exist_ok=True)
         leave(out, "", {"failed": f"does not import: {error}".splitlines()[0][:200]})
 
 
