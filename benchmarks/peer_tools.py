@@ -157,9 +157,8 @@ def hqq(job: Job) -> Iterator[tuple[str, Maker]]:
 
     def quantise(bits: int, group: int, axis: int) -> Callable[[Any], tuple[Any, float]]:
         def one(weight: Any) -> tuple[Any, float]:
-            made = Quantizer.quantize(
-                weight, bits, True, group, True, bits == 4, axis, True, torch.float32, False, "cpu"
-            )
+            about = {"axis": axis, "round_zero": bits == 4, "device": "cpu", "compute_dtype": torch.float32}
+            made = Quantizer.quantize(weight, bits, group_size=group, **about)
             size = made[0].nbytes + 2 * (made[1]["scale"].numel() + made[1]["zero"].numel())
             return Quantizer.dequantize(*made).reshape(weight.shape), size
 
