@@ -53,8 +53,7 @@ class Job(NamedTuple):
     arguments: argparse.Namespace
 
 
-Maker = Callable[[Path], dict[str, Any]]
-"""Writes one student into a folder; returns `bytes` and what else the table shows."""
+Maker = Callable[[Path], dict[str, Any]]  # writes one student into a folder; returns `bytes` and what else is shown
 
 
 def stored_bytes(folder: Path) -> int:
@@ -128,11 +127,11 @@ def autoround(job: Job) -> Iterator[tuple[str, Maker]]:
 
     def maker(bits: int, group: int, sym: bool, **settings: Any) -> Maker:
         def make(out: Path) -> dict[str, Any]:
-            model = AutoModelForCausalLM.from_pretrained(job.teacher, dtype=torch.float32)
             rows = [{k: torch.tensor([v]) for k, v in row.items()} for row in dataset(job.calibration)]
             read = {"dataset": torch.utils.data.DataLoader(rows, batch_size=None), "nsamples": len(rows)}
             read |= {"seqlen": job.calibration.shape[1], "device_map": "cpu", "enable_torch_compile": False}
             tokenizer = AutoTokenizer.from_pretrained(job.teacher)
+            model = AutoModelForCausalLM.from_pretrained(job.teacher, dtype=torch.float32)
             tool = AutoRound(model, tokenizer, bits=bits, group_size=group, sym=sym, **read, **settings)
             quantised, _ = tool.quantize()
             save_dense(job, out, {k: v for k, v in quantised.state_dict().items() if LINEAR.search(k)})
@@ -369,7 +368,7 @@ def torchao(job: Job) -> Iterator[tuple[str, Maker]]:
                     schedule.step()
                     optimizer.zero_grad()
                 tried[rate] = (float(distance(teacher, student, job.valid).detach()), student)
-            rate = min(tried, key=lambda rate: tried[rate][0])
+            rate = min(tried, key=lambda r: tried[r][0])
             quantize_(student := tried[rate][1], QATConfig(step="convert"))
             return finished(out, student, bits, group, True) | {"tokens": job.train.size, "rate": rate}
 
