@@ -8,7 +8,8 @@ thread and process. A helper that was called and has returned is not on the way.
   are not counted, except for those of the thread that reads ahead. The model itself (`layers/`, `models/`) is not on
   the row's way.
 * `--num-chips 2`, from `cli.main` to the gradient: when the number of processes is decided (`plan_chips`), when one is
-  started, and in a worker when the gradients are exchanged.
+  started, and in a worker when the gradients are exchanged. The rate is given: with `--lr auto` the trials go the same
+  way before, through `train/lr_probe`.
 * A preset, from `cli.main(["quantize", ...])` to a layer: when the preset is looked up (`quant/presets`), and when the
   first `QuantLinear` is made.
 
@@ -135,7 +136,7 @@ def test_two_chips_from_the_command_line_to_the_gradient(work, monkeypatch):
     monkeypatch.chdir(work)
     arguments = (
         "recover --checkpoint student --kd-cache-dir cache --batch-size 2 --max-steps 1 --recovery-r 2 --quiet "
-        "--device cpu --num-chips 2 --out two"
+        "--lr 1e-3 --device cpu --num-chips 2 --out two"
     )
     with monkeypatch.context() as patched, Way(is_exchange) as way:
         patched.setitem(COMMANDS, "recover", probed)

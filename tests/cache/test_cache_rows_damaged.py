@@ -24,7 +24,7 @@ def made(tiny, tmp_path_factory):
     command = (
         f"recover --checkpoint {student} --recovery-r 2 --batch-size 2 --accumulation-steps 2 --device cpu --quiet "
     )
-    command += f"--max-steps {STEPS} --eval-steps 3 --save-steps 100 --log-steps 4 --dropout 0.2 --out "
+    command += f"--max-steps {STEPS} --eval-steps 3 --save-steps 100 --log-steps 4 --dropout 0.2 --lr 1e-3 --out "
     main([*(command + str(root / "whole")).split(), "--kd-cache-dir", str(cache)])
     return cache, command, outcome(root / "whole")
 
