@@ -131,7 +131,7 @@ def losses(run: Path) -> list[float]:
 @pytest.mark.filterwarnings("default")  # of Jupyter's packages, which are not ours to mend
 @pytest.mark.parametrize("device", ["cpu", pytest.param("xla", marks=pytest.mark.slow)])
 def test_the_first_two_run_in_order(tmp_path, device):
-    make_toy(tmp_path / "toy", steps=30)
+    make_toy(tmp_path / "toy", steps=120)
     first, second = (shipped(execute(name, tmp_path, device)) for name in ORDER[:2])
     assert (pictures(first), pictures(second)) == (3, 1)
 
