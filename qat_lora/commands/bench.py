@@ -15,8 +15,7 @@ from qat_lora.errors import ConfigError
 def load_program(name: str, asked: str) -> Any:
     """Import a module of `benchmarks/` for the command that is `asked`.
 
-    Raises:
-        ConfigError: this is an installed package without its repository.
+    ConfigError: this is an installed package without its repository.
     """
     folder = Path(qat_lora.__file__).resolve().parents[1] / "benchmarks"
     if not folder.is_dir():

@@ -69,8 +69,7 @@ def read_origin(config: Any, adapter: Path | None) -> Origin:
 def cache_of_run(adapter: Path | None) -> str | None:
     """Return the KD cache that the run of an adapter names in its config.yaml, None where there is no such name.
 
-    Raises:
-        DamagedFileError: the file of one of our runs cannot be read.
+    DamagedFileError: the file of one of our runs cannot be read.
     """
     run = adapter.parent / "config.yaml" if adapter is not None else None
     if run is None or not run.is_file():
@@ -100,11 +99,7 @@ def _dataset(described: str) -> str:
 
 
 def read_scores(folder: str) -> str:
-    """Return an evaluation's scores as a Markdown table.
-
-    Raises:
-        ConfigError: the folder holds none.
-    """
+    """Return an evaluation's scores as a Markdown table; ConfigError: the folder holds none."""
     file = Path(folder) / "scores.json"
     check_listed(file)
     try:

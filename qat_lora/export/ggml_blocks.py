@@ -100,8 +100,7 @@ def with_error(blocks: Blocks, weight_OI: Tensor) -> Blocks:
 def float_blocks(weight: Tensor, dtype: str, label: str = "embedding") -> Blocks:
     """Return a tensor in a dense type; `label` is its name in errors.
 
-    Raises:
-        ModelError: a number that is not finite in that type.
+    ModelError: a number that is not finite in that type.
     """
     kind = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[dtype]
     tensor = weight.detach().cpu().to(getattr(torch, dtype)).contiguous()

@@ -42,10 +42,8 @@ _PATH = re.compile(r'"(/[^"/]+/[^"]*|[A-Z]:\\\\[^"]*)"')  # in JSON
 def files_to_upload(folder: Path) -> dict[str, int]:
     """Return the files of a folder that would be sent, bytes by name: weights, settings, tokenizer and card.
 
-    Raises:
-        DamagedFileError: one of them is not what was written.
-        ModelError: the folder is missing, holds pickles, what looks like a secret, or a link, lacks a card or weights,
-            or an adapter that does not belong to the base beside it.
+    DamagedFileError: one of them is not what was written; ModelError: the folder is missing, holds pickles, what looks
+    like a secret, or a link, lacks a card or weights, or an adapter that does not belong to the base beside it.
     """
     if not folder.is_dir():
         raise ModelError(f"folder: there is no folder {folder}; make one with `qat-lora export`")
@@ -126,10 +124,7 @@ def upload(folder: Path, files: Iterable[str], repo: str, private: bool, api: An
     """Send files in one commit, so that a repository never shows a card without its weights; return its address.
 
     The repository is made if it is missing. `api` is a client of the Hub; default: `huggingface_hub.HfApi()`, with the
-    login of this machine.
-
-    Raises:
-        ModelError: the Hub refuses.
+    login of this machine. ModelError: the Hub refuses.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 

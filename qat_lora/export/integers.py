@@ -115,10 +115,8 @@ def cut_group(layer: QuantLinear, allowed: tuple[int, ...] = ()) -> int | None:
 def as_integers(layer: QuantLinear, bits: int, group: int | None = None) -> Integers:
     """Return a layer as integers of `bits` bits: exact where its codes allow it, else rounded again.
 
-    Groups are as `cut_group` cuts them, or of size `group`, which divides those.
-
-    Raises:
-        ConfigError: codes that have an exact form, but not in so few bits.
+    Groups are as `cut_group` cuts them, or of size `group`, which divides those. ConfigError: codes that have an exact
+    form, but not in so few bits.
     """
     needed = needed_bits(layer.spec)
     if needed is None:
@@ -213,10 +211,7 @@ def save_packed(
     """Write a model without its adapter: `parts` of what `found` holds, tensors of its `own`, all others in `dtype`.
 
     `entries` gives those of config.json that are not the model's own, from what is packed by its name in the file: a
-    matrix that is embedding and LM head has the embedding's.
-
-    Raises:
-        ModelError: a number is NaN or infinite in its type.
+    matrix that is embedding and LM head has the embedding's. ModelError: a number is NaN or infinite in its type.
     """
     tensors, packed = other_tensors(module, DTYPES[dtype]) | dict(own or {}), {}
     tied, layers = tied_embedding(module), quant_layers(module)

@@ -58,9 +58,8 @@ ADAPTERS = "adapters"
 def plan(job: ExportJob) -> ExportPlan:
     """Return what writes a student's base for MLX and, in `adapters/`, its adapter.
 
-    Raises:
-        ModelError: the model has no quantised layer.
-        ConfigError: a width that no group divides, where the embedding is to be quantised.
+    ModelError: the model has no quantised layer; ConfigError: a width that no group divides, where the embedding is to
+    be quantised.
     """
     model = job.student.model
     found, tables = to_mlx(model.module), to_tables(job)
@@ -91,8 +90,7 @@ model, tokenizer = load("."{argument})"""
 def to_mlx(module: Any) -> dict[str, Integers | None]:
     """Return every quantised layer as MLX holds it, None where it holds no group of the layer's inputs.
 
-    Raises:
-        ModelError: the model has no quantised layer.
+    ModelError: the model has no quantised layer.
     """
     return {name: _of_layer(layer) for name, layer in packable(module).items()}
 
@@ -111,8 +109,7 @@ def _of_layer(layer: QuantLinear) -> Integers | None:
 def to_tables(job: ExportJob) -> dict[str, Integers]:
     """Return the embedding and the LM head, where they hold no codes, by name, in `embedding_bits`.
 
-    Raises:
-        ConfigError: a width that no group divides.
+    ConfigError: a width that no group divides.
     """
     module, found = job.student.model.module, {}
     for name, table in dense_tables(module).items() if job.embedding_bits in TABLES else ():
@@ -154,10 +151,8 @@ def last_vectors(module: Any) -> dict[str, Tensor]:
 def save_adapters(model: CausalLM, out: Path) -> None:
     """Write a model's adapter as mlx-lm trains them: factors [I, r] and [r, O] in float16, layers named in a block.
 
-    A layer that has no adapter in this block but in another gets one of zeros from mlx-lm.
-
-    Raises:
-        ModelError: a number that float16 does not hold.
+    A layer that has no adapter in this block but in another gets one of zeros from mlx-lm. ModelError: a number that
+    float16 does not hold.
     """
     layers = lora_layers(model.module)
     ((rank, scale),) = {(layer.lora_A.shape[0], layer.scaling) for layer in layers.values()}  # one adapter, one rank

@@ -42,10 +42,8 @@ HEAD_K, LENGTH = 128, CacheBuildOptions.length  # of a position and of a row, wh
 def plan_recover(options: RecoverOptions) -> DryRun:
     """Plan a recovery.
 
-    Raises:
-        ModelError: the student has no config.json here or on the Hub.
-        CacheError: the cache is there and does not fit, or is no cache.
-        ConfigError: a global batch that does not divide, or patterns that match no layer.
+    ModelError: the student has no config.json here or on the Hub; CacheError: the cache is there and does not fit, or
+    is no cache; ConfigError: a global batch that does not divide, or patterns that match no layer.
     """
     assumed: list[str] = []
     options = with_dtype(options, device_of(options.run))[0]
@@ -79,10 +77,9 @@ def plan_recover(options: RecoverOptions) -> DryRun:
 def plan_qat(options: QatOptions) -> DryRun:
     """Plan the training of a quantised model.
 
-    Raises:
-        ModelError: a model has no config.json here or on the Hub, or the checkpoint is no folder here.
-        CacheError: the cache is there and does not fit, or is no cache.
-        ConfigError: a global batch that does not divide, or parts that the student does not have.
+    ModelError: a model has no config.json here or on the Hub, or the checkpoint is no folder here; CacheError: the
+    cache is there and does not fit, or is no cache; ConfigError: a global batch that does not divide, or parts that the
+    student does not have.
     """
     assumed: list[str] = []
     options = with_dtype(options, device_of(options.run))[0]
