@@ -13,12 +13,11 @@ from qat_lora.config import to_dict
 from qat_lora.data.packing import make_encoder, pack_rows
 from qat_lora.data.sources import Document, TextConfig, describe_source, open_documents
 from qat_lora.errors import ConfigError
-from qat_lora.evaluate import card
 from qat_lora.evaluate.damage import Damage, damage_report
 from qat_lora.evaluate.health import continue_greedily, health, take_prompts
 from qat_lora.evaluate.plots import plot_report
 from qat_lora.evaluate.protocols import BLOCK, block_rows, sliding_rows
-from qat_lora.evaluate.report import save_json
+from qat_lora.evaluate.report import SCHEMA, markdown_report, save_json, terminal_report
 from qat_lora.evaluate.score import measure
 from qat_lora.evaluate.tally import Tally, bootstrap, interval, join, pairs
 from qat_lora.evaluate.tasks import check_tasks, run_tasks
@@ -90,9 +89,9 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
             save_json(report, out / "report.json")
             drawing = out / "scores.png"
             picture(run, lambda: plot_report(report, drawing))
-            write_text(out / "scores.md", card.markdown_report(report, drawing.name if drawing.is_file() else None))
+            write_text(out / "scores.md", markdown_report(report, drawing.name if drawing.is_file() else None))
             outputs.complete(out)
-    say(run, f"\n{card.terminal_report(report)}\nreport card: {out / 'scores.md'}")
+    say(run, f"\n{terminal_report(report)}\nreport card: {out / 'scores.md'}")
     return report["models"]
 
 
@@ -153,7 +152,7 @@ def _rows(text: TextConfig, tokenizer: Any, options: EvalOptions) -> Damage:
 def _report(
     models: dict[str, CausalLM], damages: dict[str, Damage], options: EvalOptions, runtime: Runtime
 ) -> dict[str, Any]:
-    """Score the models on every text; return a report (`card.SCHEMA`) whose optional parts are None."""
+    """Score the models on every text; return a report (`report.SCHEMA`) whose optional parts are None."""
     run, length = options.run, _length(options)
     students = {name: model for name, model in models.items() if name != "teacher"}
     teacher, tallies = models["teacher"], dict[str, dict[str, Tally]]()
@@ -165,7 +164,7 @@ def _report(
     drawn = bootstrap(list(tallies.values()), options.resamples, run.seed)
     domains = {text: _figures(of, bootstrap([of], options.resamples, run.seed)) for text, of in tallies.items()}
     return {
-        "schema": card.SCHEMA,
+        "schema": SCHEMA,
         "setup": {
             "teacher": str(options.teacher),
             "protocol": options.protocol,

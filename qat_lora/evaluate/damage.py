@@ -77,7 +77,7 @@ class Damage:
 def damage_report(
     students: Sequence[str], texts: Mapping[str, Damage], decode: Callable[[Sequence[int]], str]
 ) -> dict[str, dict[str, Any]]:
-    """Return how each student's damage is spread over all texts; its keys are in `card.SCHEMA`."""
+    """Return how each student's damage is spread over all texts; its keys are in `report.SCHEMA`."""
     found = {}
     for i, name in enumerate(students):
         kl, change, changed, _ = np.concatenate([of.values(i) for of in texts.values()], 1)
