@@ -27,10 +27,7 @@ PORTABLE = (2, 4, 8)  # widths that every version of compressed-tensors packs al
 
 
 def plan(job: ExportJob) -> ExportPlan:
-    """Return what writes a student's packed base and, beside it, its adapter.
-
-    ModelError: the model has no quantised layer; ConfigError: `container_bits` is too small for exact codes.
-    """
+    """Return what writes a student's packed base and, beside it, its adapter; raises as `to_integers`."""
     module = job.student.model.module
     found = to_integers(module, job.container_bits)
     write = with_adapter(job, lambda out: save_compressed(module, found, out, job.dtype))

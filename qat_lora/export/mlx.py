@@ -56,11 +56,7 @@ ADAPTERS = "adapters"
 
 
 def plan(job: ExportJob) -> ExportPlan:
-    """Return what writes a student's base for MLX and, in `adapters/`, its adapter.
-
-    ModelError: the model has no quantised layer; ConfigError: a width that no group divides, where the embedding is to
-    be quantised.
-    """
+    """Return what writes a student's base for MLX and, in `adapters/`, its adapter; raises as `to_mlx`, `to_tables`."""
     model = job.student.model
     found, tables = to_mlx(model.module), to_tables(job)
     whole = {**found, **tables}
@@ -88,10 +84,7 @@ model, tokenizer = load("."{argument})"""
 
 
 def to_mlx(module: Any) -> dict[str, Integers | None]:
-    """Return every quantised layer as MLX holds it, None where it holds no group of the layer's inputs.
-
-    ModelError: the model has no quantised layer.
-    """
+    """Return every quantised layer as MLX holds it, None where no group divides its row; ModelError: there is none."""
     return {name: _of_layer(layer) for name, layer in packable(module).items()}
 
 
@@ -107,18 +100,14 @@ def _of_layer(layer: QuantLinear) -> Integers | None:
 
 
 def to_tables(job: ExportJob) -> dict[str, Integers]:
-    """Return the embedding and the LM head, where they hold no codes, by name, in `embedding_bits`.
-
-    ConfigError: a width that no group divides.
-    """
+    """Return embedding and LM head without codes, by name, in `embedding_bits`; ConfigError: no group divides one."""
     module, found = job.student.model.module, {}
     for name, table in dense_tables(module).items() if job.embedding_bits in TABLES else ():
         weight = table.weight.detach()
         group = next((size for size in TABLE_GROUPS if weight.shape[1] % size == 0), None)
         if group is None:
-            raise ConfigError(
-                f"embedding_bits: groups of {TABLE_GROUPS[-1]} do not divide the width {weight.shape[1]}; give 16"
-            )
+            fault = f"groups of {TABLE_GROUPS[-1]} do not divide the width {weight.shape[1]}"
+            raise ConfigError(f"embedding_bits: {fault}; give 16")
         spec = QuantSpec(bits=TABLES[job.embedding_bits], code="asymmetric", sharing="group", group_size=group)
         is_head = table.weight is module.get_output_embeddings().weight
         quantised = quantized_table(weight, spec, job.importance() if job.importance and is_head else None)
@@ -151,8 +140,7 @@ def last_vectors(module: Any) -> dict[str, Tensor]:
 def save_adapters(model: CausalLM, out: Path) -> None:
     """Write a model's adapter as mlx-lm trains them: factors [I, r] and [r, O] in float16, layers named in a block.
 
-    A layer that has no adapter in this block but in another gets one of zeros from mlx-lm. ModelError: a number that
-    float16 does not hold.
+    mlx-lm gives layers zeros that have an adapter in other blocks. ModelError: a number that float16 does not hold.
     """
     layers = lora_layers(model.module)
     ((rank, scale),) = {(layer.lora_A.shape[0], layer.scaling) for layer in layers.values()}  # one adapter, one rank
@@ -161,11 +149,8 @@ def save_adapters(model: CausalLM, out: Path) -> None:
         factors[f"{name}.lora_a"] = layer.lora_A.detach().cpu().half().T.contiguous()
         factors[f"{name}.lora_b"] = layer.lora_B.detach().cpu().half().T.contiguous()
     keys = {name.removeprefix(f"{block_of(name)}.") for name in layers}
-    settings = {
-        "fine_tune_type": "lora",
-        "num_layers": model.config.num_hidden_layers,
-        "lora_parameters": {"rank": rank, "scale": scale, "dropout": 0.0, "keys": sorted(keys)},
-    }
+    parameters = {"rank": rank, "scale": scale, "dropout": 0.0, "keys": sorted(keys)}
+    settings = {"fine_tune_type": "lora", "num_layers": model.config.num_hidden_layers, "lora_parameters": parameters}
     check_finite(factors, f"adapter for {out}")
     save_file(factors, out / "adapters.safetensors", metadata={"format": "mlx"})
     (out / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
