@@ -59,9 +59,8 @@ def examine(environ: Mapping[str, str], needs: Requirements | None = None) -> li
     Disk and memory are held against the needs of the planned run; without one, against those of a small run.
     """
     found = look(environ)
-    versions: dict[str, str] = {
-        canonicalize_name(d.metadata["Name"]): d.version for d in importlib.metadata.distributions()
-    }
+    installed = importlib.metadata.distributions()
+    versions: dict[str, str] = {canonicalize_name(d.metadata["Name"]): d.version for d in installed}
     try:
         required = [Requirement(line) for line in importlib.metadata.requires("qat-lora") or []]
         extras = importlib.metadata.metadata("qat-lora").get_all("Provides-Extra") or []
@@ -99,36 +98,35 @@ def findings_text(findings: Sequence[Finding]) -> str:
 
 def _check_packages(required: Sequence[Requirement], versions: Mapping[str, str]) -> list[Finding]:
     findings = []
-    for requirement in (requirement for requirement in required if requirement.marker is None):
-        version = versions.get(canonicalize_name(requirement.name))
-        if version is not None and requirement.specifier.contains(version, prereleases=True):
-            findings.append(Finding(requirement.name, "ok", version))
+    for wanted in (requirement for requirement in required if requirement.marker is None):
+        version = versions.get(canonicalize_name(wanted.name))
+        wrong = f"{version}, which is not {wanted.specifier}" if version else "is not installed"
+        if version is not None and wanted.specifier.contains(version, prereleases=True):
+            findings.append(Finding(wanted.name, "ok", version))
         else:
-            wrong = f"{version}, which is not {requirement.specifier}" if version else "is not installed"
-            findings.append(Finding(requirement.name, "problem", wrong, f"pip install '{requirement}'"))
+            findings.append(Finding(wanted.name, "problem", wrong, f"pip install '{wanted}'"))
     return findings
 
 
 def _check_xla_fit(versions: Mapping[str, str], found: Found, libtpu_wanted: str = "") -> Finding:
     """torch_xla is compiled against one minor version of torch and one of libtpu, and crashes with others."""
-    xla, torch = versions.get("torch-xla"), versions.get("torch")
-    extra = "tpu" if found.tpu else "xla"
-    if xla is None:
-        if found.tpu or found.pjrt_device:
-            reason = found.tpu or f"PJRT_DEVICE={found.pjrt_device}"
-            return Finding("torch_xla", "problem", f"not installed ({reason})", f"pip install 'qat-lora[{extra}]'")
+    xla, torch, libtpu = (versions.get(name) for name in ("torch-xla", "torch", "libtpu"))
+    install = f"pip install 'qat-lora[{'tpu' if found.tpu else 'xla'}]'"
+    if xla is None and not (found.tpu or found.pjrt_device):
         return Finding("torch_xla", "note", "not installed; only TPUs need it")
-    if torch is not None and Version(torch).release[:2] != Version(xla).release[:2]:
+    if xla is None:
+        wrong, fix = f"not installed ({found.tpu or f'PJRT_DEVICE={found.pjrt_device}'})", install
+    elif torch is not None and Version(torch).release[:2] != Version(xla).release[:2]:
         minor = ".".join(map(str, Version(xla).release[:2]))
-        fix = f"pip install 'qat-lora[{extra}]' for a fitting pair (or 'torch=={minor}.*')"
-        return Finding("torch_xla", "problem", f"{xla} does not fit torch {torch}", fix)
-    libtpu = versions.get("libtpu")
-    if found.tpu and libtpu is None:
-        return Finding("torch_xla", "problem", f"{xla} without libtpu ({found.tpu})", "pip install 'qat-lora[tpu]'")
-    if libtpu is not None and not SpecifierSet(libtpu_wanted).contains(libtpu, prereleases=True):
+        wrong, fix = f"{xla} does not fit torch {torch}", f"{install} for a fitting pair (or 'torch=={minor}.*')"
+    elif found.tpu and libtpu is None:
+        wrong, fix = f"{xla} without libtpu ({found.tpu})", install
+    elif libtpu is not None and not SpecifierSet(libtpu_wanted).contains(libtpu, prereleases=True):
         wrong = f"{xla} with libtpu {libtpu}, but it was made for libtpu{libtpu_wanted}"
-        return Finding("torch_xla", "problem", wrong, f"pip install 'libtpu{libtpu_wanted}'")
-    return Finding("torch_xla", "ok", f"{xla}" + (f", libtpu {libtpu}" if libtpu else ""))
+        fix = f"pip install 'libtpu{libtpu_wanted}'"
+    else:
+        return Finding("torch_xla", "ok", xla + (f", libtpu {libtpu}" if libtpu else ""))
+    return Finding("torch_xla", "problem", wrong, fix)
 
 
 def _check_device(found: Found, nvidia_driver: bool, needs: Requirements | None = None) -> list[Finding]:
@@ -186,18 +184,13 @@ def _check_variables(environ: Mapping[str, str], found: Found) -> list[Finding]:
         """Add a note, or a problem where there is a fix."""
         findings.append(Finding(name, "problem" if fix else "note", f"is set to {environ[name]!r}{text}", fix))
 
+    harm = "it is deprecated and changes every float32 behind the program's back; unset it, give --dtype bfloat16"
     for name in filter(environ.__contains__, _DEAD):
-        add(
-            name,
-            "it is deprecated and changes every float32 behind the program's back; unset it, give --dtype bfloat16",
-        )
+        add(name, harm)
     chips = environ.get("TPU_NUM_DEVICES")
     if chips is not None and (chips == "all" or (chips.isdecimal() and int(chips))):
-        taken = (
-            f": taken as --num-chips {chips} and translated into the variables that libtpu reads; torch_xla itself "
-            "never reads it, so in other programs it does nothing"
-        )
-        add("TPU_NUM_DEVICES", None, taken)
+        taken = f": taken as --num-chips {chips} and translated into the variables that libtpu reads"
+        add("TPU_NUM_DEVICES", None, f"{taken}; torch_xla itself never reads it, so in other programs it does nothing")
     elif chips is not None:
         fix = "unset it, or set it to a number of chips; dead in torch_xla, and taken as --num-chips here"
         add("TPU_NUM_DEVICES", fix, ", which is no number of chips")

@@ -163,17 +163,12 @@ def _report(
     whole = {name: join([of[name] for of in tallies.values()]) for name in models}
     drawn = bootstrap(list(tallies.values()), options.resamples, run.seed)
     domains = {text: _figures(of, bootstrap([of], options.resamples, run.seed)) for text, of in tallies.items()}
+    stride = (options.stride or options.length // 2) if options.protocol == "sliding" else None
+    setup = {"teacher": str(options.teacher), "protocol": options.protocol, "length": length, "stride": stride}
+    setup |= {"dtype": run.dtype, "device": runtime.description, "resamples": options.resamples}
     return {
         "schema": SCHEMA,
-        "setup": {
-            "teacher": str(options.teacher),
-            "protocol": options.protocol,
-            "length": length,
-            "stride": (options.stride or options.length // 2) if options.protocol == "sliding" else None,
-            "dtype": run.dtype,
-            "device": runtime.description,
-            "resamples": options.resamples,
-        },
+        "setup": setup,
         "texts": {t: {"rows": len(of.rows), "tokens": domains[t]["teacher"]["tokens"]} for t, of in damages.items()},
         "models": _figures(whole, drawn),
         "calibration": {name: tally.calibration for name, tally in whole.items()},
@@ -194,7 +189,7 @@ def _generate(
     found, new = {}, options.health.generate_tokens
     for name, model in models.items():
         say(options.run, f"{name}: {len(prompts)} continuations of {new} tokens")
-        ids = continue_greedily(model, prompts, new, runtime.device, runtime.mark_step, options.run.quiet)
+        ids = continue_greedily(model, prompts, new, runtime, options.run.quiet)
         found[name] = health(ids.tolist(), eos_id)
     return found
 

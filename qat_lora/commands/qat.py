@@ -26,11 +26,11 @@ from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.signals import stop_signals
 from qat_lora.setup.common import cached_calibration_rows, check_fits, fetch, run_name, say
 from qat_lora.setup.trainable import check_parts, given, preset_name, trained_parts
-from qat_lora.setup.training_data import cache_training_data
-from qat_lora.setup.training_run import Groups, TrainingRun, complete_run, train_student
+from qat_lora.setup.training import TrainingRun, cache_training_data, complete_run, train_student
 from qat_lora.setup.unfinished import Unfinished, remove_pieces
 from qat_lora.train.blockwise import reconstruct
 from qat_lora.train.checkpoint import STATE, checkpoints
+from qat_lora.train.optim import Groups
 
 # Settings that say how `--from-scratch` makes its student, apart from the model and the preset.
 MAKING = tuple(field.name for field in fields(QuantizeConfig) if field.name not in ("model", "preset"))

@@ -21,8 +21,8 @@ from qat_lora.options import RecoverOptions
 from qat_lora.runtime.base import Runtime
 from qat_lora.setup.common import check_fits, fetch, run_name, say, text_inputs
 from qat_lora.setup.trainable import check_codes, check_made_of, recovery_parts
-from qat_lora.setup.training_data import cache_training_data, text_training_data
-from qat_lora.setup.training_run import Groups, TrainingRun, complete_run, train_student
+from qat_lora.setup.training import TrainingRun, cache_training_data, complete_run, text_training_data, train_student
+from qat_lora.train.optim import Groups
 
 
 def recover(options: RecoverOptions, runtime: Runtime) -> Path:

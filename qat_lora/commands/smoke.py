@@ -140,18 +140,11 @@ def _data(bench: _Bench) -> str:
 
 
 def _recover(bench: _Bench, out: str) -> Path:
-    options = RecoverOptions(
-        checkpoint=str(bench.folder / "student"),
-        kd_cache_dir=str(bench.folder / "cache"),
-        train_scales=True,
-        lora=LoraConfig(recovery_r=8),
-        train=OptimConfig(lr=3e-3, scale_lr=1e-3, warmup_steps=2),
-        loop=LoopConfig(
-            batch_size=BATCH, accumulation_steps=ACCUMULATION, max_steps=bench.steps, save_steps=bench.steps // 2
-        ),
-        run=bench.settings(out),
-    )
-    return recover(options, bench.runtime)
+    student, cache, steps = str(bench.folder / "student"), str(bench.folder / "cache"), bench.steps
+    loop = LoopConfig(batch_size=BATCH, accumulation_steps=ACCUMULATION, max_steps=steps, save_steps=steps // 2)
+    train, lora = OptimConfig(lr=3e-3, scale_lr=1e-3, warmup_steps=2), LoraConfig(recovery_r=8)
+    parts: dict[str, Any] = {"lora": lora, "train": train, "loop": loop, "run": bench.settings(out)}
+    return recover(RecoverOptions(checkpoint=student, kd_cache_dir=cache, train_scales=True, **parts), bench.runtime)
 
 
 def _training(bench: _Bench) -> str:

@@ -60,16 +60,13 @@ def run_tasks(
             pretrained=module, tokenizer=tokenizer, backend="causal", batch_size=batch_size, max_length=max_length
         )
         try:
-            found = harness.simple_evaluate(
-                model=model,
-                tasks=list(config.tasks),
-                task_manager=manager,
-                limit=config.task_limit,
-                num_fewshot=config.task_shots,
-                bootstrap_iters=0,
-                log_samples=False,
-                fewshot_random_seed=seed,
-            )
+            asked: dict[str, Any] = {
+                "tasks": list(config.tasks),
+                "limit": config.task_limit,
+                "num_fewshot": config.task_shots,
+            }
+            asked |= {"fewshot_random_seed": seed, "bootstrap_iters": 0, "log_samples": False}
+            found = harness.simple_evaluate(model=model, task_manager=manager, **asked)
         except Exception as error:  # a task is its author's program on data from elsewhere
             if is_out_of_memory(error):
                 raise
