@@ -2,8 +2,9 @@
 
 Facts are gathered in one place and judged in another: every `_check_*` is a pure function of plain values, so each
 fault has a test that needs no broken machine. Version limits are read off the package's own metadata, as pip does.
-Nothing is started: torch_xla is not imported, because that takes the TPU away from a program that is running on it;
-`plan/surroundings.py` asks accelerators and Hub without it.
+Nothing is started: querying an accelerator through torch or torch_xla takes it, or some of its memory, from a program
+that is running on it; the driver's own tool and the files of the bus say as much without that. The Hub gets one short
+request, because a machine without a network is not broken.
 """
 
 import contextlib
@@ -12,6 +13,8 @@ import json
 import os
 import platform
 import shutil
+import subprocess
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -24,11 +27,15 @@ from packaging.version import Version
 
 from qat_lora.commands.bench import load_program
 from qat_lora.errors import QatLoraError
-from qat_lora.plan.surroundings import GIB, Accelerator, HubState, accelerators, hub_state, libtpu_specifier
+from qat_lora.plan.devices import KNOWN
 from qat_lora.registry import COMMANDS, Requirements
-from qat_lora.runtime.launch.select import Found, choose, look, select_runtime
+from qat_lora.runtime.launch.select import Found, choose, count_tpu_chips, look, select_runtime
 from qat_lora.terminal import echo
 
+GIB = 2**30
+HUB_TIMEOUT_S = 3.0
+_TPU_PCI_KINDS = {"0x0063": "v5e", "0x006f": "v6e"}
+_TPU_TYPES = {"v5litepod": "v5e", "v5p": "v5p", "v6e": "v6e"}
 LOW_DISK_GIB, LOW_RAM_GIB = 5, 2  # a small cache with a small student still fits above these
 BACKENDS = ("TPU", "CPU")  # values of PJRT_DEVICE that our XLA runtime starts
 MARKS = {"ok": "✓", "note": "–", "problem": "✗"}
@@ -42,6 +49,22 @@ _NOTED = {
     "XLA_HLO_DEBUG": "tracing is slower",
 }
 _NUMBERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CPU_NUM_DEVICES")
+
+
+class Accelerator(NamedTuple):
+    """Equal chips or cards of this machine."""
+
+    name: str
+    number: int
+    memory_gib: float | None  # of one
+
+
+class HubState(NamedTuple):
+    """Whether the Hub can be reached."""
+
+    offline: bool = False  # by the user's own wish
+    error: str = ""  # why it does not answer
+    token: bool = False
 
 
 class Finding(NamedTuple):
@@ -240,6 +263,74 @@ def _check_extras(required: Sequence[Requirement], extras: Sequence[str], versio
         hint = f"{missing} not installed; pip install 'qat-lora[{extra}]' to have it"
         findings.append(Finding(f"extra {extra}", *(("note", hint) if missing else ("ok", ", ".join(names)))))
     return findings
+
+
+def accelerators(environ: Mapping[str, str], found: Found, root: Path = Path("/")) -> list[Accelerator]:
+    """Return TPU chips and NVIDIA cards, without touching them."""
+    there = []
+    if found.tpu:
+        kind = tpu_kind(environ, root)
+        memory_gib = KNOWN[kind].memory_gb * 1e9 / GIB if kind else None
+        there.append(Accelerator(f"TPU {kind or 'of unknown kind'}", count_tpu_chips(root) or 1, memory_gib))
+    if found.cuda_devices and shutil.which("nvidia-smi"):
+        asked = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=False)
+        there += nvidia_cards(done.stdout if done.returncode == 0 else "")
+    return there
+
+
+def nvidia_cards(table: str) -> list[Accelerator]:
+    """Return the cards of `nvidia-smi`'s table `name, MiB`."""
+    cards = Counter(tuple(line.rsplit(", ", 1)) for line in table.splitlines() if ", " in line)
+    return [
+        Accelerator(name, count, int(mib) / 1024 if mib.strip().isdecimal() else None)
+        for (name, mib), count in cards.items()
+    ]
+
+
+def tpu_kind(environ: Mapping[str, str], root: Path = Path("/")) -> str:
+    """Return the chip's name in `estimate`, empty where neither the bus nor the variables tell."""
+    said = environ.get("TPU_ACCELERATOR_TYPE", "").split("-")[0].lower()
+    if said in _TPU_TYPES:
+        return _TPU_TYPES[said]
+    for device in root.glob("sys/bus/pci/devices/*/device"):
+        with contextlib.suppress(OSError, KeyError):
+            return _TPU_PCI_KINDS[device.read_text(encoding="utf-8").strip()]
+    return ""
+
+
+def libtpu_specifier() -> str:
+    """Return the versions of libtpu that the installed torch_xla names, empty where it names none."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        for line in importlib.metadata.requires("torch_xla") or []:
+            if (requirement := Requirement(line)).name == "libtpu":
+                return str(requirement.specifier)
+    return ""
+
+
+def hub_state(environ: Mapping[str, str]) -> HubState:
+    """Ask the Hub whether it is there."""
+    from huggingface_hub import constants, get_token
+
+    token = get_token() is not None
+    if environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
+        return HubState(offline=True, token=token)
+    return HubState(error=_unreachable(constants.ENDPOINT), token=token)
+
+
+def _unreachable(url: str) -> str:
+    """Return why a server does not answer, empty if it does, whatever it says."""
+    import urllib.error
+    import urllib.request
+
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=HUB_TIMEOUT_S):
+            return ""
+    except urllib.error.HTTPError:
+        return ""
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        return " ".join(str(reason).split())[:80] or type(error).__name__
 
 
 def _free_ram_gib() -> float | None:

@@ -34,8 +34,10 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
     fetch(runtime, student, options.hub)
     model = load_model(student, options.hub, run.dtype, dequantize=True)
     is_gguf = model.folder.suffix == GGUF
-    if is_gguf:
-        _check_gguf(options, model)
+    if is_gguf:  # what no adapter of such a file can hold is refused before anything is trained
+        if options.train_norms:
+            raise ConfigError("train_norms: the norms of a GGUF file stay as they are in it; leave it out")
+        architecture(model)
         teacher = None if data is None else data.rows.manifest.fingerprint.teacher
         model = with_tokenizer(model, [options.tokenizer] if options.tokenizer else [model.folder.parent, teacher])
     elif options.tokenizer is not None:
@@ -96,10 +98,3 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
     if is_gguf:
         say(run, f"llama-server -m {model.folder} --lora {done / 'best' / ADAPTER}")
     return done
-
-
-def _check_gguf(options: RecoverOptions, model: CausalLM) -> None:
-    """Refuse what no adapter of a GGUF file can hold, before anything is trained."""
-    if options.train_norms:
-        raise ConfigError("train_norms: the norms of a GGUF file stay as they are in it; leave it out")
-    architecture(model)

@@ -24,7 +24,7 @@ from qat_lora.commands.cache import build_cache
 from qat_lora.commands.quantize import quantize
 from qat_lora.commands.recover import recover
 from qat_lora.data.sources import TextConfig
-from qat_lora.errors import OutputExistsError, QatLoraError
+from qat_lora.errors import FailedError, OutputExistsError
 from qat_lora.files import outputs
 from qat_lora.files.checksums import seal
 from qat_lora.files.folders import atomic_dir, ours
@@ -47,10 +47,8 @@ SHORT_STEPS = 4
 WORDS = "a the token layer weight scale code row head tail of to and in loss"
 
 
-class SmokeFailedError(QatLoraError):
+class SmokeFailedError(FailedError):
     """A check that failed; the line with the cross says which."""
-
-    exit_code = 1
 
 
 class _Bench(NamedTuple):

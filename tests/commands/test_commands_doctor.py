@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from qat_lora.commands import doctor
-from qat_lora.plan.surroundings import Accelerator, HubState
+from qat_lora.commands.doctor import Accelerator, HubState
 from qat_lora.runtime.launch.select import Found
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,6 +1,6 @@
 """What the doctor asks outside its process, on machines that are made of files and tables."""
 
-from qat_lora.plan import surroundings
+from qat_lora.commands import doctor as surroundings
 from qat_lora.runtime.launch.select import Found
 
 TPU = Found(tpu="/dev/accel0", torch_xla=True)
