@@ -59,14 +59,6 @@ class Accelerator(NamedTuple):
     memory_gib: float | None  # of one
 
 
-class HubState(NamedTuple):
-    """Whether the Hub can be reached."""
-
-    offline: bool = False  # by the user's own wish
-    error: str = ""  # why it does not answer
-    token: bool = False
-
-
 class Finding(NamedTuple):
     """One thing that was looked at."""
 
@@ -101,7 +93,7 @@ def examine(environ: Mapping[str, str], needs: Requirements | None = None) -> li
         *_check_variables(environ, found),
         _check_disk(shutil.disk_usage(Path.cwd()).free / GIB, Path.cwd(), needs),
         _check_ram(_free_ram_gib(), needs),
-        _check_hub(hub_state(environ)),
+        _check_hub(environ),
         *_check_extras(required, extras, versions),
     ]
 
@@ -189,13 +181,15 @@ def _check_accelerators(there: Sequence[Accelerator], needs: Requirements | None
     return findings
 
 
-def _check_hub(state: HubState) -> Finding:
+def _check_hub(environ: Mapping[str, str]) -> Finding:
     """The Hub is needed for names only; whoever has folders needs none, so this is never a problem."""
-    login = "logged in" if state.token else "not logged in (gated models and push need `hf auth login`)"
-    if state.offline:
+    from huggingface_hub import constants, get_token
+
+    if environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):  # the user's own wish
         return Finding("hub", "note", "HF_HUB_OFFLINE is set: only folders and what was fetched before")
-    if state.error:
-        return Finding("hub", "note", f"cannot be reached ({state.error}): give folders instead of names; {login}")
+    login = "logged in" if get_token() else "not logged in (gated models and push need `hf auth login`)"
+    if error := _unreachable(constants.ENDPOINT):
+        return Finding("hub", "note", f"cannot be reached ({error}): give folders instead of names; {login}")
     return Finding("hub", "ok", f"reached; {login}")
 
 
@@ -306,16 +300,6 @@ def libtpu_specifier() -> str:
             if (requirement := Requirement(line)).name == "libtpu":
                 return str(requirement.specifier)
     return ""
-
-
-def hub_state(environ: Mapping[str, str]) -> HubState:
-    """Ask the Hub whether it is there."""
-    from huggingface_hub import constants, get_token
-
-    token = get_token() is not None
-    if environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
-        return HubState(offline=True, token=token)
-    return HubState(error=_unreachable(constants.ENDPOINT), token=token)
 
 
 def _unreachable(url: str) -> str:

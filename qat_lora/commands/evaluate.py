@@ -46,7 +46,11 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
     out = Path(run.out or "runs/eval")
     noted = None if run.overwrite else outputs.noted(out)
     students = _open_students(options, tokenizer, noted, teacher.folder)
-    texts = _texts(options)
+    main = options.text
+    first = "" if main.dataset is None else Path(main.dataset).name or main.dataset
+    domains = _named(options.domain, "domain", first)
+    texts = {first: main} if main.dataset else {}
+    texts |= {name: replace(main, dataset=path, files_from=None) for name, path in domains.items()}
     damages = {name: _rows(text, tokenizer, options) for name, text in texts.items()}
     rows = {name: damage.rows for name, damage in damages.items()}
     prompts = take_prompts(chain(*rows.values()), options.health) if options.health.generate else None
@@ -119,15 +123,6 @@ def _open_students(options: EvalOptions, tokenizer: Any, noted: str | None, shar
             other = f"{name} has another tokenizer than the teacher"
             raise ConfigError(f"students: {other}, so KL between them means nothing")
     return opened
-
-
-def _texts(options: EvalOptions) -> dict[str, TextConfig]:
-    """Return the texts by name: --dataset, if given, and every --domain."""
-    main = options.text
-    first = "" if main.dataset is None else Path(main.dataset).name or main.dataset
-    others = _named(options.domain, "domain", first).items()
-    domains = {name: replace(main, dataset=path, files_from=None) for name, path in others}
-    return ({first: main} if main.dataset else {}) | domains
 
 
 def _rows(text: TextConfig, tokenizer: Any, options: EvalOptions) -> Damage:

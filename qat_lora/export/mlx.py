@@ -24,21 +24,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from qat_lora.errors import ConfigError
+from qat_lora.export import integers as containers
 from qat_lora.export.embedding import dense_tables, quantized_table
 from qat_lora.export.forms import ExportJob, ExportPlan
-from qat_lora.export.integers import (
-    GROUPS,
-    REFIT_BITS,
-    REFIT_GROUP,
-    Integers,
-    affine,
-    cut_group,
-    measured,
-    packable,
-    rounded,
-    save_packed,
-    words,
-)
+from qat_lora.export.integers import Integers, affine, cut_group, measured, packable, rounded, save_packed
 from qat_lora.files.checksums import seal
 from qat_lora.files.finite import check_finite
 from qat_lora.layers.convert import block_of, lora_layers
@@ -62,7 +51,10 @@ def plan(job: ExportJob) -> ExportPlan:
     whole = {**found, **tables}
 
     def write(out: Path) -> None:
-        save_packed(model.module, whole, tensors, out, job.dtype, entries, last_vectors(model.module))
+        # Vectors outside of all blocks, the norm before the LM head, are float32.
+        last = ((name, p) for name, p in model.module.named_parameters() if p.ndim == 1 and block_of(name) is None)
+        own = {name: p.detach().cpu().float() for name, p in last}
+        save_packed(model.module, whole, tensors, out, job.dtype, entries, own)
         copy_files(model.folder, out, GENERATION)
         if lora_layers(model.module):
             (out / ADAPTERS).mkdir()
@@ -70,7 +62,8 @@ def plan(job: ExportJob) -> ExportPlan:
 
     notes = ["checked with mlx-lm on a CPU; not run on Apple hardware"]
     if dense := [name for name, integers in found.items() if integers is None]:
-        notes.append(f"{len(dense)} quantised layers are stored dense: {REFIT_GROUP} does not divide their inputs")
+        why = f"{containers.REFIT_GROUP} does not divide their inputs"
+        notes.append(f"{len(dense)} quantised layers are stored dense: {why}")
     return ExportPlan(write, found, tuple(notes), tables)
 
 
@@ -90,13 +83,14 @@ def to_mlx(module: Any) -> dict[str, Integers | None]:
 
 def _of_layer(layer: QuantLinear) -> Integers | None:
     spec, size = layer.spec, layer.in_features
-    group = cut_group(layer, GROUPS)
+    group = cut_group(layer, containers.GROUPS)
     if group and spec.bits in WIDTHS and spec.sharing != "lowrank" and first_value(spec) is not None:
         found = affine(unpack(layer.codes, spec.bits, size), spec, layer.meaning(), group)
         return measured(found, layer.weight.detach())
-    if size % REFIT_GROUP:
+    if size % containers.REFIT_GROUP:
         return None
-    return rounded(layer, next(width for width in WIDTHS if width >= max(REFIT_BITS, spec.bits))).with_biases()
+    least = max(containers.REFIT_BITS, spec.bits)
+    return rounded(layer, next(width for width in WIDTHS if width >= least)).with_biases()
 
 
 def to_tables(job: ExportJob) -> dict[str, Integers]:
@@ -119,7 +113,7 @@ def tensors(integers: Integers) -> dict[str, Tensor]:
     """Return a layer's tensors by MLX's names."""
     assert integers.biases_OG is not None
     return {
-        "weight": words(integers.codes_OI, integers.bits).view(torch.uint32),
+        "weight": containers.words(integers.codes_OI, integers.bits).view(torch.uint32),
         "scales": integers.steps_OG.half(),
         "biases": integers.biases_OG.half(),
     }
@@ -129,12 +123,6 @@ def entries(packed: dict[str, Integers]) -> dict[str, Any]:
     """Return what mlx-lm asks of config.json, under both names that it writes: one form first, then each by name."""
     forms = {name: {"group_size": x.group_size, "bits": x.bits, "mode": "affine"} for name, x in packed.items()}
     return dict.fromkeys(("quantization", "quantization_config"), {**next(iter(forms.values()), {}), **forms})
-
-
-def last_vectors(module: Any) -> dict[str, Tensor]:
-    """Return the vectors outside of all blocks, the norm before the LM head, in float32."""
-    last = ((name, p) for name, p in module.named_parameters() if p.ndim == 1 and block_of(name) is None)
-    return {name: parameter.detach().cpu().float() for name, parameter in last}
 
 
 def save_adapters(model: CausalLM, out: Path) -> None:

@@ -41,16 +41,20 @@ Training = RecoverOptions | QatOptions
 
 
 def plan_recover(options: RecoverOptions) -> DryRun:
-    """Plan a recovery.
+    """Plan a recovery; ModelError: the student has no config.json here or on the Hub.
 
-    ModelError: the student has no config.json here or on the Hub; CacheError: the cache is there and does not fit, or
-    is no cache; ConfigError: a global batch that does not divide, or patterns that match no layer.
+    CacheError: its cache does not fit, or is none; ConfigError: a global batch does not divide, patterns match nothing.
     """
     assumed: list[str] = []
     options = with_dtype(options, device_of(options.run))[0]
     replicas = replicas_of(options.run, assumed)
     accumulation = options.loop.accumulation(replicas)
-    student = _student(options)
+    student = str(options.model)  # the name under which the Hub has its config, or a folder
+    if options.checkpoint is not None:
+        advice = "ask `qat-lora estimate --model MODEL --preset PRESET`, which needs no checkpoint"
+        student = str(_folder(options.checkpoint, advice))
+    elif _is_here(student):
+        student = str(resolve_model(student))
     dataset = _cache(options)
     if not options.uses_cache and options.num_rows is None:
         assumed.append("the text is not read, so the number of its rows is not known")
@@ -75,11 +79,9 @@ def plan_recover(options: RecoverOptions) -> DryRun:
 
 
 def plan_qat(options: QatOptions) -> DryRun:
-    """Plan the training of a quantised model.
+    """Plan the training of a quantised model; ModelError: a model has no config.json, or the checkpoint is not here.
 
-    ModelError: a model has no config.json here or on the Hub, or the checkpoint is no folder here; CacheError: the
-    cache is there and does not fit, or is no cache; ConfigError: a global batch that does not divide, or parts that the
-    student does not have.
+    CacheError: its cache does not fit, or is none; ConfigError: a global batch does not divide, or parts are missing.
     """
     assumed: list[str] = []
     options = with_dtype(options, device_of(options.run))[0]
@@ -226,15 +228,6 @@ def _text(report: dict[str, Any], trained: str, utilisation: float, more: Sequen
         for name, there in report["devices"].items()
     ]
     return "\n".join([*lines, *more, *(f"assumed  {text}" for text in report["assumed"])])
-
-
-def _student(options: RecoverOptions) -> str:
-    """Return the student's folder, or the name under which the Hub has the config of a `--model`."""
-    if options.checkpoint is not None:
-        advice = "ask `qat-lora estimate --model MODEL --preset PRESET`, which needs no checkpoint"
-        return str(_folder(options.checkpoint, advice))
-    name = str(options.model)
-    return str(resolve_model(name)) if _is_here(name) else name
 
 
 def _folder(checkpoint: str, advice: str) -> Path:
