@@ -222,9 +222,8 @@ class RecoverOptions:
             if given is not None and (name == "dataset") == self.uses_cache:
                 raise ConfigError(f"{name}: nothing reads it with --objective {self.learn}; leave it out")
         if self.train.train_codes and self.run.chips.shard_base and self.run.chips.parallel != "spmd":
-            raise ConfigError(
-                "shard_base: train_codes exports whole layers; give --parallel spmd (on XLA), or train none"
-            )
+            instead = "give --parallel spmd (on XLA), or train none"
+            raise ConfigError(f"shard_base: train_codes exports whole layers; {instead}")
         if self.checkpoint is None and self.model is None:
             raise ConfigError("checkpoint: missing; give --checkpoint FOLDER (or --model for an unquantised student)")
         if self.float32_for and self.run.dtype == "bfloat16":
@@ -371,11 +370,12 @@ class ExportOptions:
     run: RunConfig = option(RunConfig, "run", without=("chips", "dtype", "seed"))
 
     def __post_init__(self) -> None:
-        for name, *forms in (
-            ("container_bits", "compressed-tensors"),
-            ("exact_only", "gguf"),
-            ("embedding_bits", "gguf", "mlx"),
-        ):
+        only = {
+            "container_bits": ("compressed-tensors",),
+            "exact_only": ("gguf",),
+            "embedding_bits": ("gguf", "mlx"),
+        }
+        for name, forms in only.items():
             if getattr(self, name) and self.form not in forms:
                 belongs = " or ".join(forms)
                 raise ConfigError(f"{name}: means nothing with --form {self.form}; it belongs to --form {belongs}")

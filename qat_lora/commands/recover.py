@@ -21,8 +21,8 @@ from qat_lora.options import RecoverOptions
 from qat_lora.runtime.base import Runtime
 from qat_lora.setup.common import check_fits, fetch, run_name, say, text_inputs
 from qat_lora.setup.trainable import check_codes, check_made_of, recovery_parts
-from qat_lora.setup.training_data import cache_training_data, text_training_data
-from qat_lora.setup.training_run import Groups, TrainingRun, complete_run, train_student
+from qat_lora.setup.training import TrainingRun, cache_training_data, complete_run, text_training_data, train_student
+from qat_lora.train.optim import Groups
 
 
 def recover(options: RecoverOptions, runtime: Runtime) -> Path:
@@ -34,8 +34,10 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
     fetch(runtime, student, options.hub)
     model = load_model(student, options.hub, run.dtype, dequantize=True)
     is_gguf = model.folder.suffix == GGUF
-    if is_gguf:
-        _check_gguf(options, model)
+    if is_gguf:  # what no adapter of such a file can hold is refused before anything is trained
+        if options.train_norms:
+            raise ConfigError("train_norms: the norms of a GGUF file stay as they are in it; leave it out")
+        architecture(model)
         teacher = None if data is None else data.rows.manifest.fingerprint.teacher
         model = with_tokenizer(model, [options.tokenizer] if options.tokenizer else [model.folder.parent, teacher])
     elif options.tokenizer is not None:
@@ -96,10 +98,3 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
     if is_gguf:
         say(run, f"llama-server -m {model.folder} --lora {done / 'best' / ADAPTER}")
     return done
-
-
-def _check_gguf(options: RecoverOptions, model: CausalLM) -> None:
-    """Refuse what no adapter of a GGUF file can hold, before anything is trained."""
-    if options.train_norms:
-        raise ConfigError("train_norms: the norms of a GGUF file stay as they are in it; leave it out")
-    architecture(model)

@@ -96,11 +96,14 @@ def lr_factor(config: OptimConfig, step: int, max_steps: int) -> float:
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
+Groups = dict[str, dict[str, nn.Parameter]]  # what trains, by kind (`RATES`) and name
+
+
 class TrainState(NamedTuple):
     """The model and the tensors of it that train."""
 
     model: LanguageModel
-    groups: dict[str, dict[str, nn.Parameter]]  # by kind (`RATES`) and name
+    groups: Groups
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:

@@ -47,7 +47,7 @@ def counted_launch(self, main):
         global runtime
         runtime = self
         callbacks = importlib.import_module("qat_lora.train.callbacks")
-        setup = importlib.import_module("qat_lora.setup.training_run")
+        setup = importlib.import_module("qat_lora.setup.training")
         make = setup.evaluation
         setup.evaluation = lambda *args: counted("evaluate", make(*args))
         callbacks.Run.export = counted("export", callbacks.Run.export)
