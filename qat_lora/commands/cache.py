@@ -12,27 +12,41 @@ from typing import Any
 import torch
 
 from qat_lora.cache.build.builder import ForwardSettings, Size, build_kd_cache, forecast
+from qat_lora.cache.build.served import ServedTeacher
 from qat_lora.cache.build.writer import CacheWriter, Partition
 from qat_lora.cache.format.lm_head import LMHeadFile, lm_head_file
 from qat_lora.cache.format.records import Fingerprint, optional_arrays
 from qat_lora.cache.storage.location import LocalFolder, Location, locate
-from qat_lora.cache.storage.store import noted_teacher, read_manifest
+from qat_lora.cache.storage.store import noted_fingerprint, read_manifest
 from qat_lora.cache.tools import overlap
 from qat_lora.cache.tools.audit import audit, check_teacher, summary
 from qat_lora.cache.tools.audit import table_rows as audit_rows
+from qat_lora.config import required
 from qat_lora.data.packing import PackedRow, make_encoder, pack_rows, share, take_eval
 from qat_lora.data.sources import TextConfig, describe_source, open_documents
 from qat_lora.errors import ConfigError, InterruptedRunError
 from qat_lora.evaluate.report import save_json, text_table
 from qat_lora.files import outputs
-from qat_lora.files.checksums import checkpoint_sha256
+from qat_lora.files.checksums import checkpoint_sha256, read_object
+from qat_lora.files.gguf_header import GGUF, read_header
 from qat_lora.models.device_map import DispatchedCausalLM, load_dispatched
-from qat_lora.models.load import CausalLM, load_model, load_tokenizer, tokenizer_sha256
+from qat_lora.models.from_gguf import check_tokens
+from qat_lora.models.llama_cpp import LlamaCppModel
+from qat_lora.models.load import (
+    TOKENIZER_PATTERNS,
+    CausalLM,
+    load_model,
+    load_tokenizer,
+    resolve_model,
+    tokenizer_sha256,
+)
 from qat_lora.options import AuditOptions, CacheBuildOptions
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.machine import made_with
 from qat_lora.setup.common import fetch, fit_attention, fits_positions, place_teacher, say, text_inputs
 from qat_lora.terminal import redact
+
+_Teacher = CausalLM | LlamaCppModel | ServedTeacher
 
 
 def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
@@ -45,12 +59,23 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
     default = f"caches/{Path(str(text.dataset)).name.replace('.', '-')}_L{options.length}_K{options.top_k}"
     place = locate(run.out or default)
     out = place.path if isinstance(place, LocalFolder) else place
-    fetch(runtime, str(options.teacher), options.hub)
-    teacher = _teacher(options, runtime)
-    fits_positions(teacher, options.length)
-    tokenizer = load_tokenizer(teacher.folder, options.hub.trust_remote_code)
-    teacher = _with_vocabulary(teacher, tokenizer, options.vocab_size)
-    lm_head = lm_head_file(teacher.lm_head()) if options.hidden else None
+    teacher: _Teacher
+    if options.served.teacher_url is not None:
+        teacher = ServedTeacher(options.served, options.teacher, options.top_k)
+    else:
+        fetch(runtime, str(options.teacher), options.hub)
+        teacher = _teacher(options, runtime, options.length, options.served.tokenizer)
+        fits_positions(teacher, options.length)
+    if isinstance(teacher, CausalLM):
+        folder = teacher.folder
+    else:
+        required(options.served, "tokenizer")
+        folder = resolve_model(str(options.served.tokenizer), options.hub.revision, TOKENIZER_PATTERNS)
+    tokenizer = load_tokenizer(folder, options.hub.trust_remote_code)
+    if isinstance(teacher, LlamaCppModel):
+        check_tokens(read_header(teacher.folder), tokenizer, folder)
+    teacher = _with_vocabulary(teacher, tokenizer, folder, options.vocab_size)
+    lm_head = None if not options.hidden or isinstance(teacher, ServedTeacher) else lm_head_file(teacher.lm_head())
     fingerprint = _fingerprint(options, runtime, teacher, tokenizer, lm_head, place)
     encode = make_encoder(tokenizer)
     say(run, f"{runtime.description} · {run.dtype} · cache in {out}")
@@ -59,7 +84,8 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
     evaluation = [] if part.builder else evaluation
     rest = share(documents, first, part.builder, part.builders)
     max_rows = options.num_rows and part.of(options.num_rows)
-    settings = ForwardSettings(options.teacher_batch_size, runtime.device, piece_bytes=runtime.piece_bytes)
+    batch_rows = 1 if isinstance(teacher, LlamaCppModel) else options.teacher_batch_size  # it computes them one by one
+    settings = ForwardSettings(batch_rows, _device(teacher, runtime), piece_bytes=runtime.piece_bytes)
 
     def rows(cursor: Any = None) -> Iterator[PackedRow]:
         return pack_rows(rest(cursor["document"] if cursor else 0), encode, options.length, cursor)
@@ -74,7 +100,7 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
             print(redact(cost.lines()), flush=True)
         return cost._asdict()
     if run.overwrite and isinstance(place, LocalFolder):
-        inputs = [options.teacher, teacher.folder, *text_inputs(text)]
+        inputs = [options.teacher, folder, *text_inputs(text)]
         outputs.refuse_inputs(place.path, inputs, place.names())
     with CacheWriter(
         out, fingerprint, options.shard_rows, overwrite=run.overwrite, partition=part, lm_head=lm_head
@@ -111,7 +137,7 @@ def as_builder(options: CacheBuildOptions, runtime: Runtime) -> CacheBuildOption
 def _fingerprint(
     options: CacheBuildOptions,
     runtime: Runtime,
-    teacher: CausalLM,
+    teacher: _Teacher,
     tokenizer: Any,
     lm_head: LMHeadFile | None,
     at: Location,
@@ -121,11 +147,19 @@ def _fingerprint(
     template = getattr(tokenizer, "chat_template", None)
     packing = "documents with bos and eos; attention and positions restart at each"
     hidden = (lm_head.width, lm_head.sha256) if lm_head else ()
+    noted = None if run.overwrite else noted_fingerprint(at)
+    if isinstance(teacher, ServedTeacher):
+        name, (sha256, software) = teacher.name, teacher.identify(tokenizer, noted)
+    else:
+        name = str(Path(str(options.teacher)))  # T/ and ./T are T
+        sha256 = checkpoint_sha256(teacher.folder, noted.teacher_sha256 if noted else None)
+        software = f"torch {torch.__version__}, {runtime.device.type}, {run.dtype}"
+        software = teacher.version if isinstance(teacher, LlamaCppModel) else software
     return Fingerprint(
         tokenizer_sha256=tokenizer_sha256(tokenizer),
         vocab_size=teacher.vocab_size,
-        teacher=str(Path(str(options.teacher))),  # T/ and ./T are T
-        teacher_sha256=checkpoint_sha256(teacher.folder, None if run.overwrite else noted_teacher(at)),
+        teacher=name,
+        teacher_sha256=sha256,
         chat_template_sha256=hashlib.sha256(str(template).encode()).hexdigest() if template else None,
         dataset=describe_source(options.text) + (f" first {options.num_rows} rows" if options.num_rows else ""),
         packing=packing + (f"; dealt out to {builders} builders" if builders > 1 else ""),
@@ -136,17 +170,29 @@ def _fingerprint(
         optional_arrays=optional_arrays(options.draws_from_tail, options.draws, *hidden),
         seed=run.seed,
         eval_rows=options.eval_rows,
-        builder=f"torch {torch.__version__}, {runtime.device.type}, {run.dtype}",
+        builder=software,
     )
 
 
-def _with_vocabulary(teacher: CausalLM, tokenizer: Any, rows: int | None) -> CausalLM:
-    """Return the teacher with the first rows of its LM head alone: models of a family may differ in padding."""
+def _with_vocabulary(teacher: _Teacher, tokenizer: Any, folder: Path, rows: int | None) -> _Teacher:
+    """Return the teacher with the first rows of its LM head alone: models of a family may differ in padding.
+
+    How many a server's model has, llama.cpp alone says; else it is what the tokenizer's folder says, a model's or not.
+    """
+    fewest, most = max(tokenizer.get_vocab().values()) + 1, teacher.vocab_size
+    if isinstance(teacher, ServedTeacher):
+        here = read_object(folder / "config.json").get("vocab_size")
+        if teacher.vocab_size and here not in (None, teacher.vocab_size):
+            raise ConfigError(
+                f"tokenizer: the model in {folder} has {here} entries, the one that is served {teacher.vocab_size}; "
+                "give the folder of the model that is served"
+            )
+        most = teacher.vocab_size or int(here or fewest)
+        rows = rows or most
     if rows is None:
         return teacher
-    fewest = max(tokenizer.get_vocab().values()) + 1
-    if not fewest <= rows <= teacher.vocab_size:
-        held = f"the tokenizer's ids take {fewest}, the teacher's output head has {teacher.vocab_size} rows"
+    if not fewest <= rows <= most:
+        held = f"the tokenizer's ids take {fewest}, the teacher's output head has {most} rows"
         raise ConfigError(f"vocab_size: {rows} is not allowed; {held}: give a number between these")
     return teacher.with_vocabulary(rows)
 
@@ -155,7 +201,7 @@ def audit_cache(options: AuditOptions, runtime: Runtime) -> dict[str, Any]:
     """Run the teacher again on some rows of a cache and report how far the cache is from it; with --out, kept there."""
     run, path = options.run, str(options.kd_cache_dir)
     held = read_manifest(path).fingerprint  # refuses what is no cache before a model is loaded
-    teacher = _teacher(options, runtime)
+    teacher = _teacher(options, runtime, held.length, None)
     sha256 = checkpoint_sha256(teacher.folder, held.teacher_sha256)
     check_teacher(held, path, sha256, teacher.vocab_size)
     out = Path(run.out) if run.out else None
@@ -187,15 +233,30 @@ def audit_cache(options: AuditOptions, runtime: Runtime) -> dict[str, Any]:
     return report
 
 
-def _teacher(options: CacheBuildOptions | AuditOptions, runtime: Runtime) -> CausalLM:
+def _teacher(
+    options: CacheBuildOptions | AuditOptions, runtime: Runtime, length: int, tokenizer: str | None
+) -> CausalLM | LlamaCppModel:
+    """Return the teacher: in llama.cpp, or loaded here, where `tokenizer` must be None since it has its own."""
+    file = resolve_model(str(options.teacher), options.hub.revision)
+    if file.suffix == GGUF:
+        return LlamaCppModel(file, length)
+    if tokenizer is not None:
+        raise ConfigError("tokenizer: is for a teacher behind --teacher-url or in a GGUF file; this one has its own")
     if options.device_map == "none":
         return load_model(str(options.teacher), options.hub, options.run.dtype)
     runtime.check_device_map()
     return load_dispatched(str(options.teacher), options.device_map, options.hub, options.run.dtype)
 
 
-def _place(teacher: CausalLM, runtime: Runtime) -> None:
+def _device(teacher: object, runtime: Runtime) -> torch.device:
+    """Return where the teacher takes its ids: llama.cpp and servers have devices of their own."""
+    return runtime.device if isinstance(teacher, CausalLM) else torch.device("cpu")
+
+
+def _place(teacher: object, runtime: Runtime) -> None:
     """Move the teacher to the device, unless it has been spread over several; on a CPU it attends in tiles."""
+    if not isinstance(teacher, CausalLM):
+        return
     if not isinstance(teacher, DispatchedCausalLM):
         place_teacher(teacher, runtime)
     fit_attention(teacher, runtime)

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -53,6 +53,17 @@ class ForwardSettings(NamedTuple):
     piece_bytes: int | None = None  # of float32 logits worked on at a time (`Runtime.piece_bytes`); None for a chunk
 
 
+@runtime_checkable
+class ArrayTeacher(Protocol):
+    """A teacher of which nothing but what the cache keeps is to be had, one behind a server (`served`)."""
+
+    vocab_size: int
+
+    def arrays(self, inputs: Mapping[str, np.ndarray], held: fmt.Contents) -> dict[str, np.ndarray]:
+        """Return the teacher's arrays that `codec.encode_rows` takes, of `input_ids`, `loss_mask`, `doc_starts`."""
+
+
+Teacher = LanguageModel | ArrayTeacher
 _Batch = list[tuple[str, PackedRow]]  # rows with their splits
 _DEFAULTS = ForwardSettings()
 
@@ -107,7 +118,7 @@ def teacher_arrays(
 
 
 def build_kd_cache(
-    teacher: LanguageModel,
+    teacher: Teacher,
     rows: Iterable[PackedRow],
     writer: CacheWriter,
     settings: ForwardSettings = _DEFAULTS,
@@ -166,7 +177,7 @@ def build_kd_cache(
 
 
 def run_batch(
-    teacher: LanguageModel, rows: Sequence[PackedRow], fingerprint: Fingerprint, settings: ForwardSettings = _DEFAULTS
+    teacher: Teacher, rows: Sequence[PackedRow], fingerprint: Fingerprint, settings: ForwardSettings = _DEFAULTS
 ) -> dict[str, np.ndarray]:
     """Return the arrays that `codec.encode_rows` takes, [batch_rows, ...] also of fewer rows."""
     held, device, shape = fingerprint.contents, settings.device, (settings.batch_rows, fingerprint.length)
@@ -179,6 +190,8 @@ def run_batch(
                 raise CacheError(f"{name}: a row has shape {values.shape}; this cache needs {shape[1:]}")
             array[place] = values
     inputs["documents"] = np.cumsum(inputs["doc_starts"], axis=1, dtype=np.int32)
+    if isinstance(teacher, ArrayTeacher):
+        return {**inputs, **teacher.arrays(inputs, held)}
     ids_BL, documents_BL = (torch.from_numpy(inputs[name]).to(device) for name in ("input_ids", "documents"))
     uniforms = {}
     for name, size in held.id_lists.items():
@@ -288,7 +301,7 @@ class Size(NamedTuple):
 
 
 def forecast(
-    teacher: LanguageModel,
+    teacher: Teacher,
     rows: Iterable[PackedRow],
     fingerprint: Fingerprint,
     out: Place,

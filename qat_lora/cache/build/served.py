@@ -1,0 +1,329 @@
+"""A teacher behind a server: the likeliest tokens of a text's positions, asked for over HTTP by token ids.
+
+vLLM and SGLang score a whole prompt in one forward, llama.cpp's server the position after a prompt, whose prefix it
+keeps. What is sent are ids, one document of a row at a time (attention restarts there), nothing put in front; what
+comes back must be ids too: text would not tell two tokens of the same letters apart. The chat protocol, which every
+hosted model speaks, gives neither, so it cannot be a teacher here.
+
+Servers are only as good as their answers, so each is held against what was asked: the ids that went in, K entries of
+the vocabulary, log-probabilities that sum to at most one. A server that is busy, slow or gone is asked again, by
+urllib3's rules. Which model answers is known by its name and by what it says of one short text (`identify`), compared
+whenever a build starts and after every lost connection, since an engine is easily started again with another model.
+"""
+
+import hashlib
+import itertools
+import json
+import math
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from qat_lora.cache.format.layout import Contents
+from qat_lora.cache.format.records import Fingerprint
+from qat_lora.config import option, required, settings
+from qat_lora.errors import CacheError, ConfigError, one_line
+from qat_lora.extras import require
+
+KEY = "QAT_LORA_TEACHER_KEY"
+"""The environment variable that holds the server's key, the one place where it may stand."""
+PROBE = "The quick brown fox jumps over the lazy dog. def square(x): return x * x\n"
+_PROBE_TOKENS = 16
+_PROBE_NATS = 0.05
+"""Mean change of the probe's log-probabilities up to which a model is the same one; bfloat16 moves them by less."""
+_AGAIN = (408, 429, 500, 502, 503, 504)  # answers after which the same request may succeed
+_RETRIES, _BACKOFF_S, _TIMEOUT_S = 7, 1.0, 600.0  # waits of 0, 2, 4, ... 64 seconds, or as long as the server says
+_NOISE = 1e-6
+"""What float32 log-probabilities may be off in their sum: a tail below it is none."""
+_SUM_SLACK = 1e-3
+_NOTED = re.compile(r"(.+) over HTTP; probe((?: [0-9]+:-?[0-9.]+)+)")
+
+Pairs = list[tuple[int, float]]  # token ids and their log-probabilities
+Ask = Callable[[str, dict[str, Any]], Any]
+
+
+@settings
+class ServedConfig:
+    """A teacher that is not loaded here."""
+
+    teacher_url: str | None = option(
+        None, f"server of the teacher, --teacher being one of its models; its key is read from {KEY}"
+    )
+    teacher_engine: Literal["auto", "vllm", "sglang", "llama.cpp"] = option("auto", "what the server is; auto: asks it")
+    tokenizer: str | None = option(None, "tokenizer of a teacher behind a URL or in a GGUF file: folder or Hub name")
+    concurrency: int = option(8, "requests under way at a time", unit="requests", min=1)
+    requests_per_second: float | None = option(None, "requests begun in a second at the most", above=0)
+    own_text: bool = option(False, "with --draws 1: the teacher wrote the text at T = 1, so its tokens are its draws")
+
+    def __post_init__(self) -> None:
+        if self.teacher_url is None:
+            return
+        if not re.fullmatch(r"https?://[^/@?#\s]+(/[^@?#\s]*)?", self.teacher_url):
+            raise ConfigError(
+                "teacher_url: is no plain http:// or https:// address; leave out user names, keys and parameters: a "
+                f"key belongs into the environment variable {KEY}"
+            )
+        if self.tokenizer is None:
+            raise ConfigError("tokenizer: missing; a server takes token ids: give the folder of the served model")
+
+    def check(self, options: Any) -> None:
+        """Raise ConfigError for a setting of the `CacheBuildOptions` that a server cannot fulfil, or only one can."""
+        if self.teacher_url is None:
+            required(options, "teacher")
+            for name in ("teacher_engine", "requests_per_second", "own_text"):
+                if getattr(self, name) != getattr(ServedConfig, name):
+                    raise ConfigError(f"{name}: is for a teacher behind a server; give --teacher-url too")
+            return
+        fits = {"hidden": False, "temperatures": (1.0,), "draws": int(self.own_text), "builder": "0/1"}
+        fits |= {"tail_draws": 0, "device_map": "none"}
+        for name, allowed in fits.items():
+            if (value := getattr(options, name)) not in (allowed, None):
+                why = (
+                    "is one builder's, whose requests run at once" if name == "builder" else "gives the top K at T = 1"
+                )
+                raise ConfigError(f"{name}: {value} does not fit a server, which {why}; allowed: {allowed}")
+
+
+def _vllm(ask: Ask, name: str, ids: Sequence[int], wanted: Sequence[bool], k: int, _plain: int) -> list[Pairs]:
+    asked = {"model": name, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": k}
+    listed = ask("/v1/completions", asked | {"add_special_tokens": False})["choices"][0]["prompt_logprobs"]
+    found = [{int(token): entry["logprob"] for token, entry in at.items()} for at in listed[1:]]
+    _same(len(listed) == len(ids) and all(token in at for token, at in zip(ids[1:], found, strict=True)))
+    return [[*at.items()] for at in found]
+
+
+def _sglang(ask: Ask, name: str, ids: Sequence[int], wanted: Sequence[bool], k: int, _plain: int) -> list[Pairs]:
+    sampling = {"max_new_tokens": 0, "temperature": 1.0}
+    asked = {"model": name, "input_ids": ids, "sampling_params": sampling, "return_logprob": True}
+    asked |= {"logprob_start_len": 0, "top_logprobs_num": k, "return_text_in_logprobs": False}
+    about = ask("/generate", asked)["meta_info"]
+    _same([entry[1] for entry in about["input_token_logprobs"]] == list(ids))
+    found = about["input_top_logprobs"]
+    _same(len(found) == len(ids))
+    return [[(token, value) for value, token, *_ in at] for at in found[1:]]
+
+
+def _llama_cpp(ask: Ask, name: str, ids: Sequence[int], wanted: Sequence[bool], k: int, plain: int) -> list[Pairs]:
+    # The token that follows is forced to be `plain`: one that ends within a letter gets no entry, and the next one's
+    # would be taken for it. The probabilities are the model's own, before sampling.
+    asked = {"model": name, "n_predict": 1, "n_probs": k, "cache_prompt": True, "post_sampling_probs": False}
+    asked |= {"temperature": 0.0, "samplers": [], "logit_bias": [[plain, 1e6]]}
+    found: list[Pairs] = []
+    for length, counts in enumerate(wanted, 1):
+        if not counts:
+            found.append([])
+            continue
+        answer = ask("/completion", asked | {"prompt": ids[:length]})
+        (at,) = answer["completion_probabilities"]
+        _same(answer["tokens_evaluated"] == length and at["id"] == plain)
+        found.append([(entry["id"], entry["logprob"]) for entry in at["top_logprobs"]])
+    return found
+
+
+ENGINES = {"vllm": _vllm, "sglang": _sglang, "llama.cpp": _llama_cpp}
+"""How each engine scores a document: `Pairs` of the positions before tokens 1, 2, ..., [] where it was not asked."""
+
+
+def _same(ids_are: bool) -> None:
+    if not ids_are:
+        raise ValueError("other token ids than were sent")
+
+
+class _Job(NamedTuple):
+    """A document of a row, up to its last target."""
+
+    row: int
+    first: int
+    ids: list[int]
+    wanted: list[bool]  # of each position before ids[1:], whether its prediction counts
+
+
+class ServedTeacher:
+    """A model behind a server; `arrays` are what a cache holds of it. Threads share it.
+
+    CacheError: the server cannot be reached, refuses, or is none of `ENGINES`; ConfigError: it does not list the model.
+    """
+
+    max_positions = None
+
+    def __init__(self, config: ServedConfig, name: str | None, top_k: int) -> None:
+        urllib3 = require("urllib3", "served")
+        self.url, self._top_k, self._threads = str(config.teacher_url).rstrip("/"), top_k, config.concurrency
+        self._key = os.environ.get(KEY, "")
+        retry = urllib3.Retry(
+            _RETRIES, redirect=0, allowed_methods=None, status_forcelist=_AGAIN, backoff_factor=_BACKOFF_S,
+            raise_on_status=False, raise_on_redirect=False,
+        )  # fmt: skip
+        self._pool = urllib3.PoolManager(
+            maxsize=self._threads, block=True, retries=retry, timeout=urllib3.Timeout(connect=30, read=_TIMEOUT_S)
+        )
+        self._errors = urllib3.exceptions.HTTPError
+        self._gap_s, self._next_s, self._lock = 1 / (config.requests_per_second or math.inf), 0.0, threading.Lock()
+        self._lost = False  # whether a connection was, so that another model may have come
+        listed = self._ask("/v1/models").get("data") or [{}]
+        names = [str(model.get("id")) for model in listed]
+        if name is None and len(names) > 1 or name is not None and name not in names:
+            raise ConfigError(f"teacher: {name} is no model of {self.url}; allowed: {', '.join(names)}")
+        model = listed[names.index(name) if name else 0]
+        self.name = str(model.get("id"))
+        engine = {"llamacpp": "llama.cpp"}.get(str(owner := model.get("owned_by")), owner)
+        self.engine = str(engine) if config.teacher_engine == "auto" else config.teacher_engine
+        if self.engine not in ENGINES:
+            raise CacheError(
+                f"teacher_url: {self.url} says that it is {self.engine}; allowed: {', '.join(ENGINES)}, whose answers "
+                "name tokens by id (--teacher-engine, if it is one of these)"
+            )
+        self.vocab_size = int((model.get("meta") or {}).get("n_vocab") or 0)  # 0: llama.cpp alone says it
+        if self.engine == "llama.cpp":  # more requests than slots would drive each other's prefixes out
+            self._threads = min(self._threads, int(self._ask("/props").get("total_slots") or 1))
+
+    def with_vocabulary(self, rows: int) -> "ServedTeacher":
+        """Set the number of ids that answers may hold."""
+        self.vocab_size = rows
+        return self
+
+    def identify(self, tokenizer: Any, noted: Fingerprint | None) -> tuple[str, str]:
+        """Return the fingerprint's `teacher_sha256` and `builder`: those `noted` by a build that has begun, if it fits.
+
+        CacheError: the server reads text as other ids than the tokenizer, or another model answers than was noted.
+        """
+        self._probe = tokenizer.encode(PROBE, add_special_tokens=False)[:_PROBE_TOKENS]
+        asked = {"model": self.name, "prompt": PROBE, "content": PROBE, "add_special_tokens": False}
+        theirs = self._ask("/tokenize", asked | {"add_special": False}, optional=True).get("tokens")
+        if theirs is not None and theirs[:_PROBE_TOKENS] != self._probe:
+            raise CacheError(
+                f"tokenizer: {self.url} reads the probe as ids {theirs[:6]}…, the tokenizer here as "
+                f"{self._probe[:6]}…; give the folder of the model that is served"
+            )
+        found = [at[0] for at in self._score(_Job(0, 0, self._probe, [True] * (len(self._probe) - 1)))]
+        self._seen = [(token, round(value, 3)) for token, value in found]
+        match = noted and noted.teacher == self.name and _NOTED.fullmatch(noted.builder)
+        if noted and match:
+            pairs = (text.split(":") for text in match[2].split())
+            self._seen = [(int(token), float(value)) for token, value in pairs]
+            self._check_model()
+            return noted.teacher_sha256, noted.builder
+        builder = f"{self.engine} over HTTP; probe " + " ".join(f"{token}:{value:.3f}" for token, value in self._seen)
+        return hashlib.sha256(f"{self.name}\n{builder}".encode()).hexdigest(), builder
+
+    def _check_model(self) -> None:
+        now = self._score(_Job(0, 0, self._probe, [True] * (len(self._probe) - 1)))
+        pairs = zip(now, self._seen, strict=False)
+        gaps = [abs(dict(at).get(token, 1 + value) - value) for at, (token, value) in pairs]
+        if len(now) != len(self._seen) or not np.mean(gaps) <= _PROBE_NATS:
+            raise CacheError(
+                f"teacher: another model answers at {self.url} under the name {self.name}: log-probabilities of the "
+                f"probe are {np.mean(gaps):.2f} nats away; serve the first one again, or choose another --out"
+            )
+
+    def arrays(self, inputs: Mapping[str, np.ndarray], held: Contents) -> dict[str, np.ndarray]:
+        """Return a batch's arrays as `codec.encode_rows` takes them; where nothing counts, the teacher is uniform.
+
+        `inputs` are `input_ids`, `loss_mask` and `doc_starts` [B, L]. CacheError: the server fails for good, gives
+        what was not asked for, or is another one since a connection was lost.
+        """
+        (rows, length), k = inputs["input_ids"].shape, held.top_k
+        shape = (rows, length - 1)
+        ids_BLK = np.broadcast_to(np.arange(k, dtype=np.int32), (*shape, k)).copy()
+        log_p_BLK = np.full((*shape, k), -math.log(held.vocab_size))
+        jobs = []
+        for row in range(rows):
+            starts = [*np.flatnonzero(inputs["doc_starts"][row]), length]
+            for first, end in itertools.pairwise(starts):
+                counts = np.flatnonzero(inputs["loss_mask"][row, first + 1 : end])
+                if len(counts):
+                    last = first + 2 + counts[-1]
+                    wanted = (inputs["loss_mask"][row, first + 1 : last] > 0).tolist()
+                    jobs.append(_Job(row, first, inputs["input_ids"][row, first:last].tolist(), wanted))
+        pool = ThreadPoolExecutor(self._threads, "teacher")
+        try:
+            for job, found in zip(jobs, pool.map(self._score, jobs), strict=True):
+                for place, pairs in enumerate(found, job.first):
+                    if pairs:
+                        ids_BLK[job.row, place], log_p_BLK[job.row, place] = zip(*pairs, strict=True)
+        finally:
+            pool.shutdown(cancel_futures=True)
+        if self._lost:
+            self._lost = False
+            self._check_model()
+        top_BL1, left_BL = log_p_BLK[..., :1], 1 - np.exp(log_p_BLK).sum(-1)
+        log_tail = np.log(left_BL, out=np.full(shape, -np.inf), where=(left_BL >= _NOISE) & (k < held.vocab_size))
+        arrays = {"head_ids": ids_BLK, "head_logits": log_p_BLK - top_BL1, "lse": -top_BL1[..., 0]}
+        own = {"draw_ids": inputs["input_ids"][:, 1:, None]} if held.draws else {}
+        return (
+            own
+            | {"log_tail": log_tail.astype(np.float32)}
+            | {name: values if name == "head_ids" else values.astype(np.float32) for name, values in arrays.items()}
+        )
+
+    def _score(self, job: _Job) -> list[Pairs]:
+        """Return each position's K pairs, likeliest first, [] where none were asked for."""
+        try:
+            found = ENGINES[self.engine](self._ask, self.name, job.ids, job.wanted, self._top_k, self._probe[0])
+            return [self._top(pairs) if counts else [] for pairs, counts in zip(found, job.wanted, strict=True)]
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            if isinstance(error, CacheError):
+                raise
+            reason = one_line(error, 200)
+            raise CacheError(
+                f"teacher_url: {self.url} does not answer as {self.engine} does, by token ids ({reason}); "
+                "give a server that does (a newer version?), or --teacher-engine"
+            ) from None
+
+    def _top(self, pairs: Pairs) -> Pairs:
+        """Return the K likeliest of a position's entries; the text's own token may be one more."""
+        ranked = sorted(pairs, key=lambda pair: -pair[1])[: self._top_k]
+        ids, values = {token for token, _ in ranked}, [value for _, value in ranked]
+        if len(ids) < self._top_k:
+            raise CacheError(
+                f"teacher_url: {self.url} gives {len(ids)} entries a position, --top-k {self._top_k} were asked for; "
+                f"ask for fewer, or let it give more (vLLM: --max-logprobs {self._top_k})"
+            )
+        if not all(type(token) is int and 0 <= token < (self.vocab_size or math.inf) for token in ids):
+            raise CacheError(
+                f"vocab_size: {self.url} gives token ids from {min(ids)} to {max(ids)}; allowed: 0 to "
+                f"{self.vocab_size - 1}: give the tokenizer of the served model, or its --vocab-size"
+            )
+        if not all(math.isfinite(value) for value in values) or sum(map(math.exp, values)) > 1 + _SUM_SLACK:
+            raise CacheError(f"teacher_url: {self.url} gives numbers that are no log-probabilities: {values[:4]}")
+        return ranked
+
+    def _ask(self, path: str, body: dict[str, Any] | None = None, optional: bool = False) -> Any:
+        """Return the JSON object that a path answers with, {} where it is `optional` and there is none."""
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        for attempt in range(_RETRIES + 1):
+            with self._lock:
+                begin_s = max(self._next_s, time.monotonic())
+                self._next_s = begin_s + self._gap_s
+            time.sleep(max(0.0, begin_s - time.monotonic()))
+            try:
+                answer = self._pool.request("POST" if body else "GET", self.url + path, json=body, headers=headers)
+                history = answer.retries.history if answer.retries else ()
+                self._lost |= any(failure.status != 429 for failure in history)
+                if answer.status == 200 and isinstance(found := json.loads(answer.data), dict):
+                    return found
+            except self._errors as error:
+                raise self._failed(path, str(error)) from None
+            except ValueError:  # an answer that was cut off and did not say how long it is
+                self._lost = True
+                time.sleep(_BACKOFF_S * attempt)
+                continue
+            if optional and answer.status in (400, 404, 405, 422, 501):
+                return {}
+            raise self._failed(path, f"{answer.status}: {answer.data[:500].decode(errors='replace')}", answer.status)
+        raise self._failed(path, "its answers are cut off")
+
+    def _failed(self, path: str, reason: str, status: int = 0) -> CacheError:
+        advice = "the same command goes on from what is complete"
+        if status in (401, 403):
+            advice = f"give its key in the environment variable {KEY}"
+        elif status == 400:
+            advice = f"vLLM needs --max-logprobs {self._top_k} for --top-k {self._top_k}, and --length fits its context"
+        hidden = one_line(ValueError(reason.replace(self._key, "***") if self._key else reason), 300)
+        return CacheError(f"teacher_url: {self.url}{path} failed ({hidden}); {advice}")
