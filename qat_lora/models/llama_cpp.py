@@ -26,9 +26,11 @@ class LlamaCppModel:
         self.max_positions = read_header(file).of_model("context_length")
         exact = llama_cpp.GGML_TYPE_F32  # keys and values as the weights give them: one row's are little memory
         try:
+            threads = torch.get_num_threads()  # OMP_NUM_THREADS: its threads spin, 40 times slower on a busy processor
             self._llama = llama_cpp.Llama(
-                str(file), n_ctx=length, n_gpu_layers=-1, logits_all=True, type_k=exact, type_v=exact, verbose=False
-            )
+                str(file), n_ctx=length, n_gpu_layers=-1, logits_all=True, type_k=exact, type_v=exact,
+                n_threads=threads, n_threads_batch=threads, verbose=False,
+            )  # fmt: skip
         except (ValueError, RuntimeError) as error:
             raise ModelError(f"model: llama.cpp does not load {file} ({one_line(error, 200)})") from None
         self.vocab_size = self._llama.n_vocab()

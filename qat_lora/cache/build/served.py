@@ -17,6 +17,7 @@ import json
 import math
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -252,6 +253,7 @@ class ServedTeacher:
         if self._lost:
             self._lost = False
             self._check_model()
+            print(f"note: {self.url} was away or failed, and the same model has answered again", file=sys.stderr)
         top_BL1, left_BL = log_p_BLK[..., :1], 1 - np.exp(log_p_BLK).sum(-1)
         log_tail = np.log(left_BL, out=np.full(shape, -np.inf), where=(left_BL >= _NOISE) & (k < held.vocab_size))
         arrays = {"head_ids": ids_BLK, "head_logits": log_p_BLK - top_BL1, "lse": -top_BL1[..., 0]}
@@ -303,7 +305,10 @@ class ServedTeacher:
                 self._next_s = begin_s + self._gap_s
             time.sleep(max(0.0, begin_s - time.monotonic()))
             try:
-                answer = self._pool.request("POST" if body else "GET", self.url + path, json=body, headers=headers)
+                retries = None if body else False  # what is asked at the start fails at once: the address may be wrong
+                answer = self._pool.request(
+                    "POST" if body else "GET", self.url + path, json=body, headers=headers, retries=retries
+                )
                 history = answer.retries.history if answer.retries else ()
                 self._lost |= any(failure.status != 429 for failure in history)
                 if answer.status == 200 and isinstance(found := json.loads(answer.data), dict):
