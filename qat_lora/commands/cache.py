@@ -16,7 +16,7 @@ from qat_lora.cache.build.served import ServedTeacher
 from qat_lora.cache.build.writer import CacheWriter, Partition
 from qat_lora.cache.format.lm_head import LMHeadFile, lm_head_file
 from qat_lora.cache.format.records import Fingerprint, optional_arrays
-from qat_lora.cache.storage.location import LocalFolder, Location, locate
+from qat_lora.cache.storage.location import LocalFolder, locate
 from qat_lora.cache.storage.store import noted_fingerprint, read_manifest
 from qat_lora.cache.tools import overlap
 from qat_lora.cache.tools.audit import audit, check_teacher, summary
@@ -27,19 +27,12 @@ from qat_lora.data.sources import TextConfig, describe_source, open_documents
 from qat_lora.errors import ConfigError, InterruptedRunError
 from qat_lora.evaluate.report import save_json, text_table
 from qat_lora.files import outputs
-from qat_lora.files.checksums import checkpoint_sha256, read_object
+from qat_lora.files.checksums import WEIGHTS, checkpoint_sha256, read_object
 from qat_lora.files.gguf_header import GGUF, read_header
 from qat_lora.models.device_map import DispatchedCausalLM, load_dispatched
 from qat_lora.models.from_gguf import check_tokens
 from qat_lora.models.llama_cpp import LlamaCppModel
-from qat_lora.models.load import (
-    TOKENIZER_PATTERNS,
-    CausalLM,
-    load_model,
-    load_tokenizer,
-    resolve_model,
-    tokenizer_sha256,
-)
+from qat_lora.models.load import PATTERNS, CausalLM, load_model, load_tokenizer, resolve_model, tokenizer_sha256
 from qat_lora.options import AuditOptions, CacheBuildOptions
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.machine import made_with
@@ -59,24 +52,10 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
     default = f"caches/{Path(str(text.dataset)).name.replace('.', '-')}_L{options.length}_K{options.top_k}"
     place = locate(run.out or default)
     out = place.path if isinstance(place, LocalFolder) else place
-    teacher: _Teacher
-    if options.served.teacher_url is not None:
-        teacher = ServedTeacher(options.served, options.teacher, options.top_k)
-    else:
-        fetch(runtime, str(options.teacher), options.hub)
-        teacher = _teacher(options, runtime, options.length, options.served.tokenizer)
-        fits_positions(teacher, options.length)
-    if isinstance(teacher, CausalLM):
-        folder = teacher.folder
-    else:
-        required(options.served, "tokenizer")
-        folder = resolve_model(str(options.served.tokenizer), options.hub.revision, TOKENIZER_PATTERNS)
-    tokenizer = load_tokenizer(folder, options.hub.trust_remote_code)
-    if isinstance(teacher, LlamaCppModel):
-        check_tokens(read_header(teacher.folder), tokenizer, folder)
-    teacher = _with_vocabulary(teacher, tokenizer, folder, options.vocab_size)
-    lm_head = None if not options.hidden or isinstance(teacher, ServedTeacher) else lm_head_file(teacher.lm_head())
-    fingerprint = _fingerprint(options, runtime, teacher, tokenizer, lm_head, place)
+    noted = None if run.overwrite else noted_fingerprint(place)
+    teacher, tokenizer, folder, identity = _open_teacher(options, runtime, noted)
+    lm_head = lm_head_file(teacher.lm_head()) if options.hidden and not isinstance(teacher, ServedTeacher) else None
+    fingerprint = _fingerprint(options, identity, teacher.vocab_size, tokenizer, lm_head)
     encode = make_encoder(tokenizer)
     say(run, f"{runtime.description} · {run.dtype} · cache in {out}")
     documents = partial(open_documents, text)
@@ -85,7 +64,8 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
     rest = share(documents, first, part.builder, part.builders)
     max_rows = options.num_rows and part.of(options.num_rows)
     batch_rows = 1 if isinstance(teacher, LlamaCppModel) else options.teacher_batch_size  # it computes them one by one
-    settings = ForwardSettings(batch_rows, _device(teacher, runtime), piece_bytes=runtime.piece_bytes)
+    device = runtime.device if isinstance(teacher, CausalLM) else "cpu"
+    settings = ForwardSettings(batch_rows, device, piece_bytes=runtime.piece_bytes)
 
     def rows(cursor: Any = None) -> Iterator[PackedRow]:
         return pack_rows(rest(cursor["document"] if cursor else 0), encode, options.length, cursor)
@@ -134,30 +114,58 @@ def as_builder(options: CacheBuildOptions, runtime: Runtime) -> CacheBuildOption
     return replace(options, builder=str(mine))
 
 
+def _open_teacher(
+    options: CacheBuildOptions, runtime: Runtime, noted: Fingerprint | None
+) -> tuple[_Teacher, Any, Path, tuple[str, str, str]]:
+    """Return the teacher, its tokenizer and that one's folder, and the teacher's name, sha256 and software.
+
+    The sha256 is as an unfinished build `noted` it where that can be.
+    """
+    served, hub = options.served, options.hub
+    teacher: _Teacher
+    if served.teacher_url is not None:
+        teacher = ServedTeacher(served, options.teacher, options.top_k)
+    else:
+        fetch(runtime, str(options.teacher), hub)
+        teacher = _teacher(options, runtime, options.length)
+        fits_positions(teacher, options.length)
+    if not isinstance(teacher, CausalLM):
+        required(served, "tokenizer")
+        folder = resolve_model(str(served.tokenizer), hub.revision, [name for name in PATTERNS if name not in WEIGHTS])
+    elif served.tokenizer is None:
+        folder = teacher.folder
+    else:
+        raise ConfigError("tokenizer: is for a teacher behind --teacher-url or in a GGUF file; this one has its own")
+    tokenizer = load_tokenizer(folder, hub.trust_remote_code)
+    if isinstance(teacher, ServedTeacher):
+        size = int(read_object(folder / "config.json").get("vocab_size") or max(tokenizer.get_vocab().values()) + 1)
+        identity = (teacher.name, *teacher.identify(tokenizer, size, noted))
+    else:
+        software = f"torch {torch.__version__}, {runtime.device.type}, {options.run.dtype}"
+        if isinstance(teacher, LlamaCppModel):
+            check_tokens(read_header(teacher.folder), tokenizer, folder)
+            software = teacher.version
+        sha256 = checkpoint_sha256(teacher.folder, noted.teacher_sha256 if noted else None)
+        identity = (str(Path(str(options.teacher))), sha256, software)  # T/ and ./T are T
+    return _with_vocabulary(teacher, tokenizer, options.vocab_size), tokenizer, folder, identity
+
+
 def _fingerprint(
     options: CacheBuildOptions,
-    runtime: Runtime,
-    teacher: _Teacher,
+    identity: tuple[str, str, str],
+    vocab_size: int,
     tokenizer: Any,
     lm_head: LMHeadFile | None,
-    at: Location,
 ) -> Fingerprint:
-    """Return what the cache is to hold; the teacher's identity is taken from an unfinished one where that can be."""
+    """Return what the cache is to hold; `identity` is the teacher's name, sha256 and software."""
     run, builders = options.run, Partition.parse(options.builder).builders
+    name, sha256, software = identity
     template = getattr(tokenizer, "chat_template", None)
     packing = "documents with bos and eos; attention and positions restart at each"
     hidden = (lm_head.width, lm_head.sha256) if lm_head else ()
-    noted = None if run.overwrite else noted_fingerprint(at)
-    if isinstance(teacher, ServedTeacher):
-        name, (sha256, software) = teacher.name, teacher.identify(tokenizer, noted)
-    else:
-        name = str(Path(str(options.teacher)))  # T/ and ./T are T
-        sha256 = checkpoint_sha256(teacher.folder, noted.teacher_sha256 if noted else None)
-        software = f"torch {torch.__version__}, {runtime.device.type}, {run.dtype}"
-        software = teacher.version if isinstance(teacher, LlamaCppModel) else software
     return Fingerprint(
         tokenizer_sha256=tokenizer_sha256(tokenizer),
-        vocab_size=teacher.vocab_size,
+        vocab_size=vocab_size,
         teacher=name,
         teacher_sha256=sha256,
         chat_template_sha256=hashlib.sha256(str(template).encode()).hexdigest() if template else None,
@@ -174,25 +182,13 @@ def _fingerprint(
     )
 
 
-def _with_vocabulary(teacher: _Teacher, tokenizer: Any, folder: Path, rows: int | None) -> _Teacher:
-    """Return the teacher with the first rows of its LM head alone: models of a family may differ in padding.
-
-    How many a server's model has, llama.cpp alone says; else it is what the tokenizer's folder says, a model's or not.
-    """
-    fewest, most = max(tokenizer.get_vocab().values()) + 1, teacher.vocab_size
-    if isinstance(teacher, ServedTeacher):
-        here = read_object(folder / "config.json").get("vocab_size")
-        if teacher.vocab_size and here not in (None, teacher.vocab_size):
-            raise ConfigError(
-                f"tokenizer: the model in {folder} has {here} entries, the one that is served {teacher.vocab_size}; "
-                "give the folder of the model that is served"
-            )
-        most = teacher.vocab_size or int(here or fewest)
-        rows = rows or most
+def _with_vocabulary(teacher: _Teacher, tokenizer: Any, rows: int | None) -> _Teacher:
+    """Return the teacher with the first rows of its LM head alone: models of a family may differ in padding."""
     if rows is None:
         return teacher
-    if not fewest <= rows <= most:
-        held = f"the tokenizer's ids take {fewest}, the teacher's output head has {most} rows"
+    fewest = max(tokenizer.get_vocab().values()) + 1
+    if not fewest <= rows <= teacher.vocab_size:
+        held = f"the tokenizer's ids take {fewest}, the teacher's output head has {teacher.vocab_size} rows"
         raise ConfigError(f"vocab_size: {rows} is not allowed; {held}: give a number between these")
     return teacher.with_vocabulary(rows)
 
@@ -201,7 +197,7 @@ def audit_cache(options: AuditOptions, runtime: Runtime) -> dict[str, Any]:
     """Run the teacher again on some rows of a cache and report how far the cache is from it; with --out, kept there."""
     run, path = options.run, str(options.kd_cache_dir)
     held = read_manifest(path).fingerprint  # refuses what is no cache before a model is loaded
-    teacher = _teacher(options, runtime, held.length, None)
+    teacher = _teacher(options, runtime, held.length)
     sha256 = checkpoint_sha256(teacher.folder, held.teacher_sha256)
     check_teacher(held, path, sha256, teacher.vocab_size)
     out = Path(run.out) if run.out else None
@@ -233,24 +229,15 @@ def audit_cache(options: AuditOptions, runtime: Runtime) -> dict[str, Any]:
     return report
 
 
-def _teacher(
-    options: CacheBuildOptions | AuditOptions, runtime: Runtime, length: int, tokenizer: str | None
-) -> CausalLM | LlamaCppModel:
-    """Return the teacher: in llama.cpp, or loaded here, where `tokenizer` must be None since it has its own."""
+def _teacher(options: CacheBuildOptions | AuditOptions, runtime: Runtime, length: int) -> CausalLM | LlamaCppModel:
+    """Return the teacher: in llama.cpp, or loaded here."""
     file = resolve_model(str(options.teacher), options.hub.revision)
     if file.suffix == GGUF:
         return LlamaCppModel(file, length)
-    if tokenizer is not None:
-        raise ConfigError("tokenizer: is for a teacher behind --teacher-url or in a GGUF file; this one has its own")
     if options.device_map == "none":
         return load_model(str(options.teacher), options.hub, options.run.dtype)
     runtime.check_device_map()
     return load_dispatched(str(options.teacher), options.device_map, options.hub, options.run.dtype)
-
-
-def _device(teacher: object, runtime: Runtime) -> torch.device:
-    """Return where the teacher takes its ids: llama.cpp and servers have devices of their own."""
-    return runtime.device if isinstance(teacher, CausalLM) else torch.device("cpu")
 
 
 def _place(teacher: object, runtime: Runtime) -> None:

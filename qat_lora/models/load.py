@@ -62,8 +62,7 @@ TILED, BLOCKED, FLEX = "qat_lora_tiled", "qat_lora_blocked", "qat_lora_flex"
 """Names of our attention among those of transformers."""
 GENERATION = "generation_config.json"
 """A model's default generation settings."""
-TOKENIZER_PATTERNS = ["*.json", "*.txt", "*.jinja", "*.model", SUMS]
-PATTERNS = [*TOKENIZER_PATTERNS, "*.safetensors"]
+PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", SUMS]
 
 
 def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str] = PATTERNS) -> Path:

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
@@ -43,7 +43,7 @@ _RETRIES, _BACKOFF_S, _TIMEOUT_S = 7, 1.0, 600.0  # waits of 0, 2, 4, ... 64 sec
 _NOISE = 1e-6
 """What float32 log-probabilities may be off in their sum: a tail below it is none."""
 _SUM_SLACK = 1e-3
-_NOTED = re.compile(r"(.+) over HTTP; probe((?: [0-9]+:-?[0-9.]+)+)")
+_NOTED = re.compile(r".+ over HTTP; probe((?: [0-9]+:-?[0-9.]+)+)")
 
 Pairs = list[tuple[int, float]]  # token ids and their log-probabilities
 Ask = Callable[[str, dict[str, Any]], Any]
@@ -136,91 +136,78 @@ def _same(ids_are: bool) -> None:
         raise ValueError("other token ids than were sent")
 
 
-class _Job(NamedTuple):
-    """A document of a row, up to its last target."""
-
-    row: int
-    first: int
-    ids: list[int]
-    wanted: list[bool]  # of each position before ids[1:], whether its prediction counts
-
-
 class ServedTeacher:
-    """A model behind a server; `arrays` are what a cache holds of it. Threads share it.
+    """A model behind a server; `arrays` are what a cache holds of it.
 
     CacheError: the server cannot be reached, refuses, or is none of `ENGINES`; ConfigError: it does not list the model.
     """
-
-    max_positions = None
 
     def __init__(self, config: ServedConfig, name: str | None, top_k: int) -> None:
         urllib3 = require("urllib3", "served")
         self.url, self._top_k, self._threads = str(config.teacher_url).rstrip("/"), top_k, config.concurrency
         self._key = os.environ.get(KEY, "")
-        retry = urllib3.Retry(
+        retries = urllib3.Retry(
             _RETRIES, redirect=0, allowed_methods=None, status_forcelist=_AGAIN, backoff_factor=_BACKOFF_S,
             raise_on_status=False, raise_on_redirect=False,
         )  # fmt: skip
-        self._pool = urllib3.PoolManager(
-            maxsize=self._threads, block=True, retries=retry, timeout=urllib3.Timeout(connect=30, read=_TIMEOUT_S)
-        )
+        timeout = urllib3.Timeout(connect=30, read=_TIMEOUT_S)
+        self._pool = urllib3.PoolManager(maxsize=self._threads, block=True, retries=retries, timeout=timeout)
         self._errors = urllib3.exceptions.HTTPError
         self._gap_s, self._next_s, self._lock = 1 / (config.requests_per_second or math.inf), 0.0, threading.Lock()
         self._lost = False  # whether a connection was, so that another model may have come
-        listed = self._ask("/v1/models").get("data") or [{}]
-        names = [str(model.get("id")) for model in listed]
-        if name is None and len(names) > 1 or name is not None and name not in names:
-            raise ConfigError(f"teacher: {name} is no model of {self.url}; allowed: {', '.join(names)}")
-        model = listed[names.index(name) if name else 0]
-        self.name = str(model.get("id"))
-        engine = {"llamacpp": "llama.cpp"}.get(str(owner := model.get("owned_by")), owner)
-        self.engine = str(engine) if config.teacher_engine == "auto" else config.teacher_engine
+        models = {str(model.get("id")): model for model in self._ask("/v1/models").get("data") or [{}]}
+        if name is None and len(models) > 1 or name is not None and name not in models:
+            raise ConfigError(f"teacher: {name} is no model of {self.url}; allowed: {', '.join(models)}")
+        self.name = name or next(iter(models))
+        owner = str(models[self.name].get("owned_by")).replace("llamacpp", "llama.cpp")
+        self.engine = owner if config.teacher_engine == "auto" else config.teacher_engine
         if self.engine not in ENGINES:
             raise CacheError(
                 f"teacher_url: {self.url} says that it is {self.engine}; allowed: {', '.join(ENGINES)}, whose answers "
                 "name tokens by id (--teacher-engine, if it is one of these)"
             )
-        self.vocab_size = int((model.get("meta") or {}).get("n_vocab") or 0)  # 0: llama.cpp alone says it
+        self.vocab_size = int((models[self.name].get("meta") or {}).get("n_vocab") or 0)  # llama.cpp alone says it
         if self.engine == "llama.cpp":  # more requests than slots would drive each other's prefixes out
             self._threads = min(self._threads, int(self._ask("/props").get("total_slots") or 1))
 
     def with_vocabulary(self, rows: int) -> "ServedTeacher":
-        """Set the number of ids that answers may hold."""
+        """Refuse ids from `rows` on in its answers."""
         self.vocab_size = rows
         return self
 
-    def identify(self, tokenizer: Any, noted: Fingerprint | None) -> tuple[str, str]:
+    def identify(self, tokenizer: Any, vocab_size: int, noted: Fingerprint | None) -> tuple[str, str]:
         """Return the fingerprint's `teacher_sha256` and `builder`: those `noted` by a build that has begun, if it fits.
 
-        CacheError: the server reads text as other ids than the tokenizer, or another model answers than was noted.
+        `vocab_size` is the model's by the folder of its tokenizer. CacheError: the server reads text as other ids than
+        the tokenizer, its vocabulary is another, or another model answers.
         """
         self._probe = tokenizer.encode(PROBE, add_special_tokens=False)[:_PROBE_TOKENS]
         asked = {"model": self.name, "prompt": PROBE, "content": PROBE, "add_special_tokens": False}
-        theirs = self._ask("/tokenize", asked | {"add_special": False}, optional=True).get("tokens")
-        if theirs is not None and theirs[:_PROBE_TOKENS] != self._probe:
+        theirs = self._ask("/tokenize", asked | {"add_special": False}, optional=True).get("tokens", self._probe)
+        if theirs[:_PROBE_TOKENS] != self._probe or self.vocab_size not in (0, vocab_size):
             raise CacheError(
-                f"tokenizer: {self.url} reads the probe as ids {theirs[:6]}…, the tokenizer here as "
-                f"{self._probe[:6]}…; give the folder of the model that is served"
+                f"tokenizer: is of another model than {self.url} serves: a vocabulary of {vocab_size} and the probe's "
+                f"ids {self._probe[:6]} here, {self.vocab_size or 'unknown'} and {theirs[:6]} there; give the folder of "
+                "the model that is served"
             )
-        found = [at[0] for at in self._score(_Job(0, 0, self._probe, [True] * (len(self._probe) - 1)))]
-        self._seen = [(token, round(value, 3)) for token, value in found]
+        self.vocab_size = vocab_size
         match = noted and noted.teacher == self.name and _NOTED.fullmatch(noted.builder)
         if noted and match:
-            pairs = (text.split(":") for text in match[2].split())
+            pairs = (text.split(":") for text in match[1].split())
             self._seen = [(int(token), float(value)) for token, value in pairs]
             self._check_model()
             return noted.teacher_sha256, noted.builder
+        self._seen = [at[0] for at in self._score(self._probe)]
         builder = f"{self.engine} over HTTP; probe " + " ".join(f"{token}:{value:.3f}" for token, value in self._seen)
         return hashlib.sha256(f"{self.name}\n{builder}".encode()).hexdigest(), builder
 
     def _check_model(self) -> None:
-        now = self._score(_Job(0, 0, self._probe, [True] * (len(self._probe) - 1)))
-        pairs = zip(now, self._seen, strict=False)
-        gaps = [abs(dict(at).get(token, 1 + value) - value) for at, (token, value) in pairs]
-        if len(now) != len(self._seen) or not np.mean(gaps) <= _PROBE_NATS:
+        pairs = zip(self._score(self._probe), self._seen, strict=False)
+        gap = np.mean([abs(dict(at).get(token, value + 1) - value) for at, (token, value) in pairs])
+        if not gap <= _PROBE_NATS:
             raise CacheError(
                 f"teacher: another model answers at {self.url} under the name {self.name}: log-probabilities of the "
-                f"probe are {np.mean(gaps):.2f} nats away; serve the first one again, or choose another --out"
+                f"probe are {gap:.2f} nats away; serve the first one again, or choose another --out"
             )
 
     def arrays(self, inputs: Mapping[str, np.ndarray], held: Contents) -> dict[str, np.ndarray]:
@@ -230,51 +217,46 @@ class ServedTeacher:
         what was not asked for, or is another one since a connection was lost.
         """
         (rows, length), k = inputs["input_ids"].shape, held.top_k
-        shape = (rows, length - 1)
-        ids_BLK = np.broadcast_to(np.arange(k, dtype=np.int32), (*shape, k)).copy()
-        log_p_BLK = np.full((*shape, k), -math.log(held.vocab_size))
-        jobs = []
+        ids_BLK = np.broadcast_to(np.arange(k, dtype=np.int32), (rows, length - 1, k)).copy()
+        log_p_BLK = np.full(ids_BLK.shape, -math.log(held.vocab_size))
+        places, documents, masks = [], [], []  # of each document up to its last target
         for row in range(rows):
-            starts = [*np.flatnonzero(inputs["doc_starts"][row]), length]
-            for first, end in itertools.pairwise(starts):
-                counts = np.flatnonzero(inputs["loss_mask"][row, first + 1 : end])
-                if len(counts):
-                    last = first + 2 + counts[-1]
-                    wanted = (inputs["loss_mask"][row, first + 1 : last] > 0).tolist()
-                    jobs.append(_Job(row, first, inputs["input_ids"][row, first:last].tolist(), wanted))
+            for first, end in itertools.pairwise([*np.flatnonzero(inputs["doc_starts"][row]), length]):
+                if len(targets := np.flatnonzero(inputs["loss_mask"][row, first + 1 : end])):
+                    last = first + 2 + targets[-1]
+                    places.append((row, first))
+                    documents.append(inputs["input_ids"][row, first:last].tolist())
+                    masks.append((inputs["loss_mask"][row, first + 1 : last] > 0).tolist())
         pool = ThreadPoolExecutor(self._threads, "teacher")
         try:
-            for job, found in zip(jobs, pool.map(self._score, jobs), strict=True):
-                for place, pairs in enumerate(found, job.first):
+            for (row, first), found in zip(places, pool.map(self._score, documents, masks), strict=True):
+                for position, pairs in enumerate(found, first):
                     if pairs:
-                        ids_BLK[job.row, place], log_p_BLK[job.row, place] = zip(*pairs, strict=True)
+                        ids_BLK[row, position], log_p_BLK[row, position] = zip(*pairs, strict=True)
         finally:
             pool.shutdown(cancel_futures=True)
         if self._lost:
             self._lost = False
             self._check_model()
             print(f"note: {self.url} was away or failed, and the same model has answered again", file=sys.stderr)
-        top_BL1, left_BL = log_p_BLK[..., :1], 1 - np.exp(log_p_BLK).sum(-1)
-        log_tail = np.log(left_BL, out=np.full(shape, -np.inf), where=(left_BL >= _NOISE) & (k < held.vocab_size))
-        arrays = {"head_ids": ids_BLK, "head_logits": log_p_BLK - top_BL1, "lse": -top_BL1[..., 0]}
-        own = {"draw_ids": inputs["input_ids"][:, 1:, None]} if held.draws else {}
-        return (
-            own
-            | {"log_tail": log_tail.astype(np.float32)}
-            | {name: values if name == "head_ids" else values.astype(np.float32) for name, values in arrays.items()}
-        )
+        largest_BL1, tail_BL = log_p_BLK[..., :1], 1 - np.exp(log_p_BLK).sum(-1)
+        has_tail_BL = (tail_BL >= _NOISE) & (k < held.vocab_size)
+        floats = {"head_logits": log_p_BLK - largest_BL1, "lse": -largest_BL1[..., 0]}
+        floats["log_tail"] = np.log(tail_BL, out=np.full_like(tail_BL, -np.inf), where=has_tail_BL)
+        arrays = {"head_ids": ids_BLK, **{name: values.astype(np.float32) for name, values in floats.items()}}
+        return arrays | ({"draw_ids": inputs["input_ids"][:, 1:, None]} if held.draws else {})
 
-    def _score(self, job: _Job) -> list[Pairs]:
-        """Return each position's K pairs, likeliest first, [] where none were asked for."""
+    def _score(self, ids: list[int], wanted: list[bool] | None = None) -> list[Pairs]:
+        """Return K pairs, likeliest first, of each position before ids[1:], [] of those that are not `wanted`."""
+        wanted = [True] * (len(ids) - 1) if wanted is None else wanted
         try:
-            found = ENGINES[self.engine](self._ask, self.name, job.ids, job.wanted, self._top_k, self._probe[0])
-            return [self._top(pairs) if counts else [] for pairs, counts in zip(found, job.wanted, strict=True)]
+            found = ENGINES[self.engine](self._ask, self.name, ids, wanted, self._top_k, self._probe[0])
+            return [self._top(pairs) if counts else [] for pairs, counts in zip(found, wanted, strict=True)]
+        except CacheError:
+            raise
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-            if isinstance(error, CacheError):
-                raise
-            reason = one_line(error, 200)
             raise CacheError(
-                f"teacher_url: {self.url} does not answer as {self.engine} does, by token ids ({reason}); "
+                f"teacher_url: {self.url} does not answer as {self.engine} does, by token ids ({one_line(error, 200)}); "
                 "give a server that does (a newer version?), or --teacher-engine"
             ) from None
 
@@ -287,28 +269,26 @@ class ServedTeacher:
                 f"teacher_url: {self.url} gives {len(ids)} entries a position, --top-k {self._top_k} were asked for; "
                 f"ask for fewer, or let it give more (vLLM: --max-logprobs {self._top_k})"
             )
-        if not all(type(token) is int and 0 <= token < (self.vocab_size or math.inf) for token in ids):
+        if not all(type(token) is int and 0 <= token < self.vocab_size for token in ids):
             raise CacheError(
                 f"vocab_size: {self.url} gives token ids from {min(ids)} to {max(ids)}; allowed: 0 to "
                 f"{self.vocab_size - 1}: give the tokenizer of the served model, or its --vocab-size"
             )
-        if not all(math.isfinite(value) for value in values) or sum(map(math.exp, values)) > 1 + _SUM_SLACK:
+        if not all(map(math.isfinite, values)) or sum(map(math.exp, values)) > 1 + _SUM_SLACK:
             raise CacheError(f"teacher_url: {self.url} gives numbers that are no log-probabilities: {values[:4]}")
         return ranked
 
     def _ask(self, path: str, body: dict[str, Any] | None = None, optional: bool = False) -> Any:
         """Return the JSON object that a path answers with, {} where it is `optional` and there is none."""
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        method, retries = ("POST", None) if body else ("GET", False)  # at the start: the address may be wrong
         for attempt in range(_RETRIES + 1):
             with self._lock:
                 begin_s = max(self._next_s, time.monotonic())
                 self._next_s = begin_s + self._gap_s
             time.sleep(max(0.0, begin_s - time.monotonic()))
             try:
-                retries = None if body else False  # what is asked at the start fails at once: the address may be wrong
-                answer = self._pool.request(
-                    "POST" if body else "GET", self.url + path, json=body, headers=headers, retries=retries
-                )
+                answer = self._pool.request(method, self.url + path, json=body, headers=headers, retries=retries)
                 history = answer.retries.history if answer.retries else ()
                 self._lost |= any(failure.status != 429 for failure in history)
                 if answer.status == 200 and isinstance(found := json.loads(answer.data), dict):
