@@ -119,9 +119,8 @@ class CacheBuildOptions:
     @property
     def draws_from_tail(self) -> int:
         """What `tail_draws` means where it is not given."""
-        if self.tail_draws is None:
-            return TAIL_DRAWS if self.top_k and self.served.teacher_url is None else 0
-        return self.tail_draws
+        default = TAIL_DRAWS if self.top_k and self.served.teacher_url is None else 0
+        return default if self.tail_draws is None else self.tail_draws
 
 
 @settings

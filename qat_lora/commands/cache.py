@@ -21,7 +21,6 @@ from qat_lora.cache.storage.store import noted_fingerprint, read_manifest
 from qat_lora.cache.tools import overlap
 from qat_lora.cache.tools.audit import audit, check_teacher, summary
 from qat_lora.cache.tools.audit import table_rows as audit_rows
-from qat_lora.config import required
 from qat_lora.data.packing import PackedRow, make_encoder, pack_rows, share, take_eval
 from qat_lora.data.sources import TextConfig, describe_source, open_documents
 from qat_lora.errors import ConfigError, InterruptedRunError
@@ -53,9 +52,9 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
     place = locate(run.out or default)
     out = place.path if isinstance(place, LocalFolder) else place
     noted = None if run.overwrite else noted_fingerprint(place)
-    teacher, tokenizer, folder, identity = _open_teacher(options, runtime, noted)
+    teacher, tokenizer, folder, about = _open_teacher(options, runtime, noted)
     lm_head = lm_head_file(teacher.lm_head()) if options.hidden and not isinstance(teacher, ServedTeacher) else None
-    fingerprint = _fingerprint(options, identity, teacher.vocab_size, tokenizer, lm_head)
+    fingerprint = _fingerprint(options, about, lm_head)
     encode = make_encoder(tokenizer)
     say(run, f"{runtime.description} · {run.dtype} · cache in {out}")
     documents = partial(open_documents, text)
@@ -116,10 +115,10 @@ def as_builder(options: CacheBuildOptions, runtime: Runtime) -> CacheBuildOption
 
 def _open_teacher(
     options: CacheBuildOptions, runtime: Runtime, noted: Fingerprint | None
-) -> tuple[_Teacher, Any, Path, tuple[str, str, str]]:
-    """Return the teacher, its tokenizer and that one's folder, and the teacher's name, sha256 and software.
+) -> tuple[_Teacher, Any, Path, dict[str, Any]]:
+    """Return the teacher, its tokenizer and that one's folder, and the fingerprint's fields about both.
 
-    The sha256 is as an unfinished build `noted` it where that can be.
+    The teacher's identity is as an unfinished build `noted` it where that can be.
     """
     served, hub = options.served, options.hub
     teacher: _Teacher
@@ -129,46 +128,41 @@ def _open_teacher(
         fetch(runtime, str(options.teacher), hub)
         teacher = _teacher(options, runtime, options.length)
         fits_positions(teacher, options.length)
-    if not isinstance(teacher, CausalLM):
-        required(served, "tokenizer")
-        folder = resolve_model(str(served.tokenizer), hub.revision, [name for name in PATTERNS if name not in WEIGHTS])
-    elif served.tokenizer is None:
+    if isinstance(teacher, CausalLM):
         folder = teacher.folder
     else:
-        raise ConfigError("tokenizer: is for a teacher behind --teacher-url or in a GGUF file; this one has its own")
+        folder = resolve_model(str(served.tokenizer), hub.revision, [name for name in PATTERNS if name not in WEIGHTS])
     tokenizer = load_tokenizer(folder, hub.trust_remote_code)
     if isinstance(teacher, ServedTeacher):
         size = int(read_object(folder / "config.json").get("vocab_size") or max(tokenizer.get_vocab().values()) + 1)
-        identity = (teacher.name, *teacher.identify(tokenizer, size, noted))
+        name, (sha256, software) = teacher.name, teacher.identify(tokenizer, size, noted)
     else:
         software = f"torch {torch.__version__}, {runtime.device.type}, {options.run.dtype}"
         if isinstance(teacher, LlamaCppModel):
             check_tokens(read_header(teacher.folder), tokenizer, folder)
             software = teacher.version
+        name = str(Path(str(options.teacher)))  # T/ and ./T are T
         sha256 = checkpoint_sha256(teacher.folder, noted.teacher_sha256 if noted else None)
-        identity = (str(Path(str(options.teacher))), sha256, software)  # T/ and ./T are T
-    return _with_vocabulary(teacher, tokenizer, options.vocab_size), tokenizer, folder, identity
-
-
-def _fingerprint(
-    options: CacheBuildOptions,
-    identity: tuple[str, str, str],
-    vocab_size: int,
-    tokenizer: Any,
-    lm_head: LMHeadFile | None,
-) -> Fingerprint:
-    """Return what the cache is to hold; `identity` is the teacher's name, sha256 and software."""
-    run, builders = options.run, Partition.parse(options.builder).builders
-    name, sha256, software = identity
+    teacher = _with_vocabulary(teacher, tokenizer, options.vocab_size)
     template = getattr(tokenizer, "chat_template", None)
+    about = {
+        "tokenizer_sha256": tokenizer_sha256(tokenizer),
+        "vocab_size": teacher.vocab_size,
+        "teacher": name,
+        "teacher_sha256": sha256,
+        "chat_template_sha256": hashlib.sha256(str(template).encode()).hexdigest() if template else None,
+        "builder": software,
+    }
+    return teacher, tokenizer, folder, about
+
+
+def _fingerprint(options: CacheBuildOptions, about: dict[str, Any], lm_head: LMHeadFile | None) -> Fingerprint:
+    """Return what the cache is to hold; `about` are the fields of teacher and tokenizer."""
+    run, builders = options.run, Partition.parse(options.builder).builders
     packing = "documents with bos and eos; attention and positions restart at each"
     hidden = (lm_head.width, lm_head.sha256) if lm_head else ()
     return Fingerprint(
-        tokenizer_sha256=tokenizer_sha256(tokenizer),
-        vocab_size=vocab_size,
-        teacher=name,
-        teacher_sha256=sha256,
-        chat_template_sha256=hashlib.sha256(str(template).encode()).hexdigest() if template else None,
+        **about,
         dataset=describe_source(options.text) + (f" first {options.num_rows} rows" if options.num_rows else ""),
         packing=packing + (f"; dealt out to {builders} builders" if builders > 1 else ""),
         length=options.length,
@@ -178,7 +172,6 @@ def _fingerprint(
         optional_arrays=optional_arrays(options.draws_from_tail, options.draws, *hidden),
         seed=run.seed,
         eval_rows=options.eval_rows,
-        builder=software,
     )
 
 
@@ -190,7 +183,10 @@ def _with_vocabulary(teacher: _Teacher, tokenizer: Any, rows: int | None) -> _Te
     if not fewest <= rows <= teacher.vocab_size:
         held = f"the tokenizer's ids take {fewest}, the teacher's output head has {teacher.vocab_size} rows"
         raise ConfigError(f"vocab_size: {rows} is not allowed; {held}: give a number between these")
-    return teacher.with_vocabulary(rows)
+    if isinstance(teacher, CausalLM):
+        return teacher.with_vocabulary(rows)
+    teacher.vocab_size = rows
+    return teacher
 
 
 def audit_cache(options: AuditOptions, runtime: Runtime) -> dict[str, Any]:

@@ -22,7 +22,7 @@ class LlamaCppModel:
 
     def __init__(self, file: Path, length: int) -> None:
         llama_cpp = require("llama_cpp", "llama")
-        self.folder, self.length = file, length
+        self.folder = file
         self.max_positions = read_header(file).of_model("context_length")
         exact = llama_cpp.GGML_TYPE_F32  # keys and values as the weights give them: one row's are little memory
         try:
@@ -36,21 +36,15 @@ class LlamaCppModel:
         self.vocab_size = self._llama.n_vocab()
         self.version = f"llama.cpp by llama-cpp-python {llama_cpp.__version__}"
 
-    def with_vocabulary(self, rows: int) -> "LlamaCppModel":
-        """Count all entries from `rows` on as padding."""
-        self.vocab_size = rows
-        return self
-
     def hidden(self, input_ids_BL: Tensor, document_ids_BL: Tensor) -> Tensor:
         """Return the logits [B, L, V] in float32, every document of a row computed by itself."""
-        rows = []
+        documents = []
         for ids_L, documents_L in zip(input_ids_BL, document_ids_BL, strict=True):
-            counts = torch.unique_consecutive(documents_L, return_counts=True)[1].tolist()
-            for document in ids_L.split(counts):
+            for document in ids_L.split(torch.unique_consecutive(documents_L, return_counts=True)[1].tolist()):
                 self._llama.reset()
                 self._llama.eval(document.tolist())
-                rows.append(torch.from_numpy(np.array(self._llama.scores[: len(document)], np.float32)))
-        return torch.cat(rows).unflatten(0, input_ids_BL.shape)
+                documents.append(torch.from_numpy(np.array(self._llama.scores[: len(document)], np.float32)))
+        return torch.cat(documents).unflatten(0, input_ids_BL.shape)
 
     def lm_head(self) -> LMHead:
         """Refuse: llama.cpp does not hand it out."""

@@ -22,12 +22,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
+from qat_lora.cache.build.served import ServedTeacher
 from qat_lora.cache.build.topk import row_uniforms, sparse_arrays
 from qat_lora.cache.build.writer import CacheWriter
 from qat_lora.cache.format import layout as fmt
@@ -53,17 +54,7 @@ class ForwardSettings(NamedTuple):
     piece_bytes: int | None = None  # of float32 logits worked on at a time (`Runtime.piece_bytes`); None for a chunk
 
 
-@runtime_checkable
-class ArrayTeacher(Protocol):
-    """A teacher of which nothing but what the cache keeps is to be had, one behind a server (`served`)."""
-
-    vocab_size: int
-
-    def arrays(self, inputs: Mapping[str, np.ndarray], held: fmt.Contents) -> dict[str, np.ndarray]:
-        """Return the teacher's arrays that `codec.encode_rows` takes, of `input_ids`, `loss_mask`, `doc_starts`."""
-
-
-Teacher = LanguageModel | ArrayTeacher
+Teacher = LanguageModel | ServedTeacher
 _Batch = list[tuple[str, PackedRow]]  # rows with their splits
 _DEFAULTS = ForwardSettings()
 
@@ -190,7 +181,7 @@ def run_batch(
                 raise CacheError(f"{name}: a row has shape {values.shape}; this cache needs {shape[1:]}")
             array[place] = values
     inputs["documents"] = np.cumsum(inputs["doc_starts"], axis=1, dtype=np.int32)
-    if isinstance(teacher, ArrayTeacher):
+    if isinstance(teacher, ServedTeacher):
         return {**inputs, **teacher.arrays(inputs, held)}
     ids_BL, documents_BL = (torch.from_numpy(inputs[name]).to(device) for name in ("input_ids", "documents"))
     uniforms = {}

@@ -32,17 +32,13 @@ from qat_lora.config import option, required, settings
 from qat_lora.errors import CacheError, ConfigError, one_line
 from qat_lora.extras import require
 
-KEY = "QAT_LORA_TEACHER_KEY"
-"""The environment variable that holds the server's key, the one place where it may stand."""
+KEY = "QAT_LORA_TEACHER_KEY"  # of the environment: the one place where a server's key may stand
 PROBE = "The quick brown fox jumps over the lazy dog. def square(x): return x * x\n"
 _PROBE_TOKENS = 16
-_PROBE_NATS = 0.05
-"""Mean change of the probe's log-probabilities up to which a model is the same one; bfloat16 moves them by less."""
+_PROBE_NATS = 0.05  # mean change of its log-probabilities up to which a model is the same: bfloat16 in another batch
 _AGAIN = (408, 429, 500, 502, 503, 504)  # answers after which the same request may succeed
 _RETRIES, _BACKOFF_S, _TIMEOUT_S = 7, 1.0, 600.0  # waits of 0, 2, 4, ... 64 seconds, or as long as the server says
-_NOISE = 1e-6
-"""What float32 log-probabilities may be off in their sum: a tail below it is none."""
-_SUM_SLACK = 1e-3
+_NOISE, _SLACK = 1e-6, 1e-3  # what sums of float32 log-probabilities are off: a tail below is none; of bfloat16 ones
 _NOTED = re.compile(r".+ over HTTP; probe((?: [0-9]+:-?[0-9.]+)+)")
 
 Pairs = list[tuple[int, float]]  # token ids and their log-probabilities
@@ -53,41 +49,33 @@ Ask = Callable[[str, dict[str, Any]], Any]
 class ServedConfig:
     """A teacher that is not loaded here."""
 
-    teacher_url: str | None = option(
-        None, f"server of the teacher, --teacher being one of its models; its key is read from {KEY}"
-    )
+    teacher_url: str | None = option(None, f"server of the teacher, one of whose models it is; its key is in {KEY}")
     teacher_engine: Literal["auto", "vllm", "sglang", "llama.cpp"] = option("auto", "what the server is; auto: asks it")
     tokenizer: str | None = option(None, "tokenizer of a teacher behind a URL or in a GGUF file: folder or Hub name")
     concurrency: int = option(8, "requests under way at a time", unit="requests", min=1)
     requests_per_second: float | None = option(None, "requests begun in a second at the most", above=0)
     own_text: bool = option(False, "with --draws 1: the teacher wrote the text at T = 1, so its tokens are its draws")
 
-    def __post_init__(self) -> None:
+    def check(self, options: Any) -> None:
+        """Raise ConfigError for a setting of the `CacheBuildOptions` that a server cannot fulfil, or only one can."""
         if self.teacher_url is None:
+            required(options, "teacher")
+            if is_gguf := options.teacher.endswith(".gguf"):
+                required(self, "tokenizer")
+            for name in ("teacher_engine", "requests_per_second", "own_text", *(["tokenizer"] * (not is_gguf))):
+                if getattr(self, name) != getattr(ServedConfig, name):
+                    raise ConfigError(f"{name}: is for a teacher behind a server; give --teacher-url too")
             return
         if not re.fullmatch(r"https?://[^/@?#\s]+(/[^@?#\s]*)?", self.teacher_url):
             raise ConfigError(
                 "teacher_url: is no plain http:// or https:// address; leave out user names, keys and parameters: a "
                 f"key belongs into the environment variable {KEY}"
             )
-        if self.tokenizer is None:
-            raise ConfigError("tokenizer: missing; a server takes token ids: give the folder of the served model")
-
-    def check(self, options: Any) -> None:
-        """Raise ConfigError for a setting of the `CacheBuildOptions` that a server cannot fulfil, or only one can."""
-        if self.teacher_url is None:
-            required(options, "teacher")
-            for name in ("teacher_engine", "requests_per_second", "own_text"):
-                if getattr(self, name) != getattr(ServedConfig, name):
-                    raise ConfigError(f"{name}: is for a teacher behind a server; give --teacher-url too")
-            return
-        fits = {"hidden": False, "temperatures": (1.0,), "draws": int(self.own_text), "builder": "0/1"}
-        fits |= {"tail_draws": 0, "device_map": "none"}
-        for name, allowed in fits.items():
+        required(self, "tokenizer")
+        fits = {"hidden": False, "temperatures": (1.0,), "draws": int(self.own_text), "tail_draws": 0}
+        for name, allowed in (fits | {"builder": "0/1", "device_map": "none"}).items():
             if (value := getattr(options, name)) not in (allowed, None):
-                why = (
-                    "is one builder's, whose requests run at once" if name == "builder" else "gives the top K at T = 1"
-                )
+                why = "gives the top K at T = 1, to one builder"
                 raise ConfigError(f"{name}: {value} does not fit a server, which {why}; allowed: {allowed}")
 
 
@@ -105,9 +93,7 @@ def _sglang(ask: Ask, name: str, ids: Sequence[int], wanted: Sequence[bool], k: 
     asked |= {"logprob_start_len": 0, "top_logprobs_num": k, "return_text_in_logprobs": False}
     about = ask("/generate", asked)["meta_info"]
     _same([entry[1] for entry in about["input_token_logprobs"]] == list(ids))
-    found = about["input_top_logprobs"]
-    _same(len(found) == len(ids))
-    return [[(token, value) for value, token, *_ in at] for at in found[1:]]
+    return [[(token, value) for value, token, *_ in at] for at in about["input_top_logprobs"][1:]]
 
 
 def _llama_cpp(ask: Ask, name: str, ids: Sequence[int], wanted: Sequence[bool], k: int, plain: int) -> list[Pairs]:
@@ -115,16 +101,14 @@ def _llama_cpp(ask: Ask, name: str, ids: Sequence[int], wanted: Sequence[bool], 
     # would be taken for it. The probabilities are the model's own, before sampling.
     asked = {"model": name, "n_predict": 1, "n_probs": k, "cache_prompt": True, "post_sampling_probs": False}
     asked |= {"temperature": 0.0, "samplers": [], "logit_bias": [[plain, 1e6]]}
-    found: list[Pairs] = []
-    for length, counts in enumerate(wanted, 1):
-        if not counts:
-            found.append([])
-            continue
+
+    def after(length: int) -> Pairs:
         answer = ask("/completion", asked | {"prompt": ids[:length]})
         (at,) = answer["completion_probabilities"]
         _same(answer["tokens_evaluated"] == length and at["id"] == plain)
-        found.append([(entry["id"], entry["logprob"]) for entry in at["top_logprobs"]])
-    return found
+        return [(entry["id"], entry["logprob"]) for entry in at["top_logprobs"]]
+
+    return [after(length) if counts else [] for length, counts in enumerate(wanted, 1)]
 
 
 ENGINES = {"vllm": _vllm, "sglang": _sglang, "llama.cpp": _llama_cpp}
@@ -162,18 +146,11 @@ class ServedTeacher:
         owner = str(models[self.name].get("owned_by")).replace("llamacpp", "llama.cpp")
         self.engine = owner if config.teacher_engine == "auto" else config.teacher_engine
         if self.engine not in ENGINES:
-            raise CacheError(
-                f"teacher_url: {self.url} says that it is {self.engine}; allowed: {', '.join(ENGINES)}, whose answers "
-                "name tokens by id (--teacher-engine, if it is one of these)"
-            )
+            allowed = f"allowed: {', '.join(ENGINES)}, which give token ids (--teacher-engine, if it is one of them)"
+            raise CacheError(f"teacher_url: {self.url} says that it is {self.engine}; {allowed}")
         self.vocab_size = int((models[self.name].get("meta") or {}).get("n_vocab") or 0)  # llama.cpp alone says it
         if self.engine == "llama.cpp":  # more requests than slots would drive each other's prefixes out
             self._threads = min(self._threads, int(self._ask("/props").get("total_slots") or 1))
-
-    def with_vocabulary(self, rows: int) -> "ServedTeacher":
-        """Refuse ids from `rows` on in its answers."""
-        self.vocab_size = rows
-        return self
 
     def identify(self, tokenizer: Any, vocab_size: int, noted: Fingerprint | None) -> tuple[str, str]:
         """Return the fingerprint's `teacher_sha256` and `builder`: those `noted` by a build that has begun, if it fits.
@@ -185,16 +162,15 @@ class ServedTeacher:
         asked = {"model": self.name, "prompt": PROBE, "content": PROBE, "add_special_tokens": False}
         theirs = self._ask("/tokenize", asked | {"add_special": False}, optional=True).get("tokens", self._probe)
         if theirs[:_PROBE_TOKENS] != self._probe or self.vocab_size not in (0, vocab_size):
+            both = f"{vocab_size} {self._probe[:6]}, there {self.vocab_size or 'unknown'} {theirs[:6]}"
+            where = f"{self.url} serves: vocabulary and ids of a probe are here {both}"
             raise CacheError(
-                f"tokenizer: is of another model than {self.url} serves: a vocabulary of {vocab_size} and the probe's "
-                f"ids {self._probe[:6]} here, {self.vocab_size or 'unknown'} and {theirs[:6]} there; give the folder of "
-                "the model that is served"
+                f"tokenizer: is of another model than {where}; give the folder of the model that is served"
             )
         self.vocab_size = vocab_size
         match = noted and noted.teacher == self.name and _NOTED.fullmatch(noted.builder)
         if noted and match:
-            pairs = (text.split(":") for text in match[1].split())
-            self._seen = [(int(token), float(value)) for token, value in pairs]
+            self._seen = [(int(at[0]), float(at[1])) for at in (text.split(":") for text in match[1].split())]
             self._check_model()
             return noted.teacher_sha256, noted.builder
         self._seen = [at[0] for at in self._score(self._probe)]
@@ -205,10 +181,8 @@ class ServedTeacher:
         pairs = zip(self._score(self._probe), self._seen, strict=False)
         gap = np.mean([abs(dict(at).get(token, value + 1) - value) for at, (token, value) in pairs])
         if not gap <= _PROBE_NATS:
-            raise CacheError(
-                f"teacher: another model answers at {self.url} under the name {self.name}: log-probabilities of the "
-                f"probe are {gap:.2f} nats away; serve the first one again, or choose another --out"
-            )
+            far = f"log-probabilities of a probe are {gap:.2f} nats away; serve the first one, or choose another --out"
+            raise CacheError(f"teacher: another model answers at {self.url} under the name {self.name}: {far}")
 
     def arrays(self, inputs: Mapping[str, np.ndarray], held: Contents) -> dict[str, np.ndarray]:
         """Return a batch's arrays as `codec.encode_rows` takes them; where nothing counts, the teacher is uniform.
@@ -255,26 +229,20 @@ class ServedTeacher:
         except CacheError:
             raise
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-            raise CacheError(
-                f"teacher_url: {self.url} does not answer as {self.engine} does, by token ids ({one_line(error, 200)}); "
-                "give a server that does (a newer version?), or --teacher-engine"
-            ) from None
+            what = f"answer as {self.engine} does, by token ids ({one_line(error, 99)}); give a newer one"
+            raise CacheError(f"teacher_url: {self.url} does not {what}, or --teacher-engine") from None
 
     def _top(self, pairs: Pairs) -> Pairs:
         """Return the K likeliest of a position's entries; the text's own token may be one more."""
         ranked = sorted(pairs, key=lambda pair: -pair[1])[: self._top_k]
         ids, values = {token for token, _ in ranked}, [value for _, value in ranked]
         if len(ids) < self._top_k:
-            raise CacheError(
-                f"teacher_url: {self.url} gives {len(ids)} entries a position, --top-k {self._top_k} were asked for; "
-                f"ask for fewer, or let it give more (vLLM: --max-logprobs {self._top_k})"
-            )
+            asked = f"--top-k {self._top_k} were asked for; ask for fewer, or let it give more (vLLM: --max-logprobs)"
+            raise CacheError(f"teacher_url: {self.url} gives {len(ids)} entries a position, {asked}")
         if not all(type(token) is int and 0 <= token < self.vocab_size for token in ids):
-            raise CacheError(
-                f"vocab_size: {self.url} gives token ids from {min(ids)} to {max(ids)}; allowed: 0 to "
-                f"{self.vocab_size - 1}: give the tokenizer of the served model, or its --vocab-size"
-            )
-        if not all(map(math.isfinite, values)) or sum(map(math.exp, values)) > 1 + _SUM_SLACK:
+            allowed = f"allowed: 0 to {self.vocab_size - 1}: give the served model's tokenizer, or its --vocab-size"
+            raise CacheError(f"vocab_size: {self.url} gives token ids from {min(ids)} to {max(ids)}; {allowed}")
+        if not all(map(math.isfinite, values)) or sum(map(math.exp, values)) > 1 + _SLACK:
             raise CacheError(f"teacher_url: {self.url} gives numbers that are no log-probabilities: {values[:4]}")
         return ranked
 
@@ -282,33 +250,26 @@ class ServedTeacher:
         """Return the JSON object that a path answers with, {} where it is `optional` and there is none."""
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         method, retries = ("POST", None) if body else ("GET", False)  # at the start: the address may be wrong
-        for attempt in range(_RETRIES + 1):
-            with self._lock:
-                begin_s = max(self._next_s, time.monotonic())
-                self._next_s = begin_s + self._gap_s
-            time.sleep(max(0.0, begin_s - time.monotonic()))
-            try:
-                answer = self._pool.request(method, self.url + path, json=body, headers=headers, retries=retries)
-                history = answer.retries.history if answer.retries else ()
-                self._lost |= any(failure.status != 429 for failure in history)
-                if answer.status == 200 and isinstance(found := json.loads(answer.data), dict):
-                    return found
-            except self._errors as error:
-                raise self._failed(path, str(error)) from None
-            except ValueError:  # an answer that was cut off and did not say how long it is
-                self._lost = True
-                time.sleep(_BACKOFF_S * attempt)
-                continue
-            if optional and answer.status in (400, 404, 405, 422, 501):
-                return {}
-            raise self._failed(path, f"{answer.status}: {answer.data[:500].decode(errors='replace')}", answer.status)
-        raise self._failed(path, "its answers are cut off")
+        with self._lock:
+            begin_s = max(self._next_s, time.monotonic())
+            self._next_s = begin_s + self._gap_s
+        time.sleep(max(0.0, begin_s - time.monotonic()))
+        try:
+            answer = self._pool.request(method, self.url + path, json=body, headers=headers, retries=retries)
+            self._lost |= bool(answer.retries) and any(failure.status != 429 for failure in answer.retries.history)
+            if answer.status == 200 and isinstance(found := json.loads(answer.data), dict):
+                return found
+        except (
+            self._errors,
+            ValueError,
+        ) as error:  # no answer, or one that is no JSON: cut off where no length is said
+            raise self._failed(path, str(error)) from None
+        if optional and answer.status in (400, 404, 405, 422, 501):
+            return {}
+        raise self._failed(path, f"{answer.status}: {answer.data[:500].decode(errors='replace')}", answer.status)
 
     def _failed(self, path: str, reason: str, status: int = 0) -> CacheError:
-        advice = "the same command goes on from what is complete"
-        if status in (401, 403):
-            advice = f"give its key in the environment variable {KEY}"
-        elif status == 400:
-            advice = f"vLLM needs --max-logprobs {self._top_k} for --top-k {self._top_k}, and --length fits its context"
+        of_key, of_vllm = f"give its key in {KEY}", f"--length must fit it; vLLM needs --max-logprobs {self._top_k}"
+        advice = {401: of_key, 403: of_key, 400: of_vllm}.get(status, "the same command goes on from what is complete")
         hidden = one_line(ValueError(reason.replace(self._key, "***") if self._key else reason), 300)
         return CacheError(f"teacher_url: {self.url}{path} failed ({hidden}); {advice}")
