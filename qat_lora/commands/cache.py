@@ -226,7 +226,6 @@ def audit_cache(options: AuditOptions, runtime: Runtime) -> dict[str, Any]:
 
 
 def _teacher(options: CacheBuildOptions | AuditOptions, runtime: Runtime, length: int) -> CausalLM | LlamaCppModel:
-    """Return the teacher: in llama.cpp, or loaded here."""
     file = resolve_model(str(options.teacher), options.hub.revision)
     if file.suffix == GGUF:
         return LlamaCppModel(file, length)

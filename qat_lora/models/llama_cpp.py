@@ -22,11 +22,10 @@ class LlamaCppModel:
 
     def __init__(self, file: Path, length: int) -> None:
         llama_cpp = require("llama_cpp", "llama")
-        self.folder = file
-        self.max_positions = read_header(file).of_model("context_length")
+        self.folder, self.max_positions = file, read_header(file).of_model("context_length")
+        threads = torch.get_num_threads()  # OMP_NUM_THREADS: they spin, and are 40 times slower on a busy processor
         exact = llama_cpp.GGML_TYPE_F32  # keys and values as the weights give them: one row's are little memory
         try:
-            threads = torch.get_num_threads()  # OMP_NUM_THREADS: its threads spin, 40 times slower on a busy processor
             self._llama = llama_cpp.Llama(
                 str(file), n_ctx=length, n_gpu_layers=-1, logits_all=True, type_k=exact, type_v=exact,
                 n_threads=threads, n_threads_batch=threads, verbose=False,

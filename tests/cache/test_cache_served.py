@@ -289,6 +289,11 @@ def test_servers_that_do_not_fit_are_refused(tiny, wide, tmp_path, monkeypatch):
             with pytest.raises(ConfigError, match=f"{teacher} is no model of .*; allowed: one, two"):
                 build(tiny, server, tmp_path / "cache", teacher=teacher)
         assert build(tiny, server, tmp_path / "two", teacher="two") and server.asked[-1]["model"] == "two"
+    for names, message in (("x", "does not answer as"), ([], "None is no model of .*; allowed:$")):
+        with Server(tiny.teacher, "vllm") as server:
+            server.listed = names
+            with pytest.raises(QatLoraError, match=message):
+                build(tiny, server, tmp_path / "cache")
     with pytest.raises(CacheError, match="/v1/models failed"):  # it is closed
         build(tiny, server, tmp_path / "cache")
 

@@ -19,7 +19,7 @@ class Server:
         self.engine, self.name, self.key, self.most = engine, name, key, most
         self.model, self.tokenizer = load_model(str(folder)), load_tokenizer(folder)
         self.faults, self.healthy, self.scored, self.asked, self.at_once = list(faults), healthy, 0, [], 0
-        self.owner, self.models, self.running = OWNERS.get(engine, engine), None, 0
+        self.listed, self.owner, self.models, self.running = None, OWNERS.get(engine, engine), None, 0
         self.lock, self.counting = threading.Lock(), threading.Lock()
         outer = self
 
@@ -51,7 +51,8 @@ class Server:
             return self.send(request, {"total_slots": 2})
         meta = {"meta": {"n_vocab": self.model.vocab_size}} if self.engine == "llama.cpp" else {}
         names = self.models or [self.name]
-        self.send(request, {"data": [{"id": name, "owned_by": self.owner, **meta} for name in names]})
+        listed = [{"id": name, "owned_by": self.owner, **meta} for name in names]
+        self.send(request, {"data": listed if self.listed is None else self.listed})
 
     def post(self, request):
         body = json.loads(request.rfile.read(int(request.headers["Content-Length"])))

@@ -11,6 +11,7 @@ urllib3's rules. Which model answers is known by its name and by what it says of
 whenever a build starts and after every lost connection, since an engine is easily started again with another model.
 """
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -20,7 +21,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -29,16 +30,15 @@ import numpy as np
 from qat_lora.cache.format.layout import Contents
 from qat_lora.cache.format.records import Fingerprint
 from qat_lora.config import option, required, settings
-from qat_lora.errors import CacheError, ConfigError, one_line
+from qat_lora.errors import CacheError, ConfigError, QatLoraError, one_line
 from qat_lora.extras import require
 
 KEY = "QAT_LORA_TEACHER_KEY"  # of the environment: the one place where a server's key may stand
 PROBE = "The quick brown fox jumps over the lazy dog. def square(x): return x * x\n"
-_PROBE_TOKENS = 16
-_PROBE_NATS = 0.05  # mean change of its log-probabilities up to which a model is the same: bfloat16 in another batch
+_PROBE_TOKENS, _PROBE_NATS = 16, 0.05  # of it; mean change of its log-probabilities up to which a model is the same
 _AGAIN = (408, 429, 500, 502, 503, 504)  # answers after which the same request may succeed
 _RETRIES, _BACKOFF_S, _TIMEOUT_S = 7, 1.0, 600.0  # waits of 0, 2, 4, ... 64 seconds, or as long as the server says
-_NOISE, _SLACK = 1e-6, 1e-3  # what sums of float32 log-probabilities are off: a tail below is none; of bfloat16 ones
+_NOISE, _SLACK = 1e-6, 1e-3  # a tail below that is the rounding of float32 sums: none; how far sums may be above 1
 _NOTED = re.compile(r".+ over HTTP; probe((?: [0-9]+:-?[0-9.]+)+)")
 
 Pairs = list[tuple[int, float]]  # token ids and their log-probabilities
@@ -67,16 +67,15 @@ class ServedConfig:
                     raise ConfigError(f"{name}: is for a teacher behind a server; give --teacher-url too")
             return
         if not re.fullmatch(r"https?://[^/@?#\s]+(/[^@?#\s]*)?", self.teacher_url):
-            raise ConfigError(
-                "teacher_url: is no plain http:// or https:// address; leave out user names, keys and parameters: a "
-                f"key belongs into the environment variable {KEY}"
-            )
+            hint = f"leave out user names, keys and parameters; a key belongs into the environment variable {KEY}"
+            raise ConfigError(f"teacher_url: is no plain http:// or https:// address; {hint}")
         required(self, "tokenizer")
         fits = {"hidden": False, "temperatures": (1.0,), "draws": int(self.own_text), "tail_draws": 0}
         for name, allowed in (fits | {"builder": "0/1", "device_map": "none"}).items():
             if (value := getattr(options, name)) not in (allowed, None):
-                why = "gives the top K at T = 1, to one builder"
-                raise ConfigError(f"{name}: {value} does not fit a server, which {why}; allowed: {allowed}")
+                raise ConfigError(
+                    f"{name}: {value} does not fit a server (top K, T = 1, one builder); allowed: {allowed}"
+                )
 
 
 def _vllm(ask: Ask, name: str, ids: Sequence[int], wanted: Sequence[bool], k: int, _plain: int) -> list[Pairs]:
@@ -111,8 +110,8 @@ def _llama_cpp(ask: Ask, name: str, ids: Sequence[int], wanted: Sequence[bool], 
     return [after(length) if counts else [] for length, counts in enumerate(wanted, 1)]
 
 
+# How each engine scores a document: `Pairs` of the positions before tokens 1, 2, ..., [] where it was not asked.
 ENGINES = {"vllm": _vllm, "sglang": _sglang, "llama.cpp": _llama_cpp}
-"""How each engine scores a document: `Pairs` of the positions before tokens 1, 2, ..., [] where it was not asked."""
 
 
 def _same(ids_are: bool) -> None:
@@ -129,7 +128,7 @@ class ServedTeacher:
     def __init__(self, config: ServedConfig, name: str | None, top_k: int) -> None:
         urllib3 = require("urllib3", "served")
         self.url, self._top_k, self._threads = str(config.teacher_url).rstrip("/"), top_k, config.concurrency
-        self._key = os.environ.get(KEY, "")
+        self._key, self.engine = os.environ.get(KEY, ""), str(config.teacher_engine)
         retries = urllib3.Retry(
             _RETRIES, redirect=0, allowed_methods=None, status_forcelist=_AGAIN, backoff_factor=_BACKOFF_S,
             raise_on_status=False, raise_on_redirect=False,
@@ -139,18 +138,19 @@ class ServedTeacher:
         self._errors = urllib3.exceptions.HTTPError
         self._gap_s, self._next_s, self._lock = 1 / (config.requests_per_second or math.inf), 0.0, threading.Lock()
         self._lost = False  # whether a connection was, so that another model may have come
-        models = {str(model.get("id")): model for model in self._ask("/v1/models").get("data") or [{}]}
-        if name is None and len(models) > 1 or name is not None and name not in models:
-            raise ConfigError(f"teacher: {name} is no model of {self.url}; allowed: {', '.join(models)}")
-        self.name = name or next(iter(models))
-        owner = str(models[self.name].get("owned_by")).replace("llamacpp", "llama.cpp")
-        self.engine = owner if config.teacher_engine == "auto" else config.teacher_engine
+        with self._understood():
+            models = {str(model["id"]): model for model in self._ask("/v1/models")["data"]}
+            if name not in models and (name is not None or len(models) != 1):
+                raise ConfigError(f"teacher: {name} is no model of {self.url}; allowed: {', '.join(models)}")
+            self.name = name or next(iter(models))
+            owner = str(models[self.name].get("owned_by")).replace("llamacpp", "llama.cpp")
+            self.engine = owner if self.engine == "auto" else self.engine
+            self.vocab_size = int((models[self.name].get("meta") or {}).get("n_vocab", 0))  # llama.cpp alone says it
+            if self.engine == "llama.cpp":  # more requests than slots would drive each other's prefixes out
+                self._threads = min(self._threads, int(self._ask("/props")["total_slots"]))
         if self.engine not in ENGINES:
             allowed = f"allowed: {', '.join(ENGINES)}, which give token ids (--teacher-engine, if it is one of them)"
             raise CacheError(f"teacher_url: {self.url} says that it is {self.engine}; {allowed}")
-        self.vocab_size = int((models[self.name].get("meta") or {}).get("n_vocab") or 0)  # llama.cpp alone says it
-        if self.engine == "llama.cpp":  # more requests than slots would drive each other's prefixes out
-            self._threads = min(self._threads, int(self._ask("/props").get("total_slots") or 1))
 
     def identify(self, tokenizer: Any, vocab_size: int, noted: Fingerprint | None) -> tuple[str, str]:
         """Return the fingerprint's `teacher_sha256` and `builder`: those `noted` by a build that has begun, if it fits.
@@ -160,13 +160,13 @@ class ServedTeacher:
         """
         self._probe = tokenizer.encode(PROBE, add_special_tokens=False)[:_PROBE_TOKENS]
         asked = {"model": self.name, "prompt": PROBE, "content": PROBE, "add_special_tokens": False}
-        theirs = self._ask("/tokenize", asked | {"add_special": False}, optional=True).get("tokens", self._probe)
-        if theirs[:_PROBE_TOKENS] != self._probe or self.vocab_size not in (0, vocab_size):
+        with self._understood():
+            answer = self._ask("/tokenize", asked | {"add_special": False}, optional=True)
+            theirs = answer.get("tokens", self._probe)[:_PROBE_TOKENS]
+        if theirs != self._probe or self.vocab_size not in (0, vocab_size):
             both = f"{vocab_size} {self._probe[:6]}, there {self.vocab_size or 'unknown'} {theirs[:6]}"
             where = f"{self.url} serves: vocabulary and ids of a probe are here {both}"
-            raise CacheError(
-                f"tokenizer: is of another model than {where}; give the folder of the model that is served"
-            )
+            raise CacheError(f"tokenizer: is of another model than {where}; give the folder of the served one")
         self.vocab_size = vocab_size
         match = noted and noted.teacher == self.name and _NOTED.fullmatch(noted.builder)
         if noted and match:
@@ -193,17 +193,17 @@ class ServedTeacher:
         (rows, length), k = inputs["input_ids"].shape, held.top_k
         ids_BLK = np.broadcast_to(np.arange(k, dtype=np.int32), (rows, length - 1, k)).copy()
         log_p_BLK = np.full(ids_BLK.shape, -math.log(held.vocab_size))
-        places, documents, masks = [], [], []  # of each document up to its last target
+        documents = []  # each up to its last target: row, first position, ids, which positions count
         for row in range(rows):
             for first, end in itertools.pairwise([*np.flatnonzero(inputs["doc_starts"][row]), length]):
                 if len(targets := np.flatnonzero(inputs["loss_mask"][row, first + 1 : end])):
                     last = first + 2 + targets[-1]
-                    places.append((row, first))
-                    documents.append(inputs["input_ids"][row, first:last].tolist())
-                    masks.append((inputs["loss_mask"][row, first + 1 : last] > 0).tolist())
+                    wanted = (inputs["loss_mask"][row, first + 1 : last] > 0).tolist()
+                    documents.append((row, first, inputs["input_ids"][row, first:last].tolist(), wanted))
         pool = ThreadPoolExecutor(self._threads, "teacher")
         try:
-            for (row, first), found in zip(places, pool.map(self._score, documents, masks), strict=True):
+            scored = pool.map(lambda document: self._score(*document[2:]), documents)
+            for (row, first, *_), found in zip(documents, scored, strict=True):
                 for position, pairs in enumerate(found, first):
                     if pairs:
                         ids_BLK[row, position], log_p_BLK[row, position] = zip(*pairs, strict=True)
@@ -215,18 +215,24 @@ class ServedTeacher:
             print(f"note: {self.url} was away or failed, and the same model has answered again", file=sys.stderr)
         largest_BL1, tail_BL = log_p_BLK[..., :1], 1 - np.exp(log_p_BLK).sum(-1)
         has_tail_BL = (tail_BL >= _NOISE) & (k < held.vocab_size)
-        floats = {"head_logits": log_p_BLK - largest_BL1, "lse": -largest_BL1[..., 0]}
-        floats["log_tail"] = np.log(tail_BL, out=np.full_like(tail_BL, -np.inf), where=has_tail_BL)
+        log_tail_BL = np.log(tail_BL, out=np.full_like(tail_BL, -np.inf), where=has_tail_BL)
+        floats = {"head_logits": log_p_BLK - largest_BL1, "lse": -largest_BL1[..., 0], "log_tail": log_tail_BL}
         arrays = {"head_ids": ids_BLK, **{name: values.astype(np.float32) for name, values in floats.items()}}
         return arrays | ({"draw_ids": inputs["input_ids"][:, 1:, None]} if held.draws else {})
 
     def _score(self, ids: list[int], wanted: list[bool] | None = None) -> list[Pairs]:
         """Return K pairs, likeliest first, of each position before ids[1:], [] of those that are not `wanted`."""
         wanted = [True] * (len(ids) - 1) if wanted is None else wanted
-        try:
+        with self._understood():
             found = ENGINES[self.engine](self._ask, self.name, ids, wanted, self._top_k, self._probe[0])
             return [self._top(pairs) if counts else [] for pairs, counts in zip(found, wanted, strict=True)]
-        except CacheError:
+
+    @contextlib.contextmanager
+    def _understood(self) -> Iterator[None]:
+        """Turn what an answer of another form leads to into a CacheError."""
+        try:
+            yield
+        except QatLoraError:
             raise
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
             what = f"answer as {self.engine} does, by token ids ({one_line(error, 99)}); give a newer one"
@@ -259,10 +265,7 @@ class ServedTeacher:
             self._lost |= bool(answer.retries) and any(failure.status != 429 for failure in answer.retries.history)
             if answer.status == 200 and isinstance(found := json.loads(answer.data), dict):
                 return found
-        except (
-            self._errors,
-            ValueError,
-        ) as error:  # no answer, or one that is no JSON: cut off where no length is said
+        except (self._errors, ValueError) as error:  # ValueError: no JSON, cut off where no length was said
             raise self._failed(path, str(error)) from None
         if optional and answer.status in (400, 404, 405, 422, 501):
             return {}
