@@ -73,9 +73,7 @@ class ServedConfig:
         fits = {"hidden": False, "temperatures": (1.0,), "draws": int(self.own_text), "tail_draws": 0}
         for name, allowed in (fits | {"builder": "0/1", "device_map": "none"}).items():
             if (value := getattr(options, name)) not in (allowed, None):
-                raise ConfigError(
-                    f"{name}: {value} does not fit a server (top K, T = 1, one builder); allowed: {allowed}"
-                )
+                raise ConfigError(f"{name}: {value} does not fit a server (top K at T = 1); allowed: {allowed}")
 
 
 def _vllm(ask: Ask, name: str, ids: Sequence[int], wanted: Sequence[bool], k: int, _plain: int) -> list[Pairs]:
