@@ -7,6 +7,7 @@ import functools
 from dataclasses import fields
 from typing import Literal
 
+from qat_lora.cache.build.served import ServedConfig
 from qat_lora.cache.build.writer import Partition
 from qat_lora.config import option, required, settings
 from qat_lora.data.sources import TextConfig
@@ -72,7 +73,8 @@ TAIL_DRAWS = 8
 class CacheBuildOptions:
     """`qat-lora cache build`."""
 
-    teacher: str | None = option(None, "full-precision teacher: Hugging Face folder or Hub name", required=True)
+    teacher: str | None = option(None, "teacher: Hugging Face folder, Hub name, GGUF file, or a server's model")
+    served: ServedConfig = option(ServedConfig, "a teacher behind a server")
     text: TextConfig = option(TextConfig, "the text")
     length: int = _tokens(1024, "tokens of a row", alias="max_length", min=2)
     top_k: int = _tokens(128, "teacher's likeliest tokens that are kept at every position", alias="topk", min=0)
@@ -82,7 +84,7 @@ class CacheBuildOptions:
     )
     tail_draws: int | None = _tokens(
         None,
-        "tokens drawn from the teacher's tail at every position, for hybrid; default: 8, and 0 with --top-k 0",
+        "tokens drawn from the teacher's tail at every position, for hybrid; default: 8; 0 with --top-k 0, or a server",
         min=0,
     )
     draws: int = _tokens(0, "tokens drawn from the whole teacher at every position, for sampled", min=0)
@@ -101,6 +103,7 @@ class CacheBuildOptions:
     run: RunConfig = option(RunConfig, "run", without=("chips.parallel", "chips.shard_base"))
 
     def __post_init__(self) -> None:
+        self.served.check(self)
         required(self.text, "dataset")
         if not (self.top_k or self.hidden):
             raise ConfigError("top_k: 0 is too small; allowed: 1 or more")
@@ -116,7 +119,8 @@ class CacheBuildOptions:
     @property
     def draws_from_tail(self) -> int:
         """What `tail_draws` means where it is not given."""
-        return (TAIL_DRAWS if self.top_k else 0) if self.tail_draws is None else self.tail_draws
+        default = TAIL_DRAWS if self.top_k and self.served.teacher_url is None else 0
+        return default if self.tail_draws is None else self.tail_draws
 
 
 @settings

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -65,8 +65,8 @@ GENERATION = "generation_config.json"
 PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", SUMS]
 
 
-def resolve_model(name: str, revision: str | None = None) -> Path:
-    """Return the local folder of a model, downloading it from the Hub where `name` is not a folder.
+def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str] = PATTERNS) -> Path:
+    """Return the local folder of a model, downloading `patterns` of it from the Hub where `name` is not a folder.
 
     A path that does not exist (`runs/v2/best.pt`, the guide's spelling) means the folder of that name without the
     suffix, a `.safetensors` file its folder, and the folder of a `qat-lora qat` run its `best`. A GGUF file is itself.
@@ -102,7 +102,7 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(name, revision=revision, allow_patterns=PATTERNS))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=[*patterns]))
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"model: {name} is neither a folder here nor to be had from the Hub ({reason})") from None

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from qat_lora.cache.build.served import ServedTeacher
 from qat_lora.cache.build.topk import row_uniforms, sparse_arrays
 from qat_lora.cache.build.writer import CacheWriter
 from qat_lora.cache.format import layout as fmt
@@ -53,6 +54,7 @@ class ForwardSettings(NamedTuple):
     piece_bytes: int | None = None  # of float32 logits worked on at a time (`Runtime.piece_bytes`); None for a chunk
 
 
+Teacher = LanguageModel | ServedTeacher
 _Batch = list[tuple[str, PackedRow]]  # rows with their splits
 _DEFAULTS = ForwardSettings()
 
@@ -107,7 +109,7 @@ def teacher_arrays(
 
 
 def build_kd_cache(
-    teacher: LanguageModel,
+    teacher: Teacher,
     rows: Iterable[PackedRow],
     writer: CacheWriter,
     settings: ForwardSettings = _DEFAULTS,
@@ -166,7 +168,7 @@ def build_kd_cache(
 
 
 def run_batch(
-    teacher: LanguageModel, rows: Sequence[PackedRow], fingerprint: Fingerprint, settings: ForwardSettings = _DEFAULTS
+    teacher: Teacher, rows: Sequence[PackedRow], fingerprint: Fingerprint, settings: ForwardSettings = _DEFAULTS
 ) -> dict[str, np.ndarray]:
     """Return the arrays that `codec.encode_rows` takes, [batch_rows, ...] also of fewer rows."""
     held, device, shape = fingerprint.contents, settings.device, (settings.batch_rows, fingerprint.length)
@@ -179,6 +181,8 @@ def run_batch(
                 raise CacheError(f"{name}: a row has shape {values.shape}; this cache needs {shape[1:]}")
             array[place] = values
     inputs["documents"] = np.cumsum(inputs["doc_starts"], axis=1, dtype=np.int32)
+    if isinstance(teacher, ServedTeacher):
+        return {**inputs, **teacher.arrays(inputs, held)}
     ids_BL, documents_BL = (torch.from_numpy(inputs[name]).to(device) for name in ("input_ids", "documents"))
     uniforms = {}
     for name, size in held.id_lists.items():
@@ -288,7 +292,7 @@ class Size(NamedTuple):
 
 
 def forecast(
-    teacher: LanguageModel,
+    teacher: Teacher,
     rows: Iterable[PackedRow],
     fingerprint: Fingerprint,
     out: Place,

@@ -76,14 +76,14 @@ def committed(place: Location, split: str) -> list[int]:
     return sorted(number for number in found if number is not None)
 
 
-def noted_teacher(place: Location) -> str | None:
-    """Return the teacher's identity that a cache notes, finished or not; None where there is none to be read."""
+def noted_fingerprint(place: Location) -> Fingerprint | None:
+    """Return what a cache notes of itself, finished or not; None where there is none to be read."""
     with contextlib.suppress(CacheError):
         if place.has(fmt.MANIFEST):
-            return read_manifest(place).fingerprint.teacher_sha256
+            return read_manifest(place).fingerprint
         for split in ("eval", "train"):
             for number in committed(place, split)[:1]:
-                return read_sidecar(place, fmt.shard_name(split, number))[0].fingerprint.teacher_sha256
+                return read_sidecar(place, fmt.shard_name(split, number))[0].fingerprint
     return None
 
 
