@@ -18,7 +18,6 @@ import collections
 import contextlib
 import itertools
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -226,33 +225,30 @@ def _written_behind(writer: CacheWriter) -> Iterator[Callable[[dict[str, np.ndar
 
     An error there is raised here, and nothing is appended after it; an error here drops what is still waiting.
     """
-    failed = threading.Event()
     waiting: collections.deque[Future[None]] = collections.deque()
 
-    def append(arrays: dict[str, np.ndarray], batch: _Batch) -> None:
+    def append(before: Future[None] | None, arrays: dict[str, np.ndarray], batch: _Batch) -> None:
+        if before is not None:
+            before.result()
         first = 0
-        try:
-            for split, group in itertools.groupby([] if failed.is_set() else batch, key=lambda item: item[0]):
-                cursors = [row.cursor for _, row in group]
-                part = slice(first, first + len(cursors))
-                writer.append({name: array[part] for name, array in arrays.items()}, cursors, split)
-                first = part.stop
-        except BaseException:
-            failed.set()
-            raise
+        for split, group in itertools.groupby(batch, key=lambda item: item[0]):
+            cursors = [row.cursor for _, row in group]
+            part = slice(first, first + len(cursors))
+            writer.append({name: array[part] for name, array in arrays.items()}, cursors, split)
+            first = part.stop
 
     def put(arrays: dict[str, np.ndarray], batch: _Batch) -> None:
         while waiting and (waiting[0].done() or len(waiting) > _QUEUED_BATCHES):
             waiting.popleft().result()
-        waiting.append(pool.submit(append, arrays, batch))
+        waiting.append(pool.submit(append, waiting[-1] if waiting else None, arrays, batch))
 
     with ThreadPoolExecutor(1, "cache-writer") as pool:
         try:
             yield put
-            while waiting:
-                waiting.popleft().result()
+            for written in waiting:
+                written.result()
         finally:
-            failed.set()
+            pool.shutdown(cancel_futures=True)
 
 
 class Forecast(NamedTuple):

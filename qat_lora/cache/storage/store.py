@@ -14,7 +14,6 @@ SIGBUS, which no program can turn into a message, and bytes that change between 
 """
 
 import contextlib
-import functools
 import hashlib
 import os
 import re
@@ -199,17 +198,15 @@ class Shard:
 
     def __init__(self, place: Location, entry: ShardEntry, fingerprint: Fingerprint, *, preload: bool = False) -> None:
         self._place, self._entry, self._table = place, entry, fingerprint.arrays
-        self._plan = plan = _plan(fingerprint, entry.rows)
+        self._plan = plan = fmt.layout(self._table, entry.rows, fingerprint.sha256)
         name, file = f"{entry.shard}.safetensors", f"{place}/{entry.shard}.safetensors"
         try:
             self._data: bytes | BinaryIO = b"".join(place.chunks(name)) if preload else place.open(name)
         except FileNotFoundError:
             raise CacheDamaged(f"{file}: is missing; {_CURE}") from None
-        if isinstance(self._data, bytes):
-            found = len(self._data)
-        else:
+        if not isinstance(self._data, bytes):
             weakref.finalize(self, self._data.close)
-            found = os.fstat(self._data.fileno()).st_size
+        found = len(self._data) if isinstance(self._data, bytes) else self._data.seek(0, 2)
         if found != entry.bytes:
             raise CacheDamaged(f"{file}: has {found:,} bytes, {entry.bytes:,} were written")
         if entry.bytes != plan.total_bytes:
@@ -275,12 +272,6 @@ class Shard:
 
     def _damaged(self, where: str, what: str) -> CacheDamaged:
         return CacheDamaged(f"{self._place}/{self._entry.shard}: {where} {what}; {_CURE}")
-
-
-@functools.lru_cache(maxsize=64)
-def _plan(fingerprint: Fingerprint, rows: int) -> fmt.Layout:
-    """Return the layout of a shard: the same in all shards of as many rows, and a cache can have 20,000."""
-    return fmt.layout(fingerprint.arrays, rows, fingerprint.sha256)
 
 
 class VerifyReport(NamedTuple):
