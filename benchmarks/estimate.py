@@ -48,7 +48,6 @@ class Point:
     rank: int = 4
     dtype: str = "float32"
     train_scales: bool = False
-    train_codes: bool = False
     checkpointing: bool = False
 
     @property
@@ -145,7 +144,7 @@ def step(point: Point, runtime: Any) -> tuple[list[Any], Any]:
     add_lora(model.module, LoraConfig(recovery_r=point.rank))
     runtime.place(model.module)
     fit_attention(model, runtime)
-    groups = recovery_parts(model, point.train_scales, False, DTYPES[point.dtype], point.train_codes)
+    groups = recovery_parts(model, point.train_scales, False, DTYPES[point.dtype])
     if point.checkpointing:
         model.checkpoint_gradients(runtime.checkpoint_function())
     optimizer = build_optimizer(OptimConfig(), groups, runtime)
@@ -231,7 +230,6 @@ def estimated(point: Point | Compiled, device: str = "cpu") -> int:
             model=folder,
             preset="w2g64",
             train_scales=point.train_scales,
-            train_codes=point.train_codes,
             lora=LoraConfig(recovery_r=point.rank),
             length=point.length,
             head_k=HEAD_K,

@@ -182,7 +182,7 @@ class _Steps:
         if run.stopping and runtime.agree(bool(failed)):
             set_random_states(random)  # this step has not begun
             run.give_up(failed)
-        lr = set_lr(run.optimizer, lr_factor(optim, done, run.loop.max_steps), done / run.loop.max_steps)
+        lr = set_lr(run.optimizer, lr_factor(optim, done, run.loop.max_steps))
         means = optimizer_step(run.optimizer, optimized(run.optimizer), sums, optim.clip_grad_norm, runtime)
         self._watch.mark(OPTIMIZER_TRACED)
         run.progress.step += 1
