@@ -50,17 +50,12 @@ class OptimConfig:
     )
     norm_lr: float | None = option(None, "peak learning rate of norms; default: a third of --lr", above=0)
     schedule: Literal["cosine", "constant"] = option("cosine", "learning rate after warm-up")
-    warmup_steps: int = option(
-        20, "optimizer steps of linear warm-up, from 1/n of the peak", unit="steps", min=0, refusal="is below 0"
-    )
+    warmup_steps: int = option(20, "optimizer steps of linear warm-up, from 1/n of the peak", unit="steps", min=0)
     min_lr_ratio: float = option(
         0.1, "learning rate at the end, as a share of the peak (cosine)", min=0, max=1, refusal="is not between 0 and 1"
     )
     weight_decay: float = option(
-        0.0,
-        "decoupled weight decay of adapter and weights; scales and norms have none",
-        min=0,
-        refusal="is not allowed; give 0 (none) or a number above",
+        0.0, "decoupled weight decay of adapter and weights; scales and norms have none", min=0
     )
     clip_grad_norm: float = option(1.0, "largest gradient norm over all trained tensors", above=0)
     adam_beta2: float = _decay(0.99, "decay of the second moment; short runs want less than 0.999")
