@@ -32,7 +32,7 @@ from qat_lora.plan.devices import Device, attention_on, named
 from qat_lora.plan.step import Shapes, operations, step_bytes, step_time
 from qat_lora.quant.presets import Preset, preset
 from qat_lora.runtime.base import default_loss_chunk_mb
-from qat_lora.runtime.host.memory import LiveBytes
+from qat_lora.runtime.host.machine import LiveBytes
 from qat_lora.setup.trainable import recovery_parts
 
 GIB = 2**30

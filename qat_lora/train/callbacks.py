@@ -234,10 +234,7 @@ def _evaluate(run: Run) -> None:
 class Checkpoint:
     """Saves every so many steps or minutes and at the end; saves, and then ends, a run that was asked to stop."""
 
-    saved_at = 0.0
-
-    def before_training(self, run: Run) -> None:
-        """Start the clock."""
+    def __init__(self) -> None:
         self.saved_at = time.monotonic()
 
     def is_due(self, run: Run) -> bool:
