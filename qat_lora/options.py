@@ -176,10 +176,7 @@ class RecoverOptions:
     checkpoint: str | None = option(
         None, "quantised student: folder made by `qat-lora quantize`, a GGUF file, a folder of GPTQ, AWQ or MLX"
     )
-    model: str | None = option(
-        None,
-        "student where there is no --checkpoint; beside one, the full-precision model that --train-codes starts near",
-    )
+    model: str | None = option(None, "student where there is no --checkpoint")
     tokenizer: str | None = option(None, "folder of a GGUF student's tokenizer; default: beside it, or the teacher's")
     learn: Literal["kd", "kd+ce", "ce", "sft"] = option(
         "kd",
@@ -225,9 +222,6 @@ class RecoverOptions:
         for given, name in ((self.text.dataset, "dataset"), (self.kd_cache_dir, "kd_cache_dir")):
             if given is not None and (name == "dataset") == self.uses_cache:
                 raise ConfigError(f"{name}: nothing reads it with --objective {self.learn}; leave it out")
-        if self.train.train_codes and self.run.chips.shard_base and self.run.chips.parallel != "spmd":
-            instead = "give --parallel spmd (on XLA), or train none"
-            raise ConfigError(f"shard_base: train_codes exports whole layers; {instead}")
         if self.checkpoint is None and self.model is None:
             raise ConfigError("checkpoint: missing; give --checkpoint FOLDER (or --model for an unquantised student)")
         if self.float32_for and self.run.dtype == "bfloat16":
@@ -292,8 +286,6 @@ class QatOptions(QuantizeConfig):
             raise ConfigError("mergeable: the weights train already; leave out --mergeable or weights in --train-parts")
         if self.weight_gradient != "lsq" and not (self.mergeable or "weights" in self.train_parts):
             raise ConfigError(f"weight_gradient: {self.weight_gradient} steers --train-parts weights and --mergeable")
-        if self.train.train_codes:
-            raise ConfigError("train_codes: belongs to recover; here --train-parts weights trains the codes")
         if self.run.chips.shard_base and self.run.chips.parallel != "spmd":
             raise ConfigError("shard_base: qat exports whole layers; give --parallel spmd (on XLA), or use recover")
 
@@ -460,7 +452,6 @@ class EstimateOptions:
     preset: str | None = option(None, "how weights are stored; default: as the model's config says", alias="config")
     keep: tuple[str, ...] = option((), "patterns of layers that stay unquantised", unit="regular expressions")
     train_scales: bool = option(False, "the quantiser's scales train too")
-    train_codes: bool = option(False, "the codes train too")
     train_norms: bool = option(False, "the norms train too")
     lora: LoraConfig = option(LoraConfig, "adapter")
     length: int = _at_least_1(1024, "tokens of a row", unit="tokens", alias="max_length")

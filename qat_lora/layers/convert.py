@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from qat_lora.errors import ConfigError, ModelError
 from qat_lora.layers.lora import Factors, LoraConfig, LoraLinear, share_inputs
-from qat_lora.layers.quant_linear import QuantLinear, Rounded, dense_linear, join_dense
+from qat_lora.layers.quant_linear import QuantLinear, dense_linear, join_dense
 from qat_lora.layers.tied_embedding import TiedEmbedding, embedding_of, tie_embedding, untie_embedding
 from qat_lora.quant.presets import MLP, Preset
 from qat_lora.quant.spec import QuantSpec
@@ -209,16 +209,13 @@ def merge(model: nn.Module) -> nn.Module:
 
 
 def prepare_base(model: nn.Module, train_scales: bool, dtype: torch.dtype | None = None) -> dict[str, nn.Parameter]:
-    """Let the scales of every quantised layer train, and return them; or else form each weight once, in `dtype`.
-
-    A weight whose codes train already is formed anew in every forward.
-    """
+    """Let the scales of every quantised layer train, and return them; or else form each weight once, in `dtype`."""
     trained: dict[str, nn.Parameter] = {}
     for name, layer in quant_layers(model).items():
         if train_scales:
             layer.train_scales()
             trained |= {f"{name}.{part}": scale for part, scale in layer.named_scales().items()}
-        elif not isinstance(layer.source, Rounded):
+        else:
             layer.hold_dense(dtype)
     for shared in dict.fromkeys(adapter.shared for adapter in lora_layers(model).values() if adapter.shared):
         join_dense([member.base for member in shared.members])

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.errors import ModelError
-from qat_lora.layers.latent import Latent, LatentChange, LookUp, Position, Range, nearest_start
+from qat_lora.layers.latent import Latent, LatentChange, LookUp, Range, nearest_start
 from qat_lora.quant.codes import code_values, decode, nearest, pack, packed_width, unpack
 from qat_lora.quant.fake_quantize import Gradient, as_stored, fake_quantize
 from qat_lora.quant.initialize import QuantizedWeight
@@ -306,7 +306,6 @@ class QuantLinear(nn.Linear):
         rank: int = 0,
         alpha: float | None = None,
         gradient: Gradient = "lsq",
-        in_scales: bool = False,
     ) -> Latent | LatentChange:
         """Let the codes train through a float weight, or through a low-rank change of it; return that.
 
@@ -315,7 +314,6 @@ class QuantLinear(nn.Linear):
             rank: of the change that trains; 0 trains the whole weight.
             alpha: scaling numerator of the change, which counts alpha / rank; default: rank.
             gradient: of weights beyond the range: none (`lsq`) or as inside (`ste`).
-            in_scales: the whole weight trains in units of its scale.
         """
         self.source = Packed()
         with torch.no_grad():
@@ -329,8 +327,7 @@ class QuantLinear(nn.Linear):
                 )
                 start = nearest_start(weight_OI.to(codes.device) + shift, codes, scale, self.book()) - shift
             start, scale = start.detach().clone(), away_from_zero(scale)
-            whole = Position(start / scale) if in_scales else Latent(start)
-            latent = LatentChange(start / scale, scale.abs().mean(), rank, alpha) if rank else whole
+            latent = LatentChange(start / scale, scale.abs().mean(), rank, alpha) if rank else Latent(start)
         self.source = Rounded(latent, gradient, None if self.spec.code == "lut" else self.book())
         return latent
 

@@ -32,7 +32,7 @@ from qat_lora.registry import DryRun, Requirements
 from qat_lora.runtime.base import default_loss_chunk_mb
 from qat_lora.runtime.launch.select import choose, look, plan_run, runs_on_host
 from qat_lora.runtime.precision import with_dtype
-from qat_lora.setup.trainable import check_codes, check_parts, chosen_preset, trained_parts
+from qat_lora.setup.trainable import check_parts, check_scales, chosen_preset, trained_parts
 from qat_lora.setup.training import cache_training_data
 from qat_lora.train.lr_probe import probe_steps
 
@@ -58,12 +58,11 @@ def plan_recover(options: RecoverOptions) -> DryRun:
     dataset = _cache(options)
     if not options.uses_cache and options.num_rows is None:
         assumed.append("the text is not read, so the number of its rows is not known")
-    train_codes = options.train.train_codes > 0
     own = {name: getattr(options, name) for name in ("train_scales", "train_norms", "lora")}
-    asked = replace(_estimate(options, student, dataset, options.length, accumulation), train_codes=train_codes, **own)
+    asked = replace(_estimate(options, student, dataset, options.length, accumulation), **own)
     shapes = skeleton(asked)
     model = CausalLM(shapes.module, Path(student))
-    check_codes(model, options.train_scales, train_codes)
+    check_scales(model, options.train_scales)
     if options.uses_cache:
         assumed += check_cache(dataset, asked, options.kd_cache_dir, model, "this command's own settings")
     report = _report(options, shapes, asked, student, replicas, len(dataset) if dataset else options.num_rows)
@@ -71,9 +70,8 @@ def plan_recover(options: RecoverOptions) -> DryRun:
     report |= {"stored_bytes": stored, "assumed": assumed}
     trained, total = report["trained"], report["total_bytes"]
     text = _text(report, f"{trained:,} numbers (rank {options.lora.recovery_r})", asked.utilisation)
-    # A checkpoint: what trains, two moments, perhaps an average. An export: halves, and the base that trained.
-    export = 2 * (trained - train_codes * sum(shapes.quantised)) + (options.train_scales or train_codes) * stored
-    disk = (options.loop.keep_checkpoints + 1) * 16 * trained + 3 * export
+    # A checkpoint: what trains, two moments, perhaps an average. An export: halves, and the base of trained scales.
+    disk = (options.loop.keep_checkpoints + 1) * 16 * trained + 3 * (2 * trained + options.train_scales * stored)
     host = total if runs_on_host(options.run.device, options.run.tpu) else report["bytes"]["weights"]
     return DryRun(report, text, Requirements("this recovery", total, host, disk))
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from tqdm import tqdm
@@ -30,9 +30,8 @@ from qat_lora.files.atomic import failpoint
 from qat_lora.files.checksums import read_object
 from qat_lora.files.finite import json_text
 from qat_lora.files.folders import write_text
-from qat_lora.runtime.host.saving import random_states, set_random_states
 from qat_lora.train.callbacks import Progress, Run
-from qat_lora.train.checkpoint import optimizer_views
+from qat_lora.train.checkpoint import optimizer_views, random_states, set_random_states
 from qat_lora.train.metrics import MetricsLog
 from qat_lora.train.optim import FIRST_LR, OptimConfig, set_peaks
 
@@ -44,14 +43,8 @@ SHARE, SHORTEST, LONGEST = 1 / 32, 2, 64  # steps of a trial: a share of the run
 LEAST_TRIALS, MOST_TRIALS = 3, 9
 
 
-class Steps(Protocol):
-    """Takes optimizer steps of a run (`loop`)."""
-
-    def take(self) -> None:
-        """Take one."""
-
-
-OpenSteps = Callable[[Run, OptimConfig, int, int], AbstractContextManager[Steps]]  # the first step of rows, how many
+OpenSteps = Callable[[Run, OptimConfig, int, int], AbstractContextManager[Any]]
+"""From a run, its settings, the first step of rows and their number to what takes these steps (`loop`)."""
 
 
 def trial_steps(max_steps: int) -> int:

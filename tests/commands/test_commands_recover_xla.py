@@ -79,10 +79,7 @@ def recover(folder: Path, *flags: str) -> list[str]:
 
 VARIANTS = {
     "plain": [],
-    "costly": [
-        *("--gradient-checkpointing", "--ema", "0.9", "--train-norms", "--train-scales"),
-        *("--train-codes", "0.5", "--code-lr", "1e-3"),
-    ],
+    "costly": ["--gradient-checkpointing", "--ema", "0.9", "--train-norms", "--train-scales"],
     "autocast": ["--autocast"],
 }
 NEAR = {"autocast": 3e-2}

@@ -29,7 +29,7 @@ from tqdm import tqdm
 from qat_lora.layers.calibrate.disk_offload import Zeros
 from qat_lora.layers.convert import LM_HEAD, block_of, quant_layers
 from qat_lora.quant.initialize import NEED_TEXT
-from qat_lora.runtime.host.memory import give_back
+from qat_lora.runtime.host.machine import give_back
 
 MOST_LOGITS = 2**25  # at a time: 128 MB in float32, and a few times that while tokens are drawn
 FLOOR = 0.1  # of the mean channel's: one that hardly matters does not make tokens count

@@ -29,7 +29,7 @@ from qat_lora.layers.lora import Factors
 from qat_lora.quant.initialize import Method
 from qat_lora.quant.presets import Preset
 from qat_lora.quant.spec import QuantSpec
-from qat_lora.runtime.host.memory import give_back
+from qat_lora.runtime.host.machine import give_back
 
 
 @dataclass(frozen=True)
