@@ -67,7 +67,7 @@ def continue_greedily(
     ids_BL = torch.zeros(rows, known + new_tokens, dtype=torch.int64)
     ids_BL[:, :known] = torch.from_numpy(prompts_BP)
     ids_BL = ids_BL.to(device)
-    hidden_BLH, cache = begin(model, ids_BL)
+    hidden_BLH, cache = begin(model, ids_BL, known)
     position = torch.tensor([known]).to(device)
     ids_BL = _with_next(model, ids_BL, hidden_BLH.index_select(1, position - 1), position)
     mark_step()

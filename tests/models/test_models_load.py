@@ -15,13 +15,12 @@ from qat_lora.errors import ModelError
 from qat_lora.files.checksums import checkpoint_sha256, seal
 from qat_lora.layers.calibrate.quantize import quantize_model
 from qat_lora.layers.convert import prepare_base, quant_layers
+from qat_lora.models.copies import copy_tokenizer, save_with_tensors
 from qat_lora.models.load import (
-    copy_tokenizer,
     load_model,
     load_tokenizer,
     resolve_model,
     save_quantised,
-    save_with_tensors,
     tokenizer_sha256,
 )
 from qat_lora.quant.presets import PRESETS, preset
@@ -81,7 +80,7 @@ def make(folder, family, tiny, **change):
             if "norm" in name or name.endswith("bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     module.save_pretrained(folder)
-    models.copy_tokenizer(tiny.teacher, folder)
+    copy_tokenizer(tiny.teacher, folder)
     return folder
 
 
@@ -140,7 +139,7 @@ def test_gpt2_works_as_a_teacher(tiny, tmp_path):
         vocab_size=320, n_embd=16, n_layer=2, n_head=2, n_positions=64, initializer_range=0.3
     )
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
-    models.copy_tokenizer(tiny.teacher, tmp_path)
+    copy_tokenizer(tiny.teacher, tmp_path)
     ids, documents = packed_rows()
     expected = one_by_one(AutoModelForCausalLM.from_pretrained(tmp_path).eval(), ids)
     model = load_model(str(tmp_path))
