@@ -26,7 +26,9 @@ SUPPORTED = {
     "falcon_h1": (_CONVOLUTION, _MAMBA),
     "granitemoehybrid": (_CONVOLUTION, _MAMBA),
     "lfm2": (_CONVOLUTION,),
+    "lfm2_moe": (_CONVOLUTION,),
     "olmo_hybrid": (_CONVOLUTION, _DELTA),
+    "qwen3_5_moe_text": (_CONVOLUTION, _DELTA),
     "qwen3_5_text": (_CONVOLUTION, _DELTA),
     "qwen3_next": (_CONVOLUTION, _DELTA),
 }
