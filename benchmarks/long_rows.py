@@ -31,6 +31,7 @@ import torch
 from qat_lora.models.load import load_tokenizer, make_qwen3, make_tokenizer
 
 VOCABULARY, WORDS = 8192, 3000
+PROGRAM = "import sys; from qat_lora.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
 def make_inputs(folder: Path, longest: int) -> tuple[Path, Path]:
@@ -53,7 +54,7 @@ def make_inputs(folder: Path, longest: int) -> tuple[Path, Path]:
 def run(*command: str) -> dict[str, float]:
     """Run a command of the package; return its seconds and the most memory that it held."""
     begun = time.perf_counter()
-    process = subprocess.Popen([sys.executable, "-m", "qat_lora", *command, "--device", "cpu", "--quiet"])
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM, *command, "--device", "cpu", "--quiet"])
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
