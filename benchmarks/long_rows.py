@@ -67,13 +67,15 @@ def measure(folder: Path, text: Path, model: Path, length: int) -> dict[str, dic
     place = folder / str(length)
     cache, student = str(place / "cache"), str(folder / "student")
     if not Path(student).is_dir():
-        run("quantize", "--model", str(model), "--preset", "w4g64", "--init", "absmax", "--out", student)
+        run("quantize", "--model", str(model), "--preset", "w4g128", "--init", "absmax", "--out", student)
     rows = ("--dataset", str(text), "--length", str(length))
     build = ("--teacher", str(model), "--num-rows", "2", "--eval-rows", "1", "--teacher-batch-size", "1")
     steps = ("--max-steps", "2", "--batch-size", "1", "--eval-steps", "2", "--save-steps", "2", "--lr", "1e-3")
     return {
         "cache build": run("cache", "build", *build, *rows, "--out", cache),
-        "recover": run("recover", "--checkpoint", student, "--kd-cache-dir", cache, *steps, "--out", str(place / "run")),
+        "recover": run(
+            "recover", "--checkpoint", student, "--kd-cache-dir", cache, *steps, "--out", str(place / "run")
+        ),
         "eval": run(
             *("eval", "--teacher", str(model), "--students", f"student={student}", *rows),
             *("--eval-rows", "1", "--batch-size", "1", "--out", str(place / "eval")),
@@ -108,7 +110,7 @@ def main() -> None:
         "command": f"python benchmarks/long_rows.py --lengths {' '.join(map(str, given.lengths))}",
         "lengths": by_length,
         "bytes_a_token": grown,
-        "worst_growth": max(round(of[-1] / max(of[-2], 1), 2) for of in grown.values() if len(of) > 1) if grown else None,
+        "worst_growth": max((round(of[-1] / of[-2], 2) for of in grown.values() if len(of) > 1), default=None),
     }
     print(grown, result["worst_growth"])
     if given.out:

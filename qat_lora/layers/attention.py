@@ -291,8 +291,8 @@ def _scores(query_NRLD: Tensor, wide_NLD: Tensor, first_BL: Tensor, scale: float
     query_NMD = query_NRLD[:, :, rows].float().flatten(1, 2)
     score_NME = torch.bmm(query_NMD, wide_NLD[:, keys].transpose(1, 2)).mul_(scale)
     own_E = torch.arange(keys.start, keys.stop)
-    own_C1 = own_E[rows.start - keys.start :, None]
-    blocked_BCE = (own_E < first_BL[:, rows, None]) | (own_E > own_C1)
-    score = score_NME.view(len(first_BL), -1, heads, *blocked_BCE.shape[1:])
-    score.masked_fill_(blocked_BCE[:, None, None], BLOCKED_SCORE)
-    return score.view(count, heads, *blocked_BCE.shape[1:])
+    unseen_BCE = (own_E < first_BL[:, rows, None]) | (own_E > own_E[rows.start - keys.start :, None])
+    mask_BCE = torch.zeros(unseen_BCE.shape).masked_fill_(unseen_BCE, BLOCKED_SCORE)
+    score = score_NME.view(len(first_BL), -1, heads, *mask_BCE.shape[1:])
+    score.add_(mask_BCE[:, None, None])  # for all heads: adding takes half the time of filling
+    return score.view(count, heads, *mask_BCE.shape[1:])

@@ -158,7 +158,13 @@ def test_what_is_not_tested_is_refused():
 
 def test_a_hybrid_is_recovered(tiny, tmp_path):
     """Calibrated on packed rows, cached, trained: the KL falls, and what is measured is what was trained."""
-    wide = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "linear_num_value_heads": 8, "initializer_range": 0.12}
+    wide = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "head_dim": 16,
+        "linear_num_value_heads": 8,
+        "initializer_range": 0.12,
+    }
     model = make("qwen3_5_text", **wide)
     model.module.save_pretrained(tmp_path / "teacher")
     copy_tokenizer(tiny.teacher, tmp_path / "teacher")
