@@ -70,12 +70,11 @@ def measure(folder: Path, text: Path, model: Path, length: int) -> dict[str, dic
         run("quantize", "--model", str(model), "--preset", "w4g128", "--init", "absmax", "--out", student)
     rows = ("--dataset", str(text), "--length", str(length))
     build = ("--teacher", str(model), "--num-rows", "2", "--eval-rows", "1", "--teacher-batch-size", "1")
+    learn = ("--checkpoint", student, "--kd-cache-dir", cache, "--out", str(place / "run"))
     steps = ("--max-steps", "2", "--batch-size", "1", "--eval-steps", "2", "--save-steps", "2", "--lr", "1e-3")
     return {
         "cache build": run("cache", "build", *build, *rows, "--out", cache),
-        "recover": run(
-            "recover", "--checkpoint", student, "--kd-cache-dir", cache, *steps, "--out", str(place / "run")
-        ),
+        "recover": run("recover", *learn, *steps),
         "eval": run(
             *("eval", "--teacher", str(model), "--students", f"student={student}", *rows),
             *("--eval-rows", "1", "--batch-size", "1", "--out", str(place / "eval")),
