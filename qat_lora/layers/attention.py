@@ -29,12 +29,7 @@ TILE = 64  # queries of a tile: smaller ones repack the keys more often, larger 
 
 
 def tiled_attention(
-    query_BHLD: Tensor,
-    key_BGLD: Tensor,
-    value_BGLE: Tensor,
-    first_BL: Tensor,
-    scale: float,
-    window: int | None = None,
+    query_BHLD: Tensor, key_BGLD: Tensor, value_BGLE: Tensor, first_BL: Tensor, scale: float, window: int | None = None
 ) -> Tensor:
     """Return the attention of every query head to its key head, [B, H, L, E]; H is a multiple of G.
 

@@ -32,13 +32,13 @@ SUPPORTED = {
     "qwen3_5_text": (_CONVOLUTION, _DELTA),
     "qwen3_next": (_CONVOLUTION, _DELTA),
 }
+_MARK = "qat_lora_keeps_documents_apart"
 _FUSED = "mamba2_split_conv1d_scan_combined"  # both in one kernel, where there is one; None asks for the two
 
 
 class Documents(NamedTuple):
     """Where the tokens of packed rows are when each document is a row of its own."""
 
-    rows: int  # B
     groups: list[Tensor]  # [documents, longest]: numbers of tokens in the flattened rows, B L for padding
     back_N: Tensor  # of each token of the flattened rows: its place in the flattened groups, one after the other
 
@@ -59,7 +59,7 @@ def split_documents(begin_BL: Tensor) -> Documents | None:
     back_N = torch.empty(rows * length + 1, dtype=torch.int64)
     places = torch.cat([group.flatten() for group in groups])
     back_N[places] = torch.arange(len(places))
-    return Documents(rows, [group.to(begin_BL.device) for group in groups], back_N[:-1].to(begin_BL.device))
+    return Documents([group.to(begin_BL.device) for group in groups], back_N[:-1].to(begin_BL.device))
 
 
 def keep_documents_apart(model: nn.Module, kind: str) -> None:
@@ -74,41 +74,39 @@ def keep_documents_apart(model: nn.Module, kind: str) -> None:
             f"model: {kind} has layers that carry a state from document to document, and none of the kinds in which "
             f"they are kept apart; allowed: {', '.join(sorted(SUPPORTED))}"
         )
-    for name in (*SUPPORTED[kind], *({_FUSED} & set(names))):
-        if not hasattr(names[name], "apart"):
-            names[name] = _apart(names[name], fused=name == _FUSED, last=name == _CONVOLUTION)
+    if _MARK not in names:
+        names |= {name: _apart(names[name], name == _CONVOLUTION) for name in SUPPORTED[kind]} | {_MARK: True}
+        if _FUSED in names:
+            names[_FUSED] = _none_apart(names[_FUSED])
 
 
-def _apart(function: Callable[..., Any], fused: bool, last: bool) -> Callable[..., Any]:
-    """Return a function of tensors [B, L, ...], or [B, ..., L] if time is `last`, that knows `documents`."""
+def _none_apart(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, documents=None, **kwargs: function(*args, **kwargs) if documents is None else None
+
+
+def _apart(function: Callable[..., Any], time_is_last: bool) -> Callable[..., Any]:
+    """Return a function of tensors [B, L, ...], or [B, X, L] if time is last, that knows `documents`."""
+
+    def turned(value: Tensor) -> Tensor:
+        return value.mT if time_is_last else value
 
     @functools.wraps(function)
     def run(*args: Any, documents: Documents | None = None, **kwargs: Any) -> Any:
         if documents is None:
             return function(*args, **kwargs)
-        if fused:
-            return None
-        shape = args[0].mT.shape[:2] if last else args[0].shape[:2]
+        shape, outputs, result = turned(args[0]).shape[:2], [], None
 
-        def given(value: Any, group: Tensor) -> Any:
-            if not isinstance(value, Tensor) or value.ndim < 3:
+        def of_group(value: Any, group: Tensor) -> Any:
+            if not isinstance(value, Tensor) or value.ndim < 3 or turned(value).shape[:2] != shape:
                 return value
-            value_BLX = value.mT if last else value
-            if value_BLX.shape[:2] != shape:
-                return value
-            flat = value_BLX.flatten(0, 1)
-            rows = torch.cat([flat, flat.new_zeros(1, *flat.shape[1:])])[group]
-            return rows.mT if last else rows
+            flat = turned(value).flatten(0, 1)
+            return turned(torch.cat([flat, flat.new_zeros(1, *flat.shape[1:])])[group])
 
-        outputs = []
         for group in documents.groups:
-            named = {name: given(value, group) for name, value in kwargs.items()}
-            result = function(*(given(value, group) for value in args), **named)
-            output = result[0] if isinstance(result, tuple) else result
-            outputs.append((output.mT if last else output).flatten(0, 1))
-        joined = torch.cat(outputs)[documents.back_N].unflatten(0, shape)
-        joined = joined.mT if last else joined
+            named = {name: of_group(value, group) for name, value in kwargs.items()}
+            result = function(*(of_group(value, group) for value in args), **named)
+            outputs.append(turned(result[0] if isinstance(result, tuple) else result).flatten(0, 1))
+        joined = turned(torch.cat(outputs)[documents.back_N].unflatten(0, shape))
         return (joined, None) if isinstance(result, tuple) else joined
 
-    run.apart = True  # type: ignore[attr-defined]
     return run

@@ -48,13 +48,7 @@ from qat_lora.layers.convert import quant_layers, tied_embedding
 from qat_lora.layers.flex_attention import flex_or
 from qat_lora.layers.recurrent import keep_documents_apart, split_documents
 from qat_lora.models import from_gguf, packed
-from qat_lora.models.attention_mask import (
-    LONGEST_DENSE,
-    MaskForm,
-    attention_inputs,
-    document_begins,
-    keeps_state,
-)
+from qat_lora.models.attention_mask import LONGEST_DENSE, MaskForm, attention_inputs, document_begins, keeps_state
 from qat_lora.models.copies import copy_tokenizer
 from qat_lora.models.hf_quantizer import QUANT_METHOD, QatLoraQuantizationConfig, QatLoraQuantizer
 from qat_lora.models.hub import DEFAULT_HUB, HubConfig
