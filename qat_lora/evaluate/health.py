@@ -63,7 +63,7 @@ def continue_greedily(
     ids_BL = torch.zeros(rows, known + new_tokens, dtype=torch.int64)
     ids_BL[:, :known] = torch.from_numpy(prompts_BP)
     ids_BL = ids_BL.to(runtime.device)
-    hidden_BLH, cache = begin(model, ids_BL)
+    hidden_BLH, cache = begin(model, ids_BL, known)
     position = torch.tensor([known]).to(runtime.device)
     ids_BL = _with_next(model, ids_BL, hidden_BLH.index_select(1, position - 1), position)
     runtime.mark_step()

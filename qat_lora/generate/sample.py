@@ -65,7 +65,7 @@ def stream_ids(
     ids = torch.zeros(1, max(total, row_length or 0), dtype=torch.int64)
     ids[0, : len(prompt_ids)] = torch.tensor(prompt_ids)
     last = torch.tensor([len(prompt_ids) - 1]).to(device)  # as data: a slice would write the number into the graph
-    hidden_B1H, cache = begin(model, ids.to(device))
+    hidden_B1H, cache = begin(model, ids.to(device), len(prompt_ids))
     hidden_B1H = hidden_B1H.index_select(1, last)
     for position in range(len(prompt_ids), total):
         logits = model.logits(hidden_B1H[:, 0])
