@@ -61,10 +61,11 @@ def export_parquet(
                 check_entry(path, entry, held)
                 shard = Shard(path, entry, held, preload=path.far)
                 shard.check_sha256()
-                for groups, (_, part) in enumerate(shard.parts(step), groups + 1):
+                for _, part in shard.parts(step):
                     columns = _columns(part, held)
                     lists = [_lists(arrow, columns[name]) for name in schema.names]
                     writer.write_table(arrow.Table.from_arrays(lists, schema=schema))
+                    groups += 1
                 if progress is not None:
                     progress(entry.shard, entry.bytes)
     except FileExistsError:
