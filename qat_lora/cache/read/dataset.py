@@ -60,7 +60,7 @@ class KDCacheDataset(ShuffledRows):
         self._ends = np.cumsum([entry.rows for entry in self._entries], dtype=np.int64)
         self._optional: tuple[str, ...] = OPTIONAL
         self._check_every, self._served = _CHECK_EVERY[verify_rows], 0
-        self._spare: list[dict[str, np.ndarray]] = []
+
         kept = self._check_files(verify, preload)
         # Of the open ones the least recently used is closed. Not a method: the cache would keep the dataset alive.
         place, entries, held = self.path, self._entries, self.fingerprint
@@ -117,7 +117,7 @@ class KDCacheDataset(ShuffledRows):
         if wanted.ndim != 1 or ((wanted < -1) | (wanted >= len(self))).any():
             raise CacheError(f"rows: {wanted.tolist()!r}; allowed: 0 to {len(self) - 1}, or -1 for padding")
         batch = empty_batch(len(wanted), held, k, temperatures, optional)
-        arrays = self._spare.pop() if self._spare else None
+
         for place, (row, shard) in enumerate(zip(wanted, np.searchsorted(self._ends, wanted, "right"), strict=True)):
             out = {name: array[place] for name, array in batch.items()}
             if row < 0:
@@ -130,13 +130,11 @@ class KDCacheDataset(ShuffledRows):
                 opened = self._shard(int(shard))
             except CacheDamaged as error:
                 raise CacheDamaged(f"{error}; its row {inside} was wanted") from None
-            arrays = opened.rows(inside, check=check, into=arrays)
+            arrays = opened.rows(inside, check=check)
             decode_row({name: array[0] for name, array in arrays.items()}, held, k, temperatures, out)
             if wrong := strange_ids(out, held.vocab_size):
                 name = self._entries[shard].shard
                 raise CacheDamaged(f"{self.path}/{name}: row {inside} has {wrong}; restore the shard from a copy")
-        if arrays is not None:
-            self._spare.append(arrays)
         return batch
 
     def teacher_lm_head(self) -> LMHead:

@@ -216,20 +216,16 @@ class Shard:
             if header != read_header(plan.header, file):
                 raise CacheDamaged(f"{file}: its header describes other arrays than the cache's fingerprint demands")
 
-    def rows(
-        self, first: int, count: int = 1, *, check: bool = True, into: dict[str, np.ndarray] | None = None
-    ) -> dict[str, np.ndarray]:
+    def rows(self, first: int, count: int = 1, *, check: bool = True) -> dict[str, np.ndarray]:
         """Return the arrays [count, ...] of the rows from `first` on, as they are stored; `check` compares CRC-32s.
 
-        `into` is what an earlier call with the same count returned, written over and returned again: fresh memory for
-        every row takes as long as reading it. CacheDamaged: a row is not what was written, or the file has changed
-        since it was opened.
+        CacheDamaged: a row is not what was written, or the file has changed since it was opened.
         """
         where = f"row {first}" if count == 1 else f"rows {first} to {first + count - 1}"
         # A file that was removed can still be read while it is open, but a run could not be repeated from it.
         if not (isinstance(self._data, bytes) or self._place.far or os.fstat(self._data.fileno()).st_nlink):
             raise self._damaged(where, "cannot be read: the file was removed or replaced since it was opened")
-        arrays = into or {spec.name: np.empty((count, *spec.row_shape), spec.dtype) for spec in self._table}
+        arrays = {spec.name: np.empty((count, *spec.row_shape), spec.dtype) for spec in self._table}
         for spec in self._table:
             self._fill(arrays[spec.name], self._plan.starts[spec.name] + first * spec.row_bytes, where)
         if check:
