@@ -62,10 +62,6 @@ def export_parquet(
                 shard = Shard(path, entry, held, preload=path.far)
                 shard.check_sha256()
                 for _, part in shard.parts(step):
-<<<<<<< HEAD
-                    groups += 1
-=======
->>>>>>> cuts1
                     columns = _columns(part, held)
                     lists = [_lists(arrow, columns[name]) for name in schema.names]
                     writer.write_table(arrow.Table.from_arrays(lists, schema=schema))
