@@ -85,12 +85,12 @@ def damage_report(
         documents.sort(key=lambda line: -line["kl"])
         means = [line["kl"] for line in documents]
         worst = heapq.nlargest(WORST, [(line, text) for text, of in texts.items() for line in of.worst[i]])
-        spread = {"count": len(documents), "kl": quantiles(means) if means else None, "worst": documents[:WORST]}
+        apart = {"count": len(documents), "kl": quantiles(means) if means else None, "worst": documents[:WORST]}
         found[name] = {
             "kl": quantiles(kl),
             "changed_top1": float(changed.mean()),
             "delta_p": {"mean": float(change.mean()), "rms": float(np.sqrt((change**2).mean())), **quantiles(change)},
-            "documents": spread,
+            "documents": apart,
             "worst_tokens": [{"text": text} | texts[text].in_context(line, decode) for line, text in worst],
         }
     return found
