@@ -342,8 +342,7 @@ class ExportOptions:
         "dict for torch.load",
     )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = option(
-        "auto",
-        "type of dense tensors; auto: float16 with gguf-merged, gptq and mlx, else the full-precision model's",
+        "auto", "type of dense tensors; auto: float16 with gguf-merged, gptq and mlx, else the full-precision model's"
     )
     embedding_bits: float | None = option(
         None,
@@ -370,11 +369,7 @@ class ExportOptions:
     run: RunConfig = option(RunConfig, "run", without=("chips", "dtype", "seed"))
 
     def __post_init__(self) -> None:
-        only = {
-            "container_bits": ("compressed-tensors",),
-            "exact_only": ("gguf",),
-            "embedding_bits": ("gguf", "mlx"),
-        }
+        only = {"container_bits": ("compressed-tensors",), "exact_only": ("gguf",), "embedding_bits": ("gguf", "mlx")}
         for name, forms in only.items():
             if getattr(self, name) and self.form not in forms:
                 belongs = " or ".join(forms)

@@ -301,11 +301,7 @@ class QuantLinear(nn.Linear):
             self.source = Indexed(unpack(self.codes, self.spec.bits, self.in_features))
 
     def train_weight(
-        self,
-        weight_OI: Tensor | None = None,
-        rank: int = 0,
-        alpha: float | None = None,
-        gradient: Gradient = "lsq",
+        self, weight_OI: Tensor | None = None, rank: int = 0, alpha: float | None = None, gradient: Gradient = "lsq"
     ) -> Latent | LatentChange:
         """Let the codes train through a float weight, or through a low-rank change of it; return that.
 

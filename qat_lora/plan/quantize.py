@@ -97,10 +97,7 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
     if room is not None:
         report["stored_bytes"], (least, most) = room.target_bytes, room.range_bytes()
         report["target"] = {"bytes": room.target_bytes, "smallest_bytes": least, "largest_bytes": most}
-        text += (
-            f"\ntarget   {room.target_bytes / 1e6:,.3f} MB, adapter of rank {options.rank_of_codes} included; possible "
-            f"are {least / 1e6:,.3f} to {most / 1e6:,.3f} MB. Formats are chosen by costs that are measured, not here"
-        )
+        text += f"\ntarget   {room.target_bytes / 1e6:,.3f} of {least / 1e6:,.3f} to {most / 1e6:,.3f} MB, all included"
     starts = 4 * options.start_rank * report["inputs_and_outputs"]
     # Twice: finished blocks are kept until the whole is written.
     disk = 2 * (report["stored_bytes"] + starts) + report["scratch_bytes"]

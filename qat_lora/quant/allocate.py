@@ -2,9 +2,9 @@
 
 A uniform preset spends as many bits on a layer that hardly matters as on one that decides, and none of the usual ones
 is of the size that a user has room for. Here every layer has choices, each with its bytes in the file of one engine and
-its cost in nats, and their sum is minimised under the target: first along every layer's lower convex hull, always the
-step that saves the most cost a byte (what a Lagrange multiplier would choose), then by whatever still fits into the
-rest. Costs are those of plain rounding; `layers.calibrate.sensitivity` measures them.
+its cost in nats, and their sum is minimised under the target: always by the step that saves the most cost a byte, of
+those that still fit. The steepest step from a choice leads along its layer's convex hull, so until the first one that
+does not fit this is what a Lagrange multiplier would choose. `layers.calibrate.format_costs` measures the costs.
 
 The result is a `Preset` like any other, one rule a format, so nothing that quantises, trains or exports knows of it.
 
@@ -14,9 +14,8 @@ Sources: convex hulls of rate and distortion, Shoham and Gersho (1988); formats 
 
 from __future__ import annotations
 
-import heapq
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from qat_lora.config import option, settings
@@ -28,8 +27,7 @@ Engine = Literal["llama.cpp", "mlx", "vllm"]
 FORMATS: Mapping[str | None, tuple[str, ...]] = {
     None: ("q2_0", "w2g64", "q2_k", "w3g128", "q3g64", "q3_k", "w4g128", "q4_0", "q4_k", "q6_k", "q8_0"),
     "llama.cpp": ("q2_0", "q2_k", "q3_k", "q4_0", "q4_k", "q6_k", "q8_0"),
-    "mlx": ("q2_0", "q3g64", "w4g128", "q4_0", "q8_0"),
-    "vllm": ("q2_0", "q3g64", "w4g128", "q4_0", "q8_0"),
+    **dict.fromkeys(("mlx", "vllm"), ("q2_0", "q3g64", "w4g128", "q4_0", "q8_0")),
 }
 """Presets whose layers an engine's files hold exactly; None: our own folder."""
 KEPT = "kept"
@@ -77,11 +75,7 @@ class Choice(NamedTuple):
 
 
 def parse_size(given: str) -> int:
-    """Return the bytes of `232MB`, `1.5 GB` or `5000000`; MB are 10^6 bytes.
-
-    Raises:
-        ConfigError: it is no size.
-    """
+    """Return the bytes of `232MB`, `1.5 GB` or `5000000`, MB being 10^6; ConfigError: it is no size."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMG]?B)?\s*", given)
     size = int(float(match[1]) * UNITS[(match[2] or "B").upper()]) if match else 0
     if not size:
@@ -121,69 +115,27 @@ def size_bytes(name: str, out_features: int, in_features: int, engine: str | Non
 
 
 def allocate(units: Mapping[str, Sequence[Choice]], target_bytes: int) -> dict[str, Choice]:
-    """Return a choice for every layer, in `target_bytes` altogether, of the least cost that was found.
-
-    Raises:
-        ConfigError: a target below the smallest sum, or above the largest that lowers the cost.
-    """
-    hulls = {name: _hull(choices) for name, choices in units.items()}
-    least, most = (sum(hull[end].size_bytes for hull in hulls.values()) for end in (0, -1))
-    chosen = {name: hull[0] for name, hull in hulls.items()}
-    left = target_bytes - least
+    """Return the choices of least cost found in `target_bytes` altogether; ConfigError: below the smallest sum."""
+    chosen = {name: min(choices, key=lambda c: (c.size_bytes, c.cost)) for name, choices in units.items()}
+    left = target_bytes - sum(choice.size_bytes for choice in chosen.values())
     if left < 0:
-        raise ConfigError(f"target_size: {target_bytes:,} bytes for the layers; allowed: {least:,} to {most:,}")
-    steps = [_step(name, hull, 0) for name, hull in hulls.items() if len(hull) > 1]
-    heapq.heapify(steps)
-    while steps:
-        _, name, at = heapq.heappop(steps)
-        hull = hulls[name]
-        more = hull[at + 1].size_bytes - hull[at].size_bytes
-        if more > left:
-            continue  # nor does what comes after it on this hull
-        chosen[name], left = hull[at + 1], left - more
-        if at + 2 < len(hull):
-            heapq.heappush(steps, _step(name, hull, at + 1))
-    while found := _best_of_rest(units, chosen, left):
-        name, choice = found
-        left -= choice.size_bytes - chosen[name].size_bytes
-        chosen[name] = choice
+        raise ConfigError(f"target_size: {-left:,} bytes below the smallest of all formats")
+    while found := max(_steps(units, chosen, left), default=None):
+        _, name, choice = found
+        chosen[name], left = choice, left - (choice.size_bytes - chosen[name].size_bytes)
     return chosen
 
 
-def _step(name: str, hull: Sequence[Choice], at: int) -> tuple[float, str, int]:
-    """Return the step from a choice to the next one of its hull; what saves most a byte is first in order."""
-    now, then = hull[at : at + 2]
-    return _slope(now, then), name, at
-
-
-def _best_of_rest(
+def _steps(
     units: Mapping[str, Sequence[Choice]], chosen: Mapping[str, Choice], left: int
-) -> tuple[str, Choice] | None:
-    """Return the change of one layer that fits and saves most, None where nothing that fits saves any."""
-    changes = (
-        (chosen[name].cost - choice.cost, name, choice)
-        for name, choices in units.items()
-        for choice in choices
-        if choice.cost < chosen[name].cost and choice.size_bytes - chosen[name].size_bytes <= left
-    )
-    best = max(changes, default=None)
-    return None if best is None else best[1:]
-
-
-def _hull(choices: Iterable[Choice]) -> list[Choice]:
-    """Return the lower convex hull of choices, from the smallest on; costs fall along it."""
-    hull: list[Choice] = []
-    for choice in sorted(choices, key=lambda c: (c.size_bytes, c.cost)):
-        if hull and (choice.size_bytes == hull[-1].size_bytes or choice.cost >= hull[-1].cost):
-            continue
-        while len(hull) > 1 and _slope(hull[-2], choice) <= _slope(hull[-2], hull[-1]):
-            hull.pop()
-        hull.append(choice)
-    return hull
-
-
-def _slope(a: Choice, b: Choice) -> float:
-    return (b.cost - a.cost) / (b.size_bytes - a.size_bytes)
+) -> Iterator[tuple[float, str, Choice]]:
+    """Yield the changes of one layer that fit and lower its cost, with what each saves a byte."""
+    for name, choices in units.items():
+        now = chosen[name]
+        for choice in choices:
+            more = choice.size_bytes - now.size_bytes
+            if 0 < more <= left and choice.cost < now.cost:
+                yield (now.cost - choice.cost) / more, name, choice
 
 
 def as_preset(chosen: Mapping[str, str], lm_head: str, keep: Sequence[str]) -> Preset:

@@ -17,16 +17,7 @@ from qat_lora.layers.calibrate.format_costs import input_squares, layer_costs, l
 from qat_lora.layers.convert import linear_layers, quantize_targets, weight_count
 from qat_lora.models.load import CausalLM
 from qat_lora.options import QuantizeOptions
-from qat_lora.quant.allocate import (
-    FLOAT_BYTES,
-    FORMATS,
-    KEPT,
-    Choice,
-    allocate,
-    as_preset,
-    formats,
-    size_bytes,
-)
+from qat_lora.quant.allocate import FLOAT_BYTES, FORMATS, KEPT, Choice, allocate, as_preset, formats, size_bytes
 from qat_lora.quant.initialize import NEED_TEXT
 from qat_lora.quant.presets import Preset, preset
 from qat_lora.types import Batch
@@ -64,9 +55,7 @@ class Budget(NamedTuple):
 def budget(module: nn.Module, options: QuantizeOptions) -> Budget:
     """Return the budget of a full-precision model, which may be on the meta device.
 
-    Raises:
-        ConfigError: a target out of reach (the message has the range), a layer that the engine holds in no format, or
-            nothing to measure costs on.
+    ConfigError: a target out of reach, a layer that the engine holds in no format, or nothing to measure costs on.
     """
     has_text = options.text.dataset or options.kd_cache_dir
     if not (has_text and options.metric == "fisher" and options.init in NEED_TEXT):
@@ -117,30 +106,19 @@ def allocated(
     names = [KEPT, *FORMATS[room.engine]]
     kept = work.take(PIECE)
     if kept is None:
-        chosen = _chosen(model, room, batches, costs, forward, options.run.quiet)
+        squares, units = input_squares(model.module, costs, batches, forward), dict[str, list[Choice]]()
+        for name, sizes in tqdm(room.sizes().items(), desc="formats", unit="layer", disable=options.run.quiet):
+            layer = model.module.get_submodule(name)
+            assert isinstance(layer, nn.Linear)
+            if name == room.lm_head:
+                found = lm_head_costs(layer, [*sizes], batches[:HEAD_BATCHES], forward, model.logits)
+            else:
+                found = layer_costs(layer.weight.data, sizes, squares[name], costs[name].outputs_OO)
+            units[name] = [Choice(kind, size, found[kind]) for kind, size in sizes.items()]
+        choices = allocate(units, room.target_bytes - room.fixed_bytes)
+        chosen = {layer: choice.format for layer, choice in choices.items()}
         work.keep(PIECE, {layer: torch.tensor(names.index(kind)) for layer, kind in chosen.items()}, {})
     else:
         chosen = {layer: names[int(kept[0][layer])] for layer in room.shapes}
     lm_head = chosen.pop(room.lm_head) if room.lm_head else KEPT
     return as_preset(chosen, lm_head, options.keep)
-
-
-def _chosen(
-    model: CausalLM,
-    room: Budget,
-    batches: list[Batch],
-    costs: Mapping[str, Sensitivity],
-    forward: Callable[[Batch], Tensor],
-    quiet: bool,
-) -> dict[str, str]:
-    """Measure what each layer costs in each format, and choose."""
-    squares, units = input_squares(model.module, costs, batches, forward), {}
-    for name, sizes in tqdm(room.sizes().items(), desc="formats", unit="layer", disable=quiet):
-        layer = model.module.get_submodule(name)
-        assert isinstance(layer, nn.Linear)
-        if name == room.lm_head:
-            found = lm_head_costs(layer, [*sizes], batches[:HEAD_BATCHES], forward, model.logits)
-        else:
-            found = layer_costs(layer.weight.data, sizes, squares[name], costs[name].outputs_OO)
-        units[name] = [Choice(kind, size, found[kind]) for kind, size in sizes.items()]
-    return {name: choice.format for name, choice in allocate(units, room.target_bytes - room.fixed_bytes).items()}

@@ -78,7 +78,7 @@ def test_an_interrupted_run_keeps_its_formats_and_recovery_takes_the_student(tin
         patch.setattr("qat_lora.commands.quantize._fit", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             call("quantize", asked)
-    monkeypatch.setattr("qat_lora.setup.allocation._chosen", None)  # what was chosen is not chosen again
+    monkeypatch.setattr("qat_lora.setup.allocation.allocate", None)  # what was chosen is not chosen again
     folder = call("quantize", asked)
     run = call("recover", recover_options(folder, cache, tmp_path / "run"))
     assert json.loads((run / "result.json").read_text())["step"] == 8

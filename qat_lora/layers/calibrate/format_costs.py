@@ -69,12 +69,7 @@ def lm_head_costs(
 ) -> dict[str, float]:
     """Return the KL of the model with its output head, and what is tied to it, in every format.
 
-    Args:
-        lm_head: the layer.
-        names: the formats.
-        batches: rows to measure on.
-        hidden: from a batch to the last hidden states [.., H].
-        logits: from hidden states [N, H] to logits [N, V], through the head as it is then.
+    `hidden` goes from a batch to its last hidden states [.., H], `logits` from [N, H] to [N, V] by the head as it is.
     """
     weight_VH, exact = lm_head.weight.data, [hidden(batch).flatten(0, -2) for batch in batches]
     squares_H = torch.cat(exact).float().square().mean(0)

@@ -144,10 +144,7 @@ class LayerFitter:
         return list(found.values())
 
     def fit(
-        self,
-        names: Sequence[str],
-        moments_II: Sequence[Tensor | None],
-        weights_OI: Sequence[Tensor] | None = None,
+        self, names: Sequence[str], moments_II: Sequence[Tensor | None], weights_OI: Sequence[Tensor] | None = None
     ) -> dict[str, Finished]:
         """Fit one of the `groups` to its inputs' second moments, and to other weights than its own where given.
 

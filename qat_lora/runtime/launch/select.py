@@ -82,8 +82,7 @@ class ChipsConfig:
         "spawn", "on XLA: spawn runs a process a chip, spmd one process over all chips"
     )
     shard_base: bool = option(
-        False,
-        "spread the frozen weights over the chips instead of copying them: on XLA with spmd, else in recover",
+        False, "spread the frozen weights over the chips instead of copying them: on XLA with spmd, else in recover"
     )
 
     def __post_init__(self) -> None:

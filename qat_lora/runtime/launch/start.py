@@ -97,11 +97,7 @@ def work_here(command: Command, options: Any, device: DeviceChoice) -> Any:
 
 
 def notebook_launch(
-    fn: Callable[[Runtime, Any], Any],
-    model: Any = None,
-    *,
-    num_chips: int | str = "all",
-    device: str = "auto",
+    fn: Callable[[Runtime, Any], Any], model: Any = None, *, num_chips: int | str = "all", device: str = "auto"
 ) -> Any:
     """Call `fn(runtime, model)` on several chips from a notebook; return what it returned on the main one.
 
