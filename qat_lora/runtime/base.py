@@ -37,7 +37,7 @@ class Runtime(Protocol):
     rank: int  # this process, 0-based: names files and logs
     replicas: int  # data-parallel copies of the model over all processes (not the process count under SPMD)
     loss_walk: LossWalk  # the faster of two equal walks through the logits on this device (`losses/fused/op.py`)
-    piece_bytes: int | None  # of a large result that elementwise work takes at a time to stay in cache; None for all
+    piece_bytes: int | None = None  # of a large result that elementwise work takes at a time, for caches; None: all
     shares_memory: bool = True  # whether several tensors can be parts of one; on XLA each is a value of its own
     shard_base: bool = False  # whether frozen weights are spread over devices: whoever trains forms them on the host
     attention: AttentionForm  # the form of attention that keeps no scores on this device (`layers/attention.py`)

@@ -78,7 +78,6 @@ class XlaRuntime(Runtime):
     """
 
     loss_walk: LossWalk = "positions"  # the many small steps of the other one would make a long graph
-    piece_bytes: int | None = None
     attention: AttentionForm = "blocked"
     shares_memory = False
 
