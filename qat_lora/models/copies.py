@@ -1,4 +1,4 @@
-"""Copies of a model folder's files, as they are or with some tensors replaced: all without reading the model."""
+"""Copies of a checkpoint's files, byte for byte, or with some of its tensors replaced."""
 
 import shutil
 from collections.abc import Mapping

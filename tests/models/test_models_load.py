@@ -118,6 +118,11 @@ def test_packed_rows_are_transformers_document_by_document(family, tiny, tmp_pat
     assert torch.allclose(logits, expected, atol=1e-5, rtol=1e-5), (logits - expected).abs().max()
     assert torch.allclose(z, expected, atol=1e-5, rtol=1e-5)
     assert model.vocab_size == 320 and model.max_positions == 64
+    model.tile_attention()
+    with torch.no_grad():
+        tiled = model.logits(model.hidden(ids, documents).flatten(0, 1)).reshape(expected.shape)
+    torch.testing.assert_close(tiled, expected, rtol=1e-4, atol=1e-4)
+    assert model.mask_form(24) == ("dense" if family == "gemma2" else "first")  # capped scores are transformers'
     # The comparison has teeth: as one document, the same tokens give other logits.
     with torch.no_grad():
         other = model.logits(model.hidden(ids, torch.zeros_like(documents)).flatten(0, 1)).reshape(expected.shape)
