@@ -19,7 +19,6 @@ from qat_lora.layers.calibrate.quantize import QuantizeConfig
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.models.hub import HubConfig
-from qat_lora.quant.allocate import TargetConfig
 from qat_lora.quant.fake_quantize import Gradient
 from qat_lora.runtime.launch.select import ChipsConfig, check_device
 from qat_lora.train.blockwise import BlockwiseConfig
@@ -152,7 +151,6 @@ class QuantizeOptions(QuantizeConfig):
     calibration_length: int = _tokens(256, "tokens of a calibration row (with --dataset)", min=2)
     start_rank: int = _rank(64, "rank up to which adapter starts are stored with the checkpoint; 0: none")
     dry_run: bool = option(False, "print layers, bits and bytes from shapes alone, and write nothing")
-    target: TargetConfig = option(TargetConfig, "size")
     hub: HubConfig = option(HubConfig, "models")
     run: RunConfig = option(RunConfig, "run", without=("chips", "dtype"))
 
@@ -163,8 +161,6 @@ class QuantizeOptions(QuantizeConfig):
             raise ConfigError(f"joint_rank: {self.joint_rank} is more than --start-rank {self.start_rank} stores")
         if self.text.dataset is not None and self.kd_cache_dir is not None:
             raise ConfigError("dataset: calibration reads --kd-cache-dir; give one of the two")
-        if self.target.is_given and (self.override or self.quantize_head):
-            raise ConfigError("override: a target chooses every layer's format; leave out what sets one by hand")
 
     @property
     def rank_of_codes(self) -> int:

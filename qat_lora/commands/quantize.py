@@ -1,7 +1,5 @@
 """The command that makes a quantised student."""
 
-from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,7 +28,6 @@ from qat_lora.quant.spec import QuantSpec
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.machine import large_tensors_apart
 from qat_lora.runtime.host.signals import stop_signals
-from qat_lora.setup.allocation import allocated, budget
 from qat_lora.setup.common import calibration, say, text_inputs
 from qat_lora.setup.unfinished import Unfinished, remove_pieces
 from qat_lora.types import Batch
@@ -55,8 +52,6 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
     if quant_layers(model.module):
         raise ConfigError(f"model: {options.model} is quantised already; give the full-precision model")
     targets = check_reach(model.module, chosen)
-    if options.target.is_given:
-        budget(model.module, options)  # refuses what is out of reach before anything is read
     if options.start_method is not None:
         say(run, "start_method: no longer does anything; adapter starts are qera's, in the metric of --metric")
     batches, text = calibration(options, model) if options.init != "absmax" and has_text else (None, None)
@@ -80,12 +75,7 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
                 say(run, f"goes on after {work.parts} of {len(targets)} layers, which an interrupted run finished")
             rows = None if batches is None else list(runtime.feed(batches))
             fits = FitSettings(options.init, options.start_rank, options.rank_of_codes, solver_device)
-            costs = None if rows is None else _sensitivities(options, model, targets, rows, out, work)
-            forward = partial(_hidden, model, work)
-            if options.target.is_given and rows is not None and costs is not None:
-                chosen = allocated(model, options, rows, costs, forward, work)
-                targets = check_reach(model.module, chosen)
-            starts = _fit(options, fits, model, targets, rows, costs, forward, work)
+            starts = _fit(options, fits, model, targets, rows, out, work)
         rules = rule_bits(model.module, chosen)
         model.module.to("cpu")
         cast(model.module, dtype)
@@ -106,14 +96,9 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
         outputs.complete(out)
         remove_pieces(out)
     for rule in rules if len(rules) > 1 else ():
-        say(run, f"  {rule['bits_per_weight'] or 'kept':>6}  {rule['layers']:>4} layers  {rule['pattern'][:80]}")
+        say(run, f"  {rule['bits_per_weight'] or 'kept':>6}  {rule['layers']:>4} layers  {rule['pattern']}")
     say(run, f"{bits['base']:.2f} bits per weight in {len(targets)} layers, {bits['model']:.2f} in the model, at {out}")
     return out
-
-
-def _hidden(model: CausalLM, work: Work, batch: Batch) -> torch.Tensor:
-    work.may_stop()
-    return model.hidden(batch["input_ids"], batch["document_ids"])
 
 
 def _fit(
@@ -122,13 +107,20 @@ def _fit(
     model: CausalLM,
     targets: dict[str, QuantSpec],
     batches: list[Batch] | None,
-    costs: dict[str, Sensitivity] | None,
-    forward: Callable[[Batch], torch.Tensor],
+    out: Path,
     work: Work,
 ) -> dict[str, Factors]:
     """Quantise the model in place, by the batches where there are any; return the adapter starts."""
     sequential = options.calibrate_on == "student" and options.init in NEED_TEXT
-    moments = None
+    costs = moments = None
+
+    def forward(batch: Batch) -> torch.Tensor:
+        work.may_stop()
+        return model.hidden(batch["input_ids"], batch["document_ids"])
+
+    if batches is not None and options.metric == "fisher" and options.init in NEED_TEXT:
+        inside = [name for name in targets if not LM_HEAD.search(name)]
+        costs = _sensitivities(options, model, inside, batches, out, work)
     if batches is not None and not sequential:
         moments = second_moments(model.module, targets, batches, forward, costs)
     with quantizing_bar(options.preset, options.init, len(targets), options.run.quiet) as bar:
@@ -139,16 +131,14 @@ def _fit(
 
 
 def _sensitivities(
-    options: QuantizeOptions, model: CausalLM, targets: Iterable[str], batches: list[Batch], out: Path, work: Work
-) -> dict[str, Sensitivity] | None:
+    options: QuantizeOptions, model: CausalLM, names: list[str], batches: list[Batch], out: Path, work: Work
+) -> dict[str, Sensitivity]:
     """Return what an error costs at the output of every layer; kept for a run that goes on, because it takes long."""
-    if options.metric != "fisher" or options.init not in NEED_TEXT:
-        return None
-    names = [name for name in targets if not LM_HEAD.search(name)]
     draws = torch.Generator().manual_seed(options.run.seed)
 
     def log_likelihood(batch: Batch) -> torch.Tensor:
-        hidden = _hidden(model, work, batch)
+        work.may_stop()
+        hidden = model.hidden(batch["input_ids"], batch["document_ids"])
         return drawn_in_pieces(hidden.flatten(0, 1), model.logits, model.vocab_size, draws)
 
     def kept() -> list[Kept]:

@@ -21,7 +21,6 @@ from qat_lora.quant.scales import SWEEPS as LOW_RANK_SWEEPS
 from qat_lora.quant.spec import SUPER, QuantSpec
 from qat_lora.quant.two_sided import GROUPS, TWO_SIDED_ROUNDS
 from qat_lora.registry import DryRun, Requirements
-from qat_lora.setup.allocation import budget
 
 FLOAT32_RATE = {"tpu": 1 / 6, "cuda": 1 / 15}  # of bfloat16's: six passes of a TPU, none of a card's product units
 COLUMN_S = {"cuda": 10 * 5e-6}  # seconds to launch the kernels of a column; elsewhere they are one call or one program
@@ -53,7 +52,6 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
     parameters = sum(p.numel() for p in module.parameters())
     chosen = preset(options.preset, options.keep, options.override, options.quantize_head)
     check_reach(module, chosen)
-    room = budget(module, options) if options.target.is_given else None
     make_quant_skeleton(module, chosen)
     stored = config.dtype if isinstance(getattr(config, "dtype", None), torch.dtype) else torch.float32  # in its files
     cast(module, stored)
@@ -94,10 +92,6 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
         f"and the calibration beside them\n"
         f"scratch  {report['scratch_bytes'] / GIB:.3f} GiB on disk while it is quantised{solving}"
     )
-    if room is not None:
-        report["stored_bytes"], (least, most) = room.target_bytes, room.range_bytes()
-        report["target"] = {"bytes": room.target_bytes, "smallest_bytes": least, "largest_bytes": most}
-        text += f"\ntarget   {room.target_bytes / 1e6:,.3f} of {least / 1e6:,.3f} to {most / 1e6:,.3f} MB, all included"
     starts = 4 * options.start_rank * report["inputs_and_outputs"]
     # Twice: finished blocks are kept until the whole is written.
     disk = 2 * (report["stored_bytes"] + starts) + report["scratch_bytes"]
