@@ -154,13 +154,14 @@ def last_vectors(module: Any) -> dict[str, Tensor]:
 def save_adapters(model: CausalLM, out: Path) -> None:
     """Write a model's adapter as mlx-lm trains them: factors [I, r] and [r, O] in float16, layers named in a block.
 
-    A layer that has no adapter in this block but in another gets one of zeros from mlx-lm.
+    A layer that has no adapter in this block but in another gets one of zeros from mlx-lm, which takes ranks by layer
+    from the factors.
 
     Raises:
         ModelError: a number that float16 does not hold.
     """
     layers = lora_layers(model.module)
-    ((rank, scale),) = {(layer.lora_A.shape[0], layer.scaling) for layer in layers.values()}  # one adapter, one rank
+    rank, scale = max((layer.lora_A.shape[0], layer.scaling) for layer in layers.values())  # all have one scale
     factors = {}
     for name, layer in layers.items():
         factors[f"{name}.lora_a"] = layer.lora_A.detach().cpu().half().T.contiguous()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -35,8 +35,6 @@ OFF: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "fan_in_fan_out": (False,),
     "modules_to_save": (None, []),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
 }
 
 
@@ -49,6 +47,8 @@ class AdapterInfo:
     base_sha256: str | None
     lora: LoraConfig
     tokenizer_sha256: str | None = None
+    ranks: dict[str, int] | None = None
+    """By layer, where they differ."""
 
 
 def save_adapter(model: nn.Module, lora: LoraConfig, out: Path, base: Path, base_sha256: str) -> None:
@@ -67,12 +67,17 @@ def save_adapter(model: nn.Module, lora: LoraConfig, out: Path, base: Path, base
         name: parameter.detach().cpu().half().contiguous()  # on the host: no graphs of its own on XLA
         for name, parameter in _factors(layers).items()
     }
+    ranks = {name: layer.lora_A.shape[0] for name, layer in layers.items()}
+    most, of_one = max(ranks.values()), lora.alpha / lora.rank
+    differ = {name: rank for name, rank in ranks.items() if rank != most}
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(base),
-        "r": lora.recovery_r,
-        "lora_alpha": lora.alpha,
+        "r": most,
+        "lora_alpha": lora.alpha * (most / lora.rank),
+        "rank_pattern": differ,
+        "alpha_pattern": {name: rank * of_one for name, rank in differ.items()},
         "lora_dropout": lora.dropout,
         "target_modules": sorted(layers),
         "bias": "none",
@@ -139,17 +144,30 @@ def read_adapter(folder: Path) -> AdapterInfo:
         targets = config["target_modules"]
         if not isinstance(targets, list):
             raise ModelError(f"adapter: {folder} has target_modules = {targets!r}; only a list of names is supported")
+        ranks = _ranks(folder, config)
         note = read_object(folder / NOTE) if (folder / NOTE).is_file() else {}
         pattern = "|".join(rf"(^|\.){re.escape(name)}$" for name in targets)  # a name or its end, as in PEFT
         settings = {"recovery_r": config["r"], "recovery_alpha": config["lora_alpha"], "lora_targets": pattern}
         base, sums = config["base_model_name_or_path"], [note.get(f"{part}_sha256") for part in ("base", "tokenizer")]
         if not isinstance(base, str) or not all(isinstance(sha256, str | None) for sha256 in sums):
             raise ModelError(f"adapter: {folder} names its base as {base!r} with sha256 {sums}; all three are texts")
-        return AdapterInfo(folder, base, sums[0], from_dict(LoraConfig, settings), sums[1])
+        return AdapterInfo(folder, base, sums[0], from_dict(LoraConfig, settings), sums[1], ranks)
     except ModelError:
         raise
     except (OSError, KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ModelError(f"adapter: {folder} is no PEFT folder ({error})") from None
+
+
+def _ranks(folder: Path, config: dict[str, Any]) -> dict[str, int] | None:
+    """Return the ranks of an adapter by layer, None where they are one; ModelError for patterns that are not ours."""
+    ranks, alphas, targets = config.get("rank_pattern"), config.get("alpha_pattern"), config["target_modules"]
+    if not (ranks or alphas):
+        return None
+    scaling, ranks, alphas = config["lora_alpha"] / config["r"], ranks or {}, alphas or {}
+    whole = all(type(rank) is int and rank > 0 for rank in ranks.values()) and set(ranks) <= set(targets)
+    if not whole or any(abs(alphas[name] - scaling * rank) > 1e-6 * alphas[name] for name, rank in ranks.items()):
+        raise ModelError(f"adapter: {folder} has rank_pattern = {ranks!r} with other layers or scalings than our own")
+    return {name: ranks.get(name, config["r"]) for name in targets}
 
 
 def _read_tensors(file: Path) -> dict[str, Tensor]:
@@ -174,7 +192,7 @@ def load_adapter(model: nn.Module, folder: Path, base_sha256: str) -> LoraConfig
             f"{base_sha256[:12]}); load it on {info.base}"
         )
     saved = _read_tensors(folder / WEIGHTS)
-    wanted = _factors(add_lora(model, info.lora))
+    wanted = _factors(add_lora(model, info.lora, ranks=info.ranks))
     if wanted.keys() != saved.keys():
         names = ", ".join(sorted(wanted.keys() ^ saved.keys())[:4])
         raise ModelError(f"adapter: {folder} does not fit the model's layers: {names}")
@@ -188,13 +206,29 @@ def load_adapter(model: nn.Module, folder: Path, base_sha256: str) -> LoraConfig
     return info.lora
 
 
-def save_starts(starts: dict[str, Factors], out: Path) -> None:
-    """Write adapter starts, float16, most important columns first, into the folder of their quantised checkpoint."""
+def save_starts(starts: dict[str, Factors], out: Path, allocated: bool = False) -> None:
+    """Write adapter starts, float16, most important columns first, into the folder of their quantised checkpoint.
+
+    `allocated`: their columns are the ranks that the adapter shall have.
+    """
     parts = {f"{name}.lora_A": of.a_RI for name, of in starts.items()}
     parts |= {f"{name}.lora_B": of.b_OR for name, of in starts.items()}
     tensors = {name: part.cpu().half().contiguous() for name, part in parts.items()}
     check_finite(tensors, out / STARTS)
-    save_file(tensors, out / STARTS)
+    save_file(tensors, out / STARTS, metadata={"ranks": "allocated"} if allocated else None)
+
+
+def allocated_ranks(folder: Path) -> dict[str, int] | None:
+    """Return the ranks that a checkpoint's adapter shall have by layer, None where the user chooses one."""
+    if not (folder / STARTS).is_file():
+        return None
+    try:
+        with safe_open(folder / STARTS, "pt") as file:
+            if (file.metadata() or {}).get("ranks") != "allocated":
+                return None
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"start: {folder / STARTS} cannot be read ({error}); quantise the model again") from None
+    return {name: len(factors.a_RI) for name, factors in load_starts(folder).items()}
 
 
 def starts_sha256(folder: Path) -> str | None:

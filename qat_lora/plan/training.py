@@ -68,7 +68,7 @@ def plan_recover(options: RecoverOptions) -> DryRun:
     stored = report.pop("stored_bytes_of_quantised") + 2 * (report["parameters"] - report["quantised"])
     report["stored_bytes"] = stored
     trained, total = report["trained"], report["total_bytes"]
-    text = _text(report, f"{trained:,} numbers (rank {options.lora.recovery_r})", asked.utilisation)
+    text = _text(report, f"{trained:,} numbers (rank {options.lora.rank})", asked.utilisation)
     # A checkpoint: what trains, two moments, perhaps an average. An export: halves, and the base that trained.
     export = 2 * (trained - train_codes * sum(shapes.quantised)) + (options.train_scales or train_codes) * stored
     disk = (options.loop.keep_checkpoints + 1) * 16 * trained + 3 * export
