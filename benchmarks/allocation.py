@@ -2,9 +2,9 @@
 
 Claim: a student of `quantize --target-size` has at least 20 % less KL than the uniform preset with a rank-16 adapter
 that takes the same bytes, untrained and after the same short recovery (adapter and scales train). Bytes are those of
-all tensors in `--for`'s files, embedding and adapter included. A case is PRESET:RANK:HEAD: a uniform student whose head,
-tied to the embedding, is quantised too, as an export would do it (q4_0) or better (q8_0): with tables of 16 bits beside
-it, the allocation would win by those alone.
+all tensors in `--for`'s files, embedding and adapter included. A case is PRESET:RANK:HEAD: a uniform student whose LM
+head, tied to the embedding, is quantised too, as an export would do it (q4_0) or better (q8_0): against tables of 16
+bits, the allocation would win by those alone.
 
     python benchmarks/allocation.py --teacher DIR --library DIR --trained-on LIST --held-out LIST --work DIR --out FILE
 
@@ -24,20 +24,19 @@ import torch
 
 from qat_lora.data.sources import TextConfig
 from qat_lora.evaluate.score import measure
-from qat_lora.export.engines import adapter_bytes, layer_bytes, other_bytes
+from qat_lora.export.engines import TargetConfig, adapter_bytes, layer_bytes, other_bytes
 from qat_lora.layers.convert import LM_HEAD, add_lora, check_reach
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.models.adapter import allocated_ranks, load_starts
 from qat_lora.models.hub import HubConfig
 from qat_lora.models.load import CausalLM, load_model, load_tokenizer
 from qat_lora.models.student import open_student
-from qat_lora.options import CacheBuildOptions, QuantizeOptions, RecoverOptions, RunConfig
+from qat_lora.options import CacheBuildOptions, QatOptions, QuantizeOptions, RecoverOptions, RunConfig
 from qat_lora.quant.presets import preset
 from qat_lora.registry import COMMANDS
 from qat_lora.runtime.launch.start import run
 from qat_lora.setup.common import text_batches
 from qat_lora.train.loop import LoopConfig
-from qat_lora.train.optim import OptimConfig
 from qat_lora.types import Batch
 
 CASES = ("q2_0:16:q4_0", "q2_0:16:q8_0", "q2_0:4:q8_0")
@@ -77,7 +76,9 @@ def compared(arguments: argparse.Namespace, teacher: CausalLM, held_out: list[Ba
     students = {
         "uniform": quantised(arguments, work / case.replace(":", "-"), **common),
         "allocated": quantised(
-            arguments, work / f"as-{case}".replace(":", "-"), target_bits=bits, engine=arguments.engine
+            arguments,
+            work / f"as-{case}".replace(":", "-"),
+            target=TargetConfig(target_bits=bits, engine=arguments.engine),
         ),
     }
     chosen = json.loads((students["allocated"] / "result.json").read_text(encoding="utf-8"))
@@ -89,6 +90,7 @@ def compared(arguments: argparse.Namespace, teacher: CausalLM, held_out: list[Ba
         add_lora_if_any(student, folder, int(rank))
         untrained[kind] = kl(teacher, student, held_out)
     found["untrained"] = with_gain(untrained)
+    print(case, json.dumps(found), flush=True)
     if arguments.max_steps:
         recovered = {}
         for kind, folder in students.items():
@@ -148,16 +150,12 @@ def trained(arguments: argparse.Namespace, work: Path, student: Path, lora: Lora
     rows = {"length": arguments.length, "num_rows": steps * batch, "top_k": 64}
     run(COMMANDS["cache build"], CacheBuildOptions(arguments.teacher, seen(arguments), **rows, run=settings(cache)))
     out = work / f"{student.name}-recovered"
-    options = RecoverOptions(
-        checkpoint=str(student),
-        kd_cache_dir=str(cache),
-        train_scales=True,
-        lora=lora,
-        train=OptimConfig(lr=arguments.lr, scale_lr=arguments.lr / 2),
-        loop=LoopConfig(batch_size=batch, max_steps=steps),
-        run=settings(out),
-    )
-    run(COMMANDS["recover"], options)
+    loop = LoopConfig(batch_size=batch, max_steps=steps)
+    given: dict[str, Any] = {"checkpoint": str(student), "kd_cache_dir": str(cache), "loop": loop, "run": settings(out)}
+    if allocated_ranks(student) == {}:  # all bytes went to codes: scales are what is left to train
+        run(COMMANDS["qat"], QatOptions(**given, train_parts=("scales",)))
+    else:
+        run(COMMANDS["recover"], RecoverOptions(**given, train_scales=True, lora=lora))
     return out / "best"
 
 
@@ -196,7 +194,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--eval-rows", type=int, default=96)
     parser.add_argument("--max-steps", type=int, default=0, help="of recovery; 0: none")
     parser.add_argument("--batch-size", type=int, default=16, help="rows of a step")
-    parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--threads", type=int, default=1)
     return parser.parse_args()
 

@@ -4,7 +4,6 @@ The command line is read off these classes (`cli.py`), so a flag, its default, i
 """
 
 import functools
-import re
 from dataclasses import fields
 from typing import Literal
 
@@ -15,13 +14,12 @@ from qat_lora.errors import ConfigError
 from qat_lora.evaluate.health import HealthConfig
 from qat_lora.evaluate.protocols import Protocol
 from qat_lora.evaluate.tasks import TasksConfig
-from qat_lora.export.engines import Engine
+from qat_lora.export.engines import TargetConfig
 from qat_lora.layers.calibrate.quantize import QuantizeConfig
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.models.hub import HubConfig
 from qat_lora.quant.fake_quantize import Gradient
-from qat_lora.quant.initialize import COMPENSATED
 from qat_lora.runtime.launch.select import ChipsConfig, check_device
 from qat_lora.train.blockwise import BlockwiseConfig
 from qat_lora.train.loop import LoopConfig
@@ -145,16 +143,7 @@ class QuantizeOptions(QuantizeConfig):
         None, "rank of the adapter that codes are chosen together with, 0: none; default: 16 with descent"
     )
     start_method: str | None = option(None, "no longer does anything: adapter starts are qera's, in the metric")
-    target_size: str | None = option(
-        None,
-        "bytes that all tensors shall take, adapter included; formats and ranks by layer follow, and --preset is not "
-        "read",
-        unit="for example 232MB",
-    )
-    target_bits: float | None = option(None, "the same as bits over all weights of the model", unit="bits", above=0)
-    engine: Engine = option(
-        "any", "engine whose files --target-size counts, and whose formats may be chosen", alias="for"
-    )
+    target: TargetConfig = option(TargetConfig, "target size")
     text: TextConfig = option(TextConfig, "calibration text")
     kd_cache_dir: str | None = option(None, "calibrate on the rows of this KD cache instead of --dataset")
     calibration_length: int = _tokens(256, "tokens of a calibration row (with --dataset)", min=2)
@@ -166,47 +155,10 @@ class QuantizeOptions(QuantizeConfig):
     def __post_init__(self) -> None:
         if self.start_method not in (None, "qera"):
             raise ConfigError(f"start_method: {self.start_method} was removed; adapter starts are qera's, leave it out")
-        if self.target:
-            self._check_target()
-        elif self.engine != "any":
-            raise ConfigError(f"engine: --for {self.engine} says what --target-size counts; give that or --target-bits")
         if (self.joint_rank or 0) > self.start_rank:
             raise ConfigError(f"joint_rank: {self.joint_rank} is more than --start-rank {self.start_rank} stores")
         if self.text.dataset is not None and self.kd_cache_dir is not None:
             raise ConfigError("dataset: calibration reads --kd-cache-dir; give one of the two")
-
-    def _check_target(self) -> None:
-        needs = f"{self.target} decides by what it measures"
-        refusals = {
-            "target_bits": None not in (self.target_size, self.target_bits) and "--target-size says it; give one",
-            "override": self.override and f"{needs}; leave it out (--keep is allowed)",
-            "quantize_head": self.quantize_head and f"{needs}; leave it out",
-            "init": self.init not in COMPENSATED and f"{needs}; give descent or gptq",
-            "metric": self.metric != "fisher" and f"{needs}; give fisher",
-            "dataset": not (self.text.dataset or self.kd_cache_dir) and f"{needs}; give --dataset or --kd-cache-dir",
-        }
-        for name, reason in refusals.items():
-            if reason:
-                raise ConfigError(f"{name}: {reason}")
-        self.target_bytes(0)
-
-    @property
-    def target(self) -> str:
-        """The size that is wanted, with its unit; empty where a preset decides."""
-        return self.target_size or ("" if self.target_bits is None else f"{self.target_bits:g}bits")
-
-    @property
-    def label(self) -> str:
-        """What such a student is called."""
-        return self.target + (f"-{self.engine}" if self.target and self.engine != "any" else "") or self.preset
-
-    def target_bytes(self, weights: int) -> int:
-        """Return the bytes that the target allows a model of so many weights; ConfigError where it is no size."""
-        if self.target_size is None:
-            return int((self.target_bits or 0) * weights / 8)
-        if found := re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMG])B", self.target_size):
-            return round(float(found[1]) * 1000 ** ("kMG".index(found[2]) + 1))
-        raise ConfigError(f"target_size: {self.target_size!r} is no size; give kB, MB or GB, for example 232MB")
 
     @property
     def rank_of_codes(self) -> int:
@@ -402,11 +354,6 @@ class ExportOptions:
         "default: 4.5",
         unit="bits",
     )
-    adapter_bits: float | None = option(
-        None,
-        "bits of the adapter's factors, with gguf: 8 (where blocks of 32 divide their rows) or 16; default: 8",
-        unit="bits",
-    )
     container_bits: int | None = option(
         None,
         "bits of packed codes, with compressed-tensors; default: those of integer codes, else the fewest of 2, 4, 8 "
@@ -430,15 +377,12 @@ class ExportOptions:
             ("container_bits", "compressed-tensors"),
             ("exact_only", "gguf"),
             ("embedding_bits", "gguf", "mlx"),
-            ("adapter_bits", "gguf"),
         ):
             if getattr(self, name) and self.form not in forms:
                 belongs = " or ".join(forms)
                 raise ConfigError(f"{name}: means nothing with --form {self.form}; it belongs to --form {belongs}")
         if self.embedding_bits not in (None, 4.5, 6, 8, 16):
             raise ConfigError(f"embedding_bits: {self.embedding_bits:g} is not supported; allowed: 4.5, 6, 8, 16")
-        if self.adapter_bits not in (None, 8, 16):
-            raise ConfigError(f"adapter_bits: {self.adapter_bits:g} is not supported; allowed: 8, 16")
         if self.form == "adapter" and self.dtype != "auto":
             raise ConfigError(f"dtype: {self.dtype} means nothing with --form adapter, which copies the files")
 

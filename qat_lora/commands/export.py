@@ -36,7 +36,7 @@ from qat_lora.runtime.base import Runtime
 from qat_lora.setup.common import cached_calibration_rows, check_fits, fits_positions, say, text_batches, text_inputs
 from qat_lora.types import Batch
 
-EMBEDDING_BITS, ADAPTER_BITS = 4.5, 8
+EMBEDDING_BITS = 4.5
 
 
 def export(options: ExportOptions, runtime: Runtime) -> Path:
@@ -64,11 +64,8 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
         module.to("cpu")
         return found
 
-    adapter_bits = int(options.adapter_bits or ADAPTER_BITS)
-    of_form = dtype, options.container_bits, options.exact_only, options.embedding_bits or EMBEDDING_BITS
-    plan = FORMS[options.form].plan(
-        ExportJob(str(options.student), student, adapter, tokenizer, *of_form, adapter_bits, importance)
-    )
+    of_form = dtype, options.container_bits, options.exact_only, options.embedding_bits or EMBEDDING_BITS, importance
+    plan = FORMS[options.form].plan(ExportJob(str(options.student), student, adapter, tokenizer, *of_form))
     settings = {key: value for key, value in to_dict(options).items() if key not in ("run", "hub")} | {"dtype": dtype}
     settings |= {"weights": student.sha256}
     inputs = [options.student, student.model.folder, adapter, *text_inputs(options.text), options.scores]
@@ -182,5 +179,4 @@ def _command(options: ExportOptions, name: str) -> str:
     command += f" --container-bits {options.container_bits}" if options.container_bits else ""
     command += " --exact-only" if options.exact_only else ""
     command += f" --embedding-bits {options.embedding_bits:g}" if options.embedding_bits else ""
-    command += f" --adapter-bits {options.adapter_bits:g}" if options.adapter_bits else ""
     return command + (f" --dataset {display_name(options.text.dataset)}" if options.text.dataset else "")

@@ -30,7 +30,7 @@ from qat_lora.quant.spec import QuantSpec
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.memory import large_tensors_apart
 from qat_lora.runtime.host.signals import stop_signals
-from qat_lora.setup.allocation import allocated, check_target, choices, measured_costs
+from qat_lora.setup.allocation import allocated, choices, measured_costs
 from qat_lora.setup.common import calibration, say, text_inputs
 from qat_lora.setup.unfinished import Unfinished, remove_pieces
 from qat_lora.types import Batch
@@ -42,9 +42,10 @@ NO_PART_OF_THE_RESULT = ("model", "text", "kd_cache_dir", "dry_run", "hub", "run
 def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
     """Quantise a model, with the adapter starts beside it; return its folder."""
     run = options.run
-    out = Path(run.out or f"runs/{Path(str(options.model)).name}_{options.label}")
-    # Until a target's own preset is measured, one that reaches the same layers.
-    chosen = preset("q8_0" if options.target else options.preset, options.keep, options.override, options.quantize_head)
+    label = options.target.name or options.preset
+    # A target's own preset is measured later; any reaches the same layers.
+    chosen = preset(options.preset, options.keep, options.override, options.quantize_head)
+    out = Path(run.out or f"runs/{Path(str(options.model)).name}_{label}")
     has_text = bool(options.text.dataset or options.kd_cache_dir)
     if options.init in NEED_TEXT and not has_text:
         raise ConfigError(
@@ -56,11 +57,9 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
     if quant_layers(model.module):
         raise ConfigError(f"model: {options.model} is quantised already; give the full-precision model")
     targets = check_reach(model.module, chosen)
-    if options.target:
-        if options.engine == "llama.cpp":
-            architecture(model)
-        found = choices(options, model.module, dtype.itemsize)
-        target_bytes = check_target(options, model.module, found)
+    found = choices(options, model.module, dtype.itemsize) if options.target.name else None
+    if options.target.engine == "llama.cpp":
+        architecture(model)
     if options.start_method is not None:
         say(run, "start_method: no longer does anything; adapter starts are qera's, in the metric of --metric")
     batches, text = calibration(options, model) if options.init != "absmax" and has_text else (None, None)
@@ -74,7 +73,7 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
             say(run, f"{out} is complete already")
             remove_pieces(out)
             return out
-        say(run, f"{runtime.description} · {options.label}, {len(targets)} layers · {out}")
+        say(run, f"{runtime.description} · {label}, {len(targets)} layers · {out}")
         exact, solver_device = runtime.exact_products(), runtime.device if runtime.piece_bytes is None else None
         runtime = runtime.for_hooks()
         runtime.place(model.module)
@@ -88,12 +87,11 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
                 inside = [name for name in targets if not LM_HEAD.search(name)]
                 costs = _sensitivities(options, model, inside, rows, out, work)
             ranks, joint, facts = None, options.rank_of_codes, dict[str, Any]()
-            if options.target:
-                assert rows is not None and costs is not None  # a target needs text and this metric
-                measured = measured_costs(options, model, found, rows, costs, runtime, work)
-                chosen, ranks, size, cost = allocated(options, found, measured, target_bytes)
+            if found is not None:
+                assert rows is not None and costs is not None  # `choices` saw to that
+                measured = measured_costs(model, found, rows, costs, runtime, work)
+                chosen, ranks, facts = allocated(options, found, measured)
                 targets, joint = check_reach(model.module, chosen), options.start_rank if joint else 0
-                facts = {"engine": options.engine, "bytes": size, "predicted_kl": cost, "adapter_ranks": ranks}
             fits = FitSettings(options.init, options.start_rank, joint, solver_device)
             starts = _fit(options, fits, model, targets, rows, work, costs, ranks)
         rules = rule_bits(model.module, chosen)
@@ -106,20 +104,19 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
             "bits_per_weight_model": bits["model"],
             "joint_rank": options.rank_of_codes,
             "model": str(options.model),
+            **facts,
         }
         with moved_into(out) as draft:
-            if starts or ranks is not None:
-                save_starts(starts, draft, ranks is not None)
+            if starts:
+                save_starts(starts, draft)
             save_quantised(model, draft, chosen, details)
         save_yaml(options, out / "config.yaml")
-        save_json(
-            {"preset": chosen.name, "layers": len(targets), **details, **facts, "rules": rules}, out / "result.json"
-        )
+        save_json({"preset": chosen.name, "layers": len(targets), **details, "rules": rules}, out / "result.json")
         outputs.complete(out)
         remove_pieces(out)
     if ranks is not None:
-        words = f"{size / 1e6:.3f} MB for {options.engine}, adapter included: {len(ranks)} layers have one, of rank "
-        say(run, words + (f"{min(ranks.values())} to {max(ranks.values())}" if ranks else "0"))
+        highest = max(ranks.values(), default=0)
+        say(run, f"{facts['bytes'] / 1e6:.3f} MB with adapters on {len(ranks)} layers, of rank {highest} at most")
     for rule in rules if len(rules) > 1 else ():
         say(run, f"  {rule['bits_per_weight'] or 'kept':>6}  {rule['layers']:>4} layers  {rule['pattern']}")
     say(run, f"{bits['base']:.2f} bits per weight in {len(targets)} layers, {bits['model']:.2f} in the model, at {out}")

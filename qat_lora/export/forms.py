@@ -34,8 +34,6 @@ class ExportJob:
     exact_only: bool = False
     embedding_bits: float | None = None
     """Bits of the embedding and of an LM head without codes; None for as they are."""
-    adapter_bits: int = 16
-    """Of factors in a GGUF file, where blocks divide their rows."""
     importance: Callable[[], Tensor] | None = None
     """Mean square of what the LM head reads, [H], by `embedding.head_importance`."""
 

@@ -59,11 +59,12 @@ def plan(job: ExportJob) -> ExportPlan:
     def write(out: Path) -> None:
         save_base(model, {**found, **tables}, job.tokenizer, out / BASE, job.dtype, name)
         if lora_layers(model.module):
-            save_lora(model, out / ADAPTER, name, job.adapter_bits)
+            save_lora(model, out / ADAPTER, name, bits=8)
 
     notes = [
         "llama.cpp rounds activations to 8 bits in its products with quantised weights on a CPU; the weights are these",
         *gguf_model.notes(model),
+        *(["the adapter's factors are Q8_0 where blocks divide their rows"] if lora_layers(model.module) else []),
     ]
     if dense := [layer for layer, blocks in found.items() if blocks is None]:
         notes.append(f"{len(dense)} quantised layers are stored dense, since no block holds them")

@@ -177,24 +177,27 @@ def add_lora(
     except re.error as error:
         raise ConfigError(f"lora_targets: {pattern!r} is not a regular expression ({error})") from None
     layers = dict(linear_layers(model))
-    targets = [name for name in layers if match.search(name) and (ranks is None or name in ranks)]
-    if ranks is not None and not targets:
-        raise ConfigError("recovery_r: no layer of this student was given an adapter; give a rank to put one on all")
+    given = dict.fromkeys(layers, config.rank) if ranks is None else ranks
+    targets = {name: given[name] for name in layers if match.search(name) and name in given}
     if not targets:
-        raise ConfigError(f"lora_targets: {pattern!r} matches no linear layer; there are: {_some(list(layers))}")
+        why = (
+            "its target size left no layer an adapter (--recovery-r puts one on all)"
+            if ranks == {}
+            else f"{pattern!r} matches no linear layer"
+        )
+        raise ConfigError(f"lora_targets: {why}; there are: {_some(list(layers))}")
     unknown = sorted(set(start or {}) - set(layers))
     if unknown:
         raise ModelError(f"start: holds corrections for layers that the model lacks: {_some(unknown)}")
-    for name in targets:
-        most, rank = min(layers[name].in_features, layers[name].out_features), (ranks or {}).get(name, config.rank)
+    for name, rank in targets.items():
+        most = min(layers[name].in_features, layers[name].out_features)
         if rank > most:
             raise ConfigError(
                 f"recovery_r: {rank} is more than {name} can have ({layers[name].in_features} inputs, "
                 f"{layers[name].out_features} outputs); give {most} or less, or choose other --lora-targets"
             )
     model.requires_grad_(False)
-    for name in targets:
-        rank = (ranks or {}).get(name, config.rank)
+    for name, rank in targets.items():
         layer = LoraLinear(layers[name], rank, config.alpha * (rank / config.rank), config.dropout)
         if start and name in start:
             layer.start_from(start[name])

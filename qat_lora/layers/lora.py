@@ -22,7 +22,6 @@ from qat_lora.layers.quant_linear import joined_weight
 from qat_lora.runtime.precision import exact_matmul
 
 _NO_RANK = "is not a rank; give 1 or more (8 or 16 are usual)"
-USUAL_RANK = 16
 _share = partial(option, min=0, max=math.nextafter(1, 0), refusal="is not a probability below 1")
 
 
@@ -32,7 +31,7 @@ class LoraConfig:
 
     recovery_r: int | None = option(
         None,
-        f"rank of the recovery adapter; default: {USUAL_RANK}, or layer by layer as --target-size chose it",
+        "rank of the adapter; default: 16, or by layer as --target-size chose",
         unit="rank",
         min=1,
         refusal=_NO_RANK,
@@ -47,7 +46,7 @@ class LoraConfig:
     @property
     def rank(self) -> int:
         """The rank where layers have no ranks of their own."""
-        return self.recovery_r or USUAL_RANK
+        return self.recovery_r or 16
 
     @property
     def alpha(self) -> float:

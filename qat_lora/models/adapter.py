@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -68,16 +68,16 @@ def save_adapter(model: nn.Module, lora: LoraConfig, out: Path, base: Path, base
         for name, parameter in _factors(layers).items()
     }
     ranks = {name: layer.lora_A.shape[0] for name, layer in layers.items()}
-    most, of_one = max(ranks.values()), lora.alpha / lora.rank
-    differ = {name: rank for name, rank in ranks.items() if rank != most}
+    most = max(ranks.values())
+    alpha, differ = lora.alpha * (most / lora.rank), {name: rank for name, rank in ranks.items() if rank != most}
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(base),
         "r": most,
-        "lora_alpha": lora.alpha * (most / lora.rank),
+        "lora_alpha": alpha,
         "rank_pattern": differ,
-        "alpha_pattern": {name: rank * of_one for name, rank in differ.items()},
+        "alpha_pattern": {name: alpha / most * rank for name, rank in differ.items()},
         "lora_dropout": lora.dropout,
         "target_modules": sorted(layers),
         "bias": "none",
@@ -160,14 +160,11 @@ def read_adapter(folder: Path) -> AdapterInfo:
 
 def _ranks(folder: Path, config: dict[str, Any]) -> dict[str, int] | None:
     """Return the ranks of an adapter by layer, None where they are one; ModelError for patterns that are not ours."""
-    ranks, alphas, targets = config.get("rank_pattern"), config.get("alpha_pattern"), config["target_modules"]
-    if not (ranks or alphas):
-        return None
-    scaling, ranks, alphas = config["lora_alpha"] / config["r"], ranks or {}, alphas or {}
-    whole = all(type(rank) is int and rank > 0 for rank in ranks.values()) and set(ranks) <= set(targets)
-    if not whole or any(abs(alphas[name] - scaling * rank) > 1e-6 * alphas[name] for name, rank in ranks.items()):
-        raise ModelError(f"adapter: {folder} has rank_pattern = {ranks!r} with other layers or scalings than our own")
-    return {name: ranks.get(name, config["r"]) for name in targets}
+    ranks, scaling = config.get("rank_pattern") or {}, config["lora_alpha"] / config["r"]
+    whole = {*ranks} <= {*config["target_modules"]} and all(type(rank) is int and rank > 0 for rank in ranks.values())
+    if not whole or (config.get("alpha_pattern") or {}) != {name: scaling * rank for name, rank in ranks.items()}:
+        raise ModelError(f"adapter: {folder} has rank_pattern and alpha_pattern of other layers or scalings than ours")
+    return dict.fromkeys(config["target_modules"], config["r"]) | ranks if ranks else None
 
 
 def _read_tensors(file: Path) -> dict[str, Tensor]:
@@ -206,29 +203,13 @@ def load_adapter(model: nn.Module, folder: Path, base_sha256: str) -> LoraConfig
     return info.lora
 
 
-def save_starts(starts: dict[str, Factors], out: Path, allocated: bool = False) -> None:
-    """Write adapter starts, float16, most important columns first, into the folder of their quantised checkpoint.
-
-    `allocated`: their columns are the ranks that the adapter shall have.
-    """
+def save_starts(starts: dict[str, Factors], out: Path) -> None:
+    """Write adapter starts, float16, most important columns first, into the folder of their quantised checkpoint."""
     parts = {f"{name}.lora_A": of.a_RI for name, of in starts.items()}
     parts |= {f"{name}.lora_B": of.b_OR for name, of in starts.items()}
     tensors = {name: part.cpu().half().contiguous() for name, part in parts.items()}
     check_finite(tensors, out / STARTS)
-    save_file(tensors, out / STARTS, metadata={"ranks": "allocated"} if allocated else None)
-
-
-def allocated_ranks(folder: Path) -> dict[str, int] | None:
-    """Return the ranks that a checkpoint's adapter shall have by layer, None where the user chooses one."""
-    if not (folder / STARTS).is_file():
-        return None
-    try:
-        with safe_open(folder / STARTS, "pt") as file:
-            if (file.metadata() or {}).get("ranks") != "allocated":
-                return None
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"start: {folder / STARTS} cannot be read ({error}); quantise the model again") from None
-    return {name: len(factors.a_RI) for name, factors in load_starts(folder).items()}
+    save_file(tensors, out / STARTS)
 
 
 def starts_sha256(folder: Path) -> str | None:
@@ -251,3 +232,10 @@ def load_starts(folder: Path) -> dict[str, Factors]:
         return {n: Factors(tensors[f"{n}.lora_A"].float(), tensors[f"{n}.lora_B"].float()) for n in names}
     except KeyError as error:
         raise ModelError(f"start: {folder / STARTS} lacks {error}; quantise the model again") from None
+
+
+def allocated_ranks(folder: Path) -> dict[str, int] | None:
+    """Return the ranks by layer of a checkpoint made for a target size, those of its starts; None for any other."""
+    config = read_object(folder / "config.json") if (folder / "config.json").is_file() else {}
+    details = (config.get("quantization_config") or {}).get("details") or {}
+    return {name: len(start.a_RI) for name, start in load_starts(folder).items()} if details.get("target") else None

@@ -10,23 +10,20 @@ from toy_pipeline import call, export_options, quantize_options
 
 from qat_lora.data.sources import TextConfig
 from qat_lora.errors import ConfigError
-from qat_lora.export.engines import FORMATS
+from qat_lora.export.engines import FORMATS, TargetConfig
 from qat_lora.files.checksums import checkpoint_sha256
 from qat_lora.files.gguf_header import read_header
-from qat_lora.layers.convert import add_lora, lora_layers
+from qat_lora.layers.convert import add_lora
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.models.adapter import STARTS, allocated_ranks, load_starts, save_adapter
-from qat_lora.models.hub import HubConfig
 from qat_lora.models.load import load_model
-from qat_lora.models.student import open_student
-from qat_lora.plan.quantize import plan_quantize
 
 FORMS = {"llama.cpp": "gguf", "mlx": "mlx", "vllm": "compressed-tensors"}
 STEP = 512  # bytes of a rank on the widest layer of the toy
 
 
 def asked(tiny, out, **changed):
-    options = quantize_options(tiny, out, init="gptq", start_rank=40, calibration_rows=8, calibration_length=32)
+    options = quantize_options(tiny, out, init="descent", start_rank=40, calibration_rows=8, calibration_length=32)
     return replace(options, text=TextConfig(dataset=str(tiny.text)), **changed)
 
 
@@ -57,13 +54,13 @@ def with_its_adapter(folder, out):
 
 @pytest.mark.parametrize("engine", FORMATS)
 def test_the_bytes_are_those_of_the_files(tiny, tmp_path, engine):
-    options = asked(tiny, tmp_path / "student", engine=engine, target_size="1kB")
-    with pytest.raises(ConfigError, match="target_size: 0.001 MB cannot be met") as refused:
+    options = asked(tiny, tmp_path / "student", target=TargetConfig(engine=engine, target_size="1kB"))
+    with pytest.raises(ConfigError, match=r"target_size: 1kB \(0.001 MB\) cannot be met") as refused:
         call("quantize", options)
     assert not (tmp_path / "student").exists()
     least, most = map(float, re.findall(r"(\d+\.\d+)MB", str(refused.value)))
     target = 1000 * round(1000 * (0.6 * least + 0.4 * most))
-    student = call("quantize", replace(options, target_size=f"{target / 1000:g}kB"))
+    student = call("quantize", replace(options, target=TargetConfig(engine=engine, target_size=f"{target / 1000:g}kB")))
     result = json.loads((student / "result.json").read_text())
     assert target - STEP < result["bytes"] <= target and result["predicted_kl"] > 0
     layers = with_its_adapter(student, tmp_path / "adapter")
