@@ -15,6 +15,7 @@ from qat_lora.errors import ConfigError
 from qat_lora.evaluate.health import HealthConfig
 from qat_lora.evaluate.protocols import Protocol
 from qat_lora.evaluate.tasks import TasksConfig
+from qat_lora.export.engines import TargetConfig
 from qat_lora.layers.calibrate.quantize import QuantizeConfig
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.losses.objective import ObjectiveConfig
@@ -146,6 +147,7 @@ class QuantizeOptions(QuantizeConfig):
         None, "rank of the adapter that codes are chosen together with, 0: none; default: 16 with descent"
     )
     start_method: str | None = option(None, "no longer does anything: adapter starts are qera's, in the metric")
+    target: TargetConfig = option(TargetConfig, "target size")
     text: TextConfig = option(TextConfig, "calibration text")
     kd_cache_dir: str | None = option(None, "calibrate on the rows of this KD cache instead of --dataset")
     calibration_length: int = _tokens(256, "tokens of a calibration row (with --dataset)", min=2)

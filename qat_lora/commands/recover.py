@@ -14,7 +14,7 @@ from qat_lora.files.checksums import checkpoint_sha256
 from qat_lora.files.folders import atomic_dir
 from qat_lora.files.gguf_header import ADAPTER, GGUF
 from qat_lora.layers.convert import add_lora
-from qat_lora.models.adapter import load_starts, save_adapter, starts_sha256
+from qat_lora.models.adapter import allocated_ranks, load_starts, save_adapter, starts_sha256
 from qat_lora.models.copies import copy_tokenizer, save_with_tensors
 from qat_lora.models.load import load_model
 from qat_lora.models.student import with_tokenizer
@@ -57,7 +57,8 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
     }
     starts = load_starts(model.folder) if options.start == "auto" else {}
     torch.manual_seed(run.seed)
-    add_lora(model.module, options.lora, starts)
+    ranks = None if options.lora.recovery_r else allocated_ranks(model.folder)
+    add_lora(model.module, options.lora, starts, ranks)
 
     def groups() -> Groups:
         # A frozen base is multiplied in bfloat16 under autocast, so it is formed in it, once.

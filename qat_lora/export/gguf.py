@@ -59,11 +59,12 @@ def plan(job: ExportJob) -> ExportPlan:
     def write(out: Path) -> None:
         save_base(model, {**found, **tables}, job.tokenizer, out / BASE, job.dtype, name)
         if lora_layers(model.module):
-            save_lora(model, out / ADAPTER, name)
+            save_lora(model, out / ADAPTER, name, bits=8)
 
     notes = [
         "llama.cpp rounds activations to 8 bits in its products with quantised weights on a CPU; the weights are these",
         *gguf_model.notes(model),
+        *(["the adapter's factors are Q8_0 where blocks divide their rows"] if lora_layers(model.module) else []),
     ]
     if dense := [layer for layer, blocks in found.items() if blocks is None]:
         notes.append(f"{len(dense)} quantised layers are stored dense, since no block holds them")
@@ -170,8 +171,10 @@ def _tensors(model: CausalLM, found: Mapping[str, Blocks | None], dtype: str) ->
         yield label, float_blocks(tensor, "float32", label)
 
 
-def save_lora(model: CausalLM, file: Path, name: str) -> None:
-    """Write a model's adapter as one GGUF file, factors as float16 (llama.cpp's `--lora`).
+def save_lora(model: CausalLM, file: Path, name: str, bits: int = 16) -> None:
+    """Write a model's adapter as one GGUF file (llama.cpp's `--lora`), factors as float16.
+
+    With 8 `bits`, those whose rows are whole blocks are Q8_0, as llama.cpp's own converter of adapters writes them.
 
     Raises:
         ModelError: a factor that float16 cannot hold.
@@ -183,14 +186,18 @@ def save_lora(model: CausalLM, file: Path, name: str) -> None:
     writer.add_type("adapter")
     writer.add_name(name)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
-    (alpha,) = {layer.scaling * layer.lora_A.shape[0] for layer in layers.values()}  # one adapter, one alpha
+    # One alpha for the file, over the rank of each layer; 0 stands for no scaling, which B then has.
+    alphas = {layer.scaling * layer.lora_A.shape[0] for layer in layers.values()}
+    alpha = alphas.pop() if len(alphas) == 1 else 0.0
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(alpha))
     for layer_name, layer in layers.items():
         order, label = gguf_model.row_order(model, layer_name), gguf_name(model, layer_name)
-        a, b = layer.lora_A.detach().cpu(), layer.lora_B.detach().cpu()
+        a, b = layer.lora_A.detach().cpu(), layer.lora_B.detach().cpu() * (1.0 if alpha else layer.scaling)
         for end, factor in (("a", a), ("b", b if order is None else b[order])):
             blocks = float_blocks(factor, "float16", f"{layer_name}.lora_{end.upper()}")
-            writer.add_tensor(f"{label}.weight.lora_{end}", blocks.data, raw_dtype=ggml_type("F16"))
+            if bits == 8 and factor.shape[1] % BLOCK == 0:
+                blocks = Blocks("Q8_0", gguf.quantize(factor.float().numpy(), ggml_type("Q8_0")))
+            writer.add_tensor(f"{label}.weight.lora_{end}", blocks.data, raw_dtype=ggml_type(blocks.kind))
     _finish(writer)
 
 

@@ -129,10 +129,11 @@ def entries(packed: dict[str, Integers]) -> dict[str, Any]:
 def save_adapters(model: CausalLM, out: Path) -> None:
     """Write a model's adapter as mlx-lm trains them: factors [I, r] and [r, O] in float16, layers named in a block.
 
-    mlx-lm gives layers zeros that have an adapter in other blocks. ModelError: a number that float16 does not hold.
+    mlx-lm gives layers zeros that have an adapter in other blocks, and takes ranks by layer from the factors.
+    ModelError: a number that float16 does not hold.
     """
     layers = lora_layers(model.module)
-    ((rank, scale),) = {(layer.lora_A.shape[0], layer.scaling) for layer in layers.values()}  # one adapter, one rank
+    rank, scale = max((layer.lora_A.shape[0], layer.scaling) for layer in layers.values())  # all have one scale
     factors = {}
     for name, layer in layers.items():
         factors[f"{name}.lora_a"] = layer.lora_A.detach().cpu().half().T.contiguous()

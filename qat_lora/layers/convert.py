@@ -151,13 +151,19 @@ def lora_layers(model: nn.Module) -> dict[str, LoraLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
 
 
-def add_lora(model: nn.Module, config: LoraConfig, start: Mapping[str, Factors] | None = None) -> dict[str, LoraLinear]:
+def add_lora(
+    model: nn.Module,
+    config: LoraConfig,
+    start: Mapping[str, Factors] | None = None,
+    ranks: Mapping[str, int] | None = None,
+) -> dict[str, LoraLinear]:
     """Put an adapter on every target layer, freeze everything else, and return the adapters.
 
     Args:
         model: the student; its linear layers may be quantised or not.
         config: rank, scaling and targets.
         start: low-rank starts by layer name; layers without one start with no correction.
+        ranks: by layer name, of the only layers that get an adapter; all scale by the config's alpha over its rank.
 
     Raises:
         ConfigError: the target pattern matches nothing, or is no regular expression; a rank beyond a layer's size.
@@ -171,22 +177,28 @@ def add_lora(model: nn.Module, config: LoraConfig, start: Mapping[str, Factors] 
     except re.error as error:
         raise ConfigError(f"lora_targets: {pattern!r} is not a regular expression ({error})") from None
     layers = dict(linear_layers(model))
-    targets = [name for name in layers if match.search(name)]
+    given = dict.fromkeys(layers, config.rank) if ranks is None else ranks
+    targets = {name: given[name] for name in layers if match.search(name) and name in given}
     if not targets:
-        raise ConfigError(f"lora_targets: {pattern!r} matches no linear layer; there are: {_some(list(layers))}")
+        why = (
+            "its target size left no layer an adapter (--recovery-r puts one on all)"
+            if ranks == {}
+            else f"{pattern!r} matches no linear layer"
+        )
+        raise ConfigError(f"lora_targets: {why}; there are: {_some(list(layers))}")
     unknown = sorted(set(start or {}) - set(layers))
     if unknown:
         raise ModelError(f"start: holds corrections for layers that the model lacks: {_some(unknown)}")
-    for name in targets:
+    for name, rank in targets.items():
         most = min(layers[name].in_features, layers[name].out_features)
-        if config.recovery_r > most:
+        if rank > most:
             raise ConfigError(
-                f"recovery_r: {config.recovery_r} is more than {name} can have ({layers[name].in_features} inputs, "
+                f"recovery_r: {rank} is more than {name} can have ({layers[name].in_features} inputs, "
                 f"{layers[name].out_features} outputs); give {most} or less, or choose other --lora-targets"
             )
     model.requires_grad_(False)
-    for name in targets:
-        layer = LoraLinear(layers[name], config.recovery_r, config.alpha, config.dropout)
+    for name, rank in targets.items():
+        layer = LoraLinear(layers[name], rank, config.alpha * (rank / config.rank), config.dropout)
         if start and name in start:
             layer.start_from(start[name])
         model.set_submodule(name, layer)

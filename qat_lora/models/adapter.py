@@ -35,8 +35,6 @@ OFF: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "fan_in_fan_out": (False,),
     "modules_to_save": (None, []),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
 }
 
 
@@ -49,6 +47,8 @@ class AdapterInfo:
     base_sha256: str | None
     lora: LoraConfig
     tokenizer_sha256: str | None = None
+    ranks: dict[str, int] | None = None
+    """By layer, where they differ."""
 
 
 def save_adapter(model: nn.Module, lora: LoraConfig, out: Path, base: Path, base_sha256: str) -> None:
@@ -67,12 +67,17 @@ def save_adapter(model: nn.Module, lora: LoraConfig, out: Path, base: Path, base
         name: parameter.detach().cpu().half().contiguous()  # on the host: no graphs of its own on XLA
         for name, parameter in _factors(layers).items()
     }
+    ranks = {name: layer.lora_A.shape[0] for name, layer in layers.items()}
+    most = max(ranks.values())
+    alpha, differ = lora.alpha * (most / lora.rank), {name: rank for name, rank in ranks.items() if rank != most}
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(base),
-        "r": lora.recovery_r,
-        "lora_alpha": lora.alpha,
+        "r": most,
+        "lora_alpha": alpha,
+        "rank_pattern": differ,
+        "alpha_pattern": {name: alpha / most * rank for name, rank in differ.items()},
         "lora_dropout": lora.dropout,
         "target_modules": sorted(layers),
         "bias": "none",
@@ -139,17 +144,27 @@ def read_adapter(folder: Path) -> AdapterInfo:
         targets = config["target_modules"]
         if not isinstance(targets, list):
             raise ModelError(f"adapter: {folder} has target_modules = {targets!r}; only a list of names is supported")
+        ranks = _ranks(folder, config)
         note = read_object(folder / NOTE) if (folder / NOTE).is_file() else {}
         pattern = "|".join(rf"(^|\.){re.escape(name)}$" for name in targets)  # a name or its end, as in PEFT
         settings = {"recovery_r": config["r"], "recovery_alpha": config["lora_alpha"], "lora_targets": pattern}
         base, sums = config["base_model_name_or_path"], [note.get(f"{part}_sha256") for part in ("base", "tokenizer")]
         if not isinstance(base, str) or not all(isinstance(sha256, str | None) for sha256 in sums):
             raise ModelError(f"adapter: {folder} names its base as {base!r} with sha256 {sums}; all three are texts")
-        return AdapterInfo(folder, base, sums[0], from_dict(LoraConfig, settings), sums[1])
+        return AdapterInfo(folder, base, sums[0], from_dict(LoraConfig, settings), sums[1], ranks)
     except ModelError:
         raise
     except (OSError, KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ModelError(f"adapter: {folder} is no PEFT folder ({error})") from None
+
+
+def _ranks(folder: Path, config: dict[str, Any]) -> dict[str, int] | None:
+    """Return the ranks of an adapter by layer, None where they are one; ModelError for patterns that are not ours."""
+    ranks, scaling = config.get("rank_pattern") or {}, config["lora_alpha"] / config["r"]
+    whole = {*ranks} <= {*config["target_modules"]} and all(type(rank) is int and rank > 0 for rank in ranks.values())
+    if not whole or (config.get("alpha_pattern") or {}) != {name: scaling * rank for name, rank in ranks.items()}:
+        raise ModelError(f"adapter: {folder} has rank_pattern and alpha_pattern of other layers or scalings than ours")
+    return dict.fromkeys(config["target_modules"], config["r"]) | ranks if ranks else None
 
 
 def _read_tensors(file: Path) -> dict[str, Tensor]:
@@ -174,7 +189,7 @@ def load_adapter(model: nn.Module, folder: Path, base_sha256: str) -> LoraConfig
             f"{base_sha256[:12]}); load it on {info.base}"
         )
     saved = _read_tensors(folder / WEIGHTS)
-    wanted = _factors(add_lora(model, info.lora))
+    wanted = _factors(add_lora(model, info.lora, ranks=info.ranks))
     if wanted.keys() != saved.keys():
         names = ", ".join(sorted(wanted.keys() ^ saved.keys())[:4])
         raise ModelError(f"adapter: {folder} does not fit the model's layers: {names}")
@@ -217,3 +232,10 @@ def load_starts(folder: Path) -> dict[str, Factors]:
         return {n: Factors(tensors[f"{n}.lora_A"].float(), tensors[f"{n}.lora_B"].float()) for n in names}
     except KeyError as error:
         raise ModelError(f"start: {folder / STARTS} lacks {error}; quantise the model again") from None
+
+
+def allocated_ranks(folder: Path) -> dict[str, int] | None:
+    """Return the ranks by layer of a checkpoint made for a target size, those of its starts; None for any other."""
+    config = read_object(folder / "config.json") if (folder / "config.json").is_file() else {}
+    details = (config.get("quantization_config") or {}).get("details") or {}
+    return {name: len(start.a_RI) for name, start in load_starts(folder).items()} if details.get("target") else None

@@ -24,6 +24,7 @@ from qat_lora.files.gguf_header import GGUF, read_header
 from qat_lora.layers.convert import add_lora, block_of, make_quant_skeleton, quant_layers
 from qat_lora.layers.quant_linear import Dense
 from qat_lora.models import load as models
+from qat_lora.models.adapter import allocated_ranks
 from qat_lora.models.from_gguf import config_of
 from qat_lora.models.load import DTYPES
 from qat_lora.models.packed import READERS, method_of
@@ -198,7 +199,8 @@ def meta_student(options: EstimateOptions, adapter: bool = True) -> tuple[Any, n
         make_quant_skeleton(module, chosen)
     models.cast(module, DTYPES[options.run.dtype])
     if adapter:  # after the cast, as a run does: its factors stay float32
-        add_lora(module, options.lora)
+        ranks = None if options.lora.recovery_r else allocated_ranks(Path(str(options.model)).expanduser())
+        add_lora(module, options.lora, ranks=ranks)
     return config, module
 
 
@@ -218,7 +220,7 @@ def formed_bytes(module: nn.Module, dtype: torch.dtype) -> int:
 def skeleton(options: EstimateOptions) -> Shapes:
     """Build a student with an adapter on the meta device, in its training state; raises as `meta_student`."""
     config, module = meta_student(options)
-    dtype, rank = DTYPES[options.run.dtype], options.lora.recovery_r
+    dtype, rank = DTYPES[options.run.dtype], options.lora.rank
     scales = options.train_scales
     groups = recovery_parts(models.CausalLM(module, Path()), scales, options.train_norms, dtype)
     shapes = Shapes(config.get_text_config(), module, groups, rank, scales, 0)

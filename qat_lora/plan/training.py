@@ -69,7 +69,7 @@ def plan_recover(options: RecoverOptions) -> DryRun:
     stored = report.pop("stored_bytes_of_quantised") + 2 * (report["parameters"] - report["quantised"])
     report |= {"stored_bytes": stored, "assumed": assumed}
     trained, total = report["trained"], report["total_bytes"]
-    text = _text(report, f"{trained:,} numbers (rank {options.lora.recovery_r})", asked.utilisation)
+    text = _text(report, f"{trained:,} numbers (rank {options.lora.rank})", asked.utilisation)
     # A checkpoint: what trains, two moments, perhaps an average. An export: halves, and the base of trained scales.
     disk = (options.loop.keep_checkpoints + 1) * 16 * trained + 3 * (2 * trained + options.train_scales * stored)
     host = total if runs_on_host(options.run.device, options.run.tpu) else report["bytes"]["weights"]

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qat_lora.errors import ConfigError
 from qat_lora.layers.lora import Factors
@@ -130,6 +130,12 @@ class Metric(NamedTuple):
         b = self.outputs.over((u * half).T).T
         whole, corrected = (float(part.double().square().sum()) for part in (weighed, s[:joint_rank]))
         return Factors(a.float(), b.float()), whole - corrected
+
+    def costs(self, error_OI: Tensor, most: int) -> Tensor:
+        """Return what an error costs after its best corrections of ranks 0 to `most`, float64 [most + 1]."""
+        weighed = self.weigh(error_OI)
+        closed = _leading(weighed, most)[1].double().square().cumsum(0)
+        return (weighed.double().square().sum() - nn.functional.pad(closed, (1, 0))).clamp_min(0)
 
 
 def _leading(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:

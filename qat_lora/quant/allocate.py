@@ -1,0 +1,47 @@
+"""Which format and which adapter rank every layer of a model gets, so that its bytes come to a target.
+
+A point is what one layer may be: its bytes, and what that costs the predictions in nats. The costs of layers add up, so
+from the smallest points on the step with the most gain for a byte is taken, over all layers, as long as one fits. From
+a point of a convex hull that step leads to the hull's next, so these are the best choices at their totals (one price
+per byte, a Lagrangian), until the first step that is too large; the last gap takes what still fits. An integer program
+would gain a share of that step, and a rule by name (more bits for `down_proj`) knows neither model nor target.
+
+Source: bit allocation along convex hulls, Shoham and Gersho 1988.
+"""
+
+import numpy as np
+
+from qat_lora.errors import ConfigError
+
+
+def reachable(layers_P: np.ndarray, bytes_P: np.ndarray) -> tuple[int, int]:
+    """Return the least and the most bytes that layers can take, from the layer and the bytes of every point."""
+    ends = [(bytes_P[layers_P == layer].min(), bytes_P[layers_P == layer].max()) for layer in np.unique(layers_P)]
+    return sum(int(least) for least, _ in ends), sum(int(most) for _, most in ends)
+
+
+def allocate(layers_P: np.ndarray, bytes_P: np.ndarray, costs_P: np.ndarray, budget_bytes: int) -> np.ndarray:
+    """Return the point of every layer [L]; their bytes are within the budget, and no better point fits beside the rest.
+
+    Args:
+        layers_P: number of the layer of every point, from 0.
+        bytes_P: bytes of every point.
+        costs_P: what every point costs, in nats.
+        budget_bytes: of all layers.
+
+    Raises:
+        ConfigError: even the smallest points take more.
+    """
+    order = np.lexsort((costs_P, bytes_P, layers_P))
+    chosen_L = order[np.unique(layers_P[order], return_index=True)[1]]
+    left = budget_bytes - int(bytes_P[chosen_L].sum())
+    if left < 0:
+        raise ConfigError(f"budget: {budget_bytes:,} bytes are {-left:,} too few")
+    while True:
+        more_P = bytes_P - bytes_P[chosen_L][layers_P]
+        gain_P = costs_P[chosen_L][layers_P] - costs_P
+        fits_P = (more_P > 0) & (more_P <= left) & (gain_P > 0)
+        if not fits_P.any():
+            return chosen_L
+        best = int(np.argmax(np.where(fits_P, gain_P / np.maximum(more_P, 1), -1.0)))
+        chosen_L[layers_P[best]], left = best, left - int(more_P[best])
