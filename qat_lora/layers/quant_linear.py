@@ -289,11 +289,7 @@ class QuantLinear(nn.Linear):
             self.source = Unpacked(self.code_values().detach())
 
     def train_table(self) -> None:
-        """Let the look-up table train (in float32).
-
-        Raises:
-            ModelError: the layer has none.
-        """
+        """Let the look-up table train (in float32); ModelError: the layer has none."""
         if self.spec.code != "lut":
             raise ModelError(f"lut: a layer with {self.spec.code} codes has no look-up table to train")
         self.values.requires_grad_(True)

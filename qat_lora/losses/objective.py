@@ -159,8 +159,7 @@ def objective_loss(
         weights: of this step, as numbers or `weight_tensors`; by default those at the start.
         teacher_lm_head: for estimator `full`.
 
-    Raises:
-        CacheError: the batch lacks the temperature, or an array that a term needs; names the build flag.
+    CacheError: the batch lacks the temperature, or an array that a term needs; names the build flag.
     """
     names = config.weights_at(0.0)
     weights = {name: w.reshape(()) if isinstance(w, Tensor) else w for name, w in (weights or names).items()}

@@ -219,11 +219,7 @@ def starts_sha256(folder: Path) -> str | None:
 
 
 def load_starts(folder: Path) -> dict[str, Factors]:
-    """Read adapter starts, {} where the checkpoint has none.
-
-    Raises:
-        ModelError: the file is damaged.
-    """
+    """Read adapter starts, {} where the checkpoint has none; ModelError: the file is damaged."""
     if not (folder / STARTS).is_file():
         return {}
     tensors = _read_tensors(folder / STARTS)

@@ -29,11 +29,7 @@ class DispatchedCausalLM(CausalLM):
         return super().hidden(input_ids_BL, document_ids_BL).to(input_ids_BL.device)
 
     def lm_head(self) -> LMHead:
-        """Return the output head.
-
-        Raises:
-            ModelError: it is kept outside the devices.
-        """
+        """Return the output head; ModelError: it is kept outside the devices."""
         lm_head = super().lm_head()
         if lm_head.weight_VH.is_meta:
             raise ModelError(

@@ -29,8 +29,7 @@ def allocate(layers_P: np.ndarray, bytes_P: np.ndarray, costs_P: np.ndarray, bud
         costs_P: what every point costs, in nats.
         budget_bytes: of all layers.
 
-    Raises:
-        ConfigError: even the smallest points take more.
+    ConfigError: even the smallest points take more.
     """
     order = np.lexsort((costs_P, bytes_P, layers_P))
     chosen_L = order[np.unique(layers_P[order], return_index=True)[1]]

@@ -54,8 +54,7 @@ def audit(
         more line, K = V: the stored LM head at the stored states. `others` is such a list for encodings other than
         the cache's `value_dtype`: what `uint8` would have cost where values are float16.
 
-    Raises:
-        CacheError: no finished cache, another teacher, no position that counts in these rows.
+    CacheError: no finished cache, another teacher, no position that counts in these rows.
     """
     dataset = KDCacheDataset(path, verify=False)
     held = dataset.fingerprint

@@ -36,8 +36,7 @@ def overlap(path: Place, texts: Mapping[str, Sequence[Any]], tokenizer_sha256: s
         `run`, `tokens` counted, `seen` of them, their `share`, `by_text` (the share of each), and `cache_tokens` that
         were looked at.
 
-    Raises:
-        CacheError: no finished cache, or one of another tokenizer, whose ids mean other text.
+    CacheError: no finished cache, or one of another tokenizer, whose ids mean other text.
     """
     manifest = read_manifest(path)
     if manifest.fingerprint.tokenizer_sha256 != tokenizer_sha256:
