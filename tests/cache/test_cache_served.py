@@ -72,7 +72,7 @@ def distributions(path, split="train"):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_cache_from_a_server_is_the_one_built_in_process(tiny, in_process, tmp_path, engine, capfd):
-    with Server(tiny.teacher, engine) as server:
+    with Server(tiny.teacher, engine, pause_s=0.01) as server:
         path = build(tiny, server, tmp_path / "cache")
     verify_cache(path)
     for split in ("train", "eval"):

@@ -154,15 +154,9 @@ class ServedTeacher:
         the tokenizer, its vocabulary is another, or another model answers.
         """
         self._probe = tokenizer.encode(PROBE, add_special_tokens=False)[:_PROBE_TOKENS]
-        asked = {
-            "model": self.name,
-            "prompt": PROBE,
-            "content": PROBE,
-            "add_special_tokens": False,
-            "add_special": False,
-        }
+        ask = {"model": self.name, "prompt": PROBE, "content": PROBE, "add_special_tokens": False, "add_special": False}
         with self._understood():
-            theirs = self._ask("/tokenize", asked, optional=True).get("tokens", self._probe)[:_PROBE_TOKENS]
+            theirs = self._ask("/tokenize", ask, optional=True).get("tokens", self._probe)[:_PROBE_TOKENS]
         if theirs != self._probe or self.vocab_size not in (0, vocab_size):
             both = f"are here {vocab_size} {self._probe[:6]}, there {self.vocab_size or 'unknown'} {theirs[:6]}"
             raise CacheError(f"tokenizer: is not that of {self.url}; vocabulary and a probe's ids {both}; give its own")
