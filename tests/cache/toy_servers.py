@@ -64,7 +64,8 @@ class Server:
         with self.counting:
             self.running += 1
             self.at_once = max(self.at_once, self.running)
-        time.sleep(self.pause_s)
+        if self.pause_s:
+            time.sleep(self.pause_s)
         with self.lock:
             self.scored += 1
             self.asked.append(body)
