@@ -139,8 +139,8 @@ def _open_teacher(
     else:
         software = f"torch {torch.__version__}, {runtime.device.type}, {options.run.dtype}"
         if isinstance(teacher, LlamaCppModel):
-            check_tokens(read_header(teacher.folder), tokenizer, folder)
             software = teacher.version
+            check_tokens(read_header(teacher.folder), tokenizer, folder)
         name = str(Path(str(options.teacher)))  # T/ and ./T are T
         sha256 = checkpoint_sha256(teacher.folder, noted.teacher_sha256 if noted else None)
     teacher = _with_vocabulary(teacher, tokenizer, options.vocab_size)

@@ -72,7 +72,7 @@ def distributions(path, split="train"):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_cache_from_a_server_is_the_one_built_in_process(tiny, in_process, tmp_path, engine, capfd):
-    with Server(tiny.teacher, engine) as server:
+    with Server(tiny.teacher, engine, pause_s=0.01) as server:
         path = build(tiny, server, tmp_path / "cache")
     verify_cache(path)
     for split in ("train", "eval"):
@@ -304,7 +304,7 @@ def test_a_tokenizer_of_another_model_is_refused(tiny, tmp_path):
     words = "".join(file.read_text() for file in sorted(tiny.text.iterdir()))
     make_tokenizer([words[::-1]], 320, tmp_path / "reversed")
     (tmp_path / "reversed" / "config.json").write_text((tiny.teacher / "config.json").read_text())
-    with Server(tiny.teacher, "vllm") as server, pytest.raises(CacheError, match="of another model than"):
+    with Server(tiny.teacher, "vllm") as server, pytest.raises(CacheError, match="is not that of"):
         build(tiny, server, tmp_path / "cache", {"tokenizer": str(tmp_path / "reversed")})
     with Server(tiny.teacher, "llama.cpp") as server:
         server.model = server.model.with_vocabulary(300)

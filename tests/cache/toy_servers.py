@@ -15,13 +15,13 @@ OWNERS = {"vllm": "vllm", "sglang": "sglang", "llama.cpp": "llamacpp"}
 class Server:
     """`faults` are taken off one by one, each by a request for scores, after the first `healthy` of them."""
 
-    def __init__(self, folder, engine, *, name="toy", key=None, most=64, faults=(), healthy=0):
+    def __init__(self, folder, engine, *, name="toy", key=None, most=64, faults=(), healthy=0, pause_s=0.0):
         self.engine, self.name, self.key, self.most = engine, name, key, most
         self.model, self.tokenizer = load_model(str(folder)), load_tokenizer(folder)
         self.faults, self.healthy, self.scored, self.asked, self.at_once = list(faults), healthy, 0, [], 0
         self.listed, self.owner, self.models, self.running = None, OWNERS.get(engine, engine), None, 0
         self.lock, self.counting = threading.Lock(), threading.Lock()
-        outer = self
+        self.pause_s, outer = pause_s, self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def log_message(self, *_):
@@ -64,6 +64,8 @@ class Server:
         with self.counting:
             self.running += 1
             self.at_once = max(self.at_once, self.running)
+        if self.pause_s:
+            time.sleep(self.pause_s)
         with self.lock:
             self.scored += 1
             self.asked.append(body)

@@ -118,15 +118,12 @@ def _same(ids_are: bool) -> None:
 
 
 class ServedTeacher:
-    """A model behind a server; `arrays` are what a cache holds of it.
-
-    CacheError: the server cannot be reached, refuses, or is none of `ENGINES`; ConfigError: it does not list the model.
-    """
+    """A model behind a server. CacheError: none of `ENGINES`, or it fails; ConfigError: it does not list the model."""
 
     def __init__(self, config: ServedConfig, name: str | None, top_k: int) -> None:
-        urllib3 = require("urllib3", "served")
-        self.url, self._top_k, self._threads = str(config.teacher_url).rstrip("/"), top_k, config.concurrency
-        self._key, self.engine = os.environ.get(KEY, ""), str(config.teacher_engine)
+        urllib3, self._key = require("urllib3", "served"), os.environ.get(KEY, "")
+        self.url, self.engine = str(config.teacher_url).rstrip("/"), str(config.teacher_engine)
+        self._top_k, self._threads = top_k, config.concurrency
         retries = urllib3.Retry(
             _RETRIES, redirect=0, allowed_methods=None, status_forcelist=_AGAIN, backoff_factor=_BACKOFF_S,
             raise_on_status=False, raise_on_redirect=False,
@@ -157,14 +154,12 @@ class ServedTeacher:
         the tokenizer, its vocabulary is another, or another model answers.
         """
         self._probe = tokenizer.encode(PROBE, add_special_tokens=False)[:_PROBE_TOKENS]
-        asked = {"model": self.name, "prompt": PROBE, "content": PROBE, "add_special_tokens": False}
+        ask = {"model": self.name, "prompt": PROBE, "content": PROBE, "add_special_tokens": False, "add_special": False}
         with self._understood():
-            answer = self._ask("/tokenize", asked | {"add_special": False}, optional=True)
-            theirs = answer.get("tokens", self._probe)[:_PROBE_TOKENS]
+            theirs = self._ask("/tokenize", ask, optional=True).get("tokens", self._probe)[:_PROBE_TOKENS]
         if theirs != self._probe or self.vocab_size not in (0, vocab_size):
-            both = f"{vocab_size} {self._probe[:6]}, there {self.vocab_size or 'unknown'} {theirs[:6]}"
-            where = f"{self.url} serves: vocabulary and ids of a probe are here {both}"
-            raise CacheError(f"tokenizer: is of another model than {where}; give the folder of the served one")
+            both = f"are here {vocab_size} {self._probe[:6]}, there {self.vocab_size or 'unknown'} {theirs[:6]}"
+            raise CacheError(f"tokenizer: is not that of {self.url}; vocabulary and a probe's ids {both}; give its own")
         self.vocab_size = vocab_size
         match = noted and noted.teacher == self.name and _NOTED.fullmatch(noted.builder)
         if noted and match:
@@ -212,15 +207,15 @@ class ServedTeacher:
             self._check_model()
             print(f"note: {self.url} was away or failed, and the same model has answered again", file=sys.stderr)
         largest_BL1, tail_BL = log_p_BLK[..., :1], 1 - np.exp(log_p_BLK).sum(-1)
-        has_tail_BL = (tail_BL >= _NOISE) & (k < held.vocab_size)
-        log_tail_BL = np.log(tail_BL, out=np.full_like(tail_BL, -np.inf), where=has_tail_BL)
+        tail_BL[(tail_BL < _NOISE) | (k == held.vocab_size)] = 0
+        log_tail_BL = np.log(tail_BL, out=np.full_like(tail_BL, -np.inf), where=tail_BL > 0)
         floats = {"head_logits": log_p_BLK - largest_BL1, "lse": -largest_BL1[..., 0], "log_tail": log_tail_BL}
         arrays = {"head_ids": ids_BLK, **{name: values.astype(np.float32) for name, values in floats.items()}}
         return arrays | ({"draw_ids": inputs["input_ids"][:, 1:, None]} if held.draws else {})
 
     def _score(self, ids: list[int], wanted: list[bool] | None = None) -> list[Pairs]:
         """Return K pairs, likeliest first, of each position before ids[1:], [] of those that are not `wanted`."""
-        wanted = [True] * (len(ids) - 1) if wanted is None else wanted
+        wanted = wanted or [True] * (len(ids) - 1)
         with self._understood():
             found = ENGINES[self.engine](self._ask, self.name, ids, wanted, self._top_k, self._probe[0])
             return [self._top(pairs) if counts else [] for pairs, counts in zip(found, wanted, strict=True)]
@@ -270,7 +265,7 @@ class ServedTeacher:
         raise self._failed(path, f"{answer.status}: {answer.data[:500].decode(errors='replace')}", answer.status)
 
     def _failed(self, path: str, reason: str, status: int = 0) -> CacheError:
-        of_key, of_vllm = f"give its key in {KEY}", f"--length must fit it; vLLM needs --max-logprobs {self._top_k}"
-        advice = {401: of_key, 403: of_key, 400: of_vllm}.get(status, "the same command goes on from what is complete")
+        known = {400: f"--length must fit it; vLLM needs --max-logprobs {self._top_k}", 401: f"give its key in {KEY}"}
+        advice = known.get(401 if status == 403 else status, "the same command goes on from what is complete")
         hidden = one_line(ValueError(reason.replace(self._key, "***") if self._key else reason), 300)
         return CacheError(f"teacher_url: {self.url}{path} failed ({hidden}); {advice}")
