@@ -83,8 +83,7 @@ model = Llama("{BASE}"{argument})"""
 def check_model(job: ExportJob) -> None:
     """Refuse what cannot be written before anything is.
 
-    Raises:
-        ModelError: an architecture, a layer or a tokenizer that is not supported.
+    ModelError: an architecture, a layer or a tokenizer that is not supported.
     """
     model = job.student.model
     architecture(model)
@@ -96,8 +95,7 @@ def check_model(job: ExportJob) -> None:
 def table_blocks(job: ExportJob) -> dict[str, Blocks]:
     """Return the embedding and the LM head, where they hold no codes, by name, on the grid of `embedding_bits`.
 
-    Raises:
-        ConfigError: a width that no block divides.
+    ConfigError: a width that no block divides.
     """
     model, found = job.student.model, {}
     lm_head = model.module.get_output_embeddings()

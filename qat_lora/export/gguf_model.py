@@ -60,8 +60,7 @@ ARCHITECTURES = {
 def architecture(model: CausalLM) -> Architecture:
     """Return what GGUF calls a model, once nothing in its settings would be computed otherwise.
 
-    Raises:
-        ModelError: an architecture that we do not write, or settings of it that llama.cpp does not have.
+    ModelError: an architecture that we do not write, or settings of it that llama.cpp does not have.
     """
     config = model.config
     if config.model_type not in ARCHITECTURES:

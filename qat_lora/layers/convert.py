@@ -36,8 +36,7 @@ def block_of(name: str) -> str | None:
 def linear_layers(model: nn.Module, lm_head: bool = False) -> Iterator[tuple[str, nn.Linear]]:
     """Yield the linear layers of a model by name, without those inside adapters; or its LM head instead.
 
-    Raises:
-        ModelError: the model keeps its weights in GPT-2 style `Conv1D` modules.
+    ModelError: the model keeps its weights in GPT-2 style `Conv1D` modules.
     """
     for name, module in model.named_modules():
         if type(module).__name__ == "Conv1D":
@@ -52,8 +51,7 @@ def linear_layers(model: nn.Module, lm_head: bool = False) -> Iterator[tuple[str
 def quantize_targets(model: nn.Module, preset: Preset) -> dict[str, QuantSpec]:
     """Return the layers that a preset quantises, with their specs, in the model's order.
 
-    Raises:
-        ConfigError: a rule that reaches no layer, or an LM head to be quantised in a model without one.
+    ConfigError: a rule that reaches no layer, or an LM head to be quantised in a model without one.
     """
     layers = [name for name, module in linear_layers(model) if not isinstance(module, QuantLinear)]
     for pattern, spec in preset.rules:
@@ -123,8 +121,7 @@ def make_quant_skeleton(model: nn.Module, preset: Preset) -> None:
 def put_quantized(model: nn.Module, name: str, layer: QuantLinear) -> None:
     """Replace a linear layer by a quantised one, and with it the embedding that is tied to it.
 
-    Raises:
-        ConfigError: the embedding cannot look its rows up in codes.
+    ConfigError: the embedding cannot look its rows up in codes.
     """
     linear = model.get_submodule(name)
     assert isinstance(linear, nn.Linear)

@@ -274,8 +274,7 @@ class QuantLinear(nn.Linear):
     def train_range(self) -> Range:
         """Let scales and zero points train as the ends of their ranges (in float32); return those.
 
-        Raises:
-            ModelError: the codes have no zero points.
+        ModelError: the codes have no zero points.
         """
         if self.spec.code != "asymmetric":
             raise ModelError(f"ranges: a layer with {self.spec.code} codes has no zero points to train")

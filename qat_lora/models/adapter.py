@@ -56,8 +56,7 @@ def save_adapter(model: nn.Module, lora: LoraConfig, out: Path, base: Path, base
 
     `base` is the folder of the checkpoint that they belong to; where `out` holds a `base`, the name it will have.
 
-    Raises:
-        ModelError: the model has no adapters, or one with numbers that float16 does not hold.
+    ModelError: the model has no adapters, or one with numbers that float16 does not hold.
     """
     layers = lora_layers(model)
     if not layers:
@@ -179,8 +178,7 @@ def _read_tensors(file: Path) -> dict[str, Tensor]:
 def load_adapter(model: nn.Module, folder: Path, base_sha256: str) -> LoraConfig:
     """Put a saved adapter onto its base model, in place.
 
-    Raises:
-        ModelError: another base, tensors that do not fit the layers, or a missing or damaged file.
+    ModelError: another base, tensors that do not fit the layers, or a missing or damaged file.
     """
     info = read_adapter(folder)
     if info.base_sha256 is not None and info.base_sha256 != base_sha256:

@@ -38,8 +38,7 @@ _UNUSED = 5
 def config_of(header: GGUFHeader) -> dict[str, Any]:
     """Return the settings of a model as transformers' config classes take them, `model_type` included.
 
-    Raises:
-        ModelError: an architecture, or a setting of it, that we would compute otherwise than llama.cpp.
+    ModelError: an architecture, or a setting of it, that we would compute otherwise than llama.cpp.
     """
     arch, of, tensors = header.architecture, header.of_model, header.tensors
     if arch not in ARCHITECTURES or of("expert_count"):
@@ -157,8 +156,7 @@ def dequantize(header: GGUFHeader, name: str) -> Tensor:
 def dense_state(header: GGUFHeader, names: Iterable[str], config: dict[str, Any]) -> dict[str, Tensor]:
     """Return the weights that a model of transformers calls by `names`, float32, by these names.
 
-    Raises:
-        ModelError: the file lacks one of them, or holds one that the model does not have.
+    ModelError: the file lacks one of them, or holds one that the model does not have.
     """
     gguf, tied = require("gguf", "export"), config["tie_word_embeddings"]
     (arch,) = (key for key, word in gguf.MODEL_ARCH_NAMES.items() if word == header.architecture)

@@ -69,8 +69,7 @@ def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str
     A path that does not exist (`runs/v2/best.pt`, the guide's spelling) means the folder of that name without the
     suffix, a `.safetensors` file its folder, and the folder of a `qat-lora qat` run its `best`. A GGUF file is itself.
 
-    Raises:
-        ModelError: nothing there, no config.json, or the Hub does not give it.
+    ModelError: nothing there, no config.json, or the Hub does not give it.
     """
     path = Path(name).expanduser()
     if path.suffix == GGUF:
@@ -200,8 +199,7 @@ class CausalLM:
 
         `function` is `Runtime.checkpoint_function`; transformers' own switch takes torch's, which fails on XLA.
 
-        Raises:
-            ModelError: no layer of this architecture can do so.
+        ModelError: no layer of this architecture can do so.
         """
         layers = [layer for layer in self.module.modules() if hasattr(layer, "gradient_checkpointing")]
         if not layers:
@@ -432,8 +430,7 @@ def save_quantised(model: CausalLM, out: Path, preset: Preset, details: dict[str
 def save_model(module: Any, out: Path) -> None:
     """Write a transformers model's config and weights; call `checksums.seal` once the folder is complete.
 
-    Raises:
-        ModelError: a weight is NaN or infinite.
+    ModelError: a weight is NaN or infinite.
     """
     check_finite(module.state_dict(), f"model for {out}")
     with _quiet():

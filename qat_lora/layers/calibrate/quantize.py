@@ -229,8 +229,7 @@ def quantize_model(
         start_rank: columns of the adapter start; 0 for none.
         quiet: no progress bar.
 
-    Raises:
-        ConfigError: a pattern without a match, or a method without the calibration it needs.
+    ConfigError: a pattern without a match, or a method without the calibration it needs.
     """
     targets = quantize_targets(model, preset)
     with quantizing_bar(preset.name, method, len(targets), quiet) as bar:
