@@ -95,6 +95,7 @@ def allocated(tiny, tmp_path_factory):
     return call("quantize", asked(tiny, out / "student", target=target))
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # in PEFT
 def test_recovery_and_exports_take_the_ranks_of_the_student(tiny, allocated, tmp_path):
     ranks = allocated_ranks(allocated)
     assert len(set(ranks.values())) > 2
