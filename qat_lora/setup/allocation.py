@@ -36,7 +36,7 @@ from qat_lora.models.load import CausalLM
 from qat_lora.options import QuantizeOptions
 from qat_lora.quant.allocate import allocate, reachable
 from qat_lora.quant.gptq import Curvature
-from qat_lora.quant.initialize import quantize_weight
+from qat_lora.quant.initialize import COMPENSATED, quantize_weight
 from qat_lora.quant.presets import Preset, preset
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.runtime.base import Runtime
@@ -57,6 +57,8 @@ class Choices(NamedTuple):
     """Of all other tensors."""
     target_bytes: int
     """What all shall take together."""
+    range_text: str
+    """The same with what is allowed, a line for people."""
 
 
 def choices(options: QuantizeOptions, module: Any, itemsize: int) -> Choices:
@@ -68,8 +70,9 @@ def choices(options: QuantizeOptions, module: Any, itemsize: int) -> Choices:
             that cannot be met.
     """
     target, engine = options.target, options.target.engine
-    for name, usual in (("override", ()), ("quantize_head", None), ("metric", "fisher"), ("init", "descent")):
-        if getattr(options, name) != usual:
+    open_settings = {"override": [()], "quantize_head": [None], "metric": ["fisher"], "init": COMPENSATED}
+    for name, allowed in open_settings.items():
+        if getattr(options, name) not in allowed:
             raise ConfigError(f"{name}: {target.name} decides by what it measures; leave it out (--keep is allowed)")
     specs = {name: formats(engine, name, module) for name in check_reach(module, preset("q8_0", options.keep))}
     for name, lm_head in linear_layers(module, lm_head=True) if engine != "vllm" else ():  # which reads it dense
@@ -88,13 +91,11 @@ def choices(options: QuantizeOptions, module: Any, itemsize: int) -> Choices:
     found = np.array(numbers), np.array(sizes), other_bytes(engine, module, specs, itemsize)
     wanted = target.bytes(sum(p.numel() for p in module.parameters()))
     least, most = (found[2] + end for end in reachable(*found[:2]))
-    if least <= wanted <= most:
-        return Choices(points, *found, wanted)
     low, high = math.ceil(least / 1e3) / 1e3, math.floor(most / 1e3) / 1e3
-    raise ConfigError(
-        f"target_size: {target.name} ({wanted / 1e6:.3f} MB) cannot be met; --for {engine} allows {low:.3f}MB to "
-        f"{high:.3f}MB, adapters of up to --start-rank included"
-    )
+    span = f"--for {engine} allows {low:.3f}MB to {high:.3f}MB, adapters of up to --start-rank included"
+    if not least <= wanted <= most:
+        raise ConfigError(f"target_size: {target.name} ({wanted / 1e6:.3f} MB) cannot be met; {span}")
+    return Choices(points, *found, wanted, f"\ntarget   {target.name} ({wanted / 1e6:.3f} MB); {span}")
 
 
 @torch.no_grad()
