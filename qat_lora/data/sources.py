@@ -91,10 +91,9 @@ def open_documents(config: TextConfig, start: int = 0) -> Iterator[Document]:
     WikiText file one per article, a row of a .jsonl, .json or .parquet file or of a dataset one each. A path that
     exists is taken before a Hugging Face name.
 
-    Raises:
-        TextError: no such path, no files, nothing but blank text (checked when `start` is 0), a file that is not
-            text, a row that lacks the field.
-        MissingExtraError: `datasets` is needed and not installed.
+    TextError: no such path, no files, nothing but blank text (checked when `start` is 0), a file that is not
+        text, a row that lacks the field.
+    MissingExtraError: `datasets` is needed and not installed.
     """
     path = _local_path(config)
     if path is None or _is_saved_dataset(path):

@@ -80,10 +80,9 @@ def _matrices(model: nn.Module) -> dict[str, int]:
 def check_reach(model: nn.Module, preset: Preset) -> dict[str, QuantSpec]:
     """Return `quantize_targets`; refuse a model of which they are only a part, unless `--keep` asked for that.
 
-    Raises:
-        ModelError: more than `MOST_LEFT` of the weights of its blocks would stay as they are, as the experts of a
-            mixture do that are stacked in one parameter.
-        ConfigError: what `quantize_targets` refuses.
+    ModelError: more than `MOST_LEFT` of the weights of its blocks would stay as they are, as the experts of a
+        mixture do that are stacked in one parameter.
+    ConfigError: what `quantize_targets` refuses.
     """
     targets, matrices = quantize_targets(model, preset), _matrices(model)
     keep = [pattern for pattern, spec in preset.rules if spec is None]
@@ -162,9 +161,8 @@ def add_lora(
         start: low-rank starts by layer name; layers without one start with no correction.
         ranks: by layer name, of the only layers that get an adapter; all scale by the config's alpha over its rank.
 
-    Raises:
-        ConfigError: the target pattern matches nothing, or is no regular expression; a rank beyond a layer's size.
-        ModelError: the model has adapters already, or lacks a layer that a start is for.
+    ConfigError: the target pattern matches nothing, or is no regular expression; a rank beyond a layer's size.
+    ModelError: the model has adapters already, or lacks a layer that a start is for.
     """
     if lora_layers(model):
         raise ModelError("model: has recovery adapters already; load the base without them")

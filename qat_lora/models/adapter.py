@@ -128,9 +128,8 @@ def check_tokenizer(adapter: Path, base: Path) -> None:
 def read_adapter(folder: Path) -> AdapterInfo:
     """Read the settings of an adapter folder; its weights are compared with their checksum and not read.
 
-    Raises:
-        DamagedFileError: a file is not what was written.
-        ModelError: it is no PEFT LoRA folder, or one with settings that we would compute wrongly.
+    DamagedFileError: a file is not what was written.
+    ModelError: it is no PEFT LoRA folder, or one with settings that we would compute wrongly.
     """
     check_folder(folder, ours=(folder / NOTE).is_file())
     try:

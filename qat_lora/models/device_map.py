@@ -51,9 +51,8 @@ def load_dispatched(
 
     `device_map` is a rule of accelerate (`auto`, `balanced`, …), or the device of every module, `disk` allowed.
 
-    Raises:
-        ModelError: as `load_model`; also for a model that we quantised.
-        MissingExtraError: accelerate is not installed.
+    ModelError: as `load_model`; also for a model that we quantised.
+    MissingExtraError: accelerate is not installed.
     """
     require("accelerate", "big")
     loaded = load_model(name, hub, dtype, device_map)

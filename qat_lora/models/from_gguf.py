@@ -132,9 +132,8 @@ def _rope(header: GGUFHeader, rotated: float) -> dict[str, Any]:
 def dequantize(header: GGUFHeader, name: str) -> Tensor:
     """Return a tensor in float32, as llama.cpp dequantises it.
 
-    Raises:
-        ModelError: a type that the gguf library knows and does not decode.
-        MissingExtraError: gguf is not installed.
+    ModelError: a type that the gguf library knows and does not decode.
+    MissingExtraError: gguf is not installed.
     """
     gguf, tensor = require("gguf", "export"), header.tensors[name]
     data = np.fromfile(header.file, np.uint8, tensor.size, offset=tensor.offset)

@@ -108,9 +108,8 @@ def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     """Load the tokenizer of a model folder.
 
-    Raises:
-        ModelError: the folder has none, or only a slow one whose mapping cannot be fingerprinted.
-        DamagedFileError: its files are not what was written.
+    ModelError: the folder has none, or only a slow one whose mapping cannot be fingerprinted.
+    DamagedFileError: its files are not what was written.
     """
     check_folder(folder, TOKENIZER)
     try:
@@ -319,10 +318,9 @@ def load_model(
     placed its own. `device_map` is for `load_dispatched`. With `dequantize`, GGUF files and folders that another tool
     quantised are read as the dense weights that they stand for.
 
-    Raises:
-        MissingExtraError: compressed-tensors is not installed.
-        DamagedFileError: a file is not what was written.
-        ModelError: no such model, another architecture, a missing, unexpected or misshapen tensor, NaN or infinity.
+    MissingExtraError: compressed-tensors is not installed.
+    DamagedFileError: a file is not what was written.
+    ModelError: no such model, another architecture, a missing, unexpected or misshapen tensor, NaN or infinity.
     """
     folder = resolve_model(name, hub.revision)
     try:

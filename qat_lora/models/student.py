@@ -95,9 +95,8 @@ def open_student(
 
     `tokenizer` is the folder of one that a GGUF file may share.
 
-    Raises:
-        DamagedFileError: a file is not what was written.
-        ModelError: nothing there, or an adapter whose base is missing or another.
+    DamagedFileError: a file is not what was written.
+    ModelError: nothing there, or an adapter whose base is missing or another.
     """
     adapter = adapter_folder(name)
     if adapter is not None:

@@ -55,12 +55,11 @@ def train(
     Returned are `step`, `best_step`, `best_kl` (or the metric evaluated), `stopped_early`, `resumed_from`, and
     `lr_probe` where the learning rate was found by trials.
 
-    Raises:
-        ConfigError: an early stop without evaluations, or a checkpoint of other settings.
-        InterruptedRunError: SIGTERM, SIGINT or SIGHUP; a checkpoint was written first.
-        CacheDamaged: a row is damaged (or another error of the source of rows); a checkpoint was written first.
-        DivergedError: a loss, an evaluation or a weight is NaN or infinite; no checkpoint holds it.
-        RecompiledError: more graphs were compiled after the first step than `max_recompiles`.
+    ConfigError: an early stop without evaluations, or a checkpoint of other settings.
+    InterruptedRunError: SIGTERM, SIGINT or SIGHUP; a checkpoint was written first.
+    CacheDamaged: a row is damaged (or another error of the source of rows); a checkpoint was written first.
+    DivergedError: a loss, an evaluation or a weight is NaN or infinite; no checkpoint holds it.
+    RecompiledError: more graphs were compiled after the first step than `max_recompiles`.
     """
     if loop.early_stop and hooks.evaluate is None:
         raise ConfigError("early_stop: there is no evaluation split to stop by; make one with --eval-rows")

@@ -60,11 +60,10 @@ def probe_steps(max_steps: int, trials: int = LEAST_TRIALS) -> int:
 def choose_lr(run: Run, optim: OptimConfig, open_steps: OpenSteps) -> dict[str, Any]:
     """Return what `lr_probe.json` says of a run that has not begun, its `lr` included; its state stays as it is.
 
-    Raises:
-        InterruptedRunError: a stop signal; the trials that are through are kept.
-        CacheDamaged: a row cannot be read (or another error of the source of rows).
-        DivergedError: the loss is NaN or infinite before the first step.
-        ConfigError: the processes do not share the run's folder.
+    InterruptedRunError: a stop signal; the trials that are through are kept.
+    CacheDamaged: a row cannot be read (or another error of the source of rows).
+    DivergedError: the loss is NaN or infinite before the first step.
+    ConfigError: the processes do not share the run's folder.
     """
     whole, file, runtime = run.loop.max_steps, run.settings.out / FILE, run.runtime
     start, losses = _read(file, whole)

@@ -125,9 +125,8 @@ def build_kd_cache(
             builders other than the first, whose they are.
         max_rows: stop at this many training rows of this builder (those of earlier runs counted): it has ended.
 
-    Raises:
-        ConfigError: a batch, K or vocabulary that the teacher cannot serve.
-        CacheError: a row of another length, logits that are NaN, a full disk.
+    ConfigError: a batch, K or vocabulary that the teacher cannot serve.
+    CacheError: a row of another length, logits that are NaN, a full disk.
     """
     fingerprint = writer.fingerprint
     batch_rows = settings.batch_rows

@@ -36,9 +36,8 @@ class KDCacheDataset(ShuffledRows):
             from behind a URL, shards then come (and are checked) when they are first needed.
         verify_rows: which rows are compared with their CRC-32 as they are read: `all`, `sampled` (one of 16) or `off`.
 
-    Raises:
-        CacheError: no finished cache, a split without rows, a k or temperature that is not there.
-        CacheDamaged: bytes are not what was written; the shard is named. Reading rows raises it too, and names the row.
+    CacheError: no finished cache, a split without rows, a k or temperature that is not there.
+    CacheDamaged: bytes are not what was written; the shard is named. Reading rows raises it too, and names the row.
     """
 
     def __init__(

@@ -156,9 +156,8 @@ class LayerFitter:
     ) -> dict[str, Finished]:
         """Fit one of the `groups` to its inputs' second moments, and to other weights than its own where given.
 
-        Raises:
-            InterruptedRunError: the run was asked to stop.
-            ConfigError: a method without the calibration it needs.
+        InterruptedRunError: the run was asked to stop.
+        ConfigError: a method without the calibration it needs.
         """
         self.work.may_stop()
         linears, spec, costs = [self.linear(name) for name in names], self.targets[names[0]], self.costs or {}
@@ -200,9 +199,8 @@ class LayerFitter:
 def quantize_layers(fitter: LayerFitter, moments: Mapping[str, Tensor] | None = None) -> dict[str, Factors]:
     """Quantise every target layer, in place, by its `second_moments`; return the adapter starts by layer name.
 
-    Raises:
-        InterruptedRunError: the run was asked to stop.
-        ConfigError: a method without the calibration it needs.
+    InterruptedRunError: the run was asked to stop.
+    ConfigError: a method without the calibration it needs.
     """
     adapter_init: dict[str, Factors] = {}
     for block, names in itertools.groupby(fitter.targets, lambda name: block_of(name) or name):

@@ -144,9 +144,8 @@ def choose(device: str, tpu: bool, found: Found) -> DeviceChoice:
     `auto` takes a TPU, then CUDA, then MPS, then the CPU. PJRT_DEVICE=TPU turns `auto` into `tpu`; any value of
     it decides what `tpu` and `xla` run on, so that `--tpu` with PJRT_DEVICE=CPU tries a TPU run without one.
 
-    Raises:
-        ConfigError: an unknown device, or `--tpu` with another one.
-        DeviceError: a device that was asked for and is not there.
+    ConfigError: an unknown device, or `--tpu` with another one.
+    DeviceError: a device that was asked for and is not there.
     """
     if device not in DEVICES:
         hint = " (choose among several GPUs by CUDA_VISIBLE_DEVICES)" if device.startswith("cuda") else ""
