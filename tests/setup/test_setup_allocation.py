@@ -17,7 +17,7 @@ from qat_lora.export.engines import FORMATS, TargetConfig
 from qat_lora.export.gguf_model import gguf_name
 from qat_lora.files.checksums import checkpoint_sha256
 from qat_lora.files.gguf_header import read_header
-from qat_lora.layers.convert import add_lora, lora_layers
+from qat_lora.layers.convert import add_lora, lora_layers, quant_layers
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.models.adapter import STARTS, allocated_ranks, load_starts, save_adapter
 from qat_lora.models.hub import HubConfig
@@ -172,3 +172,31 @@ def test_a_dry_run_says_the_range(tiny, tmp_path):
     assert "target" in plan_quantize(options).text
     with pytest.raises(ConfigError, match="cannot be met; --for mlx allows"):
         plan_quantize(replace(options, target=TargetConfig("1kB", engine="mlx")))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of a package built elsewhere
+def test_llama_cpp_computes_with_ranks_by_layer_in_8_bits(tiny, allocated, tmp_path):
+    llama_cpp = pytest.importorskip("llama_cpp")
+    ranks = {name: (0, 5, 32)[i % 3] for i, name in enumerate(quant_layers(load_model(str(allocated)).module)) if i % 3}
+    ranks = {name: rank for name, rank in ranks.items() if not name.endswith("lm_head")}
+    model, lora = load_model(str(allocated)), LoraConfig(recovery_alpha=8.0)
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for layer in add_lora(model.module, lora, {}, ranks).values():
+            layer.lora_B.copy_(0.3 * torch.randn(layer.lora_B.shape, generator=draw))
+    save_adapter(model.module, lora, tmp_path / "adapter", allocated, checkpoint_sha256(allocated))
+    out = call("export", export_options(tmp_path / "adapter", tmp_path / "out", form="gguf"))
+    kinds = {(name[-1], tensor.kind) for name, tensor in read_header(out / "adapter.gguf").tensors.items()}
+    assert kinds == {("a", "Q8_0"), ("b", "Q8_0"), ("b", "F16")}
+    ids = list(range(20, 80))
+    with torch.no_grad():
+        ours = model.module(input_ids=torch.tensor([ids])).logits[0].double().log_softmax(-1)
+    kls = []
+    for adapter in (str(out / "adapter.gguf"), None):
+        llama = llama_cpp.Llama(str(out / "base.gguf"), lora_path=adapter, n_ctx=128, logits_all=True, verbose=False)
+        llama.eval(ids)
+        theirs = torch.from_numpy(llama.scores[: len(ids)].copy()).double().log_softmax(-1)
+        kls.append(float((ours.exp() * (ours - theirs)).sum(-1).mean()))
+        llama.close()
+    assert kls[0] < 0.01 and kls[1] > 20 * kls[0]  # the control: without the adapter it is another model
