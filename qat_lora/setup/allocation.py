@@ -69,7 +69,12 @@ def choices(options: QuantizeOptions, module: Any, itemsize: int) -> Choices:
         that cannot be met.
     """
     target, engine = options.target, options.target.engine
-    open_settings = {"override": [()], "quantize_head": [None], "metric": ["fisher"], "init": COMPENSATED}
+    open_settings: dict[str, Any] = {
+        "override": [()],
+        "quantize_head": [None],
+        "metric": ["fisher"],
+        "init": COMPENSATED,
+    }
     for name, allowed in open_settings.items():
         if getattr(options, name) not in allowed:
             raise ConfigError(f"{name}: {target.name} decides by what it measures; leave it out (--keep is allowed)")
