@@ -72,6 +72,8 @@ def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str
     ModelError: nothing there, no config.json, or the Hub does not give it.
     """
     path = Path(name).expanduser()
+    if len(path.name.encode(errors="replace")) > 255:
+        raise ModelError(f"model: {name[:60]}... is longer than a file's name can be; give a folder or a Hub name")
     if path.suffix == GGUF:
         if not path.is_file():
             raise ModelError(f"model: there is no file {path}")
@@ -165,7 +167,7 @@ class CausalLM:
 
     def __post_init__(self) -> None:
         """Let attention of long rows keep no mask, also where nobody asks for a form of ours."""
-        if self.config._attn_implementation == "sdpa":
+        if getattr(getattr(self.module, "config", None), "_attn_implementation", None) == "sdpa":
             self._attend(LIBRARY, partial(tiled_or, attention=_in_blocks))
 
     @property
