@@ -88,11 +88,7 @@ def adapter_bytes(engine: Engine, rows: int, columns: int, rank: int) -> int:
 def other_bytes(engine: Engine, module: Any, quantised: Container[str], itemsize: int) -> int:
     """Return the bytes of all tensors but the weights of `quantised` layers, in exports with their default settings.
 
-    Args:
-        engine: whose files.
-        module: the full-precision model; tied tensors count once.
-        quantised: layers that get a format, the LM head (and with it a tied embedding) among them.
-        itemsize: bytes of a number in the model's own files.
+    Tied tensors count once; `itemsize`: bytes of a number in the files of the full-precision `module`.
     """
     of_codes = {id(part.weight) for name, part in module.named_modules() if name in quantised}
     tables = {id(table.weight) for table in dense_tables(module).values()}

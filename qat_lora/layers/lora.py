@@ -31,7 +31,7 @@ class LoraConfig:
 
     recovery_r: int | None = option(
         None,
-        "rank of the adapter; default: 16, or by layer as --target-size chose",
+        "rank of the adapter; default: 16, or that of --target-size by layer",
         unit="rank",
         min=1,
         refusal=_NO_RANK,

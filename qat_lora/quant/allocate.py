@@ -21,16 +21,9 @@ def reachable(layers_P: np.ndarray, bytes_P: np.ndarray) -> tuple[int, int]:
 
 
 def allocate(layers_P: np.ndarray, bytes_P: np.ndarray, costs_P: np.ndarray, budget_bytes: int) -> np.ndarray:
-    """Return the point of every layer [L]; their bytes are within the budget, and no better point fits beside the rest.
+    """Return the point of every layer [L], within a budget beside which no better point fits, from all points [P].
 
-    Args:
-        layers_P: number of the layer of every point, from 0.
-        bytes_P: bytes of every point.
-        costs_P: what every point costs, in nats.
-        budget_bytes: of all layers.
-
-    Raises:
-        ConfigError: even the smallest points take more.
+    ConfigError: even the smallest points take more than the budget.
     """
     order = np.lexsort((costs_P, bytes_P, layers_P))
     chosen_L = order[np.unique(layers_P[order], return_index=True)[1]]

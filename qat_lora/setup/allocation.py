@@ -70,7 +70,12 @@ def choices(options: QuantizeOptions, module: Any, itemsize: int) -> Choices:
             that cannot be met.
     """
     target, engine = options.target, options.target.engine
-    open_settings = {"override": [()], "quantize_head": [None], "metric": ["fisher"], "init": COMPENSATED}
+    open_settings: dict[str, Sequence[Any]] = {
+        "override": [()],
+        "quantize_head": [None],
+        "metric": ["fisher"],
+        "init": COMPENSATED,
+    }
     for name, allowed in open_settings.items():
         if getattr(options, name) not in allowed:
             raise ConfigError(f"{name}: {target.name} decides by what it measures; leave it out (--keep is allowed)")
@@ -100,6 +105,7 @@ def choices(options: QuantizeOptions, module: Any, itemsize: int) -> Choices:
 
 @torch.no_grad()
 def measured_costs(
+    options: QuantizeOptions,
     model: CausalLM,
     found: Choices,
     batches: Sequence[Batch],
@@ -109,58 +115,53 @@ def measured_costs(
 ) -> np.ndarray:
     """Return what every point costs, in nats."""
     most = {name: rank for name, _, rank in found.points}  # the last is the highest
-    pieces = {name: kept[0]["costs"] for name in most if (kept := work.take(f"allocation-{name}"))}
-    names = [name for name in most if name not in pieces]
-
-    def forward(batch: Batch) -> Tensor:
-        work.may_stop()
-        return model.hidden(batch["input_ids"], batch["document_ids"])
-
-    moments = second_moments(model.module, names, batches, forward, sensitivity) if names else {}
-    few = batches[: -(-HEAD_ROWS // len(batches[0]["input_ids"]))]
-    for name in tqdm(names, desc="formats and ranks", unit="layer", disable=None):
-        work.may_stop()
-        linear, curvature, parts = model.module.get_submodule(name), Curvature(moments[name]), list[Tensor]()
-        weight = linear.weight.detach().float()
-        for spec in dict.fromkeys(spec for layer, spec, _ in found.points if layer == name):
-            codes = quantize_weight(weight, spec, "gptq", curvature)
+    moments = second_moments(
+        model.module, most, batches, lambda x: model.hidden(x["input_ids"], x["document_ids"]), sensitivity
+    )
+    few, costs = batches[: -(-HEAD_ROWS // len(batches[0]["input_ids"]))], list[Tensor]()
+    for name in tqdm(most, desc="formats and ranks", unit="layer", disable=options.run.quiet):
+        kept = work.take(f"allocation-{name}")
+        costs.append(torch.empty(0) if kept is None else kept[0]["costs"])
+        linear, curvature = model.module.get_submodule(name), Curvature(moments[name])
+        for spec in dict.fromkeys(spec for layer, spec, _ in found.points if layer == name and kept is None):
+            codes = quantize_weight(linear.weight, spec, "gptq", curvature)
             if name in sensitivity:
-                metric = Metric.of(weight, moments[name], sensitivity[name].outputs_OO.to(weight.device))
-                parts.append(metric.costs(weight - codes.dense(spec), most[name]).cpu() / 2)
+                metric = Metric.of(linear.weight, moments[name], sensitivity[name].outputs_OO.to(linear.weight.device))
+                cost = metric.costs(linear.weight.float() - codes.dense(spec), most[name]).cpu() / 2
             else:
-                kl = _kl_with(model, name, QuantLinear.from_linear(linear, spec, codes), few, runtime)
-                parts.append(torch.tensor([kl], dtype=torch.float64))
-        pieces[name] = torch.cat(parts)
-        work.keep(f"allocation-{name}", {"costs": pieces[name]}, {})
-    return torch.cat([pieces[name] for name in most]).numpy()
+                cost = _kl_with(model, name, QuantLinear.from_linear(linear, spec, codes), few, runtime)
+            costs[-1] = torch.cat([costs[-1], cost])
+        if kept is None:
+            work.keep(f"allocation-{name}", {"costs": costs[-1]}, {})
+    return torch.cat(costs).double().numpy()
 
 
-def _kl_with(model: CausalLM, name: str, layer: QuantLinear, batches: Sequence[Batch], runtime: Runtime) -> float:
-    """Return the KL, nats a token, of a model in which one layer alone is quantised."""
+def _kl_with(model: CausalLM, name: str, layer: QuantLinear, batches: Sequence[Batch], runtime: Runtime) -> Tensor:
+    """Return the KL, nats a token, of a model in which one layer alone is quantised, float64 [1]."""
     shared = {id(tensor): tensor for tensor in (*model.module.parameters(), *model.module.buffers())}
     module = copy.deepcopy(model.module, shared)
     put_quantized(module, name, layer)
     student = {"student": replace(model, module=module)}
     found = measure(model, student, batches, True, runtime.mark_step, piece_bytes=runtime.piece_bytes)
-    return float(found["student"].figures["kl"])
+    return torch.tensor([found["student"].figures["kl"]], dtype=torch.float64)
 
 
-def allocated(
-    options: QuantizeOptions, found: Choices, costs_P: np.ndarray
-) -> tuple[Preset, dict[str, int], dict[str, Any]]:
-    """Return the cheapest way to store a student within its target: preset, ranks by layer above 0, facts of both."""
+def allocated(options: QuantizeOptions, found: Choices, costs_P: np.ndarray) -> tuple[Preset, dict[str, Any]]:
+    """Return the cheapest way to store a student within its target, and facts: `adapter_ranks` by layer, `bytes`."""
     picked = allocate(found.layers_P, found.bytes_P, costs_P, found.target_bytes - found.other_bytes)
-    ranks, lm_head, groups = dict[str, int](), None, dict[tuple[str, str, QuantSpec], list[str]]()
-    for name, spec, rank in (found.points[i] for i in picked):
+    lm_head, groups = None, dict[tuple[str, str, QuantSpec], list[str]]()
+    for name, spec, _ in (found.points[i] for i in picked):
         before, number, after = re.split(r"(\d+|$)", name, maxsplit=1)
         if LM_HEAD.search(name):
             lm_head = spec
         else:
             groups.setdefault((re.escape(before), re.escape(after), spec), []).append(number)
-        ranks |= {name: rank} if rank else {}
     rules = [(f"^{before}({'|'.join(numbers)}){after}$", spec) for (before, after, spec), numbers in groups.items()]
     kept: list[tuple[str, QuantSpec | None]] = [(pattern, None) for pattern in options.keep]
-    size, cost = found.other_bytes + int(found.bytes_P[picked].sum()), float(costs_P[picked].sum())
-    facts: dict[str, Any] = {"target": options.target.name, "engine": options.target.engine, "bytes": size}
-    facts |= {"predicted_kl": cost, "adapter_ranks": ranks}
-    return Preset(options.target.name, (*kept, *rules), lm_head), ranks, facts
+    return Preset(options.target.name, (*kept, *rules), lm_head), {
+        "target": options.target.name,
+        "engine": options.target.engine,
+        "bytes": found.other_bytes + int(found.bytes_P[picked].sum()),
+        "predicted_kl": float(costs_P[picked].sum()),
+        "adapter_ranks": {found.points[i][0]: found.points[i][2] for i in picked},
+    }
