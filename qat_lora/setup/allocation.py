@@ -36,7 +36,7 @@ from qat_lora.models.load import CausalLM
 from qat_lora.options import QuantizeOptions
 from qat_lora.quant.allocate import allocate, reachable
 from qat_lora.quant.gptq import Curvature
-from qat_lora.quant.initialize import COMPENSATED, quantize_weight
+from qat_lora.quant.initialize import NEED_TEXT, quantize_weight
 from qat_lora.quant.presets import Preset, preset
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.runtime.base import Runtime
@@ -70,14 +70,9 @@ def choices(options: QuantizeOptions, module: Any, itemsize: int) -> Choices:
             that cannot be met.
     """
     target, engine = options.target, options.target.engine
-    open_settings: dict[str, Sequence[Any]] = {
-        "override": [()],
-        "quantize_head": [None],
-        "metric": ["fisher"],
-        "init": COMPENSATED,
-    }
-    for name, allowed in open_settings.items():
-        if getattr(options, name) not in allowed:
+    usual = {"override": (), "quantize_head": None, "metric": "fisher"}
+    for name, value in (usual if options.init in NEED_TEXT else {"init": "descent"}).items():
+        if getattr(options, name) != value:
             raise ConfigError(f"{name}: {target.name} decides by what it measures; leave it out (--keep is allowed)")
     specs = {name: formats(engine, name, module) for name in check_reach(module, preset("q8_0", options.keep))}
     for name, lm_head in linear_layers(module, lm_head=True) if engine != "vllm" else ():  # which reads it dense
