@@ -84,8 +84,7 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
             rows = None if batches is None else list(runtime.feed(batches))
             costs = None
             if rows is not None and options.metric == "fisher" and options.init in NEED_TEXT:
-                inside = [name for name in targets if not LM_HEAD.search(name)]
-                costs = _sensitivities(options, model, inside, rows, out, work)
+                costs = _sensitivities(options, model, targets, rows, out, work)
             joint, facts = options.rank_of_codes, dict[str, Any]()
             if found is not None:
                 assert rows is not None and costs is not None  # `choices` saw to that
@@ -154,9 +153,15 @@ def _fit(
 
 
 def _sensitivities(
-    options: QuantizeOptions, model: CausalLM, names: list[str], batches: list[Batch], out: Path, work: Work
+    options: QuantizeOptions,
+    model: CausalLM,
+    targets: dict[str, QuantSpec],
+    batches: list[Batch],
+    out: Path,
+    work: Work,
 ) -> dict[str, Sensitivity]:
     """Return what an error costs at the output of every layer; kept for a run that goes on, because it takes long."""
+    names = [name for name in targets if not LM_HEAD.search(name)]
     draws = torch.Generator().manual_seed(options.run.seed)
 
     def log_likelihood(batch: Batch) -> torch.Tensor:

@@ -9,22 +9,19 @@ would gain a share of that step, and a rule by name (more bits for `down_proj`) 
 Source: bit allocation along convex hulls, Shoham and Gersho 1988.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from qat_lora.errors import ConfigError
 
 
-def reachable(layers_P: np.ndarray, bytes_P: np.ndarray) -> tuple[int, int]:
-    """Return the least and the most bytes that layers can take, from the layer and the bytes of every point."""
-    ends = [(bytes_P[layers_P == layer].min(), bytes_P[layers_P == layer].max()) for layer in np.unique(layers_P)]
-    return sum(int(least) for least, _ in ends), sum(int(most) for _, most in ends)
-
-
-def allocate(layers_P: np.ndarray, bytes_P: np.ndarray, costs_P: np.ndarray, budget_bytes: int) -> np.ndarray:
-    """Return the point of every layer [L], within a budget beside which no better point fits, from all points [P].
+def allocate(layers: Sequence[str], bytes_P: np.ndarray, costs_P: np.ndarray, budget_bytes: int) -> list[int]:
+    """Return one point of every layer, within a budget beside which no better one fits; the lists describe all points.
 
     ConfigError: even the smallest points take more than the budget.
     """
+    layers_P = np.unique(layers, return_inverse=True)[1]
     order = np.lexsort((costs_P, bytes_P, layers_P))
     chosen_L = order[np.unique(layers_P[order], return_index=True)[1]]
     left = budget_bytes - int(bytes_P[chosen_L].sum())
@@ -35,6 +32,6 @@ def allocate(layers_P: np.ndarray, bytes_P: np.ndarray, costs_P: np.ndarray, bud
         gain_P = costs_P[chosen_L][layers_P] - costs_P
         fits_P = (more_P > 0) & (more_P <= left) & (gain_P > 0)
         if not fits_P.any():
-            return chosen_L
+            return sorted(chosen_L.tolist())
         best = int(np.argmax(np.where(fits_P, gain_P / np.maximum(more_P, 1), -1.0)))
         chosen_L[layers_P[best]], left = best, left - int(more_P[best])

@@ -34,7 +34,7 @@ from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.layers.tied_embedding import embedding_of
 from qat_lora.models.load import CausalLM
 from qat_lora.options import QuantizeOptions
-from qat_lora.quant.allocate import allocate, reachable
+from qat_lora.quant.allocate import allocate
 from qat_lora.quant.gptq import Curvature
 from qat_lora.quant.initialize import NEED_TEXT, quantize_weight
 from qat_lora.quant.presets import Preset, preset
@@ -50,8 +50,6 @@ class Choices(NamedTuple):
 
     points: list[tuple[str, QuantSpec, int]]
     """Layer, format and rank: every format of every layer at all ranks, in order."""
-    layers_P: np.ndarray
-    """Number of the layer of every point."""
     bytes_P: np.ndarray
     other_bytes: int
     """Of all other tensors."""
@@ -80,22 +78,22 @@ def choices(options: QuantizeOptions, module: Any, itemsize: int) -> Choices:
             embedding_of(module, lm_head)
             if not any(re.search(pattern, name) for pattern in options.keep):
                 specs[name] = formats(engine, name, module)
-    points, numbers, sizes = [], [], []
-    for number, (name, allowed) in enumerate(specs.items()):
+    points, sizes = list[tuple[str, QuantSpec, int]](), list[int]()
+    least = most = others = other_bytes(engine, module, specs, itemsize)
+    for name, allowed in specs.items():
         rows, columns = module.get_submodule(name).weight.shape
+        first = len(points)
         for spec in allowed:
             for rank in range(1 + (0 if LM_HEAD.search(name) else min(options.start_rank, rows, columns))):
                 points.append((name, spec, rank))
-                numbers.append(number)
                 sizes.append(layer_bytes(engine, spec, rows, columns) + adapter_bytes(engine, rows, columns, rank))
-    found = np.array(numbers), np.array(sizes), other_bytes(engine, module, specs, itemsize)
+        least, most = least + min(sizes[first:]), most + max(sizes[first:])
     wanted = target.bytes(sum(p.numel() for p in module.parameters()))
-    least, most = (found[2] + end for end in reachable(*found[:2]))
     low, high = math.ceil(least / 1e3) / 1e3, math.floor(most / 1e3) / 1e3
     span = f"--for {engine} allows {low:.3f}MB to {high:.3f}MB, adapters of up to --start-rank included"
     if not least <= wanted <= most:
         raise ConfigError(f"target_size: {target.name} ({wanted / 1e6:.3f} MB) cannot be met; {span}")
-    return Choices(points, *found, wanted, f"\ntarget   {target.name} ({wanted / 1e6:.3f} MB); {span}")
+    return Choices(points, np.array(sizes), others, wanted, f"\ntarget   {target.name} ({wanted / 1e6:.3f} MB); {span}")
 
 
 @torch.no_grad()
@@ -143,7 +141,8 @@ def _kl_with(model: CausalLM, name: str, layer: QuantLinear, batches: Sequence[B
 
 def allocated(options: QuantizeOptions, found: Choices, costs_P: np.ndarray) -> tuple[Preset, dict[str, Any]]:
     """Return the cheapest way to store a student within its target, and facts: `adapter_ranks` by layer, `bytes`."""
-    picked = allocate(found.layers_P, found.bytes_P, costs_P, found.target_bytes - found.other_bytes)
+    names = [name for name, _, _ in found.points]
+    picked = allocate(names, found.bytes_P, costs_P, found.target_bytes - found.other_bytes)
     lm_head, groups = None, dict[tuple[str, str, QuantSpec], list[str]]()
     for name, spec, _ in (found.points[i] for i in picked):
         before, number, after = re.split(r"(\d+|$)", name, maxsplit=1)
