@@ -26,7 +26,7 @@ import torch
 
 from qat_lora.data.sources import TextConfig
 from qat_lora.evaluate.score import measure
-from qat_lora.export.engines import FORMATS, TargetConfig, adapter_bytes, layer_bytes, other_bytes
+from qat_lora.export.engines import FORMATS, adapter_bytes, layer_bytes, other_bytes
 from qat_lora.layers.convert import LM_HEAD, add_lora, check_reach
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.models.adapter import allocated_ranks, load_starts
@@ -34,6 +34,7 @@ from qat_lora.models.hub import HubConfig
 from qat_lora.models.load import CausalLM, load_model, load_tokenizer
 from qat_lora.models.student import open_student
 from qat_lora.options import CacheBuildOptions, QatOptions, QuantizeOptions, RecoverOptions, RunConfig
+from qat_lora.quant.allocate import TargetConfig
 from qat_lora.quant.presets import preset
 from qat_lora.registry import COMMANDS
 from qat_lora.runtime.launch.start import run

@@ -28,7 +28,7 @@ from qat_lora.quant.initialize import NEED_TEXT
 from qat_lora.quant.presets import preset
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.runtime.base import Runtime
-from qat_lora.runtime.host.memory import large_tensors_apart
+from qat_lora.runtime.host.machine import large_tensors_apart
 from qat_lora.runtime.host.signals import stop_signals
 from qat_lora.setup.allocation import allocated, choices, measured_costs
 from qat_lora.setup.common import calibration, say, text_inputs

@@ -7,59 +7,26 @@ an export holds exactly, with blocks that divide a layer's rows.
 """
 
 import math
-import re
 from collections.abc import Container
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from qat_lora.config import option, settings
 from qat_lora.errors import ConfigError
 from qat_lora.export.embedding import dense_tables
 from qat_lora.export.ggml_blocks import BLOCK, SUPER
 from qat_lora.export.gguf_model import own_tensors
 from qat_lora.layers.convert import block_of
 from qat_lora.models.load import CausalLM
+from qat_lora.quant.allocate import Engine
 from qat_lora.quant.presets import PRESETS
 from qat_lora.quant.spec import QuantSpec
 
-Engine = Literal["any", "llama.cpp", "mlx", "vllm"]
 FORMATS: dict[Engine, tuple[str, ...]] = {
     "any": ("q2_0", "q2_k", "w3g128", "q3_k", "w4g128", "q4_0", "q6_k", "q8_0"),
     "llama.cpp": ("q2_0", "q2_k", "q3_k", "q4_0", "q4_k", "q6_k", "q8_0"),
     "mlx": ("q2_0", "w3g128", "q3g64", "w4g128", "q4_0", "q8_0"),
     "vllm": ("q2_0", "w4g128", "q4_0", "q8_0"),  # without 3 bits, whose layout differs by version
 }
-
-
-@settings
-class TargetConfig:
-    """The size that a student shall have."""
-
-    target_size: str | None = option(
-        None, "bytes of all tensors, adapter included, such as 232MB: instead of --preset, formats and ranks by layer"
-    )
-    target_bits: float | None = option(None, "the same as bits over all weights of the model", unit="bits", above=0)
-    engine: Engine = option("any", "engine whose formats are allowed and whose files are counted", alias="for")
-
-    def __post_init__(self) -> None:
-        if None not in (self.target_size, self.target_bits):
-            raise ConfigError("target_bits: --target-size says it already; give one of the two")
-        if self.engine != "any" and not self.name:
-            raise ConfigError(f"engine: --for {self.engine} counts nothing without --target-size or --target-bits")
-        self.bytes(0)
-
-    @property
-    def name(self) -> str:
-        """What is wanted; empty where a preset decides."""
-        return self.target_size or ("" if self.target_bits is None else f"{self.target_bits:g}bits")
-
-    def bytes(self, weights: int) -> int:
-        """Return the bytes that a model of so many weights may take; ConfigError where it is no size."""
-        if self.target_size is None:
-            return int((self.target_bits or 0) * weights / 8)
-        if found := re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMG])B", self.target_size):
-            return round(float(found[1]) * 1000 ** ("kMG".index(found[2]) + 1))
-        raise ConfigError(f"target_size: {self.target_size!r} is no size; give kB, MB or GB, for example 232MB")
 
 
 def formats(engine: Engine, name: str, module: Any) -> list[QuantSpec]:

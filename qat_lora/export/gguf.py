@@ -46,9 +46,8 @@ FILE_TYPES = {
 def plan(job: ExportJob) -> ExportPlan:
     """Return what writes a student as `base.gguf` and, where it has an adapter, `adapter.gguf`.
 
-    Raises:
-        ModelError: an architecture or a tokenizer that is not supported.
-        ConfigError: a width that no block divides, where the embedding is to be quantised.
+    ModelError: an architecture or a tokenizer that is not supported.
+    ConfigError: a width that no block divides, where the embedding is to be quantised.
     """
     model = job.student.model
     check_model(job)
@@ -83,8 +82,7 @@ model = Llama("{BASE}"{argument})"""
 def check_model(job: ExportJob) -> None:
     """Refuse what cannot be written before anything is.
 
-    Raises:
-        ModelError: an architecture, a layer or a tokenizer that is not supported.
+    ModelError: an architecture, a layer or a tokenizer that is not supported.
     """
     model = job.student.model
     architecture(model)
@@ -96,8 +94,7 @@ def check_model(job: ExportJob) -> None:
 def table_blocks(job: ExportJob) -> dict[str, Blocks]:
     """Return the embedding and the LM head, where they hold no codes, by name, on the grid of `embedding_bits`.
 
-    Raises:
-        ConfigError: a width that no block divides.
+    ConfigError: a width that no block divides.
     """
     model, found = job.student.model, {}
     lm_head = model.module.get_output_embeddings()
@@ -134,9 +131,8 @@ def save_base(
 
     Layers and tables of which `found` has blocks are those, vectors float32, and all other tensors of type `dtype`.
 
-    Raises:
-        ModelError: an architecture or tokenizer that cannot be written, or a number that the type cannot hold.
-        MissingExtraError: gguf is not installed.
+    ModelError: an architecture or tokenizer that cannot be written, or a number that the type cannot hold.
+    MissingExtraError: gguf is not installed.
     """
     gguf = require("gguf", "export")
     writer = gguf.GGUFWriter(file, architecture(model).name)
@@ -176,9 +172,8 @@ def save_lora(model: CausalLM, file: Path, name: str, bits: int = 16) -> None:
 
     With 8 `bits`, those whose rows are whole blocks are Q8_0, as llama.cpp's own converter of adapters writes them.
 
-    Raises:
-        ModelError: a factor that float16 cannot hold.
-        MissingExtraError: gguf is not installed.
+    ModelError: a factor that float16 cannot hold.
+    MissingExtraError: gguf is not installed.
     """
     gguf = require("gguf", "export")
     layers = lora_layers(model.module)

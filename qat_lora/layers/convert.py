@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from qat_lora.errors import ConfigError, ModelError
 from qat_lora.layers.lora import Factors, LoraConfig, LoraLinear, share_inputs
-from qat_lora.layers.quant_linear import QuantLinear, Rounded, dense_linear, join_dense
+from qat_lora.layers.quant_linear import QuantLinear, dense_linear, join_dense
 from qat_lora.layers.tied_embedding import TiedEmbedding, embedding_of, tie_embedding, untie_embedding
 from qat_lora.quant.presets import MLP, Preset
 from qat_lora.quant.spec import QuantSpec
@@ -36,8 +36,7 @@ def block_of(name: str) -> str | None:
 def linear_layers(model: nn.Module, lm_head: bool = False) -> Iterator[tuple[str, nn.Linear]]:
     """Yield the linear layers of a model by name, without those inside adapters; or its LM head instead.
 
-    Raises:
-        ModelError: the model keeps its weights in GPT-2 style `Conv1D` modules.
+    ModelError: the model keeps its weights in GPT-2 style `Conv1D` modules.
     """
     for name, module in model.named_modules():
         if type(module).__name__ == "Conv1D":
@@ -52,8 +51,7 @@ def linear_layers(model: nn.Module, lm_head: bool = False) -> Iterator[tuple[str
 def quantize_targets(model: nn.Module, preset: Preset) -> dict[str, QuantSpec]:
     """Return the layers that a preset quantises, with their specs, in the model's order.
 
-    Raises:
-        ConfigError: a rule that reaches no layer, or an LM head to be quantised in a model without one.
+    ConfigError: a rule that reaches no layer, or an LM head to be quantised in a model without one.
     """
     layers = [name for name, module in linear_layers(model) if not isinstance(module, QuantLinear)]
     for pattern, spec in preset.rules:
@@ -82,10 +80,9 @@ def _matrices(model: nn.Module) -> dict[str, int]:
 def check_reach(model: nn.Module, preset: Preset) -> dict[str, QuantSpec]:
     """Return `quantize_targets`; refuse a model of which they are only a part, unless `--keep` asked for that.
 
-    Raises:
-        ModelError: more than `MOST_LEFT` of the weights of its blocks would stay as they are, as the experts of a
-            mixture do that are stacked in one parameter.
-        ConfigError: what `quantize_targets` refuses.
+    ModelError: more than `MOST_LEFT` of the weights of its blocks would stay as they are, as the experts of a
+        mixture do that are stacked in one parameter.
+    ConfigError: what `quantize_targets` refuses.
     """
     targets, matrices = quantize_targets(model, preset), _matrices(model)
     keep = [pattern for pattern, spec in preset.rules if spec is None]
@@ -123,8 +120,7 @@ def make_quant_skeleton(model: nn.Module, preset: Preset) -> None:
 def put_quantized(model: nn.Module, name: str, layer: QuantLinear) -> None:
     """Replace a linear layer by a quantised one, and with it the embedding that is tied to it.
 
-    Raises:
-        ConfigError: the embedding cannot look its rows up in codes.
+    ConfigError: the embedding cannot look its rows up in codes.
     """
     linear = model.get_submodule(name)
     assert isinstance(linear, nn.Linear)
@@ -165,9 +161,8 @@ def add_lora(
         start: low-rank starts by layer name; layers without one start with no correction.
         ranks: by layer name, of the only layers that get an adapter; all scale by the config's alpha over its rank.
 
-    Raises:
-        ConfigError: the target pattern matches nothing, or is no regular expression; a rank beyond a layer's size.
-        ModelError: the model has adapters already, or lacks a layer that a start is for.
+    ConfigError: the target pattern matches nothing, or is no regular expression; a rank beyond a layer's size.
+    ModelError: the model has adapters already, or lacks a layer that a start is for.
     """
     if lora_layers(model):
         raise ModelError("model: has recovery adapters already; load the base without them")
@@ -217,16 +212,13 @@ def merge(model: nn.Module) -> nn.Module:
 
 
 def prepare_base(model: nn.Module, train_scales: bool, dtype: torch.dtype | None = None) -> dict[str, nn.Parameter]:
-    """Let the scales of every quantised layer train, and return them; or else form each weight once, in `dtype`.
-
-    A weight whose codes train already is formed anew in every forward.
-    """
+    """Let the scales of every quantised layer train, and return them; or else form each weight once, in `dtype`."""
     trained: dict[str, nn.Parameter] = {}
     for name, layer in quant_layers(model).items():
         if train_scales:
             layer.train_scales()
             trained |= {f"{name}.{part}": scale for part, scale in layer.named_scales().items()}
-        elif not isinstance(layer.source, Rounded):
+        else:
             layer.hold_dense(dtype)
     for shared in dict.fromkeys(adapter.shared for adapter in lora_layers(model).values() if adapter.shared):
         join_dense([member.base for member in shared.members])

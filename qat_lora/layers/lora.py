@@ -30,7 +30,11 @@ class LoraConfig:
     """Shape of the recovery adapter."""
 
     recovery_r: int | None = option(
-        None, "rank of the adapter; default: 16, or layer by layer as --target-size chose", min=1, refusal=_NO_RANK
+        None,
+        "rank of the adapter; default: 16, or by layer as --target-size chose",
+        unit="rank",
+        min=1,
+        refusal=_NO_RANK,
     )
     recovery_alpha: float | None = option(
         None, "scaling numerator; the adapter counts alpha / rank", unit="default: rank", above=0

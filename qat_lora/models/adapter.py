@@ -56,8 +56,7 @@ def save_adapter(model: nn.Module, lora: LoraConfig, out: Path, base: Path, base
 
     `base` is the folder of the checkpoint that they belong to; where `out` holds a `base`, the name it will have.
 
-    Raises:
-        ModelError: the model has no adapters, or one with numbers that float16 does not hold.
+    ModelError: the model has no adapters, or one with numbers that float16 does not hold.
     """
     layers = lora_layers(model)
     if not layers:
@@ -129,9 +128,8 @@ def check_tokenizer(adapter: Path, base: Path) -> None:
 def read_adapter(folder: Path) -> AdapterInfo:
     """Read the settings of an adapter folder; its weights are compared with their checksum and not read.
 
-    Raises:
-        DamagedFileError: a file is not what was written.
-        ModelError: it is no PEFT LoRA folder, or one with settings that we would compute wrongly.
+    DamagedFileError: a file is not what was written.
+    ModelError: it is no PEFT LoRA folder, or one with settings that we would compute wrongly.
     """
     check_folder(folder, ours=(folder / NOTE).is_file())
     try:
@@ -179,8 +177,7 @@ def _read_tensors(file: Path) -> dict[str, Tensor]:
 def load_adapter(model: nn.Module, folder: Path, base_sha256: str) -> LoraConfig:
     """Put a saved adapter onto its base model, in place.
 
-    Raises:
-        ModelError: another base, tensors that do not fit the layers, or a missing or damaged file.
+    ModelError: another base, tensors that do not fit the layers, or a missing or damaged file.
     """
     info = read_adapter(folder)
     if info.base_sha256 is not None and info.base_sha256 != base_sha256:
@@ -219,11 +216,7 @@ def starts_sha256(folder: Path) -> str | None:
 
 
 def load_starts(folder: Path) -> dict[str, Factors]:
-    """Read adapter starts, {} where the checkpoint has none.
-
-    Raises:
-        ModelError: the file is damaged.
-    """
+    """Read adapter starts, {} where the checkpoint has none; ModelError: the file is damaged."""
     if not (folder / STARTS).is_file():
         return {}
     tensors = _read_tensors(folder / STARTS)

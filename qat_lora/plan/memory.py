@@ -33,7 +33,7 @@ from qat_lora.plan.devices import Device, attention_on, named
 from qat_lora.plan.step import Shapes, operations, step_bytes, step_time
 from qat_lora.quant.presets import Preset, preset
 from qat_lora.runtime.base import default_loss_chunk_mb
-from qat_lora.runtime.host.memory import LiveBytes
+from qat_lora.runtime.host.machine import LiveBytes
 from qat_lora.setup.trainable import recovery_parts
 
 GIB = 2**30
@@ -221,8 +221,7 @@ def skeleton(options: EstimateOptions) -> Shapes:
     """Build a student with an adapter on the meta device, in its training state; raises as `meta_student`."""
     config, module = meta_student(options)
     dtype, rank = DTYPES[options.run.dtype], options.lora.rank
-    scales, codes = options.train_scales, options.train_codes
-    groups = recovery_parts(models.CausalLM(module, Path()), scales, options.train_norms, dtype, codes)
-    shapes = Shapes(config.get_text_config(), module, groups, rank, scales or codes, 0)
-    formed = formed_bytes(module, dtype) if codes else scales * dtype.itemsize * sum(shapes.quantised)
-    return replace(shapes, formed_bytes=formed)
+    scales = options.train_scales
+    groups = recovery_parts(models.CausalLM(module, Path()), scales, options.train_norms, dtype)
+    shapes = Shapes(config.get_text_config(), module, groups, rank, scales, 0)
+    return replace(shapes, formed_bytes=scales * dtype.itemsize * sum(shapes.quantised))

@@ -43,11 +43,9 @@ class SolverWork(NamedTuple):
 
 
 def plan_quantize(options: QuantizeOptions) -> DryRun:
-    """Plan the quantisation of a model.
+    """Plan the quantisation of a model; ModelError: it has no config.json here or on the Hub, or is quantised already.
 
-    Raises:
-        ModelError: the model has no config.json here or on the Hub, or is quantised already.
-        ConfigError: an unknown preset, or patterns that match no layer.
+    ConfigError: an unknown preset, or patterns that match no layer.
     """
     config, module = meta_model(str(options.model))
     if getattr(config, "quantization_config", None) is not None:

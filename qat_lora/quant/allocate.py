@@ -9,11 +9,47 @@ would gain a share of that step, and a rule by name (more bits for `down_proj`) 
 Source: bit allocation along convex hulls, Shoham and Gersho 1988.
 """
 
+import re
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
+from qat_lora.config import option, settings
 from qat_lora.errors import ConfigError
+
+Engine = Literal["any", "llama.cpp", "mlx", "vllm"]
+
+
+@settings
+class TargetConfig:
+    """The size that a student shall have."""
+
+    target_size: str | None = option(
+        None, "bytes of all tensors, adapter included, such as 232MB: instead of --preset, formats and ranks by layer"
+    )
+    target_bits: float | None = option(None, "the same as bits over all weights of the model", unit="bits", above=0)
+    engine: Engine = option("any", "engine whose formats are allowed and whose files are counted", alias="for")
+
+    def __post_init__(self) -> None:
+        if None not in (self.target_size, self.target_bits):
+            raise ConfigError("target_bits: --target-size says it already; give one of the two")
+        if self.engine != "any" and not self.name:
+            raise ConfigError(f"engine: --for {self.engine} counts nothing without --target-size or --target-bits")
+        self.bytes(0)
+
+    @property
+    def name(self) -> str:
+        """What is wanted; empty where a preset decides."""
+        return self.target_size or ("" if self.target_bits is None else f"{self.target_bits:g}bits")
+
+    def bytes(self, weights: int) -> int:
+        """Return the bytes that a model of so many weights may take; ConfigError where it is no size."""
+        if self.target_size is None:
+            return int((self.target_bits or 0) * weights / 8)
+        if found := re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMG])B", self.target_size):
+            return round(float(found[1]) * 1000 ** ("kMG".index(found[2]) + 1))
+        raise ConfigError(f"target_size: {self.target_size!r} is no size; give kB, MB or GB, for example 232MB")
 
 
 def allocate(layers: Sequence[str], bytes_P: np.ndarray, costs_P: np.ndarray, budget_bytes: int) -> list[int]:

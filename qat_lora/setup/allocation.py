@@ -62,10 +62,8 @@ class Choices(NamedTuple):
 def choices(options: QuantizeOptions, module: Any, itemsize: int) -> Choices:
     """Return what the layers of a full-precision model may be; `itemsize`: bytes of a number in its files.
 
-    Raises:
-        ModelError: as `check_reach`.
-        ConfigError: a setting that a target does not leave open, rows that no block of the engine divides, or a target
-            that cannot be met.
+    ModelError: as `check_reach`. ConfigError: a setting that a target does not leave open, rows that no block divides,
+    a target that cannot be met.
     """
     target, engine = options.target, options.target.engine
     usual = {"override": (), "quantize_head": None, "metric": "fisher"}

@@ -16,8 +16,9 @@ from qat_lora.layers.calibrate.quantize import quantize_model
 from qat_lora.layers.convert import add_lora, lora_layers, quant_layers
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.models.adapter import save_adapter
+from qat_lora.models.copies import copy_tokenizer
 from qat_lora.models.hub import HubConfig
-from qat_lora.models.load import copy_tokenizer, load_model, load_tokenizer, save_quantised
+from qat_lora.models.load import load_model, load_tokenizer, save_quantised
 from qat_lora.models.student import open_student
 from qat_lora.quant.presets import preset
 
@@ -93,7 +94,8 @@ def test_tensors_are_ours_after_dequantisation(teacher, name, kind, tmp_path):
         a, b = (factors[f"{gguf_name(model, layer)}.weight.lora_{x}"] for x in "ab")
         blocks = gguf.quantize(module.lora_A.detach().half().float().numpy(), gguf.GGMLQuantizationType.Q8_0)
         assert np.array_equal(a, gguf.dequantize(blocks, gguf.GGMLQuantizationType.Q8_0))
-        assert np.abs(a - module.lora_A.detach().numpy()).max() < np.abs(a).max() / 250
+        # Half a step, and the rounding of the step to float16.
+        assert np.abs(a - module.lora_A.detach().numpy()).max() < np.abs(a).max() / 220
         assert stored[f"{gguf_name(model, layer)}.weight.lora_b"].tensor_type.name == "F16"  # rows of 3
         assert np.array_equal(unpermuted(model, layer, b), module.lora_B.detach().half().numpy())
     assert len(factors) == 2 * len(lora_layers(model.module)) == 28

@@ -13,7 +13,7 @@ from toy_pipeline import cache_options, call, export_options, part, quantize_opt
 from qat_lora.commands import quantize as command
 from qat_lora.data.sources import TextConfig
 from qat_lora.errors import ConfigError
-from qat_lora.export.engines import FORMATS, TargetConfig
+from qat_lora.export.engines import FORMATS
 from qat_lora.export.gguf_model import gguf_name
 from qat_lora.files.checksums import checkpoint_sha256
 from qat_lora.files.gguf_header import read_header
@@ -24,6 +24,7 @@ from qat_lora.models.hub import HubConfig
 from qat_lora.models.load import load_model
 from qat_lora.models.student import open_student
 from qat_lora.plan.quantize import plan_quantize
+from qat_lora.quant.allocate import TargetConfig
 from qat_lora.setup import allocation
 from qat_lora.train.loop import LoopConfig
 

@@ -177,8 +177,7 @@ def fit_layers(
         second_moments_II: of the layers' inputs.
         outputs_OO: Fisher information of their outputs, whole or [O].
 
-    Raises:
-        ConfigError: a joint rank without the start that belongs to it, or what `quantize_weight` refuses.
+    ConfigError: a joint rank without the start that belongs to it, or what `quantize_weight` refuses.
     """
     _, start_rank, joint_rank, device = settings
     if joint_rank > start_rank:

@@ -29,7 +29,7 @@ from qat_lora.layers.lora import Factors
 from qat_lora.quant.initialize import Method
 from qat_lora.quant.presets import Preset
 from qat_lora.quant.spec import QuantSpec
-from qat_lora.runtime.host.memory import give_back
+from qat_lora.runtime.host.machine import give_back
 
 
 @dataclass(frozen=True)
@@ -147,16 +147,12 @@ class LayerFitter:
         return list(found.values())
 
     def fit(
-        self,
-        names: Sequence[str],
-        moments_II: Sequence[Tensor | None],
-        weights_OI: Sequence[Tensor] | None = None,
+        self, names: Sequence[str], moments_II: Sequence[Tensor | None], weights_OI: Sequence[Tensor] | None = None
     ) -> dict[str, Finished]:
         """Fit one of the `groups` to its inputs' second moments, and to other weights than its own where given.
 
-        Raises:
-            InterruptedRunError: the run was asked to stop.
-            ConfigError: a method without the calibration it needs.
+        InterruptedRunError: the run was asked to stop.
+        ConfigError: a method without the calibration it needs.
         """
         self.work.may_stop()
         linears, spec, costs = [self.linear(name) for name in names], self.targets[names[0]], self.costs or {}
@@ -199,9 +195,8 @@ class LayerFitter:
 def quantize_layers(fitter: LayerFitter, moments: Mapping[str, Tensor] | None = None) -> dict[str, Factors]:
     """Quantise every target layer, in place, by its `second_moments`; return the adapter starts by layer name.
 
-    Raises:
-        InterruptedRunError: the run was asked to stop.
-        ConfigError: a method without the calibration it needs.
+    InterruptedRunError: the run was asked to stop.
+    ConfigError: a method without the calibration it needs.
     """
     adapter_init: dict[str, Factors] = {}
     for block, names in itertools.groupby(fitter.targets, lambda name: block_of(name) or name):
@@ -228,8 +223,7 @@ def quantize_model(
         start_rank: columns of the adapter start; 0 for none.
         quiet: no progress bar.
 
-    Raises:
-        ConfigError: a pattern without a match, or a method without the calibration it needs.
+    ConfigError: a pattern without a match, or a method without the calibration it needs.
     """
     targets = quantize_targets(model, preset)
     with quantizing_bar(preset.name, method, len(targets), quiet) as bar:
