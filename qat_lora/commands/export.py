@@ -124,14 +124,10 @@ def _measure(plan: ExportPlan, layers: Mapping[str, QuantLinear]) -> dict[str, A
     if held:
         counts = {name: layers[name].in_features * layers[name].out_features for name in held}
         bits = sum(container.bits_per_weight * counts[name] for name, container in held.items())
-        result = {
-            "bits_per_weight_in_the_container": round(bits / sum(counts.values()), 3),
-            "bits_per_weight_of_the_codes": round(
-                sum(layers[name].stored_bits for name in held) / sum(counts.values()), 3
-            ),
-            "layers_exact": len(held) - len(rounded),
-            "layers_rounded": len(rounded),
-        }
+        stored, whole = sum(layers[name].stored_bits for name in held), sum(counts.values())
+        result["bits_per_weight_in_the_container"] = round(bits / whole, 3)
+        result["bits_per_weight_of_the_codes"] = round(stored / whole, 3)
+        result |= {"layers_exact": len(held) - len(rounded), "layers_rounded": len(rounded)}
     if rounded:
         result["weight_error_mean"] = round(sum(rounded) / len(rounded), 4)
         result["weight_error_worst"] = round(max(rounded), 4)
@@ -149,11 +145,8 @@ def _sizes(draft: Path, weights: int) -> dict[str, Any]:
     sizes = {file: file.stat().st_size for file in sorted(draft.rglob("*")) if file.suffix in suffixes}
     total = sum(sizes.values())
     files = ", ".join(f"{file.relative_to(draft).as_posix()} {size / 1e6:.3f} MB" for file, size in sizes.items())
-    return {
-        "weights_mb": round(total / 1e6, 3),
-        "bits_over_all_weights": round(8 * total / weights, 3),
-        **({"files": files} if len(sizes) > 1 else {}),
-    }
+    found = {"weights_mb": round(total / 1e6, 3), "bits_over_all_weights": round(8 * total / weights, 3)}
+    return found | ({"files": files} if len(sizes) > 1 else {})
 
 
 def _rounding_kl(

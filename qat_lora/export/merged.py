@@ -20,12 +20,9 @@ tokenizer = AutoTokenizer.from_pretrained(".")
 
 
 def plan(job: ExportJob) -> ExportPlan:
-    """Return what writes a student as dense weights, merged in place.
+    """Return what writes a student as dense weights, merged in place; ModelError: nothing to merge.
 
     The model is in float32 and becomes `dtype` at the end: the sum of base and adapter is rounded once.
-
-    Raises:
-        ModelError: nothing to merge.
     """
     model = job.student.model
     if not quant_layers(model.module) and not lora_layers(model.module):

@@ -22,11 +22,7 @@ BASE = "base"
 
 
 def plan(job: ExportJob) -> ExportPlan:
-    """Return what copies a student's adapter and base.
-
-    Raises:
-        ModelError: the student has no adapter.
-    """
+    """Return what copies a student's adapter and base; ModelError: the student has no adapter."""
     adapter, base = job.adapter, job.student.model.folder
     if adapter is None:
         raise ModelError(f"student: {job.name} has no adapter; give the folder of a `qat-lora recover` run")
@@ -43,11 +39,7 @@ model = PeftModel.from_pretrained(base, ".")"""
 
 
 def save_pair(adapter: Path, base: Path, out: Path) -> None:
-    """Copy an adapter and its base into one folder.
-
-    Raises:
-        ModelError: the adapter belongs to another base.
-    """
+    """Copy an adapter and its base into one folder; ModelError: the adapter belongs to another base."""
     info = read_adapter(adapter)
     check_folder(base)
     (out / BASE).mkdir(parents=True)

@@ -65,8 +65,7 @@ def split_documents(begin_BL: Tensor) -> Documents | None:
 def keep_documents_apart(model: nn.Module, kind: str) -> None:
     """Let the functions by which a model's layers pass on a state take `documents`; again is nothing new.
 
-    Raises:
-        ModelError: layers of another kind of model than those that are tested.
+    ModelError: layers of another kind of model than those that are tested.
     """
     names = vars(sys.modules[type(model).__module__])
     if kind not in SUPPORTED or not set(SUPPORTED[kind]) <= set(names):

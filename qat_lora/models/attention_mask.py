@@ -28,8 +28,7 @@ def attention_inputs(config: Any, document_ids_BL: Tensor, dtype: torch.dtype, f
     A mask holds first positions [B, 1, 1, L], is additive [B, 1, L, L], or a block mask; where the model mixes kinds of
     layers there is one for each kind. Positions count the earlier tokens of the same document.
 
-    Raises:
-        ModelError: a kind of attention that is not supported.
+    ModelError: a kind of attention that is not supported.
     """
     begin_BL = document_begins(document_ids_BL)
     own_L = torch.arange(begin_BL.shape[1], device=begin_BL.device)

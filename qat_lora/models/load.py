@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -63,16 +63,17 @@ LIBRARY, TILED, BLOCKED, FLEX = (f"qat_lora_{form}" for form in ("library", "til
 PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", SUMS]
 
 
-def resolve_model(name: str, revision: str | None = None) -> Path:
-    """Return the local folder of a model, downloading it from the Hub where `name` is not a folder.
+def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str] = PATTERNS) -> Path:
+    """Return the local folder of a model, downloading `patterns` of it from the Hub where `name` is not a folder.
 
     A path that does not exist (`runs/v2/best.pt`, the guide's spelling) means the folder of that name without the
     suffix, a `.safetensors` file its folder, and the folder of a `qat-lora qat` run its `best`. A GGUF file is itself.
 
-    Raises:
-        ModelError: nothing there, no config.json, or the Hub does not give it.
+    ModelError: nothing there, no config.json, or the Hub does not give it.
     """
     path = Path(name).expanduser()
+    if len(path.name.encode(errors="replace")) > 255:
+        raise ModelError(f"model: {name[:60]}... is longer than a file's name can be; give a folder or a Hub name")
     if path.suffix == GGUF:
         if not path.is_file():
             raise ModelError(f"model: there is no file {path}")
@@ -100,7 +101,7 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(name, revision=revision, allow_patterns=PATTERNS))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=[*patterns]))
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"model: {name} is neither a folder here nor to be had from the Hub ({reason})") from None
@@ -109,9 +110,8 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     """Load the tokenizer of a model folder.
 
-    Raises:
-        ModelError: the folder has none, or only a slow one whose mapping cannot be fingerprinted.
-        DamagedFileError: its files are not what was written.
+    ModelError: the folder has none, or only a slow one whose mapping cannot be fingerprinted.
+    DamagedFileError: its files are not what was written.
     """
     check_folder(folder, TOKENIZER)
     try:
@@ -167,7 +167,7 @@ class CausalLM:
 
     def __post_init__(self) -> None:
         """Let attention of long rows keep no mask, also where nobody asks for a form of ours."""
-        if self.config._attn_implementation == "sdpa":
+        if getattr(getattr(self.module, "config", None), "_attn_implementation", None) == "sdpa":
             self._attend(LIBRARY, partial(tiled_or, attention=_in_blocks))
 
     @property
@@ -200,8 +200,7 @@ class CausalLM:
 
         `function` is `Runtime.checkpoint_function`; transformers' own switch takes torch's, which fails on XLA.
 
-        Raises:
-            ModelError: no layer of this architecture can do so.
+        ModelError: no layer of this architecture can do so.
         """
         layers = [layer for layer in self.module.modules() if hasattr(layer, "gradient_checkpointing")]
         if not layers:
@@ -321,10 +320,9 @@ def load_model(
     placed its own. `device_map` is for `load_dispatched`. With `dequantize`, GGUF files and folders that another tool
     quantised are read as the dense weights that they stand for.
 
-    Raises:
-        MissingExtraError: compressed-tensors is not installed.
-        DamagedFileError: a file is not what was written.
-        ModelError: no such model, another architecture, a missing, unexpected or misshapen tensor, NaN or infinity.
+    MissingExtraError: compressed-tensors is not installed.
+    DamagedFileError: a file is not what was written.
+    ModelError: no such model, another architecture, a missing, unexpected or misshapen tensor, NaN or infinity.
     """
     folder = resolve_model(name, hub.revision)
     try:
@@ -432,8 +430,7 @@ def save_quantised(model: CausalLM, out: Path, preset: Preset, details: dict[str
 def save_model(module: Any, out: Path) -> None:
     """Write a transformers model's config and weights; call `checksums.seal` once the folder is complete.
 
-    Raises:
-        ModelError: a weight is NaN or infinite.
+    ModelError: a weight is NaN or infinite.
     """
     check_finite(module.state_dict(), f"model for {out}")
     with _quiet():
