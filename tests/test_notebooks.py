@@ -1,7 +1,8 @@
 """The notebooks run from top to bottom, as a user would run them: in order, in one folder, each in a fresh kernel.
 
-`make notebooks` (this file as a program) runs them like the test does and writes the outputs into them. What the kernel
-wrote to stderr is left out there: progress bars, and seconds that say more about the machine than about the notebook.
+`make test` runs the first one as on Colab (`test_notebooks_platforms.py`), `make test-full` all of them. `make notebooks`
+(this file as a program) runs them like the test does and writes the outputs into them. What the kernel wrote to stderr
+is left out there: progress bars, and seconds that say more about the machine than about the notebook.
 """
 
 import ast
@@ -22,13 +23,17 @@ from toy_model import make_toy
 from toy_paths import clean_environment
 
 from qat_lora import api
+from qat_lora.options import EstimateOptions, RecoverOptions, RunConfig
+from qat_lora.plan.devices import named
+from qat_lora.plan.memory import GIB, forecast, skeleton
 from qat_lora.train.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "notebooks"
 ORDER = ("TPU_LoRA_KD_WikiText1024", "TPU_multi_chip", "SFT_LoRA_v5e8")
-FULL_SIZE = "full-size"
-"""Tag of the cell with the parameters of the real run."""
+FULL_SIZE, SIZED, SETUP = "full-size", "sized", "setup"
+"""Tags of the cells with the parameters of the real run, with what the machine changes, and of the one in all."""
+SETUP_CELL = FOLDER / "setup_cell.py"
 FUNCTIONS = {
     "build_kd_cache": "CacheBuildOptions",
     "quantize_model": "QuantizeOptions",
@@ -87,12 +92,18 @@ def read(name: str) -> dict:
     return json.loads((FOLDER / f"{name}.ipynb").read_text(encoding="utf-8"))
 
 
-def full_size(name: str) -> dict:
-    """Return the parameters of a notebook's real run."""
-    found: dict = {}
-    for cell in code_cells(read(name)):
-        if FULL_SIZE in cell["metadata"].get("tags", ()):
-            exec("".join(cell["source"]), found)
+def tagged(name: str, tag: str) -> str:
+    """Return the code of a notebook's cell with a tag."""
+    (cell,) = (cell for cell in code_cells(read(name)) if tag in cell["metadata"].get("tags", ()))
+    return "".join(cell["source"])
+
+
+def full_size(name: str, **machine: object) -> dict:
+    """Return the parameters of a notebook's real run; with a `machine`, as that is sized."""
+    found: dict = {"toy": False, "os": os, **machine}
+    exec(tagged(name, FULL_SIZE), found)
+    if machine:
+        exec(tagged(name, SIZED), found)
     return found
 
 
@@ -129,7 +140,8 @@ def losses(run: Path) -> list[float]:
 @pytest.mark.xla
 @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="needs the xla extra")
 @pytest.mark.filterwarnings("default")  # of Jupyter's packages, which are not ours to mend
-@pytest.mark.parametrize("device", ["cpu", pytest.param("xla", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", "xla"])
 def test_the_first_two_run_in_order(tmp_path, device):
     make_toy(tmp_path / "toy", steps=120)
     first, second = (shipped(execute(name, tmp_path, device)) for name in ORDER[:2])
@@ -150,6 +162,7 @@ def test_the_first_two_run_in_order(tmp_path, device):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs the log extra")
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_fine_tuning_runs(tmp_path):
     make_toy(tmp_path / "toy", steps=30)
@@ -161,8 +174,10 @@ def test_fine_tuning_runs(tmp_path):
     assert (tmp_path / "runs/toy_sft_merged/model.safetensors").is_file()
 
 
-def test_these_are_the_notebooks():
+def test_these_are_the_notebooks_and_share_their_setup():
     assert {file.stem for file in FOLDER.glob("*.ipynb")} == set(ORDER)
+    for name in ORDER:
+        assert tagged(name, SETUP) == SETUP_CELL.read_text(encoding="utf-8").rstrip("\n"), "make notebooks"
 
 
 @pytest.mark.parametrize("name", ORDER)
@@ -201,21 +216,68 @@ def test_the_real_run_is_that_of_the_recipes():
     assert {full_size(ORDER[1])[name] for name in ("cache", "student")} == {cache["out"], student["out"]}
 
 
+MACHINES = {
+    "Colab T4": {"device": "cuda", "chips": 1, "memory_gib": 15.0, "rate": 8.1, "disk_gib": 70.0},
+    "Colab v5e-1": {"device": "tpu", "chips": 1, "memory_gib": 14.9, "rate": 197, "disk_gib": 180.0},
+    "Colab v6e-1": {"device": "tpu", "chips": 1, "memory_gib": 29.8, "rate": 918, "disk_gib": 180.0},
+    "Kaggle v5e-8": {"device": "tpu", "chips": 8, "memory_gib": 14.9, "rate": 8 * 197, "disk_gib": 19.5},
+    "laptop": {"device": "cpu", "chips": 1, "memory_gib": 8.0, "rate": 0.5, "disk_gib": 8.5},
+}
+
+
 @pytest.mark.parametrize(("name", "count"), [(ORDER[0], 6), (ORDER[2], 4)])
-def test_the_real_run_of_a_notebook_is_one_that_the_commands_take(name, count, monkeypatch):
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_real_run_of_a_notebook_is_one_that_the_commands_take(name, count, machine, tmp_path, monkeypatch):
     """Settings that do not exist, or contradict each other, are found here, not on the chip."""
-    made = Path("runs/made")
-    known = {**full_size(name), **dict.fromkeys(("cache", "student", "recovered", "tuned"), made)}
+    made, sized = Path("runs/made"), MACHINES[machine]
+    known = {**full_size(name, **sized), **dict.fromkeys(("cache", "student", "recovered", "tuned"), made)}
     monkeypatch.setattr(api, "run", lambda command, options: options)
     known["qat_lora"] = api
     calls = [call for cell in code_cells(read(name)) for call in calls_of("".join(cell["source"]))]
-    for call in calls:
-        assert eval(call, known), call
-    assert len(calls) == count
+    taken = [eval(call, known) for call in calls]
+    assert len(calls) == count and all(taken)
+    for options in taken:
+        if isinstance(options, RecoverOptions):
+            assert gib_of(options, machine, tmp_path) < 0.9 * sized["memory_gib"], machine
+
+
+def gib_of(options: RecoverOptions, machine: str, folder: Path) -> float:
+    """Return GiB of a recovery's step on a machine, by the estimate."""
+    (folder / "config.json").write_bytes((ROOT / "tests/data/qwen3-0.6b.json").read_bytes())
+    kinds = {"Colab T4": "t4", "Colab v6e-1": "v6e-1", "laptop": "laptop"}
+    of = MACHINES[machine]["device"]
+    wanted = EstimateOptions(
+        model=str(folder),
+        preset="q4_r32" if options.checkpoint else None,
+        lora=options.lora,
+        batch_size=options.loop.batch_size,
+        gradient_checkpointing=options.loop.gradient_checkpointing,
+        run=RunConfig(device=of, dtype="bfloat16" if of == "tpu" else "float32"),
+    )
+    device = named((kinds.get(machine, "v5e-1"),))
+    return forecast(skeleton(wanted), wanted, device)["devices"][device[0].name]["total_bytes"] / GIB
+
+
+def test_a_disk_without_room_is_said_before_the_first_download():
+    with pytest.raises(OSError, match="6.2 GiB of disk are free, 6 are needed"):
+        full_size(ORDER[0], **MACHINES["laptop"] | {"disk_gib": 6.2})
+    assert full_size(ORDER[0], **MACHINES["Colab v6e-1"] | {"disk_gib": 8.0})["cached"]["num_rows"] < 4000
+
+
+def write_setup() -> None:
+    """Put the common cell into every notebook."""
+    for name in ORDER:
+        notebook = read(name)
+        for cell in code_cells(notebook):
+            if SETUP in cell["metadata"].get("tags", ()):
+                cell["source"] = SETUP_CELL.read_text(encoding="utf-8").rstrip("\n").splitlines(keepends=True)
+        text = json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
+        (FOLDER / f"{name}.ipynb").write_text(text, encoding="utf-8")
 
 
 def main() -> None:
-    """Run the notebooks, all in order, and write the outputs into them."""
+    """Run the notebooks, all in order, and write the common cell and the outputs into them."""
+    write_setup()
     with tempfile.TemporaryDirectory(prefix="qat-lora-notebooks-") as folder:
         make_toy(Path(folder) / "toy", steps=600)
         for name in ORDER:

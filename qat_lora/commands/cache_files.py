@@ -12,7 +12,7 @@ from qat_lora.terminal import echo
 
 
 def _byte_bar(words: str, total_bytes: int | None, quiet: bool) -> Any:
-    from tqdm import tqdm
+    from tqdm.auto import tqdm
 
     return tqdm(total=total_bytes, desc=words, unit="B", unit_scale=True, disable=quiet)
 

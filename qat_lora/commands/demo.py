@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from qat_lora.commands.cache import build_cache
 from qat_lora.commands.evaluate import evaluate

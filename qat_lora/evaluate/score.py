@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from qat_lora.errors import TextError
 from qat_lora.evaluate.tally import COLUMNS, Tally, add_up

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from qat_lora.errors import ConfigError, QatLoraError
 from qat_lora.files.folders import restore_dir

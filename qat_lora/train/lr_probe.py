@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from qat_lora.errors import ConfigError, DivergedError, InterruptedRunError, ModelError, QatLoraError, ReplicaError
 from qat_lora.files.atomic import failpoint

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from qat_lora.errors import DamagedFileError, DivergedError
 from qat_lora.extras import pyplot, require

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from qat_lora.cache.build.served import ServedTeacher
 from qat_lora.cache.build.topk import row_uniforms, sparse_arrays

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from qat_lora.layers.calibrate.disk_offload import Zeros
 from qat_lora.layers.convert import LM_HEAD, block_of, quant_layers

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from qat_lora.config import option
 from qat_lora.layers.calibrate.finished import NOT_KEPT, Finished, Work, finished_of, kept_of
