@@ -1,6 +1,6 @@
 """The notebooks run from top to bottom, as a user would run them: in order, in one folder, each in a fresh kernel.
 
-`make test` runs the first one as on Colab (`test_notebooks_platforms.py`), `make test-full` all of them. `make notebooks`
+`make test` runs the first one as on Colab (`test_notebooks_platforms.py`), `make test-full` all. `make notebooks`
 (this file as a program) runs them like the test does and writes the outputs into them. What the kernel wrote to stderr
 is left out there: progress bars, and seconds that say more about the machine than about the notebook.
 """
