@@ -18,6 +18,7 @@ adapter included. A student that stands is neither made nor scored again, so too
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import random
@@ -37,6 +38,7 @@ from qat_lora.evaluate.plots import FAINT, INK, STYLE
 from qat_lora.evaluate.score import measure
 from qat_lora.export.gguf import save_base
 from qat_lora.extras import pyplot
+from qat_lora.files.folders import atomic_file
 from qat_lora.layers.convert import lora_layers, quant_layers, weight_count
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.models.load import CausalLM, load_model, load_tokenizer
@@ -47,7 +49,7 @@ from qat_lora.runtime.launch.start import run
 from qat_lora.setup.common import cached_calibration_rows, text_batches
 from qat_lora.train.loop import LoopConfig
 
-OURS, BATCH, AT_ONCE = "qat-lora", 8, 12
+OURS, BATCH, AT_ONCE, ACCENT = "qat-lora", 8, 12, "#d9730d"
 ROUNDED = (
     *(("q2_0", "q2_0"), ("w3g128", "q3g64"), ("w3g128", "q4_0"), ("q4_0", "q4_0"), ("w4g128", "q8_0")),
     *(("q2_0", "q3g64"), ("w4g128", "q4_0"), ("w4g128", "q3g64"), ("q2_0", None), ("w3g128", None), ("w4g128", None)),
@@ -283,39 +285,44 @@ def front_of(rows: list[dict[str, Any]], tool: str) -> list[dict[str, Any]]:
 
 
 def draw(results: list[dict[str, Any]], file: Path) -> None:
-    """Draw KL against bytes, a panel for each teacher: ours in colour, peers in grey by marker, trained ones filled."""
+    """Draw KL against bits, a panel for each teacher: ours in colour, peers in grey by marker, trained ones filled."""
     plt = pyplot()
-    markers = dict(
-        zip(sorted({row["tool"] for r in results for row in r["rows"]} - {OURS}), "osD^vP*Xhd", strict=False)
-    )
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(1, len(results), figsize=(6.2 * len(results), 4.8), squeeze=False)
+    tools = sorted({row["tool"] for result in results for row in result["rows"] if "kl" in row} - {OURS})
+    markers = dict(zip(tools, "osD^vP*Xhd", strict=False)) | {OURS: "o"}
+    with plt.rc_context(STYLE | {"font.size": 12, "axes.titlesize": 13, "legend.fontsize": 10.5}):
+        figure, axes = plt.subplots(1, len(results), figsize=(8 * len(results), 5), squeeze=False, layout="constrained")
         for axis, result in zip(axes[0], results, strict=True):
             scored = [row for row in result["rows"] if "kl" in row]
-            for tool, marker in {**markers, OURS: "o"}.items():
-                colour = "#d9730d" if tool == OURS else FAINT
-                for trained in (False, True):
-                    some = [row for row in scored if row["tool"] == tool and bool(row.get("tokens")) == trained]
-                    axis.plot(
-                        [row["bytes"] / 1e6 for row in some],
-                        [row["kl"] for row in some],
-                        marker,
-                        color=colour,
-                        markersize=5,
-                        markerfacecolor=colour if trained else "none",
-                        label=f"{tool}{', trained' if trained else ''}" if some else None,
-                        zorder=3 if tool == OURS else 2,
-                    )
-            front = lowest(row for row in scored if row["tool"] == OURS)
-            axis.plot([row["bytes"] / 1e6 for row in front], [row["kl"] for row in front], color="#d9730d", lw=1)
-            front = lowest(row for row in scored if row["tool"] != OURS)
-            axis.plot([row["bytes"] / 1e6 for row in front], [row["kl"] for row in front], color=INK, lw=0.8, ls=":")
-            axis.set(xscale="log", yscale="log", xlabel="MB of tensors", ylabel="KL to the teacher, nats")
-            axis.set_title(result["teacher_name"])
-            axis.legend(ncols=2)
-        figure.tight_layout()
-        figure.savefig(file, dpi=110)
+            _fronts(axis, scored)
+            for (tool, marker), trained in itertools.product(markers.items(), (False, True)):
+                some = [row for row in scored if row["tool"] == tool and bool(row.get("tokens")) == trained]
+                colour = ACCENT if tool == OURS else FAINT
+                form = {"color": colour, "markerfacecolor": colour if trained else "none", "markersize": 6, "ls": ""}
+                label = f"{tool}{', trained' if trained else ''}" if some else None
+                xs, ys = [row["bits"] for row in some], [row["kl"] for row in some]
+                axis.plot(xs, ys, marker=marker, label=label, zorder=3 if tool == OURS else 2, **form)
+            axis.set(xscale="log", yscale="log", xlabel="bits a weight: the whole file over all weights")
+            axis.set(ylabel="KL to the teacher, nats a token")
+            axis.set_xticks([2, 2.5, 3, 4, 5, 6, 8, 10], ["2", "2.5", "3", "4", "5", "6", "8", "10"])
+            axis.set_xticks([], minor=True)
+            axis.set_yticks([1, 0.1, 0.01, 0.001, 0.0001], ["1", "0.1", "0.01", "0.001", "0.0001"])
+            axis.set_title(
+                f"{result['teacher_name']}, {result['weights'] / 1e6:.1f} M weights: every tool on one teacher"
+            )
+            axis.legend(loc="lower left", ncols=2, columnspacing=1.2, handletextpad=0.2, borderaxespad=0.2)
+        with atomic_file(file) as draft:
+            figure.savefig(draft, dpi=150, format="png")
         plt.close(figure)
+
+
+def _fronts(axis: Any, scored: list[dict[str, Any]]) -> None:
+    """Draw the lowest KL at each size, ours and the peers', each named at its line."""
+    for mine, colour, style, above in ((True, ACCENT, "-", -50), (False, INK, ":", 10)):
+        front = lowest(row for row in scored if (row["tool"] == OURS) == mine)
+        axis.plot([row["bits"] for row in front], [row["kl"] for row in front], color=colour, lw=1.4, ls=style)
+        name, first = OURS if mine else "the best of the others", (front[0]["bits"], front[0]["kl"])
+        offset = {"xytext": (-4, above), "textcoords": "offset points"}
+        axis.annotate(name, first, color=colour, fontsize=13, fontweight="bold", **offset)
 
 
 def read(file: Path) -> Any:
