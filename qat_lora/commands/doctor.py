@@ -252,7 +252,8 @@ def _check_ram(free_gib: float | None, needs: Requirements | None = None) -> Fin
 def _check_extras(required: Sequence[Requirement], extras: Sequence[str], versions: Mapping[str, str]) -> list[Finding]:
     findings = []
     for extra in (extra for extra in extras if extra not in ("dev", "docs", "tpu", "xla")):  # judged as torch_xla
-        names = [r.name for r in required if r.marker is not None and r.marker.evaluate({"extra": extra})]
+        marked = [r for r in required if r.marker is not None and "extra" in str(r.marker)]  # not by platform alone
+        names = [r.name for r in marked if r.marker is not None and r.marker.evaluate({"extra": extra})]
         missing = ", ".join(name for name in names if canonicalize_name(name) not in versions)
         hint = f"{missing} not installed; pip install 'qat-lora[{extra}]' to have it"
         findings.append(Finding(f"extra {extra}", *(("note", hint) if missing else ("ok", ", ".join(names)))))
