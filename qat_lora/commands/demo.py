@@ -30,6 +30,7 @@ from qat_lora.commands.recover import recover
 from qat_lora.data.packing import PackedRow, make_encoder, pack_rows
 from qat_lora.data.sources import TextConfig, open_documents
 from qat_lora.errors import TextError
+from qat_lora.evaluate.page import html_report
 from qat_lora.evaluate.plots import plot_scores
 from qat_lora.evaluate.report import markdown_table, save_json, table_rows, text_table
 from qat_lora.evaluate.score import recovery
@@ -71,7 +72,7 @@ def demo(options: DemoOptions, runtime: Runtime) -> dict[str, Any]:
             outputs.complete(out)
     if not run.json:  # JSON goes alone to standard output
         print((out / "report.txt").read_text(encoding="utf-8"))
-        print(f"{out / 'report.md'} holds the same")
+        print(f"{out / 'report.html'} holds the same and more, with pictures; {out / 'report.md'} as text")
     report: dict[str, Any] = json.loads((out / "report.json").read_text(encoding="utf-8"))
     return report
 
@@ -262,6 +263,9 @@ def _write_report(
     markdown += ["![scores and training curve](report.png)", *blocks]
     write_text(out / "report.md", "\n\n".join(markdown) + "\n")
     picture(run, lambda: plot_scores(scores, out / "report.png", lambda axis: draw_curve(axis, *curves)))
+    scored = json.loads((out / "eval/report.json").read_text(encoding="utf-8"))
+    scored["samples"] = {name: [text] for name, text in continued.items()}
+    write_text(out / "report.html", html_report(scored, "qat-lora demo", out / "report.png"))
 
 
 def _continuation(name: str, folder: Path, runtime: Runtime) -> str:

@@ -15,6 +15,7 @@ from qat_lora.data.sources import Document, TextConfig, describe_source, open_do
 from qat_lora.errors import ConfigError
 from qat_lora.evaluate.damage import Damage, damage_report
 from qat_lora.evaluate.health import continue_greedily, health, take_prompts
+from qat_lora.evaluate.page import html_report
 from qat_lora.evaluate.plots import plot_report
 from qat_lora.evaluate.protocols import BLOCK, block_rows, sliding_rows
 from qat_lora.evaluate.report import SCHEMA, markdown_report, save_json, terminal_report
@@ -30,6 +31,8 @@ from qat_lora.options import EvalOptions
 from qat_lora.runtime.base import Runtime
 from qat_lora.setup.common import batches_of, fits_positions, picture, say, text_inputs
 from qat_lora.terminal import redact
+
+SAMPLES = 2  # continuations that the page shows of each model
 
 
 def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
@@ -88,7 +91,7 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
             for name, source in sources.items():
                 report["texts"][name]["source"] = json.loads(source)
             if prompts is not None:
-                report["generation"] = _generate(models, prompts, tokenizer.eos_token_id, options, runtime)
+                report |= _generate(models, prompts, tokenizer.eos_token_id, decode, options, runtime)
             if manager:
                 report["tasks"] = _tasks(models, tokenizer, options, manager)
             save_json(report["models"], out / "scores.json")
@@ -96,8 +99,9 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
             drawing = out / "scores.png"
             picture(run, lambda: plot_report(report, drawing))
             write_text(out / "scores.md", markdown_report(report, drawing.name if drawing.is_file() else None))
+            write_text(out / "report.html", html_report(report, "Evaluation", drawing))
             outputs.complete(out)
-    say(run, f"\n{terminal_report(report)}\nreport card: {out / 'scores.md'}")
+    say(run, f"\n{terminal_report(report)}\nreport card: {out / 'scores.md'}; as a page: {out / 'report.html'}")
     return report["models"]
 
 
@@ -181,14 +185,16 @@ def _figures(tallies: dict[str, Tally], drawn: dict[str, Any]) -> dict[str, dict
 
 
 def _generate(
-    models: dict[str, CausalLM], prompts: Any, eos_id: int | None, options: EvalOptions, runtime: Runtime
-) -> dict[str, dict[str, float]]:
-    found, new = {}, options.health.generate_tokens
+    models: dict[str, CausalLM], prompts: Any, eos_id: int | None, decode: Any, options: EvalOptions, runtime: Runtime
+) -> dict[str, dict[str, Any]]:
+    found, samples, new = {}, {}, options.health.generate_tokens
     for name, model in models.items():
         say(options.run, f"{name}: {len(prompts)} continuations of {new} tokens")
         ids = continue_greedily(model, prompts, new, runtime, options.run.quiet)
         found[name] = health(ids.tolist(), eos_id)
-    return found
+        pairs_of_ids = zip(prompts[:SAMPLES], ids[:SAMPLES].tolist(), strict=True)
+        samples[name] = [decode([*prompt, *new_ids]) for prompt, new_ids in pairs_of_ids]
+    return {"generation": found, "samples": samples}
 
 
 def _tasks(models: dict[str, CausalLM], tokenizer: Any, options: EvalOptions, manager: Any) -> dict[str, Any]:

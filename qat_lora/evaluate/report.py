@@ -125,16 +125,16 @@ def damage_rows(damage: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     return table_rows(rows, DAMAGE)
 
 
-def worst_tokens(report: Mapping[str, Any]) -> dict[str, str]:
-    """Return tables of students' worst tokens by heading, {} for an earlier version's; text as Python writes it."""
+def worst_tokens(report: Mapping[str, Any]) -> dict[str, list[list[str]]]:
+    """Return rows of students' worst tokens by heading, {} for an earlier version's; text as Python writes it."""
 
     def row(of: Mapping[str, Any]) -> list[str]:
         said = (f"{of[model]!r} {of[f'{model}_p']:.0%}" for model in ("teacher", "student"))
         return [f"{of['kl']:.2f}", repr(of["before"])[1:-1][-40:], repr(of["token"]), *said]
 
     header = ["KL", "after", "the text", "teacher", "student"]
-    rows = {name: [header, *map(row, of["worst_tokens"])] for name, of in report.get("damage", {}).items()}
-    return {f"Worst tokens of {name}": text_table(of) for name, of in rows.items()}
+    damage = report.get("damage", {})
+    return {f"Worst tokens of {name}": [header, *map(row, of["worst_tokens"])] for name, of in damage.items()}
 
 
 def task_rows(tasks: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[list[str]]:
@@ -183,8 +183,8 @@ def tables(report: Mapping[str, Any]) -> dict[str, list[list[str]]]:
 
 def terminal_report(report: Mapping[str, Any]) -> str:
     """Return the report for the terminal, where the end is what is read: tables, then notes."""
-    shown = worst_tokens(report) | {title: text_table(rows) for title, rows in tables(report).items()}
-    return "\n\n".join([*(f"{title}\n{text}" for title, text in shown.items()), "\n".join(notes(report))])
+    shown = worst_tokens(report) | tables(report)
+    return "\n\n".join([*(f"{title}\n{text_table(rows)}" for title, rows in shown.items()), "\n".join(notes(report))])
 
 
 def markdown_report(report: Mapping[str, Any], picture: str | None) -> str:
@@ -193,5 +193,5 @@ def markdown_report(report: Mapping[str, Any], picture: str | None) -> str:
     if picture:
         parts.append(f"![scores with intervals, calibration and texts]({picture})")
     parts += [f"## {title}\n\n{markdown_table(rows)}" for title, rows in tables(report).items()]
-    parts += [f"## {title}\n\n```text\n{text}\n```" for title, text in worst_tokens(report).items()]
+    parts += [f"## {title}\n\n```text\n{text_table(rows)}\n```" for title, rows in worst_tokens(report).items()]
     return "\n\n".join([*parts, LEGEND]) + "\n"
