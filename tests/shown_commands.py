@@ -18,6 +18,7 @@ from qat_lora import cli
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
     "README.md",
+    "docs/walks.md",
     "docs/tpu.md",
     "docs/gpu.md",
     "docs/training.md",
