@@ -19,7 +19,8 @@ STYLE = f"""<style>body{{font:16px/1.5 system-ui,sans-serif;color:{INK};max-widt
 .wide{{overflow-x:auto}} .wide img{{width:100%;min-width:40rem}} svg{{width:100%;max-width:36rem}}
 table{{border-collapse:collapse;font-size:.85rem}} td,th{{padding:.25rem .6rem;text-align:right;white-space:nowrap}}
 tr{{border-bottom:1px solid #e4e7eb}} td:first-child,th:first-child,.text td,.text th{{text-align:left}}
-.text td{{white-space:pre-wrap;overflow-wrap:anywhere;font-family:monospace;padding:.25rem .4rem}}
+.text td{{white-space:pre-wrap;overflow-wrap:anywhere;font:.75rem monospace;padding:.25rem .3rem}}
+.text td:nth-child(2){{width:40%}}
 .side{{display:grid;grid-template-columns:repeat(auto-fit,minmax(15rem,1fr));gap:0 1rem}} h3{{margin-bottom:0}}
 pre{{white-space:pre-wrap;overflow-wrap:anywhere;font-size:.8rem;background:#f5f7fa;padding:.6rem}}</style>"""
 
@@ -69,8 +70,10 @@ def _sizes(models: Mapping[str, Mapping[str, Any]]) -> str:
         text(LEFT + (WIDTH - LEFT) * bits / most, FLOOR + 16, str(bits), "middle")
     text(LEFT, 12, "KL to the teacher, nats a token")
     text(WIDTH, HEIGHT - 4, "bits a weight, whole file", "end")
-    for name, (bits, kl) in points.items():
+    free = FLOOR + 13.0
+    for name, (bits, kl) in sorted(points.items(), key=lambda item: item[1][1]):
         x, y = LEFT + (WIDTH - LEFT) * bits / most, FLOOR - rise * (kl - low)
         parts.append(f"<circle cx='{x:.0f}' cy='{y:.0f}' r='5' fill='{colours[name]}'/>")
-        text(x + 8, y + 4, f"{name[:24]} {10**kl:.3g}")
+        free = min(y, free - 13)  # labels of equal students stand above each other
+        text(x + 8, free + 4, f"{name[:24]} {10**kl:.3g}")
     return "".join([*parts, "</svg>"])
