@@ -35,6 +35,7 @@ from qat_lora.quant.presets import Preset, preset
 from qat_lora.runtime.base import default_loss_chunk_mb
 from qat_lora.runtime.host.machine import LiveBytes
 from qat_lora.setup.trainable import recovery_parts
+from qat_lora.train.blockwise import blocks_of
 
 GIB = 2**30
 
@@ -217,11 +218,15 @@ def formed_bytes(module: nn.Module, dtype: torch.dtype) -> int:
     return formed
 
 
-def skeleton(options: EstimateOptions) -> Shapes:
-    """Build a student with an adapter on the meta device, in its training state; raises as `meta_student`."""
+def skeleton(options: EstimateOptions, blockwise: bool = False) -> Shapes:
+    """Build a student with an adapter on the meta device, in its training state; raises as `meta_student`.
+
+    `blockwise`: as `recover --blockwise` trains the last decoder layer, the only one whose weights are formed.
+    """
     config, module = meta_student(options)
     dtype, rank = DTYPES[options.run.dtype], options.lora.rank
     scales = options.train_scales
-    groups = recovery_parts(models.CausalLM(module, Path()), scales, options.train_norms, dtype)
+    inside = f"{blocks_of(module)}.{config.get_text_config().num_hidden_layers - 1}" if blockwise else ""
+    groups = recovery_parts(models.CausalLM(module, Path()), scales, options.train_norms, dtype, inside)
     shapes = Shapes(config.get_text_config(), module, groups, rank, scales, 0)
     return replace(shapes, formed_bytes=scales * dtype.itemsize * sum(shapes.quantised))
