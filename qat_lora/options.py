@@ -471,9 +471,6 @@ class EstimateOptions:
         max=1,
         refusal="is not a share; give a number above 0, at most 1",
     )
-    table: bool = option(
-        False, "print the memory for batch sizes and lengths, with and without --gradient-checkpointing"
-    )
     attention: Literal["auto", "tiled", "fused", "plain", "xla"] = option(
         "auto",
         "who computes attention, which decides what is kept: tiled (CPU), fused (CUDA), plain (all scores), xla (TPU; "

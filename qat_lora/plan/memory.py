@@ -29,7 +29,7 @@ from qat_lora.models.from_gguf import config_of
 from qat_lora.models.load import DTYPES
 from qat_lora.models.packed import READERS, method_of
 from qat_lora.options import EstimateOptions
-from qat_lora.plan.devices import Device, attention_on, named
+from qat_lora.plan.devices import Device, attention_on
 from qat_lora.plan.step import Shapes, operations, step_bytes, step_time
 from qat_lora.quant.presets import Preset, preset
 from qat_lora.runtime.base import default_loss_chunk_mb
@@ -137,22 +137,6 @@ def _on(device: Device, shapes: Shapes, options: EstimateOptions) -> dict[str, A
         "seconds_by_bound": limits,
         "bound": max(limits, key=limits.__getitem__),
     }
-
-
-def peak_table(shapes: Shapes, options: EstimateOptions) -> list[dict[str, Any]]:
-    """Return the peak at fractions and multiples of batch and length, with and without gradient checkpointing."""
-    rows = []
-    kind, device = shown_device(options, named(options.devices))
-    options = _set_for(options, kind, device)
-    batches = sorted({max(1, options.batch_size // 4), options.batch_size, options.batch_size * 4})
-    lengths = sorted({max(2, options.length // 2), options.length, options.length * 2})
-    for batch_size, length in itertools.product(batches, lengths):
-        peaks = {}
-        for name, again in (("kept", False), ("checkpointed", True)):
-            asked = replace(options, batch_size=batch_size, length=length, gradient_checkpointing=again)
-            peaks[name] = sum(_parts(shapes, asked, device).values())
-        rows.append({"batch_size": batch_size, "length": length, **peaks})
-    return rows
 
 
 def meta_model(name: str) -> tuple[Any, nn.Module]:
