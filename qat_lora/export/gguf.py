@@ -23,7 +23,7 @@ from qat_lora.errors import ConfigError
 from qat_lora.export import gguf_model
 from qat_lora.export.embedding import dense_tables, quantized_table
 from qat_lora.export.forms import ExportJob, ExportPlan, display_name
-from qat_lora.export.ggml_blocks import BLOCK, SUPER, Blocks, float_blocks, ggml_type, to_blocks, with_error
+from qat_lora.export.ggml_blocks import BLOCK, SUPER, Blocks, float_blocks, to_blocks
 from qat_lora.export.gguf_model import architecture, gguf_name
 from qat_lora.export.gguf_vocab import vocabulary, write_vocabulary
 from qat_lora.export.integers import other_tensors
@@ -32,6 +32,7 @@ from qat_lora.files.checksums import read_object
 from qat_lora.files.gguf_header import ADAPTER, BASE
 from qat_lora.layers.convert import LM_HEAD, lora_layers, quant_layers, tied_embedding
 from qat_lora.layers.quant_linear import QuantLinear
+from qat_lora.models.from_gguf import ggml_type
 from qat_lora.models.load import CausalLM
 from qat_lora.quant.presets import preset
 
@@ -105,7 +106,7 @@ def table_blocks(job: ExportJob) -> dict[str, Blocks]:
             config = read_object(model.folder / "config.json")  # of what is loaded, the type is another
             stored = str(config.get("dtype") or config.get("torch_dtype"))
             dense = float_blocks(weight, "bfloat16" if stored.endswith("bfloat16") else "float16")
-            found[name] = with_error(dense, weight)
+            found[name] = dense.measured(weight)
             continue
         if width % BLOCK:
             raise ConfigError(f"embedding_bits: blocks of {BLOCK} do not divide the width {width}; give 16")
@@ -116,7 +117,7 @@ def table_blocks(job: ExportJob) -> dict[str, Blocks]:
         linear.weight = nn.Parameter(weight, requires_grad=False)
         held = to_blocks(QuantLinear.from_linear(linear, spec, quantized_table(weight, spec, importance)))
         assert held is not None
-        found[name] = with_error(held, weight)
+        found[name] = held.measured(weight)
     return found
 
 

@@ -9,7 +9,6 @@ rows, transformers the two halves: rows of queries and keys are reordered. Gemma
 sum.
 """
 
-import functools
 import math
 import re
 from collections.abc import Iterator
@@ -20,10 +19,8 @@ from torch import Tensor
 
 from qat_lora.errors import ModelError
 from qat_lora.extras import require
+from qat_lora.models.from_gguf import GEMMA_27B, tensor_names
 from qat_lora.models.load import CausalLM
-
-GEMMA_27B = {"gemma2": 46, "gemma3": 62}
-"""Blocks of the models for which llama.cpp scales attention by the hidden width of a head, not by the head's own."""
 
 
 class Architecture(NamedTuple):
@@ -105,20 +102,13 @@ def notes(model: CausalLM) -> list[str]:
     return lines
 
 
-@functools.cache
-def _names(name: str, layers: int) -> Any:
-    gguf = require("gguf", "export")
-    (arch,) = (key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
-    return gguf.get_tensor_name_map(arch, layers)
-
-
 def gguf_name(model: CausalLM, layer: str) -> str:
     """Return GGUF's name of a layer, by the library's own table.
 
     ModelError: a layer that the architecture does not have.
     MissingExtraError: gguf is not installed.
     """
-    names = _names(ARCHITECTURES[model.config.model_type].name, model.config.num_hidden_layers)
+    names = tensor_names(ARCHITECTURES[model.config.model_type].name, model.config.num_hidden_layers)
     if name := names.get_name(layer):
         return str(name)
     raise ModelError(f"model: GGUF has no name for the layer {layer}")

@@ -27,7 +27,7 @@ from qat_lora.errors import ConfigError
 from qat_lora.export import integers as containers
 from qat_lora.export.embedding import dense_tables, quantized_table
 from qat_lora.export.forms import ExportJob, ExportPlan
-from qat_lora.export.integers import Integers, affine, cut_group, measured, packable, rounded, save_packed
+from qat_lora.export.integers import Integers, affine, cut_group, packable, rounded, save_packed
 from qat_lora.files.checksums import seal
 from qat_lora.files.finite import check_finite
 from qat_lora.layers.convert import block_of, lora_layers
@@ -86,8 +86,7 @@ def _of_layer(layer: QuantLinear) -> Integers | None:
     spec, size = layer.spec, layer.in_features
     group = cut_group(layer, containers.GROUPS)
     if group and spec.bits in WIDTHS and spec.sharing != "lowrank" and first_value(spec) is not None:
-        found = affine(unpack(layer.codes, spec.bits, size), spec, layer.meaning(), group)
-        return measured(found, layer.weight.detach())
+        return affine(unpack(layer.codes, spec.bits, size), spec, layer.meaning(), group).measured(layer.weight)
     if size % containers.REFIT_GROUP:
         return None
     least = max(containers.REFIT_BITS, spec.bits)
@@ -106,7 +105,7 @@ def to_tables(job: ExportJob) -> dict[str, Integers]:
         spec = QuantSpec(bits=TABLES[job.embedding_bits], code="asymmetric", sharing="group", group_size=group)
         is_head = table.weight is module.get_output_embeddings().weight
         quantised = quantized_table(weight, spec, job.importance() if job.importance and is_head else None)
-        found[name] = measured(affine(quantised.codes_OI, spec, quantised.meaning(spec), group), weight)
+        found[name] = affine(quantised.codes_OI, spec, quantised.meaning(spec), group).measured(weight)
     return found
 
 

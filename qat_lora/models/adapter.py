@@ -79,12 +79,8 @@ def save_adapter(model: nn.Module, lora: LoraConfig, out: Path, base: Path, base
         "alpha_pattern": {name: alpha / most * rank for name, rank in differ.items()},
         "lora_dropout": lora.dropout,
         "target_modules": sorted(layers),
-        "bias": "none",
-        "fan_in_fan_out": False,
         "inference_mode": True,
-        "modules_to_save": None,
-        "use_rslora": False,
-        "use_dora": False,
+        **{name: off[0] for name, off in OFF.items()},
     }
     check_finite(tensors, f"adapter for {out}")
     settings = json_text(config, out / CONFIG, indent=2)
@@ -207,12 +203,6 @@ def save_starts(starts: dict[str, Factors], out: Path) -> None:
     tensors = {name: part.cpu().half().contiguous() for name, part in parts.items()}
     check_finite(tensors, out / STARTS)
     save_file(tensors, out / STARTS)
-
-
-def starts_sha256(folder: Path) -> str | None:
-    """Return the identity of a checkpoint's adapter starts, None where it has none."""
-    file = folder / STARTS
-    return sha256_of(file) if file.is_file() else None
 
 
 def load_starts(folder: Path) -> dict[str, Factors]:

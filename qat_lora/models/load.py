@@ -103,7 +103,7 @@ def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str
 
         return Path(snapshot_download(name, revision=revision, allow_patterns=[*patterns]))
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = one_line(error, 200)
         raise ModelError(f"model: {name} is neither a folder here nor to be had from the Hub ({reason})") from None
 
 
@@ -320,9 +320,8 @@ def load_model(
     placed its own. `device_map` is for `load_dispatched`. With `dequantize`, GGUF files and folders that another tool
     quantised are read as the dense weights that they stand for.
 
-    MissingExtraError: compressed-tensors is not installed.
-    DamagedFileError: a file is not what was written.
     ModelError: no such model, another architecture, a missing, unexpected or misshapen tensor, NaN or infinity.
+    DamagedFileError, MissingExtraError: a file is not what was written, or its library is not installed.
     """
     folder = resolve_model(name, hub.revision)
     try:

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from qat_lora.errors import ModelError
+from qat_lora.errors import ModelError, one_line
 from qat_lora.files.checksums import check_folder, read_object
 from qat_lora.files.gguf_header import GGUF, read_header
-from qat_lora.layers.convert import add_lora, block_of, make_quant_skeleton, quant_layers
+from qat_lora.layers.convert import add_lora, block_of, make_quant_skeleton, quant_layers, weight_count
 from qat_lora.layers.quant_linear import Dense
 from qat_lora.models import load as models
 from qat_lora.models.adapter import allocated_ranks
@@ -45,15 +45,13 @@ def forecast(shapes: Shapes, options: EstimateOptions, devices: Sequence[Device]
     The parts are those of the device that the settings name, or of the first; every device has its own total.
     """
     kind, first = shown_device(options, devices)
-    shown, layers, adapter = _set_for(options, kind, first), quant_layers(shapes.module).values(), shapes.adapter
-    parts, weights = _parts(shapes, shown, first), sum(shapes.quantised)
-    inside = sum(p.numel() for layer in layers for name, p in layer.named_parameters() if name != "bias")
-    dense = sum(p.numel() for p in shapes.module.parameters()) - sum(p.numel() for p in adapter) - inside
+    shown = _set_for(options, kind, first)
+    parts = _parts(shapes, shown, first)
     return {
-        "parameters": dense + weights,
-        "quantised": weights,
+        "parameters": weight_count(shapes.module),
+        "quantised": sum(shapes.quantised),
         "trained": sum(shapes.trained_by_kind.values()),
-        "stored_bytes_of_quantised": sum(layer.stored_bits for layer in layers) // 8,
+        "stored_bytes_of_quantised": sum(layer.stored_bits for layer in quant_layers(shapes.module).values()) // 8,
         "attention": shown.attention,
         "bytes": parts,
         "total_bytes": sum(parts.values()),
@@ -154,7 +152,7 @@ def meta_model(name: str) -> tuple[Any, nn.Module]:
         with torch.device("meta"):
             return config, models.AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = one_line(error, 200)
         raise ModelError(f"model: {name} has no config.json that transformers can build ({reason})") from None
 
 

@@ -147,12 +147,7 @@ def gptq(
 ) -> tuple[Tensor, Tensors]:
     """Return error-compensated uint8 codes, and what `grid_of` kept of every block [blocks, ...].
 
-    Args:
-        weight_RI: the weights, of the roots' type.
-        inverse_root_LII: `Curvature.inverse_root_LII` of their inputs.
-        size: columns that share a grid.
-        grid_of: the grid of a block.
-        given: what it reads, with `whole_parts` of this size.
+    Weights are of the roots' type, `size` columns share a grid; `given` is what it is found from, in `whole_parts`.
     """
     layers, columns = inverse_root_LII.shape[:2]
     own_LI = whole_parts(inverse_root_LII.diagonal(dim1=1, dim2=2), size, 1, fill=1.0)
@@ -205,14 +200,8 @@ def slope_of(weight_RI: Tensor, dense_RI: Tensor, damped_LII: Tensor) -> Tensor:
 def descend(slope_RI: Tensor, damped_LII: Tensor, grid: Grid, codes_RI: Tensor, sweeps: int) -> tuple[Tensor, Tensor]:
     """Return codes after sweeps of coordinate descent, and the slope there.
 
-    The output error falls or stays with every column. All tensors but the codes are of one type.
-
-    Args:
-        slope_RI: `slope_of` the weights and these codes.
-        damped_LII: damped second moments of the layers' inputs.
-        grid: what the codes mean.
-        codes_RI: the codes.
-        sweeps: over all columns, at most; one that changes nothing is the last.
+    The output error falls or stays with every column, and a sweep that changes nothing is the last. `slope_RI` is
+    `slope_of` the weights and these codes; all tensors but the codes are of one type.
     """
     layers, columns = damped_LII.shape[:2]
 
@@ -284,14 +273,8 @@ def refit_parts(
 ) -> Tensors:
     """Return two numbers [R, parts] of every part of columns after a turn of exact steps, those of a part together.
 
-    Steps are onto the numbers' grid, and the output error falls or stays with every part.
-
-    Args:
-        slope_RI: `slope_of` the weights now.
-        damped_LII: damped second moments of the layers' inputs.
-        bases: what a unit of each number adds to the weight, [R, I].
-        numbers: as they are now.
-        steps: the grid.
+    Steps are onto the numbers' grid, and the output error falls or stays with every part. `slope_RI` is `slope_of` the
+    weights now; `bases` [R, I] are what a unit of each number adds to the weight.
     """
 
     def turn(number: Number, carry: Tensors, now: Tensors, constants: Tensors) -> tuple[Tensors, Tensors]:

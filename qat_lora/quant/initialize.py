@@ -115,15 +115,10 @@ def quantize_weight(
     calibration: Tensor | Curvature | None = None,
     rounds: int = ROUNDS,
 ) -> QuantizedWeight:
-    """Quantise one weight matrix.
+    """Quantise one weight matrix of any float type.
 
-    Args:
-        weight_OI: the weight, any float type.
-        spec: how to store it.
-        method: one of `METHODS`.
-        calibration: mean of x xᵀ over calibration tokens [I, I], or its curvature where it serves several calls, or
-            several layers; needed by `awq`, `gptq` and `descent`, used for importance by `mse`.
-        rounds: of `descent`.
+    `calibration` is the mean of x xᵀ over calibration tokens [I, I], or its curvature where it serves several calls, or
+    several layers; needed by `awq`, `gptq` and `descent`, used for importance by `mse`. `rounds` are of `descent`.
 
     ConfigError: unknown method, one that lacks its calibration, or a weight that is not finite or too large.
     """

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from qat_lora.export.ggml_blocks import K_QUANTS, Blocks, float_blocks, ggml_type, k_quant, plain_blocks, with_error
+from qat_lora.export.ggml_blocks import K_QUANTS, Blocks, float_blocks, k_quant, plain_blocks
 from qat_lora.export.integers import Integers
+from qat_lora.models.from_gguf import ggml_type
 from qat_lora.quant.codes import pack
 
 gguf = pytest.importorskip("gguf")
@@ -38,7 +39,7 @@ def test_k_quants(key, kind):
     blocks = Blocks(kind, k_quant(kind, layer))
     assert torch.equal(blocks.dense(), weight)
     assert blocks.bits_per_weight == {"Q2_K": 2.625, "Q3_K": 3.4375, "Q4_K": 4.5, "Q6_K": 6.5625}[kind]
-    assert with_error(blocks, weight).error == 0 < with_error(blocks, weight * 1.5).error < 1
+    assert blocks.measured(weight).error == 0 < blocks.measured(weight * 1.5).error < 1
 
 
 @pytest.mark.parametrize(

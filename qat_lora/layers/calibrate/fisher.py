@@ -68,14 +68,8 @@ def sensitivities(
 ) -> dict[str, Sensitivity]:
     """Return the sensitivity of every named linear layer of a full-precision model in which nothing trains.
 
-    Args:
-        model: the model.
-        names: the layers.
-        batches: calibration batches.
-        log_likelihood: from a batch to the summed log likelihood of tokens drawn from the model's predictions, or to
-            any number with the same gradient.
-        quiet: no progress bar.
-        zeros: makes the matrices.
+    `log_likelihood` leads from a batch to the summed log likelihood of tokens drawn from the model's predictions, or to
+    any number with the same gradient; `zeros` makes the matrices.
     """
     sums: dict[str, Tensor] = {}
     squares: dict[str, list[Tensor]] = {name: [] for name in names}

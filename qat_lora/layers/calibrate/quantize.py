@@ -68,15 +68,9 @@ def second_moments(
 ) -> dict[str, Tensor]:
     """Return the mean of x xᵀ over all tokens, float32 [I, I], for the input of every named layer.
 
-    Layers with the same input tensor share one matrix, unless tokens count differently for each.
-
-    Args:
-        model: the full-precision model.
-        names: linear layers to watch.
-        batches: calibration batches.
-        forward: runs the model on one batch; where the LM head is among the names, it returns the last hidden
-            states, which are the LM head's input (running the LM head would cost the logits of a whole batch).
-        costs: by layer, how much each token counts; without them all count alike.
+    Layers with the same input tensor share one matrix, unless tokens count differently for each, by their `costs`.
+    `forward` runs the model on one batch; where the LM head is among the names, it returns the last hidden states,
+    which are the LM head's input (running the LM head would cost the logits of a whole batch).
     """
     sums: dict[str, Tensor] = {}
     mass: dict[str, Tensor | float] = {}
@@ -213,17 +207,9 @@ def quantize_model(
     start_rank: int = 0,
     quiet: bool = False,
 ) -> dict[str, Factors]:
-    """Quantise every layer that a preset reaches, in place; return the adapter starts by layer name.
+    """Quantise every layer that a preset reaches, in place; return the adapter starts, of `start_rank`, by layer name.
 
-    Args:
-        model: the full-precision model.
-        preset: which layers, and how.
-        method: how codes and scales are chosen.
-        moments: second moments by layer name, from `second_moments`.
-        start_rank: columns of the adapter start; 0 for none.
-        quiet: no progress bar.
-
-    ConfigError: a pattern without a match, or a method without the calibration it needs.
+    `moments` are from `second_moments`. ConfigError: a pattern without a match, or a method without moments it needs.
     """
     targets = quantize_targets(model, preset)
     with quantizing_bar(preset.name, method, len(targets), quiet) as bar:

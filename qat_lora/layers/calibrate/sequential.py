@@ -39,17 +39,11 @@ def quantize_sequential(
 ) -> dict[str, Factors]:
     """Quantise every target layer, in place; return the adapter starts by layer name.
 
-    The errors that later layers see are those with the adapter start of rank `joint_rank` in place.
+    The errors that later layers see are those with the adapter start of rank `joint_rank` in place. Batches are read
+    several times, and sensitivities must be theirs; `forward` runs the model on one and returns the last hidden states.
 
-    Args:
-        fitter: what to fit, and how; the model's blocks must be called one after the other, hidden states first, and
-            sensitivities be those of the same batches.
-        batches: calibration batches, read several times.
-        forward: runs the model on one batch and returns the last hidden states.
-
-    InterruptedRunError: the run was asked to stop.
-    ModelError: the layers are not in one stack of blocks.
-    ConfigError: what `fit_layers` refuses.
+    InterruptedRunError: the run was asked to stop. ModelError: the layers are not in one stack of blocks that are
+    called one after the other, hidden states first.
     """
     blocks, outside = _by_block(fitter.targets)
     stack = [fitter.model.get_submodule(name) for name in blocks]
