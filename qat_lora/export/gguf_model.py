@@ -26,13 +26,10 @@ from qat_lora.models.load import CausalLM
 class Architecture(NamedTuple):
     """An architecture that llama.cpp computes as transformers does."""
 
-    name: str
-    """In GGUF."""
-    biases: str = "-"
-    """Pattern of layers that may have one."""
+    name: str  # in GGUF
+    biases: str = "-"  # pattern of layers that may have one
     ropes: tuple[str, ...] = ("default", "linear", "yarn")
-    permuted: bool = False
-    """Whether rows of query and key heads change their order."""
+    permuted: bool = False  # whether rows of query and key heads change their order
 
     @property
     def gemma(self) -> bool:

@@ -43,14 +43,10 @@ class Vocabulary(NamedTuple):
     splitting: str
     tokens: list[str]
     kinds: list[int]
-    merges: list[str]
-    """Of byte-level BPE."""
-    scores: list[float] | None = None
-    """Of SentencePiece."""
-    space_prefix: bool = False
-    """Whether text gets a space in front."""
-    strips: bool = False
-    """Whether special tokens take spaces after them away, as Phi 3's do."""
+    merges: list[str]  # of byte-level BPE
+    scores: list[float] | None = None  # of SentencePiece
+    space_prefix: bool = False  # whether text gets a space in front
+    strips: bool = False  # whether special tokens take spaces after them away, as Phi 3's do
 
 
 def vocabulary(tokenizer: Any, rows: int) -> Vocabulary:

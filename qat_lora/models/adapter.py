@@ -47,8 +47,7 @@ class AdapterInfo:
     base_sha256: str | None
     lora: LoraConfig
     tokenizer_sha256: str | None = None
-    ranks: dict[str, int] | None = None
-    """By layer, where they differ."""
+    ranks: dict[str, int] | None = None  # by layer, where they differ
 
 
 def save_adapter(model: nn.Module, lora: LoraConfig, out: Path, base: Path, base_sha256: str) -> None:

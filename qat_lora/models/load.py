@@ -156,14 +156,10 @@ def _quiet() -> Iterator[None]:
 class CausalLM:
     """A causal language model cut before its output head (the `types.LanguageModel` of everything else)."""
 
-    module: Any
-    """The transformers model."""
-    folder: Path
-    """Holds its files; or the GGUF file itself."""
-    vocab_limit: int | None = None
-    """Rows of the output head that count, where it has more (padded vocabularies)."""
-    tokenizer: Path | None = None
-    """Folder of its tokenizer, where `folder` is a GGUF file."""
+    module: Any  # the transformers model
+    folder: Path  # holds its files; or the GGUF file itself
+    vocab_limit: int | None = None  # rows of the output head that count, where it has more (padded vocabularies)
+    tokenizer: Path | None = None  # folder of its tokenizer, where `folder` is a GGUF file
 
     def __post_init__(self) -> None:
         """Let attention of long rows keep no mask, also where nobody asks for a form of ours."""

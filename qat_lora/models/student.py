@@ -24,12 +24,9 @@ class Student:
     """An opened model and what it costs to store."""
 
     model: CausalLM
-    bits_per_weight: float | None
-    """Of the quantised layers, adapter included; None for an unquantised model and for one in another container."""
-    sha256: str
-    """Fingerprint of its weights, adapter included."""
-    sizes: dict[str, float]
-    """Of its files of weights, as `stored_sizes`."""
+    bits_per_weight: float | None  # of the quantised layers, adapter included; None where there are no codes of ours
+    sha256: str  # fingerprint of its weights, adapter included
+    sizes: dict[str, float]  # of its files of weights, as `stored_sizes`
 
 
 def stored_sizes(model: CausalLM, adapter: Path | None = None) -> dict[str, float]:

@@ -75,14 +75,10 @@ def damped(second_moment: Tensor) -> Tensor:
 class Grid(NamedTuple):
     """The meaning of the codes of weights (or of some columns): (value - zero) * scale."""
 
-    values: Tensor
-    """Sorted code book."""
-    scale: Tensor
-    """Scale of every weight, [R, I]."""
-    zero: Tensor | None = None
-    """Zero point of every weight, [R, I], with asymmetric codes."""
-    first: float | None = None
-    """Least code value where they count up by ones; None for tables."""
+    values: Tensor  # sorted code book
+    scale: Tensor  # scale of every weight, [R, I]
+    zero: Tensor | None = None  # zero point of every weight, [R, I], with asymmetric codes
+    first: float | None = None  # least code value where they count up by ones; None for tables
 
     def parts(self) -> list[Tensor]:
         """Return the tensors that have an entry for every weight."""
@@ -130,11 +126,9 @@ class Steps(NamedTuple):
     """The numbers that parts of `size` columns may have."""
 
     size: int
-    first: Callable[[Tensor], Tensor]
-    """The number nearest to one that the first of them may be."""
+    first: Callable[[Tensor], Tensor]  # the number nearest to one that the first of them may be
     second: Callable[[Tensor], Tensor]
-    shifts: tuple[float, ...]
-    """What is added to optima of the first before that, to try its neighbours."""
+    shifts: tuple[float, ...]  # what is added to optima of the first before that, to try its neighbours
 
 
 GridOf = Callable[[Number, Tensor, Tensors], tuple[Grid, Tensors]]

@@ -55,14 +55,10 @@ ROUNDS, SWEEPS = 3, 2  # of scale refits, and of descent after each
 class QuantizedWeight(NamedTuple):
     """A weight as codes and scales."""
 
-    codes_OI: Tensor
-    """uint8 indices into `values`."""
-    values: Tensor
-    """float32 code book."""
-    scales: Scales
-    """float16 numbers held as float32."""
-    whole: Scales = ()
-    """Whole numbers [rows, G] as float32, by the names in `QuantSpec.whole`."""
+    codes_OI: Tensor  # uint8 indices into `values`
+    values: Tensor  # float32 code book
+    scales: Scales  # float16 numbers held as float32
+    whole: Scales = ()  # whole numbers [rows, G] as float32, by the names in `QuantSpec.whole`
 
     def to(self, device: torch.device) -> QuantizedWeight:
         """Return the same on another device."""

@@ -36,8 +36,7 @@ SWEEPS = 8  # of codes and low-rank factors
 class Cost(NamedTuple):
     """What errors [rows, G, members] cost, [rows, G]."""
 
-    of: Callable[..., Tensor]
-    """From the errors and what it was given."""
+    of: Callable[..., Tensor]  # from the errors and what it was given
     given: Tensor
 
 

@@ -39,10 +39,8 @@ MOST_OUTPUTS = 4096  # layers wider than this keep only the diagonal of G: the m
 class Sensitivity(NamedTuple):
     """The cost of an error at the output of one layer."""
 
-    outputs_OO: Tensor
-    """Mean of g gᵀ over tokens, by what they count for outputs, float32, on the host; [O] where outputs are many."""
-    tokens: list[Tensor]
-    """What every token counts for inputs: `_counts` of its g; a flat tensor a batch."""
+    outputs_OO: Tensor  # mean of g gᵀ by what tokens count for outputs, float32, on the host; [O] where many
+    tokens: list[Tensor]  # what every token counts for inputs: `_counts` of its g; a flat tensor a batch
 
 
 def kept_shape(outputs: int) -> tuple[int, ...]:

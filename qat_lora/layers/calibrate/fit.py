@@ -40,14 +40,10 @@ SPAN_FLOOR = 1e-3  # of an output's metric, where an adapter corrects all of it
 class FitSettings(NamedTuple):
     """How layers are fitted."""
 
-    method: Method
-    """How codes and scales are chosen."""
-    start_rank: int = 0
-    """Columns of the adapter start; 0 for none."""
-    joint_rank: int = 0
-    """Rank of the adapter that codes are chosen together with; 0: codes first."""
-    device: torch.device | None = None
-    """Where codes and scales are solved for, `together`; None: where the weights are, as adapter starts always are."""
+    method: Method  # how codes and scales are chosen
+    start_rank: int = 0  # columns of the adapter start; 0 for none
+    joint_rank: int = 0  # rank of the adapter that codes are chosen together with; 0: codes first
+    device: torch.device | None = None  # where codes and scales are solved for; None: where the weights are, as starts
 
 
 class Fit(NamedTuple):

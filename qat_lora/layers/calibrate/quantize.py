@@ -111,19 +111,13 @@ def second_moments(
 class LayerFitter:
     """Fits the layers of one model: what is the same for all of them."""
 
-    model: nn.Module
-    """The full-precision model, which becomes the quantised one."""
-    targets: Mapping[str, QuantSpec]
-    """Which layers, and how: `convert.check_reach`."""
+    model: nn.Module  # the full-precision model, which becomes the quantised one
+    targets: Mapping[str, QuantSpec]  # which layers, and how: `convert.check_reach`
     settings: FitSettings
-    costs: Mapping[str, Sensitivity] | None = None
-    """Sensitivities by layer name."""
-    work: Work = NOT_KEPT
-    """Keeps the layers of every finished block, and has those that an interrupted run finished."""
-    bar: tqdm[Any] = field(default_factory=lambda: tqdm(disable=True))
-    """Counts finished layers."""
-    ranks: Mapping[str, int] = field(default_factory=dict)
-    """Of adapter starts, by name, where it is less than that of the settings."""
+    costs: Mapping[str, Sensitivity] | None = None  # sensitivities by layer name
+    work: Work = NOT_KEPT  # keeps the layers of every finished block, and has those that an interrupted run finished
+    bar: tqdm[Any] = field(default_factory=lambda: tqdm(disable=True))  # counts finished layers
+    ranks: Mapping[str, int] = field(default_factory=dict)  # of adapter starts, by name, where less than the settings'
 
     def linear(self, name: str) -> nn.Linear:
         """Return a full-precision layer."""
