@@ -46,7 +46,7 @@ model = PeftModel.from_pretrained(base, "adapter")"""
 
 
 def to_integers(module: Any, container_bits: int | None) -> dict[str, Integers]:
-    """Return every quantised layer as integers: of their own width, or of the least portable one that holds the codes.
+    """Return every quantised layer as integers: of its own width, or of the least portable one that holds the codes.
 
     ModelError: the model has no quantised layer; ConfigError: the user's `container_bits` are too few for exact codes.
     """
@@ -62,10 +62,7 @@ def to_integers(module: Any, container_bits: int | None) -> dict[str, Integers]:
 
 
 def save_compressed(module: Any, found: dict[str, Integers], out: Path, dtype: str) -> None:
-    """Write config and tensors of a model without its adapter: layers in `found` packed, all others in `dtype`.
-
-    MissingExtraError: compressed-tensors is not installed; ModelError: a weight or step is NaN or infinite.
-    """
+    """Write a model without its adapter: layers in `found` packed, others in `dtype`; ModelError: NaN or infinity."""
     packing = require("compressed_tensors.compressors.pack_quantized.helpers", "export")
 
     def parts(integers: Integers) -> dict[str, Tensor]:

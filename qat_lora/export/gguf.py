@@ -45,11 +45,7 @@ FILE_TYPES = {
 
 
 def plan(job: ExportJob) -> ExportPlan:
-    """Return what writes a student as `base.gguf` and, where it has an adapter, `adapter.gguf`.
-
-    ModelError: an architecture or a tokenizer that is not supported.
-    ConfigError: a width that no block divides, where the embedding is to be quantised.
-    """
+    """Return what writes a student as `base.gguf`, its adapter beside it; raises as `check_model`, `table_blocks`."""
     model = job.student.model
     check_model(job)
     found = {name: to_blocks(layer, job.exact_only) for name, layer in quant_layers(model.module).items()}
@@ -81,10 +77,7 @@ model = Llama("{BASE}"{argument})"""
 
 
 def check_model(job: ExportJob) -> None:
-    """Refuse what cannot be written before anything is.
-
-    ModelError: an architecture, a layer or a tokenizer that is not supported.
-    """
+    """Raise a ModelError for an architecture, a layer or a tokenizer that cannot be written, before anything is."""
     model = job.student.model
     architecture(model)
     for name in (*other_tensors(model.module, torch.float32), *quant_layers(model.module)):
@@ -93,10 +86,7 @@ def check_model(job: ExportJob) -> None:
 
 
 def table_blocks(job: ExportJob) -> dict[str, Blocks]:
-    """Return the embedding and the LM head, where they hold no codes, by name, on the grid of `embedding_bits`.
-
-    ConfigError: a width that no block divides.
-    """
+    """Return embedding and LM head without codes on the grid of `embedding_bits`; ConfigError: no block divides one."""
     model, found = job.student.model, {}
     lm_head = model.module.get_output_embeddings()
     for name, table in dense_tables(model.module).items():
@@ -128,12 +118,9 @@ def _rows(model: CausalLM) -> int:
 def save_base(
     model: CausalLM, found: Mapping[str, Blocks | None], tokenizer: Any, file: Path, dtype: str, name: str
 ) -> None:
-    """Write a model without its adapter as one GGUF file; `name` is its name in there.
+    """Write a model without its adapter as one GGUF file, `name` in it; ModelError: something that cannot be written.
 
     Layers and tables of which `found` has blocks are those, vectors float32, and all other tensors of type `dtype`.
-
-    ModelError: an architecture or tokenizer that cannot be written, or a number that the type cannot hold.
-    MissingExtraError: gguf is not installed.
     """
     gguf = require("gguf", "export")
     writer = gguf.GGUFWriter(file, architecture(model).name)
@@ -169,12 +156,9 @@ def _tensors(model: CausalLM, found: Mapping[str, Blocks | None], dtype: str) ->
 
 
 def save_lora(model: CausalLM, file: Path, name: str, bits: int = 16) -> None:
-    """Write a model's adapter as one GGUF file (llama.cpp's `--lora`), factors as float16.
+    """Write a model's adapter as a float16 GGUF file (llama.cpp's `--lora`); ModelError: a factor without a float16.
 
     With 8 `bits`, those whose rows are whole blocks are Q8_0, as llama.cpp's own converter of adapters writes them.
-
-    ModelError: a factor that float16 cannot hold.
-    MissingExtraError: gguf is not installed.
     """
     gguf = require("gguf", "export")
     layers = lora_layers(model.module)

@@ -14,10 +14,7 @@ from qat_lora.layers.convert import merge
 
 
 def plan(job: ExportJob) -> ExportPlan:
-    """Return what writes a student as one dense GGUF file of type `job.dtype`, merged in place.
-
-    ModelError: an architecture or a tokenizer that is not supported.
-    """
+    """Return what writes a student as one dense GGUF file of `job.dtype`, merged in place; raises as `check_model`."""
     check_model(job)
     model = job.student.model
 

@@ -52,10 +52,7 @@ ARCHITECTURES = {
 
 
 def architecture(model: CausalLM) -> Architecture:
-    """Return what GGUF calls a model, once nothing in its settings would be computed otherwise.
-
-    ModelError: an architecture that we do not write, or settings of it that llama.cpp does not have.
-    """
+    """Return what GGUF calls a model; ModelError: an architecture or a setting that llama.cpp computes otherwise."""
     config = model.config
     if config.model_type not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
@@ -100,11 +97,7 @@ def notes(model: CausalLM) -> list[str]:
 
 
 def gguf_name(model: CausalLM, layer: str) -> str:
-    """Return GGUF's name of a layer, by the library's own table.
-
-    ModelError: a layer that the architecture does not have.
-    MissingExtraError: gguf is not installed.
-    """
+    """Return GGUF's name of a layer, by the library's own table; ModelError: the architecture has no such layer."""
     names = tensor_names(ARCHITECTURES[model.config.model_type].name, model.config.num_hidden_layers)
     if name := names.get_name(layer):
         return str(name)

@@ -50,10 +50,7 @@ class Vocabulary(NamedTuple):
 
 
 def vocabulary(tokenizer: Any, rows: int) -> Vocabulary:
-    """Return a tokenizer's tables for a model with `rows` embeddings.
-
-    ModelError: neither byte-level BPE with a known splitting rule nor SentencePiece's, or more tokens than rows.
-    """
+    """Return a tokenizer's tables for a model of `rows` embeddings; ModelError: a kind that GGUF has not, or more."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     model = backend["model"]
     if model.get("type") != "BPE":
@@ -151,10 +148,7 @@ def _space_prefix(backend: dict[str, Any]) -> bool:
 
 
 def _scores(merges: list[list[str]], vocab: dict[str, int], added: set[str]) -> dict[str, float]:
-    """Return a score for each token that is made by a merge; it falls with the rank.
-
-    ModelError: ranks that no score of the joint token can give.
-    """
+    """Return a score, falling with the rank, of each token that a merge makes; ModelError: no score ranks them so."""
     found: dict[str, float] = {}
     pairs, last = {(left, right) for left, right in merges}, ""
     for left, right in merges:

@@ -49,10 +49,7 @@ def linear_layers(model: nn.Module, lm_head: bool = False) -> Iterator[tuple[str
 
 
 def quantize_targets(model: nn.Module, preset: Preset) -> dict[str, QuantSpec]:
-    """Return the layers that a preset quantises, with their specs, in the model's order.
-
-    ConfigError: a rule that reaches no layer, or an LM head to be quantised in a model without one.
-    """
+    """Return a preset's layers with their specs, in the model's order; ConfigError: a rule that reaches no layer."""
     layers = [name for name, module in linear_layers(model) if not isinstance(module, QuantLinear)]
     for pattern, spec in preset.rules:
         names = layers if spec is not None else [*layers, *_matrices(model)]  # what is kept need not be linear
@@ -116,10 +113,7 @@ def make_quant_skeleton(model: nn.Module, preset: Preset) -> None:
 
 
 def put_quantized(model: nn.Module, name: str, layer: QuantLinear) -> None:
-    """Replace a linear layer by a quantised one, and with it the embedding that is tied to it.
-
-    ConfigError: the embedding cannot look its rows up in codes.
-    """
+    """Replace a linear layer, and the embedding tied to it; ConfigError: that one cannot look its rows up in codes."""
     linear = model.get_submodule(name)
     assert isinstance(linear, nn.Linear)
     table = embedding_of(model, linear) if LM_HEAD.search(name) else None

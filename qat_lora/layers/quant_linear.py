@@ -268,10 +268,7 @@ class QuantLinear(nn.Linear):
         self._unpack()
 
     def train_range(self) -> Range:
-        """Let scales and zero points train as the ends of their ranges (in float32); return those.
-
-        ModelError: the codes have no zero points.
-        """
+        """Let scales and zero points train as ends of ranges (float32); ModelError: the codes have no zero points."""
         if self.spec.code != "asymmetric":
             raise ModelError(f"ranges: a layer with {self.spec.code} codes has no zero points to train")
         zeros = unpack_whole(self.zeros, self.spec, self.in_features)

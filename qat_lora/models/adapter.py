@@ -51,11 +51,9 @@ class AdapterInfo:
 
 
 def save_adapter(model: nn.Module, lora: LoraConfig, out: Path, base: Path, base_sha256: str) -> None:
-    """Write the adapters of a model as a PEFT folder with checksums, factors as float16.
+    """Write a model's adapters as a PEFT folder with checksums, in float16; ModelError: none, or larger numbers.
 
     `base` is the folder of the checkpoint that they belong to; where `out` holds a `base`, the name it will have.
-
-    ModelError: the model has no adapters, or one with numbers that float16 does not hold.
     """
     layers = lora_layers(model)
     if not layers:
@@ -121,11 +119,7 @@ def check_tokenizer(adapter: Path, base: Path) -> None:
 
 
 def read_adapter(folder: Path) -> AdapterInfo:
-    """Read the settings of an adapter folder; its weights are compared with their checksum and not read.
-
-    DamagedFileError: a file is not what was written.
-    ModelError: it is no PEFT LoRA folder, or one with settings that we would compute wrongly.
-    """
+    """Read an adapter's settings; ModelError: no LoRA, or one of other arithmetic; DamagedFileError: other files."""
     check_folder(folder, ours=(folder / NOTE).is_file())
     try:
         config = read_object(folder / CONFIG)
@@ -170,10 +164,7 @@ def _read_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def load_adapter(model: nn.Module, folder: Path, base_sha256: str) -> LoraConfig:
-    """Put a saved adapter onto its base model, in place.
-
-    ModelError: another base, tensors that do not fit the layers, or a missing or damaged file.
-    """
+    """Put a saved adapter onto its base; ModelError: another base, tensors that do not fit it, or a damaged file."""
     info = read_adapter(folder)
     if info.base_sha256 is not None and info.base_sha256 != base_sha256:
         raise ModelError(

@@ -47,12 +47,9 @@ class DispatchedCausalLM(CausalLM):
 def load_dispatched(
     name: str, device_map: str | Mapping[str, str | int], hub: HubConfig = DEFAULT_HUB, dtype: str = "float32"
 ) -> DispatchedCausalLM:
-    """Load a full-precision model over several devices; the other arguments are those of `load_model`.
+    """Load a full-precision model over several devices; ModelError: as `load_model`, or a model that we quantised.
 
     `device_map` is a rule of accelerate (`auto`, `balanced`, …), or the device of every module, `disk` allowed.
-
-    ModelError: as `load_model`; also for a model that we quantised.
-    MissingExtraError: accelerate is not installed.
     """
     require("accelerate", "big")
     loaded = load_model(name, hub, dtype, device_map)

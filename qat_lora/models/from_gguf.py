@@ -39,10 +39,7 @@ _UNUSED = 5
 
 
 def config_of(header: GGUFHeader) -> dict[str, Any]:
-    """Return the settings of a model as transformers' config classes take them, `model_type` included.
-
-    ModelError: an architecture, or a setting of it, that we would compute otherwise than llama.cpp.
-    """
+    """Return a model's settings as transformers' config classes take them; ModelError: we compute some otherwise."""
     arch, of, tensors = header.architecture, header.of_model, header.tensors
     if arch not in ARCHITECTURES or of("expert_count"):
         kind = f"{arch} with experts" if arch in ARCHITECTURES else arch
@@ -126,11 +123,7 @@ def _rope(header: GGUFHeader, rotated: float) -> dict[str, Any]:
 
 
 def dequantize(header: GGUFHeader, name: str) -> Tensor:
-    """Return a tensor in float32, as llama.cpp dequantises it.
-
-    ModelError: a type that the gguf library knows and does not decode.
-    MissingExtraError: gguf is not installed.
-    """
+    """Return a tensor in float32, as llama.cpp dequantises it; ModelError: a type that the library does not decode."""
     gguf, tensor = require("gguf", "export"), header.tensors[name]
     data = np.fromfile(header.file, np.uint8, tensor.size, offset=tensor.offset)
     if tensor.kind in ("F32", "F16", "F64"):
@@ -174,10 +167,7 @@ def tensor_names(architecture: str, layers: int) -> Any:
 
 
 def dense_state(header: GGUFHeader, names: Iterable[str], config: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the weights that a model of transformers calls by `names`, float32, by these names.
-
-    ModelError: the file lacks one of them, or holds one that the model does not have.
-    """
+    """Return the weights that a model of transformers calls by `names`, float32; ModelError: the file's are others."""
     table, tied = tensor_names(header.architecture, config["num_hidden_layers"]), config["tie_word_embeddings"]
     parts = [name.rpartition(".") for name in names if not (tied and name == "lm_head.weight")]
     wanted = {f"{layer}.{part}": f"{table.get_name(layer)}.{part}" for layer, _, part in parts}

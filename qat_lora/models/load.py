@@ -108,11 +108,7 @@ def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
-    """Load the tokenizer of a model folder.
-
-    ModelError: the folder has none, or only a slow one whose mapping cannot be fingerprinted.
-    DamagedFileError: its files are not what was written.
-    """
+    """Load a folder's tokenizer; ModelError: none, or one that has no fingerprint; DamagedFileError: other files."""
     check_folder(folder, TOKENIZER)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -423,10 +419,7 @@ def save_quantised(model: CausalLM, out: Path, preset: Preset, details: dict[str
 
 
 def save_model(module: Any, out: Path) -> None:
-    """Write a transformers model's config and weights; call `checksums.seal` once the folder is complete.
-
-    ModelError: a weight is NaN or infinite.
-    """
+    """Write a model's config and weights; `seal` the folder when it is complete. ModelError: NaN or infinity."""
     check_finite(module.state_dict(), f"model for {out}")
     with _quiet():
         module.save_pretrained(out)

@@ -138,10 +138,7 @@ def _on(device: Device, shapes: Shapes, options: EstimateOptions) -> dict[str, A
 
 
 def meta_model(name: str) -> tuple[Any, nn.Module]:
-    """Build an unquantised model on the meta device as its config.json or GGUF file says; return config and model.
-
-    DamagedFileError where the config.json is not what was written, ModelError where transformers can build nothing.
-    """
+    """Return config and dense model, on the meta device, of a config.json or GGUF file; ModelError: it makes none."""
     file = Path(name).expanduser()
     read = config_of(read_header(file)) if file.suffix == GGUF and file.is_file() else None
     if (config_file := file / "config.json").is_file():
@@ -163,11 +160,7 @@ def stored_quantisation(config: Any) -> dict[str, Any] | None:
 
 
 def meta_student(options: EstimateOptions, adapter: bool = True) -> tuple[Any, nn.Module]:
-    """Build a student, with its adapter unless that is left out, on the meta device; return its config and module.
-
-    ModelError as `meta_model`, or where it is quantised twice; ConfigError for an unknown preset, or patterns that
-    match no layer.
-    """
+    """Return config and module of a student on the meta device, with its adapter if wanted; raises what a run does."""
     config, module = meta_model(str(options.model))
     stored = stored_quantisation(config)
     if stored is not None and method_of({"quantization_config": stored}) in READERS and options.preset is None:

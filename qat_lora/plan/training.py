@@ -41,10 +41,7 @@ Training = RecoverOptions | QatOptions
 
 
 def plan_recover(options: RecoverOptions) -> DryRun:
-    """Plan a recovery; ModelError: the student has no config.json here or on the Hub.
-
-    CacheError: its cache does not fit, or is none; ConfigError: a global batch does not divide, patterns match nothing.
-    """
+    """Plan a recovery; ModelError: no config.json; CacheError: a cache that does not fit; ConfigError: a setting."""
     assumed: list[str] = []
     options = with_dtype(options, device_of(options.run))[0]
     replicas = replicas_of(options.run, assumed)
@@ -77,10 +74,7 @@ def plan_recover(options: RecoverOptions) -> DryRun:
 
 
 def plan_qat(options: QatOptions) -> DryRun:
-    """Plan the training of a quantised model; ModelError: a model has no config.json, or the checkpoint is not here.
-
-    CacheError: its cache does not fit, or is none; ConfigError: a global batch does not divide, or parts are missing.
-    """
+    """Plan the training of a quantised model; ModelError: no config.json; others as `plan_recover`."""
     assumed: list[str] = []
     options = with_dtype(options, device_of(options.run))[0]
     replicas = replicas_of(options.run, assumed)

@@ -94,10 +94,7 @@ def check_arrays(dataset: KDCacheDataset, objective: ObjectiveConfig) -> None:
 
 
 def text_training_data(options: RecoverOptions, model: CausalLM) -> TrainingData:
-    """Pack the text of a run into rows, with whole documents kept apart for evaluation.
-
-    TextError: no text, too little, or no chats where these are needed. ConfigError: rows longer than the model takes.
-    """
+    """Pack a run's text into rows, whole documents kept apart for evaluation; TextError: too little, or no chats."""
     fits_positions(model, options.length)
     tokenizer = load_tokenizer(model.tokenizer_folder, options.hub.trust_remote_code)
     encode = ENCODERS[options.learn](make_encoder(tokenizer))

@@ -137,11 +137,7 @@ class LayerFitter:
     def fit(
         self, names: Sequence[str], moments_II: Sequence[Tensor | None], weights_OI: Sequence[Tensor] | None = None
     ) -> dict[str, Finished]:
-        """Fit one of the `groups` to its inputs' second moments, and to other weights than its own where given.
-
-        InterruptedRunError: the run was asked to stop.
-        ConfigError: a method without the calibration it needs.
-        """
+        """Fit one of the `groups` to its inputs' second moments, and to other weights than its own where given."""
         self.work.may_stop()
         linears, spec, costs = [self.linear(name) for name in names], self.targets[names[0]], self.costs or {}
         outputs_OO = [costs[name].outputs_OO if name in costs else None for name in names]
@@ -181,11 +177,7 @@ class LayerFitter:
 
 
 def quantize_layers(fitter: LayerFitter, moments: Mapping[str, Tensor] | None = None) -> dict[str, Factors]:
-    """Quantise every target layer, in place, by its `second_moments`; return the adapter starts by layer name.
-
-    InterruptedRunError: the run was asked to stop.
-    ConfigError: a method without the calibration it needs.
-    """
+    """Quantise every target layer, in place, by its `second_moments`; return the adapter starts by layer name."""
     adapter_init: dict[str, Factors] = {}
     for block, names in itertools.groupby(fitter.targets, lambda name: block_of(name) or name):
         fit = functools.partial(fitter.fit_all, {name: (moments or {}).get(name) for name in names})

@@ -41,9 +41,7 @@ def quantize_sequential(
 
     The errors that later layers see are those with the adapter start of rank `joint_rank` in place. Batches are read
     several times, and sensitivities must be theirs; `forward` runs the model on one and returns the last hidden states.
-
-    InterruptedRunError: the run was asked to stop. ModelError: the layers are not in one stack of blocks that are
-    called one after the other, hidden states first.
+    ModelError: the layers are not in one stack of blocks that are called one after the other, hidden states first.
     """
     blocks, outside = _by_block(fitter.targets)
     stack = [fitter.model.get_submodule(name) for name in blocks]
