@@ -16,8 +16,8 @@ from qat_lora.layers.calibrate.fit import (
     fit_layers,
     together,
 )
-from qat_lora.plan.quantize import layer_work
 from qat_lora.options import QuantizeOptions
+from qat_lora.plan.quantize import layer_work
 from qat_lora.quant import gptq
 from qat_lora.quant.spec import QuantSpec
 
