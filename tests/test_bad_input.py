@@ -32,7 +32,7 @@ BAD: dict[str, tuple[str, str]] = {
     "empty weights": (f"{BUILD} --teacher {{no_weights}}", "no_weights does not load"),
     "weights of another kind": (f"{BUILD} --teacher {{other_kind}}", "other_kind has missing"),
     "no tokenizer.json": (f"{BUILD} --teacher {{no_tokenizer}}", "copy the tokenizer.json that belongs to the model"),
-    "no tokenizer files": (f"{BUILD} --teacher {{bare}}", "bare has no tokenizer.json that can be used; copy the one"),
+    "no tokenizer files": (f"{BUILD} --teacher {{bare}}", "bare has no tokenizer.json that can be used; copy that of"),
     "broken tokenizer.json": (f"{BUILD} --teacher {{bad_tokenizer}}", "bad_tokenizer has none that loads"),
     "no such text": (f"{BUILD} --dataset {{root}}/nothing.txt", "nothing.txt: no such file or folder; check the path"),
     "empty folder": (f"{BUILD} --dataset {{empty}}", "no file in {empty} matches"),

@@ -26,7 +26,7 @@ from qat_lora.options import QatOptions, QuantizeOptions, RunConfig
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.signals import stop_signals
 from qat_lora.setup.common import cached_calibration_rows, check_fits, fetch, run_name, say
-from qat_lora.setup.trainable import check_parts, given, preset_name, trained_parts
+from qat_lora.setup.trainable import check_parts, preset_name, trained_parts
 from qat_lora.setup.training import TrainingRun, cache_training_data, complete_run, train_student
 from qat_lora.setup.unfinished import Unfinished, remove_pieces
 from qat_lora.train.blockwise import reconstruct
@@ -52,7 +52,7 @@ def qat(options: QatOptions, runtime: Runtime) -> Path:
         fetch(runtime, name, options.hub)
     full = None if options.model is None else load_model(options.model, options.hub, "float32")
     student = None if options.from_scratch else load_model(str(options.checkpoint), options.hub, "float32")
-    check_fits(data.rows, student or given(full))
+    check_fits(data.rows, next(filter(None, (student, full))))
     check_parts(options, full, student)
     plan = TrainingRun("qat", options, data, runtime, out)
     noted = None if run.overwrite else outputs.noted(out)
@@ -110,7 +110,8 @@ def _start(plan: TrainingRun, options: QatOptions, student: CausalLM | None, ful
         quantize(QuantizeOptions(**own, preset=preset_name(options), start_rank=0, run=run), runtime)
     if options.blockwise.blockwise_steps:
         if runtime.is_main and not (out / "blockwise").is_dir():
-            _reconstruct(plan, options, load_model(str(folder), options.hub, "float32"), given(full))
+            assert full is not None  # as the options require
+            _reconstruct(plan, options, load_model(str(folder), options.hub, "float32"), full)
         folder = out / "blockwise"
     runtime.barrier("qat start")
     return folder

@@ -48,9 +48,7 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
     out = Path(run.out or f"runs/{Path(str(options.model)).name}_{label}")
     has_text = bool(options.text.dataset or options.kd_cache_dir)
     if options.init in NEED_TEXT and not has_text:
-        raise ConfigError(
-            f"init: {options.init} needs calibration text; give --dataset or --kd-cache-dir, or choose --init mse"
-        )
+        raise ConfigError(f"init: {options.init} needs calibration text; give --dataset, --kd-cache-dir or --init mse")
     model = load_model(str(options.model), options.hub, "stored")
     dtype = model.module.dtype  # of its files: what is not quantised leaves in it
     upcast(model.module)

@@ -120,7 +120,9 @@ def _data(bench: _Bench) -> str:
     for i, lines in enumerate(written):
         ours(text / f"{i:03d}.txt").write_text(lines, encoding="utf-8")
     torch.manual_seed(bench.options.run.seed)
-    model = make_qwen3(teacher, VOCABULARY, hidden=64, layers=2, heads=2, kv_heads=1, mlp=128, positions=LENGTH)
+    model = make_qwen3(
+        teacher, VOCABULARY, hidden=64, layers=2, heads=2, kv_heads=1, mlp=128, max_position_embeddings=LENGTH
+    )
     with torch.no_grad():  # as made, logits are nearly flat and quantisation changes nothing worth learning
         for parameter in model.module.parameters():
             if parameter.ndim == 2:

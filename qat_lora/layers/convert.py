@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from qat_lora.errors import ConfigError, ModelError
 from qat_lora.layers.lora import Factors, LoraConfig, LoraLinear, share_inputs
 from qat_lora.layers.quant_linear import QuantLinear, dense_linear, join_dense
-from qat_lora.layers.tied_embedding import TiedEmbedding, embedding_of, tie_embedding, untie_embedding
+from qat_lora.layers.tied_embedding import TiedEmbedding, embedding_of, tie_embedding
 from qat_lora.quant.presets import MLP, Preset
 from qat_lora.quant.spec import QuantSpec
 
@@ -54,9 +54,7 @@ def quantize_targets(model: nn.Module, preset: Preset) -> dict[str, QuantSpec]:
     for pattern, spec in preset.rules:
         names = layers if spec is not None else [*layers, *_matrices(model)]  # what is kept need not be linear
         if not any(re.search(pattern, name) for name in names):
-            raise ConfigError(
-                f"{preset.name}: the pattern {pattern!r} matches no linear layer; there are: {_some(layers)}"
-            )
+            raise ConfigError(f"{preset.name}: {pattern!r} matches no linear layer; there are: {_some(layers)}")
     targets = {name: spec for name in layers if (spec := preset.spec_for(name)) is not None}
     if preset.lm_head is not None:
         names = [name for name, _ in linear_layers(model, lm_head=True)]
@@ -196,7 +194,7 @@ def merge(model: nn.Module) -> nn.Module:
         dense = dense_linear(layer)
         model.set_submodule(name, dense)
         if table is not None and LM_HEAD.search(name):
-            untie_embedding(model, table, dense.weight)
+            model.set_submodule(table, nn.Embedding.from_pretrained(dense.weight.detach().clone()))
     return model
 
 

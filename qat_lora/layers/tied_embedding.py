@@ -58,11 +58,3 @@ def tie_embedding(model: nn.Module, name: str, lm_head: QuantLinear) -> None:
     assert isinstance(table, nn.Embedding)
     dtype = torch.float32 if isinstance(table, UpcastEmbedding) else table.weight.dtype
     model.set_submodule(name, TiedEmbedding(lm_head, dtype))
-
-
-def untie_embedding(model: nn.Module, name: str, weight_VH: Tensor) -> None:
-    """Replace a tied embedding by an ordinary one."""
-    rows, columns = weight_VH.shape
-    table = nn.Embedding(rows, columns, device="meta")
-    table.weight = nn.Parameter(weight_VH.detach().clone(), requires_grad=False)
-    model.set_submodule(name, table)

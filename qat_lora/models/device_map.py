@@ -32,9 +32,7 @@ class DispatchedCausalLM(CausalLM):
         """Return the output head; ModelError: it is kept outside the devices."""
         lm_head = super().lm_head()
         if lm_head.weight_VH.is_meta:
-            raise ModelError(
-                "device_map: the output head is kept outside the devices and cannot be stored; leave out --hidden"
-            )
+            raise ModelError("device_map: the output head is on no device, so it cannot be stored; leave out --hidden")
         return lm_head
 
     def logits(self, hidden_NH: Tensor) -> Tensor:

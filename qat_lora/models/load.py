@@ -95,9 +95,7 @@ def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str
             raise ModelError(f"model: {path} has no config.json, so it is no Hugging Face model folder")
         return path
     if path.exists() or is_file_name or name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise ModelError(
-            f"model: there is no folder {path}; give a Hugging Face folder or a Hub name like Qwen/Qwen3-0.6B"
-        )
+        raise ModelError(f"model: there is no folder {path}; give a model's, or a Hub name like Qwen/Qwen3-0.6B")
     try:
         from huggingface_hub import snapshot_download
 
@@ -113,16 +111,12 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
-        raise ModelError(
-            f"tokenizer: {folder} has none that loads ({one_line(error, 200)}); copy the "
-            "tokenizer.json that belongs to the model"
-        ) from None
+        reason = one_line(error, 200)
+        raise ModelError(f"tokenizer: {folder} has none that loads ({reason}); copy the model's") from None
     backend = getattr(tokenizer, "backend_tokenizer", None)
     # Where the files are missing, transformers makes a tokenizer of special tokens alone, which drops all text.
     if backend is None or set(backend.get_vocab(with_added_tokens=False)) <= set(tokenizer.all_special_tokens):
-        raise ModelError(
-            f"tokenizer: {folder} has no tokenizer.json that can be used; copy the one that belongs to the model"
-        )
+        raise ModelError(f"tokenizer: {folder} has no tokenizer.json that can be used; copy that of the model")
     return tokenizer
 
 
@@ -342,9 +336,7 @@ def load_model(
         if report.get(problem):
             names = ", ".join(sorted(map(_tensor_name, report[problem]))[:6])
             kind = problem.removesuffix("_keys")
-            raise ModelError(
-                f"model: {folder} has {kind} tensors: {names}; the checkpoint does not fit its config.json"
-            )
+            raise ModelError(f"model: {folder} has {kind} tensors: {names}; they do not fit its config.json")
     check_finite(module.state_dict(), f"model: {folder}")
     module.eval().requires_grad_(False)
     return CausalLM(module, folder)
@@ -445,16 +437,7 @@ def make_tokenizer(texts: Iterable[str], vocab_size: int, out: Path) -> None:
 
 
 def make_qwen3(
-    folder: Path,
-    vocab_size: int,
-    *,
-    hidden: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    mlp: int,
-    positions: int = 1024,
-    head_dim: int | None = None,
+    folder: Path, vocab_size: int, *, hidden: int, layers: int, heads: int, kv_heads: int, mlp: int, **others: int
 ) -> CausalLM:
     """Make an untrained Qwen3 model with tied embeddings; `folder` is where it will be saved."""
     config = Qwen3Config(
@@ -463,11 +446,10 @@ def make_qwen3(
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        head_dim=head_dim or hidden // heads,
         intermediate_size=mlp,
-        max_position_embeddings=positions,
         tie_word_embeddings=True,
         bos_token_id=0,
         eos_token_id=0,
+        **{"head_dim": hidden // heads, "max_position_embeddings": 1024, **others},
     )
     return CausalLM(Qwen3ForCausalLM(config), folder)

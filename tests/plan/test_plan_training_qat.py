@@ -77,7 +77,7 @@ def test_what_trains_is_what_the_run_trains(made, tiny, tmp_path, capfd, changed
 def test_the_sum_is_near_the_peak_of_a_step(tmp_path, monkeypatch, changed, dtype, checkpointing):
     """Everything that is alive at once in a real step, counted at torch's dispatcher; the plan is rather too high."""
     length, rows, head_k, vocabulary = 256, 4, 16, 4096
-    sizes = {"hidden": 256, "layers": 3, "heads": 4, "kv_heads": 2, "mlp": 768, "positions": 512}
+    sizes = {"hidden": 256, "layers": 3, "heads": 4, "kv_heads": 2, "mlp": 768, "max_position_embeddings": 512}
     save_model(make_qwen3(tmp_path, vocabulary, **sizes).module, tmp_path)
     monkeypatch.setattr(training, "LENGTH", length)
     asked = QatOptions(
