@@ -83,7 +83,7 @@ BAD: dict[str, tuple[str, str]] = {
         "there is no folder {root}/a",
     ),
     "a pickled checkpoint": ("recover --checkpoint {pickled} --kd-cache-dir {cache}", "best.pt is a pickled file"),
-    "rank 0": (f"{RECOVER} --recovery-r 0", "recovery_r: 0 is not a rank; give 1 or more"),
+    "rank 0": (f"{RECOVER} --recovery-r 0", "recovery_r: 0 is too small; allowed: 1 or more"),
     "negative alpha": (f"{RECOVER} --recovery-alpha -1", "recovery_alpha: -1.0 is not allowed"),
     "batch 0": (f"{RECOVER} --batch-size 0", "batch_size: 0"),
     "negative steps": (f"{RECOVER} --max-steps -5", "max_steps: -5"),

@@ -20,15 +20,7 @@ from qat_lora.evaluate.report import markdown_table, table_rows
 from qat_lora.export.forms import FORMS, display_name
 from qat_lora.files.outputs import MARK, check_listed
 
-
-@dataclass(frozen=True)
-class Origin:
-    """Where a student comes from, as far as it is recorded."""
-
-    model: str = "unknown"
-    teacher: str = "unknown"
-    data: str = "unknown"
-    preset: str = "none"
+MODEL = "full-precision model"
 
 
 @dataclass(frozen=True)
@@ -37,7 +29,7 @@ class Card:
 
     name: str
     form: str
-    origin: Origin
+    origin: Mapping[str, str]
     base_sha256: str
     bits_per_weight: float | None
     result: Mapping[str, Any]  # what the export measured, as in its result.json
@@ -48,8 +40,8 @@ class Card:
     adapter: bool = False  # whether there is an adapter beside the base
 
 
-def read_origin(config: Any, adapter: Path | None) -> Origin:
-    """Return where a student comes from: its base's config.json, and the run that its adapter is in."""
+def read_origin(config: Any, adapter: Path | None) -> dict[str, str]:
+    """Return where a student comes from, for people, by its base's config.json and the run that its adapter is in."""
     quantization: Any = getattr(config, "quantization_config", None) or {}
     plain: dict[str, Any] = quantization.to_dict() if hasattr(quantization, "to_dict") else dict(quantization)
     model, preset = _entry(plain.get("details"), "model", "unknown"), _entry(plain.get("preset"), "name", "none")
@@ -60,7 +52,7 @@ def read_origin(config: Any, adapter: Path | None) -> Origin:
             teacher, data = display_name(fingerprint.teacher), _dataset(fingerprint.dataset)
         except (ValueError, OSError):
             pass  # the cache is gone: the card says unknown
-    return Origin(display_name(model), teacher, data, preset)
+    return {MODEL: display_name(model), "teacher": teacher, "data of the recovery": data, "preset": preset}
 
 
 def cache_of_run(adapter: Path | None) -> str | None:
@@ -120,15 +112,12 @@ def model_card(card: Card) -> str:
         "pipeline_tag": "text-generation",
         "tags": ["qat-lora", "quantized", card.form],
     }
-    if card.origin.model.count("/") == 1:
-        front["base_model"] = card.origin.model
+    if card.origin[MODEL].count("/") == 1:
+        front["base_model"] = card.origin[MODEL]
     bits = "not quantised" if card.bits_per_weight is None else f"{card.bits_per_weight:.3f} (adapter included)"
     rows = {
         "form": card.form,
-        "full-precision model": card.origin.model,
-        "teacher": card.origin.teacher,
-        "data of the recovery": card.origin.data,
-        "preset": card.origin.preset,
+        **card.origin,
         "bits per weight of the student": bits,
         **labelled(card.result),
         "fingerprint of the base": f"`{card.base_sha256}`",

@@ -289,5 +289,5 @@ def test_refusals(tiny, student, tmp_path):
         ask(student, preset="w4g128")
     with pytest.raises(ConfigError, match="w9"):
         ask(tiny.teacher, preset="w9")
-    with pytest.raises(ConfigError, match="batch_size: 0 is below 1"):
+    with pytest.raises(ConfigError, match="batch_size: 0 is too small"):
         ask(tiny.teacher, batch_size=0)
