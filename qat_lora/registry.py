@@ -77,11 +77,7 @@ _COMMANDS = (
         "cache build", "Write a teacher's logits to a KD cache.", "CacheBuildOptions", SEVERAL, at="cache:build_cache"
     ),
     _command(
-        "cache audit",
-        "Compare a cache with what its teacher says.",
-        "AuditOptions",
-        at="cache:audit_cache",
-        kd_cache_dir="PATH",
+        "cache audit", "Compare a cache with its teacher.", "AuditOptions", at="cache:audit_cache", kd_cache_dir="PATH"
     ),
     _command("cache verify", "Read every byte of a cache; exit code 1 and the shard's name on any damage."),
     _command("cache info", "Show what is in a cache: sizes, head, tail mass, a few rows."),

@@ -138,10 +138,7 @@ def lora_layers(model: nn.Module) -> dict[str, LoraLinear]:
 
 
 def add_lora(
-    model: nn.Module,
-    config: LoraConfig,
-    start: Mapping[str, Factors] | None = None,
-    ranks: Mapping[str, int] | None = None,
+    model: nn.Module, config: LoraConfig, start: dict[str, Factors] | None = None, ranks: dict[str, int] | None = None
 ) -> dict[str, LoraLinear]:
     """Put an adapter on every target layer, quantised or not, freeze everything else, and return the adapters.
 

@@ -29,13 +29,8 @@ PREFIX = "base_model.model."
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 STARTS = "adapter_start.safetensors"
 # Settings of PEFT that change what an adapter computes and that ours never use, with the values that mean "off".
-OFF: dict[str, tuple[Any, ...]] = {
-    "use_dora": (False,),
-    "use_rslora": (False,),
-    "bias": ("none",),
-    "fan_in_fan_out": (False,),
-    "modules_to_save": (None, []),
-}
+OFF: dict[str, tuple[Any, ...]] = {"bias": ("none",), "modules_to_save": (None, [])}
+OFF |= dict.fromkeys(("use_dora", "use_rslora", "fan_in_fan_out"), (False,))
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str
             raise ModelError(f"model: {path} has no config.json, so it is no Hugging Face model folder")
         return path
     if path.exists() or is_file_name or name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise ModelError(f"model: there is no folder {path}; give a model's, or a Hub name like Qwen/Qwen3-0.6B")
+        raise ModelError(f"model: there is no folder {path}; give a Hugging Face folder or a Hub name, OWNER/NAME")
     try:
         from huggingface_hub import snapshot_download
 

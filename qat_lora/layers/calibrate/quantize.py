@@ -198,10 +198,5 @@ def quantize_model(
     `moments` are from `second_moments`. ConfigError: a pattern without a match, or a method without moments it needs.
     """
     targets = quantize_targets(model, preset)
-    with quantizing_bar(preset.name, method, len(targets), quiet) as bar:
+    with tqdm(total=len(targets), desc=f"quantise {preset.name} ({method})", unit="layer", disable=quiet) as bar:
         return quantize_layers(LayerFitter(model, targets, FitSettings(method, start_rank), bar=bar), moments)
-
-
-def quantizing_bar(preset: str, method: str, layers: int, quiet: bool) -> tqdm[Any]:
-    """Return the progress bar of a model's quantisation."""
-    return tqdm(total=layers, desc=f"quantise {preset} ({method})", unit="layer", disable=quiet)
