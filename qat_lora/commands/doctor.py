@@ -69,10 +69,7 @@ class Finding(NamedTuple):
 
 
 def examine(environ: Mapping[str, str], needs: Requirements | None = None) -> list[Finding]:
-    """Look at everything; changes nothing and starts nothing.
-
-    Disk and memory are held against the needs of the planned run; without one, against those of a small run.
-    """
+    """Look at everything, starting nothing; disk and memory are held against `needs`, or else those of a small run."""
     found = look(environ)
     installed = importlib.metadata.distributions()
     versions: dict[str, str] = {canonicalize_name(d.metadata["Name"]): d.version for d in installed}

@@ -34,10 +34,7 @@ def block_of(name: str) -> str | None:
 
 
 def linear_layers(model: nn.Module, lm_head: bool = False) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield the linear layers of a model by name, without those inside adapters; or its LM head instead.
-
-    ModelError: the model keeps its weights in GPT-2 style `Conv1D` modules.
-    """
+    """Yield linear layers by name, without those inside adapters, or else the LM head; ModelError: GPT-2's `Conv1D`."""
     for name, module in model.named_modules():
         if type(module).__name__ == "Conv1D":
             raise ModelError(

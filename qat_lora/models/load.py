@@ -182,11 +182,9 @@ class CausalLM:
         return replace(self, vocab_limit=rows)
 
     def checkpoint_gradients(self, function: Callable[..., Any]) -> None:
-        """Recompute every layer in the backward pass instead of keeping its activations.
+        """Recompute every layer in the backward pass instead of keeping its activations; ModelError: none of them can.
 
         `function` is `Runtime.checkpoint_function`; transformers' own switch takes torch's, which fails on XLA.
-
-        ModelError: no layer of this architecture can do so.
         """
         layers = [layer for layer in self.module.modules() if hasattr(layer, "gradient_checkpointing")]
         if not layers:
@@ -210,8 +208,8 @@ class CausalLM:
     def compile_layers(self, **how: Any) -> None:
         """Compile decoder layers, one program for all, with attention by block masks; `how` is of `torch.compile`.
 
-        Not the whole model: 28 equal layers would take 28 times as long, and the loss has kernels of its own. Nothing
-        where layers carry a state, since their calls change from batch to batch.
+        Not the whole model: 28 equal layers would take 28 times as long, and the loss has kernels of its own. Layers
+        that carry a state are left alone, since their calls change from batch to batch.
         """
         if keeps_state(self.config):
             return
@@ -396,10 +394,7 @@ def cast(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def save_quantised(model: CausalLM, out: Path, preset: Preset, details: dict[str, Any]) -> None:
-    """Write a quantised model without adapters as a Hugging Face folder with its tokenizer files and checksums.
-
-    Its layers are rebuilt from the `preset` in config.json; the `details` there (method, bits) are for people.
-    """
+    """Write a quantised model without adapters, its tokenizer files and checksums; `details` there are for people."""
     if tied_embedding(model.module) is not None:
         preset, model.config.tie_word_embeddings = replace(preset, tied=True), False
     quantization = QatLoraQuantizationConfig(preset.to_dict(), details=details)

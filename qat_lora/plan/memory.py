@@ -40,10 +40,7 @@ GIB = 2**30
 
 
 def forecast(shapes: Shapes, options: EstimateOptions, devices: Sequence[Device]) -> dict[str, Any]:
-    """Return parameter counts, bytes on one replica, and time and cost on devices.
-
-    The parts are those of the device that the settings name, or of the first; every device has its own total.
-    """
+    """Return counts, bytes on one replica of the device that is named or first, and what each device takes."""
     kind, first = shown_device(options, devices)
     shown = _set_for(options, kind, first)
     parts = _parts(shapes, shown, first)

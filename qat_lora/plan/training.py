@@ -48,8 +48,7 @@ def plan_recover(options: RecoverOptions) -> DryRun:
     accumulation = options.loop.accumulation(replicas)
     student = str(options.model)  # the name under which the Hub has its config, or a folder
     if options.checkpoint is not None:
-        advice = "ask `qat-lora estimate --model MODEL --preset PRESET`, which needs no checkpoint"
-        student = str(_folder(options.checkpoint, advice))
+        student = str(_folder(options.checkpoint))
     elif _is_here(student):
         student = str(resolve_model(student))
     dataset = _cache(options)
@@ -222,11 +221,11 @@ def _text(report: dict[str, Any], trained: str, utilisation: float, more: Sequen
     return "\n".join([*lines, *more, *(f"assumed  {text}" for text in report["assumed"])])
 
 
-def _folder(checkpoint: str, advice: str) -> Path:
+def _folder(checkpoint: str) -> Path:
     if not _is_here(checkpoint):
         raise ModelError(
             f"checkpoint: there is no folder {Path(checkpoint).expanduser()}, and a dry run reads its config.json; "
-            f"make it with `qat-lora quantize`, or {advice}"
+            "make it with `qat-lora quantize`, or ask `qat-lora estimate --model MODEL --preset PRESET`"
         )
     return resolve_model(checkpoint)
 
@@ -239,8 +238,7 @@ def _is_here(name: str) -> bool:
 def _models(options: QatOptions) -> tuple[Any, CausalLM, CausalLM | None]:
     """Return text config, student and the full-precision model, if one is named, on the meta device."""
     full = None if options.model is None else CausalLM(meta_model(options.model)[1], Path(options.model))
-    advice = "give --from-scratch --model MODEL"
-    folder = Path(str(options.model)) if options.from_scratch else _folder(str(options.checkpoint), advice)
+    folder = Path(str(options.model)) if options.from_scratch else _folder(str(options.checkpoint))
     config, module = meta_model(str(folder))
     stored = stored_quantisation(config)
     if options.from_scratch:
