@@ -31,7 +31,7 @@ from qat_lora.layers.convert import LM_HEAD, quant_layers, tied_embedding
 from qat_lora.layers.quant_linear import QuantLinear, dense_linear
 from qat_lora.models.load import DTYPES
 from qat_lora.quant.codes import decode, encode, first_value, pack, unpack
-from qat_lora.quant.scales import Meaning, mse_scale
+from qat_lora.quant.scales import Meaning, clip_scale, importance_cost
 from qat_lora.quant.spec import SCALE_BITS, QuantSpec
 
 GROUPS = (128, 64, 32)  # inputs of a group in MLX and in every reader of GPTQ
@@ -142,7 +142,7 @@ def rounded(layer: QuantLinear, bits: int) -> Integers:
     weight, group = layer.weight.detach().float(), math.gcd(REFIT_GROUP, layer.in_features)
     spec = QuantSpec(bits=bits, code="integer", sharing="group", group_size=group)
     values = torch.arange(2**bits, dtype=torch.float32, device=weight.device) - 2 ** (bits - 1)
-    steps = mse_scale(weight, spec).half().float().clamp_min(2.0**-24)
+    steps = clip_scale(weight, spec, importance_cost(weight, spec)).half().float().clamp_min(2.0**-24)
     codes = decode(encode(weight / steps.repeat_interleave(group, dim=1), values), values)
     return Integers(codes.to(torch.int8), steps, group, bits).measured(weight)
 

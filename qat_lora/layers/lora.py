@@ -11,7 +11,7 @@ and its output three times each. Names and files are PEFT's (`models/adapter.py`
 import itertools
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -51,10 +51,6 @@ class Factors(NamedTuple):
 
     a_RI: Tensor
     b_OR: Tensor
-
-    def half(self) -> Self:
-        """Return the factors as they are stored, float16."""
-        return self._replace(a_RI=self.a_RI.half(), b_OR=self.b_OR.half())
 
 
 class LoraLinear(nn.Module):

@@ -87,10 +87,7 @@ def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str
         if not (path / "config.json").is_file() and (path / "best" / "config.json").is_file():
             path = path / "best"
         if (path / BASE).is_file():
-            raise ModelError(
-                f"model: {path} is a GGUF export, which llama.cpp reads; `qat-lora chat` and `generate` ask it to; "
-                "here give the run that it was made from, or an export in another form"
-            )
+            raise ModelError(f"model: {path} is a GGUF export, for `chat` and `generate`; give the run it was made of")
         if not (path / "config.json").is_file():
             raise ModelError(f"model: {path} has no config.json, so it is no Hugging Face model folder")
         return path

@@ -24,13 +24,8 @@ from qat_lora.quant.presets import Preset, preset
 
 
 def chosen_preset(options: QatOptions) -> Preset:
-    """Return how a student that is to be made is stored."""
-    return preset(preset_name(options), options.keep, options.override, options.quantize_head)
-
-
-def preset_name(options: QatOptions) -> str:
-    """Return the preset of a student that is to be made; the guide's where none is given."""
-    return options.preset or "q4_r32"
+    """Return how a student that is to be made is stored; the guide's way where no preset is given."""
+    return preset(options.preset or "q4_r32", options.keep, options.override, options.quantize_head)
 
 
 def check_parts(options: QatOptions, full: CausalLM | None, student: CausalLM | None) -> None:

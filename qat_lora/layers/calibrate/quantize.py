@@ -170,10 +170,11 @@ class LayerFitter:
         return found
 
     def put(self, found: Mapping[str, Finished]) -> dict[str, Factors]:
-        """Put finished layers into the model; return their adapter starts as they are stored."""
+        """Put finished layers into the model; return their adapter starts as they are stored, float16."""
         for name, finished in found.items():
             put_quantized(self.model, name, finished.layer)
-        return {name: factors.half() for name, (_, factors) in found.items() if factors is not None}
+        starts = {name: factors for name, (_, factors) in found.items() if factors is not None}
+        return {name: Factors(*(factor.half() for factor in factors)) for name, factors in starts.items()}
 
 
 def quantize_layers(fitter: LayerFitter, moments: Mapping[str, Tensor] | None = None) -> dict[str, Factors]:
