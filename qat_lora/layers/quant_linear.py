@@ -130,8 +130,8 @@ class QuantLinear(nn.Linear):
 
     Stored tensors: `codes` uint8 [O, ceil(I bits / 8)], `scale` (or `scale_a`, `scale_b`), packed like codes `zeros`
     where they are asymmetric and `steps` in K-quants, with `minimum` and `minima` where groups have one, `values` for
-    look-up tables, `bias` where the layer has one. Scales and tables are
-    float32 whatever the default type is, so that loading a model in bfloat16 rounds activations only.
+    look-up tables, `bias` where the layer has one. Scales and tables are float32 whatever the default type is, so that
+    loading a model in bfloat16 rounds activations only.
     """
 
     codes: Tensor

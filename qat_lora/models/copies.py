@@ -11,8 +11,7 @@ from qat_lora.errors import ModelError
 from qat_lora.files.checksums import TOKENIZER, check_folder, seal
 from qat_lora.files.finite import check_finite
 
-GENERATION = "generation_config.json"
-"""A model's default generation settings."""
+GENERATION = "generation_config.json"  # a model's default generation settings
 
 
 def copy_tokenizer(source: Path, out: Path) -> None:

@@ -34,8 +34,7 @@ _GRANITE = {
     "attention_multiplier": "attention.scale",
     "logits_scaling": "logit_scale",
 }
-_UNUSED = 5
-"""Kind of the tokens that fill the rows up; their names are the converter's."""
+_UNUSED = 5  # kind of the tokens that fill the rows up; their names are the converter's
 
 
 def config_of(header: GGUFHeader) -> dict[str, Any]:

@@ -69,8 +69,7 @@ def _gptq(state: Tensors, layer: str, settings: dict[str, Any]) -> Tensor:
     return ((codes_IO - zeros_GO[group_I.long()]) * steps_IO).T.contiguous()
 
 
-_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
-"""Where in its word each of eight outputs lies."""
+_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where in its word each of eight outputs lies
 
 
 def _awq(state: Tensors, layer: str, settings: dict[str, Any]) -> Tensor:
