@@ -150,29 +150,23 @@ def meta_model(name: str) -> tuple[Any, nn.Module]:
         raise ModelError(f"model: {name} has no config.json that transformers can build ({reason})") from None
 
 
-def stored_quantisation(config: Any) -> dict[str, Any] | None:
-    """Return what a config says of the model's quantisation; None where it has none."""
+def meta_student(name: str, chosen: Preset | None, dtype: torch.dtype) -> tuple[Any, nn.Module]:
+    """Return config and module of a student on the meta device, of codes as chosen or stored; ModelError: as both."""
+    config, module = meta_model(name)
     stored = getattr(config, "quantization_config", None)
-    return stored if stored is None or isinstance(stored, dict) else stored.to_dict()
-
-
-def meta_student(options: EstimateOptions, adapter: bool = True) -> tuple[Any, nn.Module]:
-    """Return config and module of a student on the meta device, with its adapter if wanted; raises what a run does."""
-    config, module = meta_model(str(options.model))
-    stored = stored_quantisation(config)
-    if stored is not None and method_of({"quantization_config": stored}) in READERS and options.preset is None:
+    stored = stored if stored is None or isinstance(stored, dict) else stored.to_dict()
+    if stored is not None and method_of({"quantization_config": stored}) in READERS and chosen is None:
         stored = None  # read as dense weights
     if stored is not None and stored.get("quant_method") != models.QUANT_METHOD:
-        raise ModelError(f"model: {options.model} is quantised by {stored.get('quant_method')}; give the original")
-    if stored is not None and options.preset is not None:
-        raise ModelError(f"model: {options.model} is quantised already; leave --preset out, or give the original")
-    if stored or options.preset is not None:
-        chosen = Preset.from_dict(stored["preset"]) if stored else preset(str(options.preset), options.keep)
+        raise ModelError(f"model: {name} is quantised by {stored.get('quant_method')}; give the original")
+    if stored is not None and chosen is not None:
+        raise ModelError(
+            f"model: {name} is quantised already; leave --preset or --from-scratch out, or give the original"
+        )
+    chosen = chosen if stored is None else Preset.from_dict(stored["preset"])
+    if chosen is not None:
         make_quant_skeleton(module, chosen)
-    models.cast(module, DTYPES[options.run.dtype])
-    if adapter:  # after the cast, as a run does: its factors stay float32
-        ranks = None if options.lora.recovery_r else allocated_ranks(Path(str(options.model)).expanduser())
-        add_lora(module, options.lora, ranks=ranks)
+    models.cast(module, dtype)
     return config, module
 
 
@@ -191,9 +185,11 @@ def formed_bytes(module: nn.Module, dtype: torch.dtype) -> int:
 
 def skeleton(options: EstimateOptions) -> Shapes:
     """Build a student with an adapter on the meta device, in its training state; raises as `meta_student`."""
-    config, module = meta_student(options)
-    dtype, rank = DTYPES[options.run.dtype], options.lora.rank
-    scales = options.train_scales
+    chosen = None if options.preset is None else preset(options.preset, options.keep)
+    dtype, rank, scales = DTYPES[options.run.dtype], options.lora.rank, options.train_scales
+    config, module = meta_student(str(options.model), chosen, dtype)
+    ranks = None if options.lora.recovery_r else allocated_ranks(Path(str(options.model)).expanduser())
+    add_lora(module, options.lora, ranks=ranks)  # after the cast, as a run does: its factors stay float32
     groups = recovery_parts(models.CausalLM(module, Path()), scales, options.train_norms, dtype)
     shapes = Shapes(config.get_text_config(), module, groups, rank, scales, 0)
     return replace(shapes, formed_bytes=scales * dtype.itemsize * sum(shapes.quantised))

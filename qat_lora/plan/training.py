@@ -18,16 +18,14 @@ from typing import Any
 import torch
 
 from qat_lora.cache.read.dataset import KDCacheDataset
-from qat_lora.errors import ConfigError, DeviceError, ModelError
+from qat_lora.errors import DeviceError, ModelError
 from qat_lora.layers.calibrate.fisher import fisher_bytes
-from qat_lora.layers.convert import make_quant_skeleton
 from qat_lora.models import load as models
 from qat_lora.models.load import DTYPES, CausalLM, resolve_model
 from qat_lora.options import CacheBuildOptions, EstimateOptions, QatOptions, RecoverOptions, RunConfig
 from qat_lora.plan.devices import attention_on, likely
-from qat_lora.plan.memory import GIB, forecast, formed_bytes, meta_model, skeleton, stored_quantisation
+from qat_lora.plan.memory import GIB, forecast, formed_bytes, meta_model, meta_student, skeleton
 from qat_lora.plan.step import Shapes
-from qat_lora.quant.presets import Preset
 from qat_lora.registry import DryRun, Requirements
 from qat_lora.runtime.base import default_loss_chunk_mb
 from qat_lora.runtime.launch.select import choose, look, plan_run, runs_on_host
@@ -239,20 +237,8 @@ def _models(options: QatOptions) -> tuple[Any, CausalLM, CausalLM | None]:
     """Return text config, student and the full-precision model, if one is named, on the meta device."""
     full = None if options.model is None else CausalLM(meta_model(options.model)[1], Path(options.model))
     folder = Path(str(options.model)) if options.from_scratch else _folder(str(options.checkpoint))
-    config, module = meta_model(str(folder))
-    stored = stored_quantisation(config)
-    if options.from_scratch:
-        if stored is not None:
-            raise ConfigError(f"model: {options.model} is quantised already; give it as --checkpoint")
-        check_parts(options, full, None)
-        chosen = chosen_preset(options)
-    elif stored is None or stored.get("quant_method") != models.QUANT_METHOD:
-        raise ConfigError(f"checkpoint: {options.checkpoint} has no quantised layers; give --from-scratch --model")
-    else:
-        chosen = Preset.from_dict(stored["preset"])
-    make_quant_skeleton(module, chosen)
-    models.cast(module, DTYPES[options.run.dtype])
+    chosen = chosen_preset(options) if options.from_scratch else None
+    config, module = meta_student(str(folder), chosen, DTYPES[options.run.dtype])
     student = CausalLM(module, folder)
-    if not options.from_scratch:
-        check_parts(options, full, student)
+    check_parts(options, full, None if options.from_scratch else student)
     return config.get_text_config(), student, full
