@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
@@ -414,16 +414,9 @@ END_OF_TEXT = "<|endoftext|>"
 
 def make_tokenizer(texts: Iterable[str], vocab_size: int, out: Path) -> None:
     """Train a byte-level BPE tokenizer and write it as a Hugging Face tokenizer; id 0 begins and ends documents."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
+    trained, ends = ByteLevelBPETokenizer(), [END_OF_TEXT]
+    trained.train_from_iterator(texts, vocab_size, min_frequency=0, show_progress=False, special_tokens=ends)
+    tokenizer = Tokenizer.from_str(trained.to_str())
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT)
     wrapped.save_pretrained(out)
 
