@@ -95,11 +95,9 @@ def _refusal(bounds: Mapping[str, Any]) -> str:
     least = f"above {bounds['above']}" if bounds["above"] > -math.inf else f"{bounds['min']} or more"
     most = f" and at most {bounds['max']}" * (bounds["max"] < math.inf)
     most += f" and below {bounds['below']}" * (bounds["below"] < INT_LIMIT)
-    return (
-        f"is not allowed; give a number {least}{most}"
-        if most or "above" in least
-        else f"is too small; allowed: {least}"
-    )
+    if most or bounds["above"] > -math.inf:
+        return f"is not allowed; give a number {least}{most}"
+    return f"is too small; allowed: {least}"
 
 
 def _refuse_large(field: dataclasses.Field[Any], value: Any, where: str) -> None:

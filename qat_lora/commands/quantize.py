@@ -90,13 +90,10 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
                 measured = measured_costs(options, model, found, rows, costs, runtime, work)
                 chosen, facts = allocated(options, found, measured)
                 targets, joint = check_reach(model.module, chosen), options.start_rank if joint else 0
-            fits, ranks = (
-                FitSettings(options.init, options.start_rank, joint, solver_device),
-                facts.get("adapter_ranks"),
-            )
+            fits = FitSettings(options.init, options.start_rank, joint, solver_device)
             bar = tqdm(total=len(targets), desc=f"quantise {label} ({options.init})", unit="layer", disable=run.quiet)
             with bar:
-                fitter = LayerFitter(model.module, targets, fits, costs, work, bar, ranks or {})
+                fitter = LayerFitter(model.module, targets, fits, costs, work, bar, facts.get("adapter_ranks", {}))
                 starts = _fit(options, model, fitter, rows)
         rules = rule_bits(model.module, chosen)
         model.module.to("cpu")

@@ -50,7 +50,7 @@ class Vocabulary(NamedTuple):
 
 
 def vocabulary(tokenizer: Any, rows: int) -> Vocabulary:
-    """Return a tokenizer's tables for a model of `rows` embeddings; ModelError: a kind that GGUF has not, or more."""
+    """Return a tokenizer's tables for a model of `rows` embeddings; ModelError: llama.cpp has none of its kind."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     model = backend["model"]
     if model.get("type") != "BPE":

@@ -391,7 +391,7 @@ def cast(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def save_quantised(model: CausalLM, out: Path, preset: Preset, details: dict[str, Any]) -> None:
-    """Write a quantised model without adapters, its tokenizer files and checksums; `details` there are for people."""
+    """Write a quantised model without adapters, and its tokenizer files; `details`, in config.json, are for people."""
     if tied_embedding(model.module) is not None:
         preset, model.config.tie_word_embeddings = replace(preset, tied=True), False
     quantization = QatLoraQuantizationConfig(preset.to_dict(), details=details)
