@@ -34,10 +34,10 @@ class Card:
     bits_per_weight: float | None
     result: Mapping[str, Any]  # what the export measured, as in its result.json
     command: str
+    usage: str  # the Python that loads it
     notes: Sequence[str] = ()
     scores: str | None = None  # a Markdown table
     license: str | None = None
-    adapter: bool = False  # whether there is an adapter beside the base
 
 
 def read_origin(config: Any, adapter: Path | None) -> dict[str, str]:
@@ -126,8 +126,7 @@ def model_card(card: Card) -> str:
     lines = ["---", yaml.safe_dump(front, sort_keys=False).strip(), "---", "", f"# {card.name}", ""]
     lines += ["A language model quantised and recovered with qat-lora.", "", "| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in rows.items()]
-    usage = FORMS[card.form].usage(card.adapter)
-    lines += ["", "## Use", "", "In this folder:", "", "```python", usage, "```", "", "## Scores", ""]
+    lines += ["", "## Use", "", "In this folder:", "", "```python", card.usage, "```", "", "## Scores", ""]
     lines += [card.scores or "None were given with this export.", ""]
     if card.notes:
         lines += ["## What was and was not checked", "", *(f"* {note}" for note in card.notes), ""]

@@ -64,11 +64,10 @@ def plan(job: ExportJob) -> ExportPlan:
     ]
     if dense := [layer for layer, blocks in found.items() if blocks is None]:
         notes.append(f"{len(dense)} quantised layers are stored dense, since no block holds them")
-    return ExportPlan(write, found, tuple(notes), tables)
+    return ExportPlan(write, _usage(job.adapter is not None), found, tuple(notes), tables)
 
 
-def usage(adapter: bool) -> str:
-    """Return the Python that loads the export."""
+def _usage(adapter: bool) -> str:
     option, argument = (f" --lora {ADAPTER}", f', lora_path="{ADAPTER}"') if adapter else ("", "")
     return f"""\
 from llama_cpp import Llama  # in a shell: llama-cli -m {BASE}{option}

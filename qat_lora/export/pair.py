@@ -19,6 +19,11 @@ from qat_lora.models.adapter import CONFIG, WEIGHTS, read_adapter
 from qat_lora.models.copies import GENERATION, copy_files, copy_tokenizer
 
 BASE = "base"
+USAGE = f"""\
+import qat_lora  # lets transformers read the base
+from peft import PeftModel
+{LOAD_TOKENIZER}base = AutoModelForCausalLM.from_pretrained("base")
+model = PeftModel.from_pretrained(base, ".")"""
 
 
 def plan(job: ExportJob) -> ExportPlan:
@@ -26,16 +31,7 @@ def plan(job: ExportJob) -> ExportPlan:
     adapter, base = job.adapter, job.student.model.folder
     if adapter is None:
         raise ModelError(f"student: {job.name} has no adapter; give the folder of a `qat-lora recover` run")
-    return ExportPlan(lambda out: save_pair(adapter, base, out))
-
-
-def usage(adapter: bool) -> str:
-    """Return the Python that loads the export."""
-    return f"""\
-import qat_lora  # lets transformers read the base
-from peft import PeftModel
-{LOAD_TOKENIZER}base = AutoModelForCausalLM.from_pretrained("base")
-model = PeftModel.from_pretrained(base, ".")"""
+    return ExportPlan(lambda out: save_pair(adapter, base, out), USAGE)
 
 
 def save_pair(adapter: Path, base: Path, out: Path) -> None:

@@ -20,7 +20,7 @@ def origin(model="unknown", preset="none"):
 def card(**changed):
     facts = {
         "name": "tiny", "form": "merged", "origin": origin(), "base_sha256": "f" * 64, "bits_per_weight": None,
-        "result": {"layers_rounded": 3, "nothing": None}, "command": "qat-lora export",
+        "result": {"layers_rounded": 3, "nothing": None}, "command": "qat-lora export", "usage": "import it",
     }  # fmt: skip
     return model_card(Card(**{**facts, **changed}))
 
@@ -47,9 +47,7 @@ def test_a_hub_model_is_named():
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_says_how_it_is_used(form):
     text = card(form=form, notes=["not run in vLLM"])
-    assert "\n```python\n" in text and "* not run in vLLM" in text
-    packed = form in ("compressed-tensors", "gguf", "gptq", "mlx")  # which come without an adapter, too
-    assert (card(form=form, adapter=True) != card(form=form)) == packed
+    assert "\n```python\nimport it\n```\n" in text and "* not run in vLLM" in text and f"| form | {form} |" in text
 
 
 @pytest.mark.parametrize(
