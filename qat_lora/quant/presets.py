@@ -54,13 +54,18 @@ class Preset:
     def from_dict(cls, data: Mapping[str, Any]) -> Preset:
         """Read back what `to_dict` wrote; ConfigError: the mapping is not one of ours."""
         try:
-            rules = tuple((str(p), None if s is None else QuantSpec(**s)) for p, s in data["rules"])
+            rules = tuple((str(p), None if s is None else _stored_spec(s)) for p, s in data["rules"])
             for pattern, _ in rules:
                 re.compile(pattern)
-            lm_head = QuantSpec(**data["head"]) if data.get("head") else None
+            lm_head = _stored_spec(data["head"]) if data.get("head") else None
             return cls(str(data["name"]), rules, lm_head, bool(data.get("tied")))
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, re.error) as error:
             raise ConfigError(f"preset: {data!r} is not a preset of qat-lora ({error})") from None
+
+
+def _stored_spec(data: Mapping[str, Any]) -> QuantSpec:
+    """Return a spec read from a file; k-means tables, which are no longer made, are stored values like any other."""
+    return QuantSpec(**({**data, "table": "even"} if data.get("table") == "kmeans" else data))
 
 
 MLP = r"\.(mlp|feed_forward|ffn)\."

@@ -219,6 +219,16 @@ def test_a_skeleton_takes_the_state_of_the_model_it_stands_for():
     assert torch.equal(skeleton(IDS), model(IDS))
 
 
+def test_a_student_stored_with_kmeans_tables_loads_as_it_was():
+    spec = {"bits": 2, "code": "lut", "sharing": "channel", "table": "kmeans"}
+    skeleton = toy()
+    make_quant_skeleton(skeleton, Preset.from_dict({"name": "x", "rules": [["up_proj", spec]]}))
+    table = torch.tensor([-0.9, -0.2, 0.1, 1.0]).half().float()
+    layer = quant_layers(skeleton)["model.layers.0.mlp.up_proj"]
+    layer.load_state_dict(layer.state_dict() | {"values": table, "codes": torch.full_like(layer.codes, 0b11100100)})
+    assert torch.equal(layer.weight[0, :4], table)
+
+
 def test_a_rank_beyond_a_layer_is_refused_and_nothing_is_changed():
     model = nn.Sequential()
     model.add_module("wide", nn.Linear(64, 48))

@@ -132,3 +132,12 @@ def test_configs_written_before_tables_and_heads_still_load():
         "rules": [[".", {"bits": 4, "code": "lut", "sharing": "channel", "group_size": None, "rank": None}]],
     }
     assert Preset.from_dict(old) == Preset("x", ((".", QuantSpec(bits=4, code="lut", sharing="channel")),))
+
+
+def test_presets_with_kmeans_tables_still_load():
+    """Nothing makes such tables any more, but a stored table is a table."""
+    spec = {"bits": 2, "code": "lut", "sharing": "channel", "group_size": None, "rank": None, "table": "kmeans"}
+    loaded = Preset.from_dict({"name": "x", "rules": [[".", spec]], "head": spec})
+    assert loaded == Preset("x", ((".", QuantSpec(bits=2, code="lut", sharing="channel")),), loaded.rules[0][1])
+    with pytest.raises(ConfigError, match="table: 'kmeans' is unknown; allowed: even, normal"):
+        QuantSpec(**spec)
