@@ -81,7 +81,7 @@ def test_a_folder_of_another_run_is_left_alone(tmp_path):
 
 
 def test_one_epoch_has_nothing_to_compare():
-    with pytest.raises(ConfigError, match="give 2 or more"):
+    with pytest.raises(ConfigError, match="allowed: 2 or more"):
         SmokeOptions(train_epochs=1)
 
 
