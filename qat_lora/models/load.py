@@ -108,10 +108,8 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
-        reason = one_line(error, 200)
-        raise ModelError(
-            f"tokenizer: {folder} has none that loads ({reason}); copy the model's tokenizer.json"
-        ) from None
+        found = f"{folder} has none that loads ({one_line(error, 200)})"
+        raise ModelError(f"tokenizer: {found}; copy the model's tokenizer.json") from None
     backend = getattr(tokenizer, "backend_tokenizer", None)
     # Where the files are missing, transformers makes a tokenizer of special tokens alone, which drops all text.
     if backend is None or set(backend.get_vocab(with_added_tokens=False)) <= set(tokenizer.all_special_tokens):
