@@ -123,8 +123,11 @@ def measure(folder: Path, blockwise: bool) -> int:
 def main() -> None:
     """Measure both, print and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("student", "teacher", "cache", "held", "out"):
-        parser.add_argument(f"--{name}", type=Path)
+    parser.add_argument("--student", type=Path, help="quantised, with adapter starts")
+    parser.add_argument("--teacher", type=Path, help="full-precision model")
+    parser.add_argument("--cache", type=Path, help="its KD cache")
+    parser.add_argument("--held", type=Path, help="cache of held-out files")
+    parser.add_argument("--out", type=Path, help="JSON file for the result")
     parser.add_argument("--work", type=Path, required=True, help="folder for runs and models")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--rank", type=int, default=16)

@@ -17,15 +17,11 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def capture_calls(
-    blocks: Sequence[nn.Module],
-    batches: Iterable[Any],
-    forward: Callable[[Any], Any],
-    check: Callable[[tuple[Any, ...]], None] = lambda args: None,
+    blocks: Sequence[nn.Module], batches: Iterable[Any], forward: Callable[[Any], Any]
 ) -> tuple[list[Tensor], list[list[Call]]]:
     """Return the hidden states that enter the first block, by batch, and the calls by block and batch.
 
-    `forward` runs the model on one batch, all of whose blocks but those of the first batch pass on their input; `check`
-    raises where it refuses a block's positional arguments.
+    `forward` runs the model on one batch; all blocks pass on their input then, but those of the first batch.
     """
     states: list[Tensor] = []
     calls: list[list[Call]] = [[] for _ in blocks]
@@ -33,7 +29,6 @@ def capture_calls(
 
     def watch(number: int) -> Callable[..., None]:
         def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            check(args)
             if number == 0:
                 states.append(args[0].detach())
             calls[number].append((args[1:], kwargs))
