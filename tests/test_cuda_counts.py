@@ -155,7 +155,7 @@ def test_kernels_of_a_compiled_layer_and_of_what_is_around_it(roofline):
 
 def test_the_page_shows_the_committed_counts():
     models = json.loads((ROOT / "benchmarks/results/cuda_roofline.json").read_text(encoding="utf-8"))["models"]
-    page = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
+    page = (ROOT / "benchmarks/README.md").read_text(encoding="utf-8")
     for size, found in models.items():
         launches, rate = found["compiled"]["all"]["kernels"], float(f"{found['compiled']['tokens_per_s']:.3g}")
         steps = ", ".join(str(step["kernels"]) for step in found["optimizer"].values())
