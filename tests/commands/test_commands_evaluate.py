@@ -17,7 +17,7 @@ from qat_lora.models.load import load_model, load_tokenizer, make_qwen3
 from qat_lora.options import AuditOptions, RunConfig
 
 SCHEMA_KEYS = ["schema", "setup", "texts", "models", "calibration", "pairs", "domains"]
-SCHEMA_KEYS += ["generation", "overlap", "tasks", "damage"]
+SCHEMA_KEYS += ["generation", "overlap", "tasks", "damage", "samples"]
 KEYS = {"ppl", "nll", "kl", "top1", "tokens", "bits_per_weight", "accuracy", "ece", "interval"}
 KEYS |= {"size_mb", "bits_over_all_weights"}
 
@@ -53,7 +53,8 @@ def test_the_report_holds_what_the_schema_says(done):
     assert report["models"]["same"]["kl"] == 0 and report["models"]["same"]["interval"]["kl"] == [0, 0]
     assert [(p["first"], p["second"]) for p in report["pairs"]] == [("rough", "same")]
     assert report["pairs"][0]["kl"]["clear"] and report["pairs"][0]["kl"]["difference"] < 0
-    assert {path.name for path in out.iterdir()} >= {"scores.md", "scores.png"}
+    assert {path.name for path in out.iterdir()} >= {"scores.md", "scores.png", "report.html"}
+    assert {name: len(texts) for name, texts in report["samples"].items()} == dict.fromkeys(report["models"], 2)
     assert call("evaluate", done["options"]) == done["scores"], "the second time it is read"
 
 

@@ -125,12 +125,8 @@ def test_tables_and_notes_of_the_full_report():
         ["student 1 <b>", *["0.1000"] * 5, "12.50%", "-1.000%", "20.000%"],
         ["student 1 <b>: means of 1,234 documents", *["0.1000"] * 5, "-", "-", "-"],
     ]
-    worst = card.worst_tokens(FULL)["Worst tokens of student 2 <b>"].splitlines()
-    assert (
-        len(worst) == 12
-        and worst[2] == worst[3]
-        and worst[2].split() == ["9.50", "def", "f(`|", "'", "x'", "'\\n'", "98%", "'```'", "51%"]
-    )
+    worst = card.worst_tokens(FULL)["Worst tokens of student 2 <b>"]
+    assert len(worst) == 11 and worst[1] == worst[2] == ["9.50", "def f(`|", "' x'", "'\\n' 98%", "'```' 51%"]
     assert card.task_rows(FULL["tasks"]) == [
         ["task", "metric", *GENERATION],
         ["arc", "acc", "0.2500", "0.2500", "0.2500"],
