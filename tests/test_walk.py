@@ -35,11 +35,8 @@ TIMEOUT_S = 3600
 FEW_LAST_LINES, MANY_LAST_LINES, WIDTH = 4, 12, 118
 LONG_S = 30
 """From here on the page says how long a command took."""
-BEFORE_PAGE = {
-    "docs/walks.md": "docs/tpu.md",
-    "docs/quantisation.md": "docs/training.md",
-    "caches/README.md": "docs/training.md",
-}
+BEFORE_PAGE = dict.fromkeys(("docs/quantisation.md", "caches/README.md"), "docs/training.md")
+BEFORE_PAGE |= {"docs/walks.md": "README.md"}
 """Pages that go on in the folder of another one."""
 
 
