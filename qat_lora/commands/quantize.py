@@ -1,6 +1,8 @@
 """The command that makes a quantised student."""
 
+import re
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,10 +16,16 @@ from qat_lora.layers.calibrate.disk_offload import zeros_in
 from qat_lora.layers.calibrate.finished import Kept, Work
 from qat_lora.layers.calibrate.fisher import Sensitivity, drawn_in_pieces, sensitivities
 from qat_lora.layers.calibrate.fit import FitSettings
-from qat_lora.layers.calibrate.quantize import LayerFitter, quantize_layers, quantizing_bar, second_moments
+from qat_lora.layers.calibrate.quantize import (
+    FEWEST_TOKENS,
+    LayerFitter,
+    quantize_layers,
+    quantizing_bar,
+    second_moments,
+)
 from qat_lora.layers.calibrate.sequential import quantize_sequential
 from qat_lora.layers.calibrate.upcast import upcast
-from qat_lora.layers.convert import LM_HEAD, bits_per_weight, check_reach, quant_layers, rule_bits
+from qat_lora.layers.convert import LM_HEAD, bits_per_weight, check_reach, quant_layers, reach_of, rule_bits
 from qat_lora.layers.lora import Factors
 from qat_lora.models.adapter import save_starts
 from qat_lora.models.load import CausalLM, cast, load_model, save_quantised
@@ -52,6 +60,7 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
     if quant_layers(model.module):
         raise ConfigError(f"model: {options.model} is quantised already; give the full-precision model")
     targets = check_reach(model.module, chosen)
+    share, reach = reach_of(model.module, chosen, targets)
     if options.start_method is not None:
         say(run, "start_method: no longer does anything; adapter starts are qera's, in the metric of --metric")
     batches, text = calibration(options, model) if options.init != "absmax" and has_text else (None, None)
@@ -75,7 +84,7 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
                 say(run, f"goes on after {work.parts} of {len(targets)} layers, which an interrupted run finished")
             rows = None if batches is None else list(runtime.feed(batches))
             fits = FitSettings(options.init, options.start_rank, options.rank_of_codes, solver_device)
-            starts = _fit(options, fits, model, targets, rows, out, work)
+            starts, unreached = _fit(options, fits, model, targets, rows, out, work)
         rules = rule_bits(model.module, chosen)
         model.module.to("cpu")
         cast(model.module, dtype)
@@ -84,6 +93,7 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
             "init": options.init,
             "bits_per_weight": bits["base"],
             "bits_per_weight_model": bits["model"],
+            "quantised_share": round(share, 4),
             "joint_rank": options.rank_of_codes,
             "model": str(options.model),
         }
@@ -92,11 +102,15 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
                 save_starts(starts, draft)
             save_quantised(model, draft, chosen, details)
         save_yaml(options, out / "config.yaml")
-        save_json({"preset": chosen.name, "layers": len(targets), **details, "rules": rules}, out / "result.json")
+        result = {"preset": chosen.name, "layers": len(targets), **details, "unreached": sorted(unreached)}
+        save_json({**result, "rules": rules}, out / "result.json")
         outputs.complete(out)
         remove_pieces(out)
     for rule in rules if len(rules) > 1 else ():
         say(run, f"  {rule['bits_per_weight'] or 'kept':>6}  {rule['layers']:>4} layers  {rule['pattern']}")
+    if unreached:
+        say(run, _of_unreached(unreached))
+    say(run, reach)
     say(run, f"{bits['base']:.2f} bits per weight in {len(targets)} layers, {bits['model']:.2f} in the model, at {out}")
     return out
 
@@ -109,8 +123,11 @@ def _fit(
     batches: list[Batch] | None,
     out: Path,
     work: Work,
-) -> dict[str, Factors]:
-    """Quantise the model in place, by the batches where there are any; return the adapter starts."""
+) -> tuple[dict[str, Factors], set[str]]:
+    """Quantise the model in place, by the batches where there are any.
+
+    Returns adapter starts, and the layers of experts that calibration hardly reached.
+    """
     sequential = options.calibrate_on == "student" and options.init in NEED_TEXT
     costs = moments = None
 
@@ -126,8 +143,19 @@ def _fit(
     with quantizing_bar(options.preset, options.init, len(targets), options.run.quiet) as bar:
         fitter = LayerFitter(model.module, targets, settings, costs, work, bar)
         if batches is not None and sequential:
-            return quantize_sequential(fitter, batches, forward)
-        return quantize_layers(fitter, moments)
+            return quantize_sequential(fitter, batches, forward), fitter.unreached
+        return quantize_layers(fitter, moments), fitter.unreached
+
+
+def _of_unreached(layers: set[str]) -> str:
+    """Return a warning that names the experts that calibration hardly reached."""
+    numbers = {name.rpartition(".")[0]: [int(number) for number in re.findall(r"\d+", name)] for name in layers}
+    experts = sorted(numbers, key=lambda name: numbers[name])
+    more = f" and {len(experts) - 6} more" if len(experts) > 6 else ""
+    return (
+        f"warning: fewer than {FEWEST_TOKENS} calibration tokens reach {len(experts)} experts ({', '.join(experts[:6])}"
+        f"{more}): fitted by what the other experts of their layer get; more --calibration-rows reach more"
+    )
 
 
 def _sensitivities(
@@ -150,10 +178,15 @@ def _sensitivities(
         for name in names:
             cost = found.pop(name)  # its place on the disk is free before the next one is written
             tokens = {f"tokens.{i}": tokens for i, tokens in enumerate(cost.tokens)}
+            tokens |= {f"which.{i}": seen for i, seen in enumerate(cost.which) if seen is not None}
             work.keep(f"sensitivity-{name}", {"outputs": cost.outputs_OO, **tokens}, {})
         pieces = kept()
     device = batches[0]["input_ids"].device
+
+    def of_batches(parts: dict[str, torch.Tensor], what: str) -> list[Any]:
+        return [parts[key].to(device) if (key := f"{what}.{i}") in parts else None for i in range(len(batches))]
+
     return {
-        name: Sensitivity(parts["outputs"], [parts[f"tokens.{i}"].to(device) for i in range(len(batches))])
+        name: Sensitivity(parts["outputs"], of_batches(parts, "tokens"), of_batches(parts, "which"))
         for name, (parts, _) in zip(names, pieces, strict=True)
     }

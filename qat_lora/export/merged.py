@@ -9,7 +9,8 @@ from pathlib import Path
 from qat_lora.errors import ModelError
 from qat_lora.export.forms import ExportJob, ExportPlan
 from qat_lora.layers.convert import lora_layers, merge, quant_layers
-from qat_lora.models.load import DTYPES, GENERATION, cast, copy_files, save_model
+from qat_lora.models.copies import GENERATION, copy_files
+from qat_lora.models.load import DTYPES, cast, save_model
 
 LOAD_TOKENIZER = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer

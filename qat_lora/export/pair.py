@@ -16,7 +16,7 @@ from qat_lora.export.forms import ExportJob, ExportPlan, display_name
 from qat_lora.export.merged import LOAD_TOKENIZER
 from qat_lora.files.checksums import NOTE, TOKENIZER, check_folder, checkpoint_sha256, read_object, seal
 from qat_lora.models.adapter import CONFIG, WEIGHTS, read_adapter
-from qat_lora.models.load import GENERATION, copy_files, copy_tokenizer
+from qat_lora.models.copies import GENERATION, copy_files, copy_tokenizer
 
 BASE = "base"
 

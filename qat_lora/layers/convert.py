@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.errors import ConfigError, ModelError
+from qat_lora.layers.experts import ROUTER
 from qat_lora.layers.lora import Factors, LoraConfig, LoraLinear, share_inputs
 from qat_lora.layers.quant_linear import QuantLinear, Rounded, dense_linear, join_dense
 from qat_lora.layers.tied_embedding import TiedEmbedding, embedding_of, tie_embedding, untie_embedding
@@ -22,8 +23,8 @@ from qat_lora.quant.spec import QuantSpec
 
 LM_HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)$")
 MOST_LEFT = 0.05
-"""Share of the blocks' weights that may stay unquantised without `--keep`: at 16 bits they add 0.7 bits to each weight
-of a 2-bit model, a third. Routers and short convolutions, which nobody quantises, are 1 % of the weights or less."""
+"""Share of the blocks' weights that may stay unquantised without `--keep`, and with it without a warning: at 16 bits
+they add 0.7 bits to each weight of a 2-bit model, a third. Routers and short convolutions are 1 % or less."""
 BLOCK_NAME = re.compile(r"^(?:[^.\d]\w*\.)*?\d+(?=\.)")
 
 
@@ -56,6 +57,7 @@ def quantize_targets(model: nn.Module, preset: Preset) -> dict[str, QuantSpec]:
         ConfigError: a rule that reaches no layer, or an LM head to be quantised in a model without one.
     """
     layers = [name for name, module in linear_layers(model) if not isinstance(module, QuantLinear)]
+    layers = [name for name in layers if not ROUTER.search(name)]
     for pattern, spec in preset.rules:
         names = layers if spec is not None else [*layers, *_matrices(model)]  # what is kept need not be linear
         if not any(re.search(pattern, name) for name in names):
@@ -83,23 +85,48 @@ def check_reach(model: nn.Module, preset: Preset) -> dict[str, QuantSpec]:
     """Return `quantize_targets`; refuse a model of which they are only a part, unless `--keep` asked for that.
 
     Raises:
-        ModelError: more than `MOST_LEFT` of the weights of its blocks would stay as they are, as the experts of a
-            mixture do that are stacked in one parameter.
+        ModelError: more than `MOST_LEFT` of the weights of its blocks would stay as they are, as experts do that are
+            stacked in a form that `split_experts` does not know.
         ConfigError: what `quantize_targets` refuses.
     """
     targets, matrices = quantize_targets(model, preset), _matrices(model)
-    keep = [pattern for pattern, spec in preset.rules if spec is None]
-    left = {n: size for n, size in matrices.items() if n not in targets and not any(re.search(p, n) for p in keep)}
+    left = {name: size for name, size in matrices.items() if name not in targets and _kept_by(preset, name) is None}
     share = sum(left.values()) / max(1, sum(matrices.values()))
     if share > MOST_LEFT:
         largest = max(left, key=lambda name: left[name])
         inside = largest.removeprefix(f"{block_of(largest)}.")
         raise ModelError(
             f"model: {share:.0%} of the weights of its decoder blocks ({len(left)} tensors such as {largest}) lie in "
-            f"no linear layer that {preset.name} reaches and would stay unquantised; mixtures of experts with stacked "
-            f"weights are not supported yet. To leave them so, give --keep '{inside.rpartition('.')[0] or inside}'"
+            f"no linear layer that {preset.name} reaches and would stay unquantised; experts that are stacked in "
+            f"this form are not supported. To leave them so, give --keep '{inside.rpartition('.')[0] or inside}'"
         )
     return targets
+
+
+def _kept_by(preset: Preset, name: str) -> str | None:
+    """Return the first pattern that keeps a layer as it is."""
+    return next((pattern for pattern, spec in preset.rules if spec is None and re.search(pattern, name)), None)
+
+
+def reach_of(model: nn.Module, preset: Preset, targets: Mapping[str, QuantSpec]) -> tuple[float, str]:
+    """Return the share of the blocks' linear and expert weights that `targets` are, and a line that says it.
+
+    Where more than `MOST_LEFT` is left out, the line is a warning that names what, and why.
+    """
+    matrices, reasons = _matrices(model), dict[str, list[str]]()
+    for name in matrices.keys() - targets.keys():
+        kept = _kept_by(preset, name)
+        plain = "it is a router" if ROUTER.search(name) else f"{preset.name} reaches no such layer"
+        reasons.setdefault(plain if kept is None else f"--keep {kept!r}", []).append(name)
+    every = max(1, sum(matrices.values()))
+    sizes = {why: sum(matrices[name] for name in names) / every for why, names in reasons.items()}
+    share = 1 - sum(sizes.values())
+    line = f"{share:.1%} of the linear and expert weights of the blocks are quantised"
+    if share >= 1 - MOST_LEFT:
+        return share, line
+    by_size = sorted(reasons, key=lambda why: -sizes[why])
+    left = "; ".join(f"{sizes[w]:.1%} in {len(reasons[w])} such as {min(reasons[w])} ({w})" for w in by_size)
+    return share, f"warning: only {line}; left as they are: {left}"
 
 
 def _some(names: list[str]) -> str:
@@ -171,7 +198,7 @@ def add_lora(model: nn.Module, config: LoraConfig, start: Mapping[str, Factors] 
     except re.error as error:
         raise ConfigError(f"lora_targets: {pattern!r} is not a regular expression ({error})") from None
     layers = dict(linear_layers(model))
-    targets = [name for name in layers if match.search(name)]
+    targets = [name for name in layers if match.search(name) and not ROUTER.search(name)]
     if not targets:
         raise ConfigError(f"lora_targets: {pattern!r} matches no linear layer; there are: {_some(list(layers))}")
     unknown = sorted(set(start or {}) - set(layers))

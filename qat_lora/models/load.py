@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import (
@@ -47,9 +45,11 @@ from qat_lora.files.outputs import MARK
 from qat_lora.layers.attention import AttentionKernel, Keep, blocked_attention, tiled_or
 from qat_lora.layers.calibrate.upcast import computing_dtype
 from qat_lora.layers.convert import quant_layers, tied_embedding
+from qat_lora.layers.experts import Experts, split_experts
 from qat_lora.layers.flex_attention import flex_or
 from qat_lora.models import from_gguf, packed
 from qat_lora.models.attention_mask import attention_inputs
+from qat_lora.models.copies import copy_tokenizer
 from qat_lora.models.hf_quantizer import QUANT_METHOD, QatLoraQuantizationConfig, QatLoraQuantizer
 from qat_lora.models.hub import DEFAULT_HUB, HubConfig
 from qat_lora.quant.presets import Preset
@@ -60,8 +60,6 @@ FILE_SUFFIXES = (".pt", ".pth", ".safetensors")
 """Of names of files; any other dot belongs to the name of a folder, as in Qwen3-0.6B."""
 TILED, BLOCKED, FLEX = "qat_lora_tiled", "qat_lora_blocked", "qat_lora_flex"
 """Names of our attention among those of transformers."""
-GENERATION = "generation_config.json"
-"""A model's default generation settings."""
 PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", SUMS]
 
 
@@ -222,6 +220,8 @@ class CausalLM:
         """
         self._attend(FLEX, flex_or)
         for module in self.module.modules():
+            if isinstance(module, Experts):  # how many tokens each gets is another program every time
+                module.__dict__["forward"] = torch.compiler.disable(module.forward)
             if isinstance(module, GradientCheckpointingLayer):
                 module.compile(dynamic=False, **how)
         # What a frozen embedding returns needs no gradient, and the first layer would be a program of its own.
@@ -330,6 +330,8 @@ def load_model(
                 f"model: {folder} has {kind} tensors: {names}; the checkpoint does not fit its config.json"
             )
     check_finite(module.state_dict(), f"model: {folder}")
+    if device_map is None:  # else accelerate has its hooks in the modules as they are
+        split_experts(module)
     module.eval().requires_grad_(False)
     return CausalLM(module, folder)
 
@@ -411,45 +413,6 @@ def save_model(module: Any, out: Path) -> None:
     check_finite(module.state_dict(), f"model for {out}")
     with _quiet():
         module.save_pretrained(out)
-
-
-def copy_tokenizer(source: Path, out: Path) -> None:
-    """Copy tokenizer and chat template files: saving them again can change their bytes."""
-    copy_files(source, out, *TOKENIZER)
-
-
-def copy_files(source: Path, out: Path, *patterns: str) -> None:
-    """Copy the files of a folder whose names match, as many as there are."""
-    for file in (file for pattern in patterns for file in source.glob(pattern)):
-        shutil.copyfile(file, out / file.name)
-
-
-def save_with_tensors(folder: Path, out: Path, tensors: Mapping[str, Tensor]) -> Path:
-    """Copy a checkpoint with some tensors replaced, in the types that they have there; return the new folder.
-
-    Raises:
-        DamagedFileError: a file of the checkpoint is not what was written.
-        ModelError: a tensor that the checkpoint lacks, of another shape, or with NaN or infinity in it.
-    """
-    left = set(tensors)
-    check_folder(folder)
-    out.mkdir(parents=True, exist_ok=True)
-    for file in sorted(folder.glob("model*.safetensors")):
-        stored = load_file(file)
-        for name in sorted(left & set(stored)):
-            new = tensors[name].detach().cpu().to(stored[name].dtype).contiguous()
-            if new.shape != stored[name].shape:
-                had, wants = tuple(new.shape), tuple(stored[name].shape)
-                raise ModelError(f"tensors: {name} has shape {had}, the checkpoint {folder} has {wants}")
-            stored[name] = new
-            left.remove(name)
-        check_finite(stored, f"tensors for {out}")
-        save_file(stored, out / file.name, metadata={"format": "pt"})
-    if left:
-        raise ModelError(f"checkpoint {folder}: lacks the tensors {', '.join(sorted(left)[:4])}")
-    copy_files(folder, out, "config.json", "model.safetensors.index.json", GENERATION, *TOKENIZER)
-    seal(out)
-    return out
 
 
 END_OF_TEXT = "<|endoftext|>"

@@ -22,6 +22,7 @@ from qat_lora.errors import ModelError
 from qat_lora.files.checksums import check_folder, read_object
 from qat_lora.files.gguf_header import GGUF, read_header
 from qat_lora.layers.convert import add_lora, block_of, make_quant_skeleton, quant_layers
+from qat_lora.layers.experts import split_experts
 from qat_lora.layers.quant_linear import Dense
 from qat_lora.models import load as models
 from qat_lora.models.from_gguf import config_of
@@ -167,7 +168,9 @@ def meta_model(name: str) -> tuple[Any, nn.Module]:
     try:
         config = models.AutoConfig.from_pretrained(name) if read is None else models.AutoConfig.for_model(**read)
         with torch.device("meta"):
-            return config, models.AutoModelForCausalLM.from_config(config)
+            module = models.AutoModelForCausalLM.from_config(config)
+        split_experts(module)
+        return config, module
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"model: {name} has no config.json that transformers can build ({reason})") from None

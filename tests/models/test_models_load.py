@@ -15,15 +15,8 @@ from qat_lora.errors import ModelError
 from qat_lora.files.checksums import checkpoint_sha256, seal
 from qat_lora.layers.calibrate.quantize import quantize_model
 from qat_lora.layers.convert import prepare_base, quant_layers
-from qat_lora.models.load import (
-    copy_tokenizer,
-    load_model,
-    load_tokenizer,
-    resolve_model,
-    save_quantised,
-    save_with_tensors,
-    tokenizer_sha256,
-)
+from qat_lora.models.copies import copy_tokenizer, save_with_tensors
+from qat_lora.models.load import load_model, load_tokenizer, resolve_model, save_quantised, tokenizer_sha256
 from qat_lora.quant.presets import PRESETS, preset
 
 SMALL = {

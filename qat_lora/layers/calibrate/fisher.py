@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from qat_lora.layers.calibrate.disk_offload import Zeros
 from qat_lora.layers.convert import LM_HEAD, block_of, quant_layers
+from qat_lora.layers.experts import tokens_of
 from qat_lora.quant.initialize import NEED_TEXT
 from qat_lora.runtime.host.memory import give_back
 
@@ -42,6 +43,20 @@ class Sensitivity(NamedTuple):
     tokens: list[Tensor]
     """What every token counts for inputs: its g² over the mean of all tokens, output by output, summed; a flat tensor a
     batch."""
+    which: list[Tensor | None]
+    """Which of a batch's tokens those are, in order; None for all, as in layers outside of experts."""
+
+    def weights(self, batch: int, seen: Tensor | None = None) -> Tensor:
+        """Return what tokens of a batch count: all, or those that an expert got; one of unknown gradient nothing."""
+        counts, known = self.tokens[batch], self.which[batch]
+        if seen is None or known is None or not len(known):
+            return counts if seen is None else counts.new_zeros(len(seen))
+        place = torch.searchsorted(known, seen).clamp(max=len(known) - 1)
+        return counts[place] * (known[place] == seen)
+
+    def plain_outputs(self) -> Tensor:
+        """Return the metric, like `outputs_OO`, in which all outputs cost alike."""
+        return torch.ones_like(self.outputs_OO) if self.outputs_OO.dim() == 1 else torch.eye(len(self.outputs_OO))
 
 
 def kept_shape(outputs: int) -> tuple[int, ...]:
@@ -78,10 +93,11 @@ def sensitivities(
     """
     sums: dict[str, Tensor] = {}
     squares: dict[str, list[Tensor]] = {name: [] for name in names}
+    which: dict[str, list[Tensor | None]] = {name: [] for name in squares}
     count = dict.fromkeys(squares, 0)
 
     def watch(name: str) -> Callable[..., None]:
-        def on_gradient(gradient: Tensor) -> None:
+        def on_gradient(seen: Tensor | None, gradient: Tensor) -> None:
             g = gradient.reshape(-1, gradient.shape[-1]).float()
             shape = kept_shape(g.shape[1])
             total = g.T @ g if len(shape) == 2 else g.square().sum(0)
@@ -90,12 +106,13 @@ def sensitivities(
             sums[name] += total.cpu()
             count[name] += len(g)
             # Of the batches so far: a mean over all of them would take a second pass.
-            mean = (sums[name].diagonal() if len(shape) == 2 else sums[name]) / count[name]
+            mean = (sums[name].diagonal() if len(shape) == 2 else sums[name]) / max(1, count[name])
             lifted = (mean + OUTPUT_FLOOR * mean.mean()).clamp_min(1e-30).to(g.device)
             squares[name].append((g.square() / lifted).sum(1))
+            which[name].append(seen)
 
         def on_output(_module: nn.Module, _args: Any, output: Tensor) -> None:
-            output.register_hook(on_gradient)
+            output.register_hook(functools.partial(on_gradient, tokens_of(model, name)))
 
         return on_output
 
@@ -111,7 +128,8 @@ def sensitivities(
         hooks.enter_context(_computed_again([model.get_submodule(name) for name in blocks]))
         for batch in tqdm(batches, desc="sensitivity", unit="batch", disable=quiet):
             log_likelihood(batch).backward()
-    return {name: Sensitivity(sums[name].div_(sum(map(len, parts))), parts) for name, parts in squares.items()}
+    tokens = {name: max(1, sum(map(len, parts))) for name, parts in squares.items()}
+    return {name: Sensitivity(sums[name].div_(tokens[name]), squares[name], which[name]) for name in squares}
 
 
 @contextlib.contextmanager

@@ -25,11 +25,17 @@ from qat_lora.layers.calibrate.finished import NOT_KEPT, Finished, Work, finishe
 from qat_lora.layers.calibrate.fisher import Sensitivity
 from qat_lora.layers.calibrate.fit import FitSettings, fit_layers, together
 from qat_lora.layers.convert import LM_HEAD, block_of, put_quantized, quantize_targets
+from qat_lora.layers.experts import siblings_of, tokens_of
 from qat_lora.layers.lora import Factors
 from qat_lora.quant.initialize import Method
 from qat_lora.quant.presets import Preset
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.runtime.host.memory import give_back
+
+FEWEST_TOKENS = 16
+"""Of the calibration text, that tell anything of an expert's inputs."""
+MOST_TOGETHER = 64
+"""Layers that are fitted in one go: the second moments of all experts would not fit a device."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,8 @@ def second_moments(
 ) -> dict[str, Tensor]:
     """Return the mean of x xᵀ over all tokens, float32 [I, I], for the input of every named layer.
 
-    Layers with the same input tensor share one matrix, unless tokens count differently for each.
+    Layers with the same input tensor share one matrix, unless tokens count differently for each. Experts that fewer
+    than `FEWEST_TOKENS` reach have none.
 
     Args:
         model: the full-precision model.
@@ -81,6 +88,7 @@ def second_moments(
     sums: dict[str, Tensor] = {}
     mass: dict[str, Tensor | float] = {}
     owner: dict[str, str] = {}
+    reached = dict[str, int]()
     last: dict[str, Any] = {"input": None, "name": "", "batch": 0}
 
     def watch(name: str) -> Callable[..., None]:
@@ -92,7 +100,8 @@ def second_moments(
             x = args[0].reshape(-1, args[0].shape[-1]).float()
             weights = x.new_ones(x.shape[0])
             if costs is not None and name in costs:
-                weights = costs[name].tokens[last["batch"]]
+                weights = costs[name].weights(last["batch"], tokens_of(model, name))
+            reached[name] = reached.get(name, 0) + len(x)
             moment = (x * weights[:, None]).T @ x
             sums[name] = sums[name] + moment if name in sums else moment
             mass[name] = mass.get(name, 0.0) + weights.sum()
@@ -109,7 +118,7 @@ def second_moments(
             hidden = forward(batch)
             for name, hook in lm_heads.items():
                 hook(model.get_submodule(name), (hidden,))
-    means = {name: total / mass[name] for name, total in sums.items()}
+    means = {n: total / mass[n] for n, total in sums.items() if reached[n] >= FEWEST_TOKENS or not siblings_of(n)}
     return means | {name: means[shared] for name, shared in owner.items() if shared in means}
 
 
@@ -128,6 +137,8 @@ class LayerFitter:
     """Keeps the layers of every finished block, and has those that an interrupted run finished."""
     bar: tqdm[Any] = field(default_factory=lambda: tqdm(disable=True))
     """Counts finished layers."""
+    unreached: set[str] = field(default_factory=set)
+    """Layers of experts that calibration hardly reaches: fitted by what stands in for their inputs."""
 
     def linear(self, name: str) -> nn.Linear:
         """Return a full-precision layer."""
@@ -141,7 +152,21 @@ class LayerFitter:
         for name in names:
             spec, alone = self.targets[name], LM_HEAD.search(name) or not together(self.targets[name], self.settings)
             found.setdefault(name if alone else (spec, self.linear(name).weight.shape), []).append(name)
-        return list(found.values())
+        return [of[i : i + MOST_TOGETHER] for of in found.values() for i in range(0, len(of), MOST_TOGETHER)]
+
+    def stand_in(self, name: str, moments_II: Mapping[str, Tensor]) -> Tensor:
+        """Return a second moment for an expert that hardly a token reaches, and remember its name.
+
+        What enters a mixture is of one space, so for `gate_proj` and `up_proj` it is the mean of the experts that
+        tokens do reach. The inputs of `down_proj` are each expert's own: there all count alike.
+        """
+        self.unreached.add(name)
+        weight, own = self.linear(name).weight, siblings_of(name)
+        known = [] if name.endswith("down_proj") else [m for n, m in moments_II.items() if siblings_of(n) == own]
+        return sum(known[1:], known[0]) / len(known) if known else torch.eye(weight.shape[1], device=weight.device)
+
+    def _outputs(self, cost: Sensitivity, name: str) -> Tensor:
+        return cost.plain_outputs() if name in self.unreached else cost.outputs_OO
 
     def fit(
         self,
@@ -157,7 +182,7 @@ class LayerFitter:
         """
         self.work.may_stop()
         linears, spec, costs = [self.linear(name) for name in names], self.targets[names[0]], self.costs or {}
-        outputs_OO = [costs[name].outputs_OO if name in costs else None for name in names]
+        outputs_OO = [self._outputs(costs[name], name) if name in costs else None for name in names]
         lm_head = LM_HEAD.search(names[0]) is not None  # which has no adapter
         settings = self.settings._replace(start_rank=0, joint_rank=0) if lm_head else self.settings
         weights_OI = [linear.weight.data for linear in linears] if weights_OI is None else weights_OI
@@ -167,8 +192,12 @@ class LayerFitter:
         self.bar.update(len(found))
         return found
 
-    def fit_all(self, moments: Mapping[str, Tensor | None]) -> dict[str, Finished]:
-        """Fit the named layers to the second moments of their inputs."""
+    def fit_all(self, layers: Sequence[str], known: Mapping[str, Tensor]) -> dict[str, Finished]:
+        """Fit layers to the second moments of their inputs, as far as they are known."""
+        moments: dict[str, Tensor | None] = {
+            name: self.stand_in(name, known) if known and name not in known and siblings_of(name) else known.get(name)
+            for name in layers
+        }
         found = dict[str, Finished]()
         for names in self.groups(moments):
             found |= self.fit(names, [moments[name] for name in names])
@@ -179,9 +208,10 @@ class LayerFitter:
         kept = self.work.take(f"block-{block}")
         if kept is None:
             found = fit()
-            self.work.keep(f"block-{block}", *kept_of(found))
+            self.work.keep(f"block-{block}", *kept_of(found, self.unreached))
         else:
             found = finished_of(kept, self.model, self.targets)
+            self.unreached.update(name for name, unreached in kept[1].items() if unreached)
             self.bar.update(len(found))
         return found
 
@@ -201,7 +231,9 @@ def quantize_layers(fitter: LayerFitter, moments: Mapping[str, Tensor] | None = 
     """
     adapter_init: dict[str, Factors] = {}
     for block, names in itertools.groupby(fitter.targets, lambda name: block_of(name) or name):
-        fit = functools.partial(fitter.fit_all, {name: (moments or {}).get(name) for name in names})
+        layers = list(names)
+        known = {name: moments[name] for name in layers if name in moments} if moments else {}
+        fit = functools.partial(fitter.fit_all, layers, known)
         adapter_init |= fitter.put(fitter.finish(block, fit))
     return adapter_init
 
