@@ -10,19 +10,27 @@ Integer codes keep their width. Others take one of 2, 4 and 8 bits unless the us
 """
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from qat_lora.errors import ModelError
 from qat_lora.export.forms import ExportJob, ExportPlan
 from qat_lora.export.integers import REFIT_BITS, Integers, as_integers, needed_bits, packable, save_packed
 from qat_lora.export.merged import LOAD_TOKENIZER
 from qat_lora.export.pair import with_adapter
 from qat_lora.extras import require
 from qat_lora.layers.convert import LM_HEAD, linear_layers, quant_layers
+from qat_lora.layers.experts import has_split_experts
 
+EXPERTS_NOTE = (
+    "transformers fuses experts, so it loads this folder with CompressedTensorsConfig(dequantize=True) alone, and PEFT "
+    "no adapter of experts on it"
+)
 PORTABLE = (2, 4, 8)  # widths that every version of compressed-tensors packs alike
 
 
@@ -85,23 +93,48 @@ def save_compressed(module: Any, found: dict[str, Integers], out: Path, dtype: s
         }
 
     config = _quantization_config(module, found)
-    save_packed(module, found, parts, out, dtype, lambda _: {"quantization_config": config})
+    save_packed(module, found, parts, out, dtype, lambda _: {"quantization_config": config}, rename=file_name(module))
+
+
+EXPERT_NAMES: dict[str, tuple[tuple[str, str], ...]] = dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe"), ())
+EXPERT_NAMES["mixtral"] = ((r"\.mlp\.", ".block_sparse_moe."), (r"\.gate_proj\b", ".w1"), (r"\.down_proj\b", ".w2"))
+EXPERT_NAMES["mixtral"] += ((r"\.up_proj\b", ".w3"),)
+"""What a family's files call the parts of a mixture, where they differ from the modules."""
+
+
+def file_name(module: Any) -> Callable[[str], str]:
+    """Return what gives a tensor or layer the name that the family's files have for it.
+
+    Raises:
+        ModelError: a mixture whose names are not known here.
+    """
+    kind = module.config.get_text_config().model_type
+    if has_split_experts(module) and kind not in EXPERT_NAMES:
+        known = ", ".join(EXPERT_NAMES)
+        raise ModelError(f"form: compressed-tensors is not written for the experts of {kind}; allowed: {known}")
+
+    def renamed(name: str) -> str:
+        for pattern, new in EXPERT_NAMES.get(kind, ()):
+            name = re.sub(pattern, new, name)
+        return name
+
+    return renamed
 
 
 def _quantization_config(module: Any, found: dict[str, Integers]) -> dict[str, Any]:
     """Return the library's own dump of its schema, one group of layers for each pair of bits and group size."""
-    schema = require("compressed_tensors.quantization", "export")
+    schema, renamed = require("compressed_tensors.quantization", "export"), file_name(module)
     forms: dict[tuple[int, int | None], list[str]] = {}
     for name, integers in found.items():
         whole_row = integers.steps_OG.shape[1] == 1
-        forms.setdefault((integers.bits, None if whole_row else integers.group_size), []).append(name)
+        forms.setdefault((integers.bits, None if whole_row else integers.group_size), []).append(renamed(name))
     groups, form = {}, "pack-quantized"
     for i, ((bits, group), names) in enumerate(forms.items()):
         strategy = "group" if group else "channel"
         weights = schema.QuantizationArgs(num_bits=bits, symmetric=True, group_size=group, strategy=strategy)
         targets = ["Linear"] if len(forms) == 1 else sorted(names)
         groups[f"group_{i}"] = schema.QuantizationScheme(targets=targets, weights=weights, format=form)
-    ignore = ["lm_head", *sorted(name for name, _ in linear_layers(module) if name not in found)]
+    ignore = ["lm_head", *sorted(renamed(name) for name, _ in linear_layers(module) if name not in found)]
     config = schema.QuantizationConfig(
         config_groups=groups, format=form, quantization_status="compressed", ignore=ignore
     )
@@ -110,7 +143,8 @@ def _quantization_config(module: Any, found: dict[str, Integers]) -> dict[str, A
 
 def container_notes(module: Any, found: dict[str, Integers]) -> list[str]:
     """Return what a user must know about the folder: what it holds and where it loads."""
-    lines = ["checked with transformers and the compressed-tensors schema; not run in vLLM"]
+    lines = [EXPERTS_NOTE] if has_split_experts(module) else []
+    lines += ["checked with transformers and the compressed-tensors schema; not run in vLLM"]
     if quant_layers(module).keys() - found.keys():
         lines.append("the quantised output head is written dense: this container packs linear layers inside the model")
     if odd := sorted({integers.bits for integers in found.values()} - set(PORTABLE)):

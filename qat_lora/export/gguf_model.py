@@ -20,6 +20,7 @@ from torch import Tensor
 
 from qat_lora.errors import ModelError
 from qat_lora.extras import require
+from qat_lora.layers.experts import EXPERT
 from qat_lora.models.load import CausalLM
 
 GEMMA_27B = {"gemma2": 46, "gemma3": 62}
@@ -36,6 +37,8 @@ class Architecture(NamedTuple):
     ropes: tuple[str, ...] = ("default", "linear", "yarn")
     permuted: bool = False
     """Whether rows of query and key heads change their order."""
+    normed: bool | None = None
+    """Whether the weights of a token's experts sum to one; None for an architecture without experts."""
 
     @property
     def gemma(self) -> bool:
@@ -53,6 +56,9 @@ ARCHITECTURES = {
     "gemma3_text": Architecture("gemma3", ropes=("default", "linear")),
     "phi3": Architecture("phi3", ropes=("default", "longrope")),
     "granite": Architecture("granite", _ALL, _ROTARY[:3], permuted=True),
+    "qwen3_moe": Architecture("qwen3moe", normed=True),
+    "mixtral": Architecture("llama", ropes=_ROTARY, permuted=True, normed=True),
+    "olmoe": Architecture("olmoe", normed=False),
 }
 """By transformers' `model_type`."""
 
@@ -74,6 +80,7 @@ def architecture(model: CausalLM) -> Architecture:
     partial, soft_cap = rope.get("partial_rotary_factor", 1.0), getattr(config, "attn_logit_softcapping", None)
     scale, wide = getattr(config, "query_pre_attn_scalar", None), heads * head_width(config)
     per_head = config.hidden_size // heads if GEMMA_27B.get(found.name) == config.num_hidden_layers else 0
+    step, normed = getattr(config, "decoder_sparse_step", 1), getattr(config, "norm_topk_prob", found.normed)
     checks = (
         ("biases of", next((n for n in biased if not re.search(found.biases, n.replace(".base", ""))), None)),
         ("positions scaled by", rope["rope_type"] if rope["rope_type"] not in found.ropes else None),
@@ -85,6 +92,10 @@ def architecture(model: CausalLM) -> Architecture:
         ("final_logit_softcapping", "none" if found.name == "gemma2" and not config.final_logit_softcapping else None),
         ("attn_logit_softcapping", soft_cap if found.name != "gemma2" else None),
         ("use_bidirectional_attention", getattr(config, "use_bidirectional_attention", None) or None),
+        ("layers without experts, decoder_sparse_step", step if step != 1 else None),
+        ("layers without experts, mlp_only_layers", getattr(config, "mlp_only_layers", None) or None),
+        ("norm_topk_prob", normed if found.normed is not None and normed != found.normed else None),
+        ("clip_qkv", getattr(config, "clip_qkv", None)),
         ("head_dim", head_width(config) if found.name in ("qwen2", "phi3") and wide != config.hidden_size else None),
     )
     for what, given in checks:
@@ -120,10 +131,17 @@ def gguf_name(model: CausalLM, layer: str) -> str:
         ModelError: a layer that the architecture does not have.
         MissingExtraError: gguf is not installed.
     """
+    found = EXPERT.match(layer)
+    layer = f"{found[1]}.{found[3]}" if found else layer  # the experts of a layer are one tensor
     names = _names(ARCHITECTURES[model.config.model_type].name, model.config.num_hidden_layers)
     if name := names.get_name(layer):
         return str(name)
     raise ModelError(f"model: GGUF has no name for the layer {layer}")
+
+
+def is_router(model: CausalLM, layer: str) -> bool:
+    """Return True for what chooses experts, which llama.cpp keeps in float32."""
+    return ARCHITECTURES[model.config.model_type].normed is not None and layer.endswith(".gate")
 
 
 def row_order(model: CausalLM, layer: str) -> Tensor | None:
@@ -151,7 +169,11 @@ def write_settings(writer: Any, model: CausalLM, rows: int) -> None:
     if kind == "yarn":  # llama.cpp has this factor already
         stretch /= 0.1 * math.log(max(1.0, rope["factor"])) + 1
     windows = found.gemma and [layer == "sliding_attention" for layer in config.layer_types]
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     settings = {
+        "expert_count": experts,
+        "expert_used_count": config.num_experts_per_tok if experts else None,
+        "expert_feed_forward_length": getattr(config, "moe_intermediate_size", None),
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers,

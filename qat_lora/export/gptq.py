@@ -67,7 +67,7 @@ def to_gptq(module: Any) -> dict[str, Integers]:
         ModelError: there is none, or one that it does not hold.
     """
     found = {}
-    for name, layer in packable(module).items():
+    for name, layer in packable(module, "gptq").items():
         if LM_HEAD.search(name):
             continue
         needed, group = needed_bits(layer.spec), cut_group(layer, GROUPS)

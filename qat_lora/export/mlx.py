@@ -95,7 +95,7 @@ def to_mlx(module: Any) -> dict[str, Integers | None]:
     Raises:
         ModelError: the model has no quantised layer.
     """
-    return {name: _of_layer(layer) for name, layer in packable(module).items()}
+    return {name: _of_layer(layer) for name, layer in packable(module, "mlx").items()}
 
 
 def _of_layer(layer: QuantLinear) -> Integers | None:

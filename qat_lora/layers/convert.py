@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.errors import ConfigError, ModelError
-from qat_lora.layers.experts import ROUTER
+from qat_lora.layers.experts import is_router
 from qat_lora.layers.lora import Factors, LoraConfig, LoraLinear, share_inputs
 from qat_lora.layers.quant_linear import QuantLinear, Rounded, dense_linear, join_dense
 from qat_lora.layers.tied_embedding import TiedEmbedding, embedding_of, tie_embedding, untie_embedding
@@ -57,7 +57,7 @@ def quantize_targets(model: nn.Module, preset: Preset) -> dict[str, QuantSpec]:
         ConfigError: a rule that reaches no layer, or an LM head to be quantised in a model without one.
     """
     layers = [name for name, module in linear_layers(model) if not isinstance(module, QuantLinear)]
-    layers = [name for name in layers if not ROUTER.search(name)]
+    layers = [name for name in layers if not is_router(model, name)]
     for pattern, spec in preset.rules:
         names = layers if spec is not None else [*layers, *_matrices(model)]  # what is kept need not be linear
         if not any(re.search(pattern, name) for name in names):
@@ -116,7 +116,7 @@ def reach_of(model: nn.Module, preset: Preset, targets: Mapping[str, QuantSpec])
     matrices, reasons = _matrices(model), dict[str, list[str]]()
     for name in matrices.keys() - targets.keys():
         kept = _kept_by(preset, name)
-        plain = "it is a router" if ROUTER.search(name) else f"{preset.name} reaches no such layer"
+        plain = "it is a router" if is_router(model, name) else f"{preset.name} reaches no such layer"
         reasons.setdefault(plain if kept is None else f"--keep {kept!r}", []).append(name)
     every = max(1, sum(matrices.values()))
     sizes = {why: sum(matrices[name] for name in names) / every for why, names in reasons.items()}
@@ -198,7 +198,7 @@ def add_lora(model: nn.Module, config: LoraConfig, start: Mapping[str, Factors] 
     except re.error as error:
         raise ConfigError(f"lora_targets: {pattern!r} is not a regular expression ({error})") from None
     layers = dict(linear_layers(model))
-    targets = [name for name in layers if match.search(name) and not ROUTER.search(name)]
+    targets = [name for name in layers if match.search(name) and not is_router(model, name)]
     if not targets:
         raise ConfigError(f"lora_targets: {pattern!r} matches no linear layer; there are: {_some(list(layers))}")
     unknown = sorted(set(start or {}) - set(layers))

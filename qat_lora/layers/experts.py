@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from qat_lora.runtime.base import wants_fixed_shapes
 
-ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate|router\.layer|router\.classifier)$")
-"""Linear layers that choose or weigh experts: never quantised, never adapted."""
+ROUTERS = ("gate", "router", "shared_expert_gate")
+"""Names of layers beside `experts` that choose or weigh them: never quantised, never adapted."""
 EXPERT = re.compile(r"^(.*\bexperts)\.(\d+)\.((?:gate|up|down)_proj)$")
 """Mixture, expert and part in the name of an expert's layer."""
 
@@ -112,6 +112,12 @@ def join_experts(model: nn.Module) -> None:
         for part, weight in (("gate_up_proj", gate_up), ("down_proj", down)):
             setattr(fused, part, nn.Parameter(weight.detach(), requires_grad=False))
         model.set_submodule(name, fused)
+
+
+def is_router(model: nn.Module, layer: str) -> bool:
+    """Return True for a layer that chooses or weighs experts, by name and place."""
+    mixture, _, name = layer.rpartition(".")
+    return name in ROUTERS and hasattr(model.get_submodule(mixture), "experts")
 
 
 def has_split_experts(model: nn.Module) -> bool:
