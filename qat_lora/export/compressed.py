@@ -28,8 +28,8 @@ from qat_lora.layers.convert import LM_HEAD, linear_layers, quant_layers
 from qat_lora.layers.experts import has_split_experts
 
 EXPERTS_NOTE = (
-    "transformers fuses experts, so it loads this folder with CompressedTensorsConfig(dequantize=True) alone, and PEFT "
-    "no adapter of experts on it"
+    "transformers fuses experts, so PEFT puts no adapter of experts on this folder; vLLM takes such adapters by name, "
+    "which was not run"
 )
 PORTABLE = (2, 4, 8)  # widths that every version of compressed-tensors packs alike
 
@@ -138,7 +138,8 @@ def _quantization_config(module: Any, found: dict[str, Integers]) -> dict[str, A
     config = schema.QuantizationConfig(
         config_groups=groups, format=form, quantization_status="compressed", ignore=ignore
     )
-    return json.loads(config.model_dump_json())
+    # transformers reads packed experts in one way alone, which it does not choose by itself; vLLM ignores the word.
+    return json.loads(config.model_dump_json()) | ({"dequantize": True} if has_split_experts(module) else {})
 
 
 def container_notes(module: Any, found: dict[str, Integers]) -> list[str]:

@@ -1,6 +1,7 @@
 """Mixtures of experts through the commands: quantised, recovered, scored, exported."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +12,15 @@ from transformers import AutoModelForCausalLM
 from qat_lora.errors import ModelError
 from qat_lora.layers.convert import lora_layers, quant_layers
 from qat_lora.layers.experts import siblings_of
+from qat_lora.layers.lora import LoraConfig
 from qat_lora.models.load import load_model
 from qat_lora.models.student import open_student
 
 IDS = torch.randint(0, 320, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
+def loud(out):
+    return replace(part(out), quiet=False)
 
 
 @torch.no_grad()
@@ -34,7 +40,7 @@ def mixture(tiny, tmp_path_factory):
 @pytest.fixture(scope="module")
 def made(mixture, tmp_path_factory):
     mine, cache = mixture
-    options = quantize_options(mine, tmp_path_factory.mktemp("m") / "student", cache, preset="q4_0", init="descent")
+    options = quantize_options(mine, tmp_path_factory.mktemp("m") / "student", cache, preset="q4_0")
     return call("quantize", options)
 
 
@@ -45,8 +51,7 @@ def recovered(mixture, made, tmp_path_factory):
 
 def test_experts_are_quantised_one_by_one_and_recovered(mixture, tmp_path, capsys):
     mine, cache = mixture
-    loud = part(tmp_path / "student", quiet=False)
-    made = call("quantize", quantize_options(mine, None, cache, init="descent", run=loud))
+    made = call("quantize", quantize_options(mine, None, cache, run=loud(tmp_path / "student")))
     shown = capsys.readouterr().out
     assert "99.6% of the linear and expert weights of the blocks are quantised" in shown and "warning" not in shown
     result = json.loads((made / "result.json").read_text())
@@ -57,20 +62,19 @@ def test_experts_are_quantised_one_by_one_and_recovered(mixture, tmp_path, capsy
     assert lora_layers(open_student(str(run)).model.module).keys() == layers.keys()
     call("evaluate", eval_options(mine, {"before": made, "after": run}, tmp_path / "eval"))
     scores = json.loads((tmp_path / "eval" / "scores.json").read_text())
-    assert scores["after"]["kl"] < 0.8 * scores["before"]["kl"]
+    assert scores["after"]["kl"] < 0.95 * scores["before"]["kl"]
 
 
-@pytest.mark.parametrize("init", ["gptq", "descent"])
 @pytest.mark.parametrize("inputs", ["student", "teacher"])
-def test_experts_that_no_token_reaches_are_named(init, inputs, tiny, mixture, tmp_path, capsys):
+def test_experts_that_no_token_reaches_are_named(inputs, tiny, mixture, tmp_path, capsys):
     folder = save_mixture("Qwen3Moe", tmp_path / "teacher", tiny, num_hidden_layers=1, num_experts_per_tok=1)
     with torch.no_grad():  # the last expert's router row never wins
         model = AutoModelForCausalLM.from_pretrained(folder)
         model.model.layers[0].mlp.gate.weight[:5] *= 1e3
         model.model.layers[0].mlp.gate.weight[5] = 0.0
         model.save_pretrained(folder)
-    options = quantize_options(tiny._replace(teacher=folder), None, mixture[1], init=init, calibrate_on=inputs)
-    made = call("quantize", options, run=part(tmp_path / "student", quiet=False))
+    options = quantize_options(tiny._replace(teacher=folder), None, mixture[1], calibrate_on=inputs)
+    made = call("quantize", options, run=loud(tmp_path / "student"))
     expected = [f"model.layers.0.mlp.experts.5.{name}_proj" for name in ("down", "gate", "up")]
     assert json.loads((made / "result.json").read_text())["unreached"] == expected
     assert "warning: fewer than 16 calibration tokens reach 1 experts (model.layers.0.mlp.experts.5)" in (
@@ -84,7 +88,7 @@ def test_experts_that_no_token_reaches_are_named(init, inputs, tiny, mixture, tm
 
 def test_experts_that_are_kept_are_a_warning_and_stay_bit_for_bit(mixture, tmp_path, capsys):
     mine, _ = mixture
-    asked = quantize_options(mine, None, keep=(r"experts\.\d+\.up",), run=part(tmp_path / "student", quiet=False))
+    asked = quantize_options(mine, None, keep=(r"experts\.\d+\.up",), run=loud(tmp_path / "student"))
     made = call("quantize", asked)
     shown = capsys.readouterr().out
     assert "warning: only 7" in shown and r"in 6 such as model.layers.0.mlp.experts.0.up_proj (--keep 'experts" in shown
@@ -116,6 +120,57 @@ def test_an_adapter_of_experts_merges(recovered, tmp_path):
     assert (logits(plain) - logits(open_student(str(recovered)).model.module)).abs().max() < 1e-4
 
 
+def test_gguf_stacks_the_codes_of_experts_byte_for_byte(recovered, made, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    out = call("export", export_options(recovered, tmp_path / "out", form="gguf"))
+    adapted = open_student(str(recovered)).model.module
+    held = {tensor.name: tensor for tensor in gguf.GGUFReader(out / "base.gguf").tensors}
+    factors = {tensor.name: tensor for tensor in gguf.GGUFReader(out / "adapter.gguf").tensors}
+    for part_, label in (("gate", "gate"), ("up", "up"), ("down", "down")):
+        found = held[f"blk.0.ffn_{label}_exps.weight"]
+        assert found.tensor_type.name == "Q4_0" and list(found.shape) == [64, 64, 6]
+        values = torch.from_numpy(gguf.dequantize(found.data, found.tensor_type).copy())
+        a, b = (factors[f"blk.0.ffn_{label}_exps.weight.lora_{end}"] for end in "ab")
+        assert list(a.shape) == [64, 2, 6] and list(b.shape) == [2, 64, 6]
+        for number in range(6):
+            layer = adapted.get_submodule(f"model.layers.0.mlp.experts.{number}.{part_}_proj")
+            assert torch.equal(values[number], layer.base.weight.detach().float())
+            assert torch.equal(torch.from_numpy(a.data[number].copy()).float(), layer.lora_A.detach())
+            assert torch.equal(torch.from_numpy(b.data[number].copy()).float(), layer.lora_B.detach())
+    router = held["blk.0.ffn_gate_inp.weight"]
+    assert router.tensor_type.name == "F32" and torch.equal(
+        torch.from_numpy(router.data.copy()), adapted.get_parameter("model.layers.0.mlp.gate.weight").detach()
+    )
+    reader = gguf.GGUFReader(out / "base.gguf")
+    settings = {"expert_count": 6, "expert_used_count": 2, "expert_feed_forward_length": 64}
+    for name, value in settings.items():
+        assert reader.get_field(f"qwen3moe.{name}").contents() == value
+
+
+@pytest.mark.parametrize(("kind", "arch"), [("Mixtral", "llama"), ("Olmoe", "olmoe")])
+def test_gguf_of_other_families_and_dense(kind, arch, tiny, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    folder = save_mixture(kind, tmp_path / "teacher", tiny, num_hidden_layers=1)
+    made = call("quantize", quantize_options(tiny._replace(teacher=folder), tmp_path / "student", preset="q4_0"))
+    for form, type_ in (("gguf", "Q4_0"), ("gguf-merged", "F16")):
+        out = call("export", export_options(made, tmp_path / form, form=form))
+        reader = gguf.GGUFReader(out / "base.gguf")
+        held = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
+        assert held["blk.0.ffn_down_exps.weight"] == type_ and held["blk.0.ffn_gate_inp.weight"] == "F32"
+        assert reader.get_field(f"{arch}.expert_count").contents() == 4
+
+
+def test_gguf_refuses_experts_of_several_types_and_adapters_of_some(mixture, made, tmp_path):
+    pytest.importorskip("gguf")
+    mine, cache = mixture
+    asked = quantize_options(mine, tmp_path / "mixed", preset="q4_0", override=(r"experts\.0\.up=q8_0",))
+    with pytest.raises(ModelError, match=r"the experts of blk.0.ffn_up_exps.weight in one type, not in Q4_0, Q8_0"):
+        call("export", export_options(call("quantize", asked), tmp_path / "out", form="gguf"))
+    asked = recover_options(made, cache, tmp_path / "run", lora=LoraConfig(recovery_r=2, lora_targets=r"experts\.0\."))
+    with pytest.raises(ModelError, match="for all experts of a layer or none, not for some of blk.0.ffn_down_exps"):
+        call("export", export_options(call("recover", asked), tmp_path / "part", form="gguf"))
+
+
 @pytest.mark.parametrize("form", ["gptq", "mlx"])
 def test_other_forms_are_refused(form, made, tmp_path):
     with pytest.raises(ModelError, match=f"form: {form} is not written for mixtures of experts"):
@@ -125,14 +180,11 @@ def test_other_forms_are_refused(form, made, tmp_path):
 @pytest.mark.parametrize("kind", ["Qwen3Moe", "Mixtral", "Olmoe"])
 def test_compressed_tensors_hold_experts_under_the_names_of_the_family(kind, tiny, tmp_path):
     pytest.importorskip("compressed_tensors")
-    from transformers import CompressedTensorsConfig
-
     folder = save_mixture(kind, tmp_path / "teacher", tiny, num_hidden_layers=1)
     asked = quantize_options(tiny._replace(teacher=folder), tmp_path / "student", preset="q4_0")
     made = call("quantize", asked)
     out = call("export", export_options(made, tmp_path / "packed", form="compressed-tensors"))
     expected = logits(load_model(str(made)).module)
-    config = CompressedTensorsConfig(dequantize=True)
-    read = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, quantization_config=config)
-    assert (logits(read) - expected).abs().max() < 2e-3
+    read = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    assert (logits(read) - expected).abs().max() < 1e-2  # the library multiplies codes and steps in float16
     assert (logits(open_student(str(out)).model.module) - expected).abs().max() < 2e-3
