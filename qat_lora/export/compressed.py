@@ -24,13 +24,9 @@ from qat_lora.export.integers import REFIT_BITS, Integers, as_integers, needed_b
 from qat_lora.export.merged import LOAD_TOKENIZER
 from qat_lora.export.pair import with_adapter
 from qat_lora.extras import require
-from qat_lora.layers.convert import LM_HEAD, linear_layers, quant_layers
-from qat_lora.layers.experts import has_split_experts
+from qat_lora.layers.convert import LM_HEAD, linear_layers, lora_layers, quant_layers
+from qat_lora.layers.experts import has_split_experts, siblings_of
 
-EXPERTS_NOTE = (
-    "transformers fuses experts, so PEFT puts no adapter of experts on this folder; vLLM takes such adapters by name, "
-    "which was not run"
-)
 PORTABLE = (2, 4, 8)  # widths that every version of compressed-tensors packs alike
 
 
@@ -38,10 +34,12 @@ def plan(job: ExportJob) -> ExportPlan:
     """Return what writes a student's packed base and, beside it, its adapter.
 
     Raises:
-        ModelError: the model has no quantised layer.
+        ModelError: the model has no quantised layer, or experts or adapters of them that readers do not find.
         ConfigError: `container_bits` is too small for exact codes.
     """
     module = job.student.model.module
+    if any(siblings_of(name) and file_name(module)(name) != name for name in lora_layers(module)):
+        raise ModelError("form: PEFT and vLLM do not know adapters of these experts by our names; give merged or gguf")
     found = to_integers(module, job.container_bits)
     write = with_adapter(job, lambda out: save_compressed(module, found, out, job.dtype))
     return ExportPlan(write, found, tuple(container_notes(module, found)))
@@ -144,8 +142,7 @@ def _quantization_config(module: Any, found: dict[str, Integers]) -> dict[str, A
 
 def container_notes(module: Any, found: dict[str, Integers]) -> list[str]:
     """Return what a user must know about the folder: what it holds and where it loads."""
-    lines = [EXPERTS_NOTE] if has_split_experts(module) else []
-    lines += ["checked with transformers and the compressed-tensors schema; not run in vLLM"]
+    lines = ["checked with transformers and the compressed-tensors schema; not run in vLLM"]
     if quant_layers(module).keys() - found.keys():
         lines.append("the quantised output head is written dense: this container packs linear layers inside the model")
     if odd := sorted({integers.bits for integers in found.values()} - set(PORTABLE)):

@@ -188,3 +188,21 @@ def test_compressed_tensors_hold_experts_under_the_names_of_the_family(kind, tin
     read = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     assert (logits(read) - expected).abs().max() < 1e-2  # the library multiplies codes and steps in float16
     assert (logits(open_student(str(out)).model.module) - expected).abs().max() < 2e-3
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
+def test_peft_takes_an_adapter_of_experts_on_the_packed_export_and_drops_it_on_ours(recovered, made, tmp_path, capsys):
+    pytest.importorskip("compressed_tensors")
+    from peft import PeftModel
+
+    expected, bare = logits(open_student(str(recovered)).model.module), logits(load_model(str(made)).module)
+    out = call("export", export_options(recovered, tmp_path / "packed", form="compressed-tensors"))
+    base = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    assert (logits(PeftModel.from_pretrained(base, out / "adapter")) - expected).abs().max() < 1e-2
+    assert (bare - expected).abs().max() > 0.05
+    out = call("export", export_options(recovered, None, form="adapter", run=loud(tmp_path / "pair")))
+    assert "PEFT 0.21 takes the experts for fused ones" in capsys.readouterr().out
+    base = AutoModelForCausalLM.from_pretrained(out / "base", dtype=torch.float32)
+    with pytest.warns(RuntimeWarning, match="no parameter was matched"):
+        PeftModel.from_pretrained(base, out)
