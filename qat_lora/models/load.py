@@ -44,7 +44,7 @@ from qat_lora.files.gguf_header import BASE, GGUF, read_header
 from qat_lora.files.outputs import MARK
 from qat_lora.layers.attention import AttentionKernel, Keep, blocked_attention, tiled_or
 from qat_lora.layers.calibrate.upcast import computing_dtype
-from qat_lora.layers.convert import quant_layers, tied_embedding
+from qat_lora.layers.convert import SEES, quant_layers, sees, tied_embedding
 from qat_lora.layers.experts import Experts, split_experts
 from qat_lora.layers.flex_attention import flex_or
 from qat_lora.models import from_gguf, packed
@@ -299,7 +299,7 @@ def load_model(
         DamagedFileError: a file is not what was written.
         ModelError: no such model, another architecture, a missing, unexpected or misshapen tensor, NaN or infinity.
     """
-    folder = resolve_model(name, hub.revision)
+    folder, config = resolve_model(name, hub.revision), None
     try:
         with _quiet():
             config, state = _foreign(folder, hub, dequantize)
@@ -320,7 +320,7 @@ def load_model(
     except QatLoraError:
         raise
     except Exception as error:
-        reason = one_line(error, 300)
+        reason = SEES if sees(config) else one_line(error, 300)
         raise ModelError(f"model: {folder} does not load as a causal language model ({reason})") from None
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report.get(problem):
