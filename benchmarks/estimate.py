@@ -127,10 +127,10 @@ def step(point: Point, runtime: Any) -> tuple[list[Any], Any]:
     """Build student, optimizer and batch as `recover` does; return what is held, and the step as a function."""
     import torch
 
-    from qat_lora.layers.convert import add_lora, make_quant_skeleton
+    from qat_lora.layers.convert import add_lora, cast, make_quant_skeleton
     from qat_lora.layers.lora import LoraConfig
     from qat_lora.losses.objective import ObjectiveConfig, weight_tensors
-    from qat_lora.models.load import DTYPES, cast, make_qwen3
+    from qat_lora.models.load import DTYPES, make_qwen3
     from qat_lora.quant.presets import preset
     from qat_lora.setup.common import fit_attention
     from qat_lora.setup.trainable import recovery_parts

@@ -29,8 +29,7 @@ from qat_lora.files.folders import moved_into
 from qat_lora.files.gguf_header import ADAPTER, GGUF
 from qat_lora.layers.convert import LM_HEAD, quant_layers, weight_count
 from qat_lora.layers.quant_linear import QuantLinear
-from qat_lora.models.copies import copy_tokenizer
-from qat_lora.models.load import CausalLM, load_tokenizer, stored_dtype
+from qat_lora.models.load import CausalLM, copy_tokenizer, load_tokenizer, stored_dtype
 from qat_lora.models.student import Student, adapter_folder, open_student
 from qat_lora.options import ExportOptions
 from qat_lora.runtime.base import Runtime

@@ -20,8 +20,7 @@ from qat_lora.files.folders import atomic_dir
 from qat_lora.layers.calibrate.quantize import QuantizeConfig
 from qat_lora.layers.convert import bits_per_weight, quant_layers, stored_tensors
 from qat_lora.layers.stacked import apart
-from qat_lora.models.copies import save_with_tensors
-from qat_lora.models.load import CausalLM, load_model
+from qat_lora.models.load import CausalLM, load_model, save_with_tensors
 from qat_lora.options import QatOptions, QuantizeOptions, RunConfig
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.signals import stop_signals

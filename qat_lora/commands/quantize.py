@@ -1,6 +1,5 @@
 """The command that makes a quantised student."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,10 @@ from qat_lora.layers.calibrate.quantize import (
 )
 from qat_lora.layers.calibrate.sequential import quantize_sequential
 from qat_lora.layers.calibrate.upcast import upcast
-from qat_lora.layers.convert import LM_HEAD, bits_per_weight, check_reach, quant_layers, reach_of, rule_bits
+from qat_lora.layers.convert import LM_HEAD, bits_per_weight, cast, check_reach, quant_layers, reach_of, rule_bits
 from qat_lora.layers.lora import Factors
 from qat_lora.models.adapter import save_starts
-from qat_lora.models.load import CausalLM, cast, load_model, save_quantised
+from qat_lora.models.load import CausalLM, load_model, save_quantised
 from qat_lora.options import QuantizeOptions
 from qat_lora.quant.initialize import NEED_TEXT
 from qat_lora.quant.presets import preset
@@ -124,10 +123,7 @@ def _fit(
     out: Path,
     work: Work,
 ) -> tuple[dict[str, Factors], set[str]]:
-    """Quantise the model in place, by the batches where there are any.
-
-    Returns adapter starts, and the layers of experts that calibration hardly reached.
-    """
+    """Quantise the model in place, by batches if any; return adapter starts, and layers of experts hardly reached."""
     sequential = options.calibrate_on == "student" and options.init in NEED_TEXT
     costs = moments = None
 
@@ -149,8 +145,7 @@ def _fit(
 
 def _of_unreached(layers: set[str]) -> str:
     """Return a warning that names the experts that calibration hardly reached."""
-    numbers = {name.rpartition(".")[0]: [int(number) for number in re.findall(r"\d+", name)] for name in layers}
-    experts = sorted(numbers, key=lambda name: numbers[name])
+    experts = sorted({name.rpartition(".")[0] for name in layers})
     more = f" and {len(experts) - 6} more" if len(experts) > 6 else ""
     return (
         f"warning: fewer than {FEWEST_TOKENS} calibration tokens reach {len(experts)} experts ({', '.join(experts[:6])}"

@@ -15,8 +15,7 @@ from qat_lora.files.folders import atomic_dir
 from qat_lora.files.gguf_header import ADAPTER, GGUF
 from qat_lora.layers.convert import add_lora, stored_tensors
 from qat_lora.models.adapter import load_starts, save_adapter, starts_sha256
-from qat_lora.models.copies import copy_tokenizer, save_with_tensors
-from qat_lora.models.load import CausalLM, load_model
+from qat_lora.models.load import CausalLM, copy_tokenizer, load_model, save_with_tensors
 from qat_lora.models.student import with_tokenizer
 from qat_lora.options import RecoverOptions
 from qat_lora.runtime.base import Runtime

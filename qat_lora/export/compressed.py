@@ -10,7 +10,6 @@ Integer codes keep their width. Others take one of 2, 4 and 8 bits unless the us
 """
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,26 +93,21 @@ def save_compressed(module: Any, found: dict[str, Integers], out: Path, dtype: s
     save_packed(module, found, parts, out, dtype, lambda _: {"quantization_config": config}, rename=file_name(module))
 
 
-EXPERT_NAMES: dict[str, tuple[tuple[str, str], ...]] = dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe"), ())
-EXPERT_NAMES["mixtral"] = ((r"\.mlp\.", ".block_sparse_moe."), (r"\.gate_proj\b", ".w1"), (r"\.down_proj\b", ".w2"))
-EXPERT_NAMES["mixtral"] += ((r"\.up_proj\b", ".w3"),)
+EXPERT_NAMES: dict[str, dict[str, str]] = {"qwen2_moe": {}, "qwen3_moe": {}, "olmoe": {}}
+EXPERT_NAMES["mixtral"] = {".mlp.": ".block_sparse_moe.", ".gate_proj": ".w1", ".down_proj": ".w2", ".up_proj": ".w3"}
 """What a family's files call the parts of a mixture, where they differ from the modules."""
 
 
 def file_name(module: Any) -> Callable[[str], str]:
-    """Return what gives a tensor or layer the name that the family's files have for it.
-
-    Raises:
-        ModelError: a mixture whose names are not known here.
-    """
+    """Return what gives tensors and layers their names in the family's files; ModelError for an unknown mixture."""
     kind = module.config.get_text_config().model_type
     if has_split_experts(module) and kind not in EXPERT_NAMES:
         known = ", ".join(EXPERT_NAMES)
         raise ModelError(f"form: compressed-tensors is not written for the experts of {kind}; allowed: {known}")
 
     def renamed(name: str) -> str:
-        for pattern, new in EXPERT_NAMES.get(kind, ()):
-            name = re.sub(pattern, new, name)
+        for ours, theirs in EXPERT_NAMES.get(kind, {}).items():
+            name = name.replace(ours, theirs)
         return name
 
     return renamed

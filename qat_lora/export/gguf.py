@@ -165,7 +165,7 @@ def _tensors(model: CausalLM, found: Mapping[str, Blocks | None], dtype: str) ->
         if blocks is None:
             weight = weights[name] if name in weights else layers[name].weight.detach().float().cpu()
             weight = gguf_model.as_gguf(model, name, weight)
-            kind = "float32" if weight.ndim == 1 or gguf_model.is_router(model, owner) else dtype
+            kind = "float32" if weight.ndim == 1 or owner.endswith(".mlp.gate") else dtype
             blocks = float_blocks(weight, kind, label)
         elif (order := gguf_model.row_order(model, name)) is not None:
             blocks = replace(blocks, data=blocks.data[order.numpy()])
@@ -180,11 +180,7 @@ def _tensors(model: CausalLM, found: Mapping[str, Blocks | None], dtype: str) ->
 
 
 def _stacked(experts: list[Blocks], label: str) -> Blocks:
-    """Return the blocks of a layer's experts, in order, as those of one tensor: no byte of them changes.
-
-    Raises:
-        ModelError: they are of several types.
-    """
+    """Return the blocks of a layer's experts as one tensor's, no byte changed; ModelError for several types."""
     if len(kinds := {blocks.kind for blocks in experts}) > 1:
         of = ", ".join(sorted(kinds))
         raise ModelError(f"form: gguf holds the experts of {label} in one type, not in {of}; store them alike")

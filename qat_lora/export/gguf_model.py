@@ -139,11 +139,6 @@ def gguf_name(model: CausalLM, layer: str) -> str:
     raise ModelError(f"model: GGUF has no name for the layer {layer}")
 
 
-def is_router(model: CausalLM, layer: str) -> bool:
-    """Return True for what chooses experts, which llama.cpp keeps in float32."""
-    return ARCHITECTURES[model.config.model_type].normed is not None and layer.endswith(".gate")
-
-
 def row_order(model: CausalLM, layer: str) -> Tensor | None:
     """Return the order of a layer's rows in GGUF, None where it is ours."""
     config = model.config

@@ -96,9 +96,7 @@ def packable(module: nn.Module, without_experts: str = "") -> dict[str, QuantLin
     """Return the quantised layers by name; ModelError where there is none, or experts in a form `without_experts`."""
     if layers := quant_layers(module):
         if without_experts and has_split_experts(module):
-            raise ModelError(
-                f"form: {without_experts} is not written for mixtures of experts; give gguf or compressed-tensors"
-            )
+            raise ModelError(f"form: {without_experts} is not written for mixtures of experts; give gguf or merged")
         return layers
     raise ModelError("model: has no quantised layer to pack; quantise it first with `qat-lora quantize`")
 

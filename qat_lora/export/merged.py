@@ -8,10 +8,9 @@ from pathlib import Path
 
 from qat_lora.errors import ModelError
 from qat_lora.export.forms import ExportJob, ExportPlan
-from qat_lora.layers.convert import lora_layers, merge, quant_layers
+from qat_lora.layers.convert import cast, lora_layers, merge, quant_layers
 from qat_lora.layers.experts import has_split_experts, join_experts
-from qat_lora.models.copies import GENERATION, copy_files
-from qat_lora.models.load import DTYPES, cast, save_model
+from qat_lora.models.load import DTYPES, GENERATION, copy_files, save_model
 
 LOAD_TOKENIZER = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer

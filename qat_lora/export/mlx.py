@@ -44,8 +44,7 @@ from qat_lora.files.finite import check_finite
 from qat_lora.layers.convert import block_of, lora_layers
 from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.models.adapter import CONFIG
-from qat_lora.models.copies import GENERATION, copy_files
-from qat_lora.models.load import CausalLM
+from qat_lora.models.load import GENERATION, CausalLM, copy_files
 from qat_lora.quant.codes import first_value, unpack
 from qat_lora.quant.spec import QuantSpec
 

@@ -18,7 +18,7 @@ from qat_lora.files.checksums import NOTE, TOKENIZER, check_folder, checkpoint_s
 from qat_lora.layers.convert import lora_layers
 from qat_lora.layers.experts import siblings_of
 from qat_lora.models.adapter import CONFIG, WEIGHTS, read_adapter
-from qat_lora.models.copies import GENERATION, copy_files, copy_tokenizer
+from qat_lora.models.load import GENERATION, copy_files, copy_tokenizer
 
 BASE = "base"
 DROPPED = (

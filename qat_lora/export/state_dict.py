@@ -12,7 +12,8 @@ import torch
 
 from qat_lora.export.forms import ExportJob, ExportPlan
 from qat_lora.files.finite import check_finite
-from qat_lora.models.load import DTYPES, cast
+from qat_lora.layers.convert import cast
+from qat_lora.models.load import DTYPES
 
 FILE = "best.pt"
 

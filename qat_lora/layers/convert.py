@@ -243,6 +243,18 @@ def merge(model: nn.Module) -> nn.Module:
     return model
 
 
+def cast(module: nn.Module, dtype: torch.dtype) -> None:
+    """Convert the floating tensors of a model, except the scales and tables of quantised layers."""
+    scales = {id(p) for layer in quant_layers(module).values() for n, p in layer.named_parameters() if n != "bias"}
+    for parameter in module.parameters():
+        if parameter.is_floating_point() and id(parameter) not in scales:
+            parameter.data = parameter.data.to(dtype)
+    if (table := tied_embedding(module)) is not None:
+        module.get_submodule(table).to(dtype)
+    if hasattr(module, "config"):
+        module.config.dtype = dtype
+
+
 def prepare_base(model: nn.Module, train_scales: bool, dtype: torch.dtype | None = None) -> dict[str, nn.Parameter]:
     """Let the scales of every quantised layer train, and return them; or else form each weight once, in `dtype`.
 

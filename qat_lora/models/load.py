@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import (
@@ -44,12 +46,11 @@ from qat_lora.files.gguf_header import BASE, GGUF, read_header
 from qat_lora.files.outputs import MARK
 from qat_lora.layers.attention import AttentionKernel, Keep, blocked_attention, tiled_or
 from qat_lora.layers.calibrate.upcast import computing_dtype
-from qat_lora.layers.convert import SEES, quant_layers, sees, tied_embedding
+from qat_lora.layers.convert import SEES, sees, tied_embedding
 from qat_lora.layers.experts import Experts, split_experts
 from qat_lora.layers.flex_attention import flex_or
 from qat_lora.models import from_gguf, packed
 from qat_lora.models.attention_mask import attention_inputs
-from qat_lora.models.copies import copy_tokenizer
 from qat_lora.models.hf_quantizer import QUANT_METHOD, QatLoraQuantizationConfig, QatLoraQuantizer
 from qat_lora.models.hub import DEFAULT_HUB, HubConfig
 from qat_lora.quant.presets import Preset
@@ -60,6 +61,8 @@ FILE_SUFFIXES = (".pt", ".pth", ".safetensors")
 """Of names of files; any other dot belongs to the name of a folder, as in Qwen3-0.6B."""
 TILED, BLOCKED, FLEX = "qat_lora_tiled", "qat_lora_blocked", "qat_lora_flex"
 """Names of our attention among those of transformers."""
+GENERATION = "generation_config.json"
+"""A model's default generation settings."""
 PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", SUMS]
 
 
@@ -377,18 +380,6 @@ def _tensor_name(key: Any) -> str:
     return f"{name} (shape {tuple(stored)}, the model wants {tuple(wanted)})"
 
 
-def cast(module: nn.Module, dtype: torch.dtype) -> None:
-    """Convert the floating tensors of a model, except the scales and tables of quantised layers."""
-    scales = {id(p) for layer in quant_layers(module).values() for n, p in layer.named_parameters() if n != "bias"}
-    for parameter in module.parameters():
-        if parameter.is_floating_point() and id(parameter) not in scales:
-            parameter.data = parameter.data.to(dtype)
-    if (table := tied_embedding(module)) is not None:
-        module.get_submodule(table).to(dtype)
-    if hasattr(module, "config"):
-        module.config.dtype = dtype
-
-
 def save_quantised(model: CausalLM, out: Path, preset: Preset, details: dict[str, Any]) -> None:
     """Write a quantised model without adapters as a Hugging Face folder with its tokenizer files and checksums.
 
@@ -413,6 +404,45 @@ def save_model(module: Any, out: Path) -> None:
     check_finite(module.state_dict(), f"model for {out}")
     with _quiet():
         module.save_pretrained(out)
+
+
+def copy_tokenizer(source: Path, out: Path) -> None:
+    """Copy tokenizer and chat template files: saving them again can change their bytes."""
+    copy_files(source, out, *TOKENIZER)
+
+
+def copy_files(source: Path, out: Path, *patterns: str) -> None:
+    """Copy the files of a folder whose names match, as many as there are."""
+    for file in (file for pattern in patterns for file in source.glob(pattern)):
+        shutil.copyfile(file, out / file.name)
+
+
+def save_with_tensors(folder: Path, out: Path, tensors: Mapping[str, Tensor]) -> Path:
+    """Copy a checkpoint with some tensors replaced, in the types that they have there; return the new folder.
+
+    Raises:
+        DamagedFileError: a file of the checkpoint is not what was written.
+        ModelError: a tensor that the checkpoint lacks, of another shape, or with NaN or infinity in it.
+    """
+    left = set(tensors)
+    check_folder(folder)
+    out.mkdir(parents=True, exist_ok=True)
+    for file in sorted(folder.glob("model*.safetensors")):
+        stored = load_file(file)
+        for name in sorted(left & set(stored)):
+            new = tensors[name].detach().cpu().to(stored[name].dtype).contiguous()
+            if new.shape != stored[name].shape:
+                had, wants = tuple(new.shape), tuple(stored[name].shape)
+                raise ModelError(f"tensors: {name} has shape {had}, the checkpoint {folder} has {wants}")
+            stored[name] = new
+            left.remove(name)
+        check_finite(stored, f"tensors for {out}")
+        save_file(stored, out / file.name, metadata={"format": "pt"})
+    if left:
+        raise ModelError(f"checkpoint {folder}: lacks the tensors {', '.join(sorted(left)[:4])}")
+    copy_files(folder, out, "config.json", "model.safetensors.index.json", GENERATION, *TOKENIZER)
+    seal(out)
+    return out
 
 
 END_OF_TEXT = "<|endoftext|>"

@@ -21,7 +21,7 @@ from torch import nn
 from qat_lora.errors import ModelError
 from qat_lora.files.checksums import check_folder, read_object
 from qat_lora.files.gguf_header import GGUF, read_header
-from qat_lora.layers.convert import add_lora, block_of, make_quant_skeleton, quant_layers
+from qat_lora.layers.convert import add_lora, block_of, cast, make_quant_skeleton, quant_layers
 from qat_lora.layers.experts import split_experts
 from qat_lora.layers.quant_linear import Dense
 from qat_lora.models import load as models
@@ -199,7 +199,7 @@ def meta_student(options: EstimateOptions, adapter: bool = True) -> tuple[Any, n
     if stored or options.preset is not None:
         chosen = Preset.from_dict(stored["preset"]) if stored else preset(str(options.preset), options.keep)
         make_quant_skeleton(module, chosen)
-    models.cast(module, DTYPES[options.run.dtype])
+    cast(module, DTYPES[options.run.dtype])
     if adapter:  # after the cast, as a run does: its factors stay float32
         add_lora(module, options.lora)
     return config, module

@@ -7,8 +7,15 @@ import torch
 from qat_lora.errors import ModelError
 from qat_lora.layers.calibrate.fisher import fisher_bytes, kept_shape
 from qat_lora.layers.calibrate.fit import TURN_ROUNDS, TURNS
-from qat_lora.layers.convert import LM_HEAD, bits_per_weight, check_reach, make_quant_skeleton, quant_layers, reach_of
-from qat_lora.models.load import cast
+from qat_lora.layers.convert import (
+    LM_HEAD,
+    bits_per_weight,
+    cast,
+    check_reach,
+    make_quant_skeleton,
+    quant_layers,
+    reach_of,
+)
 from qat_lora.options import QuantizeOptions
 from qat_lora.plan.devices import Device, likely
 from qat_lora.plan.memory import GIB, meta_model

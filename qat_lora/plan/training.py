@@ -20,7 +20,7 @@ import torch
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.errors import ConfigError, DeviceError, ModelError
 from qat_lora.layers.calibrate.fisher import fisher_bytes
-from qat_lora.layers.convert import make_quant_skeleton
+from qat_lora.layers.convert import cast, make_quant_skeleton
 from qat_lora.models import load as models
 from qat_lora.models.load import DTYPES, CausalLM, resolve_model
 from qat_lora.options import CacheBuildOptions, EstimateOptions, QatOptions, RecoverOptions, RunConfig
@@ -284,7 +284,7 @@ def _models(options: QatOptions) -> tuple[Any, CausalLM, CausalLM | None]:
     else:
         chosen = Preset.from_dict(stored["preset"])
     make_quant_skeleton(module, chosen)
-    models.cast(module, DTYPES[options.run.dtype])
+    cast(module, DTYPES[options.run.dtype])
     student = CausalLM(module, folder)
     if not options.from_scratch:
         check_parts(options, full, student)

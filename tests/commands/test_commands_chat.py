@@ -11,8 +11,7 @@ from qat_lora.commands.generate import NO_TEMPLATE, chat, generate
 from qat_lora.errors import ConfigError, TextError
 from qat_lora.generate.sample import chat_prompt, plain_prompt, stream_ids, stream_text, until_end
 from qat_lora.models import kv_cache as decoding
-from qat_lora.models.copies import copy_tokenizer
-from qat_lora.models.load import load_model, load_tokenizer
+from qat_lora.models.load import copy_tokenizer, load_model, load_tokenizer
 from qat_lora.options import ChatOptions, GenerateOptions
 from qat_lora.runtime.launch.select import select_runtime
 

@@ -16,9 +16,8 @@ from qat_lora.layers.calibrate.quantize import quantize_model
 from qat_lora.layers.convert import add_lora, lora_layers, quant_layers
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.models.adapter import save_adapter
-from qat_lora.models.copies import copy_tokenizer
 from qat_lora.models.hub import HubConfig
-from qat_lora.models.load import load_model, load_tokenizer, save_quantised
+from qat_lora.models.load import copy_tokenizer, load_model, load_tokenizer, save_quantised
 from qat_lora.models.student import open_student
 from qat_lora.quant.presets import preset
 

@@ -15,8 +15,15 @@ from qat_lora.errors import ModelError
 from qat_lora.files.checksums import checkpoint_sha256, seal
 from qat_lora.layers.calibrate.quantize import quantize_model
 from qat_lora.layers.convert import check_reach, prepare_base, quant_layers
-from qat_lora.models.copies import copy_tokenizer
-from qat_lora.models.load import load_model, load_tokenizer, resolve_model, save_quantised, tokenizer_sha256
+from qat_lora.models.load import (
+    copy_tokenizer,
+    load_model,
+    load_tokenizer,
+    resolve_model,
+    save_quantised,
+    save_with_tensors,
+    tokenizer_sha256,
+)
 from qat_lora.quant.presets import PRESETS, preset
 
 SMALL = {
@@ -363,6 +370,37 @@ def test_weights_of_the_files_own_type_are_not_copied(tiny, tmp_path, stored, dt
     assert mapped == [stored == dtype] * len(mapped) and mapped
 
 
+def test_save_with_tensors_changes_those_only(quantised, tmp_path):
+    model = load_model(str(quantised))
+    scales = prepare_base(model.module, train_scales=True)
+    with torch.no_grad():
+        for scale in scales.values():
+            scale.mul_(1.25)
+    out = save_with_tensors(quantised, tmp_path / "out", scales)
+    before, after = load_file(quantised / "model.safetensors"), load_file(out / "model.safetensors")
+    assert set(before) == set(after)
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype
+        expected = scales[name].detach().half() if name in scales else tensor
+        assert torch.equal(after[name], expected), name
+        assert torch.equal(after[name], tensor) == (name not in scales)
+    assert checkpoint_sha256(out) != checkpoint_sha256(quantised)
+    for layer in quant_layers(model.module).values():  # the trained scales as stored: float16
+        for scale in layer.scales:
+            scale.data = scale.data.half().float()
+    assert torch.equal(logits_of(load_model(str(out))), logits_of(model))
+    same_tokens = [tokenizer_sha256(load_tokenizer(folder)) for folder in (quantised, out)]
+    assert same_tokens[0] == same_tokens[1]
+
+
+def test_tensors_that_the_checkpoint_lacks_are_refused(quantised, tmp_path):
+    with pytest.raises(ModelError, match="lacks the tensors model.layers.9.x.scale"):
+        save_with_tensors(quantised, tmp_path / "out", {"model.layers.9.x.scale": torch.ones(1, 1)})
+    name = "model.layers.0.mlp.up_proj.scale"
+    with pytest.raises(ModelError, match=rf"{name} has shape \(1, 1\)"):
+        save_with_tensors(quantised, tmp_path / "out", {name: torch.ones(1, 1)})
+
+
 def test_a_model_that_sees_is_refused_by_that_name(tmp_path):
     """One loads all the same, as a teacher; its encoder must not be quantised along."""
     text = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -370,7 +408,7 @@ def test_a_model_that_sees_is_refused_by_that_name(tmp_path):
     image = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32}
     config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=image)
     transformers.Qwen2_5_VLForConditionalGeneration(config).save_pretrained(tmp_path / "qwen")
-    with pytest.raises(ModelError, match="qwen does not load .* a model that sees or hears is not supported"):
+    with pytest.raises(ModelError, match="qwen does not load .*a model that sees or hears is not supported"):
         load_model(str(tmp_path / "qwen"))
     image = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     image |= {"image_size": 28, "patch_size": 14}

@@ -12,9 +12,9 @@ import torch
 from benchmarks.compiled.report import COMPILER_VARIABLE
 from qat_lora.commands.estimate import estimate
 from qat_lora.errors import ConfigError, ModelError
-from qat_lora.layers.convert import add_lora
+from qat_lora.layers.convert import add_lora, cast
 from qat_lora.layers.lora import LoraConfig
-from qat_lora.models.load import DTYPES, cast, load_model
+from qat_lora.models.load import DTYPES, load_model
 from qat_lora.options import EstimateOptions, QuantizeOptions, RunConfig
 from qat_lora.plan.devices import named
 from qat_lora.plan.step import Shapes, step_bytes, widths

@@ -179,8 +179,8 @@ class _Block:
         costs, sums, reached = self.fitter.costs, dict[str, list[Tensor]](), dict[str, int]()
         for i, call in enumerate(self.calls):
             routes: list[Tensor] = []
-            xs = _inputs_of(paths, self.reference, exact[i], call, routes, _record_route)
-            ys = _inputs_of(paths, self.student, student[i], call, routes, _same_route)
+            xs = _inputs_of(paths, self.reference, exact[i], call, routes)
+            ys = _inputs_of(paths, self.student, student[i], call, routes)
             for path in paths:
                 if (source := _source_of(path, paths)) not in xs:
                     continue
@@ -210,25 +210,12 @@ class _Stop(Exception):
     """Ends a forward whose rest is not needed."""
 
 
-def _record_route(routes: list[Tensor], _experts: nn.Module, args: tuple[Tensor, ...]) -> None:
-    routes.append(args[1])
-
-
-def _same_route(routes: list[Tensor], _experts: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return (args[0], routes.pop(0), *args[2:])
-
-
 def _inputs_of(
-    paths: list[str],
-    block: nn.Module,
-    states: Tensor,
-    call: Call,
-    routes: list[Tensor],
-    on_experts: Callable[..., Any],
+    paths: list[str], block: nn.Module, states: Tensor, call: Call, routes: list[Tensor]
 ) -> dict[str, Tensor]:
     """Return the inputs of a stage's layers for one batch, [tokens, I], by the layer at which they are read.
 
-    `on_experts` is called, with `routes`, with what enters a mixture: hidden states, and experts and weights of tokens.
+    A mixture sends tokens to the experts in `routes`; where there are none, to its own, and notes them there.
     """
     seen: dict[str, Tensor] = {}
 
@@ -237,11 +224,17 @@ def _inputs_of(
         if not siblings_of(path):
             raise _Stop
 
+    def route(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        if routes:
+            return (args[0], routes.pop(), *args[2:])
+        routes.append(args[1])
+        return None
+
     with contextlib.ExitStack() as hooks, contextlib.suppress(_Stop):
         for path in dict.fromkeys(_source_of(path, paths) for path in paths):
             hooks.enter_context(block.get_submodule(path).register_forward_pre_hook(functools.partial(keep, path)))
         for module in (module for module in block.modules() if isinstance(module, Experts)):
-            hooks.enter_context(module.register_forward_pre_hook(functools.partial(on_experts, routes)))
+            hooks.enter_context(module.register_forward_pre_hook(route))
         run_block(block, states, call)
     return seen
 
