@@ -39,10 +39,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat_lora.layers.convert import add_lora, cast, lora_layers, make_quant_skeleton, prepare_base, quant_layers
+from qat_lora.layers.convert import add_lora, lora_layers, make_quant_skeleton, prepare_base, quant_layers
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.losses.objective import ObjectiveConfig, weight_tensors
-from qat_lora.models.load import CausalLM, make_qwen3
+from qat_lora.models.load import CausalLM, cast, make_qwen3
 from qat_lora.quant.presets import preset
 from qat_lora.runtime.launch.select import select_runtime
 from qat_lora.train.optim import OptimConfig, build_optimizer, optimized

@@ -3,7 +3,7 @@
 import torch
 import transformers
 
-from qat_lora.models.load import copy_tokenizer
+from qat_lora.models.copies import copy_tokenizer
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
 SIZES |= {"max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 0, "vocab_size": 320, "pad_token_id": None}

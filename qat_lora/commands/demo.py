@@ -43,7 +43,7 @@ from qat_lora.models.student import open_student
 from qat_lora.options import CacheBuildOptions, DemoOptions, EvalOptions, QuantizeOptions, RecoverOptions, RunConfig
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.machine import fast_dtype
-from qat_lora.setup.common import batches_of
+from qat_lora.setup.common import batches_of, picture
 from qat_lora.train.loop import LoopConfig
 from qat_lora.train.metrics import LOGS, draw_curve, read_metrics
 from qat_lora.train.optim import set_lr
@@ -65,13 +65,13 @@ def demo(options: DemoOptions, runtime: Runtime) -> dict[str, Any]:
     """Run everything that is not yet complete under the output folder; print and return the report."""
     run = options.run
     out = Path(run.out or "runs/demo")
-    with outputs.claimed(out, "demo", {"seed": run.seed, "recipe": _recipe()}, run.overwrite) as complete:
+    with outputs.claimed(out, "demo", _identity(run), run.overwrite) as complete:
         if not complete:
             _make(out, run, runtime)
             outputs.complete(out)
     if not run.json:  # JSON goes alone to standard output
         print((out / "report.txt").read_text(encoding="utf-8"))
-        print(f"{out / 'report.md'} and report.png hold the same, with the training curve")
+        print(f"{out / 'report.md'} holds the same")
     report: dict[str, Any] = json.loads((out / "report.json").read_text(encoding="utf-8"))
     return report
 
@@ -82,54 +82,41 @@ def _make(out: Path, run: RunConfig, runtime: Runtime) -> None:
     library, held_out, trained_on = _list_files(out)
     seen = TextConfig(dataset=str(library), files_from=str(trained_on), format="text")
     unseen = TextConfig(dataset=str(library), files_from=str(held_out), format="text")
-    teacher = _train_teacher(seen, out / "teacher", runtime, run)
+    teacher = str(out / "teacher")
+    with outputs.claimed(out / "teacher", "teacher", _identity(run), overwrite=False) as complete:
+        if not complete:
+            with moved_into(out / "teacher") as draft:
+                _train(seen, draft, runtime, run)
+            outputs.complete(out / "teacher")
 
     def part(name: str) -> RunConfig:
         return replace(run, out=str(out / name), overwrite=False)
 
-    build = CacheBuildOptions(
-        teacher=str(teacher),
-        text=seen,
-        length=LENGTH,
-        top_k=TOP_K,
-        num_rows=CACHE_ROWS,
-        eval_rows=32,
-        teacher_batch_size=32,
-        run=part("cache"),
-    )
-    cache = build_cache(build, runtime)
-    rough = QuantizeOptions(model=str(teacher), preset=PRESET, init="absmax", start_rank=0, run=part("quantised"))
-    start = QuantizeOptions(
-        model=str(teacher), preset=PRESET, start_rank=RANK, kd_cache_dir=str(cache), run=part("student")
-    )
+    rows: dict[str, Any] = {"length": LENGTH, "num_rows": CACHE_ROWS, "eval_rows": 32, "teacher_batch_size": 32}
+    build = CacheBuildOptions(teacher=teacher, text=seen, top_k=TOP_K, run=part("cache"), **rows)
+    cache = str(build_cache(build, runtime))
+    rough = QuantizeOptions(model=teacher, preset=PRESET, init="absmax", start_rank=0, run=part("quantised"))
+    start = QuantizeOptions(model=teacher, preset=PRESET, start_rank=RANK, kd_cache_dir=cache, run=part("student"))
     quantised, student = quantize(rough, runtime), quantize(start, runtime)
+    loop, lora = LoopConfig(batch_size=RECOVERY_ROWS, max_steps=RECOVERY_STEPS), LoraConfig(recovery_r=RANK)
     training = RecoverOptions(
-        checkpoint=str(student),
-        kd_cache_dir=str(cache),
-        train_scales=True,
-        lora=LoraConfig(recovery_r=RANK),
-        loop=LoopConfig(batch_size=RECOVERY_ROWS, max_steps=RECOVERY_STEPS),
-        run=part("recovered"),
+        checkpoint=str(student), kd_cache_dir=cache, train_scales=True, lora=lora, loop=loop, run=part("recovered")
     )
     recovered = recover(training, runtime)
     students = {"quantised": quantised, "calibrated": recovered / "start", "recovered": recovered}
+    named, silent = tuple(f"{name}={folder}" for name, folder in students.items()), replace(part("eval"), quiet=True)
     scoring = EvalOptions(
-        teacher=str(teacher),
-        students=tuple(f"{name}={folder}" for name, folder in students.items()),
-        text=unseen,
-        length=LENGTH,
-        eval_rows=EVAL_ROWS,
-        batch_size=32,
-        run=replace(part("eval"), quiet=True),
+        teacher=teacher, students=named, text=unseen, length=LENGTH, eval_rows=EVAL_ROWS, batch_size=32, run=silent
     )
     scores = evaluate(scoring, runtime)
     report = {**scores, **recovery(scores["quantised"], scores["recovered"], scores["teacher"])}
     report["seconds"] = round(time.perf_counter() - started, 1)
-    _write_report(report, scores, {"teacher": teacher, **students}, out, runtime)
+    _write_report(report, scores, {"teacher": Path(teacher), **students}, part(""), runtime)
 
 
-def _recipe() -> dict[str, Any]:
-    return {name: value for name, value in globals().items() if name.isupper() and name != "PROMPT"}
+def _identity(run: RunConfig) -> dict[str, Any]:
+    recipe = {name: value for name, value in globals().items() if name.isupper() and name != "PROMPT"}
+    return {"seed": run.seed, "recipe": recipe}
 
 
 def _list_files(out: Path) -> tuple[Path, Path, Path]:
@@ -142,9 +129,8 @@ def _list_files(out: Path) -> tuple[Path, Path, Path]:
         if not skipped & set(file.relative_to(library).parts) and file.stat().st_size > 200
     )
     if len(files) < 10 * HELD_OUT_FILES:
-        raise TextError(
-            f"standard library: {library} has only {len(files)} source files; run the demo with a full Python"
-        )
+        few = f"{library} has only {len(files)} source files"
+        raise TextError(f"standard library: {few}; run the demo with a full Python")
     random.Random(0).shuffle(files)
     held_out, trained_on = out / "held-out.txt", out / "trained-on.txt"
     write_text(held_out, "\n".join(files[:HELD_OUT_FILES]) + "\n")
@@ -152,17 +138,8 @@ def _list_files(out: Path) -> tuple[Path, Path, Path]:
     return library, held_out, trained_on
 
 
-def _train_teacher(text: TextConfig, out: Path, runtime: Runtime, run: RunConfig) -> Path:
-    """Train tokenizer and teacher; an ordinary Hugging Face folder."""
-    with outputs.claimed(out, "teacher", {"seed": run.seed, "recipe": _recipe()}, overwrite=False) as complete:
-        if not complete:
-            with moved_into(out) as draft:
-                _train(text, draft, runtime, run)
-            outputs.complete(out)
-    return out
-
-
 def _train(text: TextConfig, out: Path, runtime: Runtime, run: RunConfig) -> None:
+    """Train tokenizer and teacher; an ordinary Hugging Face folder."""
     make_tokenizer(("".join(d.parts()) for d in open_documents(text)), VOCABULARY, out)
     encode = make_encoder(load_tokenizer(out))
     rows = list(tqdm(pack_rows(open_documents(text), encode, LENGTH), desc="tokenize", unit="row", disable=run.quiet))
@@ -254,9 +231,10 @@ def _teacher_batches(rows: list[PackedRow], seed: int) -> Iterator[Batch]:
 
 
 def _write_report(
-    report: dict[str, Any], scores: dict[str, Any], folders: dict[str, Path], out: Path, runtime: Runtime
+    report: dict[str, Any], scores: dict[str, Any], folders: dict[str, Path], run: RunConfig, runtime: Runtime
 ) -> None:
     """Write report.json, report.md, report.png, and report.txt, which is what the terminal shows."""
+    out = Path(str(run.out))
     save_json(report, out / "report.json")
     table = table_rows(scores)
     curves = [out / "recovered" / name for name in LOGS]
@@ -283,7 +261,7 @@ def _write_report(
     markdown = ["# qat-lora demo", explained, markdown_table(table), "\n".join(f"* {x}" for x in lines)]
     markdown += ["![scores and training curve](report.png)", *blocks]
     write_text(out / "report.md", "\n\n".join(markdown) + "\n")
-    plot_scores(scores, out / "report.png", lambda axis: draw_curve(axis, *curves))
+    picture(run, lambda: plot_scores(scores, out / "report.png", lambda axis: draw_curve(axis, *curves)))
 
 
 def _continuation(name: str, folder: Path, runtime: Runtime) -> str:

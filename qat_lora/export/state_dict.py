@@ -12,8 +12,7 @@ import torch
 
 from qat_lora.export.forms import ExportJob, ExportPlan
 from qat_lora.files.finite import check_finite
-from qat_lora.layers.convert import cast
-from qat_lora.models.load import DTYPES
+from qat_lora.models.load import DTYPES, cast
 
 FILE = "best.pt"
 

@@ -11,13 +11,13 @@ from toy_pipeline import cache_options, call, part, quantize_options
 from qat_lora import cli
 from qat_lora.errors import CacheError, ConfigError, ModelError
 from qat_lora.files.checksums import seal
-from qat_lora.layers.convert import cast, linear_layers, make_quant_skeleton
+from qat_lora.layers.convert import linear_layers, make_quant_skeleton
 from qat_lora.losses.objective import ObjectiveConfig, weight_tensors
-from qat_lora.models.load import DTYPES, load_model, make_qwen3, save_model
+from qat_lora.models.load import DTYPES, cast, load_model, make_qwen3, save_model
 from qat_lora.options import QatOptions
 from qat_lora.plan import training
 from qat_lora.plan.training import plan_qat
-from qat_lora.runtime.host.memory import LiveBytes
+from qat_lora.runtime.host.machine import LiveBytes
 from qat_lora.runtime.native import NativeRuntime
 from qat_lora.setup.trainable import chosen_preset, trained_parts
 from qat_lora.train.loop import LoopConfig

@@ -30,7 +30,7 @@ from qat_lora.layers.lora import Factors
 from qat_lora.quant.initialize import Method
 from qat_lora.quant.presets import Preset
 from qat_lora.quant.spec import QuantSpec
-from qat_lora.runtime.host.memory import give_back
+from qat_lora.runtime.host.machine import give_back
 
 FEWEST_TOKENS = 16
 """Of the calibration text, that tell anything of an expert's inputs."""
@@ -137,6 +137,8 @@ class LayerFitter:
     """Keeps the layers of every finished block, and has those that an interrupted run finished."""
     bar: tqdm[Any] = field(default_factory=lambda: tqdm(disable=True))
     """Counts finished layers."""
+    ranks: Mapping[str, int] | None = None
+    """Of adapter starts by layer name, up to that of the settings, 0 for others; None: that of the settings for all."""
     unreached: set[str] = field(default_factory=set)
     """Layers of experts that calibration hardly reaches: fitted by what stands in for their inputs."""
 
@@ -151,7 +153,8 @@ class LayerFitter:
         found: dict[Any, list[str]] = {}
         for name in names:
             spec, alone = self.targets[name], LM_HEAD.search(name) or not together(self.targets[name], self.settings)
-            found.setdefault(name if alone else (spec, self.linear(name).weight.shape), []).append(name)
+            alike = spec, self.linear(name).weight.shape, self._rank(name)
+            found.setdefault(name if alone else alike, []).append(name)
         return [of[i : i + MOST_TOGETHER] for of in found.values() for i in range(0, len(of), MOST_TOGETHER)]
 
     def stand_in(self, name: str, moments_II: Mapping[str, Tensor]) -> Tensor:
@@ -168,23 +171,24 @@ class LayerFitter:
     def _outputs(self, cost: Sensitivity, name: str) -> Tensor:
         return cost.plain_outputs() if name in self.unreached else cost.outputs_OO
 
+    def _rank(self, name: str) -> int:
+        """Return the columns of a layer's adapter start; the LM head has no adapter."""
+        most = self.settings.start_rank
+        return 0 if LM_HEAD.search(name) else most if self.ranks is None else min(most, self.ranks.get(name, 0))
+
     def fit(
-        self,
-        names: Sequence[str],
-        moments_II: Sequence[Tensor | None],
-        weights_OI: Sequence[Tensor] | None = None,
+        self, names: Sequence[str], moments_II: Sequence[Tensor | None], weights_OI: Sequence[Tensor] | None = None
     ) -> dict[str, Finished]:
         """Fit one of the `groups` to its inputs' second moments, and to other weights than its own where given.
 
-        Raises:
-            InterruptedRunError: the run was asked to stop.
-            ConfigError: a method without the calibration it needs.
+        InterruptedRunError: the run was asked to stop.
+        ConfigError: a method without the calibration it needs.
         """
         self.work.may_stop()
         linears, spec, costs = [self.linear(name) for name in names], self.targets[names[0]], self.costs or {}
         outputs_OO = [self._outputs(costs[name], name) if name in costs else None for name in names]
-        lm_head = LM_HEAD.search(names[0]) is not None  # which has no adapter
-        settings = self.settings._replace(start_rank=0, joint_rank=0) if lm_head else self.settings
+        rank = self._rank(names[0])
+        settings = self.settings._replace(start_rank=rank, joint_rank=min(rank, self.settings.joint_rank))
         weights_OI = [linear.weight.data for linear in linears] if weights_OI is None else weights_OI
         fits = fit_layers(weights_OI, spec, settings, moments_II, outputs_OO)
         found = {name: Finished.of(linear, spec, fit) for name, linear, fit in zip(names, linears, fits, strict=True)}
@@ -225,9 +229,8 @@ class LayerFitter:
 def quantize_layers(fitter: LayerFitter, moments: Mapping[str, Tensor] | None = None) -> dict[str, Factors]:
     """Quantise every target layer, in place, by its `second_moments`; return the adapter starts by layer name.
 
-    Raises:
-        InterruptedRunError: the run was asked to stop.
-        ConfigError: a method without the calibration it needs.
+    InterruptedRunError: the run was asked to stop.
+    ConfigError: a method without the calibration it needs.
     """
     adapter_init: dict[str, Factors] = {}
     for block, names in itertools.groupby(fitter.targets, lambda name: block_of(name) or name):
@@ -256,8 +259,7 @@ def quantize_model(
         start_rank: columns of the adapter start; 0 for none.
         quiet: no progress bar.
 
-    Raises:
-        ConfigError: a pattern without a match, or a method without the calibration it needs.
+    ConfigError: a pattern without a match, or a method without the calibration it needs.
     """
     targets = quantize_targets(model, preset)
     with quantizing_bar(preset.name, method, len(targets), quiet) as bar:
