@@ -4,7 +4,8 @@ Claim: a student of `quantize --target-size` has at least 20 % less KL than the 
 that takes the same bytes, untrained and after the same short recovery (adapter and scales train). Bytes are those of
 all tensors in `--for`'s files, embedding and adapter included. A case is PRESET:RANK:HEAD: a uniform student whose LM
 head, tied to the embedding, is quantised too, as an export would do it (q4_0) or better (q8_0): against tables of 16
-bits, the allocation would win by those alone.
+bits, the allocation would win by those alone. `ranks:PRESET:RANK:SHARE` keeps the preset and a dense LM head and lets
+only ranks vary, at that share of the bytes of the uniform adapter in float16: the claim there is no more KL at 0.6.
 
     python benchmarks/allocation.py --teacher DIR --library DIR --trained-on LIST --held-out LIST --work DIR --out FILE
 
@@ -19,12 +20,13 @@ import platform
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from qat_lora.data.sources import TextConfig
 from qat_lora.evaluate.score import measure
-from qat_lora.export.engines import adapter_bytes, layer_bytes, other_bytes
+from qat_lora.export.engines import FORMATS, adapter_bytes, layer_bytes, other_bytes
 from qat_lora.layers.convert import LM_HEAD, add_lora, check_reach
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.models.adapter import allocated_ranks, load_starts
@@ -36,11 +38,12 @@ from qat_lora.quant.allocate import TargetConfig
 from qat_lora.quant.presets import preset
 from qat_lora.registry import COMMANDS
 from qat_lora.runtime.launch.start import run
+from qat_lora.setup import allocation
 from qat_lora.setup.common import text_batches
 from qat_lora.train.loop import LoopConfig
 from qat_lora.types import Batch
 
-CASES = ("q2_0:16:q4_0", "q2_0:16:q8_0", "q2_0:4:q8_0")
+CASES = ("q2_0:16:q4_0", "q2_0:16:q8_0", "q2_0:4:q8_0", "ranks:q2_0:16:0.6")
 BATCH = 8
 UNREAD = ("work", "out", "machine", "teacher", "library", "trained_on", "held_out", "cases")
 
@@ -61,8 +64,8 @@ def main() -> None:
     held_out = [{key: torch.from_numpy(array) for key, array in batch.items()} for batch in batches]
     for case in arguments.cases:
         done = result["teachers"].setdefault(name, {}).setdefault(case, {})
-        if {"untrained"} | ({"recovered"} if arguments.max_steps else set()) - set(done):
-            done |= compared(arguments, teacher, held_out, case)
+        if "untrained" not in done or (arguments.max_steps and "recovered" not in done):
+            done |= (by_rank if case.startswith("ranks:") else compared)(arguments, teacher, held_out, case)
             out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
             print(name, case, json.dumps(done), flush=True)
 
@@ -85,17 +88,49 @@ def compared(arguments: argparse.Namespace, teacher: CausalLM, held_out: list[Ba
     chosen = json.loads((students["allocated"] / "result.json").read_text(encoding="utf-8"))
     found: dict[str, Any] = {"bytes": size, "allocated_bytes": chosen["bytes"], "bits_over_all_weights": round(bits, 4)}
     found["allocated"] = {key: chosen[key] for key in ("predicted_kl", "adapter_ranks", "rules")}
-    untrained = {}
+    return found | scored(arguments, teacher, held_out, students, int(rank))
+
+
+def by_rank(arguments: argparse.Namespace, teacher: CausalLM, held_out: list[Batch], case: str) -> dict[str, Any]:
+    """Return bytes and KL of a uniform adapter in float16 and of one whose ranks are allocated, on the same format."""
+    _, name, rank, share = case.split(":")
+    work = Path(arguments.work) / Path(arguments.teacher).name / arguments.engine
+    targets = check_reach(teacher.module, preset(name))
+    shapes = {layer: teacher.module.get_submodule(layer).weight.shape for layer in targets}
+    base = other_bytes(arguments.engine, teacher.module, targets, teacher.module.dtype.itemsize)
+    base += sum(layer_bytes(arguments.engine, spec, *shapes[layer]) for layer, spec in targets.items())
+    in_halves = sum(adapter_bytes("any", *shape, int(rank)) for shape in shapes.values())
+    bits = 8 * (base + float(share) * in_halves) / sum(p.numel() for p in teacher.module.parameters())
+    target = TargetConfig(None, bits, arguments.engine)
+    students = {
+        "uniform": quantised(
+            arguments, work / f"{name}-{rank}", preset=name, start_rank=int(rank), joint_rank=int(rank)
+        )
+    }
+    only = mock.patch.dict(FORMATS, {arguments.engine: (name,)})
+    with only, mock.patch.object(allocation, "linear_layers", lambda *_, **__: ()):
+        students["allocated"] = quantised(arguments, work / case.replace(":", "-"), target=target)
+    chosen = json.loads((students["allocated"] / "result.json").read_text(encoding="utf-8"))
+    found = {"adapter_bytes": in_halves, "allocated_adapter_bytes": chosen["bytes"] - base}
+    found["share"] = round(found["allocated_adapter_bytes"] / in_halves, 4)
+    found["adapter_ranks"] = chosen["adapter_ranks"]
+    return found | scored(arguments, teacher, held_out, students, int(rank))
+
+
+def scored(
+    arguments: argparse.Namespace, teacher: CausalLM, held_out: list[Batch], students: dict[str, Path], rank: int
+) -> dict[str, Any]:
+    """Return the KL of two students as they are, and after recovery where that is asked for."""
+    work, found, untrained = students["uniform"].parent, dict[str, Any](), {}
     for kind, folder in students.items():
         student = load_model(str(folder))
-        add_lora_if_any(student, folder, int(rank))
+        add_lora_if_any(student, folder, rank)
         untrained[kind] = kl(teacher, student, held_out)
     found["untrained"] = with_gain(untrained)
-    print(case, json.dumps(found), flush=True)
     if arguments.max_steps:
         recovered = {}
         for kind, folder in students.items():
-            asked = LoraConfig(recovery_r=int(rank)) if kind == "uniform" else LoraConfig()
+            asked = LoraConfig(recovery_r=rank) if kind == "uniform" else LoraConfig()
             best = trained(arguments, work, folder, asked)
             recovered[kind] = kl(teacher, open_student(str(best), HubConfig()).model, held_out)
         found["recovered"] = with_gain(recovered)

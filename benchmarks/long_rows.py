@@ -1,12 +1,14 @@
 """How does the memory of a cache build, a training step and an evaluation grow with the length of a row?
 
 Claim: linearly. A mask of L x L would take 4 GB in float32 at 32,768 tokens, the scores of one head as much, and logits
-[L, V] 1 GB here; none of them is made. The model is narrow (two layers of width 128, a vocabulary of 8,192), so that
-these would stand out. Each command runs as a process of its own on rows of each length, one row a batch; its memory is
-the most that the kernel saw it hold (`ru_maxrss`).
+[L, V] 1 GB here; none of them is made (a cache build holds logits of at most 512 MB at a time, for the speed). The
+model is narrow (two layers of width 128, a vocabulary of 8,192), so that these would stand out. Each command runs as a
+process of its own on rows of each length, one row a batch; its memory is the most that the kernel saw it hold
+(`ru_maxrss`).
 
 `bytes_a_token` is the growth from each length to the next over the tokens between: linear growth keeps it as it is, and
-quadratic growth multiplies it by four. `worst_growth` is the last over the one before.
+quadratic growth multiplies it by four. `worst_growth` is the last over the one before; at 2,048 tokens the libraries
+are most of what a process holds.
 
     python benchmarks/long_rows.py --machine "two cores of ..." --out benchmarks/results/long_rows.json
 """

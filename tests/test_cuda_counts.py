@@ -150,7 +150,7 @@ def test_kernels_of_a_compiled_layer_and_of_what_is_around_it(roofline):
     forward, backward = roofline.fused(program.forward), roofline.fused(program.backward)
     assert forward.names["mm"] + forward.names["addmm"] == 12 and forward.names["attention"] == 1
     assert forward.kernels <= 28 and backward.kernels <= 38, (forward.names, backward.names)
-    assert roofline.around_layers(student).kernels <= 101  # two of them make the first position that each token sees
+    assert roofline.around_layers(student).kernels < 100
 
 
 def test_the_page_shows_the_committed_counts():

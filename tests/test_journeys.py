@@ -30,7 +30,7 @@ from toy_pipeline import cache_options, call, quantize_options, recover_options
 from qat_lora.cli import main
 from qat_lora.registry import COMMANDS
 
-ROW, CHIPS, PRESET = 12, 10, 8
+ROW, CHIPS, PRESET = 12, 8, 8
 
 
 class Way:

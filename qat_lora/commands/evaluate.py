@@ -76,6 +76,8 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
             models = {name: model.with_vocabulary(vocabulary) for name, model in models.items()}
             for model in models.values():
                 runtime.place(model.module)
+                if runtime.attention == "tiled":  # elsewhere a compiler would take longer than it saves
+                    model.tile_attention()
             say(run, f"{runtime.description} · {run.dtype} · {len(models)} models · {options.protocol} rows")
             report = _report(models, damages, options, runtime) | {"overlap": seen}
             decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)

@@ -90,17 +90,16 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
             rows = None if batches is None else list(runtime.feed(batches))
             costs = None
             if rows is not None and options.metric == "fisher" and options.init in NEED_TEXT:
-                inside = [name for name in targets if not LM_HEAD.search(name)]
-                costs = _sensitivities(options, model, inside, rows, out, work)
-            ranks, joint, facts = None, options.rank_of_codes, dict[str, Any]()
+                costs = _sensitivities(options, model, targets, rows, out, work)
+            joint, facts = options.rank_of_codes, dict[str, Any]()
             if found is not None:
                 assert rows is not None and costs is not None  # `choices` saw to that
-                measured = measured_costs(model, found, rows, costs, runtime, work)
-                chosen, ranks, facts = allocated(options, found, measured)
+                measured = measured_costs(options, model, found, rows, costs, runtime, work)
+                chosen, facts = allocated(options, found, measured)
                 targets, joint = check_reach(model.module, chosen), options.start_rank if joint else 0
             share, reach = reach_of(model.module, chosen, targets)
             fits = FitSettings(options.init, options.start_rank, joint, solver_device)
-            starts, unreached = _fit(options, fits, model, targets, rows, work, costs, ranks)
+            starts, unreached = _fit(options, fits, model, targets, rows, work, costs, facts.get("adapter_ranks", {}))
         rules = rule_bits(model.module, chosen)
         model.module.to("cpu")
         cast(model.module, dtype)
@@ -123,9 +122,12 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
         save_json({**result, "rules": rules}, out / "result.json")
         outputs.complete(out)
         remove_pieces(out)
-    if ranks is not None:
-        highest = max(ranks.values(), default=0)
-        say(run, f"{facts['bytes'] / 1e6:.3f} MB with adapters on {len(ranks)} layers, of rank {highest} at most")
+    if facts:
+        ranks = [rank for rank in facts["adapter_ranks"].values() if rank]
+        say(
+            run,
+            f"{facts['bytes'] / 1e6:.3f} MB; adapters on {len(ranks)} layers, of rank {max(ranks, default=0)} or less",
+        )
     for rule in rules if len(rules) > 1 else ():
         say(run, f"  {rule['bits_per_weight'] or 'kept':>6}  {rule['layers']:>4} layers  {rule['pattern']}")
     if unreached:
@@ -143,7 +145,7 @@ def _fit(
     batches: list[Batch] | None,
     work: Work,
     costs: dict[str, Sensitivity] | None,
-    ranks: dict[str, int] | None,
+    ranks: dict[str, int],
 ) -> tuple[dict[str, Factors], set[str]]:
     """Quantise the model in place, by batches if any; return adapter starts, and layers of experts hardly reached."""
     sequential = options.calibrate_on == "student" and options.init in NEED_TEXT
@@ -173,9 +175,15 @@ def _of_unreached(layers: set[str]) -> str:
 
 
 def _sensitivities(
-    options: QuantizeOptions, model: CausalLM, names: list[str], batches: list[Batch], out: Path, work: Work
+    options: QuantizeOptions,
+    model: CausalLM,
+    targets: dict[str, QuantSpec],
+    batches: list[Batch],
+    out: Path,
+    work: Work,
 ) -> dict[str, Sensitivity]:
     """Return what an error costs at the output of every layer; kept for a run that goes on, because it takes long."""
+    names = [name for name in targets if not LM_HEAD.search(name)]
     draws = torch.Generator().manual_seed(options.run.seed)
 
     def log_likelihood(batch: Batch) -> torch.Tensor:

@@ -47,15 +47,14 @@ def layer_bytes(engine: Engine, spec: QuantSpec, rows: int, columns: int) -> int
 
 def adapter_bytes(engine: Engine, rows: int, columns: int, rank: int) -> int:
     """Return the bytes of the factors of a rank on a weight [O, I]: float16, and Q8_0 where llama.cpp's blocks fit."""
-    factors = ((rank, columns), (rows, rank))
-    in_blocks = [engine == "llama.cpp" and width % BLOCK == 0 for _, width in factors]
-    return sum(n * width * 34 // 32 if q8 else 2 * n * width for q8, (n, width) in zip(in_blocks, factors, strict=True))
+    in_blocks = [engine == "llama.cpp" and width % BLOCK == 0 for width in (columns, rank)]
+    return sum(rank * n * 34 // 32 if q8 else 2 * rank * n for q8, n in zip(in_blocks, (columns, rows), strict=True))
 
 
 def other_bytes(engine: Engine, module: Any, quantised: Container[str], itemsize: int) -> int:
     """Return the bytes of all tensors but the weights of `quantised` layers, in exports with their default settings.
 
-    Tied tensors count once; `quantised` may have the LM head; `itemsize`: bytes of a number in the model's own files.
+    Tied tensors count once; `itemsize`: bytes of a number in the files of the full-precision `module`.
     """
     of_codes = {id(part.weight) for name, part in module.named_modules() if name in quantised}
     tables = {id(table.weight) for table in dense_tables(module).values()}

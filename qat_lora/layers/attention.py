@@ -42,11 +42,6 @@ def tiled_attention(
     return output
 
 
-def is_first(mask: Any) -> bool:
-    """Return whether a model's attention mask is of first positions, int32 [B, 1, 1, L]."""
-    return isinstance(mask, Tensor) and mask.dtype == torch.int32
-
-
 def dense_mask(first_B11L: Tensor, dtype: torch.dtype) -> Tensor:
     """Return first positions as an additive mask, [B, 1, L, L]."""
     own = torch.arange(first_B11L.shape[-1], device=first_B11L.device)
@@ -58,11 +53,12 @@ def dense_mask(first_B11L: Tensor, dtype: torch.dtype) -> Tensor:
 def tiled_or(otherwise: Callable[..., Any], attention: Callable[..., Tensor] = tiled_attention) -> Callable[..., Any]:
     """Return an attention function for transformers: ours for first positions, else `otherwise`.
 
-    What we do not compute (dropout, sinks, capped scores) takes the first positions as a mask in memory.
+    First positions are told by int32. What we do not compute (dropout, sinks, capped scores) takes them as a mask in
+    memory.
     """
 
     def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **others: Any) -> Any:
-        if not is_first(attention_mask):
+        if not isinstance(attention_mask, Tensor) or attention_mask.dtype != torch.int32:
             return otherwise(module, query, key, value, attention_mask, **others)
         scale = others.get("scaling")
         if scale is None or any(others.get(name) is not None for name in ("softcap", "s_aux")) or others.get("dropout"):

@@ -210,11 +210,7 @@ def add_lora(
     given = dict.fromkeys(layers, config.rank) if ranks is None else ranks
     targets = {name: given[name] for name in layers if match.search(name) and name in given}
     if not targets:
-        why = (
-            "its target size left no layer an adapter (--recovery-r puts one on all)"
-            if ranks == {}
-            else f"{pattern!r} matches no linear layer"
-        )
+        why = "its target size left no layer an adapter" if ranks == {} else f"{pattern!r} matches no linear layer"
         raise ConfigError(f"lora_targets: {why}; there are: {_some(list(layers))}")
     unknown = sorted(set(start or {}) - set(layers))
     if unknown:

@@ -152,7 +152,7 @@ def read_adapter(folder: Path) -> AdapterInfo:
         return AdapterInfo(folder, base, sums[0], from_dict(LoraConfig, settings), sums[1], ranks)
     except ModelError:
         raise
-    except (OSError, KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+    except (OSError, LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
         raise ModelError(f"adapter: {folder} is no PEFT folder ({error})") from None
 
 

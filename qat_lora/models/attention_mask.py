@@ -30,12 +30,10 @@ def attention_inputs(config: Any, document_ids_BL: Tensor, dtype: torch.dtype, f
 
     ModelError: a kind of attention that is not supported.
     """
-    begin_BL = document_begins(document_ids_BL)
-    own_L = torch.arange(begin_BL.shape[1], device=begin_BL.device)
+    begin_BL, own_L = document_begins(document_ids_BL)
 
     def make(window: int | None) -> Any:
         first_BL = begin_BL if window is None else torch.maximum(begin_BL, own_L - window + 1)
-        first_BL = first_BL.to(torch.int32)
         if form == "blocks" and first_BL.shape[1] % BLOCK == 0:
             return document_block_mask(first_BL)
         return dense_mask(first_BL[:, None, None], dtype) if form == "dense" else first_BL[:, None, None]
@@ -43,19 +41,19 @@ def attention_inputs(config: Any, document_ids_BL: Tensor, dtype: torch.dtype, f
     return _by_kind(config, make), own_L - begin_BL
 
 
-def document_begins(document_ids_BL: Tensor) -> Tensor:
-    """Return the position at which each token's document begins, [B, L]; documents are contiguous.
+def document_begins(document_ids_BL: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where each token's document begins, int32 [B, L], and each token's own position [L].
 
-    The largest begin so far, by doubling: XLA has no running maximum of 64-bit integers.
+    Documents are contiguous. The largest begin so far, by doubling: XLA has no running maximum of 64-bit integers.
     """
     length = document_ids_BL.shape[1]
-    own_L = torch.arange(length, device=document_ids_BL.device)
+    own_L = torch.arange(length, dtype=torch.int32, device=document_ids_BL.device)
     is_begin = torch.nn.functional.pad(document_ids_BL[:, 1:] != document_ids_BL[:, :-1], (1, 0))
     begin_BL, reach = own_L * is_begin, 1
     while reach < length:
         begin_BL = torch.maximum(begin_BL, torch.nn.functional.pad(begin_BL[:, :-reach], (reach, 0)))
         reach *= 2
-    return begin_BL
+    return begin_BL, own_L
 
 
 def step_masks(config: Any, position_1: Tensor, length: int, dtype: torch.dtype) -> Any:

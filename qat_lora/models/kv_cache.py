@@ -67,11 +67,6 @@ def step(model: CausalLM, input_ids_B1: Tensor, position_1: Tensor, cache: Any) 
     if isinstance(cache, KeyValueCache):
         cache.positions_T = position_1
         masks = step_masks(model.config, position_1, cache.length, computing_dtype(module))
-    output = getattr(module, module.base_model_prefix)(
-        input_ids=input_ids_B1,
-        attention_mask=masks,
-        position_ids=position_1[None],
-        past_key_values=cache,
-        use_cache=True,
-    )
-    return output.last_hidden_state
+    seen = {"attention_mask": masks, "past_key_values": cache, "use_cache": True}
+    backbone = getattr(module, module.base_model_prefix)
+    return backbone(input_ids=input_ids_B1, position_ids=position_1[None], **seen).last_hidden_state

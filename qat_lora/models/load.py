@@ -261,7 +261,7 @@ class CausalLM:
         others = {}
         if keeps_state(self.config):
             keep_documents_apart(self.module, self.config.model_type)
-            others["documents"] = split_documents(document_begins(document_ids_BL))
+            others["documents"] = split_documents(document_begins(document_ids_BL)[0])
         backbone = getattr(self.module, self.module.base_model_prefix)
         output = backbone(
             input_ids=input_ids_BL, attention_mask=masks, position_ids=positions, use_cache=False, **others

@@ -10,6 +10,7 @@ Source: bit allocation along convex hulls, Shoham and Gersho 1988.
 """
 
 import re
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -51,23 +52,12 @@ class TargetConfig:
         raise ConfigError(f"target_size: {self.target_size!r} is no size; give kB, MB or GB, for example 232MB")
 
 
-def reachable(layers_P: np.ndarray, bytes_P: np.ndarray) -> tuple[int, int]:
-    """Return the least and the most bytes that layers can take, from the layer and the bytes of every point."""
-    ends = [(bytes_P[layers_P == layer].min(), bytes_P[layers_P == layer].max()) for layer in np.unique(layers_P)]
-    return sum(int(least) for least, _ in ends), sum(int(most) for _, most in ends)
+def allocate(layers: Sequence[str], bytes_P: np.ndarray, costs_P: np.ndarray, budget_bytes: int) -> list[int]:
+    """Return one point of every layer, within a budget beside which no better one fits; the lists describe all points.
 
-
-def allocate(layers_P: np.ndarray, bytes_P: np.ndarray, costs_P: np.ndarray, budget_bytes: int) -> np.ndarray:
-    """Return the point of every layer [L]; their bytes are within the budget, and no better point fits beside the rest.
-
-    Args:
-        layers_P: number of the layer of every point, from 0.
-        bytes_P: bytes of every point.
-        costs_P: what every point costs, in nats.
-        budget_bytes: of all layers.
-
-    ConfigError: even the smallest points take more.
+    ConfigError: even the smallest points take more than the budget.
     """
+    layers_P = np.unique(layers, return_inverse=True)[1]
     order = np.lexsort((costs_P, bytes_P, layers_P))
     chosen_L = order[np.unique(layers_P[order], return_index=True)[1]]
     left = budget_bytes - int(bytes_P[chosen_L].sum())
@@ -78,6 +68,6 @@ def allocate(layers_P: np.ndarray, bytes_P: np.ndarray, costs_P: np.ndarray, bud
         gain_P = costs_P[chosen_L][layers_P] - costs_P
         fits_P = (more_P > 0) & (more_P <= left) & (gain_P > 0)
         if not fits_P.any():
-            return chosen_L
+            return sorted(chosen_L.tolist())
         best = int(np.argmax(np.where(fits_P, gain_P / np.maximum(more_P, 1), -1.0)))
         chosen_L[layers_P[best]], left = best, left - int(more_P[best])

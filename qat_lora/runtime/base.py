@@ -121,12 +121,6 @@ class Runtime(Protocol):
 
     def reduce_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Average gradients over replicas, once per optimizer step; under SPMD that divides the sum that they are."""
-        trained = [p for p in parameters if p.requires_grad]
-        if self.replicas > 1 and trained:
-            collectives.average_gradients(trained, self._mean)
-
-    def _mean(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the mean of a float32 tensor over the replicas; its own memory may be written to."""
 
     def all_reduce_mean(self, value: torch.Tensor) -> torch.Tensor:
         """Average a sum over rows over replicas; stays on the device. Integers become float32."""

@@ -8,7 +8,7 @@ same arithmetic on every runtime. DDP would hide the exchange, of some megabytes
 import contextlib
 import functools
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -145,6 +145,13 @@ class NativeRuntime(Runtime):
     def checkpoint_function(self) -> Callable[..., Any]:
         """Return torch's own, in the form that is not re-entrant."""
         return functools.partial(checkpoint, use_reentrant=False)
+
+    def reduce_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Average the gradients over the replicas by one all-reduce of one flat float32 tensor."""
+        trained = [p for p in parameters if p.requires_grad]
+        if self.replicas > 1 and trained:
+            gradients, flat = collectives.flat_gradients(trained)
+            collectives.put_back(gradients, self._mean(flat))
 
     def all_reduce_mean(self, value: torch.Tensor) -> torch.Tensor:
         """Return the mean of a tensor over the replicas by an all-reduce of gloo or NCCL."""

@@ -35,9 +35,9 @@ from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.layers.tied_embedding import embedding_of
 from qat_lora.models.load import CausalLM
 from qat_lora.options import QuantizeOptions
-from qat_lora.quant.allocate import allocate, reachable
+from qat_lora.quant.allocate import allocate
 from qat_lora.quant.gptq import Curvature
-from qat_lora.quant.initialize import COMPENSATED, quantize_weight
+from qat_lora.quant.initialize import NEED_TEXT, quantize_weight
 from qat_lora.quant.presets import Preset, preset
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.runtime.base import Runtime
@@ -51,8 +51,6 @@ class Choices(NamedTuple):
 
     points: list[tuple[str, QuantSpec, int]]
     """Layer, format and rank: every format of every layer at all ranks, in order."""
-    layers_P: np.ndarray
-    """Number of the layer of every point."""
     bytes_P: np.ndarray
     other_bytes: int
     """Of all other tensors."""
@@ -69,14 +67,9 @@ def choices(options: QuantizeOptions, module: Any, itemsize: int) -> Choices:
     a target that cannot be met.
     """
     target, engine = options.target, options.target.engine
-    open_settings: dict[str, Any] = {
-        "override": [()],
-        "quantize_head": [None],
-        "metric": ["fisher"],
-        "init": COMPENSATED,
-    }
-    for name, allowed in open_settings.items():
-        if getattr(options, name) not in allowed:
+    usual = {"override": (), "quantize_head": None, "metric": "fisher"}
+    for name, value in (usual if options.init in NEED_TEXT else {"init": "descent"}).items():
+        if getattr(options, name) != value:
             raise ConfigError(f"{name}: {target.name} decides by what it measures; leave it out (--keep is allowed)")
     if has_split_experts(module):
         raise ConfigError("target_size: not for mixtures, whose experts share a format; give --preset")
@@ -86,26 +79,27 @@ def choices(options: QuantizeOptions, module: Any, itemsize: int) -> Choices:
             embedding_of(module, lm_head)
             if not any(re.search(pattern, name) for pattern in options.keep):
                 specs[name] = formats(engine, name, module)
-    points, numbers, sizes = [], [], []
-    for number, (name, allowed) in enumerate(specs.items()):
+    points, sizes = list[tuple[str, QuantSpec, int]](), list[int]()
+    least = most = others = other_bytes(engine, module, specs, itemsize)
+    for name, allowed in specs.items():
         rows, columns = module.get_submodule(name).weight.shape
+        first = len(points)
         for spec in allowed:
             for rank in range(1 + (0 if LM_HEAD.search(name) else min(options.start_rank, rows, columns))):
                 points.append((name, spec, rank))
-                numbers.append(number)
                 sizes.append(layer_bytes(engine, spec, rows, columns) + adapter_bytes(engine, rows, columns, rank))
-    found = np.array(numbers), np.array(sizes), other_bytes(engine, module, specs, itemsize)
+        least, most = least + min(sizes[first:]), most + max(sizes[first:])
     wanted = target.bytes(sum(p.numel() for p in module.parameters()))
-    least, most = (found[2] + end for end in reachable(*found[:2]))
     low, high = math.ceil(least / 1e3) / 1e3, math.floor(most / 1e3) / 1e3
     span = f"--for {engine} allows {low:.3f}MB to {high:.3f}MB, adapters of up to --start-rank included"
     if not least <= wanted <= most:
         raise ConfigError(f"target_size: {target.name} ({wanted / 1e6:.3f} MB) cannot be met; {span}")
-    return Choices(points, *found, wanted, f"\ntarget   {target.name} ({wanted / 1e6:.3f} MB); {span}")
+    return Choices(points, np.array(sizes), others, wanted, f"\ntarget   {target.name} ({wanted / 1e6:.3f} MB); {span}")
 
 
 @torch.no_grad()
 def measured_costs(
+    options: QuantizeOptions,
     model: CausalLM,
     found: Choices,
     batches: Sequence[Batch],
@@ -115,58 +109,54 @@ def measured_costs(
 ) -> np.ndarray:
     """Return what every point costs, in nats."""
     most = {name: rank for name, _, rank in found.points}  # the last is the highest
-    pieces = {name: kept[0]["costs"] for name in most if (kept := work.take(f"allocation-{name}"))}
-    names = [name for name in most if name not in pieces]
-
-    def forward(batch: Batch) -> Tensor:
-        work.may_stop()
-        return model.hidden(batch["input_ids"], batch["document_ids"])
-
-    moments = second_moments(model.module, names, batches, forward, sensitivity) if names else {}
-    few = batches[: -(-HEAD_ROWS // len(batches[0]["input_ids"]))]
-    for name in tqdm(names, desc="formats and ranks", unit="layer", disable=None):
-        work.may_stop()
-        linear, curvature, parts = model.module.get_submodule(name), Curvature(moments[name]), list[Tensor]()
-        weight = linear.weight.detach().float()
-        for spec in dict.fromkeys(spec for layer, spec, _ in found.points if layer == name):
-            codes = quantize_weight(weight, spec, "gptq", curvature)
+    moments = second_moments(
+        model.module, most, batches, lambda x: model.hidden(x["input_ids"], x["document_ids"]), sensitivity
+    )
+    few, costs = batches[: -(-HEAD_ROWS // len(batches[0]["input_ids"]))], list[Tensor]()
+    for name in tqdm(most, desc="formats and ranks", unit="layer", disable=options.run.quiet):
+        kept = work.take(f"allocation-{name}")
+        costs.append(torch.empty(0) if kept is None else kept[0]["costs"])
+        linear, curvature = model.module.get_submodule(name), Curvature(moments[name])
+        for spec in dict.fromkeys(spec for layer, spec, _ in found.points if layer == name and kept is None):
+            codes = quantize_weight(linear.weight, spec, "gptq", curvature)
             if name in sensitivity:
-                metric = Metric.of(weight, moments[name], sensitivity[name].outputs_OO.to(weight.device))
-                parts.append(metric.costs(weight - codes.dense(spec), most[name]).cpu() / 2)
+                metric = Metric.of(linear.weight, moments[name], sensitivity[name].outputs_OO.to(linear.weight.device))
+                cost = metric.costs(linear.weight.float() - codes.dense(spec), most[name]).cpu() / 2
             else:
-                kl = _kl_with(model, name, QuantLinear.from_linear(linear, spec, codes), few, runtime)
-                parts.append(torch.tensor([kl], dtype=torch.float64))
-        pieces[name] = torch.cat(parts)
-        work.keep(f"allocation-{name}", {"costs": pieces[name]}, {})
-    return torch.cat([pieces[name] for name in most]).numpy()
+                cost = _kl_with(model, name, QuantLinear.from_linear(linear, spec, codes), few, runtime)
+            costs[-1] = torch.cat([costs[-1], cost])
+        if kept is None:
+            work.keep(f"allocation-{name}", {"costs": costs[-1]}, {})
+    return torch.cat(costs).double().numpy()
 
 
-def _kl_with(model: CausalLM, name: str, layer: QuantLinear, batches: Sequence[Batch], runtime: Runtime) -> float:
-    """Return the KL, nats a token, of a model in which one layer alone is quantised."""
+def _kl_with(model: CausalLM, name: str, layer: QuantLinear, batches: Sequence[Batch], runtime: Runtime) -> Tensor:
+    """Return the KL, nats a token, of a model in which one layer alone is quantised, float64 [1]."""
     shared = {id(tensor): tensor for tensor in (*model.module.parameters(), *model.module.buffers())}
     module = copy.deepcopy(model.module, shared)
     put_quantized(module, name, layer)
     student = {"student": replace(model, module=module)}
     found = measure(model, student, batches, True, runtime.mark_step, piece_bytes=runtime.piece_bytes)
-    return float(found["student"].figures["kl"])
+    return torch.tensor([found["student"].figures["kl"]], dtype=torch.float64)
 
 
-def allocated(
-    options: QuantizeOptions, found: Choices, costs_P: np.ndarray
-) -> tuple[Preset, dict[str, int], dict[str, Any]]:
-    """Return the cheapest way to store a student within its target: preset, ranks by layer above 0, facts of both."""
-    picked = allocate(found.layers_P, found.bytes_P, costs_P, found.target_bytes - found.other_bytes)
-    ranks, lm_head, groups = dict[str, int](), None, dict[tuple[str, str, QuantSpec], list[str]]()
-    for name, spec, rank in (found.points[i] for i in picked):
+def allocated(options: QuantizeOptions, found: Choices, costs_P: np.ndarray) -> tuple[Preset, dict[str, Any]]:
+    """Return the cheapest way to store a student within its target, and facts: `adapter_ranks` by layer, `bytes`."""
+    names = [name for name, _, _ in found.points]
+    picked = allocate(names, found.bytes_P, costs_P, found.target_bytes - found.other_bytes)
+    lm_head, groups = None, dict[tuple[str, str, QuantSpec], list[str]]()
+    for name, spec, _ in (found.points[i] for i in picked):
         before, number, after = re.split(r"(\d+|$)", name, maxsplit=1)
         if LM_HEAD.search(name):
             lm_head = spec
         else:
             groups.setdefault((re.escape(before), re.escape(after), spec), []).append(number)
-        ranks |= {name: rank} if rank else {}
     rules = [(f"^{before}({'|'.join(numbers)}){after}$", spec) for (before, after, spec), numbers in groups.items()]
     kept: list[tuple[str, QuantSpec | None]] = [(pattern, None) for pattern in options.keep]
-    size, cost = found.other_bytes + int(found.bytes_P[picked].sum()), float(costs_P[picked].sum())
-    facts: dict[str, Any] = {"target": options.target.name, "engine": options.target.engine, "bytes": size}
-    facts |= {"predicted_kl": cost, "adapter_ranks": ranks}
-    return Preset(options.target.name, (*kept, *rules), lm_head), ranks, facts
+    return Preset(options.target.name, (*kept, *rules), lm_head), {
+        "target": options.target.name,
+        "engine": options.target.engine,
+        "bytes": found.other_bytes + int(found.bytes_P[picked].sum()),
+        "predicted_kl": float(costs_P[picked].sum()),
+        "adapter_ranks": {found.points[i][0]: found.points[i][2] for i in picked},
+    }

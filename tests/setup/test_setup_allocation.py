@@ -75,7 +75,8 @@ def test_the_bytes_are_those_of_the_files(tiny, tmp_path, engine):
     result = json.loads((student / "result.json").read_text())
     assert target - STEP < result["bytes"] <= target and result["predicted_kl"] > 0
     layers = with_its_adapter(student, tmp_path / "adapter")
-    assert {name: len(layer.lora_A) for name, layer in layers.items()} == result["adapter_ranks"]
+    ranks = {name: rank for name, rank in result["adapter_ranks"].items() if rank}
+    assert {name: len(layer.lora_A) for name, layer in layers.items()} == ranks and len(ranks) > 2
     if engine == "any":
         assert tensor_bytes(student) + tensor_bytes(tmp_path / "adapter") == result["bytes"]
         return

@@ -137,8 +137,8 @@ class LayerFitter:
     """Keeps the layers of every finished block, and has those that an interrupted run finished."""
     bar: tqdm[Any] = field(default_factory=lambda: tqdm(disable=True))
     """Counts finished layers."""
-    ranks: Mapping[str, int] | None = None
-    """Of adapter starts by layer name, up to that of the settings, 0 for others; None: that of the settings for all."""
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    """Of adapter starts, by name, where it is less than that of the settings."""
     unreached: set[str] = field(default_factory=set)
     """Layers of experts that calibration hardly reaches: fitted by what stands in for their inputs."""
 
@@ -153,7 +153,7 @@ class LayerFitter:
         found: dict[Any, list[str]] = {}
         for name in names:
             spec, alone = self.targets[name], LM_HEAD.search(name) or not together(self.targets[name], self.settings)
-            alike = spec, self.linear(name).weight.shape, self._rank(name)
+            alike = spec, self.linear(name).weight.shape, self.ranks.get(name)
             found.setdefault(name if alone else alike, []).append(name)
         return [of[i : i + MOST_TOGETHER] for of in found.values() for i in range(0, len(of), MOST_TOGETHER)]
 
@@ -171,11 +171,6 @@ class LayerFitter:
     def _outputs(self, cost: Sensitivity, name: str) -> Tensor:
         return cost.plain_outputs() if name in self.unreached else cost.outputs_OO
 
-    def _rank(self, name: str) -> int:
-        """Return the columns of a layer's adapter start; the LM head has no adapter."""
-        most = self.settings.start_rank
-        return 0 if LM_HEAD.search(name) else most if self.ranks is None else min(most, self.ranks.get(name, 0))
-
     def fit(
         self, names: Sequence[str], moments_II: Sequence[Tensor | None], weights_OI: Sequence[Tensor] | None = None
     ) -> dict[str, Finished]:
@@ -187,7 +182,8 @@ class LayerFitter:
         self.work.may_stop()
         linears, spec, costs = [self.linear(name) for name in names], self.targets[names[0]], self.costs or {}
         outputs_OO = [self._outputs(costs[name], name) if name in costs else None for name in names]
-        rank = self._rank(names[0])
+        rank = self.ranks.get(names[0], self.settings.start_rank)
+        rank = 0 if LM_HEAD.search(names[0]) else rank  # which has no adapter
         settings = self.settings._replace(start_rank=rank, joint_rank=min(rank, self.settings.joint_rank))
         weights_OI = [linear.weight.data for linear in linears] if weights_OI is None else weights_OI
         fits = fit_layers(weights_OI, spec, settings, moments_II, outputs_OO)

@@ -278,9 +278,11 @@ class XlaRuntime(Runtime):
         `optimizer.step()` follows it, since `xm.optimizer_step` would reduce a second time. XLA on the CPU has no
         exchange between processes; there gloo carries the gradients: slow, and enough to try everything else.
         """
-        if self._by_gloo:
-            super().reduce_gradients(parameters)
-        elif self.replicas > 1 and (trained := [p for p in parameters if p.requires_grad]):
+        trained = [p for p in parameters if p.requires_grad]
+        if self.replicas > 1 and trained and self._by_gloo:
+            gradients, flat = collectives.flat_gradients(trained)
+            collectives.put_back(gradients, self._mean(flat))
+        elif self.replicas > 1 and trained:
             import torch_xla.core.xla_model as xm
 
             # It takes an optimizer only to find its parameters; this one exists for that.
