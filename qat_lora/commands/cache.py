@@ -118,7 +118,7 @@ def _open_teacher(
 ) -> tuple[_Teacher, Any, Path, dict[str, Any]]:
     """Return the teacher, its tokenizer and that one's folder, and the fingerprint's fields about both.
 
-    The teacher's identity is as an unfinished build `noted` it where that can be.
+    A served teacher's identity is as an unfinished build `noted` it, if it is that one.
     """
     served, hub = options.served, options.hub
     teacher: _Teacher
@@ -142,7 +142,7 @@ def _open_teacher(
             software = teacher.version
             check_tokens(read_header(teacher.folder), tokenizer, folder)
         name = str(Path(str(options.teacher)))  # T/ and ./T are T
-        sha256 = checkpoint_sha256(teacher.folder, noted.teacher_sha256 if noted else None)
+        sha256 = checkpoint_sha256(teacher.folder)
     teacher = _with_vocabulary(teacher, tokenizer, options.vocab_size)
     template = getattr(tokenizer, "chat_template", None)
     about = {
@@ -194,7 +194,7 @@ def audit_cache(options: AuditOptions, runtime: Runtime) -> dict[str, Any]:
     run, path = options.run, str(options.kd_cache_dir)
     held = read_manifest(path).fingerprint  # refuses what is no cache before a model is loaded
     teacher = _teacher(options, runtime, held.length)
-    sha256 = checkpoint_sha256(teacher.folder, held.teacher_sha256)
+    sha256 = checkpoint_sha256(teacher.folder)
     check_teacher(held, path, sha256, teacher.vocab_size)
     out = Path(run.out) if run.out else None
     settings = {"cache": held.sha256, "rows": options.rows, "dtype": run.dtype, "device": runtime.device.type}

@@ -33,10 +33,8 @@ def encode_chat(
     rest.
     """
     if not getattr(tokenizer, "chat_template", None):
-        raise TextError(
-            f"{where}: is a chat, and the tokenizer has no chat template; take the tokenizer of an "
-            "instruction-tuned model, or plain text with --format text --text-field FIELD"
-        )
+        remedy = "take the tokenizer of an instruction-tuned model, or plain text with --format text --text-field FIELD"
+        raise TextError(f"{where}: is a chat, and the tokenizer has no chat template; {remedy}")
     render = partial(render_chat, tokenizer, where)
     whole = render(messages)
     spans = np.array([(0, 0), *answer_spans(whole, messages, render, where)], np.int64)

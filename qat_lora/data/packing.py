@@ -131,10 +131,8 @@ def empty_row(length: int) -> PackedRow:
 
 
 def _moved(document: int, token: int, found: str) -> TextError:
-    return TextError(
-        f"text: cannot go on at token {token} of document {document}: {found}; the text has changed since then, "
-        "so restore it or start again"
-    )
+    remedy = "the text has changed since then, so restore it or start again"
+    return TextError(f"text: cannot go on at token {token} of document {document}: {found}; {remedy}")
 
 
 def take_eval(open_at: OpenDocuments, encode: Encode, length: int, eval_rows: int) -> tuple[list[PackedRow], int]:
@@ -171,10 +169,8 @@ def answers_only(encode: Encode) -> Encode:
 
     def encode_answers(document: Document) -> Iterable[Tokens]:
         if document.messages is None and not document.is_blank:
-            raise TextError(
-                f"objective: sft learns from chats, and {document.name} is plain text; give a chat layout with "
-                "--format (messages, alpaca, sharegpt), or --objective ce"
-            )
+            remedy = "give a chat layout with --format (messages, alpaca, sharegpt), or --objective ce"
+            raise TextError(f"objective: sft learns from chats, and {document.name} is plain text; {remedy}")
         return encode(document)
 
     return encode_answers

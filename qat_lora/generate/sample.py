@@ -154,7 +154,7 @@ def _ours(name: str, hub: HubConfig, run: RunConfig, runtime: Runtime) -> Backen
 
 
 def _llama_cpp(folder: Path) -> Backend:
-    check_folder(folder, ours=True)
+    check_folder(folder)
     try:
         llama_cpp = importlib.import_module("llama_cpp")
         formats = importlib.import_module("llama_cpp.llama_chat_format")

@@ -86,10 +86,8 @@ class ObjectiveConfig:
                 f"draws: for estimators hybrid and sampled only, and it is {self.estimator}; leave it out, or name one"
             )
         if not self.weights_at(0.0).keys() - {"anchor"}:
-            raise ConfigError(
-                "kd_weight, ce_weight, hard_top1_weight, hidden_weight: all are 0, which leaves nothing to learn; set "
-                "one above 0"
-            )
+            what = "all are 0, which leaves nothing to learn"
+            raise ConfigError(f"kd_weight, ce_weight, hard_top1_weight, hidden_weight: {what}; set one above 0")
 
     @property
     def optional_arrays(self) -> tuple[str, ...]:
@@ -164,10 +162,9 @@ def objective_loss(
     names = config.weights_at(0.0)
     weights = {name: w.reshape(()) if isinstance(w, Tensor) else w for name, w in (weights or names).items()}
     if config.topk_user and "head_ids" not in batch:
-        raise CacheError(
-            f"head_ids: {config.topk_user} needs the teacher's likeliest tokens, and the batch holds none; train from "
-            "a KD cache built with --top-k 1 or more, or set only ce_weight above 0"
-        )
+        what = f"{config.topk_user} needs the teacher's likeliest tokens, and the batch holds none"
+        remedy = "train from a KD cache built with --top-k 1 or more, or set only ce_weight above 0"
+        raise CacheError(f"head_ids: {what}; {remedy}")
     hidden_NH = hidden_BLH[:, :-1].reshape(-1, hidden_BLH.shape[-1])
     mask_N = batch["target_mask"].reshape(-1)
     terms: list[Term] = []
@@ -194,10 +191,8 @@ def objective_loss(
     if "hidden" in names:
         teacher_NH = wanted(batch, "teacher_hidden", "hidden_weight")
         if teacher_NH.shape != hidden_NH.shape:
-            raise ConfigError(
-                f"hidden_weight: the teacher's hidden states are {teacher_NH.shape[-1]} wide, the student's "
-                f"{hidden_NH.shape[-1]}; only equal widths can be compared, so set it to 0"
-            )
+            what = f"the teacher's hidden states are {teacher_NH.shape[-1]} wide, the student's {hidden_NH.shape[-1]}"
+            raise ConfigError(f"hidden_weight: {what}; only equal widths can be compared, so set it to 0")
         error_sum, count = hidden_error_sum(hidden_NH, teacher_NH, mask_N)
         parts.append(LossSum(error_sum * weights["hidden"], count, {"hidden": error_sum.detach()}))
     loss_sum = parts[0].loss_sum if len(parts) == 1 else parts[0].loss_sum + parts[1].loss_sum
@@ -272,12 +267,10 @@ def sparse_teacher_from_batch(batch: Batch, temperature: float = 1.0) -> SparseT
 
 @torch.no_grad()
 def sparse_teacher_from_logits(logits_NV: Tensor, k: int, temperature: float = 1.0) -> SparseTeacher:
-    """Return the top-k entries of each position and the exact log mass of the others; ValueError for no such k.
+    """Return the top-k entries of each position and the exact log mass of the others.
 
     Holds one copy of the logits, so pass chunks; slice padding off first.
     """
-    if not 1 <= k <= logits_NV.shape[-1]:
-        raise ValueError(f"k {k}: expected 1 to {logits_NV.shape[-1]}, the number of logits")
     z_NV = logits_NV.to(wide_dtype(logits_NV.dtype)) / temperature
     top = z_NV.topk(k, dim=-1)
     log_tail_N = z_NV.scatter(-1, top.indices, float("-inf")).logsumexp(-1)

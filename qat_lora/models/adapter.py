@@ -131,7 +131,7 @@ def read_adapter(folder: Path) -> AdapterInfo:
     DamagedFileError: a file is not what was written.
     ModelError: it is no PEFT LoRA folder, or one with settings that we would compute wrongly.
     """
-    check_folder(folder, ours=(folder / NOTE).is_file())
+    check_folder(folder)
     try:
         config = read_object(folder / CONFIG)
         if config["peft_type"] != "LORA":

@@ -46,10 +46,8 @@ class NativeRuntime(Runtime):
         if kind == "cuda":
             self.device = torch.device(kind, local_rank)
             if local_rank >= max(1, torch.cuda.device_count()):
-                raise DeviceError(
-                    f"LOCAL_RANK={local_rank}: this machine shows {torch.cuda.device_count()} CUDA devices; "
-                    "start at most one process for each"
-                )
+                what = f"this machine shows {torch.cuda.device_count()} CUDA devices"
+                raise DeviceError(f"LOCAL_RANK={local_rank}: {what}; start at most one process for each")
             if _compiles_kernels(self.device):
                 self.loss_walk = "kernel"
         self._deferred = DeferredCalls()
@@ -85,7 +83,7 @@ class NativeRuntime(Runtime):
             self._control = collectives.gloo_group() if self.device.type == "cuda" else None
         with tf32(self.device.type == "cuda"):
             result = main()
-        self._deferred.run_all()
+        self._deferred.run_ready(wait=True)
         if self.replicas > 1:  # not after an error: it may wait for the others for ever, the cause unsaid
             dist.destroy_process_group()
         return result
@@ -103,10 +101,8 @@ class NativeRuntime(Runtime):
     def check_device_map(self) -> None:
         """Raise DeviceError where other processes would spread theirs over the same devices."""
         if self.replicas > 1:
-            raise DeviceError(
-                f"device_map: {self.replicas} processes would each spread the model over all devices; run one process, "
-                "or leave out --device-map"
-            )
+            what = f"{self.replicas} processes would each spread the model over all devices"
+            raise DeviceError(f"device_map: {what}; run one process, or leave out --device-map")
 
     def _send(self, batch: Batch) -> tuple[Batch, Any]:
         """Make the tensors and, on CUDA, start their copy on a stream of its own; runs in the prefetch thread."""
@@ -150,8 +146,7 @@ class NativeRuntime(Runtime):
         """Average the gradients over the replicas by one all-reduce of one flat float32 tensor."""
         trained = [p for p in parameters if p.requires_grad]
         if self.replicas > 1 and trained:
-            gradients, flat = collectives.flat_gradients(trained)
-            collectives.put_back(gradients, self._mean(flat))
+            collectives.average_gradients(trained, self._mean)
 
     def all_reduce_mean(self, value: torch.Tensor) -> torch.Tensor:
         """Return the mean of a tensor over the replicas by an all-reduce of gloo or NCCL."""
@@ -190,7 +185,7 @@ class NativeRuntime(Runtime):
 
     def barrier(self, tag: str) -> None:
         """Run what was deferred, then wait until every process is here. `tag` names the place in stack dumps."""
-        self._deferred.run_all()
+        self._deferred.run_ready(wait=True)
         if self.replicas > 1:
             with collectives.among_peers():
                 dist.barrier(self._control)

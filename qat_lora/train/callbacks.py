@@ -1,10 +1,9 @@
-"""A training run, its settings, and the side jobs between its steps, one callback each.
+"""A training run, its settings, and the side jobs between its steps: evaluating, saving, stopping.
 
-The loop (`loop`) computes steps; evaluating and saving are callbacks, as in OLMo-core, and both see the same `Run`.
-Their order makes a checkpoint complete: the log is flushed before an evaluation, the evaluation is counted before the
-checkpoint that contains its result, and a stop comes after the checkpoint. `is_due` tells whether `after_step` needs
-all lines of the log written; all processes must give the same answer. Only the compile watch is no callback, since it
-looks into a step. What an evaluation or an export *is* comes in as a function (`LoopHooks`).
+The loop (`loop`) computes steps and does these after them; all see the same `Run`. Their order makes a checkpoint
+complete: the log is flushed before an evaluation, the evaluation is counted before the checkpoint that contains its
+result, and a stop comes after the checkpoint. Whether one is due, all processes must answer alike. What an evaluation
+or an export *is* comes in as a function (`LoopHooks`).
 """
 
 import functools
@@ -120,11 +119,11 @@ class Progress:
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any], metric: str, file: Path) -> Self:
-        """Return a checkpoint's counters; DamagedFileError if one lacks (`evaluated` may, as in earlier versions)."""
-        fresh = cls().to_json(metric)
-        if missing := fresh.keys() - {"evaluated"} - saved.keys():
+        """Return a checkpoint's counters; DamagedFileError if one lacks."""
+        names = cls().to_json(metric).keys()
+        if missing := names - saved.keys():
             raise DamagedFileError(f"{file}: lacks {min(missing)}; remove that folder to go on")
-        return cls(*(saved.get(name, value) for name, value in fresh.items()))
+        return cls(*map(saved.__getitem__, names))
 
 
 @dataclass
@@ -142,6 +141,7 @@ class Run:
     log: MetricsLog
     stopped: Sequence[str]  # stop signals that this process received; grows at any time
     stopping: bool = False  # True in all processes if one of them was asked to stop
+    saved_at: float = 0.0  # when a checkpoint was last written, or the first step began, as `time.monotonic` says
 
     @property
     def step(self) -> int:
@@ -153,6 +153,10 @@ class Run:
         """True if no step is left, or evaluations stopped improving."""
         patience, since = self.loop.early_stop, self.progress.evaluations_since_best
         return self.step >= self.loop.max_steps or (patience is not None and since >= patience)
+
+    def ends_interval(self, steps: int) -> bool:
+        """Tell whether an interval of so many steps, or the run, ends with this step."""
+        return self.step % steps == 0 or self.step == self.loop.max_steps
 
     def export(self, name: str) -> None:
         """Write the student, with averaged tensors where there are any, from the main process."""
@@ -171,6 +175,8 @@ class Run:
         trained, keep = self.state.trained, self.loop.keep_checkpoints
         save_checkpoint(out / "checkpoints", self.step, trained, self.optimizer, content, keep, self.runtime)
         self.runtime.barrier("checkpoint")
+        self.saved_at = time.monotonic()
+        self.log.pause()
 
     def give_up(self, error: QatLoraError | OSError | None) -> NoReturn:
         """End the run because this process cannot read rows (None: another), after a checkpoint of the last step."""
@@ -183,29 +189,7 @@ class Run:
         raise (type(error)(f"{error}{text}") if isinstance(error, QatLoraError) else error) from error
 
 
-class Evaluate:
-    """Evaluates at the start, every so many steps and at the end, and exports each new best."""
-
-    def before_training(self, run: Run) -> None:
-        """Export and evaluate the untrained student; on resume, repeat an evaluation that failed."""
-        if run.start == 0:
-            run.export("start")
-        if run.start == 0 or not run.progress.evaluated:
-            _evaluate(run)
-
-    def is_due(self, run: Run) -> bool:
-        """Tell whether an interval or the run has ended."""
-        return run.step % run.loop.eval_steps == 0 or run.step == run.loop.max_steps
-
-    def after_step(self, run: Run, due: bool) -> None:
-        """Evaluate, then look at the stop signals again, since evaluations are long."""
-        if due:
-            run.runtime.barrier("metrics")  # all lines are written now, so their rate does not include the pause
-            _evaluate(run)
-            run.stopping = run.runtime.agree(bool(run.stopped))
-
-
-def _evaluate(run: Run) -> None:
+def evaluate(run: Run) -> None:
     """Evaluate once, and export the student if it is the best so far; DivergedError for NaN or an infinity."""
     hooks, progress = run.hooks, run.progress
     if hooks.evaluate is None:
@@ -231,28 +215,19 @@ def _evaluate(run: Run) -> None:
     run.log.pause()
 
 
-class Checkpoint:
-    """Saves every so many steps or minutes and at the end; saves, and then ends, a run that was asked to stop."""
+def is_save_due(run: Run) -> bool:
+    """Tell whether an interval or the run has ended, or the newest checkpoint is too old on any process's clock."""
+    loop = run.loop
+    if run.ends_interval(loop.save_steps):
+        return True
+    if run.step % loop.log_steps or not loop.save_minutes:  # looking means that all processes have to agree
+        return False
+    return run.runtime.agree(time.monotonic() - run.saved_at > 60 * loop.save_minutes)
 
-    def __init__(self) -> None:
-        self.saved_at = time.monotonic()
 
-    def is_due(self, run: Run) -> bool:
-        """Tell whether an interval or the run has ended, or the newest checkpoint is too old on any process's clock."""
-        loop = run.loop
-        if run.step % loop.save_steps == 0 or run.step == loop.max_steps:
-            return True
-        if run.step % loop.log_steps or not loop.save_minutes:  # looking means that all processes have to agree
-            return False
-        return run.runtime.agree(time.monotonic() - self.saved_at > 60 * loop.save_minutes)
-
-    def after_step(self, run: Run, due: bool) -> None:
-        """Save; raise InterruptedRunError if the run was asked to stop and is not over anyway."""
-        if due or run.stopping or run.is_over:
-            run.save()
-            self.saved_at = time.monotonic()
-            run.log.pause()
-        if run.stopping and not run.is_over:
-            by = run.stopped[0] if run.stopped else "a signal to another process"
-            done = f"stopped by {by} after step {run.step} of {run.loop.max_steps}"
-            raise InterruptedRunError(f"{done}; the checkpoint is complete, the same command goes on from it")
+def end_if_asked(run: Run) -> None:
+    """Raise InterruptedRunError if the run was asked to stop and is not over anyway; it has saved."""
+    if run.stopping and not run.is_over:
+        by = run.stopped[0] if run.stopped else "a signal to another process"
+        done = f"stopped by {by} after step {run.step} of {run.loop.max_steps}"
+        raise InterruptedRunError(f"{done}; the checkpoint is complete, the same command goes on from it")

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from qat_lora.errors import ConfigError, DamagedFileError, DivergedError, ModelError
-from qat_lora.files.checksums import PROMISE, SUMS, check_sums, notice_no_sums, read_object, write_sums
+from qat_lora.files.checksums import check_sums, read_object, write_sums
 from qat_lora.files.finite import json_text, not_finite
 from qat_lora.files.folders import atomic_dir, discard, is_ours, remove_leftovers
 from qat_lora.layers.stacked import by_layer, layer_names
@@ -59,7 +59,7 @@ def save_checkpoint(
             parts = {file: {n: x.contiguous() for n, x in part.items()} for file, part in parts.items()}
             if (found := not_finite({**parts[TRAINED], **parts[OPTIMIZER]})) is not None:
                 raise DivergedError(f"step {step}: {found}; {REMEDY}")
-            text = json_text({**PROMISE, **state, "step": step, "random": random_states()}, final / STATE, indent=1)
+            text = json_text({**state, "step": step, "random": random_states()}, final / STATE, indent=1)
         with atomic_dir(final) if runtime.is_main else contextlib.nullcontext(final) as draft:
             for file, part in parts.items():
                 runtime.save(part, draft / file)
@@ -85,8 +85,7 @@ def load_checkpoint(
     """
     try:
         state = read_object(path / STATE)
-        if check_sums(path, state.get("checksums") == SUMS, (STATE, TRAINED, OPTIMIZER)) is None:
-            notice_no_sums(path)
+        check_sums(path, True, (STATE, TRAINED, OPTIMIZER))
         tensors, moments = load_file(path / TRAINED), load_file(path / OPTIMIZER)
         if (found := not_finite({**tensors, **moments})) is not None:
             raise ValueError(found)

@@ -43,8 +43,8 @@ SHARE, SHORTEST, LONGEST = 1 / 32, 2, 64  # steps of a trial: a share of the run
 LEAST_TRIALS, MOST_TRIALS = 3, 9
 
 
-OpenSteps = Callable[[Run, OptimConfig, int, int], AbstractContextManager[Any]]
-"""From a run, its settings, the first step of rows and their number to what takes these steps (`loop`)."""
+OpenSteps = Callable[[Run, OptimConfig, int, int], AbstractContextManager[Iterator[None]]]
+"""From a run, its settings, the first step of rows and their number to what takes a step each time (`loop`)."""
 
 
 def trial_steps(max_steps: int) -> int:
@@ -155,7 +155,7 @@ def _trial(run: Run, optim: OptimConfig, length: int, open_steps: OpenSteps, bar
             if step == length:
                 set_random_states(random)  # the same dropout for all
             set_peaks(run.optimizer, optim, float(step < length))
-            steps.take()
+            next(steps)
             if trial.stopping:
                 by = run.stopped[0] if run.stopped else "a signal to another process"
                 kept = f"trials that were through are kept in {FILE}, and the same command goes on from there"

@@ -137,12 +137,6 @@ def build_kd_cache(
             f"vocab_size: the cache is to hold {fingerprint.vocab_size:,} entries, the teacher "
             f"{fingerprint.teacher} has {teacher.vocab_size:,}; allowed: as many or fewer"
         )
-    wanted = 0 if writer.partition.builder else fingerprint.eval_rows
-    if len(eval_rows) != wanted:
-        raise ConfigError(
-            f"eval_rows: {len(eval_rows)} rows for --eval-rows {fingerprint.eval_rows} in builder {writer.partition}; "
-            f"allowed: {wanted}"
-        )
     state = writer.resume_state()
     if state.finished:
         return _report(writer)

@@ -159,10 +159,9 @@ def _check_finite(name: str, values: np.ndarray) -> None:
     bad = np.isnan(values) | (np.isposinf(values) if name.startswith("log_tail") else np.isinf(values))
     if bad.any():
         row, position = np.argwhere(bad)[0]
-        raise CacheError(
-            f"{name}: the teacher's logits at row {row}, position {position} are NaN or infinite; allowed: finite "
-            "logits; run the teacher in bfloat16 or float32 (float16 overflows), or check its weights"
-        )
+        what = f"the teacher's logits at row {row}, position {position} are NaN or infinite; allowed: finite logits"
+        remedy = "run the teacher in bfloat16 or float32 (float16 overflows), or check its weights"
+        raise CacheError(f"{name}: {what}; {remedy}")
 
 
 def _half(hidden: np.ndarray) -> np.ndarray:

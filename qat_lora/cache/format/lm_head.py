@@ -107,10 +107,8 @@ def _checked(location: Location, fingerprint: Fingerprint, whole: bool = True) -
         ) from None
     fewest, most = 2 * held.vocab_size * held.hidden, largest_lm_head(fingerprint)
     if not fewest < size <= most:
-        raise CacheDamaged(
-            f"{location}/{fmt.LM_HEAD}: has {size:,} bytes; a head of {held.vocab_size:,} × {held.hidden:,} has more "
-            f"than {fewest:,} and at most {most:,}"
-        )
+        right = f"a head of {held.vocab_size:,} × {held.hidden:,} has more than {fewest:,} and at most {most:,}"
+        raise CacheDamaged(f"{location}/{fmt.LM_HEAD}: has {size:,} bytes; {right}")
     if not whole:
         return
     digest = hashlib.sha256()
@@ -118,11 +116,9 @@ def _checked(location: Location, fingerprint: Fingerprint, whole: bool = True) -
         digest.update(chunk)
         yield chunk
     if digest.hexdigest() != fingerprint.lm_head_sha256:
-        raise CacheDamaged(
-            f"{location}/{fmt.LM_HEAD}: its sha256 is {digest.hexdigest()[:16]}…, "
-            f"{str(fingerprint.lm_head_sha256)[:16]}… was written; restore it from a copy, or delete it and "
-            "manifest.json and run the same `qat-lora cache build` again"
-        )
+        what = f"its sha256 is {digest.hexdigest()[:16]}…, {str(fingerprint.lm_head_sha256)[:16]}… was written"
+        remedy = "restore it from a copy, or delete it and manifest.json and run the same `qat-lora cache build` again"
+        raise CacheDamaged(f"{location}/{fmt.LM_HEAD}: {what}; {remedy}")
 
 
 def _parse(data: bytearray, location: Location, fingerprint: Fingerprint) -> tuple[str, dict[str, Any], int]:

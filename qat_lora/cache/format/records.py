@@ -217,10 +217,8 @@ def parse(cls: type[R], data: bytes, where: str) -> R:
         if tree.get("format") != fmt.FORMAT:
             raise ValueError(f"format is {tree.get('format')!r}, expected {fmt.FORMAT!r}")
         if tree.get("version") != fmt.VERSION:
-            raise CacheError(
-                f"{where}: is of cache format version {tree.get('version')!r}, this program reads {fmt.VERSION}; "
-                "use the qat-lora that wrote it, or build the cache again"
-            )
+            what = f"is of cache format version {tree.get('version')!r}, this program reads {fmt.VERSION}"
+            raise CacheError(f"{where}: {what}; use the qat-lora that wrote it, or build the cache again")
         return config.from_dict(cls, tree, cls.__name__, exact=True)
     except CacheError:
         raise

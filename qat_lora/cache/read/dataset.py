@@ -154,15 +154,12 @@ class KDCacheDataset(ShuffledRows):
                 "that shares the student's tokenizer"
             )
         if vocab_size < held.vocab_size:
-            raise CacheError(
-                f"vocab_size: the student has {vocab_size:,} entries, the cache {self.path} speaks of "
-                f"{held.vocab_size:,}; allowed: as many or more: build the cache with --vocab-size {vocab_size}"
-            )
+            what = f"the student has {vocab_size:,} entries, the cache {self.path} speaks of {held.vocab_size:,}"
+            allowed = f"allowed: as many or more: build the cache with --vocab-size {vocab_size}"
+            raise CacheError(f"vocab_size: {what}; {allowed}")
         if max_positions is not None and max_positions < held.length:
-            raise CacheError(
-                f"length: rows have {held.length:,} tokens, the student reads at most {max_positions:,}; build a "
-                f"cache with --length {max_positions} or less"
-            )
+            what = f"rows have {held.length:,} tokens, the student reads at most {max_positions:,}"
+            raise CacheError(f"length: {what}; build a cache with --length {max_positions} or less")
 
 
 def _check_request(fingerprint: Fingerprint, k: int | None, temperatures: Sequence[float]) -> int:

@@ -40,10 +40,8 @@ def overlap(path: Place, texts: Mapping[str, Sequence[Any]], tokenizer_sha256: s
     """
     manifest = read_manifest(path)
     if manifest.fingerprint.tokenizer_sha256 != tokenizer_sha256:
-        raise CacheError(
-            f"kd_cache_dir: {path} was made with another tokenizer than the teacher's, so its token ids cannot be "
-            "compared; give a cache of this teacher, or leave it out"
-        )
+        what = f"{path} was made with another tokenizer than the teacher's, so its token ids cannot be compared"
+        raise CacheError(f"kd_cache_dir: {what}; give a cache of this teacher, or leave it out")
     parts = []
     for name, rows in texts.items():
         for start in range(0, len(rows), _ROWS_AT_ONCE):

@@ -80,8 +80,6 @@ def unpack_cache(path: str | Path, out: str | Path, progress: Progress | None = 
     text = str(path).rstrip("/")
     name = text.rpartition("/")[2]
     source = locate(text[: len(text) - len(name)] or ".")
-    if source.has(name) and locate(path).has("packed.json"):
-        raise CacheError(f"{path}: was packed by an earlier version; unpack it with that one, then pack it again")
     if out.is_symlink() or out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise OutputExistsError(f"--out {out}: exists already; nothing was touched: choose another folder")
     try:

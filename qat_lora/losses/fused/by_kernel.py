@@ -148,10 +148,8 @@ def _on_gpu(raw_CV: Tensor, *arguments: Any) -> None:
 def _interpreted(raw_CV: Tensor, *arguments: Any) -> None:
     module = _triton_kernel()
     if isinstance(module.kd_rows, module.triton.JITFunction):
-        raise DeviceError(
-            "loss_walk: kernel runs on CUDA, and the tensors are on a CPU; give positions or vocabulary, or set "
-            "TRITON_INTERPRET=1 before the start to try it"
-        )
+        remedy = "give positions or vocabulary, or set TRITON_INTERPRET=1 before the start to try it"
+        raise DeviceError(f"loss_walk: kernel runs on CUDA, and the tensors are on a CPU; {remedy}")
     module.launch(raw_CV, *arguments)
 
 

@@ -169,10 +169,8 @@ def _check(hidden_NH: Tensor, lm_head: LMHead, terms: Sequence[Term], mask_N: Te
                     "and [vocabulary, width]"
                 )
             if term.lm_head.vocab_size != vocab:
-                raise ValueError(
-                    f"term {term.name}: the teacher's vocabulary has {term.lm_head.vocab_size} entries, the student's "
-                    f"{vocab}; cut both to the entries that they share"
-                )
+                what = f"the teacher's vocabulary has {term.lm_head.vocab_size} entries, the student's {vocab}"
+                raise ValueError(f"term {term.name}: {what}; cut both to the entries that they share")
             continue
         if isinstance(term, TopKTerm):
             ids, values, tail_N, _ = term.teacher
@@ -180,10 +178,8 @@ def _check(hidden_NH: Tensor, lm_head: LMHead, terms: Sequence[Term], mask_N: Te
         else:
             ids, values, fits = term.ids_ND, term.weights_ND, True
         if not fits or ids.dim() != 2 or ids.shape != values.shape or ids.shape[0] != count:
-            raise ValueError(
-                f"term {term.name}: ids {tuple(ids.shape)} and values {tuple(values.shape)} do not fit "
-                f"{count} positions; expected two arrays [{count}, entries]"
-            )
+            what = f"ids {tuple(ids.shape)} and values {tuple(values.shape)} do not fit {count} positions"
+            raise ValueError(f"term {term.name}: {what}; expected two arrays [{count}, entries]")
 
 
 def _multiply(hidden_NH: Tensor, lm_head: LMHead) -> bool:

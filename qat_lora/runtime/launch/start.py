@@ -50,10 +50,8 @@ def run(command: Command, options: Any) -> Any:
     several = plan.chips != 1 or asked.chips.parallel == "spmd" or group_size() > 1
     if several and command.device != "several chips":
         allowed = ", ".join(words for words, other in COMMANDS.items() if other.device == "several chips")
-        raise errors.ConfigError(
-            f"num_chips: this command works on one chip; leave --num-chips and --parallel out, and start it once "
-            f"(several chips are for {allowed})"
-        )
+        remedy = f"leave --num-chips and --parallel out, and start it once (several chips are for {allowed})"
+        raise errors.ConfigError(f"num_chips: this command works on one chip; {remedy}")
     return start(plan, functools.partial(work_here, command, options, plan.device))
 
 

@@ -134,10 +134,8 @@ class XlaRuntime(Runtime):
             import torch_xla.core.xla_model as xm
             import torch_xla.runtime as xr
         except ImportError as error:
-            raise MissingExtraError(
-                f"device xla: torch_xla cannot be imported ({error}); pip install 'qat-lora[tpu]' on a TPU, "
-                "pip install 'qat-lora[xla]' elsewhere"
-            ) from None
+            remedy = "pip install 'qat-lora[tpu]' on a TPU, pip install 'qat-lora[xla]' elsewhere"
+            raise MissingExtraError(f"device xla: torch_xla cannot be imported ({error}); {remedy}") from None
         try:
             self._before_device()
             self.device = torch_xla.device()
@@ -150,10 +148,8 @@ class XlaRuntime(Runtime):
             ) from error
         running = xr.device_type()
         if running != self.backend.split("_")[0]:
-            raise DeviceError(
-                f"PJRT_DEVICE={self.backend}: this process already runs XLA on {running}, and a process has one "
-                "backend; start a new process"
-            )
+            what = f"this process already runs XLA on {running}, and a process has one backend"
+            raise DeviceError(f"PJRT_DEVICE={self.backend}: {what}; start a new process")
         self._chip = self._chip_kind(xm)
         self._join()
         self.attention_kernel = self._kernel()
@@ -280,8 +276,7 @@ class XlaRuntime(Runtime):
         """
         trained = [p for p in parameters if p.requires_grad]
         if self.replicas > 1 and trained and self._by_gloo:
-            gradients, flat = collectives.flat_gradients(trained)
-            collectives.put_back(gradients, self._mean(flat))
+            collectives.average_gradients(trained, self._mean)
         elif self.replicas > 1 and trained:
             import torch_xla.core.xla_model as xm
 
@@ -362,7 +357,7 @@ class XlaRuntime(Runtime):
     def _flush(self) -> None:
         if self._unread:
             self._sync()
-        self._deferred.run_all()
+        self._deferred.run_ready(wait=True)
 
     def _read(self, tensors: tuple[torch.Tensor, ...], versions: list[int]) -> list[Any]:
         """Return tensors as values of the host; runs in the reader's thread."""
@@ -419,10 +414,9 @@ def spawn(work: Callable[[int], None], start_method: Literal["spawn", "fork"]) -
             f"device xla: torch_xla cannot be imported ({error}); pip install 'qat-lora[tpu]' on a TPU"
         ) from None
     if is_xla_device():
-        raise DeviceError(
-            "num_chips: this process has used an XLA device already, and the processes that it starts cannot; restart "
-            "the notebook's kernel (or the program) and start the chips first, or use --parallel spmd"
-        )
+        what = "this process has used an XLA device already, and the processes that it starts cannot"
+        remedy = "restart the notebook's kernel (or the program) and start the chips first, or use --parallel spmd"
+        raise DeviceError(f"num_chips: {what}; {remedy}")
     os.environ[PORT_VARIABLE] = str(collectives.free_port())
     forked = start_method == "fork"
     _inherited[:] = [work] if forked else []
