@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from qat_lora.cache.build.builder import ForwardSettings, Size, build_kd_cache, forecast
+from qat_lora.cache.build.builder import ForwardSettings, Size, build_kd_cache, bytes_per_token, forecast
 from qat_lora.cache.build.served import ServedTeacher
 from qat_lora.cache.build.writer import CacheWriter, Partition
 from qat_lora.cache.format.lm_head import LMHeadFile, lm_head_file
@@ -90,14 +90,13 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
             return out
         _place(teacher, runtime)
         train_rows = rows(done.cursor if done.rows else None)
-        report = build_kd_cache(
-            teacher, train_rows, writer, settings, eval_rows=evaluation, max_rows=max_rows, quiet=run.quiet
-        )
-    if not report.finished:
-        raise InterruptedRunError(f"stopped after {report.train_rows} rows; the same command goes on from there")
-    say(run, f"{report.train_rows} rows, {report.bytes_per_token:.0f} bytes a token, written to {out}")
-    if report.waiting_for:
-        others = ", ".join(map(str, report.waiting_for))
+        build_kd_cache(teacher, train_rows, writer, settings, eval_rows=evaluation, max_rows=max_rows, quiet=run.quiet)
+    done = writer.resume_state()
+    if writer.stopped:
+        raise InterruptedRunError(f"stopped after {done.rows} rows; the same command goes on from there")
+    say(run, f"{done.rows} rows, {bytes_per_token(fingerprint):.0f} bytes a token, written to {out}")
+    if waiting := writer.waiting_for():
+        others = ", ".join(map(str, waiting))
         say(run, f"builder {part} has ended; the cache is complete when these have too: {others} of {part.builders}")
     return out
 

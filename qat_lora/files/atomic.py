@@ -57,26 +57,21 @@ def write_new(path: Path, chunks: Iterable[bytes | memoryview], kind: str) -> tu
             file.flush()
             os.fsync(file.fileno())
         failpoint(f"{kind}-synced")
-        _publish(partial, path)
+        try:
+            os.link(partial, path)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            # Some network and FAT file systems have no links. Our lock keeps other builders out of this gap.
+            if path.exists():
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+            os.rename(partial, path)
         failpoint(f"{kind}-linked")
     finally:
         partial.unlink(missing_ok=True)
     fsync(path.parent)
     failpoint(f"{kind}-durable")
     return size, digest.hexdigest()
-
-
-def _publish(partial: Path, path: Path) -> None:
-    """Give a file its final name; FileExistsError if there is such a file already, which is not touched."""
-    try:
-        os.link(partial, path)
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        # Some network and FAT file systems have no links. Our lock keeps other builders out of this gap.
-        if path.exists():
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
-        os.rename(partial, path)
 
 
 @contextlib.contextmanager

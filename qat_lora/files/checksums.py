@@ -26,7 +26,6 @@ from typing import Any
 from qat_lora.errors import DamagedFileError, ModelError, one_line
 
 SUMS, NOTE = "SHA256SUMS", "qat_lora.json"
-PROMISE = {"checksums": SUMS}  # into `qat_lora.json` of a folder with sums
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "*.jinja", "added_tokens.json")
 WEIGHTS = ("*.safetensors", "*.index.json", "*.gguf")
 LOADED = ("config.json", "generation_config.json", "adapter_config.json", NOTE, *TOKENIZER, *WEIGHTS)
@@ -84,7 +83,7 @@ def seal(folder: Path) -> None:
     """Write the checksums of a folder that can be loaded, and the promise of them; the last step of writing one."""
     note = folder / NOTE
     held = read_object(note) if note.is_file() else {}
-    note.write_text(json.dumps({**held, **PROMISE}, indent=2) + "\n", encoding="utf-8")
+    note.write_text(json.dumps({**held, "checksums": SUMS}, indent=2) + "\n", encoding="utf-8")
     write_sums(folder, _matching((path.name for path in folder.iterdir() if path.is_file()), LOADED))
 
 
@@ -103,10 +102,9 @@ def check_sums(folder: Path, promised: bool, patterns: Iterable[str]) -> None:
     sums = folder / SUMS
     if not sums.exists():
         if promised:
-            raise DamagedFileError(
-                f"{sums}: is missing, and {folder} was written with it; restore it from a copy, or, if you trust the "
-                f"files, make it again: cd {folder} && sha256sum FILES > {SUMS}"
-            )
+            remedy = f"or, if you trust the files, make it again: cd {folder} && sha256sum FILES > {SUMS}"
+            what = f"is missing, and {folder} was written with it; restore it from a copy, {remedy}"
+            raise DamagedFileError(f"{sums}: {what}")
         return
     found = _read_sums(sums)
     if found is None:
@@ -126,9 +124,8 @@ def check_sums(folder: Path, promised: bool, patterns: Iterable[str]) -> None:
                 remedy = f"restore it from a copy. If you changed it on purpose, write the new sum into {sums}"
                 raise DamagedFileError(f"{file}: {what}; {remedy}")
         elif promised:
-            raise DamagedFileError(
-                f"{file}: has no checksum; if you put it there, add one: cd {folder} && sha256sum {name} >> {SUMS}"
-            )
+            remedy = f"if you put it there, add one: cd {folder} && sha256sum {name} >> {SUMS}"
+            raise DamagedFileError(f"{file}: has no checksum; {remedy}")
 
 
 def _read_sums(sums: Path) -> dict[str, str] | None:

@@ -52,9 +52,8 @@ def lock_dir(out: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise OutputExistsError(
-                    f"--out {out}: another process is working there; wait for it, stop it, or choose another --out"
-                ) from None
+                remedy = "wait for it, stop it, or choose another --out"
+                raise OutputExistsError(f"--out {out}: another process is working there; {remedy}") from None
         stack.callback(files.release, out)
         yield
 
@@ -141,9 +140,8 @@ def refuse_inputs(out: Path, inputs: Iterable[object], names: Iterable[str]) -> 
             held = real == home or home in real.parents
             if held or doomed and any(_identity(file) in doomed for file in _inside(path, home)):
                 what = "is the same folder as" if real == home else "holds" if held else "has files in common with"
-                raise OutputExistsError(
-                    f"--out {out}: {what} the input {given}; nothing was touched: choose another --out"
-                )
+                remedy = "nothing was touched: choose another --out"
+                raise OutputExistsError(f"--out {out}: {what} the input {given}; {remedy}")
 
 
 def _inside(path: Path, home: Path) -> Iterator[Path]:
@@ -211,9 +209,8 @@ def check_listed(file: Path) -> None:
     mark = file.parent / MARK
     found = _read(mark).files if mark.is_file() else {}
     if file.name in found and file.is_file() and sha256_of(file) != found[file.name][1]:
-        raise DamagedFileError(
-            f"{file}: is not what was written by the run in its folder; restore it from a copy, or make it again"
-        )
+        remedy = "restore it from a copy, or make it again"
+        raise DamagedFileError(f"{file}: is not what was written by the run in its folder; {remedy}")
 
 
 def _remove(out: Path, names: set[str]) -> None:

@@ -17,7 +17,7 @@ from torch.utils._triton import has_triton
 from torch.utils.checkpoint import checkpoint
 
 from qat_lora.errors import DeviceError
-from qat_lora.runtime.base import M, Runtime, default_loss_chunk_mb
+from qat_lora.runtime.base import M, Runtime
 from qat_lora.runtime.host import collectives
 from qat_lora.runtime.host.transfer import DeferredCalls, host_tensors, host_value
 from qat_lora.runtime.precision import tf32
@@ -34,10 +34,9 @@ class NativeRuntime(Runtime):
     def __init__(self, kind: Literal["cpu", "cuda", "mps"], shard_base: bool = False) -> None:
         self.shard_base = shard_base
         if kind not in _BACKENDS and collectives.group_size() > 1:
-            raise DeviceError(
-                f"device {kind}: WORLD_SIZE={collectives.group_size()} asks for a process group, which exists for "
-                f"{' and '.join(_BACKENDS)} only; start one process, or choose another device"
-            )
+            group = f"WORLD_SIZE={collectives.group_size()} asks for a process group"
+            what = f"{group}, which exists for {' and '.join(_BACKENDS)} only"
+            raise DeviceError(f"device {kind}: {what}; start one process, or choose another device")
         self.rank, self.replicas, local_rank = collectives.rank_info()
         self.device = torch.device(kind)
         self.loss_walk: LossWalk = "vocabulary" if kind == "cpu" else "positions"
@@ -52,12 +51,6 @@ class NativeRuntime(Runtime):
                 self.loss_walk = "kernel"
         self._deferred = DeferredCalls()
         self._copy_stream: torch.cuda.Stream | None = None
-
-    def loss_chunk_mb(self, asked: int | None) -> int:
-        """Return what was asked for, or what fits the memory."""
-        is_cuda = self.device.type == "cuda"
-        memory_bytes = torch.cuda.get_device_properties(self.device).total_memory if is_cuda else None
-        return asked or default_loss_chunk_mb(self.device.type, memory_bytes)
 
     @property
     def description(self) -> str:

@@ -17,14 +17,7 @@ from typing import Any, NamedTuple, NoReturn, Self
 import torch
 
 from qat_lora.config import option, settings
-from qat_lora.errors import (
-    ConfigError,
-    DamagedFileError,
-    DivergedError,
-    InterruptedRunError,
-    QatLoraError,
-    ReplicaError,
-)
+from qat_lora.errors import ConfigError, DivergedError, InterruptedRunError, QatLoraError, ReplicaError
 from qat_lora.runtime.base import Runtime
 from qat_lora.train.checkpoint import save_checkpoint
 from qat_lora.train.metrics import EVALUATIONS, LOGS, REMEDY, TRACKERS, MetricsLog, append_lines, log_mark
@@ -39,34 +32,22 @@ class LoopConfig:
 
     batch_size: int = _count(4, "rows of a micro-batch on one replica", unit="rows")
     accumulation_steps: int = _count(1, "micro-batches of an optimizer step", unit="micro-batches")
-    global_batch_size: int | None = _count(
-        None, "rows of an optimizer step over all replicas; sets the accumulation", unit="rows"
-    )
+    global_batch_size: int | None = _count(None, "rows of a step over all replicas; sets the accumulation", unit="rows")
     max_steps: int = _count(1000, "optimizer steps", unit="steps")
     log_steps: int = _count(10, "optimizer steps between fetches of the log values", unit="steps")
     eval_steps: int = _count(50, "optimizer steps between evaluations on the cache's evaluation split", unit="steps")
     save_steps: int = _count(100, "optimizer steps between checkpoints", unit="steps")
     save_minutes: float = option(
-        5.0,
-        "minutes after which a checkpoint is due anyway (looked at every log interval); 0: never",
-        unit="minutes",
-        min=0,
+        5.0, "minutes after which a checkpoint is due anyway, at a log interval; 0: never", unit="minutes", min=0
     )
     keep_checkpoints: int = _count(2, "complete checkpoints that are kept", unit="checkpoints")
     early_stop: int | None = _count(
         None, "stop after this many evaluations without a better one; default: never", unit="evaluations"
     )
-    gradient_checkpointing: bool = option(
-        False, "compute each layer again in the backward pass instead of keeping its activations"
-    )
-    autocast: bool = option(
-        False, "float32 weights, matrix products in bfloat16 (--dtype bfloat16: all floats are bfloat16)"
-    )
+    gradient_checkpointing: bool = option(False, "compute each layer again in the backward pass, for less memory")
+    autocast: bool = option(False, "float32 weights, products in bfloat16 (with --dtype bfloat16 all floats are)")
     max_recompiles: int | None = option(
-        None,
-        "graphs that may be compiled after step 1 before the run fails; default: any, with a warning",
-        unit="graphs",
-        min=0,
+        None, "graphs that may be compiled after step 1; default: any, with a warning", unit="graphs", min=0
     )
     log_to: tuple[str, ...] = option((), "send the numbers on to tensorboard, wandb or both", unit="list")
 
@@ -118,12 +99,9 @@ class Progress:
         return {(f"best_{metric}" if name == "best" else name): value for name, value in vars(self).items()}
 
     @classmethod
-    def from_json(cls, saved: Mapping[str, Any], metric: str, file: Path) -> Self:
-        """Return a checkpoint's counters; DamagedFileError if one lacks."""
-        names = cls().to_json(metric).keys()
-        if missing := names - saved.keys():
-            raise DamagedFileError(f"{file}: lacks {min(missing)}; remove that folder to go on")
-        return cls(*map(saved.__getitem__, names))
+    def from_json(cls, saved: Mapping[str, Any], metric: str) -> Self:
+        """Return a checkpoint's counters; KeyError if one lacks."""
+        return cls(*(saved[name] for name in cls().to_json(metric)))
 
 
 @dataclass

@@ -85,10 +85,8 @@ class CompileWatch:
             self._say(f"[step {step}] {phases} · {report['graphs_compiled']:.0f} graphs so far")
             self._is_first = False
         elif new:
-            what = "; ".join(self._changed.values()) or (
-                "no shape of the batch changed; a number that changes from step to step may be compiled in, "
-                "PT_XLA_DEBUG_LEVEL=1 names the line"
-            )
+            same = "no shape of the batch changed; a number that changes from step to step may be compiled in"
+            what = "; ".join(self._changed.values()) or f"{same}, PT_XLA_DEBUG_LEVEL=1 names the line"
             self._late += new
             message = f"step {step} compiled {new} graph{'s' if new > 1 else ''} more: {what}"
             if self._most is not None and self._late > self._most:

@@ -7,7 +7,7 @@ together every `log_steps`. Everything else that a run does (evaluate, save, ans
 
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -33,11 +33,12 @@ from qat_lora.train.callbacks import (
     evaluate,
     is_save_due,
 )
-from qat_lora.train.checkpoint import STATE, checkpoints, load_checkpoint, random_states, set_random_states
+from qat_lora.train.checkpoint import checkpoints, damaged, load_checkpoint, random_states, set_random_states
 from qat_lora.train.compile_watch import COMPILED, OPTIMIZER_COMPILED, OPTIMIZER_TRACED, TRACED, CompileWatch
 from qat_lora.train.lr_probe import choose_lr
 from qat_lora.train.metrics import EMPTY, LOGS, METRICS, TRACKERS, MetricsLog, cut_back
 from qat_lora.train.optim import (
+    AdamW,
     OptimConfig,
     TrainState,
     build_optimizer,
@@ -76,9 +77,10 @@ def train(
     optimizer = build_optimizer(optim, state.groups, runtime)
     zeros = zero_sums(prepared.objective, runtime.device, prepared.logs_kl)
     runtime.mark_step()  # optimizer state, gradients and zeros exist now, outside the first micro-batch's graph
-    found = None
+    found, hidden = None, settings.quiet or not runtime.is_main
     if optim.lr == "auto":
-        with stop_signals() as stopped, closing(CompileWatch(runtime, None, _say(settings, runtime))) as watch:
+        say = (lambda line: None) if hidden else partial(tqdm.write, file=sys.stderr)
+        with stop_signals() as stopped, closing(CompileWatch(runtime, None, say)) as watch:
             unseen = MetricsLog(settings.out / METRICS, loop.max_steps, 0, True, runtime.device)
             begun = Run(state, optimizer, runtime, hooks, settings, loop, Progress(), 0, unseen, stopped)
             found = choose_lr(
@@ -87,7 +89,7 @@ def train(
         optim = replace(optim, lr=found["lr"])
         set_peaks(optimizer, optim)
     progress = _resume(state, optimizer, hooks.metric, runtime, settings)
-    out, start, hidden = settings.out, progress.step, settings.quiet or not runtime.is_main
+    out, start = settings.out, progress.step
     wanted = loop.log_to if runtime.is_main else ()
     trackers = [TRACKERS[name](out, start, settings.fingerprint) for name in wanted]
     log = MetricsLog(out / METRICS, loop.max_steps, start, hidden, runtime.device, trackers)
@@ -127,22 +129,17 @@ def train(
     return {"step": run.step, **best, "stopped_early": run.step < loop.max_steps, "resumed_from": start, **chosen}
 
 
-def _say(settings: RunSettings, runtime: Runtime) -> Callable[[str], None]:
-    hidden = settings.quiet or not runtime.is_main
-    return (lambda line: None) if hidden else partial(tqdm.write, file=sys.stderr)
-
-
-def _resume(
-    state: TrainState, optimizer: torch.optim.Optimizer, metric: str, runtime: Runtime, settings: RunSettings
-) -> Progress:
+def _resume(state: TrainState, optimizer: AdamW, metric: str, runtime: Runtime, settings: RunSettings) -> Progress:
     """Load the newest checkpoint, if there is one, and cut the run's files back to it; return the run's position."""
     out = settings.out
     found = checkpoints(out / "checkpoints")
     progress, logs = Progress(), dict.fromkeys(LOGS, EMPTY)
     if found:
         saved = load_checkpoint(found[-1], state.trained, optimizer, settings.fingerprint)
-        progress = Progress.from_json(saved, metric, found[-1] / STATE)
-        logs = saved["logs"]
+        try:
+            progress, logs = Progress.from_json(saved, metric), {name: saved["logs"][name] for name in LOGS}
+        except (KeyError, TypeError) as error:
+            raise damaged(found[-1], error) from None
     if runtime.agree(bool(found)) != bool(found):
         raise ConfigError(f"--out {out}: not every process sees its checkpoints; give a folder that all hosts share")
     if runtime.rank:  # the first process draws the random numbers of a run on one device, the others their own
@@ -163,8 +160,8 @@ def _steps(
     watch: CompileWatch,
     zeros: Sums,
     span: tuple[int, int],
-) -> Generator[None, None, None]:
-    """Dispatch an optimizer step at a time and note its values in the log; end the run if its rows cannot be read.
+) -> Generator[Sums, None, None]:
+    """Dispatch a step at a time, note its values in the log and yield them; end the run if its rows cannot be read.
 
     The rows are those of a `span` of steps: the first (0-based), and how many. Closing it ends the threads that read
     ahead: whoever holds an error's traceback would keep them alive.
@@ -176,7 +173,7 @@ def _steps(
     batches = runtime.feed(rows.batches(*span, per_process, accumulation, run.settings.seed, **here))
     anchors = None if anchor is None else runtime.feed(anchor_batches(anchor, *span, per_process, **here))
 
-    def gradients(weights: Mapping[str, Tensor]) -> tuple[Sums, QatLoraError | OSError | None]:
+    def gradients(weights: dict[str, Tensor]) -> tuple[Sums, QatLoraError | OSError | None]:
         """Run forward and backward on a step's micro-batches; return their sums, or the error of unreadable rows."""
         sums, failed = zeros, None
         for _ in range(accumulation):
@@ -215,4 +212,4 @@ def _steps(
             watch.mark(OPTIMIZER_TRACED)
             run.progress.step += 1
             run.log.add(run.step, lr, means)
-            yield
+            yield means

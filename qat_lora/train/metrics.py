@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from qat_lora.errors import DamagedFileError, DivergedError
@@ -97,16 +96,10 @@ class MetricsLog:
     """Collects the values of steps, appends them to the file and shows progress."""
 
     def __init__(
-        self,
-        path: Path,
-        max_steps: int,
-        start: int,
-        quiet: bool,
-        device: torch.device,
-        trackers: Sequence[Tracker] = (),
+        self, path: Path, steps: int, start: int, quiet: bool, device: torch.device, trackers: Sequence[Tracker] = ()
     ) -> None:
         self.path = path
-        self._bar = tqdm(total=max_steps, initial=start, desc="train", unit="step", disable=quiet)
+        self._bar = tqdm(total=steps, initial=start, desc="train", unit="step", disable=quiet)
         self._device, self._trackers = device, trackers
         self._since, self._first_step = time.perf_counter(), start + 1
         self._pending: list[tuple[int, float, Sums]] = []
@@ -130,10 +123,6 @@ class MetricsLog:
     def add(self, step: int, lr: float, means: Sums) -> None:
         """Note the values of an optimizer step, which stay on the device until `flush`."""
         self._pending.append((step, lr, means))
-
-    def noted(self, name: str) -> list[Tensor]:
-        """Return a value of the steps that are not written yet."""
-        return [means[name] for _, _, means in self._pending]
 
     def flush(self, runtime: Runtime) -> None:
         """Write the noted steps by the runtime's deferred callback, up to a NaN or infinity, a DivergedError."""

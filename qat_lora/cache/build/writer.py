@@ -395,10 +395,9 @@ def read_part(folder: Location, partition: Partition, fingerprint: Fingerprint) 
     if part.builder != partition.builder:
         raise CacheDamaged(f"{file}: is the record of builder {part.builder}; restore it from a copy")
     if part.builders != partition.builders or part.fingerprint != fingerprint:
-        raise OutputExistsError(
-            f"--out {folder}: builder {part.builder} of {part.builders} has written another cache there than builder "
-            f"{partition} was asked for; nothing was touched: give all builders the same settings, or another --out"
-        )
+        what = f"builder {part.builder} of {part.builders} has written another cache there than {partition} asks for"
+        remedy = "nothing was touched: give all builders the same settings, or another --out"
+        raise OutputExistsError(f"--out {folder}: {what}; {remedy}")
     return part
 
 
@@ -412,11 +411,10 @@ def gather(folder: Location, builders: int, fingerprint: Fingerprint) -> dict[st
             part = read_part(folder, partition, fingerprint)
             wanted = -1 if part is None else getattr(part, f"{split}_shards")
             if len(found) != wanted or any(sidecar.fingerprint != fingerprint for sidecar, _ in found):
-                raise CacheDamaged(
-                    f"{folder}/{partition.shard_name(split, len(found))}: builder {partition} wrote {wanted} {split} "
-                    f"shards, {len(found)} are there; restore the folder from a copy, or delete that builder's files "
-                    f"(shard numbers that leave {number} when divided by {builders}, and {fmt.part_name(number)})"
-                )
+                what = f"builder {partition} wrote {wanted} {split} shards, {len(found)} are there"
+                own = f"shard numbers that leave {number} when divided by {builders}, and {fmt.part_name(number)}"
+                remedy = f"restore the folder from a copy, or delete that builder's files ({own})"
+                raise CacheDamaged(f"{folder}/{partition.shard_name(split, len(found))}: {what}; {remedy}")
             gathered[split] += [entry for _, entry in found]
         gathered[split].sort(key=lambda entry: entry.shard)
     return gathered

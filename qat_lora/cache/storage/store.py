@@ -84,9 +84,7 @@ def noted_fingerprint(place: Location) -> Fingerprint | None:
     return None
 
 
-def read_sidecars(
-    place: Location, split: str, builder: int = 0, builders: int = 1
-) -> Iterator[tuple[Sidecar, ShardEntry]]:
+def read_sidecars(place: Location, split: str, builder: int, builders: int) -> Iterator[tuple[Sidecar, ShardEntry]]:
     """Yield a builder's committed shards of a split in order; CacheDamaged for a gap, and as of `read_sidecar`."""
     numbers = [number for number in committed(place, split) if number % builders == builder]
     names = [fmt.shard_name(split, number) for number in numbers]

@@ -104,9 +104,8 @@ def unpack_cache(path: str | Path, out: str | Path, progress: Progress | None = 
 def _local(out: str | Path) -> Path:
     place = locate(out)
     if not isinstance(place, LocalFolder):
-        raise CacheError(
-            f"--out {out}: is a URL; packing and unpacking write to a disk: give a path, then copy it there"
-        )
+        remedy = "packing and unpacking write to a disk: give a path, then copy it there"
+        raise CacheError(f"--out {out}: is a URL; {remedy}")
     return place.path
 
 

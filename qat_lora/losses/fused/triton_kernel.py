@@ -29,13 +29,6 @@ BLOCK_V = 8_192  # logits that a program takes at once: 8 a thread, one load of 
 UNROLL = 4  # blocks in flight. More of either spills registers: a thread may have 64
 
 
-class Logits(NamedTuple):
-    """Products of hidden states and output head [C, V], to be overwritten, and a float32 bias [V] or None."""
-
-    raw: Any
-    bias: Any
-
-
 class Given(NamedTuple):
     """What is known of each row, in the order of `by_kernel._Softmax`."""
 
@@ -101,22 +94,22 @@ def launch(
     form = form_of(estimator, bool(softcap), gradient, (raw_CV.shape[1], rows.ids.shape[1], rows.point_ids.shape[1]))
     scales = Factors(inner, outer, logit_scale / temperature)
     if count := len(rows.scale):
-        kd_rows[(count,)](Logits(raw_CV, bias_V), rows, Results(*results), scales, form, num_warps=WARPS)
+        kd_rows[(count,)](raw_CV, bias_V, rows, Results(*results), scales, form, num_warps=WARPS)
 
 
 @triton.jit
-def kd_rows(logits, rows, results, factors, FORM: tl.constexpr):
-    """Loss and gradient of one row."""
+def kd_rows(logits, bias, rows, results, factors, FORM: tl.constexpr):
+    """Loss and gradient of one row of products [C, V], in their place; a float32 bias [V] or None."""
     row = tl.program_id(0).to(tl.int64)  # rows · V goes beyond 2^31
     kept = tl.load(rows.mask + row) != 0
-    line = logits.raw + row * FORM.vocab
+    line = logits + row * FORM.vocab
     at_K, at_D = tl.arange(0, FORM.block_k), tl.arange(0, FORM.block_d)
     first_D = rows.point_ids + row * FORM.points
     on_K, on_D = (at_K < FORM.entries) & kept, (at_D < FORM.points) & kept
     ids_K = tl.load(rows.ids + row * FORM.entries + at_K, mask=on_K, other=0)
     ids_D = tl.load(first_D + at_D, mask=on_D, other=0)
-    known_K, z_K, slope_K = _entries(line, ids_K, on_K, logits.bias, factors, FORM)
-    known_D, z_D, slope_D = _entries(line, ids_D, on_D, logits.bias, factors, FORM)
+    known_K, z_K, slope_K = _entries(line, ids_K, on_K, bias, factors, FORM)
+    known_D, z_D, slope_D = _entries(line, ids_D, on_D, bias, factors, FORM)
     z_K = tl.where(on_K, z_K, -float("inf"))
     tl.debug_barrier()
     tl.store(line + ids_K, -float("inf"), mask=known_K)
@@ -130,7 +123,7 @@ def kd_rows(logits, rows, results, factors, FORM: tl.constexpr):
     for start in tl.range(0, FORM.vocab, FORM.block_v, loop_unroll_factor=FORM.unroll):
         at = start + lane
         raw = tl.load(line + at, mask=at < FORM.vocab, other=-float("inf"))
-        z, _ = _soften(raw, at, at < FORM.vocab, logits.bias, factors, FORM)
+        z, _ = _soften(raw, at, at < FORM.vocab, bias, factors, FORM)
         step = tl.exp(-tl.abs(z - top_B))
         total_B = tl.where(z > top_B, total_B * step + 1.0, total_B + step)
         top_B = tl.maximum(top_B, z)
@@ -155,7 +148,7 @@ def kd_rows(logits, rows, results, factors, FORM: tl.constexpr):
         for start in tl.range(0, FORM.vocab, FORM.block_v, loop_unroll_factor=FORM.unroll):
             at = start + lane
             raw = tl.load(line + at, mask=at < FORM.vocab, other=-float("inf"))
-            z, slope = _soften(raw, at, at < FORM.vocab, logits.bias, factors, FORM)
+            z, slope = _soften(raw, at, at < FORM.vocab, bias, factors, FORM)
             tl.store(line + at, (tl.exp(z - top) * share * slope).to(raw.dtype), mask=at < FORM.vocab)
 
         # Points may repeat and may be top-K ids: whoever writes an id writes the sum of all that belongs there.
@@ -166,7 +159,7 @@ def kd_rows(logits, rows, results, factors, FORM: tl.constexpr):
             grad_K += tl.where(ids_K == here, gradient, 0.0)
             grad_D += tl.where(ids_D == here, gradient, 0.0)
         grad_D = tl.exp(z_D - top) * share + grad_D * factors.back
-        kind = logits.raw.dtype.element_ty
+        kind = logits.dtype.element_ty
         tl.debug_barrier()
         tl.store(line + ids_K, (grad_K * factors.back * slope_K).to(kind), mask=known_K)
         tl.store(line + ids_D, (grad_D * slope_D).to(kind), mask=known_D & (in_topk_D == 0))

@@ -39,9 +39,8 @@ def among_peers() -> Iterator[None]:
         raise
     except RuntimeError as error:  # gloo has no type of its own
         reason = str(error).strip().splitlines()[0]
-        raise ReplicaError(
-            f"process {os.environ.get('RANK', '?')}: another process of this run ended or cannot be reached ({reason})"
-        ) from error
+        what = f"another process of this run ended or cannot be reached ({reason})"
+        raise ReplicaError(f"process {os.environ.get('RANK', '?')}: {what}") from error
 
 
 @contextlib.contextmanager

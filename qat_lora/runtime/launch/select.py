@@ -78,9 +78,7 @@ class ChipsConfig:
     num_chips: str | None = option(
         None, "chips (on a CPU: processes) of this machine to use: a number, or all; default: 1, with spmd all"
     )
-    parallel: Literal["spawn", "spmd"] = option(
-        "spawn", "on XLA: spawn runs a process a chip, spmd one process over all chips"
-    )
+    parallel: Literal["spawn", "spmd"] = option("spawn", "on XLA: a process a chip (spawn), or one over all (spmd)")
     shard_base: bool = option(
         False, "spread the frozen weights over the chips instead of copying them: on XLA with spmd, else in recover"
     )
@@ -186,11 +184,9 @@ def _choose_xla(device: str, asked: str, found: Found) -> DeviceChoice:
         raise DeviceError(f"{asked}: needs PyTorch/XLA, which is not installed; found: {found}; {remedy}")
     # PJRT_DEVICE=TPU may name a TPU that is not seen from here; if there is none, the launch says so.
     if backend == "TPU" and not found.tpu and found.pjrt_device != "TPU":
-        raise DeviceError(
-            f"{asked}: no TPU on this machine (no /dev/accel*, no TPU on the PCI bus, none of "
-            f"{', '.join(_TPU_VARIABLES)}); found: {found}; set PJRT_DEVICE=TPU if there is one, PJRT_DEVICE=CPU "
-            "to try XLA on the CPU, or use --device auto"
-        )
+        looked = f"no /dev/accel*, no TPU on the PCI bus, none of {', '.join(_TPU_VARIABLES)}"
+        remedy = "set PJRT_DEVICE=TPU if there is one, PJRT_DEVICE=CPU to try XLA on the CPU, or use --device auto"
+        raise DeviceError(f"{asked}: no TPU on this machine ({looked}); found: {found}; {remedy}")
     return DeviceChoice("xla", backend)
 
 
@@ -242,9 +238,8 @@ def _check_group(config: ChipsConfig, asked: str | None, environ: Mapping[str, s
     size = group_size(environ)
     here = whole_number(environ, "LOCAL_WORLD_SIZE", size, least=1)
     if config.parallel == "spmd":
-        raise ConfigError(
-            f"parallel: spmd is one process a machine, but WORLD_SIZE={size}; leave torchrun out, or --parallel spmd"
-        )
+        remedy = "leave torchrun out, or --parallel spmd"
+        raise ConfigError(f"parallel: spmd is one process a machine, but WORLD_SIZE={size}; {remedy}")
     if asked not in (None, "all") and int(asked) not in (size, here):
         what = f"{asked}, but this is one of {size} processes that were started already (WORLD_SIZE)"
         raise ConfigError(f"num_chips: {what}; leave --num-chips out, or start without torchrun")
