@@ -105,7 +105,7 @@ class KDCacheDataset(ShuffledRows):
         optional = self._optional if optional is None else optional
         held, temperatures = self.fingerprint, self.temperatures
         if k < held.top_k and "tail_draw_ids" in optional and (draws := held.contents.tail_draws):
-            drawn = f"the cache's draws are from the tail behind {held.top_k} entries, not behind {k} of them"
+            drawn = f"the cache's draws are from the tail behind {held.top_k} entries, and do not go with {k} of them"
             remedy = f"give --estimator ghost, or build a cache with --top-k {k} --tail-draws {draws}"
             raise CacheError(f"k: {drawn}; leave --head-k out, {remedy}")
         wanted = np.asarray(indices, np.int64)
