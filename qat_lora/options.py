@@ -38,7 +38,7 @@ DRY_RUN_HELP = "print parameters, memory, steps and batch from shapes alone, wit
 _tokens = functools.partial(option, unit="tokens", min=1)
 _rows = functools.partial(option, unit="rows", min=1)
 _rank = functools.partial(option, unit="rank", min=0)
-_at_least_1 = functools.partial(option, min=1, refusal="is below 1")
+_at_least_1 = functools.partial(option, min=1)
 
 QAT_PARTS = ("scales", "ranges", "lut", "weights", "norms", "embeddings", "head")  # what `qat` can train
 
@@ -195,6 +195,11 @@ class RecoverOptions:
     eval_rows: int = _rows(0, "rows kept apart for evaluation, whole documents, for ce and sft", min=0)
     train_scales: bool = option(False, "train the quantiser's scales too (saved with the adapter)")
     train_norms: bool = option(False, "train the norms too (saved with the adapter; needs float32 weights)")
+    blockwise: bool = option(
+        False,
+        "train one decoder layer after the other, with one in memory, for models that outgrow the machine; needs the "
+        "full-precision --model",
+    )
     start: Literal["auto", "zero"] = option("auto", "adapter start: from the quantisation error if stored, or zero")
     lora: LoraConfig = option(LoraConfig, "adapter")
     objective: ObjectiveConfig = option(ObjectiveConfig, "objective")
@@ -228,6 +233,15 @@ class RecoverOptions:
             raise ConfigError("checkpoint: missing; give --checkpoint FOLDER (or --model for an unquantised student)")
         if self.float32_for and self.run.dtype == "bfloat16":
             raise ConfigError(f"{self.float32_for}: needs float32 weights; leave out --dtype {self.run.dtype}")
+        if self.blockwise:
+            if not self.uses_cache or self.checkpoint is None or self.model is None:
+                raise ConfigError(
+                    "blockwise: needs --kd-cache-dir, a quantised --checkpoint and the full-precision model it was "
+                    "made from as --model"
+                )
+            for name in ("train_norms", "train_scales"):
+                if getattr(self, name):
+                    raise ConfigError(f"{name}: does not go with --blockwise, which trains adapters; leave one out")
 
 
 @settings
@@ -355,7 +369,6 @@ class ExportOptions:
         unit="bits",
         min=2,
         max=8,
-        refusal="is not supported; allowed: 2 to 8",
     )
     exact_only: bool = option(False, "with gguf: layers that no block holds exactly are written dense, not rounded")
     text: TextConfig = option(TextConfig, "text to measure what rounding costs")
@@ -431,13 +444,7 @@ class SmokeOptions:
     """`qat-lora smoke`."""
 
     run_training: bool = option(False, "also train for some epochs and check that the loss falls")
-    train_epochs: int = option(
-        2,
-        "passes over the little cache, with --run-training",
-        unit="epochs",
-        min=2,
-        refusal="has no first and last to compare; give 2 or more",
-    )
+    train_epochs: int = option(2, "passes over the little cache, with --run-training", unit="epochs", min=2)
     run: RunConfig = option(RunConfig, "run", without=("chips",))
 
 
@@ -464,15 +471,7 @@ class EstimateOptions:
         (), "devices to estimate time and cost for, such as v6e-1,h100; default: all that are known", alias="for"
     )
     utilisation: float = option(
-        0.6,
-        "share of the device's peak rate of products that is reached",
-        unit="share",
-        above=0,
-        max=1,
-        refusal="is not a share; give a number above 0, at most 1",
-    )
-    table: bool = option(
-        False, "print the memory for batch sizes and lengths, with and without --gradient-checkpointing"
+        0.6, "share of the device's peak rate of products that is reached", unit="share", above=0, max=1
     )
     attention: Literal["auto", "tiled", "fused", "plain", "xla"] = option(
         "auto",

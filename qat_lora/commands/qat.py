@@ -16,6 +16,7 @@ from qat_lora.errors import ConfigError
 from qat_lora.evaluate.report import save_json
 from qat_lora.files.checksums import checkpoint_sha256
 from qat_lora.files.folders import atomic_dir
+from qat_lora.layers.calibrate.disk_offload import zeros_in
 from qat_lora.layers.calibrate.quantize import QuantizeConfig
 from qat_lora.layers.convert import bits_per_weight, quant_layers, stored_tensors
 from qat_lora.layers.stacked import apart
@@ -25,11 +26,11 @@ from qat_lora.options import QatOptions, QuantizeOptions, RunConfig
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.signals import stop_signals
 from qat_lora.setup.common import cached_calibration_rows, check_fits, fetch, run_name, say
-from qat_lora.setup.trainable import check_parts, given, preset_name, trained_parts
+from qat_lora.setup.trainable import check_parts, chosen_preset, trained_parts
 from qat_lora.setup.training import TrainingRun, cache_training_data, complete_run, train_student
 from qat_lora.setup.unfinished import Unfinished, remove_pieces
-from qat_lora.train.blockwise import reconstruct
-from qat_lora.train.optim import Groups
+from qat_lora.train.blockwise import BlockTraining, reconstruct, weights_and_scales
+from qat_lora.train.optim import Groups, OptimConfig
 
 # Settings that say how `--from-scratch` makes its student, apart from the model and the preset.
 MAKING = tuple(field.name for field in fields(QuantizeConfig) if field.name not in ("model", "preset"))
@@ -43,14 +44,14 @@ def qat(options: QatOptions, runtime: Runtime) -> Path:
         remedy = "leave --parallel out (a process a chip), or use one host"
         raise ConfigError(f"parallel: {why} and at every export; {remedy}")
     run = options.run
-    start = preset_name(options) if options.from_scratch else run_name(str(options.checkpoint))
+    start = chosen_preset(options).name if options.from_scratch else run_name(str(options.checkpoint))
     out = Path(run.out or f"runs/v2_{start.split('_')[0]}")
     data = cache_training_data(options)
     for name in filter(None, (options.model, options.checkpoint)):
         fetch(runtime, name, options.hub)
     full = None if options.model is None else load_model(options.model, options.hub, "float32")
     student = None if options.from_scratch else load_model(str(options.checkpoint), options.hub, "float32")
-    check_fits(data.rows, student or given(full))
+    check_fits(data.rows, next(filter(None, (student, full))))
     check_parts(options, full, student)
     plan = TrainingRun("qat", options, data, runtime, out)
     always = ("head_k", "train_parts", "weight_gradient", "mergeable", "mergeable_r", "blockwise", "train")
@@ -58,7 +59,7 @@ def qat(options: QatOptions, runtime: Runtime) -> Path:
     settings = {
         "model_sha256": full and checkpoint_sha256(full.folder),
         "checkpoint_sha256": student and checkpoint_sha256(student.folder),
-        "preset": preset_name(options) if options.from_scratch else None,
+        "preset": chosen_preset(options).name if options.from_scratch else None,
         **({"mergeable_in": "units of the first scale"} if options.mergeable else {}),  # it once was added to weights
         **plan.decisive((*MAKING, *always) if options.from_scratch else (*blocks, *always)),
     }
@@ -103,27 +104,27 @@ def _start(plan: TrainingRun, options: QatOptions, student: CausalLM | None, ful
     if runtime.is_main and student is None:
         own = {name: getattr(options, name) for name in (*MAKING, "model", "kd_cache_dir", "hub")}
         run = RunConfig(out=str(folder), seed=options.run.seed, quiet=options.run.quiet, json=options.run.json)
-        quantize(QuantizeOptions(**own, preset=preset_name(options), start_rank=0, run=run), runtime)
+        quantize(QuantizeOptions(**own, preset=chosen_preset(options).name, start_rank=0, run=run), runtime)
     if options.blockwise.blockwise_steps:
         if runtime.is_main and not (out / "blockwise").is_dir():
-            _reconstruct(plan, options, load_model(str(folder), options.hub, "float32"), given(full))
+            assert full is not None  # as the options require
+            _reconstruct(plan, options, load_model(str(folder), options.hub, "float32"), full)
         folder = out / "blockwise"
     runtime.barrier("qat start")
     return folder
 
 
 def _reconstruct(plan: TrainingRun, options: QatOptions, student: CausalLM, full: CausalLM) -> None:
-    out, runtime = plan.out, plan.runtime
+    out, runtime, blockwise, quiet = plan.out, plan.runtime, options.blockwise, options.run.quiet
     runtime.place(student.module)
-    runtime.place(full.module)
+    rates = OptimConfig(lr=blockwise.blockwise_lr, scale_lr=blockwise.blockwise_scale_lr)
     with stop_signals() as stopped:
         work = Unfinished(out, "layers reconstructed", full.config.num_hidden_layers, stopped)
         if work.parts:
             say(options.run, f"block by block: goes on after {work.parts} layers, which an interrupted run finished")
-        batches = runtime.feed(cached_calibration_rows(plan.data.rows, options.calibration_rows, options.run.seed))
-        models = student.module, full.module, lambda batch: full.hidden(batch["input_ids"], batch["document_ids"])
-        shares = reconstruct(*models, batches, options.blockwise, runtime, options.run.quiet, work)
-    full.module.to("cpu")
+        how = weights_and_scales, rates, blockwise.blockwise_steps, zeros_in(out), runtime, work, quiet
+        batches = [*cached_calibration_rows(plan.data.rows, options.calibration_rows, options.run.seed)]
+        shares = reconstruct(student, full, batches, BlockTraining(*how))
     tensors = stored_tensors(student.module)
     with atomic_dir(out / "blockwise") as draft:
         save_with_tensors(student.folder, draft, tensors)

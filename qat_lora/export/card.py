@@ -20,15 +20,7 @@ from qat_lora.evaluate.report import markdown_table, table_rows
 from qat_lora.export.forms import FORMS, display_name
 from qat_lora.files.outputs import MARK, check_listed
 
-
-@dataclass(frozen=True)
-class Origin:
-    """Where a student comes from, as far as it is recorded."""
-
-    model: str = "unknown"
-    teacher: str = "unknown"
-    data: str = "unknown"
-    preset: str = "none"
+MODEL = "full-precision model"
 
 
 @dataclass(frozen=True)
@@ -37,19 +29,19 @@ class Card:
 
     name: str
     form: str
-    origin: Origin
+    origin: Mapping[str, str]
     base_sha256: str
     bits_per_weight: float | None
     result: Mapping[str, Any]  # what the export measured, as in its result.json
     command: str
+    usage: str  # the Python that loads it
     notes: Sequence[str] = ()
     scores: str | None = None  # a Markdown table
     license: str | None = None
-    adapter: bool = False  # whether there is an adapter beside the base
 
 
-def read_origin(config: Any, adapter: Path | None) -> Origin:
-    """Return where a student comes from: its base's config.json, and the run that its adapter is in."""
+def read_origin(config: Any, adapter: Path | None) -> dict[str, str]:
+    """Return where a student comes from, for people, by its base's config.json and the run that its adapter is in."""
     quantization: Any = getattr(config, "quantization_config", None) or {}
     plain: dict[str, Any] = quantization.to_dict() if hasattr(quantization, "to_dict") else dict(quantization)
     model, preset = _entry(plain.get("details"), "model", "unknown"), _entry(plain.get("preset"), "name", "none")
@@ -60,7 +52,7 @@ def read_origin(config: Any, adapter: Path | None) -> Origin:
             teacher, data = display_name(fingerprint.teacher), _dataset(fingerprint.dataset)
         except (ValueError, OSError):
             pass  # the cache is gone: the card says unknown
-    return Origin(display_name(model), teacher, data, preset)
+    return {MODEL: display_name(model), "teacher": teacher, "data of the recovery": data, "preset": preset}
 
 
 def cache_of_run(adapter: Path | None) -> str | None:
@@ -120,15 +112,12 @@ def model_card(card: Card) -> str:
         "pipeline_tag": "text-generation",
         "tags": ["qat-lora", "quantized", card.form],
     }
-    if card.origin.model.count("/") == 1:
-        front["base_model"] = card.origin.model
+    if card.origin[MODEL].count("/") == 1:
+        front["base_model"] = card.origin[MODEL]
     bits = "not quantised" if card.bits_per_weight is None else f"{card.bits_per_weight:.3f} (adapter included)"
     rows = {
         "form": card.form,
-        "full-precision model": card.origin.model,
-        "teacher": card.origin.teacher,
-        "data of the recovery": card.origin.data,
-        "preset": card.origin.preset,
+        **card.origin,
         "bits per weight of the student": bits,
         **labelled(card.result),
         "fingerprint of the base": f"`{card.base_sha256}`",
@@ -137,8 +126,7 @@ def model_card(card: Card) -> str:
     lines = ["---", yaml.safe_dump(front, sort_keys=False).strip(), "---", "", f"# {card.name}", ""]
     lines += ["A language model quantised and recovered with qat-lora.", "", "| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in rows.items()]
-    usage = FORMS[card.form].usage(card.adapter)
-    lines += ["", "## Use", "", "In this folder:", "", "```python", usage, "```", "", "## Scores", ""]
+    lines += ["", "## Use", "", "In this folder:", "", "```python", card.usage, "```", "", "## Scores", ""]
     lines += [card.scores or "None were given with this export.", ""]
     if card.notes:
         lines += ["## What was and was not checked", "", *(f"* {note}" for note in card.notes), ""]

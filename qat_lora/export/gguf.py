@@ -16,14 +16,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from qat_lora.errors import ConfigError
+from qat_lora.errors import ConfigError, ModelError
 from qat_lora.export import gguf_model
 from qat_lora.export.embedding import dense_tables, quantized_table
 from qat_lora.export.forms import ExportJob, ExportPlan, display_name
-from qat_lora.export.ggml_blocks import BLOCK, SUPER, Blocks, float_blocks, ggml_type, to_blocks, with_error
+from qat_lora.export.ggml_blocks import BLOCK, SUPER, Blocks, float_blocks, to_blocks
 from qat_lora.export.gguf_model import architecture, gguf_name
 from qat_lora.export.gguf_vocab import vocabulary, write_vocabulary
 from qat_lora.export.integers import other_tensors
@@ -31,7 +32,9 @@ from qat_lora.extras import require
 from qat_lora.files.checksums import read_object
 from qat_lora.files.gguf_header import ADAPTER, BASE
 from qat_lora.layers.convert import LM_HEAD, lora_layers, quant_layers, tied_embedding
+from qat_lora.layers.experts import siblings_of
 from qat_lora.layers.quant_linear import QuantLinear
+from qat_lora.models.from_gguf import ggml_type
 from qat_lora.models.load import CausalLM
 from qat_lora.quant.presets import preset
 
@@ -44,11 +47,7 @@ FILE_TYPES = {
 
 
 def plan(job: ExportJob) -> ExportPlan:
-    """Return what writes a student as `base.gguf` and, where it has an adapter, `adapter.gguf`.
-
-    ModelError: an architecture or a tokenizer that is not supported.
-    ConfigError: a width that no block divides, where the embedding is to be quantised.
-    """
+    """Return what writes a student as `base.gguf`, its adapter beside it; raises as `check_model`, `table_blocks`."""
     model = job.student.model
     check_model(job)
     found = {name: to_blocks(layer, job.exact_only) for name, layer in quant_layers(model.module).items()}
@@ -67,11 +66,10 @@ def plan(job: ExportJob) -> ExportPlan:
     ]
     if dense := [layer for layer, blocks in found.items() if blocks is None]:
         notes.append(f"{len(dense)} quantised layers are stored dense, since no block holds them")
-    return ExportPlan(write, found, tuple(notes), tables)
+    return ExportPlan(write, _usage(job.adapter is not None), found, tuple(notes), tables)
 
 
-def usage(adapter: bool) -> str:
-    """Return the Python that loads the export."""
+def _usage(adapter: bool) -> str:
     option, argument = (f" --lora {ADAPTER}", f', lora_path="{ADAPTER}"') if adapter else ("", "")
     return f"""\
 from llama_cpp import Llama  # in a shell: llama-cli -m {BASE}{option}
@@ -80,10 +78,7 @@ model = Llama("{BASE}"{argument})"""
 
 
 def check_model(job: ExportJob) -> None:
-    """Refuse what cannot be written before anything is.
-
-    ModelError: an architecture, a layer or a tokenizer that is not supported.
-    """
+    """Raise a ModelError for an architecture, a layer or a tokenizer that cannot be written, before anything is."""
     model = job.student.model
     architecture(model)
     for name in (*other_tensors(model.module, torch.float32), *quant_layers(model.module)):
@@ -92,10 +87,7 @@ def check_model(job: ExportJob) -> None:
 
 
 def table_blocks(job: ExportJob) -> dict[str, Blocks]:
-    """Return the embedding and the LM head, where they hold no codes, by name, on the grid of `embedding_bits`.
-
-    ConfigError: a width that no block divides.
-    """
+    """Return embedding and LM head without codes on the grid of `embedding_bits`; ConfigError: no block divides one."""
     model, found = job.student.model, {}
     lm_head = model.module.get_output_embeddings()
     for name, table in dense_tables(model.module).items():
@@ -105,7 +97,7 @@ def table_blocks(job: ExportJob) -> dict[str, Blocks]:
             config = read_object(model.folder / "config.json")  # of what is loaded, the type is another
             stored = str(config.get("dtype") or config.get("torch_dtype"))
             dense = float_blocks(weight, "bfloat16" if stored.endswith("bfloat16") else "float16")
-            found[name] = with_error(dense, weight)
+            found[name] = dense.measured(weight)
             continue
         if width % BLOCK:
             raise ConfigError(f"embedding_bits: blocks of {BLOCK} do not divide the width {width}; give 16")
@@ -116,7 +108,7 @@ def table_blocks(job: ExportJob) -> dict[str, Blocks]:
         linear.weight = nn.Parameter(weight, requires_grad=False)
         held = to_blocks(QuantLinear.from_linear(linear, spec, quantized_table(weight, spec, importance)))
         assert held is not None
-        found[name] = with_error(held, weight)
+        found[name] = held.measured(weight)
     return found
 
 
@@ -127,12 +119,9 @@ def _rows(model: CausalLM) -> int:
 def save_base(
     model: CausalLM, found: Mapping[str, Blocks | None], tokenizer: Any, file: Path, dtype: str, name: str
 ) -> None:
-    """Write a model without its adapter as one GGUF file; `name` is its name in there.
+    """Write a model without its adapter as one GGUF file, `name` in it; ModelError: something that cannot be written.
 
     Layers and tables of which `found` has blocks are those, vectors float32, and all other tensors of type `dtype`.
-
-    ModelError: an architecture or tokenizer that cannot be written, or a number that the type cannot hold.
-    MissingExtraError: gguf is not installed.
     """
     gguf = require("gguf", "export")
     writer = gguf.GGUFWriter(file, architecture(model).name)
@@ -151,6 +140,7 @@ def _tensors(model: CausalLM, found: Mapping[str, Blocks | None], dtype: str) ->
     """Yield what the file holds, each with its name there; the bytes of a row of blocks move as one."""
     layers, tied = quant_layers(model.module), tied_embedding(model.module)
     weights = {key.removesuffix(".weight"): t for key, t in other_tensors(model.module, torch.float32).items()}
+    stacks: dict[tuple[str, str], list[Blocks]] = {}
     for name in (*weights, *layers):
         owner, bias = name.removesuffix(".bias"), name.endswith(".bias")
         # A tied matrix is one in the file: llama.cpp uses the embedding's for the head.
@@ -159,21 +149,32 @@ def _tensors(model: CausalLM, found: Mapping[str, Blocks | None], dtype: str) ->
         if blocks is None:
             weight = weights[name] if name in weights else layers[name].weight.detach().float().cpu()
             weight = gguf_model.as_gguf(model, name, weight)
-            blocks = float_blocks(weight, "float32" if weight.ndim == 1 else dtype, label)
+            kind = "float32" if weight.ndim == 1 or owner.endswith(".mlp.gate") else dtype
+            blocks = float_blocks(weight, kind, label)
         elif (order := gguf_model.row_order(model, name)) is not None:
             blocks = replace(blocks, data=blocks.data[order.numpy()])
-        yield label, blocks
+        if (stack := siblings_of(owner)) is None:
+            yield label, blocks
+            continue
+        stacks.setdefault(stack, []).append(blocks)
+        if len(stacks[stack]) == len(model.module.get_submodule(stack[0])):
+            yield label, _stacked(stacks.pop(stack), label)
     for label, tensor in gguf_model.own_tensors(model):
         yield label, float_blocks(tensor, "float32", label)
 
 
+def _stacked(experts: list[Blocks], label: str) -> Blocks:
+    """Return the blocks of a layer's experts as one tensor's, no byte changed; ModelError for several types."""
+    if len(kinds := {blocks.kind for blocks in experts}) > 1:
+        of = ", ".join(sorted(kinds))
+        raise ModelError(f"form: gguf holds the experts of {label} in one type, not in {of}; store them alike")
+    return replace(experts[0], data=np.stack([blocks.data for blocks in experts]))
+
+
 def save_lora(model: CausalLM, file: Path, name: str, bits: int = 16) -> None:
-    """Write a model's adapter as one GGUF file (llama.cpp's `--lora`), factors as float16.
+    """Write a model's adapter as a float16 GGUF file (llama.cpp's `--lora`); ModelError: a factor without a float16.
 
     With 8 `bits`, those whose rows are whole blocks are Q8_0, as llama.cpp's own converter of adapters writes them.
-
-    ModelError: a factor that float16 cannot hold.
-    MissingExtraError: gguf is not installed.
     """
     gguf = require("gguf", "export")
     layers = lora_layers(model.module)
@@ -185,6 +186,7 @@ def save_lora(model: CausalLM, file: Path, name: str, bits: int = 16) -> None:
     alphas = {layer.scaling * layer.lora_A.shape[0] for layer in layers.values()}
     alpha = alphas.pop() if len(alphas) == 1 else 0.0
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(alpha))
+    factors: dict[str, list[Blocks]] = {}
     for layer_name, layer in layers.items():
         order, label = gguf_model.row_order(model, layer_name), gguf_name(model, layer_name)
         a, b = layer.lora_A.detach().cpu(), layer.lora_B.detach().cpu() * (1.0 if alpha else layer.scaling)
@@ -192,7 +194,14 @@ def save_lora(model: CausalLM, file: Path, name: str, bits: int = 16) -> None:
             blocks = float_blocks(factor, "float16", f"{layer_name}.lora_{end.upper()}")
             if bits == 8 and factor.shape[1] % BLOCK == 0:
                 blocks = Blocks("Q8_0", gguf.quantize(factor.float().numpy(), ggml_type("Q8_0")))
-            writer.add_tensor(f"{label}.weight.lora_{end}", blocks.data, raw_dtype=ggml_type(blocks.kind))
+            key, stack = f"{label}.weight.lora_{end}", siblings_of(layer_name)
+            factors.setdefault(key, []).append(blocks)
+            if stack is None or len(factors[key]) == len(model.module.get_submodule(stack[0])):
+                found = factors.pop(key)
+                whole = found[0] if stack is None else _stacked(found, key)
+                writer.add_tensor(key, whole.data, raw_dtype=ggml_type(whole.kind))
+    if factors:
+        raise ModelError(f"form: a GGUF adapter is for all experts of a layer or none, not for some of {min(factors)}")
     _finish(writer)
 
 

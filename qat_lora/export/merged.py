@@ -9,6 +9,7 @@ from pathlib import Path
 from qat_lora.errors import ModelError
 from qat_lora.export.forms import ExportJob, ExportPlan
 from qat_lora.layers.convert import lora_layers, merge, quant_layers
+from qat_lora.layers.experts import has_split_experts, join_experts
 from qat_lora.models.copies import GENERATION, copy_files
 from qat_lora.models.load import DTYPES, cast, save_model
 
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained(".")
 """
+LOAD = LOAD_TOKENIZER + 'model = AutoModelForCausalLM.from_pretrained(".")'
 
 
 def plan(job: ExportJob) -> ExportPlan:
@@ -30,6 +32,9 @@ def plan(job: ExportJob) -> ExportPlan:
 
     def write(out: Path) -> None:
         merge(model.module)
+        if has_split_experts(model.module):
+            join_experts(model.module)
+            model.module._weight_conversions = None  # transformers' own: it cuts them to the names of its files
         cast(model.module, DTYPES[job.dtype])
         model.module.hf_quantizer = None
         if hasattr(model.module.config, "quantization_config"):
@@ -37,9 +42,4 @@ def plan(job: ExportJob) -> ExportPlan:
         save_model(model.module, out)
         copy_files(model.folder, out, GENERATION)
 
-    return ExportPlan(write)
-
-
-def usage(adapter: bool) -> str:
-    """Return the Python that loads the export."""
-    return LOAD_TOKENIZER + 'model = AutoModelForCausalLM.from_pretrained(".")'
+    return ExportPlan(write, LOAD)

@@ -18,16 +18,14 @@ from typing import Any
 import torch
 
 from qat_lora.cache.read.dataset import KDCacheDataset
-from qat_lora.errors import ConfigError, DeviceError, ModelError
+from qat_lora.errors import DeviceError, ModelError
 from qat_lora.layers.calibrate.fisher import fisher_bytes
-from qat_lora.layers.convert import make_quant_skeleton
 from qat_lora.models import load as models
 from qat_lora.models.load import DTYPES, CausalLM, resolve_model
 from qat_lora.options import CacheBuildOptions, EstimateOptions, QatOptions, RecoverOptions, RunConfig
 from qat_lora.plan.devices import attention_on, likely
-from qat_lora.plan.memory import GIB, forecast, formed_bytes, meta_model, skeleton, stored_quantisation
+from qat_lora.plan.memory import GIB, forecast, formed_bytes, meta_model, meta_student, skeleton
 from qat_lora.plan.step import Shapes
-from qat_lora.quant.presets import Preset
 from qat_lora.registry import DryRun, Requirements
 from qat_lora.runtime.base import default_loss_chunk_mb
 from qat_lora.runtime.launch.select import choose, look, plan_run, runs_on_host
@@ -41,18 +39,14 @@ Training = RecoverOptions | QatOptions
 
 
 def plan_recover(options: RecoverOptions) -> DryRun:
-    """Plan a recovery; ModelError: the student has no config.json here or on the Hub.
-
-    CacheError: its cache does not fit, or is none; ConfigError: a global batch does not divide, patterns match nothing.
-    """
+    """Plan a recovery; ModelError: no config.json; CacheError: a cache that does not fit; ConfigError: a setting."""
     assumed: list[str] = []
     options = with_dtype(options, device_of(options.run))[0]
     replicas = replicas_of(options.run, assumed)
     accumulation = options.loop.accumulation(replicas)
     student = str(options.model)  # the name under which the Hub has its config, or a folder
     if options.checkpoint is not None:
-        advice = "ask `qat-lora estimate --model MODEL --preset PRESET`, which needs no checkpoint"
-        student = str(_folder(options.checkpoint, advice))
+        student = str(_folder(options.checkpoint))
     elif _is_here(student):
         student = str(resolve_model(student))
     dataset = _cache(options)
@@ -60,7 +54,7 @@ def plan_recover(options: RecoverOptions) -> DryRun:
         assumed.append("the text is not read, so the number of its rows is not known")
     own = {name: getattr(options, name) for name in ("train_scales", "train_norms", "lora")}
     asked = replace(_estimate(options, student, dataset, options.length, accumulation), **own)
-    shapes = skeleton(asked)
+    shapes = skeleton(asked, options.blockwise)
     model = CausalLM(shapes.module, Path(student))
     check_scales(model, options.train_scales)
     if options.uses_cache:
@@ -68,19 +62,26 @@ def plan_recover(options: RecoverOptions) -> DryRun:
     report = _report(options, shapes, asked, student, replicas, len(dataset) if dataset else options.num_rows)
     stored = report.pop("stored_bytes_of_quantised") + 2 * (report["parameters"] - report["quantised"])
     report |= {"stored_bytes": stored, "assumed": assumed}
+    more, states = [], 0
+    if options.blockwise:
+        layers, kept = shapes.config.num_hidden_layers, report["bytes"]["activations"]
+        one = {"activations": kept // layers, "full-precision layer": 4 * sum(shapes.quantised) // layers}
+        report["bytes"] |= one
+        report["total_bytes"] = sum(report["bytes"].values())
+        states = 16 * report["tokens"] * shapes.config.hidden_size
+        more = [f"disk     {states / GIB:.3f} GiB of hidden states while layers train one after the other"]
     trained, total = report["trained"], report["total_bytes"]
-    text = _text(report, f"{trained:,} numbers (rank {options.lora.rank})", asked.utilisation)
+    kind = f"{trained:,} numbers (rank {options.lora.rank})" + (" of the last layer" if options.blockwise else "")
+    text = _text(report, kind, asked.utilisation, more)
     # A checkpoint: what trains, two moments, perhaps an average. An export: halves, and the base of trained scales.
     disk = (options.loop.keep_checkpoints + 1) * 16 * trained + 3 * (2 * trained + options.train_scales * stored)
+    disk += states
     host = total if runs_on_host(options.run.device, options.run.tpu) else report["bytes"]["weights"]
     return DryRun(report, text, Requirements("this recovery", total, host, disk))
 
 
 def plan_qat(options: QatOptions) -> DryRun:
-    """Plan the training of a quantised model; ModelError: a model has no config.json, or the checkpoint is not here.
-
-    CacheError: its cache does not fit, or is none; ConfigError: a global batch does not divide, or parts are missing.
-    """
+    """Plan the training of a quantised model; ModelError: no config.json; others as `plan_recover`."""
     assumed: list[str] = []
     options = with_dtype(options, device_of(options.run))[0]
     replicas = replicas_of(options.run, assumed)
@@ -228,11 +229,11 @@ def _text(report: dict[str, Any], trained: str, utilisation: float, more: Sequen
     return "\n".join([*lines, *more, *(f"assumed  {text}" for text in report["assumed"])])
 
 
-def _folder(checkpoint: str, advice: str) -> Path:
+def _folder(checkpoint: str) -> Path:
     if not _is_here(checkpoint):
         raise ModelError(
             f"checkpoint: there is no folder {Path(checkpoint).expanduser()}, and a dry run reads its config.json; "
-            f"make it with `qat-lora quantize`, or {advice}"
+            "make it with `qat-lora quantize`, or ask `qat-lora estimate --model MODEL --preset PRESET`"
         )
     return resolve_model(checkpoint)
 
@@ -245,22 +246,9 @@ def _is_here(name: str) -> bool:
 def _models(options: QatOptions) -> tuple[Any, CausalLM, CausalLM | None]:
     """Return text config, student and the full-precision model, if one is named, on the meta device."""
     full = None if options.model is None else CausalLM(meta_model(options.model)[1], Path(options.model))
-    advice = "give --from-scratch --model MODEL"
-    folder = Path(str(options.model)) if options.from_scratch else _folder(str(options.checkpoint), advice)
-    config, module = meta_model(str(folder))
-    stored = stored_quantisation(config)
-    if options.from_scratch:
-        if stored is not None:
-            raise ConfigError(f"model: {options.model} is quantised already; give it as --checkpoint")
-        check_parts(options, full, None)
-        chosen = chosen_preset(options)
-    elif stored is None or stored.get("quant_method") != models.QUANT_METHOD:
-        raise ConfigError(f"checkpoint: {options.checkpoint} has no quantised layers; give --from-scratch --model")
-    else:
-        chosen = Preset.from_dict(stored["preset"])
-    make_quant_skeleton(module, chosen)
-    models.cast(module, DTYPES[options.run.dtype])
+    folder = Path(str(options.model)) if options.from_scratch else _folder(str(options.checkpoint))
+    chosen = chosen_preset(options) if options.from_scratch else None
+    config, module = meta_student(str(folder), chosen, DTYPES[options.run.dtype])
     student = CausalLM(module, folder)
-    if not options.from_scratch:
-        check_parts(options, full, student)
+    check_parts(options, full, None if options.from_scratch else student)
     return config.get_text_config(), student, full
