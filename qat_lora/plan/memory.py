@@ -22,6 +22,7 @@ from qat_lora.errors import ModelError, one_line
 from qat_lora.files.checksums import check_folder, read_object
 from qat_lora.files.gguf_header import GGUF, read_header
 from qat_lora.layers.convert import add_lora, block_of, make_quant_skeleton, quant_layers, weight_count
+from qat_lora.layers.experts import split_experts
 from qat_lora.layers.quant_linear import Dense
 from qat_lora.models import load as models
 from qat_lora.models.adapter import allocated_ranks
@@ -145,7 +146,9 @@ def meta_model(name: str) -> tuple[Any, nn.Module]:
     try:
         config = models.AutoConfig.from_pretrained(name) if read is None else models.AutoConfig.for_model(**read)
         with torch.device("meta"):
-            return config, models.AutoModelForCausalLM.from_config(config)
+            module = models.AutoModelForCausalLM.from_config(config)
+        split_experts(module)
+        return config, module
     except (OSError, ValueError) as error:
         reason = one_line(error, 200)
         raise ModelError(f"model: {name} has no config.json that transformers can build ({reason})") from None

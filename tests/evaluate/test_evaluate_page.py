@@ -68,7 +68,6 @@ def test_the_picture_has_a_point_for_each_student_with_both_figures(tmp_path):
         assert page.count("<circle") == count and ("<svg" in page) == (count > 0)
         for x, y in re.findall(r"<circle cx='(\d+)' cy='(\d+)'", page):
             assert 44 <= int(x) < 360 and 15 <= int(y) <= 205
-    labels = re.findall(
-        r"y='(\d+)' text-anchor=start>student", html_report(sized(a=(3, 0.1), b=(3, 0.1)), "t", tmp_path)
-    )
+    page = html_report(sized(a=(3.0, 0.1), b=(3.0, 0.1)), "t", tmp_path / "none")
+    labels = re.findall(r"y='(\d+)' text-anchor=start>student", page)
     assert abs(int(labels[0]) - int(labels[1])) >= 12, "two equal students' labels cover each other"
