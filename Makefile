@@ -4,6 +4,9 @@
 # make notebooks   run the notebooks at toy size and write the outputs into them
 # make tpu-compiler  the TPU's own compiler for `qat-lora doctor --compile-for`, in TPU_VENV
 # make engines     llama.cpp and mlx-lm for `make test-full`, in ENGINES_VENV; compiles llama.cpp, some 10 minutes
+# make wheel       sdist and wheel in dist/, checked, installed into an empty environment, and the demo run from there
+# make test-lowest test-newest   the tests with the lowest, then the newest versions that pyproject.toml allows
+# make resolve     whether every extra resolves to wheels on Linux, macOS and Windows; nothing is installed
 # VENV=...         reuse an environment instead of making .venv
 VENV    ?= .venv
 PYTHON  ?= python3
@@ -23,7 +26,14 @@ TPU_STAMP := $(TPU_VENV)/.installed
 ENGINES_VENV ?= .venv-engines
 ENGINES_STAMP := $(ENGINES_VENV)/.installed
 
-.PHONY: tpu-compiler engines demo test test-full notebooks check docs install clean
+# What builds and resolves; the environments that are made from nothing are removed when they have served.
+TOOLS   := build/tools
+# Without PyTorch/XLA, which pins torch to 2.9.
+RANGE_EXTRAS := hub,plot,log,transport,export,dev
+# make test-lowest TESTS=tests/quant
+TESTS   ?= tests
+
+.PHONY: wheel test-lowest test-newest resolve tpu-compiler engines demo test test-full notebooks check docs install clean
 
 install: $(STAMP)
 
@@ -60,6 +70,34 @@ test: check
 test-full: check
 	QAT_LORA_TPU_COMPILER=$${QAT_LORA_TPU_COMPILER:-$(abspath $(TPU_VENV))/bin/python} \
 	QAT_LORA_ENGINES=$${QAT_LORA_ENGINES:-$(abspath $(ENGINES_VENV))/bin/python} $(BIN)/python -m pytest -n $(WORKERS)
+
+$(TOOLS)/.installed:
+	$(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/python -m pip install --disable-pip-version-check -q build twine uv
+	touch $@
+
+wheel: $(TOOLS)/.installed
+	rm -rf dist build/empty build/outside
+	$(TOOLS)/bin/python -m build -o dist .
+	$(TOOLS)/bin/python -m twine check --strict dist/*
+	$(PYTHON) -m venv build/empty
+	build/empty/bin/python -m pip install --disable-pip-version-check -q dist/*.whl
+	mkdir -p build/outside
+	cd build/outside && ../empty/bin/qat-lora examples && ../empty/bin/qat-lora doctor && ../empty/bin/qat-lora demo
+	rm -rf build/empty build/outside
+
+# The lowest versions of what pyproject.toml names, and the lowest of the rest that go with them.
+test-lowest: RESOLUTION := lowest-direct
+test-newest: RESOLUTION := highest
+test-lowest test-newest: $(TOOLS)/.installed
+	$(TOOLS)/bin/uv venv -q --clear --python $(PYTHON) build/$@
+	$(TOOLS)/bin/uv pip install -q --python build/$@ --resolution $(RESOLUTION) -e '.[$(RANGE_EXTRAS)]'
+	$(TOOLS)/bin/uv pip list -q --python build/$@ | grep -E '^(torch|transformers|peft|tokenizers|safetensors|numpy) '
+	build/$@/bin/python -m pytest -n $(WORKERS) -m 'not slow and not xla' $(TESTS)
+	rm -rf build/$@
+
+resolve: $(TOOLS)/.installed
+	.ci/resolve $(TOOLS)/bin/uv
 
 notebooks: install
 	$(BIN)/python tests/test_notebooks.py

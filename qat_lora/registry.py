@@ -116,6 +116,7 @@ _COMMANDS = (
     _command("smoke", "Check device, data, training and checkpoints.", "SmokeOptions"),
     _command("estimate", "Estimate the memory a run will need.", "EstimateOptions", "none"),
     _command("doctor", "Check Python, packages, devices, variables, Hub and room, also for a planned COMMAND."),
+    _command("examples", "Write the recipes, notebooks and scripts that the pages name into this folder."),
     _command(
         "bench",
         "Show what was claimed, asked and reached in one table, or run the benchmark NAME with its own arguments.",

@@ -98,6 +98,7 @@ HOW: tuple[tuple[str, Run | Not | Installs], ...] = (
     (r"^make (test|docs|check)$", Installs()),
     (r"^make test-full", Not("`make test` and 52 slow tests; benchmarks/results/test_full.txt is what it said")),
     (r"^make tpu-compiler engines", Not("compiles llama.cpp; what `make test-full` finds with both is committed")),
+    (r"^make (wheel|test-lowest)", Not("minutes and gigabytes; for whoever releases")),
     (r"^make VENV", Not("`make test` with an environment that is there")),
     (r"^gcloud ", Not("needs Google Cloud")),
     (r"benchmarks/\w+\.py|--dataset <Lib>|^qat-lora cache audit c ", Not("minutes to hours; its result is committed")),

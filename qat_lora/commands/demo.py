@@ -43,7 +43,7 @@ from qat_lora.models.student import open_student
 from qat_lora.options import CacheBuildOptions, DemoOptions, EvalOptions, QuantizeOptions, RecoverOptions, RunConfig
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.machine import fast_dtype
-from qat_lora.setup.common import batches_of
+from qat_lora.setup.common import batches_of, picture
 from qat_lora.train.loop import LoopConfig
 from qat_lora.train.metrics import LOGS, draw_curve, read_metrics
 from qat_lora.train.optim import set_lr
@@ -71,7 +71,7 @@ def demo(options: DemoOptions, runtime: Runtime) -> dict[str, Any]:
             outputs.complete(out)
     if not run.json:  # JSON goes alone to standard output
         print((out / "report.txt").read_text(encoding="utf-8"))
-        print(f"{out / 'report.md'} and report.png hold the same, with the training curve")
+        print(f"{out / 'report.md'} holds the same")
     report: dict[str, Any] = json.loads((out / "report.json").read_text(encoding="utf-8"))
     return report
 
@@ -125,7 +125,7 @@ def _make(out: Path, run: RunConfig, runtime: Runtime) -> None:
     scores = evaluate(scoring, runtime)
     report = {**scores, **recovery(scores["quantised"], scores["recovered"], scores["teacher"])}
     report["seconds"] = round(time.perf_counter() - started, 1)
-    _write_report(report, scores, {"teacher": teacher, **students}, out, runtime)
+    _write_report(report, scores, {"teacher": teacher, **students}, part(""), runtime)
 
 
 def _recipe() -> dict[str, Any]:
@@ -254,9 +254,10 @@ def _teacher_batches(rows: list[PackedRow], seed: int) -> Iterator[Batch]:
 
 
 def _write_report(
-    report: dict[str, Any], scores: dict[str, Any], folders: dict[str, Path], out: Path, runtime: Runtime
+    report: dict[str, Any], scores: dict[str, Any], folders: dict[str, Path], run: RunConfig, runtime: Runtime
 ) -> None:
     """Write report.json, report.md, report.png, and report.txt, which is what the terminal shows."""
+    out = Path(str(run.out))
     save_json(report, out / "report.json")
     table = table_rows(scores)
     curves = [out / "recovered" / name for name in LOGS]
@@ -283,7 +284,7 @@ def _write_report(
     markdown = ["# qat-lora demo", explained, markdown_table(table), "\n".join(f"* {x}" for x in lines)]
     markdown += ["![scores and training curve](report.png)", *blocks]
     write_text(out / "report.md", "\n\n".join(markdown) + "\n")
-    plot_scores(scores, out / "report.png", lambda axis: draw_curve(axis, *curves))
+    picture(run, lambda: plot_scores(scores, out / "report.png", lambda axis: draw_curve(axis, *curves)))
 
 
 def _continuation(name: str, folder: Path, runtime: Runtime) -> str:

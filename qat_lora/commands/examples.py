@@ -1,0 +1,44 @@
+"""`examples`: the recipes, notebooks and scripts that the README names, for those who installed without a clone.
+
+The wheel carries them (`setup.py`), since a download by version could fetch what does not fit the installed package.
+Files are written and never replaced: one that was changed is the user's own.
+"""
+
+from pathlib import Path
+
+import click
+
+import qat_lora
+from qat_lora.errors import ConfigError
+from qat_lora.files.atomic import write_new
+from qat_lora.registry import COMMANDS
+from qat_lora.terminal import echo
+
+FOLDERS = {"recipes": "*.yaml", "notebooks": "*.ipynb", "scripts": "*.py"}
+
+
+def home() -> Path:
+    """Return the folder that holds the examples: in an installed package its own, else that of the clone."""
+    package = Path(qat_lora.__file__).resolve().parent
+    return package / "examples" if (package / "examples").is_dir() else package.parent
+
+
+@click.command("examples", help=COMMANDS["examples"].help)
+@click.option("--out", metavar="FOLDER", default=".", help="where `recipes/` and the others go [default: here]")
+def examples(out: str) -> None:
+    """Copy what is not there yet; ConfigError: this installation has none."""
+    found = [file for folder, pattern in FOLDERS.items() for file in sorted((home() / folder).glob(pattern))]
+    if not found:
+        raise ConfigError(f"examples: {home()} holds none; install the wheel, or work in a clone")
+    written, changed = 0, []
+    for file in found:
+        target = Path(out) / file.parent.name / file.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            write_new(target, [file.read_bytes()], "example")
+            written += 1
+        except FileExistsError:
+            changed += [] if target.read_bytes() == file.read_bytes() else [str(target)]
+    echo(f"{written} of {len(found)} files written to {', '.join(str(Path(out) / folder) for folder in FOLDERS)}")
+    if changed:
+        echo(f"left as they are, other than ours: {', '.join(changed)}")
