@@ -40,7 +40,8 @@ def option(
     help: str,
     *,
     unit: str | None = None,
-    alias: str | None = None,
+    alias: str | tuple[str, ...] = (),
+    on: float | None = None,
     required: bool = False,
     without: tuple[str, ...] = (),
     below: int = INT_LIMIT,
@@ -49,9 +50,10 @@ def option(
     max: float = math.inf,
     refusal: str = "",
 ) -> Any:
-    """Declare a setting: its default (of a group: its class), one line of help, its unit, a second name.
+    """Declare a setting: its default (of a group: its class), one line of help, its unit, other names.
 
     Args:
+        on: what `true` means for a number; `false` is then 0.
         required: there is no default, and a config without a value is refused.
         without: of a group, the settings (or groups, or dotted paths) that its owner does not use. They get no flag and
             no line in a `config.yaml`, and are refused where they are given, since a setting without effect misleads.
@@ -59,7 +61,8 @@ def option(
         refusal: what an error says of a number outside these, in place of the usual words.
     """
     least = f"is too small; allowed: {min} or more"
-    metadata: dict[str, Any] = {"help": help + " (required)" * required, "unit": unit, "alias": alias}
+    aliases = (alias,) if isinstance(alias, str) else alias
+    metadata: dict[str, Any] = {"help": help + " (required)" * required, "unit": unit, "aliases": aliases, "on": on}
     metadata |= {"required": required, "without": without, "below": below, "min": min, "above": above, "max": max}
     metadata["refusal"] = refusal or (f"is not allowed; give a number above {above}" if above > -math.inf else least)
     if isinstance(default, type) and dataclasses.is_dataclass(default):
@@ -141,6 +144,21 @@ def _fields(cls: Any) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
     return {field.name: (field, hints[field.name]) for field in dataclasses.fields(cls)}
 
 
+# What others call them.
+_SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+_SWITCH = {"true": True, "yes": True, "false": False, "no": False}
+
+
+def _nearest(key: str, cls: type) -> str:
+    """Return the three settings whose names or aliases are nearest to a word."""
+    names: dict[str, str] = {}
+    for leaf in leaves(cls):
+        names |= dict.fromkeys((leaf.name, *leaf.field.metadata.get("aliases", ())), ".".join(leaf.path))
+    word = key.rpartition(".")[2].replace("-", "_")
+    near = dict.fromkeys(names[name] for name in difflib.get_close_matches(word, names, n=9, cutoff=0))
+    return f"the nearest: {', '.join(list(near)[:3])}; --help-all shows all"
+
+
 def _allowed(value: Any, allowed: Sequence[str]) -> str:
     near = difflib.get_close_matches(str(value), allowed, n=1)
     return (f"did you mean {near[0]!r}? " if near else "") + "allowed: " + ", ".join(allowed)
@@ -163,14 +181,16 @@ def _coerce(value: Any, hint: Any, where: str) -> Any:
         except ConfigError as error:
             raise ConfigError(" or ".join([str(error), *words])) from None
     if origin is Literal:
+        value = value if value in args else _SHORT.get(str(value), value)
         if value not in args:
             raise ConfigError(f"{where}: {value!r} is unknown; {_allowed(value, [str(a) for a in args])}")
         return value
     if origin is tuple:
-        items = value.split(",") if isinstance(value, str) else value
+        items = value.split(",") if isinstance(value, str) else () if value is None else value
         if not isinstance(items, Sequence):
             items = [items]
-        return tuple(_coerce(v.strip() if isinstance(v, str) else v, args[0], where) for v in items if v != "")
+        items = [v.strip() if isinstance(v, str) else v for v in items]
+        return tuple(_coerce(v, args[0], where) for v in items if v != "" and items != ["none"])
     if hint is bool:
         word = str(value).lower()
         if word in ("true", "yes", "1", "false", "no", "0"):
@@ -236,8 +256,10 @@ def from_dict(cls: type[C], data: Mapping[str, Any], where: str = "", *, exact: 
     for key, value in data.items():
         at = f"{where}.{key}" if where else str(key)
         if key not in fields:
-            raise ConfigError(f"{at}: no such setting; {_allowed(key, list(fields))}")
+            raise ConfigError(f"{at}: no such setting; {_nearest(key, cls)}")
         field, hint = fields[key]
+        if field.metadata.get("on") is not None and str(value).lower() in _SWITCH:
+            value = field.metadata["on"] if _SWITCH[str(value).lower()] else 0.0
         values[key] = _exact(value, hint, at) if exact else _coerce(value, hint, at)
         if not exact:
             _refuse_large(field, values[key], at)
@@ -261,9 +283,9 @@ def _put(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
 
 
 def _means(key: str, leaf: Leaf) -> bool:
-    """Tell whether a word names a setting: by its dotted path, its last name or its alias."""
+    """Tell whether a word names a setting: by its dotted path, its last name or an alias."""
     plain = key.replace("-", "_")
-    return key == ".".join(leaf.path) or plain in (leaf.name, leaf.field.metadata.get("alias"))
+    return key == ".".join(leaf.path) or plain in (leaf.name, *leaf.field.metadata.get("aliases", ()))
 
 
 def refuse_unused(cls: type, key: str) -> None:
@@ -274,12 +296,20 @@ def refuse_unused(cls: type, key: str) -> None:
 
 
 def setting_path(cls: type, key: str) -> tuple[str, ...]:
-    """Return the path of the one setting that a word means (`_means`); ConfigError: none, several, or no use for it."""
+    """Return the path of the one setting that a word means (`_means`); ConfigError: none, several, or no use for it.
+
+    A group before the name may be another than ours, since others sort the same settings differently: `train.epochs`.
+    """
     refuse_unused(cls, key)
+    group, _, name = key.rpartition(".")
     found = [leaf for leaf in leaves(cls) if _means(key, leaf)]
+    if not found and group in {leaf.path[0] for leaf in leaves(cls) if len(leaf.path) > 1}:
+        refuse_unused(cls, name)
+        named = [leaf for leaf in leaves(cls) if _means(name, leaf)]
+        found = [leaf for leaf in named if leaf.path[0] == group] or named
     if len(found) != 1:
-        names = sorted(".".join(leaf.path) for leaf in leaves(cls))
-        raise ConfigError(f"{key}: no such setting; {_allowed(key, names)}")
+        wrong = f"means {', '.join('.'.join(leaf.path) for leaf in found)}; name one in full" if found else ""
+        raise ConfigError(f"{key}: {wrong or f'no such setting; {_nearest(key, cls)}'}")
     return found[0].path
 
 
@@ -299,7 +329,8 @@ def resolve(
                 _put(tree, setting_path(cls, str(key)), value)
             elif isinstance(value, Mapping | None):
                 for name, inner in (value or {}).items():
-                    _put(tree, (key, str(name)), inner)
+                    path = (key, str(name)) if isinstance(inner, Mapping) else setting_path(cls, f"{key}.{name}")
+                    _put(tree, path, inner)
             else:
                 raise ConfigError(f"recipe {recipe}: {key} is a group of settings; expected `name: value` lines in it")
     for path, value in (flags or {}).items():

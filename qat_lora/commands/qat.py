@@ -27,7 +27,7 @@ from qat_lora.runtime.host.signals import stop_signals
 from qat_lora.setup.common import cached_calibration_rows, check_fits, fetch, run_name, say
 from qat_lora.setup.trainable import check_parts, given, preset_name, trained_parts
 from qat_lora.setup.training_data import cache_training_data
-from qat_lora.setup.training_run import Groups, TrainingRun, complete_run, train_student
+from qat_lora.setup.training_run import Groups, TrainingRun, complete_run, in_steps, train_student
 from qat_lora.setup.unfinished import Unfinished, remove_pieces
 from qat_lora.train.blockwise import reconstruct
 from qat_lora.train.checkpoint import STATE, checkpoints
@@ -53,7 +53,7 @@ def qat(options: QatOptions, runtime: Runtime) -> Path:
     student = None if options.from_scratch else load_model(str(options.checkpoint), options.hub, "float32")
     check_fits(data.rows, student or given(full))
     check_parts(options, full, student)
-    plan = TrainingRun("qat", options, data, runtime, out)
+    plan = TrainingRun("qat", in_steps(options, data, runtime), data, runtime, out)
     noted = None if run.overwrite else outputs.noted(out)
     always = ("head_k", "train_parts", "weight_gradient", "mergeable", "mergeable_r", "blockwise", "train")
     blocks = ("calibration_rows",) if options.blockwise.blockwise_steps else ()

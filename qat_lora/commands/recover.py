@@ -22,7 +22,7 @@ from qat_lora.runtime.base import Runtime
 from qat_lora.setup.common import check_fits, fetch, run_name, say, text_inputs
 from qat_lora.setup.trainable import check_codes, check_made_of, recovery_parts
 from qat_lora.setup.training_data import cache_training_data, text_training_data
-from qat_lora.setup.training_run import Groups, TrainingRun, complete_run, train_student
+from qat_lora.setup.training_run import Groups, TrainingRun, complete_run, in_steps, train_student
 
 
 def recover(options: RecoverOptions, runtime: Runtime) -> Path:
@@ -51,7 +51,7 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
         fetch(runtime, options.model, options.hub)
         full.append(load_model(options.model, options.hub, "float32"))
         check_made_of(full[0], model)
-    plan = TrainingRun("recover", options, data, runtime, out)
+    plan = TrainingRun("recover", in_steps(options, data, runtime), data, runtime, out)
     settings = {
         "base_sha256": checkpoint_sha256(model.folder, None if run.overwrite else outputs.noted(out)),
         "starts_sha256": starts_sha256(model.folder),

@@ -13,7 +13,7 @@ meta device while the bytes that autograd keeps of it are counted.
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -36,6 +36,8 @@ from qat_lora.setup.trainable import check_codes, check_parts, chosen_preset, tr
 from qat_lora.setup.training_data import cache_training_data
 from qat_lora.train.lr_probe import probe_steps
 
+T = TypeVar("T", RecoverOptions, QatOptions)
+
 HEAD_K, LENGTH = 128, CacheBuildOptions.length  # of a position and of a row, where there is no cache to ask
 
 
@@ -53,6 +55,7 @@ def plan_recover(options: RecoverOptions) -> DryRun:
     accumulation = options.loop.accumulation(replicas)
     student = _student(options)
     dataset = _cache(options)
+    options = _in_steps(options, len(dataset) if dataset else options.num_rows, replicas, assumed)
     if not options.uses_cache and options.num_rows is None:
         assumed.append("the text is not read, so the number of its rows is not known")
     train_codes = options.train.train_codes > 0
@@ -90,6 +93,7 @@ def plan_qat(options: QatOptions) -> DryRun:
     accumulation = options.loop.accumulation(replicas)
     config, student, full = _models(options)
     dataset = _cache(options)
+    options = _in_steps(options, len(dataset) if dataset else None, replicas, assumed)
     name = str(options.model if options.from_scratch else options.checkpoint)
     asked = _estimate(options, name, dataset, LENGTH, accumulation)
     assumed += check_cache(dataset, asked, options.kd_cache_dir, student, "what `cache build` makes")
@@ -182,6 +186,14 @@ def _estimate(
         attention=attention_on(device_of(options.run)),
         run=options.run,
     )
+
+
+def _in_steps(options: T, rows: int | None, replicas: int, assumed: list[str]) -> T:
+    """Return the options with the steps that their epochs mean, where the number of rows is known."""
+    if options.loop.epochs is not None and rows is None:
+        assumed.append(f"--epochs needs the number of rows; {options.loop.max_steps:,} steps stand for it")
+        return options
+    return replace(options, loop=options.loop.for_rows(rows or 0, replicas))
 
 
 def _probe_steps(options: RecoverOptions | QatOptions) -> int:

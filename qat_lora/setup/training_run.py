@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -29,7 +29,25 @@ from qat_lora.train.loop import train
 from qat_lora.train.metrics import plot_curve
 from qat_lora.train.optim import TrainState
 
+MANY_PASSES = 20  # over the same rows, from which on a run says so
 Groups = dict[str, dict[str, nn.Parameter]]  # what trains, by kind and name
+
+
+T = TypeVar("T", RecoverOptions, QatOptions)
+
+
+def in_steps(options: T, data: TrainingData, runtime: Runtime) -> T:
+    """Return the options with the steps that their epochs mean; say where steps are many passes over few rows."""
+    loop = options.loop.for_rows(len(data.rows), runtime.replicas)
+    step_rows = loop.batch_size * loop.accumulation(runtime.replicas) * runtime.replicas
+    passes = loop.max_steps / data.rows.steps_per_epoch(step_rows)
+    if passes > MANY_PASSES and loop.epochs is None:
+        rows = f"{len(data.rows):,} row{'s' if len(data.rows) > 1 else ''}"
+        say(
+            options.run,
+            f"{loop.max_steps:,} steps are {passes:,.0f} passes over {rows}; --epochs sets a number of these",
+        )
+    return replace(options, loop=loop)
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,14 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 
 from qat_lora.config import option, settings
+from qat_lora.data.shuffle import steps_per_epoch
 from qat_lora.errors import (
     ConfigError,
     DamagedFileError,
@@ -32,6 +33,7 @@ from qat_lora.train.metrics import EVALUATIONS, LOGS, REMEDY, TRACKERS, MetricsL
 from qat_lora.train.optim import TrainState, averaged
 
 _count = functools.partial(option, min=1, refusal="is below 1")
+LOGGING, EVALUATING = ("log_interval", "log_every", "logging_steps"), ("eval_interval", "eval_every")  # to others
 _limit = functools.partial(option, min=0, refusal="is not allowed; give 0 or more")
 
 
@@ -45,9 +47,18 @@ class LoopConfig:
         None, "rows of an optimizer step over all replicas; sets the accumulation", unit="rows"
     )
     max_steps: int = _count(1000, "optimizer steps", unit="steps")
-    log_steps: int = _count(10, "optimizer steps between fetches of the log values", unit="steps")
-    eval_steps: int = _count(50, "optimizer steps between evaluations on the cache's evaluation split", unit="steps")
-    save_steps: int = _count(100, "optimizer steps between checkpoints", unit="steps")
+    epochs: float | None = option(
+        None,
+        "passes over the training rows, in place of --max-steps; default: as many as the steps make",
+        unit="epochs",
+        alias=("num_train_epochs", "num_epochs"),
+        above=0,
+    )
+    log_steps: int = _count(10, "optimizer steps between fetches of the log values", unit="steps", alias=LOGGING)
+    eval_steps: int = _count(
+        50, "optimizer steps between evaluations on the cache's evaluation split", unit="steps", alias=EVALUATING
+    )
+    save_steps: int = _count(100, "optimizer steps between checkpoints", unit="steps", alias="save_interval")
     save_minutes: float = _limit(
         5.0, "minutes after which a checkpoint is due anyway (looked at every log interval); 0: never", unit="minutes"
     )
@@ -55,6 +66,7 @@ class LoopConfig:
         2,
         "complete checkpoints that are kept",
         unit="checkpoints",
+        alias="save_total_limit",
         min=1,
         refusal="would leave nothing to resume from; give 1 or more",
     )
@@ -72,7 +84,9 @@ class LoopConfig:
         "graphs that may be compiled after step 1 before the run fails; default: any, with a warning",
         unit="graphs",
     )
-    log_to: tuple[str, ...] = option((), "send the numbers on to tensorboard, wandb or both", unit="list")
+    log_to: tuple[str, ...] = option(
+        (), "send the numbers on to tensorboard, wandb or both", unit="list", alias="report_to"
+    )
 
     def __post_init__(self) -> None:
         for name in self.log_to:
@@ -88,6 +102,16 @@ class LoopConfig:
             product = f"batch_size x replicas = {self.batch_size} x {replicas} = {rows}"
             raise ConfigError(f"global_batch_size: {self.global_batch_size} is not a multiple of {product}")
         return self.global_batch_size // rows
+
+    def for_rows(self, rows: int, replicas: int) -> Self:
+        """Return the loop with the steps that `epochs` means; ConfigError: `max_steps` says something else."""
+        if self.epochs is None:
+            return self
+        steps = math.ceil(self.epochs * steps_per_epoch(rows, self.batch_size * self.accumulation(replicas) * replicas))
+        if self.max_steps not in (LoopConfig.max_steps, steps):
+            other = f"{self.epochs:g} epochs of {rows:,} rows are {steps:,} steps"
+            raise ConfigError(f"max_steps: {self.max_steps:,}, but {other}; give --max-steps or --epochs")
+        return replace(self, max_steps=steps)
 
 
 class LoopHooks(NamedTuple):

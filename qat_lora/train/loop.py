@@ -82,7 +82,8 @@ def train(
     out, start, hidden = settings.out, progress.step, settings.quiet or not runtime.is_main
     wanted = loop.log_to if runtime.is_main else ()
     trackers = [TRACKERS[name](out, start, settings.fingerprint) for name in wanted]
-    log = MetricsLog(out / METRICS, loop.max_steps, start, hidden, runtime.device, trackers)
+    step_rows = loop.batch_size * loop.accumulation(runtime.replicas) * runtime.replicas
+    log = MetricsLog(out / METRICS, loop.max_steps, start, hidden, runtime.device, trackers, step_rows)
     watch = CompileWatch(runtime, loop.max_recompiles, log.say)
     with stop_signals() as stopped, closing(log), closing(watch):
         run = Run(state, optimizer, runtime, hooks, settings, loop, progress, start, log, stopped)

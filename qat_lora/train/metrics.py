@@ -104,10 +104,12 @@ class MetricsLog:
         quiet: bool,
         device: torch.device,
         trackers: Sequence[Tracker] = (),
+        step_rows: int = 0,
     ) -> None:
+        """Open the log of steps of `step_rows` rows each; without that number no samples/s are told."""
         self.path = path
         self._bar = tqdm(total=max_steps, initial=start, desc="train", unit="step", disable=quiet)
-        self._device, self._trackers = device, trackers
+        self._device, self._trackers, self._step_rows = device, trackers, step_rows
         self._since, self._first_step = time.perf_counter(), start + 1
         self._pending: list[tuple[int, float, Sums]] = []
 
@@ -161,9 +163,11 @@ class MetricsLog:
         """Append steps at one rate of tokens, but for the first, which compiles and has its own; show the last."""
         now = time.perf_counter()
         timed = [line for line in lines if line["step"] > self._first_step] or lines
-        rate = sum(line["tokens"] for line in timed) / max(now - self._since, 1e-9)
+        seconds = max(now - self._since, 1e-9)
+        rate, samples = sum(line["tokens"] for line in timed) / seconds, self._step_rows * len(timed) / seconds
         self._since = now
-        lines = [{**line, "tokens_per_s": round(rate, 1)} for line in lines]
+        rates = {"tokens_per_s": round(rate, 1)} | ({"samples_per_s": round(samples, 2)} if self._step_rows else {})
+        lines = [{**line, **rates} for line in lines]
         append_lines(self.path, lines)
         for line in lines:
             self.track(int(line["step"]), {f"train/{name}": value for name, value in line.items() if name != "step"})
@@ -173,7 +177,7 @@ class MetricsLog:
             shown += terms if len(terms) > 1 else []  # one term alone is the loss
             losses = [f"{name.removeprefix('loss_')} {lines[-1][name]:.4f}" for name in shown]
             used = f"{peak_memory_bytes(self._device) / 2**30:.1f} GiB"
-            self._bar.set_postfix_str(", ".join([*losses, f"{rate:,.0f} tokens/s", used]))
+            self._bar.set_postfix_str(", ".join([*losses, f"{rate:,.0f} tokens/s", f"{samples:,.1f} samples/s", used]))
             self._bar.update(len(lines))
 
     def pause(self) -> None:
