@@ -215,6 +215,8 @@ class RecoverOptions:
         return "train_norms" if self.train_norms else "autocast" if self.loop.autocast else ""
 
     def __post_init__(self) -> None:
+        if self.uses_cache and self.kd_cache_dir is None and self.text.dataset is not None:
+            raise ConfigError("learn: missing; to learn from --dataset give --objective sft (chats) or ce (any text)")
         if self.uses_cache:
             required(self, "kd_cache_dir")
         else:
@@ -238,7 +240,7 @@ class QatOptions(QuantizeConfig):
 
     model: str | None = option(
         None,
-        "full-precision model, required with --from-scratch; with --checkpoint, where trained weights start",
+        "full-precision model (--from-scratch; default: the cache's teacher); with --checkpoint, where weights start",
         alias="model_id",
     )
     preset: str | None = option(None, "how weights are stored (with --from-scratch); default: q4_r32", alias="config")
@@ -273,7 +275,6 @@ class QatOptions(QuantizeConfig):
 
     def __post_init__(self) -> None:
         if self.from_scratch:
-            required(self, "model")
             if self.checkpoint is not None:
                 raise ConfigError("checkpoint: --from-scratch makes its own start; give one of the two")
         elif self.checkpoint is None:

@@ -1,19 +1,25 @@
 """The user's own words: every command line of the original guides and every name of their YAML, as given there.
 
-Other tests run some of these to their end (tests/test_scripts.py, tests/test_scripts_multi.py); here each is resolved by the
-real parser, and what it means is compared.
+Other tests run some of these to their end (tests/test_scripts.py, tests/test_scripts_multi.py); here each is
+resolved by the real parser, and what it means is compared.
 """
 
+import contextlib
 import importlib
+import json
 import re
+import types
 from pathlib import Path
 
 import pytest
 
+import qat_lora
 from qat_lora import cli
 from qat_lora.config import ConfigError, to_dict
-from qat_lora.train.loop import LoopConfig
+from qat_lora.setup.training_run import by_replicas
+from qat_lora.train.callbacks import LoopConfig
 
+RECOVER = ("recover", "--checkpoint", "s", "--kd-cache-dir", "c")
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -132,7 +138,7 @@ def test_epochs_are_steps_and_both_must_agree():
 
 def test_an_unknown_name_shows_the_three_nearest(capfd):
     with pytest.raises(SystemExit):
-        cli.main([*"recover --checkpoint s --kd-cache-dir c".split(), "learning_rte=1"])
+        cli.main([*RECOVER, "learning_rte=1"])
     err = capfd.readouterr().err
     nearest = re.fullmatch(r"error: learning_rte: no such setting; the nearest: (.*); --help-all shows all\n", err)
     assert nearest and nearest[1].split(", ")[0] == "train.lr" and len(nearest[1].split(", ")) == 3
@@ -140,12 +146,65 @@ def test_an_unknown_name_shows_the_three_nearest(capfd):
 
 def test_a_name_in_a_foreign_group_that_two_settings_have_is_refused(capfd):
     with pytest.raises(SystemExit):
-        cli.main([*"recover --checkpoint s --kd-cache-dir c".split(), "train.no_such=1"])
+        cli.main([*RECOVER, "train.no_such=1"])
     assert "train.no_such: no such setting; the nearest: " in capfd.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def work(tiny, tmp_path_factory):
+    """A folder with a cache of 6 + 2 rows and a student."""
+    root = tmp_path_factory.mktemp("words")
+    build = {"length": 32, "top_k": 8, "num_rows": 6, "eval_rows": 2, "out": root / "cache"}
+    qat_lora.build_kd_cache(teacher=tiny.teacher, dataset=tiny.text, device="cpu", quiet=True, **build)
+    qat_lora.quantize_model(model=tiny.teacher, init="mse", out=root / "student", device="cpu", quiet=True)
+    return root
+
+
+def run(line: str, capfd) -> tuple[str, str]:
+    """Run a command on the CPU; return what it printed, the last line of an error instead of a traceback."""
+    capfd.readouterr()
+    with contextlib.suppress(SystemExit):
+        cli.main([*line.split(), "--device", "cpu", "--lr", "1e-3"])
+    return capfd.readouterr()
+
+
+def test_epochs_end_a_run_and_many_passes_are_said(work, capfd, monkeypatch):
+    monkeypatch.chdir(work)
+    out, _ = run("recover --checkpoint student --kd-cache-dir cache --batch-size 4 --epochs 2 --out e", capfd)
+    steps = [json.loads(line) for line in (work / "e/metrics.jsonl").read_text().splitlines()]
+    assert len(steps) == 4 and "passes" not in out and all(line["samples_per_s"] > 0 for line in steps)
+    again, _ = run("recover --recipe e/config.yaml", capfd)
+    assert "e is complete already" in again
+    out, _ = run("recover --checkpoint student --kd-cache-dir cache --batch-size 8 --max-steps 21 --out m", capfd)
+    assert "21 steps are 21 passes over 6 rows; --epochs sets a number of these" in out
+    assert "a step has 8 rows, and only 6 are there: the rest are masked; give a smaller --batch-size" in out
+    plan, _ = run("recover --checkpoint student --kd-cache-dir cache --batch-size 4 --epochs 3 --dry-run", capfd)
+    assert re.search(r"run      6 steps, .* 3\.00 epochs", plan), plan
+
+
+def test_what_is_not_read_or_not_there_is_said_by_its_own_name(work, capfd, monkeypatch):
+    monkeypatch.chdir(work)
+    train = "recover --kd-cache-dir cache --max-steps 1"
+    _, err = run(f"{train} --checkpoint runs/v2_q4/best.pt", capfd)
+    assert err.startswith("error: checkpoint: there is no folder runs/v2_q4/best;"), err
+    out, _ = run(f"{train} --checkpoint student --model other --out o", capfd)
+    assert "--model other is not read: the student is --checkpoint student" in out
+    _, err = run("recover --model student --dataset chats.jsonl", capfd)
+    assert err.startswith("error: learn: missing; to learn from --dataset give --objective sft"), err
+
+
+def test_from_scratch_the_student_is_made_of_the_caches_teacher(work, capfd, monkeypatch):
+    monkeypatch.chdir(work)
+    out, err = run("qat --from-scratch --cache-dir cache --config w2g64 --init mse --max-steps 1 --out q", capfd)
+    assert (work / "q/best/config.json").is_file(), err
+
+
+def test_runs_on_several_chips_have_a_default_folder_of_their_own():
+    alone, four = types.SimpleNamespace(replicas=1), types.SimpleNamespace(replicas=4)
+    assert (by_replicas(LoopConfig(), alone), by_replicas(LoopConfig(), four)) == ("", "_x4")
+    assert by_replicas(LoopConfig(global_batch_size=8), four) == ""  # the same run on more chips
 
 
 def test_the_predecessors_module():
     module = importlib.import_module("qat_lora.layer_qat")
-    import qat_lora
-
     assert all(getattr(module, name) is getattr(qat_lora, name) for name in module.__all__)

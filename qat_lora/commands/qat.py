@@ -24,10 +24,10 @@ from qat_lora.models.load import CausalLM, load_model, save_with_tensors
 from qat_lora.options import QatOptions, QuantizeOptions, RunConfig
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.signals import stop_signals
-from qat_lora.setup.common import cached_calibration_rows, check_fits, fetch, run_name, say
+from qat_lora.setup.common import cached_calibration_rows, check_fits, fetch, run_name, say, with_teacher
 from qat_lora.setup.trainable import check_parts, given, preset_name, trained_parts
 from qat_lora.setup.training_data import cache_training_data
-from qat_lora.setup.training_run import Groups, TrainingRun, complete_run, in_steps, train_student
+from qat_lora.setup.training_run import Groups, TrainingRun, by_replicas, complete_run, in_steps, train_student
 from qat_lora.setup.unfinished import Unfinished, remove_pieces
 from qat_lora.train.blockwise import reconstruct
 from qat_lora.train.checkpoint import STATE, checkpoints
@@ -43,12 +43,13 @@ def qat(options: QatOptions, runtime: Runtime) -> Path:
         why = f"spmd over {runtime.processes} hosts cannot run qat, whose first process computes alone at the start"
         remedy = "leave --parallel out (a process a chip), or use one host"
         raise ConfigError(f"parallel: {why} and at every export; {remedy}")
-    run = options.run
+    run, options = options.run, with_teacher(options)
     start = preset_name(options) if options.from_scratch else run_name(str(options.checkpoint))
-    out = Path(run.out or f"runs/v2_{start.split('_')[0]}")
+    out = Path(run.out or f"runs/v2_{start.split('_')[0]}{by_replicas(options.loop, runtime)}")
     data = cache_training_data(options)
-    for name in filter(None, (options.model, options.checkpoint)):
-        fetch(runtime, name, options.hub)
+    for name, setting in ((options.model, "model"), (options.checkpoint, "checkpoint")):
+        if name is not None:
+            fetch(runtime, name, options.hub, setting)
     full = None if options.model is None else load_model(options.model, options.hub, "float32")
     student = None if options.from_scratch else load_model(str(options.checkpoint), options.hub, "float32")
     check_fits(data.rows, student or given(full))

@@ -22,16 +22,16 @@ from qat_lora.runtime.base import Runtime
 from qat_lora.setup.common import check_fits, fetch, run_name, say, text_inputs
 from qat_lora.setup.trainable import check_codes, check_made_of, recovery_parts
 from qat_lora.setup.training_data import cache_training_data, text_training_data
-from qat_lora.setup.training_run import Groups, TrainingRun, complete_run, in_steps, train_student
+from qat_lora.setup.training_run import Groups, TrainingRun, by_replicas, complete_run, in_steps, train_student
 
 
 def recover(options: RecoverOptions, runtime: Runtime) -> Path:
     """Train a recovery adapter from a KD cache or a text; return the run's folder."""
     run, loop = options.run, options.loop
     student = str(options.checkpoint or options.model)
-    out = Path(run.out or f"runs/recovery_{run_name(student)}")
+    out = Path(run.out or f"runs/recovery_{run_name(student)}{by_replicas(loop, runtime)}")
     data = cache_training_data(options) if options.uses_cache else None
-    fetch(runtime, student, options.hub)
+    fetch(runtime, student, options.hub, "checkpoint" if options.checkpoint else "model")
     model = load_model(student, options.hub, run.dtype, dequantize=True)
     is_gguf = model.folder.suffix == GGUF
     if is_gguf:
@@ -45,6 +45,8 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
     else:
         check_fits(data.rows, model)
         model = data.with_vocabulary(model)
+    if options.checkpoint and options.model and not options.train.train_codes:
+        say(run, f"--model {options.model} is not read: the student is --checkpoint {options.checkpoint}")
     train_codes, full = options.train.train_codes > 0, list[CausalLM]()  # dropped before training begins
     check_codes(model, options.train_scales, train_codes)
     if train_codes and options.checkpoint and options.model:

@@ -150,7 +150,7 @@ def take_eval(open_at: OpenDocuments, encode: Encode, length: int, eval_rows: in
     if len(rows) < eval_rows or not any(not document.is_blank for document in open_at(rest)):
         raise TextError(
             f"eval_rows: {eval_rows} rows of {length} tokens were to be kept apart, and the text has only "
-            f"{len(rows)} with nothing left to train on; give more documents or ask for fewer rows"
+            f"{len(rows)} with nothing left to train on; give --eval-rows {len(rows) // 5} or fewer, or more documents"
         )
     return rows, rest
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from qat_lora.cache.read.dataset import KDCacheDataset
+from qat_lora.data.shuffle import steps_per_epoch
 from qat_lora.errors import ConfigError, DeviceError, ModelError
 from qat_lora.layers.calibrate.fisher import fisher_bytes
 from qat_lora.layers.convert import make_quant_skeleton
@@ -32,6 +33,7 @@ from qat_lora.registry import DryRun, Requirements
 from qat_lora.runtime.base import default_loss_chunk_mb
 from qat_lora.runtime.launch.select import choose, look, plan_run, runs_on_host
 from qat_lora.runtime.precision import with_dtype
+from qat_lora.setup.common import with_teacher
 from qat_lora.setup.trainable import check_codes, check_parts, chosen_preset, trained_parts
 from qat_lora.setup.training_data import cache_training_data
 from qat_lora.train.lr_probe import probe_steps
@@ -91,6 +93,7 @@ def plan_qat(options: QatOptions) -> DryRun:
     options = with_dtype(options, device_of(options.run))[0]
     replicas = replicas_of(options.run, assumed)
     accumulation = options.loop.accumulation(replicas)
+    options = with_teacher(options)
     config, student, full = _models(options)
     dataset = _cache(options)
     options = _in_steps(options, len(dataset) if dataset else None, replicas, assumed)
@@ -227,7 +230,7 @@ def _report(
         "steps": asked.max_steps,
         "lr_probe_steps": probe,
         "tokens": asked.max_steps * step_rows * asked.length,
-        "epochs": asked.max_steps * step_rows / rows if rows else None,
+        "epochs": asked.max_steps / steps_per_epoch(rows, step_rows) if rows else None,
         "devices": found["devices"],
         "assumed": assumed,
     }

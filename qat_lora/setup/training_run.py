@@ -24,7 +24,7 @@ from qat_lora.runtime.launch.select import status_line
 from qat_lora.runtime.sharded import sharded_bytes
 from qat_lora.setup.common import fit_attention, picture, say
 from qat_lora.setup.training_data import TrainingData, evaluation, prepare
-from qat_lora.train.callbacks import LoopHooks, RunSettings
+from qat_lora.train.callbacks import LoopConfig, LoopHooks, RunSettings
 from qat_lora.train.loop import train
 from qat_lora.train.metrics import plot_curve
 from qat_lora.train.optim import TrainState
@@ -47,7 +47,15 @@ def in_steps(options: T, data: TrainingData, runtime: Runtime) -> T:
             options.run,
             f"{loop.max_steps:,} steps are {passes:,.0f} passes over {rows}; --epochs sets a number of these",
         )
+    if len(data.rows) < step_rows:
+        masked = f"a step has {step_rows:,} rows, and only {len(data.rows):,} are there: the rest are masked"
+        say(options.run, f"{masked}; give a smaller --batch-size or --accumulation-steps")
     return replace(options, loop=loop)
+
+
+def by_replicas(loop: LoopConfig, runtime: Runtime) -> str:
+    """Return the end of a default name for a run whose steps grow with the number of replicas: it is another run."""
+    return f"_x{runtime.replicas}" if runtime.replicas > 1 and loop.global_batch_size is None else ""
 
 
 @dataclass(frozen=True)
