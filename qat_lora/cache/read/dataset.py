@@ -7,7 +7,8 @@ larger than memory, and one that changes during a run of days is an error that n
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -59,6 +60,7 @@ class KDCacheDataset(ShuffledRows):
         self.fingerprint, self._entries = self.manifest.fingerprint, self.manifest.shards(split)
         self._ends = np.cumsum([entry.rows for entry in self._entries], dtype=np.int64)
         self._optional: tuple[str, ...] = OPTIONAL
+        self._place, self._preload, self._verify_rows = path, preload, verify_rows
         self._check_every, self._served = _CHECK_EVERY[verify_rows], 0
         self._spare: list[dict[str, np.ndarray]] = []
         self._preloaded: dict[int, Shard] = {}
@@ -141,6 +143,23 @@ class KDCacheDataset(ShuffledRows):
             self._spare.append(arrays)
         return batch
 
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """Return one row, arrays as in `rows` without their first axis; negative numbers count from the end.
+
+        With this and `__len__` it is a map-style dataset: `torch.utils.data.DataLoader(dataset, batch_size=4,
+        shuffle=True, num_workers=2)` stacks rows to batches of tensors.
+        """
+        row = index + len(self) if index < 0 else index
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {index} of {len(self):,}")  # ends a plain `for row in dataset`
+        return {name: array[0] for name, array in self.rows([row]).items()}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let worker processes open the cache again, without checking every byte again."""
+        remake = functools.partial(type(self), verify=False, verify_rows=self._verify_rows)
+        made_of = (self._place, self._preload, self.k or None, self.split, self.temperatures)
+        return _reopened, (remake, made_of, self._optional)
+
     def teacher_lm_head(self) -> LMHead:
         """Return the teacher's LM head of a cache that was built with `--hidden`, as `lm_head.read_lm_head` does."""
         return read_lm_head(self.path, self.fingerprint)
@@ -168,6 +187,14 @@ class KDCacheDataset(ShuffledRows):
                 f"length: rows have {held.length:,} tokens, the student reads at most {max_positions:,}; build a "
                 f"cache with --length {max_positions} or less"
             )
+
+
+def _reopened(
+    remake: Callable[..., KDCacheDataset], made_of: tuple[Any, ...], optional: Sequence[str]
+) -> KDCacheDataset:
+    dataset = remake(*made_of)
+    dataset.leave_out_all_but(optional)
+    return dataset
 
 
 def _check_request(fingerprint: Fingerprint, k: int | None, temperatures: Sequence[float]) -> int:

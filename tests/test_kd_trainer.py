@@ -1,0 +1,112 @@
+"""A KD cache in other libraries: torch's DataLoader with workers, `datasets`, transformers.Trainer on PEFT models."""
+
+import importlib.util
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from toy_paths import clean_environment
+
+import qat_lora
+from qat_lora.cache.tools.parquet import export_parquet
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def cache(tiny, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("trainer") / "cache"
+    build = {"length": 32, "top_k": 16, "num_rows": 24, "eval_rows": 2, "out": out}
+    return qat_lora.build_kd_cache(teacher=tiny.teacher, dataset=tiny.text, device="cpu", quiet=True, **build)
+
+
+@pytest.mark.parametrize(("workers", "start"), [(0, None), (2, "fork"), (2, "spawn")])
+@pytest.mark.filterwarnings("default:.*fork.*:DeprecationWarning")
+def test_a_data_loader_serves_the_rows(cache, workers, start):
+    dataset = qat_lora.KDCacheDataset(cache, k=4)
+    dataset.leave_out_all_but([])
+    loader = DataLoader(dataset, batch_size=8, num_workers=workers, multiprocessing_context=start)
+    batches = list(loader)
+    assert len(batches) == 3 and set(batches[0]) == set(dataset.rows([0]))
+    for number, batch in enumerate(batches):
+        expected = dataset.rows(np.arange(8 * number, 8 * number + 8))
+        for name, tensor in batch.items():
+            assert isinstance(tensor, torch.Tensor)
+            np.testing.assert_array_equal(tensor.numpy(), expected[name], name)
+
+
+def test_single_rows(cache):
+    dataset = qat_lora.KDCacheDataset(cache)
+    assert len(list(dataset)) == len(dataset) == 24
+    np.testing.assert_array_equal(dataset[-1]["input_ids"], dataset.rows([23])["input_ids"][0])
+    with pytest.raises(IndexError, match="row 24 of 24"):
+        dataset[24]
+    copy = pickle.loads(pickle.dumps(dataset))
+    assert copy.k == dataset.k and copy.temperatures == dataset.temperatures
+
+
+def test_datasets_reads_the_export(cache, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    export_parquet(cache, tmp_path / "rows.parquet")
+    rows = datasets.Dataset.from_parquet(str(tmp_path / "rows.parquet"), cache_dir=str(tmp_path / "hf"))
+    dataset = qat_lora.KDCacheDataset(cache)
+    assert len(rows) == 24 and rows[3]["input_ids"] == dataset[3]["input_ids"].tolist()
+
+
+PROGRAM = """
+import json, peft, torch, kd_trainer
+from torch.utils.data import default_collate
+from transformers import AutoModelForCausalLM
+load, lora = AutoModelForCausalLM.from_pretrained, peft.LoraConfig(r=8, target_modules="all-linear")
+if {with_peft}:
+    with_adapter = dict(from_pretrained=lambda name: peft.get_peft_model(load(name), lora))
+    kd_trainer.AutoModelForCausalLM = type("Auto", (), with_adapter)
+
+@torch.no_grad()
+def kl(module):
+    dataset = kd_trainer.KDCacheDataset({folders}[1])
+    batch, student = default_collate(list(dataset)), kd_trainer.CausalLM(module, None)
+    hidden = student.hidden(batch["input_ids"], batch["document_ids"])
+    loss = kd_trainer.objective_loss(hidden, student.lm_head(), batch, kd_trainer.ObjectiveConfig("ghost"))
+    return float(loss.loss_sum / loss.token_count)
+
+before = kl(load({folders}[0]))
+settings = dict(max_steps=30, per_device_train_batch_size=8, learning_rate={lr}, report_to=[])
+trainer = kd_trainer.main(*{folders}, use_cpu=True, disable_tqdm=True, save_strategy="no", **settings)
+print(json.dumps([before, kl(getattr(trainer.model, "get_base_model", lambda: trainer.model)())]))
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs the big extra")
+@pytest.mark.parametrize("with_peft", [False, True])
+def test_transformers_trainer_learns_from_the_cache(cache, tiny, tmp_path, with_peft):
+    """In a process of its own: accelerate decides at its import that everything runs on XLA where that is installed."""
+    folders = [str(damage(tiny.teacher, tmp_path / "student")), str(cache), str(tmp_path / "out")]
+    code = PROGRAM.format(with_peft=with_peft, lr=1e-2 if with_peft else 2e-3, folders=folders)
+    environment = clean_environment(USE_TORCH_XLA="0", PYTHONPATH=f"{ROOT}{os.pathsep}{ROOT / 'recipes'}")
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    before, after = json.loads(done.stdout.splitlines()[-1])
+    assert after < 0.5 * before, (before, after)
+    assert (tmp_path / "out" / ("adapter_config.json" if with_peft else "config.json")).is_file()
+
+
+def damage(teacher: Path, out: Path) -> Path:
+    """Write the teacher with noise on its weights."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(teacher)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * parameter.std() * torch.randn_like(parameter) if parameter.ndim == 2 else 0.0)
+    model.save_pretrained(out)
+    return out
