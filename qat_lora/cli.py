@@ -25,7 +25,7 @@ _NUMBERS = {int: "INT", float: "NUMBER"}
 
 def _flag(leaf: Leaf) -> click.Option:
     """Make the command-line flag of a setting; values stay text here and are checked by `config`."""
-    names = ["--" + name.replace("_", "-") for name in (leaf.name, *leaf.field.metadata["aliases"])]
+    names = ["--" + name.replace("_", "-") for name in leaf.names]
     kind = typing.get_args(leaf.type) if typing.get_origin(leaf.type) is typing.Literal else None
     common: dict[str, Any] = {"help": _help(leaf), "default": None}
     if leaf.type is bool:

@@ -40,7 +40,7 @@ def option(
     help: str,
     *,
     unit: str | None = None,
-    alias: str | tuple[str, ...] = (),
+    alias: str | None = None,
     on: float | None = None,
     required: bool = False,
     without: tuple[str, ...] = (),
@@ -50,7 +50,7 @@ def option(
     max: float = math.inf,
     refusal: str = "",
 ) -> Any:
-    """Declare a setting: its default (of a group: its class), one line of help, its unit, other names.
+    """Declare a setting: its default (of a group: its class), one line of help, its unit, a second name.
 
     Args:
         on: what `true` means for a number; `false` is then 0.
@@ -61,8 +61,7 @@ def option(
         refusal: what an error says of a number outside these, in place of the usual words.
     """
     least = f"is too small; allowed: {min} or more"
-    aliases = (alias,) if isinstance(alias, str) else alias
-    metadata: dict[str, Any] = {"help": help + " (required)" * required, "unit": unit, "aliases": aliases, "on": on}
+    metadata: dict[str, Any] = {"help": help + " (required)" * required, "unit": unit, "alias": alias, "on": on}
     metadata |= {"required": required, "without": without, "below": below, "min": min, "above": above, "max": max}
     metadata["refusal"] = refusal or (f"is not allowed; give a number above {above}" if above > -math.inf else least)
     if isinstance(default, type) and dataclasses.is_dataclass(default):
@@ -117,6 +116,12 @@ class Leaf(typing.NamedTuple):
         """The last part of the path; unique within a command, so it serves as the flag's name."""
         return self.path[-1]
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What a flag or a word may call it."""
+        alias = self.field.metadata.get("alias")
+        return (self.name, *((alias,) if alias else ()), *OTHER_NAMES.get(self.name, ()))
+
 
 def leaves(cls: type, used: bool = True) -> Iterator[Leaf]:
     """Yield every setting that a config class uses (or leaves out), depth first, in order of declaration."""
@@ -144,19 +149,25 @@ def _fields(cls: Any) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
     return {field.name: (field, hints[field.name]) for field in dataclasses.fields(cls)}
 
 
-# What others call them.
+# What other tools and the predecessor call our settings and their values.
+OTHER_NAMES = {
+    "checkpoint": ("v2_checkpoint",), "model": ("model_id",), "out": ("output_dir", "output"), "lr": ("learning_rate",),
+    "dtype": ("forward_dtype",), "log_to": ("report_to",), "keep_checkpoints": ("save_total_limit",),
+    "epochs": ("num_train_epochs", "num_epochs"), "clip_grad_norm": ("grad_clip_norm", "max_grad_norm", "grad_clip"),
+    "eval_steps": ("eval_interval", "eval_every"), "save_steps": ("save_interval",),
+    "log_steps": ("log_interval", "log_every", "logging_steps"),
+}  # fmt: skip
 _SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-_SWITCH = {"true": True, "yes": True, "false": False, "no": False}
 
 
 def _nearest(key: str, cls: type) -> str:
     """Return the three settings whose names or aliases are nearest to a word."""
     names: dict[str, str] = {}
     for leaf in leaves(cls):
-        names |= dict.fromkeys((leaf.name, *leaf.field.metadata.get("aliases", ())), ".".join(leaf.path))
+        names |= dict.fromkeys(leaf.names, ".".join(leaf.path))
     word = key.rpartition(".")[2].replace("-", "_")
     near = dict.fromkeys(names[name] for name in difflib.get_close_matches(word, names, n=9, cutoff=0))
-    return f"the nearest: {', '.join(list(near)[:3])}; --help-all shows all"
+    return f"the nearest: {', '.join(list(near)[:3])}; --help shows all"
 
 
 def _allowed(value: Any, allowed: Sequence[str]) -> str:
@@ -258,8 +269,8 @@ def from_dict(cls: type[C], data: Mapping[str, Any], where: str = "", *, exact: 
         if key not in fields:
             raise ConfigError(f"{at}: no such setting; {_nearest(key, cls)}")
         field, hint = fields[key]
-        if field.metadata.get("on") is not None and str(value).lower() in _SWITCH:
-            value = field.metadata["on"] if _SWITCH[str(value).lower()] else 0.0
+        if field.metadata.get("on") is not None and str(value).lower() in ("true", "false"):
+            value = field.metadata["on"] if str(value).lower() == "true" else 0.0
         values[key] = _exact(value, hint, at) if exact else _coerce(value, hint, at)
         if not exact:
             _refuse_large(field, values[key], at)
@@ -283,9 +294,8 @@ def _put(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
 
 
 def _means(key: str, leaf: Leaf) -> bool:
-    """Tell whether a word names a setting: by its dotted path, its last name or an alias."""
-    plain = key.replace("-", "_")
-    return key == ".".join(leaf.path) or plain in (leaf.name, *leaf.field.metadata.get("aliases", ()))
+    """Tell whether a word names a setting: by its dotted path, its last name or another name."""
+    return key == ".".join(leaf.path) or key.replace("-", "_") in leaf.names
 
 
 def refuse_unused(cls: type, key: str) -> None:

@@ -45,7 +45,7 @@ QAT_PARTS = ("scales", "ranges", "lut", "weights", "norms", "embeddings", "head"
 class RunConfig:
     """Where and how to run; every command has of this what it uses, and refuses the rest."""
 
-    out: str | None = option(None, "output folder; the default is printed", alias=("output_dir", "output"))
+    out: str | None = option(None, "output folder; the default is printed")
     overwrite: bool = option(False, "start again where an earlier run of ours is in the way")
     device: Literal["auto", "cpu", "cuda", "mps", "tpu", "xla"] = option(
         "auto", "where to compute; auto takes TPU, CUDA, MPS, CPU in this order", alias="device_type"
@@ -55,7 +55,6 @@ class RunConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = option(
         "auto",
         "type of weights and activations, whatever files hold; auto: bfloat16 on TPU and newer CUDA, else float32",
-        alias="forward_dtype",
     )
     seed: int = option(0, "seed of everything random", min=0, below=2**63)
     quiet: bool = option(False, "no progress bars, no status lines")
@@ -171,7 +170,7 @@ class RecoverOptions:
     """`qat-lora recover`."""
 
     checkpoint: str | None = option(
-        None, "quantised student: folder of `quantize`, of GPTQ, AWQ or MLX, or a GGUF file", alias="v2_checkpoint"
+        None, "quantised student: folder made by `qat-lora quantize`, a GGUF file, a folder of GPTQ, AWQ or MLX"
     )
     model: str | None = option(
         None,
@@ -241,12 +240,11 @@ class QatOptions(QuantizeConfig):
     model: str | None = option(
         None,
         "full-precision model (--from-scratch; default: the cache's teacher); with --checkpoint, where weights start",
-        alias="model_id",
     )
     preset: str | None = option(None, "how weights are stored (with --from-scratch); default: q4_r32", alias="config")
     calibration_rows: int = _rows(128, "rows of the cache for calibration and blocks")
     from_scratch: bool = option(False, "quantise the full-precision --model first; without it, go on from --checkpoint")
-    checkpoint: str | None = option(None, "student to go on from: folder of `quantize` or `qat`", alias="v2_checkpoint")
+    checkpoint: str | None = option(None, "quantised student to go on from: folder made by `quantize` or `qat`")
     kd_cache_dir: str | None = option(None, "KD cache with the teacher's logits", required=True, alias="cache_dir")
     head_k: int | None = _tokens(None, HEAD_K_HELP)
     train_parts: tuple[str, ...] = option(

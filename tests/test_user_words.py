@@ -140,7 +140,7 @@ def test_an_unknown_name_shows_the_three_nearest(capfd):
     with pytest.raises(SystemExit):
         cli.main([*RECOVER, "learning_rte=1"])
     err = capfd.readouterr().err
-    nearest = re.fullmatch(r"error: learning_rte: no such setting; the nearest: (.*); --help-all shows all\n", err)
+    nearest = re.fullmatch(r"error: learning_rte: no such setting; the nearest: (.*); --help shows all\n", err)
     assert nearest and nearest[1].split(", ")[0] == "train.lr" and len(nearest[1].split(", ")) == 3
 
 
@@ -176,7 +176,7 @@ def test_epochs_end_a_run_and_many_passes_are_said(work, capfd, monkeypatch):
     again, _ = run("recover --recipe e/config.yaml", capfd)
     assert "e is complete already" in again
     out, _ = run("recover --checkpoint student --kd-cache-dir cache --batch-size 8 --max-steps 21 --out m", capfd)
-    assert "21 steps are 21 passes over 6 rows; --epochs sets a number of these" in out
+    assert "21 steps are 21 passes over 6 rows; --epochs sets their number" in out
     assert "a step has 8 rows, and only 6 are there: the rest are masked; give a smaller --batch-size" in out
     plan, _ = run("recover --checkpoint student --kd-cache-dir cache --batch-size 4 --epochs 3 --dry-run", capfd)
     assert re.search(r"run      6 steps, .* 3\.00 epochs", plan), plan

@@ -10,7 +10,9 @@ import json
 import os
 import shutil
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from qat_lora.errors import MissingExtraError, QatLoraError, TextError
 from qat_lora.extras import URL_EXTRAS, require
@@ -28,43 +30,43 @@ def copies_folder() -> Path:
 def fetched(url: str) -> Path:
     """Return the file or folder on this machine that holds the text of a URL, copied if it is not there yet.
 
-    Raises:
-        TextError: the address is of no known kind, cannot be reached, or has nothing behind it.
-        MissingExtraError: its driver is not installed.
+    TextError: nothing is there, or it cannot be read; MissingExtraError: its driver is not installed.
     """
     if url.startswith(("file://", "local://")):
         return Path(url.split("://", 1)[1])
-    extra = URL_EXTRAS.get(url.split("://")[0])
-    fsspec = require("fsspec.core", extra or "gcs")
+    extra, shown = URL_EXTRAS.get(url.split("://")[0], "gcs"), redact(url)
+    fsspec = require("fsspec.core", extra)
     try:
         fs, root = fsspec.url_to_fs(url)
-        listed = {path: info for path, info in fs.find(root, detail=True).items() if info.get("type") != "directory"}
-        if not listed:
-            raise TextError(f"dataset: {redact(url)}: nothing is there; check the address")
-        seen = [(path, *(str(info.get(key)) for key in _VERSION_KEYS)) for path, info in sorted(listed.items())]
-        digest = hashlib.sha256(json.dumps([redact(url), seen]).encode()).hexdigest()[:16]
+        files = {path: info for path, info in fs.find(root, detail=True).items() if info.get("type") != "directory"}
+        if not files:
+            raise TextError(f"dataset: {shown}: nothing is there; check the address")
+        seen = [(path, *(str(info.get(key)) for key in _VERSION_KEYS)) for path, info in sorted(files.items())]
+        home = copies_folder() / hashlib.sha256(json.dumps([shown, seen]).encode()).hexdigest()[:16]
         name = root.rstrip("/").rsplit("/", 1)[-1] or "text"
-        home = copies_folder() / digest
         if not home.is_dir():
-            draft = home.with_name(f".{digest}-{uuid.uuid4().hex[:8]}")  # another process may copy the same
-            try:
-                for path in listed:
-                    inside = path[len(root) :].strip("/")
-                    target = draft / name / inside if inside else draft / name
-                    if not target.resolve().is_relative_to(draft.resolve()):
-                        raise TextError(f"dataset: {redact(url)}: {inside} leads out of its folder")
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    fs.get_file(path, str(target))
-                if not home.is_dir():
-                    draft.rename(home)
-            finally:
-                shutil.rmtree(draft, ignore_errors=True)
+            _copy(fs, files, root, home, name)
         return home / name
-    except ImportError as error:
-        cure = f"pip install 'qat-lora[{extra}]'" if extra else redact(str(error), url)
-        raise MissingExtraError(f"{redact(url)}: its driver is not installed: {cure}") from None
+    except ImportError:
+        raise MissingExtraError(f"{shown}: its driver is not installed: pip install 'qat-lora[{extra}]'") from None
     except QatLoraError:
         raise
     except Exception as error:  # each driver has errors of its own
         reason = f"{type(error).__name__}: {redact(' '.join(str(error).split()), url)[:200]}"
-        raise TextError(f"dataset: {redact(url)}: cannot be read ({reason}); check address and credentials") from None
+        raise TextError(f"dataset: {shown}: cannot be read ({reason}); check address and credentials") from None
+
+
+def _copy(fs: Any, files: Mapping[str, Any], root: str, home: Path, name: str) -> None:
+    """Copy files to `home`/`name`, whole or not at all; another process may copy the same."""
+    draft = home.with_name(f".{home.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        for path in files:
+            target = draft / name / path[len(root) :].strip("/")
+            if ".." in target.parts:
+                raise TextError(f"dataset: {path} leads out of its folder")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            fs.get_file(path, str(target))
+        if not home.is_dir():
+            draft.rename(home)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)

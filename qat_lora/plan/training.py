@@ -13,7 +13,7 @@ meta device while the bytes that autograd keeps of it are counted.
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -38,8 +38,6 @@ from qat_lora.setup.trainable import check_codes, check_parts, chosen_preset, tr
 from qat_lora.setup.training_data import cache_training_data
 from qat_lora.train.lr_probe import probe_steps
 
-T = TypeVar("T", RecoverOptions, QatOptions)
-
 HEAD_K, LENGTH = 128, CacheBuildOptions.length  # of a position and of a row, where there is no cache to ask
 
 
@@ -57,7 +55,8 @@ def plan_recover(options: RecoverOptions) -> DryRun:
     accumulation = options.loop.accumulation(replicas)
     student = _student(options)
     dataset = _cache(options)
-    options = _in_steps(options, len(dataset) if dataset else options.num_rows, replicas, assumed)
+    rows = len(dataset) if dataset else options.num_rows
+    options = replace(options, loop=options.loop.for_rows(rows, replicas))
     if not options.uses_cache and options.num_rows is None:
         assumed.append("the text is not read, so the number of its rows is not known")
     train_codes = options.train.train_codes > 0
@@ -68,7 +67,7 @@ def plan_recover(options: RecoverOptions) -> DryRun:
     if options.uses_cache:
         model = CausalLM(shapes.module, Path(student))
         assumed += check_cache(dataset, asked, options.kd_cache_dir, model, "this command's own settings")
-    rows, probe = len(dataset) if dataset else options.num_rows, _probe_steps(options)
+    probe = _probe_steps(options)
     report = _report(shapes, asked, student, replicas, rows, assumed, probe)
     stored = report.pop("stored_bytes_of_quantised") + 2 * (report["parameters"] - report["quantised"])
     report["stored_bytes"] = stored
@@ -96,13 +95,14 @@ def plan_qat(options: QatOptions) -> DryRun:
     options = with_teacher(options)
     config, student, full = _models(options)
     dataset = _cache(options)
-    options = _in_steps(options, len(dataset) if dataset else None, replicas, assumed)
+    rows = len(dataset) if dataset else None
+    options = replace(options, loop=options.loop.for_rows(rows, replicas))
     name = str(options.model if options.from_scratch else options.checkpoint)
     asked = _estimate(options, name, dataset, LENGTH, accumulation)
     assumed += check_cache(dataset, asked, options.kd_cache_dir, student, "what `cache build` makes")
     shapes = _shapes(options, config, student)
     shown = f"{name} at {chosen_preset(options).name}" if options.from_scratch else name
-    rows, probe = len(dataset) if dataset else None, _probe_steps(options)
+    probe = _probe_steps(options)
     report = _report(shapes, asked, shown, replicas, rows, assumed, probe)
     whole, blockwise = 4 * report["parameters"], options.blockwise.blockwise_steps > 0
     stored = report.pop("stored_bytes_of_quantised") + 4 * (report["parameters"] - report["quantised"])
@@ -189,14 +189,6 @@ def _estimate(
         attention=attention_on(device_of(options.run)),
         run=options.run,
     )
-
-
-def _in_steps(options: T, rows: int | None, replicas: int, assumed: list[str]) -> T:
-    """Return the options with the steps that their epochs mean, where the number of rows is known."""
-    if options.loop.epochs is not None and rows is None:
-        assumed.append(f"--epochs needs the number of rows; {options.loop.max_steps:,} steps stand for it")
-        return options
-    return replace(options, loop=options.loop.for_rows(rows or 0, replicas))
 
 
 def _probe_steps(options: RecoverOptions | QatOptions) -> int:

@@ -38,10 +38,7 @@ def picture(run: RunConfig, draw: Callable[[], None]) -> None:
 
 
 def fetch(runtime: Runtime, name: str, hub: HubConfig, setting: str = "model") -> None:
-    """Let the main process download a model that is not here yet, while the others wait for the files.
-
-    ModelError: there is none of the `name` that was given as `setting`.
-    """
+    """Let the main process download a model, named by `setting`, that is not here, while others wait for the files."""
     if runtime.is_main:
         try:
             resolve_model(name, hub.revision)

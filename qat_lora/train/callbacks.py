@@ -33,7 +33,6 @@ from qat_lora.train.metrics import EVALUATIONS, LOGS, REMEDY, TRACKERS, MetricsL
 from qat_lora.train.optim import TrainState, averaged
 
 _count = functools.partial(option, min=1, refusal="is below 1")
-LOGGING, EVALUATING = ("log_interval", "log_every", "logging_steps"), ("eval_interval", "eval_every")  # to others
 _limit = functools.partial(option, min=0, refusal="is not allowed; give 0 or more")
 
 
@@ -51,14 +50,11 @@ class LoopConfig:
         None,
         "passes over the training rows, in place of --max-steps; default: as many as the steps make",
         unit="epochs",
-        alias=("num_train_epochs", "num_epochs"),
         above=0,
     )
-    log_steps: int = _count(10, "optimizer steps between fetches of the log values", unit="steps", alias=LOGGING)
-    eval_steps: int = _count(
-        50, "optimizer steps between evaluations on the cache's evaluation split", unit="steps", alias=EVALUATING
-    )
-    save_steps: int = _count(100, "optimizer steps between checkpoints", unit="steps", alias="save_interval")
+    log_steps: int = _count(10, "optimizer steps between fetches of the log values", unit="steps")
+    eval_steps: int = _count(50, "optimizer steps between evaluations on the cache's evaluation split", unit="steps")
+    save_steps: int = _count(100, "optimizer steps between checkpoints", unit="steps")
     save_minutes: float = _limit(
         5.0, "minutes after which a checkpoint is due anyway (looked at every log interval); 0: never", unit="minutes"
     )
@@ -66,7 +62,6 @@ class LoopConfig:
         2,
         "complete checkpoints that are kept",
         unit="checkpoints",
-        alias="save_total_limit",
         min=1,
         refusal="would leave nothing to resume from; give 1 or more",
     )
@@ -84,9 +79,7 @@ class LoopConfig:
         "graphs that may be compiled after step 1 before the run fails; default: any, with a warning",
         unit="graphs",
     )
-    log_to: tuple[str, ...] = option(
-        (), "send the numbers on to tensorboard, wandb or both", unit="list", alias="report_to"
-    )
+    log_to: tuple[str, ...] = option((), "send the numbers on to tensorboard, wandb or both", unit="list")
 
     def __post_init__(self) -> None:
         for name in self.log_to:
@@ -103,9 +96,9 @@ class LoopConfig:
             raise ConfigError(f"global_batch_size: {self.global_batch_size} is not a multiple of {product}")
         return self.global_batch_size // rows
 
-    def for_rows(self, rows: int, replicas: int) -> Self:
-        """Return the loop with the steps that `epochs` means; ConfigError: `max_steps` says something else."""
-        if self.epochs is None:
+    def for_rows(self, rows: int | None, replicas: int) -> Self:
+        """Return the loop with the steps that `epochs` means of known rows; ConfigError: `max_steps` is another."""
+        if self.epochs is None or rows is None:
             return self
         steps = math.ceil(self.epochs * steps_per_epoch(rows, self.batch_size * self.accumulation(replicas) * replicas))
         if self.max_steps not in (LoopConfig.max_steps, steps):

@@ -104,9 +104,8 @@ class MetricsLog:
         quiet: bool,
         device: torch.device,
         trackers: Sequence[Tracker] = (),
-        step_rows: int = 0,
+        step_rows: int = 0,  # 0: no samples/s
     ) -> None:
-        """Open the log of steps of `step_rows` rows each; without that number no samples/s are told."""
         self.path = path
         self._bar = tqdm(total=max_steps, initial=start, desc="train", unit="step", disable=quiet)
         self._device, self._trackers, self._step_rows = device, trackers, step_rows

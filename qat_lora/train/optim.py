@@ -35,7 +35,6 @@ RATES = {
 }  # fmt: skip
 DECAYING = ("adapter", "weights")
 SHARES = {"block_scales": 1 / 32}  # of that rate: the scale of a K-quant's group is some 15 to 128 of its block's
-CLIPPING = ("grad_clip_norm", "max_grad_norm", "grad_clip")  # as others call it
 _decay = functools.partial(option, min=0, max=math.nextafter(1, 0), refusal="is not from 0 to below 1")
 
 
@@ -44,10 +43,7 @@ class OptimConfig:
     """How the trained tensors move."""
 
     lr: float | Literal["auto"] = option(
-        "auto",
-        "peak learning rate of adapter and weights; auto: found by short trials on training rows",
-        alias="learning_rate",
-        above=0,
+        "auto", "peak learning rate of adapter and weights; auto: found by short trials on training rows", above=0
     )
     scale_lr: float | None = option(
         None, "peak learning rate of the quantiser's scales and tables; default: half of --lr", above=0
@@ -76,7 +72,7 @@ class OptimConfig:
         min=0,
         refusal="is not allowed; give 0 (none) or a number above",
     )
-    clip_grad_norm: float = option(1.0, "largest gradient norm over all trained tensors", alias=CLIPPING, above=0)
+    clip_grad_norm: float = option(1.0, "largest gradient norm over all trained tensors", above=0)
     adam_beta2: float = _decay(0.99, "decay of the second moment; short runs want less than 0.999")
     ema: float = _decay(
         0.0,

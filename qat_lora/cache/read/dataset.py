@@ -7,7 +7,7 @@ larger than memory, and one that changes during a run of days is an error that n
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -156,9 +156,9 @@ class KDCacheDataset(ShuffledRows):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Let worker processes open the cache again, without checking every byte again."""
-        remake = functools.partial(type(self), verify=False, verify_rows=self._verify_rows)
+        again = functools.partial(type(self), verify=False, verify_rows=self._verify_rows)
         made_of = (self._place, self._preload, self.k or None, self.split, self.temperatures)
-        return _reopened, (remake, made_of, self._optional)
+        return again, made_of, {"_optional": self._optional}
 
     def teacher_lm_head(self) -> LMHead:
         """Return the teacher's LM head of a cache that was built with `--hidden`, as `lm_head.read_lm_head` does."""
@@ -187,14 +187,6 @@ class KDCacheDataset(ShuffledRows):
                 f"length: rows have {held.length:,} tokens, the student reads at most {max_positions:,}; build a "
                 f"cache with --length {max_positions} or less"
             )
-
-
-def _reopened(
-    remake: Callable[..., KDCacheDataset], made_of: tuple[Any, ...], optional: Sequence[str]
-) -> KDCacheDataset:
-    dataset = remake(*made_of)
-    dataset.leave_out_all_but(optional)
-    return dataset
 
 
 def _check_request(fingerprint: Fingerprint, k: int | None, temperatures: Sequence[float]) -> int:
