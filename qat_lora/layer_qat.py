@@ -1,8 +1,4 @@
-"""The predecessor's module, for scripts that import from it: what they take from there has moved.
-
-Its training functions have no counterpart of the same signature; `qat_lora.train_recovery_lora` and the commands do
-their work.
-"""
+"""The predecessor's module, for scripts that import from it; its training functions are commands here (`qat_lora.api`)."""
 
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.losses.full_vocab import kd_soft_ce

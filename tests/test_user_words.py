@@ -176,7 +176,7 @@ def test_epochs_end_a_run_and_many_passes_are_said(work, capfd, monkeypatch):
     again, _ = run("recover --recipe e/config.yaml", capfd)
     assert "e is complete already" in again
     out, _ = run("recover --checkpoint student --kd-cache-dir cache --batch-size 8 --max-steps 21 --out m", capfd)
-    assert "21 steps are 21 passes over 6 rows; --epochs sets their number" in out
+    assert "21 steps are 21 passes over all rows; --epochs sets their number" in out
     assert "a step has 8 rows, and only 6 are there: the rest are masked; give a smaller --batch-size" in out
     plan, _ = run("recover --checkpoint student --kd-cache-dir cache --batch-size 4 --epochs 3 --dry-run", capfd)
     assert re.search(r"run      6 steps, .* 3\.00 epochs", plan), plan

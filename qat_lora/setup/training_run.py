@@ -42,8 +42,7 @@ def in_steps(options: T, data: TrainingData, runtime: Runtime) -> T:
     step_rows = loop.batch_size * loop.accumulation(runtime.replicas) * runtime.replicas
     passes = loop.max_steps / data.rows.steps_per_epoch(step_rows)
     if passes > MANY_PASSES and loop.epochs is None:
-        rows = f"{len(data.rows):,} row{'s' if len(data.rows) > 1 else ''}"
-        say(options.run, f"{loop.max_steps:,} steps are {passes:,.0f} passes over {rows}; --epochs sets their number")
+        say(options.run, f"{loop.max_steps:,} steps are {passes:,.0f} passes over all rows; --epochs sets their number")
     if len(data.rows) < step_rows:
         masked = f"a step has {step_rows:,} rows, and only {len(data.rows):,} are there: the rest are masked"
         say(options.run, f"{masked}; give a smaller --batch-size or --accumulation-steps")

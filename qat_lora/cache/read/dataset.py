@@ -146,8 +146,7 @@ class KDCacheDataset(ShuffledRows):
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """Return one row, arrays as in `rows` without their first axis; negative numbers count from the end.
 
-        With this and `__len__` it is a map-style dataset: `torch.utils.data.DataLoader(dataset, batch_size=4,
-        shuffle=True, num_workers=2)` stacks rows to batches of tensors.
+        So a torch DataLoader takes it as a map-style dataset, with workers too, and stacks rows to tensors.
         """
         row = index + len(self) if index < 0 else index
         if not 0 <= row < len(self):
