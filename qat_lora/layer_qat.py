@@ -1,4 +1,4 @@
-"""The predecessor's module, for scripts that import from it; its training functions are commands here (`qat_lora.api`)."""
+"""The predecessor's module, for scripts that import from it; its training functions are commands (`qat_lora.api`)."""
 
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.losses.full_vocab import kd_soft_ce
