@@ -34,7 +34,7 @@ def step(folder: Path, device: str) -> None:
     import estimate
     import torch
 
-    from qat_lora.runtime.host.memory import LiveBytes
+    from qat_lora.runtime.host.machine import LiveBytes
     from qat_lora.runtime.launch.select import select_runtime
 
     runtime, point = select_runtime(device), estimate.Point(rank=8, dtype="bfloat16")

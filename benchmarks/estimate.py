@@ -6,7 +6,7 @@ kept and computed again. Estimates are asked as a user would, with the device's 
 
 * `cpu`: random students of Qwen3's shape (w2g64), one micro-batch and one optimizer step by the calls that `recover`
   makes, each point in a process of its own; the most bytes of tensors alive at once, counted at torch's dispatcher
-  (`runtime/host/memory.py`).
+  (`runtime/host/machine.py`).
 * `v6e-1`, `v6e-4`: the micro-batch's graph compiled without a TPU (`qat-lora doctor --compile-for`): its program,
   arguments, temporaries and results in the chip's memory, and the optimizer's moments, which it does not see. Nothing
   was measured on a TPU. XLA's CPU backend is no stand-in: it deletes the barriers of recomputation before it orders the
@@ -48,7 +48,6 @@ class Point:
     rank: int = 4
     dtype: str = "float32"
     train_scales: bool = False
-    train_codes: bool = False
     checkpointing: bool = False
 
     @property
@@ -145,7 +144,7 @@ def step(point: Point, runtime: Any) -> tuple[list[Any], Any]:
     add_lora(model.module, LoraConfig(recovery_r=point.rank))
     runtime.place(model.module)
     fit_attention(model, runtime)
-    groups = recovery_parts(model, point.train_scales, False, DTYPES[point.dtype], point.train_codes)
+    groups = recovery_parts(model, point.train_scales, False, DTYPES[point.dtype])
     if point.checkpointing:
         model.checkpoint_gradients(runtime.checkpoint_function())
     optimizer = build_optimizer(OptimConfig(), groups, runtime)
@@ -178,7 +177,7 @@ def step(point: Point, runtime: Any) -> tuple[list[Any], Any]:
 
 def on_cpu(point: Point) -> int:
     """Return the most bytes alive at once in a step."""
-    from qat_lora.runtime.host.memory import LiveBytes
+    from qat_lora.runtime.host.machine import LiveBytes
     from qat_lora.runtime.native import NativeRuntime
 
     held, run = step(point, NativeRuntime("cpu"))
@@ -231,7 +230,6 @@ def estimated(point: Point | Compiled, device: str = "cpu") -> int:
             model=folder,
             preset="w2g64",
             train_scales=point.train_scales,
-            train_codes=point.train_codes,
             lora=LoraConfig(recovery_r=point.rank),
             length=point.length,
             head_k=HEAD_K,

@@ -48,7 +48,7 @@ from qat_lora.registry import COMMANDS
 from qat_lora.runtime.launch.select import select_runtime
 from qat_lora.runtime.launch.start import run
 from qat_lora.setup.common import batches_of
-from qat_lora.setup.training_data import TrainingData, evaluation
+from qat_lora.setup.training import TrainingData, evaluation
 from qat_lora.train.loop import LoopConfig
 from qat_lora.train.optim import OptimConfig, set_lr
 

@@ -15,8 +15,8 @@ same for all. What counts is the adapter that `recover` calls best (by its own e
 
 Interrupt it at will, or give each process its own seeds: points that stand in `DIR/points.jsonl` are not made again.
 `--cases w4g128:0` scores rounding and calibrated codes without adapter or training: such cases belong into the table
-at equal bits, `DIR/equal_bits.md`, which is written beside the summary. With `--train-codes` the codes train too: of
-rank 0, codes and scales alone (`qat`), from the calibrated start. `tokens_read` counts every stage, calibration too.
+at equal bits, `DIR/equal_bits.md`, which is written beside the summary. With `--train-codes` codes and scales of rank 0
+train (`qat`), from the calibrated start. `tokens_read` counts every stage, calibration too.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ from qat_lora.train.loop import LoopConfig
 from qat_lora.train.optim import OptimConfig
 
 SETTINGS = (
-    "length", "batch", "steps", "lr", "scale_lr", "norm_lr", "train_codes", "code_lr", "weight_lr", "ema", "eval_rows",
-    "top_k",
+    "length", "batch", "steps", "lr", "scale_lr", "norm_lr", "train_codes", "weight_lr", "ema", "eval_rows", "top_k",
 )  # fmt: skip
 CALIBRATION_ROWS = 128
 
@@ -94,10 +93,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--scale-lr", type=float, default=1e-3)
     parser.add_argument("--norm-lr", type=float, default=0.0, help="peak learning rate of norms; 0: they do not train")
-    parser.add_argument(
-        "--train-codes", type=float, default=0.0, help="share of a run, at its end, in which codes train"
-    )
-    parser.add_argument("--code-lr", type=float, default=3e-3, help="in steps between codes")
+    parser.add_argument("--train-codes", action="store_true", help="codes train, of rank 0")
     parser.add_argument("--weight-lr", type=float, default=1e-3, help="of latent weights, rank 0")
     parser.add_argument("--ema", type=float, default=0.0, help="decay of the average that is exported")
     parser.add_argument("--eval-rows", type=int, default=96, help="held-out rows")
@@ -164,8 +160,6 @@ def point(
     train = OptimConfig(
         lr=arguments.lr if rank else arguments.weight_lr,
         scale_lr=arguments.scale_lr,
-        code_lr=arguments.code_lr,
-        train_codes=arguments.train_codes if rank else 0.0,
         norm_lr=arguments.norm_lr or OptimConfig.norm_lr,
         ema=arguments.ema,
         warmup_steps=10,

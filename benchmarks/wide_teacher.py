@@ -34,7 +34,7 @@ from qat_lora.setup.common import batches_of
 from qat_lora.train.optim import set_lr
 
 VOCABULARY, LENGTH, ROWS, TOKENS_A_WEIGHT = 2048, 256, 32, 8
-SHAPE = {"hidden": 512, "layers": 2, "heads": 8, "kv_heads": 4, "mlp": 1536, "head_dim": 64}
+SHAPE = {"hidden": 512, "layers": 2, "heads": 4, "kv_heads": 2, "mlp": 1536, "head_dim": 64}
 SAVE_S, TOKENIZER_BYTES = 600.0, 30_000_000
 
 

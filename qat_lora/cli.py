@@ -106,7 +106,7 @@ class OptionsCommand(click.Command):
         """Run the command, and print its result where JSON was asked for."""
         options = self.options(ctx)
         from qat_lora.files.finite import json_text
-        from qat_lora.runtime.launch.process_group import rank_info
+        from qat_lora.runtime.host.collectives import rank_info
         from qat_lora.runtime.launch.start import run
 
         result = run(self.command, options)

@@ -29,6 +29,12 @@ class QatLoraError(Exception):
         return line if len(line) <= LONGEST_LINE else f"{line[:700]} … {line[-250:]}"
 
 
+class FailedError(QatLoraError):
+    """Base of those that blame the data, the device or the work itself, and not what was asked for."""
+
+    exit_code = 1
+
+
 def one_line(error: BaseException, longest: int | None = None) -> str:
     """Return what a library's error says, cut to `longest` characters, or its kind where it says nothing."""
     return " ".join(str(error).split())[:longest] or type(error).__name__
@@ -46,20 +52,16 @@ class ModelError(QatLoraError, ValueError):
     """A model folder, checkpoint or tokenizer that cannot be used as asked."""
 
 
-class DamagedFileError(ModelError):
+class DamagedFileError(ModelError, FailedError):
     """A file of ours whose bytes are not what was written; the message names it."""
-
-    exit_code = 1
 
 
 class CacheError(QatLoraError, ValueError):
     """A KD cache that does not fit the run (other tokenizer, vocabulary, K, L, teacher ...)."""
 
 
-class CacheDamaged(CacheError):
+class CacheDamaged(CacheError, FailedError):
     """A KD cache whose bytes are not what was written; the message names the shard."""
-
-    exit_code = 1
 
 
 class DeviceError(QatLoraError, RuntimeError):
@@ -74,22 +76,16 @@ class MissingExtraError(QatLoraError, ImportError):
     """An optional dependency that this feature needs; the message holds the install command."""
 
 
-class DivergedError(QatLoraError):
+class DivergedError(FailedError):
     """A training whose loss is no number any more."""
 
-    exit_code = 1
 
-
-class RecompiledError(QatLoraError):
+class RecompiledError(FailedError):
     """A training that compiled more graphs after its first step than the user allows."""
 
-    exit_code = 1
 
-
-class OutOfMemoryError(QatLoraError, MemoryError):
+class OutOfMemoryError(FailedError, MemoryError):
     """A run that needed more memory than the device has; the message says what to lower."""
-
-    exit_code = 1
 
 
 # What CUDA and MPS, XLA, and torch's CPU allocator write into a RuntimeError.
@@ -113,10 +109,8 @@ def memory_errors_explained(advice: Callable[[], str]) -> Iterator[None]:
         raise OutOfMemoryError(f"out of memory ({one_line(error, 160)}). {advice()}") from error
 
 
-class ReplicaError(QatLoraError):
+class ReplicaError(FailedError):
     """A process of a group that ended, so that the others cannot go on."""
-
-    exit_code = 1
 
 
 class DiskError(QatLoraError, OSError):

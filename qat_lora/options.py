@@ -7,6 +7,7 @@ import functools
 from dataclasses import fields
 from typing import Literal
 
+from qat_lora.cache.build.served import ServedConfig
 from qat_lora.cache.build.writer import Partition
 from qat_lora.config import option, required, settings
 from qat_lora.data.sources import TextConfig
@@ -18,6 +19,7 @@ from qat_lora.layers.calibrate.quantize import QuantizeConfig
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.models.hub import HubConfig
+from qat_lora.quant.allocate import TargetConfig
 from qat_lora.quant.fake_quantize import Gradient
 from qat_lora.runtime.launch.select import ChipsConfig, check_device
 from qat_lora.train.blockwise import BlockwiseConfig
@@ -72,7 +74,8 @@ TAIL_DRAWS = 8
 class CacheBuildOptions:
     """`qat-lora cache build`."""
 
-    teacher: str | None = option(None, "full-precision teacher: Hugging Face folder or Hub name", required=True)
+    teacher: str | None = option(None, "teacher: Hugging Face folder, Hub name, GGUF file, or a server's model")
+    served: ServedConfig = option(ServedConfig, "a teacher behind a server")
     text: TextConfig = option(TextConfig, "the text")
     length: int = _tokens(1024, "tokens of a row", alias="max_length", min=2)
     top_k: int = _tokens(128, "teacher's likeliest tokens that are kept at every position", alias="topk", min=0)
@@ -82,7 +85,7 @@ class CacheBuildOptions:
     )
     tail_draws: int | None = _tokens(
         None,
-        "tokens drawn from the teacher's tail at every position, for hybrid; default: 8, and 0 with --top-k 0",
+        "tokens drawn from the teacher's tail at every position, for hybrid; default: 8; 0 with --top-k 0, or a server",
         min=0,
     )
     draws: int = _tokens(0, "tokens drawn from the whole teacher at every position, for sampled", min=0)
@@ -101,6 +104,7 @@ class CacheBuildOptions:
     run: RunConfig = option(RunConfig, "run", without=("chips.parallel", "chips.shard_base"))
 
     def __post_init__(self) -> None:
+        self.served.check(self)
         required(self.text, "dataset")
         if not (self.top_k or self.hidden):
             raise ConfigError("top_k: 0 is too small; allowed: 1 or more")
@@ -116,7 +120,8 @@ class CacheBuildOptions:
     @property
     def draws_from_tail(self) -> int:
         """What `tail_draws` means where it is not given."""
-        return (TAIL_DRAWS if self.top_k else 0) if self.tail_draws is None else self.tail_draws
+        default = TAIL_DRAWS if self.top_k and self.served.teacher_url is None else 0
+        return default if self.tail_draws is None else self.tail_draws
 
 
 @settings
@@ -142,6 +147,7 @@ class QuantizeOptions(QuantizeConfig):
         None, "rank of the adapter that codes are chosen together with, 0: none; default: 16 with descent"
     )
     start_method: str | None = option(None, "no longer does anything: adapter starts are qera's, in the metric")
+    target: TargetConfig = option(TargetConfig, "target size")
     text: TextConfig = option(TextConfig, "calibration text")
     kd_cache_dir: str | None = option(None, "calibrate on the rows of this KD cache instead of --dataset")
     calibration_length: int = _tokens(256, "tokens of a calibration row (with --dataset)", min=2)
@@ -172,10 +178,7 @@ class RecoverOptions:
     checkpoint: str | None = option(
         None, "quantised student: folder made by `qat-lora quantize`, a GGUF file, a folder of GPTQ, AWQ or MLX"
     )
-    model: str | None = option(
-        None,
-        "student where there is no --checkpoint; beside one, the full-precision model that --train-codes starts near",
-    )
+    model: str | None = option(None, "student where there is no --checkpoint")
     tokenizer: str | None = option(None, "folder of a GGUF student's tokenizer; default: beside it, or the teacher's")
     learn: Literal["kd", "kd+ce", "ce", "sft"] = option(
         "kd",
@@ -223,10 +226,6 @@ class RecoverOptions:
         for given, name in ((self.text.dataset, "dataset"), (self.kd_cache_dir, "kd_cache_dir")):
             if given is not None and (name == "dataset") == self.uses_cache:
                 raise ConfigError(f"{name}: nothing reads it with --objective {self.learn}; leave it out")
-        if self.train.train_codes and self.run.chips.shard_base and self.run.chips.parallel != "spmd":
-            raise ConfigError(
-                "shard_base: train_codes exports whole layers; give --parallel spmd (on XLA), or train none"
-            )
         if self.checkpoint is None and self.model is None:
             raise ConfigError("checkpoint: missing; give --checkpoint FOLDER (or --model for an unquantised student)")
         if self.float32_for and self.run.dtype == "bfloat16":
@@ -291,8 +290,6 @@ class QatOptions(QuantizeConfig):
             raise ConfigError("mergeable: the weights train already; leave out --mergeable or weights in --train-parts")
         if self.weight_gradient != "lsq" and not (self.mergeable or "weights" in self.train_parts):
             raise ConfigError(f"weight_gradient: {self.weight_gradient} steers --train-parts weights and --mergeable")
-        if self.train.train_codes:
-            raise ConfigError("train_codes: belongs to recover; here --train-parts weights trains the codes")
         if self.run.chips.shard_base and self.run.chips.parallel != "spmd":
             raise ConfigError("shard_base: qat exports whole layers; give --parallel spmd (on XLA), or use recover")
 
@@ -345,8 +342,7 @@ class ExportOptions:
         "dict for torch.load",
     )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = option(
-        "auto",
-        "type of dense tensors; auto: float16 with gguf-merged, gptq and mlx, else the full-precision model's",
+        "auto", "type of dense tensors; auto: float16 with gguf-merged, gptq and mlx, else the full-precision model's"
     )
     embedding_bits: float | None = option(
         None,
@@ -373,11 +369,8 @@ class ExportOptions:
     run: RunConfig = option(RunConfig, "run", without=("chips", "dtype", "seed"))
 
     def __post_init__(self) -> None:
-        for name, *forms in (
-            ("container_bits", "compressed-tensors"),
-            ("exact_only", "gguf"),
-            ("embedding_bits", "gguf", "mlx"),
-        ):
+        only = {"container_bits": ("compressed-tensors",), "exact_only": ("gguf",), "embedding_bits": ("gguf", "mlx")}
+        for name, forms in only.items():
             if getattr(self, name) and self.form not in forms:
                 belongs = " or ".join(forms)
                 raise ConfigError(f"{name}: means nothing with --form {self.form}; it belongs to --form {belongs}")
@@ -458,7 +451,6 @@ class EstimateOptions:
     preset: str | None = option(None, "how weights are stored; default: as the model's config says", alias="config")
     keep: tuple[str, ...] = option((), "patterns of layers that stay unquantised", unit="regular expressions")
     train_scales: bool = option(False, "the quantiser's scales train too")
-    train_codes: bool = option(False, "the codes train too")
     train_norms: bool = option(False, "the norms train too")
     lora: LoraConfig = option(LoraConfig, "adapter")
     length: int = _at_least_1(1024, "tokens of a row", unit="tokens", alias="max_length")

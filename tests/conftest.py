@@ -61,7 +61,7 @@ def tiny(tmp_path_factory) -> Tiny:
 @pytest.fixture(scope="session")
 def wide(tiny, tmp_path_factory) -> Tiny:
     """The tiny model as wide as the blocks of K-quants."""
-    from qat_lora.models.load import copy_tokenizer
+    from qat_lora.models.copies import copy_tokenizer
 
     teacher = tmp_path_factory.mktemp("wide") / "teacher"
     write_teacher(teacher, hidden=256, mlp=256)

@@ -58,6 +58,15 @@ def test_decided_differences_have_a_reason(tmp_path):
 
 def test_every_command_that_makes_something_is_compared():
     given = {" ".join(words_of(case)) for case in CASES}
-    left_out = {"demo", "smoke", "chat", "push", "doctor", "bench", "cache unpack"}  # other commands, talk, or machines
+    left_out = {
+        "demo",
+        "smoke",
+        "chat",
+        "push",
+        "doctor",
+        "bench",
+        "examples",
+        "cache unpack",
+    }  # other commands, talk, or machines
     missing = {words for words in COMMANDS if not any(line.startswith(f"{words} ") for line in given)}
     assert missing <= left_out

@@ -28,7 +28,7 @@ PROSE = [page for page in COMMAND_PAGES if page != "benchmarks/README.md"]
 OF_OTHERS = {
     *("--zone", "--accelerator-type", "--version", "--spot", "--worker", "--command"),  # gcloud
     *("--nnodes", "--layers", "--help"),  # torchrun, a benchmark, every command
-    *("--lora", "--adapter-path", "--enable-lora", "--lora-modules"),  # llama.cpp, mlx-lm, vLLM
+    *("--lora", "--adapter-path", "--enable-lora", "--lora-modules", "--max-logprobs"),  # llama.cpp, mlx-lm, vLLM
 }
 MOST_WORDS, MOST_TERMS = 14_000, 40
 LOG_GAP = "rows/preset=w2g64,rank=16/closed/log_gap_of_absmax/mean"

@@ -16,7 +16,7 @@ import pytest
 import qat_lora
 from qat_lora import cli
 from qat_lora.config import ConfigError, to_dict
-from qat_lora.setup.training_run import by_replicas
+from qat_lora.setup.training import by_replicas
 from qat_lora.train.callbacks import LoopConfig
 
 RECOVER = ("recover", "--checkpoint", "s", "--kd-cache-dir", "c")

@@ -98,6 +98,8 @@ HOW: tuple[tuple[str, Run | Not | Installs], ...] = (
     (r"^make (test|docs|check)$", Installs()),
     (r"^make test-full", Not("`make test` and 52 slow tests; benchmarks/results/test_full.txt is what it said")),
     (r"^make tpu-compiler engines", Not("compiles llama.cpp; what `make test-full` finds with both is committed")),
+    (r"--target-size 232MB", Not("a real model's size; test_setup_allocation.py asks for a small one's")),
+    (r"--teacher-url|FILE.gguf --tokenizer", Not("needs a server; benchmarks/served_teacher.py has one")),
     (r"^make (wheel|test-lowest)", Not("minutes and gigabytes; for whoever releases")),
     (r"^make VENV", Not("`make test` with an environment that is there")),
     (r"^gcloud ", Not("needs Google Cloud")),

@@ -1,6 +1,6 @@
 """Trace every graph that a recovery compiles, at its real shape, without weights and without running anything.
 
-The calls are those of a run (`train/step.py`, the evaluation of `setup/training_data.py`, the cache builder, the text
+The calls are those of a run (`train/step.py`, the evaluation of `setup/training.py`, the cache builder, the text
 generator) on the runtime of `trace.py`, so whatever changes there changes here. A process has one backend
 of PyTorch/XLA and one number of devices, and the caller may want another; hence a program of its own:
 
@@ -29,8 +29,7 @@ from qat_lora.plan.memory import meta_student
 from qat_lora.runtime.base import Runtime
 from qat_lora.setup.common import fit_attention, place_teacher
 from qat_lora.setup.trainable import recovery_parts
-from qat_lora.setup.training_data import TrainingData, evaluation, prepare
-from qat_lora.setup.training_run import place_student
+from qat_lora.setup.training import TrainingData, evaluation, place_student, prepare
 from qat_lora.train.loop import LoopConfig
 from qat_lora.train.optim import OptimConfig, TrainState, build_optimizer, optimized
 from qat_lora.train.step import add_sums, micro_batch, optimizer_step, zero_sums
@@ -84,7 +83,7 @@ def trace_graphs(asked: Asked, write: Callable[[str, Graph], None]) -> None:
 
 
 def _student_graphs(asked: Asked, runtime: Runtime, record: Callable[..., None]) -> None:
-    """Trace what training compiles: the same calls as `setup/training_run.py` and `train/loop.py`."""
+    """Trace what training compiles: the same calls as `setup/training.py` and `train/loop.py`."""
     loop, optim, rows = LoopConfig(batch_size=asked.batch_size), OptimConfig(), _Rows(asked)
     _, module = meta_student(asked.estimate)
     model = CausalLM(module, Path())

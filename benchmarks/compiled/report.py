@@ -20,8 +20,8 @@ from typing import Any
 
 import click
 
+from qat_lora.commands.doctor import libtpu_specifier
 from qat_lora.errors import ConfigError, DeviceError, MissingExtraError
-from qat_lora.plan.surroundings import libtpu_specifier
 from qat_lora.terminal import echo
 
 from . import NAMES, QWEN3_06B, Asked, hlo, tpu_program

@@ -13,11 +13,7 @@ from qat_lora.errors import ConfigError
 
 
 def load_program(name: str, asked: str) -> Any:
-    """Import a module of `benchmarks/` for the command that is `asked`.
-
-    Raises:
-        ConfigError: this is an installed package without its repository.
-    """
+    """Import a module of `benchmarks/` for the command that is `asked`; ConfigError: the repository is not here."""
     folder = Path(qat_lora.__file__).resolve().parents[1] / "benchmarks"
     if not folder.is_dir():
         why = "the benchmark programs come with the repository and not with the package"

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from qat_lora.cache.build.builder import ForwardSettings, Size, build_kd_cache, forecast
+from qat_lora.cache.build.served import ServedTeacher
 from qat_lora.cache.build.writer import CacheWriter, Partition
 from qat_lora.cache.format.lm_head import LMHeadFile, lm_head_file
 from qat_lora.cache.format.records import Fingerprint, optional_arrays
-from qat_lora.cache.storage.location import LocalFolder, Location, locate
-from qat_lora.cache.storage.store import noted_teacher, read_manifest
+from qat_lora.cache.storage.location import LocalFolder, locate
+from qat_lora.cache.storage.store import noted_fingerprint, read_manifest
 from qat_lora.cache.tools import overlap
 from qat_lora.cache.tools.audit import audit, check_teacher, summary
 from qat_lora.cache.tools.audit import table_rows as audit_rows
@@ -25,14 +26,19 @@ from qat_lora.data.sources import TextConfig, describe_source, open_documents
 from qat_lora.errors import ConfigError, InterruptedRunError
 from qat_lora.evaluate.report import save_json, text_table
 from qat_lora.files import outputs
-from qat_lora.files.checksums import checkpoint_sha256
+from qat_lora.files.checksums import WEIGHTS, checkpoint_sha256, read_object
+from qat_lora.files.gguf_header import GGUF, read_header
 from qat_lora.models.device_map import DispatchedCausalLM, load_dispatched
-from qat_lora.models.load import CausalLM, load_model, load_tokenizer, tokenizer_sha256
+from qat_lora.models.from_gguf import check_tokens
+from qat_lora.models.llama_cpp import LlamaCppModel
+from qat_lora.models.load import PATTERNS, CausalLM, load_model, load_tokenizer, resolve_model, tokenizer_sha256
 from qat_lora.options import AuditOptions, CacheBuildOptions
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.machine import made_with
 from qat_lora.setup.common import fetch, fit_attention, fits_positions, place_teacher, say, text_inputs
 from qat_lora.terminal import redact
+
+_Teacher = CausalLM | LlamaCppModel | ServedTeacher
 
 
 def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
@@ -45,13 +51,10 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
     default = f"caches/{Path(str(text.dataset)).name.replace('.', '-')}_L{options.length}_K{options.top_k}"
     place = locate(run.out or default)
     out = place.path if isinstance(place, LocalFolder) else place
-    fetch(runtime, str(options.teacher), options.hub)
-    teacher = _teacher(options, runtime)
-    fits_positions(teacher, options.length)
-    tokenizer = load_tokenizer(teacher.folder, options.hub.trust_remote_code)
-    teacher = _with_vocabulary(teacher, tokenizer, options.vocab_size)
-    lm_head = lm_head_file(teacher.lm_head()) if options.hidden else None
-    fingerprint = _fingerprint(options, runtime, teacher, tokenizer, lm_head, place)
+    noted = None if run.overwrite else noted_fingerprint(place)
+    teacher, tokenizer, folder, about = _open_teacher(options, runtime, noted)
+    lm_head = lm_head_file(teacher.lm_head()) if options.hidden and not isinstance(teacher, ServedTeacher) else None
+    fingerprint = _fingerprint(options, about, lm_head)
     encode = make_encoder(tokenizer)
     say(run, f"{runtime.description} · {run.dtype} · cache in {out}")
     documents = partial(open_documents, text)
@@ -59,7 +62,9 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
     evaluation = [] if part.builder else evaluation
     rest = share(documents, first, part.builder, part.builders)
     max_rows = options.num_rows and part.of(options.num_rows)
-    settings = ForwardSettings(options.teacher_batch_size, runtime.device, piece_bytes=runtime.piece_bytes)
+    batch_rows = 1 if isinstance(teacher, LlamaCppModel) else options.teacher_batch_size  # it computes them one by one
+    device = runtime.device if isinstance(teacher, CausalLM) else "cpu"
+    settings = ForwardSettings(batch_rows, device, piece_bytes=runtime.piece_bytes)
 
     def rows(cursor: Any = None) -> Iterator[PackedRow]:
         return pack_rows(rest(cursor["document"] if cursor else 0), encode, options.length, cursor)
@@ -74,7 +79,7 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
             print(redact(cost.lines()), flush=True)
         return cost._asdict()
     if run.overwrite and isinstance(place, LocalFolder):
-        inputs = [options.teacher, teacher.folder, *text_inputs(text)]
+        inputs = [options.teacher, folder, *text_inputs(text)]
         outputs.refuse_inputs(place.path, inputs, place.names())
     with CacheWriter(
         out, fingerprint, options.shard_rows, overwrite=run.overwrite, partition=part, lm_head=lm_head
@@ -108,25 +113,56 @@ def as_builder(options: CacheBuildOptions, runtime: Runtime) -> CacheBuildOption
     return replace(options, builder=str(mine))
 
 
-def _fingerprint(
-    options: CacheBuildOptions,
-    runtime: Runtime,
-    teacher: CausalLM,
-    tokenizer: Any,
-    lm_head: LMHeadFile | None,
-    at: Location,
-) -> Fingerprint:
-    """Return what the cache is to hold; the teacher's identity is taken from an unfinished one where that can be."""
-    run, builders = options.run, Partition.parse(options.builder).builders
+def _open_teacher(
+    options: CacheBuildOptions, runtime: Runtime, noted: Fingerprint | None
+) -> tuple[_Teacher, Any, Path, dict[str, Any]]:
+    """Return the teacher, its tokenizer and that one's folder, and the fingerprint's fields about both.
+
+    The teacher's identity is as an unfinished build `noted` it where that can be.
+    """
+    served, hub = options.served, options.hub
+    teacher: _Teacher
+    if served.teacher_url is not None:
+        teacher = ServedTeacher(served, options.teacher, options.top_k)
+    else:
+        fetch(runtime, str(options.teacher), hub)
+        teacher = _teacher(options, runtime, options.length)
+        fits_positions(teacher, options.length)
+    if isinstance(teacher, CausalLM):
+        folder = teacher.folder
+    else:
+        folder = resolve_model(str(served.tokenizer), hub.revision, [name for name in PATTERNS if name not in WEIGHTS])
+    tokenizer = load_tokenizer(folder, hub.trust_remote_code)
+    if isinstance(teacher, ServedTeacher):
+        size = int(read_object(folder / "config.json").get("vocab_size") or max(tokenizer.get_vocab().values()) + 1)
+        name, (sha256, software) = teacher.name, teacher.identify(tokenizer, size, noted)
+    else:
+        software = f"torch {torch.__version__}, {runtime.device.type}, {options.run.dtype}"
+        if isinstance(teacher, LlamaCppModel):
+            software = teacher.version
+            check_tokens(read_header(teacher.folder), tokenizer, folder)
+        name = str(Path(str(options.teacher)))  # T/ and ./T are T
+        sha256 = checkpoint_sha256(teacher.folder, noted.teacher_sha256 if noted else None)
+    teacher = _with_vocabulary(teacher, tokenizer, options.vocab_size)
     template = getattr(tokenizer, "chat_template", None)
+    about = {
+        "tokenizer_sha256": tokenizer_sha256(tokenizer),
+        "vocab_size": teacher.vocab_size,
+        "teacher": name,
+        "teacher_sha256": sha256,
+        "chat_template_sha256": hashlib.sha256(str(template).encode()).hexdigest() if template else None,
+        "builder": software,
+    }
+    return teacher, tokenizer, folder, about
+
+
+def _fingerprint(options: CacheBuildOptions, about: dict[str, Any], lm_head: LMHeadFile | None) -> Fingerprint:
+    """Return what the cache is to hold; `about` are the fields of teacher and tokenizer."""
+    run, builders = options.run, Partition.parse(options.builder).builders
     packing = "documents with bos and eos; attention and positions restart at each"
     hidden = (lm_head.width, lm_head.sha256) if lm_head else ()
     return Fingerprint(
-        tokenizer_sha256=tokenizer_sha256(tokenizer),
-        vocab_size=teacher.vocab_size,
-        teacher=str(Path(str(options.teacher))),  # T/ and ./T are T
-        teacher_sha256=checkpoint_sha256(teacher.folder, None if run.overwrite else noted_teacher(at)),
-        chat_template_sha256=hashlib.sha256(str(template).encode()).hexdigest() if template else None,
+        **about,
         dataset=describe_source(options.text) + (f" first {options.num_rows} rows" if options.num_rows else ""),
         packing=packing + (f"; dealt out to {builders} builders" if builders > 1 else ""),
         length=options.length,
@@ -136,11 +172,10 @@ def _fingerprint(
         optional_arrays=optional_arrays(options.draws_from_tail, options.draws, *hidden),
         seed=run.seed,
         eval_rows=options.eval_rows,
-        builder=f"torch {torch.__version__}, {runtime.device.type}, {run.dtype}",
     )
 
 
-def _with_vocabulary(teacher: CausalLM, tokenizer: Any, rows: int | None) -> CausalLM:
+def _with_vocabulary(teacher: _Teacher, tokenizer: Any, rows: int | None) -> _Teacher:
     """Return the teacher with the first rows of its LM head alone: models of a family may differ in padding."""
     if rows is None:
         return teacher
@@ -148,14 +183,17 @@ def _with_vocabulary(teacher: CausalLM, tokenizer: Any, rows: int | None) -> Cau
     if not fewest <= rows <= teacher.vocab_size:
         held = f"the tokenizer's ids take {fewest}, the teacher's output head has {teacher.vocab_size} rows"
         raise ConfigError(f"vocab_size: {rows} is not allowed; {held}: give a number between these")
-    return teacher.with_vocabulary(rows)
+    if isinstance(teacher, CausalLM):
+        return teacher.with_vocabulary(rows)
+    teacher.vocab_size = rows
+    return teacher
 
 
 def audit_cache(options: AuditOptions, runtime: Runtime) -> dict[str, Any]:
     """Run the teacher again on some rows of a cache and report how far the cache is from it; with --out, kept there."""
     run, path = options.run, str(options.kd_cache_dir)
     held = read_manifest(path).fingerprint  # refuses what is no cache before a model is loaded
-    teacher = _teacher(options, runtime)
+    teacher = _teacher(options, runtime, held.length)
     sha256 = checkpoint_sha256(teacher.folder, held.teacher_sha256)
     check_teacher(held, path, sha256, teacher.vocab_size)
     out = Path(run.out) if run.out else None
@@ -187,15 +225,20 @@ def audit_cache(options: AuditOptions, runtime: Runtime) -> dict[str, Any]:
     return report
 
 
-def _teacher(options: CacheBuildOptions | AuditOptions, runtime: Runtime) -> CausalLM:
+def _teacher(options: CacheBuildOptions | AuditOptions, runtime: Runtime, length: int) -> CausalLM | LlamaCppModel:
+    file = resolve_model(str(options.teacher), options.hub.revision)
+    if file.suffix == GGUF:
+        return LlamaCppModel(file, length)
     if options.device_map == "none":
         return load_model(str(options.teacher), options.hub, options.run.dtype)
     runtime.check_device_map()
     return load_dispatched(str(options.teacher), options.device_map, options.hub, options.run.dtype)
 
 
-def _place(teacher: CausalLM, runtime: Runtime) -> None:
+def _place(teacher: object, runtime: Runtime) -> None:
     """Move the teacher to the device, unless it has been spread over several; on a CPU it attends in tiles."""
+    if not isinstance(teacher, CausalLM):
+        return
     if not isinstance(teacher, DispatchedCausalLM):
         place_teacher(teacher, runtime)
     fit_attention(teacher, runtime)

@@ -65,7 +65,7 @@ def demo(options: DemoOptions, runtime: Runtime) -> dict[str, Any]:
     """Run everything that is not yet complete under the output folder; print and return the report."""
     run = options.run
     out = Path(run.out or "runs/demo")
-    with outputs.claimed(out, "demo", {"seed": run.seed, "recipe": _recipe()}, run.overwrite) as complete:
+    with outputs.claimed(out, "demo", _identity(run), run.overwrite) as complete:
         if not complete:
             _make(out, run, runtime)
             outputs.complete(out)
@@ -82,54 +82,41 @@ def _make(out: Path, run: RunConfig, runtime: Runtime) -> None:
     library, held_out, trained_on = _list_files(out)
     seen = TextConfig(dataset=str(library), files_from=str(trained_on), format="text")
     unseen = TextConfig(dataset=str(library), files_from=str(held_out), format="text")
-    teacher = _train_teacher(seen, out / "teacher", runtime, run)
+    teacher = str(out / "teacher")
+    with outputs.claimed(out / "teacher", "teacher", _identity(run), overwrite=False) as complete:
+        if not complete:
+            with moved_into(out / "teacher") as draft:
+                _train(seen, draft, runtime, run)
+            outputs.complete(out / "teacher")
 
     def part(name: str) -> RunConfig:
         return replace(run, out=str(out / name), overwrite=False)
 
-    build = CacheBuildOptions(
-        teacher=str(teacher),
-        text=seen,
-        length=LENGTH,
-        top_k=TOP_K,
-        num_rows=CACHE_ROWS,
-        eval_rows=32,
-        teacher_batch_size=32,
-        run=part("cache"),
-    )
-    cache = build_cache(build, runtime)
-    rough = QuantizeOptions(model=str(teacher), preset=PRESET, init="absmax", start_rank=0, run=part("quantised"))
-    start = QuantizeOptions(
-        model=str(teacher), preset=PRESET, start_rank=RANK, kd_cache_dir=str(cache), run=part("student")
-    )
+    rows: dict[str, Any] = {"length": LENGTH, "num_rows": CACHE_ROWS, "eval_rows": 32, "teacher_batch_size": 32}
+    build = CacheBuildOptions(teacher=teacher, text=seen, top_k=TOP_K, run=part("cache"), **rows)
+    cache = str(build_cache(build, runtime))
+    rough = QuantizeOptions(model=teacher, preset=PRESET, init="absmax", start_rank=0, run=part("quantised"))
+    start = QuantizeOptions(model=teacher, preset=PRESET, start_rank=RANK, kd_cache_dir=cache, run=part("student"))
     quantised, student = quantize(rough, runtime), quantize(start, runtime)
+    loop, lora = LoopConfig(batch_size=RECOVERY_ROWS, max_steps=RECOVERY_STEPS), LoraConfig(recovery_r=RANK)
     training = RecoverOptions(
-        checkpoint=str(student),
-        kd_cache_dir=str(cache),
-        train_scales=True,
-        lora=LoraConfig(recovery_r=RANK),
-        loop=LoopConfig(batch_size=RECOVERY_ROWS, max_steps=RECOVERY_STEPS),
-        run=part("recovered"),
+        checkpoint=str(student), kd_cache_dir=cache, train_scales=True, lora=lora, loop=loop, run=part("recovered")
     )
     recovered = recover(training, runtime)
     students = {"quantised": quantised, "calibrated": recovered / "start", "recovered": recovered}
+    named, silent = tuple(f"{name}={folder}" for name, folder in students.items()), replace(part("eval"), quiet=True)
     scoring = EvalOptions(
-        teacher=str(teacher),
-        students=tuple(f"{name}={folder}" for name, folder in students.items()),
-        text=unseen,
-        length=LENGTH,
-        eval_rows=EVAL_ROWS,
-        batch_size=32,
-        run=replace(part("eval"), quiet=True),
+        teacher=teacher, students=named, text=unseen, length=LENGTH, eval_rows=EVAL_ROWS, batch_size=32, run=silent
     )
     scores = evaluate(scoring, runtime)
     report = {**scores, **recovery(scores["quantised"], scores["recovered"], scores["teacher"])}
     report["seconds"] = round(time.perf_counter() - started, 1)
-    _write_report(report, scores, {"teacher": teacher, **students}, part(""), runtime)
+    _write_report(report, scores, {"teacher": Path(teacher), **students}, part(""), runtime)
 
 
-def _recipe() -> dict[str, Any]:
-    return {name: value for name, value in globals().items() if name.isupper() and name != "PROMPT"}
+def _identity(run: RunConfig) -> dict[str, Any]:
+    recipe = {name: value for name, value in globals().items() if name.isupper() and name != "PROMPT"}
+    return {"seed": run.seed, "recipe": recipe}
 
 
 def _list_files(out: Path) -> tuple[Path, Path, Path]:
@@ -142,9 +129,8 @@ def _list_files(out: Path) -> tuple[Path, Path, Path]:
         if not skipped & set(file.relative_to(library).parts) and file.stat().st_size > 200
     )
     if len(files) < 10 * HELD_OUT_FILES:
-        raise TextError(
-            f"standard library: {library} has only {len(files)} source files; run the demo with a full Python"
-        )
+        few = f"{library} has only {len(files)} source files"
+        raise TextError(f"standard library: {few}; run the demo with a full Python")
     random.Random(0).shuffle(files)
     held_out, trained_on = out / "held-out.txt", out / "trained-on.txt"
     write_text(held_out, "\n".join(files[:HELD_OUT_FILES]) + "\n")
@@ -152,17 +138,8 @@ def _list_files(out: Path) -> tuple[Path, Path, Path]:
     return library, held_out, trained_on
 
 
-def _train_teacher(text: TextConfig, out: Path, runtime: Runtime, run: RunConfig) -> Path:
-    """Train tokenizer and teacher; an ordinary Hugging Face folder."""
-    with outputs.claimed(out, "teacher", {"seed": run.seed, "recipe": _recipe()}, overwrite=False) as complete:
-        if not complete:
-            with moved_into(out) as draft:
-                _train(text, draft, runtime, run)
-            outputs.complete(out)
-    return out
-
-
 def _train(text: TextConfig, out: Path, runtime: Runtime, run: RunConfig) -> None:
+    """Train tokenizer and teacher; an ordinary Hugging Face folder."""
     make_tokenizer(("".join(d.parts()) for d in open_documents(text)), VOCABULARY, out)
     encode = make_encoder(load_tokenizer(out))
     rows = list(tqdm(pack_rows(open_documents(text), encode, LENGTH), desc="tokenize", unit="row", disable=run.quiet))

@@ -2,8 +2,9 @@
 
 Facts are gathered in one place and judged in another: every `_check_*` is a pure function of plain values, so each
 fault has a test that needs no broken machine. Version limits are read off the package's own metadata, as pip does.
-Nothing is started: torch_xla is not imported, because that takes the TPU away from a program that is running on it;
-`plan/surroundings.py` asks accelerators and Hub without it.
+Nothing is started: querying an accelerator through torch or torch_xla takes it, or some of its memory, from a program
+that is running on it; the driver's own tool and the files of the bus say as much without that. The Hub gets one short
+request, because a machine without a network is not broken.
 """
 
 import contextlib
@@ -12,6 +13,8 @@ import json
 import os
 import platform
 import shutil
+import subprocess
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -24,11 +27,15 @@ from packaging.version import Version
 
 from qat_lora.commands.bench import load_program
 from qat_lora.errors import QatLoraError
-from qat_lora.plan.surroundings import GIB, Accelerator, HubState, accelerators, hub_state, libtpu_specifier
+from qat_lora.plan.devices import KNOWN
 from qat_lora.registry import COMMANDS, Requirements
-from qat_lora.runtime.launch.select import Found, choose, look, select_runtime
+from qat_lora.runtime.launch.select import Found, choose, count_tpu_chips, look, select_runtime
 from qat_lora.terminal import echo
 
+GIB = 2**30
+HUB_TIMEOUT_S = 3.0
+_TPU_PCI_KINDS = {"0x0063": "v5e", "0x006f": "v6e"}
+_TPU_TYPES = {"v5litepod": "v5e", "v5p": "v5p", "v6e": "v6e"}
 LOW_DISK_GIB, LOW_RAM_GIB = 5, 2  # a small cache with a small student still fits above these
 BACKENDS = ("TPU", "CPU")  # values of PJRT_DEVICE that our XLA runtime starts
 MARKS = {"ok": "✓", "note": "–", "problem": "✗"}
@@ -42,6 +49,14 @@ _NOTED = {
     "XLA_HLO_DEBUG": "tracing is slower",
 }
 _NUMBERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CPU_NUM_DEVICES")
+
+
+class Accelerator(NamedTuple):
+    """Equal chips or cards of this machine."""
+
+    name: str
+    number: int
+    memory_gib: float | None  # of one
 
 
 class Finding(NamedTuple):
@@ -59,9 +74,8 @@ def examine(environ: Mapping[str, str], needs: Requirements | None = None) -> li
     Disk and memory are held against the needs of the planned run; without one, against those of a small run.
     """
     found = look(environ)
-    versions: dict[str, str] = {
-        canonicalize_name(d.metadata["Name"]): d.version for d in importlib.metadata.distributions()
-    }
+    installed = importlib.metadata.distributions()
+    versions: dict[str, str] = {canonicalize_name(d.metadata["Name"]): d.version for d in installed}
     try:
         required = [Requirement(line) for line in importlib.metadata.requires("qat-lora") or []]
         extras = importlib.metadata.metadata("qat-lora").get_all("Provides-Extra") or []
@@ -79,7 +93,7 @@ def examine(environ: Mapping[str, str], needs: Requirements | None = None) -> li
         *_check_variables(environ, found),
         _check_disk(shutil.disk_usage(Path.cwd()).free / GIB, Path.cwd(), needs),
         _check_ram(_free_ram_gib(), needs),
-        _check_hub(hub_state(environ)),
+        _check_hub(environ),
         *_check_extras(required, extras, versions),
     ]
 
@@ -99,36 +113,35 @@ def findings_text(findings: Sequence[Finding]) -> str:
 
 def _check_packages(required: Sequence[Requirement], versions: Mapping[str, str]) -> list[Finding]:
     findings = []
-    for requirement in (requirement for requirement in required if requirement.marker is None):
-        version = versions.get(canonicalize_name(requirement.name))
-        if version is not None and requirement.specifier.contains(version, prereleases=True):
-            findings.append(Finding(requirement.name, "ok", version))
+    for wanted in (requirement for requirement in required if requirement.marker is None):
+        version = versions.get(canonicalize_name(wanted.name))
+        wrong = f"{version}, which is not {wanted.specifier}" if version else "is not installed"
+        if version is not None and wanted.specifier.contains(version, prereleases=True):
+            findings.append(Finding(wanted.name, "ok", version))
         else:
-            wrong = f"{version}, which is not {requirement.specifier}" if version else "is not installed"
-            findings.append(Finding(requirement.name, "problem", wrong, f"pip install '{requirement}'"))
+            findings.append(Finding(wanted.name, "problem", wrong, f"pip install '{wanted}'"))
     return findings
 
 
 def _check_xla_fit(versions: Mapping[str, str], found: Found, libtpu_wanted: str = "") -> Finding:
     """torch_xla is compiled against one minor version of torch and one of libtpu, and crashes with others."""
-    xla, torch = versions.get("torch-xla"), versions.get("torch")
-    extra = "tpu" if found.tpu else "xla"
-    if xla is None:
-        if found.tpu or found.pjrt_device:
-            reason = found.tpu or f"PJRT_DEVICE={found.pjrt_device}"
-            return Finding("torch_xla", "problem", f"not installed ({reason})", f"pip install 'qat-lora[{extra}]'")
+    xla, torch, libtpu = (versions.get(name) for name in ("torch-xla", "torch", "libtpu"))
+    install = f"pip install 'qat-lora[{'tpu' if found.tpu else 'xla'}]'"
+    if xla is None and not (found.tpu or found.pjrt_device):
         return Finding("torch_xla", "note", "not installed; only TPUs need it")
-    if torch is not None and Version(torch).release[:2] != Version(xla).release[:2]:
+    if xla is None:
+        wrong, fix = f"not installed ({found.tpu or f'PJRT_DEVICE={found.pjrt_device}'})", install
+    elif torch is not None and Version(torch).release[:2] != Version(xla).release[:2]:
         minor = ".".join(map(str, Version(xla).release[:2]))
-        fix = f"pip install 'qat-lora[{extra}]' for a fitting pair (or 'torch=={minor}.*')"
-        return Finding("torch_xla", "problem", f"{xla} does not fit torch {torch}", fix)
-    libtpu = versions.get("libtpu")
-    if found.tpu and libtpu is None:
-        return Finding("torch_xla", "problem", f"{xla} without libtpu ({found.tpu})", "pip install 'qat-lora[tpu]'")
-    if libtpu is not None and not SpecifierSet(libtpu_wanted).contains(libtpu, prereleases=True):
+        wrong, fix = f"{xla} does not fit torch {torch}", f"{install} for a fitting pair (or 'torch=={minor}.*')"
+    elif found.tpu and libtpu is None:
+        wrong, fix = f"{xla} without libtpu ({found.tpu})", install
+    elif libtpu is not None and not SpecifierSet(libtpu_wanted).contains(libtpu, prereleases=True):
         wrong = f"{xla} with libtpu {libtpu}, but it was made for libtpu{libtpu_wanted}"
-        return Finding("torch_xla", "problem", wrong, f"pip install 'libtpu{libtpu_wanted}'")
-    return Finding("torch_xla", "ok", f"{xla}" + (f", libtpu {libtpu}" if libtpu else ""))
+        fix = f"pip install 'libtpu{libtpu_wanted}'"
+    else:
+        return Finding("torch_xla", "ok", xla + (f", libtpu {libtpu}" if libtpu else ""))
+    return Finding("torch_xla", "problem", wrong, fix)
 
 
 def _check_device(found: Found, nvidia_driver: bool, needs: Requirements | None = None) -> list[Finding]:
@@ -168,13 +181,15 @@ def _check_accelerators(there: Sequence[Accelerator], needs: Requirements | None
     return findings
 
 
-def _check_hub(state: HubState) -> Finding:
+def _check_hub(environ: Mapping[str, str]) -> Finding:
     """The Hub is needed for names only; whoever has folders needs none, so this is never a problem."""
-    login = "logged in" if state.token else "not logged in (gated models and push need `hf auth login`)"
-    if state.offline:
+    from huggingface_hub import constants, get_token
+
+    if environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):  # the user's own wish
         return Finding("hub", "note", "HF_HUB_OFFLINE is set: only folders and what was fetched before")
-    if state.error:
-        return Finding("hub", "note", f"cannot be reached ({state.error}): give folders instead of names; {login}")
+    login = "logged in" if get_token() else "not logged in (gated models and push need `hf auth login`)"
+    if error := _unreachable(constants.ENDPOINT):
+        return Finding("hub", "note", f"cannot be reached ({error}): give folders instead of names; {login}")
     return Finding("hub", "ok", f"reached; {login}")
 
 
@@ -186,18 +201,13 @@ def _check_variables(environ: Mapping[str, str], found: Found) -> list[Finding]:
         """Add a note, or a problem where there is a fix."""
         findings.append(Finding(name, "problem" if fix else "note", f"is set to {environ[name]!r}{text}", fix))
 
+    harm = "it is deprecated and changes every float32 behind the program's back; unset it, give --dtype bfloat16"
     for name in filter(environ.__contains__, _DEAD):
-        add(
-            name,
-            "it is deprecated and changes every float32 behind the program's back; unset it, give --dtype bfloat16",
-        )
+        add(name, harm)
     chips = environ.get("TPU_NUM_DEVICES")
     if chips is not None and (chips == "all" or (chips.isdecimal() and int(chips))):
-        taken = (
-            f": taken as --num-chips {chips} and translated into the variables that libtpu reads; torch_xla itself "
-            "never reads it, so in other programs it does nothing"
-        )
-        add("TPU_NUM_DEVICES", None, taken)
+        taken = f": taken as --num-chips {chips} and translated into the variables that libtpu reads"
+        add("TPU_NUM_DEVICES", None, f"{taken}; torch_xla itself never reads it, so in other programs it does nothing")
     elif chips is not None:
         fix = "unset it, or set it to a number of chips; dead in torch_xla, and taken as --num-chips here"
         add("TPU_NUM_DEVICES", fix, ", which is no number of chips")
@@ -247,6 +257,64 @@ def _check_extras(required: Sequence[Requirement], extras: Sequence[str], versio
         hint = f"{missing} not installed; pip install 'qat-lora[{extra}]' to have it"
         findings.append(Finding(f"extra {extra}", *(("note", hint) if missing else ("ok", ", ".join(names)))))
     return findings
+
+
+def accelerators(environ: Mapping[str, str], found: Found, root: Path = Path("/")) -> list[Accelerator]:
+    """Return TPU chips and NVIDIA cards, without touching them."""
+    there = []
+    if found.tpu:
+        kind = tpu_kind(environ, root)
+        memory_gib = KNOWN[kind].memory_gb * 1e9 / GIB if kind else None
+        there.append(Accelerator(f"TPU {kind or 'of unknown kind'}", count_tpu_chips(root) or 1, memory_gib))
+    if found.cuda_devices and shutil.which("nvidia-smi"):
+        asked = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=False)
+        there += nvidia_cards(done.stdout if done.returncode == 0 else "")
+    return there
+
+
+def nvidia_cards(table: str) -> list[Accelerator]:
+    """Return the cards of `nvidia-smi`'s table `name, MiB`."""
+    cards = Counter(tuple(line.rsplit(", ", 1)) for line in table.splitlines() if ", " in line)
+    return [
+        Accelerator(name, count, int(mib) / 1024 if mib.strip().isdecimal() else None)
+        for (name, mib), count in cards.items()
+    ]
+
+
+def tpu_kind(environ: Mapping[str, str], root: Path = Path("/")) -> str:
+    """Return the chip's name in `estimate`, empty where neither the bus nor the variables tell."""
+    said = environ.get("TPU_ACCELERATOR_TYPE", "").split("-")[0].lower()
+    if said in _TPU_TYPES:
+        return _TPU_TYPES[said]
+    for device in root.glob("sys/bus/pci/devices/*/device"):
+        with contextlib.suppress(OSError, KeyError):
+            return _TPU_PCI_KINDS[device.read_text(encoding="utf-8").strip()]
+    return ""
+
+
+def libtpu_specifier() -> str:
+    """Return the versions of libtpu that the installed torch_xla names, empty where it names none."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        for line in importlib.metadata.requires("torch_xla") or []:
+            if (requirement := Requirement(line)).name == "libtpu":
+                return str(requirement.specifier)
+    return ""
+
+
+def _unreachable(url: str) -> str:
+    """Return why a server does not answer, empty if it does, whatever it says."""
+    import urllib.error
+    import urllib.request
+
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=HUB_TIMEOUT_S):
+            return ""
+    except urllib.error.HTTPError:
+        return ""
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        return " ".join(str(reason).split())[:80] or type(error).__name__
 
 
 def _free_ram_gib() -> float | None:

@@ -34,7 +34,7 @@ def _text(report: dict[str, Any], options: EstimateOptions, replicas: int) -> st
     lines = [f"{options.model}: {report['parameters']:,} parameters, {report['quantised']:,} of them quantised"]
     if report["quantised"]:
         lines[0] += f" ({report['stored_bytes_of_quantised'] / GIB:.3f} GiB stored)"
-    lines.append(f"{report['trained']:,} numbers train (rank {options.lora.recovery_r})")
+    lines.append(f"{report['trained']:,} numbers train (rank {options.lora.rank})")
     lines.append(
         f"batch {options.batch_size} x {options.length} tokens, {options.accumulation_steps} micro-batches, "
         f"{replicas} replica{'s' if replicas > 1 else ''}: effective batch {report['effective_batch']}"

@@ -13,12 +13,11 @@ from qat_lora.config import to_dict
 from qat_lora.data.packing import make_encoder, pack_rows
 from qat_lora.data.sources import Document, TextConfig, describe_source, open_documents
 from qat_lora.errors import ConfigError
-from qat_lora.evaluate import card
 from qat_lora.evaluate.damage import Damage, damage_report
 from qat_lora.evaluate.health import continue_greedily, health, take_prompts
 from qat_lora.evaluate.plots import plot_report
 from qat_lora.evaluate.protocols import BLOCK, block_rows, sliding_rows
-from qat_lora.evaluate.report import save_json
+from qat_lora.evaluate.report import SCHEMA, markdown_report, save_json, terminal_report
 from qat_lora.evaluate.score import measure
 from qat_lora.evaluate.tally import Tally, bootstrap, interval, join, pairs
 from qat_lora.evaluate.tasks import check_tasks, run_tasks
@@ -47,7 +46,11 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
     out = Path(run.out or "runs/eval")
     noted = None if run.overwrite else outputs.noted(out)
     students = _open_students(options, tokenizer, noted, teacher.folder)
-    texts = _texts(options)
+    main = options.text
+    first = "" if main.dataset is None else Path(main.dataset).name or main.dataset
+    domains = _named(options.domain, "domain", first)
+    texts = {first: main} if main.dataset else {}
+    texts |= {name: replace(main, dataset=path, files_from=None) for name, path in domains.items()}
     damages = {name: _rows(text, tokenizer, options) for name, text in texts.items()}
     rows = {name: damage.rows for name, damage in damages.items()}
     prompts = take_prompts(chain(*rows.values()), options.health) if options.health.generate else None
@@ -73,6 +76,8 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
             models = {name: model.with_vocabulary(vocabulary) for name, model in models.items()}
             for model in models.values():
                 runtime.place(model.module)
+                if runtime.attention == "tiled":  # elsewhere a compiler would take longer than it saves
+                    model.tile_attention()
             say(run, f"{runtime.description} · {run.dtype} · {len(models)} models · {options.protocol} rows")
             report = _report(models, damages, options, runtime) | {"overlap": seen}
             decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
@@ -90,9 +95,9 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
             save_json(report, out / "report.json")
             drawing = out / "scores.png"
             picture(run, lambda: plot_report(report, drawing))
-            write_text(out / "scores.md", card.markdown_report(report, drawing.name if drawing.is_file() else None))
+            write_text(out / "scores.md", markdown_report(report, drawing.name if drawing.is_file() else None))
             outputs.complete(out)
-    say(run, f"\n{card.terminal_report(report)}\nreport card: {out / 'scores.md'}")
+    say(run, f"\n{terminal_report(report)}\nreport card: {out / 'scores.md'}")
     return report["models"]
 
 
@@ -122,15 +127,6 @@ def _open_students(options: EvalOptions, tokenizer: Any, noted: str | None, shar
     return opened
 
 
-def _texts(options: EvalOptions) -> dict[str, TextConfig]:
-    """Return the texts by name: --dataset, if given, and every --domain."""
-    main = options.text
-    first = "" if main.dataset is None else Path(main.dataset).name or main.dataset
-    others = _named(options.domain, "domain", first).items()
-    domains = {name: replace(main, dataset=path, files_from=None) for name, path in others}
-    return ({first: main} if main.dataset else {}) | domains
-
-
 def _rows(text: TextConfig, tokenizer: Any, options: EvalOptions) -> Damage:
     names: list[str] = []
 
@@ -153,7 +149,7 @@ def _rows(text: TextConfig, tokenizer: Any, options: EvalOptions) -> Damage:
 def _report(
     models: dict[str, CausalLM], damages: dict[str, Damage], options: EvalOptions, runtime: Runtime
 ) -> dict[str, Any]:
-    """Score the models on every text; return a report (`card.SCHEMA`) whose optional parts are None."""
+    """Score the models on every text; return a report (`report.SCHEMA`) whose optional parts are None."""
     run, length = options.run, _length(options)
     students = {name: model for name, model in models.items() if name != "teacher"}
     teacher, tallies = models["teacher"], dict[str, dict[str, Tally]]()
@@ -164,17 +160,12 @@ def _report(
     whole = {name: join([of[name] for of in tallies.values()]) for name in models}
     drawn = bootstrap(list(tallies.values()), options.resamples, run.seed)
     domains = {text: _figures(of, bootstrap([of], options.resamples, run.seed)) for text, of in tallies.items()}
+    stride = (options.stride or options.length // 2) if options.protocol == "sliding" else None
+    setup = {"teacher": str(options.teacher), "protocol": options.protocol, "length": length, "stride": stride}
+    setup |= {"dtype": run.dtype, "device": runtime.description, "resamples": options.resamples}
     return {
-        "schema": card.SCHEMA,
-        "setup": {
-            "teacher": str(options.teacher),
-            "protocol": options.protocol,
-            "length": length,
-            "stride": (options.stride or options.length // 2) if options.protocol == "sliding" else None,
-            "dtype": run.dtype,
-            "device": runtime.description,
-            "resamples": options.resamples,
-        },
+        "schema": SCHEMA,
+        "setup": setup,
         "texts": {t: {"rows": len(of.rows), "tokens": domains[t]["teacher"]["tokens"]} for t, of in damages.items()},
         "models": _figures(whole, drawn),
         "calibration": {name: tally.calibration for name, tally in whole.items()},
@@ -195,7 +186,7 @@ def _generate(
     found, new = {}, options.health.generate_tokens
     for name, model in models.items():
         say(options.run, f"{name}: {len(prompts)} continuations of {new} tokens")
-        ids = continue_greedily(model, prompts, new, runtime.device, runtime.mark_step, options.run.quiet)
+        ids = continue_greedily(model, prompts, new, runtime, options.run.quiet)
         found[name] = health(ids.tolist(), eos_id)
     return found
 

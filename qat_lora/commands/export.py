@@ -29,7 +29,8 @@ from qat_lora.files.folders import moved_into
 from qat_lora.files.gguf_header import ADAPTER, GGUF
 from qat_lora.layers.convert import LM_HEAD, quant_layers, weight_count
 from qat_lora.layers.quant_linear import QuantLinear
-from qat_lora.models.load import CausalLM, copy_tokenizer, load_tokenizer, stored_dtype
+from qat_lora.models.copies import copy_tokenizer
+from qat_lora.models.load import CausalLM, load_tokenizer, stored_dtype
 from qat_lora.models.student import Student, adapter_folder, open_student
 from qat_lora.options import ExportOptions
 from qat_lora.runtime.base import Runtime
@@ -123,14 +124,10 @@ def _measure(plan: ExportPlan, layers: Mapping[str, QuantLinear]) -> dict[str, A
     if held:
         counts = {name: layers[name].in_features * layers[name].out_features for name in held}
         bits = sum(container.bits_per_weight * counts[name] for name, container in held.items())
-        result = {
-            "bits_per_weight_in_the_container": round(bits / sum(counts.values()), 3),
-            "bits_per_weight_of_the_codes": round(
-                sum(layers[name].stored_bits for name in held) / sum(counts.values()), 3
-            ),
-            "layers_exact": len(held) - len(rounded),
-            "layers_rounded": len(rounded),
-        }
+        stored, whole = sum(layers[name].stored_bits for name in held), sum(counts.values())
+        result["bits_per_weight_in_the_container"] = round(bits / whole, 3)
+        result["bits_per_weight_of_the_codes"] = round(stored / whole, 3)
+        result |= {"layers_exact": len(held) - len(rounded), "layers_rounded": len(rounded)}
     if rounded:
         result["weight_error_mean"] = round(sum(rounded) / len(rounded), 4)
         result["weight_error_worst"] = round(max(rounded), 4)
@@ -148,11 +145,8 @@ def _sizes(draft: Path, weights: int) -> dict[str, Any]:
     sizes = {file: file.stat().st_size for file in sorted(draft.rglob("*")) if file.suffix in suffixes}
     total = sum(sizes.values())
     files = ", ".join(f"{file.relative_to(draft).as_posix()} {size / 1e6:.3f} MB" for file, size in sizes.items())
-    return {
-        "weights_mb": round(total / 1e6, 3),
-        "bits_over_all_weights": round(8 * total / weights, 3),
-        **({"files": files} if len(sizes) > 1 else {}),
-    }
+    found = {"weights_mb": round(total / 1e6, 3), "bits_over_all_weights": round(8 * total / weights, 3)}
+    return found | ({"files": files} if len(sizes) > 1 else {})
 
 
 def _rounding_kl(

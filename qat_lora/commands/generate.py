@@ -29,10 +29,8 @@ def generate(options: GenerateOptions, runtime: Runtime) -> str | list[dict[str,
     run = options.run
     prompts = [str(options.prompt)] if options.prompts is None else _lines(Path(options.prompts))
     backend = open_backend(str(options.student), options.hub, run, runtime)
-    if options.chat:
-        encoded = [backend.encode_chat([{"role": "user", "content": prompt}]) for prompt in prompts]
-    else:
-        encoded = [backend.encode_text(prompt) for prompt in prompts]
+    chats: list[list[Message]] = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    encoded = [*map(backend.encode_chat, chats)] if options.chat else [*map(backend.encode_text, prompts)]
     row_length = max(map(len, encoded)) + options.max_new_tokens
     silent, texts = run.quiet or run.json, []
     for prompt, ids in zip(prompts, encoded, strict=True):

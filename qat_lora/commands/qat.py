@@ -20,17 +20,18 @@ from qat_lora.files.folders import atomic_dir
 from qat_lora.layers.calibrate.quantize import QuantizeConfig
 from qat_lora.layers.convert import bits_per_weight, quant_layers, stored_tensors
 from qat_lora.layers.stacked import apart
-from qat_lora.models.load import CausalLM, load_model, save_with_tensors
+from qat_lora.models.copies import save_with_tensors
+from qat_lora.models.load import CausalLM, load_model
 from qat_lora.options import QatOptions, QuantizeOptions, RunConfig
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.signals import stop_signals
 from qat_lora.setup.common import cached_calibration_rows, check_fits, fetch, run_name, say, with_teacher
 from qat_lora.setup.trainable import check_parts, given, preset_name, trained_parts
-from qat_lora.setup.training_data import cache_training_data
-from qat_lora.setup.training_run import Groups, TrainingRun, by_replicas, complete_run, in_steps, train_student
+from qat_lora.setup.training import TrainingRun, by_replicas, cache_training_data, complete_run, in_steps, train_student
 from qat_lora.setup.unfinished import Unfinished, remove_pieces
 from qat_lora.train.blockwise import reconstruct
 from qat_lora.train.checkpoint import STATE, checkpoints
+from qat_lora.train.optim import Groups
 
 # Settings that say how `--from-scratch` makes its student, apart from the model and the preset.
 MAKING = tuple(field.name for field in fields(QuantizeConfig) if field.name not in ("model", "preset"))
@@ -105,16 +106,9 @@ def _start(plan: TrainingRun, options: QatOptions, student: CausalLM | None, ful
     out, runtime = plan.out, plan.runtime
     folder = out / "quantised" if student is None else student.folder
     if runtime.is_main and student is None:
-        making = QuantizeOptions(
-            **{name: getattr(options, name) for name in MAKING},
-            model=options.model,
-            preset=preset_name(options),
-            kd_cache_dir=options.kd_cache_dir,
-            start_rank=0,
-            hub=options.hub,
-            run=RunConfig(out=str(folder), seed=options.run.seed, quiet=options.run.quiet, json=options.run.json),
-        )
-        quantize(making, runtime)
+        own = {name: getattr(options, name) for name in (*MAKING, "model", "kd_cache_dir", "hub")}
+        run = RunConfig(out=str(folder), seed=options.run.seed, quiet=options.run.quiet, json=options.run.json)
+        quantize(QuantizeOptions(**own, preset=preset_name(options), start_rank=0, run=run), runtime)
     if options.blockwise.blockwise_steps:
         if runtime.is_main and not (out / "blockwise").is_dir():
             _reconstruct(plan, options, load_model(str(folder), options.hub, "float32"), given(full))
@@ -131,16 +125,9 @@ def _reconstruct(plan: TrainingRun, options: QatOptions, student: CausalLM, full
         work = Unfinished(out, "layers reconstructed", full.config.num_hidden_layers, stopped)
         if work.parts:
             say(options.run, f"block by block: goes on after {work.parts} layers, which an interrupted run finished")
-        shares = reconstruct(
-            student.module,
-            full.module,
-            lambda batch: full.hidden(batch["input_ids"], batch["document_ids"]),
-            runtime.feed(cached_calibration_rows(plan.data.rows, options.calibration_rows, options.run.seed)),
-            options.blockwise,
-            runtime,
-            options.run.quiet,
-            work,
-        )
+        batches = runtime.feed(cached_calibration_rows(plan.data.rows, options.calibration_rows, options.run.seed))
+        models = student.module, full.module, lambda batch: full.hidden(batch["input_ids"], batch["document_ids"])
+        shares = reconstruct(*models, batches, options.blockwise, runtime, options.run.quiet, work)
     full.module.to("cpu")
     tensors = stored_tensors(student.module)
     with atomic_dir(out / "blockwise") as draft:

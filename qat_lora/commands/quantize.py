@@ -1,12 +1,14 @@
 """The command that makes a quantised student."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from qat_lora.config import save_yaml, to_dict
 from qat_lora.errors import ConfigError
 from qat_lora.evaluate.report import save_json
+from qat_lora.export.gguf_model import architecture
 from qat_lora.files import outputs
 from qat_lora.files.checksums import checkpoint_sha256
 from qat_lora.files.folders import moved_into
@@ -26,8 +28,9 @@ from qat_lora.quant.initialize import NEED_TEXT
 from qat_lora.quant.presets import preset
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.runtime.base import Runtime
-from qat_lora.runtime.host.memory import large_tensors_apart
+from qat_lora.runtime.host.machine import large_tensors_apart
 from qat_lora.runtime.host.signals import stop_signals
+from qat_lora.setup.allocation import allocated, choices, measured_costs
 from qat_lora.setup.common import calibration, say, text_inputs
 from qat_lora.setup.unfinished import Unfinished, remove_pieces
 from qat_lora.types import Batch
@@ -39,8 +42,10 @@ NO_PART_OF_THE_RESULT = ("model", "text", "kd_cache_dir", "dry_run", "hub", "run
 def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
     """Quantise a model, with the adapter starts beside it; return its folder."""
     run = options.run
+    label = options.target.name or options.preset
+    # A target's own preset is measured later; any reaches the same layers.
     chosen = preset(options.preset, options.keep, options.override, options.quantize_head)
-    out = Path(run.out or f"runs/{Path(str(options.model)).name}_{options.preset}")
+    out = Path(run.out or f"runs/{Path(str(options.model)).name}_{label}")
     has_text = bool(options.text.dataset or options.kd_cache_dir)
     if options.init in NEED_TEXT and not has_text:
         raise ConfigError(
@@ -52,6 +57,9 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
     if quant_layers(model.module):
         raise ConfigError(f"model: {options.model} is quantised already; give the full-precision model")
     targets = check_reach(model.module, chosen)
+    found = choices(options, model.module, dtype.itemsize) if options.target.name else None
+    if options.target.engine == "llama.cpp":
+        architecture(model)
     if options.start_method is not None:
         say(run, "start_method: no longer does anything; adapter starts are qera's, in the metric of --metric")
     batches, text = calibration(options, model) if options.init != "absmax" and has_text else (None, None)
@@ -65,7 +73,7 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
             say(run, f"{out} is complete already")
             remove_pieces(out)
             return out
-        say(run, f"{runtime.description} · {chosen.name}, {len(targets)} layers · {out}")
+        say(run, f"{runtime.description} · {label}, {len(targets)} layers · {out}")
         exact, solver_device = runtime.exact_products(), runtime.device if runtime.piece_bytes is None else None
         runtime = runtime.for_hooks()
         runtime.place(model.module)
@@ -74,8 +82,17 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
             if work.parts:
                 say(run, f"goes on after {work.parts} of {len(targets)} layers, which an interrupted run finished")
             rows = None if batches is None else list(runtime.feed(batches))
-            fits = FitSettings(options.init, options.start_rank, options.rank_of_codes, solver_device)
-            starts = _fit(options, fits, model, targets, rows, out, work)
+            costs = None
+            if rows is not None and options.metric == "fisher" and options.init in NEED_TEXT:
+                costs = _sensitivities(options, model, targets, rows, out, work)
+            joint, facts = options.rank_of_codes, dict[str, Any]()
+            if found is not None:
+                assert rows is not None and costs is not None  # `choices` saw to that
+                measured = measured_costs(options, model, found, rows, costs, runtime, work)
+                chosen, facts = allocated(options, found, measured)
+                targets, joint = check_reach(model.module, chosen), options.start_rank if joint else 0
+            fits = FitSettings(options.init, options.start_rank, joint, solver_device)
+            starts = _fit(options, fits, model, targets, rows, work, costs, facts.get("adapter_ranks", {}))
         rules = rule_bits(model.module, chosen)
         model.module.to("cpu")
         cast(model.module, dtype)
@@ -86,6 +103,7 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
             "bits_per_weight_model": bits["model"],
             "joint_rank": options.rank_of_codes,
             "model": str(options.model),
+            **facts,
         }
         with moved_into(out) as draft:
             if starts:
@@ -95,6 +113,12 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
         save_json({"preset": chosen.name, "layers": len(targets), **details, "rules": rules}, out / "result.json")
         outputs.complete(out)
         remove_pieces(out)
+    if facts:
+        ranks = [rank for rank in facts["adapter_ranks"].values() if rank]
+        say(
+            run,
+            f"{facts['bytes'] / 1e6:.3f} MB; adapters on {len(ranks)} layers, of rank {max(ranks, default=0)} or less",
+        )
     for rule in rules if len(rules) > 1 else ():
         say(run, f"  {rule['bits_per_weight'] or 'kept':>6}  {rule['layers']:>4} layers  {rule['pattern']}")
     say(run, f"{bits['base']:.2f} bits per weight in {len(targets)} layers, {bits['model']:.2f} in the model, at {out}")
@@ -107,33 +131,37 @@ def _fit(
     model: CausalLM,
     targets: dict[str, QuantSpec],
     batches: list[Batch] | None,
-    out: Path,
     work: Work,
+    costs: dict[str, Sensitivity] | None,
+    ranks: dict[str, int],
 ) -> dict[str, Factors]:
     """Quantise the model in place, by the batches where there are any; return the adapter starts."""
     sequential = options.calibrate_on == "student" and options.init in NEED_TEXT
-    costs = moments = None
+    moments = None
 
     def forward(batch: Batch) -> torch.Tensor:
         work.may_stop()
         return model.hidden(batch["input_ids"], batch["document_ids"])
 
-    if batches is not None and options.metric == "fisher" and options.init in NEED_TEXT:
-        inside = [name for name in targets if not LM_HEAD.search(name)]
-        costs = _sensitivities(options, model, inside, batches, out, work)
     if batches is not None and not sequential:
         moments = second_moments(model.module, targets, batches, forward, costs)
     with quantizing_bar(options.preset, options.init, len(targets), options.run.quiet) as bar:
-        fitter = LayerFitter(model.module, targets, settings, costs, work, bar)
+        fitter = LayerFitter(model.module, targets, settings, costs, work, bar, ranks)
         if batches is not None and sequential:
             return quantize_sequential(fitter, batches, forward)
         return quantize_layers(fitter, moments)
 
 
 def _sensitivities(
-    options: QuantizeOptions, model: CausalLM, names: list[str], batches: list[Batch], out: Path, work: Work
+    options: QuantizeOptions,
+    model: CausalLM,
+    targets: dict[str, QuantSpec],
+    batches: list[Batch],
+    out: Path,
+    work: Work,
 ) -> dict[str, Sensitivity]:
     """Return what an error costs at the output of every layer; kept for a run that goes on, because it takes long."""
+    names = [name for name in targets if not LM_HEAD.search(name)]
     draws = torch.Generator().manual_seed(options.run.seed)
 
     def log_likelihood(batch: Batch) -> torch.Tensor:

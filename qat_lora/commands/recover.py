@@ -13,16 +13,25 @@ from qat_lora.files import outputs
 from qat_lora.files.checksums import checkpoint_sha256
 from qat_lora.files.folders import atomic_dir
 from qat_lora.files.gguf_header import ADAPTER, GGUF
-from qat_lora.layers.convert import add_lora, stored_tensors
-from qat_lora.models.adapter import load_starts, save_adapter, starts_sha256
-from qat_lora.models.load import CausalLM, copy_tokenizer, load_model, save_with_tensors
+from qat_lora.layers.convert import add_lora
+from qat_lora.models.adapter import allocated_ranks, load_starts, save_adapter, starts_sha256
+from qat_lora.models.copies import copy_tokenizer, save_with_tensors
+from qat_lora.models.load import load_model
 from qat_lora.models.student import with_tokenizer
 from qat_lora.options import RecoverOptions
 from qat_lora.runtime.base import Runtime
 from qat_lora.setup.common import check_fits, fetch, run_name, say, text_inputs
-from qat_lora.setup.trainable import check_codes, check_made_of, recovery_parts
-from qat_lora.setup.training_data import cache_training_data, text_training_data
-from qat_lora.setup.training_run import Groups, TrainingRun, by_replicas, complete_run, in_steps, train_student
+from qat_lora.setup.trainable import check_scales, recovery_parts
+from qat_lora.setup.training import (
+    TrainingRun,
+    by_replicas,
+    cache_training_data,
+    complete_run,
+    in_steps,
+    text_training_data,
+    train_student,
+)
+from qat_lora.train.optim import Groups
 
 
 def recover(options: RecoverOptions, runtime: Runtime) -> Path:
@@ -34,8 +43,10 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
     fetch(runtime, student, options.hub, "checkpoint" if options.checkpoint else "model")
     model = load_model(student, options.hub, run.dtype, dequantize=True)
     is_gguf = model.folder.suffix == GGUF
-    if is_gguf:
-        _check_gguf(options, model)
+    if is_gguf:  # what no adapter of such a file can hold is refused before anything is trained
+        if options.train_norms:
+            raise ConfigError("train_norms: the norms of a GGUF file stay as they are in it; leave it out")
+        architecture(model)
         teacher = None if data is None else data.rows.manifest.fingerprint.teacher
         model = with_tokenizer(model, [options.tokenizer] if options.tokenizer else [model.folder.parent, teacher])
     elif options.tokenizer is not None:
@@ -45,41 +56,33 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
     else:
         check_fits(data.rows, model)
         model = data.with_vocabulary(model)
-    if options.checkpoint and options.model and not options.train.train_codes:
+    if options.checkpoint and options.model:
         say(run, f"--model {options.model} is not read: the student is --checkpoint {options.checkpoint}")
-    train_codes, full = options.train.train_codes > 0, list[CausalLM]()  # dropped before training begins
-    check_codes(model, options.train_scales, train_codes)
-    if train_codes and options.checkpoint and options.model:
-        fetch(runtime, options.model, options.hub)
-        full.append(load_model(options.model, options.hub, "float32"))
-        check_made_of(full[0], model)
+    check_scales(model, options.train_scales)
     plan = TrainingRun("recover", in_steps(options, data, runtime), data, runtime, out)
     settings = {
         "base_sha256": checkpoint_sha256(model.folder, None if run.overwrite else outputs.noted(out)),
         "starts_sha256": starts_sha256(model.folder),
-        **({"model_sha256": checkpoint_sha256(full[0].folder)} if full else {}),
         **plan.decisive(("head_k", "train_scales", "train_norms", "start", "lora", "train")),
     }
     starts = load_starts(model.folder) if options.start == "auto" else {}
     torch.manual_seed(run.seed)
-    add_lora(model.module, options.lora, starts)
+    ranks = None if options.lora.recovery_r else allocated_ranks(model.folder)
+    add_lora(model.module, options.lora, starts, ranks)
 
     def groups() -> Groups:
         # A frozen base is multiplied in bfloat16 under autocast, so it is formed in it, once.
         dtype = torch.bfloat16 if loop.autocast else model.module.dtype
-        near = full.pop() if full else None
-        return recovery_parts(model, options.train_scales, options.train_norms, dtype, train_codes, near)
+        return recovery_parts(model, options.train_scales, options.train_norms, dtype)
 
     def announce(groups: Groups) -> str:
         count = sum(tensor.numel() for tensors in groups.values() for tensor in tensors.values())
         begin = "from the quantisation error" if starts else "at zero"
-        with_base = ", the adapter goes with a base of its own" if train_codes else ""
-        return f"{count:,} numbers train, adapters start {begin}{with_base} · {out}"
+        return f"{count:,} numbers train, adapters start {begin} · {out}"
 
     def export(groups: Groups, folder: Path) -> None:
         """Write the student as an adapter folder, at once; what training changed of its base goes into it."""
-        base, trained = model.folder, groups["scales"] | groups["block_scales"] | groups["norms"]
-        changed = {**trained, **(stored_tensors(model.module) if train_codes else {})}
+        base, changed = model.folder, groups["scales"] | groups["block_scales"] | groups["norms"]
         with atomic_dir(folder) as draft:
             sha256 = checkpoint_sha256(base)
             if changed:
@@ -98,10 +101,3 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
     if is_gguf:
         say(run, f"llama-server -m {model.folder} --lora {done / 'best' / ADAPTER}")
     return done
-
-
-def _check_gguf(options: RecoverOptions, model: CausalLM) -> None:
-    """Refuse what no adapter of a GGUF file can hold, before anything is trained."""
-    if options.train_norms:
-        raise ConfigError("train_norms: the norms of a GGUF file stay as they are in it; leave it out")
-    architecture(model)

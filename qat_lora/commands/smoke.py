@@ -24,7 +24,7 @@ from qat_lora.commands.cache import build_cache
 from qat_lora.commands.quantize import quantize
 from qat_lora.commands.recover import recover
 from qat_lora.data.sources import TextConfig
-from qat_lora.errors import OutputExistsError, QatLoraError
+from qat_lora.errors import FailedError, OutputExistsError
 from qat_lora.files import outputs
 from qat_lora.files.checksums import seal
 from qat_lora.files.folders import atomic_dir, ours
@@ -47,10 +47,8 @@ SHORT_STEPS = 4
 WORDS = "a the token layer weight scale code row head tail of to and in loss"
 
 
-class SmokeFailedError(QatLoraError):
+class SmokeFailedError(FailedError):
     """A check that failed; the line with the cross says which."""
-
-    exit_code = 1
 
 
 class _Bench(NamedTuple):
@@ -140,18 +138,11 @@ def _data(bench: _Bench) -> str:
 
 
 def _recover(bench: _Bench, out: str) -> Path:
-    options = RecoverOptions(
-        checkpoint=str(bench.folder / "student"),
-        kd_cache_dir=str(bench.folder / "cache"),
-        train_scales=True,
-        lora=LoraConfig(recovery_r=8),
-        train=OptimConfig(lr=3e-3, scale_lr=1e-3, warmup_steps=2),
-        loop=LoopConfig(
-            batch_size=BATCH, accumulation_steps=ACCUMULATION, max_steps=bench.steps, save_steps=bench.steps // 2
-        ),
-        run=bench.settings(out),
-    )
-    return recover(options, bench.runtime)
+    student, cache, steps = str(bench.folder / "student"), str(bench.folder / "cache"), bench.steps
+    loop = LoopConfig(batch_size=BATCH, accumulation_steps=ACCUMULATION, max_steps=steps, save_steps=steps // 2)
+    train, lora = OptimConfig(lr=3e-3, scale_lr=1e-3, warmup_steps=2), LoraConfig(recovery_r=8)
+    parts: dict[str, Any] = {"lora": lora, "train": train, "loop": loop, "run": bench.settings(out)}
+    return recover(RecoverOptions(checkpoint=student, kd_cache_dir=cache, train_scales=True, **parts), bench.runtime)
 
 
 def _training(bench: _Bench) -> str:

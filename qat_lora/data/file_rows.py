@@ -17,7 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from qat_lora.errors import MissingExtraError, TextError, one_line
+from qat_lora.errors import TextError, one_line
+from qat_lora.extras import require
 
 ROW_SUFFIXES = (".jsonl", ".json", ".parquet")
 ROW_CHARS = 1 << 27  # characters of the longest row that is read; it is held three times over while it is parsed
@@ -56,14 +57,9 @@ def file_rows(name: str, path: Path) -> Iterator[Row]:
 
 
 def _parquet_rows(name: str, path: Path) -> Iterator[Row]:
+    arrow, parquet = require("pyarrow", "hub"), require("pyarrow.parquet", "hub")
     try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise MissingExtraError("reading Parquet files needs pyarrow: pip install 'qat-lora[hub]'") from None
-    try:
-        table = pyarrow.parquet.ParquetFile(path, buffer_size=_READ_CHARS)
-        with table:
+        with parquet.ParquetFile(path, buffer_size=_READ_CHARS) as table:
             meta = table.metadata
             size = sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups))
             at_once = max(1, min(1024, _PARQUET_BYTES * meta.num_rows // max(size, 1)))
@@ -74,7 +70,7 @@ def _parquet_rows(name: str, path: Path) -> Iterator[Row]:
                 for values in zip(*columns, strict=True):
                     where = f"{name}[{next(i)}]"
                     yield Row(where, partial(as_row, dict(zip(fields, values, strict=True)), where))
-    except pyarrow.ArrowException as error:
+    except arrow.ArrowException as error:
         raise TextError(f"dataset: {name} is not a Parquet file: {one_line(error)}") from None
 
 

@@ -23,7 +23,8 @@ from qat_lora.data.file_rows import ROW_SUFFIXES, Row, as_row, file_rows, lines_
 from qat_lora.data.layouts import CHATS, Format, articles, layout_of, starts_with_title, text_of
 from qat_lora.data.remote_text import fetched
 from qat_lora.data.tokenize import WINDOW_CHARS, slices
-from qat_lora.errors import MissingExtraError, TextError, one_line
+from qat_lora.errors import TextError, one_line
+from qat_lora.extras import require
 
 PLAIN_SUFFIXES = (".txt", ".md", ".rst", ".py")
 
@@ -93,10 +94,9 @@ def open_documents(config: TextConfig, start: int = 0) -> Iterator[Document]:
     WikiText file one per article, a row of a .jsonl, .json or .parquet file or of a dataset one each. A path that
     exists is taken before a Hugging Face name.
 
-    Raises:
-        TextError: no such path, no files, nothing but blank text (checked when `start` is 0), a file that is not
-            text, a row that lacks the field.
-        MissingExtraError: `datasets` is needed and not installed.
+    TextError: no such path, no files, nothing but blank text (checked when `start` is 0), a file that is not
+        text, a row that lacks the field.
+    MissingExtraError: `datasets` is needed and not installed.
     """
     path = _local_path(config)
     if path is None or _is_saved_dataset(path):
@@ -244,10 +244,7 @@ def _plain_document(name: str, path: Path) -> Document:
 
 def _load_dataset(config: TextConfig, path: Path | None) -> Any:
     """Open a dataset of the hub, or one that `datasets` saved to a folder."""
-    try:
-        import datasets
-    except ImportError:
-        raise MissingExtraError("Hugging Face datasets need an extra: pip install 'qat-lora[hub]'") from None
+    datasets = require("datasets", "hub")
     try:
         if path is None:
             options = {"split": config.split, "revision": config.dataset_revision, "streaming": config.streaming}

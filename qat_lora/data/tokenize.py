@@ -32,7 +32,7 @@ import numpy as np
 from tokenizers import models
 
 from qat_lora.errors import TextError
-from qat_lora.runtime.host.memory import give_back
+from qat_lora.runtime.host.machine import give_back
 
 WINDOW_CHARS = 1 << 18  # tokenised at once, which bounds memory (`benchmarks/text_memory.py` measures it)
 LARGEST = 8  # times WINDOW_CHARS, where no place to cut is found in less

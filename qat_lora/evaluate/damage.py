@@ -77,7 +77,7 @@ class Damage:
 def damage_report(
     students: Sequence[str], texts: Mapping[str, Damage], decode: Callable[[Sequence[int]], str]
 ) -> dict[str, dict[str, Any]]:
-    """Return how each student's damage is spread over all texts; its keys are in `card.SCHEMA`."""
+    """Return how each student's damage is spread over all texts; its keys are in `report.SCHEMA`."""
     found = {}
     for i, name in enumerate(students):
         kl, change, changed, _ = np.concatenate([of.values(i) for of in texts.values()], 1)
@@ -85,15 +85,12 @@ def damage_report(
         documents.sort(key=lambda line: -line["kl"])
         means = [line["kl"] for line in documents]
         worst = heapq.nlargest(WORST, [(line, text) for text, of in texts.items() for line in of.worst[i]])
+        apart = {"count": len(documents), "kl": quantiles(means) if means else None, "worst": documents[:WORST]}
         found[name] = {
             "kl": quantiles(kl),
             "changed_top1": float(changed.mean()),
             "delta_p": {"mean": float(change.mean()), "rms": float(np.sqrt((change**2).mean())), **quantiles(change)},
-            "documents": {
-                "count": len(documents),
-                "kl": quantiles(means) if means else None,
-                "worst": documents[:WORST],
-            },
+            "documents": apart,
             "worst_tokens": [{"text": text} | texts[text].in_context(line, decode) for line, text in worst],
         }
     return found

@@ -11,7 +11,7 @@ All prompts have one length and are one batch, and the position is data: two gra
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from tqdm import tqdm
 from qat_lora.config import option, settings
 from qat_lora.errors import TextError
 from qat_lora.models.kv_cache import begin, step
+from qat_lora.runtime.base import Runtime
 
 if TYPE_CHECKING:
     from qat_lora.models.load import CausalLM
@@ -55,27 +56,22 @@ def take_prompts(rows: Iterable[Any], config: HealthConfig) -> np.ndarray:
 
 @torch.no_grad()  # not inference_mode, whose tensors PyTorch/XLA cannot use
 def continue_greedily(
-    model: CausalLM,
-    prompts_BP: np.ndarray,
-    new_tokens: int,
-    device: torch.device,
-    mark_step: Callable[[], None] = lambda: None,
-    quiet: bool = True,
+    model: CausalLM, prompts_BP: np.ndarray, new_tokens: int, runtime: Runtime, quiet: bool = True
 ) -> np.ndarray:
     """Return the greedy continuation of each prompt, int64 [B, new_tokens]; an end token does not stop it."""
     rows, known = prompts_BP.shape
     ids_BL = torch.zeros(rows, known + new_tokens, dtype=torch.int64)
     ids_BL[:, :known] = torch.from_numpy(prompts_BP)
-    ids_BL = ids_BL.to(device)
-    hidden_BLH, cache = begin(model, ids_BL)
-    position = torch.tensor([known]).to(device)
+    ids_BL = ids_BL.to(runtime.device)
+    hidden_BLH, cache = begin(model, ids_BL, known)
+    position = torch.tensor([known]).to(runtime.device)
     ids_BL = _with_next(model, ids_BL, hidden_BLH.index_select(1, position - 1), position)
-    mark_step()
+    runtime.mark_step()
     for after in tqdm(range(known + 1, known + new_tokens), desc="generate", unit="token", disable=quiet):
-        position = torch.tensor([after]).to(device)
+        position = torch.tensor([after]).to(runtime.device)
         hidden_B1H = step(model, ids_BL.index_select(1, position - 1), position - 1, cache)
         ids_BL = _with_next(model, ids_BL, hidden_B1H, position)
-        mark_step()
+        runtime.mark_step()
     return ids_BL.cpu().numpy()[:, known:]  # a slice on the device would be one more graph
 
 

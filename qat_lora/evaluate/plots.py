@@ -5,7 +5,7 @@ Bars lie, so that names of any length can be read; error bars are the bootstrap'
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,21 +15,10 @@ from qat_lora.files.folders import atomic_file
 
 INK, FAINT = "#1f2933", "#9aa5b1"
 COLOURS = ("#0b6e99", "#d9730d", "#448361", "#9065b0", "#c14c8a", "#cb912f", "#337ea9", "#787774")
-STYLE = {
-    "font.size": 9,
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.edgecolor": FAINT,
-    "axes.labelcolor": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "legend.frameon": False,
-    "legend.fontsize": 8,
-}
+STYLE: dict[str, Any] = {"font.size": 9, "axes.titlesize": 10, "legend.fontsize": 8, "axes.edgecolor": FAINT}
+STYLE |= {"axes.titleweight": "bold", "axes.titlelocation": "left"}
+STYLE |= dict.fromkeys(("axes.labelcolor", "text.color", "xtick.color", "ytick.color"), INK)
+STYLE |= dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False)
 COLUMNS = {2: 2, 4: 2}  # panels side by side, by how many there are; else 3
 LEAST_TOKENS = 20  # of a calibration bin that is drawn
 Panel = Callable[[Any], None]  # draws on an axis of matplotlib
@@ -42,7 +31,7 @@ def colours_of(models: Iterable[str]) -> dict[str, str]:
 
 
 def plot_report(report: Mapping[str, Any], out: Path) -> None:
-    """Draw the panels that a report (`card.SCHEMA`) has data for as one PNG, which needs matplotlib."""
+    """Draw the panels that a report (`report.SCHEMA`) has data for as one PNG, which needs matplotlib."""
     models, domains = report["models"], report["domains"]
     students = [name for name in models if name != "teacher"]
     colours = colours_of(models)
@@ -53,7 +42,8 @@ def plot_report(report: Mapping[str, Any], out: Path) -> None:
         panels = [partial(bars, names=students, figure="kl", title="KL to the teacher, nats a token"), *panels, same]
     panels.append(partial(_calibration, bins=report["calibration"], models=models, colours=colours))
     if students and len(domains) > 1:
-        panels += [partial(draw, domains=domains, names=students, colours=colours) for draw in (_kl_by_text, _ratios)]
+        by_text = partial(_by_text, domains=domains, names=students, colours=colours)
+        panels += [partial(by_text, figure=figure) for figure in ("kl", "ppl")]
     if report["generation"]:
         panels.append(partial(_generation, generation=report["generation"], colours=colours))
     _draw(panels, len(models), out)
@@ -136,32 +126,24 @@ def _calibration(axis: Any, bins: Mapping[str, Any], models: Mapping[str, Any], 
     axis.legend(loc="upper left", handlelength=1.4)
 
 
-def _kl_by_text(axis: Any, domains: Mapping[str, Any], names: Sequence[str], colours: Mapping[str, str]) -> None:
-    axis.set_title("KL by text, nats a token")
-    for name, y, models in _grouped(domains, names):
-        axis.barh(y, _finite(models[name]["kl"]), height=0.72 / len(names), color=colours[name])
-        _limits(axis, y, models[name]["interval"]["kl"], lw=0.9)
-    _names(axis, list(domains))
-    axis.set_xlim(0, None)
-
-
-def _ratios(axis: Any, domains: Mapping[str, Any], names: Sequence[str], colours: Mapping[str, str]) -> None:
-    """Draw each student's perplexity over the teacher's; texts alone differ far more than models do."""
-    axis.set_title("Perplexity over the teacher's, by text")
-    for name, y, models in _grouped(domains, names):
-        ratio = _finite(models[name]["ppl"]) / (_finite(models["teacher"]["ppl"]) or 1.0)
-        axis.barh(y, ratio, height=0.72 / len(names), color=colours[name])
-    axis.axvline(1, color=INK, lw=0.9, ls=(0, (4, 3)))
-    _names(axis, list(domains))
-    axis.xaxis.set_major_formatter(lambda value, _: f"{value:g} ×")
-
-
-def _grouped(domains: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[str, float, Mapping[str, Any]]]:
-    """Yield student, height on the axis and the text's figures by model: a group of bars for each text."""
+def _by_text(
+    axis: Any, domains: Mapping[str, Any], names: Sequence[str], colours: Mapping[str, str], figure: str
+) -> None:
+    """Draw each student's KL, or its perplexity over the teacher's: texts alone differ far more than models do."""
+    axis.set_title("KL by text, nats a token" if figure == "kl" else "Perplexity over the teacher's, by text")
     step = 0.8 / len(names)
-    for i, models in enumerate(domains.values()):
-        for place, name in enumerate(names):
-            yield name, i - 0.4 + step * (place + 0.5), models
+    for (i, models), (place, name) in itertools.product(enumerate(domains.values()), enumerate(names)):
+        y, value = i - 0.4 + step * (place + 0.5), _finite(models[name][figure])
+        value = value if figure == "kl" else value / (_finite(models["teacher"]["ppl"]) or 1.0)
+        axis.barh(y, value, height=0.72 / len(names), color=colours[name])
+        if figure == "kl":
+            _limits(axis, y, models[name]["interval"]["kl"], lw=0.9)
+    _names(axis, list(domains))
+    if figure == "kl":
+        axis.set_xlim(0, None)
+    else:
+        axis.axvline(1, color=INK, lw=0.9, ls=(0, (4, 3)))
+        axis.xaxis.set_major_formatter(lambda value, _: f"{value:g} ×")
 
 
 def _generation(axis: Any, generation: Mapping[str, Any], colours: Mapping[str, str]) -> None:

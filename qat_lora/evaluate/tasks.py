@@ -40,13 +40,7 @@ def check_tasks(config: TasksConfig) -> Any:
 
 
 def run_tasks(
-    module: Any,
-    tokenizer: Any,
-    config: TasksConfig,
-    manager: Any,
-    batch_size: int,
-    max_length: int | None,
-    seed: int = 0,
+    module: Any, tokenizer: Any, config: TasksConfig, manager: Any, batch_size: int, max_length: int | None, seed: int
 ) -> dict[str, dict[str, float]]:
     """Return the harness's metrics of a transformers model by task, `acc` and `acc_stderr` for example.
 
@@ -60,16 +54,9 @@ def run_tasks(
             pretrained=module, tokenizer=tokenizer, backend="causal", batch_size=batch_size, max_length=max_length
         )
         try:
-            found = harness.simple_evaluate(
-                model=model,
-                tasks=list(config.tasks),
-                task_manager=manager,
-                limit=config.task_limit,
-                num_fewshot=config.task_shots,
-                bootstrap_iters=0,
-                log_samples=False,
-                fewshot_random_seed=seed,
-            )
+            asked: dict[str, Any] = {"limit": config.task_limit, "num_fewshot": config.task_shots, "bootstrap_iters": 0}
+            asked |= {"tasks": list(config.tasks), "fewshot_random_seed": seed, "log_samples": False}
+            found = harness.simple_evaluate(model=model, task_manager=manager, **asked)
         except Exception as error:  # a task is its author's program on data from elsewhere
             if is_out_of_memory(error):
                 raise

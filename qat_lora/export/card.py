@@ -40,15 +40,12 @@ class Card:
     origin: Origin
     base_sha256: str
     bits_per_weight: float | None
-    result: Mapping[str, Any]
-    """What the export measured, as in its result.json."""
+    result: Mapping[str, Any]  # what the export measured, as in its result.json
     command: str
     notes: Sequence[str] = ()
-    scores: str | None = None
-    """A Markdown table."""
+    scores: str | None = None  # a Markdown table
     license: str | None = None
-    adapter: bool = False
-    """Whether there is an adapter beside the base."""
+    adapter: bool = False  # whether there is an adapter beside the base
 
 
 def read_origin(config: Any, adapter: Path | None) -> Origin:
@@ -67,11 +64,7 @@ def read_origin(config: Any, adapter: Path | None) -> Origin:
 
 
 def cache_of_run(adapter: Path | None) -> str | None:
-    """Return the KD cache that the run of an adapter names in its config.yaml, None where there is no such name.
-
-    Raises:
-        DamagedFileError: the file of one of our runs cannot be read.
-    """
+    """Return the KD cache that an adapter's run names, None without one; DamagedFileError: a run of ours is damaged."""
     run = adapter.parent / "config.yaml" if adapter is not None else None
     if run is None or not run.is_file():
         return None
@@ -100,19 +93,14 @@ def _dataset(described: str) -> str:
 
 
 def read_scores(folder: str) -> str:
-    """Return an evaluation's scores as a Markdown table.
-
-    Raises:
-        ConfigError: the folder holds none.
-    """
+    """Return an evaluation's scores as a Markdown table; ConfigError: the folder holds none."""
     file = Path(folder) / "scores.json"
     check_listed(file)
     try:
         return markdown_table(table_rows(json.loads(file.read_text(encoding="utf-8"))))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise ConfigError(
-            f"scores: {file} holds no scores ({error}); give the folder of a `qat-lora eval` run"
-        ) from None
+        remedy = "give the folder of a `qat-lora eval` run"
+        raise ConfigError(f"scores: {file} holds no scores ({error}); {remedy}") from None
 
 
 def labelled(result: Mapping[str, Any]) -> dict[str, str]:
@@ -166,6 +154,5 @@ def check_model_card(card: Path) -> None:
     except (OSError, UnicodeDecodeError, ConfigError) as error:
         raise ModelError(f"card: {card} cannot be read ({error}); `qat-lora export` writes one") from None
     if not isinstance(front, dict) or "license" not in front:
-        raise ModelError(
-            f"card: {card} names no licence in its front matter; `qat-lora export --license NAME` writes it"
-        )
+        remedy = "`qat-lora export --license NAME` writes it"
+        raise ModelError(f"card: {card} names no licence in its front matter; {remedy}")

@@ -27,12 +27,7 @@ PORTABLE = (2, 4, 8)  # widths that every version of compressed-tensors packs al
 
 
 def plan(job: ExportJob) -> ExportPlan:
-    """Return what writes a student's packed base and, beside it, its adapter.
-
-    Raises:
-        ModelError: the model has no quantised layer.
-        ConfigError: `container_bits` is too small for exact codes.
-    """
+    """Return what writes a student's packed base and, beside it, its adapter; raises as `to_integers`."""
     module = job.student.model.module
     found = to_integers(module, job.container_bits)
     write = with_adapter(job, lambda out: save_compressed(module, found, out, job.dtype))
@@ -53,9 +48,7 @@ model = PeftModel.from_pretrained(base, "adapter")"""
 def to_integers(module: Any, container_bits: int | None) -> dict[str, Integers]:
     """Return every quantised layer as integers: of their own width, or of the least portable one that holds the codes.
 
-    Raises:
-        ModelError: the model has no quantised layer.
-        ConfigError: the user's `container_bits` are too few for exact codes.
+    ModelError: the model has no quantised layer; ConfigError: the user's `container_bits` are too few for exact codes.
     """
     found = {}
     for name, layer in packable(module).items():
@@ -71,9 +64,7 @@ def to_integers(module: Any, container_bits: int | None) -> dict[str, Integers]:
 def save_compressed(module: Any, found: dict[str, Integers], out: Path, dtype: str) -> None:
     """Write config and tensors of a model without its adapter: layers in `found` packed, all others in `dtype`.
 
-    Raises:
-        MissingExtraError: compressed-tensors is not installed.
-        ModelError: a weight or step is NaN or infinite.
+    MissingExtraError: compressed-tensors is not installed; ModelError: a weight or step is NaN or infinite.
     """
     packing = require("compressed_tensors.compressors.pack_quantized.helpers", "export")
 

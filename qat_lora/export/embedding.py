@@ -51,11 +51,7 @@ def head_importance(model: CausalLM, batches: Iterable[Batch] | None) -> Tensor:
 
 
 def quantized_table(weight_VH: Tensor, spec: QuantSpec, importance_H: Tensor | None) -> QuantizedWeight:
-    """Return a table on the grid of `spec`, some rows at a time; scales must be by group.
-
-    Raises:
-        ConfigError: a weight that is not finite or too large.
-    """
+    """Return a table on the grid of `spec`, with scales by group; ConfigError: a weight not finite or too large."""
     moment = None if importance_H is None else torch.diag(importance_H.to(weight_VH.device))
     parts = weight_VH.detach().split(max(1, PIECE // weight_VH.shape[1]))
     return QuantizedWeight.joined([quantize_weight(part, spec, "mse", moment) for part in parts])

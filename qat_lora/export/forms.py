@@ -22,34 +22,27 @@ from qat_lora.models.student import Student
 class ExportJob:
     """The student to export and the settings of the form."""
 
-    name: str
-    """The student as the user named it."""
+    name: str  # the student as the user named it
     student: Student
-    adapter: Path | None
-    """Folder of its adapter."""
+    adapter: Path | None  # folder of its adapter
     tokenizer: Any
-    dtype: str
-    """Of all tensors that have no type of their own: a key of `models.load.DTYPES`."""
+    dtype: str  # of all tensors that have no type of their own: a key of `models.load.DTYPES`
     container_bits: int | None = None
     exact_only: bool = False
-    embedding_bits: float | None = None
-    """Bits of the embedding and of an LM head without codes; None for as they are."""
-    importance: Callable[[], Tensor] | None = None
-    """Mean square of what the LM head reads, [H], by `embedding.head_importance`."""
+    embedding_bits: float | None = None  # of the embedding and of an LM head without codes; None for as they are
+    importance: Callable[[], Tensor] | None = None  # `embedding.head_importance`: mean square of what the LM head reads
 
 
 @dataclass(frozen=True)
 class ExportPlan:
     """What an export will write, once everything that could be refused has been checked."""
 
-    write: Callable[[Path], None]
-    """Fills an empty folder; the command adds tokenizer, model card and checksums."""
+    write: Callable[[Path], None]  # fills an empty folder; the command adds tokenizer, model card and checksums
+    # Quantised layers as the container holds them, None for one that is written dense.
     containers: Mapping[str, Container | None] = field(default_factory=dict)
-    """Quantised layers as the container holds them; None for a layer that is written dense."""
-    notes: tuple[str, ...] = ()
-    """For the model card and the terminal."""
+    notes: tuple[str, ...] = ()  # for the model card and the terminal
+    # Embedding and LM head as the container holds them, where the export quantised them.
     tables: Mapping[str, Container] = field(default_factory=dict)
-    """Embedding and LM head as the container holds them, where the export quantised them."""
 
 
 def display_name(path: str) -> str:
@@ -64,12 +57,9 @@ class Form(NamedTuple):
     module: str
     """Has `plan(job) -> ExportPlan`, and `usage(adapter) -> str`: the Python that loads an export with or without an
     adapter, run in its folder with nothing before it (tests and `benchmarks/consumers.py` run it)."""
-    library: str
-    """`library_name` on the model card."""
-    needs: str = ""
-    """Package of the extra `export`."""
-    dtype: str = ""
-    """Type of the dense tensors where the user names none; empty: the full-precision model's."""
+    library: str  # `library_name` on the model card
+    needs: str = ""  # package of the extra `export`
+    dtype: str = ""  # of the dense tensors where the user names none; empty: the full-precision model's
 
     def plan(self, job: ExportJob) -> ExportPlan:
         """Check everything that may be refused, by a QatLoraError, and return what will be written."""

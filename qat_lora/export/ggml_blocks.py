@@ -38,10 +38,8 @@ class Blocks:
     """A weight [O, I] in the bytes of a GGML type."""
 
     kind: str
-    data: np.ndarray
-    """uint8 [O, bytes of a row]."""
-    error: float = 0.0
-    """Frobenius norm of the weight's change over the weight's own; 0 where the bytes are exact."""
+    data: np.ndarray  # uint8 [O, bytes of a row]
+    error: float = 0.0  # Frobenius norm of the weight's change over the weight's own; 0 where the bytes are exact
 
     def dense(self) -> Tensor:
         """Return the weight as the gguf library decodes it, float32 [O, I]."""
@@ -98,11 +96,7 @@ def with_error(blocks: Blocks, weight_OI: Tensor) -> Blocks:
 
 
 def float_blocks(weight: Tensor, dtype: str, label: str = "embedding") -> Blocks:
-    """Return a tensor in a dense type; `label` is its name in errors.
-
-    Raises:
-        ModelError: a number that is not finite in that type.
-    """
+    """Return a tensor in a dense type; ModelError, under its `label`: a number that is not finite in that type."""
     kind = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[dtype]
     tensor = weight.detach().cpu().to(getattr(torch, dtype)).contiguous()
     check_finite({label: tensor}, f"GGUF as {dtype}")
@@ -112,16 +106,16 @@ def float_blocks(weight: Tensor, dtype: str, label: str = "embedding") -> Blocks
 def plain_blocks(integers: Integers, two_bits: bool = False) -> Blocks:
     """Return integers as Q8_0, Q4_0 or (`two_bits`, where groups allow it) Q2_0: a float16 step, then the codes."""
     codes, size = integers.codes_OI.cpu(), integers.group_size
+    kind, block, steps = "Q8_0" if integers.bits > 4 else "Q4_0", BLOCK, integers.steps_OG.cpu()
     if two_bits and size % 64 == 0:
-        packed, block, sign = pack((1 - codes).reshape(-1, 64).to(torch.uint8), 2).numpy(), 64, -1
-        kind = "Q2_0"
-    elif integers.bits > 4:
-        kind, block, sign, packed = "Q8_0", BLOCK, 1, codes.reshape(-1, BLOCK).numpy().view(np.uint8)
+        kind, block, steps = "Q2_0", 64, -steps
+        packed = pack((1 - codes).reshape(-1, 64).to(torch.uint8), 2).numpy()
+    elif kind == "Q8_0":
+        packed = codes.reshape(-1, BLOCK).numpy().view(np.uint8)
     else:
-        kind, block, sign = "Q4_0", BLOCK, 1
         packed = _interleaved((codes + 8).reshape(-1, BLOCK).numpy().view(np.uint8), 1, 4)
-    steps = (sign * integers.steps_OG.cpu()).repeat_interleave(size // block, dim=1)
-    return Blocks(kind, np.hstack([_halves(steps), packed]).reshape(len(codes), -1))
+    halves = _halves(steps.repeat_interleave(size // block, dim=1))
+    return Blocks(kind, np.hstack([halves, packed]).reshape(len(codes), -1))
 
 
 def k_quant(kind: str, layer: QuantLinear) -> np.ndarray:

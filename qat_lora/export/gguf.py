@@ -46,9 +46,8 @@ FILE_TYPES = {
 def plan(job: ExportJob) -> ExportPlan:
     """Return what writes a student as `base.gguf` and, where it has an adapter, `adapter.gguf`.
 
-    Raises:
-        ModelError: an architecture or a tokenizer that is not supported.
-        ConfigError: a width that no block divides, where the embedding is to be quantised.
+    ModelError: an architecture or a tokenizer that is not supported.
+    ConfigError: a width that no block divides, where the embedding is to be quantised.
     """
     model = job.student.model
     check_model(job)
@@ -59,11 +58,12 @@ def plan(job: ExportJob) -> ExportPlan:
     def write(out: Path) -> None:
         save_base(model, {**found, **tables}, job.tokenizer, out / BASE, job.dtype, name)
         if lora_layers(model.module):
-            save_lora(model, out / ADAPTER, name)
+            save_lora(model, out / ADAPTER, name, bits=8)
 
     notes = [
         "llama.cpp rounds activations to 8 bits in its products with quantised weights on a CPU; the weights are these",
         *gguf_model.notes(model),
+        *(["the adapter's factors are Q8_0 where blocks divide their rows"] if lora_layers(model.module) else []),
     ]
     if dense := [layer for layer, blocks in found.items() if blocks is None]:
         notes.append(f"{len(dense)} quantised layers are stored dense, since no block holds them")
@@ -82,8 +82,7 @@ model = Llama("{BASE}"{argument})"""
 def check_model(job: ExportJob) -> None:
     """Refuse what cannot be written before anything is.
 
-    Raises:
-        ModelError: an architecture, a layer or a tokenizer that is not supported.
+    ModelError: an architecture, a layer or a tokenizer that is not supported.
     """
     model = job.student.model
     architecture(model)
@@ -95,8 +94,7 @@ def check_model(job: ExportJob) -> None:
 def table_blocks(job: ExportJob) -> dict[str, Blocks]:
     """Return the embedding and the LM head, where they hold no codes, by name, on the grid of `embedding_bits`.
 
-    Raises:
-        ConfigError: a width that no block divides.
+    ConfigError: a width that no block divides.
     """
     model, found = job.student.model, {}
     lm_head = model.module.get_output_embeddings()
@@ -133,9 +131,8 @@ def save_base(
 
     Layers and tables of which `found` has blocks are those, vectors float32, and all other tensors of type `dtype`.
 
-    Raises:
-        ModelError: an architecture or tokenizer that cannot be written, or a number that the type cannot hold.
-        MissingExtraError: gguf is not installed.
+    ModelError: an architecture or tokenizer that cannot be written, or a number that the type cannot hold.
+    MissingExtraError: gguf is not installed.
     """
     gguf = require("gguf", "export")
     writer = gguf.GGUFWriter(file, architecture(model).name)
@@ -170,12 +167,13 @@ def _tensors(model: CausalLM, found: Mapping[str, Blocks | None], dtype: str) ->
         yield label, float_blocks(tensor, "float32", label)
 
 
-def save_lora(model: CausalLM, file: Path, name: str) -> None:
-    """Write a model's adapter as one GGUF file, factors as float16 (llama.cpp's `--lora`).
+def save_lora(model: CausalLM, file: Path, name: str, bits: int = 16) -> None:
+    """Write a model's adapter as one GGUF file (llama.cpp's `--lora`), factors as float16.
 
-    Raises:
-        ModelError: a factor that float16 cannot hold.
-        MissingExtraError: gguf is not installed.
+    With 8 `bits`, those whose rows are whole blocks are Q8_0, as llama.cpp's own converter of adapters writes them.
+
+    ModelError: a factor that float16 cannot hold.
+    MissingExtraError: gguf is not installed.
     """
     gguf = require("gguf", "export")
     layers = lora_layers(model.module)
@@ -183,14 +181,18 @@ def save_lora(model: CausalLM, file: Path, name: str) -> None:
     writer.add_type("adapter")
     writer.add_name(name)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
-    (alpha,) = {layer.scaling * layer.lora_A.shape[0] for layer in layers.values()}  # one adapter, one alpha
+    # One alpha for the file, over the rank of each layer; 0 stands for no scaling, which B then has.
+    alphas = {layer.scaling * layer.lora_A.shape[0] for layer in layers.values()}
+    alpha = alphas.pop() if len(alphas) == 1 else 0.0
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(alpha))
     for layer_name, layer in layers.items():
         order, label = gguf_model.row_order(model, layer_name), gguf_name(model, layer_name)
-        a, b = layer.lora_A.detach().cpu(), layer.lora_B.detach().cpu()
+        a, b = layer.lora_A.detach().cpu(), layer.lora_B.detach().cpu() * (1.0 if alpha else layer.scaling)
         for end, factor in (("a", a), ("b", b if order is None else b[order])):
             blocks = float_blocks(factor, "float16", f"{layer_name}.lora_{end.upper()}")
-            writer.add_tensor(f"{label}.weight.lora_{end}", blocks.data, raw_dtype=ggml_type("F16"))
+            if bits == 8 and factor.shape[1] % BLOCK == 0:
+                blocks = Blocks("Q8_0", gguf.quantize(factor.float().numpy(), ggml_type("Q8_0")))
+            writer.add_tensor(f"{label}.weight.lora_{end}", blocks.data, raw_dtype=ggml_type(blocks.kind))
     _finish(writer)
 
 

@@ -16,8 +16,7 @@ from qat_lora.layers.convert import merge
 def plan(job: ExportJob) -> ExportPlan:
     """Return what writes a student as one dense GGUF file of type `job.dtype`, merged in place.
 
-    Raises:
-        ModelError: an architecture or a tokenizer that is not supported.
+    ModelError: an architecture or a tokenizer that is not supported.
     """
     check_model(job)
     model = job.student.model

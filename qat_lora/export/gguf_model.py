@@ -60,8 +60,7 @@ ARCHITECTURES = {
 def architecture(model: CausalLM) -> Architecture:
     """Return what GGUF calls a model, once nothing in its settings would be computed otherwise.
 
-    Raises:
-        ModelError: an architecture that we do not write, or settings of it that llama.cpp does not have.
+    ModelError: an architecture that we do not write, or settings of it that llama.cpp does not have.
     """
     config = model.config
     if config.model_type not in ARCHITECTURES:
@@ -116,9 +115,8 @@ def _names(name: str, layers: int) -> Any:
 def gguf_name(model: CausalLM, layer: str) -> str:
     """Return GGUF's name of a layer, by the library's own table.
 
-    Raises:
-        ModelError: a layer that the architecture does not have.
-        MissingExtraError: gguf is not installed.
+    ModelError: a layer that the architecture does not have.
+    MissingExtraError: gguf is not installed.
     """
     names = _names(ARCHITECTURES[model.config.model_type].name, model.config.num_hidden_layers)
     if name := names.get_name(layer):

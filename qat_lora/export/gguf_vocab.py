@@ -56,8 +56,7 @@ class Vocabulary(NamedTuple):
 def vocabulary(tokenizer: Any, rows: int) -> Vocabulary:
     """Return a tokenizer's tables for a model with `rows` embeddings.
 
-    Raises:
-        ModelError: neither byte-level BPE with a known splitting rule nor SentencePiece's, or more tokens than rows.
+    ModelError: neither byte-level BPE with a known splitting rule nor SentencePiece's, or more tokens than rows.
     """
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     model = backend["model"]
@@ -158,8 +157,7 @@ def _space_prefix(backend: dict[str, Any]) -> bool:
 def _scores(merges: list[list[str]], vocab: dict[str, int], added: set[str]) -> dict[str, float]:
     """Return a score for each token that is made by a merge; it falls with the rank.
 
-    Raises:
-        ModelError: ranks that no score of the joint token can give.
+    ModelError: ranks that no score of the joint token can give.
     """
     found: dict[str, float] = {}
     pairs, last = {(left, right) for left, right in merges}, ""

@@ -28,11 +28,7 @@ PEFT_MODEL = '\nmodel = PeftModel.from_pretrained(model, "adapter")'
 
 
 def plan(job: ExportJob) -> ExportPlan:
-    """Return what writes a student's base in GPTQ's layout and, beside it, its adapter.
-
-    Raises:
-        ModelError: the model has no quantised layer, or one that the layout does not hold exactly.
-    """
+    """Return what writes a student's base in GPTQ's layout and, beside it, its adapter; raises as `to_gptq`."""
     module = job.student.model.module
     found = to_gptq(module)
     config = quantization_config(module, found)
@@ -61,11 +57,7 @@ model = GPTQModel.load(".", dtype=torch.float16).model{last}"""
 
 
 def to_gptq(module: Any) -> dict[str, Integers]:
-    """Return every quantised layer but the LM head as GPTQ holds it.
-
-    Raises:
-        ModelError: there is none, or one that it does not hold.
-    """
+    """Return every quantised layer but the LM head as GPTQ holds it; ModelError: there is none, or an inexact one."""
     found = {}
     for name, layer in packable(module).items():
         if LM_HEAD.search(name):

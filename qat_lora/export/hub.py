@@ -20,8 +20,7 @@ from qat_lora.models.adapter import CONFIG, read_adapter
 WEIGHTS = (".safetensors", ".gguf")
 TEXTS = (".json", ".jinja", ".md")
 SENT = {"merges.txt", "vocab.txt", "tokenizer.model", "SHA256SUMS", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE"}
-SENT |= {"Modelfile"}
-"""Other files that are sent, by their whole name."""
+SENT |= {"Modelfile"}  # other files that are sent, by their whole name
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz")
 _PICKLE = re.compile(rb"\x80[\x02-\x05]|PK\x03\x04")  # how pickles begin, and torch's archives of them
 _SECRET_NAME = re.compile(r"\.env(\..*)?|\.netrc|id_(rsa|dsa|ecdsa|ed25519)|.*\.(pem|key|p12|pfx|kdbx|keystore)", re.I)
@@ -31,10 +30,9 @@ _SECRET = re.compile(
     r"|\bsk-[\w-]{20,}|\bxox[abprs]-[\w-]{10,}|-----BEGIN [A-Z ]*PRIVATE KEY-----|://[^/\s:@\"]+:[^/\s:@\"]+@"
     r'|"(api_?key|access_token|auth_token|hf_token|password|secret\w*|private_key)"\s*:\s*"[^"]{8,}"'
 )
+# Pieces of a training text, in which anything may look like a secret.
 VOCABULARIES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model")
-"""Pieces of a training text, in which anything may look like a secret."""
-OURS = {MARK, LIST, "config.yaml", "metrics.jsonl"}
-"""Files of a run that say where it ran; they are not sent."""
+OURS = {MARK, LIST, "config.yaml", "metrics.jsonl"}  # files of a run that say where it ran; they are not sent
 CARD = "README.md"
 _PATH = re.compile(r'"(/[^"/]+/[^"]*|[A-Z]:\\\\[^"]*)"')  # in JSON
 
@@ -42,10 +40,8 @@ _PATH = re.compile(r'"(/[^"/]+/[^"]*|[A-Z]:\\\\[^"]*)"')  # in JSON
 def files_to_upload(folder: Path) -> dict[str, int]:
     """Return the files of a folder that would be sent, bytes by name: weights, settings, tokenizer and card.
 
-    Raises:
-        DamagedFileError: one of them is not what was written.
-        ModelError: the folder is missing, holds pickles, what looks like a secret, or a link, lacks a card or weights,
-            or an adapter that does not belong to the base beside it.
+    DamagedFileError: one of them is not what was written; ModelError: the folder is missing, holds pickles, what looks
+    like a secret, or a link, lacks a card or weights, or an adapter that does not belong to the base beside it.
     """
     if not folder.is_dir():
         raise ModelError(f"folder: there is no folder {folder}; make one with `qat-lora export`")
@@ -61,9 +57,8 @@ def files_to_upload(folder: Path) -> dict[str, int]:
         if path.name.startswith(".") or path.name in OURS:
             continue
         if _is_pickle(path):
-            raise ModelError(
-                f"folder: {name} may be pickled and run code when it is read; only safetensors and gguf go"
-            )
+            why = "may be pickled and run code when it is read"
+            raise ModelError(f"folder: {name} {why}; only safetensors and gguf go")
         if path.suffix in WEIGHTS + TEXTS or path.name in SENT:
             found[name] = path.stat().st_size
     if not any(name.endswith(WEIGHTS) for name in found):
@@ -91,10 +86,8 @@ def _check_adapter(folder: Path) -> None:
             continue
         info = read_adapter(adapter)
         if not (base / "config.json").is_file():
-            raise ModelError(
-                f"adapter: {adapter} would go without its base {info.base}; `qat-lora export --form adapter` puts both "
-                "into one folder"
-            )
+            remedy = "`qat-lora export --form adapter` puts both into one folder"
+            raise ModelError(f"adapter: {adapter} would go without its base {info.base}; {remedy}")
         if info.base_sha256 != checkpoint_sha256(base, info.base_sha256):
             raise ModelError(f"adapter: {adapter} does not belong to the base {base} beside it; export the pair again")
 
@@ -126,10 +119,7 @@ def upload(folder: Path, files: Iterable[str], repo: str, private: bool, api: An
     """Send files in one commit, so that a repository never shows a card without its weights; return its address.
 
     The repository is made if it is missing. `api` is a client of the Hub; default: `huggingface_hub.HfApi()`, with the
-    login of this machine.
-
-    Raises:
-        ModelError: the Hub refuses.
+    login of this machine. ModelError: the Hub refuses.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 

@@ -34,8 +34,7 @@ from qat_lora.quant.codes import decode, encode, first_value, pack, unpack
 from qat_lora.quant.scales import Meaning, mse_scale
 from qat_lora.quant.spec import SCALE_BITS, QuantSpec
 
-GROUPS = (128, 64, 32)
-"""Inputs of a group in MLX and in every reader of GPTQ."""
+GROUPS = (128, 64, 32)  # inputs of a group in MLX and in every reader of GPTQ
 REFIT_BITS = 4
 REFIT_GROUP = 32  # inputs of a group where codes are rounded again: llama.cpp's block, and a group that vLLM takes
 
@@ -54,17 +53,12 @@ class Container(Protocol):
 class Integers:
     """A weight [O, I] as integers times steps, plus biases where there are any."""
 
-    codes_OI: Tensor
-    """int8, -2^(bits-1) to 2^(bits-1) - 1; with biases uint8, from 0."""
-    steps_OG: Tensor
-    """float32 numbers that float16 holds."""
-    group_size: int
-    """Inputs that share a step; divides I."""
+    codes_OI: Tensor  # int8, -2^(bits-1) to 2^(bits-1) - 1; with biases uint8, from 0
+    steps_OG: Tensor  # float32 numbers that float16 holds
+    group_size: int  # inputs that share a step; divides I
     bits: int
-    error: float = 0.0
-    """Frobenius norm of the weight's change over the weight's own; 0 where the form is exact."""
-    biases_OG: Tensor | None = None
-    """float32 numbers that float16 holds, added after."""
+    error: float = 0.0  # Frobenius norm of the weight's change over the weight's own; 0 where the form is exact
+    biases_OG: Tensor | None = None  # float32 numbers that float16 holds, added after
 
     def dense(self) -> Tensor:
         """Return the weight, float32 [O, I]."""
@@ -115,10 +109,7 @@ def cut_group(layer: QuantLinear, allowed: tuple[int, ...] = ()) -> int | None:
 def as_integers(layer: QuantLinear, bits: int, group: int | None = None) -> Integers:
     """Return a layer as integers of `bits` bits: exact where its codes allow it, else rounded again.
 
-    Groups are as `cut_group` cuts them, or of size `group`, which divides those.
-
-    Raises:
-        ConfigError: codes that have an exact form, but not in so few bits.
+    `group` divides what `cut_group` gives. ConfigError: codes that have an exact form, but not in so few bits.
     """
     needed = needed_bits(layer.spec)
     if needed is None:
@@ -128,8 +119,7 @@ def as_integers(layer: QuantLinear, bits: int, group: int | None = None) -> Inte
     group = group or cut_group(layer)
     assert group is not None
     indices = unpack(layer.codes, layer.spec.bits, layer.in_features).to(torch.int16)
-    levels = 2**layer.spec.bits
-    doubled = layer.spec.code == "half"
+    levels, doubled = 2**layer.spec.bits, layer.spec.code == "half"
     codes = 2 * indices - (levels - 1) if doubled else indices - levels // 2
     steps = layer.meaning().scale.detach().expand(codes.shape)[:, ::group] / (2 if doubled else 1)
     return measured(Integers(codes.to(torch.int8), steps.half().float(), group, bits), layer.weight.detach())
@@ -137,9 +127,7 @@ def as_integers(layer: QuantLinear, bits: int, group: int | None = None) -> Inte
 
 def rounded(layer: QuantLinear, bits: int) -> Integers:
     """Return a layer's weight rounded to integers with the step of least squared error."""
-    weight = layer.weight.detach().float()
-    size = layer.in_features
-    group = math.gcd(REFIT_GROUP, size)
+    weight, group = layer.weight.detach().float(), math.gcd(REFIT_GROUP, layer.in_features)
     spec = QuantSpec(bits=bits, code="integer", sharing="group", group_size=group)
     values = torch.arange(2**bits, dtype=torch.float32, device=weight.device) - 2 ** (bits - 1)
     steps = mse_scale(weight, spec).half().float().clamp_min(2.0**-24)
@@ -213,10 +201,7 @@ def save_packed(
     """Write a model without its adapter: `parts` of what `found` holds, tensors of its `own`, all others in `dtype`.
 
     `entries` gives those of config.json that are not the model's own, from what is packed by its name in the file: a
-    matrix that is embedding and LM head has the embedding's.
-
-    Raises:
-        ModelError: a number is NaN or infinite in its type.
+    matrix that is embedding and LM head has the embedding's. ModelError: a number is NaN or infinite in its type.
     """
     tensors, packed = other_tensors(module, DTYPES[dtype]) | dict(own or {}), {}
     tied, layers = tied_embedding(module), quant_layers(module)

@@ -9,7 +9,8 @@ from pathlib import Path
 from qat_lora.errors import ModelError
 from qat_lora.export.forms import ExportJob, ExportPlan
 from qat_lora.layers.convert import lora_layers, merge, quant_layers
-from qat_lora.models.load import DTYPES, GENERATION, cast, copy_files, save_model
+from qat_lora.models.copies import GENERATION, copy_files
+from qat_lora.models.load import DTYPES, cast, save_model
 
 LOAD_TOKENIZER = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -19,12 +20,9 @@ tokenizer = AutoTokenizer.from_pretrained(".")
 
 
 def plan(job: ExportJob) -> ExportPlan:
-    """Return what writes a student as dense weights, merged in place.
+    """Return what writes a student as dense weights, merged in place; ModelError: nothing to merge.
 
     The model is in float32 and becomes `dtype` at the end: the sum of base and adapter is rounded once.
-
-    Raises:
-        ModelError: nothing to merge.
     """
     model = job.student.model
     if not quant_layers(model.module) and not lora_layers(model.module):

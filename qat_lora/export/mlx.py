@@ -24,27 +24,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from qat_lora.errors import ConfigError
+from qat_lora.export import integers as containers
 from qat_lora.export.embedding import dense_tables, quantized_table
 from qat_lora.export.forms import ExportJob, ExportPlan
-from qat_lora.export.integers import (
-    GROUPS,
-    REFIT_BITS,
-    REFIT_GROUP,
-    Integers,
-    affine,
-    cut_group,
-    measured,
-    packable,
-    rounded,
-    save_packed,
-    words,
-)
+from qat_lora.export.integers import Integers, affine, cut_group, measured, packable, rounded, save_packed
 from qat_lora.files.checksums import seal
 from qat_lora.files.finite import check_finite
 from qat_lora.layers.convert import block_of, lora_layers
 from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.models.adapter import CONFIG
-from qat_lora.models.load import GENERATION, CausalLM, copy_files
+from qat_lora.models.copies import GENERATION, copy_files
+from qat_lora.models.load import CausalLM
 from qat_lora.quant.codes import first_value, unpack
 from qat_lora.quant.spec import QuantSpec
 
@@ -56,18 +46,16 @@ ADAPTERS = "adapters"
 
 
 def plan(job: ExportJob) -> ExportPlan:
-    """Return what writes a student's base for MLX and, in `adapters/`, its adapter.
-
-    Raises:
-        ModelError: the model has no quantised layer.
-        ConfigError: a width that no group divides, where the embedding is to be quantised.
-    """
+    """Return what writes a student's base for MLX and, in `adapters/`, its adapter; raises as `to_mlx`, `to_tables`."""
     model = job.student.model
     found, tables = to_mlx(model.module), to_tables(job)
     whole = {**found, **tables}
 
     def write(out: Path) -> None:
-        save_packed(model.module, whole, tensors, out, job.dtype, entries, last_vectors(model.module))
+        # Vectors outside of all blocks, the norm before the LM head, are float32.
+        last = ((name, p) for name, p in model.module.named_parameters() if p.ndim == 1 and block_of(name) is None)
+        own = {name: p.detach().cpu().float() for name, p in last}
+        save_packed(model.module, whole, tensors, out, job.dtype, entries, own)
         copy_files(model.folder, out, GENERATION)
         if lora_layers(model.module):
             (out / ADAPTERS).mkdir()
@@ -75,7 +63,8 @@ def plan(job: ExportJob) -> ExportPlan:
 
     notes = ["checked with mlx-lm on a CPU; not run on Apple hardware"]
     if dense := [name for name, integers in found.items() if integers is None]:
-        notes.append(f"{len(dense)} quantised layers are stored dense: {REFIT_GROUP} does not divide their inputs")
+        why = f"{containers.REFIT_GROUP} does not divide their inputs"
+        notes.append(f"{len(dense)} quantised layers are stored dense: {why}")
     return ExportPlan(write, found, tuple(notes), tables)
 
 
@@ -89,39 +78,31 @@ model, tokenizer = load("."{argument})"""
 
 
 def to_mlx(module: Any) -> dict[str, Integers | None]:
-    """Return every quantised layer as MLX holds it, None where it holds no group of the layer's inputs.
-
-    Raises:
-        ModelError: the model has no quantised layer.
-    """
+    """Return every quantised layer as MLX holds it, None where no group divides its row; ModelError: there is none."""
     return {name: _of_layer(layer) for name, layer in packable(module).items()}
 
 
 def _of_layer(layer: QuantLinear) -> Integers | None:
     spec, size = layer.spec, layer.in_features
-    group = cut_group(layer, GROUPS)
+    group = cut_group(layer, containers.GROUPS)
     if group and spec.bits in WIDTHS and spec.sharing != "lowrank" and first_value(spec) is not None:
         found = affine(unpack(layer.codes, spec.bits, size), spec, layer.meaning(), group)
         return measured(found, layer.weight.detach())
-    if size % REFIT_GROUP:
+    if size % containers.REFIT_GROUP:
         return None
-    return rounded(layer, next(width for width in WIDTHS if width >= max(REFIT_BITS, spec.bits))).with_biases()
+    least = max(containers.REFIT_BITS, spec.bits)
+    return rounded(layer, next(width for width in WIDTHS if width >= least)).with_biases()
 
 
 def to_tables(job: ExportJob) -> dict[str, Integers]:
-    """Return the embedding and the LM head, where they hold no codes, by name, in `embedding_bits`.
-
-    Raises:
-        ConfigError: a width that no group divides.
-    """
+    """Return embedding and LM head without codes, by name, in `embedding_bits`; ConfigError: no group divides one."""
     module, found = job.student.model.module, {}
     for name, table in dense_tables(module).items() if job.embedding_bits in TABLES else ():
         weight = table.weight.detach()
         group = next((size for size in TABLE_GROUPS if weight.shape[1] % size == 0), None)
         if group is None:
-            raise ConfigError(
-                f"embedding_bits: groups of {TABLE_GROUPS[-1]} do not divide the width {weight.shape[1]}; give 16"
-            )
+            fault = f"groups of {TABLE_GROUPS[-1]} do not divide the width {weight.shape[1]}"
+            raise ConfigError(f"embedding_bits: {fault}; give 16")
         spec = QuantSpec(bits=TABLES[job.embedding_bits], code="asymmetric", sharing="group", group_size=group)
         is_head = table.weight is module.get_output_embeddings().weight
         quantised = quantized_table(weight, spec, job.importance() if job.importance and is_head else None)
@@ -133,7 +114,7 @@ def tensors(integers: Integers) -> dict[str, Tensor]:
     """Return a layer's tensors by MLX's names."""
     assert integers.biases_OG is not None
     return {
-        "weight": words(integers.codes_OI, integers.bits).view(torch.uint32),
+        "weight": containers.words(integers.codes_OI, integers.bits).view(torch.uint32),
         "scales": integers.steps_OG.half(),
         "biases": integers.biases_OG.half(),
     }
@@ -145,32 +126,21 @@ def entries(packed: dict[str, Integers]) -> dict[str, Any]:
     return dict.fromkeys(("quantization", "quantization_config"), {**next(iter(forms.values()), {}), **forms})
 
 
-def last_vectors(module: Any) -> dict[str, Tensor]:
-    """Return the vectors outside of all blocks, the norm before the LM head, in float32."""
-    last = ((name, p) for name, p in module.named_parameters() if p.ndim == 1 and block_of(name) is None)
-    return {name: parameter.detach().cpu().float() for name, parameter in last}
-
-
 def save_adapters(model: CausalLM, out: Path) -> None:
     """Write a model's adapter as mlx-lm trains them: factors [I, r] and [r, O] in float16, layers named in a block.
 
-    A layer that has no adapter in this block but in another gets one of zeros from mlx-lm.
-
-    Raises:
-        ModelError: a number that float16 does not hold.
+    mlx-lm gives layers zeros that have an adapter in other blocks, and takes ranks by layer from the factors.
+    ModelError: a number that float16 does not hold.
     """
     layers = lora_layers(model.module)
-    ((rank, scale),) = {(layer.lora_A.shape[0], layer.scaling) for layer in layers.values()}  # one adapter, one rank
+    rank, scale = max((layer.lora_A.shape[0], layer.scaling) for layer in layers.values())  # all have one scale
     factors = {}
     for name, layer in layers.items():
         factors[f"{name}.lora_a"] = layer.lora_A.detach().cpu().half().T.contiguous()
         factors[f"{name}.lora_b"] = layer.lora_B.detach().cpu().half().T.contiguous()
     keys = {name.removeprefix(f"{block_of(name)}.") for name in layers}
-    settings = {
-        "fine_tune_type": "lora",
-        "num_layers": model.config.num_hidden_layers,
-        "lora_parameters": {"rank": rank, "scale": scale, "dropout": 0.0, "keys": sorted(keys)},
-    }
+    parameters = {"rank": rank, "scale": scale, "dropout": 0.0, "keys": sorted(keys)}
+    settings = {"fine_tune_type": "lora", "num_layers": model.config.num_hidden_layers, "lora_parameters": parameters}
     check_finite(factors, f"adapter for {out}")
     save_file(factors, out / "adapters.safetensors", metadata={"format": "mlx"})
     (out / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

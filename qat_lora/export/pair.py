@@ -16,17 +16,13 @@ from qat_lora.export.forms import ExportJob, ExportPlan, display_name
 from qat_lora.export.merged import LOAD_TOKENIZER
 from qat_lora.files.checksums import NOTE, TOKENIZER, check_folder, checkpoint_sha256, read_object, seal
 from qat_lora.models.adapter import CONFIG, WEIGHTS, read_adapter
-from qat_lora.models.load import GENERATION, copy_files, copy_tokenizer
+from qat_lora.models.copies import GENERATION, copy_files, copy_tokenizer
 
 BASE = "base"
 
 
 def plan(job: ExportJob) -> ExportPlan:
-    """Return what copies a student's adapter and base.
-
-    Raises:
-        ModelError: the student has no adapter.
-    """
+    """Return what copies a student's adapter and base; ModelError: the student has no adapter."""
     adapter, base = job.adapter, job.student.model.folder
     if adapter is None:
         raise ModelError(f"student: {job.name} has no adapter; give the folder of a `qat-lora recover` run")
@@ -43,11 +39,7 @@ model = PeftModel.from_pretrained(base, ".")"""
 
 
 def save_pair(adapter: Path, base: Path, out: Path) -> None:
-    """Copy an adapter and its base into one folder.
-
-    Raises:
-        ModelError: the adapter belongs to another base.
-    """
+    """Copy an adapter and its base into one folder; ModelError: the adapter belongs to another base."""
     info = read_adapter(adapter)
     check_folder(base)
     (out / BASE).mkdir(parents=True)

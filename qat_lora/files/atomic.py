@@ -15,7 +15,7 @@ import signal
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 from qat_lora.errors import OutputExistsError
 from qat_lora.files.folders import fsync, ours
@@ -36,43 +36,45 @@ def failpoint(name: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def temporary(path: Path) -> Path:
-    """Return the name under which `path` is written until it is whole."""
-    return path.with_name(f".{path.name}.tmp")
-
-
 def write_new(path: Path, chunks: Iterable[bytes | memoryview], kind: str) -> tuple[int, str]:
-    """Write a file that must not exist yet, so that it appears whole and stays; return its bytes and its sha256.
+    """Write a file that must not exist yet as `new_file` does; return its bytes and its sha256."""
+    digest, size = hashlib.sha256(), 0
+    with new_file(path, kind) as file:
+        for number, chunk in enumerate(chunks):
+            file.write(chunk)
+            digest.update(chunk)
+            size += len(chunk)
+            if number == 0:
+                file.flush()
+                failpoint(f"{kind}-started")
+    return size, digest.hexdigest()
+
+
+@contextlib.contextmanager
+def new_file(path: Path, kind: str) -> Iterator[BinaryIO]:
+    """Yield a file to fill; when the block ends well it appears whole under a name that must be free, and stays.
 
     FileExistsError: `path` is there already, untouched; OSError: disk full, no permission; nothing is left behind.
     """
-    partial = temporary(path)
+    partial = path.with_name(f".{path.name}.tmp")
     ours(partial), ours(path)
-    digest, size = hashlib.sha256(), 0
     try:
         with open(partial, "xb") as file:
             failpoint(f"{kind}-opened")
-            for number, chunk in enumerate(chunks):
-                file.write(chunk)
-                digest.update(chunk)
-                size += len(chunk)
-                if number == 0:
-                    file.flush()
-                    failpoint(f"{kind}-started")
+            yield file
             failpoint(f"{kind}-written")
             file.flush()
             os.fsync(file.fileno())
         failpoint(f"{kind}-synced")
-        publish(partial, path)
+        _publish(partial, path)
         failpoint(f"{kind}-linked")
     finally:
         partial.unlink(missing_ok=True)
     fsync(path.parent)
     failpoint(f"{kind}-durable")
-    return size, digest.hexdigest()
 
 
-def publish(partial: Path, path: Path) -> None:
+def _publish(partial: Path, path: Path) -> None:
     """Give a file its final name; FileExistsError if there is such a file already, which is not touched."""
     try:
         os.link(partial, path)

@@ -64,9 +64,8 @@ class GGUFHeader:
 def read_header(file: Path) -> GGUFHeader:
     """Read the header of a GGUF file; its weights are not read.
 
-    Raises:
-        ModelError: no GGUF file, one that is cut off or a part of several, or a tensor of an unknown type.
-        MissingExtraError: gguf is not installed.
+    ModelError: no GGUF file, one that is cut off or a part of several, or a tensor of an unknown type.
+    MissingExtraError: gguf is not installed.
     """
     try:
         with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:

@@ -65,7 +65,7 @@ def stream_ids(
     ids = torch.zeros(1, max(total, row_length or 0), dtype=torch.int64)
     ids[0, : len(prompt_ids)] = torch.tensor(prompt_ids)
     last = torch.tensor([len(prompt_ids) - 1]).to(device)  # as data: a slice would write the number into the graph
-    hidden_B1H, cache = begin(model, ids.to(device))
+    hidden_B1H, cache = begin(model, ids.to(device), len(prompt_ids))
     hidden_B1H = hidden_B1H.index_select(1, last)
     for position in range(len(prompt_ids), total):
         logits = model.logits(hidden_B1H[:, 0])
@@ -105,14 +105,9 @@ def plain_prompt(tokenizer: Any, prompt: str) -> list[int]:
     return ids if tokenizer.bos_token_id is None else [tokenizer.bos_token_id, *ids]
 
 
-def has_template(tokenizer: Any) -> bool:
-    """Return whether the tokenizer has a chat template."""
-    return bool(getattr(tokenizer, "chat_template", None))
-
-
 def chat_prompt(tokenizer: Any, messages: list[Message]) -> list[int]:
     """Return the ids of a chat up to the assistant's answer; TextError without a chat template, or if it refuses."""
-    if not has_template(tokenizer):
+    if not getattr(tokenizer, "chat_template", None):
         instead = "leave --chat out, and the text is continued as it is"
         raise TextError(f"chat: the tokenizer has no chat template; {instead}")
     text = render_chat(tokenizer, "chat", messages, prompt=True)
@@ -154,7 +149,8 @@ def _ours(name: str, hub: HubConfig, run: RunConfig, runtime: Runtime) -> Backen
         return stream_text(tokenizer, until_end(tokens, tokenizer.eos_token_id))
 
     encoders = partial(plain_prompt, tokenizer), partial(chat_prompt, tokenizer)
-    return Backend(runtime.description, model.max_positions, has_template(tokenizer), *encoders, stream)
+    templated = bool(getattr(tokenizer, "chat_template", None))
+    return Backend(runtime.description, model.max_positions, templated, *encoders, stream)
 
 
 def _llama_cpp(folder: Path) -> Backend:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from qat_lora.errors import ConfigError, ModelError
 from qat_lora.layers.lora import Factors, LoraConfig, LoraLinear, share_inputs
-from qat_lora.layers.quant_linear import QuantLinear, Rounded, dense_linear, join_dense
+from qat_lora.layers.quant_linear import QuantLinear, dense_linear, join_dense
 from qat_lora.layers.tied_embedding import TiedEmbedding, embedding_of, tie_embedding, untie_embedding
 from qat_lora.quant.presets import MLP, Preset
 from qat_lora.quant.spec import QuantSpec
@@ -36,8 +36,7 @@ def block_of(name: str) -> str | None:
 def linear_layers(model: nn.Module, lm_head: bool = False) -> Iterator[tuple[str, nn.Linear]]:
     """Yield the linear layers of a model by name, without those inside adapters; or its LM head instead.
 
-    Raises:
-        ModelError: the model keeps its weights in GPT-2 style `Conv1D` modules.
+    ModelError: the model keeps its weights in GPT-2 style `Conv1D` modules.
     """
     for name, module in model.named_modules():
         if type(module).__name__ == "Conv1D":
@@ -52,8 +51,7 @@ def linear_layers(model: nn.Module, lm_head: bool = False) -> Iterator[tuple[str
 def quantize_targets(model: nn.Module, preset: Preset) -> dict[str, QuantSpec]:
     """Return the layers that a preset quantises, with their specs, in the model's order.
 
-    Raises:
-        ConfigError: a rule that reaches no layer, or an LM head to be quantised in a model without one.
+    ConfigError: a rule that reaches no layer, or an LM head to be quantised in a model without one.
     """
     layers = [name for name, module in linear_layers(model) if not isinstance(module, QuantLinear)]
     for pattern, spec in preset.rules:
@@ -82,10 +80,9 @@ def _matrices(model: nn.Module) -> dict[str, int]:
 def check_reach(model: nn.Module, preset: Preset) -> dict[str, QuantSpec]:
     """Return `quantize_targets`; refuse a model of which they are only a part, unless `--keep` asked for that.
 
-    Raises:
-        ModelError: more than `MOST_LEFT` of the weights of its blocks would stay as they are, as the experts of a
-            mixture do that are stacked in one parameter.
-        ConfigError: what `quantize_targets` refuses.
+    ModelError: more than `MOST_LEFT` of the weights of its blocks would stay as they are, as the experts of a
+        mixture do that are stacked in one parameter.
+    ConfigError: what `quantize_targets` refuses.
     """
     targets, matrices = quantize_targets(model, preset), _matrices(model)
     keep = [pattern for pattern, spec in preset.rules if spec is None]
@@ -123,8 +120,7 @@ def make_quant_skeleton(model: nn.Module, preset: Preset) -> None:
 def put_quantized(model: nn.Module, name: str, layer: QuantLinear) -> None:
     """Replace a linear layer by a quantised one, and with it the embedding that is tied to it.
 
-    Raises:
-        ConfigError: the embedding cannot look its rows up in codes.
+    ConfigError: the embedding cannot look its rows up in codes.
     """
     linear = model.get_submodule(name)
     assert isinstance(linear, nn.Linear)
@@ -151,17 +147,22 @@ def lora_layers(model: nn.Module) -> dict[str, LoraLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
 
 
-def add_lora(model: nn.Module, config: LoraConfig, start: Mapping[str, Factors] | None = None) -> dict[str, LoraLinear]:
+def add_lora(
+    model: nn.Module,
+    config: LoraConfig,
+    start: Mapping[str, Factors] | None = None,
+    ranks: Mapping[str, int] | None = None,
+) -> dict[str, LoraLinear]:
     """Put an adapter on every target layer, freeze everything else, and return the adapters.
 
     Args:
         model: the student; its linear layers may be quantised or not.
         config: rank, scaling and targets.
         start: low-rank starts by layer name; layers without one start with no correction.
+        ranks: by layer name, of the only layers that get an adapter; all scale by the config's alpha over its rank.
 
-    Raises:
-        ConfigError: the target pattern matches nothing, or is no regular expression; a rank beyond a layer's size.
-        ModelError: the model has adapters already, or lacks a layer that a start is for.
+    ConfigError: the target pattern matches nothing, or is no regular expression; a rank beyond a layer's size.
+    ModelError: the model has adapters already, or lacks a layer that a start is for.
     """
     if lora_layers(model):
         raise ModelError("model: has recovery adapters already; load the base without them")
@@ -171,22 +172,24 @@ def add_lora(model: nn.Module, config: LoraConfig, start: Mapping[str, Factors] 
     except re.error as error:
         raise ConfigError(f"lora_targets: {pattern!r} is not a regular expression ({error})") from None
     layers = dict(linear_layers(model))
-    targets = [name for name in layers if match.search(name)]
+    given = dict.fromkeys(layers, config.rank) if ranks is None else ranks
+    targets = {name: given[name] for name in layers if match.search(name) and name in given}
     if not targets:
-        raise ConfigError(f"lora_targets: {pattern!r} matches no linear layer; there are: {_some(list(layers))}")
+        why = "its target size left no layer an adapter" if ranks == {} else f"{pattern!r} matches no linear layer"
+        raise ConfigError(f"lora_targets: {why}; there are: {_some(list(layers))}")
     unknown = sorted(set(start or {}) - set(layers))
     if unknown:
         raise ModelError(f"start: holds corrections for layers that the model lacks: {_some(unknown)}")
-    for name in targets:
+    for name, rank in targets.items():
         most = min(layers[name].in_features, layers[name].out_features)
-        if config.recovery_r > most:
+        if rank > most:
             raise ConfigError(
-                f"recovery_r: {config.recovery_r} is more than {name} can have ({layers[name].in_features} inputs, "
+                f"recovery_r: {rank} is more than {name} can have ({layers[name].in_features} inputs, "
                 f"{layers[name].out_features} outputs); give {most} or less, or choose other --lora-targets"
             )
     model.requires_grad_(False)
-    for name in targets:
-        layer = LoraLinear(layers[name], config.recovery_r, config.alpha, config.dropout)
+    for name, rank in targets.items():
+        layer = LoraLinear(layers[name], rank, config.alpha * (rank / config.rank), config.dropout)
         if start and name in start:
             layer.start_from(start[name])
         model.set_submodule(name, layer)
@@ -209,16 +212,13 @@ def merge(model: nn.Module) -> nn.Module:
 
 
 def prepare_base(model: nn.Module, train_scales: bool, dtype: torch.dtype | None = None) -> dict[str, nn.Parameter]:
-    """Let the scales of every quantised layer train, and return them; or else form each weight once, in `dtype`.
-
-    A weight whose codes train already is formed anew in every forward.
-    """
+    """Let the scales of every quantised layer train, and return them; or else form each weight once, in `dtype`."""
     trained: dict[str, nn.Parameter] = {}
     for name, layer in quant_layers(model).items():
         if train_scales:
             layer.train_scales()
             trained |= {f"{name}.{part}": scale for part, scale in layer.named_scales().items()}
-        elif not isinstance(layer.source, Rounded):
+        else:
             layer.hold_dense(dtype)
     for shared in dict.fromkeys(adapter.shared for adapter in lora_layers(model).values() if adapter.shared):
         join_dense([member.base for member in shared.members])

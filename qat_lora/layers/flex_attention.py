@@ -23,22 +23,23 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 BLOCK = 128  # tokens on either side of a tile; rows of other lengths than multiples have no block mask
 
 
-def document_block_mask(allowed_BLL: Tensor, document_ids_BL: Tensor, window: int | None = None) -> BlockMask:
+def document_block_mask(first_BL: Tensor) -> BlockMask:
     """Return the block mask of packed rows, without reading anything back; L is a multiple of `BLOCK`.
 
-    What each token may see, bool, is also said as a rule: earlier tokens of its document, fewer than `window` behind.
+    Every token sees from its `first` position, which never falls along a row, to its own.
     """
-    rows, length = document_ids_BL.shape
-    tiles = (rows, 1, length // BLOCK, BLOCK, length // BLOCK, BLOCK)
-    counts = allowed_BLL.view(tiles).sum((3, 5), dtype=torch.int32)
-    whole = counts == BLOCK * BLOCK
+    length = first_BL.shape[1]
+    tile = torch.arange(length // BLOCK, device=first_BL.device)
+    begin_BQ, end_BQ = first_BL[:, ::BLOCK] // BLOCK, first_BL[:, BLOCK - 1 :: BLOCK]
+    seen_BQK = (tile >= begin_BQ[:, :, None]) & (tile <= tile[:, None])
+    whole_BQK = (tile * BLOCK >= end_BQ[:, :, None]) & (tile < tile[:, None])
 
     def rule(row: Tensor, _of_head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        seen = (query >= key) & (document_ids_BL[row, query] == document_ids_BL[row, key])
-        return seen if window is None else seen & (query - key < window)
+        return (query >= key) & (key >= first_BL[row, query])
 
+    partial, whole = (seen_BQK & ~whole_BQK)[:, None], whole_BQK[:, None]
     return BlockMask.from_kv_blocks(
-        *_listed((counts > 0) & ~whole), *_listed(whole), BLOCK_SIZE=BLOCK, mask_mod=rule, seq_lengths=(length, length)
+        *_listed(partial), *_listed(whole), BLOCK_SIZE=BLOCK, mask_mod=rule, seq_lengths=(length, length)
     )
 
 

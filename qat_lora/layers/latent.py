@@ -2,9 +2,8 @@
 
 Codes cannot train, since rounding has no slope; so a float weight is kept as well, the *latent* weight, and the layer
 computes with the nearest code times its scale (`quant.fake_quantize`). `Latent` trains the weight itself, as
-EfficientQAT and ParetoQ do; `Position` the weight in units of its scale; `LatentChange` a low-rank change of it, as
-LR-QAT, with nothing to merge later: the codes of the sum *are* the result. An adapter outside is stronger at equal
-rank, and costs bits and time forever.
+EfficientQAT and ParetoQ do; `LatentChange` a low-rank change of it, as LR-QAT, with nothing to merge later: the codes
+of the sum *are* the result. An adapter outside is stronger at equal rank, and costs bits and time forever.
 
 A latent weight starts at the point of its code's cell that is nearest to the full-precision weight, not at that
 weight itself: rounding W again would throw away the codes of an error-compensated start before the first step.
@@ -40,14 +39,6 @@ class Latent(nn.Module):
     def forward(self, scale_OI: Tensor) -> Tensor:
         """Return the weight as it is before rounding."""
         return self.weight
-
-
-class Position(Latent):
-    """A position [O, I] among the code values that trains: no learning rate depends on how large the weights are."""
-
-    def forward(self, scale_OI: Tensor) -> Tensor:
-        """Return the weight as it is before rounding; a scale that trains leaves the codes as they are."""
-        return self.weight * scale_OI
 
 
 class LatentChange(nn.Module):

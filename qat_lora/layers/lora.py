@@ -29,7 +29,13 @@ _share = partial(option, min=0, max=math.nextafter(1, 0), refusal="is not a prob
 class LoraConfig:
     """Shape of the recovery adapter."""
 
-    recovery_r: int = option(16, "rank of the recovery adapter", unit="rank", min=1, refusal=_NO_RANK)
+    recovery_r: int | None = option(
+        None,
+        "rank of the adapter; default: 16, or by layer as --target-size chose",
+        unit="rank",
+        min=1,
+        refusal=_NO_RANK,
+    )
     recovery_alpha: float | None = option(
         None, "scaling numerator; the adapter counts alpha / rank", unit="default: rank", above=0
     )
@@ -38,9 +44,14 @@ class LoraConfig:
     dropout: float = _share(0.0, "dropout on the adapter's input while training", unit="probability")
 
     @property
+    def rank(self) -> int:
+        """The rank where layers have no ranks of their own."""
+        return self.recovery_r or 16
+
+    @property
     def alpha(self) -> float:
-        """The scaling numerator, the rank unless it was given."""
-        return float(self.recovery_r) if self.recovery_alpha is None else self.recovery_alpha
+        """The scaling numerator of that rank, the rank unless it was given."""
+        return float(self.rank) if self.recovery_alpha is None else self.recovery_alpha
 
 
 class Factors(NamedTuple):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.errors import ModelError
-from qat_lora.layers.latent import Latent, LatentChange, LookUp, Position, Range, nearest_start
+from qat_lora.layers.latent import Latent, LatentChange, LookUp, Range, nearest_start
 from qat_lora.quant.codes import code_values, decode, nearest, pack, packed_width, unpack
 from qat_lora.quant.fake_quantize import Gradient, as_stored, fake_quantize
 from qat_lora.quant.initialize import QuantizedWeight
@@ -274,8 +274,7 @@ class QuantLinear(nn.Linear):
     def train_range(self) -> Range:
         """Let scales and zero points train as the ends of their ranges (in float32); return those.
 
-        Raises:
-            ModelError: the codes have no zero points.
+        ModelError: the codes have no zero points.
         """
         if self.spec.code != "asymmetric":
             raise ModelError(f"ranges: a layer with {self.spec.code} codes has no zero points to train")
@@ -289,11 +288,7 @@ class QuantLinear(nn.Linear):
             self.source = Unpacked(self.code_values().detach())
 
     def train_table(self) -> None:
-        """Let the look-up table train (in float32).
-
-        Raises:
-            ModelError: the layer has none.
-        """
+        """Let the look-up table train (in float32); ModelError: the layer has none."""
         if self.spec.code != "lut":
             raise ModelError(f"lut: a layer with {self.spec.code} codes has no look-up table to train")
         self.values.requires_grad_(True)
@@ -301,12 +296,7 @@ class QuantLinear(nn.Linear):
             self.source = Indexed(unpack(self.codes, self.spec.bits, self.in_features))
 
     def train_weight(
-        self,
-        weight_OI: Tensor | None = None,
-        rank: int = 0,
-        alpha: float | None = None,
-        gradient: Gradient = "lsq",
-        in_scales: bool = False,
+        self, weight_OI: Tensor | None = None, rank: int = 0, alpha: float | None = None, gradient: Gradient = "lsq"
     ) -> Latent | LatentChange:
         """Let the codes train through a float weight, or through a low-rank change of it; return that.
 
@@ -315,7 +305,6 @@ class QuantLinear(nn.Linear):
             rank: of the change that trains; 0 trains the whole weight.
             alpha: scaling numerator of the change, which counts alpha / rank; default: rank.
             gradient: of weights beyond the range: none (`lsq`) or as inside (`ste`).
-            in_scales: the whole weight trains in units of its scale.
         """
         self.source = Packed()
         with torch.no_grad():
@@ -329,8 +318,7 @@ class QuantLinear(nn.Linear):
                 )
                 start = nearest_start(weight_OI.to(codes.device) + shift, codes, scale, self.book()) - shift
             start, scale = start.detach().clone(), away_from_zero(scale)
-            whole = Position(start / scale) if in_scales else Latent(start)
-            latent = LatentChange(start / scale, scale.abs().mean(), rank, alpha) if rank else whole
+            latent = LatentChange(start / scale, scale.abs().mean(), rank, alpha) if rank else Latent(start)
         self.source = Rounded(latent, gradient, None if self.spec.code == "lut" else self.book())
         return latent
 

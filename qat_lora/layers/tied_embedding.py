@@ -42,8 +42,7 @@ class TiedEmbedding(nn.Module):
 def embedding_of(model: nn.Module, lm_head: nn.Linear) -> str | None:
     """Return the name of the embedding that a full-precision LM head is tied to, None where it has its own weight.
 
-    Raises:
-        ConfigError: the embedding does more than look rows up, as Gemma's, which scales them.
+    ConfigError: the embedding does more than look rows up, as Gemma's, which scales them.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and module.weight is lm_head.weight:

@@ -37,8 +37,7 @@ OPTIONAL_ARRAYS = {"hybrid": ("tail_draw_ids",), "sampled": ("draw_ids",), "full
 """Keys of a batch that an estimator needs beyond top K and tail mass; a cache has them on request only."""
 _BUILD_FLAGS = {"tail_draw_ids": "--tail-draws 8", "draw_ids": "--draws 32", "teacher_hidden": "--hidden"}
 
-_weight = functools.partial(option, min=0, refusal="is not allowed; give 0 (off) or a number above 0")
-_count = functools.partial(option, min=1, refusal="is not allowed; give 1 or more")
+_weight = functools.partial(option, min=0)
 
 
 @settings
@@ -51,28 +50,21 @@ class ObjectiveConfig:
         "and draws from the tail), sampled (draws only), full (exact, from hidden states), or auto (hybrid where the "
         "cache has draws from the tail, else ghost)",
     )
-    draws: int | None = _count(
-        None, "with hybrid and sampled: use only the first of the cached draws; default: all", unit="draws"
+    draws: int | None = option(
+        None, "with hybrid and sampled: use only the first of the cached draws; default: all", unit="draws", min=1
     )
-    temperature: float = option(
-        1.0,
-        "softening of student and teacher; the cache must have been built with it",
-        above=0,
-        refusal="is not allowed; give a number above 0, such as 1 or 2",
-    )
+    temperature: float = option(1.0, "softening of student and teacher; the cache must be built with it", above=0)
     kd_weight: float = _weight(1.0, "weight of the distance to the cached teacher")
     ce_weight: float = _weight(0.0, "weight of the cross-entropy with the text's next token")
-    hard_top1_weight: float = _weight(
-        0.0, "weight of the cross-entropy with the teacher's likeliest token, at the start"
-    )
+    hard_top1_weight: float = _weight(0.0, "weight of the cross-entropy with the teacher's likeliest token, at first")
     hard_top1_end: float | None = _weight(None, "that weight at the end of training, linear in between; none: constant")
     hidden_weight: float = _weight(0.0, "weight of the relative squared error of the last hidden states")
     anchor_weight: float = _weight(
         0.0, "weight of the distance to the student as it was before training", alias="anchor_kl_weight"
     )
-    anchor_samples: int = _count(32, "training rows on which that student is remembered", unit="rows")
-    loss_chunk_mb: int | None = _count(
-        None, "logits that a device holds at once while the loss is computed; default: as it likes", unit="MiB"
+    anchor_samples: int = option(32, "training rows on which that student is remembered", unit="rows", min=1)
+    loss_chunk_mb: int | None = option(
+        None, "logits that a device holds at once while the loss is computed; default: as it likes", unit="MiB", min=1
     )
     loss_walk: Literal["auto", LossWalk] = option(
         "auto",
@@ -167,8 +159,7 @@ def objective_loss(
         weights: of this step, as numbers or `weight_tensors`; by default those at the start.
         teacher_lm_head: for estimator `full`.
 
-    Raises:
-        CacheError: the batch lacks the temperature, or an array that a term needs; names the build flag.
+    CacheError: the batch lacks the temperature, or an array that a term needs; names the build flag.
     """
     names = config.weights_at(0.0)
     weights = {name: w.reshape(()) if isinstance(w, Tensor) else w for name, w in (weights or names).items()}

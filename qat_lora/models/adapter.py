@@ -35,8 +35,6 @@ OFF: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "fan_in_fan_out": (False,),
     "modules_to_save": (None, []),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
 }
 
 
@@ -49,6 +47,8 @@ class AdapterInfo:
     base_sha256: str | None
     lora: LoraConfig
     tokenizer_sha256: str | None = None
+    ranks: dict[str, int] | None = None
+    """By layer, where they differ."""
 
 
 def save_adapter(model: nn.Module, lora: LoraConfig, out: Path, base: Path, base_sha256: str) -> None:
@@ -56,8 +56,7 @@ def save_adapter(model: nn.Module, lora: LoraConfig, out: Path, base: Path, base
 
     `base` is the folder of the checkpoint that they belong to; where `out` holds a `base`, the name it will have.
 
-    Raises:
-        ModelError: the model has no adapters, or one with numbers that float16 does not hold.
+    ModelError: the model has no adapters, or one with numbers that float16 does not hold.
     """
     layers = lora_layers(model)
     if not layers:
@@ -67,12 +66,17 @@ def save_adapter(model: nn.Module, lora: LoraConfig, out: Path, base: Path, base
         name: parameter.detach().cpu().half().contiguous()  # on the host: no graphs of its own on XLA
         for name, parameter in _factors(layers).items()
     }
+    ranks = {name: layer.lora_A.shape[0] for name, layer in layers.items()}
+    most = max(ranks.values())
+    alpha, differ = lora.alpha * (most / lora.rank), {name: rank for name, rank in ranks.items() if rank != most}
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(base),
-        "r": lora.recovery_r,
-        "lora_alpha": lora.alpha,
+        "r": most,
+        "lora_alpha": alpha,
+        "rank_pattern": differ,
+        "alpha_pattern": {name: alpha / most * rank for name, rank in differ.items()},
         "lora_dropout": lora.dropout,
         "target_modules": sorted(layers),
         "bias": "none",
@@ -124,9 +128,8 @@ def check_tokenizer(adapter: Path, base: Path) -> None:
 def read_adapter(folder: Path) -> AdapterInfo:
     """Read the settings of an adapter folder; its weights are compared with their checksum and not read.
 
-    Raises:
-        DamagedFileError: a file is not what was written.
-        ModelError: it is no PEFT LoRA folder, or one with settings that we would compute wrongly.
+    DamagedFileError: a file is not what was written.
+    ModelError: it is no PEFT LoRA folder, or one with settings that we would compute wrongly.
     """
     check_folder(folder, ours=(folder / NOTE).is_file())
     try:
@@ -139,17 +142,27 @@ def read_adapter(folder: Path) -> AdapterInfo:
         targets = config["target_modules"]
         if not isinstance(targets, list):
             raise ModelError(f"adapter: {folder} has target_modules = {targets!r}; only a list of names is supported")
+        ranks = _ranks(folder, config)
         note = read_object(folder / NOTE) if (folder / NOTE).is_file() else {}
         pattern = "|".join(rf"(^|\.){re.escape(name)}$" for name in targets)  # a name or its end, as in PEFT
         settings = {"recovery_r": config["r"], "recovery_alpha": config["lora_alpha"], "lora_targets": pattern}
         base, sums = config["base_model_name_or_path"], [note.get(f"{part}_sha256") for part in ("base", "tokenizer")]
         if not isinstance(base, str) or not all(isinstance(sha256, str | None) for sha256 in sums):
             raise ModelError(f"adapter: {folder} names its base as {base!r} with sha256 {sums}; all three are texts")
-        return AdapterInfo(folder, base, sums[0], from_dict(LoraConfig, settings), sums[1])
+        return AdapterInfo(folder, base, sums[0], from_dict(LoraConfig, settings), sums[1], ranks)
     except ModelError:
         raise
-    except (OSError, KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+    except (OSError, LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
         raise ModelError(f"adapter: {folder} is no PEFT folder ({error})") from None
+
+
+def _ranks(folder: Path, config: dict[str, Any]) -> dict[str, int] | None:
+    """Return the ranks of an adapter by layer, None where they are one; ModelError for patterns that are not ours."""
+    ranks, scaling = config.get("rank_pattern") or {}, config["lora_alpha"] / config["r"]
+    whole = {*ranks} <= {*config["target_modules"]} and all(type(rank) is int and rank > 0 for rank in ranks.values())
+    if not whole or (config.get("alpha_pattern") or {}) != {name: scaling * rank for name, rank in ranks.items()}:
+        raise ModelError(f"adapter: {folder} has rank_pattern and alpha_pattern of other layers or scalings than ours")
+    return dict.fromkeys(config["target_modules"], config["r"]) | ranks if ranks else None
 
 
 def _read_tensors(file: Path) -> dict[str, Tensor]:
@@ -164,8 +177,7 @@ def _read_tensors(file: Path) -> dict[str, Tensor]:
 def load_adapter(model: nn.Module, folder: Path, base_sha256: str) -> LoraConfig:
     """Put a saved adapter onto its base model, in place.
 
-    Raises:
-        ModelError: another base, tensors that do not fit the layers, or a missing or damaged file.
+    ModelError: another base, tensors that do not fit the layers, or a missing or damaged file.
     """
     info = read_adapter(folder)
     if info.base_sha256 is not None and info.base_sha256 != base_sha256:
@@ -174,7 +186,7 @@ def load_adapter(model: nn.Module, folder: Path, base_sha256: str) -> LoraConfig
             f"{base_sha256[:12]}); load it on {info.base}"
         )
     saved = _read_tensors(folder / WEIGHTS)
-    wanted = _factors(add_lora(model, info.lora))
+    wanted = _factors(add_lora(model, info.lora, ranks=info.ranks))
     if wanted.keys() != saved.keys():
         names = ", ".join(sorted(wanted.keys() ^ saved.keys())[:4])
         raise ModelError(f"adapter: {folder} does not fit the model's layers: {names}")
@@ -204,11 +216,7 @@ def starts_sha256(folder: Path) -> str | None:
 
 
 def load_starts(folder: Path) -> dict[str, Factors]:
-    """Read adapter starts, {} where the checkpoint has none.
-
-    Raises:
-        ModelError: the file is damaged.
-    """
+    """Read adapter starts, {} where the checkpoint has none; ModelError: the file is damaged."""
     if not (folder / STARTS).is_file():
         return {}
     tensors = _read_tensors(folder / STARTS)
@@ -217,3 +225,10 @@ def load_starts(folder: Path) -> dict[str, Factors]:
         return {n: Factors(tensors[f"{n}.lora_A"].float(), tensors[f"{n}.lora_B"].float()) for n in names}
     except KeyError as error:
         raise ModelError(f"start: {folder / STARTS} lacks {error}; quantise the model again") from None
+
+
+def allocated_ranks(folder: Path) -> dict[str, int] | None:
+    """Return the ranks by layer of a checkpoint made for a target size, those of its starts; None for any other."""
+    config = read_object(folder / "config.json") if (folder / "config.json").is_file() else {}
+    details = (config.get("quantization_config") or {}).get("details") or {}
+    return {name: len(start.a_RI) for name, start in load_starts(folder).items()} if details.get("target") else None

@@ -29,11 +29,7 @@ class DispatchedCausalLM(CausalLM):
         return super().hidden(input_ids_BL, document_ids_BL).to(input_ids_BL.device)
 
     def lm_head(self) -> LMHead:
-        """Return the output head.
-
-        Raises:
-            ModelError: it is kept outside the devices.
-        """
+        """Return the output head; ModelError: it is kept outside the devices."""
         lm_head = super().lm_head()
         if lm_head.weight_VH.is_meta:
             raise ModelError(
@@ -55,9 +51,8 @@ def load_dispatched(
 
     `device_map` is a rule of accelerate (`auto`, `balanced`, …), or the device of every module, `disk` allowed.
 
-    Raises:
-        ModelError: as `load_model`; also for a model that we quantised.
-        MissingExtraError: accelerate is not installed.
+    ModelError: as `load_model`; also for a model that we quantised.
+    MissingExtraError: accelerate is not installed.
     """
     require("accelerate", "big")
     loaded = load_model(name, hub, dtype, device_map)

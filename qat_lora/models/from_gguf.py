@@ -38,8 +38,7 @@ _UNUSED = 5
 def config_of(header: GGUFHeader) -> dict[str, Any]:
     """Return the settings of a model as transformers' config classes take them, `model_type` included.
 
-    Raises:
-        ModelError: an architecture, or a setting of it, that we would compute otherwise than llama.cpp.
+    ModelError: an architecture, or a setting of it, that we would compute otherwise than llama.cpp.
     """
     arch, of, tensors = header.architecture, header.of_model, header.tensors
     if arch not in ARCHITECTURES or of("expert_count"):
@@ -133,9 +132,8 @@ def _rope(header: GGUFHeader, rotated: float) -> dict[str, Any]:
 def dequantize(header: GGUFHeader, name: str) -> Tensor:
     """Return a tensor in float32, as llama.cpp dequantises it.
 
-    Raises:
-        ModelError: a type that the gguf library knows and does not decode.
-        MissingExtraError: gguf is not installed.
+    ModelError: a type that the gguf library knows and does not decode.
+    MissingExtraError: gguf is not installed.
     """
     gguf, tensor = require("gguf", "export"), header.tensors[name]
     data = np.fromfile(header.file, np.uint8, tensor.size, offset=tensor.offset)
@@ -157,8 +155,7 @@ def dequantize(header: GGUFHeader, name: str) -> Tensor:
 def dense_state(header: GGUFHeader, names: Iterable[str], config: dict[str, Any]) -> dict[str, Tensor]:
     """Return the weights that a model of transformers calls by `names`, float32, by these names.
 
-    Raises:
-        ModelError: the file lacks one of them, or holds one that the model does not have.
+    ModelError: the file lacks one of them, or holds one that the model does not have.
     """
     gguf, tied = require("gguf", "export"), config["tie_word_embeddings"]
     (arch,) = (key for key, word in gguf.MODEL_ARCH_NAMES.items() if word == header.architecture)

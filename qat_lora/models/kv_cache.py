@@ -8,13 +8,13 @@ data, and there are two graphs: of the row, and of a token.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from qat_lora.layers.calibrate.upcast import computing_dtype
-from qat_lora.models.attention_mask import additive_masks
+from qat_lora.models.attention_mask import MaskForm, attention_inputs, keeps_state, step_masks
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and the command line's options import this module
     from qat_lora.models.load import CausalLM
@@ -23,7 +23,9 @@ if TYPE_CHECKING:  # transformers takes seconds to import, and the command line'
 class KeyValueCache:
     """Keys and values of a row [B, heads, L, D] by layer, with the one method that transformers' layers call."""
 
-    def __init__(self) -> None:
+    def __init__(self, length: int) -> None:
+        self.length = length
+        """Of the row."""
         self.positions_T = torch.empty(0, dtype=torch.int64)
         """Of the tokens in the current forward."""
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
@@ -38,26 +40,33 @@ class KeyValueCache:
         return self.kept[layer_idx]
 
 
-def begin(model: CausalLM, input_ids_BL: Tensor) -> tuple[Tensor, KeyValueCache]:
-    """Return the last hidden states [B, L, H] of whole rows, one document each, and the cache for `step`."""
-    cache = KeyValueCache()
+def begin(model: CausalLM, input_ids_BL: Tensor, prompt_length: int) -> tuple[Tensor, Any]:
+    """Return the last hidden states [B, L, H] of whole rows, one document each, and the cache for `step`.
+
+    Where layers carry a state, padding would enter it: then of the prompt alone, with transformers' own cache.
+    """
+    backbone = getattr(model.module, model.module.base_model_prefix)
+    if keeps_state(model.config):
+        output = backbone(input_ids=input_ids_BL[:, :prompt_length], use_cache=True)
+        return output.last_hidden_state, output.past_key_values
     length = input_ids_BL.shape[1]
-    return _forward(model, input_ids_BL, torch.arange(length, device=input_ids_BL.device), length, cache), cache
-
-
-def step(model: CausalLM, input_ids_B1: Tensor, position_1: Tensor, cache: KeyValueCache) -> Tensor:
-    """Return the last hidden states [B, 1, H] of the tokens at a position, which is data on the model's device."""
-    length = next(iter(cache.kept.values()))[0].shape[2]
-    return _forward(model, input_ids_B1, position_1, length, cache)
-
-
-def _forward(model: CausalLM, ids_BT: Tensor, positions_T: Tensor, length: int, cache: KeyValueCache) -> Tensor:
-    module = model.module
-    cache.positions_T = positions_T
-    distance_TL = positions_T[:, None] - torch.arange(length, device=ids_BT.device)[None, :]
-    masks = additive_masks(model.config, (distance_TL >= 0)[None], distance_TL, computing_dtype(module))
-    backbone = getattr(module, module.base_model_prefix)
+    form: MaskForm = "dense" if model.mask_form(length) == "dense" else "first"
+    one_document = torch.zeros_like(input_ids_BL[:1])
+    masks, positions = attention_inputs(model.config, one_document, computing_dtype(model.module), form)
+    cache = KeyValueCache(length)
+    cache.positions_T = positions[0]
     output = backbone(
-        input_ids=ids_BT, attention_mask=masks, position_ids=positions_T[None], past_key_values=cache, use_cache=True
+        input_ids=input_ids_BL, attention_mask=masks, position_ids=positions, past_key_values=cache, use_cache=True
     )
-    return output.last_hidden_state
+    return output.last_hidden_state, cache
+
+
+def step(model: CausalLM, input_ids_B1: Tensor, position_1: Tensor, cache: Any) -> Tensor:
+    """Return the last hidden states [B, 1, H] of the tokens at a position, which is data on the model's device."""
+    module, masks = model.module, None
+    if isinstance(cache, KeyValueCache):
+        cache.positions_T = position_1
+        masks = step_masks(model.config, position_1, cache.length, computing_dtype(module))
+    seen = {"attention_mask": masks, "past_key_values": cache, "use_cache": True}
+    backbone = getattr(module, module.base_model_prefix)
+    return backbone(input_ids=input_ids_B1, position_ids=position_1[None], **seen).last_hidden_state

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import (
@@ -48,8 +46,10 @@ from qat_lora.layers.attention import AttentionKernel, Keep, blocked_attention, 
 from qat_lora.layers.calibrate.upcast import computing_dtype
 from qat_lora.layers.convert import quant_layers, tied_embedding
 from qat_lora.layers.flex_attention import flex_or
+from qat_lora.layers.recurrent import keep_documents_apart, split_documents
 from qat_lora.models import from_gguf, packed
-from qat_lora.models.attention_mask import attention_inputs
+from qat_lora.models.attention_mask import LONGEST_DENSE, MaskForm, attention_inputs, document_begins, keeps_state
+from qat_lora.models.copies import copy_tokenizer
 from qat_lora.models.hf_quantizer import QUANT_METHOD, QatLoraQuantizationConfig, QatLoraQuantizer
 from qat_lora.models.hub import DEFAULT_HUB, HubConfig
 from qat_lora.quant.presets import Preset
@@ -58,23 +58,22 @@ from qat_lora.types import LMHead
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FILE_SUFFIXES = (".pt", ".pth", ".safetensors")
 """Of names of files; any other dot belongs to the name of a folder, as in Qwen3-0.6B."""
-TILED, BLOCKED, FLEX = "qat_lora_tiled", "qat_lora_blocked", "qat_lora_flex"
-"""Names of our attention among those of transformers."""
-GENERATION = "generation_config.json"
-"""A model's default generation settings."""
+LIBRARY, TILED, BLOCKED, FLEX = (f"qat_lora_{form}" for form in ("library", "tiled", "blocked", "flex"))
+"""Names of our attention among those of transformers; the library's up to `LONGEST_DENSE`, then blocks."""
 PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", SUMS]
 
 
-def resolve_model(name: str, revision: str | None = None) -> Path:
-    """Return the local folder of a model, downloading it from the Hub where `name` is not a folder.
+def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str] = PATTERNS) -> Path:
+    """Return the local folder of a model, downloading `patterns` of it from the Hub where `name` is not a folder.
 
     A path that does not exist (`runs/v2/best.pt`, the guide's spelling) means the folder of that name without the
     suffix, a `.safetensors` file its folder, and the folder of a `qat-lora qat` run its `best`. A GGUF file is itself.
 
-    Raises:
-        ModelError: nothing there, no config.json, or the Hub does not give it.
+    ModelError: nothing there, no config.json, or the Hub does not give it.
     """
     path = Path(name).expanduser()
+    if len(path.name.encode(errors="replace")) > 255:
+        raise ModelError(f"model: {name[:60]}... is longer than a file's name can be; give a folder or a Hub name")
     if path.suffix == GGUF:
         if not path.is_file():
             raise ModelError(f"model: there is no file {path}")
@@ -102,7 +101,7 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(name, revision=revision, allow_patterns=PATTERNS))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=[*patterns]))
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"model: {name} is neither a folder here nor to be had from the Hub ({reason})") from None
@@ -111,9 +110,8 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     """Load the tokenizer of a model folder.
 
-    Raises:
-        ModelError: the folder has none, or only a slow one whose mapping cannot be fingerprinted.
-        DamagedFileError: its files are not what was written.
+    ModelError: the folder has none, or only a slow one whose mapping cannot be fingerprinted.
+    DamagedFileError: its files are not what was written.
     """
     check_folder(folder, TOKENIZER)
     try:
@@ -167,6 +165,11 @@ class CausalLM:
     tokenizer: Path | None = None
     """Folder of its tokenizer, where `folder` is a GGUF file."""
 
+    def __post_init__(self) -> None:
+        """Let attention of long rows keep no mask, also where nobody asks for a form of ours."""
+        if getattr(getattr(self.module, "config", None), "_attn_implementation", None) == "sdpa":
+            self._attend(LIBRARY, partial(tiled_or, attention=_in_blocks))
+
     @property
     def tokenizer_folder(self) -> Path:
         """Holds the files of its tokenizer."""
@@ -197,8 +200,7 @@ class CausalLM:
 
         `function` is `Runtime.checkpoint_function`; transformers' own switch takes torch's, which fails on XLA.
 
-        Raises:
-            ModelError: no layer of this architecture can do so.
+        ModelError: no layer of this architecture can do so.
         """
         layers = [layer for layer in self.module.modules() if hasattr(layer, "gradient_checkpointing")]
         if not layers:
@@ -212,15 +214,22 @@ class CausalLM:
 
     def block_attention(self, keep: Keep, kernel: AttentionKernel | None) -> None:
         """Compute attention in blocks that a compiler can fuse, or by a kernel; `keep` is `Runtime.kept`."""
-        attention = partial(blocked_attention, keep=keep, kernel=kernel)
-        self._attend(BLOCKED, partial(tiled_or, attention=attention, autocast=True))
+        if keeps_state(self.config):
+            raise ModelError(
+                "model: it has layers that carry a state, and documents kept apart in it are other shapes in every "
+                "batch, each of which XLA would compile; give --device cpu or cuda"
+            )
+        self._attend(BLOCKED, partial(tiled_or, attention=partial(blocked_attention, keep=keep, kernel=kernel)))
 
     def compile_layers(self, **how: Any) -> None:
         """Compile decoder layers, one program for all, with attention by block masks; `how` is of `torch.compile`.
 
-        Not the whole model: 28 equal layers would take 28 times as long, and the loss has kernels of its own.
+        Not the whole model: 28 equal layers would take 28 times as long, and the loss has kernels of its own. Nothing
+        where layers carry a state, since their calls change from batch to batch.
         """
-        self._attend(FLEX, flex_or)
+        if keeps_state(self.config):
+            return
+        self._attend(FLEX, lambda sdpa: flex_or(tiled_or(sdpa, torch.compiler.disable(_in_blocks))))
         for module in self.module.modules():
             if isinstance(module, GradientCheckpointingLayer):
                 module.compile(dynamic=False, **how)
@@ -228,7 +237,7 @@ class CausalLM:
         self.module.get_input_embeddings().register_forward_hook(_with_gradient)
 
     def _attend(self, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        if self.config._attn_implementation == "sdpa":
+        if self.config._attn_implementation in ("sdpa", LIBRARY):
             AttentionInterface.register(name, around(ALL_ATTENTION_FUNCTIONS["sdpa"]))
             AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
             self.module.set_attn_implementation(name)
@@ -244,11 +253,25 @@ class CausalLM:
 
     def hidden(self, input_ids_BL: Tensor, document_ids_BL: Tensor) -> Tensor:
         """Return the last hidden states [B, L, H]; attention and positions restart with each document."""
-        in_blocks = self.config._attn_implementation == FLEX
-        masks, positions = attention_inputs(self.config, document_ids_BL, computing_dtype(self.module), in_blocks)
+        form = self.mask_form(input_ids_BL.shape[1])
+        masks, positions = attention_inputs(self.config, document_ids_BL, computing_dtype(self.module), form)
+        others = {}
+        if keeps_state(self.config):
+            keep_documents_apart(self.module, self.config.model_type)
+            others["documents"] = split_documents(document_begins(document_ids_BL)[0])
         backbone = getattr(self.module, self.module.base_model_prefix)
-        output = backbone(input_ids=input_ids_BL, attention_mask=masks, position_ids=positions, use_cache=False)
+        output = backbone(
+            input_ids=input_ids_BL, attention_mask=masks, position_ids=positions, use_cache=False, **others
+        )
         return output.last_hidden_state
+
+    def mask_form(self, length: int) -> MaskForm:
+        """Return the form of attention mask that the model's attention reads in rows of a length."""
+        name = self.config._attn_implementation
+        if name == FLEX:
+            return "blocks"
+        is_first = name in (TILED, BLOCKED) or name == LIBRARY and length > LONGEST_DENSE
+        return "first" if is_first else "dense"
 
     def lm_head(self) -> LMHead:
         """Return the output head with its current weight."""
@@ -266,6 +289,9 @@ class CausalLM:
         bias = None if lm_head.bias_V is None else lm_head.bias_V[: lm_head.vocab_size].to(hidden_NH.dtype)
         logits = nn.functional.linear(hidden_NH, lm_head.weight_VH[: lm_head.vocab_size].to(hidden_NH.dtype), bias)
         return scale_and_cap(logits, lm_head)
+
+
+_in_blocks = partial(blocked_attention, keep=lambda compute, _count: compute())
 
 
 def _with_gradient(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
@@ -294,10 +320,9 @@ def load_model(
     placed its own. `device_map` is for `load_dispatched`. With `dequantize`, GGUF files and folders that another tool
     quantised are read as the dense weights that they stand for.
 
-    Raises:
-        MissingExtraError: compressed-tensors is not installed.
-        DamagedFileError: a file is not what was written.
-        ModelError: no such model, another architecture, a missing, unexpected or misshapen tensor, NaN or infinity.
+    MissingExtraError: compressed-tensors is not installed.
+    DamagedFileError: a file is not what was written.
+    ModelError: no such model, another architecture, a missing, unexpected or misshapen tensor, NaN or infinity.
     """
     folder = resolve_model(name, hub.revision)
     try:
@@ -405,51 +430,11 @@ def save_quantised(model: CausalLM, out: Path, preset: Preset, details: dict[str
 def save_model(module: Any, out: Path) -> None:
     """Write a transformers model's config and weights; call `checksums.seal` once the folder is complete.
 
-    Raises:
-        ModelError: a weight is NaN or infinite.
+    ModelError: a weight is NaN or infinite.
     """
     check_finite(module.state_dict(), f"model for {out}")
     with _quiet():
         module.save_pretrained(out)
-
-
-def copy_tokenizer(source: Path, out: Path) -> None:
-    """Copy tokenizer and chat template files: saving them again can change their bytes."""
-    copy_files(source, out, *TOKENIZER)
-
-
-def copy_files(source: Path, out: Path, *patterns: str) -> None:
-    """Copy the files of a folder whose names match, as many as there are."""
-    for file in (file for pattern in patterns for file in source.glob(pattern)):
-        shutil.copyfile(file, out / file.name)
-
-
-def save_with_tensors(folder: Path, out: Path, tensors: Mapping[str, Tensor]) -> Path:
-    """Copy a checkpoint with some tensors replaced, in the types that they have there; return the new folder.
-
-    Raises:
-        DamagedFileError: a file of the checkpoint is not what was written.
-        ModelError: a tensor that the checkpoint lacks, of another shape, or with NaN or infinity in it.
-    """
-    left = set(tensors)
-    check_folder(folder)
-    out.mkdir(parents=True, exist_ok=True)
-    for file in sorted(folder.glob("model*.safetensors")):
-        stored = load_file(file)
-        for name in sorted(left & set(stored)):
-            new = tensors[name].detach().cpu().to(stored[name].dtype).contiguous()
-            if new.shape != stored[name].shape:
-                had, wants = tuple(new.shape), tuple(stored[name].shape)
-                raise ModelError(f"tensors: {name} has shape {had}, the checkpoint {folder} has {wants}")
-            stored[name] = new
-            left.remove(name)
-        check_finite(stored, f"tensors for {out}")
-        save_file(stored, out / file.name, metadata={"format": "pt"})
-    if left:
-        raise ModelError(f"checkpoint {folder}: lacks the tensors {', '.join(sorted(left)[:4])}")
-    copy_files(folder, out, "config.json", "model.safetensors.index.json", GENERATION, *TOKENIZER)
-    seal(out)
-    return out
 
 
 END_OF_TEXT = "<|endoftext|>"

@@ -33,9 +33,8 @@ def method_of(config: dict[str, Any]) -> str | None:
 def dense_state(folder: Path, config: dict[str, Any]) -> Tensors | None:
     """Return the weights of a folder in one of `READERS`' formats by name, float32; None for others.
 
-    Raises:
-        ModelError: a variant of the format that is not read, or tensors that are not what it writes.
-        MissingExtraError: compressed-tensors is not installed.
+    ModelError: a variant of the format that is not read, or tensors that are not what it writes.
+    MissingExtraError: compressed-tensors is not installed.
     """
     method = method_of(config)
     if method not in READERS:

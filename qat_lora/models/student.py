@@ -49,8 +49,7 @@ def adapter_folder(name: str) -> Path | None:
 def base_folder(adapter: Path) -> Path:
     """Return the folder of an adapter's base: one saved with it, the path that it names, or that path relative to it.
 
-    Raises:
-        ModelError: none of them is there.
+    ModelError: none of them is there.
     """
     named = read_adapter(adapter).base
     for folder in (adapter / "base", adapter / named, Path(named)):
@@ -71,8 +70,7 @@ def with_tokenizer(model: CausalLM, places: Iterable[str | Path | None]) -> Caus
 
     llama.cpp keeps a tokenizer's tables without the rules for splitting and normalising text.
 
-    Raises:
-        ModelError: none of them has one, or its tokens or merges are not the file's.
+    ModelError: none of them has one, or its tokens or merges are not the file's.
     """
     if model.folder.suffix != GGUF:
         return model
@@ -97,9 +95,8 @@ def open_student(
 
     `tokenizer` is the folder of one that a GGUF file may share.
 
-    Raises:
-        DamagedFileError: a file is not what was written.
-        ModelError: nothing there, or an adapter whose base is missing or another.
+    DamagedFileError: a file is not what was written.
+    ModelError: nothing there, or an adapter whose base is missing or another.
     """
     adapter = adapter_folder(name)
     if adapter is not None:

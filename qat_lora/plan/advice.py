@@ -48,11 +48,8 @@ def quantize_advice(options: QuantizeOptions) -> str:
 
 
 def _fit_answers(options: QuantizeConfig) -> tuple[str, ...]:
-    return (
-        "--metric outputs, which needs no backward pass" if options.metric == "fisher" else "",
-        "--calibrate-on teacher, which keeps no rows between layers",
-        "--init mse, which reads no text",
-    )
+    less = "--metric outputs, which needs no backward pass" if options.metric == "fisher" else ""
+    return less, "--calibrate-on teacher, which keeps no rows between layers", "--init mse, which reads no text"
 
 
 @advise.register

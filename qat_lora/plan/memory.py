@@ -24,6 +24,7 @@ from qat_lora.files.gguf_header import GGUF, read_header
 from qat_lora.layers.convert import add_lora, block_of, make_quant_skeleton, quant_layers
 from qat_lora.layers.quant_linear import Dense
 from qat_lora.models import load as models
+from qat_lora.models.adapter import allocated_ranks
 from qat_lora.models.from_gguf import config_of
 from qat_lora.models.load import DTYPES
 from qat_lora.models.packed import READERS, method_of
@@ -32,7 +33,7 @@ from qat_lora.plan.devices import Device, attention_on, named
 from qat_lora.plan.step import Shapes, operations, step_bytes, step_time
 from qat_lora.quant.presets import Preset, preset
 from qat_lora.runtime.base import default_loss_chunk_mb
-from qat_lora.runtime.host.memory import LiveBytes
+from qat_lora.runtime.host.machine import LiveBytes
 from qat_lora.setup.trainable import recovery_parts
 
 GIB = 2**30
@@ -198,7 +199,8 @@ def meta_student(options: EstimateOptions, adapter: bool = True) -> tuple[Any, n
         make_quant_skeleton(module, chosen)
     models.cast(module, DTYPES[options.run.dtype])
     if adapter:  # after the cast, as a run does: its factors stay float32
-        add_lora(module, options.lora)
+        ranks = None if options.lora.recovery_r else allocated_ranks(Path(str(options.model)).expanduser())
+        add_lora(module, options.lora, ranks=ranks)
     return config, module
 
 
@@ -218,9 +220,8 @@ def formed_bytes(module: nn.Module, dtype: torch.dtype) -> int:
 def skeleton(options: EstimateOptions) -> Shapes:
     """Build a student with an adapter on the meta device, in its training state; raises as `meta_student`."""
     config, module = meta_student(options)
-    dtype, rank = DTYPES[options.run.dtype], options.lora.recovery_r
-    scales, codes = options.train_scales, options.train_codes
-    groups = recovery_parts(models.CausalLM(module, Path()), scales, options.train_norms, dtype, codes)
-    shapes = Shapes(config.get_text_config(), module, groups, rank, scales or codes, 0)
-    formed = formed_bytes(module, dtype) if codes else scales * dtype.itemsize * sum(shapes.quantised)
-    return replace(shapes, formed_bytes=formed)
+    dtype, rank = DTYPES[options.run.dtype], options.lora.rank
+    scales = options.train_scales
+    groups = recovery_parts(models.CausalLM(module, Path()), scales, options.train_norms, dtype)
+    shapes = Shapes(config.get_text_config(), module, groups, rank, scales, 0)
+    return replace(shapes, formed_bytes=scales * dtype.itemsize * sum(shapes.quantised))

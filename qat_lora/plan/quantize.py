@@ -21,6 +21,7 @@ from qat_lora.quant.scales import SWEEPS as LOW_RANK_SWEEPS
 from qat_lora.quant.spec import SUPER, QuantSpec
 from qat_lora.quant.two_sided import GROUPS, TWO_SIDED_ROUNDS
 from qat_lora.registry import DryRun, Requirements
+from qat_lora.setup.allocation import choices
 
 FLOAT32_RATE = {"tpu": 1 / 6, "cuda": 1 / 15}  # of bfloat16's: six passes of a TPU, none of a card's product units
 COLUMN_S = {"cuda": 10 * 5e-6}  # seconds to launch the kernels of a column; elsewhere they are one call or one program
@@ -42,11 +43,9 @@ class SolverWork(NamedTuple):
 
 
 def plan_quantize(options: QuantizeOptions) -> DryRun:
-    """Plan the quantisation of a model.
+    """Plan the quantisation of a model; ModelError: it has no config.json here or on the Hub, or is quantised already.
 
-    Raises:
-        ModelError: the model has no config.json here or on the Hub, or is quantised already.
-        ConfigError: an unknown preset, or patterns that match no layer.
+    ConfigError: an unknown preset, or patterns that match no layer.
     """
     config, module = meta_model(str(options.model))
     if getattr(config, "quantization_config", None) is not None:
@@ -54,8 +53,9 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
     parameters = sum(p.numel() for p in module.parameters())
     chosen = preset(options.preset, options.keep, options.override, options.quantize_head)
     check_reach(module, chosen)
-    make_quant_skeleton(module, chosen)
     stored = config.dtype if isinstance(getattr(config, "dtype", None), torch.dtype) else torch.float32  # in its files
+    target = choices(options, module, stored.itemsize).range_text if options.target.name else ""
+    make_quant_skeleton(module, chosen)
     cast(module, stored)
     layers, bits = quant_layers(module).values(), bits_per_weight(module)
     quantised = sum(layer.in_features * layer.out_features for layer in layers)
@@ -92,7 +92,7 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
         f"{report['stored_bytes'] / GIB:.3f} GiB on disk without adapter starts\n"
         f"memory   {report['weights_bytes'] / GIB:.3f} GiB for the weights, each layer as stored until its turn, "
         f"and the calibration beside them\n"
-        f"scratch  {report['scratch_bytes'] / GIB:.3f} GiB on disk while it is quantised{solving}"
+        f"scratch  {report['scratch_bytes'] / GIB:.3f} GiB on disk while it is quantised{solving}{target}"
     )
     starts = 4 * options.start_rank * report["inputs_and_outputs"]
     # Twice: finished blocks are kept until the whole is written.

@@ -110,7 +110,8 @@ def step_bytes(shapes: Shapes, options: EstimateOptions) -> dict[str, int]:
     tokens, layers = options.batch_size * options.length, shapes.config.num_hidden_layers
     width, sizes, is_loop = DTYPES[options.run.dtype].itemsize, widths(shapes.config), options.attention == "xla"
     layer = _layer(shapes, options)
-    other = (4 + width) * sizes.hidden + width * options.length  # the last norm, and the mask
+    has_mask = options.attention in ("plain", "fused")  # of L x L; elsewhere first positions say what a token sees
+    other = (4 + width) * sizes.hidden + has_mask * width * options.length  # the last norm, and the mask
     backward = tokens * width * (3 * sizes.mlp + 2 * sizes.hidden)  # gradients of a layer's widest tensors
     if shapes.weight_gradients:  # of the largest, a gradient and its product with the codes
         backward += 8 * max(shapes.quantised, default=0)

@@ -34,59 +34,56 @@ from qat_lora.runtime.base import default_loss_chunk_mb
 from qat_lora.runtime.launch.select import choose, look, plan_run, runs_on_host
 from qat_lora.runtime.precision import with_dtype
 from qat_lora.setup.common import with_teacher
-from qat_lora.setup.trainable import check_codes, check_parts, chosen_preset, trained_parts
-from qat_lora.setup.training_data import cache_training_data
+from qat_lora.setup.trainable import check_parts, check_scales, chosen_preset, trained_parts
+from qat_lora.setup.training import cache_training_data
 from qat_lora.train.lr_probe import probe_steps
 
 HEAD_K, LENGTH = 128, CacheBuildOptions.length  # of a position and of a row, where there is no cache to ask
+Training = RecoverOptions | QatOptions
 
 
 def plan_recover(options: RecoverOptions) -> DryRun:
-    """Plan a recovery.
+    """Plan a recovery; ModelError: the student has no config.json here or on the Hub.
 
-    Raises:
-        ModelError: the student has no config.json here or on the Hub.
-        CacheError: the cache is there and does not fit, or is no cache.
-        ConfigError: a global batch that does not divide, or patterns that match no layer.
+    CacheError: its cache does not fit, or is none; ConfigError: a global batch does not divide, patterns match nothing.
     """
     assumed: list[str] = []
     options = with_dtype(options, device_of(options.run))[0]
     replicas = replicas_of(options.run, assumed)
     accumulation = options.loop.accumulation(replicas)
-    student = _student(options)
+    student = str(options.model)  # the name under which the Hub has its config, or a folder
+    if options.checkpoint is not None:
+        advice = "ask `qat-lora estimate --model MODEL --preset PRESET`, which needs no checkpoint"
+        student = str(_folder(options.checkpoint, advice))
+    elif _is_here(student):
+        student = str(resolve_model(student))
     dataset = _cache(options)
     rows = len(dataset) if dataset else options.num_rows
     options = replace(options, loop=options.loop.for_rows(rows, replicas))
     if not options.uses_cache and options.num_rows is None:
         assumed.append("the text is not read, so the number of its rows is not known")
-    train_codes = options.train.train_codes > 0
     own = {name: getattr(options, name) for name in ("train_scales", "train_norms", "lora")}
-    asked = replace(_estimate(options, student, dataset, options.length, accumulation), train_codes=train_codes, **own)
+    asked = replace(_estimate(options, student, dataset, options.length, accumulation), **own)
     shapes = skeleton(asked)
-    check_codes(CausalLM(shapes.module, Path(student)), options.train_scales, train_codes)
+    model = CausalLM(shapes.module, Path(student))
+    check_scales(model, options.train_scales)
     if options.uses_cache:
-        model = CausalLM(shapes.module, Path(student))
         assumed += check_cache(dataset, asked, options.kd_cache_dir, model, "this command's own settings")
-    probe = _probe_steps(options)
-    report = _report(shapes, asked, student, replicas, rows, assumed, probe)
+    report = _report(options, shapes, asked, student, replicas, rows)
     stored = report.pop("stored_bytes_of_quantised") + 2 * (report["parameters"] - report["quantised"])
-    report["stored_bytes"] = stored
+    report |= {"stored_bytes": stored, "assumed": assumed}
     trained, total = report["trained"], report["total_bytes"]
-    text = _text(report, f"{trained:,} numbers (rank {options.lora.recovery_r})", asked.utilisation)
-    # A checkpoint: what trains, two moments, perhaps an average. An export: halves, and the base that trained.
-    export = 2 * (trained - train_codes * sum(shapes.quantised)) + (options.train_scales or train_codes) * stored
-    disk = (options.loop.keep_checkpoints + 1) * 16 * trained + 3 * export
+    text = _text(report, f"{trained:,} numbers (rank {options.lora.rank})", asked.utilisation)
+    # A checkpoint: what trains, two moments, perhaps an average. An export: halves, and the base of trained scales.
+    disk = (options.loop.keep_checkpoints + 1) * 16 * trained + 3 * (2 * trained + options.train_scales * stored)
     host = total if runs_on_host(options.run.device, options.run.tpu) else report["bytes"]["weights"]
     return DryRun(report, text, Requirements("this recovery", total, host, disk))
 
 
 def plan_qat(options: QatOptions) -> DryRun:
-    """Plan the training of a quantised model.
+    """Plan the training of a quantised model; ModelError: a model has no config.json, or the checkpoint is not here.
 
-    Raises:
-        ModelError: a model has no config.json here or on the Hub, or the checkpoint is no folder here.
-        CacheError: the cache is there and does not fit, or is no cache.
-        ConfigError: a global batch that does not divide, or parts that the student does not have.
+    CacheError: its cache does not fit, or is none; ConfigError: a global batch does not divide, or parts are missing.
     """
     assumed: list[str] = []
     options = with_dtype(options, device_of(options.run))[0]
@@ -100,13 +97,16 @@ def plan_qat(options: QatOptions) -> DryRun:
     name = str(options.model if options.from_scratch else options.checkpoint)
     asked = _estimate(options, name, dataset, LENGTH, accumulation)
     assumed += check_cache(dataset, asked, options.kd_cache_dir, student, "what `cache build` makes")
-    shapes = _shapes(options, config, student)
+    groups = trained_parts(student, options, None)  # the student in its training state
+    formed = formed_bytes(student.module, torch.bfloat16 if options.loop.autocast else DTYPES[options.run.dtype])
+    # There is no adapter, and rank 1 adds next to nothing; whatever trains, gradients reach every quantised weight.
+    shapes = Shapes(config, student.module, groups, 1, True, formed, averaged=options.train.ema > 0)
     shown = f"{name} at {chosen_preset(options).name}" if options.from_scratch else name
-    probe = _probe_steps(options)
-    report = _report(shapes, asked, shown, replicas, rows, assumed, probe)
+    report = _report(options, shapes, asked, shown, replicas, rows)
     whole, blockwise = 4 * report["parameters"], options.blockwise.blockwise_steps > 0
     stored = report.pop("stored_bytes_of_quantised") + 4 * (report["parameters"] - report["quantised"])
     report |= {
+        "assumed": assumed,
         "trained_by_kind": shapes.trained_by_kind,
         "stored_bytes": stored,
         # The original in float32, and with it the model that is quantised, or what reconstruction needs of both.
@@ -121,11 +121,12 @@ def plan_qat(options: QatOptions) -> DryRun:
     text = _text(report, kinds, asked.utilisation, more)
     disk = (options.loop.keep_checkpoints + 1) * 12 * report["trained"] + (3 + (start > 0)) * stored
     disk += report["scratch_bytes"]
+    memory, of_host = max(total + host, start), max(host, start)
     if runs_on_host(options.run.device, options.run.tpu):
-        memory = max(total + host, start)
-        return DryRun(report, text, Requirements("this training", memory, memory, disk))
-    original = whole if options.from_scratch else 0  # on the host while its copy is quantised
-    return DryRun(report, text, Requirements("this training", max(total, start - original), max(host, start), disk))
+        of_host = memory
+    else:  # the original is on the host while its copy is quantised
+        memory = max(total, start - whole * options.from_scratch)
+    return DryRun(report, text, Requirements("this training", memory, of_host, disk))
 
 
 def device_of(run: RunConfig) -> str:
@@ -150,13 +151,11 @@ def replicas_of(run: RunConfig, assumed: list[str]) -> int:
     return chips or 1
 
 
-def _cache(options: RecoverOptions | QatOptions) -> KDCacheDataset | None:
+def _cache(options: Training) -> KDCacheDataset | None:
     """Return the run's cache, None where there is none, or none yet; a URL is assumed to be there."""
     path = options.kd_cache_dir
-    if path is None or not ("://" in path or Path(path).expanduser().exists()):
-        return None
-    rows: KDCacheDataset = cache_training_data(options).rows
-    return rows
+    is_there = path is not None and ("://" in path or Path(path).expanduser().exists())
+    return cache_training_data(options).rows if is_there else None
 
 
 def check_cache(
@@ -173,7 +172,7 @@ def check_cache(
 
 
 def _estimate(
-    options: RecoverOptions | QatOptions, student: str, dataset: KDCacheDataset | None, length: int, accumulation: int
+    options: Training, student: str, dataset: KDCacheDataset | None, length: int, accumulation: int
 ) -> EstimateOptions:
     """Return the settings of the estimate of a run's steps; `length` is that of rows where there is no cache."""
     loop, head_k = options.loop, (options.head_k or HEAD_K) if options.kd_cache_dir else 0
@@ -191,40 +190,25 @@ def _estimate(
     )
 
 
-def _probe_steps(options: RecoverOptions | QatOptions) -> int:
-    """Return the steps that usually find the learning rate, before those of the run."""
-    return probe_steps(options.loop.max_steps) if options.train.lr == "auto" else 0
-
-
 def _report(
-    shapes: Shapes,
-    asked: EstimateOptions,
-    student: str,
-    replicas: int,
-    rows: int | None,
-    assumed: list[str],
-    probe: int,
+    options: Training, shapes: Shapes, asked: EstimateOptions, student: str, replicas: int, rows: int | None
 ) -> dict[str, Any]:
     """Return what a training run would train, take and see; `rows` of its data are None where that is not known."""
+    probe = probe_steps(asked.max_steps) if options.train.lr == "auto" else 0  # as many usually find it, before the run
     timed = replace(asked, max_steps=asked.max_steps + probe)
     found = forecast(shapes, timed, likely(device_of(asked.run), replicas))
     step_rows = asked.batch_size * asked.accumulation_steps * replicas
-    counted = ("parameters", "quantised", "trained", "bytes", "total_bytes", "stored_bytes_of_quantised")
+    counted = ("parameters", "quantised", "trained", "bytes", "total_bytes", "stored_bytes_of_quantised", "devices")
     return {
         "student": student,
         **{name: found[name] for name in counted},
         "replicas": replicas,
-        "batch_size": asked.batch_size,
-        "accumulation_steps": asked.accumulation_steps,
+        **{name: getattr(asked, name) for name in ("batch_size", "accumulation_steps", "length", "head_k")},
         "effective_batch": step_rows,
-        "length": asked.length,
-        "head_k": asked.head_k,
         "steps": asked.max_steps,
         "lr_probe_steps": probe,
         "tokens": asked.max_steps * step_rows * asked.length,
         "epochs": asked.max_steps / steps_per_epoch(rows, step_rows) if rows else None,
-        "devices": found["devices"],
-        "assumed": assumed,
     }
 
 
@@ -249,15 +233,6 @@ def _text(report: dict[str, Any], trained: str, utilisation: float, more: Sequen
         for name, there in report["devices"].items()
     ]
     return "\n".join([*lines, *more, *(f"assumed  {text}" for text in report["assumed"])])
-
-
-def _student(options: RecoverOptions) -> str:
-    """Return the student's folder, or the name under which the Hub has the config of a `--model`."""
-    if options.checkpoint is not None:
-        advice = "ask `qat-lora estimate --model MODEL --preset PRESET`, which needs no checkpoint"
-        return str(_folder(options.checkpoint, advice))
-    name = str(options.model)
-    return str(resolve_model(name)) if _is_here(name) else name
 
 
 def _folder(checkpoint: str, advice: str) -> Path:
@@ -296,11 +271,3 @@ def _models(options: QatOptions) -> tuple[Any, CausalLM, CausalLM | None]:
     if not options.from_scratch:
         check_parts(options, full, student)
     return config.get_text_config(), student, full
-
-
-def _shapes(options: QatOptions, config: Any, student: CausalLM) -> Shapes:
-    """Put the student into its training state, and count what a forward forms of its layers."""
-    groups = trained_parts(student, options, None)
-    formed = formed_bytes(student.module, torch.bfloat16 if options.loop.autocast else DTYPES[options.run.dtype])
-    # There is no adapter, and rank 1 adds next to nothing; whatever trains, gradients reach every quantised weight.
-    return Shapes(config, student.module, groups, 1, True, formed, averaged=options.train.ema > 0)

@@ -125,8 +125,7 @@ def quantize_weight(
             several layers; needed by `awq`, `gptq` and `descent`, used for importance by `mse`.
         rounds: of `descent`.
 
-    Raises:
-        ConfigError: unknown method, one that lacks its calibration, or a weight that is not finite or too large.
+    ConfigError: unknown method, one that lacks its calibration, or a weight that is not finite or too large.
     """
     if method not in METHODS:
         raise ConfigError(f"init: {method!r} is unknown; allowed: {', '.join(METHODS)}")

@@ -52,11 +52,7 @@ class Preset:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Preset:
-        """Read back what `to_dict` wrote.
-
-        Raises:
-            ConfigError: the mapping is not one of ours.
-        """
+        """Read back what `to_dict` wrote; ConfigError: the mapping is not one of ours."""
         try:
             rules = tuple((str(p), None if s is None else _stored_spec(s)) for p, s in data["rules"])
             for pattern, _ in rules:
@@ -126,8 +122,7 @@ def preset(name: str, keep: tuple[str, ...] = (), override: tuple[str, ...] = ()
         override: `PATTERN=PRESET`: layers with the spec of another preset; the first match decides.
         lm_head: preset whose spec the LM head gets; None leaves it unquantised.
 
-    Raises:
-        ConfigError: unknown name (the message lists the known ones), or a pattern that is no regular expression.
+    ConfigError: unknown name (the message lists the known ones), or a pattern that is no regular expression.
     """
     base = _known("preset", name)
     rules: list[tuple[str, QuantSpec | None]] = [(_pattern("keep", pattern), None) for pattern in keep]

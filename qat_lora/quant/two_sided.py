@@ -61,12 +61,7 @@ def refine_rows(
 
 
 def _moved(
-    now: QuantizedWeight,
-    error_LOI: Tensor,
-    group: Tensor,
-    spec: QuantSpec,
-    curvature: Curvature,
-    outputs_LOO: Tensor,
+    now: QuantizedWeight, error_LOI: Tensor, group: Tensor, spec: QuantSpec, curvature: Curvature, outputs_LOO: Tensor
 ) -> tuple[QuantizedWeight, Tensor]:
     """Return weights and their errors after a step of one group of rows; in layers whose cost would rise, as given."""
     layers, coupling_LGO = len(error_LOI), outputs_LOO.index_select(1, group)

@@ -8,6 +8,7 @@ most devices.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,10 +16,11 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
 from qat_lora.errors import DeviceError
+from qat_lora.files.folders import atomic_file, fsync
 from qat_lora.runtime.host import collectives
-from qat_lora.runtime.host.saving import save_tensors
 from qat_lora.runtime.host.transfer import prefetch
 from qat_lora.types import AttentionForm, Batch, LossWalk
 
@@ -35,7 +37,7 @@ class Runtime(Protocol):
     rank: int  # this process, 0-based: names files and logs
     replicas: int  # data-parallel copies of the model over all processes (not the process count under SPMD)
     loss_walk: LossWalk  # the faster of two equal walks through the logits on this device (`losses/fused/op.py`)
-    piece_bytes: int | None  # of a large result that elementwise work takes at a time to stay in cache; None for all
+    piece_bytes: int | None = None  # of a large result that elementwise work takes at a time, for caches; None: all
     shares_memory: bool = True  # whether several tensors can be parts of one; on XLA each is a value of its own
     shard_base: bool = False  # whether frozen weights are spread over devices: whoever trains forms them on the host
     attention: AttentionForm  # the form of attention that keeps no scores on this device (`layers/attention.py`)
@@ -154,6 +156,48 @@ class Runtime(Protocol):
     def compile_report(self) -> dict[str, int | float]:
         """Return graphs compiled, cache hits and seconds compiling so far (empty where nothing compiles)."""
         return {}
+
+
+def save_tensors(tensors: Mapping[str, torch.Tensor], path: str | Path) -> None:
+    """Write a safetensors file that appears whole or not at all, and stays after a power cut.
+
+    It says `format: pt`, without which transformers refuses it. A tensor under two names is written twice.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(path) as draft:
+        save_file(_unshared(tensors), draft, metadata={"format": "pt"})
+    fsync(path.parent)
+
+
+def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return contiguous CPU tensors of which no two share memory, as safetensors demands."""
+    seen: set[int] = set()
+    plain = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        memory = tensor.untyped_storage().data_ptr()
+        plain[name] = tensor.clone() if memory in seen else tensor
+        seen.add(memory)
+    return plain
+
+
+def random_states() -> dict[str, str]:
+    """Return the state of the CPU's generator, and of CUDA's where it is in use, by device, in base64."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return {name: base64.b64encode(state.numpy().tobytes()).decode() for name, state in states.items()}
+
+
+def set_random_states(texts: Mapping[str, str]) -> None:
+    """Restore what `random_states` returned; a state for a device that is not in use here is left out."""
+    states = {
+        name: torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8) for name, text in texts.items()
+    }
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(states["cuda"])
 
 
 def default_loss_chunk_mb(device: str, memory_bytes: float | None = None) -> int:

@@ -20,7 +20,6 @@ from qat_lora.errors import DeviceError
 from qat_lora.runtime.base import M, Runtime, default_loss_chunk_mb
 from qat_lora.runtime.host import collectives
 from qat_lora.runtime.host.transfer import DeferredCalls, host_tensors, host_value
-from qat_lora.runtime.launch.process_group import group_size, rank_info
 from qat_lora.runtime.precision import tf32
 from qat_lora.runtime.sharded import shard_layers
 from qat_lora.types import AttentionForm, Batch, LossWalk
@@ -34,12 +33,12 @@ class NativeRuntime(Runtime):
 
     def __init__(self, kind: Literal["cpu", "cuda", "mps"], shard_base: bool = False) -> None:
         self.shard_base = shard_base
-        if kind not in _BACKENDS and group_size() > 1:
+        if kind not in _BACKENDS and collectives.group_size() > 1:
             raise DeviceError(
-                f"device {kind}: WORLD_SIZE={group_size()} asks for a process group, which exists for "
+                f"device {kind}: WORLD_SIZE={collectives.group_size()} asks for a process group, which exists for "
                 f"{' and '.join(_BACKENDS)} only; start one process, or choose another device"
             )
-        self.rank, self.replicas, local_rank = rank_info()
+        self.rank, self.replicas, local_rank = collectives.rank_info()
         self.device = torch.device(kind)
         self.loss_walk: LossWalk = "vocabulary" if kind == "cpu" else "positions"
         self.attention: AttentionForm = "tiled" if kind == "cpu" else "library"
@@ -159,11 +158,10 @@ class NativeRuntime(Runtime):
         value = collectives.mean_form(value)
         return value if self.replicas == 1 else self._mean(value.clone())
 
-    def _mean(self, total: torch.Tensor) -> torch.Tensor:
-        """Return the mean of a tensor over the replicas; its own memory is written to."""
+    def _mean(self, value: torch.Tensor) -> torch.Tensor:
         with collectives.among_peers():
-            dist.all_reduce(total)
-        return total / self.replicas
+            dist.all_reduce(value)
+        return value / self.replicas
 
     def step_end(self) -> None:
         """Run the deferred callbacks whose values have arrived; waits for nothing."""

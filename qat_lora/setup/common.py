@@ -16,6 +16,7 @@ from qat_lora.errors import ConfigError, MissingExtraError, ModelError
 from qat_lora.files.gguf_header import GGUF
 from qat_lora.layers.stacked import forget_layers, stack_layers
 from qat_lora.models.hub import HubConfig
+from qat_lora.models.llama_cpp import LlamaCppModel
 from qat_lora.models.load import FILE_SUFFIXES, CausalLM, load_tokenizer, resolve_model, tokenizer_sha256
 from qat_lora.options import QatOptions, QuantizeOptions, RunConfig
 from qat_lora.runtime.base import Runtime
@@ -79,7 +80,7 @@ def run_name(model: str) -> str:
     return path.stem if path.suffix in (*FILE_SUFFIXES, GGUF) else path.name
 
 
-def fits_positions(model: CausalLM, length: int) -> None:
+def fits_positions(model: CausalLM | LlamaCppModel, length: int) -> None:
     """Raise ConfigError for rows longer than the model has positions."""
     if model.max_positions is not None and length > model.max_positions:
         limit = model.max_positions

@@ -52,7 +52,11 @@ def check_parts(options: QatOptions, full: CausalLM | None, student: CausalLM | 
         if not specs:
             raise ConfigError(f"checkpoint: {options.checkpoint} has no quantised layers; give --from-scratch --model")
     if full is not None and student is not None:
-        check_made_of(full, student)
+        dense, quantised = dense_layers(full), quant_layers(full.module)
+        for name, layer in quant_layers(student.module).items():
+            shape = (layer.out_features, layer.in_features)
+            if name not in dense or tuple(dense[name].weight.shape) != shape or name in quantised:
+                raise ModelError(f"model: {full.folder} has no full-precision {name} of shape {shape}, as --checkpoint")
     parts, codes = set(options.train_parts), {spec.code for spec in specs.values()}
     if "lut" in parts and "lut" not in codes:
         raise ConfigError("train_parts: lut: no layer has a look-up table; choose a preset with one, such as q4_r32")
@@ -60,8 +64,8 @@ def check_parts(options: QatOptions, full: CausalLM | None, student: CausalLM | 
         raise ConfigError("train_parts: ranges: no layer has zero points; choose a preset with them, such as w4g64a")
     if "minimum" in codes and ("weights" in parts or options.mergeable or options.blockwise.blockwise_steps):
         raise ConfigError(
-            f"train_parts: {CODES_WITH_MINIMUM}; leave out weights, --mergeable and --blockwise-steps, or quantise "
-            "with q3_k, q2_0 or q4_0"
+            "train_parts: codes of q2_k and q4_k do not train, only their scales; leave out weights, --mergeable and "
+            "--blockwise-steps, or quantise with q3_k, q2_0 or q4_0"
         )
     if options.run.dtype != "float32" and parts & {"norms", "embeddings", "head"}:
         lose = "norms, embeddings and head lose small updates in bfloat16"
@@ -77,57 +81,26 @@ def check_parts(options: QatOptions, full: CausalLM | None, student: CausalLM | 
         raise ConfigError("train_parts: the head is the embedding in this model; give embeddings, which trains both")
 
 
-def check_made_of(full: CausalLM, student: CausalLM) -> None:
-    """Raise ModelError for a full-precision model that lacks a weight of the student."""
-    dense, quantised = dense_layers(full), quant_layers(full.module)
-    for name, layer in quant_layers(student.module).items():
-        shape = (layer.out_features, layer.in_features)
-        if name not in dense or tuple(dense[name].weight.shape) != shape or name in quantised:
-            raise ModelError(f"model: {full.folder} has no full-precision {name} of shape {shape}, as --checkpoint")
-
-
-CODES_WITH_MINIMUM = "codes of q2_k and q4_k do not train, only their scales"
-
-
-def check_codes(model: CausalLM, train_scales: bool, train_codes: float) -> None:
-    """Raise ConfigError where a student's scales or codes are to train and it has none, or none that train."""
-    codes = {layer.spec.code for layer in quant_layers(model.module).values()}
-    for name, asked in (("train_scales", train_scales), ("train_codes", train_codes)):
-        if asked and not codes:
-            made = "an unquantised student, and codes that other engines' files hold, have none of ours to train"
-            raise ConfigError(f"{name}: the student has no quantised layers ({made}); leave it out")
-    if train_codes and "minimum" in codes:
-        raise ConfigError(f"train_codes: {CODES_WITH_MINIMUM}; leave it out, or quantise with q3_k, q2_0 or q4_0")
+def check_scales(model: CausalLM, train_scales: bool) -> None:
+    """Raise ConfigError where a student's scales are to train and it has none."""
+    if train_scales and not quant_layers(model.module):
+        made = "an unquantised student, and codes that other engines' files hold, have none of ours to train"
+        raise ConfigError(f"train_scales: the student has no quantised layers ({made}); leave it out")
 
 
 def recovery_parts(
-    model: CausalLM,
-    train_scales: bool,
-    train_norms: bool,
-    dtype: torch.dtype,
-    train_codes: bool = False,
-    full: CausalLM | None = None,
+    model: CausalLM, train_scales: bool, train_norms: bool, dtype: torch.dtype
 ) -> dict[str, dict[str, nn.Parameter]]:
-    """Put a student with an adapter into its training state, a frozen base in `dtype`; return what trains, by kind.
-
-    Codes that train start where they are, as near to what the adapter leaves of the `full` model's weight as that lets.
-    """
+    """Put a student with an adapter into its training state, a frozen base in `dtype`; return what trains, by kind."""
     factors: dict[str, nn.Parameter] = {}
-    codes: dict[str, nn.Parameter] = {}
-    adapters, dense = lora_layers(model.module), {} if full is None else dense_layers(full)
-    for name, adapter in adapters.items():
+    for name, adapter in lora_layers(model.module).items():
         factors |= {f"{name}.lora_A": adapter.lora_A, f"{name}.lora_B": adapter.lora_B}
-    for name, layer in quant_layers(model.module).items() if train_codes else ():
-        weight = dense[name].weight.detach().to(layer.codes.device) if dense else None
-        if weight is not None and name in adapters:
-            weight = weight - adapters[name].delta().detach()
-        codes[f"{name}.position"] = layer.train_weight(weight, in_scales=True).weight
     scales = prepare_base(model.module, train_scales, dtype)
     norms = model.norms() if train_norms else {}
     for norm in norms.values():
         norm.requires_grad_(True)
     model.module.train()
-    return {"adapter": factors, "codes": codes, **scales_by_kind(model.module, scales), "norms": norms}
+    return {"adapter": factors, **scales_by_kind(model.module, scales), "norms": norms}
 
 
 def trained_parts(model: CausalLM, options: QatOptions, full: CausalLM | None) -> dict[str, dict[str, nn.Parameter]]:

@@ -31,11 +31,7 @@ class BlockwiseConfig:
     """How long and how fast every decoder layer is reconstructed."""
 
     blockwise_steps: int = option(
-        0,
-        "optimizer steps for each decoder layer alone, before the model trains as a whole; 0: none",
-        unit="steps",
-        min=0,
-        refusal="is below 0",
+        0, "optimizer steps for each decoder layer alone, before the model trains as a whole", unit="steps", min=0
     )
     blockwise_lr: float = option(1e-4, "peak learning rate of the weights in it", above=0)
     blockwise_scale_lr: float = option(1e-4, "peak learning rate of the scales in it", above=0)

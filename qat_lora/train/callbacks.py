@@ -33,7 +33,6 @@ from qat_lora.train.metrics import EVALUATIONS, LOGS, REMEDY, TRACKERS, MetricsL
 from qat_lora.train.optim import TrainState, averaged
 
 _count = functools.partial(option, min=1, refusal="is below 1")
-_limit = functools.partial(option, min=0, refusal="is not allowed; give 0 or more")
 
 
 @settings
@@ -55,16 +54,13 @@ class LoopConfig:
     log_steps: int = _count(10, "optimizer steps between fetches of the log values", unit="steps")
     eval_steps: int = _count(50, "optimizer steps between evaluations on the cache's evaluation split", unit="steps")
     save_steps: int = _count(100, "optimizer steps between checkpoints", unit="steps")
-    save_minutes: float = _limit(
-        5.0, "minutes after which a checkpoint is due anyway (looked at every log interval); 0: never", unit="minutes"
+    save_minutes: float = option(
+        5.0,
+        "minutes after which a checkpoint is due anyway (looked at every log interval); 0: never",
+        unit="minutes",
+        min=0,
     )
-    keep_checkpoints: int = option(
-        2,
-        "complete checkpoints that are kept",
-        unit="checkpoints",
-        min=1,
-        refusal="would leave nothing to resume from; give 1 or more",
-    )
+    keep_checkpoints: int = _count(2, "complete checkpoints that are kept", unit="checkpoints")
     early_stop: int | None = _count(
         None, "stop after this many evaluations without a better one; default: never", unit="evaluations"
     )
@@ -74,10 +70,11 @@ class LoopConfig:
     autocast: bool = option(
         False, "float32 weights, matrix products in bfloat16 (--dtype bfloat16: all floats are bfloat16)"
     )
-    max_recompiles: int | None = _limit(
+    max_recompiles: int | None = option(
         None,
         "graphs that may be compiled after step 1 before the run fails; default: any, with a warning",
         unit="graphs",
+        min=0,
     )
     log_to: tuple[str, ...] = option((), "send the numbers on to tensorboard, wandb or both", unit="list")
 
@@ -96,11 +93,15 @@ class LoopConfig:
             raise ConfigError(f"global_batch_size: {self.global_batch_size} is not a multiple of {product}")
         return self.global_batch_size // rows
 
+    def step_rows(self, replicas: int) -> int:
+        """Return the rows of an optimizer step over all replicas."""
+        return self.batch_size * self.accumulation(replicas) * replicas
+
     def for_rows(self, rows: int | None, replicas: int) -> Self:
         """Return the loop with the steps that `epochs` means of known rows; ConfigError: `max_steps` is another."""
         if self.epochs is None or rows is None:
             return self
-        steps = math.ceil(self.epochs * steps_per_epoch(rows, self.batch_size * self.accumulation(replicas) * replicas))
+        steps = math.ceil(self.epochs * steps_per_epoch(rows, self.step_rows(replicas)))
         if self.max_steps not in (LoopConfig.max_steps, steps):
             other = f"{self.epochs:g} epochs of {rows:,} rows are {steps:,} steps"
             raise ConfigError(f"max_steps: {self.max_steps:,}, but {other}; give --max-steps or --epochs")
@@ -254,10 +255,7 @@ def _evaluate(run: Run) -> None:
 class Checkpoint:
     """Saves every so many steps or minutes and at the end; saves, and then ends, a run that was asked to stop."""
 
-    saved_at = 0.0
-
-    def before_training(self, run: Run) -> None:
-        """Start the clock."""
+    def __init__(self) -> None:
         self.saved_at = time.monotonic()
 
     def is_due(self, run: Run) -> bool:

@@ -24,8 +24,7 @@ from qat_lora.files.checksums import PROMISE, SUMS, check_sums, notice_no_sums, 
 from qat_lora.files.finite import json_text, not_finite
 from qat_lora.files.folders import atomic_dir, discard, is_ours, remove_leftovers
 from qat_lora.layers.stacked import by_layer, layer_names
-from qat_lora.runtime.base import Runtime
-from qat_lora.runtime.host.saving import random_states, set_random_states
+from qat_lora.runtime.base import Runtime, random_states, set_random_states
 from qat_lora.train.metrics import REMEDY
 
 NAME = re.compile(r"^step-(\d{6,})$")

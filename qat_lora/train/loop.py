@@ -20,11 +20,10 @@ from qat_lora.errors import ConfigError, QatLoraError
 from qat_lora.files.folders import restore_dir
 from qat_lora.losses.objective import weight_tensors
 from qat_lora.runtime.base import Runtime
-from qat_lora.runtime.host.saving import random_states, set_random_states
 from qat_lora.runtime.host.signals import stop_signals
 from qat_lora.train.anchor import anchor_batches, anchor_micro_batch
 from qat_lora.train.callbacks import Checkpoint, Evaluate, LoopConfig, LoopHooks, Progress, Run, RunSettings
-from qat_lora.train.checkpoint import STATE, checkpoints, load_checkpoint
+from qat_lora.train.checkpoint import STATE, checkpoints, load_checkpoint, random_states, set_random_states
 from qat_lora.train.compile_watch import COMPILED, OPTIMIZER_COMPILED, OPTIMIZER_TRACED, TRACED, CompileWatch
 from qat_lora.train.lr_probe import choose_lr
 from qat_lora.train.metrics import EMPTY, EVALUATIONS, LOGS, METRICS, TRACKERS, MetricsLog, cut_back
@@ -56,12 +55,11 @@ def train(
     Returned are `step`, `best_step`, `best_kl` (or the metric evaluated), `stopped_early`, `resumed_from`, and
     `lr_probe` where the learning rate was found by trials.
 
-    Raises:
-        ConfigError: an early stop without evaluations, or a checkpoint of other settings.
-        InterruptedRunError: SIGTERM, SIGINT or SIGHUP; a checkpoint was written first.
-        CacheDamaged: a row is damaged (or another error of the source of rows); a checkpoint was written first.
-        DivergedError: a loss, an evaluation or a weight is NaN or infinite; no checkpoint holds it.
-        RecompiledError: more graphs were compiled after the first step than `max_recompiles`.
+    ConfigError: an early stop without evaluations, or a checkpoint of other settings.
+    InterruptedRunError: SIGTERM, SIGINT or SIGHUP; a checkpoint was written first.
+    CacheDamaged: a row is damaged (or another error of the source of rows); a checkpoint was written first.
+    DivergedError: a loss, an evaluation or a weight is NaN or infinite; no checkpoint holds it.
+    RecompiledError: more graphs were compiled after the first step than `max_recompiles`.
     """
     if loop.early_stop and hooks.evaluate is None:
         raise ConfigError("early_stop: there is no evaluation split to stop by; make one with --eval-rows")
@@ -82,17 +80,18 @@ def train(
     out, start, hidden = settings.out, progress.step, settings.quiet or not runtime.is_main
     wanted = loop.log_to if runtime.is_main else ()
     trackers = [TRACKERS[name](out, start, settings.fingerprint) for name in wanted]
-    step_rows = loop.batch_size * loop.accumulation(runtime.replicas) * runtime.replicas
-    log = MetricsLog(out / METRICS, loop.max_steps, start, hidden, runtime.device, trackers, step_rows)
+    log = MetricsLog(
+        out / METRICS, loop.max_steps, start, hidden, runtime.device, trackers, loop.step_rows(runtime.replicas)
+    )
     watch = CompileWatch(runtime, loop.max_recompiles, log.say)
     with stop_signals() as stopped, closing(log), closing(watch):
         run = Run(state, optimizer, runtime, hooks, settings, loop, progress, start, log, stopped)
         if found is not None:
             log.say(f"learning rate {found['lr']:.4g}: {found['why']}")
         with closing(_Steps(run, rows, prepared, optim, watch, zeros, (start, loop.max_steps - start))) as steps:
-            callbacks: tuple[Evaluate | Checkpoint, ...] = (Evaluate(), Checkpoint())
-            for callback in callbacks:
-                callback.before_training(run)
+            evaluate = Evaluate()
+            evaluate.before_training(run)
+            callbacks: tuple[Evaluate | Checkpoint, ...] = (evaluate, Checkpoint())  # whose clock begins now
             while not run.is_over:
                 steps.take()
                 due = [callback.is_due(run) for callback in callbacks]
@@ -183,7 +182,7 @@ class _Steps:
         if run.stopping and runtime.agree(bool(failed)):
             set_random_states(random)  # this step has not begun
             run.give_up(failed)
-        lr = set_lr(run.optimizer, lr_factor(optim, done, run.loop.max_steps), done / run.loop.max_steps)
+        lr = set_lr(run.optimizer, lr_factor(optim, done, run.loop.max_steps))
         means = optimizer_step(run.optimizer, optimized(run.optimizer), sums, optim.clip_grad_norm, runtime)
         self._watch.mark(OPTIMIZER_TRACED)
         run.progress.step += 1

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from tqdm import tqdm
@@ -30,9 +30,8 @@ from qat_lora.files.atomic import failpoint
 from qat_lora.files.checksums import read_object
 from qat_lora.files.finite import json_text
 from qat_lora.files.folders import write_text
-from qat_lora.runtime.host.saving import random_states, set_random_states
 from qat_lora.train.callbacks import Progress, Run
-from qat_lora.train.checkpoint import optimizer_views
+from qat_lora.train.checkpoint import optimizer_views, random_states, set_random_states
 from qat_lora.train.metrics import MetricsLog
 from qat_lora.train.optim import FIRST_LR, OptimConfig, set_peaks
 
@@ -44,14 +43,8 @@ SHARE, SHORTEST, LONGEST = 1 / 32, 2, 64  # steps of a trial: a share of the run
 LEAST_TRIALS, MOST_TRIALS = 3, 9
 
 
-class Steps(Protocol):
-    """Takes optimizer steps of a run (`loop`)."""
-
-    def take(self) -> None:
-        """Take one."""
-
-
-OpenSteps = Callable[[Run, OptimConfig, int, int], AbstractContextManager[Steps]]  # the first step of rows, how many
+OpenSteps = Callable[[Run, OptimConfig, int, int], AbstractContextManager[Any]]
+"""From a run, its settings, the first step of rows and their number to what takes these steps (`loop`)."""
 
 
 def trial_steps(max_steps: int) -> int:
@@ -67,11 +60,10 @@ def probe_steps(max_steps: int, trials: int = LEAST_TRIALS) -> int:
 def choose_lr(run: Run, optim: OptimConfig, open_steps: OpenSteps) -> dict[str, Any]:
     """Return what `lr_probe.json` says of a run that has not begun, its `lr` included; its state stays as it is.
 
-    Raises:
-        InterruptedRunError: a stop signal; the trials that are through are kept.
-        CacheDamaged: a row cannot be read (or another error of the source of rows).
-        DivergedError: the loss is NaN or infinite before the first step.
-        ConfigError: the processes do not share the run's folder.
+    InterruptedRunError: a stop signal; the trials that are through are kept.
+    CacheDamaged: a row cannot be read (or another error of the source of rows).
+    DivergedError: the loss is NaN or infinite before the first step.
+    ConfigError: the processes do not share the run's folder.
     """
     whole, file, runtime = run.loop.max_steps, run.settings.out / FILE, run.runtime
     start, losses = _read(file, whole)

@@ -32,7 +32,7 @@ from qat_lora.files.checksums import sha256_of
 from qat_lora.files.finite import json_text
 from qat_lora.files.folders import appeared, atomic_file, ours, tree, write_text
 from qat_lora.runtime.base import Runtime
-from qat_lora.runtime.host.memory import peak_memory_bytes
+from qat_lora.runtime.host.machine import peak_memory_bytes
 from qat_lora.train.step import Sums
 
 REMEDY = (  # what to do about a loss or a weight that is NaN or infinite

@@ -26,12 +26,12 @@ from qat_lora.errors import ConfigError
 from qat_lora.runtime.base import Runtime
 from qat_lora.types import LanguageModel
 
-# By kind of trained tensors (LoRA factors, latent weights, scales, tables, codes, norms), the setting of their
+# By kind of trained tensors (LoRA factors, latent weights, scales, tables, norms), the setting of their
 # peak learning rate; and the kinds that weight decay pulls to 0: it would only shrink scales and norms.
 FIRST_LR = 4e-4  # the first that `auto` tries (`lr_probe`)
 RATES = {
     "adapter": "lr", "weights": "lr", "scales": "scale_lr", "block_scales": "scale_lr", "lut": "scale_lr",
-    "codes": "code_lr", "norms": "norm_lr",
+    "norms": "norm_lr",
 }  # fmt: skip
 DECAYING = ("adapter", "weights")
 SHARES = {"block_scales": 1 / 32}  # of that rate: the scale of a K-quant's group is some 15 to 128 of its block's
@@ -48,29 +48,14 @@ class OptimConfig:
     scale_lr: float | None = option(
         None, "peak learning rate of the quantiser's scales and tables; default: half of --lr", above=0
     )
-    code_lr: float = option(
-        3e-3, "peak learning rate of codes, in steps from one to the next, where they train beside an adapter", above=0
-    )
-    train_codes: float = option(
-        0.0,
-        "share of the run, at its end, in which codes train beside the adapter (saved with it); 0: never, 1: all of it",
-        min=0,
-        max=1,
-        refusal="is not a share; give a number from 0 to 1",
-    )
     norm_lr: float | None = option(None, "peak learning rate of norms; default: a third of --lr", above=0)
     schedule: Literal["cosine", "constant"] = option("cosine", "learning rate after warm-up")
-    warmup_steps: int = option(
-        20, "optimizer steps of linear warm-up, from 1/n of the peak", unit="steps", min=0, refusal="is below 0"
-    )
+    warmup_steps: int = option(20, "optimizer steps of linear warm-up, from 1/n of the peak", unit="steps", min=0)
     min_lr_ratio: float = option(
         0.1, "learning rate at the end, as a share of the peak (cosine)", min=0, max=1, refusal="is not between 0 and 1"
     )
     weight_decay: float = option(
-        0.0,
-        "decoupled weight decay of adapter and weights; scales and norms have none",
-        min=0,
-        refusal="is not allowed; give 0 (none) or a number above",
+        0.0, "decoupled weight decay of adapter and weights; scales and norms have none", min=0
     )
     clip_grad_norm: float = option(1.0, "largest gradient norm over all trained tensors", above=0)
     adam_beta2: float = _decay(0.99, "decay of the second moment; short runs want less than 0.999")
@@ -84,7 +69,7 @@ class OptimConfig:
 def peak_lr(config: OptimConfig, kind: str) -> float:
     """Return the largest learning rate of a kind of `RATES`; while `lr` is `auto`, that of the first trial."""
     lr = FIRST_LR if config.lr == "auto" else config.lr
-    own = {"scale_lr": config.scale_lr or lr / 2, "norm_lr": config.norm_lr or lr / 3, "code_lr": config.code_lr}
+    own = {"scale_lr": config.scale_lr or lr / 2, "norm_lr": config.norm_lr or lr / 3}
     return own.get(RATES[kind], lr) * SHARES.get(kind, 1.0)
 
 
@@ -98,11 +83,14 @@ def lr_factor(config: OptimConfig, step: int, max_steps: int) -> float:
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
+Groups = dict[str, dict[str, nn.Parameter]]  # what trains, by kind (`RATES`) and name
+
+
 class TrainState(NamedTuple):
     """The model and the tensors of it that train."""
 
     model: LanguageModel
-    groups: dict[str, dict[str, nn.Parameter]]  # by kind (`RATES`) and name
+    groups: Groups
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -167,9 +155,7 @@ def build_optimizer(config: OptimConfig, groups: Mapping[str, Mapping[str, nn.Pa
     for kind, tensors in groups.items():
         if not tensors:
             continue
-        # Codes that move late have the moments of the whole run by then.
-        begin = 1 - config.train_codes if kind == "codes" else 0.0
-        rates = {"kind": kind, "weight_decay": config.weight_decay * (kind in DECAYING), "begin": begin}
+        rates = {"kind": kind, "weight_decay": config.weight_decay * (kind in DECAYING)}
         if runtime.shares_memory:
             by_type = itertools.groupby(sorted(tensors.values(), key=lambda p: str(p.dtype)), key=lambda p: p.dtype)
             of_kind = [_flatten(list(parameters)) for _, parameters in by_type]
@@ -255,10 +241,10 @@ def set_peaks(optimizer: torch.optim.Optimizer, config: OptimConfig, factor: flo
         group["lr"] = group["peak_lr"] = peak_lr(config, group["kind"]) * factor
 
 
-def set_lr(optimizer: torch.optim.Optimizer, factor: float, progress: float = 1.0) -> float:
-    """Set the learning rate of every group that trains yet to a share of its peak; return that of the first group."""
+def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> float:
+    """Set the learning rate of every group to a share of its peak; return that of the first group."""
     for group in optimizer.param_groups:
-        group["lr"] = group["peak_lr"] * factor * (progress >= group.get("begin", 0.0))
+        group["lr"] = group["peak_lr"] * factor
     return optimizer.param_groups[0]["lr"]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.cache.storage import store as shards
 from qat_lora.cache.tools.describe import describe
@@ -29,7 +30,7 @@ def cache(request, tmp_path, fingerprint, random_rows, write_cache):
 def places(dataset, row):
     """Yield the file's places of a row of the second shard: the first and last byte of the row in every array."""
     held = dataset.manifest.fingerprint
-    plan = shards._plan(held, 3)
+    plan = fmt.layout(held.arrays, 3, held.sha256)
     for spec in held.arrays:
         start = plan.starts[spec.name]
         yield from {start + row * spec.row_bytes, start + (row + 1) * spec.row_bytes - 1}
@@ -155,6 +156,7 @@ from conftest import _fingerprint, _random_rows, _write_cache
 import numpy as np
 from qat_lora.cache.storage import store as shard
 from qat_lora.cache.tools import overlap
+from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.cache.tools.describe import describe
 from qat_lora.cache.storage.store import verify_cache

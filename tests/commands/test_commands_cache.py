@@ -84,7 +84,7 @@ def test_a_cache_of_one_document_of_200_mb_takes_no_more_memory_than_another(tin
     words += ["--top-k", "16", "--num-rows", "64", "--device", "cpu", "--quiet", "--out", str(tmp_path / "cache")]
     program = (
         "import sys, torch; from qat_lora.cli import main; main(sys.argv[1:]); "
-        "from qat_lora.runtime.host.memory import peak_memory_bytes; "
+        "from qat_lora.runtime.host.machine import peak_memory_bytes; "
         "print(peak_memory_bytes(torch.device('cpu')) // 2**20)"
     )
     ran = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=True)

@@ -11,7 +11,8 @@ from qat_lora.commands.generate import NO_TEMPLATE, chat, generate
 from qat_lora.errors import ConfigError, TextError
 from qat_lora.generate.sample import chat_prompt, plain_prompt, stream_ids, stream_text, until_end
 from qat_lora.models import kv_cache as decoding
-from qat_lora.models.load import copy_tokenizer, load_model, load_tokenizer
+from qat_lora.models.copies import copy_tokenizer
+from qat_lora.models.load import load_model, load_tokenizer
 from qat_lora.options import ChatOptions, GenerateOptions
 from qat_lora.runtime.launch.select import select_runtime
 
@@ -72,7 +73,8 @@ def test_many_prompts_share_one_shape(plain, tmp_path, monkeypatch):
     (tmp_path / "p.txt").write_text("\n\n".join(prompts) + "\n")
     shapes = set()
     begin = decoding.begin
-    monkeypatch.setattr("qat_lora.generate.sample.begin", lambda model, ids: shapes.add(ids.shape) or begin(model, ids))
+    counted = lambda model, ids, known: shapes.add(ids.shape) or begin(model, ids, known)  # noqa: E731
+    monkeypatch.setattr("qat_lora.generate.sample.begin", counted)
     one = GenerateOptions(student=str(plain), prompt="x", max_new_tokens=6, run=part("unused"))
     many = run(generate, replace(one, prompt=None, prompts=str(tmp_path / "p.txt")))
     assert len(shapes) == 1 and [item["prompt"] for item in many] == prompts

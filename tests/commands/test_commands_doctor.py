@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from qat_lora.commands import doctor
-from qat_lora.plan.surroundings import Accelerator, HubState
+from qat_lora.commands.doctor import Accelerator
 from qat_lora.runtime.launch.select import Found
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,15 +127,21 @@ def test_chips_and_whether_a_planned_run_fits_one():
 
 
 @pytest.mark.parametrize(
-    ("state", "mark", "words"),
+    ("environ", "error", "mark", "words"),
     [
-        (HubState(token=True), "ok", "reached; logged in"),
-        (HubState(offline=True), "note", "HF_HUB_OFFLINE"),
-        (HubState(error="timed out"), "note", "cannot be reached (timed out): give folders instead of names"),
+        ({}, "", "ok", "reached; logged in"),
+        ({"HF_HUB_OFFLINE": "1"}, None, "note", "HF_HUB_OFFLINE"),
+        ({}, "timed out", "note", "cannot be reached (timed out): give folders instead of names; logged in"),
     ],
 )
-def test_the_hub_is_never_something_to_fix(state, mark, words):
-    finding = doctor._check_hub(state)
+def test_the_hub_is_never_something_to_fix(environ, error, mark, words, monkeypatch):
+    def answer(url):
+        assert error is not None, "asked the Hub, offline"
+        return error
+
+    monkeypatch.setattr(doctor, "_unreachable", answer)
+    monkeypatch.setenv("HF_TOKEN", "hf_of_a_test")
+    finding = doctor._check_hub(environ)
     assert finding.state == mark and words in finding.found and finding.fix is None
 
 

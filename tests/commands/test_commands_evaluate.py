@@ -10,8 +10,8 @@ from toy_pipeline import cache_options, call, eval_options, part, quantize_optio
 
 from qat_lora.data.sources import TextConfig
 from qat_lora.errors import CacheError, ConfigError, MissingExtraError, TextError
-from qat_lora.evaluate.card import SCHEMA
 from qat_lora.evaluate.health import HealthConfig
+from qat_lora.evaluate.report import SCHEMA
 from qat_lora.evaluate.tasks import TasksConfig
 from qat_lora.models.load import load_model, load_tokenizer, make_qwen3
 from qat_lora.options import AuditOptions, RunConfig

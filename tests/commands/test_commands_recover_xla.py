@@ -47,7 +47,7 @@ def counted_launch(self, main):
         global runtime
         runtime = self
         callbacks = importlib.import_module("qat_lora.train.callbacks")
-        setup = importlib.import_module("qat_lora.setup.training_run")
+        setup = importlib.import_module("qat_lora.setup.training")
         make = setup.evaluation
         setup.evaluation = lambda *args: counted("evaluate", make(*args))
         callbacks.Run.export = counted("export", callbacks.Run.export)
@@ -79,10 +79,7 @@ def recover(folder: Path, *flags: str) -> list[str]:
 
 VARIANTS = {
     "plain": [],
-    "costly": [
-        *("--gradient-checkpointing", "--ema", "0.9", "--train-norms", "--train-scales"),
-        *("--train-codes", "0.5", "--code-lr", "1e-3"),
-    ],
+    "costly": ["--gradient-checkpointing", "--ema", "0.9", "--train-norms", "--train-scales"],
     "autocast": ["--autocast"],
 }
 NEAR = {"autocast": 3e-2}

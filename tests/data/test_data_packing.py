@@ -322,7 +322,7 @@ import itertools, sys, torch
 from transformers import PreTrainedTokenizerFast
 from qat_lora.data.packing import make_encoder, pack_rows
 from qat_lora.data.sources import TextConfig, open_documents
-from qat_lora.runtime.host.memory import peak_memory_bytes
+from qat_lora.runtime.host.machine import peak_memory_bytes
 
 def peak():
     return peak_memory_bytes(torch.device("cpu")) // 2**20

@@ -33,7 +33,8 @@ def test_batched_greedy_text_is_that_of_one_prompt_at_a_time(tiny):
     model, cpu = load_model(str(tiny.teacher)), torch.device("cpu")
     prompts = np.array([[5, 17, 200], [300, 2, 90], [7, 7, 7]])
     cuts = []
-    found = continue_greedily(model, prompts, 12, cpu, lambda: cuts.append(1))
+    runtime = SimpleNamespace(device=cpu, mark_step=lambda: cuts.append(1))
+    found = continue_greedily(model, prompts, 12, runtime)
     assert found.tolist() == [list(stream_ids(model, prompt, 12, device=cpu)) for prompt in prompts.tolist()]
     assert len(cuts) == 12
 

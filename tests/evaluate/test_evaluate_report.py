@@ -69,7 +69,7 @@ def test_a_model_has_one_colour_in_both_pictures(tmp_path, monkeypatch):
     """The bars of perplexity in `scores.png` and in `report.png`, in the order of the tables."""
     plt = pytest.importorskip("matplotlib.pyplot")
     from matplotlib.colors import to_hex
-    from test_evaluate_card import FULL
+    from test_evaluate_report_card import FULL
 
     monkeypatch.setattr(plt, "close", lambda figure: None)
     models = FULL["models"]

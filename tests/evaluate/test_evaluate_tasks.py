@@ -70,7 +70,7 @@ def right(model, tokenizer, question, choices, gold):
 def test_a_local_task_scores_what_the_likelihoods_say(tiny, local):
     config, manager, _ = local
     model, tokenizer = load_model(str(tiny.teacher)), load_tokenizer(tiny.teacher)
-    found = run_tasks(model.module, tokenizer, config, manager, batch_size=2, max_length=64)
+    found = run_tasks(model.module, tokenizer, config, manager, batch_size=2, max_length=64, seed=0)
     wanted = sum(right(model, tokenizer, *example) for example in EXAMPLES) / len(EXAMPLES)
     assert found["local_choice"]["acc"] == pytest.approx(wanted)
     assert set(found["local_choice"]) <= {"acc", "acc_stderr"}
@@ -82,7 +82,7 @@ def test_too_little_memory_is_not_taken_for_the_task_s_fault(tiny, local, monkey
     starved = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.")
     monkeypatch.setattr(model.module, "forward", lambda *args, **kwargs: (_ for _ in ()).throw(starved))
     with pytest.raises(torch.OutOfMemoryError, match="9.00 GiB"):
-        run_tasks(model.module, tokenizer, config, manager, batch_size=2, max_length=64)
+        run_tasks(model.module, tokenizer, config, manager, batch_size=2, max_length=64, seed=0)
 
 
 def test_unknown_tasks_and_tasks_that_fail_are_named(tiny, local, monkeypatch):
@@ -93,7 +93,7 @@ def test_unknown_tasks_and_tasks_that_fail_are_named(tiny, local, monkeypatch):
     data.unlink()
     model, tokenizer = load_model(str(tiny.teacher)), load_tokenizer(tiny.teacher)
     with pytest.raises(ConfigError, match="local_choice did not run"):
-        run_tasks(model.module, tokenizer, config, manager, batch_size=2, max_length=64)
+        run_tasks(model.module, tokenizer, config, manager, batch_size=2, max_length=64, seed=0)
 
 
 @pytest.mark.parametrize(("name", "value"), [("task_limit", 0), ("task_shots", -1)])

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from qat_lora.models.load import copy_tokenizer, load_model, save_model
+from qat_lora.models.copies import copy_tokenizer
+from qat_lora.models.load import load_model, save_model
 
 PROGRAM = """
 import json, sys

@@ -16,8 +16,9 @@ from qat_lora.layers.calibrate.quantize import quantize_model
 from qat_lora.layers.convert import add_lora, lora_layers, quant_layers
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.models.adapter import save_adapter
+from qat_lora.models.copies import copy_tokenizer
 from qat_lora.models.hub import HubConfig
-from qat_lora.models.load import copy_tokenizer, load_model, load_tokenizer, save_quantised
+from qat_lora.models.load import load_model, load_tokenizer, save_quantised
 from qat_lora.models.student import open_student
 from qat_lora.quant.presets import preset
 
@@ -87,11 +88,15 @@ def test_tensors_are_ours_after_dequantisation(teacher, name, kind, tmp_path):
         assert np.array_equal(unpermuted(model, layer, dense[found]), module.weight.numpy())
     assert np.array_equal(dense["token_embd.weight"], model.module.get_input_embeddings().weight.half().float().numpy())
     assert ("output.weight" in dense) == (model.config.model_type == "llama")
-    reader, _, factors = read(out / "adapter.gguf")
+    reader, stored, factors = read(out / "adapter.gguf")
     assert reader.get_field("adapter.lora.alpha").contents() == 5.0
     for layer, module in lora_layers(model.module).items():
         a, b = (factors[f"{gguf_name(model, layer)}.weight.lora_{x}"] for x in "ab")
-        assert np.array_equal(a, module.lora_A.detach().half().numpy())
+        blocks = gguf.quantize(module.lora_A.detach().half().float().numpy(), gguf.GGMLQuantizationType.Q8_0)
+        assert np.array_equal(a, gguf.dequantize(blocks, gguf.GGMLQuantizationType.Q8_0))
+        # Half a step, and the rounding of the step to float16.
+        assert np.abs(a - module.lora_A.detach().numpy()).max() < np.abs(a).max() / 220
+        assert stored[f"{gguf_name(model, layer)}.weight.lora_b"].tensor_type.name == "F16"  # rows of 3
         assert np.array_equal(unpermuted(model, layer, b), module.lora_B.detach().half().numpy())
     assert len(factors) == 2 * len(lora_layers(model.module)) == 28
 

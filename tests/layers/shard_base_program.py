@@ -17,7 +17,7 @@ from qat_lora.runtime.native import NativeRuntime
 from qat_lora.runtime.sharded import sharded_bytes
 from qat_lora.setup.common import fit_attention
 from qat_lora.setup.trainable import recovery_parts
-from qat_lora.setup.training_run import place_student
+from qat_lora.setup.training import place_student
 from qat_lora.train.optim import OptimConfig, build_optimizer, optimized
 from qat_lora.train.step import optimizer_step
 

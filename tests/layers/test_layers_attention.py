@@ -7,7 +7,6 @@ import torch
 
 from qat_lora.layers import attention
 from qat_lora.layers.attention import blocked_attention, tiled_attention
-from qat_lora.models.attention_mask import attention_inputs
 from qat_lora.models.load import TILED, make_qwen3
 from qat_lora.runtime.native import NativeRuntime
 
@@ -18,25 +17,30 @@ def exact(query, key, value, mask, scale):
     """Every score at once, in float64, by the definition."""
     query, key, value = (x.detach().double().requires_grad_() for x in (query, key, value))
     repeat = query.shape[1] // key.shape[1]
-    scores = query @ key.repeat_interleave(repeat, 1).transpose(2, 3) * scale + mask.double()
+    scores = query @ key.repeat_interleave(repeat, 1).transpose(2, 3) * scale + mask
     return scores.softmax(-1) @ value.repeat_interleave(repeat, 1), (query, key, value)
 
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 2e-6), (torch.bfloat16, 1.5e-2)])
 @pytest.mark.parametrize(("length", "heads", "groups"), [(7, 2, 2), (64, 3, 1), (150, 4, 2)])
 @pytest.mark.parametrize("attend", [tiled_attention, blocked])
-def test_output_and_gradients_are_those_of_the_definition(attend, dtype, close, length, heads, groups, monkeypatch):
+@pytest.mark.parametrize("window", [None, 2, 37, 100])
+def test_output_and_gradients_are_those_of_the_definition(
+    attend, dtype, close, length, heads, groups, window, monkeypatch
+):
     monkeypatch.setattr(attention, "BLOCK", 48)
     torch.manual_seed(length)
-    rows, width, scale = 3, 8, 0.4
+    rows, width, value_width, scale = 3, 8, 6, 0.4
     query = torch.randn(rows, length, heads, width).to(dtype).transpose(1, 2).requires_grad_()  # as projections come
-    key, value = (torch.randn(rows, groups, length, width).to(dtype).requires_grad_() for _ in range(2))
+    key, value = (torch.randn(rows, groups, length, of).to(dtype).requires_grad_() for of in (width, value_width))
     documents = torch.sort(torch.randint(0, 3, (rows, length))).values
-    config = make_qwen3(None, 16, hidden=16, layers=1, heads=2, kv_heads=2, mlp=8).config
-    mask, _ = attention_inputs(config, documents, dtype)
-    output = attend(query, key, value, mask, scale)
+    behind = torch.arange(length)[:, None] - torch.arange(length)
+    seen = (documents[:, :, None] == documents[:, None]) & (behind >= 0) & (behind < (window or length))
+    mask = torch.where(seen, 0.0, -torch.inf)[:, None].double()
+    first = torch.arange(1, length + 1) - seen.sum(-1)
+    output = attend(query, key, value, first, scale, window)
     wanted, sources = exact(query, key, value, mask, scale)
-    pull = torch.randn(rows, heads, length, width).to(dtype)
+    pull = torch.randn(rows, heads, length, value_width).to(dtype)
     output.backward(pull)
     wanted.backward(pull.double())
     pairs = [

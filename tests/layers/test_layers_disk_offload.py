@@ -8,7 +8,7 @@ import torch
 
 from qat_lora.errors import ConfigError
 from qat_lora.layers.calibrate.disk_offload import zeros_in
-from qat_lora.runtime.host.memory import give_back
+from qat_lora.runtime.host.machine import give_back
 
 
 def test_zeros_on_disk_add_up_like_those_in_memory_and_leave_no_name_behind(tmp_path):

@@ -49,7 +49,7 @@ def test_it_is_the_mean_over_tokens_of_gradients_taken_one_by_one(toy):
     found = sensitivities(toy, NAMES, BATCHES, log_likelihood, quiet=True)
     with torch.enable_grad():
         for name in NAMES:
-            gradients = []
+            gradients, inputs = [], []
             for batch, label in zip(BATCHES, labels, strict=True):
                 for token, target in zip(batch.flatten(), label, strict=True):
                     h = toy.embed(token)
@@ -59,11 +59,17 @@ def test_it_is_the_mean_over_tokens_of_gradients_taken_one_by_one(toy):
                         outer = toy.second(torch.tanh(inner)).detach().requires_grad_()
                     loss = toy.head(h + outer).log_softmax(-1)[target]
                     gradients.append(torch.autograd.grad(loss, inner if name == "first" else outer)[0])
-            g = torch.stack(gradients).double().numpy()
-            assert np.allclose(found[name].outputs_OO.numpy(), g.T @ g / 20, atol=1e-5)
-            means = [np.square(g[:seen]).mean(0) for seen in (12, 20)]  # of the batches so far
+                    inputs.append((h if name == "first" else torch.tanh(inner)).detach())
+            g, x = (torch.stack(values).double().numpy() for values in (gradients, inputs))
+            sizes = []  # of a token's input, relative to its batch
+            for part in np.split(np.square(x), [12]):
+                size = (part / (part.mean(0) + 0.1 * part.mean())).sum(1)
+                sizes.append(size / size.mean())
+            squares = np.concatenate(sizes)[:, None] * np.square(g)
+            assert np.allclose(found[name].outputs_OO.numpy(), g.T * np.concatenate(sizes) @ g / 20, atol=1e-5)
+            means = [squares[:seen].mean(0) for seen in (12, 20)]  # of the batches so far
             shares = [part / (m + 0.1 * m.mean()) for part, m in zip(np.split(np.square(g), [12]), means, strict=True)]
-            assert np.allclose(torch.cat(found[name].tokens).numpy(), np.concatenate(shares).sum(1), atol=1e-5)
+            assert np.allclose(torch.cat(found[name].tokens).numpy(), np.concatenate(shares).sum(1), rtol=1e-4)
             assert [len(part) for part in found[name].tokens] == [12, 8]
     assert not any(m._forward_hooks for m in toy.modules()) and not any(p.requires_grad for p in toy.parameters())
 

@@ -25,7 +25,7 @@ SPECS = {
     "steps": QuantSpec(bits=3, code="integer", sharing="group", group_size=16, signed=True, step_bits=6),
 }
 ROWS, COLUMNS = 6, 21
-KINDS = {"weight": {}, "change": {"rank": 2}, "position": {"in_scales": True}}
+KINDS = {"weight": {}, "change": {"rank": 2}}
 
 
 def columns_of(sharing):
@@ -72,7 +72,7 @@ def trained_layer(sharing, kind="change", table=False):
     if table:
         layer.train_table()
     trained = [*latent.trained().values(), *layer.scales, *([layer.values] if table else [])]
-    optimizer = torch.optim.Adam(trained, lr=0.005 if layer.spec.step_bits and kind != "position" else 0.05)
+    optimizer = torch.optim.Adam(trained, lr=0.005 if layer.spec.step_bits else 0.05)
     x, target = torch.randn(40, layer.in_features), torch.randn(40, ROWS)
     before = layer.codes.clone()
     for _ in range(20):
@@ -122,10 +122,9 @@ def test_the_low_rank_change_begins_at_none_has_the_weights_unit_and_its_base_is
     assert set(latent.trained()) == {"lora_A", "lora_B"}
 
 
-@pytest.mark.parametrize("kind", ["change", "position"])
-def test_a_scale_that_trains_stretches_a_layer_and_leaves_the_codes_of_a_change_alone(kind):
+def test_a_scale_that_trains_stretches_a_layer_and_leaves_the_codes_of_a_change_alone():
     linear, layer = make("channel")
-    latent = layer.train_weight(linear.weight.detach(), **KINDS[kind])
+    latent = layer.train_weight(linear.weight.detach(), rank=2)
     layer.train_scales()
     before = layer.stored()["codes"]
     x, gradient = torch.randn(6, COLUMNS), torch.randn(6, ROWS)

@@ -37,7 +37,7 @@ def walked(model, ids_BL, padding):
     """Hidden states of a row whose end is written one token at a time over padding."""
     row = ids_BL.clone()
     row[:, KNOWN:] = padding
-    hidden, cache = begin(model, row)
+    hidden, cache = begin(model, row, KNOWN)
     found = [hidden[:, :KNOWN]]
     for position in range(KNOWN, LENGTH):
         found.append(step(model, ids_BL[:, position : position + 1], torch.tensor([position]), cache))

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 import qat_lora.models.load as models
@@ -15,13 +16,13 @@ from qat_lora.errors import ModelError
 from qat_lora.files.checksums import checkpoint_sha256, seal
 from qat_lora.layers.calibrate.quantize import quantize_model
 from qat_lora.layers.convert import prepare_base, quant_layers
+from qat_lora.models.copies import copy_tokenizer, save_with_tensors
 from qat_lora.models.load import (
-    copy_tokenizer,
     load_model,
     load_tokenizer,
+    make_qwen3,
     resolve_model,
     save_quantised,
-    save_with_tensors,
     tokenizer_sha256,
 )
 from qat_lora.quant.presets import PRESETS, preset
@@ -81,7 +82,7 @@ def make(folder, family, tiny, **change):
             if "norm" in name or name.endswith("bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     module.save_pretrained(folder)
-    models.copy_tokenizer(tiny.teacher, folder)
+    copy_tokenizer(tiny.teacher, folder)
     return folder
 
 
@@ -117,6 +118,11 @@ def test_packed_rows_are_transformers_document_by_document(family, tiny, tmp_pat
     assert torch.allclose(logits, expected, atol=1e-5, rtol=1e-5), (logits - expected).abs().max()
     assert torch.allclose(z, expected, atol=1e-5, rtol=1e-5)
     assert model.vocab_size == 320 and model.max_positions == 64
+    model.tile_attention()
+    with torch.no_grad():
+        tiled = model.logits(model.hidden(ids, documents).flatten(0, 1)).reshape(expected.shape)
+    torch.testing.assert_close(tiled, expected, rtol=1e-4, atol=1e-4)
+    assert model.mask_form(24) == ("dense" if family == "gemma2" else "first")  # capped scores are transformers'
     # The comparison has teeth: as one document, the same tokens give other logits.
     with torch.no_grad():
         other = model.logits(model.hidden(ids, torch.zeros_like(documents)).flatten(0, 1)).reshape(expected.shape)
@@ -134,13 +140,81 @@ def test_windows_are_really_used(family, tiny, tmp_path):
         assert (model.hidden(ids, documents) - narrow).abs().max() > 1e-3
 
 
+SCALINGS = {
+    "linear": {"factor": 4.0},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {"factor": 4.0, "beta_fast": 4.0, "beta_slow": 1.0},
+}
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_scaled_positions_are_kept_beyond_the_original_length(kind, tiny, tmp_path):
+    scaling = SCALINGS[kind] | {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 8}
+    folder = make(tmp_path / "m", "llama", tiny, rope_parameters=scaling)  # 64 positions; documents of up to 24
+    ids, documents = packed_rows()
+    reference = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    expected = one_by_one(reference, ids)
+    model = load_model(str(folder))
+    assert model.max_positions == 64
+    for tile in (lambda: None, model.tile_attention):
+        tile()
+        with torch.no_grad():
+            logits = model.logits(model.hidden(ids, documents).flatten(0, 1)).reshape(expected.shape)
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    plain = load_model(str(make(tmp_path / "plain", "llama", tiny)))
+    with torch.no_grad():
+        other = plain.logits(plain.hidden(ids, documents).flatten(0, 1)).reshape(expected.shape)
+    assert (other - expected)[1, 8:].abs().max() > 0.01  # the weights are the same, the positions are not
+    models.save_model(model.module, tmp_path / "saved")
+    copy_tokenizer(folder, tmp_path / "saved")
+    assert load_model(str(tmp_path / "saved")).config.rope_parameters == reference.config.rope_parameters
+
+
+def test_long_rows_make_no_mask_in_memory(tiny, tmp_path, monkeypatch):
+    """Beyond the length up to which torch's kernels take one: the same numbers, by another path."""
+    model = load_model(str(make(tmp_path / "m", "gemma3", tiny)))
+    ids, documents = packed_rows()
+    forms, original = [], models.attention_inputs
+    watched = lambda *given: forms.append(given[-1]) or original(*given)  # noqa: E731
+    monkeypatch.setattr(models, "attention_inputs", watched)
+    with torch.no_grad():
+        short = model.hidden(ids, documents)
+        monkeypatch.setattr(models, "LONGEST_DENSE", 23)
+        torch.testing.assert_close(model.hidden(ids, documents), short, rtol=1e-4, atol=1e-4)
+        model.tile_attention()
+        torch.testing.assert_close(model.hidden(ids, documents), short, rtol=1e-4, atol=1e-4)
+    assert forms == ["dense", "first", "first"]
+
+
+@pytest.mark.parametrize("attention", ["tiled", "library"])
+def test_no_tensor_of_a_forward_and_backward_has_l_squared_numbers(attention):
+    length = 5000
+    model = make_qwen3(None, 64, hidden=16, layers=1, heads=1, kv_heads=1, mlp=8, positions=length)
+    if attention == "tiled":
+        model.tile_attention()
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, _types, args=(), kwargs=None):
+            nonlocal largest
+            result = function(*args, **kwargs or {})
+            parts = result if isinstance(result, tuple | list) else [result]
+            largest = max([largest, *(part.untyped_storage().nbytes() for part in parts if torch.is_tensor(part))])
+            return result
+
+    with Watch():
+        documents = (torch.arange(length) // 1000)[None]
+        model.hidden(torch.zeros(1, length, dtype=torch.int64), documents).sum().backward()
+    assert largest < length * length / 2  # bytes; scores of a block of 512 queries in float32 are the largest
+
+
 def test_gpt2_works_as_a_teacher(tiny, tmp_path):
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         vocab_size=320, n_embd=16, n_layer=2, n_head=2, n_positions=64, initializer_range=0.3
     )
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
-    models.copy_tokenizer(tiny.teacher, tmp_path)
+    copy_tokenizer(tiny.teacher, tmp_path)
     ids, documents = packed_rows()
     expected = one_by_one(AutoModelForCausalLM.from_pretrained(tmp_path).eval(), ids)
     model = load_model(str(tmp_path))

@@ -18,7 +18,7 @@ from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.options import QatOptions, RecoverOptions, RunConfig
 from qat_lora.plan.advice import recover_advice
 from qat_lora.registry import COMMANDS
-from qat_lora.runtime.host.memory import peak_memory_bytes
+from qat_lora.runtime.host.machine import peak_memory_bytes
 from qat_lora.train.loop import LoopConfig
 
 ERRORS = [
@@ -132,7 +132,7 @@ def test_peak_memory_of_a_process_is_that_of_the_process():
 def test_peak_memory_is_not_that_of_the_process_that_started_this_one():
     """getrusage's is, and a test that ran after a large one in the same process failed by it."""
     held = torch.ones(2**28)  # 1 GiB
-    program = "import torch; from qat_lora.runtime.host.memory import peak_memory_bytes as peak; "
+    program = "import torch; from qat_lora.runtime.host.machine import peak_memory_bytes as peak; "
     program += "print(peak(torch.device('cpu')))"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert int(ran.stdout) < held.nbytes

@@ -18,7 +18,7 @@ from qat_lora.models.load import DTYPES, cast, load_model
 from qat_lora.options import EstimateOptions, QuantizeOptions, RunConfig
 from qat_lora.plan.devices import named
 from qat_lora.plan.step import Shapes, step_bytes, widths
-from qat_lora.runtime.host.memory import LiveBytes
+from qat_lora.runtime.host.machine import LiveBytes
 from qat_lora.runtime.launch.select import ChipsConfig
 from qat_lora.runtime.native import NativeRuntime
 from qat_lora.setup.trainable import recovery_parts
@@ -51,11 +51,11 @@ def ask(model, **settings):
     return estimate(EstimateOptions(model=str(model), **settings), NativeRuntime("cpu"))
 
 
-def built(folder, dtype, train_scales, train_codes):
+def built(folder, dtype, train_scales):
     """Build the student as `recover` does; return it with its trained tensors and its optimizer."""
     model = load_model(str(folder), dtype=dtype)
     add_lora(model.module, LoraConfig(recovery_r=RANK))
-    groups = recovery_parts(model, train_scales, False, DTYPES[dtype], train_codes)
+    groups = recovery_parts(model, train_scales, False, DTYPES[dtype])
     optimizer, adapter = build_optimizer(OptimConfig(), groups, Apart("cpu")), [*groups.pop("adapter").values()]
     return model, adapter, [p for tensors in groups.values() for p in tensors.values()], optimizer
 
@@ -67,11 +67,10 @@ def memory(*tensors):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("train_scales", [False, True])
-@pytest.mark.parametrize("train_codes", [False, True])
-def test_what_is_held_equals_a_built_model(student, dtype, train_scales, train_codes, capsys):
+def test_what_is_held_equals_a_built_model(student, dtype, train_scales, capsys):
     run = RunConfig(dtype=dtype, device="cpu")
-    report = ask(student, train_scales=train_scales, train_codes=train_codes, run=run)
-    model, adapter, scales, optimizer = built(student, dtype, train_scales, train_codes)
+    report = ask(student, train_scales=train_scales, run=run)
+    model, adapter, scales, optimizer = built(student, dtype, train_scales)
     everything = [*model.module.parameters(), *model.module.buffers()]
     mine = memory(*adapter)
     assert report["bytes"]["weights"] == memory(*everything) - mine
@@ -139,8 +138,6 @@ def benchmark():
         {"vocab": 4096, "dtype": "bfloat16", "checkpointing": True},
         {"train_scales": True},
         {"train_scales": True, "dtype": "bfloat16", "checkpointing": True},
-        {"train_codes": True},
-        {"train_codes": True, "train_scales": True, "dtype": "bfloat16", "checkpointing": True},
     ],
     ids=lambda changed: "-".join(f"{name}={value}" for name, value in changed.items()),
 )

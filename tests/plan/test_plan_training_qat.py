@@ -17,7 +17,7 @@ from qat_lora.models.load import DTYPES, cast, load_model, make_qwen3, save_mode
 from qat_lora.options import QatOptions
 from qat_lora.plan import training
 from qat_lora.plan.training import plan_qat
-from qat_lora.runtime.host.memory import LiveBytes
+from qat_lora.runtime.host.machine import LiveBytes
 from qat_lora.runtime.native import NativeRuntime
 from qat_lora.setup.trainable import chosen_preset, trained_parts
 from qat_lora.train.loop import LoopConfig

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from qat_lora.errors import DeviceError
+from qat_lora.runtime import base
 from qat_lora.runtime.base import Runtime
-from qat_lora.runtime.host import saving
 from qat_lora.runtime.host.transfer import THREAD
 from qat_lora.runtime.launch.select import status_line
 from qat_lora.runtime.native import NativeRuntime
@@ -380,13 +380,13 @@ def check_save_loads_back(runtime, folder):
 
 def check_save_is_called_by_all_and_all_see_the_whole_file(runtime, folder):
     """The main process writes its own values, slowly, over an old file; none returns before the new one."""
-    path, save_file = folder / "state.safetensors", saving.save_file
+    path, save_file = folder / "state.safetensors", base.save_file
 
     def slowly(*args, **settings):
         time.sleep(0.1)
         save_file(*args, **settings)
 
-    saving.save_file = slowly
+    base.save_file = slowly
     try:
         for turn in range(3):
             runtime.save({"value": torch.full((5000,), 10.0 * turn + runtime.rank).to(runtime.device)}, path)
@@ -394,7 +394,7 @@ def check_save_is_called_by_all_and_all_see_the_whole_file(runtime, folder):
             assert [p.name for p in folder.iterdir()] == [path.name]
             runtime.barrier("read")
     finally:
-        saving.save_file = save_file
+        base.save_file = save_file
 
 
 # --- numerics ---------------------------------------------------------------------------------------------------

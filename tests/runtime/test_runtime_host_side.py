@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from qat_lora.runtime.host import saving
-from qat_lora.runtime.host.saving import random_states, save_tensors, set_random_states
+from qat_lora.runtime import base
+from qat_lora.runtime.base import random_states, save_tensors, set_random_states
 from qat_lora.runtime.host.transfer import DeferredCalls, host_tensors, host_value, prefetch
 
 
@@ -110,7 +110,7 @@ def test_host_value_is_a_number_or_an_array_of_its_own():
 def test_a_write_that_dies_half_way_leaves_the_old_file(tmp_path, monkeypatch, atomic):
     path = tmp_path / "state.safetensors"
     save_tensors({"a": torch.ones(4)}, path)
-    whole = saving.save_file
+    whole = base.save_file
 
     def half(tensors, target, **settings):
         whole(tensors, target, **settings)
@@ -118,7 +118,7 @@ def test_a_write_that_dies_half_way_leaves_the_old_file(tmp_path, monkeypatch, a
             file.truncate(file.seek(0, 2) // 2)
         raise OSError("no space left")
 
-    monkeypatch.setattr(saving, "save_file", half)
+    monkeypatch.setattr(base, "save_file", half)
     write = save_tensors if atomic else half
     with pytest.raises(OSError, match="no space left"):
         write({"a": torch.zeros(4)}, path)

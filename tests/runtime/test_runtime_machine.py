@@ -1,11 +1,12 @@
-"""The machine: its fast type, and its name in results."""
+"""The machine: its heap, its fast type, and its name in results."""
 
 from datetime import date
 
 import pytest
 import torch
 
-from qat_lora.runtime.host.machine import fast_dtype, made_with
+from qat_lora.runtime.host import machine
+from qat_lora.runtime.host.machine import fast_dtype, large_tensors_apart, made_with
 
 
 def test_the_processor_is_the_one_that_the_system_names(tmp_path):
@@ -36,3 +37,12 @@ def test_fast_dtype(device, flags, expected, tmp_path):
     if flags is not None:
         cpuinfo.write_text(f"flags : {flags}\n")
     assert fast_dtype(torch.device(device), cpuinfo) == expected
+
+
+def test_the_c_library_is_as_before_once_tensors_need_not_lie_apart(monkeypatch):
+    calls = []
+    monkeypatch.setattr(machine, "_c_library", lambda name: lambda *given: calls.append((name, *given)))
+    with pytest.raises(KeyError), large_tensors_apart():
+        assert calls == [("mallopt", -3, 1 << 20)]
+        raise KeyError
+    assert calls[1:] == [("mallopt", -3, 32 << 20), ("mallopt", -1, 64 << 20)]

@@ -14,7 +14,7 @@ from qat_lora.layers.lora import LoraConfig
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.models.load import load_model
 from qat_lora.options import RecoverOptions
-from qat_lora.setup.training_data import cache_training_data, text_training_data
+from qat_lora.setup.training import cache_training_data, text_training_data
 from qat_lora.train.loop import LoopConfig
 from qat_lora.train.metrics import read_metrics
 from qat_lora.train.optim import OptimConfig

@@ -14,7 +14,7 @@ from train_toys import SETTINGS
 from qat_lora.errors import ConfigError, DivergedError, ModelError
 from qat_lora.files.checksums import write_sums
 from qat_lora.files.folders import atomic_dir, discard, restore_dir
-from qat_lora.runtime.host import saving
+from qat_lora.runtime import base
 from qat_lora.runtime.launch.select import select_runtime
 from qat_lora.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from qat_lora.train.optim import OptimConfig, build_optimizer
@@ -283,7 +283,7 @@ def crashes(folder, action):
 
 @pytest.mark.parametrize("keep", [1, 2])
 def test_a_crash_at_any_point_leaves_a_whole_checkpoint_and_no_litter(tmp_path, monkeypatch, keep):
-    monkeypatch.setattr(saving, "save_file", torn_save_file)
+    monkeypatch.setattr(base, "save_file", torn_save_file)
     folder = tmp_path / "checkpoints"
     for step in (1, 2):
         save(folder, step, keep)

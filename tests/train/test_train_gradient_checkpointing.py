@@ -7,7 +7,7 @@ from qat_lora.errors import ModelError
 from qat_lora.layers.convert import add_lora, lora_layers
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.models.load import CausalLM, make_qwen3
-from qat_lora.runtime.host.memory import LiveBytes
+from qat_lora.runtime.host.machine import LiveBytes
 from qat_lora.runtime.native import NativeRuntime
 
 

@@ -107,28 +107,11 @@ def test_scales_alone_and_adapters_alone_train(runtime):
 
 
 def test_each_kind_has_its_rate_and_only_weights_decay(runtime):
-    config = OptimConfig(lr=1.0, scale_lr=2.0, code_lr=4.0, norm_lr=3.0, weight_decay=0.5, train_codes=0.5)
+    config = OptimConfig(lr=1.0, scale_lr=2.0, norm_lr=3.0, weight_decay=0.5)
     kinds = {kind: [nn.Parameter(torch.ones(1))] for kind in RATES}
     made = build_optimizer(config, groups(**kinds), runtime).param_groups
-    assert [group["peak_lr"] for group in made] == [1.0, 1.0, 2.0, 2.0 / 32, 2.0, 4.0, 3.0]
-    assert [group["weight_decay"] for group in made] == [0.5, 0.5, 0, 0, 0, 0, 0]
-
-
-@pytest.mark.parametrize(("share", "begin"), [(0.0, 10), (0.25, 8), (0.5, 5), (1.0, 0)])
-def test_codes_wait_for_their_share_of_a_run_and_gather_moments_meanwhile(runtime, share, begin):
-    code, factor = (nn.Parameter(torch.ones(1)) for _ in range(2))
-    optimizer = build_optimizer(OptimConfig(train_codes=share), groups(adapter=[factor], codes=[code]), runtime)
-    for step in range(10):
-        before = [float(parameter.detach()) for parameter in (factor, code)]
-        set_lr(optimizer, 1.0, step / 10)
-        for parameter in (factor, code):
-            parameter.grad.fill_(1.0)
-        optimizer.step()
-        assert [float(p.detach()) != old for p, old in zip((factor, code), before, strict=True)] == [
-            True,
-            step >= begin,
-        ]
-    assert all(optimizer.state[code][name].abs() > 0 for name in ("exp_avg", "exp_avg_sq"))
+    assert [group["peak_lr"] for group in made] == [1.0, 1.0, 2.0, 2.0 / 32, 2.0, 3.0]
+    assert [group["weight_decay"] for group in made] == [0.5, 0.5, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("decay", [0.5, 0.99])

@@ -18,7 +18,6 @@ import collections
 import contextlib
 import itertools
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,6 +27,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from qat_lora.cache.build.served import ServedTeacher
 from qat_lora.cache.build.topk import row_uniforms, sparse_arrays
 from qat_lora.cache.build.writer import CacheWriter
 from qat_lora.cache.format import layout as fmt
@@ -53,6 +53,7 @@ class ForwardSettings(NamedTuple):
     piece_bytes: int | None = None  # of float32 logits worked on at a time (`Runtime.piece_bytes`); None for a chunk
 
 
+Teacher = LanguageModel | ServedTeacher
 _Batch = list[tuple[str, PackedRow]]  # rows with their splits
 _DEFAULTS = ForwardSettings()
 
@@ -107,7 +108,7 @@ def teacher_arrays(
 
 
 def build_kd_cache(
-    teacher: LanguageModel,
+    teacher: Teacher,
     rows: Iterable[PackedRow],
     writer: CacheWriter,
     settings: ForwardSettings = _DEFAULTS,
@@ -124,9 +125,8 @@ def build_kd_cache(
             builders other than the first, whose they are.
         max_rows: stop at this many training rows of this builder (those of earlier runs counted): it has ended.
 
-    Raises:
-        ConfigError: a batch, K or vocabulary that the teacher cannot serve.
-        CacheError: a row of another length, logits that are NaN, a full disk.
+    ConfigError: a batch, K or vocabulary that the teacher cannot serve.
+    CacheError: a row of another length, logits that are NaN, a full disk.
     """
     fingerprint = writer.fingerprint
     batch_rows = settings.batch_rows
@@ -166,7 +166,7 @@ def build_kd_cache(
 
 
 def run_batch(
-    teacher: LanguageModel, rows: Sequence[PackedRow], fingerprint: Fingerprint, settings: ForwardSettings = _DEFAULTS
+    teacher: Teacher, rows: Sequence[PackedRow], fingerprint: Fingerprint, settings: ForwardSettings = _DEFAULTS
 ) -> dict[str, np.ndarray]:
     """Return the arrays that `codec.encode_rows` takes, [batch_rows, ...] also of fewer rows."""
     held, device, shape = fingerprint.contents, settings.device, (settings.batch_rows, fingerprint.length)
@@ -179,6 +179,8 @@ def run_batch(
                 raise CacheError(f"{name}: a row has shape {values.shape}; this cache needs {shape[1:]}")
             array[place] = values
     inputs["documents"] = np.cumsum(inputs["doc_starts"], axis=1, dtype=np.int32)
+    if isinstance(teacher, ServedTeacher):
+        return {**inputs, **teacher.arrays(inputs, held)}
     ids_BL, documents_BL = (torch.from_numpy(inputs[name]).to(device) for name in ("input_ids", "documents"))
     uniforms = {}
     for name, size in held.id_lists.items():
@@ -222,33 +224,30 @@ def _written_behind(writer: CacheWriter) -> Iterator[Callable[[dict[str, np.ndar
 
     An error there is raised here, and nothing is appended after it; an error here drops what is still waiting.
     """
-    failed = threading.Event()
     waiting: collections.deque[Future[None]] = collections.deque()
 
-    def append(arrays: dict[str, np.ndarray], batch: _Batch) -> None:
+    def append(before: Future[None] | None, arrays: dict[str, np.ndarray], batch: _Batch) -> None:
+        if before is not None:
+            before.result()
         first = 0
-        try:
-            for split, group in itertools.groupby([] if failed.is_set() else batch, key=lambda item: item[0]):
-                cursors = [row.cursor for _, row in group]
-                part = slice(first, first + len(cursors))
-                writer.append({name: array[part] for name, array in arrays.items()}, cursors, split)
-                first = part.stop
-        except BaseException:
-            failed.set()
-            raise
+        for split, group in itertools.groupby(batch, key=lambda item: item[0]):
+            cursors = [row.cursor for _, row in group]
+            part = slice(first, first + len(cursors))
+            writer.append({name: array[part] for name, array in arrays.items()}, cursors, split)
+            first = part.stop
 
     def put(arrays: dict[str, np.ndarray], batch: _Batch) -> None:
         while waiting and (waiting[0].done() or len(waiting) > _QUEUED_BATCHES):
             waiting.popleft().result()
-        waiting.append(pool.submit(append, arrays, batch))
+        waiting.append(pool.submit(append, waiting[-1] if waiting else None, arrays, batch))
 
     with ThreadPoolExecutor(1, "cache-writer") as pool:
         try:
             yield put
-            while waiting:
-                waiting.popleft().result()
+            for written in waiting:
+                written.result()
         finally:
-            failed.set()
+            pool.shutdown(cancel_futures=True)
 
 
 class Forecast(NamedTuple):
@@ -288,7 +287,7 @@ class Size(NamedTuple):
 
 
 def forecast(
-    teacher: LanguageModel,
+    teacher: Teacher,
     rows: Iterable[PackedRow],
     fingerprint: Fingerprint,
     out: Place,

@@ -160,18 +160,16 @@ class CacheWriter:
         if split != self._pending_split:
             if split != "train":
                 raise CacheError("split: eval rows came after train rows; evaluation rows come first")
-            self._flush()
+            self._wrap(self._flush)
             self._pending_split = split
-        arrays = encode_rows(rows, self.fingerprint)
-        taken = 0
-        while taken < len(cursors):
-            end = min(len(cursors), taken + self.shard_rows - self._pending_rows)
-            self._pending.append({name: array[taken:end] for name, array in arrays.items()})
-            self._pending_rows += end - taken
+        arrays, end = encode_rows(rows, self.fingerprint), 0
+        while (start := end) < len(cursors):
+            end = min(len(cursors), start + self.shard_rows - self._pending_rows)
+            self._pending.append({name: array[start:end] for name, array in arrays.items()})
+            self._pending_rows += end - start
             self._pending_cursor = cursors[end - 1]
-            taken = end
             if self._pending_rows == self.shard_rows:
-                self._flush()
+                self._wrap(self._flush)
 
     def stop(self) -> None:
         """End without completing: the shard in work is dropped, what is committed stays for a later resume."""
@@ -186,7 +184,7 @@ class CacheWriter:
         """
         if self.finished:
             return store.read_manifest(self.out)
-        self._flush()
+        self._wrap(self._flush)
         check_lm_head(self.out, self.fingerprint, whole=not self.out.far)
         for entry in (*self._entries["eval"], *self._entries["train"]):
             store.check_shard_size(self.out, entry)
@@ -281,7 +279,14 @@ class CacheWriter:
             self._require_same(store.read_manifest(self.out).fingerprint)
             self.finished = True
         for split in ("eval", "train"):
-            self._require_same_builders(split)
+            for number in store.committed(self.out, split)[:1]:  # one tells, whichever builder wrote it
+                sidecar, _ = store.read_sidecar(self.out, fmt.shard_name(split, number))
+                self._require_same(sidecar.fingerprint)
+                if sidecar.builders != self.partition.builders:
+                    raise OutputExistsError(
+                        f"--out {self.out}: is filled by {sidecar.builders} builders, and this is builder "
+                        f"{self.partition}; nothing was touched: give the same number, or choose another --out"
+                    )
             for sidecar, entry in store.read_sidecars(self.out, split, *self.partition):
                 self._require_same(sidecar.fingerprint)
                 if sidecar.first_row != self._rows(split):
@@ -295,17 +300,6 @@ class CacheWriter:
         if self._entries["train"] or self.partition.builder:
             self._pending_split = "train"
         self._ended = read_part(self.out, self.partition, self.fingerprint) is not None
-
-    def _require_same_builders(self, split: str) -> None:
-        """Refuse a folder that is divided otherwise: one shard tells, whichever builder wrote it."""
-        for number in store.committed(self.out, split)[:1]:
-            sidecar, _ = store.read_sidecar(self.out, fmt.shard_name(split, number))
-            self._require_same(sidecar.fingerprint)
-            if sidecar.builders != self.partition.builders:
-                raise OutputExistsError(
-                    f"--out {self.out}: is filled by {sidecar.builders} builders, and this is builder "
-                    f"{self.partition}; nothing was touched: give the same number of builders, or choose another --out"
-                )
 
     def _require_same(self, found: Fingerprint) -> None:
         if different := found.difference(self.fingerprint):
@@ -365,11 +359,10 @@ class CacheWriter:
         files.fsync(self.out.path)
 
     def _flush(self) -> None:
-        if self._pending_rows:
-            self._wrap(self._commit)
-
-    def _commit(self) -> None:
+        """Commit the rows that wait, if there are any."""
         split, rows = self._pending_split, self._pending_rows
+        if not rows:
+            return
         name = self.partition.shard_name(split, len(self._entries[split]))
         plan = fmt.layout(self.fingerprint.arrays, rows, self.fingerprint.sha256)
 

@@ -123,9 +123,8 @@ def encode_rows(rows: Mapping[str, np.ndarray], fingerprint: Fingerprint) -> Arr
     every temperature; where the cache holds them `tail_draw_ids` and `draw_ids` int [n, L-1, D] and `teacher_hidden`
     float [n, L-1, H].
 
-    Raises:
-        CacheError: an array of another shape, an id outside the vocabulary, a teacher that gave NaN, hidden states
-            that float16 cannot hold.
+    CacheError: an array of another shape, an id outside the vocabulary, a teacher that gave NaN, hidden states
+        that float16 cannot hold.
     """
     held = fingerprint.contents
     n = len(rows["input_ids"])

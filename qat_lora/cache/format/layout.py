@@ -9,6 +9,7 @@ The arrays of a shard follow from the fingerprint (its `Contents`) and the row c
 header they expect and refuse any other, so there is nothing to attack in one: no overlapping offsets, no odd types.
 """
 
+import functools
 import itertools
 import json
 import re
@@ -105,7 +106,8 @@ def array_table(held: Contents) -> tuple[ArraySpec, ...]:
     return tuple(ArraySpec(name, np.dtype(dtype), shape) for name, dtype, shape in table)
 
 
-def layout(table: Sequence[ArraySpec], rows: int, fingerprint_sha256: str) -> Layout:
+@functools.lru_cache(maxsize=64)  # the same in all shards of as many rows, and a cache can have 20,000
+def layout(table: tuple[ArraySpec, ...], rows: int, fingerprint_sha256: str) -> Layout:
     """Return the header and the array positions of a shard with `rows` rows."""
     metadata = {"format": FORMAT, "version": str(VERSION), "fingerprint": fingerprint_sha256}
     arrays = [(s.name, _SAFETENSORS_DTYPE[s.dtype.str], (rows, *s.row_shape), rows * s.row_bytes) for s in table]

@@ -8,6 +8,7 @@ checksums over a prefix of the bytes do not.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -88,7 +89,7 @@ class Fingerprint:
             if not fits:
                 raise ConfigError(f"{name}: {given!r} does not fit; allowed: {allowed}")
 
-    @property
+    @functools.cached_property
     def contents(self) -> fmt.Contents:
         """What a shard holds of every position."""
         sizes = {name: size for name, (size, _) in _parse_optional(self.optional_arrays).items()}
@@ -99,12 +100,12 @@ class Fingerprint:
         """The sha256 of the teacher's LM head in the folder; None where the cache holds no hidden states."""
         return _parse_optional(self.optional_arrays).get("hidden", (0, None))[1]
 
-    @property
+    @functools.cached_property
     def arrays(self) -> tuple[fmt.ArraySpec, ...]:
         """The arrays of every shard."""
         return fmt.array_table(self.contents)
 
-    @property
+    @functools.cached_property
     def sha256(self) -> str:
         """One hash for all fields."""
         return config.fingerprint({"version": fmt.VERSION, **to_json(self)})

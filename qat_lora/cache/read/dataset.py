@@ -7,7 +7,7 @@ larger than memory, and one that changes during a run of days is an error that n
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,9 +37,8 @@ class KDCacheDataset(ShuffledRows):
             from behind a URL, shards then come (and are checked) when they are first needed.
         verify_rows: which rows are compared with their CRC-32 as they are read: `all`, `sampled` (one of 16) or `off`.
 
-    Raises:
-        CacheError: no finished cache, a split without rows, a k or temperature that is not there.
-        CacheDamaged: bytes are not what was written; the shard is named. Reading rows raises it too, and names the row.
+    CacheError: no finished cache, a split without rows, a k or temperature that is not there.
+    CacheDamaged: bytes are not what was written; the shard is named. Reading rows raises it too, and names the row.
     """
 
     def __init__(
@@ -62,18 +61,18 @@ class KDCacheDataset(ShuffledRows):
         self._optional: tuple[str, ...] = OPTIONAL
         self._place, self._preload, self._verify_rows = path, preload, verify_rows
         self._check_every, self._served = _CHECK_EVERY[verify_rows], 0
-        self._spare: list[dict[str, np.ndarray]] = []
-        self._preloaded: dict[int, Shard] = {}
+
+        kept = self._check_files(verify, preload)
         # Of the open ones the least recently used is closed. Not a method: the cache would keep the dataset alive.
         place, entries, held = self.path, self._entries, self.fingerprint
-        self._shard = functools.lru_cache(most_open())(lambda number: Shard(place, entries[number], held))
-        self._check_files(verify, preload)
+        opened = functools.lru_cache(most_open())(lambda number: Shard(place, entries[number], held))
+        self._shard: Callable[[int], Shard] = kept.__getitem__ if preload else opened
         self.k = _check_request(self.fingerprint, k, self.temperatures)
         if not len(self):
             raise CacheError(f"{path}: has no rows in the {split} split; build it with --eval-rows to have one")
 
-    def _check_files(self, verify: bool, preload: bool) -> None:
-        """Check all shards of both splits; with `preload`, keep those of this one."""
+    def _check_files(self, verify: bool, preload: bool) -> list[Shard]:
+        """Check all shards of both splits; with `preload`, return those of this one, in order."""
         check_lm_head(self.path, self.fingerprint, whole=verify)
         threads = None if verify or self.path.far else 1  # several have nothing to wait for
 
@@ -87,10 +86,8 @@ class KDCacheDataset(ShuffledRows):
                 shard.check_sha256()
             return shard if keep else None
 
-        for split in fmt.SERIES:
-            for number, shard in enumerate(at_once(self.path, check, self.manifest.shards(split), threads)):
-                if shard is not None:
-                    self._preloaded[number] = shard
+        every = (at_once(self.path, check, self.manifest.shards(split), threads) for split in fmt.SERIES)
+        return [shard for shards in every for shard in shards if shard is not None]
 
     def leave_out_all_but(self, optional: Sequence[str]) -> None:
         """Serve, of the arrays that a cache has on request only (`codec.OPTIONAL`), just these from now on."""
@@ -121,7 +118,7 @@ class KDCacheDataset(ShuffledRows):
         if wanted.ndim != 1 or ((wanted < -1) | (wanted >= len(self))).any():
             raise CacheError(f"rows: {wanted.tolist()!r}; allowed: 0 to {len(self) - 1}, or -1 for padding")
         batch = empty_batch(len(wanted), held, k, temperatures, optional)
-        arrays = self._spare.pop() if self._spare else None
+
         for place, (row, shard) in enumerate(zip(wanted, np.searchsorted(self._ends, wanted, "right"), strict=True)):
             out = {name: array[place] for name, array in batch.items()}
             if row < 0:
@@ -131,16 +128,14 @@ class KDCacheDataset(ShuffledRows):
             self._served += 1
             check = self._check_every > 0 and self._served % self._check_every == 0
             try:
-                opened = self._preloaded.get(int(shard)) or self._shard(int(shard))
+                opened = self._shard(int(shard))
             except CacheDamaged as error:
                 raise CacheDamaged(f"{error}; its row {inside} was wanted") from None
-            arrays = opened.rows(inside, check=check, into=arrays)
+            arrays = opened.rows(inside, check=check)
             decode_row({name: array[0] for name, array in arrays.items()}, held, k, temperatures, out)
             if wrong := strange_ids(out, held.vocab_size):
                 name = self._entries[shard].shard
                 raise CacheDamaged(f"{self.path}/{name}: row {inside} has {wrong}; restore the shard from a copy")
-        if arrays is not None:
-            self._spare.append(arrays)
         return batch
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:

@@ -206,7 +206,10 @@ class RemoteFolder:
                         "killed; it was not touched: see that only one builder is at work, delete that object if it "
                         "has no sidecar, then run the same command again"
                     ) from None
-            stored = self._is_stored(name, data)
+            info, md5 = self._info(name), hashlib.md5(data, usedforsecurity=False)
+            told = info.get("md5Hash"), str(info.get("ETag", "")).strip('"')
+            known = base64.b64encode(md5.digest()).decode() == told[0] or md5.hexdigest() == told[1]
+            stored = known or self._holds(name, data)
         if not stored:
             raise OSError(errno.EIO, f"{name} is stored with other bytes than were sent")
         atomic.failpoint(f"{kind}-durable")
@@ -228,13 +231,6 @@ class RemoteFolder:
     def _info(self, name: str) -> dict[str, Any]:
         with self._reading(name):
             return self._fs.info(self._path(name))
-
-    def _is_stored(self, name: str, data: bytes) -> bool:
-        """Return whether the store holds what was put, by its MD5 if it has one."""
-        info, md5 = self._info(name), hashlib.md5(data, usedforsecurity=False)
-        if info.get("md5Hash") == base64.b64encode(md5.digest()).decode():
-            return True
-        return str(info.get("ETag", "")).strip('"') == md5.hexdigest() or self._holds(name, data)
 
     def _holds(self, name: str, data: bytes) -> bool:
         return self.size(name) == len(data) and b"".join(self.chunks(name)) == data

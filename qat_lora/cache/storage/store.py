@@ -14,7 +14,6 @@ SIGBUS, which no program can turn into a message, and bytes that change between 
 """
 
 import contextlib
-import functools
 import hashlib
 import os
 import re
@@ -76,14 +75,14 @@ def committed(place: Location, split: str) -> list[int]:
     return sorted(number for number in found if number is not None)
 
 
-def noted_teacher(place: Location) -> str | None:
-    """Return the teacher's identity that a cache notes, finished or not; None where there is none to be read."""
+def noted_fingerprint(place: Location) -> Fingerprint | None:
+    """Return what a cache notes of itself, finished or not; None where there is none to be read."""
     with contextlib.suppress(CacheError):
         if place.has(fmt.MANIFEST):
-            return read_manifest(place).fingerprint.teacher_sha256
+            return read_manifest(place).fingerprint
         for split in ("eval", "train"):
             for number in committed(place, split)[:1]:
-                return read_sidecar(place, fmt.shard_name(split, number))[0].fingerprint.teacher_sha256
+                return read_sidecar(place, fmt.shard_name(split, number))[0].fingerprint
     return None
 
 
@@ -199,17 +198,15 @@ class Shard:
 
     def __init__(self, place: Location, entry: ShardEntry, fingerprint: Fingerprint, *, preload: bool = False) -> None:
         self._place, self._entry, self._table = place, entry, fingerprint.arrays
-        self._plan = plan = _plan(fingerprint, entry.rows)
+        self._plan = plan = fmt.layout(self._table, entry.rows, fingerprint.sha256)
         name, file = f"{entry.shard}.safetensors", f"{place}/{entry.shard}.safetensors"
         try:
             self._data: bytes | BinaryIO = b"".join(place.chunks(name)) if preload else place.open(name)
         except FileNotFoundError:
             raise CacheDamaged(f"{file}: is missing; {_CURE}") from None
-        if isinstance(self._data, bytes):
-            found = len(self._data)
-        else:
+        if not isinstance(self._data, bytes):
             weakref.finalize(self, self._data.close)
-            found = os.fstat(self._data.fileno()).st_size
+        found = len(self._data) if isinstance(self._data, bytes) else self._data.seek(0, 2)
         if found != entry.bytes:
             raise CacheDamaged(f"{file}: has {found:,} bytes, {entry.bytes:,} were written")
         if entry.bytes != plan.total_bytes:
@@ -219,20 +216,16 @@ class Shard:
             if header != read_header(plan.header, file):
                 raise CacheDamaged(f"{file}: its header describes other arrays than the cache's fingerprint demands")
 
-    def rows(
-        self, first: int, count: int = 1, *, check: bool = True, into: dict[str, np.ndarray] | None = None
-    ) -> dict[str, np.ndarray]:
+    def rows(self, first: int, count: int = 1, *, check: bool = True) -> dict[str, np.ndarray]:
         """Return the arrays [count, ...] of the rows from `first` on, as they are stored; `check` compares CRC-32s.
 
-        `into` is what an earlier call with the same count returned, written over and returned again: fresh memory for
-        every row takes as long as reading it. CacheDamaged: a row is not what was written, or the file has changed
-        since it was opened.
+        CacheDamaged: a row is not what was written, or the file has changed since it was opened.
         """
         where = f"row {first}" if count == 1 else f"rows {first} to {first + count - 1}"
         # A file that was removed can still be read while it is open, but a run could not be repeated from it.
         if not (isinstance(self._data, bytes) or self._place.far or os.fstat(self._data.fileno()).st_nlink):
             raise self._damaged(where, "cannot be read: the file was removed or replaced since it was opened")
-        arrays = into or {spec.name: np.empty((count, *spec.row_shape), spec.dtype) for spec in self._table}
+        arrays = {spec.name: np.empty((count, *spec.row_shape), spec.dtype) for spec in self._table}
         for spec in self._table:
             self._fill(arrays[spec.name], self._plan.starts[spec.name] + first * spec.row_bytes, where)
         if check:
@@ -275,12 +268,6 @@ class Shard:
 
     def _damaged(self, where: str, what: str) -> CacheDamaged:
         return CacheDamaged(f"{self._place}/{self._entry.shard}: {where} {what}; {_CURE}")
-
-
-@functools.lru_cache(maxsize=64)
-def _plan(fingerprint: Fingerprint, rows: int) -> fmt.Layout:
-    """Return the layout of a shard: the same in all shards of as many rows, and a cache can have 20,000."""
-    return fmt.layout(fingerprint.arrays, rows, fingerprint.sha256)
 
 
 class VerifyReport(NamedTuple):

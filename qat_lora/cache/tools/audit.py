@@ -54,8 +54,7 @@ def audit(
         more line, K = V: the stored LM head at the stored states. `others` is such a list for encodings other than
         the cache's `value_dtype`: what `uint8` would have cost where values are float16.
 
-    Raises:
-        CacheError: no finished cache, another teacher, no position that counts in these rows.
+    CacheError: no finished cache, another teacher, no position that counts in these rows.
     """
     dataset = KDCacheDataset(path, verify=False)
     held = dataset.fingerprint
@@ -67,19 +66,13 @@ def audit(
     positions = next(iter(values.values())).size
     if not positions:
         raise CacheError(f"{path}: none of the {len(chosen)} rows looked at has a target; give more --rows")
-    lines = [
-        {
-            "k": k,
-            "encoding": encoding,
-            "bytes_per_token": _bytes_per_token(held, k, encoding),
-            "kl_stored": float(kl.mean()),
-            "kl_stored_max": float(kl.max()),
-            "tail_mass": float(values["tail_mass", encoding, k].mean()),
-            "kl_even_tail": float(values["kl_even_tail", encoding, k].mean()),
-        }
-        for (name, encoding, k), kl in values.items()
-        if name == "kl_stored"
-    ]
+    lines = []
+    for (name, encoding, k), kl in values.items():
+        if name == "kl_stored":
+            line = {"k": k, "encoding": encoding, "bytes_per_token": _bytes_per_token(held, k, encoding)}
+            line |= {"kl_stored": float(kl.mean()), "kl_stored_max": float(kl.max())}
+            tails = {tail: float(values[tail, encoding, k].mean()) for tail in ("tail_mass", "kl_even_tail")}
+            lines.append(line | tails)
     defects = [float(v.max()) for key, v in values.items() if key[:2] == ("mass_defect", held.value_dtype)]
     return {
         "rows": len(chosen),

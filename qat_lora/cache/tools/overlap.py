@@ -36,8 +36,7 @@ def overlap(path: Place, texts: Mapping[str, Sequence[Any]], tokenizer_sha256: s
         `run`, `tokens` counted, `seen` of them, their `share`, `by_text` (the share of each), and `cache_tokens` that
         were looked at.
 
-    Raises:
-        CacheError: no finished cache, or one of another tokenizer, whose ids mean other text.
+    CacheError: no finished cache, or one of another tokenizer, whose ids mean other text.
     """
     manifest = read_manifest(path)
     if manifest.fingerprint.tokenizer_sha256 != tokenizer_sha256:
@@ -50,17 +49,15 @@ def overlap(path: Place, texts: Mapping[str, Sequence[Any]], tokenizer_sha256: s
         for start in range(0, len(rows), _ROWS_AT_ONCE):
             chunk = rows[start : start + _ROWS_AT_ONCE]
             parts.append((name, chunk, *_runs(_stack(chunk, "input_ids"), _stack(chunk, "doc_starts"), run)))
-    none = np.zeros(0, np.uint64)
+    none = np.zeros(1, np.uint64)  # a hash that hardly a run has, so that there is one at least
     wanted = np.unique(np.concatenate([none, *(hashes[whole] for _, _, hashes, whole in parts)]))
     found = np.zeros(len(wanted), np.bool_)
     cache_tokens = 0
     for ids_BL, starts_BL in _cache_rows(locate(path), manifest):
         cache_tokens += ids_BL.size
         hashes, whole = _runs(ids_BL, starts_BL, run)
-        shown = hashes[whole]
-        at = np.searchsorted(wanted, shown)
-        inside = at < len(wanted)
-        found[at[inside][wanted[at[inside]] == shown[inside]]] = True
+        at = np.searchsorted(wanted, hashes[whole])
+        found[at[wanted.take(at, mode="clip") == hashes[whole]]] = True
     tokens, seen = dict.fromkeys(texts, 0), dict.fromkeys(texts, 0)
     for name, chunk, hashes, whole in parts:
         counts_BL = _stack(chunk, "loss_mask") > 0
@@ -71,14 +68,10 @@ def overlap(path: Place, texts: Mapping[str, Sequence[Any]], tokenizer_sha256: s
             covered_BL[:, offset : offset + hit.shape[1]] |= hit
         tokens[name] += int(counts_BL.sum())
         seen[name] += int((covered_BL & counts_BL).sum())
-    return {
-        "run": run,
-        "tokens": sum(tokens.values()),
-        "seen": sum(seen.values()),
-        "share": sum(seen.values()) / max(1, sum(tokens.values())),
-        "by_text": {name: seen[name] / max(1, tokens[name]) for name in texts},
-        "cache_tokens": cache_tokens,
-    }
+    total, total_seen = sum(tokens.values()), sum(seen.values())
+    by_text = {name: seen[name] / max(1, tokens[name]) for name in texts}
+    figures = {"run": run, "tokens": total, "seen": total_seen, "share": total_seen / max(1, total)}
+    return figures | {"by_text": by_text, "cache_tokens": cache_tokens}
 
 
 def summary(report: dict[str, Any]) -> str:

@@ -8,8 +8,7 @@ Groups of rows are written as they are read, from shards that are checked first,
 """
 
 import json
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,12 @@ import numpy as np
 
 from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.codec import DRAWN, decode_values, unpack_ids
-from qat_lora.cache.format.records import Fingerprint, Manifest, to_json
-from qat_lora.cache.storage.location import Location, Place, locate
+from qat_lora.cache.format.records import Fingerprint, to_json
+from qat_lora.cache.storage.location import Place, locate
 from qat_lora.cache.storage.store import Progress, Shard, check_entry, read_manifest
 from qat_lora.errors import CacheError, OutputExistsError
 from qat_lora.extras import require
-from qat_lora.files.atomic import publish, temporary
-from qat_lora.files.folders import fsync
+from qat_lora.files.atomic import new_file
 
 GROUP_BYTES = 32 << 20  # stored bytes that make a row group, about; a group does not reach over the end of a shard
 
@@ -51,45 +49,29 @@ def export_parquet(
     if out.exists() or out.is_symlink():
         raise OutputExistsError(f"--out {out}: exists already and was not touched; delete it or choose another name")
     out.parent.mkdir(parents=True, exist_ok=True)
-    partial = temporary(out)
-    groups = 0
+    out.with_name(f".{out.name}.tmp").unlink(missing_ok=True)  # what a kill left
+    held, groups = manifest.fingerprint, 0
+    step = max(1, GROUP_BYTES // fmt.row_bytes(held.arrays))
+    none = _columns({spec.name: np.empty((0, *spec.row_shape), spec.dtype) for spec in held.arrays}, held)
+    fields = [(name, _lists(arrow, values).type) for name, values in none.items()]
+    schema = arrow.schema(fields, metadata={fmt.FORMAT: json.dumps(to_json(held))})
     try:
-        with open(partial, "wb") as file:
-            held = manifest.fingerprint
-            none = _columns({spec.name: np.empty((0, *spec.row_shape), spec.dtype) for spec in held.arrays}, held)
-            fields = [(name, _lists(arrow, values).type) for name, values in none.items()]
-            schema = arrow.schema(fields, metadata={fmt.FORMAT: json.dumps(to_json(held))})
-            with parquet.ParquetWriter(file, schema, compression="zstd") as writer:
-                for columns in _groups(path, manifest, split, progress):
+        with new_file(out, "parquet") as file, parquet.ParquetWriter(file, schema, compression="zstd") as writer:
+            for entry in manifest.shards(split):
+                check_entry(path, entry, held)
+                shard = Shard(path, entry, held, preload=path.far)
+                shard.check_sha256()
+                for _, part in shard.parts(step):
+                    columns = _columns(part, held)
                     lists = [_lists(arrow, columns[name]) for name in schema.names]
                     writer.write_table(arrow.Table.from_arrays(lists, schema=schema))
                     groups += 1
-            file.flush()
-            os.fsync(file.fileno())
-        size = partial.stat().st_size
-        try:
-            publish(partial, out)
-        except FileExistsError:
-            raise OutputExistsError(f"--out {out}: was made by another process meanwhile; it was not touched") from None
-    finally:
-        partial.unlink(missing_ok=True)
-    fsync(out.parent)
+                if progress is not None:
+                    progress(entry.shard, entry.bytes)
+    except FileExistsError:
+        raise OutputExistsError(f"--out {out}: was made by another process meanwhile; it was not touched") from None
+    size = out.stat().st_size
     return {"out": str(out), "split": split, "rows": manifest.rows(split), "row_groups": groups, "bytes": size}
-
-
-def _groups(
-    path: Location, manifest: Manifest, split: str, progress: Progress | None
-) -> Iterator[dict[str, np.ndarray]]:
-    """Yield the columns of some rows at a time, each array [rows, ...]."""
-    held = manifest.fingerprint
-    step = max(1, GROUP_BYTES // fmt.row_bytes(held.arrays))
-    for entry in manifest.shards(split):
-        check_entry(path, entry, held)
-        shard = Shard(path, entry, held, preload=path.far)
-        shard.check_sha256()
-        yield from (_columns(part, held) for _, part in shard.parts(step))
-        if progress is not None:
-            progress(entry.shard, entry.bytes)
 
 
 def _columns(arrays: Mapping[str, np.ndarray], held: Fingerprint) -> dict[str, np.ndarray]:

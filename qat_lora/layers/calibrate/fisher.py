@@ -3,14 +3,16 @@
 Equal output errors of two layers, or at two tokens, can differ a hundredfold in the harm they do to the predictions.
 To second order the KL that a change dy of a layer's output causes is E[(g · dy)²] / 2, with g the gradient of log p(v)
 for a token v drawn from the model's own predictions. With y = W x and the usual factorisation (K-FAC) the cost of a
-weight error E is tr(G E H Eᵀ): G = E[g gᵀ] over outputs, H the second moment of inputs. What a token counts in H is its
-g² output by output, each over its mean: with |g|² the few outputs that matter most would decide, whose errors two-sided
-rounding makes small. One backward pass over the calibration rows gives both; the labels of the text are not used.
+weight error E is tr(G E H Eᵀ): G = E[g gᵀ] over outputs, H the second moment of inputs. Of the token's two factors,
+each matrix counts a token by the size of the other: H by its g², G by its x², output by output or input by input, each
+over its mean: with |g|² the few outputs that matter most would decide, whose errors two-sided rounding makes small.
+One backward pass over the calibration rows gives both; the labels of the text are not used.
 
 Memory that would grow with the model is bounded: decoder blocks recompute their activations in the backward pass, G
 may be on disk (`disk_offload`), and logits are computed for a few positions at a time.
 
-Sources: K-FAC (arXiv 1503.05671); Fisher weights in rounding, GuidedQuant (arXiv 2505.07004).
+Sources: K-FAC (arXiv 1503.05671); Fisher weights in rounding, GuidedQuant (arXiv 2505.07004); each factor weighted by
+the other, the nearest Kronecker product of YAQA (arXiv 2505.22988).
 """
 
 import contextlib
@@ -27,10 +29,10 @@ from tqdm import tqdm
 from qat_lora.layers.calibrate.disk_offload import Zeros
 from qat_lora.layers.convert import LM_HEAD, block_of, quant_layers
 from qat_lora.quant.initialize import NEED_TEXT
-from qat_lora.runtime.host.memory import give_back
+from qat_lora.runtime.host.machine import give_back
 
 MOST_LOGITS = 2**25  # at a time: 128 MB in float32, and a few times that while tokens are drawn
-OUTPUT_FLOOR = 0.1  # of the mean output's: one that hardly matters does not make tokens count
+FLOOR = 0.1  # of the mean channel's: one that hardly matters does not make tokens count
 MOST_OUTPUTS = 4096  # layers wider than this keep only the diagonal of G: the matrix would outgrow the weight
 
 
@@ -38,10 +40,9 @@ class Sensitivity(NamedTuple):
     """The cost of an error at the output of one layer."""
 
     outputs_OO: Tensor
-    """Mean of g gᵀ over tokens, float32, on the host; [O] in layers with too many outputs."""
+    """Mean of g gᵀ over tokens, by what they count for outputs, float32, on the host; [O] where outputs are many."""
     tokens: list[Tensor]
-    """What every token counts for inputs: its g² over the mean of all tokens, output by output, summed; a flat tensor a
-    batch."""
+    """What every token counts for inputs: `_counts` of its g; a flat tensor a batch."""
 
 
 def kept_shape(outputs: int) -> tuple[int, ...]:
@@ -81,21 +82,22 @@ def sensitivities(
     count = dict.fromkeys(squares, 0)
 
     def watch(name: str) -> Callable[..., None]:
-        def on_gradient(gradient: Tensor) -> None:
+        def on_gradient(counts: Tensor, gradient: Tensor) -> None:
             g = gradient.reshape(-1, gradient.shape[-1]).float()
-            shape = kept_shape(g.shape[1])
-            total = g.T @ g if len(shape) == 2 else g.square().sum(0)
+            shape, weighted = kept_shape(g.shape[1]), g * counts[:, None]
+            total = weighted.T @ g if len(shape) == 2 else (weighted * g).sum(0)
             if name not in sums:
                 sums[name] = zeros(*shape)
             sums[name] += total.cpu()
             count[name] += len(g)
             # Of the batches so far: a mean over all of them would take a second pass.
             mean = (sums[name].diagonal() if len(shape) == 2 else sums[name]) / count[name]
-            lifted = (mean + OUTPUT_FLOOR * mean.mean()).clamp_min(1e-30).to(g.device)
-            squares[name].append((g.square() / lifted).sum(1))
+            squares[name].append(_counts(g, mean.to(g.device)))
 
-        def on_output(_module: nn.Module, _args: Any, output: Tensor) -> None:
-            output.register_hook(on_gradient)
+        def on_output(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            x = args[0].detach().reshape(-1, args[0].shape[-1]).float()
+            counts = _counts(x, x.square().mean(0))
+            output.register_hook(functools.partial(on_gradient, counts / counts.mean().clamp_min(1e-30)))
 
         return on_output
 
@@ -112,6 +114,11 @@ def sensitivities(
         for batch in tqdm(batches, desc="sensitivity", unit="batch", disable=quiet):
             log_likelihood(batch).backward()
     return {name: Sensitivity(sums[name].div_(sum(map(len, parts))), parts) for name, parts in squares.items()}
+
+
+def _counts(values_TC: Tensor, mean_C: Tensor) -> Tensor:
+    """Return what tokens count, [T]: the squares of their channels, each over its mean, summed."""
+    return (values_TC.square() / (mean_C + FLOOR * mean_C.mean()).clamp_min(1e-30)).sum(1)
 
 
 @contextlib.contextmanager

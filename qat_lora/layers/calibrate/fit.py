@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qat_lora.errors import ConfigError
 from qat_lora.layers.lora import Factors
@@ -131,6 +131,12 @@ class Metric(NamedTuple):
         whole, corrected = (float(part.double().square().sum()) for part in (weighed, s[:joint_rank]))
         return Factors(a.float(), b.float()), whole - corrected
 
+    def costs(self, error_OI: Tensor, most: int) -> Tensor:
+        """Return what an error costs after its best corrections of ranks 0 to `most`, float64 [most + 1]."""
+        weighed = self.weigh(error_OI)
+        closed = _leading(weighed, most)[1].double().square().cumsum(0)
+        return (weighed.double().square().sum() - nn.functional.pad(closed, (1, 0))).clamp_min(0)
+
 
 def _leading(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the largest singular values with their vectors, as columns.
@@ -171,8 +177,7 @@ def fit_layers(
         second_moments_II: of the layers' inputs.
         outputs_OO: Fisher information of their outputs, whole or [O].
 
-    Raises:
-        ConfigError: a joint rank without the start that belongs to it, or what `quantize_weight` refuses.
+    ConfigError: a joint rank without the start that belongs to it, or what `quantize_weight` refuses.
     """
     _, start_rank, joint_rank, device = settings
     if joint_rank > start_rank:

@@ -29,7 +29,7 @@ from qat_lora.layers.lora import Factors
 from qat_lora.quant.initialize import Method
 from qat_lora.quant.presets import Preset
 from qat_lora.quant.spec import QuantSpec
-from qat_lora.runtime.host.memory import give_back
+from qat_lora.runtime.host.machine import give_back
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,8 @@ class LayerFitter:
     """Keeps the layers of every finished block, and has those that an interrupted run finished."""
     bar: tqdm[Any] = field(default_factory=lambda: tqdm(disable=True))
     """Counts finished layers."""
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    """Of adapter starts, by name, where it is less than that of the settings."""
 
     def linear(self, name: str) -> nn.Linear:
         """Return a full-precision layer."""
@@ -140,26 +142,24 @@ class LayerFitter:
         found: dict[Any, list[str]] = {}
         for name in names:
             spec, alone = self.targets[name], LM_HEAD.search(name) or not together(self.targets[name], self.settings)
-            found.setdefault(name if alone else (spec, self.linear(name).weight.shape), []).append(name)
+            alike = spec, self.linear(name).weight.shape, self.ranks.get(name)
+            found.setdefault(name if alone else alike, []).append(name)
         return list(found.values())
 
     def fit(
-        self,
-        names: Sequence[str],
-        moments_II: Sequence[Tensor | None],
-        weights_OI: Sequence[Tensor] | None = None,
+        self, names: Sequence[str], moments_II: Sequence[Tensor | None], weights_OI: Sequence[Tensor] | None = None
     ) -> dict[str, Finished]:
         """Fit one of the `groups` to its inputs' second moments, and to other weights than its own where given.
 
-        Raises:
-            InterruptedRunError: the run was asked to stop.
-            ConfigError: a method without the calibration it needs.
+        InterruptedRunError: the run was asked to stop.
+        ConfigError: a method without the calibration it needs.
         """
         self.work.may_stop()
         linears, spec, costs = [self.linear(name) for name in names], self.targets[names[0]], self.costs or {}
         outputs_OO = [costs[name].outputs_OO if name in costs else None for name in names]
-        lm_head = LM_HEAD.search(names[0]) is not None  # which has no adapter
-        settings = self.settings._replace(start_rank=0, joint_rank=0) if lm_head else self.settings
+        rank = self.ranks.get(names[0], self.settings.start_rank)
+        rank = 0 if LM_HEAD.search(names[0]) else rank  # which has no adapter
+        settings = self.settings._replace(start_rank=rank, joint_rank=min(rank, self.settings.joint_rank))
         weights_OI = [linear.weight.data for linear in linears] if weights_OI is None else weights_OI
         fits = fit_layers(weights_OI, spec, settings, moments_II, outputs_OO)
         found = {name: Finished.of(linear, spec, fit) for name, linear, fit in zip(names, linears, fits, strict=True)}
@@ -195,9 +195,8 @@ class LayerFitter:
 def quantize_layers(fitter: LayerFitter, moments: Mapping[str, Tensor] | None = None) -> dict[str, Factors]:
     """Quantise every target layer, in place, by its `second_moments`; return the adapter starts by layer name.
 
-    Raises:
-        InterruptedRunError: the run was asked to stop.
-        ConfigError: a method without the calibration it needs.
+    InterruptedRunError: the run was asked to stop.
+    ConfigError: a method without the calibration it needs.
     """
     adapter_init: dict[str, Factors] = {}
     for block, names in itertools.groupby(fitter.targets, lambda name: block_of(name) or name):
@@ -224,8 +223,7 @@ def quantize_model(
         start_rank: columns of the adapter start; 0 for none.
         quiet: no progress bar.
 
-    Raises:
-        ConfigError: a pattern without a match, or a method without the calibration it needs.
+    ConfigError: a pattern without a match, or a method without the calibration it needs.
     """
     targets = quantize_targets(model, preset)
     with quantizing_bar(preset.name, method, len(targets), quiet) as bar:

@@ -47,10 +47,9 @@ def quantize_sequential(
         batches: calibration batches, read several times.
         forward: runs the model on one batch and returns the last hidden states.
 
-    Raises:
-        InterruptedRunError: the run was asked to stop.
-        ModelError: the layers are not in one stack of blocks.
-        ConfigError: what `fit_layers` refuses.
+    InterruptedRunError: the run was asked to stop.
+    ModelError: the layers are not in one stack of blocks.
+    ConfigError: what `fit_layers` refuses.
     """
     blocks, outside = _by_block(fitter.targets)
     stack = [fitter.model.get_submodule(name) for name in blocks]

@@ -10,7 +10,7 @@ Numerical core, see `_sparse_group`: the top-K logits are taken out *before* the
 its own scale. log(1 - b) is then accurate at any size; 1 - Σ p would be noise below 1e-7.
 """
 
-from dataclasses import replace
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -31,7 +31,6 @@ from qat_lora.losses.fused.gradients import (
 )
 from qat_lora.runtime.xla.loop import scan
 from qat_lora.runtime.xla.runtime import is_xla_device
-from qat_lora.types import LMHead
 
 TILE = 16
 """Rows of a bfloat16 tile of a TPU: a matrix that ends within one is copied to be filled up, gigabytes a chunk."""
@@ -47,15 +46,12 @@ def walk_positions(task: Task, chunk_tokens: int, rows: int = 1) -> Walked:
     parts: list[Sums] = []
     d_hidden: list[Tensor] = []
     for start in range(0, task.hidden_NH.shape[0], chunk_tokens):
-        sums, d_hidden_CH = _walk_chunk(_positions(task, slice(start, start + chunk_tokens)), d_weight, d_bias)
+        chunk = with_tensors(task, itemgetter(slice(start, start + chunk_tokens)), lambda x: x)
+        sums, d_hidden_CH = _walk_chunk(chunk, d_weight, d_bias)
         parts.append(sums)
         d_hidden += [] if d_hidden_CH is None else [d_hidden_CH]
     sums = {index: torch.stack([part[index] for part in parts]).sum() for index in parts[0]}
     return Walked(sums, torch.cat(d_hidden) if task.wanted.hidden else None, d_weight, d_bias)
-
-
-def _positions(task: Task, chunk: slice) -> Task:
-    return with_tensors(task, lambda x: x[chunk], lambda x: x)
 
 
 def _loop_in_graph(task: Task, chunk_tokens: int, rows: int) -> Walked:
@@ -64,7 +60,8 @@ def _loop_in_graph(task: Task, chunk_tokens: int, rows: int) -> Walked:
     part = -(-count // -(-count * rows // chunk_tokens))
     part = part if part < TILE else -(-part // TILE) * TILE
     chunks = -(-count // part)
-    task = _filled(task) if one_hot_like(task.hidden_NH) else task
+    if one_hot_like(task.hidden_NH):
+        task = with_tensors(task, lambda x: x, _filled)
     cuts: list[Tensor] = []
     constants: list[Tensor] = []
 
@@ -103,18 +100,9 @@ def _zeros(task: Task) -> tuple[Tensor | None, Tensor | None]:
     return d_weight, torch.zeros_like(weight_VH[:, 0], dtype=wide) if task.wanted.bias else None
 
 
-def _filled(task: Task) -> Task:
-    """Return a task whose output heads have as many rows as products with one-hots want."""
-
-    def fill(lm_head: LMHead) -> LMHead:
-        missing = -len(lm_head.weight_VH) % LANES
-        bias_V = None if lm_head.bias_V is None else pad(lm_head.bias_V, (0, missing))
-        return replace(lm_head, weight_VH=pad(lm_head.weight_VH, (0, 0, 0, missing)), bias_V=bias_V)
-
-    groups = []
-    for group in task.groups:
-        groups.append(group._replace(dense=[(i, replace(term, lm_head=fill(term.lm_head))) for i, term in group.dense]))
-    return task._replace(lm_head=fill(task.lm_head), groups=groups)
+def _filled(value: Tensor) -> Tensor:
+    """Return a tensor of the vocabulary with as many rows as products with one-hots want."""
+    return pad(value, (*[0, 0] * (value.dim() - 1), 0, -len(value) % LANES)) if value.dim() else value
 
 
 def _walk_chunk(task: Task, d_weight: Tensor | None, d_bias: Tensor | None) -> tuple[Sums, Tensor | None]:

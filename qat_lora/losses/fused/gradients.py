@@ -7,14 +7,14 @@ proportion to exponentials that the walk holds anyway. A `DenseTerm` alone needs
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from qat_lora.losses.estimators import DenseTerm, KLTerm, PointTerm, Term, TopKTerm, log_add, weighted, wide_dtype
-from qat_lora.types import LMHead, SparseTeacher
+from qat_lora.types import LMHead
 
 
 class Group(NamedTuple):
@@ -116,37 +116,28 @@ def finish_logits(
 
 
 def with_tensors(task: Task, per_row: Callable[[Tensor], Tensor], whole: Callable[[Tensor], Tensor]) -> Task:
-    """Return a task with every tensor replaced, in one order: positions' by `per_row`, the others by `whole`."""
+    """Return a task with each tensor replaced, in one order: positions' (`_N…`) by `per_row`, others by `whole`."""
+    made: dict[int, Tensor] = {}  # terms go on sharing what they share
 
-    def of_lm_head(lm_head: LMHead) -> LMHead:
-        bias_V = None if lm_head.bias_V is None else whole(lm_head.bias_V)
-        return replace(lm_head, weight_VH=whole(lm_head.weight_VH), bias_V=bias_V)
+    def change(tensor: Tensor, name: str) -> Tensor:
+        if id(tensor) not in made:
+            made[id(tensor)] = (per_row if "_N" in name else whole)(tensor)
+        return made[id(tensor)]
 
-    def group(old: Group) -> Group:
-        ids_NK = None if old.ids_NK is None else per_row(old.ids_NK)
-        topk, points, dense = [], [], []
+    return _replaced(task, "", change)
 
-        def teacher(held: SparseTeacher) -> SparseTeacher:
-            ids = per_row(held.ids_NK) if ids_NK is None else ids_NK
-            return SparseTeacher(ids, per_row(held.log_probs_NK), per_row(held.log_tail_N), held.temperature)
 
-        for index, term in old.topk:
-            topk.append((index, replace(term, teacher=teacher(term.teacher))))
-        for index, point in old.points:
-            points.append((index, replace(point, ids_ND=per_row(point.ids_ND), weights_ND=per_row(point.weights_ND))))
-        for index, exact in old.dense:
-            dense.append((index, replace(exact, hidden_NH=per_row(exact.hidden_NH), lm_head=of_lm_head(exact.lm_head))))
-        kl = [(index, KLTerm(teacher(term.teacher))) for index, term in old.kl]
-        return Group(old.temperature, ids_NK, topk, points, dense, kl)
-
-    return Task(
-        per_row(task.hidden_NH),
-        of_lm_head(task.lm_head),
-        [group(old) for old in task.groups],
-        [whole(scale) if isinstance(scale, Tensor) else scale for scale in task.scales],
-        per_row(task.mask_N),
-        task.wanted,
-    )
+def _replaced(value: Any, name: str, change: Callable[[Tensor, str], Tensor]) -> Any:
+    # No closure: one that calls itself would keep a loop's placeholders alive beyond the next sync of XLA.
+    if isinstance(value, Tensor):
+        return change(value, name)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: _replaced(getattr(value, f.name), f.name, change) for f in fields(value)})
+    if isinstance(value, tuple | list):
+        names = getattr(value, "_fields", None)
+        items = [_replaced(item, name, change) for item, name in zip(value, names or [""] * len(value), strict=True)]
+        return type(value)(*items) if names else type(value)(items)
+    return value
 
 
 _JOINS = {PointTerm: 1, KLTerm: 2}  # the terms that join others, in this order

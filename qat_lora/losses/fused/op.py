@@ -65,9 +65,8 @@ def fused_linear_kd(
             exact KL go by positions.
         rows: of text that the positions are of, equal in length; on XLA a chunk takes its part of each.
 
-    Raises:
-        ValueError: no terms, or shapes that do not fit each other.
-        DeviceError: the kernel is asked for where it cannot run.
+    ValueError: no terms, or shapes that do not fit each other.
+    DeviceError: the kernel is asked for where it cannot run.
     """
     count, vocab = hidden_NH.shape[0], lm_head.vocab_size
     _check(hidden_NH, lm_head, terms, mask_N)

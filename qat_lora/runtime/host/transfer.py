@@ -27,28 +27,21 @@ T = TypeVar("T")
 THREAD = "qat-lora-prefetch"
 
 
-def tensor_dtype(name: str, floating: bool, boolean: bool) -> torch.dtype | None:
-    """Return the dtype an array of a batch has on the device, None for "as it is"."""
-    if name.endswith("_mask") or boolean:
+def device_dtype(name: str, tensor: torch.Tensor) -> torch.dtype:
+    """Return the dtype that a tensor of a batch has on the device."""
+    if name.endswith("_mask"):
         return torch.bool
     if name.endswith("_ids"):  # torch's gathers take int64 alone; document ids are only compared
         return torch.int32 if name == "document_ids" else torch.int64
-    return torch.float32 if floating else None
+    return torch.float32 if tensor.is_floating_point() else tensor.dtype
 
 
 def host_tensors(batch: Batch) -> Batch:
     """Return the batch with every array as a CPU tensor of its own memory: none may change during its transfer."""
     tensors: Batch = {}
     for name, value in batch.items():
-        if isinstance(value, np.ndarray):
-            dtype = tensor_dtype(name, value.dtype.kind == "f", value.dtype.kind == "b")
-            numpy_dtype = value.dtype if dtype is None else str(dtype).removeprefix("torch.")
-            tensors[name] = torch.from_numpy(np.array(value, dtype=numpy_dtype, order="C"))
-        elif isinstance(value, torch.Tensor):
-            dtype = tensor_dtype(name, value.is_floating_point(), value.dtype == torch.bool)
-            tensors[name] = value if dtype is None else value.to(dtype)
-        else:
-            tensors[name] = value
+        value = torch.from_numpy(np.array(value, order="C")) if isinstance(value, np.ndarray) else value
+        tensors[name] = value.to(device_dtype(name, value)) if isinstance(value, torch.Tensor) else value
     return tensors
 
 

@@ -10,8 +10,6 @@ over some chips, process bounds alone for a process per chip (with TPU_VISIBLE_C
 Source: torch_xla/_internal/tpu.py and pjrt.py (2.9). The TPU variables are untested on hardware.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import logging
@@ -19,16 +17,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import torch
 
 from qat_lora.config import option
 from qat_lora.errors import ConfigError, DeviceError
-from qat_lora.runtime.launch.process_group import group_size, whole_number
-
-if TYPE_CHECKING:
-    from qat_lora.runtime.base import Runtime
+from qat_lora.runtime.base import Runtime
+from qat_lora.runtime.host.collectives import group_size, whole_number
 
 DEVICES = ("auto", "cpu", "cuda", "mps", "tpu", "xla")
 ROW_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}  # the grid of TPU chips of one host, in libtpu's notation
@@ -86,8 +82,7 @@ class ChipsConfig:
         "spawn", "on XLA: spawn runs a process a chip, spmd one process over all chips"
     )
     shard_base: bool = option(
-        False,
-        "spread the frozen weights over the chips instead of copying them: on XLA with spmd, else in recover",
+        False, "spread the frozen weights over the chips instead of copying them: on XLA with spmd, else in recover"
     )
 
     def __post_init__(self) -> None:
@@ -149,9 +144,8 @@ def choose(device: str, tpu: bool, found: Found) -> DeviceChoice:
     `auto` takes a TPU, then CUDA, then MPS, then the CPU. PJRT_DEVICE=TPU turns `auto` into `tpu`; any value of
     it decides what `tpu` and `xla` run on, so that `--tpu` with PJRT_DEVICE=CPU tries a TPU run without one.
 
-    Raises:
-        ConfigError: an unknown device, or `--tpu` with another one.
-        DeviceError: a device that was asked for and is not there.
+    ConfigError: an unknown device, or `--tpu` with another one.
+    DeviceError: a device that was asked for and is not there.
     """
     if device not in DEVICES:
         hint = " (choose among several GPUs by CUDA_VISIBLE_DEVICES)" if device.startswith("cuda") else ""

@@ -24,15 +24,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from qat_lora import errors
 from qat_lora.errors import QatLoraError, ReplicaError, disk_errors_explained, memory_errors_explained
 from qat_lora.registry import COMMANDS, Command
 from qat_lora.runtime.base import Runtime
-from qat_lora.runtime.host.collectives import free_port
+from qat_lora.runtime.host.collectives import free_port, group_size
 from qat_lora.runtime.host.signals import passed_on
-from qat_lora.runtime.launch.process_group import group_size
 from qat_lora.runtime.launch.select import ChipsConfig, DeviceChoice, LaunchPlan, make_runtime, plan_run
 from qat_lora.runtime.precision import with_dtype
 from qat_lora.terminal import any_text, echo
@@ -98,11 +97,7 @@ def work_here(command: Command, options: Any, device: DeviceChoice) -> Any:
 
 
 def notebook_launch(
-    fn: Callable[[Runtime, Any], Any],
-    model: Any = None,
-    *,
-    num_chips: int | str = "all",
-    device: str = "auto",
+    fn: Callable[[Runtime, Any], Any], model: Any = None, *, num_chips: int | str = "all", device: str = "auto"
 ) -> Any:
     """Call `fn(runtime, model)` on several chips from a notebook; return what it returned on the main one.
 
@@ -120,11 +115,10 @@ def notebook_launch(
     return start(plan, work, "fork")
 
 
-class Board:
+class Board(NamedTuple):
     """The folder where the workers leave their notes."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    folder: Path
 
     def finished(self, rank: int, result: Any) -> None:
         """Note what the work returned; only the main worker's is kept."""

@@ -30,7 +30,6 @@ from qat_lora.runtime.base import M, Runtime
 from qat_lora.runtime.host import collectives
 from qat_lora.runtime.host.signals import install_for_good, passed_on
 from qat_lora.runtime.host.transfer import DeferredCalls, host_tensors, host_value
-from qat_lora.runtime.launch.process_group import rank_info
 from qat_lora.runtime.native import NativeRuntime
 from qat_lora.runtime.xla.exact import highest_precision
 from qat_lora.runtime.xla.loop import LayerScan, kept
@@ -79,7 +78,6 @@ class XlaRuntime(Runtime):
     """
 
     loss_walk: LossWalk = "positions"  # the many small steps of the other one would make a long graph
-    piece_bytes: int | None = None
     attention: AttentionForm = "blocked"
     shares_memory = False
 
@@ -197,7 +195,7 @@ class XlaRuntime(Runtime):
         import torch_xla.runtime as xr
 
         self.rank, self.replicas = xr.global_ordinal(), xr.world_size()
-        mine = rank_info()
+        mine = collectives.rank_info()
         if self.backend == "CPU" and mine.size > 1:
             self.rank, self.replicas, self._by_gloo = mine.rank, mine.size, True
             collectives.join()
@@ -283,7 +281,7 @@ class XlaRuntime(Runtime):
         trained = [p for p in parameters if p.requires_grad]
         if self.replicas > 1 and trained and self._by_gloo:
             gradients, flat = collectives.flat_gradients(trained)
-            collectives.put_back(gradients, self._gloo_mean(flat))
+            collectives.put_back(gradients, self._mean(flat))
         elif self.replicas > 1 and trained:
             import torch_xla.core.xla_model as xm
 
@@ -296,12 +294,12 @@ class XlaRuntime(Runtime):
         if self.replicas == 1:
             return value
         if self._by_gloo:
-            return self._gloo_mean(value)
+            return self._mean(value)
         import torch_xla.core.xla_model as xm
 
         return xm.all_reduce(xm.REDUCE_SUM, value, scale=1.0 / self.replicas)
 
-    def _gloo_mean(self, value: torch.Tensor) -> torch.Tensor:
+    def _mean(self, value: torch.Tensor) -> torch.Tensor:
         self._sync()
         total = value.cpu()
         with collectives.among_peers():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from qat_lora.errors import ConfigError, DeviceError
-from qat_lora.runtime.launch.process_group import RankInfo, group_size, rank_info, whole_number
+from qat_lora.runtime.host.collectives import RankInfo, group_size, rank_info, whole_number
 from qat_lora.runtime.launch.select import ChipsConfig, DeviceChoice, Found, plan_chips
 
 ROOT = Path(__file__).resolve().parents[2]

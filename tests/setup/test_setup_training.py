@@ -7,8 +7,7 @@ from toy_pipeline import recover_options
 
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.runtime.native import NativeRuntime
-from qat_lora.setup.training_data import TrainingData
-from qat_lora.setup.training_run import TrainingRun
+from qat_lora.setup.training import TrainingData, TrainingRun
 
 
 def plan(**changed):

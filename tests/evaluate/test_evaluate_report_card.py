@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from qat_lora.evaluate import card
+from qat_lora.evaluate import report as card
 from qat_lora.evaluate.plots import plot_report
 from qat_lora.evaluate.tally import BINS
 

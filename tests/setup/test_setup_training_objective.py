@@ -14,7 +14,7 @@ from qat_lora.commands import recover as recover_module
 from qat_lora.errors import CacheError, ConfigError, OutputExistsError
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.runtime.launch.select import select_runtime
-from qat_lora.setup.training_data import check_arrays, evaluation_objective, prepare
+from qat_lora.setup.training import check_arrays, evaluation_objective, prepare
 from qat_lora.train.loop import LoopConfig
 from qat_lora.train.metrics import read_metrics
 

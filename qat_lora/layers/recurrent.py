@@ -1,0 +1,111 @@
+"""Layers that carry a state (gated delta rule, Mamba-2, short convolutions), with packed documents kept apart in it.
+
+Attention is told by a mask what a token may see; a state passes from token to token whatever the mask says. torch's
+functions for these layers know no documents (the CUDA packages do, in another form each), so documents are given to
+them as rows of their own. That is done inside the layer, around its convolution and its scan alone: what mixes no
+tokens, the projections and all that is quantised, still sees the packed rows once, as calibration expects.
+
+Documents of about one length go together, padded behind, which a causal function never sees: at most twice the tokens,
+in at most log2 L calls. How many they are depends on the text, so XLA would compile every batch anew, and is refused.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from qat_lora.errors import ModelError
+
+# By model type, as tested against transformers document by document: its convolution, its scan.
+_CONVOLUTION, _DELTA, _MAMBA = "causal_conv1d_fn", "torch_chunk_gated_delta_rule", "mamba2_chunk_scan"
+SUPPORTED = {
+    "bamba": (_CONVOLUTION, _MAMBA),
+    "falcon_h1": (_CONVOLUTION, _MAMBA),
+    "granitemoehybrid": (_CONVOLUTION, _MAMBA),
+    "lfm2": (_CONVOLUTION,),
+    "lfm2_moe": (_CONVOLUTION,),
+    "olmo_hybrid": (_CONVOLUTION, _DELTA),
+    "qwen3_5_moe_text": (_CONVOLUTION, _DELTA),
+    "qwen3_5_text": (_CONVOLUTION, _DELTA),
+    "qwen3_next": (_CONVOLUTION, _DELTA),
+}
+_MARK = "qat_lora_keeps_documents_apart"
+_FUSED = "mamba2_split_conv1d_scan_combined"  # both in one kernel, where there is one; None asks for the two
+
+
+class Documents(NamedTuple):
+    """Where the tokens of packed rows are when each document is a row of its own."""
+
+    groups: list[Tensor]  # [documents, longest]: numbers of tokens in the flattened rows, B L for padding
+    back_N: Tensor  # of each token of the flattened rows: its place in the flattened groups, one after the other
+
+
+def split_documents(begin_BL: Tensor) -> Documents | None:
+    """Return how to split rows by the position at which each token's document begins; None if they have one each."""
+    begin, (rows, length) = begin_BL.cpu(), begin_BL.shape
+    starts_D = (begin == torch.arange(length)).flatten().nonzero()[:, 0]
+    if len(starts_D) == rows:
+        return None
+    sizes_D = torch.diff(starts_D, append=torch.tensor([rows * length]))
+    bits_D = (2 * sizes_D - 1).log2().int()  # sizes 2^k + 1 to 2^(k + 1) go together
+    groups = []
+    for bits in bits_D.unique():
+        start_G1, size_G1 = starts_D[bits_D == bits, None], sizes_D[bits_D == bits, None]
+        offset = torch.arange(int(size_G1.max()))
+        groups.append(torch.where(offset < size_G1, start_G1 + offset, rows * length))
+    back_N = torch.empty(rows * length + 1, dtype=torch.int64)
+    places = torch.cat([group.flatten() for group in groups])
+    back_N[places] = torch.arange(len(places))
+    return Documents([group.to(begin_BL.device) for group in groups], back_N[:-1].to(begin_BL.device))
+
+
+def keep_documents_apart(model: nn.Module, kind: str) -> None:
+    """Let the functions by which a model's layers pass on a state take `documents`; again is nothing new.
+
+    ModelError: layers of another kind of model than those that are tested.
+    """
+    names = vars(sys.modules[type(model).__module__])
+    if kind not in SUPPORTED or not set(SUPPORTED[kind]) <= set(names):
+        raise ModelError(
+            f"model: {kind} has layers that carry a state from document to document, and none of the kinds in which "
+            f"they are kept apart; allowed: {', '.join(sorted(SUPPORTED))}"
+        )
+    if _MARK not in names:
+        names |= {name: _apart(names[name], name == _CONVOLUTION) for name in SUPPORTED[kind]} | {_MARK: True}
+        if _FUSED in names:
+            names[_FUSED] = _none_apart(names[_FUSED])
+
+
+def _none_apart(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, documents=None, **kwargs: function(*args, **kwargs) if documents is None else None
+
+
+def _apart(function: Callable[..., Any], time_is_last: bool) -> Callable[..., Any]:
+    """Return a function of tensors [B, L, ...], or [B, X, L] if time is last, that knows `documents`."""
+
+    def turned(value: Tensor) -> Tensor:
+        return value.mT if time_is_last else value
+
+    @functools.wraps(function)
+    def run(*args: Any, documents: Documents | None = None, **kwargs: Any) -> Any:
+        if documents is None:
+            return function(*args, **kwargs)
+        shape, outputs, result = turned(args[0]).shape[:2], [], None
+
+        def of_group(value: Any, group: Tensor) -> Any:
+            if not isinstance(value, Tensor) or value.ndim < 3 or turned(value).shape[:2] != shape:
+                return value
+            flat = turned(value).flatten(0, 1)
+            return turned(torch.cat([flat, flat.new_zeros(1, *flat.shape[1:])])[group])
+
+        for group in documents.groups:
+            named = {name: of_group(value, group) for name, value in kwargs.items()}
+            result = function(*(of_group(value, group) for value in args), **named)
+            outputs.append(turned(result[0] if isinstance(result, tuple) else result).flatten(0, 1))
+        joined = turned(torch.cat(outputs)[documents.back_N].unflatten(0, shape))
+        return (joined, None) if isinstance(result, tuple) else joined
+
+    return run

@@ -1,0 +1,159 @@
+"""What formats and ranks cost a model at hand, measured, and the preset that spends a target's bytes on them best.
+
+A layer in a format costs tr(G E H Eᵀ) / 2 nats to second order, with G and H as in `layers.calibrate.fisher` and E the
+error of GPTQ rounding, which is cheap and ranks formats as the final descent does. What an adapter closes of it is read
+off the spectrum of G^½ E H^½, for all ranks at once. The table of an LM head, with a tied embedding, has no such G: it
+is put into the model, format by format, and the KL of some rows is taken.
+
+What is chosen becomes an ordinary preset, with a rule for each kind of layer and format, and adapter starts whose
+columns are the ranks; nothing later knows of it.
+"""
+
+import contextlib
+import copy
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from qat_lora.errors import ConfigError
+from qat_lora.evaluate.score import measure
+from qat_lora.export.engines import adapter_bytes, formats, layer_bytes, other_bytes
+from qat_lora.layers.calibrate.finished import Work
+from qat_lora.layers.calibrate.fisher import Sensitivity
+from qat_lora.layers.calibrate.fit import Metric
+from qat_lora.layers.calibrate.quantize import second_moments
+from qat_lora.layers.convert import LM_HEAD, check_reach, linear_layers, put_quantized
+from qat_lora.layers.quant_linear import QuantLinear
+from qat_lora.layers.tied_embedding import embedding_of
+from qat_lora.models.load import CausalLM
+from qat_lora.options import QuantizeOptions
+from qat_lora.quant.allocate import allocate
+from qat_lora.quant.gptq import Curvature
+from qat_lora.quant.initialize import NEED_TEXT, quantize_weight
+from qat_lora.quant.presets import Preset, preset
+from qat_lora.quant.spec import QuantSpec
+from qat_lora.runtime.base import Runtime
+from qat_lora.types import Batch
+
+HEAD_ROWS = 16  # of calibration, on which tables are measured
+
+
+class Choices(NamedTuple):
+    """What the layers of a model may be, in an engine's files."""
+
+    points: list[tuple[str, QuantSpec, int]]
+    """Layer, format and rank: every format of every layer at all ranks, in order."""
+    bytes_P: np.ndarray
+    other_bytes: int
+    """Of all other tensors."""
+    target_bytes: int
+    """What all shall take together."""
+    range_text: str
+    """The same with what is allowed, a line for people."""
+
+
+def choices(options: QuantizeOptions, module: Any, itemsize: int) -> Choices:
+    """Return what the layers of a full-precision model may be; `itemsize`: bytes of a number in its files.
+
+    ModelError: as `check_reach`. ConfigError: a setting that a target does not leave open, rows that no block divides,
+    a target that cannot be met.
+    """
+    target, engine = options.target, options.target.engine
+    usual = {"override": (), "quantize_head": None, "metric": "fisher"}
+    for name, value in (usual if options.init in NEED_TEXT else {"init": "descent"}).items():
+        if getattr(options, name) != value:
+            raise ConfigError(f"{name}: {target.name} decides by what it measures; leave it out (--keep is allowed)")
+    specs = {name: formats(engine, name, module) for name in check_reach(module, preset("q8_0", options.keep))}
+    for name, lm_head in linear_layers(module, lm_head=True) if engine != "vllm" else ():  # which reads it dense
+        with contextlib.suppress(ConfigError):  # tied to an embedding that does more than look up
+            embedding_of(module, lm_head)
+            if not any(re.search(pattern, name) for pattern in options.keep):
+                specs[name] = formats(engine, name, module)
+    points, sizes = list[tuple[str, QuantSpec, int]](), list[int]()
+    least = most = others = other_bytes(engine, module, specs, itemsize)
+    for name, allowed in specs.items():
+        rows, columns = module.get_submodule(name).weight.shape
+        first = len(points)
+        for spec in allowed:
+            for rank in range(1 + (0 if LM_HEAD.search(name) else min(options.start_rank, rows, columns))):
+                points.append((name, spec, rank))
+                sizes.append(layer_bytes(engine, spec, rows, columns) + adapter_bytes(engine, rows, columns, rank))
+        least, most = least + min(sizes[first:]), most + max(sizes[first:])
+    wanted = target.bytes(sum(p.numel() for p in module.parameters()))
+    low, high = math.ceil(least / 1e3) / 1e3, math.floor(most / 1e3) / 1e3
+    span = f"--for {engine} allows {low:.3f}MB to {high:.3f}MB, adapters of up to --start-rank included"
+    if not least <= wanted <= most:
+        raise ConfigError(f"target_size: {target.name} ({wanted / 1e6:.3f} MB) cannot be met; {span}")
+    return Choices(points, np.array(sizes), others, wanted, f"\ntarget   {target.name} ({wanted / 1e6:.3f} MB); {span}")
+
+
+@torch.no_grad()
+def measured_costs(
+    options: QuantizeOptions,
+    model: CausalLM,
+    found: Choices,
+    batches: Sequence[Batch],
+    sensitivity: Mapping[str, Sensitivity],
+    runtime: Runtime,
+    work: Work,
+) -> np.ndarray:
+    """Return what every point costs, in nats."""
+    most = {name: rank for name, _, rank in found.points}  # the last is the highest
+    moments = second_moments(
+        model.module, most, batches, lambda x: model.hidden(x["input_ids"], x["document_ids"]), sensitivity
+    )
+    few, costs = batches[: -(-HEAD_ROWS // len(batches[0]["input_ids"]))], list[Tensor]()
+    for name in tqdm(most, desc="formats and ranks", unit="layer", disable=options.run.quiet):
+        kept = work.take(f"allocation-{name}")
+        costs.append(torch.empty(0) if kept is None else kept[0]["costs"])
+        linear, curvature = model.module.get_submodule(name), Curvature(moments[name])
+        for spec in dict.fromkeys(spec for layer, spec, _ in found.points if layer == name and kept is None):
+            codes = quantize_weight(linear.weight, spec, "gptq", curvature)
+            if name in sensitivity:
+                metric = Metric.of(linear.weight, moments[name], sensitivity[name].outputs_OO.to(linear.weight.device))
+                cost = metric.costs(linear.weight.float() - codes.dense(spec), most[name]).cpu() / 2
+            else:
+                cost = _kl_with(model, name, QuantLinear.from_linear(linear, spec, codes), few, runtime)
+            costs[-1] = torch.cat([costs[-1], cost])
+        if kept is None:
+            work.keep(f"allocation-{name}", {"costs": costs[-1]}, {})
+    return torch.cat(costs).double().numpy()
+
+
+def _kl_with(model: CausalLM, name: str, layer: QuantLinear, batches: Sequence[Batch], runtime: Runtime) -> Tensor:
+    """Return the KL, nats a token, of a model in which one layer alone is quantised, float64 [1]."""
+    shared = {id(tensor): tensor for tensor in (*model.module.parameters(), *model.module.buffers())}
+    module = copy.deepcopy(model.module, shared)
+    put_quantized(module, name, layer)
+    student = {"student": replace(model, module=module)}
+    found = measure(model, student, batches, True, runtime.mark_step, piece_bytes=runtime.piece_bytes)
+    return torch.tensor([found["student"].figures["kl"]], dtype=torch.float64)
+
+
+def allocated(options: QuantizeOptions, found: Choices, costs_P: np.ndarray) -> tuple[Preset, dict[str, Any]]:
+    """Return the cheapest way to store a student within its target, and facts: `adapter_ranks` by layer, `bytes`."""
+    names = [name for name, _, _ in found.points]
+    picked = allocate(names, found.bytes_P, costs_P, found.target_bytes - found.other_bytes)
+    lm_head, groups = None, dict[tuple[str, str, QuantSpec], list[str]]()
+    for name, spec, _ in (found.points[i] for i in picked):
+        before, number, after = re.split(r"(\d+|$)", name, maxsplit=1)
+        if LM_HEAD.search(name):
+            lm_head = spec
+        else:
+            groups.setdefault((re.escape(before), re.escape(after), spec), []).append(number)
+    rules = [(f"^{before}({'|'.join(numbers)}){after}$", spec) for (before, after, spec), numbers in groups.items()]
+    kept: list[tuple[str, QuantSpec | None]] = [(pattern, None) for pattern in options.keep]
+    return Preset(options.target.name, (*kept, *rules), lm_head), {
+        "target": options.target.name,
+        "engine": options.target.engine,
+        "bytes": found.other_bytes + int(found.bytes_P[picked].sum()),
+        "predicted_kl": float(costs_P[picked].sum()),
+        "adapter_ranks": {found.points[i][0]: found.points[i][2] for i in picked},
+    }
