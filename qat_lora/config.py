@@ -39,6 +39,7 @@ def option(
     default: Any,
     help: str,
     *,
+    common: bool = False,
     unit: str | None = None,
     alias: str | None = None,
     on: float | None = None,
@@ -53,6 +54,7 @@ def option(
     """Declare a setting: its default (of a group: its class), one line of help, its unit, a second name.
 
     Args:
+        common: `--help` of a command with many settings shows it; the others are behind `--help-all`.
         on: what `true` means for a number; `false` is then 0.
         required: there is no default, and a config without a value is refused.
         without: of a group, the settings (or groups, or dotted paths) that its owner does not use. They get no flag and
@@ -63,10 +65,14 @@ def option(
     least = f"is too small; allowed: {min} or more"
     metadata: dict[str, Any] = {"help": help + " (required)" * required, "unit": unit, "alias": alias, "on": on}
     metadata |= {"required": required, "without": without, "below": below, "min": min, "above": above, "max": max}
+    metadata |= {"common": common}
     metadata["refusal"] = refusal or (f"is not allowed; give a number above {above}" if above > -math.inf else least)
     if isinstance(default, type) and dataclasses.is_dataclass(default):
         return dataclasses.field(default_factory=default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+common = functools.partial(option, common=True)
 
 
 def required(config: object, name: str) -> None:
@@ -160,14 +166,16 @@ OTHER_NAMES = {
 _SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
-def _nearest(key: str, cls: type) -> str:
-    """Return the three settings whose names or aliases are nearest to a word."""
-    names: dict[str, str] = {}
-    for leaf in leaves(cls):
-        names |= dict.fromkeys(leaf.names, ".".join(leaf.path))
+def nearest(key: str, cls: type) -> list[tuple[str, ...]]:
+    """Return the paths of the three settings whose names or aliases are nearest to a word."""
+    paths = {name: leaf.path for leaf in leaves(cls) for name in leaf.names}
     word = key.rpartition(".")[2].replace("-", "_")
-    near = dict.fromkeys(names[name] for name in difflib.get_close_matches(word, names, n=9, cutoff=0))
-    return f"the nearest: {', '.join(list(near)[:3])}; --help shows all"
+    near = difflib.get_close_matches(word, paths, n=9, cutoff=0)
+    return list(dict.fromkeys(paths[name] for name in near))[:3]
+
+
+def _nearest(key: str, cls: type) -> str:
+    return f"the nearest: {', '.join(map('.'.join, nearest(key, cls)))}; --help-all shows all"
 
 
 def _allowed(value: Any, allowed: Sequence[str]) -> str:

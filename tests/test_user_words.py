@@ -140,7 +140,7 @@ def test_an_unknown_name_shows_the_three_nearest(capfd):
     with pytest.raises(SystemExit):
         cli.main([*RECOVER, "learning_rte=1"])
     err = capfd.readouterr().err
-    nearest = re.fullmatch(r"error: learning_rte: no such setting; the nearest: (.*); --help shows all\n", err)
+    nearest = re.fullmatch(r"error: learning_rte: no such setting; the nearest: (.*); --help-all shows all\n", err)
     assert nearest and nearest[1].split(", ")[0] == "train.lr" and len(nearest[1].split(", ")) == 3
 
 

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qat_lora.config import option
+from qat_lora.config import common, option
 from qat_lora.data.file_rows import ROW_SUFFIXES, Row, as_row, file_rows, lines_of, open_text, reading, well_formed
 from qat_lora.data.layouts import CHATS, Format, articles, layout_of, starts_with_title, text_of
 from qat_lora.data.remote_text import fetched
@@ -64,7 +64,7 @@ class Document(NamedTuple):
 class TextConfig:
     """What text to read."""
 
-    dataset: str | None = option(
+    dataset: str | None = common(
         None, "text: file, folder, URL (gs://, s3://, hf://) or name of a Hugging Face dataset"
     )
     dataset_config: str | None = option(None, "configuration of the Hugging Face dataset, e.g. wikitext-103-raw-v1")

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from qat_lora.config import option, settings
+from qat_lora.config import common, option, settings
 from qat_lora.layers.quant_linear import joined_weight
 from qat_lora.runtime.precision import exact_matmul
 
@@ -29,7 +29,7 @@ _share = partial(option, min=0, max=math.nextafter(1, 0), refusal="is not a prob
 class LoraConfig:
     """Shape of the recovery adapter."""
 
-    recovery_r: int | None = option(
+    recovery_r: int | None = common(
         None,
         "rank of the adapter; default: 16, or by layer as --target-size chose",
         unit="rank",

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 
-from qat_lora.config import option, settings
+from qat_lora.config import common, option, settings
 from qat_lora.data.shuffle import steps_per_epoch
 from qat_lora.errors import (
     ConfigError,
@@ -39,13 +39,13 @@ _count = functools.partial(option, min=1, refusal="is below 1")
 class LoopConfig:
     """How long a run is, in what portions it computes, and what it keeps."""
 
-    batch_size: int = _count(4, "rows of a micro-batch on one replica", unit="rows")
-    accumulation_steps: int = _count(1, "micro-batches of an optimizer step", unit="micro-batches")
+    batch_size: int = _count(4, "rows of a micro-batch on one replica", unit="rows", common=True)
+    accumulation_steps: int = _count(1, "micro-batches of an optimizer step", unit="micro-batches", common=True)
     global_batch_size: int | None = _count(
         None, "rows of an optimizer step over all replicas; sets the accumulation", unit="rows"
     )
-    max_steps: int = _count(1000, "optimizer steps", unit="steps")
-    epochs: float | None = option(
+    max_steps: int = _count(1000, "optimizer steps", unit="steps", common=True)
+    epochs: float | None = common(
         None,
         "passes over the training rows, in place of --max-steps; default: as many as the steps make",
         unit="epochs",

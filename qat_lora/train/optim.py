@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from qat_lora.config import option, settings
+from qat_lora.config import common, option, settings
 from qat_lora.errors import ConfigError
 from qat_lora.runtime.base import Runtime
 from qat_lora.types import LanguageModel
@@ -42,7 +42,7 @@ _decay = functools.partial(option, min=0, max=math.nextafter(1, 0), refusal="is 
 class OptimConfig:
     """How the trained tensors move."""
 
-    lr: float | Literal["auto"] = option(
+    lr: float | Literal["auto"] = common(
         "auto", "peak learning rate of adapter and weights; auto: found by short trials on training rows", above=0
     )
     scale_lr: float | None = option(
