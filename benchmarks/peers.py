@@ -33,10 +33,10 @@ import torch
 from qat_lora import __version__
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.data.sources import TextConfig
-from qat_lora.evaluate.plots import FAINT, INK, STYLE
 from qat_lora.evaluate.score import measure
 from qat_lora.export.gguf import save_base
 from qat_lora.extras import pyplot
+from qat_lora.files.pictures import COLOURS, FAINT, INK, STYLE
 from qat_lora.layers.convert import lora_layers, quant_layers, weight_count
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.models.load import CausalLM, load_model, load_tokenizer
@@ -293,7 +293,7 @@ def draw(results: list[dict[str, Any]], file: Path) -> None:
         for axis, result in zip(axes[0], results, strict=True):
             scored = [row for row in result["rows"] if "kl" in row]
             for tool, marker in {**markers, OURS: "o"}.items():
-                colour = "#d9730d" if tool == OURS else FAINT
+                colour = COLOURS[1] if tool == OURS else FAINT
                 for trained in (False, True):
                     some = [row for row in scored if row["tool"] == tool and bool(row.get("tokens")) == trained]
                     axis.plot(
@@ -307,7 +307,7 @@ def draw(results: list[dict[str, Any]], file: Path) -> None:
                         zorder=3 if tool == OURS else 2,
                     )
             front = lowest(row for row in scored if row["tool"] == OURS)
-            axis.plot([row["bytes"] / 1e6 for row in front], [row["kl"] for row in front], color="#d9730d", lw=1)
+            axis.plot([row["bytes"] / 1e6 for row in front], [row["kl"] for row in front], color=COLOURS[1], lw=1)
             front = lowest(row for row in scored if row["tool"] != OURS)
             axis.plot([row["bytes"] / 1e6 for row in front], [row["kl"] for row in front], color=INK, lw=0.8, ls=":")
             axis.set(xscale="log", yscale="log", xlabel="MB of tensors", ylabel="KL to the teacher, nats")

@@ -27,10 +27,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from qat_lora.errors import DamagedFileError, DivergedError
-from qat_lora.extras import pyplot, require
+from qat_lora.extras import require
 from qat_lora.files.checksums import sha256_of
 from qat_lora.files.finite import json_text
-from qat_lora.files.folders import appeared, atomic_file, ours, tree, write_text
+from qat_lora.files.folders import appeared, ours, tree, write_text
+from qat_lora.files.pictures import COLOURS, INK, drawn_to
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.machine import peak_memory_bytes
 from qat_lora.train.step import Sums
@@ -250,37 +251,31 @@ def append_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 def plot_curve(metrics: Path, evaluations: Path, out: Path) -> None:
-    """Draw a run as PNG: what `draw_curve` draws and, where that is another, the loss that is minimised beside it."""
-    plt, lines = pyplot(), read_metrics(metrics, "loss")
-    panels = 2 if any(line.get("kl", line["loss"]) != line["loss"] for line in lines) else 1
-    figure, axes = plt.subplots(1, panels, figsize=(3 + 4 * panels, 4), layout="constrained", squeeze=False)
-    draw_curve(axes[0, 0], metrics, evaluations)
-    if panels == 2:
-        _draw(axes[0, 1], lines, "loss", "training loss, as minimised")
-    with atomic_file(out) as draft:
-        figure.savefig(draft, dpi=120)
-    plt.close(figure)
+    """Draw a run as PNG: what `draw_curve` draws, and below it the learning rate."""
+    lines = [line for line in read_metrics(metrics, "loss") if "lr" in line]
+    with drawn_to(out, 2, size=(7, 5), height_ratios=(3, 1), sharex=True) as (_, axes):
+        draw_curve(axes[0, 0], metrics, evaluations)
+        axes[1, 0].plot([line["step"] for line in lines], [line["lr"] for line in lines], color=INK, lw=1)
+        axes[1, 0].set(ylim=(0, None), xlabel="optimizer step", ylabel="learning rate")
+        axes[1, 0].grid(alpha=0.3)
 
 
 def draw_curve(axis: Any, metrics: Path, evaluations: Path) -> None:
-    """Draw training and evaluations on a matplotlib axis, on one scale: the KL, or without a teacher the loss."""
+    """Draw training and evaluations on a matplotlib axis, on one scale: the KL, or without a teacher the loss.
+
+    Of training there are all steps, faint, and means over a fiftieth of them each.
+    """
     train, evaluated = read_metrics(metrics, "loss"), read_metrics(evaluations)
     name = "kl" if any("kl" in line for line in train) else "loss"  # a run begun by an earlier version has some
-    _draw(axis, [line for line in train if name in line], name, f"training {name.upper() if name == 'kl' else name}")
+    shown = {"kl": "KL", "loss": "loss", "nll": "loss"}
+    steps = np.array([(line["step"], line[name]) for line in train if name in line]).T
+    means = [part.mean(1) for part in np.array_split(steps, min(50, steps.shape[1]), 1)]
+    axis.plot(*steps, lw=0.6, alpha=0.3, color=COLOURS[0])
+    axis.plot(*np.transpose(means), label=f"training {shown[name]}", color=COLOURS[0])
     if evaluated:
         metric = next(name for name in evaluated[0] if name != "step")
-        values = [x[metric] for x in evaluated]
-        axis.plot([x["step"] for x in evaluated], values, "C1o-", ms=3, label=f"evaluation {metric.upper()}")
-    axis.set(ylim=(0, None), title="training")
-    axis.legend()
-
-
-def _draw(axis: Any, lines: Sequence[Mapping[str, Any]], name: str, label: str) -> None:
-    """Draw a number of all steps, faint, and its means over a fiftieth of them each."""
-    points = np.array([(x["step"], x[name]) for x in lines]).T
-    means = [part.mean(1) for part in np.array_split(points, min(50, len(lines)), 1)]
-    axis.plot(*points, lw=0.6, alpha=0.3, color="C0")
-    axis.plot(*np.transpose(means), color="C0", label=label)
-    axis.set(xlabel="optimizer step", ylabel="nats per token")
-    axis.set_title(label, fontsize=10)
+        points = np.array([(line["step"], line[metric]) for line in evaluated]).T
+        axis.plot(*points, "o-", ms=3, label=f"evaluation {shown[metric]}", color=COLOURS[1])
+    axis.set(ylim=(0, None), title="Training", ylabel="nats per token")
     axis.grid(alpha=0.3)
+    axis.legend()
