@@ -40,6 +40,35 @@ def test_a_hub_model_is_named():
     assert front["base_model"] == "Qwen/Qwen3-0.6B"
 
 
+SCORES = {
+    "teacher": {"ppl": 3.0, "kl": 0.0, "top1": 1.0, "accuracy": 0.5, "ece": 0.01},
+    "tiny": {"ppl": 3.5, "kl": 0.25, "top1": 0.75, "accuracy": 0.5, "ece": 0.01},
+    "other": {"ppl": 4.5, "kl": 0.5, "top1": 0.5, "accuracy": 0.5, "ece": 0.01},
+}
+
+
+@pytest.mark.parametrize(("form", "relation"), [("adapter", "adapter"), ("gguf", "quantized"), ("merged", "quantized")])
+def test_the_hub_reads_what_it_is_made_of_and_its_scores(form, relation):
+    """By the Hub's own reader: base model, data, and the scores of this model among several."""
+    hub = pytest.importorskip("huggingface_hub")
+    text = card(form=form, origin=Origin(model="Qwen/Qwen3-0.6B", dataset="Salesforce/wikitext"), scores=SCORES)
+    data = hub.ModelCard(text).data
+    assert (data.base_model, data["base_model_relation"], data.datasets) == (
+        "Qwen/Qwen3-0.6B", relation, ["Salesforce/wikitext"],
+    )  # fmt: skip
+    found = {(result.metric_type, result.metric_value) for result in data.eval_results}
+    assert found == {("ppl", 3.5), ("kl", 0.25), ("top1", 0.75)} and data.model_name == "tiny"
+    assert "| tiny" in text and "| other" in text
+
+
+def test_scores_of_nobody_in_particular_are_a_table_only():
+    strangers = {name: of for name, of in SCORES.items() if name != "tiny"}
+    assert "kl" in card(name="x", scores=strangers).split("---\n")[1]  # the one student is meant
+    strangers["third"] = strangers["other"]
+    text = card(name="x", scores=strangers)
+    assert "model-index" not in text and "| third" in text
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_says_how_it_is_used(form):
     text = card(form=form, notes=["not run in vLLM"])
