@@ -127,13 +127,8 @@ def _metrics(card: Card) -> list[dict[str, Any]]:
     """Return the scores of the card's own model as the Hub's index has them: those of its name, or of one alone."""
     students = {name: of for name, of in (card.scores or {}).items() if name != "teacher"}
     own = students.get(card.name) or (next(iter(students.values())) if len(students) == 1 else {})
-    found = {"perplexity": ("ppl", "perplexity"), "kl": ("kl", "KL to the teacher, nats a token")}
-    found["top1"] = ("top1", "same likeliest token as the teacher")
-    return [
-        {"type": kind, "name": name, "value": own[key]}
-        for kind, (key, name) in found.items()
-        if own.get(key) is not None
-    ]
+    names = {"ppl": "perplexity", "kl": "KL to the teacher, nats a token", "top1": "same likeliest token as the teacher"}
+    return [{"type": key, "name": name, "value": own[key]} for key, name in names.items() if own.get(key) is not None]
 
 
 def model_card(card: Card) -> str:
