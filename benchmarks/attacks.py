@@ -221,7 +221,9 @@ def make_toys(root: Path) -> Toys:
     if child == 0:
         make_tokenizer((file.read_text() for file in sorted(text.iterdir())), 320, toys.teacher)
         torch.manual_seed(0)
-        model = make_qwen3(toys.teacher, 320, hidden=64, layers=3, heads=2, kv_heads=1, mlp=96, positions=256)
+        model = make_qwen3(
+            toys.teacher, 320, hidden=64, layers=3, heads=2, kv_heads=1, mlp=96, max_position_embeddings=256
+        )
         for name, parameter in model.module.named_parameters():
             if parameter.ndim == 2:
                 parameter.data.mul_(4.0 if "embed" not in name else 2.0)

@@ -73,7 +73,7 @@ def make_student(
 ) -> Student:
     """Return the student of a size with a rank-8 adapter, and a batch of rows."""
     with torch.device(device):
-        model = make_qwen3(Path("."), vocabulary, **SIZES[size], positions=length)
+        model = make_qwen3(Path("."), vocabulary, **SIZES[size], max_position_embeddings=length)
         model.module.to(torch.bfloat16)
         make_quant_skeleton(model.module, preset("q4_r32"))
         add_lora(model.module, LoraConfig(recovery_r=RANK))

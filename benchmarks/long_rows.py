@@ -48,7 +48,7 @@ def make_inputs(folder: Path, longest: int) -> tuple[Path, Path]:
     make_tokenizer([file.read_text(encoding="utf-8") for file in sorted(text.iterdir())], VOCABULARY, model)
     torch.manual_seed(0)
     sizes = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32, "mlp": 256}
-    make_qwen3(model, VOCABULARY, **sizes, positions=longest).module.save_pretrained(model)
+    make_qwen3(model, VOCABULARY, **sizes, max_position_embeddings=longest).module.save_pretrained(model)
     assert len(load_tokenizer(model)) <= VOCABULARY
     return text, model
 

@@ -193,7 +193,7 @@ def make_teacher(shape: Shape, text: str, folder: Path) -> int:
         make_tokenizer([read], min(USED_TOKENS, shape.vocab - 100), folder)
         torch.manual_seed(0)
         sizes = {name: getattr(shape, name) for name in ("hidden", "layers", "heads", "kv_heads", "head_dim", "mlp")}
-        model = make_qwen3(folder, shape.vocab, **sizes, positions=shape.length)
+        model = make_qwen3(folder, shape.vocab, **sizes, max_position_embeddings=shape.length)
         model.module.to(torch.bfloat16).save_pretrained(folder)
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 

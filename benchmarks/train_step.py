@@ -87,7 +87,7 @@ def large_layers(arguments: argparse.Namespace) -> int:
 def model(arguments: argparse.Namespace, large: bool, layers: int) -> CausalLM:
     """Make a random model in bfloat16."""
     torch.manual_seed(0)
-    made = make_qwen3(Path("none"), arguments.vocab, layers=layers, positions=1024, **widths(arguments, large))
+    made = make_qwen3(Path("none"), arguments.vocab, layers=layers, **widths(arguments, large))
     made.module.requires_grad_(False)
     cast(made.module, torch.bfloat16)
     return made

@@ -49,24 +49,17 @@ def option(
     min: float = -math.inf,
     above: float = -math.inf,
     max: float = math.inf,
-    refusal: str = "",
 ) -> Any:
     """Declare a setting: its default (of a group: its class), one line of help, its unit, a second name.
 
-    Args:
-        common: `--help` of a command with many settings shows it; the others are behind `--help-all`.
-        on: what `true` means for a number; `false` is then 0.
-        required: there is no default, and a config without a value is refused.
-        without: of a group, the settings (or groups, or dotted paths) that its owner does not use. They get no flag and
-            no line in a `config.yaml`, and are refused where they are given, since a setting without effect misleads.
-        below, min, above, max: limits of a number, `below` (of a whole one) and `above` exclusive.
-        refusal: what an error says of a number outside these, in place of the usual words.
+    `--help` of a command with many settings shows the `common` ones. `on` is what `true` means for a number; `false` is
+    then 0. A `required` one has no default. `without` are, of a group, the settings (or groups, or dotted paths) that
+    its owner does not use: they get no flag and no line in a `config.yaml`, and are refused where they are given, since
+    a setting without effect misleads. `min` and `max` of a number are allowed, `above` and `below` are not.
     """
-    least = f"is too small; allowed: {min} or more"
     metadata: dict[str, Any] = {"help": help + " (required)" * required, "unit": unit, "alias": alias, "on": on}
     metadata |= {"required": required, "without": without, "below": below, "min": min, "above": above, "max": max}
     metadata |= {"common": common}
-    metadata["refusal"] = refusal or (f"is not allowed; give a number above {above}" if above > -math.inf else least)
     if isinstance(default, type) and dataclasses.is_dataclass(default):
         return dataclasses.field(default_factory=default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -89,9 +82,10 @@ def settings(cls: type[C]) -> type[C]:
     def check(self: Any) -> None:
         for field in dataclasses.fields(self):
             value, bounds = getattr(self, field.name), field.metadata
-            if "refusal" in bounds and isinstance(value, int | float):  # a setting that is None passes
-                if not (bounds["min"] <= value <= bounds["max"] and bounds["above"] < value < math.inf):
-                    raise ConfigError(f"{field.name}: {value} {bounds['refusal']}")
+            if "below" in bounds and isinstance(value, int | float):  # a setting that is None passes
+                most = bounds["below"] if bounds["below"] < INT_LIMIT else math.inf
+                if not (bounds["min"] <= value <= bounds["max"] and bounds["above"] < value < most):
+                    raise ConfigError(f"{field.name}: {value} {_refusal(bounds)}")
                 _refuse_large(field, value, field.name)
         for field in dataclasses.fields(self):
             if field.metadata.get("required"):
@@ -101,6 +95,16 @@ def settings(cls: type[C]) -> type[C]:
 
     cls.__post_init__ = check  # type: ignore[attr-defined]
     return dataclass(frozen=True)(cls)
+
+
+def _refusal(bounds: Mapping[str, Any]) -> str:
+    """Return what an error says of a number outside its bounds."""
+    least = f"above {bounds['above']}" if bounds["above"] > -math.inf else f"{bounds['min']} or more"
+    most = f" and at most {bounds['max']}" * (bounds["max"] < math.inf)
+    most += f" and below {bounds['below']}" * (bounds["below"] < INT_LIMIT)
+    if most or bounds["above"] > -math.inf:
+        return f"is not allowed; give a number {least}{most}"
+    return f"is too small; allowed: {least}"
 
 
 def _refuse_large(field: dataclasses.Field[Any], value: Any, where: str) -> None:

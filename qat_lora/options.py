@@ -38,7 +38,7 @@ DRY_RUN_HELP = "print parameters, memory, steps and batch from shapes alone, wit
 _tokens = functools.partial(option, unit="tokens", min=1)
 _rows = functools.partial(option, unit="rows", min=1)
 _rank = functools.partial(option, unit="rank", min=0)
-_at_least_1 = functools.partial(option, min=1, refusal="is below 1")
+_at_least_1 = functools.partial(option, min=1)
 
 QAT_PARTS = ("scales", "ranges", "lut", "weights", "norms", "embeddings", "head")  # what `qat` can train
 
@@ -357,7 +357,6 @@ class ExportOptions:
         unit="bits",
         min=2,
         max=8,
-        refusal="is not supported; allowed: 2 to 8",
     )
     exact_only: bool = option(False, "with gguf: layers that no block holds exactly are written dense, not rounded")
     text: TextConfig = option(TextConfig, "text to measure what rounding costs")
@@ -433,13 +432,7 @@ class SmokeOptions:
     """`qat-lora smoke`."""
 
     run_training: bool = option(False, "also train for some epochs and check that the loss falls")
-    train_epochs: int = option(
-        2,
-        "passes over the little cache, with --run-training",
-        unit="epochs",
-        min=2,
-        refusal="has no first and last to compare; give 2 or more",
-    )
+    train_epochs: int = option(2, "passes over the little cache, with --run-training", unit="epochs", min=2)
     run: RunConfig = option(RunConfig, "run", without=("chips",))
 
 
@@ -466,15 +459,7 @@ class EstimateOptions:
         (), "devices to estimate time and cost for, such as v6e-1,h100; default: all that are known", alias="for"
     )
     utilisation: float = option(
-        0.6,
-        "share of the device's peak rate of products that is reached",
-        unit="share",
-        above=0,
-        max=1,
-        refusal="is not a share; give a number above 0, at most 1",
-    )
-    table: bool = common(
-        False, "print the memory for batch sizes and lengths, with and without --gradient-checkpointing"
+        0.6, "share of the device's peak rate of products that is reached", unit="share", above=0, max=1
     )
     attention: Literal["auto", "tiled", "fused", "plain", "xla"] = option(
         "auto",

@@ -77,11 +77,7 @@ _COMMANDS = (
         "cache build", "Write a teacher's logits to a KD cache.", "CacheBuildOptions", SEVERAL, at="cache:build_cache"
     ),
     _command(
-        "cache audit",
-        "Compare a cache with what its teacher says.",
-        "AuditOptions",
-        at="cache:audit_cache",
-        kd_cache_dir="PATH",
+        "cache audit", "Compare a cache with its teacher.", "AuditOptions", at="cache:audit_cache", kd_cache_dir="PATH"
     ),
     _command("cache verify", "Read every byte of a cache; exit code 1 and the shard's name on any damage."),
     _command("cache info", "Show what is in a cache: sizes, head, tail mass, a few rows."),
@@ -95,24 +91,13 @@ _COMMANDS = (
         "recover", "Train a recovery adapter from a KD cache.", "RecoverOptions", SEVERAL, plan="training:plan_recover"
     ),
     _command(
-        "qat",
-        "Train a quantised model's own scales, tables, norms or weights.",
-        "QatOptions",
-        SEVERAL,
-        "training:plan_qat",
+        "qat", "Train a quantised model's scales, tables, norms or weights.", "QatOptions", SEVERAL, "training:plan_qat"
     ),
     _command("eval", "Score models against a teacher on held-out text.", "EvalOptions", at="evaluate:evaluate"),
     _command("export", "Write a student in a form other tools load.", "ExportOptions"),
     _command("generate", "Continue a prompt.", "GenerateOptions"),
     _command("chat", "Talk with a model on the terminal.", "ChatOptions", at="generate:chat", student="STUDENT"),
-    _command(
-        "push",
-        "Upload an exported folder to the Hugging Face Hub.",
-        "PushOptions",
-        "none",
-        folder="FOLDER",
-        repo="REPO",
-    ),
+    _command("push", "Upload an export to the Hub.", "PushOptions", "none", folder="FOLDER", repo="REPO"),
     _command("smoke", "Check device, data, training and checkpoints.", "SmokeOptions"),
     _command("estimate", "Estimate the memory a run will need.", "EstimateOptions", "none"),
     _command("doctor", "Check Python, packages, devices, variables, Hub and room, also for a planned COMMAND."),

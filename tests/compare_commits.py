@@ -172,7 +172,7 @@ CASES = (
     Case("generate", "generate --student recover-start --prompt 'the model' --max-new-tokens 12"),
     Case("generate-teacher", "generate --student toy/teacher --prompt 'a row of' --max-new-tokens 12 --json"),
     Case("estimate", "estimate --model toy/teacher --preset w2g64 --length 32 --json"),
-    Case("estimate-table", "estimate --model toy/teacher --preset q4_r32 --table --train-scales"),
+    Case("estimate-text", "estimate --model toy/teacher --preset q4_r32 --train-scales"),
     Case("merged", f"export --student recover-start --form merged {SCORE}"),
     Case("merged-mergeable", "export --student qat-mergeable --form merged"),
     Case("adapter", f"export --student recover-start --form adapter {SCORE}"),

@@ -73,7 +73,7 @@ def write_teacher(teacher: Path, hidden: int, mlp: int) -> None:
     from qat_lora.models.load import make_qwen3
 
     torch.manual_seed(0)
-    model = make_qwen3(teacher, 320, hidden=hidden, layers=2, heads=2, kv_heads=1, mlp=mlp, positions=256)
+    model = make_qwen3(teacher, 320, hidden=hidden, layers=2, heads=2, kv_heads=1, mlp=mlp, max_position_embeddings=256)
     with torch.no_grad():  # as made, attention is nearly uniform and quantisation hardly shows
         for name, parameter in model.module.named_parameters():
             if parameter.ndim == 2:

@@ -21,9 +21,9 @@ from qat_lora.errors import QatLoraError
 from qat_lora.export.card import read_origin, read_scores
 from qat_lora.export.hub import files_to_upload, upload_summary
 from qat_lora.files import outputs
-from qat_lora.files.checksums import read_object, seal
+from qat_lora.files.checksums import read_object, seal, sha256_of
 from qat_lora.generate.sample import open_backend
-from qat_lora.models.adapter import load_starts, starts_sha256
+from qat_lora.models.adapter import STARTS, load_starts
 from qat_lora.models.hub import HubConfig
 from qat_lora.models.load import load_tokenizer
 from qat_lora.models.student import adapter_folder, open_student
@@ -67,7 +67,8 @@ def opened(folder):
     starts = [t.tolist() for f in load_starts(model.folder).values() for t in (f.a_RI, f.b_OR)]
     tokenizer = load_tokenizer(model.folder)
     words = [tokenizer("the model of a layer").input_ids, tokenizer.chat_template, tokenizer.eos_token_id]
-    return logits.numpy().tobytes(), student.sha256, starts, starts_sha256(model.folder), words
+    file = model.folder / STARTS
+    return logits.numpy().tobytes(), student.sha256, starts, file.is_file() and sha256_of(file), words
 
 
 def checkpoint(folder):

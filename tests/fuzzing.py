@@ -483,7 +483,7 @@ def _resealed(folder: Path) -> Path:
 def _model(folder: Path) -> Any:
     make_tokenizer(["the cache of a model"] * 5, 270, folder)
     torch.manual_seed(0)
-    return make_qwen3(folder, 320, hidden=32, layers=1, heads=1, kv_heads=1, mlp=32, positions=32)
+    return make_qwen3(folder, 320, hidden=32, layers=1, heads=1, kv_heads=1, mlp=32, max_position_embeddings=32)
 
 
 def _config_targets(root: Path) -> Iterator[tuple[str, Target]]:

@@ -173,7 +173,8 @@ def test_a_name_that_two_settings_have_must_be_given_in_full():
 @settings
 class Bounded:
     rows: int | None = option(4, "rows", min=2)
-    share: float = option(0.5, "share", above=0, max=1, refusal="is no share")
+    share: float = option(0.5, "share", above=0, max=1)
+    chance: float = option(0.5, "chance", min=0, below=1)
     plain: float = option(0.0, "any")
 
     def __post_init__(self):
@@ -187,9 +188,10 @@ class Bounded:
         ({"rows": 1}, "rows: 1 is too small; allowed: 2 or more"),
         ({"rows": 2**31}, "rows: 2147483648 is too large; allowed: whole numbers below 2^31"),
         ({"rows": 7}, "rows: 7 is taken"),
-        ({"share": 0}, "share: 0 is no share"),
-        ({"share": 1.1}, "share: 1.1 is no share"),
-        ({"share": float("nan")}, "share: nan is no share"),
+        ({"share": 0}, "share: 0 is not allowed; give a number above 0 and at most 1"),
+        ({"share": 1.1}, "share: 1.1 is not allowed; give a number above 0 and at most 1"),
+        ({"share": float("nan")}, "share: nan is not allowed"),
+        ({"chance": 1.0}, "chance: 1.0 is not allowed; give a number 0 or more and below 1"),
         ({"plain": float("inf")}, "plain: inf is too small"),
     ],
 )

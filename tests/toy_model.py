@@ -29,7 +29,9 @@ def make_toy(folder: Path, steps: int) -> None:
     (teacher / "chat_template.jinja").write_text(TEMPLATE)
     ids = torch.tensor(load_tokenizer(teacher)(whole)["input_ids"])
     torch.manual_seed(0)
-    model = make_qwen3(teacher, VOCABULARY, hidden=64, layers=1, heads=2, kv_heads=1, mlp=128, positions=256).module
+    model = make_qwen3(
+        teacher, VOCABULARY, hidden=64, layers=1, heads=2, kv_heads=1, mlp=128, max_position_embeddings=256
+    ).module
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in range(steps):

@@ -21,11 +21,13 @@ import torch
 from qat_lora.cache.build.builder import ForwardSettings, teacher_arrays
 from qat_lora.cache.format.layout import Contents
 from qat_lora.generate.sample import stream_ids
+from qat_lora.layers.convert import add_lora
 from qat_lora.layers.stacked import parameters_at
 from qat_lora.losses.objective import weight_tensors
 from qat_lora.models.load import DTYPES, CausalLM
 from qat_lora.options import CacheBuildOptions, RunConfig
 from qat_lora.plan.memory import meta_student
+from qat_lora.quant.presets import preset
 from qat_lora.runtime.base import Runtime
 from qat_lora.setup.common import fit_attention, place_teacher
 from qat_lora.setup.trainable import recovery_parts
@@ -82,10 +84,18 @@ def trace_graphs(asked: Asked, write: Callable[[str, Graph], None]) -> None:
     runtime.launch(main)
 
 
+def _dense_or_quantised(asked: Asked) -> torch.nn.Module:
+    """Return a model on the meta device, without an adapter."""
+    student = asked.estimate
+    chosen = None if student.preset is None else preset(student.preset, student.keep)
+    return meta_student(str(student.model), chosen, DTYPES[student.run.dtype])[1]
+
+
 def _student_graphs(asked: Asked, runtime: Runtime, record: Callable[..., None]) -> None:
     """Trace what training compiles: the same calls as `setup/training.py` and `train/loop.py`."""
     loop, optim, rows = LoopConfig(batch_size=asked.batch_size), OptimConfig(), _Rows(asked)
-    _, module = meta_student(asked.estimate)
+    module = _dense_or_quantised(asked)
+    add_lora(module, asked.estimate.lora)
     model = CausalLM(module, Path())
     fit_attention(model, runtime)
     dtype = DTYPES[asked.dtype]
@@ -122,7 +132,7 @@ def _model_graphs(asked: Asked, runtime: Runtime, record: Callable[..., None]) -
     """Trace what a model without an adapter compiles: as the teacher of a cache, and continuing a prompt."""
 
     def made() -> CausalLM:
-        return CausalLM(meta_student(asked.estimate, adapter=False)[1].requires_grad_(False).eval(), Path())
+        return CausalLM(_dense_or_quantised(asked).requires_grad_(False).eval(), Path())
 
     teacher, model = made(), made()
     place_teacher(teacher, runtime)

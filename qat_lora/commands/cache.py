@@ -116,10 +116,7 @@ def as_builder(options: CacheBuildOptions, runtime: Runtime) -> CacheBuildOption
 def _open_teacher(
     options: CacheBuildOptions, runtime: Runtime, noted: Fingerprint | None
 ) -> tuple[_Teacher, Any, Path, dict[str, Any]]:
-    """Return the teacher, its tokenizer and that one's folder, and the fingerprint's fields about both.
-
-    The teacher's identity is as an unfinished build `noted` it where that can be.
-    """
+    """Return teacher, tokenizer, its folder, and the fingerprint's fields, as an unfinished build `noted` them."""
     served, hub = options.served, options.hub
     teacher: _Teacher
     if served.teacher_url is not None:

@@ -30,7 +30,7 @@ from qat_lora.commands.recover import recover
 from qat_lora.data.packing import PackedRow, make_encoder, pack_rows
 from qat_lora.data.sources import TextConfig, open_documents
 from qat_lora.errors import TextError
-from qat_lora.evaluate.plots import plot_scores
+from qat_lora.evaluate.plots import plot_report
 from qat_lora.evaluate.report import markdown_table, save_json, table_rows, text_table
 from qat_lora.evaluate.score import recovery
 from qat_lora.files import outputs
@@ -261,7 +261,8 @@ def _write_report(
     markdown = ["# qat-lora demo", explained, markdown_table(table), "\n".join(f"* {x}" for x in lines)]
     markdown += ["![scores and training curve](report.png)", *blocks]
     write_text(out / "report.md", "\n\n".join(markdown) + "\n")
-    picture(run, lambda: plot_scores(scores, out / "report.png", lambda axis: draw_curve(axis, *curves)))
+    scored = json.loads((out / "eval" / "report.json").read_text(encoding="utf-8"))
+    picture(run, lambda: plot_report(scored, out / "report.png", lambda axis: draw_curve(axis, *curves)))
 
 
 def _continuation(name: str, folder: Path, runtime: Runtime) -> str:

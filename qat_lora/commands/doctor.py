@@ -26,7 +26,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from qat_lora.commands.bench import load_program
-from qat_lora.errors import QatLoraError
+from qat_lora.errors import QatLoraError, one_line
 from qat_lora.plan.devices import KNOWN
 from qat_lora.registry import COMMANDS, Requirements
 from qat_lora.runtime.launch.select import Found, choose, count_tpu_chips, look, select_runtime
@@ -69,10 +69,7 @@ class Finding(NamedTuple):
 
 
 def examine(environ: Mapping[str, str], needs: Requirements | None = None) -> list[Finding]:
-    """Look at everything; changes nothing and starts nothing.
-
-    Disk and memory are held against the needs of the planned run; without one, against those of a small run.
-    """
+    """Look at everything, starting nothing; disk and memory are held against `needs`, or else those of a small run."""
     found = look(environ)
     installed = importlib.metadata.distributions()
     versions: dict[str, str] = {canonicalize_name(d.metadata["Name"]): d.version for d in installed}
@@ -313,8 +310,7 @@ def _unreachable(url: str) -> str:
     except urllib.error.HTTPError:
         return ""
     except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        return " ".join(str(reason).split())[:80] or type(error).__name__
+        return one_line(getattr(error, "reason", error), 80)
 
 
 def _free_ram_gib() -> float | None:

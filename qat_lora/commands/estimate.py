@@ -4,7 +4,7 @@ from typing import Any
 
 from qat_lora.options import EstimateOptions
 from qat_lora.plan.devices import named
-from qat_lora.plan.memory import GIB, forecast, peak_table, shown_device, skeleton
+from qat_lora.plan.memory import GIB, forecast, shown_device, skeleton
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.precision import with_dtype
 
@@ -20,11 +20,8 @@ def estimate(options: EstimateOptions, runtime: Runtime) -> dict[str, Any]:
     """Return (print without `--json`) counts, bytes of a run on one replica, time, cost; ModelError, ConfigError."""
     devices = named(options.devices)
     options = with_dtype(options, shown_device(options, devices)[0])[0]
-    shapes = skeleton(options)
     rows = options.batch_size * options.accumulation_steps * runtime.replicas
-    report = forecast(shapes, options, devices) | {"effective_batch": rows}
-    if options.table:
-        report["table"] = peak_table(shapes, options)
+    report = forecast(skeleton(options), options, devices) | {"effective_batch": rows}
     if not options.run.json:
         print(_text(report, options, runtime.replicas))
     return report
@@ -44,11 +41,6 @@ def _text(report: dict[str, Any], options: EstimateOptions, replicas: int) -> st
     lines += ["", step + (f", as on {', '.join(places)}" if places else "")]
     lines += [f"{name:<18}{size / GIB:>9.3f} GiB" for name, size in report["bytes"].items() if size]
     lines.append(f"{'together':<18}{report['total_bytes'] / GIB:>9.3f} GiB")
-    if options.table:
-        lines += ["", "batch x length      GiB   with --gradient-checkpointing"]
-        for row in report["table"]:
-            size = f"{row['batch_size']} x {row['length']}"
-            lines.append(f"{size:<14}{row['kept'] / GIB:>9.2f}{row['checkpointed'] / GIB:>12.2f}")
     rate, work = f"{options.utilisation:.0%} of the peak rate", f"{report['flops_per_token']:.3g} operations a token"
     lines += ["", f"{options.max_steps} steps at {rate}, {work}"]
     for name, there in report["devices"].items():

@@ -87,7 +87,7 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
             result |= _sizes(draft, weights)
             card = Card(
                 name, options.form, origin, base_sha256, student.bits_per_weight, result, _command(options, name),
-                plan.notes, scores, options.license, adapter is not None,
+                plan.usage, plan.notes, scores, options.license,
             )  # fmt: skip
             (draft / "README.md").write_text(model_card(card), encoding="utf-8")
             kept = {"form": options.form, "bits_per_weight": student.bits_per_weight, **result}

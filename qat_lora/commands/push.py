@@ -14,10 +14,7 @@ REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def push(options: PushOptions, runtime: Runtime, api: Any = None) -> dict[str, object]:
-    """Check a folder and upload it from the main process, with `dry_run` only check; `api`: see `export.hub.upload`.
-
-    ModelError: something in the folder must not be sent, or the Hub refuses. ConfigError: `repo` is no repository name.
-    """
+    """Check a folder, and upload it from the main process unless it is a dry run; ModelError, ConfigError: why not."""
     run, folder, repo = options.run, Path(str(options.folder)), str(options.repo)
     if not REPO.fullmatch(repo):
         raise ConfigError(f"repo: {repo!r} is no repository name; give OWNER/NAME")

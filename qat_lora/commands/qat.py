@@ -26,7 +26,7 @@ from qat_lora.options import QatOptions, QuantizeOptions, RunConfig
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.signals import stop_signals
 from qat_lora.setup.common import cached_calibration_rows, check_fits, fetch, run_name, say, with_teacher
-from qat_lora.setup.trainable import check_parts, given, preset_name, trained_parts
+from qat_lora.setup.trainable import check_parts, chosen_preset, trained_parts
 from qat_lora.setup.training import TrainingRun, by_replicas, cache_training_data, complete_run, in_steps, train_student
 from qat_lora.setup.unfinished import Unfinished, remove_pieces
 from qat_lora.train.blockwise import reconstruct
@@ -45,7 +45,7 @@ def qat(options: QatOptions, runtime: Runtime) -> Path:
         remedy = "leave --parallel out (a process a chip), or use one host"
         raise ConfigError(f"parallel: {why} and at every export; {remedy}")
     run, options = options.run, with_teacher(options)
-    start = preset_name(options) if options.from_scratch else run_name(str(options.checkpoint))
+    start = chosen_preset(options).name if options.from_scratch else run_name(str(options.checkpoint))
     out = Path(run.out or f"runs/v2_{start.split('_')[0]}{by_replicas(options.loop, runtime)}")
     data = cache_training_data(options)
     for name, setting in ((options.model, "model"), (options.checkpoint, "checkpoint")):
@@ -53,7 +53,7 @@ def qat(options: QatOptions, runtime: Runtime) -> Path:
             fetch(runtime, name, options.hub, setting)
     full = None if options.model is None else load_model(options.model, options.hub, "float32")
     student = None if options.from_scratch else load_model(str(options.checkpoint), options.hub, "float32")
-    check_fits(data.rows, student or given(full))
+    check_fits(data.rows, next(filter(None, (student, full))))
     check_parts(options, full, student)
     plan = TrainingRun("qat", in_steps(options, data, runtime), data, runtime, out)
     noted = None if run.overwrite else outputs.noted(out)
@@ -62,7 +62,7 @@ def qat(options: QatOptions, runtime: Runtime) -> Path:
     settings = {
         "model_sha256": full and checkpoint_sha256(full.folder, noted),
         "checkpoint_sha256": student and checkpoint_sha256(student.folder, noted),
-        "preset": preset_name(options) if options.from_scratch else None,
+        "preset": chosen_preset(options).name if options.from_scratch else None,
         **({"mergeable_in": "units of the first scale"} if options.mergeable else {}),  # it once was added to weights
         **plan.decisive((*MAKING, *always) if options.from_scratch else (*blocks, *always)),
     }
@@ -108,10 +108,11 @@ def _start(plan: TrainingRun, options: QatOptions, student: CausalLM | None, ful
     if runtime.is_main and student is None:
         own = {name: getattr(options, name) for name in (*MAKING, "model", "kd_cache_dir", "hub")}
         run = RunConfig(out=str(folder), seed=options.run.seed, quiet=options.run.quiet, json=options.run.json)
-        quantize(QuantizeOptions(**own, preset=preset_name(options), start_rank=0, run=run), runtime)
+        quantize(QuantizeOptions(**own, preset=chosen_preset(options).name, start_rank=0, run=run), runtime)
     if options.blockwise.blockwise_steps:
         if runtime.is_main and not (out / "blockwise").is_dir():
-            _reconstruct(plan, options, load_model(str(folder), options.hub, "float32"), given(full))
+            assert full is not None  # as the options require
+            _reconstruct(plan, options, load_model(str(folder), options.hub, "float32"), full)
         folder = out / "blockwise"
     runtime.barrier("qat start")
     return folder

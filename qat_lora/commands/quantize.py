@@ -1,9 +1,11 @@
 """The command that makes a quantised student."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from qat_lora.config import save_yaml, to_dict
 from qat_lora.errors import ConfigError
@@ -16,7 +18,7 @@ from qat_lora.layers.calibrate.disk_offload import zeros_in
 from qat_lora.layers.calibrate.finished import Kept, Work
 from qat_lora.layers.calibrate.fisher import Sensitivity, drawn_in_pieces, sensitivities
 from qat_lora.layers.calibrate.fit import FitSettings
-from qat_lora.layers.calibrate.quantize import LayerFitter, quantize_layers, quantizing_bar, second_moments
+from qat_lora.layers.calibrate.quantize import LayerFitter, quantize_layers, second_moments
 from qat_lora.layers.calibrate.sequential import quantize_sequential
 from qat_lora.layers.calibrate.upcast import upcast
 from qat_lora.layers.convert import LM_HEAD, bits_per_weight, check_reach, quant_layers, rule_bits
@@ -26,7 +28,6 @@ from qat_lora.models.load import CausalLM, cast, load_model, save_quantised
 from qat_lora.options import QuantizeOptions
 from qat_lora.quant.initialize import NEED_TEXT
 from qat_lora.quant.presets import preset
-from qat_lora.quant.spec import QuantSpec
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.machine import large_tensors_apart
 from qat_lora.runtime.host.signals import stop_signals
@@ -48,9 +49,7 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
     out = Path(run.out or f"runs/{Path(str(options.model)).name}_{label}")
     has_text = bool(options.text.dataset or options.kd_cache_dir)
     if options.init in NEED_TEXT and not has_text:
-        raise ConfigError(
-            f"init: {options.init} needs calibration text; give --dataset or --kd-cache-dir, or choose --init mse"
-        )
+        raise ConfigError(f"init: {options.init} needs calibration text; give --dataset, --kd-cache-dir or --init mse")
     model = load_model(str(options.model), options.hub, "stored")
     dtype = model.module.dtype  # of its files: what is not quantised leaves in it
     upcast(model.module)
@@ -92,7 +91,10 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
                 chosen, facts = allocated(options, found, measured)
                 targets, joint = check_reach(model.module, chosen), options.start_rank if joint else 0
             fits = FitSettings(options.init, options.start_rank, joint, solver_device)
-            starts = _fit(options, fits, model, targets, rows, work, costs, facts.get("adapter_ranks", {}))
+            bar = tqdm(total=len(targets), desc=f"quantise {label} ({options.init})", unit="layer", disable=run.quiet)
+            with bar:
+                fitter = LayerFitter(model.module, targets, fits, costs, work, bar, facts.get("adapter_ranks", {}))
+                starts = _fit(options, model, fitter, rows)
         rules = rule_bits(model.module, chosen)
         model.module.to("cpu")
         cast(model.module, dtype)
@@ -126,39 +128,23 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
 
 
 def _fit(
-    options: QuantizeOptions,
-    settings: FitSettings,
-    model: CausalLM,
-    targets: dict[str, QuantSpec],
-    batches: list[Batch] | None,
-    work: Work,
-    costs: dict[str, Sensitivity] | None,
-    ranks: dict[str, int],
+    options: QuantizeOptions, model: CausalLM, fitter: LayerFitter, batches: list[Batch] | None
 ) -> dict[str, Factors]:
     """Quantise the model in place, by the batches where there are any; return the adapter starts."""
-    sequential = options.calibrate_on == "student" and options.init in NEED_TEXT
-    moments = None
 
     def forward(batch: Batch) -> torch.Tensor:
-        work.may_stop()
+        fitter.work.may_stop()
         return model.hidden(batch["input_ids"], batch["document_ids"])
 
-    if batches is not None and not sequential:
-        moments = second_moments(model.module, targets, batches, forward, costs)
-    with quantizing_bar(options.preset, options.init, len(targets), options.run.quiet) as bar:
-        fitter = LayerFitter(model.module, targets, settings, costs, work, bar, ranks)
-        if batches is not None and sequential:
-            return quantize_sequential(fitter, batches, forward)
-        return quantize_layers(fitter, moments)
+    if batches is None:
+        return quantize_layers(fitter)
+    if options.calibrate_on == "student" and options.init in NEED_TEXT:
+        return quantize_sequential(fitter, batches, forward)
+    return quantize_layers(fitter, second_moments(model.module, fitter.targets, batches, forward, fitter.costs))
 
 
 def _sensitivities(
-    options: QuantizeOptions,
-    model: CausalLM,
-    targets: dict[str, QuantSpec],
-    batches: list[Batch],
-    out: Path,
-    work: Work,
+    options: QuantizeOptions, model: CausalLM, targets: Iterable[str], batches: list[Batch], out: Path, work: Work
 ) -> dict[str, Sensitivity]:
     """Return what an error costs at the output of every layer; kept for a run that goes on, because it takes long."""
     names = [name for name in targets if not LM_HEAD.search(name)]

@@ -10,11 +10,11 @@ from qat_lora.export.forms import display_name
 from qat_lora.export.gguf import save_lora
 from qat_lora.export.gguf_model import architecture
 from qat_lora.files import outputs
-from qat_lora.files.checksums import checkpoint_sha256
+from qat_lora.files.checksums import checkpoint_sha256, sha256_of
 from qat_lora.files.folders import atomic_dir
 from qat_lora.files.gguf_header import ADAPTER, GGUF
 from qat_lora.layers.convert import add_lora
-from qat_lora.models.adapter import allocated_ranks, load_starts, save_adapter, starts_sha256
+from qat_lora.models.adapter import STARTS, allocated_ranks, load_starts, save_adapter
 from qat_lora.models.copies import copy_tokenizer, save_with_tensors
 from qat_lora.models.load import load_model
 from qat_lora.models.student import with_tokenizer
@@ -62,7 +62,7 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
     plan = TrainingRun("recover", in_steps(options, data, runtime), data, runtime, out)
     settings = {
         "base_sha256": checkpoint_sha256(model.folder, None if run.overwrite else outputs.noted(out)),
-        "starts_sha256": starts_sha256(model.folder),
+        "starts_sha256": sha256_of(model.folder / STARTS) if (model.folder / STARTS).is_file() else None,
         **plan.decisive(("head_k", "train_scales", "train_norms", "start", "lora", "train")),
     }
     starts = load_starts(model.folder) if options.start == "auto" else {}

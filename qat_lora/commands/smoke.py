@@ -47,10 +47,6 @@ SHORT_STEPS = 4
 WORDS = "a the token layer weight scale code row head tail of to and in loss"
 
 
-class SmokeFailedError(FailedError):
-    """A check that failed; the line with the cross says which."""
-
-
 class _Bench(NamedTuple):
     options: SmokeOptions
     runtime: Runtime
@@ -70,7 +66,7 @@ class _Bench(NamedTuple):
 
 
 def smoke(options: SmokeOptions, runtime: Runtime) -> dict[str, Any]:
-    """Run all checks, a printed tick each; return them with seconds, keep files with `--out`; SmokeFailedError."""
+    """Run all checks, a printed tick each; return them with seconds, keep files with `--out`; FailedError."""
     report: dict[str, Any] = {}
     with ExitStack() as stack:
         if options.run.out is None:
@@ -91,7 +87,7 @@ def smoke(options: SmokeOptions, runtime: Runtime) -> dict[str, Any]:
             report[name] = {"passed": not failed, "found": text, "seconds": round(seconds, 2)}
             say(options.run, f"{'✗' if failed else '✓'} {name:<13}  {text}  ({seconds:.1f} s)")
             if failed:
-                raise SmokeFailedError(f"smoke: {name} failed on {runtime.description}: {text}")
+                raise FailedError(f"smoke: {name} failed on {runtime.description}: {text}")
     return report
 
 
@@ -120,7 +116,9 @@ def _data(bench: _Bench) -> str:
     for i, lines in enumerate(written):
         ours(text / f"{i:03d}.txt").write_text(lines, encoding="utf-8")
     torch.manual_seed(bench.options.run.seed)
-    model = make_qwen3(teacher, VOCABULARY, hidden=64, layers=2, heads=2, kv_heads=1, mlp=128, positions=LENGTH)
+    model = make_qwen3(
+        teacher, VOCABULARY, hidden=64, layers=2, heads=2, kv_heads=1, mlp=128, max_position_embeddings=LENGTH
+    )
     with torch.no_grad():  # as made, logits are nearly flat and quantisation changes nothing worth learning
         for parameter in model.module.parameters():
             if parameter.ndim == 2:

@@ -23,8 +23,8 @@ def colours_of(models: Iterable[str]) -> dict[str, str]:
     return {"teacher": FAINT, **dict(zip(students, itertools.cycle(COLOURS), strict=False))}
 
 
-def plot_report(report: Mapping[str, Any], out: Path) -> None:
-    """Draw the panels that a report (`report.SCHEMA`) has data for as one PNG, which needs matplotlib."""
+def plot_report(report: Mapping[str, Any], out: Path, *more: Panel) -> None:
+    """Draw the panels that a report (`report.SCHEMA`) has data for, and more, as one PNG, which needs matplotlib."""
     models, domains = report["models"], report["domains"]
     students = [name for name in models if name != "teacher"]
     colours = colours_of(models)
@@ -39,24 +39,10 @@ def plot_report(report: Mapping[str, Any], out: Path) -> None:
         panels += [partial(by_text, figure=figure) for figure in ("kl", "ppl")]
     if report["generation"]:
         panels.append(partial(_generation, generation=report["generation"], colours=colours))
-    _draw(panels, len(models), out)
-
-
-def plot_scores(scores: Mapping[str, Mapping[str, Any]], out: Path, draw_training: Panel | None = None) -> None:
-    """Draw `ppl` and, but for the teacher, `kl` of models, and the training curve where there is one, as one PNG."""
-    bars = partial(_bars, models=scores, colours=colours_of(scores))
-    students = [name for name in scores if name != "teacher"]
-    panels: list[Panel] = [
-        partial(bars, names=list(scores), figure="ppl", title="Held-out perplexity"),
-        partial(bars, names=students, figure="kl", title="Held-out KL to the teacher, nats a token"),
-    ]
-    _draw([*panels, draw_training] if draw_training else panels, len(scores), out)
-
-
-def _draw(panels: Sequence[Panel], models: int, out: Path) -> None:
+    panels += more
     columns = COLUMNS.get(len(panels), 3)
     rows = -(-len(panels) // columns)
-    height = max(2.7, 0.36 * models + 1.3)
+    height = max(2.7, 0.36 * len(models) + 1.3)
     with drawn_to(out, rows, columns, size=(4.2 * columns, height * rows)) as (figure, axes):
         figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
         for axis, draw in itertools.zip_longest(axes.flat, panels):

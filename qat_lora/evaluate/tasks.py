@@ -42,10 +42,9 @@ def check_tasks(config: TasksConfig) -> Any:
 def run_tasks(
     module: Any, tokenizer: Any, config: TasksConfig, manager: Any, batch_size: int, max_length: int | None, seed: int
 ) -> dict[str, dict[str, float]]:
-    """Return the harness's metrics of a transformers model by task, `acc` and `acc_stderr` for example.
+    """Return the harness's metrics of a transformers model by task; ConfigError: a task does not run.
 
     `manager` is from `check_tasks`; sequences have at most `max_length` tokens, by default the model's own limit.
-    ConfigError: a task does not run; with the harness's reason.
     """
     harness = require("lm_eval", "evals")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)

@@ -20,16 +20,7 @@ from qat_lora.evaluate.report import markdown_table, table_rows
 from qat_lora.export.forms import FORMS, display_name
 from qat_lora.files.outputs import MARK, check_listed
 
-
-@dataclass(frozen=True)
-class Origin:
-    """Where a student comes from, as far as it is recorded."""
-
-    model: str = "unknown"
-    teacher: str = "unknown"
-    data: str = "unknown"
-    preset: str = "none"
-    dataset: str | None = None  # name on the Hub of the recovery's text
+MODEL, DATASET = "full-precision model", "dataset on the Hub"
 
 
 @dataclass(frozen=True)
@@ -38,19 +29,19 @@ class Card:
 
     name: str
     form: str
-    origin: Origin
+    origin: Mapping[str, str]
     base_sha256: str
     bits_per_weight: float | None
     result: Mapping[str, Any]  # what the export measured, as in its result.json
     command: str
+    usage: str  # the Python that loads it
     notes: Sequence[str] = ()
     scores: Mapping[str, Any] | None = None  # of an evaluation, by model
     license: str | None = None
-    adapter: bool = False  # whether there is an adapter beside the base
 
 
-def read_origin(config: Any, adapter: Path | None) -> Origin:
-    """Return where a student comes from: its base's config.json, and the run that its adapter is in."""
+def read_origin(config: Any, adapter: Path | None) -> dict[str, str]:
+    """Return where a student comes from, for people, by its base's config.json and the run that its adapter is in."""
     quantization: Any = getattr(config, "quantization_config", None) or {}
     plain: dict[str, Any] = quantization.to_dict() if hasattr(quantization, "to_dict") else dict(quantization)
     model, preset = _entry(plain.get("details"), "model", "unknown"), _entry(plain.get("preset"), "name", "none")
@@ -63,7 +54,8 @@ def read_origin(config: Any, adapter: Path | None) -> Origin:
             dataset = _described(fingerprint.dataset)[0].get("dataset")  # a Hub dataset's; files have no name
         except (ValueError, OSError):
             pass  # the cache is gone: the card says unknown
-    return Origin(display_name(model), teacher, data, preset, dataset)
+    origin = {MODEL: display_name(model), "teacher": teacher, "data of the recovery": data, "preset": preset}
+    return origin | ({DATASET: str(dataset)} if dataset else {})
 
 
 def cache_of_run(adapter: Path | None) -> str | None:
@@ -127,7 +119,7 @@ def _metrics(card: Card) -> list[dict[str, Any]]:
     """Return the scores of the card's own model as the Hub's index has them: those of its name, or of one alone."""
     students = {name: of for name, of in (card.scores or {}).items() if name != "teacher"}
     own = students.get(card.name) or (next(iter(students.values())) if len(students) == 1 else {})
-    names = {"ppl": "perplexity", "kl": "KL to the teacher, nats a token", "top1": "same likeliest token as the teacher"}
+    names = {"ppl": "perplexity", "kl": "KL to the teacher, nats a token", "top1": "same top-1 as the teacher"}
     return [{"type": key, "name": name, "value": own[key]} for key, name in names.items() if own.get(key) is not None]
 
 
@@ -139,11 +131,11 @@ def model_card(card: Card) -> str:
         "pipeline_tag": "text-generation",
         "tags": ["qat-lora", "quantized", card.form],
     }
-    if card.origin.model.count("/") == 1:
-        front["base_model"] = card.origin.model
+    if card.origin[MODEL].count("/") == 1:
+        front["base_model"] = card.origin[MODEL]
         front["base_model_relation"] = "adapter" if card.form == "adapter" else "quantized"
-    if card.origin.dataset:
-        front["datasets"] = [card.origin.dataset]
+    if DATASET in card.origin:
+        front["datasets"] = [card.origin[DATASET]]
     if metrics := _metrics(card):
         held_out = {"name": "held-out text, in Scores below", "type": "text"}
         results = [{"task": {"type": "text-generation"}, "dataset": held_out, "metrics": metrics}]
@@ -151,10 +143,7 @@ def model_card(card: Card) -> str:
     bits = "not quantised" if card.bits_per_weight is None else f"{card.bits_per_weight:.3f} (adapter included)"
     rows = {
         "form": card.form,
-        "full-precision model": card.origin.model,
-        "teacher": card.origin.teacher,
-        "data of the recovery": card.origin.data,
-        "preset": card.origin.preset,
+        **card.origin,
         "bits per weight of the student": bits,
         **labelled(card.result),
         "fingerprint of the base": f"`{card.base_sha256}`",
@@ -163,10 +152,8 @@ def model_card(card: Card) -> str:
     lines = ["---", yaml.safe_dump(front, sort_keys=False).strip(), "---", "", f"# {card.name}", ""]
     lines += ["A language model quantised and recovered with qat-lora.", "", "| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in rows.items()]
-    usage = FORMS[card.form].usage(card.adapter)
-    lines += ["", "## Use", "", "In this folder:", "", "```python", usage, "```", "", "## Scores", ""]
     table = markdown_table(table_rows(card.scores)) if card.scores else "None were given with this export."
-    lines += [table, ""]
+    lines += ["", "## Use", "", "In this folder:", "", "```python", card.usage, "```", "", "## Scores", "", table, ""]
     if card.notes:
         lines += ["## What was and was not checked", "", *(f"* {note}" for note in card.notes), ""]
     lines += ["## Made by", "", "```", card.command, "```", ""]

@@ -18,12 +18,17 @@ from torch import Tensor
 
 from qat_lora.export.forms import ExportJob, ExportPlan
 from qat_lora.export.integers import REFIT_BITS, Integers, as_integers, needed_bits, packable, save_packed
-from qat_lora.export.merged import LOAD_TOKENIZER
+from qat_lora.export.merged import LOAD, LOAD_TOKENIZER
 from qat_lora.export.pair import with_adapter
 from qat_lora.extras import require
 from qat_lora.layers.convert import LM_HEAD, linear_layers, quant_layers
 
 PORTABLE = (2, 4, 8)  # widths that every version of compressed-tensors packs alike
+LOAD_PAIR = f"""\
+from peft import PeftModel
+{LOAD_TOKENIZER}base = AutoModelForCausalLM.from_pretrained(".")
+base(tokenizer("any", return_tensors="pt").input_ids)  # the first forward unpacks the weights, which PEFT asks for
+model = PeftModel.from_pretrained(base, "adapter")"""
 
 
 def plan(job: ExportJob) -> ExportPlan:
@@ -31,22 +36,12 @@ def plan(job: ExportJob) -> ExportPlan:
     module = job.student.model.module
     found = to_integers(module, job.container_bits)
     write = with_adapter(job, lambda out: save_compressed(module, found, out, job.dtype))
-    return ExportPlan(write, found, tuple(container_notes(module, found)))
-
-
-def usage(adapter: bool) -> str:
-    """Return the Python that loads the export."""
-    if not adapter:
-        return LOAD_TOKENIZER + 'model = AutoModelForCausalLM.from_pretrained(".")'
-    return f"""\
-from peft import PeftModel
-{LOAD_TOKENIZER}base = AutoModelForCausalLM.from_pretrained(".")
-base(tokenizer("any", return_tensors="pt").input_ids)  # the first forward unpacks the weights, which PEFT asks for
-model = PeftModel.from_pretrained(base, "adapter")"""
+    usage = LOAD if job.adapter is None else LOAD_PAIR
+    return ExportPlan(write, usage, found, tuple(container_notes(module, found)))
 
 
 def to_integers(module: Any, container_bits: int | None) -> dict[str, Integers]:
-    """Return every quantised layer as integers: of their own width, or of the least portable one that holds the codes.
+    """Return every quantised layer as integers: of its own width, or of the least portable one that holds the codes.
 
     ModelError: the model has no quantised layer; ConfigError: the user's `container_bits` are too few for exact codes.
     """
@@ -62,10 +57,7 @@ def to_integers(module: Any, container_bits: int | None) -> dict[str, Integers]:
 
 
 def save_compressed(module: Any, found: dict[str, Integers], out: Path, dtype: str) -> None:
-    """Write config and tensors of a model without its adapter: layers in `found` packed, all others in `dtype`.
-
-    MissingExtraError: compressed-tensors is not installed; ModelError: a weight or step is NaN or infinite.
-    """
+    """Write a model without its adapter: layers in `found` packed, others in `dtype`; ModelError: NaN or infinity."""
     packing = require("compressed_tensors.compressors.pack_quantized.helpers", "export")
 
     def parts(integers: Integers) -> dict[str, Tensor]:

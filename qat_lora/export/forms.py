@@ -1,6 +1,6 @@
 """The forms that a student can be exported in: what the module of each is given, and what it returns.
 
-A form is added with a module that has `plan` and `usage`, an entry in `FORMS`, and its name in the `--form` option.
+A form is added with a module that has a `plan`, an entry in `FORMS`, and its name in the `--form` option.
 The table names modules as text, since two of them need a package of the extra `export`.
 """
 
@@ -38,6 +38,7 @@ class ExportPlan:
     """What an export will write, once everything that could be refused has been checked."""
 
     write: Callable[[Path], None]  # fills an empty folder; the command adds tokenizer, model card and checksums
+    usage: str  # the Python that loads it, run in its folder alone (tests and `benchmarks/consumers.py` do)
     # Quantised layers as the container holds them, None for one that is written dense.
     containers: Mapping[str, Container | None] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # for the model card and the terminal
@@ -54,9 +55,7 @@ def display_name(path: str) -> str:
 class Form(NamedTuple):
     """An entry of the table."""
 
-    module: str
-    """Has `plan(job) -> ExportPlan`, and `usage(adapter) -> str`: the Python that loads an export with or without an
-    adapter, run in its folder with nothing before it (tests and `benchmarks/consumers.py` run it)."""
+    module: str  # has `plan(job) -> ExportPlan`
     library: str  # `library_name` on the model card
     needs: str = ""  # package of the extra `export`
     dtype: str = ""  # of the dense tensors where the user names none; empty: the full-precision model's
@@ -66,10 +65,6 @@ class Form(NamedTuple):
         if self.needs:
             require(self.needs, "export")
         return importlib.import_module(f"qat_lora.export.{self.module}").plan(job)
-
-    def usage(self, adapter: bool) -> str:
-        """Return the Python that loads an export."""
-        return importlib.import_module(f"qat_lora.export.{self.module}").usage(adapter)
 
 
 FORMS = {

@@ -2,28 +2,27 @@
 
 The gguf library decodes these types but encodes few of them, and its encoders round a dense weight anew. Here the codes
 that trained are laid out as they are. What a layer became is then read back by the library's own decoder, so "exact"
-is said of the bytes in the file and not of an intention. `Q2_0`, type 42, is newer than the library and is registered
-with it once; llama.cpp holds codes {-1, 0, 1, 2} there, ours negated, so the step changes its sign.
+is said of the bytes in the file and not of an intention. Of `Q2_0` llama.cpp holds codes {-1, 0, 1, 2}, ours negated,
+so the step changes its sign.
 
 Layouts: llama.cpp's ggml-common.h and ggml-quants.c. A byte holds codes that are a quarter or half of a stretch apart,
 which lets a vector unit take them apart by one shift.
 """
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from qat_lora.export.integers import Integers, as_integers, needed_bits
+from qat_lora.export.integers import Container, Integers, as_integers, needed_bits
 from qat_lora.extras import require
 from qat_lora.files.finite import check_finite
 from qat_lora.layers.quant_linear import QuantLinear
+from qat_lora.models.from_gguf import ggml_type
 from qat_lora.quant.codes import pack, unpack
 
 BLOCK, SUPER = 32, 256
-Q2_0 = 42
 K_QUANTS: dict[tuple[object, ...], str] = {
     ("minimum", 2, 16, 4): "Q2_K",
     ("integer", 3, 16, 6): "Q3_K",
@@ -34,12 +33,11 @@ K_QUANTS: dict[tuple[object, ...], str] = {
 
 
 @dataclass(frozen=True)
-class Blocks:
+class Blocks(Container):
     """A weight [O, I] in the bytes of a GGML type."""
 
     kind: str
     data: np.ndarray  # uint8 [O, bytes of a row]
-    error: float = 0.0  # Frobenius norm of the weight's change over the weight's own; 0 where the bytes are exact
 
     def dense(self) -> Tensor:
         """Return the weight as the gguf library decodes it, float32 [O, I]."""
@@ -52,31 +50,10 @@ class Blocks:
         return float(8 * size / weights)
 
 
-def ggml_type(name: str) -> Any:
-    """Return the gguf library's constant of a type; `Q2_0` becomes known to its writer, reader and decoder first."""
-    gguf = require("gguf", "export")
-    kinds = gguf.GGMLQuantizationType
-    if Q2_0 not in kinds._value2member_map_:
-        kind = int.__new__(kinds, Q2_0)
-        kind._name_, kind._value_ = "Q2_0", Q2_0
-        kinds._value2member_map_[Q2_0] = kinds._member_map_["Q2_0"] = kind
-        gguf.GGML_QUANT_SIZES[kind] = (64, 2 + 64 // 4)
-    if kinds(Q2_0) not in gguf.quants._type_traits:
-        decoder = {"dequantize_blocks": staticmethod(_decode_q2_0)}
-        type("Q2_0", (gguf.quants.__Quant,), decoder, qtype=kinds(Q2_0))
-    return kinds._member_map_[name]
-
-
-def _decode_q2_0(blocks: np.ndarray) -> np.ndarray:
-    codes = (blocks[:, 2:, None] >> np.array([0, 2, 4, 6], np.uint8)) & 3
-    steps = blocks[:, :2].copy().view(np.float16).astype(np.float32)
-    return steps * (codes.reshape(len(blocks), -1).astype(np.float32) - 1)
-
-
 def to_blocks(layer: QuantLinear, exact_only: bool = False) -> Blocks | None:
     """Return a layer in the smallest type that is exact, else rounded to Q4_0; None where no type may hold it."""
     spec, needed = layer.spec, needed_bits(layer.spec)
-    if kind := K_QUANTS.get((spec.code, spec.bits, spec.group_size, getattr(spec, "step_bits", None))):
+    if kind := K_QUANTS.get((spec.code, spec.bits, spec.group_size, spec.step_bits)):
         found = Blocks(kind, k_quant(kind, layer))
     elif layer.in_features % BLOCK or (needed is None and exact_only):
         return None
@@ -85,14 +62,7 @@ def to_blocks(layer: QuantLinear, exact_only: bool = False) -> Blocks | None:
         if integers.group_size % BLOCK:
             return None
         found = plain_blocks(integers, spec.code == "integer" and spec.bits == 2)
-    return with_error(found, layer.weight)
-
-
-def with_error(blocks: Blocks, weight_OI: Tensor) -> Blocks:
-    """Return blocks with what their bytes, decoded, are away from a weight."""
-    weight = weight_OI.detach().float().cpu()
-    error = (blocks.dense() - weight).double().norm() / weight.double().norm().clamp_min(1e-30)
-    return replace(blocks, error=float(error))
+    return found.measured(layer.weight)
 
 
 def float_blocks(weight: Tensor, dtype: str, label: str = "embedding") -> Blocks:
@@ -121,7 +91,7 @@ def plain_blocks(integers: Integers, two_bits: bool = False) -> Blocks:
 def k_quant(kind: str, layer: QuantLinear) -> np.ndarray:
     """Return the bytes [O, ..] of a layer whose steps are multiples of a float16 step of 256 weights."""
     spec, stored = layer.spec, layer.stored()
-    groups, step_bits = layer.in_features // int(spec.group_size or 0), int(getattr(spec, "step_bits", 0))
+    groups, step_bits = spec.groups(layer.in_features), spec.whole_bits
 
     def by_super(name: str, bits: int, count: int) -> np.ndarray:
         per_row = layer.in_features // SUPER

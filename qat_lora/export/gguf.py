@@ -23,7 +23,7 @@ from qat_lora.errors import ConfigError
 from qat_lora.export import gguf_model
 from qat_lora.export.embedding import dense_tables, quantized_table
 from qat_lora.export.forms import ExportJob, ExportPlan, display_name
-from qat_lora.export.ggml_blocks import BLOCK, SUPER, Blocks, float_blocks, ggml_type, to_blocks, with_error
+from qat_lora.export.ggml_blocks import BLOCK, SUPER, Blocks, float_blocks, to_blocks
 from qat_lora.export.gguf_model import architecture, gguf_name
 from qat_lora.export.gguf_vocab import vocabulary, write_vocabulary
 from qat_lora.export.integers import other_tensors
@@ -32,6 +32,7 @@ from qat_lora.files.checksums import read_object
 from qat_lora.files.gguf_header import ADAPTER, BASE
 from qat_lora.layers.convert import LM_HEAD, lora_layers, quant_layers, tied_embedding
 from qat_lora.layers.quant_linear import QuantLinear
+from qat_lora.models.from_gguf import ggml_type
 from qat_lora.models.load import CausalLM
 from qat_lora.quant.presets import preset
 
@@ -44,11 +45,7 @@ FILE_TYPES = {
 
 
 def plan(job: ExportJob) -> ExportPlan:
-    """Return what writes a student as `base.gguf` and, where it has an adapter, `adapter.gguf`.
-
-    ModelError: an architecture or a tokenizer that is not supported.
-    ConfigError: a width that no block divides, where the embedding is to be quantised.
-    """
+    """Return what writes a student as `base.gguf`, its adapter beside it; raises as `check_model`, `table_blocks`."""
     model = job.student.model
     check_model(job)
     found = {name: to_blocks(layer, job.exact_only) for name, layer in quant_layers(model.module).items()}
@@ -67,11 +64,10 @@ def plan(job: ExportJob) -> ExportPlan:
     ]
     if dense := [layer for layer, blocks in found.items() if blocks is None]:
         notes.append(f"{len(dense)} quantised layers are stored dense, since no block holds them")
-    return ExportPlan(write, found, tuple(notes), tables)
+    return ExportPlan(write, _usage(job.adapter is not None), found, tuple(notes), tables)
 
 
-def usage(adapter: bool) -> str:
-    """Return the Python that loads the export."""
+def _usage(adapter: bool) -> str:
     option, argument = (f" --lora {ADAPTER}", f', lora_path="{ADAPTER}"') if adapter else ("", "")
     return f"""\
 from llama_cpp import Llama  # in a shell: llama-cli -m {BASE}{option}
@@ -80,10 +76,7 @@ model = Llama("{BASE}"{argument})"""
 
 
 def check_model(job: ExportJob) -> None:
-    """Refuse what cannot be written before anything is.
-
-    ModelError: an architecture, a layer or a tokenizer that is not supported.
-    """
+    """Raise a ModelError for an architecture, a layer or a tokenizer that cannot be written, before anything is."""
     model = job.student.model
     architecture(model)
     for name in (*other_tensors(model.module, torch.float32), *quant_layers(model.module)):
@@ -92,10 +85,7 @@ def check_model(job: ExportJob) -> None:
 
 
 def table_blocks(job: ExportJob) -> dict[str, Blocks]:
-    """Return the embedding and the LM head, where they hold no codes, by name, on the grid of `embedding_bits`.
-
-    ConfigError: a width that no block divides.
-    """
+    """Return embedding and LM head without codes on the grid of `embedding_bits`; ConfigError: no block divides one."""
     model, found = job.student.model, {}
     lm_head = model.module.get_output_embeddings()
     for name, table in dense_tables(model.module).items():
@@ -105,7 +95,7 @@ def table_blocks(job: ExportJob) -> dict[str, Blocks]:
             config = read_object(model.folder / "config.json")  # of what is loaded, the type is another
             stored = str(config.get("dtype") or config.get("torch_dtype"))
             dense = float_blocks(weight, "bfloat16" if stored.endswith("bfloat16") else "float16")
-            found[name] = with_error(dense, weight)
+            found[name] = dense.measured(weight)
             continue
         if width % BLOCK:
             raise ConfigError(f"embedding_bits: blocks of {BLOCK} do not divide the width {width}; give 16")
@@ -116,7 +106,7 @@ def table_blocks(job: ExportJob) -> dict[str, Blocks]:
         linear.weight = nn.Parameter(weight, requires_grad=False)
         held = to_blocks(QuantLinear.from_linear(linear, spec, quantized_table(weight, spec, importance)))
         assert held is not None
-        found[name] = with_error(held, weight)
+        found[name] = held.measured(weight)
     return found
 
 
@@ -127,12 +117,9 @@ def _rows(model: CausalLM) -> int:
 def save_base(
     model: CausalLM, found: Mapping[str, Blocks | None], tokenizer: Any, file: Path, dtype: str, name: str
 ) -> None:
-    """Write a model without its adapter as one GGUF file; `name` is its name in there.
+    """Write a model without its adapter as one GGUF file, `name` in it; ModelError: something that cannot be written.
 
     Layers and tables of which `found` has blocks are those, vectors float32, and all other tensors of type `dtype`.
-
-    ModelError: an architecture or tokenizer that cannot be written, or a number that the type cannot hold.
-    MissingExtraError: gguf is not installed.
     """
     gguf = require("gguf", "export")
     writer = gguf.GGUFWriter(file, architecture(model).name)
@@ -168,12 +155,9 @@ def _tensors(model: CausalLM, found: Mapping[str, Blocks | None], dtype: str) ->
 
 
 def save_lora(model: CausalLM, file: Path, name: str, bits: int = 16) -> None:
-    """Write a model's adapter as one GGUF file (llama.cpp's `--lora`), factors as float16.
+    """Write a model's adapter as a float16 GGUF file (llama.cpp's `--lora`); ModelError: a factor without a float16.
 
     With 8 `bits`, those whose rows are whole blocks are Q8_0, as llama.cpp's own converter of adapters writes them.
-
-    ModelError: a factor that float16 cannot hold.
-    MissingExtraError: gguf is not installed.
     """
     gguf = require("gguf", "export")
     layers = lora_layers(model.module)

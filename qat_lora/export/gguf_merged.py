@@ -12,12 +12,14 @@ from qat_lora.export.gguf import check_model, save_base
 from qat_lora.files.gguf_header import BASE
 from qat_lora.layers.convert import merge
 
+USAGE = f"""\
+from llama_cpp import Llama  # in a shell: llama-cli -m {BASE}; Ollama: ollama create NAME -f Modelfile
+
+model = Llama("{BASE}")"""
+
 
 def plan(job: ExportJob) -> ExportPlan:
-    """Return what writes a student as one dense GGUF file of type `job.dtype`, merged in place.
-
-    ModelError: an architecture or a tokenizer that is not supported.
-    """
+    """Return what writes a student as one dense GGUF file of `job.dtype`, merged in place; raises as `check_model`."""
     check_model(job)
     model = job.student.model
 
@@ -26,12 +28,4 @@ def plan(job: ExportJob) -> ExportPlan:
         save_base(model, {}, job.tokenizer, out / BASE, job.dtype, display_name(job.name))
         (out / "Modelfile").write_text(f"FROM ./{BASE}\n", encoding="utf-8")
 
-    return ExportPlan(write, notes=tuple(gguf_model.notes(model)))
-
-
-def usage(adapter: bool) -> str:
-    """Return the Python that loads the export."""
-    return f"""\
-from llama_cpp import Llama  # in a shell: llama-cli -m {BASE}; Ollama: ollama create NAME -f Modelfile
-
-model = Llama("{BASE}")"""
+    return ExportPlan(write, USAGE, notes=tuple(gguf_model.notes(model)))

@@ -9,7 +9,6 @@ rows, transformers the two halves: rows of queries and keys are reordered. Gemma
 sum.
 """
 
-import functools
 import math
 import re
 from collections.abc import Iterator
@@ -20,22 +19,17 @@ from torch import Tensor
 
 from qat_lora.errors import ModelError
 from qat_lora.extras import require
+from qat_lora.models.from_gguf import GEMMA_27B, tensor_names
 from qat_lora.models.load import CausalLM
-
-GEMMA_27B = {"gemma2": 46, "gemma3": 62}
-"""Blocks of the models for which llama.cpp scales attention by the hidden width of a head, not by the head's own."""
 
 
 class Architecture(NamedTuple):
     """An architecture that llama.cpp computes as transformers does."""
 
-    name: str
-    """In GGUF."""
-    biases: str = "-"
-    """Pattern of layers that may have one."""
+    name: str  # in GGUF
+    biases: str = "-"  # pattern of layers that may have one
     ropes: tuple[str, ...] = ("default", "linear", "yarn")
-    permuted: bool = False
-    """Whether rows of query and key heads change their order."""
+    permuted: bool = False  # whether rows of query and key heads change their order
 
     @property
     def gemma(self) -> bool:
@@ -58,10 +52,7 @@ ARCHITECTURES = {
 
 
 def architecture(model: CausalLM) -> Architecture:
-    """Return what GGUF calls a model, once nothing in its settings would be computed otherwise.
-
-    ModelError: an architecture that we do not write, or settings of it that llama.cpp does not have.
-    """
+    """Return what GGUF calls a model; ModelError: an architecture or a setting that llama.cpp computes otherwise."""
     config = model.config
     if config.model_type not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
@@ -105,20 +96,9 @@ def notes(model: CausalLM) -> list[str]:
     return lines
 
 
-@functools.cache
-def _names(name: str, layers: int) -> Any:
-    gguf = require("gguf", "export")
-    (arch,) = (key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
-    return gguf.get_tensor_name_map(arch, layers)
-
-
 def gguf_name(model: CausalLM, layer: str) -> str:
-    """Return GGUF's name of a layer, by the library's own table.
-
-    ModelError: a layer that the architecture does not have.
-    MissingExtraError: gguf is not installed.
-    """
-    names = _names(ARCHITECTURES[model.config.model_type].name, model.config.num_hidden_layers)
+    """Return GGUF's name of a layer, by the library's own table; ModelError: the architecture has no such layer."""
+    names = tensor_names(ARCHITECTURES[model.config.model_type].name, model.config.num_hidden_layers)
     if name := names.get_name(layer):
         return str(name)
     raise ModelError(f"model: GGUF has no name for the layer {layer}")

@@ -43,21 +43,14 @@ class Vocabulary(NamedTuple):
     splitting: str
     tokens: list[str]
     kinds: list[int]
-    merges: list[str]
-    """Of byte-level BPE."""
-    scores: list[float] | None = None
-    """Of SentencePiece."""
-    space_prefix: bool = False
-    """Whether text gets a space in front."""
-    strips: bool = False
-    """Whether special tokens take spaces after them away, as Phi 3's do."""
+    merges: list[str]  # of byte-level BPE
+    scores: list[float] | None = None  # of SentencePiece
+    space_prefix: bool = False  # whether text gets a space in front
+    strips: bool = False  # whether special tokens take spaces after them away, as Phi 3's do
 
 
 def vocabulary(tokenizer: Any, rows: int) -> Vocabulary:
-    """Return a tokenizer's tables for a model with `rows` embeddings.
-
-    ModelError: neither byte-level BPE with a known splitting rule nor SentencePiece's, or more tokens than rows.
-    """
+    """Return a tokenizer's tables for a model of `rows` embeddings; ModelError: llama.cpp has none of its kind."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     model = backend["model"]
     if model.get("type") != "BPE":
@@ -155,10 +148,7 @@ def _space_prefix(backend: dict[str, Any]) -> bool:
 
 
 def _scores(merges: list[list[str]], vocab: dict[str, int], added: set[str]) -> dict[str, float]:
-    """Return a score for each token that is made by a merge; it falls with the rank.
-
-    ModelError: ranks that no score of the joint token can give.
-    """
+    """Return a score, falling with the rank, of each token that a merge makes; ModelError: no score ranks them so."""
     found: dict[str, float] = {}
     pairs, last = {(left, right) for left, right in merges}, ""
     for left, right in merges:

@@ -41,11 +41,10 @@ def plan(job: ExportJob) -> ExportPlan:
         notes.append("transformers' AutoModelForCausalLM reads it too, with gptqmodel and optimum installed")
     if quant_layers(module).keys() - found.keys():
         notes.append("the quantised output head is written dense: GPTQ packs linear layers inside the model")
-    return ExportPlan(write, found, tuple(notes))
+    return ExportPlan(write, _usage(job.adapter is not None), found, tuple(notes))
 
 
-def usage(adapter: bool) -> str:
-    """Return the Python that loads the export."""
+def _usage(adapter: bool) -> str:
     imports, last = ("from peft import PeftModel\n", PEFT_MODEL) if adapter else ("", "")
     return f"""\
 import torch

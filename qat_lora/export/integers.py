@@ -17,9 +17,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Self
 
 import torch
 from safetensors.torch import save_file
@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from qat_lora.errors import ConfigError, ModelError
 from qat_lora.files.finite import check_finite
 from qat_lora.layers.convert import LM_HEAD, quant_layers, tied_embedding
-from qat_lora.layers.quant_linear import QuantLinear
+from qat_lora.layers.quant_linear import QuantLinear, dense_linear
 from qat_lora.models.load import DTYPES
 from qat_lora.quant.codes import decode, encode, first_value, pack, unpack
-from qat_lora.quant.scales import Meaning, mse_scale
+from qat_lora.quant.scales import Meaning, clip_scale, importance_cost
 from qat_lora.quant.spec import SCALE_BITS, QuantSpec
 
 GROUPS = (128, 64, 32)  # inputs of a group in MLX and in every reader of GPTQ
@@ -39,25 +39,37 @@ REFIT_BITS = 4
 REFIT_GROUP = 32  # inputs of a group where codes are rounded again: llama.cpp's block, and a group that vLLM takes
 
 
-class Container(Protocol):
-    """A weight [O, I] as a container holds it, `Integers` or GGML's `Blocks`: error, bits, and what it decodes to."""
+@dataclass(frozen=True)
+class Container:
+    """A weight [O, I] as a container holds it, `Integers` or GGML's `Blocks`."""
+
+    error: float = field(default=0.0, kw_only=True)  # Frobenius norm of the change over the weight's; 0 where exact
 
     @property
-    def error(self) -> float: ...  # noqa: D102
-    @property
-    def bits_per_weight(self) -> float: ...  # noqa: D102
-    def dense(self) -> Tensor: ...  # noqa: D102
+    def bits_per_weight(self) -> float:
+        """Bits of all that is stored, over the weights."""
+        raise NotImplementedError
+
+    def dense(self) -> Tensor:
+        """Return what it decodes to, float32 [O, I]."""
+        raise NotImplementedError
+
+    def measured(self, weight_OI: Tensor) -> Self:
+        """Return the same with its error as the form of a weight."""
+        dense, weight = self.dense(), weight_OI.detach().float()
+        change = torch.linalg.vector_norm(dense - weight.to(dense.device), dtype=torch.float64)
+        whole = torch.linalg.vector_norm(weight, dtype=torch.float64)
+        return replace(self, error=float(change) / max(float(whole), 1e-30))
 
 
 @dataclass(frozen=True)
-class Integers:
+class Integers(Container):
     """A weight [O, I] as integers times steps, plus biases where there are any."""
 
     codes_OI: Tensor  # int8, -2^(bits-1) to 2^(bits-1) - 1; with biases uint8, from 0
     steps_OG: Tensor  # float32 numbers that float16 holds
     group_size: int  # inputs that share a step; divides I
     bits: int
-    error: float = 0.0  # Frobenius norm of the weight's change over the weight's own; 0 where the form is exact
     biases_OG: Tensor | None = None  # float32 numbers that float16 holds, added after
 
     def dense(self) -> Tensor:
@@ -122,7 +134,7 @@ def as_integers(layer: QuantLinear, bits: int, group: int | None = None) -> Inte
     levels, doubled = 2**layer.spec.bits, layer.spec.code == "half"
     codes = 2 * indices - (levels - 1) if doubled else indices - levels // 2
     steps = layer.meaning().scale.detach().expand(codes.shape)[:, ::group] / (2 if doubled else 1)
-    return measured(Integers(codes.to(torch.int8), steps.half().float(), group, bits), layer.weight.detach())
+    return Integers(codes.to(torch.int8), steps.half().float(), group, bits).measured(layer.weight)
 
 
 def rounded(layer: QuantLinear, bits: int) -> Integers:
@@ -130,9 +142,9 @@ def rounded(layer: QuantLinear, bits: int) -> Integers:
     weight, group = layer.weight.detach().float(), math.gcd(REFIT_GROUP, layer.in_features)
     spec = QuantSpec(bits=bits, code="integer", sharing="group", group_size=group)
     values = torch.arange(2**bits, dtype=torch.float32, device=weight.device) - 2 ** (bits - 1)
-    steps = mse_scale(weight, spec).half().float().clamp_min(2.0**-24)
+    steps = clip_scale(weight, spec, importance_cost(weight, spec)).half().float().clamp_min(2.0**-24)
     codes = decode(encode(weight / steps.repeat_interleave(group, dim=1), values), values)
-    return measured(Integers(codes.to(torch.int8), steps, group, bits), weight)
+    return Integers(codes.to(torch.int8), steps, group, bits).measured(weight)
 
 
 def affine(codes_OI: Tensor, spec: QuantSpec, meaning: Meaning, group: int) -> Integers:
@@ -143,13 +155,6 @@ def affine(codes_OI: Tensor, spec: QuantSpec, meaning: Meaning, group: int) -> I
     bias = (first if zero is None else first - zero) * scale
     bias = bias if minimum is None else bias - minimum
     return Integers(codes_OI, scale.half().float(), group, spec.bits, biases_OG=bias.half().float())
-
-
-def measured(found: Integers, weight_OI: Tensor) -> Integers:
-    """Return the same with its error as the form of a weight."""
-    change = torch.linalg.vector_norm(found.dense() - weight_OI, dtype=torch.float64)
-    whole = torch.linalg.vector_norm(weight_OI, dtype=torch.float64)
-    return replace(found, error=float(change / whole.clamp_min(1e-30)))
 
 
 def with_integers(module: nn.Module, found: Mapping[str, Container | None]) -> nn.Module:
@@ -164,12 +169,9 @@ def with_integers(module: nn.Module, found: Mapping[str, Container | None]) -> n
         if name not in layers:
             module.get_parameter(f"{name}.weight").data.copy_(integers.dense())
             continue
-        layer = layers[name]
-        dense = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
-        dense.weight = nn.Parameter(integers.dense().to(layer.weight.dtype), requires_grad=False)
-        if layer.bias is not None:
-            dense.bias = nn.Parameter(layer.bias.detach().clone(), requires_grad=False)
-        path = name if module.get_submodule(name) is layer else f"{name}.base"
+        dense = dense_linear(layers[name])
+        dense.weight.data = integers.dense().to(dense.weight.dtype)
+        path = name if module.get_submodule(name) is layers[name] else f"{name}.base"
         module.set_submodule(path, dense)
     return module
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained(".")
 """
+LOAD = LOAD_TOKENIZER + 'model = AutoModelForCausalLM.from_pretrained(".")'
 
 
 def plan(job: ExportJob) -> ExportPlan:
@@ -37,9 +38,4 @@ def plan(job: ExportJob) -> ExportPlan:
         save_model(model.module, out)
         copy_files(model.folder, out, GENERATION)
 
-    return ExportPlan(write)
-
-
-def usage(adapter: bool) -> str:
-    """Return the Python that loads the export."""
-    return LOAD_TOKENIZER + 'model = AutoModelForCausalLM.from_pretrained(".")'
+    return ExportPlan(write, LOAD)

@@ -27,7 +27,7 @@ from qat_lora.errors import ConfigError
 from qat_lora.export import integers as containers
 from qat_lora.export.embedding import dense_tables, quantized_table
 from qat_lora.export.forms import ExportJob, ExportPlan
-from qat_lora.export.integers import Integers, affine, cut_group, measured, packable, rounded, save_packed
+from qat_lora.export.integers import Integers, affine, cut_group, packable, rounded, save_packed
 from qat_lora.files.checksums import seal
 from qat_lora.files.finite import check_finite
 from qat_lora.layers.convert import block_of, lora_layers
@@ -65,11 +65,10 @@ def plan(job: ExportJob) -> ExportPlan:
     if dense := [name for name, integers in found.items() if integers is None]:
         why = f"{containers.REFIT_GROUP} does not divide their inputs"
         notes.append(f"{len(dense)} quantised layers are stored dense: {why}")
-    return ExportPlan(write, found, tuple(notes), tables)
+    return ExportPlan(write, _usage(job.adapter is not None), found, tuple(notes), tables)
 
 
-def usage(adapter: bool) -> str:
-    """Return the Python that loads the export."""
+def _usage(adapter: bool) -> str:
     argument = f', adapter_path="{ADAPTERS}"' if adapter else ""
     return f"""\
 from mlx_lm import load
@@ -86,8 +85,7 @@ def _of_layer(layer: QuantLinear) -> Integers | None:
     spec, size = layer.spec, layer.in_features
     group = cut_group(layer, containers.GROUPS)
     if group and spec.bits in WIDTHS and spec.sharing != "lowrank" and first_value(spec) is not None:
-        found = affine(unpack(layer.codes, spec.bits, size), spec, layer.meaning(), group)
-        return measured(found, layer.weight.detach())
+        return affine(unpack(layer.codes, spec.bits, size), spec, layer.meaning(), group).measured(layer.weight)
     if size % containers.REFIT_GROUP:
         return None
     least = max(containers.REFIT_BITS, spec.bits)
@@ -106,7 +104,7 @@ def to_tables(job: ExportJob) -> dict[str, Integers]:
         spec = QuantSpec(bits=TABLES[job.embedding_bits], code="asymmetric", sharing="group", group_size=group)
         is_head = table.weight is module.get_output_embeddings().weight
         quantised = quantized_table(weight, spec, job.importance() if job.importance and is_head else None)
-        found[name] = measured(affine(quantised.codes_OI, spec, quantised.meaning(spec), group), weight)
+        found[name] = affine(quantised.codes_OI, spec, quantised.meaning(spec), group).measured(weight)
     return found
 
 
@@ -127,10 +125,9 @@ def entries(packed: dict[str, Integers]) -> dict[str, Any]:
 
 
 def save_adapters(model: CausalLM, out: Path) -> None:
-    """Write a model's adapter as mlx-lm trains them: factors [I, r] and [r, O] in float16, layers named in a block.
+    """Write a model's adapter as mlx-lm trains them: float16 factors [I, r] and [r, O], layers named in a block.
 
     mlx-lm gives layers zeros that have an adapter in other blocks, and takes ranks by layer from the factors.
-    ModelError: a number that float16 does not hold.
     """
     layers = lora_layers(model.module)
     rank, scale = max((layer.lora_A.shape[0], layer.scaling) for layer in layers.values())  # all have one scale

@@ -5,13 +5,13 @@ the trainer's disk as the name of its base. Here the weights are copied byte for
 that the adapter carries, and the copy is checked against it.
 """
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from qat_lora.errors import ModelError
+from qat_lora.evaluate.report import save_json
 from qat_lora.export.forms import ExportJob, ExportPlan, display_name
 from qat_lora.export.merged import LOAD_TOKENIZER
 from qat_lora.files.checksums import NOTE, TOKENIZER, check_folder, checkpoint_sha256, read_object, seal
@@ -19,6 +19,11 @@ from qat_lora.models.adapter import CONFIG, WEIGHTS, read_adapter
 from qat_lora.models.copies import GENERATION, copy_files, copy_tokenizer
 
 BASE = "base"
+USAGE = f"""\
+import qat_lora  # lets transformers read the base
+from peft import PeftModel
+{LOAD_TOKENIZER}base = AutoModelForCausalLM.from_pretrained("base")
+model = PeftModel.from_pretrained(base, ".")"""
 
 
 def plan(job: ExportJob) -> ExportPlan:
@@ -26,16 +31,7 @@ def plan(job: ExportJob) -> ExportPlan:
     adapter, base = job.adapter, job.student.model.folder
     if adapter is None:
         raise ModelError(f"student: {job.name} has no adapter; give the folder of a `qat-lora recover` run")
-    return ExportPlan(lambda out: save_pair(adapter, base, out))
-
-
-def usage(adapter: bool) -> str:
-    """Return the Python that loads the export."""
-    return f"""\
-import qat_lora  # lets transformers read the base
-from peft import PeftModel
-{LOAD_TOKENIZER}base = AutoModelForCausalLM.from_pretrained("base")
-model = PeftModel.from_pretrained(base, ".")"""
+    return ExportPlan(lambda out: save_pair(adapter, base, out), USAGE)
 
 
 def save_pair(adapter: Path, base: Path, out: Path) -> None:
@@ -44,7 +40,7 @@ def save_pair(adapter: Path, base: Path, out: Path) -> None:
     check_folder(base)
     (out / BASE).mkdir(parents=True)
     copy_files(base, out / BASE, "model*.safetensors", "model*.index.json", GENERATION, *TOKENIZER)
-    _write(_without_paths(read_object(base / "config.json")), out / BASE / "config.json")
+    save_json(_without_paths(read_object(base / "config.json")), out / BASE / "config.json")
     seal(out / BASE)
     if info.base_sha256 not in (None, checkpoint_sha256(out / BASE, info.base_sha256)):
         raise ModelError(f"adapter: {adapter} belongs to another base than {base}, which changed meanwhile")
@@ -69,9 +65,9 @@ def with_adapter(job: ExportJob, save: Callable[[Path], None]) -> Callable[[Path
 def save_adapter_copy(adapter: Path, out: Path, base: str, base_sha256: str) -> None:
     """Copy an adapter's weights; write its settings for a base of another name and fingerprint, and the checksums."""
     shutil.copyfile(adapter / WEIGHTS, out / WEIGHTS)
-    _write({**read_object(adapter / CONFIG), "base_model_name_or_path": base}, out / CONFIG)
+    save_json({**read_object(adapter / CONFIG), "base_model_name_or_path": base}, out / CONFIG)
     note = read_object(adapter / NOTE) if (adapter / NOTE).is_file() else {}
-    _write({**note, "base_sha256": base_sha256}, out / NOTE)
+    save_json({**note, "base_sha256": base_sha256}, out / NOTE)
     seal(out)
 
 
@@ -83,7 +79,3 @@ def _without_paths(config: dict[str, Any]) -> dict[str, Any]:
     if config.get("_name_or_path"):
         config["_name_or_path"] = display_name(str(config["_name_or_path"]))
     return config
-
-
-def _write(values: dict[str, Any], file: Path) -> None:
-    file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -15,6 +15,10 @@ from qat_lora.files.finite import check_finite
 from qat_lora.models.load import DTYPES, cast
 
 FILE = "best.pt"
+USAGE = f"""\
+import torch
+
+state = torch.load("{FILE}", weights_only=True)  # load_state_dict of the student that it was exported from takes it"""
 
 
 def plan(job: ExportJob) -> ExportPlan:
@@ -27,12 +31,4 @@ def plan(job: ExportJob) -> ExportPlan:
         check_finite(state, f"model for {out}")
         torch.save(state, out / FILE)
 
-    return ExportPlan(write)
-
-
-def usage(adapter: bool) -> str:
-    """Return the Python that loads the export."""
-    return f"""\
-import torch
-
-state = torch.load("{FILE}", weights_only=True)  # load_state_dict of the student that it was exported from takes it"""
+    return ExportPlan(write, USAGE)

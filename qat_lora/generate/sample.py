@@ -10,9 +10,7 @@ run here, but that would show what transformers makes of it, not what its users 
 except for the temperature, so both draw from the whole distribution.
 """
 
-import importlib
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -23,7 +21,8 @@ import torch
 
 from qat_lora.data.chat import Message, render_chat
 from qat_lora.data.file_rows import well_formed
-from qat_lora.errors import ConfigError, MissingExtraError, ModelError, TextError
+from qat_lora.errors import ConfigError, ModelError, TextError
+from qat_lora.extras import require
 from qat_lora.files.checksums import check_folder
 from qat_lora.files.gguf_header import ADAPTER, BASE
 from qat_lora.models.hub import HubConfig
@@ -51,15 +50,11 @@ def stream_ids(
     """Yield the `max_new_tokens` ids that follow a prompt, each computed when it is asked for.
 
     Temperature 0 takes the top-1 token, above it the generator, of the CPU, draws; `row_length` is in tokens, at least
-    those of prompt and continuation. ConfigError: an empty prompt, or one of the numbers does not fit.
+    those of prompt and continuation. ConfigError: an empty prompt, or more tokens than the model has positions.
     """
     total = len(prompt_ids) + max_new_tokens
     if not prompt_ids:
         raise ConfigError("prompt: is empty; give at least one word")
-    if max_new_tokens < 1:
-        raise ConfigError(f"max_new_tokens: {max_new_tokens} is below 1")
-    if not 0 <= temperature < math.inf:
-        raise ConfigError(f"gen_temperature: {temperature} is not allowed; give 0 (likeliest token) or a number above")
     if model.max_positions is not None and total > model.max_positions:
         raise ConfigError(f"max_new_tokens: prompt and continuation take {total} of {model.max_positions} positions")
     ids = torch.zeros(1, max(total, row_length or 0), dtype=torch.int64)
@@ -155,12 +150,7 @@ def _ours(name: str, hub: HubConfig, run: RunConfig, runtime: Runtime) -> Backen
 
 def _llama_cpp(folder: Path) -> Backend:
     check_folder(folder, ours=True)
-    try:
-        llama_cpp = importlib.import_module("llama_cpp")
-        formats = importlib.import_module("llama_cpp.llama_chat_format")
-    except ImportError:
-        missing = "and llama.cpp's binding is not installed: pip install llama-cpp-python"
-        raise MissingExtraError(f"model: {folder} is a GGUF export, {missing}") from None
+    llama_cpp, formats = (require(module, "llama") for module in ("llama_cpp", "llama_cpp.llama_chat_format"))
     lora = folder / ADAPTER
     adapter = str(lora) if lora.is_file() else None
     try:

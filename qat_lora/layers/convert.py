@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from qat_lora.errors import ConfigError, ModelError
 from qat_lora.layers.lora import Factors, LoraConfig, LoraLinear, share_inputs
 from qat_lora.layers.quant_linear import QuantLinear, dense_linear, join_dense
-from qat_lora.layers.tied_embedding import TiedEmbedding, embedding_of, tie_embedding, untie_embedding
+from qat_lora.layers.tied_embedding import TiedEmbedding, embedding_of, tie_embedding
 from qat_lora.quant.presets import MLP, Preset
 from qat_lora.quant.spec import QuantSpec
 
@@ -34,10 +34,7 @@ def block_of(name: str) -> str | None:
 
 
 def linear_layers(model: nn.Module, lm_head: bool = False) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield the linear layers of a model by name, without those inside adapters; or its LM head instead.
-
-    ModelError: the model keeps its weights in GPT-2 style `Conv1D` modules.
-    """
+    """Yield linear layers by name, without those inside adapters, or else the LM head; ModelError: GPT-2's `Conv1D`."""
     for name, module in model.named_modules():
         if type(module).__name__ == "Conv1D":
             raise ModelError(
@@ -49,17 +46,12 @@ def linear_layers(model: nn.Module, lm_head: bool = False) -> Iterator[tuple[str
 
 
 def quantize_targets(model: nn.Module, preset: Preset) -> dict[str, QuantSpec]:
-    """Return the layers that a preset quantises, with their specs, in the model's order.
-
-    ConfigError: a rule that reaches no layer, or an LM head to be quantised in a model without one.
-    """
+    """Return a preset's layers with their specs, in the model's order; ConfigError: a rule that reaches no layer."""
     layers = [name for name, module in linear_layers(model) if not isinstance(module, QuantLinear)]
     for pattern, spec in preset.rules:
         names = layers if spec is not None else [*layers, *_matrices(model)]  # what is kept need not be linear
         if not any(re.search(pattern, name) for name in names):
-            raise ConfigError(
-                f"{preset.name}: the pattern {pattern!r} matches no linear layer; there are: {_some(layers)}"
-            )
+            raise ConfigError(f"{preset.name}: {pattern!r} matches no linear layer; there are: {_some(layers)}")
     targets = {name: spec for name in layers if (spec := preset.spec_for(name)) is not None}
     if preset.lm_head is not None:
         names = [name for name, _ in linear_layers(model, lm_head=True)]
@@ -108,9 +100,7 @@ def make_quant_skeleton(model: nn.Module, preset: Preset) -> None:
     for name, spec in quantize_targets(model, preset).items():
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
-        bias = linear.bias is not None
-        device = linear.weight.device
-        layer = QuantLinear(linear.in_features, linear.out_features, spec, bias=bias, device=device)
+        layer = QuantLinear.from_stored(linear, spec, {})
         model.set_submodule(name, layer)
         if preset.tied and LM_HEAD.search(name):
             (table,) = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
@@ -118,10 +108,7 @@ def make_quant_skeleton(model: nn.Module, preset: Preset) -> None:
 
 
 def put_quantized(model: nn.Module, name: str, layer: QuantLinear) -> None:
-    """Replace a linear layer by a quantised one, and with it the embedding that is tied to it.
-
-    ConfigError: the embedding cannot look its rows up in codes.
-    """
+    """Replace a linear layer, and the embedding tied to it; ConfigError: that one cannot look its rows up in codes."""
     linear = model.get_submodule(name)
     assert isinstance(linear, nn.Linear)
     table = embedding_of(model, linear) if LM_HEAD.search(name) else None
@@ -148,18 +135,12 @@ def lora_layers(model: nn.Module) -> dict[str, LoraLinear]:
 
 
 def add_lora(
-    model: nn.Module,
-    config: LoraConfig,
-    start: Mapping[str, Factors] | None = None,
-    ranks: Mapping[str, int] | None = None,
+    model: nn.Module, config: LoraConfig, start: dict[str, Factors] | None = None, ranks: dict[str, int] | None = None
 ) -> dict[str, LoraLinear]:
-    """Put an adapter on every target layer, freeze everything else, and return the adapters.
+    """Put an adapter on every target layer, quantised or not, freeze everything else, and return the adapters.
 
-    Args:
-        model: the student; its linear layers may be quantised or not.
-        config: rank, scaling and targets.
-        start: low-rank starts by layer name; layers without one start with no correction.
-        ranks: by layer name, of the only layers that get an adapter; all scale by the config's alpha over its rank.
+    Layers without a `start` start with no correction. `ranks` are of the only layers that get an adapter; all scale by
+    the config's alpha over its rank.
 
     ConfigError: the target pattern matches nothing, or is no regular expression; a rank beyond a layer's size.
     ModelError: the model has adapters already, or lacks a layer that a start is for.
@@ -204,10 +185,10 @@ def merge(model: nn.Module) -> nn.Module:
         model.set_submodule(name, dense_linear(adapter.base, adapter.delta().detach()))
     table = tied_embedding(model)
     for name, layer in list(quant_layers(model).items()):
-        dense = layer.to_linear()
+        dense = dense_linear(layer)
         model.set_submodule(name, dense)
         if table is not None and LM_HEAD.search(name):
-            untie_embedding(model, table, dense.weight)
+            model.set_submodule(table, nn.Embedding.from_pretrained(dense.weight.detach().clone()))
     return model
 
 
@@ -249,24 +230,25 @@ def bits_per_weight(model: nn.Module) -> dict[str, float]:
         raise ModelError("model: has no quantised layer, so bits per weight mean nothing")
     weights = sum(layer.in_features * layer.out_features for layer in layers.values())
     base = sum(layer.stored_bits for layer in layers.values())
-    factors = [p for a in lora_layers(model).values() for p in (a.lora_A, a.lora_B)]
-    adapter, inside = sum(16 * p.numel() for p in factors), set(map(id, factors))
-    inside |= {id(p) for layer in layers.values() for n, p in layer.named_parameters() if n != "bias"}
-    others = [p for p in model.parameters() if id(p) not in inside]
+    adapter = sum(16 * p.numel() for a in lora_layers(model).values() for p in (a.lora_A, a.lora_B))
     return {
         "base": base / weights,
         "with_adapter": (base + adapter) / weights,
-        "model": (base + sum(8 * p.nbytes for p in others)) / (weights + sum(p.numel() for p in others)),
+        "model": (base + sum(8 * p.nbytes for p in _dense_parameters(model))) / weight_count(model),
     }
 
 
 def weight_count(model: nn.Module) -> int:
     """Return how many weights a model has, embeddings included and adapters not, tied ones once."""
-    layers = quant_layers(model).values()
+    quantised = sum(layer.in_features * layer.out_features for layer in quant_layers(model).values())
+    return quantised + sum(p.numel() for p in _dense_parameters(model))
+
+
+def _dense_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that belong neither to an adapter nor to codes."""
     inside = {id(p) for adapter in lora_layers(model).values() for p in (adapter.lora_A, adapter.lora_B)}
-    inside |= {id(p) for layer in layers for p in layer.parameters()}
-    dense = sum(p.numel() for p in model.parameters() if id(p) not in inside)
-    return sum(layer.in_features * layer.out_features for layer in layers) + dense
+    inside |= {id(p) for layer in quant_layers(model).values() for n, p in layer.named_parameters() if n != "bias"}
+    return [p for p in model.parameters() if id(p) not in inside]
 
 
 def rule_bits(model: nn.Module, preset: Preset) -> list[dict[str, Any]]:

@@ -11,8 +11,7 @@ and its output three times each. Names and files are PEFT's (`models/adapter.py`
 import itertools
 import math
 from collections.abc import Mapping
-from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,27 +20,20 @@ from qat_lora.config import common, option, settings
 from qat_lora.layers.quant_linear import joined_weight
 from qat_lora.runtime.precision import exact_matmul
 
-_NO_RANK = "is not a rank; give 1 or more (8 or 16 are usual)"
-_share = partial(option, min=0, max=math.nextafter(1, 0), refusal="is not a probability below 1")
-
 
 @settings
 class LoraConfig:
     """Shape of the recovery adapter."""
 
     recovery_r: int | None = common(
-        None,
-        "rank of the adapter; default: 16, or by layer as --target-size chose",
-        unit="rank",
-        min=1,
-        refusal=_NO_RANK,
+        None, "rank of the adapter; default: 16, or by layer as --target-size chose", unit="rank", min=1
     )
     recovery_alpha: float | None = option(
         None, "scaling numerator; the adapter counts alpha / rank", unit="default: rank", above=0
     )
     lora_targets: str = option("", "regular expression of the linear layers that get an adapter", unit="default: all")
     mlp_only: bool = option(False, "adapters on the MLP layers only")
-    dropout: float = _share(0.0, "dropout on the adapter's input while training", unit="probability")
+    dropout: float = option(0.0, "dropout on the adapter's input while training", unit="probability", min=0, below=1)
 
     @property
     def rank(self) -> int:
@@ -59,10 +51,6 @@ class Factors(NamedTuple):
 
     a_RI: Tensor
     b_OR: Tensor
-
-    def half(self) -> Self:
-        """Return the factors as they are stored, float16."""
-        return self._replace(a_RI=self.a_RI.half(), b_OR=self.b_OR.half())
 
 
 class LoraLinear(nn.Module):

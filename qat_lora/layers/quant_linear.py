@@ -130,8 +130,8 @@ class QuantLinear(nn.Linear):
 
     Stored tensors: `codes` uint8 [O, ceil(I bits / 8)], `scale` (or `scale_a`, `scale_b`), packed like codes `zeros`
     where they are asymmetric and `steps` in K-quants, with `minimum` and `minima` where groups have one, `values` for
-    look-up tables, `bias` where the layer has one. Scales and tables are
-    float32 whatever the default type is, so that loading a model in bfloat16 rounds activations only.
+    look-up tables, `bias` where the layer has one. Scales and tables are float32 whatever the default type is, so that
+    loading a model in bfloat16 rounds activations only.
     """
 
     codes: Tensor
@@ -162,17 +162,13 @@ class QuantLinear(nn.Linear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, spec: QuantSpec, quantised: QuantizedWeight) -> QuantLinear:
-        """Build the layer that replaces `linear`, whose weight has been quantised; `to_linear` is the way back."""
+        """Build the layer that replaces `linear`, whose weight has been quantised; `dense_linear` is the way back."""
         tensors = dict(zip(scale_shapes(spec, *quantised.codes_OI.shape), quantised.scales, strict=True))
         tensors["codes"] = pack(quantised.codes_OI, spec.bits)
         tensors |= {name: pack_whole(x, spec) for name, x in zip(spec.whole, quantised.whole, strict=True)}
         if spec.code == "lut":
             tensors["values"] = quantised.values
         return cls.from_stored(linear, spec, tensors)
-
-    def to_linear(self) -> nn.Linear:
-        """Return an ordinary linear layer with the effective weight."""
-        return dense_linear(self)
 
     @classmethod
     def from_stored(cls, linear: nn.Linear, spec: QuantSpec, tensors: Mapping[str, Tensor]) -> QuantLinear:
@@ -272,10 +268,7 @@ class QuantLinear(nn.Linear):
         self._unpack()
 
     def train_range(self) -> Range:
-        """Let scales and zero points train as the ends of their ranges (in float32); return those.
-
-        ModelError: the codes have no zero points.
-        """
+        """Let scales and zero points train as ends of ranges (float32); ModelError: the codes have no zero points."""
         if self.spec.code != "asymmetric":
             raise ModelError(f"ranges: a layer with {self.spec.code} codes has no zero points to train")
         zeros = unpack_whole(self.zeros, self.spec, self.in_features)
@@ -298,13 +291,10 @@ class QuantLinear(nn.Linear):
     def train_weight(
         self, weight_OI: Tensor | None = None, rank: int = 0, alpha: float | None = None, gradient: Gradient = "lsq"
     ) -> Latent | LatentChange:
-        """Let the codes train through a float weight, or through a low-rank change of it; return that.
+        """Let the codes train through a float weight, or through a low-rank change of it where a rank is given.
 
-        Args:
-            weight_OI: the full-precision weight; without it, the start is the middle of every code's cell.
-            rank: of the change that trains; 0 trains the whole weight.
-            alpha: scaling numerator of the change, which counts alpha / rank; default: rank.
-            gradient: of weights beyond the range: none (`lsq`) or as inside (`ste`).
+        The start is as near to a full-precision weight as the codes allow; without one, the middle of every code's
+        cell. The change counts alpha / rank, by default 1; `gradient` as in `fake_quantize`. Returns what trains.
         """
         self.source = Packed()
         with torch.no_grad():
@@ -312,10 +302,8 @@ class QuantLinear(nn.Linear):
             if weight_OI is None:
                 start = self.effective()
             else:
-                codes, shift = (
-                    unpack(self.codes, self.spec.bits, self.in_features),
-                    0.0 if zero is None else zero * scale,
-                )
+                codes = unpack(self.codes, self.spec.bits, self.in_features)
+                shift = 0.0 if zero is None else zero * scale
                 start = nearest_start(weight_OI.to(codes.device) + shift, codes, scale, self.book()) - shift
             start, scale = start.detach().clone(), away_from_zero(scale)
             latent = LatentChange(start / scale, scale.abs().mean(), rank, alpha) if rank else Latent(start)

@@ -63,10 +63,7 @@ def split_documents(begin_BL: Tensor) -> Documents | None:
 
 
 def keep_documents_apart(model: nn.Module, kind: str) -> None:
-    """Let the functions by which a model's layers pass on a state take `documents`; again is nothing new.
-
-    ModelError: layers of another kind of model than those that are tested.
-    """
+    """Let the functions that pass on a state in a model's layers take `documents`; ModelError: an untested kind."""
     names = vars(sys.modules[type(model).__module__])
     if kind not in SUPPORTED or not set(SUPPORTED[kind]) <= set(names):
         raise ModelError(

@@ -40,10 +40,7 @@ class TiedEmbedding(nn.Module):
 
 
 def embedding_of(model: nn.Module, lm_head: nn.Linear) -> str | None:
-    """Return the name of the embedding that a full-precision LM head is tied to, None where it has its own weight.
-
-    ConfigError: the embedding does more than look rows up, as Gemma's, which scales them.
-    """
+    """Return the name of the embedding that an LM head is tied to, if any; ConfigError: it does more than look up."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and module.weight is lm_head.weight:
             if type(module) not in (nn.Embedding, UpcastEmbedding):
@@ -61,11 +58,3 @@ def tie_embedding(model: nn.Module, name: str, lm_head: QuantLinear) -> None:
     assert isinstance(table, nn.Embedding)
     dtype = torch.float32 if isinstance(table, UpcastEmbedding) else table.weight.dtype
     model.set_submodule(name, TiedEmbedding(lm_head, dtype))
-
-
-def untie_embedding(model: nn.Module, name: str, weight_VH: Tensor) -> None:
-    """Replace a tied embedding by an ordinary one."""
-    rows, columns = weight_VH.shape
-    table = nn.Embedding(rows, columns, device="meta")
-    table.weight = nn.Parameter(weight_VH.detach().clone(), requires_grad=False)
-    model.set_submodule(name, table)

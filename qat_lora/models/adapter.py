@@ -29,13 +29,8 @@ PREFIX = "base_model.model."
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 STARTS = "adapter_start.safetensors"
 # Settings of PEFT that change what an adapter computes and that ours never use, with the values that mean "off".
-OFF: dict[str, tuple[Any, ...]] = {
-    "use_dora": (False,),
-    "use_rslora": (False,),
-    "bias": ("none",),
-    "fan_in_fan_out": (False,),
-    "modules_to_save": (None, []),
-}
+OFF: dict[str, tuple[Any, ...]] = {"bias": ("none",), "modules_to_save": (None, [])}
+OFF |= dict.fromkeys(("use_dora", "use_rslora", "fan_in_fan_out"), (False,))
 
 
 @dataclass(frozen=True)
@@ -47,16 +42,13 @@ class AdapterInfo:
     base_sha256: str | None
     lora: LoraConfig
     tokenizer_sha256: str | None = None
-    ranks: dict[str, int] | None = None
-    """By layer, where they differ."""
+    ranks: dict[str, int] | None = None  # by layer, where they differ
 
 
 def save_adapter(model: nn.Module, lora: LoraConfig, out: Path, base: Path, base_sha256: str) -> None:
-    """Write the adapters of a model as a PEFT folder with checksums, factors as float16.
+    """Write a model's adapters as a PEFT folder with checksums, in float16; ModelError: none, or larger numbers.
 
     `base` is the folder of the checkpoint that they belong to; where `out` holds a `base`, the name it will have.
-
-    ModelError: the model has no adapters, or one with numbers that float16 does not hold.
     """
     layers = lora_layers(model)
     if not layers:
@@ -79,12 +71,8 @@ def save_adapter(model: nn.Module, lora: LoraConfig, out: Path, base: Path, base
         "alpha_pattern": {name: alpha / most * rank for name, rank in differ.items()},
         "lora_dropout": lora.dropout,
         "target_modules": sorted(layers),
-        "bias": "none",
-        "fan_in_fan_out": False,
         "inference_mode": True,
-        "modules_to_save": None,
-        "use_rslora": False,
-        "use_dora": False,
+        **{name: off[0] for name, off in OFF.items()},
     }
     check_finite(tensors, f"adapter for {out}")
     settings = json_text(config, out / CONFIG, indent=2)
@@ -126,11 +114,7 @@ def check_tokenizer(adapter: Path, base: Path) -> None:
 
 
 def read_adapter(folder: Path) -> AdapterInfo:
-    """Read the settings of an adapter folder; its weights are compared with their checksum and not read.
-
-    DamagedFileError: a file is not what was written.
-    ModelError: it is no PEFT LoRA folder, or one with settings that we would compute wrongly.
-    """
+    """Read an adapter's settings; ModelError: no LoRA, or with settings of others'; DamagedFileError: other files."""
     check_folder(folder, ours=(folder / NOTE).is_file())
     try:
         config = read_object(folder / CONFIG)
@@ -175,10 +159,7 @@ def _read_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def load_adapter(model: nn.Module, folder: Path, base_sha256: str) -> LoraConfig:
-    """Put a saved adapter onto its base model, in place.
-
-    ModelError: another base, tensors that do not fit the layers, or a missing or damaged file.
-    """
+    """Put a saved adapter onto its base; ModelError: another base, tensors that do not fit it, or a damaged file."""
     info = read_adapter(folder)
     if info.base_sha256 is not None and info.base_sha256 != base_sha256:
         raise ModelError(
@@ -207,12 +188,6 @@ def save_starts(starts: dict[str, Factors], out: Path) -> None:
     tensors = {name: part.cpu().half().contiguous() for name, part in parts.items()}
     check_finite(tensors, out / STARTS)
     save_file(tensors, out / STARTS)
-
-
-def starts_sha256(folder: Path) -> str | None:
-    """Return the identity of a checkpoint's adapter starts, None where it has none."""
-    file = folder / STARTS
-    return sha256_of(file) if file.is_file() else None
 
 
 def load_starts(folder: Path) -> dict[str, Factors]:

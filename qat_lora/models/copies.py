@@ -11,8 +11,7 @@ from qat_lora.errors import ModelError
 from qat_lora.files.checksums import TOKENIZER, check_folder, seal
 from qat_lora.files.finite import check_finite
 
-GENERATION = "generation_config.json"
-"""A model's default generation settings."""
+GENERATION = "generation_config.json"  # a model's default generation settings
 
 
 def copy_tokenizer(source: Path, out: Path) -> None:
@@ -27,11 +26,7 @@ def copy_files(source: Path, out: Path, *patterns: str) -> None:
 
 
 def save_with_tensors(folder: Path, out: Path, tensors: Mapping[str, Tensor]) -> Path:
-    """Copy a checkpoint with some tensors replaced, in the types that they have there; return the new folder.
-
-    DamagedFileError: a file of the checkpoint is not what was written.
-    ModelError: a tensor that the checkpoint lacks, of another shape, or with NaN or infinity in it.
-    """
+    """Copy a checkpoint with some tensors replaced, in their types there; ModelError: one that does not fit it."""
     left = set(tensors)
     check_folder(folder)
     out.mkdir(parents=True, exist_ok=True)

@@ -32,9 +32,7 @@ class DispatchedCausalLM(CausalLM):
         """Return the output head; ModelError: it is kept outside the devices."""
         lm_head = super().lm_head()
         if lm_head.weight_VH.is_meta:
-            raise ModelError(
-                "device_map: the output head is kept outside the devices and cannot be stored; leave out --hidden"
-            )
+            raise ModelError("device_map: the output head is on no device, so it cannot be stored; leave out --hidden")
         return lm_head
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
@@ -47,12 +45,9 @@ class DispatchedCausalLM(CausalLM):
 def load_dispatched(
     name: str, device_map: str | Mapping[str, str | int], hub: HubConfig = DEFAULT_HUB, dtype: str = "float32"
 ) -> DispatchedCausalLM:
-    """Load a full-precision model over several devices; the other arguments are those of `load_model`.
+    """Load a full-precision model over several devices; ModelError: as `load_model`, or a model that we quantised.
 
     `device_map` is a rule of accelerate (`auto`, `balanced`, …), or the device of every module, `disk` allowed.
-
-    ModelError: as `load_model`; also for a model that we quantised.
-    MissingExtraError: accelerate is not installed.
     """
     require("accelerate", "big")
     loaded = load_model(name, hub, dtype, device_map)

@@ -7,6 +7,7 @@ when it converts is undone: the order of a Llama's rows in q and k (it pairs nei
 transformers the two halves), and the one that it adds to Gemma's norms.
 """
 
+import functools
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,6 +24,8 @@ from qat_lora.files.gguf_header import Q2_0, GGUFHeader
 ARCHITECTURES = {name: name for name in ("llama", "granite", "qwen2", "qwen3", "gemma2", "phi3")}
 ARCHITECTURES |= {"gemma3": "gemma3_text"}
 """GGUF's architectures, and transformers' `model_type` of each; a Mistral is a Llama."""
+GEMMA_27B = {"gemma2": 46, "gemma3": 62}
+"""Blocks of the models for which llama.cpp scales attention by the hidden width of a head, not by the head's own."""
 _PAIRED = ("llama", "granite")
 _FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _GRANITE = {
@@ -31,29 +34,19 @@ _GRANITE = {
     "attention_multiplier": "attention.scale",
     "logits_scaling": "logit_scale",
 }
-_UNUSED = 5
-"""Kind of the tokens that fill the rows up; their names are the converter's."""
+_UNUSED = 5  # kind of the tokens that fill the rows up; their names are the converter's
 
 
 def config_of(header: GGUFHeader) -> dict[str, Any]:
-    """Return the settings of a model as transformers' config classes take them, `model_type` included.
-
-    ModelError: an architecture, or a setting of it, that we would compute otherwise than llama.cpp.
-    """
+    """Return a model's settings as transformers' config classes take them; ModelError: we compute some otherwise."""
     arch, of, tensors = header.architecture, header.of_model, header.tensors
     if arch not in ARCHITECTURES or of("expert_count"):
         kind = f"{arch} with experts" if arch in ARCHITECTURES else arch
         raise ModelError(f"{header.file}: its architecture {kind} is not read; allowed: {', '.join(ARCHITECTURES)}")
     try:
-        heads, width, rows = (
-            _one(of("attention.head_count")),
-            _one(of("embedding_length")),
-            tensors["token_embd.weight"],
-        )
-        head_dim, blocks = (
-            of("attention.key_length") or width // heads,
-            {n.split(".")[1] for n in tensors if "blk." in n},
-        )
+        heads, width = _one(of("attention.head_count")), _one(of("embedding_length"))
+        rows, blocks = tensors["token_embd.weight"], {name.split(".")[1] for name in tensors if "blk." in name}
+        head_dim = of("attention.key_length") or width // heads
         config: dict[str, Any] = {
             "model_type": ARCHITECTURES[arch],
             "vocab_size": rows.shape[0],
@@ -85,11 +78,10 @@ def config_of(header: GGUFHeader) -> dict[str, Any]:
 def _gemma(header: GGUFHeader, config: dict[str, Any]) -> dict[str, Any]:
     """Return what only Gemma has, as llama.cpp fills in what no file says."""
     of, second = header.of_model, header.architecture == "gemma2"
-    largest = config["num_hidden_layers"] == (46 if second else 62)
+    largest = config["num_hidden_layers"] == GEMMA_27B[header.architecture]
+    per_head = config["hidden_size"] // config["num_attention_heads"]
     found = {
-        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"]
-        if largest
-        else config["head_dim"],
+        "query_pre_attn_scalar": per_head if largest else config["head_dim"],
         "sliding_window": of("attention.sliding_window", 4096),
         "final_logit_softcapping": of("final_logit_softcapping", 30.0 if second else None),
     }
@@ -130,36 +122,52 @@ def _rope(header: GGUFHeader, rotated: float) -> dict[str, Any]:
 
 
 def dequantize(header: GGUFHeader, name: str) -> Tensor:
-    """Return a tensor in float32, as llama.cpp dequantises it.
-
-    ModelError: a type that the gguf library knows and does not decode.
-    MissingExtraError: gguf is not installed.
-    """
+    """Return a tensor in float32, as llama.cpp dequantises it; ModelError: a type that the library does not decode."""
     gguf, tensor = require("gguf", "export"), header.tensors[name]
     data = np.fromfile(header.file, np.uint8, tensor.size, offset=tensor.offset)
-    if tensor.kind == Q2_0.kind:
-        blocks = data.reshape(-1, tensor.block_bytes)
-        codes = (blocks[:, 2:, None] >> np.array([0, 2, 4, 6], np.uint8) & 3).reshape(len(blocks), -1)
-        values = (codes.astype(np.float32) - 1) * blocks[:, :2].copy().view(np.float16).astype(np.float32)
-    elif tensor.kind in ("F32", "F16", "F64"):
+    if tensor.kind in ("F32", "F16", "F64"):
         values = data.view(f"f{tensor.block_bytes}")
     else:
         try:
-            values = gguf.dequantize(data.reshape(1, -1), gguf.GGMLQuantizationType(tensor.number))
+            values = gguf.dequantize(data.reshape(1, -1), ggml_type(tensor.kind))
         except NotImplementedError:
             found = f"{header.file}: the tensor {name} is of the type {tensor.kind}"
             raise ModelError(f"{found}, which gguf does not decode") from None
     return torch.from_numpy(np.ascontiguousarray(values.reshape(tensor.shape), np.float32))
 
 
-def dense_state(header: GGUFHeader, names: Iterable[str], config: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the weights that a model of transformers calls by `names`, float32, by these names.
+def ggml_type(name: str) -> Any:
+    """Return the gguf library's constant of a type; `Q2_0` becomes known to its writer, reader and decoder first."""
+    gguf, number = require("gguf", "export"), Q2_0.number
+    kinds = gguf.GGMLQuantizationType
+    if number not in kinds._value2member_map_:
+        kind = int.__new__(kinds, number)
+        kind._name_, kind._value_ = Q2_0.kind, number
+        kinds._value2member_map_[number] = kinds._member_map_[Q2_0.kind] = kind
+        gguf.GGML_QUANT_SIZES[kind] = Q2_0.block, Q2_0.block_bytes
+    if kinds(number) not in gguf.quants._type_traits:
+        decoder = {"dequantize_blocks": staticmethod(_decode_q2_0)}
+        type(Q2_0.kind, (gguf.quants.__Quant,), decoder, qtype=kinds(number))
+    return kinds._member_map_[name]
 
-    ModelError: the file lacks one of them, or holds one that the model does not have.
-    """
-    gguf, tied = require("gguf", "export"), config["tie_word_embeddings"]
-    (arch,) = (key for key, word in gguf.MODEL_ARCH_NAMES.items() if word == header.architecture)
-    table = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+
+def _decode_q2_0(blocks: np.ndarray) -> np.ndarray:
+    codes = (blocks[:, 2:, None] >> np.array([0, 2, 4, 6], np.uint8)) & 3
+    steps = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+    return steps * (codes.reshape(len(blocks), -1).astype(np.float32) - 1)
+
+
+@functools.cache
+def tensor_names(architecture: str, layers: int) -> Any:
+    """Return the gguf library's map of names, from transformers' to those in files of an architecture."""
+    gguf = require("gguf", "export")
+    (arch,) = (key for key, word in gguf.MODEL_ARCH_NAMES.items() if word == architecture)
+    return gguf.get_tensor_name_map(arch, layers)
+
+
+def dense_state(header: GGUFHeader, names: Iterable[str], config: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the weights that a model of transformers calls by `names`, float32; ModelError: the file's are others."""
+    table, tied = tensor_names(header.architecture, config["num_hidden_layers"]), config["tie_word_embeddings"]
     parts = [name.rpartition(".") for name in names if not (tied and name == "lm_head.weight")]
     wanted = {f"{layer}.{part}": f"{table.get_name(layer)}.{part}" for layer, _, part in parts}
     lacking = [name for name in wanted.values() if name not in header.tensors]

@@ -24,10 +24,8 @@ class KeyValueCache:
     """Keys and values of a row [B, heads, L, D] by layer, with the one method that transformers' layers call."""
 
     def __init__(self, length: int) -> None:
-        self.length = length
-        """Of the row."""
-        self.positions_T = torch.empty(0, dtype=torch.int64)
-        """Of the tokens in the current forward."""
+        self.length = length  # of the row
+        self.positions_T = torch.empty(0, dtype=torch.int64)  # of the tokens in the current forward
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
@@ -87,46 +87,33 @@ def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str
         if not (path / "config.json").is_file() and (path / "best" / "config.json").is_file():
             path = path / "best"
         if (path / BASE).is_file():
-            raise ModelError(
-                f"model: {path} is a GGUF export, which llama.cpp reads; `qat-lora chat` and `generate` ask it to; "
-                "here give the run that it was made from, or an export in another form"
-            )
+            raise ModelError(f"model: {path} is a GGUF export, for `chat` and `generate`; give the run it was made of")
         if not (path / "config.json").is_file():
             raise ModelError(f"model: {path} has no config.json, so it is no Hugging Face model folder")
         return path
     if path.exists() or is_file_name or name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise ModelError(
-            f"model: there is no folder {path}; give a Hugging Face folder or a Hub name like Qwen/Qwen3-0.6B"
-        )
+        raise ModelError(f"model: there is no folder {path}; give a Hugging Face folder or a Hub name, OWNER/NAME")
     try:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(name, revision=revision, allow_patterns=[*patterns]))
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = one_line(error, 200)
         raise ModelError(f"model: {name} is neither a folder here nor to be had from the Hub ({reason})") from None
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
-    """Load the tokenizer of a model folder.
-
-    ModelError: the folder has none, or only a slow one whose mapping cannot be fingerprinted.
-    DamagedFileError: its files are not what was written.
-    """
+    """Load a folder's tokenizer; ModelError: none, or one that has no fingerprint; DamagedFileError: other files."""
     check_folder(folder, TOKENIZER)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
-        raise ModelError(
-            f"tokenizer: {folder} has none that loads ({one_line(error, 200)}); copy the "
-            "tokenizer.json that belongs to the model"
-        ) from None
+        found = f"{folder} has none that loads ({one_line(error, 200)})"
+        raise ModelError(f"tokenizer: {found}; copy the model's tokenizer.json") from None
     backend = getattr(tokenizer, "backend_tokenizer", None)
     # Where the files are missing, transformers makes a tokenizer of special tokens alone, which drops all text.
     if backend is None or set(backend.get_vocab(with_added_tokens=False)) <= set(tokenizer.all_special_tokens):
-        raise ModelError(
-            f"tokenizer: {folder} has no tokenizer.json that can be used; copy the one that belongs to the model"
-        )
+        raise ModelError(f"tokenizer: {folder} has no tokenizer.json that can be used; copy that of the model")
     return tokenizer
 
 
@@ -156,14 +143,10 @@ def _quiet() -> Iterator[None]:
 class CausalLM:
     """A causal language model cut before its output head (the `types.LanguageModel` of everything else)."""
 
-    module: Any
-    """The transformers model."""
-    folder: Path
-    """Holds its files; or the GGUF file itself."""
-    vocab_limit: int | None = None
-    """Rows of the output head that count, where it has more (padded vocabularies)."""
-    tokenizer: Path | None = None
-    """Folder of its tokenizer, where `folder` is a GGUF file."""
+    module: Any  # the transformers model
+    folder: Path  # holds its files; or the GGUF file itself
+    vocab_limit: int | None = None  # rows of the output head that count, where it has more (padded vocabularies)
+    tokenizer: Path | None = None  # folder of its tokenizer, where `folder` is a GGUF file
 
     def __post_init__(self) -> None:
         """Let attention of long rows keep no mask, also where nobody asks for a form of ours."""
@@ -196,11 +179,9 @@ class CausalLM:
         return replace(self, vocab_limit=rows)
 
     def checkpoint_gradients(self, function: Callable[..., Any]) -> None:
-        """Recompute every layer in the backward pass instead of keeping its activations.
+        """Recompute every layer in the backward pass instead of keeping its activations; ModelError: none of them can.
 
         `function` is `Runtime.checkpoint_function`; transformers' own switch takes torch's, which fails on XLA.
-
-        ModelError: no layer of this architecture can do so.
         """
         layers = [layer for layer in self.module.modules() if hasattr(layer, "gradient_checkpointing")]
         if not layers:
@@ -224,8 +205,8 @@ class CausalLM:
     def compile_layers(self, **how: Any) -> None:
         """Compile decoder layers, one program for all, with attention by block masks; `how` is of `torch.compile`.
 
-        Not the whole model: 28 equal layers would take 28 times as long, and the loss has kernels of its own. Nothing
-        where layers carry a state, since their calls change from batch to batch.
+        Not the whole model: 28 equal layers would take 28 times as long, and the loss has kernels of its own. Layers
+        that carry a state are left alone, since their calls change from batch to batch.
         """
         if keeps_state(self.config):
             return
@@ -320,9 +301,8 @@ def load_model(
     placed its own. `device_map` is for `load_dispatched`. With `dequantize`, GGUF files and folders that another tool
     quantised are read as the dense weights that they stand for.
 
-    MissingExtraError: compressed-tensors is not installed.
-    DamagedFileError: a file is not what was written.
     ModelError: no such model, another architecture, a missing, unexpected or misshapen tensor, NaN or infinity.
+    DamagedFileError, MissingExtraError: a file is not what was written, or its library is not installed.
     """
     folder = resolve_model(name, hub.revision)
     try:
@@ -351,9 +331,7 @@ def load_model(
         if report.get(problem):
             names = ", ".join(sorted(map(_tensor_name, report[problem]))[:6])
             kind = problem.removesuffix("_keys")
-            raise ModelError(
-                f"model: {folder} has {kind} tensors: {names}; the checkpoint does not fit its config.json"
-            )
+            raise ModelError(f"model: {folder} has {kind} tensors: {names}; they do not fit its config.json")
     check_finite(module.state_dict(), f"model: {folder}")
     module.eval().requires_grad_(False)
     return CausalLM(module, folder)
@@ -413,10 +391,7 @@ def cast(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def save_quantised(model: CausalLM, out: Path, preset: Preset, details: dict[str, Any]) -> None:
-    """Write a quantised model without adapters as a Hugging Face folder with its tokenizer files and checksums.
-
-    Its layers are rebuilt from the `preset` in config.json; the `details` there (method, bits) are for people.
-    """
+    """Write a quantised model without adapters, and its tokenizer files; `details`, in config.json, are for people."""
     if tied_embedding(model.module) is not None:
         preset, model.config.tie_word_embeddings = replace(preset, tied=True), False
     quantization = QatLoraQuantizationConfig(preset.to_dict(), details=details)
@@ -428,10 +403,7 @@ def save_quantised(model: CausalLM, out: Path, preset: Preset, details: dict[str
 
 
 def save_model(module: Any, out: Path) -> None:
-    """Write a transformers model's config and weights; call `checksums.seal` once the folder is complete.
-
-    ModelError: a weight is NaN or infinite.
-    """
+    """Write a model's config and weights; `seal` the folder when it is complete. ModelError: NaN or infinity."""
     check_finite(module.state_dict(), f"model for {out}")
     with _quiet():
         module.save_pretrained(out)
@@ -442,31 +414,15 @@ END_OF_TEXT = "<|endoftext|>"
 
 def make_tokenizer(texts: Iterable[str], vocab_size: int, out: Path) -> None:
     """Train a byte-level BPE tokenizer and write it as a Hugging Face tokenizer; id 0 begins and ends documents."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
+    trained, ends = ByteLevelBPETokenizer(), [END_OF_TEXT]
+    trained.train_from_iterator(texts, vocab_size, min_frequency=0, show_progress=False, special_tokens=ends)
+    tokenizer = Tokenizer.from_str(trained.to_str())
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT)
     wrapped.save_pretrained(out)
 
 
 def make_qwen3(
-    folder: Path,
-    vocab_size: int,
-    *,
-    hidden: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    mlp: int,
-    positions: int = 1024,
-    head_dim: int | None = None,
+    folder: Path, vocab_size: int, *, hidden: int, layers: int, heads: int, kv_heads: int, mlp: int, **others: int
 ) -> CausalLM:
     """Make an untrained Qwen3 model with tied embeddings; `folder` is where it will be saved."""
     config = Qwen3Config(
@@ -475,11 +431,10 @@ def make_qwen3(
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        head_dim=head_dim or hidden // heads,
         intermediate_size=mlp,
-        max_position_embeddings=positions,
         tie_word_embeddings=True,
         bos_token_id=0,
         eos_token_id=0,
+        **{"head_dim": hidden // heads, "max_position_embeddings": 1024, **others},
     )
     return CausalLM(Qwen3ForCausalLM(config), folder)

@@ -31,11 +31,7 @@ def method_of(config: dict[str, Any]) -> str | None:
 
 
 def dense_state(folder: Path, config: dict[str, Any]) -> Tensors | None:
-    """Return the weights of a folder in one of `READERS`' formats by name, float32; None for others.
-
-    ModelError: a variant of the format that is not read, or tensors that are not what it writes.
-    MissingExtraError: compressed-tensors is not installed.
-    """
+    """Return a folder's weights by name, float32, None for a format beyond `READERS`; ModelError: a variant of one."""
     method = method_of(config)
     if method not in READERS:
         return None
@@ -73,8 +69,7 @@ def _gptq(state: Tensors, layer: str, settings: dict[str, Any]) -> Tensor:
     return ((codes_IO - zeros_GO[group_I.long()]) * steps_IO).T.contiguous()
 
 
-_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
-"""Where in its word each of eight outputs lies."""
+_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where in its word each of eight outputs lies
 
 
 def _awq(state: Tensors, layer: str, settings: dict[str, Any]) -> Tensor:

@@ -24,12 +24,9 @@ class Student:
     """An opened model and what it costs to store."""
 
     model: CausalLM
-    bits_per_weight: float | None
-    """Of the quantised layers, adapter included; None for an unquantised model and for one in another container."""
-    sha256: str
-    """Fingerprint of its weights, adapter included."""
-    sizes: dict[str, float]
-    """Of its files of weights, as `stored_sizes`."""
+    bits_per_weight: float | None  # of the quantised layers, adapter included; None where there are no codes of ours
+    sha256: str  # fingerprint of its weights, adapter included
+    sizes: dict[str, float]  # of its files of weights, as `stored_sizes`
 
 
 def stored_sizes(model: CausalLM, adapter: Path | None = None) -> dict[str, float]:
@@ -47,10 +44,7 @@ def adapter_folder(name: str) -> Path | None:
 
 
 def base_folder(adapter: Path) -> Path:
-    """Return the folder of an adapter's base: one saved with it, the path that it names, or that path relative to it.
-
-    ModelError: none of them is there.
-    """
+    """Return the folder of an adapter's base: saved with it, as named, or relative to it; ModelError: none is there."""
     named = read_adapter(adapter).base
     for folder in (adapter / "base", adapter / named, Path(named)):
         # Unlike Path's, False for names that no system takes.
@@ -68,9 +62,7 @@ def base_folder(adapter: Path) -> Path:
 def with_tokenizer(model: CausalLM, places: Iterable[str | Path | None]) -> CausalLM:
     """Return a model of a GGUF file with its tokenizer's folder, the first of `places` with one; another as it is.
 
-    llama.cpp keeps a tokenizer's tables without the rules for splitting and normalising text.
-
-    ModelError: none of them has one, or its tokens or merges are not the file's.
+    llama.cpp keeps tables without the rules for splitting text. ModelError: no tokenizer is there, or only another one.
     """
     if model.folder.suffix != GGUF:
         return model
@@ -91,12 +83,9 @@ def open_student(
     noted: str | None = None,
     tokenizer: Path | None = None,
 ) -> Student:
-    """Load a model for scoring, generation or export; `noted` is that of `checkpoint_sha256`.
+    """Load a model for scoring, generation or export; ModelError: nothing there, or an adapter whose base is not.
 
-    `tokenizer` is the folder of one that a GGUF file may share.
-
-    DamagedFileError: a file is not what was written.
-    ModelError: nothing there, or an adapter whose base is missing or another.
+    `noted` is that of `checkpoint_sha256`, `tokenizer` the folder of one that a GGUF file may share.
     """
     adapter = adapter_folder(name)
     if adapter is not None:

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from qat_lora.errors import ModelError
+from qat_lora.errors import ModelError, one_line
 from qat_lora.files.checksums import check_folder, read_object
 from qat_lora.files.gguf_header import GGUF, read_header
-from qat_lora.layers.convert import add_lora, block_of, make_quant_skeleton, quant_layers
+from qat_lora.layers.convert import add_lora, block_of, make_quant_skeleton, quant_layers, weight_count
 from qat_lora.layers.quant_linear import Dense
 from qat_lora.models import load as models
 from qat_lora.models.adapter import allocated_ranks
@@ -29,7 +29,7 @@ from qat_lora.models.from_gguf import config_of
 from qat_lora.models.load import DTYPES
 from qat_lora.models.packed import READERS, method_of
 from qat_lora.options import EstimateOptions
-from qat_lora.plan.devices import Device, attention_on, named
+from qat_lora.plan.devices import Device, attention_on
 from qat_lora.plan.step import Shapes, operations, step_bytes, step_time
 from qat_lora.quant.presets import Preset, preset
 from qat_lora.runtime.base import default_loss_chunk_mb
@@ -40,20 +40,15 @@ GIB = 2**30
 
 
 def forecast(shapes: Shapes, options: EstimateOptions, devices: Sequence[Device]) -> dict[str, Any]:
-    """Return parameter counts, bytes on one replica, and time and cost on devices.
-
-    The parts are those of the device that the settings name, or of the first; every device has its own total.
-    """
+    """Return counts, bytes on one replica of the device that is named or first, and what each device takes."""
     kind, first = shown_device(options, devices)
-    shown, layers, adapter = _set_for(options, kind, first), quant_layers(shapes.module).values(), shapes.adapter
-    parts, weights = _parts(shapes, shown, first), sum(shapes.quantised)
-    inside = sum(p.numel() for layer in layers for name, p in layer.named_parameters() if name != "bias")
-    dense = sum(p.numel() for p in shapes.module.parameters()) - sum(p.numel() for p in adapter) - inside
+    shown = _set_for(options, kind, first)
+    parts = _parts(shapes, shown, first)
     return {
-        "parameters": dense + weights,
-        "quantised": weights,
+        "parameters": weight_count(shapes.module),
+        "quantised": sum(shapes.quantised),
         "trained": sum(shapes.trained_by_kind.values()),
-        "stored_bytes_of_quantised": sum(layer.stored_bits for layer in layers) // 8,
+        "stored_bytes_of_quantised": sum(layer.stored_bits for layer in quant_layers(shapes.module).values()) // 8,
         "attention": shown.attention,
         "bytes": parts,
         "total_bytes": sum(parts.values()),
@@ -139,27 +134,8 @@ def _on(device: Device, shapes: Shapes, options: EstimateOptions) -> dict[str, A
     }
 
 
-def peak_table(shapes: Shapes, options: EstimateOptions) -> list[dict[str, Any]]:
-    """Return the peak at fractions and multiples of batch and length, with and without gradient checkpointing."""
-    rows = []
-    kind, device = shown_device(options, named(options.devices))
-    options = _set_for(options, kind, device)
-    batches = sorted({max(1, options.batch_size // 4), options.batch_size, options.batch_size * 4})
-    lengths = sorted({max(2, options.length // 2), options.length, options.length * 2})
-    for batch_size, length in itertools.product(batches, lengths):
-        peaks = {}
-        for name, again in (("kept", False), ("checkpointed", True)):
-            asked = replace(options, batch_size=batch_size, length=length, gradient_checkpointing=again)
-            peaks[name] = sum(_parts(shapes, asked, device).values())
-        rows.append({"batch_size": batch_size, "length": length, **peaks})
-    return rows
-
-
 def meta_model(name: str) -> tuple[Any, nn.Module]:
-    """Build an unquantised model on the meta device as its config.json or GGUF file says; return config and model.
-
-    DamagedFileError where the config.json is not what was written, ModelError where transformers can build nothing.
-    """
+    """Return config and dense model, on the meta device, of a config.json or GGUF file; ModelError: it makes none."""
     file = Path(name).expanduser()
     read = config_of(read_header(file)) if file.suffix == GGUF and file.is_file() else None
     if (config_file := file / "config.json").is_file():
@@ -170,37 +146,27 @@ def meta_model(name: str) -> tuple[Any, nn.Module]:
         with torch.device("meta"):
             return config, models.AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = one_line(error, 200)
         raise ModelError(f"model: {name} has no config.json that transformers can build ({reason})") from None
 
 
-def stored_quantisation(config: Any) -> dict[str, Any] | None:
-    """Return what a config says of the model's quantisation; None where it has none."""
+def meta_student(name: str, chosen: Preset | None, dtype: torch.dtype) -> tuple[Any, nn.Module]:
+    """Return config and module of a student on the meta device, of codes as chosen or stored; ModelError: as both."""
+    config, module = meta_model(name)
     stored = getattr(config, "quantization_config", None)
-    return stored if stored is None or isinstance(stored, dict) else stored.to_dict()
-
-
-def meta_student(options: EstimateOptions, adapter: bool = True) -> tuple[Any, nn.Module]:
-    """Build a student, with its adapter unless that is left out, on the meta device; return its config and module.
-
-    ModelError as `meta_model`, or where it is quantised twice; ConfigError for an unknown preset, or patterns that
-    match no layer.
-    """
-    config, module = meta_model(str(options.model))
-    stored = stored_quantisation(config)
-    if stored is not None and method_of({"quantization_config": stored}) in READERS and options.preset is None:
+    stored = stored if stored is None or isinstance(stored, dict) else stored.to_dict()
+    if stored is not None and method_of({"quantization_config": stored}) in READERS and chosen is None:
         stored = None  # read as dense weights
     if stored is not None and stored.get("quant_method") != models.QUANT_METHOD:
-        raise ModelError(f"model: {options.model} is quantised by {stored.get('quant_method')}; give the original")
-    if stored is not None and options.preset is not None:
-        raise ModelError(f"model: {options.model} is quantised already; leave --preset out, or give the original")
-    if stored or options.preset is not None:
-        chosen = Preset.from_dict(stored["preset"]) if stored else preset(str(options.preset), options.keep)
+        raise ModelError(f"model: {name} is quantised by {stored.get('quant_method')}; give the original")
+    if stored is not None and chosen is not None:
+        raise ModelError(
+            f"model: {name} is quantised already; leave --preset or --from-scratch out, or give the original"
+        )
+    chosen = chosen if stored is None else Preset.from_dict(stored["preset"])
+    if chosen is not None:
         make_quant_skeleton(module, chosen)
-    models.cast(module, DTYPES[options.run.dtype])
-    if adapter:  # after the cast, as a run does: its factors stay float32
-        ranks = None if options.lora.recovery_r else allocated_ranks(Path(str(options.model)).expanduser())
-        add_lora(module, options.lora, ranks=ranks)
+    models.cast(module, dtype)
     return config, module
 
 
@@ -219,9 +185,11 @@ def formed_bytes(module: nn.Module, dtype: torch.dtype) -> int:
 
 def skeleton(options: EstimateOptions) -> Shapes:
     """Build a student with an adapter on the meta device, in its training state; raises as `meta_student`."""
-    config, module = meta_student(options)
-    dtype, rank = DTYPES[options.run.dtype], options.lora.rank
-    scales = options.train_scales
+    chosen = None if options.preset is None else preset(options.preset, options.keep)
+    dtype, rank, scales = DTYPES[options.run.dtype], options.lora.rank, options.train_scales
+    config, module = meta_student(str(options.model), chosen, dtype)
+    ranks = None if options.lora.recovery_r else allocated_ranks(Path(str(options.model)).expanduser())
+    add_lora(module, options.lora, ranks=ranks)  # after the cast, as a run does: its factors stay float32
     groups = recovery_parts(models.CausalLM(module, Path()), scales, options.train_norms, dtype)
     shapes = Shapes(config.get_text_config(), module, groups, rank, scales, 0)
     return replace(shapes, formed_bytes=scales * dtype.itemsize * sum(shapes.quantised))

@@ -43,10 +43,7 @@ class SolverWork(NamedTuple):
 
 
 def plan_quantize(options: QuantizeOptions) -> DryRun:
-    """Plan the quantisation of a model; ModelError: it has no config.json here or on the Hub, or is quantised already.
-
-    ConfigError: an unknown preset, or patterns that match no layer.
-    """
+    """Plan a quantisation; ModelError: no config.json here or on the Hub, or codes; ConfigError: as `check_reach`."""
     config, module = meta_model(str(options.model))
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(f"model: {options.model} is quantised already; give the full-precision model")

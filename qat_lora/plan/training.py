@@ -19,16 +19,14 @@ import torch
 
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.data.shuffle import steps_per_epoch
-from qat_lora.errors import ConfigError, DeviceError, ModelError
+from qat_lora.errors import DeviceError, ModelError
 from qat_lora.layers.calibrate.fisher import fisher_bytes
-from qat_lora.layers.convert import make_quant_skeleton
 from qat_lora.models import load as models
 from qat_lora.models.load import DTYPES, CausalLM, resolve_model
 from qat_lora.options import CacheBuildOptions, EstimateOptions, QatOptions, RecoverOptions, RunConfig
 from qat_lora.plan.devices import attention_on, likely
-from qat_lora.plan.memory import GIB, forecast, formed_bytes, meta_model, skeleton, stored_quantisation
+from qat_lora.plan.memory import GIB, forecast, formed_bytes, meta_model, meta_student, skeleton
 from qat_lora.plan.step import Shapes
-from qat_lora.quant.presets import Preset
 from qat_lora.registry import DryRun, Requirements
 from qat_lora.runtime.base import default_loss_chunk_mb
 from qat_lora.runtime.launch.select import choose, look, plan_run, runs_on_host
@@ -43,18 +41,14 @@ Training = RecoverOptions | QatOptions
 
 
 def plan_recover(options: RecoverOptions) -> DryRun:
-    """Plan a recovery; ModelError: the student has no config.json here or on the Hub.
-
-    CacheError: its cache does not fit, or is none; ConfigError: a global batch does not divide, patterns match nothing.
-    """
+    """Plan a recovery; ModelError: no config.json; CacheError: a cache that does not fit; ConfigError: a setting."""
     assumed: list[str] = []
     options = with_dtype(options, device_of(options.run))[0]
     replicas = replicas_of(options.run, assumed)
     accumulation = options.loop.accumulation(replicas)
     student = str(options.model)  # the name under which the Hub has its config, or a folder
     if options.checkpoint is not None:
-        advice = "ask `qat-lora estimate --model MODEL --preset PRESET`, which needs no checkpoint"
-        student = str(_folder(options.checkpoint, advice))
+        student = str(_folder(options.checkpoint))
     elif _is_here(student):
         student = str(resolve_model(student))
     dataset = _cache(options)
@@ -81,10 +75,7 @@ def plan_recover(options: RecoverOptions) -> DryRun:
 
 
 def plan_qat(options: QatOptions) -> DryRun:
-    """Plan the training of a quantised model; ModelError: a model has no config.json, or the checkpoint is not here.
-
-    CacheError: its cache does not fit, or is none; ConfigError: a global batch does not divide, or parts are missing.
-    """
+    """Plan the training of a quantised model; ModelError: no config.json; others as `plan_recover`."""
     assumed: list[str] = []
     options = with_dtype(options, device_of(options.run))[0]
     replicas = replicas_of(options.run, assumed)
@@ -235,11 +226,11 @@ def _text(report: dict[str, Any], trained: str, utilisation: float, more: Sequen
     return "\n".join([*lines, *more, *(f"assumed  {text}" for text in report["assumed"])])
 
 
-def _folder(checkpoint: str, advice: str) -> Path:
+def _folder(checkpoint: str) -> Path:
     if not _is_here(checkpoint):
         raise ModelError(
             f"checkpoint: there is no folder {Path(checkpoint).expanduser()}, and a dry run reads its config.json; "
-            f"make it with `qat-lora quantize`, or {advice}"
+            "make it with `qat-lora quantize`, or ask `qat-lora estimate --model MODEL --preset PRESET`"
         )
     return resolve_model(checkpoint)
 
@@ -252,22 +243,9 @@ def _is_here(name: str) -> bool:
 def _models(options: QatOptions) -> tuple[Any, CausalLM, CausalLM | None]:
     """Return text config, student and the full-precision model, if one is named, on the meta device."""
     full = None if options.model is None else CausalLM(meta_model(options.model)[1], Path(options.model))
-    advice = "give --from-scratch --model MODEL"
-    folder = Path(str(options.model)) if options.from_scratch else _folder(str(options.checkpoint), advice)
-    config, module = meta_model(str(folder))
-    stored = stored_quantisation(config)
-    if options.from_scratch:
-        if stored is not None:
-            raise ConfigError(f"model: {options.model} is quantised already; give it as --checkpoint")
-        check_parts(options, full, None)
-        chosen = chosen_preset(options)
-    elif stored is None or stored.get("quant_method") != models.QUANT_METHOD:
-        raise ConfigError(f"checkpoint: {options.checkpoint} has no quantised layers; give --from-scratch --model")
-    else:
-        chosen = Preset.from_dict(stored["preset"])
-    make_quant_skeleton(module, chosen)
-    models.cast(module, DTYPES[options.run.dtype])
+    folder = Path(str(options.model)) if options.from_scratch else _folder(str(options.checkpoint))
+    chosen = chosen_preset(options) if options.from_scratch else None
+    config, module = meta_student(str(folder), chosen, DTYPES[options.run.dtype])
     student = CausalLM(module, folder)
-    if not options.from_scratch:
-        check_parts(options, full, student)
+    check_parts(options, full, None if options.from_scratch else student)
     return config.get_text_config(), student, full

@@ -53,10 +53,7 @@ class TargetConfig:
 
 
 def allocate(layers: Sequence[str], bytes_P: np.ndarray, costs_P: np.ndarray, budget_bytes: int) -> list[int]:
-    """Return one point of every layer, within a budget beside which no better one fits; the lists describe all points.
-
-    ConfigError: even the smallest points take more than the budget.
-    """
+    """Return one point of each layer, within a budget beside which no better fits; ConfigError: the least exceed it."""
     layers_P = np.unique(layers, return_inverse=True)[1]
     order = np.lexsort((costs_P, bytes_P, layers_P))
     chosen_L = order[np.unique(layers_P[order], return_index=True)[1]]

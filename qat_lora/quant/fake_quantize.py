@@ -79,13 +79,8 @@ def fake_quantize(
 ) -> Tensor:
     """Return the weight as `spec` would store it, differentiable in weight, scale, code book and zero points.
 
-    Args:
-        weight_OI: latent weight.
-        scale_OI: scale of every weight, or what broadcasts to it; so are the zero points of asymmetric codes.
-        spec: how the weight is stored.
-        values: sorted code book (`codes.code_values(spec)`, or a table that trains).
-        zero_OI: zero points.
-        gradient: `lsq`, or `ste`, the older rule, by which weights beyond the range train as if they were inside.
+    Scales and zero points are [O, I] or what broadcasts to it; `values` is the sorted code book, or a table that
+    trains. By `ste`, the older rule, weights beyond the range train as if they were inside.
     """
     values = values.to(weight_OI.dtype)
     margin = 0.5 if spec.code == "half" else 0.0

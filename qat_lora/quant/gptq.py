@@ -75,14 +75,10 @@ def damped(second_moment: Tensor) -> Tensor:
 class Grid(NamedTuple):
     """The meaning of the codes of weights (or of some columns): (value - zero) * scale."""
 
-    values: Tensor
-    """Sorted code book."""
-    scale: Tensor
-    """Scale of every weight, [R, I]."""
-    zero: Tensor | None = None
-    """Zero point of every weight, [R, I], with asymmetric codes."""
-    first: float | None = None
-    """Least code value where they count up by ones; None for tables."""
+    values: Tensor  # sorted code book
+    scale: Tensor  # scale of every weight, [R, I]
+    zero: Tensor | None = None  # zero point of every weight, [R, I], with asymmetric codes
+    first: float | None = None  # least code value where they count up by ones; None for tables
 
     def parts(self) -> list[Tensor]:
         """Return the tensors that have an entry for every weight."""
@@ -130,11 +126,9 @@ class Steps(NamedTuple):
     """The numbers that parts of `size` columns may have."""
 
     size: int
-    first: Callable[[Tensor], Tensor]
-    """The number nearest to one that the first of them may be."""
+    first: Callable[[Tensor], Tensor]  # the number nearest to one that the first of them may be
     second: Callable[[Tensor], Tensor]
-    shifts: tuple[float, ...]
-    """What is added to optima of the first before that, to try its neighbours."""
+    shifts: tuple[float, ...]  # what is added to optima of the first before that, to try its neighbours
 
 
 GridOf = Callable[[Number, Tensor, Tensors], tuple[Grid, Tensors]]
@@ -147,12 +141,7 @@ def gptq(
 ) -> tuple[Tensor, Tensors]:
     """Return error-compensated uint8 codes, and what `grid_of` kept of every block [blocks, ...].
 
-    Args:
-        weight_RI: the weights, of the roots' type.
-        inverse_root_LII: `Curvature.inverse_root_LII` of their inputs.
-        size: columns that share a grid.
-        grid_of: the grid of a block.
-        given: what it reads, with `whole_parts` of this size.
+    Weights are of the roots' type, `size` columns share a grid; `given` is what it is found from, in `whole_parts`.
     """
     layers, columns = inverse_root_LII.shape[:2]
     own_LI = whole_parts(inverse_root_LII.diagonal(dim1=1, dim2=2), size, 1, fill=1.0)
@@ -205,14 +194,8 @@ def slope_of(weight_RI: Tensor, dense_RI: Tensor, damped_LII: Tensor) -> Tensor:
 def descend(slope_RI: Tensor, damped_LII: Tensor, grid: Grid, codes_RI: Tensor, sweeps: int) -> tuple[Tensor, Tensor]:
     """Return codes after sweeps of coordinate descent, and the slope there.
 
-    The output error falls or stays with every column. All tensors but the codes are of one type.
-
-    Args:
-        slope_RI: `slope_of` the weights and these codes.
-        damped_LII: damped second moments of the layers' inputs.
-        grid: what the codes mean.
-        codes_RI: the codes.
-        sweeps: over all columns, at most; one that changes nothing is the last.
+    The output error falls or stays with every column, and a sweep that changes nothing is the last. `slope_RI` is
+    `slope_of` the weights and these codes; all tensors but the codes are of one type.
     """
     layers, columns = damped_LII.shape[:2]
 
@@ -284,14 +267,8 @@ def refit_parts(
 ) -> Tensors:
     """Return two numbers [R, parts] of every part of columns after a turn of exact steps, those of a part together.
 
-    Steps are onto the numbers' grid, and the output error falls or stays with every part.
-
-    Args:
-        slope_RI: `slope_of` the weights now.
-        damped_LII: damped second moments of the layers' inputs.
-        bases: what a unit of each number adds to the weight, [R, I].
-        numbers: as they are now.
-        steps: the grid.
+    Steps are onto the numbers' grid, and the output error falls or stays with every part. `slope_RI` is `slope_of` the
+    weights now; `bases` [R, I] are what a unit of each number adds to the weight.
     """
 
     def turn(number: Number, carry: Tensors, now: Tensors, constants: Tensors) -> tuple[Tensors, Tensors]:

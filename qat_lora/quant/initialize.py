@@ -55,14 +55,10 @@ ROUNDS, SWEEPS = 3, 2  # of scale refits, and of descent after each
 class QuantizedWeight(NamedTuple):
     """A weight as codes and scales."""
 
-    codes_OI: Tensor
-    """uint8 indices into `values`."""
-    values: Tensor
-    """float32 code book."""
-    scales: Scales
-    """float16 numbers held as float32."""
-    whole: Scales = ()
-    """Whole numbers [rows, G] as float32, by the names in `QuantSpec.whole`."""
+    codes_OI: Tensor  # uint8 indices into `values`
+    values: Tensor  # float32 code book
+    scales: Scales  # float16 numbers held as float32
+    whole: Scales = ()  # whole numbers [rows, G] as float32, by the names in `QuantSpec.whole`
 
     def to(self, device: torch.device) -> QuantizedWeight:
         """Return the same on another device."""
@@ -115,15 +111,10 @@ def quantize_weight(
     calibration: Tensor | Curvature | None = None,
     rounds: int = ROUNDS,
 ) -> QuantizedWeight:
-    """Quantise one weight matrix.
+    """Quantise one weight matrix of any float type.
 
-    Args:
-        weight_OI: the weight, any float type.
-        spec: how to store it.
-        method: one of `METHODS`.
-        calibration: mean of x xᵀ over calibration tokens [I, I], or its curvature where it serves several calls, or
-            several layers; needed by `awq`, `gptq` and `descent`, used for importance by `mse`.
-        rounds: of `descent`.
+    `calibration` is the mean of x xᵀ over calibration tokens [I, I], or its curvature where it serves several calls, or
+    several layers; needed by `awq`, `gptq` and `descent`, used for importance by `mse`. `rounds` are of `descent`.
 
     ConfigError: unknown method, one that lacks its calibration, or a weight that is not finite or too large.
     """

@@ -116,11 +116,8 @@ PRESETS: Mapping[str, Preset] = {name: Preset(name, rules) for name, rules in _R
 def preset(name: str, keep: tuple[str, ...] = (), override: tuple[str, ...] = (), lm_head: str | None = None) -> Preset:
     """Return a preset by name, changed as the user asked.
 
-    Args:
-        name: an entry of `PRESETS`.
-        keep: patterns of layers that stay unquantised, whatever the other rules say.
-        override: `PATTERN=PRESET`: layers with the spec of another preset; the first match decides.
-        lm_head: preset whose spec the LM head gets; None leaves it unquantised.
+    Layers that match `keep` stay unquantised, whatever other rules say; `override` is a list of `PATTERN=PRESET`, of
+    which the first match decides; `lm_head` is the preset whose spec the LM head gets, None leaves it unquantised.
 
     ConfigError: unknown name (the message lists the known ones), or a pattern that is no regular expression.
     """

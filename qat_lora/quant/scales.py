@@ -36,8 +36,7 @@ SWEEPS = 8  # of codes and low-rank factors
 class Cost(NamedTuple):
     """What errors [rows, G, members] cost, [rows, G]."""
 
-    of: Callable[..., Tensor]
-    """From the errors and what it was given."""
+    of: Callable[..., Tensor]  # from the errors and what it was given
     given: Tensor
 
 
@@ -170,11 +169,6 @@ def clip_scale(weight_OI: Tensor, spec: QuantSpec, cost: Cost) -> Tensor:
     return _cheapest(at, [grouped(weight_OI, spec), widest], cost, spec.signed)[0]
 
 
-def mse_scale(weight_OI: Tensor, spec: QuantSpec, importance_I: Tensor | None = None) -> Tensor:
-    """Return the clipped scale [rows, G] with the least squared error, weighted by importance where it is known."""
-    return clip_scale(weight_OI, spec, importance_cost(weight_OI, spec, importance_I))
-
-
 def range_scale(weight_OI: Tensor, spec: QuantSpec, cost: Cost | None) -> tuple[Tensor, Tensor]:
     """Return float16-exact scales and integer zero points, both [rows, G], of asymmetric codes.
 
@@ -301,7 +295,8 @@ def low_rank_scales(weight_OI: Tensor, spec: QuantSpec, importance_I: Tensor | N
     out_features, in_features = weight_OI.shape
     values = code_values(spec).to(weight_OI)
     even = dataclasses.replace(spec, sharing="group", rank=None, code="half")  # rounding, not a search of a table
-    start = mse_scale(weight_OI, even, importance_I) * (full_range(even) / values[-1])
+    start = clip_scale(weight_OI, even, importance_cost(weight_OI, even, importance_I))
+    start = start * (full_range(even) / values[-1])
     # Columns of a group are alike, so the factors of the whole are those of one column each; ranks beyond them start as
     # directions of chance that the first half of the alternation weighs.
     size = torch.full((start.shape[1],), float(min(spec.group_size, in_features))).to(start)

@@ -61,11 +61,8 @@ class QuantSpec:
                 raise ConfigError(f"{field}: {value!r} is not a whole number below 2^31")
         if self.bits not in range(2, 9):
             raise ConfigError(f"bits: {self.bits!r} is not supported; allowed: 2 to 8")
-        for field, given, allowed in (
-            ("code", self.code, get_args(Code)),
-            ("sharing", self.sharing, get_args(Sharing)),
-            ("table", self.table, get_args(Table)),
-        ):
+        for field, names in {"code": Code, "sharing": Sharing, "table": Table}.items():
+            given, allowed = getattr(self, field), get_args(names)
             if given not in allowed:  # config.json is read by people and written by others
                 raise ConfigError(f"{field}: {given!r} is unknown; allowed: {', '.join(allowed)}")
         needs_group = self.sharing in ("group", "lowrank")

@@ -38,15 +38,8 @@ def refine_rows(
 ) -> QuantizedWeight:
     """Return a start after rounds of two-sided descent; tr(G E H Eᵀ) never rises in any layer.
 
-    A scale that a whole tensor shares belongs to no row: such weights stay as they are.
-
-    Args:
-        weight_RI: the weights, layers' rows one under the other.
-        spec: how they are stored.
-        start: their codes and scales.
-        curvature: H of the layers' inputs.
-        outputs_LOO: G of the layers' outputs, float32, positive definite.
-        rounds: over all rows.
+    Layers' rows lie one under the other; `curvature` is H, `outputs_LOO` G, float32, positive definite. A scale that a
+    whole tensor shares belongs to no row: such weights stay as they are.
     """
     if spec.sharing == "tensor":
         return start

@@ -48,15 +48,11 @@ HEAD_ROWS = 16  # of calibration, on which tables are measured
 class Choices(NamedTuple):
     """What the layers of a model may be, in an engine's files."""
 
-    points: list[tuple[str, QuantSpec, int]]
-    """Layer, format and rank: every format of every layer at all ranks, in order."""
+    points: list[tuple[str, QuantSpec, int]]  # layer, format, rank: every format of every layer at all ranks, in order
     bytes_P: np.ndarray
-    other_bytes: int
-    """Of all other tensors."""
-    target_bytes: int
-    """What all shall take together."""
-    range_text: str
-    """The same with what is allowed, a line for people."""
+    other_bytes: int  # of all other tensors
+    target_bytes: int  # what all shall take together
+    range_text: str  # the same with what is allowed, a line for people
 
 
 def choices(options: QuantizeOptions, module: Any, itemsize: int) -> Choices:

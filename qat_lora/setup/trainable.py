@@ -21,39 +21,28 @@ from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.models.load import DTYPES, CausalLM
 from qat_lora.options import QatOptions
 from qat_lora.quant.presets import Preset, preset
-from qat_lora.quant.spec import QuantSpec
 
 
 def chosen_preset(options: QatOptions) -> Preset:
-    """Return how a student that is to be made is stored."""
-    return preset(preset_name(options), options.keep, options.override, options.quantize_head)
-
-
-def preset_name(options: QatOptions) -> str:
-    """Return the preset of a student that is to be made; the guide's where none is given."""
-    return options.preset or "q4_r32"
-
-
-def given(model: CausalLM | None) -> CausalLM:
-    """Return a model that the options required."""
-    assert model is not None  # `--from-scratch` requires it
-    return model
+    """Return how a student that is to be made is stored; the guide's way where no preset is given."""
+    return preset(options.preset or "q4_r32", options.keep, options.override, options.quantize_head)
 
 
 def check_parts(options: QatOptions, full: CausalLM | None, student: CausalLM | None) -> None:
     """Raise ConfigError for what cannot be trained, ModelError for a full model that the student was not made of."""
-    specs: dict[str, QuantSpec]
+    first = student or full
+    assert first is not None  # `--from-scratch` requires the full model
+    module, layers = first.module, quant_layers(first.module)
+    specs = {name: layer.spec for name, layer in layers.items()}
     if student is None:
-        if quant_layers(given(full).module):
+        if layers:
             raise ConfigError(f"model: {options.model} is quantised already; give it as --checkpoint")
-        specs = check_reach(given(full).module, chosen_preset(options))
-    else:
-        specs = {name: layer.spec for name, layer in quant_layers(student.module).items()}
-        if not specs:
-            raise ConfigError(f"checkpoint: {options.checkpoint} has no quantised layers; give --from-scratch --model")
+        specs = check_reach(module, chosen_preset(options))
+    elif not layers:
+        raise ConfigError(f"checkpoint: {options.checkpoint} has no quantised layers; give --from-scratch --model")
     if full is not None and student is not None:
         dense, quantised = dense_layers(full), quant_layers(full.module)
-        for name, layer in quant_layers(student.module).items():
+        for name, layer in layers.items():
             shape = (layer.out_features, layer.in_features)
             if name not in dense or tuple(dense[name].weight.shape) != shape or name in quantised:
                 raise ModelError(f"model: {full.folder} has no full-precision {name} of shape {shape}, as --checkpoint")
@@ -70,9 +59,8 @@ def check_parts(options: QatOptions, full: CausalLM | None, student: CausalLM | 
     if options.run.dtype != "float32" and parts & {"norms", "embeddings", "head"}:
         lose = "norms, embeddings and head lose small updates in bfloat16"
         raise ConfigError(f"train_parts: {lose}; give --dtype float32 --autocast")
-    if "embeddings" in parts and student is not None and tied_embedding(student.module) is not None:
+    if "embeddings" in parts and tied_embedding(module) is not None:
         raise ConfigError("train_parts: the embedding is the quantised head in this model; leave out embeddings")
-    module = (student or given(full)).module
     lm_head = module.get_output_embeddings()
     if "head" in parts and isinstance(lm_head, QuantLinear):
         instead = "scales, lut and weights train it; leave out head"

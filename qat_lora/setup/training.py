@@ -97,10 +97,7 @@ def check_arrays(dataset: KDCacheDataset, objective: ObjectiveConfig) -> None:
 
 
 def text_training_data(options: RecoverOptions, model: CausalLM) -> TrainingData:
-    """Pack the text of a run into rows, with whole documents kept apart for evaluation.
-
-    TextError: no text, too little, or no chats where these are needed. ConfigError: rows longer than the model takes.
-    """
+    """Pack a run's text into rows, whole documents kept apart for evaluation; TextError: too little, or no chats."""
     fits_positions(model, options.length)
     tokenizer = load_tokenizer(model.tokenizer_folder, options.hub.trust_remote_code)
     encode = ENCODERS[options.learn](make_encoder(tokenizer))
@@ -120,10 +117,7 @@ def text_training_data(options: RecoverOptions, model: CausalLM) -> TrainingData
 def prepare(
     objective: ObjectiveConfig, dataset: Any, model: CausalLM, loop: LoopConfig, seed: int, runtime: Runtime
 ) -> PreparedObjective:
-    """Return what `train` takes; the model is placed and holds the weights that it has before step 1.
-
-    ConfigError: more anchor rows than there are training rows, or a walk that this device does not have.
-    """
+    """Return what `train` takes of a model before step 1; ConfigError: too many anchor rows, or no such walk."""
     if objective.loss_walk == "auto":
         objective = replace(objective, loss_walk=runtime.loss_walk)
     objective = replace(objective, loss_chunk_mb=runtime.loss_chunk_mb(objective.loss_chunk_mb))

@@ -32,7 +32,7 @@ from qat_lora.train.checkpoint import save_checkpoint
 from qat_lora.train.metrics import EVALUATIONS, LOGS, REMEDY, TRACKERS, MetricsLog, append_lines, log_mark
 from qat_lora.train.optim import TrainState, averaged
 
-_count = functools.partial(option, min=1, refusal="is below 1")
+_count = functools.partial(option, min=1)
 
 
 @settings

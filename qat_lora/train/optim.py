@@ -35,7 +35,7 @@ RATES = {
 }  # fmt: skip
 DECAYING = ("adapter", "weights")
 SHARES = {"block_scales": 1 / 32}  # of that rate: the scale of a K-quant's group is some 15 to 128 of its block's
-_decay = functools.partial(option, min=0, max=math.nextafter(1, 0), refusal="is not from 0 to below 1")
+_decay = functools.partial(option, min=0, below=1)
 
 
 @settings
@@ -51,9 +51,7 @@ class OptimConfig:
     norm_lr: float | None = option(None, "peak learning rate of norms; default: a third of --lr", above=0)
     schedule: Literal["cosine", "constant"] = option("cosine", "learning rate after warm-up")
     warmup_steps: int = option(20, "optimizer steps of linear warm-up, from 1/n of the peak", unit="steps", min=0)
-    min_lr_ratio: float = option(
-        0.1, "learning rate at the end, as a share of the peak (cosine)", min=0, max=1, refusal="is not between 0 and 1"
-    )
+    min_lr_ratio: float = option(0.1, "learning rate at the end, as a share of the peak (cosine)", min=0, max=1)
     weight_decay: float = option(
         0.0, "decoupled weight decay of adapter and weights; scales and norms have none", min=0
     )

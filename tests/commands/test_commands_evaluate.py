@@ -135,7 +135,7 @@ def test_blocks_of_2048_are_those_of_the_papers(tiny, tmp_path):
     tokenizer = load_tokenizer(tiny.teacher)
     teacher = tmp_path / "long"
     torch.manual_seed(0)
-    model = make_qwen3(teacher, 320, hidden=16, layers=1, heads=1, kv_heads=1, mlp=16, positions=2048)
+    model = make_qwen3(teacher, 320, hidden=16, layers=1, heads=1, kv_heads=1, mlp=16, max_position_embeddings=2048)
     model.module.save_pretrained(teacher)
     tokenizer.save_pretrained(teacher)
     options = replace(eval_options(tiny, {}, tmp_path / "e"), teacher=str(teacher), protocol="blocks2048")

@@ -6,17 +6,21 @@ import pytest
 import yaml
 
 from qat_lora.errors import ConfigError, DamagedFileError, ModelError
-from qat_lora.export.card import Card, Origin, labelled, model_card, read_origin, read_scores
+from qat_lora.export.card import DATASET, MODEL, Card, labelled, model_card, read_origin, read_scores
 from qat_lora.export.forms import FORMS, display_name
 from qat_lora.export.pair import save_adapter_copy, save_pair
 from qat_lora.files.outputs import claim
 from qat_lora.models.adapter import CONFIG
 
 
+def origin(model="unknown", preset="none"):
+    return {MODEL: model, "teacher": "unknown", "data of the recovery": "unknown", "preset": preset}
+
+
 def card(**changed):
     facts = {
-        "name": "tiny", "form": "merged", "origin": Origin(), "base_sha256": "f" * 64, "bits_per_weight": None,
-        "result": {"layers_rounded": 3, "nothing": None}, "command": "qat-lora export",
+        "name": "tiny", "form": "merged", "origin": origin(), "base_sha256": "f" * 64, "bits_per_weight": None,
+        "result": {"layers_rounded": 3, "nothing": None}, "command": "qat-lora export", "usage": "import it",
     }  # fmt: skip
     return model_card(Card(**{**facts, **changed}))
 
@@ -36,7 +40,7 @@ def test_sizes_are_shown_with_their_unit():
 
 
 def test_a_hub_model_is_named():
-    front = yaml.safe_load(card(origin=Origin(model="Qwen/Qwen3-0.6B")).split("---\n")[1])
+    front = yaml.safe_load(card(origin=origin("Qwen/Qwen3-0.6B")).split("---\n")[1])
     assert front["base_model"] == "Qwen/Qwen3-0.6B"
 
 
@@ -51,7 +55,7 @@ SCORES = {
 def test_the_hub_reads_what_it_is_made_of_and_its_scores(form, relation):
     """By the Hub's own reader: base model, data, and the scores of this model among several."""
     hub = pytest.importorskip("huggingface_hub")
-    text = card(form=form, origin=Origin(model="Qwen/Qwen3-0.6B", dataset="Salesforce/wikitext"), scores=SCORES)
+    text = card(form=form, origin=origin("Qwen/Qwen3-0.6B") | {DATASET: "Salesforce/wikitext"}, scores=SCORES)
     data = hub.ModelCard(text).data
     assert (data.base_model, data["base_model_relation"], data.datasets) == (
         "Qwen/Qwen3-0.6B", relation, ["Salesforce/wikitext"],
@@ -72,9 +76,7 @@ def test_scores_of_nobody_in_particular_are_a_table_only():
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_says_how_it_is_used(form):
     text = card(form=form, notes=["not run in vLLM"])
-    assert "\n```python\n" in text and "* not run in vLLM" in text
-    packed = form in ("compressed-tensors", "gguf", "gptq", "mlx")  # which come without an adapter, too
-    assert (card(form=form, adapter=True) != card(form=form)) == packed
+    assert "\n```python\nimport it\n```\n" in text and "* not run in vLLM" in text and f"| form | {form} |" in text
 
 
 @pytest.mark.parametrize(
@@ -98,11 +100,11 @@ def test_origin_without_run_or_cache(tmp_path):
     adapter = tmp_path / "run" / "best"
     adapter.mkdir(parents=True)
     (tmp_path / "run" / "config.yaml").write_text("kd_cache_dir: /gone\n")
-    assert read_origin(Config(), adapter) == Origin(tmp_path.name, "unknown", "unknown", "w2g64")
-    assert read_origin(object(), None) == Origin()
+    assert read_origin(Config(), adapter) == origin(tmp_path.name, "w2g64")
+    assert read_origin(object(), None) == origin()
     for damaged in ("a: b: c\n", "- 1\n", "x\n", "[" * 5000, "a: !!python/object:x.y 1\n"):
         (tmp_path / "run" / "config.yaml").write_text(damaged)
-        assert read_origin(Config(), adapter) == Origin(tmp_path.name, "unknown", "unknown", "w2g64")
+        assert read_origin(Config(), adapter) == origin(tmp_path.name, "w2g64")
     claim(tmp_path / "made", "recover", {}, False)
     (tmp_path / "made" / "best").mkdir()
     (tmp_path / "made" / "config.yaml").write_text("a: b: c\n")

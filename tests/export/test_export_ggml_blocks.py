@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from qat_lora.export.ggml_blocks import K_QUANTS, Blocks, float_blocks, ggml_type, k_quant, plain_blocks, with_error
+from qat_lora.export.ggml_blocks import K_QUANTS, Blocks, float_blocks, k_quant, plain_blocks
 from qat_lora.export.integers import Integers
+from qat_lora.models.from_gguf import ggml_type
 from qat_lora.quant.codes import pack
+from qat_lora.quant.spec import QuantSpec
 
 gguf = pytest.importorskip("gguf")
 ROWS, WIDTH = 3, 512
@@ -28,7 +30,7 @@ def drawn(code, bits, group, step_bits):
         weight = plain["codes"] * (scale * steps) - minimum * minima
     else:
         weight = (plain["codes"].float() - 2 ** (bits - 1)) * (scale * (steps - 2 ** (step_bits - 1)))
-    spec = SimpleNamespace(code=code, bits=bits, group_size=group, step_bits=step_bits)
+    spec = QuantSpec(code=code, bits=bits, sharing="group", group_size=group, step_bits=step_bits)
     return SimpleNamespace(spec=spec, in_features=WIDTH, out_features=ROWS, stored=lambda: stored), weight
 
 
@@ -38,7 +40,7 @@ def test_k_quants(key, kind):
     blocks = Blocks(kind, k_quant(kind, layer))
     assert torch.equal(blocks.dense(), weight)
     assert blocks.bits_per_weight == {"Q2_K": 2.625, "Q3_K": 3.4375, "Q4_K": 4.5, "Q6_K": 6.5625}[kind]
-    assert with_error(blocks, weight).error == 0 < with_error(blocks, weight * 1.5).error < 1
+    assert blocks.measured(weight).error == 0 < blocks.measured(weight * 1.5).error < 1
 
 
 @pytest.mark.parametrize(
@@ -47,7 +49,7 @@ def test_k_quants(key, kind):
 def test_plain_types(kind, bits, size):
     torch.manual_seed(0)
     codes = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (ROWS, WIDTH)).to(torch.int8)
-    integers = Integers(codes, torch.randn(ROWS, WIDTH // size).half().float(), size, bits, 0.0)
+    integers = Integers(codes, torch.randn(ROWS, WIDTH // size).half().float(), size, bits)
     blocks = plain_blocks(integers, bits == 2)
     assert blocks.kind == kind and torch.equal(blocks.dense(), integers.dense())
     if kind == "Q2_0":  # which the library does not know: the slow way, from llama.cpp's definition

@@ -158,8 +158,7 @@ def test_the_merged_form_is_one_dense_file(tiny, tmp_path):
     model = open_student(str(adapter), HubConfig()).model
     reader, tensors, dense = read(out / "base.gguf")
     assert (
-        reader.get_field("general.file_type").contents() == 1
-        and gguf_merged.usage(True) in (out / "README.md").read_text()
+        reader.get_field("general.file_type").contents() == 1 and gguf_merged.USAGE in (out / "README.md").read_text()
     )
     for layer, module in lora_layers(model.module).items():
         found = f"{gguf_name(model, layer)}.weight"

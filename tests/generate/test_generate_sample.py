@@ -12,7 +12,7 @@ from qat_lora.commands.generate import generate
 from qat_lora.errors import ConfigError, ModelError
 from qat_lora.generate.sample import continue_text, stream_ids, until_end
 from qat_lora.models.load import load_model, load_tokenizer
-from qat_lora.options import GenerateOptions
+from qat_lora.options import ChatOptions, GenerateOptions
 from qat_lora.runtime.launch.select import select_runtime
 
 CPU = torch.device("cpu")
@@ -103,19 +103,22 @@ def test_draws_have_the_models_probabilities(model):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "new", "temperature", "word"),
-    [
-        ([], 5, 0.0, "prompt: is empty"),
-        (PROMPT, 0, 0.0, "max_new_tokens: 0"),
-        (PROMPT, -2, 0.0, "max_new_tokens: -2"),
-        (PROMPT, 253, 0.0, "max_new_tokens: .* 257 of 256"),
-        (PROMPT, 5, -1.0, "gen_temperature: -1"),
-        (PROMPT, 5, float("nan"), "gen_temperature: nan"),
-    ],
+    ("prompt", "new", "word"),
+    [([], 5, "prompt: is empty"), (PROMPT, 253, "max_new_tokens: .* 257 of 256")],
 )
-def test_refusals(model, prompt, new, temperature, word):
+def test_refusals(model, prompt, new, word):
     with pytest.raises(ConfigError, match=word):
-        continue_ids(model, prompt, new, temperature=temperature)
+        continue_ids(model, prompt, new)
+
+
+@pytest.mark.parametrize("options", [GenerateOptions, ChatOptions])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_new_tokens", 0), ("max_new_tokens", -2), ("gen_temperature", -1.0), ("gen_temperature", float("nan"))],
+)
+def test_numbers_without_a_meaning_are_refused_by_the_settings(options, name, value):
+    with pytest.raises(ConfigError, match=f"{name}: {value} is too small"):
+        options(student="s", **{name: value}, **({"prompt": "p"} if options is GenerateOptions else {}))
 
 
 def test_the_longest_that_fits_is_allowed(model):

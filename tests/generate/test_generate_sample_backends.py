@@ -33,7 +33,7 @@ def opened(name):
 
 def test_without_the_binding_the_error_says_what_to_install(gguf, monkeypatch):
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    with pytest.raises(MissingExtraError, match="pip install llama-cpp-python"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'qat-lora\[llama\]'"):
         opened(gguf[1])
 
 

@@ -16,6 +16,7 @@ from qat_lora.layers.calibrate.fit import (
     fit_layers,
     together,
 )
+from qat_lora.options import QuantizeOptions
 from qat_lora.plan.quantize import layer_work
 from qat_lora.quant import gptq
 from qat_lora.quant.spec import QuantSpec
@@ -138,10 +139,9 @@ def test_the_root_of_an_indefinite_moment_is_that_of_its_nearest_definite_one():
     assert torch.equal(factor, factor.tril())
 
 
-def test_refusals():
-    weight = torch.randn(12, 16)
-    with pytest.raises(ConfigError, match="joint_rank: 4 is more than the 2 columns"):
-        fit_layer(weight, SPEC, FitSettings("mse", start_rank=2, joint_rank=4))
+def test_the_settings_refuse_a_joint_rank_without_its_start():
+    with pytest.raises(ConfigError, match="joint_rank: 4 is more than --start-rank 2"):
+        QuantizeOptions(model="m", start_rank=2, joint_rank=4)
 
 
 def test_layers_fitted_together_are_those_fitted_alone():

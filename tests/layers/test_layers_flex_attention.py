@@ -78,7 +78,7 @@ def test_other_masks_and_other_lengths_go_the_other_way():
 def student(length=LENGTH):
     torch.manual_seed(1)
     sizes = {"hidden": 64, "layers": LAYERS, "heads": 4, "kv_heads": 2, "head_dim": 16, "mlp": 128}
-    model = make_qwen3(Path("."), 64, **sizes, positions=length)
+    model = make_qwen3(Path("."), 64, **sizes, max_position_embeddings=length)
     make_quant_skeleton(model.module, preset("w2g64"))
     for layer in quant_layers(model.module).values():
         layer.codes.random_()

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qat_lora.errors import ModelError
-from qat_lora.layers.quant_linear import Dense, Packed, QuantLinear, Unpacked
+from qat_lora.layers.quant_linear import Dense, Packed, QuantLinear, Unpacked, dense_linear
 from qat_lora.quant.initialize import quantize_weight
 from qat_lora.quant.spec import QuantSpec
 
@@ -250,7 +250,7 @@ def test_stored_bits_are_those_of_the_stored_tensors(sharing):
 @pytest.mark.parametrize("sharing", SPECS)
 def test_the_way_back_is_the_same_layer(sharing, state):
     layer = put(make(sharing), state)
-    dense = layer.to_linear()
+    dense = dense_linear(layer)
     assert type(dense) is nn.Linear and torch.equal(dense.weight, dense_reference(layer))
     assert torch.equal(dense.bias, layer.bias)
     again = QuantLinear.from_stored(dense, layer.spec, layer.stored())

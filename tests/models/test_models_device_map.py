@@ -55,7 +55,7 @@ def test_spread_and_plain_agree(tiny, device_map, dtype):
 def test_what_cannot_be_is_said(tiny, monkeypatch):
     away = load_dispatched(str(tiny.teacher), {"": "disk"})
     assert away.vocab_size == 320
-    with pytest.raises(ModelError, match="device_map: the output head is kept outside"):
+    with pytest.raises(ModelError, match="device_map: the output head is on no device"):
         away.lm_head()
     with pytest.raises(ModelError, match="does not load.*device"):
         load_dispatched(str(tiny.teacher), "best")

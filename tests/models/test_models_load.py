@@ -189,7 +189,7 @@ def test_long_rows_make_no_mask_in_memory(tiny, tmp_path, monkeypatch):
 @pytest.mark.parametrize("attention", ["tiled", "library"])
 def test_no_tensor_of_a_forward_and_backward_has_l_squared_numbers(attention):
     length = 5000
-    model = make_qwen3(None, 64, hidden=16, layers=1, heads=1, kv_heads=1, mlp=8, positions=length)
+    model = make_qwen3(None, 64, hidden=16, layers=1, heads=1, kv_heads=1, mlp=8, max_position_embeddings=length)
     if attention == "tiled":
         model.tile_attention()
     largest = 0

@@ -245,11 +245,13 @@ def test_time_and_cost_follow_from_operations_rate_and_price(tiny):
             named((wrong,))
 
 
-def test_the_memory_table_grows_with_batch_and_shrinks_with_checkpointing(tiny):
-    table = ask(tiny.teacher, table=True)["table"]
-    assert [(row["batch_size"], row["length"]) for row in table[:3]] == [(1, 32), (1, 64), (1, 128)]
-    assert all(row["checkpointed"] < row["kept"] for row in table)
-    assert all(a["kept"] < b["kept"] for a, b in zip(table, table[1:], strict=False) if a["length"] < b["length"])
+def test_memory_grows_with_batch_and_length_and_shrinks_with_checkpointing(tiny):
+    def together(rows: int, length: int, again: bool = False) -> int:
+        asked = {"batch_size": rows, "length": length, "gradient_checkpointing": again}
+        return ask(tiny.teacher, **asked)["total_bytes"]
+
+    assert together(1, 32) < together(1, 64) < together(4, 64) < together(16, 128)
+    assert all(together(*sizes, again=True) < together(*sizes) for sizes in ((1, 32), (4, 64), (16, 128)))
 
 
 def test_the_table_adds_up_and_says_what_it_is(tiny, capsys, monkeypatch):
@@ -287,5 +289,5 @@ def test_refusals(tiny, student, tmp_path):
         ask(student, preset="w4g128")
     with pytest.raises(ConfigError, match="w9"):
         ask(tiny.teacher, preset="w9")
-    with pytest.raises(ConfigError, match="batch_size: 0 is below 1"):
+    with pytest.raises(ConfigError, match="batch_size: 0 is too small"):
         ask(tiny.teacher, batch_size=0)

@@ -112,7 +112,9 @@ def test_a_stranger_to_the_cache_is_refused(made, tmp_path):
     from qat_lora.models.load import make_qwen3, make_tokenizer
 
     make_tokenizer(["other words for other tokens"] * 50, 300, tmp_path / "stranger")
-    model = make_qwen3(tmp_path / "stranger", 320, hidden=32, layers=1, heads=1, kv_heads=1, mlp=32, positions=64)
+    model = make_qwen3(
+        tmp_path / "stranger", 320, hidden=32, layers=1, heads=1, kv_heads=1, mlp=32, max_position_embeddings=64
+    )
     model.module.config.save_pretrained(tmp_path / "stranger")
     options = recover_options(made / "student", made / "cache", tmp_path / "run")
     with pytest.raises(CacheError, match="tokenizer: the student's is"):

@@ -77,7 +77,7 @@ def test_what_trains_is_what_the_run_trains(made, tiny, tmp_path, capfd, changed
 def test_the_sum_is_near_the_peak_of_a_step(tmp_path, monkeypatch, changed, dtype, checkpointing):
     """Everything that is alive at once in a real step, counted at torch's dispatcher; the plan is rather too high."""
     length, rows, head_k, vocabulary = 256, 4, 16, 4096
-    sizes = {"hidden": 256, "layers": 3, "heads": 4, "kv_heads": 2, "mlp": 768, "positions": 512}
+    sizes = {"hidden": 256, "layers": 3, "heads": 4, "kv_heads": 2, "mlp": 768, "max_position_embeddings": 512}
     save_model(make_qwen3(tmp_path, vocabulary, **sizes).module, tmp_path)
     monkeypatch.setattr(training, "LENGTH", length)
     asked = QatOptions(
@@ -150,7 +150,7 @@ def test_what_the_run_would_refuse_is_refused(made, tiny, tmp_path):
     go_on = {"from_scratch": False, "model": None, "preset": None, "init": "descent"}
     for changed, error, message in (
         ({"train_parts": ("lut",)}, ConfigError, "train_parts: lut"),
-        ({"model": str(made / "student")}, ConfigError, "quantised already; give it as --checkpoint"),
+        ({"model": str(made / "student")}, ModelError, "quantised already; leave .* --from-scratch out"),
         ({**go_on, "checkpoint": str(tmp_path / "none")}, ModelError, "checkpoint: there is no folder"),
         ({**go_on, "checkpoint": str(tiny.teacher)}, ConfigError, "has no quantised layers"),
         ({"kd_cache_dir": str(tmp_path)}, CacheError, "manifest"),

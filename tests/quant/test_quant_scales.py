@@ -18,6 +18,10 @@ SHARINGS = {
 ASYMMETRIC = QuantSpec(bits=3, code="asymmetric", sharing="group", group_size=16)
 
 
+def mse_scale(weight, spec, importance=None):
+    return S.clip_scale(weight, spec, S.importance_cost(weight, spec, importance))
+
+
 def random(*shape, seed=0, scale=1.0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
 
@@ -70,7 +74,7 @@ def test_mse_scale_is_close_to_the_best_of_all_clips(code, weighted):
     spec = QuantSpec(bits=3, code=code, sharing="group", group_size=64)
     weight = random(4, 150, seed=3)
     importance = random(150, seed=4).square() if weighted else None
-    scale = S.mse_scale(weight, spec, importance)
+    scale = mse_scale(weight, spec, importance)
     book = {"half": np.arange(8) - 3.5, "integer": np.arange(8) - 4.0, "lut": np.linspace(-1, 1, 8)}[code]
     full = 1.0 if code == "lut" else 3.5
     ours = best = plain = 0.0
@@ -92,7 +96,7 @@ def test_mse_scale_is_close_to_the_best_of_all_clips(code, weighted):
 
 def test_rows_of_zeros_keep_a_scale_that_divides():
     spec = SHARINGS["channel"]
-    for scale in (S.absmax_scale(torch.zeros(2, 3), spec), S.mse_scale(torch.zeros(2, 3), spec)):
+    for scale in (S.absmax_scale(torch.zeros(2, 3), spec), mse_scale(torch.zeros(2, 3), spec)):
         assert (scale > 0).all() and (scale.half() > 0).all()
     assert S.away_from_zero(torch.tensor([0.0, -0.0, 1e-12, -1e-12, -2.0])).abs().min() >= S.TINY
     assert S.away_from_zero(torch.tensor([-3.0, 2.0])).tolist() == [-3, 2]
@@ -113,7 +117,7 @@ def test_low_rank_scales_beat_the_svd_they_start_from(bits, rank):
     assert a.shape == (48, rank) and b.shape == (rank, 80)
     book, w = np.linspace(-1, 1, 2**bits), weight.double().numpy()
     group = QuantSpec(bits=bits, code="lut", sharing="group", group_size=16)
-    wide = np.repeat(S.mse_scale(weight, group).double().numpy(), 16, axis=1)
+    wide = np.repeat(mse_scale(weight, group).double().numpy(), 16, axis=1)
     u, s, vh = np.linalg.svd(wide, full_matrices=False)
     start = (u[:, :rank] * s[:rank]) @ vh[:rank]
     ours, plain = snapped_error(w, (a @ b).double().numpy(), book), snapped_error(w, start, book)

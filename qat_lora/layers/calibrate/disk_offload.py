@@ -19,8 +19,7 @@ from qat_lora.errors import ConfigError
 from qat_lora.files.folders import ours
 
 NAME = ".scratch"
-Zeros = Callable[..., Tensor]
-"""From a shape to a float32 tensor of zeros on the host."""
+Zeros = Callable[..., Tensor]  # from a shape to a float32 tensor of zeros on the host
 
 
 def zeros_in(folder: Path) -> Zeros:

@@ -39,10 +39,8 @@ MOST_OUTPUTS = 4096  # layers wider than this keep only the diagonal of G: the m
 class Sensitivity(NamedTuple):
     """The cost of an error at the output of one layer."""
 
-    outputs_OO: Tensor
-    """Mean of g gᵀ over tokens, by what they count for outputs, float32, on the host; [O] where outputs are many."""
-    tokens: list[Tensor]
-    """What every token counts for inputs: `_counts` of its g; a flat tensor a batch."""
+    outputs_OO: Tensor  # mean of g gᵀ by what tokens count for outputs, float32, on the host; [O] where many
+    tokens: list[Tensor]  # what every token counts for inputs: `_counts` of its g; a flat tensor a batch
 
 
 def kept_shape(outputs: int) -> tuple[int, ...]:
@@ -68,14 +66,8 @@ def sensitivities(
 ) -> dict[str, Sensitivity]:
     """Return the sensitivity of every named linear layer of a full-precision model in which nothing trains.
 
-    Args:
-        model: the model.
-        names: the layers.
-        batches: calibration batches.
-        log_likelihood: from a batch to the summed log likelihood of tokens drawn from the model's predictions, or to
-            any number with the same gradient.
-        quiet: no progress bar.
-        zeros: makes the matrices.
+    `log_likelihood` leads from a batch to the summed log likelihood of tokens drawn from the model's predictions, or to
+    any number with the same gradient; `zeros` makes the matrices.
     """
     sums: dict[str, Tensor] = {}
     squares: dict[str, list[Tensor]] = {name: [] for name in names}

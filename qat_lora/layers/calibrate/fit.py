@@ -23,7 +23,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from qat_lora.errors import ConfigError
 from qat_lora.layers.lora import Factors
 from qat_lora.quant.gptq import Curvature
 from qat_lora.quant.initialize import COMPENSATED, ROUNDS, Method, QuantizedWeight, quantize_weight, refine
@@ -41,14 +40,10 @@ SPAN_FLOOR = 1e-3  # of an output's metric, where an adapter corrects all of it
 class FitSettings(NamedTuple):
     """How layers are fitted."""
 
-    method: Method
-    """How codes and scales are chosen."""
-    start_rank: int = 0
-    """Columns of the adapter start; 0 for none."""
-    joint_rank: int = 0
-    """Rank of the adapter that codes are chosen together with; 0: codes first."""
-    device: torch.device | None = None
-    """Where codes and scales are solved for, `together`; None: where the weights are, as adapter starts always are."""
+    method: Method  # how codes and scales are chosen
+    start_rank: int = 0  # columns of the adapter start; 0 for none
+    joint_rank: int = 0  # rank of the adapter that codes are chosen together with; 0: codes first
+    device: torch.device | None = None  # where codes and scales are solved for; None: where the weights are, as starts
 
 
 class Fit(NamedTuple):
@@ -170,23 +165,14 @@ def fit_layers(
 ) -> list[Fit]:
     """Quantise layers of one shape and find their adapter starts; several only where they may go `together`.
 
-    Args:
-        weights_OI: the weights to approximate.
-        spec: how to store them.
-        settings: how to fit them.
-        second_moments_II: of the layers' inputs.
-        outputs_OO: Fisher information of their outputs, whole or [O].
-
-    ConfigError: a joint rank without the start that belongs to it, or what `quantize_weight` refuses.
+    Given are the second moments of their inputs, and the Fisher information of their outputs, whole or [O].
+    ConfigError: what `quantize_weight` refuses.
     """
-    _, start_rank, joint_rank, device = settings
-    if joint_rank > start_rank:
-        raise ConfigError(f"joint_rank: {joint_rank} is more than the {start_rank} columns of --start-rank")
-    start_rank, joint_rank = (min(rank, *weights_OI[0].shape) for rank in (start_rank, joint_rank))
+    start_rank, joint_rank = (min(rank, *weights_OI[0].shape) for rank in settings[1:3])
     weights, known = [weight.float() for weight in weights_OI], [m for m in second_moments_II if m is not None]
     curvature = None
     if len(known) == len(weights):  # else the method says what it lacks
-        curvature = Curvature((known[0] if len(known) == 1 else torch.stack(known)).to(device))
+        curvature = Curvature((known[0] if len(known) == 1 else torch.stack(known)).to(settings.device))
     solver = _Solver(spec, settings, curvature)
     if not (start_rank or settings.method == "descent"):
         return [Fit(quantised, None) for quantised in solver.quantised(weights)]

@@ -68,15 +68,9 @@ def second_moments(
 ) -> dict[str, Tensor]:
     """Return the mean of x xᵀ over all tokens, float32 [I, I], for the input of every named layer.
 
-    Layers with the same input tensor share one matrix, unless tokens count differently for each.
-
-    Args:
-        model: the full-precision model.
-        names: linear layers to watch.
-        batches: calibration batches.
-        forward: runs the model on one batch; where the LM head is among the names, it returns the last hidden
-            states, which are the LM head's input (running the LM head would cost the logits of a whole batch).
-        costs: by layer, how much each token counts; without them all count alike.
+    Layers with the same input tensor share one matrix, unless tokens count differently for each, by their `costs`.
+    `forward` runs the model on one batch; where the LM head is among the names, it returns the last hidden states,
+    which are the LM head's input (running the LM head would cost the logits of a whole batch).
     """
     sums: dict[str, Tensor] = {}
     mass: dict[str, Tensor | float] = {}
@@ -117,19 +111,13 @@ def second_moments(
 class LayerFitter:
     """Fits the layers of one model: what is the same for all of them."""
 
-    model: nn.Module
-    """The full-precision model, which becomes the quantised one."""
-    targets: Mapping[str, QuantSpec]
-    """Which layers, and how: `convert.check_reach`."""
+    model: nn.Module  # the full-precision model, which becomes the quantised one
+    targets: Mapping[str, QuantSpec]  # which layers, and how: `convert.check_reach`
     settings: FitSettings
-    costs: Mapping[str, Sensitivity] | None = None
-    """Sensitivities by layer name."""
-    work: Work = NOT_KEPT
-    """Keeps the layers of every finished block, and has those that an interrupted run finished."""
-    bar: tqdm[Any] = field(default_factory=lambda: tqdm(disable=True))
-    """Counts finished layers."""
-    ranks: Mapping[str, int] = field(default_factory=dict)
-    """Of adapter starts, by name, where it is less than that of the settings."""
+    costs: Mapping[str, Sensitivity] | None = None  # sensitivities by layer name
+    work: Work = NOT_KEPT  # keeps the layers of every finished block, and has those that an interrupted run finished
+    bar: tqdm[Any] = field(default_factory=lambda: tqdm(disable=True))  # counts finished layers
+    ranks: Mapping[str, int] = field(default_factory=dict)  # of adapter starts, by name, where less than the settings'
 
     def linear(self, name: str) -> nn.Linear:
         """Return a full-precision layer."""
@@ -149,11 +137,7 @@ class LayerFitter:
     def fit(
         self, names: Sequence[str], moments_II: Sequence[Tensor | None], weights_OI: Sequence[Tensor] | None = None
     ) -> dict[str, Finished]:
-        """Fit one of the `groups` to its inputs' second moments, and to other weights than its own where given.
-
-        InterruptedRunError: the run was asked to stop.
-        ConfigError: a method without the calibration it needs.
-        """
+        """Fit one of the `groups` to its inputs' second moments, and to other weights than its own where given."""
         self.work.may_stop()
         linears, spec, costs = [self.linear(name) for name in names], self.targets[names[0]], self.costs or {}
         outputs_OO = [costs[name].outputs_OO if name in costs else None for name in names]
@@ -186,18 +170,15 @@ class LayerFitter:
         return found
 
     def put(self, found: Mapping[str, Finished]) -> dict[str, Factors]:
-        """Put finished layers into the model; return their adapter starts as they are stored."""
+        """Put finished layers into the model; return their adapter starts as they are stored, float16."""
         for name, finished in found.items():
             put_quantized(self.model, name, finished.layer)
-        return {name: factors.half() for name, (_, factors) in found.items() if factors is not None}
+        starts = {name: factors for name, (_, factors) in found.items() if factors is not None}
+        return {name: Factors(*(factor.half() for factor in factors)) for name, factors in starts.items()}
 
 
 def quantize_layers(fitter: LayerFitter, moments: Mapping[str, Tensor] | None = None) -> dict[str, Factors]:
-    """Quantise every target layer, in place, by its `second_moments`; return the adapter starts by layer name.
-
-    InterruptedRunError: the run was asked to stop.
-    ConfigError: a method without the calibration it needs.
-    """
+    """Quantise every target layer, in place, by its `second_moments`; return the adapter starts by layer name."""
     adapter_init: dict[str, Factors] = {}
     for block, names in itertools.groupby(fitter.targets, lambda name: block_of(name) or name):
         fit = functools.partial(fitter.fit_all, {name: (moments or {}).get(name) for name in names})
@@ -213,23 +194,10 @@ def quantize_model(
     start_rank: int = 0,
     quiet: bool = False,
 ) -> dict[str, Factors]:
-    """Quantise every layer that a preset reaches, in place; return the adapter starts by layer name.
+    """Quantise every layer that a preset reaches, in place; return the adapter starts, of `start_rank`, by layer name.
 
-    Args:
-        model: the full-precision model.
-        preset: which layers, and how.
-        method: how codes and scales are chosen.
-        moments: second moments by layer name, from `second_moments`.
-        start_rank: columns of the adapter start; 0 for none.
-        quiet: no progress bar.
-
-    ConfigError: a pattern without a match, or a method without the calibration it needs.
+    `moments` are from `second_moments`. ConfigError: a pattern without a match, or a method without moments it needs.
     """
     targets = quantize_targets(model, preset)
-    with quantizing_bar(preset.name, method, len(targets), quiet) as bar:
+    with tqdm(total=len(targets), desc=f"quantise {preset.name} ({method})", unit="layer", disable=quiet) as bar:
         return quantize_layers(LayerFitter(model, targets, FitSettings(method, start_rank), bar=bar), moments)
-
-
-def quantizing_bar(preset: str, method: str, layers: int, quiet: bool) -> tqdm[Any]:
-    """Return the progress bar of a model's quantisation."""
-    return tqdm(total=layers, desc=f"quantise {preset} ({method})", unit="layer", disable=quiet)

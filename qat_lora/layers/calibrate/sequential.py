@@ -39,28 +39,23 @@ def quantize_sequential(
 ) -> dict[str, Factors]:
     """Quantise every target layer, in place; return the adapter starts by layer name.
 
-    The errors that later layers see are those with the adapter start of rank `joint_rank` in place.
-
-    Args:
-        fitter: what to fit, and how; the model's blocks must be called one after the other, hidden states first, and
-            sensitivities be those of the same batches.
-        batches: calibration batches, read several times.
-        forward: runs the model on one batch and returns the last hidden states.
-
-    InterruptedRunError: the run was asked to stop.
-    ModelError: the layers are not in one stack of blocks.
-    ConfigError: what `fit_layers` refuses.
+    The errors that later layers see are those with the adapter start of rank `joint_rank` in place. Batches are read
+    several times, and sensitivities must be theirs; `forward` runs the model on one and returns the last hidden states.
+    ModelError: the layers are not in one stack of blocks that are called one after the other, hidden states first.
     """
     blocks, outside = _by_block(fitter.targets)
     stack = [fitter.model.get_submodule(name) for name in blocks]
     adapter_init: dict[str, Factors] = {}
     tied = [name for name in outside if embedding_of(fitter.model, fitter.linear(name))] if blocks else []
     if blocks:
-        exact, calls = capture_calls(stack, batches, forward, _check_arguments)
+        exact, calls = capture_calls(stack, batches, forward)
+        if any(args for of_block in calls for args, _ in of_block):
+            why = "its blocks are not called with hidden states alone and named arguments"
+            raise ModelError(f"model: {why}, so it cannot be calibrated in order; give --calibrate-on teacher")
         student = exact
     for name in tied:  # first: the embedding's rows are what the first block gets
         _quantize_lm_head(fitter, name, batches, forward)
-        student = capture_calls(stack, batches, forward, _check_arguments)[0]
+        student = capture_calls(stack, batches, forward)[0]
     for i, (name, layers) in enumerate(blocks.items()):
         block = _Block(fitter, name, layers, calls[i])
         found = fitter.finish(name, functools.partial(block.fit, exact, student))
@@ -90,14 +85,6 @@ def _by_block(targets: Mapping[str, Any]) -> tuple[dict[str, list[str]], list[st
             "calibrated in order; give --calibrate-on teacher"
         )
     return dict(sorted(found.items(), key=lambda item: int(item[0].rsplit(".", 1)[1]))), outside
-
-
-def _check_arguments(args: tuple[Any, ...]) -> None:
-    if len(args) != 1:
-        raise ModelError(
-            "model: its blocks are not called with hidden states alone and named arguments, so it cannot be "
-            "calibrated in order; give --calibrate-on teacher"
-        )
 
 
 def _quantize_lm_head(fitter: LayerFitter, name: str, batches: Sequence[Any], forward: Callable[[Any], Tensor]) -> None:
