@@ -195,6 +195,11 @@ class RecoverOptions:
     eval_rows: int = _rows(0, "rows kept apart for evaluation, whole documents, for ce and sft", min=0)
     train_scales: bool = option(False, "train the quantiser's scales too (saved with the adapter)")
     train_norms: bool = option(False, "train the norms too (saved with the adapter; needs float32 weights)")
+    blockwise: bool = option(
+        False,
+        "train one decoder layer after the other, with one in memory, for models that outgrow the machine; needs the "
+        "full-precision --model",
+    )
     start: Literal["auto", "zero"] = option("auto", "adapter start: from the quantisation error if stored, or zero")
     lora: LoraConfig = option(LoraConfig, "adapter")
     objective: ObjectiveConfig = option(ObjectiveConfig, "objective")
@@ -230,6 +235,15 @@ class RecoverOptions:
             raise ConfigError("checkpoint: missing; give --checkpoint FOLDER (or --model for an unquantised student)")
         if self.float32_for and self.run.dtype == "bfloat16":
             raise ConfigError(f"{self.float32_for}: needs float32 weights; leave out --dtype {self.run.dtype}")
+        if self.blockwise:
+            if not self.uses_cache or self.checkpoint is None or self.model is None:
+                raise ConfigError(
+                    "blockwise: needs --kd-cache-dir, a quantised --checkpoint and the full-precision model it was "
+                    "made from as --model"
+                )
+            for name in ("train_norms", "train_scales"):
+                if getattr(self, name):
+                    raise ConfigError(f"{name}: does not go with --blockwise, which trains adapters; leave one out")
 
 
 @settings

@@ -22,6 +22,7 @@ PAGES = (
     "docs/gpu.md",
     "docs/training.md",
     "docs/quantisation.md",
+    "docs/models.md",
     "docs/numerics.md",
     "docs/evaluation.md",
     "docs/serving.md",

@@ -59,6 +59,13 @@ def test_datasets_reads_the_export(cache, tmp_path):
     dataset = qat_lora.KDCacheDataset(cache)
     assert len(rows) == 24 and rows[3]["input_ids"] == dataset[3]["input_ids"].tolist()
 
+    def generated():
+        yield from dataset
+
+    made = datasets.Dataset.from_generator(generated, cache_dir=str(tmp_path / "hf")).with_format("numpy")
+    assert len(made) == 24 and set(made.column_names) == set(dataset[0])
+    assert all(np.array_equal(made[3][name], array) for name, array in dataset[3].items())
+
 
 PROGRAM = """
 import json, sys, peft, torch, kd_trainer

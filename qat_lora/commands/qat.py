@@ -17,6 +17,7 @@ from qat_lora.evaluate.report import save_json
 from qat_lora.files import outputs
 from qat_lora.files.checksums import checkpoint_sha256
 from qat_lora.files.folders import atomic_dir
+from qat_lora.layers.calibrate.disk_offload import zeros_in
 from qat_lora.layers.calibrate.quantize import QuantizeConfig
 from qat_lora.layers.convert import bits_per_weight, quant_layers, stored_tensors
 from qat_lora.layers.stacked import apart
@@ -29,9 +30,9 @@ from qat_lora.setup.common import cached_calibration_rows, check_fits, fetch, ru
 from qat_lora.setup.trainable import check_parts, chosen_preset, trained_parts
 from qat_lora.setup.training import TrainingRun, by_replicas, cache_training_data, complete_run, in_steps, train_student
 from qat_lora.setup.unfinished import Unfinished, remove_pieces
-from qat_lora.train.blockwise import reconstruct
+from qat_lora.train.blockwise import BlockTraining, reconstruct, weights_and_scales
 from qat_lora.train.checkpoint import STATE, checkpoints
-from qat_lora.train.optim import Groups
+from qat_lora.train.optim import Groups, OptimConfig
 
 # Settings that say how `--from-scratch` makes its student, apart from the model and the preset.
 MAKING = tuple(field.name for field in fields(QuantizeConfig) if field.name not in ("model", "preset"))
@@ -119,17 +120,16 @@ def _start(plan: TrainingRun, options: QatOptions, student: CausalLM | None, ful
 
 
 def _reconstruct(plan: TrainingRun, options: QatOptions, student: CausalLM, full: CausalLM) -> None:
-    out, runtime = plan.out, plan.runtime
+    out, runtime, blockwise, quiet = plan.out, plan.runtime, options.blockwise, options.run.quiet
     runtime.place(student.module)
-    runtime.place(full.module)
+    rates = OptimConfig(lr=blockwise.blockwise_lr, scale_lr=blockwise.blockwise_scale_lr)
     with stop_signals() as stopped:
         work = Unfinished(out, "layers reconstructed", full.config.num_hidden_layers, stopped)
         if work.parts:
             say(options.run, f"block by block: goes on after {work.parts} layers, which an interrupted run finished")
-        batches = runtime.feed(cached_calibration_rows(plan.data.rows, options.calibration_rows, options.run.seed))
-        models = student.module, full.module, lambda batch: full.hidden(batch["input_ids"], batch["document_ids"])
-        shares = reconstruct(*models, batches, options.blockwise, runtime, options.run.quiet, work)
-    full.module.to("cpu")
+        how = weights_and_scales, rates, blockwise.blockwise_steps, zeros_in(out), runtime, work, quiet
+        batches = [*cached_calibration_rows(plan.data.rows, options.calibration_rows, options.run.seed)]
+        shares = reconstruct(student, full, batches, BlockTraining(*how))
     tensors = stored_tensors(student.module)
     with atomic_dir(out / "blockwise") as draft:
         save_with_tensors(student.folder, draft, tensors)

@@ -18,10 +18,10 @@ from qat_lora.layers.calibrate.disk_offload import zeros_in
 from qat_lora.layers.calibrate.finished import Kept, Work
 from qat_lora.layers.calibrate.fisher import Sensitivity, drawn_in_pieces, sensitivities
 from qat_lora.layers.calibrate.fit import FitSettings
-from qat_lora.layers.calibrate.quantize import LayerFitter, quantize_layers, second_moments
+from qat_lora.layers.calibrate.quantize import FEWEST_TOKENS, LayerFitter, quantize_layers, second_moments
 from qat_lora.layers.calibrate.sequential import quantize_sequential
 from qat_lora.layers.calibrate.upcast import upcast
-from qat_lora.layers.convert import LM_HEAD, bits_per_weight, check_reach, quant_layers, rule_bits
+from qat_lora.layers.convert import LM_HEAD, bits_per_weight, check_reach, quant_layers, reach_of, rule_bits
 from qat_lora.layers.lora import Factors
 from qat_lora.models.adapter import save_starts
 from qat_lora.models.load import CausalLM, cast, load_model, save_quantised
@@ -90,6 +90,7 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
                 measured = measured_costs(options, model, found, rows, costs, runtime, work)
                 chosen, facts = allocated(options, found, measured)
                 targets, joint = check_reach(model.module, chosen), options.start_rank if joint else 0
+            share, reach = reach_of(model.module, chosen, targets)
             fits = FitSettings(options.init, options.start_rank, joint, solver_device)
             bar = tqdm(total=len(targets), desc=f"quantise {label} ({options.init})", unit="layer", disable=run.quiet)
             with bar:
@@ -103,6 +104,7 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
             "init": options.init,
             "bits_per_weight": bits["base"],
             "bits_per_weight_model": bits["model"],
+            "quantised_share": round(share, 4),
             "joint_rank": options.rank_of_codes,
             "model": str(options.model),
             **facts,
@@ -112,7 +114,8 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
                 save_starts(starts, draft)
             save_quantised(model, draft, chosen, details)
         save_yaml(options, out / "config.yaml")
-        save_json({"preset": chosen.name, "layers": len(targets), **details, "rules": rules}, out / "result.json")
+        result = {"preset": chosen.name, "layers": len(targets), **details, "unreached": sorted(fitter.unreached)}
+        save_json({**result, "rules": rules}, out / "result.json")
         outputs.complete(out)
         remove_pieces(out)
     if facts:
@@ -123,6 +126,9 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
         )
     for rule in rules if len(rules) > 1 else ():
         say(run, f"  {rule['bits_per_weight'] or 'kept':>6}  {rule['layers']:>4} layers  {rule['pattern']}")
+    if fitter.unreached:
+        say(run, _of_unreached(fitter.unreached))
+    say(run, reach)
     say(run, f"{bits['base']:.2f} bits per weight in {len(targets)} layers, {bits['model']:.2f} in the model, at {out}")
     return out
 
@@ -141,6 +147,16 @@ def _fit(
     if options.calibrate_on == "student" and options.init in NEED_TEXT:
         return quantize_sequential(fitter, batches, forward)
     return quantize_layers(fitter, second_moments(model.module, fitter.targets, batches, forward, fitter.costs))
+
+
+def _of_unreached(layers: set[str]) -> str:
+    """Return a warning that names the experts that calibration hardly reached."""
+    experts = sorted({name.rpartition(".")[0] for name in layers})
+    more = f" and {len(experts) - 6} more" if len(experts) > 6 else ""
+    return (
+        f"warning: fewer than {FEWEST_TOKENS} calibration tokens reach {len(experts)} experts ({', '.join(experts[:6])}"
+        f"{more}): fitted by what the other experts of their layer get; more --calibration-rows reach more"
+    )
 
 
 def _sensitivities(
@@ -164,10 +180,15 @@ def _sensitivities(
         for name in names:
             cost = found.pop(name)  # its place on the disk is free before the next one is written
             tokens = {f"tokens.{i}": tokens for i, tokens in enumerate(cost.tokens)}
+            tokens |= {f"which.{i}": seen for i, seen in enumerate(cost.which) if seen is not None}
             work.keep(f"sensitivity-{name}", {"outputs": cost.outputs_OO, **tokens}, {})
         pieces = kept()
     device = batches[0]["input_ids"].device
+
+    def of_batches(parts: dict[str, torch.Tensor], what: str) -> list[Any]:
+        return [parts[key].to(device) if (key := f"{what}.{i}") in parts else None for i in range(len(batches))]
+
     return {
-        name: Sensitivity(parts["outputs"], [parts[f"tokens.{i}"].to(device) for i in range(len(batches))])
+        name: Sensitivity(parts["outputs"], of_batches(parts, "tokens"), of_batches(parts, "which"))
         for name, (parts, _) in zip(names, pieces, strict=True)
     }

@@ -13,13 +13,15 @@ from qat_lora.files import outputs
 from qat_lora.files.checksums import checkpoint_sha256, sha256_of
 from qat_lora.files.folders import atomic_dir
 from qat_lora.files.gguf_header import ADAPTER, GGUF
+from qat_lora.layers.calibrate.disk_offload import zeros_in
 from qat_lora.layers.convert import add_lora
 from qat_lora.models.adapter import STARTS, allocated_ranks, load_starts, save_adapter
 from qat_lora.models.copies import copy_tokenizer, save_with_tensors
-from qat_lora.models.load import load_model
+from qat_lora.models.load import CausalLM, load_model
 from qat_lora.models.student import with_tokenizer
 from qat_lora.options import RecoverOptions
 from qat_lora.runtime.base import Runtime
+from qat_lora.runtime.host.signals import stop_signals
 from qat_lora.setup.common import check_fits, fetch, run_name, say, text_inputs
 from qat_lora.setup.trainable import check_scales, recovery_parts
 from qat_lora.setup.training import (
@@ -31,7 +33,9 @@ from qat_lora.setup.training import (
     text_training_data,
     train_student,
 )
-from qat_lora.train.optim import Groups
+from qat_lora.setup.unfinished import Unfinished, remove_pieces
+from qat_lora.train.blockwise import BLOCK_LR, BlockTraining, blocks_of, reconstruct
+from qat_lora.train.optim import Groups, OptimConfig
 
 
 def recover(options: RecoverOptions, runtime: Runtime) -> Path:
@@ -56,7 +60,7 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
     else:
         check_fits(data.rows, model)
         model = data.with_vocabulary(model)
-    if options.checkpoint and options.model:
+    if options.checkpoint and options.model and not options.blockwise:
         say(run, f"--model {options.model} is not read: the student is --checkpoint {options.checkpoint}")
     check_scales(model, options.train_scales)
     plan = TrainingRun("recover", in_steps(options, data, runtime), data, runtime, out)
@@ -65,15 +69,28 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
         "starts_sha256": sha256_of(model.folder / STARTS) if (model.folder / STARTS).is_file() else None,
         **plan.decisive(("head_k", "train_scales", "train_norms", "start", "lora", "train")),
     }
+    full = None
+    if options.blockwise:
+        if runtime.replicas > 1 or runtime.layer_scan() is not None:
+            raise ConfigError(
+                f"blockwise: one process on a CPU or GPU trains block by block, and this is {runtime.description}; "
+                "leave it out"
+            )
+        full = load_model(str(options.model), options.hub, "stored")
+        settings |= {"blockwise": True, "model_sha256": checkpoint_sha256(full.folder)}
     starts = load_starts(model.folder) if options.start == "auto" else {}
     torch.manual_seed(run.seed)
     ranks = None if options.lora.recovery_r else allocated_ranks(model.folder)
     add_lora(model.module, options.lora, starts, ranks)
 
+    # A frozen base is multiplied in bfloat16 under autocast, so it is formed in it, once.
+    dtype = torch.bfloat16 if loop.autocast else model.module.dtype
+
     def groups() -> Groups:
-        # A frozen base is multiplied in bfloat16 under autocast, so it is formed in it, once.
-        dtype = torch.bfloat16 if loop.autocast else model.module.dtype
-        return recovery_parts(model, options.train_scales, options.train_norms, dtype)
+        inside = ""
+        if options.blockwise:
+            inside = f"{blocks_of(model.module)}.{model.config.num_hidden_layers - 1}"
+        return recovery_parts(model, options.train_scales, options.train_norms, dtype, inside)
 
     def announce(groups: Groups) -> str:
         count = sum(tensor.numel() for tensors in groups.values() for tensor in tensors.values())
@@ -94,10 +111,46 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
             save_adapter(model.module, options.lora, draft, base, sha256)
 
     def work() -> dict[str, Any]:
-        return train_student(plan, model, groups, announce, export, settings)
+        shares = _block_by_block(plan, model, full, dtype) if full else None
+        result = train_student(plan, model, groups, announce, export, settings)
+        return result if shares is None else {**result, "blocks": shares}
 
     inputs = [options.checkpoint, options.model, options.kd_cache_dir, *text_inputs(options.text), model.folder]
     done = complete_run(plan, settings, [*inputs, options.tokenizer], work, "adapter")
+    if options.blockwise:
+        remove_pieces(out)
     if is_gguf:
         say(run, f"llama-server -m {model.folder} --lora {done / 'best' / ADAPTER}")
     return done
+
+
+def _block_by_block(plan: TrainingRun, model: CausalLM, full: CausalLM, dtype: torch.dtype) -> list[dict[str, float]]:
+    """Train the adapters of all decoder layers but the last, each by what the full-precision layer puts out.
+
+    Every layer sees the rows that the run's steps read. The last one is left for the run itself: what it puts out are
+    logits, so it learns from the cache.
+    """
+    options, runtime, out, rows = plan.options, plan.runtime, plan.out, plan.data.rows
+    loop, run, layers = options.loop, options.run, model.config.num_hidden_layers - 1
+    steps = loop.max_steps * loop.accumulation(1)
+    if runtime.attention == "tiled":
+        model.tile_attention()
+        full.tile_attention()
+    runtime.place(model.module)
+    states = 16 * steps * loop.batch_size * rows.manifest.fingerprint.length * model.config.hidden_size
+    say(run, f"block by block: {layers} layers of {steps} steps, {states / 1e9:.3g} GB of hidden states in {out}")
+
+    def prepare(name: str, _block: Any, _full: Any) -> Groups:
+        return recovery_parts(model, False, False, dtype, name)
+
+    with stop_signals() as stopped:
+        work = Unfinished(out, "layers", layers, stopped)
+        batches = [
+            {name: batch[name] for name in ("input_ids", "document_ids")}
+            for batch in rows.batches(0, steps, loop.batch_size, seed=run.seed)
+        ]
+        rates = OptimConfig(lr=BLOCK_LR)
+        how = prepare, rates, steps, zeros_in(out), runtime, work, run.quiet
+        shares = reconstruct(model, full, batches, BlockTraining(*how), leave=1)
+    say(run, "error of each layer's output: " + ", ".join("{before:.4f} -> {after:.4f}".format(**x) for x in shares))
+    return shares

@@ -10,18 +10,21 @@ Integer codes keep their width. Others take one of 2, 4 and 8 bits unless the us
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from qat_lora.errors import ModelError
 from qat_lora.export.forms import ExportJob, ExportPlan
 from qat_lora.export.integers import REFIT_BITS, Integers, as_integers, needed_bits, packable, save_packed
 from qat_lora.export.merged import LOAD, LOAD_TOKENIZER
 from qat_lora.export.pair import with_adapter
 from qat_lora.extras import require
-from qat_lora.layers.convert import LM_HEAD, linear_layers, quant_layers
+from qat_lora.layers.convert import LM_HEAD, linear_layers, lora_layers, quant_layers
+from qat_lora.layers.experts import has_split_experts, siblings_of
 
 PORTABLE = (2, 4, 8)  # widths that every version of compressed-tensors packs alike
 LOAD_PAIR = f"""\
@@ -32,8 +35,13 @@ model = PeftModel.from_pretrained(base, "adapter")"""
 
 
 def plan(job: ExportJob) -> ExportPlan:
-    """Return what writes a student's packed base and, beside it, its adapter; raises as `to_integers`."""
+    """Return what writes a student's packed base and, beside it, its adapter; raises as `to_integers`.
+
+    ModelError: experts, or adapters of them, that readers would not find.
+    """
     module = job.student.model.module
+    if any(siblings_of(name) and file_name(module)(name) != name for name in lora_layers(module)):
+        raise ModelError("form: PEFT and vLLM do not know adapters of these experts by our names; give merged or gguf")
     found = to_integers(module, job.container_bits)
     write = with_adapter(job, lambda out: save_compressed(module, found, out, job.dtype))
     usage = LOAD if job.adapter is None else LOAD_PAIR
@@ -68,27 +76,48 @@ def save_compressed(module: Any, found: dict[str, Integers], out: Path, dtype: s
         }
 
     config = _quantization_config(module, found)
-    save_packed(module, found, parts, out, dtype, lambda _: {"quantization_config": config})
+    save_packed(module, found, parts, out, dtype, lambda _: {"quantization_config": config}, rename=file_name(module))
+
+
+EXPERT_NAMES: dict[str, dict[str, str]] = {"qwen2_moe": {}, "qwen3_moe": {}, "olmoe": {}}
+EXPERT_NAMES["mixtral"] = {".mlp.": ".block_sparse_moe.", ".gate_proj": ".w1", ".down_proj": ".w2", ".up_proj": ".w3"}
+"""What a family's files call the parts of a mixture, where they differ from the modules."""
+
+
+def file_name(module: Any) -> Callable[[str], str]:
+    """Return what gives tensors and layers their names in the family's files; ModelError for an unknown mixture."""
+    kind = module.config.get_text_config().model_type
+    if has_split_experts(module) and kind not in EXPERT_NAMES:
+        known = ", ".join(EXPERT_NAMES)
+        raise ModelError(f"form: compressed-tensors is not written for the experts of {kind}; allowed: {known}")
+
+    def renamed(name: str) -> str:
+        for ours, theirs in EXPERT_NAMES.get(kind, {}).items():
+            name = name.replace(ours, theirs)
+        return name
+
+    return renamed
 
 
 def _quantization_config(module: Any, found: dict[str, Integers]) -> dict[str, Any]:
     """Return the library's own dump of its schema, one group of layers for each pair of bits and group size."""
-    schema = require("compressed_tensors.quantization", "export")
+    schema, renamed = require("compressed_tensors.quantization", "export"), file_name(module)
     forms: dict[tuple[int, int | None], list[str]] = {}
     for name, integers in found.items():
         whole_row = integers.steps_OG.shape[1] == 1
-        forms.setdefault((integers.bits, None if whole_row else integers.group_size), []).append(name)
+        forms.setdefault((integers.bits, None if whole_row else integers.group_size), []).append(renamed(name))
     groups, form = {}, "pack-quantized"
     for i, ((bits, group), names) in enumerate(forms.items()):
         strategy = "group" if group else "channel"
         weights = schema.QuantizationArgs(num_bits=bits, symmetric=True, group_size=group, strategy=strategy)
         targets = ["Linear"] if len(forms) == 1 else sorted(names)
         groups[f"group_{i}"] = schema.QuantizationScheme(targets=targets, weights=weights, format=form)
-    ignore = ["lm_head", *sorted(name for name, _ in linear_layers(module) if name not in found)]
+    ignore = ["lm_head", *sorted(renamed(name) for name, _ in linear_layers(module) if name not in found)]
     config = schema.QuantizationConfig(
         config_groups=groups, format=form, quantization_status="compressed", ignore=ignore
     )
-    return json.loads(config.model_dump_json())
+    # transformers reads packed experts in one way alone, which it does not choose by itself; vLLM ignores the word.
+    return json.loads(config.model_dump_json()) | ({"dequantize": True} if has_split_experts(module) else {})
 
 
 def container_notes(module: Any, found: dict[str, Integers]) -> list[str]:

@@ -16,10 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from qat_lora.errors import ConfigError
+from qat_lora.errors import ConfigError, ModelError
 from qat_lora.export import gguf_model
 from qat_lora.export.embedding import dense_tables, quantized_table
 from qat_lora.export.forms import ExportJob, ExportPlan, display_name
@@ -31,6 +32,7 @@ from qat_lora.extras import require
 from qat_lora.files.checksums import read_object
 from qat_lora.files.gguf_header import ADAPTER, BASE
 from qat_lora.layers.convert import LM_HEAD, lora_layers, quant_layers, tied_embedding
+from qat_lora.layers.experts import siblings_of
 from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.models.from_gguf import ggml_type
 from qat_lora.models.load import CausalLM
@@ -138,6 +140,7 @@ def _tensors(model: CausalLM, found: Mapping[str, Blocks | None], dtype: str) ->
     """Yield what the file holds, each with its name there; the bytes of a row of blocks move as one."""
     layers, tied = quant_layers(model.module), tied_embedding(model.module)
     weights = {key.removesuffix(".weight"): t for key, t in other_tensors(model.module, torch.float32).items()}
+    stacks: dict[tuple[str, str], list[Blocks]] = {}
     for name in (*weights, *layers):
         owner, bias = name.removesuffix(".bias"), name.endswith(".bias")
         # A tied matrix is one in the file: llama.cpp uses the embedding's for the head.
@@ -146,12 +149,26 @@ def _tensors(model: CausalLM, found: Mapping[str, Blocks | None], dtype: str) ->
         if blocks is None:
             weight = weights[name] if name in weights else layers[name].weight.detach().float().cpu()
             weight = gguf_model.as_gguf(model, name, weight)
-            blocks = float_blocks(weight, "float32" if weight.ndim == 1 else dtype, label)
+            kind = "float32" if weight.ndim == 1 or owner.endswith(".mlp.gate") else dtype
+            blocks = float_blocks(weight, kind, label)
         elif (order := gguf_model.row_order(model, name)) is not None:
             blocks = replace(blocks, data=blocks.data[order.numpy()])
-        yield label, blocks
+        if (stack := siblings_of(owner)) is None:
+            yield label, blocks
+            continue
+        stacks.setdefault(stack, []).append(blocks)
+        if len(stacks[stack]) == len(model.module.get_submodule(stack[0])):
+            yield label, _stacked(stacks.pop(stack), label)
     for label, tensor in gguf_model.own_tensors(model):
         yield label, float_blocks(tensor, "float32", label)
+
+
+def _stacked(experts: list[Blocks], label: str) -> Blocks:
+    """Return the blocks of a layer's experts as one tensor's, no byte changed; ModelError for several types."""
+    if len(kinds := {blocks.kind for blocks in experts}) > 1:
+        of = ", ".join(sorted(kinds))
+        raise ModelError(f"form: gguf holds the experts of {label} in one type, not in {of}; store them alike")
+    return replace(experts[0], data=np.stack([blocks.data for blocks in experts]))
 
 
 def save_lora(model: CausalLM, file: Path, name: str, bits: int = 16) -> None:
@@ -169,6 +186,7 @@ def save_lora(model: CausalLM, file: Path, name: str, bits: int = 16) -> None:
     alphas = {layer.scaling * layer.lora_A.shape[0] for layer in layers.values()}
     alpha = alphas.pop() if len(alphas) == 1 else 0.0
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(alpha))
+    factors: dict[str, list[Blocks]] = {}
     for layer_name, layer in layers.items():
         order, label = gguf_model.row_order(model, layer_name), gguf_name(model, layer_name)
         a, b = layer.lora_A.detach().cpu(), layer.lora_B.detach().cpu() * (1.0 if alpha else layer.scaling)
@@ -176,7 +194,14 @@ def save_lora(model: CausalLM, file: Path, name: str, bits: int = 16) -> None:
             blocks = float_blocks(factor, "float16", f"{layer_name}.lora_{end.upper()}")
             if bits == 8 and factor.shape[1] % BLOCK == 0:
                 blocks = Blocks("Q8_0", gguf.quantize(factor.float().numpy(), ggml_type("Q8_0")))
-            writer.add_tensor(f"{label}.weight.lora_{end}", blocks.data, raw_dtype=ggml_type(blocks.kind))
+            key, stack = f"{label}.weight.lora_{end}", siblings_of(layer_name)
+            factors.setdefault(key, []).append(blocks)
+            if stack is None or len(factors[key]) == len(model.module.get_submodule(stack[0])):
+                found = factors.pop(key)
+                whole = found[0] if stack is None else _stacked(found, key)
+                writer.add_tensor(key, whole.data, raw_dtype=ggml_type(whole.kind))
+    if factors:
+        raise ModelError(f"form: a GGUF adapter is for all experts of a layer or none, not for some of {min(factors)}")
     _finish(writer)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from qat_lora.errors import ModelError
 from qat_lora.extras import require
+from qat_lora.layers.experts import EXPERT
 from qat_lora.models.from_gguf import GEMMA_27B, tensor_names
 from qat_lora.models.load import CausalLM
 
@@ -30,6 +31,7 @@ class Architecture(NamedTuple):
     biases: str = "-"  # pattern of layers that may have one
     ropes: tuple[str, ...] = ("default", "linear", "yarn")
     permuted: bool = False  # whether rows of query and key heads change their order
+    normed: bool | None = None  # whether the weights of a token's experts sum to one; None: there are no experts
 
     @property
     def gemma(self) -> bool:
@@ -47,6 +49,9 @@ ARCHITECTURES = {
     "gemma3_text": Architecture("gemma3", ropes=("default", "linear")),
     "phi3": Architecture("phi3", ropes=("default", "longrope")),
     "granite": Architecture("granite", _ALL, _ROTARY[:3], permuted=True),
+    "qwen3_moe": Architecture("qwen3moe", normed=True),
+    "mixtral": Architecture("llama", ropes=_ROTARY, permuted=True, normed=True),
+    "olmoe": Architecture("olmoe", normed=False),
 }
 """By transformers' `model_type`."""
 
@@ -64,6 +69,7 @@ def architecture(model: CausalLM) -> Architecture:
     partial, soft_cap = rope.get("partial_rotary_factor", 1.0), getattr(config, "attn_logit_softcapping", None)
     scale, wide = getattr(config, "query_pre_attn_scalar", None), heads * head_width(config)
     per_head = config.hidden_size // heads if GEMMA_27B.get(found.name) == config.num_hidden_layers else 0
+    step, normed = getattr(config, "decoder_sparse_step", 1), getattr(config, "norm_topk_prob", found.normed)
     checks = (
         ("biases of", next((n for n in biased if not re.search(found.biases, n.replace(".base", ""))), None)),
         ("positions scaled by", rope["rope_type"] if rope["rope_type"] not in found.ropes else None),
@@ -75,6 +81,10 @@ def architecture(model: CausalLM) -> Architecture:
         ("final_logit_softcapping", "none" if found.name == "gemma2" and not config.final_logit_softcapping else None),
         ("attn_logit_softcapping", soft_cap if found.name != "gemma2" else None),
         ("use_bidirectional_attention", getattr(config, "use_bidirectional_attention", None) or None),
+        ("layers without experts, decoder_sparse_step", step if step != 1 else None),
+        ("layers without experts, mlp_only_layers", getattr(config, "mlp_only_layers", None) or None),
+        ("norm_topk_prob", normed if found.normed is not None and normed != found.normed else None),
+        ("clip_qkv", getattr(config, "clip_qkv", None)),
         ("head_dim", head_width(config) if found.name in ("qwen2", "phi3") and wide != config.hidden_size else None),
     )
     for what, given in checks:
@@ -98,6 +108,8 @@ def notes(model: CausalLM) -> list[str]:
 
 def gguf_name(model: CausalLM, layer: str) -> str:
     """Return GGUF's name of a layer, by the library's own table; ModelError: the architecture has no such layer."""
+    found = EXPERT.match(layer)
+    layer = f"{found[1]}.{found[3]}" if found else layer  # the experts of a layer are one tensor
     names = tensor_names(ARCHITECTURES[model.config.model_type].name, model.config.num_hidden_layers)
     if name := names.get_name(layer):
         return str(name)
@@ -129,7 +141,11 @@ def write_settings(writer: Any, model: CausalLM, rows: int) -> None:
     if kind == "yarn":  # llama.cpp has this factor already
         stretch /= 0.1 * math.log(max(1.0, rope["factor"])) + 1
     windows = found.gemma and [layer == "sliding_attention" for layer in config.layer_types]
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     settings = {
+        "expert_count": experts,
+        "expert_used_count": config.num_experts_per_tok if experts else None,
+        "expert_feed_forward_length": getattr(config, "moe_intermediate_size", None),
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers,

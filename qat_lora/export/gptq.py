@@ -58,7 +58,7 @@ model = GPTQModel.load(".", dtype=torch.float16).model{last}"""
 def to_gptq(module: Any) -> dict[str, Integers]:
     """Return every quantised layer but the LM head as GPTQ holds it; ModelError: there is none, or an inexact one."""
     found = {}
-    for name, layer in packable(module).items():
+    for name, layer in packable(module, "gptq").items():
         if LM_HEAD.search(name):
             continue
         needed, group = needed_bits(layer.spec), cut_group(layer, GROUPS)

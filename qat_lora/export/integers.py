@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from qat_lora.errors import ConfigError, ModelError
 from qat_lora.files.finite import check_finite
 from qat_lora.layers.convert import LM_HEAD, quant_layers, tied_embedding
+from qat_lora.layers.experts import has_split_experts
 from qat_lora.layers.quant_linear import QuantLinear, dense_linear
 from qat_lora.models.load import DTYPES
 from qat_lora.quant.codes import decode, encode, first_value, pack, unpack
@@ -97,9 +98,11 @@ def words(codes_OI: Tensor, bits: int) -> Tensor:
     return pack(codes_OI.cpu(), bits).view(torch.int32)
 
 
-def packable(module: nn.Module) -> dict[str, QuantLinear]:
-    """Return the quantised layers by name; ModelError where there is none."""
+def packable(module: nn.Module, without_experts: str = "") -> dict[str, QuantLinear]:
+    """Return the quantised layers by name; ModelError where there is none, or experts in a form `without_experts`."""
     if layers := quant_layers(module):
+        if without_experts and has_split_experts(module):
+            raise ModelError(f"form: {without_experts} is not written for mixtures of experts; give gguf or merged")
         return layers
     raise ModelError("model: has no quantised layer to pack; quantise it first with `qat-lora quantize`")
 
@@ -199,11 +202,13 @@ def save_packed(
     dtype: str,
     entries: Callable[[dict[str, Integers]], dict[str, Any]],
     own: Mapping[str, Tensor] | None = None,
+    rename: Callable[[str], str] = str,
 ) -> None:
     """Write a model without its adapter: `parts` of what `found` holds, tensors of its `own`, all others in `dtype`.
 
     `entries` gives those of config.json that are not the model's own, from what is packed by its name in the file: a
-    matrix that is embedding and LM head has the embedding's. ModelError: a number is NaN or infinite in its type.
+    matrix that is embedding and LM head has the embedding's. `rename` gives tensors their names in the file.
+    ModelError: a number is NaN or infinite in its type.
     """
     tensors, packed = other_tensors(module, DTYPES[dtype]) | dict(own or {}), {}
     tied, layers = tied_embedding(module), quant_layers(module)
@@ -219,6 +224,7 @@ def save_packed(
     config.pop("_name_or_path", None)  # of this machine
     config |= {"dtype": dtype, "architectures": [type(module).__name__], **entries(packed)}
     config["tie_word_embeddings"] = config["tie_word_embeddings"] or tied is not None
+    tensors = {rename(name): tensor for name, tensor in tensors.items()}
     check_finite(tensors, f"tensors for {out}")
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -9,6 +9,7 @@ from pathlib import Path
 from qat_lora.errors import ModelError
 from qat_lora.export.forms import ExportJob, ExportPlan
 from qat_lora.layers.convert import lora_layers, merge, quant_layers
+from qat_lora.layers.experts import has_split_experts, join_experts
 from qat_lora.models.copies import GENERATION, copy_files
 from qat_lora.models.load import DTYPES, cast, save_model
 
@@ -31,6 +32,9 @@ def plan(job: ExportJob) -> ExportPlan:
 
     def write(out: Path) -> None:
         merge(model.module)
+        if has_split_experts(model.module):
+            join_experts(model.module)
+            model.module._weight_conversions = None  # transformers' own: it cuts them to the names of its files
         cast(model.module, DTYPES[job.dtype])
         model.module.hf_quantizer = None
         if hasattr(model.module.config, "quantization_config"):

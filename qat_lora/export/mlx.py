@@ -78,7 +78,7 @@ model, tokenizer = load("."{argument})"""
 
 def to_mlx(module: Any) -> dict[str, Integers | None]:
     """Return every quantised layer as MLX holds it, None where no group divides its row; ModelError: there is none."""
-    return {name: _of_layer(layer) for name, layer in packable(module).items()}
+    return {name: _of_layer(layer) for name, layer in packable(module, "mlx").items()}
 
 
 def _of_layer(layer: QuantLinear) -> Integers | None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.errors import ConfigError, ModelError
+from qat_lora.layers.experts import is_router
 from qat_lora.layers.lora import Factors, LoraConfig, LoraLinear, share_inputs
 from qat_lora.layers.quant_linear import QuantLinear, dense_linear, join_dense
 from qat_lora.layers.tied_embedding import TiedEmbedding, embedding_of, tie_embedding
@@ -22,8 +23,9 @@ from qat_lora.quant.spec import QuantSpec
 
 LM_HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)$")
 MOST_LEFT = 0.05
-"""Share of the blocks' weights that may stay unquantised without `--keep`: at 16 bits they add 0.7 bits to each weight
-of a 2-bit model, a third. Routers and short convolutions, which nobody quantises, are 1 % of the weights or less."""
+"""Share of the blocks' weights that may stay unquantised without `--keep`, and with it without a warning: at 16 bits
+they add 0.7 bits to each weight of a 2-bit model, a third. Routers and short convolutions are 1 % or less."""
+SEES = "a model that sees or hears is not supported: only a checkpoint of its text part alone is"
 BLOCK_NAME = re.compile(r"^(?:[^.\d]\w*\.)*?\d+(?=\.)")
 
 
@@ -48,6 +50,7 @@ def linear_layers(model: nn.Module, lm_head: bool = False) -> Iterator[tuple[str
 def quantize_targets(model: nn.Module, preset: Preset) -> dict[str, QuantSpec]:
     """Return a preset's layers with their specs, in the model's order; ConfigError: a rule that reaches no layer."""
     layers = [name for name, module in linear_layers(model) if not isinstance(module, QuantLinear)]
+    layers = [name for name in layers if not is_router(model, name)]
     for pattern, spec in preset.rules:
         names = layers if spec is not None else [*layers, *_matrices(model)]  # what is kept need not be linear
         if not any(re.search(pattern, name) for name in names):
@@ -63,6 +66,11 @@ def quantize_targets(model: nn.Module, preset: Preset) -> dict[str, QuantSpec]:
     return targets
 
 
+def sees(config: Any) -> bool:
+    """Return True for the config of a model that has an encoder of images or sounds beside its text part."""
+    return any(getattr(config, part, None) is not None for part in ("vision_config", "audio_config"))
+
+
 def _matrices(model: nn.Module) -> dict[str, int]:
     """Return the size of every parameter of two or more dimensions in a decoder block."""
     found = {name.removesuffix(".weight"): p for name, p in model.named_parameters() if block_of(name)}
@@ -72,23 +80,50 @@ def _matrices(model: nn.Module) -> dict[str, int]:
 def check_reach(model: nn.Module, preset: Preset) -> dict[str, QuantSpec]:
     """Return `quantize_targets`; refuse a model of which they are only a part, unless `--keep` asked for that.
 
-    ModelError: more than `MOST_LEFT` of the weights of its blocks would stay as they are, as the experts of a
-        mixture do that are stacked in one parameter.
+    ModelError: more than `MOST_LEFT` of the weights of its blocks would stay as they are, as experts do that are
+        stacked in a form that `split_experts` does not know; or it sees or hears.
     ConfigError: what `quantize_targets` refuses.
     """
+    if sees(getattr(model, "config", None)):
+        raise ModelError(f"model: {SEES}")
     targets, matrices = quantize_targets(model, preset), _matrices(model)
-    keep = [pattern for pattern, spec in preset.rules if spec is None]
-    left = {n: size for n, size in matrices.items() if n not in targets and not any(re.search(p, n) for p in keep)}
+    left = {name: size for name, size in matrices.items() if name not in targets and _kept_by(preset, name) is None}
     share = sum(left.values()) / max(1, sum(matrices.values()))
     if share > MOST_LEFT:
         largest = max(left, key=lambda name: left[name])
         inside = largest.removeprefix(f"{block_of(largest)}.")
         raise ModelError(
             f"model: {share:.0%} of the weights of its decoder blocks ({len(left)} tensors such as {largest}) lie in "
-            f"no linear layer that {preset.name} reaches and would stay unquantised; mixtures of experts with stacked "
-            f"weights are not supported yet. To leave them so, give --keep '{inside.rpartition('.')[0] or inside}'"
+            f"no linear layer that {preset.name} reaches and would stay unquantised; experts that are stacked in "
+            f"this form are not supported. To leave them so, give --keep '{inside.rpartition('.')[0] or inside}'"
         )
     return targets
+
+
+def _kept_by(preset: Preset, name: str) -> str | None:
+    """Return the first pattern that keeps a layer as it is."""
+    return next((pattern for pattern, spec in preset.rules if spec is None and re.search(pattern, name)), None)
+
+
+def reach_of(model: nn.Module, preset: Preset, targets: Mapping[str, QuantSpec]) -> tuple[float, str]:
+    """Return the share of the blocks' linear and expert weights that `targets` are, and a line that says it.
+
+    Where more than `MOST_LEFT` is left out, the line is a warning that names what, and why.
+    """
+    matrices, reasons = _matrices(model), dict[str, list[str]]()
+    for name in matrices.keys() - targets.keys():
+        kept = _kept_by(preset, name)
+        plain = "it is a router" if is_router(model, name) else f"{preset.name} reaches no such layer"
+        reasons.setdefault(plain if kept is None else f"--keep {kept!r}", []).append(name)
+    every = max(1, sum(matrices.values()))
+    sizes = {why: sum(matrices[name] for name in names) / every for why, names in reasons.items()}
+    share = 1 - sum(sizes.values())
+    line = f"{share:.1%} of the linear and expert weights of the blocks are quantised"
+    if share >= 1 - MOST_LEFT:
+        return share, line
+    by_size = sorted(reasons, key=lambda why: -sizes[why])
+    left = "; ".join(f"{sizes[w]:.1%} in {len(reasons[w])} such as {min(reasons[w])} ({w})" for w in by_size)
+    return share, f"warning: only {line}; left as they are: {left}"
 
 
 def _some(names: list[str]) -> str:
@@ -152,7 +187,7 @@ def add_lora(
         match = re.compile(pattern)
     except re.error as error:
         raise ConfigError(f"lora_targets: {pattern!r} is not a regular expression ({error})") from None
-    layers = dict(linear_layers(model))
+    layers = {name: layer for name, layer in linear_layers(model) if not is_router(model, name)}
     given = dict.fromkeys(layers, config.rank) if ranks is None else ranks
     targets = {name: given[name] for name in layers if match.search(name) and name in given}
     if not targets:

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from transformers.core_model_loading import WeightConverter
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qat_lora.files.checksums import check_folder
 from qat_lora.files.finite import check_finite
 from qat_lora.layers.convert import make_quant_skeleton, quant_layers
+from qat_lora.layers.experts import has_split_experts, split_experts
 from qat_lora.quant.presets import Preset
 
 QUANT_METHOD = "qat-lora"
@@ -37,10 +39,17 @@ class QatLoraQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         for folder in {Path(file).parent for file in kwargs.get("checkpoint_files") or ()}:
             check_folder(folder)
+        split_experts(model)
         make_quant_skeleton(model, Preset.from_dict(self.quantization_config.preset))
         return model
 
-    def get_state_dict_and_metadata(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module) -> list[Any]:
+        """Return renamings alone for a model whose experts are stored one by one: nothing is to be fused."""
+        if not has_split_experts(model):
+            return super().update_weight_conversions(weight_conversions, model)
+        return [conversion for conversion in weight_conversions if not isinstance(conversion, WeightConverter)]
+
+    def get_state_dict_and_metadata(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the state with scales and tables as float16, their stored type."""
         state = model.state_dict()
         for name, layer in quant_layers(model).items():
@@ -48,6 +57,8 @@ class QatLoraQuantizer(HfQuantizer):
                 if part != "bias":
                     state[f"{name}.{part}"] = parameter.detach().half()
         check_finite(state, "model")
+        if has_split_experts(model):
+            model._weight_conversions = []  # tensors keep the names of their modules
         return state, {}
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:

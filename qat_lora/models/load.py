@@ -44,7 +44,8 @@ from qat_lora.files.gguf_header import BASE, GGUF, read_header
 from qat_lora.files.outputs import MARK
 from qat_lora.layers.attention import AttentionKernel, Keep, blocked_attention, tiled_or
 from qat_lora.layers.calibrate.upcast import computing_dtype
-from qat_lora.layers.convert import quant_layers, tied_embedding
+from qat_lora.layers.convert import SEES, quant_layers, sees, tied_embedding
+from qat_lora.layers.experts import Experts, split_experts
 from qat_lora.layers.flex_attention import flex_or
 from qat_lora.layers.recurrent import keep_documents_apart, split_documents
 from qat_lora.models import from_gguf, packed
@@ -212,6 +213,8 @@ class CausalLM:
             return
         self._attend(FLEX, lambda sdpa: flex_or(tiled_or(sdpa, torch.compiler.disable(_in_blocks))))
         for module in self.module.modules():
+            if isinstance(module, Experts):  # how many tokens each gets is another program every time
+                module.__dict__["forward"] = torch.compiler.disable(module.forward)
             if isinstance(module, GradientCheckpointingLayer):
                 module.compile(dynamic=False, **how)
         # What a frozen embedding returns needs no gradient, and the first layer would be a program of its own.
@@ -304,7 +307,7 @@ def load_model(
     ModelError: no such model, another architecture, a missing, unexpected or misshapen tensor, NaN or infinity.
     DamagedFileError, MissingExtraError: a file is not what was written, or its library is not installed.
     """
-    folder = resolve_model(name, hub.revision)
+    folder, config = resolve_model(name, hub.revision), None
     try:
         with _quiet():
             config, state = _foreign(folder, hub, dequantize)
@@ -325,7 +328,7 @@ def load_model(
     except QatLoraError:
         raise
     except Exception as error:
-        reason = one_line(error, 300)
+        reason = SEES if sees(config) else one_line(error, 300)
         raise ModelError(f"model: {folder} does not load as a causal language model ({reason})") from None
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report.get(problem):
@@ -333,6 +336,8 @@ def load_model(
             kind = problem.removesuffix("_keys")
             raise ModelError(f"model: {folder} has {kind} tensors: {names}; they do not fit its config.json")
     check_finite(module.state_dict(), f"model: {folder}")
+    if device_map is None:  # else accelerate has its hooks in the modules as they are
+        split_experts(module)
     module.eval().requires_grad_(False)
     return CausalLM(module, folder)
 

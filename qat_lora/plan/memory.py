@@ -22,6 +22,7 @@ from qat_lora.errors import ModelError, one_line
 from qat_lora.files.checksums import check_folder, read_object
 from qat_lora.files.gguf_header import GGUF, read_header
 from qat_lora.layers.convert import add_lora, block_of, make_quant_skeleton, quant_layers, weight_count
+from qat_lora.layers.experts import split_experts
 from qat_lora.layers.quant_linear import Dense
 from qat_lora.models import load as models
 from qat_lora.models.adapter import allocated_ranks
@@ -35,6 +36,7 @@ from qat_lora.quant.presets import Preset, preset
 from qat_lora.runtime.base import default_loss_chunk_mb
 from qat_lora.runtime.host.machine import LiveBytes
 from qat_lora.setup.trainable import recovery_parts
+from qat_lora.train.blockwise import blocks_of
 
 GIB = 2**30
 
@@ -144,7 +146,9 @@ def meta_model(name: str) -> tuple[Any, nn.Module]:
     try:
         config = models.AutoConfig.from_pretrained(name) if read is None else models.AutoConfig.for_model(**read)
         with torch.device("meta"):
-            return config, models.AutoModelForCausalLM.from_config(config)
+            module = models.AutoModelForCausalLM.from_config(config)
+        split_experts(module)
+        return config, module
     except (OSError, ValueError) as error:
         reason = one_line(error, 200)
         raise ModelError(f"model: {name} has no config.json that transformers can build ({reason})") from None
@@ -183,13 +187,17 @@ def formed_bytes(module: nn.Module, dtype: torch.dtype) -> int:
     return formed
 
 
-def skeleton(options: EstimateOptions) -> Shapes:
-    """Build a student with an adapter on the meta device, in its training state; raises as `meta_student`."""
+def skeleton(options: EstimateOptions, blockwise: bool = False) -> Shapes:
+    """Build a student with an adapter on the meta device, in its training state; raises as `meta_student`.
+
+    `blockwise`: as `recover --blockwise` trains the last decoder layer, the only one whose weights are formed.
+    """
     chosen = None if options.preset is None else preset(options.preset, options.keep)
     dtype, rank, scales = DTYPES[options.run.dtype], options.lora.rank, options.train_scales
     config, module = meta_student(str(options.model), chosen, dtype)
     ranks = None if options.lora.recovery_r else allocated_ranks(Path(str(options.model)).expanduser())
     add_lora(module, options.lora, ranks=ranks)  # after the cast, as a run does: its factors stay float32
-    groups = recovery_parts(models.CausalLM(module, Path()), scales, options.train_norms, dtype)
+    inside = f"{blocks_of(module)}.{config.get_text_config().num_hidden_layers - 1}" if blockwise else ""
+    groups = recovery_parts(models.CausalLM(module, Path()), scales, options.train_norms, dtype, inside)
     shapes = Shapes(config.get_text_config(), module, groups, rank, scales, 0)
     return replace(shapes, formed_bytes=scales * dtype.itemsize * sum(shapes.quantised))

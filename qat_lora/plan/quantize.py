@@ -7,7 +7,7 @@ import torch
 from qat_lora.errors import ModelError
 from qat_lora.layers.calibrate.fisher import fisher_bytes, kept_shape
 from qat_lora.layers.calibrate.fit import TURN_ROUNDS, TURNS
-from qat_lora.layers.convert import LM_HEAD, bits_per_weight, check_reach, make_quant_skeleton, quant_layers
+from qat_lora.layers.convert import LM_HEAD, bits_per_weight, check_reach, make_quant_skeleton, quant_layers, reach_of
 from qat_lora.models.load import cast
 from qat_lora.options import QuantizeOptions
 from qat_lora.plan.devices import Device, likely
@@ -49,7 +49,7 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
         raise ModelError(f"model: {options.model} is quantised already; give the full-precision model")
     parameters = sum(p.numel() for p in module.parameters())
     chosen = preset(options.preset, options.keep, options.override, options.quantize_head)
-    check_reach(module, chosen)
+    share, reach = reach_of(module, chosen, check_reach(module, chosen))
     stored = config.dtype if isinstance(getattr(config, "dtype", None), torch.dtype) else torch.float32  # in its files
     target = choices(options, module, stored.itemsize).range_text if options.target.name else ""
     make_quant_skeleton(module, chosen)
@@ -66,6 +66,7 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
         "layers": len(layers),
         "bits_per_weight": bits["base"],
         "bits_per_weight_model": bits["model"],
+        "quantised_share": share,
         "stored_bytes": int(bits["model"] * parameters) // 8,
         "weights_bytes": max(stored.itemsize * parameters, 4 * (parameters - quantised) + codes_bytes),
         "scratch_bytes": fisher_bytes(module, options.init, options.metric) if has_text else 0,
@@ -85,6 +86,7 @@ def plan_quantize(options: QuantizeOptions) -> DryRun:
         f"dry run: shapes alone; nothing is written\n"
         f"model    {options.model}: {parameters:,} parameters, {quantised:,} of them in {len(layers)} "
         f"layers that {options.preset} stores\n"
+        f"reach    {reach}\n"
         f"stored   {bits['base']:.2f} bits a weight in these layers, {bits['model']:.2f} in the model, "
         f"{report['stored_bytes'] / GIB:.3f} GiB on disk without adapter starts\n"
         f"memory   {report['weights_bytes'] / GIB:.3f} GiB for the weights, each layer as stored until its turn, "

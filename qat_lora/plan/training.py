@@ -58,7 +58,7 @@ def plan_recover(options: RecoverOptions) -> DryRun:
         assumed.append("the text is not read, so the number of its rows is not known")
     own = {name: getattr(options, name) for name in ("train_scales", "train_norms", "lora")}
     asked = replace(_estimate(options, student, dataset, options.length, accumulation), **own)
-    shapes = skeleton(asked)
+    shapes = skeleton(asked, options.blockwise)
     model = CausalLM(shapes.module, Path(student))
     check_scales(model, options.train_scales)
     if options.uses_cache:
@@ -66,10 +66,20 @@ def plan_recover(options: RecoverOptions) -> DryRun:
     report = _report(options, shapes, asked, student, replicas, rows)
     stored = report.pop("stored_bytes_of_quantised") + 2 * (report["parameters"] - report["quantised"])
     report |= {"stored_bytes": stored, "assumed": assumed}
+    more, states = [], 0
+    if options.blockwise:
+        layers, kept = shapes.config.num_hidden_layers, report["bytes"]["activations"]
+        one = {"activations": kept // layers, "full-precision layer": 4 * sum(shapes.quantised) // layers}
+        report["bytes"] |= one
+        report["total_bytes"] = sum(report["bytes"].values())
+        states = 16 * report["tokens"] * shapes.config.hidden_size
+        more = [f"disk     {states / GIB:.3f} GiB of hidden states while layers train one after the other"]
     trained, total = report["trained"], report["total_bytes"]
-    text = _text(report, f"{trained:,} numbers (rank {options.lora.rank})", asked.utilisation)
+    kind = f"{trained:,} numbers (rank {options.lora.rank})" + (" of the last layer" if options.blockwise else "")
+    text = _text(report, kind, asked.utilisation, more)
     # A checkpoint: what trains, two moments, perhaps an average. An export: halves, and the base of trained scales.
     disk = (options.loop.keep_checkpoints + 1) * 16 * trained + 3 * (2 * trained + options.train_scales * stored)
+    disk += states
     host = total if runs_on_host(options.run.device, options.run.tpu) else report["bytes"]["weights"]
     return DryRun(report, text, Requirements("this recovery", total, host, disk))
 

@@ -30,6 +30,7 @@ from qat_lora.layers.calibrate.fisher import Sensitivity
 from qat_lora.layers.calibrate.fit import Metric
 from qat_lora.layers.calibrate.quantize import second_moments
 from qat_lora.layers.convert import LM_HEAD, check_reach, linear_layers, put_quantized
+from qat_lora.layers.experts import has_split_experts
 from qat_lora.layers.quant_linear import QuantLinear
 from qat_lora.layers.tied_embedding import embedding_of
 from qat_lora.models.load import CausalLM
@@ -66,6 +67,8 @@ def choices(options: QuantizeOptions, module: Any, itemsize: int) -> Choices:
     for name, value in (usual if options.init in NEED_TEXT else {"init": "descent"}).items():
         if getattr(options, name) != value:
             raise ConfigError(f"{name}: {target.name} decides by what it measures; leave it out (--keep is allowed)")
+    if has_split_experts(module):
+        raise ConfigError("target_size: not for mixtures, whose experts share a format; give --preset")
     specs = {name: formats(engine, name, module) for name in check_reach(module, preset("q8_0", options.keep))}
     for name, lm_head in linear_layers(module, lm_head=True) if engine != "vllm" else ():  # which reads it dense
         with contextlib.suppress(ConfigError):  # tied to an embedding that does more than look up

@@ -77,16 +77,21 @@ def check_scales(model: CausalLM, train_scales: bool) -> None:
 
 
 def recovery_parts(
-    model: CausalLM, train_scales: bool, train_norms: bool, dtype: torch.dtype
+    model: CausalLM, train_scales: bool, train_norms: bool, dtype: torch.dtype, inside: str = ""
 ) -> dict[str, dict[str, nn.Parameter]]:
-    """Put a student with an adapter into its training state, a frozen base in `dtype`; return what trains, by kind."""
+    """Put a student with an adapter into its training state, a frozen base in `dtype`; return what trains, by kind.
+
+    With the name of a decoder layer as `inside`, only what is in it trains, and only its base is formed.
+    """
+    part, prefix = model.module.get_submodule(inside), f"{inside}." if inside else ""
+    model.module.requires_grad_(False)
     factors: dict[str, nn.Parameter] = {}
-    for name, adapter in lora_layers(model.module).items():
-        factors |= {f"{name}.lora_A": adapter.lora_A, f"{name}.lora_B": adapter.lora_B}
-    scales = prepare_base(model.module, train_scales, dtype)
+    for name, adapter in lora_layers(part).items():
+        factors |= {f"{prefix}{name}.lora_A": adapter.lora_A, f"{prefix}{name}.lora_B": adapter.lora_B}
+    scales = {prefix + name: scale for name, scale in prepare_base(part, train_scales, dtype).items()}
     norms = model.norms() if train_norms else {}
-    for norm in norms.values():
-        norm.requires_grad_(True)
+    for trained in (*factors.values(), *norms.values()):
+        trained.requires_grad_(True)
     model.module.train()
     return {"adapter": factors, **scales_by_kind(model.module, scales), "norms": norms}
 

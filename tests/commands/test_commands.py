@@ -370,7 +370,10 @@ def test_without_matplotlib_runs_complete_and_say_what_is_missing(done, tiny, tm
     assert state_of(tmp_path) == before
 
 
-def test_a_mixture_of_experts_is_refused_before_anything_is_written_and_kept_on_request(tiny, tmp_path):
+def test_experts_of_an_unknown_form_are_refused_before_anything_is_written_and_kept_on_request(
+    tiny, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("qat_lora.layers.experts._is_fused", lambda module: False)
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     sizes = {"vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 32}

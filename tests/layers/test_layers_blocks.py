@@ -27,6 +27,11 @@ def test_blocks_run_one_by_one_as_in_the_whole_model():
 
     batches = [torch.randn(2, 6) for _ in range(3)]
     states, calls = capture_calls(blocks, batches, forward)
+    assert torch.equal(seen[1], batches[1])  # recording costs no products, but for the first batch
+    seen.clear()
+    with torch.no_grad():
+        for batch in batches:
+            forward(batch)
     assert all(torch.equal(a, b) for a, b in zip(states, batches, strict=True))
     assert calls[1] == [((0.5,), {"shift": 0.1})] * 3
     for block, call in zip(blocks, calls, strict=True):

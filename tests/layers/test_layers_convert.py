@@ -16,8 +16,10 @@ from qat_lora.layers.convert import (
     prepare_base,
     quant_layers,
     quantize_targets,
+    reach_of,
     rule_bits,
 )
+from qat_lora.layers.experts import split_experts
 from qat_lora.layers.lora import Factors, LoraConfig
 from qat_lora.quant.presets import PRESETS, Preset, preset
 
@@ -120,13 +122,20 @@ def mixture(**changed):
 
 
 def test_a_model_that_would_be_quantised_in_part_is_refused_unless_asked_for():
-    model = mixture()
+    model = mixture()  # its experts stacked, as in a form that is not known
     assert len(quantize_targets(model, preset("w2g64"))) == 8  # attention alone, and not a word of the experts
     with pytest.raises(
         ModelError, match=r"model: 80% of .* \(6 tensors such as model.layers.0.mlp.experts.gate_up_proj.*'mlp.experts'"
     ):
         check_reach(model, preset("w2g64"))
-    check_reach(model, preset("w2g64", keep=("experts",)))
+    kept = preset("w2g64", keep=("experts",))
+    share, line = reach_of(model, kept, check_reach(model, kept))
+    assert share < 0.25 and line.startswith("warning: only 19.8%")
+    assert "in 4 such as model.layers.0.mlp.experts.down_proj (--keep 'experts'); 0." in line and "a router" in line
+    split_experts(model)
+    share, line = reach_of(model, preset("w2g64"), targets := check_reach(model, preset("w2g64")))
+    assert share > 0.99 and len(targets) == 8 + 2 * 8 * 3 and "warning" not in line
+    check_reach(mixture(), kept)
     check_reach(mixture(mlp_only_layers=[0, 1]), preset("w2g64"))  # a router's weights alone would pass
     with pytest.raises(ConfigError, match="'nothing' matches no linear layer"):
         check_reach(model, preset("w2g64", keep=("nothing",)))

@@ -15,7 +15,7 @@ import qat_lora.models.load as models
 from qat_lora.errors import ModelError
 from qat_lora.files.checksums import checkpoint_sha256, seal
 from qat_lora.layers.calibrate.quantize import quantize_model
-from qat_lora.layers.convert import prepare_base, quant_layers
+from qat_lora.layers.convert import check_reach, prepare_base, quant_layers
 from qat_lora.models.copies import copy_tokenizer, save_with_tensors
 from qat_lora.models.load import (
     load_model,
@@ -473,6 +473,23 @@ def test_tensors_that_the_checkpoint_lacks_are_refused(quantised, tmp_path):
     name = "model.layers.0.mlp.up_proj.scale"
     with pytest.raises(ModelError, match=rf"{name} has shape \(1, 1\)"):
         save_with_tensors(quantised, tmp_path / "out", {name: torch.ones(1, 1)})
+
+
+def test_a_model_that_sees_is_refused_by_that_name(tmp_path):
+    """One loads all the same, as a teacher; its encoder must not be quantised along."""
+    text = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text |= {"num_key_value_heads": 1, "intermediate_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    image = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32}
+    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=image)
+    transformers.Qwen2_5_VLForConditionalGeneration(config).save_pretrained(tmp_path / "qwen")
+    with pytest.raises(ModelError, match="qwen does not load .*a model that sees or hears is not supported"):
+        load_model(str(tmp_path / "qwen"))
+    image = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    image |= {"image_size": 28, "patch_size": 14}
+    config = transformers.Gemma3Config(text_config={**text, "head_dim": 16}, vision_config=image)
+    transformers.Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path / "gemma")
+    with pytest.raises(ModelError, match="model: a model that sees or hears is not supported"):
+        check_reach(load_model(str(tmp_path / "gemma")).module, preset("w2g64"))
 
 
 # Fingerprints

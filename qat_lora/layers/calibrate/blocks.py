@@ -1,12 +1,13 @@
 """Run a model's decoder blocks one by one: what enters the first, and what each of them is called with.
 
 Two procedures go up a model block by block, calibration (`sequential`) and block-wise training (`train.blockwise`).
-A block needs more than hidden states: masks, positions, rotary embeddings. These are recorded while the whole model
-runs, so nothing here knows how a model makes them.
+A block needs more than hidden states: masks, positions, rotary embeddings. These are recorded while the model runs, so
+nothing here knows how a model makes them. They do not depend on what the blocks compute, so from the second batch on
+the blocks hand on what they get: recording costs no products and reads no block's weights.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,9 +19,13 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 def capture_calls(
     blocks: Sequence[nn.Module], batches: Iterable[Any], forward: Callable[[Any], Any]
 ) -> tuple[list[Tensor], list[list[Call]]]:
-    """Return the hidden states that enter the first block, by batch, and the calls by block and batch."""
+    """Return the hidden states that enter the first block, by batch, and the calls by block and batch.
+
+    `forward` runs the model on one batch; all blocks pass on their input then, but those of the first batch.
+    """
     states: list[Tensor] = []
     calls: list[list[Call]] = [[] for _ in blocks]
+    in_tuples: list[bool] = []
 
     def watch(number: int) -> Callable[..., None]:
         def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -30,12 +35,31 @@ def capture_calls(
 
         return hook
 
-    with contextlib.ExitStack() as hooks:
+    with contextlib.ExitStack() as undo:
         for number, block in enumerate(blocks):
-            hooks.enter_context(block.register_forward_pre_hook(watch(number), with_kwargs=True))
+            undo.enter_context(block.register_forward_pre_hook(watch(number), with_kwargs=True))
         for batch in batches:
-            forward(batch)
+            if not in_tuples:
+                with blocks[0].register_forward_hook(lambda _m, _i, out: in_tuples.append(isinstance(out, tuple))):
+                    forward(batch)
+                for block in blocks:
+                    undo.enter_context(_handing_on(block, in_tuples[0]))
+            else:
+                forward(batch)
     return states, calls
+
+
+@contextlib.contextmanager
+def _handing_on(block: nn.Module, in_tuple: bool) -> Iterator[None]:
+    """Let a block return its hidden states as they come."""
+    own = vars(block).get("forward")
+    block.forward = lambda states, *_args, **_kwargs: (states,) if in_tuple else states
+    try:
+        yield
+    finally:
+        del block.forward
+        if own is not None:
+            block.forward = own
 
 
 def run_block(block: nn.Module, states: Tensor, call: Call) -> Tensor:

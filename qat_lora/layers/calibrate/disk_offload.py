@@ -1,9 +1,10 @@
 """Tensors on disk, for what is used layer by layer.
 
 The Fisher information of all outputs takes several times the room of a bfloat16 model, and the backward pass that
-computes it adds to every layer's matrix with every batch. Mapped files let the system write pages out when memory is
-short. A file is unlinked as soon as it is mapped, so a run leaves nothing behind however it ends, except the one file
-that a killed run was just making; the next run in the folder removes it.
+computes it adds to every layer's matrix with every batch; block-wise training keeps the hidden states of all its rows.
+Mapped files let the system write pages out when memory is short. A file is unlinked as soon as it is mapped, so a run
+leaves nothing behind however it ends, except the one file that a killed run was just making; the next run in the folder
+removes it.
 """
 
 import errno
@@ -51,5 +52,5 @@ def _reserve(descriptor: int, size: int, folder: Path) -> None:
             raise
         raise ConfigError(
             f"out: the disk of {folder} has no room for {size / 1e6:,.0f} MB more of what --metric fisher keeps of "
-            "every layer; free some, choose another --out, or give --metric outputs"
+            "every layer, or --blockwise of every row; free some, choose another --out, or leave that setting out"
         ) from None

@@ -11,7 +11,7 @@ minutes, and the states of all calibration rows would outgrow the student on dis
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -61,13 +61,13 @@ class Finished(NamedTuple):
         return dense if self.factors is None else dense + self.factors.b_OR[:, :rank] @ self.factors.a_RI[:rank]
 
 
-def kept_of(layers: Mapping[str, Finished]) -> Kept:
-    """Return finished layers in the form in which they are kept."""
+def kept_of(layers: Mapping[str, Finished], unreached: Container[str] = ()) -> Kept:
+    """Return finished layers in the form in which they are kept; the facts say which calibration did not reach."""
     tensors: dict[str, Tensor] = {}
     for name, (layer, factors) in layers.items():
         factor = {} if factors is None else {"a_RI": factors.a_RI.cpu(), "b_OR": factors.b_OR.cpu()}
         tensors |= {f"{name}.{part}": tensor for part, tensor in (layer.stored() | factor).items()}
-    return tensors, dict.fromkeys(layers)
+    return tensors, {name: name in unreached for name in layers}
 
 
 def finished_of(kept: Kept, model: nn.Module, specs: Mapping[str, QuantSpec]) -> dict[str, Finished]:

@@ -28,6 +28,7 @@ from tqdm import tqdm
 
 from qat_lora.layers.calibrate.disk_offload import Zeros
 from qat_lora.layers.convert import LM_HEAD, block_of, quant_layers
+from qat_lora.layers.experts import tokens_of
 from qat_lora.quant.initialize import NEED_TEXT
 from qat_lora.runtime.host.machine import give_back
 
@@ -41,6 +42,19 @@ class Sensitivity(NamedTuple):
 
     outputs_OO: Tensor  # mean of g gᵀ by what tokens count for outputs, float32, on the host; [O] where many
     tokens: list[Tensor]  # what every token counts for inputs: `_counts` of its g; a flat tensor a batch
+    which: list[Tensor | None]  # which of a batch's tokens those are, in order; None: all, as outside of experts
+
+    def weights(self, batch: int, seen: Tensor | None = None) -> Tensor:
+        """Return what tokens of a batch count: all, or those that an expert got; one of unknown gradient nothing."""
+        counts, known = self.tokens[batch], self.which[batch]
+        if seen is None or known is None or not len(known):
+            return counts if seen is None else counts.new_zeros(len(seen))
+        place = torch.searchsorted(known, seen).clamp(max=len(known) - 1)
+        return counts[place] * (known[place] == seen)
+
+    def plain_outputs(self) -> Tensor:
+        """Return the metric, like `outputs_OO`, in which all outputs cost alike."""
+        return torch.ones_like(self.outputs_OO) if self.outputs_OO.dim() == 1 else torch.eye(len(self.outputs_OO))
 
 
 def kept_shape(outputs: int) -> tuple[int, ...]:
@@ -71,10 +85,11 @@ def sensitivities(
     """
     sums: dict[str, Tensor] = {}
     squares: dict[str, list[Tensor]] = {name: [] for name in names}
+    which: dict[str, list[Tensor | None]] = {name: [] for name in squares}
     count = dict.fromkeys(squares, 0)
 
     def watch(name: str) -> Callable[..., None]:
-        def on_gradient(counts: Tensor, gradient: Tensor) -> None:
+        def on_gradient(counts: Tensor, seen: Tensor | None, gradient: Tensor) -> None:
             g = gradient.reshape(-1, gradient.shape[-1]).float()
             shape, weighted = kept_shape(g.shape[1]), g * counts[:, None]
             total = weighted.T @ g if len(shape) == 2 else (weighted * g).sum(0)
@@ -83,13 +98,15 @@ def sensitivities(
             sums[name] += total.cpu()
             count[name] += len(g)
             # Of the batches so far: a mean over all of them would take a second pass.
-            mean = (sums[name].diagonal() if len(shape) == 2 else sums[name]) / count[name]
+            mean = (sums[name].diagonal() if len(shape) == 2 else sums[name]) / max(1, count[name])
             squares[name].append(_counts(g, mean.to(g.device)))
+            which[name].append(seen)
 
         def on_output(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             x = args[0].detach().reshape(-1, args[0].shape[-1]).float()
-            counts = _counts(x, x.square().mean(0))
-            output.register_hook(functools.partial(on_gradient, counts / counts.mean().clamp_min(1e-30)))
+            counts = _counts(x, x.square().sum(0) / max(1, len(x)))
+            counts = counts / (counts.sum() / max(1, len(x))).clamp_min(1e-30)
+            output.register_hook(functools.partial(on_gradient, counts, tokens_of(model, name)))
 
         return on_output
 
@@ -105,7 +122,8 @@ def sensitivities(
         hooks.enter_context(_computed_again([model.get_submodule(name) for name in blocks]))
         for batch in tqdm(batches, desc="sensitivity", unit="batch", disable=quiet):
             log_likelihood(batch).backward()
-    return {name: Sensitivity(sums[name].div_(sum(map(len, parts))), parts) for name, parts in squares.items()}
+    tokens = {name: max(1, sum(map(len, parts))) for name, parts in squares.items()}
+    return {name: Sensitivity(sums[name].div_(tokens[name]), squares[name], which[name]) for name in squares}
 
 
 def _counts(values_TC: Tensor, mean_C: Tensor) -> Tensor:

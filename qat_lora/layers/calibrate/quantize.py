@@ -25,11 +25,17 @@ from qat_lora.layers.calibrate.finished import NOT_KEPT, Finished, Work, finishe
 from qat_lora.layers.calibrate.fisher import Sensitivity
 from qat_lora.layers.calibrate.fit import FitSettings, fit_layers, together
 from qat_lora.layers.convert import LM_HEAD, block_of, put_quantized, quantize_targets
+from qat_lora.layers.experts import siblings_of, tokens_of
 from qat_lora.layers.lora import Factors
 from qat_lora.quant.initialize import Method
 from qat_lora.quant.presets import Preset
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.runtime.host.machine import give_back
+
+FEWEST_TOKENS = 16
+"""Of the calibration text, that tell anything of an expert's inputs."""
+MOST_TOGETHER = 64
+"""Layers that are fitted in one go: the second moments of all experts would not fit a device."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +75,14 @@ def second_moments(
     """Return the mean of x xᵀ over all tokens, float32 [I, I], for the input of every named layer.
 
     Layers with the same input tensor share one matrix, unless tokens count differently for each, by their `costs`.
-    `forward` runs the model on one batch; where the LM head is among the names, it returns the last hidden states,
-    which are the LM head's input (running the LM head would cost the logits of a whole batch).
+    Experts that fewer than `FEWEST_TOKENS` reach have none. `forward` runs the model on one batch; where the LM head is
+    among the names, it returns the last hidden states, which are the LM head's input (running the LM head would cost
+    the logits of a whole batch).
     """
     sums: dict[str, Tensor] = {}
     mass: dict[str, Tensor | float] = {}
     owner: dict[str, str] = {}
+    reached = dict[str, int]()
     last: dict[str, Any] = {"input": None, "name": "", "batch": 0}
 
     def watch(name: str) -> Callable[..., None]:
@@ -86,7 +94,8 @@ def second_moments(
             x = args[0].reshape(-1, args[0].shape[-1]).float()
             weights = x.new_ones(x.shape[0])
             if costs is not None and name in costs:
-                weights = costs[name].tokens[last["batch"]]
+                weights = costs[name].weights(last["batch"], tokens_of(model, name))
+            reached[name] = reached.get(name, 0) + len(x)
             moment = (x * weights[:, None]).T @ x
             sums[name] = sums[name] + moment if name in sums else moment
             mass[name] = mass.get(name, 0.0) + weights.sum()
@@ -103,7 +112,7 @@ def second_moments(
             hidden = forward(batch)
             for name, hook in lm_heads.items():
                 hook(model.get_submodule(name), (hidden,))
-    means = {name: total / mass[name] for name, total in sums.items()}
+    means = {n: total / mass[n] for n, total in sums.items() if reached[n] >= FEWEST_TOKENS or not siblings_of(n)}
     return means | {name: means[shared] for name, shared in owner.items() if shared in means}
 
 
@@ -118,6 +127,7 @@ class LayerFitter:
     work: Work = NOT_KEPT  # keeps the layers of every finished block, and has those that an interrupted run finished
     bar: tqdm[Any] = field(default_factory=lambda: tqdm(disable=True))  # counts finished layers
     ranks: Mapping[str, int] = field(default_factory=dict)  # of adapter starts, by name, where less than the settings'
+    unreached: set[str] = field(default_factory=set)  # of experts that calibration hardly reaches: fitted by stand-ins
 
     def linear(self, name: str) -> nn.Linear:
         """Return a full-precision layer."""
@@ -132,7 +142,21 @@ class LayerFitter:
             spec, alone = self.targets[name], LM_HEAD.search(name) or not together(self.targets[name], self.settings)
             alike = spec, self.linear(name).weight.shape, self.ranks.get(name)
             found.setdefault(name if alone else alike, []).append(name)
-        return list(found.values())
+        return [of[i : i + MOST_TOGETHER] for of in found.values() for i in range(0, len(of), MOST_TOGETHER)]
+
+    def stand_in(self, name: str, moments_II: Mapping[str, Tensor]) -> Tensor:
+        """Return a second moment for an expert that hardly a token reaches, and remember its name.
+
+        What enters a mixture is of one space, so for `gate_proj` and `up_proj` it is the mean of the experts that
+        tokens do reach. The inputs of `down_proj` are each expert's own: there all count alike.
+        """
+        self.unreached.add(name)
+        weight, own = self.linear(name).weight, siblings_of(name)
+        known = [] if name.endswith("down_proj") else [m for n, m in moments_II.items() if siblings_of(n) == own]
+        return sum(known[1:], known[0]) / len(known) if known else torch.eye(weight.shape[1], device=weight.device)
+
+    def _outputs(self, cost: Sensitivity, name: str) -> Tensor:
+        return cost.plain_outputs() if name in self.unreached else cost.outputs_OO
 
     def fit(
         self, names: Sequence[str], moments_II: Sequence[Tensor | None], weights_OI: Sequence[Tensor] | None = None
@@ -140,7 +164,7 @@ class LayerFitter:
         """Fit one of the `groups` to its inputs' second moments, and to other weights than its own where given."""
         self.work.may_stop()
         linears, spec, costs = [self.linear(name) for name in names], self.targets[names[0]], self.costs or {}
-        outputs_OO = [costs[name].outputs_OO if name in costs else None for name in names]
+        outputs_OO = [self._outputs(costs[name], name) if name in costs else None for name in names]
         rank = self.ranks.get(names[0], self.settings.start_rank)
         rank = 0 if LM_HEAD.search(names[0]) else rank  # which has no adapter
         settings = self.settings._replace(start_rank=rank, joint_rank=min(rank, self.settings.joint_rank))
@@ -151,8 +175,12 @@ class LayerFitter:
         self.bar.update(len(found))
         return found
 
-    def fit_all(self, moments: Mapping[str, Tensor | None]) -> dict[str, Finished]:
-        """Fit the named layers to the second moments of their inputs."""
+    def fit_all(self, layers: Sequence[str], known: Mapping[str, Tensor]) -> dict[str, Finished]:
+        """Fit layers to the second moments of their inputs, as far as they are known."""
+        moments: dict[str, Tensor | None] = {
+            name: self.stand_in(name, known) if known and name not in known and siblings_of(name) else known.get(name)
+            for name in layers
+        }
         found = dict[str, Finished]()
         for names in self.groups(moments):
             found |= self.fit(names, [moments[name] for name in names])
@@ -163,9 +191,10 @@ class LayerFitter:
         kept = self.work.take(f"block-{block}")
         if kept is None:
             found = fit()
-            self.work.keep(f"block-{block}", *kept_of(found))
+            self.work.keep(f"block-{block}", *kept_of(found, self.unreached))
         else:
             found = finished_of(kept, self.model, self.targets)
+            self.unreached.update(name for name, unreached in kept[1].items() if unreached)
             self.bar.update(len(found))
         return found
 
@@ -181,7 +210,9 @@ def quantize_layers(fitter: LayerFitter, moments: Mapping[str, Tensor] | None = 
     """Quantise every target layer, in place, by its `second_moments`; return the adapter starts by layer name."""
     adapter_init: dict[str, Factors] = {}
     for block, names in itertools.groupby(fitter.targets, lambda name: block_of(name) or name):
-        fit = functools.partial(fitter.fit_all, {name: (moments or {}).get(name) for name in names})
+        layers = list(names)
+        known = {name: moments[name] for name in layers if name in moments} if moments else {}
+        fit = functools.partial(fitter.fit_all, layers, known)
         adapter_init |= fitter.put(fitter.finish(block, fit))
     return adapter_init
 

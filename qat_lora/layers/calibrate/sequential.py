@@ -16,7 +16,6 @@ Source: GPTAQ (arXiv 2504.02692) for asymmetric calibration; the target W* is it
 import contextlib
 import copy
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,8 +25,9 @@ from torch import Tensor, nn
 from qat_lora.errors import ModelError
 from qat_lora.layers.calibrate.blocks import Call, capture_calls, run_block
 from qat_lora.layers.calibrate.finished import Finished
-from qat_lora.layers.calibrate.quantize import LayerFitter
+from qat_lora.layers.calibrate.quantize import FEWEST_TOKENS, LayerFitter
 from qat_lora.layers.convert import block_of
+from qat_lora.layers.experts import Experts, siblings_of, tokens_of
 from qat_lora.layers.lora import Factors
 from qat_lora.layers.tied_embedding import embedding_of
 from qat_lora.quant.gptq import damped
@@ -116,6 +116,10 @@ class _Block:
         found: dict[str, Finished] = {}
         for paths in self._stages(exact[0]):
             moments = self._moments(paths, exact, student)
+            seen = {name: moment for name, (moment, _) in moments.items()}
+            for path in paths:
+                if (name := f"{self.name}.{path}") not in moments:
+                    moments[name] = (alike := self.fitter.stand_in(name, seen)), alike  # so it aims at its own weight
             for names in self.fitter.groups(moments):
                 given = [moments[name] for name in names]
                 weights = [self.fitter.linear(name).weight.data for name in names]
@@ -131,7 +135,10 @@ class _Block:
         self.fitter.linear(name).weight = nn.Parameter(corrected, requires_grad=False)
 
     def _stages(self, states: Tensor) -> list[list[str]]:
-        """Return the layers in the order in which they run, those with the same input together."""
+        """Return the layers in the order in which they run, those with the same input together.
+
+        So are the gates and ups of all experts of a mixture, and their downs: two stages for any number of experts.
+        """
         order: list[tuple[str, Tensor]] = []
         with contextlib.ExitStack() as hooks:
             for path in self.paths:
@@ -139,39 +146,83 @@ class _Block:
                 hook = functools.partial(lambda path, _module, args: order.append((path, args[0])), path)
                 hooks.enter_context(layer.register_forward_pre_hook(hook))
             run_block(self.reference, states, self.calls[0])
-        return [[path for path, _ in group] for _, group in itertools.groupby(order, key=lambda item: id(item[1]))]
+        stages: dict[Any, list[str]] = {}
+        for path, given in order:
+            if _mixture_stage(path) is None:
+                stages.setdefault(id(given), []).append(path)
+            else:  # with the experts that this batch does not reach
+                stages[_mixture_stage(path)] = [p for p in self.paths if _mixture_stage(p) == _mixture_stage(path)]
+        return list(stages.values())
 
     def _moments(
         self, paths: list[str], exact: list[Tensor], student: list[Tensor]
     ) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return E[y yᵀ] and E[x yᵀ] of the input that some layers share, by name: costs weigh tokens for each."""
-        costs, sums = self.fitter.costs, dict[str, list[Tensor]]()
+        """Return E[y yᵀ] and E[x yᵀ] of the inputs of one stage's layers, by name: costs weigh tokens for each.
+
+        An expert gets the same tokens in both, those that the reference sends it; without `FEWEST_TOKENS` of them it
+        is left out.
+        """
+        costs, sums, reached = self.fitter.costs, dict[str, list[Tensor]](), dict[str, int]()
         for i, call in enumerate(self.calls):
-            x = _input_of(paths[0], self.reference, exact[i], call)
-            y = _input_of(paths[0], self.student, student[i], call)
+            routes: list[Tensor] = []
+            xs = _inputs_of(paths, self.reference, exact[i], call, routes)
+            ys = _inputs_of(paths, self.student, student[i], call, routes)
             for path in paths:
-                counts = y.new_ones(len(y)) if costs is None else costs[f"{self.name}.{path}"].tokens[i]
+                if (source := _source_of(path, paths)) not in xs:
+                    continue
+                x, y, name = xs[source], ys[source], f"{self.name}.{path}"
+                seen = tokens_of(self.reference, path)
+                counts = y.new_ones(len(y)) if costs is None else costs[name].weights(i, seen)
                 weighted = y * counts[:, None]
                 parts = [weighted.T @ y, x.T @ weighted, counts.sum()]
-                sums[path] = [a + b for a, b in zip(sums[path], parts, strict=True)] if path in sums else parts
-        return {f"{self.name}.{path}": (moment / count, cross / count) for path, (moment, cross, count) in sums.items()}
+                sums[name] = [a + b for a, b in zip(sums[name], parts, strict=True)] if name in sums else parts
+                reached[name] = reached.get(name, 0) + len(y)
+        enough = [name for name in sums if reached[name] >= FEWEST_TOKENS or not siblings_of(name)]
+        return {name: (sums[name][0] / sums[name][2], sums[name][1] / sums[name][2]) for name in enough}
+
+
+def _mixture_stage(path: str) -> tuple[str, bool] | None:
+    """Return mixture and stage of an expert's layer, None for a layer of no expert."""
+    found = siblings_of(path)
+    return found and (found[0], found[1] == "down_proj")
+
+
+def _source_of(path: str, paths: list[str]) -> str:
+    """Return the layer at which a layer's input is read, for others of the stage as well."""
+    return path.replace("up_proj", "gate_proj") if siblings_of(path) else paths[0]
 
 
 class _Stop(Exception):
     """Ends a forward whose rest is not needed."""
 
 
-def _input_of(path: str, block: nn.Module, states: Tensor, call: Call) -> Tensor:
-    """Return the input of a layer of the block for one batch, [tokens, I]."""
-    seen: list[Tensor] = []
+def _inputs_of(
+    paths: list[str], block: nn.Module, states: Tensor, call: Call, routes: list[Tensor]
+) -> dict[str, Tensor]:
+    """Return the inputs of a stage's layers for one batch, [tokens, I], by the layer at which they are read.
 
-    def stop(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        seen.append(args[0])
-        raise _Stop
+    A mixture sends tokens to the experts in `routes`; where there are none, to its own, and notes them there.
+    """
+    seen: dict[str, Tensor] = {}
 
-    with block.get_submodule(path).register_forward_pre_hook(stop), contextlib.suppress(_Stop):
+    def keep(path: str, _module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        seen[path] = args[0].reshape(-1, args[0].shape[-1]).float()
+        if not siblings_of(path):
+            raise _Stop
+
+    def route(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        if routes:
+            return (args[0], routes.pop(), *args[2:])
+        routes.append(args[1])
+        return None
+
+    with contextlib.ExitStack() as hooks, contextlib.suppress(_Stop):
+        for path in dict.fromkeys(_source_of(path, paths) for path in paths):
+            hooks.enter_context(block.get_submodule(path).register_forward_pre_hook(functools.partial(keep, path)))
+        for module in (module for module in block.modules() if isinstance(module, Experts)):
+            hooks.enter_context(module.register_forward_pre_hook(route))
         run_block(block, states, call)
-    return seen[0].reshape(-1, seen[0].shape[-1]).float()
+    return seen
 
 
 def aimed_weight(weight_OI: Tensor, moment_II: Tensor, cross_II: Tensor) -> Tensor:

@@ -1,0 +1,107 @@
+"""`recover --blockwise`: one decoder layer in memory, the same form of result, and nothing lost on the way."""
+
+import json
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from toy_pipeline import cache_options, call, eval_options, quantize_options, recover_options
+
+from qat_lora.errors import ConfigError, InterruptedRunError
+from qat_lora.layers.quant_linear import Dense, QuantLinear
+from qat_lora.registry import COMMANDS
+from qat_lora.runtime.launch.select import ChipsConfig
+from qat_lora.runtime.launch.start import run
+from qat_lora.train import blockwise, step
+
+
+@pytest.fixture(scope="module")
+def work(tiny, tmp_path_factory):
+    """A cache and a quantised student."""
+    root = tmp_path_factory.mktemp("blockwise")
+    cache = call("build_cache", cache_options(tiny, root / "cache"))
+    return cache, call("quantize", quantize_options(tiny, root / "student", cache))
+
+
+def options(tiny, work, out, **changed):
+    made = recover_options(work[1], work[0], out, blockwise=True, model=str(tiny.teacher))
+    return replace(made, **changed)
+
+
+def factors(folder):
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def test_every_layer_trains_and_the_student_is_nearer_to_its_teacher(tiny, work, tmp_path, monkeypatch):
+    formed = []
+
+    def watched(*arguments):
+        result = real(*arguments)
+        layers = [m for m in arguments[1][0].modules() if isinstance(m, QuantLinear)]
+        formed.append((len(layers), sum(isinstance(layer.source, Dense) for layer in layers)))
+        return result
+
+    real = blockwise._reconstruct
+    monkeypatch.setattr(blockwise, "_reconstruct", watched)
+    trained = call("recover", options(tiny, work, tmp_path / "run"))
+    assert formed == [(7, 0)]  # the last of two layers is the run's own; what was formed of the first is gone again
+    plain = call("recover", recover_options(work[1], work[0], tmp_path / "plain"))
+    start = factors(plain / "start")
+    moved = {name for name, factor in factors(trained / "best").items() if not torch.equal(factor, start[name])}
+    assert all(any(f".layers.{i}." in name for name in moved) for i in (0, 1))
+    begun = {name for name, factor in factors(trained / "start").items() if not torch.equal(factor, start[name])}
+    assert begun and all(".layers.0." in name for name in begun)
+    (block,) = json.loads((trained / "result.json").read_text())["blocks"]
+    assert block["after"] < block["before"]
+    students = {"start": plain / "start", "run": trained}
+    scores = call("evaluate", eval_options(tiny, students, tmp_path / "eval"))
+    assert scores["run"]["kl"] < scores["start"]["kl"]
+    assert not (trained / "unfinished").exists()
+
+
+@pytest.mark.parametrize("at", ["in the layer", "after it"])
+def test_a_stopped_run_goes_on_to_the_same_bytes(at, tiny, work, tmp_path, monkeypatch):
+    whole, cut = (options(tiny, work, tmp_path / name) for name in ("whole", "cut"))
+    call("recover", whole)
+    calls = {"_reconstruct": 0, "objective_loss": 0}
+
+    def stopping(module, name, stops):
+        real = getattr(module, name)
+
+        def counted(*arguments, **named):
+            calls[name] += 1
+            if stops and calls[name] == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return real(*arguments, **named)
+
+        monkeypatch.setattr(module, name, counted)
+
+    stopping(blockwise, "_reconstruct", at == "in the layer")
+    stopping(step, "objective_loss", at == "after it")
+    with pytest.raises(InterruptedRunError):
+        call("recover", cut)
+    call("recover", cut)
+    assert calls["_reconstruct"] == (2 if at == "in the layer" else 1)  # a finished layer is not trained again
+    ours, theirs = (factors(tmp_path / name / "last") for name in ("whole", "cut"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_what_it_needs_is_said(tiny, work, tmp_path):
+    for changed, words in (
+        ({"model": None}, "full-precision model"),
+        ({"train_scales": True}, "train_scales: does not go with --blockwise"),
+        ({"learn": "ce", "kd_cache_dir": None}, "dataset|blockwise"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            options(tiny, work, tmp_path / "no", **changed)
+    assert not (tmp_path / "no").exists()
+
+
+def test_several_processes_are_refused(tiny, work, tmp_path):
+    made = options(tiny, work, tmp_path / "two")
+    two = replace(made, run=replace(made.run, chips=ChipsConfig(num_chips="2")))
+    with pytest.raises(ConfigError, match="blockwise: one process"):
+        run(COMMANDS["recover"], two)
