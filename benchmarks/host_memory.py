@@ -87,7 +87,9 @@ def main() -> None:
             model = make_qwen3(folder, 32768, hidden=512, layers=given.layers, heads=8, kv_heads=4, mlp=1536)
             model.module.to(getattr(torch, stored)).save_pretrained(folder)
             files_mb = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e6
-            workers = {n: run_group(functools.partial(load_and_read, str(folder), asked), n, 1) for n in (1, 2, 4)}
+            workers = {
+                n: run_group(functools.partial(load_and_read, str(folder), asked), n, 1, "spawn") for n in (1, 2, 4)
+            }
             cases[f"{stored} as {asked}"] = {"files_mb": round(files_mb, 1), "workers": workers}
             print(f"{stored} as {asked}: {cases[f'{stored} as {asked}']}", flush=True)
     result = {

@@ -25,7 +25,7 @@ import math
 import random
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -56,7 +56,7 @@ LENGTH, ROWS, STEPS = 256, 8, 100  # 204,800 tokens
 FIXED = (1.5e-4, 3e-4, 6e-4, 1.2e-3, 2.4e-3)
 ALLOWED = 0.03
 LLAMA = {"hidden_size": 160, "num_hidden_layers": 3, "num_attention_heads": 5, "intermediate_size": 448}
-LLAMA_STEPS, LLAMA_LENGTH, LLAMA_ROWS, LLAMA_LR = 1500, 128, 16, 3e-3
+TEACHER_STEPS, TEACHER_LENGTH, TEACHER_ROWS, TEACHER_LR, VOCABULARY = 1500, 128, 16, 3e-3, 1024
 
 
 def main() -> None:
@@ -99,7 +99,10 @@ def trained(arguments: argparse.Namespace, case: str, rate: str) -> dict[str, An
         for listing in (home / f"seen-s{seed}.txt", arguments.held_out)
     )
     if teacher is None:
-        teacher = str(make_llama(seen, home / "teacher"))
+        config = transformers.LlamaConfig(
+            vocab_size=VOCABULARY, **LLAMA, max_position_embeddings=1024, bos_token_id=0, eos_token_id=0
+        )
+        teacher = str(make_teacher(seen, home / "teacher", transformers.LlamaForCausalLM, config))
 
     def part(folder: str) -> RunConfig:
         return RunConfig(out=str(home / folder), device="cpu", seed=int(seed), quiet=True)
@@ -143,26 +146,23 @@ def exact_kl(student: Path, held_out: Path) -> float:
     return round(measure(), 6)
 
 
-def make_llama(text: TextConfig, out: Path) -> Path:
-    """Train the third teacher, unless it is there; a few minutes on one core."""
+def make_teacher(text: TextConfig, out: Path, make: Callable[[Any], Any], config: Any) -> Path:
+    """Train a teacher and its tokenizer, unless they are there; a few minutes on one core."""
     if (out / "config.json").is_file():
         return out
     out.mkdir(parents=True, exist_ok=True)
-    make_tokenizer(("".join(d.parts()) for d in itertools.islice(open_documents(text), 300)), 1024, out)
+    make_tokenizer(("".join(d.parts()) for d in itertools.islice(open_documents(text), 300)), VOCABULARY, out)
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=1024, **LLAMA, max_position_embeddings=1024, bos_token_id=0, eos_token_id=0
-    )
-    module, runtime = transformers.LlamaForCausalLM(config), select_runtime("cpu")
+    module, runtime = make(config), select_runtime("cpu")
     model = CausalLM(module, out)
     module.train().requires_grad_(True)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=LLAMA_LR, betas=(0.9, 0.95), weight_decay=0.1)
-    optimizer.param_groups[0]["peak_lr"] = LLAMA_LR
-    packed = pack_rows(open_documents(text), make_encoder(load_tokenizer(out)), LLAMA_LENGTH)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=TEACHER_LR, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer.param_groups[0]["peak_lr"] = TEACHER_LR
+    packed = pack_rows(open_documents(text), make_encoder(load_tokenizer(out)), TEACHER_LENGTH)
     rows = list(itertools.islice(packed, 12_000))
-    order = np.random.default_rng(0).permutation(np.tile(np.arange(len(rows)), 2))[: LLAMA_STEPS * LLAMA_ROWS]
-    for step, batch in enumerate(runtime.feed(batches_of((rows[i] for i in order), LLAMA_LENGTH, LLAMA_ROWS))):
-        set_lr(optimizer, min(1.0, (step + 1) / 50, (1 - step / LLAMA_STEPS) / 0.4))
+    order = np.random.default_rng(0).permutation(np.tile(np.arange(len(rows)), 2))[: TEACHER_STEPS * TEACHER_ROWS]
+    for step, batch in enumerate(runtime.feed(batches_of((rows[i] for i in order), TEACHER_LENGTH, TEACHER_ROWS))):
+        set_lr(optimizer, min(1.0, (step + 1) / 50, (1 - step / TEACHER_STEPS) / 0.4))
         hidden = model.hidden(batch["input_ids"], batch["document_ids"])
         logits = model.logits(hidden[:, :-1].flatten(0, 1)).float()
         targets = batch["input_ids"][:, 1:].long().masked_fill(~batch["target_mask"], -100).reshape(-1)

@@ -191,12 +191,12 @@ def main() -> None:
     runs: dict[int, list[dict[str, Any]]] = {1: [], 2: []}
     for _ in range(given.repeats):
         for count in runs:
-            runs[count].append(run_group(work, count, 1))
+            runs[count].append(run_group(work, count, 1, "spawn"))
     alone, pair = (statistics.median(r["tokens_per_s"] for r in runs[count]) for count in (1, 2))
     trained, sent = runs[2][0]["trained"], runs[2][0]["bytes_per_step"]
     step_s = statistics.median(r["s_per_step"] for r in runs[1])
     own_exchange_s, large_exchange_s = (
-        run_group(functools.partial(exchange_s, numbers, 20), 2, 1) for numbers in (trained, 1_000_000)
+        run_group(functools.partial(exchange_s, numbers, 20), 2, 1, "spawn") for numbers in (trained, 1_000_000)
     )
     arguments = {name: getattr(given, name) for name in (*shape, "rows", "accumulation", "steps", "repeats")}
     result = {

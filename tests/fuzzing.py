@@ -57,7 +57,7 @@ from qat_lora.models.student import base_folder
 from qat_lora.quant.presets import Preset, preset
 from qat_lora.runtime.launch.select import select_runtime
 from qat_lora.train.checkpoint import load_checkpoint, save_checkpoint
-from qat_lora.train.metrics import cut_back, read_metrics
+from qat_lora.train.metrics import cut_back, log_mark, read_metrics
 
 GOLDEN = Path(__file__).parent / "data" / "golden_cache" / "short"
 SHARD_BYTES = (GOLDEN / "s-000000.safetensors").stat().st_size
@@ -595,7 +595,7 @@ def _run_targets(root: Path) -> Iterator[tuple[str, Target]]:
 
     def read() -> None:
         read_metrics(metrics)
-        cut_back(metrics, 3)
+        cut_back(metrics, log_mark(metrics))
 
     yield "metrics.jsonl", Target(metrics, ROWS, read)
     run = root / "run"

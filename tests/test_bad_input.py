@@ -42,7 +42,7 @@ BAD: dict[str, tuple[str, str]] = {
     "no such list of files": (f"{BUILD} --files-from {{root}}/none", "files_from: {root}/none cannot be read"),
     "a listed file is missing": (f"{BUILD} --files-from {{list}}", "files_from: missing.txt, listed in {list}"),
     "plain text as chats": (f"{BUILD} --format alpaca", "format: alpaca needs rows"),
-    "all text for evaluation": (f"{BUILD} --eval-rows 100000", "or fewer, or more documents"),
+    "all text for evaluation": (f"{BUILD} --eval-rows 100000", "or fewer, or more text"),
     "no text given": ("cache build --teacher {teacher}", "dataset: missing; give --dataset"),
     "L of 1": (f"{BUILD} --length 1", "length: 1 is too small; allowed: 2 or more"),
     "L beyond the model": (f"{BUILD} --length 300", "more than the model's 256 positions; give 256 or less"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from qat_lora.cache.build.builder import ForwardSettings, Size, build_kd_cache, forecast
+from qat_lora.cache.build.builder import ForwardSettings, Size, build_kd_cache, bytes_per_token, forecast
 from qat_lora.cache.build.served import ServedTeacher
 from qat_lora.cache.build.writer import CacheWriter, Partition
 from qat_lora.cache.format.lm_head import LMHeadFile, lm_head_file
@@ -90,14 +90,13 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
             return out
         _place(teacher, runtime)
         train_rows = rows(done.cursor if done.rows else None)
-        report = build_kd_cache(
-            teacher, train_rows, writer, settings, eval_rows=evaluation, max_rows=max_rows, quiet=run.quiet
-        )
-    if not report.finished:
-        raise InterruptedRunError(f"stopped after {report.train_rows} rows; the same command goes on from there")
-    say(run, f"{report.train_rows} rows, {report.bytes_per_token:.0f} bytes a token, written to {out}")
-    if report.waiting_for:
-        others = ", ".join(map(str, report.waiting_for))
+        build_kd_cache(teacher, train_rows, writer, settings, eval_rows=evaluation, max_rows=max_rows, quiet=run.quiet)
+    done = writer.resume_state()
+    if writer.stopped:
+        raise InterruptedRunError(f"stopped after {done.rows} rows; the same command goes on from there")
+    say(run, f"{done.rows} rows, {bytes_per_token(fingerprint):.0f} bytes a token, written to {out}")
+    if waiting := writer.waiting_for():
+        others = ", ".join(map(str, waiting))
         say(run, f"builder {part} has ended; the cache is complete when these have too: {others} of {part.builders}")
     return out
 
@@ -116,7 +115,7 @@ def as_builder(options: CacheBuildOptions, runtime: Runtime) -> CacheBuildOption
 def _open_teacher(
     options: CacheBuildOptions, runtime: Runtime, noted: Fingerprint | None
 ) -> tuple[_Teacher, Any, Path, dict[str, Any]]:
-    """Return teacher, tokenizer, its folder, and the fingerprint's fields, as an unfinished build `noted` them."""
+    """Return teacher, tokenizer, its folder, and the fingerprint's fields; a served teacher may be as `noted`."""
     served, hub = options.served, options.hub
     teacher: _Teacher
     if served.teacher_url is not None:
@@ -139,7 +138,7 @@ def _open_teacher(
             software = teacher.version
             check_tokens(read_header(teacher.folder), tokenizer, folder)
         name = str(Path(str(options.teacher)))  # T/ and ./T are T
-        sha256 = checkpoint_sha256(teacher.folder, noted.teacher_sha256 if noted else None)
+        sha256 = checkpoint_sha256(teacher.folder)
     teacher = _with_vocabulary(teacher, tokenizer, options.vocab_size)
     template = getattr(tokenizer, "chat_template", None)
     about = {
@@ -191,7 +190,7 @@ def audit_cache(options: AuditOptions, runtime: Runtime) -> dict[str, Any]:
     run, path = options.run, str(options.kd_cache_dir)
     held = read_manifest(path).fingerprint  # refuses what is no cache before a model is loaded
     teacher = _teacher(options, runtime, held.length)
-    sha256 = checkpoint_sha256(teacher.folder, held.teacher_sha256)
+    sha256 = checkpoint_sha256(teacher.folder)
     check_teacher(held, path, sha256, teacher.vocab_size)
     out = Path(run.out) if run.out else None
     settings = {"cache": held.sha256, "rows": options.rows, "dtype": run.dtype, "device": runtime.device.type}

@@ -44,8 +44,7 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
         raise ConfigError(f"generate_tokens: {taken}; give fewer")
     tokenizer = load_tokenizer(teacher.folder, options.hub.trust_remote_code)
     out = Path(run.out or "runs/eval")
-    noted = None if run.overwrite else outputs.noted(out)
-    students = _open_students(options, tokenizer, noted, teacher.folder)
+    students = _open_students(options, tokenizer, teacher.folder)
     main = options.text
     first = "" if main.dataset is None else Path(main.dataset).name or main.dataset
     domains = _named(options.domain, "domain", first)
@@ -57,7 +56,7 @@ def evaluate(options: EvalOptions, runtime: Runtime) -> dict[str, Any]:
     cache = options.kd_cache_dir
     seen = overlap.overlap(cache, rows, tokenizer_sha256(tokenizer)) if cache else None
     identity = {name: student.sha256 for name, student in students.items()}
-    identity["teacher"] = checkpoint_sha256(teacher.folder, noted)
+    identity["teacher"] = checkpoint_sha256(teacher.folder)
     sources = {name: describe_source(text) for name, text in texts.items()}
     settings = to_dict(options) | {"weights": identity, "text": sources, "overlap": seen}
     settings |= {"run": {"dtype": run.dtype, "seed": run.seed}, "kd_cache_dir": cache and redact(cache)}
@@ -117,10 +116,10 @@ def _named(words: tuple[str, ...], setting: str, known: str) -> dict[str, str]:
     return found
 
 
-def _open_students(options: EvalOptions, tokenizer: Any, noted: str | None, shared: Path) -> dict[str, Student]:
+def _open_students(options: EvalOptions, tokenizer: Any, shared: Path) -> dict[str, Student]:
     opened, expected = {}, tokenizer_sha256(tokenizer)
     for name, folder in _named(options.students, "students", "teacher").items():
-        opened[name] = open_student(folder, options.hub, options.run.dtype, noted, shared)
+        opened[name] = open_student(folder, options.hub, options.run.dtype, shared)
         if tokenizer_sha256(load_tokenizer(opened[name].model.tokenizer_folder)) != expected:
             other = f"{name} has another tokenizer than the teacher"
             raise ConfigError(f"students: {other}, so KL between them means nothing")

@@ -45,7 +45,7 @@ def export(options: ExportOptions, runtime: Runtime) -> Path:
     run = options.run
     name = display_name(str(Path(str(options.student)).expanduser().absolute()))
     out = Path(run.out or f"runs/export_{name}_{options.form}")
-    student = open_student(str(options.student), options.hub, noted=None if run.overwrite else outputs.noted(out))
+    student = open_student(str(options.student), options.hub)
     adapter, base = adapter_folder(str(options.student)), student.model.folder
     if base.suffix == GGUF and options.form not in ("merged", "pt"):
         serve = f"llama-server -m {base}" + (f" --lora {adapter / ADAPTER}" if adapter else "")

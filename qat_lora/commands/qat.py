@@ -14,7 +14,6 @@ import torch
 from qat_lora.commands.quantize import quantize
 from qat_lora.errors import ConfigError
 from qat_lora.evaluate.report import save_json
-from qat_lora.files import outputs
 from qat_lora.files.checksums import checkpoint_sha256
 from qat_lora.files.folders import atomic_dir
 from qat_lora.layers.calibrate.disk_offload import zeros_in
@@ -31,7 +30,6 @@ from qat_lora.setup.trainable import check_parts, chosen_preset, trained_parts
 from qat_lora.setup.training import TrainingRun, by_replicas, cache_training_data, complete_run, in_steps, train_student
 from qat_lora.setup.unfinished import Unfinished, remove_pieces
 from qat_lora.train.blockwise import BlockTraining, reconstruct, weights_and_scales
-from qat_lora.train.checkpoint import STATE, checkpoints
 from qat_lora.train.optim import Groups, OptimConfig
 
 # Settings that say how `--from-scratch` makes its student, apart from the model and the preset.
@@ -57,12 +55,11 @@ def qat(options: QatOptions, runtime: Runtime) -> Path:
     check_fits(data.rows, next(filter(None, (student, full))))
     check_parts(options, full, student)
     plan = TrainingRun("qat", in_steps(options, data, runtime), data, runtime, out)
-    noted = None if run.overwrite else outputs.noted(out)
     always = ("head_k", "train_parts", "weight_gradient", "mergeable", "mergeable_r", "blockwise", "train")
     blocks = ("calibration_rows",) if options.blockwise.blockwise_steps else ()
     settings = {
-        "model_sha256": full and checkpoint_sha256(full.folder, noted),
-        "checkpoint_sha256": student and checkpoint_sha256(student.folder, noted),
+        "model_sha256": full and checkpoint_sha256(full.folder),
+        "checkpoint_sha256": student and checkpoint_sha256(student.folder),
         "preset": chosen_preset(options).name if options.from_scratch else None,
         **({"mergeable_in": "units of the first scale"} if options.mergeable else {}),  # it once was added to weights
         **plan.decisive((*MAKING, *always) if options.from_scratch else (*blocks, *always)),
@@ -95,8 +92,7 @@ def _train(plan: TrainingRun, folder: Path, full: CausalLM | None, settings: dic
         counts = {kind: sum(p.numel() for p in tensors.values()) for kind, tensors in groups.items()}
         return f"{', '.join(f'{count:,} {kind}' for kind, count in counts.items())} train · {out}"
 
-    noted = "".join((path / STATE).read_text(encoding="utf-8") for path in checkpoints(out / "checkpoints")[-1:])
-    fingerprint = {**settings, "base_sha256": checkpoint_sha256(folder, noted)}
+    fingerprint = {**settings, "base_sha256": checkpoint_sha256(folder)}
     result = train_student(plan, model, groups, announce, lambda _, folder: _export(model, folder), fingerprint)
     with apart(model.module):
         return {**result, "bits_per_weight": round(bits_per_weight(model.module)["base"], 4)}

@@ -62,9 +62,8 @@ def quantize(options: QuantizeOptions, runtime: Runtime) -> Path:
     if options.start_method is not None:
         say(run, "start_method: no longer does anything; adapter starts are qera's, in the metric of --metric")
     batches, text = calibration(options, model) if options.init != "absmax" and has_text else (None, None)
-    noted = None if run.overwrite else outputs.noted(out)
     settings = {name: value for name, value in to_dict(options).items() if name not in NO_PART_OF_THE_RESULT}
-    settings |= {"seed": run.seed, "model_sha256": checkpoint_sha256(model.folder, noted)}
+    settings |= {"seed": run.seed, "model_sha256": checkpoint_sha256(model.folder)}
     settings |= {"start_method": "qera", "calibration": text}
     inputs = [options.model, model.folder, options.kd_cache_dir, *text_inputs(options.text)]
     with outputs.claimed(out, "quantize", settings, run.overwrite, inputs) as complete:

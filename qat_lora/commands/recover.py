@@ -9,7 +9,6 @@ from qat_lora.errors import ConfigError
 from qat_lora.export.forms import display_name
 from qat_lora.export.gguf import save_lora
 from qat_lora.export.gguf_model import architecture
-from qat_lora.files import outputs
 from qat_lora.files.checksums import checkpoint_sha256, sha256_of
 from qat_lora.files.folders import atomic_dir
 from qat_lora.files.gguf_header import ADAPTER, GGUF
@@ -65,7 +64,7 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
     check_scales(model, options.train_scales)
     plan = TrainingRun("recover", in_steps(options, data, runtime), data, runtime, out)
     settings = {
-        "base_sha256": checkpoint_sha256(model.folder, None if run.overwrite else outputs.noted(out)),
+        "base_sha256": checkpoint_sha256(model.folder),
         "starts_sha256": sha256_of(model.folder / STARTS) if (model.folder / STARTS).is_file() else None,
         **plan.decisive(("head_k", "train_scales", "train_norms", "start", "lora", "train")),
     }

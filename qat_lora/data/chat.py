@@ -23,9 +23,7 @@ from qat_lora.data.tokenize import Piece, encode_pieces, slices
 from qat_lora.errors import TextError
 
 
-def encode_chat(
-    tokenizer: Any, messages: list[Message], where: str = "chat"
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def encode_chat(tokenizer: Any, messages: list[Message], where: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Tokenise a chat as a fast tokenizer's template writes it; yield token ids and their mask, in pieces.
 
     The mask is 1 on the tokens that lie wholly in an assistant's answer or in the marker that ends its turn. TextError
@@ -33,10 +31,8 @@ def encode_chat(
     rest.
     """
     if not getattr(tokenizer, "chat_template", None):
-        raise TextError(
-            f"{where}: is a chat, and the tokenizer has no chat template; take the tokenizer of an "
-            "instruction-tuned model, or plain text with --format text --text-field FIELD"
-        )
+        remedy = "take the tokenizer of an instruction-tuned model, or plain text with --format text --text-field FIELD"
+        raise TextError(f"{where}: is a chat, and the tokenizer has no chat template; {remedy}")
     render = partial(render_chat, tokenizer, where)
     whole = render(messages)
     spans = np.array([(0, 0), *answer_spans(whole, messages, render, where)], np.int64)
@@ -84,8 +80,6 @@ def answer_spans(whole: str, messages: list[Message], render: Callable[..., str]
 
 
 def _not_a_beginning(where: str, i: int) -> TextError:
-    return TextError(
-        f"{where}: the chat template writes the messages up to number {i + 1} otherwise than at the beginning of "
-        "the whole chat, so the assistant's tokens cannot be told from the prompt; use single-turn chats or "
-        "another template"
-    )
+    what = f"writes the messages up to number {i + 1} otherwise than at the beginning of the whole chat"
+    remedy = "use single-turn chats or another template"
+    return TextError(f"{where}: the chat template {what}, so what the assistant says cannot be told; {remedy}")

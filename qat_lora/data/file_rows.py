@@ -96,10 +96,8 @@ def lines_of(name: str, path: Path) -> Iterator[str]:
 
 def too_long(where: str) -> TextError:
     """Say that a row or an article is longer than what is read whole."""
-    return TextError(
-        f"dataset: {where} has more than {ROW_CHARS:,} characters; divide it, or give its text as a plain file, which "
-        "may have any size"
-    )
+    remedy = "divide it, or give its text as a plain file, which may have any size"
+    return TextError(f"dataset: {where} has more than {ROW_CHARS:,} characters; {remedy}")
 
 
 def _members(file: IO[str], name: str) -> Iterator[Any]:

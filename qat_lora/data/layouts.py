@@ -70,15 +70,8 @@ def layout_of(row: Row) -> str:
 def text_of(row: Row, field: str) -> str:
     """Return a row's text, "" where it is null; TextError if it has no such field, or no text in it."""
     fields = row.load()
-    if field not in fields:
-        raise TextError(
-            f"text_field: {row.name} has no field {field!r}; fields there: "
-            f"{', '.join(fields) or 'none'}; choose one with --text-field"
-        )
-    text = fields[field]
-    if text is not None and not isinstance(text, str):
-        raise TextError(f"text_field: {field!r} of {row.name} holds {type(text).__name__}; allowed: text")
-    return text or ""
+    is_null = field in fields and fields[field] is None
+    return "" if is_null else _text(fields, field, f"text_field: {row.name}")
 
 
 def _field(row: Fields, field: str, where: str) -> Any:

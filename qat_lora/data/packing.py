@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qat_lora.data.chat import encode_chat
-from qat_lora.data.shuffle import ShuffledRows
+from qat_lora.data.shuffle import Indices, ShuffledRows
 from qat_lora.data.sources import Document
 from qat_lora.data.tokenize import encode_pieces
 from qat_lora.errors import ConfigError, TextError
@@ -131,10 +131,8 @@ def empty_row(length: int) -> PackedRow:
 
 
 def _moved(document: int, token: int, found: str) -> TextError:
-    return TextError(
-        f"text: cannot go on at token {token} of document {document}: {found}; the text has changed since then, "
-        "so restore it or start again"
-    )
+    remedy = "the text has changed since then, so restore it or start again"
+    return TextError(f"text: cannot go on at token {token} of document {document}: {found}; {remedy}")
 
 
 def take_eval(open_at: OpenDocuments, encode: Encode, length: int, eval_rows: int) -> tuple[list[PackedRow], int]:
@@ -148,10 +146,9 @@ def take_eval(open_at: OpenDocuments, encode: Encode, length: int, eval_rows: in
     rows = list(itertools.islice(pack_rows(open_at(0), encode, length), eval_rows))
     rest = rows[-1].cursor["document"] + bool(rows[-1].cursor["token"]) if rows else 0
     if len(rows) < eval_rows or not any(not document.is_blank for document in open_at(rest)):
-        raise TextError(
-            f"eval_rows: {eval_rows} rows of {length} tokens were to be kept apart, and the text has only "
-            f"{len(rows)} with nothing left to train on; give --eval-rows {len(rows) // 5} or fewer, or more documents"
-        )
+        fix = f"give --eval-rows {len(rows) // 5} or fewer, or more text"
+        found = f"the text has only {len(rows)} with nothing left to train on; {fix}"
+        raise TextError(f"eval_rows: {eval_rows} rows of {length} tokens were to be kept apart, and {found}")
     return rows, rest
 
 
@@ -171,10 +168,8 @@ def answers_only(encode: Encode) -> Encode:
 
     def encode_answers(document: Document) -> Iterable[Tokens]:
         if document.messages is None and not document.is_blank:
-            raise TextError(
-                f"objective: sft learns from chats, and {document.name} is plain text; give a chat layout with "
-                "--format (messages, alpaca, sharegpt), or --objective ce"
-            )
+            remedy = "give a chat layout with --format (messages, alpaca, sharegpt), or --objective ce"
+            raise TextError(f"objective: sft learns from chats, and {document.name} is plain text; {remedy}")
         return encode(document)
 
     return encode_answers
@@ -194,7 +189,7 @@ class TextDataset(ShuffledRows):
     def __len__(self) -> int:
         return len(self._ids_NL)
 
-    def rows(self, indices: Sequence[int] | np.ndarray) -> Batch:
+    def rows(self, indices: Indices) -> Batch:
         """Return rows as numpy arrays (see `types.Batch`), in the order asked; -1 gives a fully masked row."""
         at = np.maximum(np.asarray(indices, np.int64), 0)
         there = np.asarray(indices)[:, None] >= 0

@@ -19,6 +19,7 @@ from qat_lora.errors import ConfigError
 from qat_lora.types import Batch
 
 _ROUNDS = 8
+Indices = Sequence[int] | np.ndarray  # numbers of rows; -1 for a fully masked one
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
@@ -84,7 +85,7 @@ class ShuffledRows(ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def rows(self, indices: Sequence[int] | np.ndarray) -> Batch:
+    def rows(self, indices: Indices) -> Batch:
         """Return rows as numpy arrays (see `types.Batch`), in the order asked; -1 gives a fully masked row."""
 
     def steps_per_epoch(self, global_batch_rows: int) -> int:

@@ -179,9 +179,8 @@ def _files(path: Path, config: TextConfig) -> list[tuple[str, Path]]:
         # Python sources may declare an old encoding, which costs a few characters, so they are read all the same
         replaced = 0 if file.suffix == ".py" else text.count("\ufffd")
         if b"\0" in start or replaced > len(text) / 10:
-            raise TextError(
-                f"dataset: {name} is not UTF-8 text; convert it, or leave it out with --glob or --files-from"
-            )
+            remedy = "convert it, or leave it out with --glob or --files-from"
+            raise TextError(f"dataset: {name} is not UTF-8 text; {remedy}")
     return files
 
 
@@ -211,10 +210,8 @@ def _listed_files(folder: Path, files_from: str) -> list[tuple[str, Path]]:
     names = [line.strip() for line in lines if line.strip()]
     if not names:
         raise TextError(f"files_from: {files_from} lists no file; one relative path a line")
-    try:
+    with reading(f"a file of {files_from}"):  # a name may be too long
         missing = [name for name in names if not (folder / name).is_file()]
-    except OSError as error:  # a name that is too long
-        raise TextError(f"files_from: a line of {files_from} is no path ({error.strerror})") from None
     if missing:
         raise TextError(f"files_from: {missing[0]}, listed in {files_from}, is not in {folder} ({len(missing)} so)")
     return [(name, folder / name) for name in names]

@@ -75,10 +75,8 @@ def encode_pieces(tokenizer: Any, parts: Iterable[str], name: str, *, spans: boo
         ids = encoded["input_ids"]
         cut = _find_cut(tokenizer, window, encoded, done) if more else None
         if ids[: len(known)] != known or (more and cut is None and size >= LARGEST * WINDOW_CHARS):
-            raise TextError(
-                f"{name}: cannot be tokenised in pieces: around character {at + len(window)} this tokenizer cuts words "
-                f"or runs of white space longer than {size} characters; divide the text there"
-            )
+            place = f"around character {at + len(window)} this tokenizer cuts words or runs of white space longer than"
+            raise TextError(f"{name}: cannot be tokenised in pieces: {place} {size} characters; divide the text there")
         if more and cut is None:
             size *= 2
             continue

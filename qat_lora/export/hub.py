@@ -88,7 +88,7 @@ def _check_adapter(folder: Path) -> None:
         if not (base / "config.json").is_file():
             remedy = "`qat-lora export --form adapter` puts both into one folder"
             raise ModelError(f"adapter: {adapter} would go without its base {info.base}; {remedy}")
-        if info.base_sha256 != checkpoint_sha256(base, info.base_sha256):
+        if info.base_sha256 != checkpoint_sha256(base):
             raise ModelError(f"adapter: {adapter} does not belong to the base {base} beside it; export the pair again")
 
 

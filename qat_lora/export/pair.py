@@ -50,7 +50,7 @@ def save_pair(adapter: Path, base: Path, out: Path) -> None:
     copy_files(base, out / BASE, "model*.safetensors", "model*.index.json", GENERATION, *TOKENIZER)
     save_json(_without_paths(read_object(base / "config.json")), out / BASE / "config.json")
     seal(out / BASE)
-    if info.base_sha256 not in (None, checkpoint_sha256(out / BASE, info.base_sha256)):
+    if info.base_sha256 not in (None, checkpoint_sha256(out / BASE)):
         raise ModelError(f"adapter: {adapter} belongs to another base than {base}, which changed meanwhile")
     save_adapter_copy(adapter, out, BASE, checkpoint_sha256(out / BASE))
     copy_tokenizer(base, out)

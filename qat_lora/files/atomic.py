@@ -15,7 +15,7 @@ import signal
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Literal
 
 from qat_lora.errors import OutputExistsError
 from qat_lora.files.folders import fsync, ours
@@ -37,54 +37,41 @@ def failpoint(name: str) -> None:
 
 
 def write_new(path: Path, chunks: Iterable[bytes | memoryview], kind: str) -> tuple[int, str]:
-    """Write a file that must not exist yet as `new_file` does; return its bytes and its sha256."""
-    digest, size = hashlib.sha256(), 0
-    with new_file(path, kind) as file:
-        for number, chunk in enumerate(chunks):
-            file.write(chunk)
-            digest.update(chunk)
-            size += len(chunk)
-            if number == 0:
-                file.flush()
-                failpoint(f"{kind}-started")
-    return size, digest.hexdigest()
-
-
-@contextlib.contextmanager
-def new_file(path: Path, kind: str) -> Iterator[BinaryIO]:
-    """Yield a file to fill; when the block ends well it appears whole under a name that must be free, and stays.
+    """Write a file, which appears whole under a name that must be free, and stays; return its bytes and its sha256.
 
     FileExistsError: `path` is there already, untouched; OSError: disk full, no permission; nothing is left behind.
     """
-    partial = path.with_name(f".{path.name}.tmp")
+    partial, digest, size = path.with_name(f".{path.name}.tmp"), hashlib.sha256(), 0
     ours(partial), ours(path)
     try:
         with open(partial, "xb") as file:
             failpoint(f"{kind}-opened")
-            yield file
+            for number, chunk in enumerate(chunks):
+                file.write(chunk)
+                digest.update(chunk)
+                size += len(chunk)
+                if number == 0:
+                    file.flush()
+                    failpoint(f"{kind}-started")
             failpoint(f"{kind}-written")
             file.flush()
             os.fsync(file.fileno())
         failpoint(f"{kind}-synced")
-        _publish(partial, path)
+        try:
+            os.link(partial, path)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            # Some network and FAT file systems have no links. Our lock keeps other builders out of this gap.
+            if path.exists():
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+            os.rename(partial, path)
         failpoint(f"{kind}-linked")
     finally:
         partial.unlink(missing_ok=True)
     fsync(path.parent)
     failpoint(f"{kind}-durable")
-
-
-def _publish(partial: Path, path: Path) -> None:
-    """Give a file its final name; FileExistsError if there is such a file already, which is not touched."""
-    try:
-        os.link(partial, path)
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        # Some network and FAT file systems have no links. Our lock keeps other builders out of this gap.
-        if path.exists():
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
-        os.rename(partial, path)
+    return size, digest.hexdigest()
 
 
 @contextlib.contextmanager
@@ -101,10 +88,9 @@ def lock(path: Path, kind: Lock) -> Iterator[None]:
             fcntl.flock(file, operation if kind == "waiting" else operation | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = file.read(32).decode("ascii", "replace").strip() or "unknown"
-            raise OutputExistsError(
-                f"--out {path.parent}: another builder is writing there (process {holder}); wait for it, stop it, "
-                "or choose another --out"
-            ) from None
+            what = f"another builder is writing there (process {holder})"
+            remedy = "wait for it, stop it, or choose another --out"
+            raise OutputExistsError(f"--out {path.parent}: {what}; {remedy}") from None
         if kind == "exclusive":
             file.truncate(0)
             file.write(f"{os.getpid()}\n".encode())

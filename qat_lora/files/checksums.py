@@ -1,17 +1,15 @@
 """Checksums of the files we write, in the format of `sha256sum -c SHA256SUMS`, and the identity of a model.
 
 Safetensors has no checksum: a flipped bit in a weight gives a slightly different model, and no loader notices. So every
-folder that can be loaded by itself (checkpoint, adapter, student, export) gets a `SHA256SUMS`, written last, and a key
-in one of its JSON files that promises it. Missing sums are damage where they are promised; a folder without the promise
-comes from an earlier version and loads with one notice. Checksums inside each file would need a reader of our own for
-every format; these survive copying and can be checked with standard tools.
-
-The promise of a model, adapter or export is in `qat_lora.json`, not in `config.json`: transformers copies unknown keys
-of a config along, so a model that somebody fine-tunes and saves would promise sums that nobody wrote.
+folder that can be loaded by itself (checkpoint, adapter, student, export) gets a `SHA256SUMS`, written last. Checksums
+inside each file would need a reader of our own for every format; these survive copying and can be checked with standard
+tools. In a checkpoint missing sums are damage; in a model, adapter or export, where `qat_lora.json` promises them. Not
+`config.json`: transformers copies unknown keys of a config along, so a model that somebody fine-tunes and saves would
+promise sums that nobody wrote.
 
 A base, teacher or adapter is known by one sha256 over its weights and settings: with another `rms_norm_eps` the same
 weights compute something else. Settings that change nothing, such as the version that wrote them or notes for people,
-are left out. Earlier versions noted the hash of the weights alone, which is still accepted.
+are left out.
 """
 
 import fnmatch
@@ -20,7 +18,6 @@ import hashlib
 import json
 import math
 import re
-import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -29,7 +26,6 @@ from typing import Any
 from qat_lora.errors import DamagedFileError, ModelError, one_line
 
 SUMS, NOTE = "SHA256SUMS", "qat_lora.json"
-PROMISE = {"checksums": SUMS}  # into a JSON file of a folder with sums: `qat_lora.json`, a checkpoint's `state.json`
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "*.jinja", "added_tokens.json")
 WEIGHTS = ("*.safetensors", "*.index.json", "*.gguf")
 LOADED = ("config.json", "generation_config.json", "adapter_config.json", NOTE, *TOKENIZER, *WEIGHTS)
@@ -87,29 +83,18 @@ def seal(folder: Path) -> None:
     """Write the checksums of a folder that can be loaded, and the promise of them; the last step of writing one."""
     note = folder / NOTE
     held = read_object(note) if note.is_file() else {}
-    note.write_text(json.dumps({**held, **PROMISE}, indent=2) + "\n", encoding="utf-8")
+    note.write_text(json.dumps({**held, "checksums": SUMS}, indent=2) + "\n", encoding="utf-8")
     write_sums(folder, _matching((path.name for path in folder.iterdir() if path.is_file()), LOADED))
 
 
-def check_folder(folder: Path, patterns: Iterable[str] = LOADED, ours: bool = False) -> None:
-    """Compare the files of a folder that are about to be loaded with its checksums; DamagedFileError names the file.
-
-    A folder that this tool wrote (`ours`) gets a notice where it has none.
-    """
+def check_folder(folder: Path, patterns: Iterable[str] = LOADED) -> None:
+    """Compare the files of a folder that are about to be loaded with its checksums; DamagedFileError names the file."""
     note = folder / NOTE
-    promised = note.is_file() and read_object(note).get("checksums") == SUMS
-    if check_sums(folder, promised, patterns) is None and ours:
-        notice_no_sums(folder)
+    check_sums(folder, note.is_file() and read_object(note).get("checksums") == SUMS, patterns)
 
 
-@functools.cache
-def notice_no_sums(folder: Path) -> None:
-    """Say once that a folder of an earlier version is loaded without checksums."""
-    print(f"note: {folder}: of an earlier version, without checksums; it is loaded unchecked", file=sys.stderr)
-
-
-def check_sums(folder: Path, promised: bool, patterns: Iterable[str]) -> dict[str, str] | None:
-    """Compare a folder's files with its checksums; return all sums by name, None where it has none.
+def check_sums(folder: Path, promised: bool, patterns: Iterable[str]) -> None:
+    """Compare a folder's files with its checksums, where it has any.
 
     Where one of its files says that it has checksums (`promised`), every file that matches `patterns` needs one.
     DamagedFileError names the file that is missing or is not what was written, or the checksums themselves.
@@ -117,16 +102,15 @@ def check_sums(folder: Path, promised: bool, patterns: Iterable[str]) -> dict[st
     sums = folder / SUMS
     if not sums.exists():
         if promised:
-            raise DamagedFileError(
-                f"{sums}: is missing, and {folder} was written with it; restore it from a copy, or, if you trust the "
-                f"files, make it again: cd {folder} && sha256sum FILES > {SUMS}"
-            )
-        return None
+            remedy = f"or, if you trust the files, make it again: cd {folder} && sha256sum FILES > {SUMS}"
+            what = f"is missing, and {folder} was written with it; restore it from a copy, {remedy}"
+            raise DamagedFileError(f"{sums}: {what}")
+        return
     found = _read_sums(sums)
     if found is None:
         if promised:
             raise DamagedFileError(f"{sums}: is damaged: a line is not `sha256  name`; restore it from a copy")
-        return None  # of somebody else's making
+        return  # of somebody else's making
     present = {path.name for path in folder.iterdir() if path.is_file()}
     for name in _matching({*found, *present}, patterns):
         file = folder / name
@@ -136,15 +120,12 @@ def check_sums(folder: Path, promised: bool, patterns: Iterable[str]) -> dict[st
             except OSError as error:
                 raise DamagedFileError(f"{file}: cannot be read ({error.strerror}), and {SUMS} lists it") from None
             if actual != found[name]:
-                raise DamagedFileError(
-                    f"{file}: is not what was written (its sha256 is {actual[:12]}…, {SUMS} says {found[name][:12]}…); "
-                    f"restore it from a copy. If you changed it on purpose, write the new sum into {sums}"
-                )
+                what = f"is not what was written (its sha256 is {actual[:12]}…, {SUMS} says {found[name][:12]}…)"
+                remedy = f"restore it from a copy. If you changed it on purpose, write the new sum into {sums}"
+                raise DamagedFileError(f"{file}: {what}; {remedy}")
         elif promised:
-            raise DamagedFileError(
-                f"{file}: has no checksum; if you put it there, add one: cd {folder} && sha256sum {name} >> {SUMS}"
-            )
-    return found
+            remedy = f"if you put it there, add one: cd {folder} && sha256sum {name} >> {SUMS}"
+            raise DamagedFileError(f"{file}: has no checksum; {remedy}")
 
 
 def _read_sums(sums: Path) -> dict[str, str] | None:
@@ -162,28 +143,19 @@ def _matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
     return sorted(name for name in names if name != SUMS and any(fnmatch.fnmatchcase(name, p) for p in wanted))
 
 
-def checkpoint_sha256(folder: Path, noted: str | None = None) -> str:
+def checkpoint_sha256(folder: Path) -> str:
     """Return the identity of a folder with weights, and `config.json` or `adapter_config.json`; of a file its sha256.
 
-    Where `noted`, what an earlier run wrote about it, names the weights alone, so does the result. ModelError if it
-    holds no weights, or its settings are no JSON object.
+    ModelError if it holds no weights, or its settings are no JSON object.
     """
     if folder.is_file():
         return sha256_of(folder)
-    weights = weights_sha256(folder)
-    if noted and weights in noted:
-        return weights
+    weights = hashlib.sha256()
+    for file in model_files(folder):
+        weights.update(file.name.encode() + bytes.fromhex(sha256_of(file)))
     files = (folder / "config.json", folder / "adapter_config.json")
     settings = [_canonical(read_object(file)) for file in files if file.is_file()]
-    return hashlib.sha256(json.dumps([weights, *settings], sort_keys=True).encode()).hexdigest()
-
-
-def weights_sha256(folder: Path) -> str:
-    """Return the sha256 over a folder's `model_files`, names and bytes."""
-    digest = hashlib.sha256()
-    for file in model_files(folder):
-        digest.update(file.name.encode() + bytes.fromhex(sha256_of(file)))
-    return digest.hexdigest()
+    return hashlib.sha256(json.dumps([weights.hexdigest(), *settings], sort_keys=True).encode()).hexdigest()
 
 
 def model_files(folder: Path) -> list[Path]:

@@ -3,8 +3,7 @@
 A run keeps a list of the files it writes (`qat_lora_files.txt`). `--overwrite` removes the listed files and no others,
 and a name that is taken by an unlisted file is refused. The usual alternative, a run that owns its folder and
 everything in it, deletes what people put there. The list is a write-ahead log: a kill leaves no file of a run unlisted.
-Files are known by name only, so a user's file under a listed name counts as the run's. Folders of earlier versions
-have no list and belong to their run as a whole.
+Files are known by name only, so a user's file under a listed name counts as the run's.
 
 A file is replaced by one rename. A folder cannot be, because rename refuses a target that is not empty. So the new
 folder is filled under another name, the old one is renamed away, the new one takes its name, other people's files move
@@ -30,11 +29,11 @@ from qat_lora.errors import DamagedFileError, OutputExistsError
 MARK, LIST = "qat_lora_run.json", "qat_lora_files.txt"
 LAST = ("config.json", "adapter_config.json", "base.gguf")  # files without which nothing loads a folder
 _HEADER = re.compile(rb"# qat-lora ([a-z ]+): ")
-_runs: dict[str, set[str] | None] = {}  # the folders that this process holds, and what their runs have listed
+_runs: dict[str, set[str]] = {}  # the folders that this process holds, and what their runs have listed
 
 
-def hold(root: Path, names: set[str] | None) -> None:
-    """Take a run's folder, with what it has listed; None for a run of an earlier version, which has no list."""
+def hold(root: Path, names: set[str]) -> None:
+    """Take a run's folder, with what it has listed."""
     _runs[os.path.abspath(root)] = names
 
 
@@ -69,10 +68,8 @@ def listed(root: Path) -> tuple[str | None, set[str]]:
         return None, set()
     header = _HEADER.match(data)
     if header is None:
-        raise DamagedFileError(
-            f"{root / LIST}: is not what was written, so what is the run's is not known; restore it from a copy, or "
-            "choose another --out"
-        )
+        remedy = "restore it from a copy, or choose another --out"
+        raise DamagedFileError(f"{root / LIST}: is not what was written, so what is the run's is not known; {remedy}")
     names = set()
     for line in data.split(b"\n")[1:-1]:
         with contextlib.suppress(ValueError):
@@ -131,7 +128,7 @@ def _note(paths: Iterable[Path], folder: str = "") -> None:
             new.setdefault(root, []).append(name + folder)
     for root, names in new.items():
         _append(Path(root) / LIST, "".join(map(_line, names)))
-        _runs[root].update(names)  # type: ignore[union-attr]
+        _runs[root].update(names)
 
 
 def _refuse_taken(root: str, name: str, is_kind: Callable[[int], bool], known: bool) -> None:
@@ -144,10 +141,8 @@ def _refuse_taken(root: str, name: str, is_kind: Callable[[int], bool], known: b
         except (FileNotFoundError, NotADirectoryError):
             return
         if not (known and is_kind(mode) if count == len(parts) else stat.S_ISDIR(mode)):
-            raise OutputExistsError(
-                f"{place}: is in the way, and this run did not write it; nothing was touched: move it away, then run "
-                "the same command again, or choose another --out"
-            )
+            remedy = "nothing was touched: move it away, then run the same command again, or choose another --out"
+            raise OutputExistsError(f"{place}: is in the way, and this run did not write it; {remedy}")
 
 
 def _append(file: Path, text: str) -> None:

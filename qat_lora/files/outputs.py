@@ -30,7 +30,7 @@ _SHOWN = 8
 class _Mark(NamedTuple):
     settings: dict[str, Any]
     complete: bool
-    files: dict[str, Any] | None  # size and sha256 of a complete run's; None: written by an earlier version
+    files: dict[str, Any]  # size and sha256 of a complete run's
 
 
 @contextlib.contextmanager
@@ -52,9 +52,8 @@ def lock_dir(out: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise OutputExistsError(
-                    f"--out {out}: another process is working there; wait for it, stop it, or choose another --out"
-                ) from None
+                remedy = "wait for it, stop it, or choose another --out"
+                raise OutputExistsError(f"--out {out}: another process is working there; {remedy}") from None
         stack.callback(files.release, out)
         yield
 
@@ -102,33 +101,20 @@ def claim(out: Path, command: str, settings: Mapping[str, Any], overwrite: bool,
     if not overwrite and differing is None:
         if was.complete:
             _check_whole(out, was, names)
-        if keeper is None and was.files is not None and any(path.name not in (MARK, LIST) for path in out.iterdir()):
-            raise DamagedFileError(
-                f"{out / LIST}: is missing, so what is this run's is not known; restore it from a copy, or choose "
-                "another --out"
-            )
-        if was.complete or was.files is None:
-            files.hold(out, None if was.files is None else names)
+        if keeper is None and any(path.name not in (MARK, LIST) for path in out.iterdir()):
+            remedy = "restore it from a copy, or choose another --out"
+            raise DamagedFileError(f"{out / LIST}: is missing, so what is this run's is not known; {remedy}")
+        if was.complete:
+            files.hold(out, names)
         else:
             files.begin_list(out, command, {name for name in names if os.path.lexists(out / name)})
         return was.complete
     refuse_inputs(out, inputs, names)
-    if differing == "command":
-        raise OutputExistsError(
-            f"--out {out}: holds another run: command was {_short(was.settings.get('command'))}, now "
-            f"{_short(command)}; choose another --out (--overwrite removes runs of the same command only)"
-        )
-    if not overwrite:
-        here, there = settings.get(str(differing)), was.settings.get(str(differing))
-        raise OutputExistsError(
-            f"--out {out}: holds another run: {differing} was {_short(there)}, now {_short(here)}; "
-            "choose another --out, or --overwrite to start again"
-        )
-    if was.files is None:
-        raise OutputExistsError(
-            f"--out {out}: holds a run of an earlier version, which kept no list of its files; delete the folder by "
-            "hand, or choose another --out"
-        )
+    if differing == "command" or not overwrite:
+        there, here = (_short(of.get(str(differing))) for of in (was.settings, settings))
+        limit = " (--overwrite removes runs of the same command only)"
+        remedy = f"choose another --out{limit if differing == 'command' else ', or --overwrite to start again'}"
+        raise OutputExistsError(f"--out {out}: holds another run: {differing} was {there}, now {here}; {remedy}")
     # First: a kill in here leaves no run that looks whole.
     files.replace_own(mark, _text({"command": command}, False, {}))
     _remove(out, names)
@@ -139,12 +125,6 @@ def claim(out: Path, command: str, settings: Mapping[str, Any], overwrite: bool,
     files.begin_list(out, command, set())
     files.replace_own(mark, _text(settings, False, {}))
     return False
-
-
-def noted(out: Path) -> str:
-    """Return what the run in a folder noted about itself, as text; nothing where there is none."""
-    mark = out / MARK
-    return mark.read_text(encoding="utf-8", errors="replace") if mark.is_file() else ""
 
 
 def refuse_inputs(out: Path, inputs: Iterable[object], names: Iterable[str]) -> None:
@@ -160,9 +140,8 @@ def refuse_inputs(out: Path, inputs: Iterable[object], names: Iterable[str]) -> 
             held = real == home or home in real.parents
             if held or doomed and any(_identity(file) in doomed for file in _inside(path, home)):
                 what = "is the same folder as" if real == home else "holds" if held else "has files in common with"
-                raise OutputExistsError(
-                    f"--out {out}: {what} the input {given}; nothing was touched: choose another --out"
-                )
+                remedy = "nothing was touched: choose another --out"
+                raise OutputExistsError(f"--out {out}: {what} the input {given}; {remedy}")
 
 
 def _inside(path: Path, home: Path) -> Iterator[Path]:
@@ -188,12 +167,11 @@ def complete(out: Path) -> None:
     """Mark the run in a claimed folder as complete, with the size and sha256 of every file that it leaves."""
     mark, (_, names) = out / MARK, files.listed(out)
     was = _read(mark)
-    if was.files is not None:  # a name that is free again may be another's later
-        names = {name for name in names if os.path.lexists(out / name)}
-        files.begin_list(out, was.settings["command"], names)
+    names = {name for name in names if os.path.lexists(out / name)}  # a name that is free again may be another's later
+    files.begin_list(out, was.settings["command"], names)
     # What safetensors made private (0600) gets the mode that the user's umask gives all others.
     os.umask(umask := os.umask(0))
-    for file in out.rglob("*.safetensors") if was.files is None else (out / name for name in names):
+    for file in (out / name for name in names):
         if file.suffix == ".safetensors" and file.is_file() and not file.is_symlink():
             file.chmod(0o666 & ~umask)
     found = {
@@ -201,7 +179,7 @@ def complete(out: Path) -> None:
         for name in sorted(names)
         if not name.endswith((*_EDITED, "/", MARK)) and name.split("/")[0] not in _NOT_KEPT and (out / name).is_file()
     }
-    files.replace_own(mark, _text(was.settings, True, None if was.files is None else found))
+    files.replace_own(mark, _text(was.settings, True, found))
 
 
 def reopen(out: Path) -> None:
@@ -212,14 +190,12 @@ def reopen(out: Path) -> None:
 
 def _check_whole(out: Path, was: _Mark, names: Iterable[str]) -> None:
     """Refuse a complete run of which a file is missing or changed, also in the runs that are parts of it."""
-    for name, (size, sha256) in (was.files or {}).items():
+    for name, (size, sha256) in was.files.items():
         file = out / name
         gone = not file.is_file()
         if gone or file.stat().st_size != size or size < HASHED_BELOW_BYTES and sha256_of(file) != sha256:
-            raise DamagedFileError(
-                f"{file}: {'is missing' if gone else 'is not what was written'}, and the run in {out} was complete "
-                "with it; restore it from a copy, or --overwrite makes everything again"
-            )
+            what = f"{'is missing' if gone else 'is not what was written'}, and the run in {out} was complete with it"
+            raise DamagedFileError(f"{file}: {what}; restore it from a copy, or --overwrite makes everything again")
     for mark in (out / name for name in names):
         if mark.name == MARK and mark.is_file():
             _check_whole(mark.parent, _read(mark), files.listed(mark.parent)[1])
@@ -231,11 +207,10 @@ def check_listed(file: Path) -> None:
     DamagedFileError: the file is not what was written; OutputExistsError: the run's mark is damaged.
     """
     mark = file.parent / MARK
-    found = (_read(mark).files or {}) if mark.is_file() else {}
+    found = _read(mark).files if mark.is_file() else {}
     if file.name in found and file.is_file() and sha256_of(file) != found[file.name][1]:
-        raise DamagedFileError(
-            f"{file}: is not what was written by the run in its folder; restore it from a copy, or make it again"
-        )
+        remedy = "restore it from a copy, or make it again"
+        raise DamagedFileError(f"{file}: is not what was written by the run in its folder; {remedy}")
 
 
 def _remove(out: Path, names: set[str]) -> None:
@@ -258,23 +233,20 @@ def _read(mark: Path) -> _Mark:
     try:
         text = mark.read_text(encoding="utf-8")
         was = json.loads(text)
-        found = _Mark(dict(was["settings"]), bool(was["complete"]), was.get("files"))
-        if set(was) != {"settings", "complete"} and text != _text(*found):
+        found = _Mark(dict(was["settings"]), bool(was["complete"]), dict(was["files"]))
+        if text != _text(*found):
             raise ValueError("its checksum does not fit")
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise OutputExistsError(
-            f"--out {mark.parent}: {MARK} in it is damaged; --overwrite starts again, if the list in {LIST} is of "
-            "this command; else delete the folder by hand, or choose another --out"
-        ) from None
+        what = f"{MARK} in it is damaged; --overwrite starts again, if the list in {LIST} is of this command"
+        remedy = "else delete the folder by hand, or choose another --out"
+        raise OutputExistsError(f"--out {mark.parent}: {what}; {remedy}") from None
     return found
 
 
-def _text(settings: Mapping[str, Any], complete: bool, found: Mapping[str, Any] | None) -> str:
+def _text(settings: Mapping[str, Any], complete: bool, found: Mapping[str, Any]) -> str:
     """Return the text of a mark: its last key is the sha256 of the others, so that a flipped bit is noticed."""
-    content: dict[str, Any] = {"settings": settings, "complete": complete}
-    if found is not None:
-        content["files"] = found
-        content["checksum"] = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    content: dict[str, Any] = {"settings": settings, "complete": complete, "files": found}
+    content["checksum"] = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     return json.dumps(content, indent=1)
 
 

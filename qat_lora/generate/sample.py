@@ -149,7 +149,7 @@ def _ours(name: str, hub: HubConfig, run: RunConfig, runtime: Runtime) -> Backen
 
 
 def _llama_cpp(folder: Path) -> Backend:
-    check_folder(folder, ours=True)
+    check_folder(folder)
     llama_cpp, formats = (require(module, "llama") for module in ("llama_cpp", "llama_cpp.llama_chat_format"))
     lora = folder / ADAPTER
     adapter = str(lora) if lora.is_file() else None

@@ -14,14 +14,6 @@ from torch import Tensor
 from qat_lora.losses.estimators import weighted, wide_dtype
 
 
-def _same_shape(student: Tensor, teacher: Tensor, what: str) -> None:
-    if student.shape != teacher.shape:
-        raise ValueError(
-            f"{what}: student {tuple(student.shape)} and teacher {tuple(teacher.shape)} differ; both must have "
-            "one shape, so slice padded vocabulary entries off the wider one"
-        )
-
-
 def kd_soft_ce(student_logits: Tensor, teacher_logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Return the mean soft cross-entropy -Σ softmax(teacher/T) · log_softmax(student/T), times T², as a scalar.
 
@@ -29,7 +21,10 @@ def kd_soft_ce(student_logits: Tensor, teacher_logits: Tensor, temperature: floa
     `fused_linear_kd`. The gradient goes to the student only. The minimum is the teacher's entropy times T², not zero.
     Static shapes, no host read: safe on XLA. ValueError where shapes differ, or the temperature is not positive.
     """
-    _same_shape(student_logits, teacher_logits, "kd_soft_ce")
+    if student_logits.shape != teacher_logits.shape:
+        what = f"student {tuple(student_logits.shape)} and teacher {tuple(teacher_logits.shape)} differ"
+        remedy = "both must have one shape, so slice padded vocabulary entries off the wider one"
+        raise ValueError(f"kd_soft_ce: {what}; {remedy}")
     if not temperature > 0:
         raise ValueError(f"temperature {temperature}: expected a number above 0")
     wide = wide_dtype(torch.promote_types(student_logits.dtype, teacher_logits.dtype))
@@ -45,9 +40,6 @@ def hidden_error_sum(student: Tensor, teacher: Tensor, mask: Tensor) -> tuple[Te
     scale of their hidden states by orders of magnitude, also within a row (massive activations); relative, 1 is what a
     student of zeros would have, everywhere, so that a weight means the same for every model.
     """
-    _same_shape(student, teacher, "hidden_error_sum")
-    if mask.shape != student.shape[:-1]:
-        raise ValueError(f"mask {tuple(mask.shape)}: expected {tuple(student.shape[:-1])}, one entry a position")
     wide, keep = wide_dtype(torch.promote_types(student.dtype, teacher.dtype)), mask.bool()[..., None]
     # Masked before the square: a NaN in padding would come back through its derivative.
     student, teacher = student.masked_fill(~keep, 0), teacher.masked_fill(~keep, 0).detach().to(wide)

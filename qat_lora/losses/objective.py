@@ -17,7 +17,7 @@ magnitude, so a temperature that the batch does not carry is refused. Draws are 
 import functools
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -46,9 +46,8 @@ class ObjectiveConfig:
 
     estimator: EstimatorName = option(
         "auto",
-        "distance to the cached teacher: ghost (tail as one bucket), renorm (head only), reverse (KL), hybrid (head "
-        "and draws from the tail), sampled (draws only), full (exact, from hidden states), or auto (hybrid where the "
-        "cache has draws from the tail, else ghost)",
+        "distance to the teacher: ghost (tail as one bucket), renorm (head only), reverse (KL), hybrid (head and "
+        "draws from the tail), sampled (draws only), full (from hidden states), auto (hybrid if it can be, else ghost)",
     )
     draws: int | None = option(
         None, "with hybrid and sampled: use only the first of the cached draws; default: all", unit="draws", min=1
@@ -73,23 +72,15 @@ class ObjectiveConfig:
     )
 
     def __post_init__(self) -> None:
-        known = get_args(EstimatorName)
-        if self.estimator not in known:
-            raise ConfigError(f"estimator: {self.estimator!r} is unknown; allowed: {', '.join(known)}")
         if self.estimator in ("hybrid", "sampled") and self.temperature != 1.0:
-            raise ConfigError(
-                f"temperature: {self.temperature:g} does not go with estimator {self.estimator}, whose tokens were "
-                "drawn from the teacher at temperature 1; give --temperature 1, or --estimator ghost or full"
-            )
+            what = f"{self.temperature:g} does not go with estimator {self.estimator}, whose draws are at temperature 1"
+            raise ConfigError(f"temperature: {what}; give --temperature 1, or --estimator ghost or full")
         if self.draws is not None and self.estimator not in ("hybrid", "sampled"):
-            raise ConfigError(
-                f"draws: for estimators hybrid and sampled only, and it is {self.estimator}; leave it out, or name one"
-            )
+            remedy = "leave it out, or name one"
+            raise ConfigError(f"draws: for estimators hybrid and sampled only, and it is {self.estimator}; {remedy}")
         if not self.weights_at(0.0).keys() - {"anchor"}:
-            raise ConfigError(
-                "kd_weight, ce_weight, hard_top1_weight, hidden_weight: all are 0, which leaves nothing to learn; set "
-                "one above 0"
-            )
+            what = "all are 0, which leaves nothing to learn"
+            raise ConfigError(f"kd_weight, ce_weight, hard_top1_weight, hidden_weight: {what}; set one above 0")
 
     @property
     def optional_arrays(self) -> tuple[str, ...]:
@@ -152,22 +143,17 @@ def objective_loss(
 
     Shifted here, once: position p of a row has seen tokens 0..p and is scored on token p+1.
 
-    Args:
-        hidden_BLH, lm_head: the student's last hidden states and output head.
-        batch: tensors, on the same device.
-        config: which terms there are; `anchor` is not for this batch and left out.
-        weights: of this step, as numbers or `weight_tensors`; by default those at the start.
-        teacher_lm_head: for estimator `full`.
+    `weights` are those of this step, as numbers or `weight_tensors`; by default those at the start. The term `anchor`
+    is not for this batch and left out; `teacher_lm_head` is for the estimator `full`.
 
     CacheError: the batch lacks the temperature, or an array that a term needs; names the build flag.
     """
     names = config.weights_at(0.0)
     weights = {name: w.reshape(()) if isinstance(w, Tensor) else w for name, w in (weights or names).items()}
     if config.topk_user and "head_ids" not in batch:
-        raise CacheError(
-            f"head_ids: {config.topk_user} needs the teacher's likeliest tokens, and the batch holds none; train from "
-            "a KD cache built with --top-k 1 or more, or set only ce_weight above 0"
-        )
+        what = f"{config.topk_user} needs the teacher's likeliest tokens, and the batch holds none"
+        remedy = "train from a KD cache built with --top-k 1 or more, or set only ce_weight above 0"
+        raise CacheError(f"head_ids: {what}; {remedy}")
     hidden_NH = hidden_BLH[:, :-1].reshape(-1, hidden_BLH.shape[-1])
     mask_N = batch["target_mask"].reshape(-1)
     terms: list[Term] = []
@@ -194,10 +180,8 @@ def objective_loss(
     if "hidden" in names:
         teacher_NH = wanted(batch, "teacher_hidden", "hidden_weight")
         if teacher_NH.shape != hidden_NH.shape:
-            raise ConfigError(
-                f"hidden_weight: the teacher's hidden states are {teacher_NH.shape[-1]} wide, the student's "
-                f"{hidden_NH.shape[-1]}; only equal widths can be compared, so set it to 0"
-            )
+            what = f"the teacher's hidden states are {teacher_NH.shape[-1]} wide, the student's {hidden_NH.shape[-1]}"
+            raise ConfigError(f"hidden_weight: {what}; only equal widths can be compared, so set it to 0")
         error_sum, count = hidden_error_sum(hidden_NH, teacher_NH, mask_N)
         parts.append(LossSum(error_sum * weights["hidden"], count, {"hidden": error_sum.detach()}))
     loss_sum = parts[0].loss_sum if len(parts) == 1 else parts[0].loss_sum + parts[1].loss_sum
@@ -224,15 +208,13 @@ def wanted(batch: Batch, key: str, user: str, draws: int | None = None) -> Tenso
     return array if draws is None else array[:, :draws]
 
 
-def _kd_terms(
-    batch: Batch, config: ObjectiveConfig, weight: float | Tensor, teacher_lm_head: LMHead | None
-) -> list[Term]:
+def _kd_terms(batch: Batch, config: ObjectiveConfig, weight: float | Tensor, lm_head: LMHead | None) -> list[Term]:
     estimator, temperature = choose_estimator(config.estimator, batch, config.temperature), config.temperature
     if estimator == "full":
         hidden_NH = wanted(batch, "teacher_hidden", "estimator full")
-        if teacher_lm_head is None:
+        if lm_head is None:
             raise CacheError("teacher_head: estimator full needs the teacher's output head; build with --hidden")
-        return [DenseTerm(hidden_NH, teacher_lm_head, weight, "kd", temperature)]
+        return [DenseTerm(hidden_NH, lm_head, weight, "kd", temperature)]
     if estimator == "sampled":
         ids_ND = wanted(batch, "draw_ids", "estimator sampled", config.draws).long()
         return [estimators.sampled_term(ids_ND, weight)]
@@ -255,29 +237,24 @@ def sparse_teacher_from_batch(batch: Batch, temperature: float = 1.0) -> SparseT
         held = sorted(float(k.partition("@")[2] or 1) for k in batch if k.partition("@")[0] == "lse")
         names = ",".join(f"{t:g}" for t in held)
         wanted = ",".join(f"{t:g}" for t in sorted({*held, temperature}))
-        raise CacheError(
-            f"temperature {temperature:g}: the KD cache has the teacher's normaliser for {names or 'none'} only, "
-            f"and the tail's mass cannot be derived from another one; train with one of those, or build the cache "
-            f"with --temperatures {wanted}"
-        )
+        known = f"the KD cache has the teacher's normaliser for {names or 'none'} only"
+        remedy = f"train with one of those, or build the cache with --temperatures {wanted}"
+        raise CacheError(f"temperature {temperature:g}: {known}, and the tail cannot be derived from another; {remedy}")
     ids_BLK = batch["head_ids"]
     entries = ids_BLK.shape[-1]
     log_t_NK = (batch["head_logits"].float() / temperature - batch[lse_key].float()[..., None]).reshape(-1, entries)
     log_tail_N = batch[tail_key].float().reshape(-1)
     log_mass_N = log_add(log_t_NK.logsumexp(-1), log_tail_N)
-    return SparseTeacher(
-        ids_BLK.reshape(-1, entries).long(), log_t_NK - log_mass_N[:, None], log_tail_N - log_mass_N, temperature
-    )
+    ids_NK = ids_BLK.reshape(-1, entries).long()
+    return SparseTeacher(ids_NK, log_t_NK - log_mass_N[:, None], log_tail_N - log_mass_N, temperature)
 
 
 @torch.no_grad()
 def sparse_teacher_from_logits(logits_NV: Tensor, k: int, temperature: float = 1.0) -> SparseTeacher:
-    """Return the top-k entries of each position and the exact log mass of the others; ValueError for no such k.
+    """Return the top-k entries of each position and the exact log mass of the others.
 
     Holds one copy of the logits, so pass chunks; slice padding off first.
     """
-    if not 1 <= k <= logits_NV.shape[-1]:
-        raise ValueError(f"k {k}: expected 1 to {logits_NV.shape[-1]}, the number of logits")
     z_NV = logits_NV.to(wide_dtype(logits_NV.dtype)) / temperature
     top = z_NV.topk(k, dim=-1)
     log_tail_N = z_NV.scatter(-1, top.indices, float("-inf")).logsumexp(-1)
@@ -292,6 +269,6 @@ def sparse_teacher_from_hidden(hidden_NH: Tensor, lm_head: LMHead, k: int, chunk
     wide = wide_dtype(dtype)
     real = real_vocabulary(lm_head, dtype, wide)
     chunks = hidden_NH.to(dtype).split(max(1, chunk_bytes // (4 * vocab)))
-    parts = [sparse_teacher_from_logits(lm_head_logits(x_CH, real, wide)[0], min(k, vocab))[:3] for x_CH in chunks]
+    parts = [sparse_teacher_from_logits(lm_head_logits(x_CH, real, wide), min(k, vocab))[:3] for x_CH in chunks]
     ids_NK, log_probs_NK, log_tail_N = map(torch.cat, zip(*parts, strict=True))
     return SparseTeacher(ids_NK, log_probs_NK, log_tail_N)

@@ -115,7 +115,7 @@ def check_tokenizer(adapter: Path, base: Path) -> None:
 
 def read_adapter(folder: Path) -> AdapterInfo:
     """Read an adapter's settings; ModelError: no LoRA, or with settings of others'; DamagedFileError: other files."""
-    check_folder(folder, ours=(folder / NOTE).is_file())
+    check_folder(folder)
     try:
         config = read_object(folder / CONFIG)
         if config["peft_type"] != "LORA":

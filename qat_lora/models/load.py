@@ -41,7 +41,6 @@ from qat_lora.errors import ModelError, QatLoraError, one_line
 from qat_lora.files.checksums import SUMS, TOKENIZER, check_folder, read_object, seal, weight_files
 from qat_lora.files.finite import check_finite
 from qat_lora.files.gguf_header import BASE, GGUF, read_header
-from qat_lora.files.outputs import MARK
 from qat_lora.layers.attention import AttentionKernel, Keep, blocked_attention, tiled_or
 from qat_lora.layers.calibrate.upcast import computing_dtype
 from qat_lora.layers.convert import SEES, quant_layers, sees, tied_embedding
@@ -353,7 +352,7 @@ def _foreign(folder: Path, hub: HubConfig, dequantize: bool) -> tuple[Any, dict[
     weight_files(folder)
     plain = read_object(folder / "config.json")
     method = packed.method_of(plain)
-    check_folder(folder, ours=method == QUANT_METHOD or (folder / MARK).is_file())
+    check_folder(folder)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=hub.trust_remote_code)
     if config.is_encoder_decoder or method in (None, QUANT_METHOD):
         return config, None

@@ -77,15 +77,11 @@ def with_tokenizer(model: CausalLM, places: Iterable[str | Path | None]) -> Caus
 
 
 def open_student(
-    name: str,
-    hub: HubConfig = DEFAULT_HUB,
-    dtype: str = "float32",
-    noted: str | None = None,
-    tokenizer: Path | None = None,
+    name: str, hub: HubConfig = DEFAULT_HUB, dtype: str = "float32", tokenizer: Path | None = None
 ) -> Student:
     """Load a model for scoring, generation or export; ModelError: nothing there, or an adapter whose base is not.
 
-    `noted` is that of `checkpoint_sha256`, `tokenizer` the folder of one that a GGUF file may share.
+    `tokenizer` is the folder of one that a GGUF file may share.
     """
     adapter = adapter_folder(name)
     if adapter is not None:
@@ -96,12 +92,12 @@ def open_student(
     model = with_tokenizer(model, (adapter, model.folder.parent, tokenizer))
     if adapter is not None:
         check_tokenizer(adapter, model.tokenizer_folder)
-        load_adapter(model.module, adapter, checkpoint_sha256(model.folder, read_adapter(adapter).base_sha256))
-    bits, sha256 = None, checkpoint_sha256(model.folder, noted)
+        load_adapter(model.module, adapter, checkpoint_sha256(model.folder))
+    bits, sha256 = None, checkpoint_sha256(model.folder)
     if quant_layers(model.module):
         key = "with_adapter" if lora_layers(model.module) else "base"
         bits = bits_per_weight(model.module)[key]
         prepare_base(model.module, train_scales=False, dtype=model.module.dtype)
     model.module.requires_grad_(False)
-    sha256 += checkpoint_sha256(adapter, noted) if adapter else ""
+    sha256 += checkpoint_sha256(adapter) if adapter else ""
     return Student(model, bits, sha256, stored_sizes(model, adapter))

@@ -126,7 +126,7 @@ def _apart(base: str | None, adapter: str, report: dict[str, Any]) -> list[str]:
     report["base"] = base = base or str(base_folder(folder or place))
     note, problems = (folder or place) / NOTE, []
     noted = read_object(note).get("base_sha256") if note.is_file() else None
-    if noted is not None and noted != checkpoint_sha256(resolve_model(base), noted):
+    if noted is not None and noted != checkpoint_sha256(resolve_model(base)):
         problems.append(f"{adapter} was trained on another base than {base} (noted: {noted[:12]})")
     if is_file and base.endswith(GGUF):
         shapes, parts = ({n: t.shape for n, t in read_header(Path(file)).tensors.items()} for file in (base, adapter))

@@ -46,7 +46,9 @@ class Runtime(Protocol):
 
     def loss_chunk_mb(self, asked: int | None) -> int:
         """Return the MiB of float32 logits that this process's loss holds at once, `asked` being a device's."""
-        return asked or default_loss_chunk_mb(self.device.type)
+        is_cuda = self.device.type == "cuda"
+        memory_bytes = torch.cuda.get_device_properties(self.device).total_memory if is_cuda else None
+        return asked or default_loss_chunk_mb(self.device.type, memory_bytes)
 
     @property
     def processes(self) -> int:
@@ -192,9 +194,8 @@ def random_states() -> dict[str, str]:
 
 def set_random_states(texts: Mapping[str, str]) -> None:
     """Restore what `random_states` returned; a state for a device that is not in use here is left out."""
-    states = {
-        name: torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8) for name, text in texts.items()
-    }
+    data = {name: bytearray(base64.b64decode(text)) for name, text in texts.items()}
+    states = {name: torch.frombuffer(state, dtype=torch.uint8) for name, state in data.items()}
     torch.set_rng_state(states["cpu"])
     if "cuda" in states and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(states["cuda"])
@@ -224,11 +225,10 @@ def move_module(module: M, device: torch.device) -> M:
             table[name] = first_table[first_name]
     after = _size(module)
     if after != before:
-        raise DeviceError(
-            f"moving the model to {device}: {before[0]} parameters with {before[1]:,} values became {after[0]} "
-            f"with {after[1]:,}; a move may change neither, so a weight was split, lost or added by "
-            f"{type(module).__name__}; share weights by registering one Parameter twice"
-        )
+        change = f"{before[0]} parameters with {before[1]:,} values became {after[0]} with {after[1]:,}"
+        cause = f"a move may change neither, so a weight was split, lost or added by {type(module).__name__}"
+        remedy = "share weights by registering one Parameter twice"
+        raise DeviceError(f"moving the model to {device}: {change}; {cause}; {remedy}")
     return module
 
 

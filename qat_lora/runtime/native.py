@@ -17,7 +17,7 @@ from torch.utils._triton import has_triton
 from torch.utils.checkpoint import checkpoint
 
 from qat_lora.errors import DeviceError
-from qat_lora.runtime.base import M, Runtime, default_loss_chunk_mb
+from qat_lora.runtime.base import M, Runtime
 from qat_lora.runtime.host import collectives
 from qat_lora.runtime.host.transfer import DeferredCalls, host_tensors, host_value
 from qat_lora.runtime.precision import tf32
@@ -34,10 +34,9 @@ class NativeRuntime(Runtime):
     def __init__(self, kind: Literal["cpu", "cuda", "mps"], shard_base: bool = False) -> None:
         self.shard_base = shard_base
         if kind not in _BACKENDS and collectives.group_size() > 1:
-            raise DeviceError(
-                f"device {kind}: WORLD_SIZE={collectives.group_size()} asks for a process group, which exists for "
-                f"{' and '.join(_BACKENDS)} only; start one process, or choose another device"
-            )
+            group = f"WORLD_SIZE={collectives.group_size()} asks for a process group"
+            what = f"{group}, which exists for {' and '.join(_BACKENDS)} only"
+            raise DeviceError(f"device {kind}: {what}; start one process, or choose another device")
         self.rank, self.replicas, local_rank = collectives.rank_info()
         self.device = torch.device(kind)
         self.loss_walk: LossWalk = "vocabulary" if kind == "cpu" else "positions"
@@ -46,20 +45,12 @@ class NativeRuntime(Runtime):
         if kind == "cuda":
             self.device = torch.device(kind, local_rank)
             if local_rank >= max(1, torch.cuda.device_count()):
-                raise DeviceError(
-                    f"LOCAL_RANK={local_rank}: this machine shows {torch.cuda.device_count()} CUDA devices; "
-                    "start at most one process for each"
-                )
+                what = f"this machine shows {torch.cuda.device_count()} CUDA devices"
+                raise DeviceError(f"LOCAL_RANK={local_rank}: {what}; start at most one process for each")
             if _compiles_kernels(self.device):
                 self.loss_walk = "kernel"
         self._deferred = DeferredCalls()
         self._copy_stream: torch.cuda.Stream | None = None
-
-    def loss_chunk_mb(self, asked: int | None) -> int:
-        """Return what was asked for, or what fits the memory."""
-        is_cuda = self.device.type == "cuda"
-        memory_bytes = torch.cuda.get_device_properties(self.device).total_memory if is_cuda else None
-        return asked or default_loss_chunk_mb(self.device.type, memory_bytes)
 
     @property
     def description(self) -> str:
@@ -85,7 +76,7 @@ class NativeRuntime(Runtime):
             self._control = collectives.gloo_group() if self.device.type == "cuda" else None
         with tf32(self.device.type == "cuda"):
             result = main()
-        self._deferred.run_all()
+        self._deferred.run_ready(wait=True)
         if self.replicas > 1:  # not after an error: it may wait for the others for ever, the cause unsaid
             dist.destroy_process_group()
         return result
@@ -103,10 +94,8 @@ class NativeRuntime(Runtime):
     def check_device_map(self) -> None:
         """Raise DeviceError where other processes would spread theirs over the same devices."""
         if self.replicas > 1:
-            raise DeviceError(
-                f"device_map: {self.replicas} processes would each spread the model over all devices; run one process, "
-                "or leave out --device-map"
-            )
+            what = f"{self.replicas} processes would each spread the model over all devices"
+            raise DeviceError(f"device_map: {what}; run one process, or leave out --device-map")
 
     def _send(self, batch: Batch) -> tuple[Batch, Any]:
         """Make the tensors and, on CUDA, start their copy on a stream of its own; runs in the prefetch thread."""
@@ -150,8 +139,7 @@ class NativeRuntime(Runtime):
         """Average the gradients over the replicas by one all-reduce of one flat float32 tensor."""
         trained = [p for p in parameters if p.requires_grad]
         if self.replicas > 1 and trained:
-            gradients, flat = collectives.flat_gradients(trained)
-            collectives.put_back(gradients, self._mean(flat))
+            collectives.average_gradients(trained, self._mean)
 
     def all_reduce_mean(self, value: torch.Tensor) -> torch.Tensor:
         """Return the mean of a tensor over the replicas by an all-reduce of gloo or NCCL."""
@@ -190,7 +178,7 @@ class NativeRuntime(Runtime):
 
     def barrier(self, tag: str) -> None:
         """Run what was deferred, then wait until every process is here. `tag` names the place in stack dumps."""
-        self._deferred.run_all()
+        self._deferred.run_ready(wait=True)
         if self.replicas > 1:
             with collectives.among_peers():
                 dist.barrier(self._control)

@@ -11,16 +11,15 @@ No checkpoint stores the anchor: a resumed run has just built the student from i
 checkpoint, and remembers that. The rows come from the run's seed; dropout is off, and no random number is drawn.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from qat_lora.data.shuffle import micro_batches
 from qat_lora.losses.objective import ObjectiveConfig, sparse_teacher_from_hidden
 from qat_lora.runtime.base import Runtime
-from qat_lora.train.step import Sums, TrainingRows, micro_batch
+from qat_lora.train.step import Sums, TrainingRows, Weights, micro_batch
 from qat_lora.types import Batch, LanguageModel
 
 ANCHOR_K = 64  # tokens remembered at every position; the others form one bucket
@@ -30,12 +29,7 @@ _TEXT = ("input_ids", "document_ids", "target_mask")
 
 @torch.no_grad()
 def remember(
-    model: LanguageModel,
-    dataset: TrainingRows,
-    objective: ObjectiveConfig,
-    batch_rows: int,
-    seed: int,
-    runtime: Runtime,
+    model: LanguageModel, rows: TrainingRows, objective: ObjectiveConfig, batch_rows: int, seed: int, runtime: Runtime
 ) -> Batch:
     """Return the model's present outputs on some training rows: numpy arrays with the keys of a cache's batch.
 
@@ -43,7 +37,7 @@ def remember(
     run's seed draws them, and `batch_rows` go through the model at once.
     """
     samples = objective.anchor_samples
-    drawn = dataset.batches(0, -(-samples // batch_rows), batch_rows, 1, seed ^ _ORDER, 0, 1)
+    drawn = rows.batches(0, -(-samples // batch_rows), batch_rows, 1, seed ^ _ORDER, 0, 1)
     kept: list[Batch] = []
     for batch in runtime.feed({name: batch[name] for name in _TEXT} for batch in drawn):
         hidden_BLH = model.hidden(batch["input_ids"], batch["document_ids"])[:, :-1]
@@ -58,7 +52,7 @@ def remember(
         arrays = {name: value.unflatten(0, hidden_BLH.shape[:2]) for name, value in arrays.items()}
         runtime.mark_step()
         kept.append({name: value.cpu().numpy() for name, value in (batch | arrays).items()})
-    return {name: np.concatenate([rows[name] for rows in kept])[:samples] for name in kept[0]}
+    return {name: np.concatenate([part[name] for part in kept])[:samples] for name in kept[0]}
 
 
 def anchor_batches(
@@ -73,12 +67,7 @@ def anchor_batches(
 
 
 def anchor_micro_batch(
-    model: LanguageModel,
-    batch: Batch,
-    objective: ObjectiveConfig,
-    weights: Mapping[str, Tensor],
-    sums: Sums,
-    runtime: Runtime,
+    model: LanguageModel, batch: Batch, objective: ObjectiveConfig, weights: Weights, sums: Sums, runtime: Runtime
 ) -> Sums:
     """Run forward and backward on a batch of `anchor_batches`; return the step's `sums` with its own added."""
     counts = torch.stack([sums["tokens"].float(), batch["target_mask"].sum(dtype=torch.float32)])

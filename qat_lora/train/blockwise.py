@@ -34,9 +34,7 @@ from qat_lora.types import Batch
 class BlockwiseConfig:
     """How long and how fast every decoder layer is reconstructed."""
 
-    blockwise_steps: int = option(
-        0, "optimizer steps for each decoder layer alone, before the model trains as a whole", unit="steps", min=0
-    )
+    blockwise_steps: int = option(0, "optimizer steps of each layer alone, before all train", unit="steps", min=0)
     blockwise_lr: float = option(1e-4, "peak learning rate of the weights in it", above=0)
     blockwise_scale_lr: float = option(1e-4, "peak learning rate of the scales in it", above=0)
 

@@ -1,10 +1,9 @@
-"""A training run, its settings, and the side jobs between its steps, one callback each.
+"""A training run, its settings, and the side jobs between its steps: evaluating, saving, stopping.
 
-The loop (`loop`) computes steps; evaluating and saving are callbacks, as in OLMo-core, and both see the same `Run`.
-Their order makes a checkpoint complete: the log is flushed before an evaluation, the evaluation is counted before the
-checkpoint that contains its result, and a stop comes after the checkpoint. `is_due` tells whether `after_step` needs
-all lines of the log written; all processes must give the same answer. Only the compile watch is no callback, since it
-looks into a step. What an evaluation or an export *is* comes in as a function (`LoopHooks`).
+The loop (`loop`) computes steps and does these after them; all see the same `Run`. Their order makes a checkpoint
+complete: the log is flushed before an evaluation, the evaluation is counted before the checkpoint that contains its
+result, and a stop comes after the checkpoint. Whether one is due, all processes must answer alike. What an evaluation
+or an export *is* comes in as a function (`LoopHooks`).
 """
 
 import functools
@@ -19,14 +18,7 @@ import torch
 
 from qat_lora.config import common, option, settings
 from qat_lora.data.shuffle import steps_per_epoch
-from qat_lora.errors import (
-    ConfigError,
-    DamagedFileError,
-    DivergedError,
-    InterruptedRunError,
-    QatLoraError,
-    ReplicaError,
-)
+from qat_lora.errors import ConfigError, DivergedError, InterruptedRunError, QatLoraError, ReplicaError
 from qat_lora.runtime.base import Runtime
 from qat_lora.train.checkpoint import save_checkpoint
 from qat_lora.train.metrics import EVALUATIONS, LOGS, REMEDY, TRACKERS, MetricsLog, append_lines, log_mark
@@ -41,40 +33,25 @@ class LoopConfig:
 
     batch_size: int = _count(4, "rows of a micro-batch on one replica", unit="rows", common=True)
     accumulation_steps: int = _count(1, "micro-batches of an optimizer step", unit="micro-batches", common=True)
-    global_batch_size: int | None = _count(
-        None, "rows of an optimizer step over all replicas; sets the accumulation", unit="rows"
-    )
+    global_batch_size: int | None = _count(None, "rows of a step over all replicas; sets the accumulation", unit="rows")
     max_steps: int = _count(1000, "optimizer steps", unit="steps", common=True)
     epochs: float | None = common(
-        None,
-        "passes over the training rows, in place of --max-steps; default: as many as the steps make",
-        unit="epochs",
-        above=0,
+        None, "passes over the training rows; default: as many as --max-steps make", unit="epochs", above=0
     )
     log_steps: int = _count(10, "optimizer steps between fetches of the log values", unit="steps")
     eval_steps: int = _count(50, "optimizer steps between evaluations on the cache's evaluation split", unit="steps")
     save_steps: int = _count(100, "optimizer steps between checkpoints", unit="steps")
     save_minutes: float = option(
-        5.0,
-        "minutes after which a checkpoint is due anyway (looked at every log interval); 0: never",
-        unit="minutes",
-        min=0,
+        5.0, "minutes after which a checkpoint is due anyway, at a log interval; 0: never", unit="minutes", min=0
     )
     keep_checkpoints: int = _count(2, "complete checkpoints that are kept", unit="checkpoints")
     early_stop: int | None = _count(
         None, "stop after this many evaluations without a better one; default: never", unit="evaluations"
     )
-    gradient_checkpointing: bool = option(
-        False, "compute each layer again in the backward pass instead of keeping its activations"
-    )
-    autocast: bool = option(
-        False, "float32 weights, matrix products in bfloat16 (--dtype bfloat16: all floats are bfloat16)"
-    )
+    gradient_checkpointing: bool = option(False, "compute each layer again in the backward pass, for less memory")
+    autocast: bool = option(False, "float32 weights, products in bfloat16 (with --dtype bfloat16 all floats are)")
     max_recompiles: int | None = option(
-        None,
-        "graphs that may be compiled after step 1 before the run fails; default: any, with a warning",
-        unit="graphs",
-        min=0,
+        None, "graphs that may be compiled after step 1; default: any, with a warning", unit="graphs", min=0
     )
     log_to: tuple[str, ...] = option((), "send the numbers on to tensorboard, wandb or both", unit="list")
 
@@ -140,12 +117,9 @@ class Progress:
         return {(f"best_{metric}" if name == "best" else name): value for name, value in vars(self).items()}
 
     @classmethod
-    def from_json(cls, saved: Mapping[str, Any], metric: str, file: Path) -> Self:
-        """Return a checkpoint's counters; DamagedFileError if one lacks (`evaluated` may, as in earlier versions)."""
-        fresh = cls().to_json(metric)
-        if missing := fresh.keys() - {"evaluated"} - saved.keys():
-            raise DamagedFileError(f"{file}: lacks {min(missing)}; remove that folder to go on")
-        return cls(*(saved.get(name, value) for name, value in fresh.items()))
+    def from_json(cls, saved: Mapping[str, Any], metric: str) -> Self:
+        """Return a checkpoint's counters; KeyError if one lacks."""
+        return cls(*(saved[name] for name in cls().to_json(metric)))
 
 
 @dataclass
@@ -163,6 +137,7 @@ class Run:
     log: MetricsLog
     stopped: Sequence[str]  # stop signals that this process received; grows at any time
     stopping: bool = False  # True in all processes if one of them was asked to stop
+    saved_at: float = 0.0  # when a checkpoint was last written, or the first step began, as `time.monotonic` says
 
     @property
     def step(self) -> int:
@@ -174,6 +149,10 @@ class Run:
         """True if no step is left, or evaluations stopped improving."""
         patience, since = self.loop.early_stop, self.progress.evaluations_since_best
         return self.step >= self.loop.max_steps or (patience is not None and since >= patience)
+
+    def ends_interval(self, steps: int) -> bool:
+        """Tell whether an interval of so many steps, or the run, ends with this step."""
+        return self.step % steps == 0 or self.step == self.loop.max_steps
 
     def export(self, name: str) -> None:
         """Write the student, with averaged tensors where there are any, from the main process."""
@@ -192,6 +171,8 @@ class Run:
         trained, keep = self.state.trained, self.loop.keep_checkpoints
         save_checkpoint(out / "checkpoints", self.step, trained, self.optimizer, content, keep, self.runtime)
         self.runtime.barrier("checkpoint")
+        self.saved_at = time.monotonic()
+        self.log.pause()
 
     def give_up(self, error: QatLoraError | OSError | None) -> NoReturn:
         """End the run because this process cannot read rows (None: another), after a checkpoint of the last step."""
@@ -204,29 +185,7 @@ class Run:
         raise (type(error)(f"{error}{text}") if isinstance(error, QatLoraError) else error) from error
 
 
-class Evaluate:
-    """Evaluates at the start, every so many steps and at the end, and exports each new best."""
-
-    def before_training(self, run: Run) -> None:
-        """Export and evaluate the untrained student; on resume, repeat an evaluation that failed."""
-        if run.start == 0:
-            run.export("start")
-        if run.start == 0 or not run.progress.evaluated:
-            _evaluate(run)
-
-    def is_due(self, run: Run) -> bool:
-        """Tell whether an interval or the run has ended."""
-        return run.step % run.loop.eval_steps == 0 or run.step == run.loop.max_steps
-
-    def after_step(self, run: Run, due: bool) -> None:
-        """Evaluate, then look at the stop signals again, since evaluations are long."""
-        if due:
-            run.runtime.barrier("metrics")  # all lines are written now, so their rate does not include the pause
-            _evaluate(run)
-            run.stopping = run.runtime.agree(bool(run.stopped))
-
-
-def _evaluate(run: Run) -> None:
+def evaluate(run: Run) -> None:
     """Evaluate once, and export the student if it is the best so far; DivergedError for NaN or an infinity."""
     hooks, progress = run.hooks, run.progress
     if hooks.evaluate is None:
@@ -252,28 +211,19 @@ def _evaluate(run: Run) -> None:
     run.log.pause()
 
 
-class Checkpoint:
-    """Saves every so many steps or minutes and at the end; saves, and then ends, a run that was asked to stop."""
+def is_save_due(run: Run) -> bool:
+    """Tell whether an interval or the run has ended, or the newest checkpoint is too old on any process's clock."""
+    loop = run.loop
+    if run.ends_interval(loop.save_steps):
+        return True
+    if run.step % loop.log_steps or not loop.save_minutes:  # looking means that all processes have to agree
+        return False
+    return run.runtime.agree(time.monotonic() - run.saved_at > 60 * loop.save_minutes)
 
-    def __init__(self) -> None:
-        self.saved_at = time.monotonic()
 
-    def is_due(self, run: Run) -> bool:
-        """Tell whether an interval or the run has ended, or the newest checkpoint is too old on any process's clock."""
-        loop = run.loop
-        if run.step % loop.save_steps == 0 or run.step == loop.max_steps:
-            return True
-        if run.step % loop.log_steps or not loop.save_minutes:  # looking means that all processes have to agree
-            return False
-        return run.runtime.agree(time.monotonic() - self.saved_at > 60 * loop.save_minutes)
-
-    def after_step(self, run: Run, due: bool) -> None:
-        """Save; raise InterruptedRunError if the run was asked to stop and is not over anyway."""
-        if due or run.stopping or run.is_over:
-            run.save()
-            self.saved_at = time.monotonic()
-            run.log.pause()
-        if run.stopping and not run.is_over:
-            by = run.stopped[0] if run.stopped else "a signal to another process"
-            done = f"stopped by {by} after step {run.step} of {run.loop.max_steps}"
-            raise InterruptedRunError(f"{done}; the checkpoint is complete, the same command goes on from it")
+def end_if_asked(run: Run) -> None:
+    """Raise InterruptedRunError if the run was asked to stop and is not over anyway; it has saved."""
+    if run.stopping and not run.is_over:
+        by = run.stopped[0] if run.stopped else "a signal to another process"
+        done = f"stopped by {by} after step {run.step} of {run.loop.max_steps}"
+        raise InterruptedRunError(f"{done}; the checkpoint is complete, the same command goes on from it")

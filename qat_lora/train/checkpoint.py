@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from qat_lora.errors import ConfigError, DamagedFileError, DivergedError, ModelError
-from qat_lora.files.checksums import PROMISE, SUMS, check_sums, notice_no_sums, read_object, write_sums
+from qat_lora.files.checksums import check_sums, read_object, write_sums
 from qat_lora.files.finite import json_text, not_finite
 from qat_lora.files.folders import atomic_dir, discard, is_ours, remove_leftovers
 from qat_lora.layers.stacked import by_layer, layer_names
@@ -53,13 +53,11 @@ def save_checkpoint(
     final = folder / f"step-{step:06d}"
     if not runtime.agree(runtime.is_main and final in checkpoints(folder)):  # else written by an earlier try, and equal
         parts: dict[str, dict[str, Tensor]] = {TRAINED: {**trained}, OPTIMIZER: optimizer_views(trained, optimizer)}
-        parts = {file: {name: value.detach() for name, value in part.items()} for file, part in parts.items()}
         if runtime.is_main:  # on the host, so that they are read from the device once
-            parts = {file: by_layer({n: x.cpu() for n, x in part.items()}) for file, part in parts.items()}
-            parts = {file: {n: x.contiguous() for n, x in part.items()} for file, part in parts.items()}
+            parts = {file: by_layer({n: x.detach().cpu() for n, x in part.items()}) for file, part in parts.items()}
             if (found := not_finite({**parts[TRAINED], **parts[OPTIMIZER]})) is not None:
                 raise DivergedError(f"step {step}: {found}; {REMEDY}")
-            text = json_text({**PROMISE, **state, "step": step, "random": random_states()}, final / STATE, indent=1)
+            text = json_text({**state, "step": step, "random": random_states()}, final / STATE, indent=1)
         with atomic_dir(final) if runtime.is_main else contextlib.nullcontext(final) as draft:
             for file, part in parts.items():
                 runtime.save(part, draft / file)
@@ -85,14 +83,14 @@ def load_checkpoint(
     """
     try:
         state = read_object(path / STATE)
-        if check_sums(path, state.get("checksums") == SUMS, (STATE, TRAINED, OPTIMIZER)) is None:
-            notice_no_sums(path)
+        check_sums(path, True, (STATE, TRAINED, OPTIMIZER))
         tensors, moments = load_file(path / TRAINED), load_file(path / OPTIMIZER)
         if (found := not_finite({**tensors, **moments})) is not None:
             raise ValueError(found)
-        before, random, state["step"] = dict(state["fingerprint"]), dict(state["random"]), int(state["step"])
-    except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
-        raise _damaged(path, error) from None
+        before, state["step"] = dict(state["fingerprint"]), int(state["step"])
+        set_random_states(dict(state["random"]))
+    except (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
+        raise damaged(path, error) from None
     now = json.loads(json.dumps(dict(fingerprint)))
     for field in sorted(before.keys() | now.keys()):
         old, new = before.get(field), now.get(field)
@@ -101,14 +99,11 @@ def load_checkpoint(
             raise ConfigError(f"{field}: {differ}; choose another --out, or --overwrite")
     _copy_into({name: p.data for name, p in trained.items()}, tensors, path)
     _copy_into(optimizer_views(trained, optimizer), moments, path)
-    try:
-        set_random_states(random)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise _damaged(path, error) from None
     return state
 
 
-def _damaged(path: Path, error: Exception) -> DamagedFileError:
+def damaged(path: Path, error: Exception) -> DamagedFileError:
+    """Return what an error in a checkpoint means to people."""
     reason, remedy = " ".join(str(error).split()), "remove that folder to go on from the one before it"
     return DamagedFileError(f"checkpoint {path}: cannot be read ({reason}); {remedy}")
 

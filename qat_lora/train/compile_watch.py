@@ -4,9 +4,6 @@ A graph compiler is silent for minutes in step 1, and a recompile in step 700 lo
 of step 1 is announced before it starts, with a sign of life every 15 seconds, and reported after it; and a graph that
 is compiled later is a warning that names what changed, or an error with `--max-recompiles`. Graphs of an evaluation do
 not count, and a runtime that compiles nothing (its `compile_report` is empty) is asked once.
-
-The watch also says when the host is the slower one. Tracing runs ahead of the device, and a sync waits only for what
-the device has not finished yet; where steps pass without such a wait, the device waits for Python instead.
 """
 
 import logging
@@ -27,8 +24,6 @@ NEXT = {  # what the first step does after each phase
     OPTIMIZER_TRACED: "compiling the optimizer",
 }
 HEARTBEAT_S = 15.0
-HOST_STEPS = 20  # after the first, over which the host's share is measured
-HOST_BOUND = 0.9  # share of tracing in a step's time from which the device is taken to wait for it
 
 
 class CompileWatch:
@@ -42,7 +37,6 @@ class CompileWatch:
         self._phases: dict[str, float] = {}
         self._known: dict[str, str] = {}
         self._changed: dict[str, str] = {}
-        self._steady_steps, self._traced_s, self._other_s = 0, 0.0, 0.0
         self._over = threading.Event()
 
     def close(self) -> None:
@@ -69,25 +63,19 @@ class CompileWatch:
             before, now = (found.get(name, "not there") for found in (self._known, shapes))
             if before != now:
                 self._changed[name] = f"{name} was {before}, now {now}"
-        self._other_s += self._lap()  # the host waited for rows
+        self._since = time.perf_counter()  # the host waited for rows
 
     def mark(self, phase: str) -> None:
         """Note the end of a phase: in the first step the time that it took, each phase once, and what comes next."""
-        if not self._active:
-            return
-        seconds = self._lap()
-        if phase in (TRACED, OPTIMIZER_TRACED):
-            self._traced_s += seconds
-        else:
-            self._other_s += seconds
-        if self._is_first and phase not in self._phases:
-            self._phases[phase] = seconds
+        before, self._since = self._since, time.perf_counter()
+        if self._active and self._is_first and phase not in self._phases:
+            self._phases[phase] = self._since - before
             self._over.set()
             if phase in NEXT:
                 self._announce(NEXT[phase])
 
     def end(self, step: int) -> None:
-        """Report the first step, later ones that compile (RecompiledError: too many), and once a slower host."""
+        """Report the first step, and later ones that compile; RecompiledError: too many."""
         if not self._active:
             return
         report = self._runtime.compile_report()
@@ -96,32 +84,14 @@ class CompileWatch:
             phases = ", ".join(f"{name.strip()} {seconds:.1f} s" for name, seconds in self._phases.items())
             self._say(f"[step {step}] {phases} · {report['graphs_compiled']:.0f} graphs so far")
             self._is_first = False
-        elif not new:
-            self._steady_steps += 1
-            whole_s = self._traced_s + self._other_s
-            if self._steady_steps == HOST_STEPS and self._traced_s >= HOST_BOUND * whole_s:
-                traced_ms, step_ms = (1000 * seconds / HOST_STEPS for seconds in (self._traced_s, whole_s))
-                self._say(
-                    f"host-bound: tracing takes {traced_ms:.0f} of a step's {step_ms:.0f} ms, and the device waits for "
-                    "it; give larger micro-batches (--batch-size), and as many fewer of them (--accumulation-steps)"
-                )
-            return
-        else:
-            what = "; ".join(self._changed.values()) or (
-                "no shape of the batch changed; a number that changes from step to step may be compiled in, "
-                "PT_XLA_DEBUG_LEVEL=1 names the line"
-            )
+        elif new:
+            same = "no shape of the batch changed; a number that changes from step to step may be compiled in"
+            what = "; ".join(self._changed.values()) or f"{same}, PT_XLA_DEBUG_LEVEL=1 names the line"
             self._late += new
             message = f"step {step} compiled {new} graph{'s' if new > 1 else ''} more: {what}"
             if self._most is not None and self._late > self._most:
                 raise RecompiledError(f"max_recompiles: {self._most}, but {message}")
             logging.getLogger(__name__).warning(message)
-        self._steady_steps, self._traced_s, self._other_s = 0, 0.0, 0.0
-
-    def _lap(self) -> float:
-        """Return the seconds since the last call, or since the step began."""
-        before, self._since = self._since, time.perf_counter()
-        return self._since - before
 
     def _announce(self, what: str) -> None:
         """Say what begins, and every 15 seconds that it goes on, until `_over` is set."""

@@ -34,6 +34,7 @@ from qat_lora.train.callbacks import Progress, Run
 from qat_lora.train.checkpoint import optimizer_views, random_states, set_random_states
 from qat_lora.train.metrics import MetricsLog
 from qat_lora.train.optim import FIRST_LR, OptimConfig, set_peaks
+from qat_lora.train.step import Sums
 
 FILE = "lr_probe.json"
 # Of the ratio of lengths. Single cases of benchmarks/lr_matrix.py fit 0.17 to 0.51: too low a rate costs less than too
@@ -43,8 +44,8 @@ SHARE, SHORTEST, LONGEST = 1 / 32, 2, 64  # steps of a trial: a share of the run
 LEAST_TRIALS, MOST_TRIALS = 3, 9
 
 
-OpenSteps = Callable[[Run, OptimConfig, int, int], AbstractContextManager[Any]]
-"""From a run, its settings, the first step of rows and their number to what takes these steps (`loop`)."""
+OpenSteps = Callable[[Run, OptimConfig, int, int], AbstractContextManager[Iterator[Sums]]]
+"""From a run, its settings, the first step of rows and their number to what takes a step each time (`loop`)."""
 
 
 def trial_steps(max_steps: int) -> int:
@@ -155,14 +156,14 @@ def _trial(run: Run, optim: OptimConfig, length: int, open_steps: OpenSteps, bar
             if step == length:
                 set_random_states(random)  # the same dropout for all
             set_peaks(run.optimizer, optim, float(step < length))
-            steps.take()
+            means = next(steps)
             if trial.stopping:
                 by = run.stopped[0] if run.stopped else "a signal to another process"
                 kept = f"trials that were through are kept in {FILE}, and the same command goes on from there"
                 raise InterruptedRunError(f"stopped by {by} while seeking the learning rate; {kept}")
             runtime.step_end()
             bar.update()
-        return float(log.noted("loss")[-1])
+        return float(means["loss"])
 
 
 class _Trial(Run):

@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from qat_lora.errors import DamagedFileError, DivergedError
@@ -98,17 +97,11 @@ class MetricsLog:
     """Collects the values of steps, appends them to the file and shows progress."""
 
     def __init__(
-        self,
-        path: Path,
-        max_steps: int,
-        start: int,
-        quiet: bool,
-        device: torch.device,
-        trackers: Sequence[Tracker] = (),
+        self, path: Path, steps: int, start: int, quiet: bool, device: torch.device, trackers: Sequence[Tracker] = (),
         step_rows: int = 0,  # 0: no samples/s
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.path = path
-        self._bar = tqdm(total=max_steps, initial=start, desc="train", unit="step", disable=quiet)
+        self._bar = tqdm(total=steps, initial=start, desc="train", unit="step", disable=quiet)
         self._device, self._trackers, self._step_rows = device, trackers, step_rows
         self._since, self._first_step = time.perf_counter(), start + 1
         self._pending: list[tuple[int, float, Sums]] = []
@@ -132,10 +125,6 @@ class MetricsLog:
     def add(self, step: int, lr: float, means: Sums) -> None:
         """Note the values of an optimizer step, which stay on the device until `flush`."""
         self._pending.append((step, lr, means))
-
-    def noted(self, name: str) -> list[Tensor]:
-        """Return a value of the steps that are not written yet."""
-        return [means[name] for _, _, means in self._pending]
 
     def flush(self, runtime: Runtime) -> None:
         """Write the noted steps by the runtime's deferred callback, up to a NaN or infinity, a DivergedError."""
@@ -189,22 +178,17 @@ def read_metrics(path: Path, *numbers: str) -> list[dict[str, Any]]:
     """Return a file's lines, [] without one; DamagedFileError: one, but a last that was cut short, lacks a number."""
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    found = [_parsed(text) for text in lines]
-    if found[-1] is None:
-        del found[-1]
-    for i, line in enumerate(found):
-        if line is None or not all(isinstance(line.get(name), int | float) for name in ("step", *numbers)):
-            raise _damaged(path, f"line {i + 1} is not what was written: {lines[i][:60]!r}")
-    return [line for line in found if line is not None]
-
-
-def _parsed(text: str) -> dict[str, Any] | None:
-    try:
-        line = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return line if isinstance(line, dict) else None
+    found, texts = [], path.read_text(encoding="utf-8", errors="replace").split("\n")
+    for number, text in enumerate(texts, 1):
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            line = None
+        if isinstance(line, dict) and all(isinstance(line.get(name), int | float) for name in ("step", *numbers)):
+            found.append(line)
+        elif isinstance(line, dict) or number < len(texts):
+            raise _damaged(path, f"line {number} is not what was written: {text[:60]!r}")
+    return found
 
 
 def _damaged(path: Path, what: str) -> DamagedFileError:
@@ -229,19 +213,11 @@ def check_log(path: Path, mark: LogMark) -> None:
             raise _damaged(path, f"its first {mark['bytes']} bytes are not what was written")
 
 
-def cut_back(path: Path, last_step: int, mark: LogMark | None = None) -> None:
-    """Drop what was written to a file of lines, if there is one, after a checkpoint; DamagedFileError if it is damaged.
-
-    The checkpoint holds the file's mark; those of earlier versions do not, so lines are parsed up to `last_step`.
-    """
-    if not path.exists():
-        return
-    if mark is not None:
+def cut_back(path: Path, mark: LogMark) -> None:
+    """Drop what was written to a file of lines, if there is one, after its mark; raises as `check_log`."""
+    if path.exists():
         check_log(path, mark)
         os.truncate(ours(path), mark["bytes"])
-        return
-    kept = [line for line in read_metrics(path) if line["step"] <= last_step]
-    write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
 
 
 def append_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
@@ -266,7 +242,7 @@ def draw_curve(axis: Any, metrics: Path, evaluations: Path) -> None:
     Of training there are all steps, faint, and means over a fiftieth of them each.
     """
     train, evaluated = read_metrics(metrics, "loss"), read_metrics(evaluations)
-    name = "kl" if any("kl" in line for line in train) else "loss"  # a run begun by an earlier version has some
+    name = "kl" if any("kl" in line for line in train) else "loss"
     shown = {"kl": "KL", "loss": "loss", "nll": "loss"}
     steps = np.array([(line["step"], line[name]) for line in train if name in line]).T
     means = [part.mean(1) for part in np.array_split(steps, min(50, steps.shape[1]), 1)]

@@ -29,10 +29,8 @@ from qat_lora.types import LanguageModel
 # By kind of trained tensors (LoRA factors, latent weights, scales, tables, norms), the setting of their
 # peak learning rate; and the kinds that weight decay pulls to 0: it would only shrink scales and norms.
 FIRST_LR = 4e-4  # the first that `auto` tries (`lr_probe`)
-RATES = {
-    "adapter": "lr", "weights": "lr", "scales": "scale_lr", "block_scales": "scale_lr", "lut": "scale_lr",
-    "norms": "norm_lr",
-}  # fmt: skip
+_SCALES = dict.fromkeys(("scales", "block_scales", "lut"), "scale_lr")
+RATES = {"adapter": "lr", "weights": "lr", **_SCALES, "norms": "norm_lr"}
 DECAYING = ("adapter", "weights")
 SHARES = {"block_scales": 1 / 32}  # of that rate: the scale of a K-quant's group is some 15 to 128 of its block's
 _decay = functools.partial(option, min=0, below=1)
@@ -45,16 +43,12 @@ class OptimConfig:
     lr: float | Literal["auto"] = common(
         "auto", "peak learning rate of adapter and weights; auto: found by short trials on training rows", above=0
     )
-    scale_lr: float | None = option(
-        None, "peak learning rate of the quantiser's scales and tables; default: half of --lr", above=0
-    )
+    scale_lr: float | None = option(None, "peak learning rate of scales and tables; default: half of --lr", above=0)
     norm_lr: float | None = option(None, "peak learning rate of norms; default: a third of --lr", above=0)
     schedule: Literal["cosine", "constant"] = option("cosine", "learning rate after warm-up")
     warmup_steps: int = option(20, "optimizer steps of linear warm-up, from 1/n of the peak", unit="steps", min=0)
     min_lr_ratio: float = option(0.1, "learning rate at the end, as a share of the peak (cosine)", min=0, max=1)
-    weight_decay: float = option(
-        0.0, "decoupled weight decay of adapter and weights; scales and norms have none", min=0
-    )
+    weight_decay: float = option(0.0, "decoupled weight decay of adapter and weights, not of scales and norms", min=0)
     clip_grad_norm: float = option(1.0, "largest gradient norm over all trained tensors", above=0)
     adam_beta2: float = _decay(0.99, "decay of the second moment; short runs want less than 0.999")
     ema: float = _decay(

@@ -11,11 +11,13 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from qat_lora.losses.objective import ObjectiveConfig, objective_loss
 from qat_lora.runtime.base import Runtime
 from qat_lora.types import Batch, LanguageModel, LMHead
 
+Weights = Mapping[str, Tensor]  # of the terms in one optimizer step (`weight_tensors`)
 Sums = dict[str, Tensor]  # running sums of one optimizer step: `loss`, `tokens`, `kl` and one per loss term
 
 
@@ -41,7 +43,7 @@ def micro_batch(
     model: LanguageModel,
     batch: Batch,
     objective: ObjectiveConfig,
-    weights: Mapping[str, Tensor],
+    weights: Weights,
     teacher_lm_head: LMHead | None = None,
 ) -> Sums:
     """Run forward and backward on one micro-batch; gradients add up, returned are sums over its counted tokens."""
@@ -65,11 +67,7 @@ def add_sums(total: Sums, sums: Sums) -> Sums:
 
 
 def optimizer_step(
-    optimizer: torch.optim.Optimizer,
-    parameters: Sequence[nn.Parameter],
-    sums: Sums,
-    clip_grad_norm: float,
-    runtime: Runtime,
+    optimizer: Optimizer, parameters: Sequence[nn.Parameter], sums: Sums, clip_grad_norm: float, runtime: Runtime
 ) -> Sums:
     """Update from averages over replicas and tokens; return these, global tokens, and the norm before clipping."""
     runtime.reduce_gradients(parameters)

@@ -1,18 +1,16 @@
-"""What a run is made of is checked when it is read: settings, tokenizer, numbers, logs; and old runs go on."""
+"""What a run is made of is checked when it is read: settings, tokenizer, numbers, logs."""
 
 import json
 import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 from toy_pipeline import cache_options, call, eval_options, export_options, quantize_options, recover_options
 
-from qat_lora.commands import cache as caches
 from qat_lora.errors import CacheError, ModelError, OutputExistsError, QatLoraError
 from qat_lora.files import outputs
-from qat_lora.files.checksums import SUMS, checkpoint_sha256, seal, weights_sha256
+from qat_lora.files.checksums import seal
 from qat_lora.models.hub import HubConfig
 from qat_lora.models.student import open_student
 from qat_lora.options import AuditOptions, RunConfig
@@ -74,40 +72,6 @@ def test_another_norm_is_another_base(made, tmp_path):
         open_student(str(out), HubConfig())
 
 
-def of_old(folder, new, old):
-    """Turn a run into what an earlier version left: no sums, and the base known by its weights alone."""
-    for file in folder.rglob(SUMS):
-        file.unlink()
-    for file in (*folder.rglob("qat_lora.json"), *folder.rglob("state.json"), folder / "qat_lora_run.json"):
-        values = json.loads(file.read_text().replace(new, old))
-        for name in ("checksums", "logs", "files", "checksum"):
-            values.pop(name, None)
-        file.write_text(json.dumps(values))
-    (folder / "qat_lora_files.txt").unlink()
-
-
-def test_a_run_of_an_earlier_version_goes_on_to_the_same_end(made, tmp_path, capfd):
-    out, options = interrupted(made, tmp_path)
-    of_old(out, checkpoint_sha256(made["student"]), weights_sha256(made["student"]))
-    call("recover", options)
-    assert capfd.readouterr().err.count("without checksums") == 1
-    factors = [load_file(run / "last" / "adapter_model.safetensors") for run in (out, made["run"])]
-    assert all(torch.equal(value, factors[1][name]) for name, value in factors[0].items())
-    assert open_student(str(out / "last"), HubConfig()).sha256
-
-
-def test_an_adapter_of_an_earlier_version_still_knows_its_base(made, tmp_path):
-    best = shutil.copytree(made["run"] / "best", tmp_path / "best")
-    (best / SUMS).unlink()
-    for sha256, wanted in ((weights_sha256(best / "base"), None), ("f" * 64, "another base")):
-        (best / "qat_lora.json").write_text(json.dumps({"base_sha256": sha256}))
-        if wanted is None:
-            open_student(str(best), HubConfig())
-            continue
-        with pytest.raises(ModelError, match=wanted):
-            open_student(str(best), HubConfig())
-
-
 def test_a_flipped_digit_in_a_log_is_not_carried_on(made, tmp_path):
     out, options = interrupted(made, tmp_path)
     file = out / "metrics.jsonl"
@@ -166,16 +130,6 @@ def test_a_teacher_that_computes_nan_leaves_no_scores(tiny, made, tmp_path):
         call("evaluate", options)
     one_line(caught, "is ")
     assert not list(tmp_path.glob("eval/*scores.json"))
-
-
-def test_a_cache_of_an_earlier_version_is_resumed_and_audited(tiny, tmp_path, monkeypatch):
-    options = cache_options(tiny, tmp_path / "cache", num_rows=8, eval_rows=2)
-    with monkeypatch.context() as patch:
-        patch.setattr(caches, "checkpoint_sha256", lambda folder, noted=None: weights_sha256(folder))
-        call("build_cache", options)
-    call("build_cache", options)  # complete already, and no other cache
-    audit = AuditOptions(kd_cache_dir=str(tmp_path / "cache"), teacher=str(tiny.teacher), run=RunConfig(quiet=True))
-    assert call("audit_cache", audit)["positions"] > 0
 
 
 def test_a_cache_knows_its_teachers_settings(tiny, made, tmp_path):

@@ -53,7 +53,7 @@ def chat(*contents, system=None):
 
 def encoded(tokenizer, messages):
     """Ids and mask of all pieces."""
-    pieces = list(encode_chat(tokenizer, messages))
+    pieces = list(encode_chat(tokenizer, messages, "chat"))
     return [i for ids, _ in pieces for i in ids.tolist()], [m for _, mask in pieces for m in mask.tolist()]
 
 
@@ -131,10 +131,10 @@ def test_what_the_template_refuses_is_said(tokenizer):
 def test_a_tokenizer_without_template_is_refused_with_the_fix(tokenizer):
     tokenizer.chat_template = None
     with pytest.raises(TextError, match="no chat template; .*--format text"):
-        encode_chat(tokenizer, chat("hello", "there"))
+        encode_chat(tokenizer, chat("hello", "there"), "chat")
 
 
 def test_an_answer_without_question_is_refused(tokenizer):
     tokenizer.chat_template = CHATML
     with pytest.raises(TextError, match="the first message is the assistant's"):
-        encode_chat(tokenizer, [{"role": "assistant", "content": "hello"}])
+        encode_chat(tokenizer, [{"role": "assistant", "content": "hello"}], "chat")

@@ -58,7 +58,7 @@ def test_layout(fields, layout):
 def test_text_of_a_field():
     assert text_of(row(body="x", other=1), "body") == "x"
     assert text_of(row(body=None), "body") == ""
-    with pytest.raises(TextError, match="has no field 'text'; fields there: body, other"):
+    with pytest.raises(TextError, match="no field 'text'; fields there: body, other"):
         text_of(row(body="x", other=1), "text")
     with pytest.raises(TextError, match="holds int; allowed: text"):
         text_of(row(body=3), "body")

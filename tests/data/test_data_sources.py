@@ -272,8 +272,8 @@ def test_python_sources_in_an_old_encoding_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "settings", "message"),
     [
-        ("a.jsonl", '{"content": "x", "id": 1}', {}, r"no field 'text'; fields there: content, id; .*--text-field"),
-        ("a.jsonl", '{"text": ["x"]}', {}, "'text' of a.jsonl:1 holds list"),
+        ("a.jsonl", '{"content": "x", "id": 1}', {}, r"^text_field: .*no field 'text'; fields there: content, id"),
+        ("a.jsonl", '{"text": ["x"]}', {}, "text_field: a.jsonl:1: field 'text' holds list"),
         ("a.jsonl", "[1]", {}, "a.jsonl:1 holds list; a row is an object"),
         ("a.json", "[1]", {}, r"a.json\[0\] holds int"),
         ("a.json", "[{]", {}, r"a.json\[0\] is not JSON"),

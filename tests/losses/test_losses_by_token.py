@@ -7,7 +7,7 @@ from losses_oracle import dense_ghost, make_teacher
 
 from qat_lora.losses.estimators import DenseTerm, TopKTerm, label_term
 from qat_lora.losses.fused.by_token import walk_positions
-from qat_lora.losses.fused.gradients import Task, Wanted, group_terms, lm_head_logits
+from qat_lora.losses.fused.gradients import Task, Wanted, full_logits, group_terms, lm_head_logits
 from qat_lora.types import LMHead
 
 COUNT, VOCAB, WIDTH = 7, 41, 5
@@ -45,10 +45,11 @@ def test_sums_and_gradients_of_all_groups_add_up(chunk):
 
 def test_projection_has_its_slope_only_where_it_is_wanted():
     hidden, weight = torch.randn(3, WIDTH), torch.randn(VOCAB, WIDTH)
-    plain, none = lm_head_logits(hidden, LMHead(weight, VOCAB), torch.float32, True)
+    plain, none = full_logits(hidden @ weight.T, LMHead(weight, VOCAB), torch.float32, True)
     torch.testing.assert_close(plain, hidden @ weight.T)
     head = LMHead(weight, VOCAB, None, 0.5, 2.0)
-    capped, slope = lm_head_logits(hidden, head, torch.float32, True)
+    capped, slope = full_logits(hidden @ weight.T, head, torch.float32, True)
     torch.testing.assert_close(capped, 2 * torch.tanh(plain / 4))
     torch.testing.assert_close(slope, 1 - torch.tanh(plain / 4) ** 2)
-    assert none is None is lm_head_logits(hidden, head, torch.float32)[1]
+    assert none is None is full_logits(hidden @ weight.T, head, torch.float32)[1]
+    torch.testing.assert_close(lm_head_logits(hidden, head, torch.float32), capped)

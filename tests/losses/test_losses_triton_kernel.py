@@ -19,16 +19,7 @@ from triton.runtime import driver  # noqa: E402
 from qat_lora.losses.estimators import hybrid_terms  # noqa: E402
 from qat_lora.losses.fused import by_kernel, triton_kernel  # noqa: E402
 from qat_lora.losses.fused.op import fused_linear_kd  # noqa: E402
-from qat_lora.losses.fused.triton_kernel import (  # noqa: E402
-    WARPS,
-    Factors,
-    Logits,
-    Points,
-    Results,
-    Rows,
-    TopK,
-    form_of,
-)
+from qat_lora.losses.fused.triton_kernel import WARPS, Factors, Given, Results, form_of  # noqa: E402
 from qat_lora.types import LMHead, SparseTeacher  # noqa: E402
 
 REAL = (151_936, 128, 8)
@@ -43,16 +34,15 @@ def own_cache(tmp_path, monkeypatch):
 
 def compiled(capability, dtype, form, bias=False):
     signature = {
-        "logits": Logits(f"*{dtype}", "*fp32" if bias else "constexpr"),
-        "topk": TopK("*i64", "*fp32", "*fp32"),
-        "points": Points("*i64", "*fp32"),
-        "rows": Rows("*fp32", "*u8"),
+        "logits": f"*{dtype}",
+        "bias": "*fp32" if bias else "constexpr",
+        "rows": Given("*i64", "*fp32", "*fp32", "*i64", "*fp32", "*fp32", "*u8"),
         "results": Results("*fp32", "*fp32", "*fp32"),
         "factors": Factors("fp32", "fp32", "fp32"),
         "FORM": "constexpr",
     }
-    constants = {(6,): form} if bias else {(6,): form, (0, 1): None}
-    aligned = {(0, 0): [["tt.divisibility", 16]]}  # as Triton finds an allocated tensor to be
+    constants = {(5,): form} if bias else {(5,): form, (1,): None}
+    aligned = {(0,): [["tt.divisibility", 16]]}  # as Triton finds an allocated tensor to be
     source = ASTSource(triton_kernel.kd_rows, signature, constants, aligned)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": WARPS})
 

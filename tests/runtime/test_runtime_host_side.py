@@ -92,7 +92,7 @@ def test_deferred_calls_keep_their_order():
     ready.add(0)
     calls.run_ready()
     assert seen == [0, 1, 2]
-    calls.run_all()
+    calls.run_ready(wait=True)
     assert seen == [0, 1, 2, 3]
 
 

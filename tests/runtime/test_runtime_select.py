@@ -195,7 +195,7 @@ def test_a_group_needs_its_variables(clean_environment):
 
 def test_xla_without_torch_xla(clean_environment):
     clean_environment.setitem(sys.modules, "torch_xla", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'qat-lora\[tpu\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'qat-lora\[xla\]'"):
         XlaRuntime("CPU").launch(lambda: None)
     assert not is_xla_device()
     assert is_xla_device("xla:0")

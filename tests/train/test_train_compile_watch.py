@@ -81,26 +81,6 @@ def test_a_long_phase_shows_signs_of_life_until_it_ends(monkeypatch):
     assert not [thread for thread in threading.enumerate() if thread.name == "qat-lora-heartbeat"]
 
 
-def test_a_host_that_is_slower_than_its_device_is_named_once(monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr(compile_watch.time, "perf_counter", lambda: clock[0])
-    for traced_s, waited_s, lines in ((0.47, 0.01, 1), (0.04, 0.2, 0)):
-        said, compiler = [], Compiler()
-        watch = CompileWatch(compiler, None, said.append)
-        for number in range(1, 60):
-            watch.begin(number)
-            clock[0] += 0.5 * (number % 7 == 0 and not lines)  # rows came late
-            watch.batch(batch())
-            clock[0] += traced_s
-            watch.mark(TRACED)
-            clock[0] += waited_s
-            watch.mark(COMPILED)
-            watch.end(number)
-        watch.close()
-        found = [line for line in said if line.startswith("host-bound: tracing takes 470 of a step's 480 ms")]
-        assert len(found) == lines and all("--batch-size" in line for line in found)
-
-
 def test_a_recompile_names_the_shape_that_changed(caplog):
     compiler = Compiler()
     watch = CompileWatch(compiler, None, lambda line: None)

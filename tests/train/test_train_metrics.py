@@ -50,31 +50,17 @@ def test_the_rate_leaves_the_first_step_of_a_run_out(tmp_path, monkeypatch, star
     assert [line["tokens_per_s"] for line in read_metrics(tmp_path / "m.jsonl")] == [10.0, 10.0, 10.0, 2.5]
 
 
-@pytest.mark.parametrize(("last", "kept"), [(-1, []), (0, [0]), (2, [0, 1, 2]), (9, [0, 1, 2, 3])])
-def test_cut_back_drops_what_comes_after_a_step(tmp_path, last, kept):
-    path = tmp_path / "metrics.jsonl"
-    for step in range(4):
-        append_lines(path, [{"step": step, "kl": 0.25}])
-    with path.open("a") as file:
-        file.write('{"step": 4, "kl')
-    cut_back(path, last)
-    assert [line["step"] for line in read_metrics(path)] == kept
-    append_lines(path, [{"step": 8}])
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [*kept, 8]
-    assert list(tmp_path.iterdir()) == [path]
-
-
 def test_cut_back_to_a_mark_compares_and_keeps_every_byte(tmp_path):
     path = tmp_path / "metrics.jsonl"
     append_lines(path, [{"step": 1, "kl": 0.25}])
     mark, whole = log_mark(path), path.read_bytes()
     append_lines(path, [{"step": 2, "kl": 0.5}])
-    cut_back(path, 1, mark)
+    cut_back(path, mark)
     assert path.read_bytes() == whole
     for damaged in (whole.replace(b"0.25", b"0.35"), whole[:-1]):
         path.write_bytes(damaged)
         with pytest.raises(DamagedFileError, match=r"metrics.jsonl: its first \d+ bytes are not what was written"):
-            cut_back(path, 1, mark)
+            cut_back(path, mark)
     path.unlink()
     assert log_mark(path) == EMPTY
 
@@ -94,7 +80,7 @@ def test_a_number_that_is_none_is_not_logged(tmp_path):
 
 
 def test_cut_back_makes_no_file(tmp_path):
-    cut_back(tmp_path / "metrics.jsonl", 3)
+    cut_back(tmp_path / "metrics.jsonl", EMPTY)
     assert list(tmp_path.iterdir()) == []
 
 

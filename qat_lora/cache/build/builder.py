@@ -58,16 +58,6 @@ _Batch = list[tuple[str, PackedRow]]  # rows with their splits
 _DEFAULTS = ForwardSettings()
 
 
-class BuildReport(NamedTuple):
-    """How a build ended."""
-
-    train_rows: int
-    eval_rows: int
-    bytes_per_token: float
-    finished: bool  # False if a signal stopped it before the rows ended: the same call goes on from there
-    waiting_for: tuple[int, ...] = ()  # builders that have not ended; the last of them writes the manifest
-
-
 @torch.no_grad()
 def teacher_arrays(
     teacher: LanguageModel,
@@ -116,14 +106,12 @@ def build_kd_cache(
     eval_rows: Sequence[PackedRow] = (),
     max_rows: int | None = None,
     quiet: bool = False,
-) -> BuildReport:
-    """Run the teacher over the rows and complete the cache of an entered writer.
+) -> None:
+    """Run the teacher over the rows and complete the cache of an entered writer; a signal stops the writer instead.
 
-    Args:
-        rows: training rows from `writer.resume_state().cursor` on.
-        eval_rows: all rows kept apart for evaluation, `fingerprint.eval_rows` of them, also when resuming; none in
-            builders other than the first, whose they are.
-        max_rows: stop at this many training rows of this builder (those of earlier runs counted): it has ended.
+    `rows` are the training rows from `writer.resume_state().cursor` on; `eval_rows` all that are kept apart for
+    evaluation, also when resuming, and none in builders other than the first, whose they are. At `max_rows` training
+    rows (those of earlier runs counted) this builder has ended.
 
     ConfigError: a batch, K or vocabulary that the teacher cannot serve.
     CacheError: a row of another length, logits that are NaN, a full disk.
@@ -133,27 +121,18 @@ def build_kd_cache(
     if batch_rows < 1 or (max_rows is not None and max_rows < 1):
         raise ConfigError(f"batch_rows, max_rows: {batch_rows} and {max_rows} given; allowed: 1 or more")
     if fingerprint.vocab_size > teacher.vocab_size:
-        raise ConfigError(
-            f"vocab_size: the cache is to hold {fingerprint.vocab_size:,} entries, the teacher "
-            f"{fingerprint.teacher} has {teacher.vocab_size:,}; allowed: as many or fewer"
-        )
-    wanted = 0 if writer.partition.builder else fingerprint.eval_rows
-    if len(eval_rows) != wanted:
-        raise ConfigError(
-            f"eval_rows: {len(eval_rows)} rows for --eval-rows {fingerprint.eval_rows} in builder {writer.partition}; "
-            f"allowed: {wanted}"
-        )
+        held = f"{fingerprint.vocab_size:,} entries, the teacher {fingerprint.teacher} has {teacher.vocab_size:,}"
+        raise ConfigError(f"vocab_size: the cache is to hold {held}; allowed: as many or fewer")
     state = writer.resume_state()
     if state.finished:
-        return _report(writer)
+        return
     left = None if max_rows is None else max(0, max_rows - state.rows)
     eval_left = [] if state.rows else eval_rows[state.eval_rows :]
-    work = itertools.chain(
-        (("eval", row) for row in eval_left), (("train", row) for row in itertools.islice(rows, left))
-    )
+    train_left = itertools.islice(rows, left)
+    work = itertools.chain((("eval", row) for row in eval_left), (("train", row) for row in train_left))
     total = None if left is None else (left + len(eval_left)) * fingerprint.length
     bar = tqdm(total=total, desc="teacher", unit="tok", unit_scale=True, disable=quiet, dynamic_ncols=True)
-    bar.set_postfix_str(f"{_bytes_per_token(fingerprint):.0f} bytes/token")
+    bar.set_postfix_str(f"{bytes_per_token(fingerprint):.0f} bytes/token")
     with stop_signals() as stopped, bar, _written_behind(writer) as put:
         while not stopped and (batch := list(itertools.islice(work, batch_rows))):
             put(run_batch(teacher, [row for _, row in batch], fingerprint, settings), batch)
@@ -162,7 +141,6 @@ def build_kd_cache(
         writer.stop()
     else:
         writer.finish()
-    return _report(writer)
 
 
 def run_batch(
@@ -209,12 +187,8 @@ def fetched(arrays: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
     return found
 
 
-def _report(writer: CacheWriter) -> BuildReport:
-    state, size = writer.resume_state(), _bytes_per_token(writer.fingerprint)
-    return BuildReport(state.rows, state.eval_rows, size, not writer.stopped, writer.waiting_for())
-
-
-def _bytes_per_token(fingerprint: Fingerprint) -> float:
+def bytes_per_token(fingerprint: Fingerprint) -> float:
+    """Return what a cache takes, headers and records apart."""
     return fmt.row_bytes(fingerprint.arrays) / fingerprint.length
 
 

@@ -24,6 +24,7 @@ from qat_lora.runtime.xla.runtime import is_xla_device
 from qat_lora.types import temperature_key
 
 _RANKED = 16  # entries for each one wanted up to which ranking all of them is quicker than dividing them up
+Uniforms = Mapping[str, Tensor]  # random numbers [N, D, 2] for `tail_draw_ids` and `draw_ids`, where they are drawn
 
 
 def top_k_entries(logits_NV: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -48,16 +49,11 @@ def top_k_entries(logits_NV: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def sparse_arrays(
-    logits_NV: Tensor,
-    top_k: int,
-    temperatures: Sequence[float],
-    uniforms: Mapping[str, Tensor],
-    piece_bytes: int | None = None,
+    logits_NV: Tensor, top_k: int, temperatures: Sequence[float], uniforms: Uniforms, piece_bytes: int | None = None
 ) -> dict[str, Tensor]:
     """Return what is kept of some positions' logits: any float type, real vocabulary only, may be overwritten.
 
-    K is 0 for draws only; `uniforms` are random numbers [N, D, 2] for `tail_draw_ids` and `draw_ids`, as far as they
-    are to be drawn; `piece_bytes` of float32 logits are worked on at a time, None for all at once.
+    K is 0 for draws only; `piece_bytes` of float32 logits are worked on at a time, None for all at once.
     """
     vocab = logits_NV.shape[-1]
     if piece_bytes is None:
@@ -76,11 +72,7 @@ def sparse_arrays(
 
 
 def _piece(
-    logits_NV: Tensor,
-    top_k: int,
-    temperatures: Sequence[float],
-    uniforms: Mapping[str, Tensor],
-    weights_NV: Tensor | None = None,
+    logits_NV: Tensor, top_k: int, temperatures: Sequence[float], uniforms: Uniforms, weights_NV: Tensor | None = None
 ) -> dict[str, Tensor]:
     """Return the arrays of a piece; `weights_NV` is scratch memory."""
     arrays = {"draw_ids": draw(logits_NV, uniforms["draw_ids"])} if "draw_ids" in uniforms else {}

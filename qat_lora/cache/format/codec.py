@@ -23,7 +23,7 @@ from qat_lora.cache.format.records import Fingerprint
 from qat_lora.errors import CacheError
 from qat_lora.types import Batch, temperature_key
 
-Arrays = dict[str, np.ndarray]
+Arrays = Mapping[str, np.ndarray]
 _FP16_LARGEST = np.float32(65504.0)
 LARGEST_RANGE = 64.0  # nats below the top entry at which `uint8` values end at the latest
 DEEPEST = 20.0
@@ -68,9 +68,7 @@ def pack_ids(ids: np.ndarray, vocab_size: int, name: str = "ids") -> Arrays:
     return arrays
 
 
-def unpack_ids(
-    arrays: Mapping[str, np.ndarray], k: int, out: np.ndarray | None = None, name: str = "ids"
-) -> np.ndarray:
+def unpack_ids(arrays: Arrays, k: int, out: np.ndarray | None = None, name: str = "ids") -> np.ndarray:
     """Return the first k ids [..., k] of every position as int32, in `out` (contiguous) if it is given."""
     low = arrays[name if name in arrays else f"{name}_lo"][..., :k]
     ids = np.empty(low.shape, np.int32) if out is None else out
@@ -104,7 +102,7 @@ def encode_values(head_logits: np.ndarray, value_dtype: str, temperature: float 
     return {"val": np.searchsorted(_CODE_ENDS, parts).astype(np.uint8), "val_range": ranges}
 
 
-def decode_values(arrays: Mapping[str, np.ndarray], k: int, out: np.ndarray | None = None) -> np.ndarray:
+def decode_values(arrays: Arrays, k: int, out: np.ndarray | None = None) -> np.ndarray:
     """Return the first k values [..., k] of every position as float32, in `out` (contiguous) if it is given."""
     stored = arrays["val"][..., :k]
     values = np.empty(stored.shape, np.float32) if out is None else out
@@ -115,7 +113,7 @@ def decode_values(arrays: Mapping[str, np.ndarray], k: int, out: np.ndarray | No
     return values
 
 
-def encode_rows(rows: Mapping[str, np.ndarray], fingerprint: Fingerprint) -> Arrays:
+def encode_rows(rows: Arrays, fingerprint: Fingerprint) -> Arrays:
     """Turn n rows into the arrays of a shard, checksums included.
 
     They are `input_ids` int [n, L], `loss_mask` [n, L] (0 or 1), `doc_starts` bool [n, L], `head_ids` int [n, L-1, K]
@@ -135,11 +133,17 @@ def encode_rows(rows: Mapping[str, np.ndarray], fingerprint: Fingerprint) -> Arr
             given = rows[name].shape if name in rows else "absent"
             raise CacheError(f"{name}: shape {given}; this cache needs {shape}")
     for name in held.sums:
-        _check_finite(name, rows[name])
+        values = rows[name]
+        bad = np.isnan(values) | (np.isposinf(values) if name.startswith("log_tail") else np.isinf(values))
+        if bad.any():
+            row, position = np.argwhere(bad)[0]
+            what = f"the teacher's logits at row {row}, position {position} are NaN or infinite; allowed: finite logits"
+            remedy = "run the teacher in bfloat16 or float32 (float16 overflows), or check its weights"
+            raise CacheError(f"{name}: {what}; {remedy}")
     ids = rows["input_ids"]
     if ids.min(initial=0) < 0 or ids.max(initial=0) >= held.vocab_size:
         raise CacheError(f"input_ids: from {ids.min()} to {ids.max()}; allowed: 0 to {held.vocab_size - 1}")
-    arrays: Arrays = {
+    arrays: dict[str, np.ndarray] = {
         "input_ids": ids.astype("<i4"),
         "loss_mask": (rows["loss_mask"] != 0).astype(np.uint8),
         "doc_starts": np.packbits(rows["doc_starts"] != 0, axis=1, bitorder="little"),
@@ -155,29 +159,17 @@ def encode_rows(rows: Mapping[str, np.ndarray], fingerprint: Fingerprint) -> Arr
     return {spec.name: np.ascontiguousarray(arrays[spec.name]) for spec in fingerprint.arrays}
 
 
-def _check_finite(name: str, values: np.ndarray) -> None:
-    bad = np.isnan(values) | (np.isposinf(values) if name.startswith("log_tail") else np.isinf(values))
-    if bad.any():
-        row, position = np.argwhere(bad)[0]
-        raise CacheError(
-            f"{name}: the teacher's logits at row {row}, position {position} are NaN or infinite; allowed: finite "
-            "logits; run the teacher in bfloat16 or float32 (float16 overflows), or check its weights"
-        )
-
-
 def _half(hidden: np.ndarray) -> np.ndarray:
     too_large = ~(np.abs(hidden) <= _FP16_LARGEST)
     if too_large.any():
         row, position, place = np.argwhere(too_large)[0]
-        raise CacheError(
-            f"hidden: the teacher's last hidden state at row {row}, position {position} has the value "
-            f"{hidden[row, position, place]:g}; allowed: -65,504 to 65,504, what float16 holds; build the cache "
-            "without --hidden (--tail-draws 8 also makes the loss unbiased)"
-        )
+        state = f"row {row}, position {position} has the value {hidden[row, position, place]:g}"
+        remedy = "build the cache without --hidden (--tail-draws 8 also makes the loss unbiased)"
+        raise CacheError(f"hidden: the teacher's last state at {state}; allowed: -65,504 to 65,504 (float16); {remedy}")
     return hidden.astype("<f2")
 
 
-def row_checksums(arrays: Mapping[str, np.ndarray], table: Sequence[ArraySpec]) -> np.ndarray:
+def row_checksums(arrays: Arrays, table: Sequence[ArraySpec]) -> np.ndarray:
     """Return the CRC-32 of each row: over its bytes in every array, in file order, `row_crc32` left out."""
     parts = [np.ascontiguousarray(arrays[spec.name]) for spec in table if spec.name != "row_crc32"]
     sums = np.zeros(len(parts[0]), "<u4")
@@ -203,9 +195,7 @@ def empty_batch(
     }
 
 
-def decode_row(
-    arrays: Mapping[str, np.ndarray], fingerprint: Fingerprint, k: int, temperatures: Sequence[float], out: Batch
-) -> None:
+def decode_row(arrays: Arrays, fingerprint: Fingerprint, k: int, temperatures: Sequence[float], out: Batch) -> None:
     """Write one row with the first k of K entries into `out`: views of a batch, without the row dimension.
 
     Gathering rows first and then decoding them touches three times the fresh memory, and its page faults cost more than
@@ -252,7 +242,7 @@ def mask_row(fingerprint: Fingerprint, k: int, temperatures: Sequence[float], ou
         out[temperature_key("log_tail", temperature)][...] = tail
 
 
-def strange_ids(row: Mapping[str, np.ndarray], vocab_size: int) -> str | None:
+def strange_ids(row: Arrays, vocab_size: int) -> str | None:
     """Say which token ids of a decoded row are outside the vocabulary; None where none are."""
     for name in ("input_ids", *_LISTS.values()):
         if name in row and row[name].view(np.uint32).max() >= vocab_size:  # as such, negative ones are large
@@ -260,7 +250,7 @@ def strange_ids(row: Mapping[str, np.ndarray], vocab_size: int) -> str | None:
     return None
 
 
-def promises(part: Mapping[str, np.ndarray], fingerprint: Fingerprint) -> dict[str, bool]:
+def promises(part: Arrays, fingerprint: Fingerprint) -> dict[str, bool]:
     """Return the rules for values, and whether some rows of a shard keep them.
 
     A checksum says that bytes are as they were written; these rules find a writer that was wrong and sealed what it

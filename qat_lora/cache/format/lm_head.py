@@ -11,7 +11,7 @@ Tensors are written as bytes, because NumPy has no bfloat16 and the writer impor
 import hashlib
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from qat_lora.cache.format import layout as fmt
 from qat_lora.cache.format.records import Fingerprint, read_header
@@ -74,20 +74,34 @@ def read_lm_head(place: Place, fingerprint: Fingerprint) -> LMHead:
 
     location = locate(place)
     if fingerprint.lm_head_sha256 is None:
-        raise CacheError(
-            f"{location}: holds no hidden states, and so no output head of its teacher; build the cache with --hidden"
-        )
+        remedy = "build the cache with --hidden"
+        raise CacheError(f"{location}: holds no hidden states, and so no output head of its teacher; {remedy}")
     data = bytearray()
     for chunk in _checked(location, fingerprint):
         data += chunk
-    kind, header, start = _parse(data, location, fingerprint)
-    dtype = getattr(torch, _DTYPES[kind][0])
-    metadata, tensors = header.pop("__metadata__"), {}
-    for name, entry in header.items():
-        shape, offset = entry["shape"], start + entry["data_offsets"][0]
-        tensors[name] = torch.frombuffer(data, dtype=dtype, count=math.prod(shape), offset=offset).reshape(shape)
-    scale, softcap = float(metadata["logit_scale"]), float(metadata["softcap"]) if "softcap" in metadata else None
-    return LMHead(tensors["weight"], fingerprint.vocab_size, tensors.get("bias"), scale, softcap)
+    where, held = f"{location}/{fmt.LM_HEAD}", fingerprint.contents
+    header, start = read_header(data, where)
+    try:  # the header is made anew and compared, never trusted
+        kind, metadata = header["weight"]["dtype"], header["__metadata__"]
+        shapes: dict[str, tuple[int, ...]] = {"weight": (held.vocab_size, held.hidden)}
+        shapes |= {"bias": (held.vocab_size,)} if "bias" in header else {}
+        expected = _header(kind, shapes, metadata)
+        scale, softcap = (float(metadata.get(name, 1.0)) for name in ("logit_scale", "softcap"))
+        if not (math.isfinite(scale) and math.isfinite(softcap) and "logit_scale" in metadata):
+            raise ValueError("its metadata does not say how logits are made")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CacheDamaged(f"{where}: its header cannot be read ({error})") from None
+    dtype, width = _DTYPES[kind]
+    total = start + sum(map(math.prod, shapes.values())) * width
+    if read_header(expected, where) != (header, start) or len(data) != total:
+        raise CacheDamaged(f"{where}: is not the head of {held.vocab_size:,} × {held.hidden:,} that was written")
+    tensors = {}
+    for name, shape in shapes.items():
+        offset = start + header[name]["data_offsets"][0]
+        flat = torch.frombuffer(data, dtype=getattr(torch, dtype), count=math.prod(shape), offset=offset)
+        tensors[name] = flat.reshape(shape)
+    cap = softcap if "softcap" in metadata else None
+    return LMHead(tensors["weight"], fingerprint.vocab_size, tensors.get("bias"), scale, cap)
 
 
 def largest_lm_head(fingerprint: Fingerprint) -> int:
@@ -102,15 +116,12 @@ def _checked(location: Location, fingerprint: Fingerprint, whole: bool = True) -
     try:
         size = location.size(fmt.LM_HEAD)
     except FileNotFoundError:
-        raise CacheDamaged(
-            f"{location}/{fmt.LM_HEAD}: is missing; hidden states mean nothing without it: restore it from a copy"
-        ) from None
+        remedy = "hidden states mean nothing without it: restore it from a copy"
+        raise CacheDamaged(f"{location}/{fmt.LM_HEAD}: is missing; {remedy}") from None
     fewest, most = 2 * held.vocab_size * held.hidden, largest_lm_head(fingerprint)
     if not fewest < size <= most:
-        raise CacheDamaged(
-            f"{location}/{fmt.LM_HEAD}: has {size:,} bytes; a head of {held.vocab_size:,} × {held.hidden:,} has more "
-            f"than {fewest:,} and at most {most:,}"
-        )
+        right = f"a head of {held.vocab_size:,} × {held.hidden:,} has more than {fewest:,} and at most {most:,}"
+        raise CacheDamaged(f"{location}/{fmt.LM_HEAD}: has {size:,} bytes; {right}")
     if not whole:
         return
     digest = hashlib.sha256()
@@ -118,30 +129,6 @@ def _checked(location: Location, fingerprint: Fingerprint, whole: bool = True) -
         digest.update(chunk)
         yield chunk
     if digest.hexdigest() != fingerprint.lm_head_sha256:
-        raise CacheDamaged(
-            f"{location}/{fmt.LM_HEAD}: its sha256 is {digest.hexdigest()[:16]}…, "
-            f"{str(fingerprint.lm_head_sha256)[:16]}… was written; restore it from a copy, or delete it and "
-            "manifest.json and run the same `qat-lora cache build` again"
-        )
-
-
-def _parse(data: bytearray, location: Location, fingerprint: Fingerprint) -> tuple[str, dict[str, Any], int]:
-    """Return number format, header and where the data begins; the header is rebuilt and compared, never trusted."""
-    where = f"{location}/{fmt.LM_HEAD}"
-    held = fingerprint.contents
-    header, start = read_header(data, where)
-    try:
-        kind, metadata = header["weight"]["dtype"], header["__metadata__"]
-        shapes: dict[str, tuple[int, ...]] = {"weight": (held.vocab_size, held.hidden)}
-        if "bias" in header:
-            shapes["bias"] = (held.vocab_size,)
-        expected = _header(kind, shapes, metadata)
-        numbers = [float(metadata["logit_scale"]), float(metadata.get("softcap", 1.0))]
-        if not all(map(math.isfinite, numbers)):
-            raise ValueError("its metadata does not say how logits are made")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CacheDamaged(f"{where}: its header cannot be read ({error})") from None
-    total = start + sum(map(math.prod, shapes.values())) * _DTYPES[kind][1]
-    if read_header(expected, where) != (header, start) or len(data) != total:
-        raise CacheDamaged(f"{where}: is not the head of {held.vocab_size:,} × {held.hidden:,} that was written")
-    return kind, header, start
+        what = f"its sha256 is {digest.hexdigest()[:16]}…, {str(fingerprint.lm_head_sha256)[:16]}… was written"
+        remedy = "restore it from a copy, or delete it and manifest.json and run the same `qat-lora cache build` again"
+        raise CacheDamaged(f"{location}/{fmt.LM_HEAD}: {what}; {remedy}")

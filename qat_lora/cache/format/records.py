@@ -26,13 +26,11 @@ _OPTIONAL = re.compile(r"(tail_draws|draws):([1-9][0-9]{0,5})|(hidden):([1-9][0-
 _OPTIONAL_ORDER = ("tail_draws", "draws", "hidden")
 
 
-def optional_arrays(
-    tail_draws: int = 0, draws: int = 0, hidden: int = 0, lm_head_sha256: str | None = None
-) -> tuple[str, ...]:
-    """Return the names by which a fingerprint says what of `layout.Contents` is stored beyond the standard arrays."""
+def optional_arrays(tail_draws: int = 0, draws: int = 0, hidden: int = 0, sha256: str | None = None) -> tuple[str, ...]:
+    """Return the names by which a fingerprint says what is stored beyond the standard arrays; sha256: the LM head's."""
     counts = {"tail_draws": tail_draws, "draws": draws}
     names = [f"{name}:{count}" for name, count in counts.items() if count]
-    return (*names, f"hidden:{hidden}:{lm_head_sha256}") if hidden else tuple(names)
+    return (*names, f"hidden:{hidden}:{sha256}") if hidden else tuple(names)
 
 
 def _parse_optional(names: tuple[str, ...]) -> dict[str, tuple[int, str | None]]:
@@ -40,10 +38,8 @@ def _parse_optional(names: tuple[str, ...]) -> dict[str, tuple[int, str | None]]
     matches = [match for match in map(_OPTIONAL.fullmatch, names) if match]
     found: dict[str, tuple[int, str | None]] = {m[1] or m[3]: (int(m[2] or m[4]), m[5]) for m in matches}
     if len(found) != len(names) or [*found] != [name for name in _OPTIONAL_ORDER if name in found]:
-        raise ConfigError(
-            f"optional_arrays: {names!r} does not fit; allowed, in this order: tail_draws:8, draws:32, "
-            "hidden:1024:<sha256 of the teacher's output head>; a newer qat-lora may know more"
-        )
+        allowed = "tail_draws:8, draws:32, hidden:1024:<sha256 of the LM head>; a newer qat-lora may know more"
+        raise ConfigError(f"optional_arrays: {names!r} does not fit; allowed, in this order: {allowed}")
     return found
 
 
@@ -217,10 +213,8 @@ def parse(cls: type[R], data: bytes, where: str) -> R:
         if tree.get("format") != fmt.FORMAT:
             raise ValueError(f"format is {tree.get('format')!r}, expected {fmt.FORMAT!r}")
         if tree.get("version") != fmt.VERSION:
-            raise CacheError(
-                f"{where}: is of cache format version {tree.get('version')!r}, this program reads {fmt.VERSION}; "
-                "use the qat-lora that wrote it, or build the cache again"
-            )
+            what = f"is of cache format version {tree.get('version')!r}, this program reads {fmt.VERSION}"
+            raise CacheError(f"{where}: {what}; use the qat-lora that wrote it, or build the cache again")
         return config.from_dict(cls, tree, cls.__name__, exact=True)
     except CacheError:
         raise

@@ -18,7 +18,7 @@ from qat_lora.cache.format.lm_head import check_lm_head, read_lm_head
 from qat_lora.cache.format.records import Fingerprint, ShardEntry
 from qat_lora.cache.storage.location import Place, locate
 from qat_lora.cache.storage.store import Shard, at_once, check_entry, most_open, read_manifest
-from qat_lora.data.shuffle import ShuffledRows
+from qat_lora.data.shuffle import Indices, ShuffledRows
 from qat_lora.errors import CacheDamaged, CacheError
 from qat_lora.types import Batch, LMHead, VerifyRows
 
@@ -96,9 +96,7 @@ class KDCacheDataset(ShuffledRows):
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
-    def rows(
-        self, indices: Sequence[int] | np.ndarray, k: int | None = None, optional: Sequence[str] | None = None
-    ) -> Batch:
+    def rows(self, indices: Indices, k: int | None = None, optional: Sequence[str] | None = None) -> Batch:
         """Return rows as numpy arrays (see `types.Batch`), in the order asked; -1 gives a fully masked row.
 
         `k` entries of a position and of `codec.OPTIONAL` only the arrays `optional`, instead of the dataset's own.
@@ -109,11 +107,9 @@ class KDCacheDataset(ShuffledRows):
         optional = self._optional if optional is None else optional
         held, temperatures = self.fingerprint, self.temperatures
         if k < held.top_k and "tail_draw_ids" in optional and (draws := held.contents.tail_draws):
-            raise CacheError(
-                f"k: the cache's draws are from the tail behind {held.top_k} entries, so they cannot be used "
-                f"with {k} of them; leave --head-k out, give --estimator ghost, or build a cache with --top-k {k} "
-                f"--tail-draws {draws}"
-            )
+            drawn = f"the cache's draws are from the tail behind {held.top_k} entries, and do not go with {k} of them"
+            remedy = f"give --estimator ghost, or build a cache with --top-k {k} --tail-draws {draws}"
+            raise CacheError(f"k: {drawn}; leave --head-k out, {remedy}")
         wanted = np.asarray(indices, np.int64)
         if wanted.ndim != 1 or ((wanted < -1) | (wanted >= len(self))).any():
             raise CacheError(f"rows: {wanted.tolist()!r}; allowed: 0 to {len(self) - 1}, or -1 for padding")
@@ -166,21 +162,16 @@ class KDCacheDataset(ShuffledRows):
         """
         held = self.fingerprint
         if tokenizer_sha256 is not None and tokenizer_sha256 != held.tokenizer_sha256:
-            raise CacheError(
-                f"tokenizer: the student's is {tokenizer_sha256[:16]}…, the cache {self.path} was made with "
-                f"{held.tokenizer_sha256[:16]}…; token ids would mean other words: build a cache with a teacher "
-                "that shares the student's tokenizer"
-            )
+            made = f"the cache {self.path} was made with {held.tokenizer_sha256[:16]}…; ids would mean other words"
+            remedy = "build a cache with a teacher that shares the student's tokenizer"
+            raise CacheError(f"tokenizer: the student's is {tokenizer_sha256[:16]}…, {made}: {remedy}")
         if vocab_size < held.vocab_size:
-            raise CacheError(
-                f"vocab_size: the student has {vocab_size:,} entries, the cache {self.path} speaks of "
-                f"{held.vocab_size:,}; allowed: as many or more: build the cache with --vocab-size {vocab_size}"
-            )
+            what = f"the student has {vocab_size:,} entries, the cache {self.path} speaks of {held.vocab_size:,}"
+            allowed = f"allowed: as many or more: build the cache with --vocab-size {vocab_size}"
+            raise CacheError(f"vocab_size: {what}; {allowed}")
         if max_positions is not None and max_positions < held.length:
-            raise CacheError(
-                f"length: rows have {held.length:,} tokens, the student reads at most {max_positions:,}; build a "
-                f"cache with --length {max_positions} or less"
-            )
+            what = f"rows have {held.length:,} tokens, the student reads at most {max_positions:,}"
+            raise CacheError(f"length: {what}; build a cache with --length {max_positions} or less")
 
 
 def _check_request(fingerprint: Fingerprint, k: int | None, temperatures: Sequence[float]) -> int:
@@ -195,9 +186,7 @@ def _check_request(fingerprint: Fingerprint, k: int | None, temperatures: Sequen
     for temperature in temperatures:
         if temperature not in fingerprint.temperatures:
             held = ", ".join(f"{t:g}" for t in fingerprint.temperatures)
-            raise CacheError(
-                f"temperature: {temperature:g} is not in the cache, which holds {held}; the tail at another "
-                f"temperature cannot be computed from it: train at one of these, or build with --temperatures "
-                f"{held.replace(', ', ',')},{temperature:g}"
-            )
+            others = "the tail at another temperature cannot be computed from it: train at one of these, or build with"
+            remedy = f"{others} --temperatures {held.replace(', ', ',')},{temperature:g}"
+            raise CacheError(f"temperature: {temperature:g} is not in the cache, which holds {held}; {remedy}")
     return k

@@ -201,11 +201,9 @@ class RemoteFolder:
                 self._fs.pipe_file(self._path(name), data, mode="create")
             except FileExistsError:
                 if not self._holds(name, data):
-                    raise OutputExistsError(
-                        f"--out {self}: there is another {name} already, of another builder or of a build that was "
-                        "killed; it was not touched: see that only one builder is at work, delete that object if it "
-                        "has no sidecar, then run the same command again"
-                    ) from None
+                    what = f"there is another {name} already, of another builder or of a build that was killed"
+                    remedy = "see that one builder is at work, delete the object if it has no sidecar, then run again"
+                    raise OutputExistsError(f"--out {self}: {what}; it was not touched: {remedy}") from None
             info, md5 = self._info(name), hashlib.md5(data, usedforsecurity=False)
             told = info.get("md5Hash"), str(info.get("ETag", "")).strip('"')
             known = base64.b64encode(md5.digest()).decode() == told[0] or md5.hexdigest() == told[1]
@@ -240,10 +238,9 @@ class RemoteFolder:
         put = getattr(type(self._fs), "_pipe_file" if self._fs.async_impl else "pipe_file")
         if "mode" not in inspect.signature(put).parameters:
             driver = type(self._fs).__module__.split(".")[0]
-            raise CacheError(
-                f"--out {self}: {driver} as installed cannot put an object only where there is none, so builders could "
-                f"overwrite each other; install a newer {driver}, or build on a disk and copy the folder"
-            )
+            what = f"{driver} as installed cannot put an object only where there is none"
+            remedy = f"install a newer {driver}, or build on a disk and copy the folder"
+            raise CacheError(f"--out {self}: {what}, so builders could overwrite each other; {remedy}")
 
     @contextlib.contextmanager
     def _reading(self, name: str) -> Iterator[None]:
@@ -256,9 +253,8 @@ class RemoteFolder:
             raise CacheDamaged(f"{self}/{name}: is not a plain object, so it is not read") from None
         except Exception as error:
             reason = _reason(error, self.url)
-            raise CacheError(
-                f"{self}/{name}: cannot be read ({reason}); check the address, the credentials and the network"
-            ) from error
+            remedy = "check the address, the credentials and the network"
+            raise CacheError(f"{self}/{name}: cannot be read ({reason}); {remedy}") from error
 
     @contextlib.contextmanager
     def _writing(self, name: str) -> Iterator[None]:

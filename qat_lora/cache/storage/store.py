@@ -49,10 +49,8 @@ def read_manifest(path: Place) -> Manifest:
     try:
         data = place.read(fmt.MANIFEST, fmt.MANIFEST_LIMIT_BYTES)
     except (FileNotFoundError, NotADirectoryError):
-        raise CacheError(
-            f"{path}: holds no {fmt.MANIFEST}, so it is no finished KD cache; run the same `qat-lora cache build` "
-            "again to complete it, or give the folder of a finished one"
-        ) from None
+        remedy = "run the same `qat-lora cache build` again to complete it, or give the folder of a finished one"
+        raise CacheError(f"{path}: holds no {fmt.MANIFEST}, so it is no finished KD cache; {remedy}") from None
     return parse_manifest(data, f"{place}/{fmt.MANIFEST}")
 
 
@@ -86,9 +84,7 @@ def noted_fingerprint(place: Location) -> Fingerprint | None:
     return None
 
 
-def read_sidecars(
-    place: Location, split: str, builder: int = 0, builders: int = 1
-) -> Iterator[tuple[Sidecar, ShardEntry]]:
+def read_sidecars(place: Location, split: str, builder: int, builders: int) -> Iterator[tuple[Sidecar, ShardEntry]]:
     """Yield a builder's committed shards of a split in order; CacheDamaged for a gap, and as of `read_sidecar`."""
     numbers = [number for number in committed(place, split) if number % builders == builder]
     names = [fmt.shard_name(split, number) for number in numbers]
@@ -96,10 +92,8 @@ def read_sidecars(
         expected = index * builders + builder
         if number != expected:
             missing = fmt.shard_name(split, expected)
-            raise CacheDamaged(
-                f"{place}/{missing}.json: is missing, but {names[index]}.json is there; put it back, or delete "
-                f"{names[index]} and those after it to build again from {missing}"
-            )
+            remedy = f"put it back, or delete {names[index]} and those after it to build again from {missing}"
+            raise CacheDamaged(f"{place}/{missing}.json: is missing, but {names[index]}.json is there; {remedy}")
     yield from at_once(place, lambda name: read_sidecar(place, name), names)
 
 
@@ -127,10 +121,8 @@ def read_sidecar(place: Location, name: str) -> tuple[Sidecar, ShardEntry]:
     sidecar = parse(Sidecar, data, file)
     expected = fmt.layout(sidecar.fingerprint.arrays, sidecar.rows, sidecar.fingerprint.sha256).total_bytes
     if sidecar.shard != name or sidecar.bytes != expected or not sidecar.rows:
-        raise CacheDamaged(
-            f"{file}: speaks of {sidecar.shard!r}, {sidecar.rows} rows, {sidecar.bytes} bytes; "
-            f"expected {name!r} and {expected} bytes"
-        )
+        found = f"{sidecar.shard!r}, {sidecar.rows} rows, {sidecar.bytes} bytes"
+        raise CacheDamaged(f"{file}: speaks of {found}; expected {name!r} and {expected} bytes")
     entry = shard_entry(sidecar, data)
     check_shard_size(place, entry)
     return sidecar, entry
@@ -153,10 +145,9 @@ def check_entry(place: Location, entry: ShardEntry, fingerprint: Fingerprint) ->
             return check_shard_size(place, entry)
     sidecar, found = read_sidecar(place, entry.shard)
     if found != entry or sidecar.fingerprint != fingerprint:
-        raise CacheDamaged(
-            f"{place}/{entry.shard}.json: is not the sidecar that the manifest lists; shards of two "
-            "caches are mixed, or one was built again: restore the folder from a copy"
-        )
+        cause = "shards of two caches are mixed, or one was built again"
+        what = f"is not the sidecar that the manifest lists; {cause}: restore the folder from a copy"
+        raise CacheDamaged(f"{place}/{entry.shard}.json: {what}")
 
 
 def check_shard_size(place: Location, entry: ShardEntry) -> None:
@@ -167,19 +158,18 @@ def check_shard_size(place: Location, entry: ShardEntry) -> None:
     except FileNotFoundError:
         raise CacheDamaged(f"{file}: is missing") from None
     if size != entry.bytes:
-        raise CacheDamaged(
-            f"{file}: has {size:,} bytes, {entry.bytes:,} were written; restore it from a copy, or "
-            f"delete manifest.json and {entry.shard} and those after it, and build again"
-        )
+        raise CacheDamaged(f"{file}: has {size:,} bytes, {entry.bytes:,} were written; {_cure(entry)}")
 
 
 def check_digest(place: Location, entry: ShardEntry, sha256: str) -> None:
     """Raise CacheDamaged unless a shard's sha256 is what was written."""
     if sha256 != entry.sha256:
-        raise CacheDamaged(
-            f"{place}/{entry.shard}.safetensors: its sha256 is {sha256[:16]}…, {entry.sha256[:16]}… was written; "
-            f"restore it from a copy, or delete manifest.json and {entry.shard} and those after it, and build again"
-        )
+        written = f"its sha256 is {sha256[:16]}…, {entry.sha256[:16]}… was written"
+        raise CacheDamaged(f"{place}/{entry.shard}.safetensors: {written}; {_cure(entry)}")
+
+
+def _cure(entry: ShardEntry) -> str:
+    return f"restore it from a copy, or delete manifest.json and {entry.shard} and those after it, and build again"
 
 
 def most_open() -> int:
@@ -207,10 +197,9 @@ class Shard:
         if not isinstance(self._data, bytes):
             weakref.finalize(self, self._data.close)
         found = len(self._data) if isinstance(self._data, bytes) else self._data.seek(0, 2)
-        if found != entry.bytes:
-            raise CacheDamaged(f"{file}: has {found:,} bytes, {entry.bytes:,} were written")
-        if entry.bytes != plan.total_bytes:
-            raise CacheDamaged(f"{file}: has {entry.bytes:,} bytes; its {entry.rows} rows take {plan.total_bytes:,}")
+        if not found == entry.bytes == plan.total_bytes:
+            written = f"{entry.bytes:,} were written, and its {entry.rows} rows take {plan.total_bytes:,}"
+            raise CacheDamaged(f"{file}: has {found:,} bytes, {written}")
         if self._beginning(len(plan.header)) != plan.header:
             header = read_header(self._beginning(min(entry.bytes, 8 + fmt.HEADER_LIMIT_BYTES)), file)
             if header != read_header(plan.header, file):

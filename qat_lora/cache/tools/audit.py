@@ -44,17 +44,11 @@ def audit(
 ) -> dict[str, Any]:
     """Compare training rows of a cache, evenly spread, with what its teacher, on `device` already, says now.
 
-    Shards are not checked as a whole (`cache verify` does that).
-
-    Returns:
-        JSON values: `rows`, `positions`; `same_ids`, `same_values`, `same_hidden`, the shares of positions at which
-        this run would store the same (another device, number format or batch than the build's gives other last bits,
-        which `kl_stored` includes); `mass_defect`, the largest |sum - 1| of top K and tail; and `by_k`, a list of
-        dicts with `k`, `encoding`, `bytes_per_token` and the figures described above (nats). Hidden states have one
-        more line, K = V: the stored LM head at the stored states. `others` is such a list for encodings other than
-        the cache's `value_dtype`: what `uint8` would have cost where values are float16.
-
-    CacheError: no finished cache, another teacher, no position that counts in these rows.
+    Returned are JSON values: `rows`, `positions`; `same_ids`, `same_values`, `same_hidden`, the shares of positions at
+    which this run would store the same (other devices and batches give other last bits, which `kl_stored` includes);
+    `mass_defect`, the largest |sum - 1| of top K and tail; and `by_k`, the figures described above for each k (nats;
+    for hidden states K = V: the stored LM head at the stored states). `others` are those of other encodings: what
+    `uint8` would have cost. CacheError: no finished cache, another teacher, no position that counts in these rows.
     """
     dataset = KDCacheDataset(path, verify=False)
     held = dataset.fingerprint
@@ -87,10 +81,9 @@ def audit(
 def check_teacher(held: Fingerprint, path: Place, teacher_sha256: str, vocab_size: int) -> None:
     """Raise CacheError unless a model is the one that a cache was made by."""
     if teacher_sha256 != held.teacher_sha256 or vocab_size < held.vocab_size:
-        raise CacheError(
-            f"teacher: its weights are {teacher_sha256[:16]}…, the cache {path} was made by {held.teacher} with "
-            f"{held.teacher_sha256[:16]}…; an audit needs the same teacher: give its folder"
-        )
+        made = f"the cache {path} was made by {held.teacher} with {held.teacher_sha256[:16]}…"
+        remedy = "an audit needs the same teacher: give its folder"
+        raise CacheError(f"teacher: its weights are {teacher_sha256[:16]}…, {made}; {remedy}")
 
 
 def topk_sizes(top_k: int) -> list[int]:
@@ -205,7 +198,5 @@ def summary(report: dict[str, Any]) -> str:
     """Return one line on what was looked at."""
     kinds = {"same_ids": "ids", "same_values": "values", "same_hidden": "hidden states"}
     same = ", ".join(f"{words} at {report[name]:.1%}" for name, words in kinds.items() if name in report)
-    return (
-        f"{report['positions']:,} positions in {report['rows']} rows; as stored: {same}; head and tail sum to 1 "
-        f"within {report['mass_defect']:.1e}"
-    )
+    sums = f"head and tail sum to 1 within {report['mass_defect']:.1e}"
+    return f"{report['positions']:,} positions in {report['rows']} rows; as stored: {same}; {sums}"

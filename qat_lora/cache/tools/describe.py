@@ -137,10 +137,8 @@ def _row_lines(row: dict[str, Any]) -> list[str]:
     words = [*map(_quoted, row["tokens"])] if "tokens" in row else [*map(str, row["input_ids"])]
     plain = f"row {row['row']}: tokens {' '.join(words)}"
     choices = (map(_quoted, names) for names in row["top_tokens"]) if "top_tokens" in row else row.get("top_ids", [])
-    expected = [
-        ", ".join(f"{name} ({p:.1%})" for name, p in zip(names, sure, strict=True))
-        for names, sure in zip(choices, row.get("top_probabilities", []), strict=True)
-    ]
+    pairs = zip(choices, row.get("top_probabilities", []), strict=True)
+    expected = [", ".join(f"{name} ({p:.1%})" for name, p in zip(*pair, strict=True)) for pair in pairs]
     if "top_tokens" not in row:
         return [plain, *(f"  after the first: {first}" for first in expected[:1])]
     lines = (f"  {word:<20} {after}" for word, after in zip(words, expected, strict=False))

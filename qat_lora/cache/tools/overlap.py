@@ -30,20 +30,13 @@ def overlap(path: Place, texts: Mapping[str, Sequence[Any]], tokenizer_sha256: s
     """Return how many of the counted tokens of texts lie in a run of tokens that the cache's training rows hold.
 
     `texts` are rows by name, with `input_ids` [L], `loss_mask` [L] and `doc_starts` [L] like `data.packing.PackedRow`.
-    The cache's shards are not checked (`cache verify` does that).
-
-    Returns:
-        `run`, `tokens` counted, `seen` of them, their `share`, `by_text` (the share of each), and `cache_tokens` that
-        were looked at.
-
-    CacheError: no finished cache, or one of another tokenizer, whose ids mean other text.
+    Returned are `run`, `tokens` counted, `seen` of them, their `share`, `by_text` (the share of each), and
+    `cache_tokens` looked at. CacheError: no finished cache, or one of another tokenizer, whose ids mean other text.
     """
     manifest = read_manifest(path)
     if manifest.fingerprint.tokenizer_sha256 != tokenizer_sha256:
-        raise CacheError(
-            f"kd_cache_dir: {path} was made with another tokenizer than the teacher's, so its token ids cannot be "
-            "compared; give a cache of this teacher, or leave it out"
-        )
+        what = f"{path} was made with another tokenizer than the teacher's, so its token ids cannot be compared"
+        raise CacheError(f"kd_cache_dir: {what}; give a cache of this teacher, or leave it out")
     parts = []
     for name, rows in texts.items():
         for start in range(0, len(rows), _ROWS_AT_ONCE):
@@ -78,10 +71,9 @@ def summary(report: dict[str, Any]) -> str:
     """Return one line on an overlap; a warning where a text has more of it than boilerplate explains."""
     shares = report["by_text"]
     by_text = "" if len(shares) < 2 else f" ({', '.join(f'{name} {share:.1%}' for name, share in shares.items())})"
-    line = (
-        f"{report['share']:.1%} of the {report['tokens']:,} evaluation tokens{by_text} lie in a run of {report['run']} "
-        f"tokens that the cache holds too ({report['cache_tokens']:,} tokens looked at)"
-    )
+    share = f"{report['share']:.1%} of the {report['tokens']:,} evaluation tokens{by_text}"
+    run = f"a run of {report['run']} tokens that the cache holds too ({report['cache_tokens']:,} tokens looked at)"
+    line = f"{share} lie in {run}"
     if max(shares.values(), default=0.0) < ALARM:
         return line
     return f"warning: {line}; scores on text that was trained on flatter: choose another text"

@@ -80,8 +80,6 @@ def unpack_cache(path: str | Path, out: str | Path, progress: Progress | None = 
     text = str(path).rstrip("/")
     name = text.rpartition("/")[2]
     source = locate(text[: len(text) - len(name)] or ".")
-    if source.has(name) and locate(path).has("packed.json"):
-        raise CacheError(f"{path}: was packed by an earlier version; unpack it with that one, then pack it again")
     if out.is_symlink() or out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise OutputExistsError(f"--out {out}: exists already; nothing was touched: choose another folder")
     try:
@@ -106,9 +104,8 @@ def unpack_cache(path: str | Path, out: str | Path, progress: Progress | None = 
 def _local(out: str | Path) -> Path:
     place = locate(out)
     if not isinstance(place, LocalFolder):
-        raise CacheError(
-            f"--out {out}: is a URL; packing and unpacking write to a disk: give a path, then copy it there"
-        )
+        remedy = "packing and unpacking write to a disk: give a path, then copy it there"
+        raise CacheError(f"--out {out}: is a URL; {remedy}")
     return place.path
 
 

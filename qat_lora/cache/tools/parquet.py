@@ -21,7 +21,7 @@ from qat_lora.cache.storage.location import Place, locate
 from qat_lora.cache.storage.store import Progress, Shard, check_entry, read_manifest
 from qat_lora.errors import CacheError, OutputExistsError
 from qat_lora.extras import require
-from qat_lora.files.atomic import new_file
+from qat_lora.files.folders import atomic_file
 
 GROUP_BYTES = 32 << 20  # stored bytes that make a row group, about; a group does not reach over the end of a shard
 
@@ -49,27 +49,23 @@ def export_parquet(
     if out.exists() or out.is_symlink():
         raise OutputExistsError(f"--out {out}: exists already and was not touched; delete it or choose another name")
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_name(f".{out.name}.tmp").unlink(missing_ok=True)  # what a kill left
     held, groups = manifest.fingerprint, 0
     step = max(1, GROUP_BYTES // fmt.row_bytes(held.arrays))
     none = _columns({spec.name: np.empty((0, *spec.row_shape), spec.dtype) for spec in held.arrays}, held)
     fields = [(name, _lists(arrow, values).type) for name, values in none.items()]
     schema = arrow.schema(fields, metadata={fmt.FORMAT: json.dumps(to_json(held))})
-    try:
-        with new_file(out, "parquet") as file, parquet.ParquetWriter(file, schema, compression="zstd") as writer:
-            for entry in manifest.shards(split):
-                check_entry(path, entry, held)
-                shard = Shard(path, entry, held, preload=path.far)
-                shard.check_sha256()
-                for _, part in shard.parts(step):
-                    columns = _columns(part, held)
-                    lists = [_lists(arrow, columns[name]) for name in schema.names]
-                    writer.write_table(arrow.Table.from_arrays(lists, schema=schema))
-                    groups += 1
-                if progress is not None:
-                    progress(entry.shard, entry.bytes)
-    except FileExistsError:
-        raise OutputExistsError(f"--out {out}: was made by another process meanwhile; it was not touched") from None
+    with atomic_file(out) as draft, parquet.ParquetWriter(draft, schema, compression="zstd") as writer:
+        for entry in manifest.shards(split):
+            check_entry(path, entry, held)
+            shard = Shard(path, entry, held, preload=path.far)
+            shard.check_sha256()
+            for _, part in shard.parts(step):
+                columns = _columns(part, held)
+                lists = [_lists(arrow, columns[name]) for name in schema.names]
+                writer.write_table(arrow.Table.from_arrays(lists, schema=schema))
+                groups += 1
+            if progress is not None:
+                progress(entry.shard, entry.bytes)
     size = out.stat().st_size
     return {"out": str(out), "split": split, "rows": manifest.rows(split), "row_groups": groups, "bytes": size}
 

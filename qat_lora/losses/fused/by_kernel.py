@@ -27,14 +27,13 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 def kernel_serves(task: Task) -> bool:
     """Return whether the kernel knows all terms: no exact KL, one known estimator a softmax, no float64 products."""
-    return task.hidden_NH.dtype in _DTYPES and all(map(_serves, task.groups))
-
-
-def _serves(group: Group) -> bool:
-    entries = 0 if group.ids_NK is None else group.ids_NK.shape[1]
-    points = sum(term.ids_ND.shape[1] for _, term in group.points)
-    known = [term.estimator in IN_KERNEL for _, term in group.topk]
-    return not group.dense and known in ([], [True]) and max(entries, points) <= MOST_ENTRIES
+    for group in task.groups:
+        entries = 0 if group.ids_NK is None else group.ids_NK.shape[1]
+        points = sum(term.ids_ND.shape[1] for _, term in group.points)
+        known = [term.estimator in IN_KERNEL for _, term in group.topk]
+        if group.dense or known not in ([], [True]) or max(entries, points) > MOST_ENTRIES:
+            return False
+    return task.hidden_NH.dtype in _DTYPES
 
 
 def walk_kernel(task: Task, chunk_tokens: int) -> Walked:
@@ -148,10 +147,8 @@ def _on_gpu(raw_CV: Tensor, *arguments: Any) -> None:
 def _interpreted(raw_CV: Tensor, *arguments: Any) -> None:
     module = _triton_kernel()
     if isinstance(module.kd_rows, module.triton.JITFunction):
-        raise DeviceError(
-            "loss_walk: kernel runs on CUDA, and the tensors are on a CPU; give positions or vocabulary, or set "
-            "TRITON_INTERPRET=1 before the start to try it"
-        )
+        remedy = "give positions or vocabulary, or set TRITON_INTERPRET=1 before the start to try it"
+        raise DeviceError(f"loss_walk: kernel runs on CUDA, and the tensors are on a CPU; {remedy}")
     module.launch(raw_CV, *arguments)
 
 
@@ -159,7 +156,6 @@ def _triton_kernel() -> ModuleType:
     try:
         from qat_lora.losses.fused import triton_kernel
     except ImportError:
-        raise DeviceError(
-            "loss_walk: kernel needs Triton, which comes with PyTorch for CUDA on Linux; give positions or vocabulary"
-        ) from None
+        what = "kernel needs Triton, which comes with PyTorch for CUDA on Linux"
+        raise DeviceError(f"loss_walk: {what}; give positions or vocabulary") from None
     return triton_kernel

@@ -81,17 +81,18 @@ def real_vocabulary(lm_head: LMHead, dtype: torch.dtype, wide: torch.dtype) -> L
     return replace(lm_head, weight_VH=lm_head.weight_VH[:vocab].to(dtype), bias_V=bias_V)
 
 
-def lm_head_logits(
-    hidden_CH: Tensor, lm_head: LMHead, wide: torch.dtype, with_slope: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """Return logits = c · tanh(s (h Wᵀ + b) / c) in the wide dtype, and on request the slope 1 - tanh² of a cap c."""
-    return full_logits(hidden_CH @ lm_head.weight_VH.t(), lm_head, wide, with_slope)
+def lm_head_logits(hidden_CH: Tensor, lm_head: LMHead, wide: torch.dtype) -> Tensor:
+    """Return logits = c · tanh(s (h Wᵀ + b) / c) in the wide dtype."""
+    return full_logits(hidden_CH @ lm_head.weight_VH.t(), lm_head, wide)[0]
 
 
 def full_logits(
     product_CV: Tensor, lm_head: LMHead, wide: torch.dtype, with_slope: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the same from the products h Wᵀ, which may be overwritten; rows beyond the vocabulary get -inf."""
+    """Return the same from the products h Wᵀ, which may be overwritten, and on request the slope 1 - tanh² of a cap c.
+
+    Rows beyond the vocabulary get -inf.
+    """
     logits_CV, slope_CV = finish_logits(product_CV, lm_head.bias_V, lm_head, wide, with_slope)
     if (rows := product_CV.shape[1]) > lm_head.vocab_size:
         beyond_V = torch.arange(rows, dtype=torch.int32, device=product_CV.device) >= lm_head.vocab_size

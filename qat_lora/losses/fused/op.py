@@ -53,17 +53,11 @@ def fused_linear_kd(
     Works in the dtype of the output head's weight (under autocast: in its dtype) with float32 softmax and sums. The
     weight and bias get a gradient only if they ask for one; it is accumulated in float32.
 
-    Args:
-        hidden_NH: last hidden states, one for each position.
-        lm_head: the student's output head; rows from `vocab_size` on are never touched.
-        terms: what to add up; ids must be below `vocab_size`, and distinct within a top K.
-        mask_N: True where a position counts; elsewhere hidden states and targets may hold anything.
-        chunk_tokens: positions that are projected at once; by default as many as fit `chunk_bytes`.
-        chunk_bytes: of a chunk of float32 logits, two to three of which exist at the peak; other walks than by
-            positions hold as many logits, in the dtype of the products, once.
-        walk: see `Runtime.loss_walk`; terms that do not share one softmax, or that the kernel does not know, and the
-            exact KL go by positions.
-        rows: of text that the positions are of, equal in length; on XLA a chunk takes its part of each.
+    The ids of terms are below `vocab_size`, and distinct within a top K. Where `mask_N` is False, hidden states and
+    targets may hold anything. `chunk_tokens` positions are projected at once, by default as many as fit `chunk_bytes`
+    of float32 logits, two to three times which exist at the peak (other walks hold as many once, in the dtype of the
+    products). `walk` is `Runtime.loss_walk`; what it does not serve goes by positions. The positions are of `rows`
+    rows of text, equal in length; on XLA a chunk takes its part of each.
 
     ValueError: no terms, or shapes that do not fit each other.
     DeviceError: the kernel is asked for where it cannot run.
@@ -150,10 +144,8 @@ def _check(hidden_NH: Tensor, lm_head: LMHead, terms: Sequence[Term], mask_N: Te
     """Refuse shapes that broadcasting would otherwise quietly accept."""
     rows, count, vocab = lm_head.weight_VH.shape[0], hidden_NH.shape[0], lm_head.vocab_size
     if not _multiply(hidden_NH, lm_head):
-        raise ValueError(
-            f"hidden states {tuple(hidden_NH.shape)} and output head {tuple(lm_head.weight_VH.shape)}: "
-            "expected [positions, width] and [vocabulary, width]; flatten the hidden states first"
-        )
+        shapes = f"hidden states {tuple(hidden_NH.shape)} and output head {tuple(lm_head.weight_VH.shape)}"
+        raise ValueError(f"{shapes}: expected [positions, width] and [vocabulary, width]; flatten hidden states first")
     if not 0 < vocab <= rows:
         raise ValueError(f"vocab_size {vocab}: the output head has {rows} rows")
     if not terms:
@@ -163,16 +155,12 @@ def _check(hidden_NH: Tensor, lm_head: LMHead, terms: Sequence[Term], mask_N: Te
     for term in terms:
         if isinstance(term, DenseTerm):
             if not _multiply(term.hidden_NH, term.lm_head) or term.hidden_NH.shape[0] != count:
-                raise ValueError(
-                    f"term {term.name}: the teacher's hidden states {tuple(term.hidden_NH.shape)} and output head "
-                    f"{tuple(term.lm_head.weight_VH.shape)} do not fit {count} positions; expected [positions, width] "
-                    "and [vocabulary, width]"
-                )
+                theirs = f"hidden states {tuple(term.hidden_NH.shape)} or head {tuple(term.lm_head.weight_VH.shape)}"
+                expected = f"fit {count} positions; expected [positions, width] and [vocabulary, width]"
+                raise ValueError(f"term {term.name}: the teacher's {theirs} do not {expected}")
             if term.lm_head.vocab_size != vocab:
-                raise ValueError(
-                    f"term {term.name}: the teacher's vocabulary has {term.lm_head.vocab_size} entries, the student's "
-                    f"{vocab}; cut both to the entries that they share"
-                )
+                what = f"the teacher's vocabulary has {term.lm_head.vocab_size} entries, the student's {vocab}"
+                raise ValueError(f"term {term.name}: {what}; cut both to the entries that they share")
             continue
         if isinstance(term, TopKTerm):
             ids, values, tail_N, _ = term.teacher
@@ -180,10 +168,8 @@ def _check(hidden_NH: Tensor, lm_head: LMHead, terms: Sequence[Term], mask_N: Te
         else:
             ids, values, fits = term.ids_ND, term.weights_ND, True
         if not fits or ids.dim() != 2 or ids.shape != values.shape or ids.shape[0] != count:
-            raise ValueError(
-                f"term {term.name}: ids {tuple(ids.shape)} and values {tuple(values.shape)} do not fit "
-                f"{count} positions; expected two arrays [{count}, entries]"
-            )
+            what = f"ids {tuple(ids.shape)} and values {tuple(values.shape)} do not fit {count} positions"
+            raise ValueError(f"term {term.name}: {what}; expected two arrays [{count}, entries]")
 
 
 def _multiply(hidden_NH: Tensor, lm_head: LMHead) -> bool:

@@ -29,33 +29,16 @@ BLOCK_V = 8_192  # logits that a program takes at once: 8 a thread, one load of 
 UNROLL = 4  # blocks in flight. More of either spills registers: a thread may have 64
 
 
-class Logits(NamedTuple):
-    """Products of hidden states and output head [C, V], to be overwritten, and a float32 bias [V] or None."""
+class Given(NamedTuple):
+    """What is known of each row, in the order of `by_kernel._Softmax`."""
 
-    raw: Any
-    bias: Any
-
-
-class TopK(NamedTuple):
-    """Teacher's ids int64 [C, K] and float32 log-probabilities [C, K] and [C]; K = 0 where a softmax has no teacher."""
-
-    ids: Any
-    log_probs: Any
-    log_tail: Any
-
-
-class Points(NamedTuple):
-    """Ids of labels and draws int64 [C, D], and the float32 gradient -scale · w at each; D = 0 where there are none."""
-
-    ids: Any
-    gradients: Any
-
-
-class Rows(NamedTuple):
-    """Scale of the top K's loss (float32 [C]), and 1 where a row counts (uint8 [C])."""
-
-    scale: Any
-    mask: Any
+    ids: Any  # of the teacher's top K, int64 [C, K]; K = 0 where a softmax has no teacher
+    log_probs: Any  # float32 [C, K]
+    log_tail: Any  # float32 [C]
+    point_ids: Any  # of labels and draws, int64 [C, D]; D = 0 where there are none
+    point_gradients: Any  # -scale · w at each, float32 [C, D]
+    scale: Any  # of the top K's loss, float32 [C]
+    mask: Any  # 1 where a row counts, uint8 [C]
 
 
 class Results(NamedTuple):
@@ -105,29 +88,28 @@ def launch(
     gradient: bool,
 ) -> None:
     """Start the kernel on the current device, a program for each row; arguments as in `by_kernel._run`, contiguous."""
-    ids_NK, log_t_NK, log_m_N, ids_ND, gradients_ND, scale_N, mask_N = given
+    rows = Given(*given)
     logit_scale, softcap, temperature = factors
     inner, outer = (logit_scale / softcap, softcap / temperature) if softcap else (logit_scale / temperature, 1.0)
-    form = form_of(estimator, bool(softcap), gradient, (raw_CV.shape[1], ids_NK.shape[1], ids_ND.shape[1]))
-    logits, topk, points = Logits(raw_CV, bias_V), TopK(ids_NK, log_t_NK, log_m_N), Points(ids_ND, gradients_ND)
-    rows, scales = Rows(scale_N, mask_N), Factors(inner, outer, logit_scale / temperature)
-    if count := len(scale_N):
-        kd_rows[(count,)](logits, topk, points, rows, Results(*results), scales, form, num_warps=WARPS)
+    form = form_of(estimator, bool(softcap), gradient, (raw_CV.shape[1], rows.ids.shape[1], rows.point_ids.shape[1]))
+    scales = Factors(inner, outer, logit_scale / temperature)
+    if count := len(rows.scale):
+        kd_rows[(count,)](raw_CV, bias_V, rows, Results(*results), scales, form, num_warps=WARPS)
 
 
 @triton.jit
-def kd_rows(logits, topk, points, rows, results, factors, FORM: tl.constexpr):
-    """Loss and gradient of one row."""
+def kd_rows(logits, bias, rows, results, factors, FORM: tl.constexpr):
+    """Loss and gradient of one row of products [C, V], in their place; a float32 bias [V] or None."""
     row = tl.program_id(0).to(tl.int64)  # rows · V goes beyond 2^31
     kept = tl.load(rows.mask + row) != 0
-    line = logits.raw + row * FORM.vocab
+    line = logits + row * FORM.vocab
     at_K, at_D = tl.arange(0, FORM.block_k), tl.arange(0, FORM.block_d)
-    first_D = points.ids + row * FORM.points
+    first_D = rows.point_ids + row * FORM.points
     on_K, on_D = (at_K < FORM.entries) & kept, (at_D < FORM.points) & kept
-    ids_K = tl.load(topk.ids + row * FORM.entries + at_K, mask=on_K, other=0)
+    ids_K = tl.load(rows.ids + row * FORM.entries + at_K, mask=on_K, other=0)
     ids_D = tl.load(first_D + at_D, mask=on_D, other=0)
-    known_K, z_K, slope_K = _entries(line, ids_K, on_K, logits.bias, factors, FORM)
-    known_D, z_D, slope_D = _entries(line, ids_D, on_D, logits.bias, factors, FORM)
+    known_K, z_K, slope_K = _entries(line, ids_K, on_K, bias, factors, FORM)
+    known_D, z_D, slope_D = _entries(line, ids_D, on_D, bias, factors, FORM)
     z_K = tl.where(on_K, z_K, -float("inf"))
     tl.debug_barrier()
     tl.store(line + ids_K, -float("inf"), mask=known_K)
@@ -141,7 +123,7 @@ def kd_rows(logits, topk, points, rows, results, factors, FORM: tl.constexpr):
     for start in tl.range(0, FORM.vocab, FORM.block_v, loop_unroll_factor=FORM.unroll):
         at = start + lane
         raw = tl.load(line + at, mask=at < FORM.vocab, other=-float("inf"))
-        z, _ = _soften(raw, at, at < FORM.vocab, logits.bias, factors, FORM)
+        z, _ = _soften(raw, at, at < FORM.vocab, bias, factors, FORM)
         step = tl.exp(-tl.abs(z - top_B))
         total_B = tl.where(z > top_B, total_B * step + 1.0, total_B + step)
         top_B = tl.maximum(top_B, z)
@@ -150,8 +132,8 @@ def kd_rows(logits, topk, points, rows, results, factors, FORM: tl.constexpr):
     log_tail = top + tl.log(total)
     log_z = _log_add(_log_sum_exp(z_K), log_tail)
 
-    log_t_K = tl.load(topk.log_probs + row * FORM.entries + at_K, mask=on_K, other=-float("inf"))
-    log_m = tl.load(topk.log_tail + row, mask=kept, other=-float("inf"))
+    log_t_K = tl.load(rows.log_probs + row * FORM.entries + at_K, mask=on_K, other=-float("inf"))
+    log_m = tl.load(rows.log_tail + row, mask=kept, other=-float("inf"))
     log_p_K, log_rest = z_K - log_z, log_tail - log_z
     loss, d_topk_K, d_tail = _estimate(log_p_K, log_rest, log_t_K, log_m, FORM)
     tl.store(results.loss + row, tl.where(kept, loss, 0.0))
@@ -159,25 +141,25 @@ def kd_rows(logits, topk, points, rows, results, factors, FORM: tl.constexpr):
     tl.store(results.points + row * FORM.points + at_D, z_D, mask=at_D < FORM.points)
     if FORM.gradient:
         scale = tl.load(rows.scale + row)
-        mass = -tl.sum(tl.load(points.gradients + row * FORM.points + at_D, mask=on_D, other=0.0), 0)
+        mass = -tl.sum(tl.load(rows.point_gradients + row * FORM.points + at_D, mask=on_D, other=0.0), 0)
         share = (scale * d_tail + mass * tl.exp(log_rest)) / tl.maximum(total, 1.0)  # the sum is at least 1, or 0
         share = tl.where(kept, share, 0.0) * factors.back
         tl.debug_barrier()  # a row of fewer logits than threads is read by several of them
         for start in tl.range(0, FORM.vocab, FORM.block_v, loop_unroll_factor=FORM.unroll):
             at = start + lane
             raw = tl.load(line + at, mask=at < FORM.vocab, other=-float("inf"))
-            z, slope = _soften(raw, at, at < FORM.vocab, logits.bias, factors, FORM)
+            z, slope = _soften(raw, at, at < FORM.vocab, bias, factors, FORM)
             tl.store(line + at, (tl.exp(z - top) * share * slope).to(raw.dtype), mask=at < FORM.vocab)
 
         # Points may repeat and may be top-K ids: whoever writes an id writes the sum of all that belongs there.
         grad_K, grad_D = scale * d_topk_K + mass * tl.exp(log_p_K), tl.zeros_like(z_D)
         for point in range(FORM.points):
             here = tl.load(first_D + point, mask=kept, other=-1)
-            gradient = tl.load(points.gradients + row * FORM.points + point, mask=kept, other=0.0)
+            gradient = tl.load(rows.point_gradients + row * FORM.points + point, mask=kept, other=0.0)
             grad_K += tl.where(ids_K == here, gradient, 0.0)
             grad_D += tl.where(ids_D == here, gradient, 0.0)
         grad_D = tl.exp(z_D - top) * share + grad_D * factors.back
-        kind = logits.raw.dtype.element_ty
+        kind = logits.dtype.element_ty
         tl.debug_barrier()
         tl.store(line + ids_K, (grad_K * factors.back * slope_K).to(kind), mask=known_K)
         tl.store(line + ids_D, (grad_D * slope_D).to(kind), mask=known_D & (in_topk_D == 0))

@@ -108,11 +108,7 @@ class DeferredCalls:
         self._calls.append((fn, is_ready, values))
 
     def run_ready(self, wait: bool = False) -> None:
-        """Run the callbacks whose values are there, and none that was added after one still waiting."""
+        """Run the callbacks whose values are there (`wait`: all), and none that was added after one still waiting."""
         while self._calls and (wait or self._calls[0][1]()):
             fn, _, values = self._calls.popleft()
             fn(*values())
-
-    def run_all(self) -> None:
-        """Run every callback, waiting for its values."""
-        self.run_ready(wait=True)

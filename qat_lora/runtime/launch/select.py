@@ -78,9 +78,7 @@ class ChipsConfig:
     num_chips: str | None = common(
         None, "chips (on a CPU: processes) of this machine to use: a number, or all; default: 1, with spmd all"
     )
-    parallel: Literal["spawn", "spmd"] = option(
-        "spawn", "on XLA: spawn runs a process a chip, spmd one process over all chips"
-    )
+    parallel: Literal["spawn", "spmd"] = option("spawn", "on XLA: a process a chip (spawn), or one over all (spmd)")
     shard_base: bool = option(
         False, "spread the frozen weights over the chips instead of copying them: on XLA with spmd, else in recover"
     )
@@ -162,10 +160,8 @@ def choose(device: str, tpu: bool, found: Found) -> DeviceChoice:
     if device in ("tpu", "xla"):
         return _choose_xla(device, asked, found)
     if device == "cuda" and not found.cuda_devices:
-        raise DeviceError(
-            f"{asked}: torch {torch.__version__} sees no CUDA device; found: {found}; check nvidia-smi and "
-            "CUDA_VISIBLE_DEVICES, install a CUDA build of torch, or use --device auto"
-        )
+        remedy = "check nvidia-smi and CUDA_VISIBLE_DEVICES, install a CUDA build of torch, or use --device auto"
+        raise DeviceError(f"{asked}: torch {torch.__version__} sees no CUDA device; found: {found}; {remedy}")
     if device == "mps" and not found.mps:
         raise DeviceError(f"{asked}: torch sees no Apple GPU; found: {found}; use --device auto")
     return DeviceChoice(cast(Literal["cpu", "cuda", "mps"], device))
@@ -184,17 +180,13 @@ def _choose_xla(device: str, asked: str, found: Found) -> DeviceChoice:
     backend = found.pjrt_device or ("TPU" if device == "tpu" or found.tpu else "CPU")
     if not found.torch_xla:
         extra = "tpu" if backend == "TPU" else "xla"
-        raise DeviceError(
-            f"{asked}: needs PyTorch/XLA, which is not installed; found: {found}; pip install "
-            f"'qat-lora[{extra}]', or use --device auto"
-        )
+        remedy = f"pip install 'qat-lora[{extra}]', or use --device auto"
+        raise DeviceError(f"{asked}: needs PyTorch/XLA, which is not installed; found: {found}; {remedy}")
     # PJRT_DEVICE=TPU may name a TPU that is not seen from here; if there is none, the launch says so.
     if backend == "TPU" and not found.tpu and found.pjrt_device != "TPU":
-        raise DeviceError(
-            f"{asked}: no TPU on this machine (no /dev/accel*, no TPU on the PCI bus, none of "
-            f"{', '.join(_TPU_VARIABLES)}); found: {found}; set PJRT_DEVICE=TPU if there is one, PJRT_DEVICE=CPU "
-            "to try XLA on the CPU, or use --device auto"
-        )
+        looked = f"no /dev/accel*, no TPU on the PCI bus, none of {', '.join(_TPU_VARIABLES)}"
+        remedy = "set PJRT_DEVICE=TPU if there is one, PJRT_DEVICE=CPU to try XLA on the CPU, or use --device auto"
+        raise DeviceError(f"{asked}: no TPU on this machine ({looked}); found: {found}; {remedy}")
     return DeviceChoice("xla", backend)
 
 
@@ -246,14 +238,11 @@ def _check_group(config: ChipsConfig, asked: str | None, environ: Mapping[str, s
     size = group_size(environ)
     here = whole_number(environ, "LOCAL_WORLD_SIZE", size, least=1)
     if config.parallel == "spmd":
-        raise ConfigError(
-            f"parallel: spmd is one process a machine, but WORLD_SIZE={size}; leave torchrun out, or --parallel spmd"
-        )
+        remedy = "leave torchrun out, or --parallel spmd"
+        raise ConfigError(f"parallel: spmd is one process a machine, but WORLD_SIZE={size}; {remedy}")
     if asked not in (None, "all") and int(asked) not in (size, here):
-        raise ConfigError(
-            f"num_chips: {asked}, but this is one of {size} processes that were started already (WORLD_SIZE); "
-            "leave --num-chips out, or start without torchrun"
-        )
+        what = f"{asked}, but this is one of {size} processes that were started already (WORLD_SIZE)"
+        raise ConfigError(f"num_chips: {what}; leave --num-chips out, or start without torchrun")
 
 
 def _on_xla_cpu(config: ChipsConfig, asked: str | None, environ: Mapping[str, str]) -> _Start:
@@ -278,10 +267,9 @@ def _on_tpu(config: ChipsConfig, asked: str | None, environ: Mapping[str, str], 
     if config.parallel == "spmd":
         return count, "here", {}
     if environ.get("TPU_VISIBLE_CHIPS"):
-        raise ConfigError(
-            f"TPU_VISIBLE_CHIPS={environ['TPU_VISIBLE_CHIPS']}: every process would take the same chip; unset it and "
-            "give --num-chips, or use --parallel spmd"
-        )
+        what = "every process would take the same chip"
+        remedy = "unset it and give --num-chips, or use --parallel spmd"
+        raise ConfigError(f"TPU_VISIBLE_CHIPS={environ['TPU_VISIBLE_CHIPS']}: {what}; {remedy}")
     return count, "torch_xla", {"TPU_PROCESS_BOUNDS": ROW_BOUNDS[count]} if count == part else {}
 
 

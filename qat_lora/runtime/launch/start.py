@@ -50,10 +50,8 @@ def run(command: Command, options: Any) -> Any:
     several = plan.chips != 1 or asked.chips.parallel == "spmd" or group_size() > 1
     if several and command.device != "several chips":
         allowed = ", ".join(words for words, other in COMMANDS.items() if other.device == "several chips")
-        raise errors.ConfigError(
-            f"num_chips: this command works on one chip; leave --num-chips and --parallel out, and start it once "
-            f"(several chips are for {allowed})"
-        )
+        remedy = f"leave --num-chips and --parallel out, and start it once (several chips are for {allowed})"
+        raise errors.ConfigError(f"num_chips: this command works on one chip; {remedy}")
     return start(plan, functools.partial(work_here, command, options, plan.device))
 
 
@@ -149,13 +147,10 @@ class Board(NamedTuple):
                 continue
             name = signal.Signals(-code).name
             if stopped_by or name in ("SIGTERM", "SIGINT", "SIGHUP"):
-                raise errors.InterruptedRunError(
-                    f"stopped by {stopped_by or name}; the same command goes on from there"
-                )
-            raise ReplicaError(
-                f"process {rank} of {len(exit_codes)} was killed ({name}); out of memory is the usual cause. What "
-                "was complete stays: the same command goes on from the last checkpoint"
-            )
+                remedy = "the same command goes on from there"
+                raise errors.InterruptedRunError(f"stopped by {stopped_by or name}; {remedy}")
+            what = f"process {rank} of {len(exit_codes)} was killed ({name}); out of memory is the usual cause"
+            raise ReplicaError(f"{what}. What was complete stays: the same command goes on from the last checkpoint")
         if notes:
             raise ReplicaError(notes[min(notes)]["text"])
         bad = {rank: code for rank, code in exit_codes.items() if code}
@@ -206,9 +201,7 @@ def _watch_others(board: Board, rank: int) -> None:
     os._exit(1)
 
 
-def run_group(
-    work: Callable[[], Any], count: int, threads: int, start_method: Literal["spawn", "fork"] = "spawn"
-) -> Any:
+def run_group(work: Callable[[], Any], count: int, threads: int, start_method: Literal["spawn", "fork"]) -> Any:
     """Run `work` in `count` processes of this machine, with the variables of a process group.
 
     Each computes with `threads` threads of the CPU. `spawn` pickles the work; `fork` shares what this process holds in
@@ -219,10 +212,8 @@ def run_group(
     group = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     with tempfile.TemporaryDirectory(prefix="qat-lora-run-") as folder:
         board = Board(Path(folder))
-        processes = [
-            context.Process(target=_work_in_group, args=(board, rank, group, threads, work), name=f"qat-lora-{rank}")
-            for rank in range(count)
-        ]
+        given = ((board, rank, group, threads, work) for rank in range(count))
+        processes = [context.Process(target=_work_in_group, args=args) for args in given]
         with passed_on(lambda: [p.pid for p in processes if p.is_alive()]) as seen:
             try:
                 for process in processes:

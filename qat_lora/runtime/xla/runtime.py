@@ -25,7 +25,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from qat_lora.errors import DeviceError, MissingExtraError
+from qat_lora.errors import DeviceError, one_line
+from qat_lora.extras import require
 from qat_lora.runtime.base import M, Runtime
 from qat_lora.runtime.host import collectives
 from qat_lora.runtime.host.signals import install_for_good, passed_on
@@ -129,31 +130,21 @@ class XlaRuntime(Runtime):
 
     def _open(self) -> None:
         """Start the backend and join the group; only here, since nothing may touch the device before `launch`."""
-        try:
-            import torch_xla
-            import torch_xla.core.xla_model as xm
-            import torch_xla.runtime as xr
-        except ImportError as error:
-            raise MissingExtraError(
-                f"device xla: torch_xla cannot be imported ({error}); pip install 'qat-lora[tpu]' on a TPU, "
-                "pip install 'qat-lora[xla]' elsewhere"
-            ) from None
+        torch_xla = require("torch_xla", "tpu" if self._compiles_for_tpu else "xla")
+        import torch_xla.core.xla_model as xm
+        import torch_xla.runtime as xr
+
         try:
             self._before_device()
             self.device = torch_xla.device()
         except (RuntimeError, OSError) as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise DeviceError(
-                f"PJRT_DEVICE={self.backend}: PyTorch/XLA could not start it ({reason}); on a TPU machine "
-                "pip install 'qat-lora[tpu]' and end other programs that hold the TPU; for XLA on the CPU set "
-                "PJRT_DEVICE=CPU"
-            ) from error
+            tpu = "on a TPU machine pip install 'qat-lora[tpu]' and end other programs that hold the TPU"
+            what = f"PyTorch/XLA could not start it ({one_line(error, 200)}); {tpu}"
+            raise DeviceError(f"PJRT_DEVICE={self.backend}: {what}; for XLA on the CPU set PJRT_DEVICE=CPU") from error
         running = xr.device_type()
         if running != self.backend.split("_")[0]:
-            raise DeviceError(
-                f"PJRT_DEVICE={self.backend}: this process already runs XLA on {running}, and a process has one "
-                "backend; start a new process"
-            )
+            what = f"this process already runs XLA on {running}, and a process has one backend"
+            raise DeviceError(f"PJRT_DEVICE={self.backend}: {what}; start a new process")
         self._chip = self._chip_kind(xm)
         self._join()
         self.attention_kernel = self._kernel()
@@ -162,11 +153,8 @@ class XlaRuntime(Runtime):
         if self._compiles_for_tpu and has_splash():
             return SplashAttention(self._call_by_rows, self._parts())
         if self._compiles_for_tpu:
-            warnings.warn(
-                "jax is not installed, and attention moves its scores through the TPU's memory without it, about twice "
-                "the bytes of a step; pip install 'qat-lora[tpu]'",
-                stacklevel=2,
-            )
+            what = "jax is not installed; without it attention moves its scores through the TPU's memory"
+            warnings.warn(f"{what}, about twice the bytes of a step; pip install 'qat-lora[tpu]'", stacklevel=2)
         return None
 
     def _parts(self) -> int:
@@ -226,11 +214,8 @@ class XlaRuntime(Runtime):
 
     def check_device_map(self) -> None:
         """Raise DeviceError always."""
-        raise DeviceError(
-            "device_map: accelerate moves tensors between devices at every module, and PyTorch/XLA compiles what runs "
-            "on one device, so each module would be a program and a transfer of its own; leave out --device-map, "
-            "or build the cache with --device cuda or cpu"
-        )
+        why = "PyTorch/XLA compiles what runs on one device, so each module would be a program and a transfer"
+        raise DeviceError(f"device_map: {why}; leave out --device-map, or build the cache with --device cuda or cpu")
 
     def _send(self, batch: Batch) -> Batch:
         """Make the tensors and start their transfer. Not `MpDeviceLoader`, which syncs at every batch."""
@@ -280,8 +265,7 @@ class XlaRuntime(Runtime):
         """
         trained = [p for p in parameters if p.requires_grad]
         if self.replicas > 1 and trained and self._by_gloo:
-            gradients, flat = collectives.flat_gradients(trained)
-            collectives.put_back(gradients, self._mean(flat))
+            collectives.average_gradients(trained, self._mean)
         elif self.replicas > 1 and trained:
             import torch_xla.core.xla_model as xm
 
@@ -362,7 +346,7 @@ class XlaRuntime(Runtime):
     def _flush(self) -> None:
         if self._unread:
             self._sync()
-        self._deferred.run_all()
+        self._deferred.run_ready(wait=True)
 
     def _read(self, tensors: tuple[torch.Tensor, ...], versions: list[int]) -> list[Any]:
         """Return tensors as values of the host; runs in the reader's thread."""
@@ -412,17 +396,11 @@ def spawn(work: Callable[[int], None], start_method: Literal["spawn", "fork"]) -
 
     MissingExtraError without torch_xla; DeviceError where this process has used a device, on which children crash.
     """
-    try:
-        import torch_xla
-    except ImportError as error:
-        raise MissingExtraError(
-            f"device xla: torch_xla cannot be imported ({error}); pip install 'qat-lora[tpu]' on a TPU"
-        ) from None
+    torch_xla = require("torch_xla", "tpu")
     if is_xla_device():
-        raise DeviceError(
-            "num_chips: this process has used an XLA device already, and the processes that it starts cannot; restart "
-            "the notebook's kernel (or the program) and start the chips first, or use --parallel spmd"
-        )
+        what = "this process has used an XLA device already, and the processes that it starts cannot"
+        remedy = "restart the notebook's kernel (or the program) and start the chips first, or use --parallel spmd"
+        raise DeviceError(f"num_chips: {what}; {remedy}")
     os.environ[PORT_VARIABLE] = str(collectives.free_port())
     forked = start_method == "fork"
     _inherited[:] = [work] if forked else []
