@@ -6,7 +6,7 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-EXAMPLES = {"recipes": "*.yaml", "notebooks": "*.ipynb", "scripts": "*.py"}
+EXAMPLES = {"recipes": "*.*", "notebooks": "*.ipynb", "scripts": "*.py"}
 
 
 class BuildWithExamples(build_py):

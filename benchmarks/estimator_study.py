@@ -43,7 +43,7 @@ import torch
 from qat_lora.cache.format.layout import Contents, array_table, row_bytes
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.data.sources import TextConfig
-from qat_lora.extras import pyplot
+from qat_lora.files.pictures import FAINT, drawn_to
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.losses.objective import ObjectiveConfig
 from qat_lora.options import CacheBuildOptions, EvalOptions, QuantizeOptions, RecoverOptions, RunConfig
@@ -356,30 +356,28 @@ def table(rows: list[dict[str, Any]], start: dict[str, float], tokens: int) -> s
 
 def plot(rows: list[dict[str, Any]], file: Path) -> None:
     """Draw held-out KL over bytes a token, with error bars; `ce`, which needs none, as a line across."""
-    plt = pyplot()
-    figure, axis = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for estimator in (*HEADS, "sampled", "full"):
-        points = sorted((r for r in rows if r["estimator"] == estimator), key=lambda r: r["bytes_per_token"])
-        if points:
-            bars = [r["kl_sd"] or 0.0 for r in points]
-            place = [r["bytes_per_token"] for r in points]
-            axis.errorbar(place, [r["kl_mean"] for r in points], bars, fmt="o-", ms=4, capsize=3, label=estimator)
-    for row in rows:
-        if row["estimator"] == "ce":
-            axis.axhline(row["kl_mean"], color="grey", ls="--", lw=1, label="ce (no teacher)")
-    places = sorted({round(row["bytes_per_token"]) for row in rows if row["estimator"] != "ce"})
-    for place, after in zip(places, places[1:], strict=False):
-        if after < 1.2 * place:  # their labels would overlap
-            places.remove(after)
-    axis.set_xscale("log")
-    axis.set_xticks(places, [str(x) for x in places], fontsize=8)
-    axis.minorticks_off()
-    axis.set(xlabel="teacher's bytes per token in the cache", ylabel="held-out KL to the teacher (nats)")
-    axis.set_title("recovery at equal tokens, by what the cache holds", fontsize=10)
-    axis.legend()
-    axis.grid(alpha=0.3)
-    figure.savefig(file, dpi=140)
-    plt.close(figure)
+    with drawn_to(file, size=(7, 4.5)) as (_, axes):
+        axis = axes[0, 0]
+        for estimator in (*HEADS, "sampled", "full"):
+            points = sorted((r for r in rows if r["estimator"] == estimator), key=lambda r: r["bytes_per_token"])
+            if points:
+                bars = [r["kl_sd"] or 0.0 for r in points]
+                place = [r["bytes_per_token"] for r in points]
+                axis.errorbar(place, [r["kl_mean"] for r in points], bars, fmt="o-", ms=4, capsize=3, label=estimator)
+        for row in rows:
+            if row["estimator"] == "ce":
+                axis.axhline(row["kl_mean"], color=FAINT, ls="--", lw=1, label="ce (no teacher)")
+        places = sorted({round(row["bytes_per_token"]) for row in rows if row["estimator"] != "ce"})
+        for place, after in zip(places, places[1:], strict=False):
+            if after < 1.2 * place:  # their labels would overlap
+                places.remove(after)
+        axis.set_xscale("log")
+        axis.set_xticks(places, [str(x) for x in places], fontsize=8)
+        axis.minorticks_off()
+        axis.set(xlabel="teacher's bytes per token in the cache", ylabel="held-out KL to the teacher (nats)")
+        axis.set_title("Recovery at equal tokens, by what the cache holds")
+        axis.legend()
+        axis.grid(alpha=0.3)
 
 
 if __name__ == "__main__":

@@ -34,11 +34,11 @@ import torch
 from qat_lora import __version__
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.data.sources import TextConfig
-from qat_lora.evaluate.plots import FAINT, INK, STYLE
 from qat_lora.evaluate.score import measure
 from qat_lora.export.gguf import save_base
 from qat_lora.extras import pyplot
 from qat_lora.files.folders import atomic_file
+from qat_lora.files.pictures import COLOURS, FAINT, INK, STYLE
 from qat_lora.layers.convert import lora_layers, quant_layers, weight_count
 from qat_lora.layers.lora import LoraConfig
 from qat_lora.models.load import CausalLM, load_model, load_tokenizer
@@ -49,7 +49,7 @@ from qat_lora.runtime.launch.start import run
 from qat_lora.setup.common import cached_calibration_rows, text_batches
 from qat_lora.train.loop import LoopConfig
 
-OURS, BATCH, AT_ONCE, ACCENT = "qat-lora", 8, 12, "#d9730d"
+OURS, BATCH, AT_ONCE, ACCENT = "qat-lora", 8, 12, COLOURS[1]
 ROUNDED = (
     *(("q2_0", "q2_0"), ("w3g128", "q3g64"), ("w3g128", "q4_0"), ("q4_0", "q4_0"), ("w4g128", "q8_0")),
     *(("q2_0", "q3g64"), ("w4g128", "q4_0"), ("w4g128", "q3g64"), ("q2_0", None), ("w3g128", None), ("w4g128", None)),

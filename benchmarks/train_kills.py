@@ -41,7 +41,7 @@ def differences(run: Path, whole: Path) -> list[str]:
         found += [f"{part}/{name}" for name in mine.keys() & theirs.keys() if not torch.equal(mine[name], theirs[name])]
     for name in ("metrics.jsonl", "evaluations.jsonl"):
         lines = [read_metrics(r / name) for r in (run, whole)]
-        stripped = [[{k: v for k, v in line.items() if k != "tokens_per_s"} for line in each] for each in lines]
+        stripped = [[{k: v for k, v in line.items() if not k.endswith("_per_s")} for line in each] for each in lines]
         if stripped[0] != stripped[1]:
             found.append(name)
     return found

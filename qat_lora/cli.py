@@ -4,8 +4,10 @@ Heavy imports (torch, transformers) happen inside a command, so `--help` answers
 """
 
 import contextlib
+import dataclasses
 import json
 import os
+import re
 import sys
 import typing
 from collections.abc import Sequence
@@ -15,17 +17,18 @@ from typing import Any, NoReturn
 import click
 
 import qat_lora
-from qat_lora.config import Leaf, leaves, refuse_unused, resolve
+from qat_lora.config import Leaf, leaves, nearest, refuse_unused, resolve
 from qat_lora.errors import QatLoraError, disk_errors_explained
-from qat_lora.registry import COMMANDS, Command
-from qat_lora.terminal import any_text, echo
+from qat_lora.registry import COMMANDS, EXAMPLES, Command
+from qat_lora.terminal import any_text, bars_by_terminal, echo, highlight
 
 _NUMBERS = {int: "INT", float: "NUMBER"}
+MANY = 15  # settings of a command, above which `--help` shows the common ones only
 
 
 def _flag(leaf: Leaf) -> click.Option:
     """Make the command-line flag of a setting; values stay text here and are checked by `config`."""
-    names = ["--" + name.replace("_", "-") for name in (leaf.name, leaf.field.metadata["alias"]) if name]
+    names = [_flag_name(name) for name in leaf.names]
     kind = typing.get_args(leaf.type) if typing.get_origin(leaf.type) is typing.Literal else None
     common: dict[str, Any] = {"help": _help(leaf), "default": None}
     if leaf.type is bool:
@@ -35,6 +38,29 @@ def _flag(leaf: Leaf) -> click.Option:
     number = next((_NUMBERS[hint] for hint in (leaf.type, *typing.get_args(leaf.type)) if hint in _NUMBERS), "TEXT")
     metavar = "[" + "|".join(kind) + "]" if kind else number
     return click.Option([*names, leaf.name], type=str, metavar=metavar, **common)
+
+
+def _flag_name(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _help_line(leaf: Leaf, short: bool) -> tuple[str, str]:
+    """Return how help shows a setting; where it is short, by its first name and without what goes without saying."""
+    value, text = _flag(leaf).metavar or "", _help(leaf)
+    if not short:
+        return f"{', '.join(map(_flag_name, leaf.names))} {value}", text
+    value = value if len(value) < 20 else "NAME"  # long lists of choices
+    return f"{_flag_name(leaf.name)} {value}", re.sub(r"( \[|; )default: (none|off|auto)\]$", "", text)
+
+
+def _group_help(cls: type, leaf: Leaf) -> str:
+    """Return the heading under which a setting stands: what its group is for."""
+    group = next(field for field in dataclasses.fields(cls) if field.name == leaf.path[0])
+    return str(group.metadata["help"]) if len(leaf.path) > 1 else "options"
+
+
+def _heading(text: str) -> str:
+    return highlight(text, sys.stdout, bold=True)
 
 
 def _help(leaf: Leaf) -> str:
@@ -65,8 +91,7 @@ class OptionsCommand(click.Command):
     """A command whose flags are read off its option class, when they are first needed."""
 
     def __init__(self, command: Command) -> None:
-        epilog = "Any setting can also be given as NAME=VALUE, for example train.lr=3e-4."
-        super().__init__(command.words.split()[-1], help=command.help, epilog=epilog)
+        super().__init__(command.words.split()[-1], help=command.help)
         self.command = command
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
@@ -80,11 +105,35 @@ class OptionsCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Read the flags; one that other commands have and this one does not use is named as that."""
+        if "--help-all" in args:
+            ctx.meta["all settings"], args = True, ["--help"]
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            refuse_unused(self.command.options_class(), error.option_name.lstrip("-"))
-            raise
+            cls, name = self.command.options_class(), error.option_name.lstrip("-")
+            refuse_unused(cls, name)
+            near = ", ".join(_flag_name(path[-1]) for path in nearest(name, cls))
+            raise click.UsageError(f"No such option {error.option_name!r}; the nearest: {near}", ctx) from None
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write examples, and the flags by group: of many settings the common ones, unless all were asked for."""
+        cls, start = self.command.options_class(), f"qat-lora {self.command.words} "
+        every = list(leaves(cls))
+        short = len(every) > MANY and "all settings" not in ctx.meta
+        if examples := [f"  {line}\n" for line in EXAMPLES.splitlines() if line.startswith(start)]:
+            with formatter.section(_heading("Examples")):
+                formatter.write("".join(examples))
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for leaf in every:
+            if not short or leaf.field.metadata["common"]:
+                sections.setdefault(_group_help(cls, leaf), []).append(_help_line(leaf, short))
+        width = min(28, max(len(name) for records in sections.values() for name, _ in records))
+        for heading, records in sections.items():
+            with formatter.section(_heading(heading[0].upper() + heading[1:])):
+                formatter.write_dl([(name.ljust(width), text) for name, text in records])
+        formatter.write_paragraph()
+        more = f"--help-all shows all {len(every)} settings. " if short else ""
+        formatter.write_text(f"{more}--recipe FILE reads settings from YAML; NAME=VALUE is the same as --NAME VALUE.")
 
     def options(self, ctx: click.Context) -> Any:
         """Return the options that a command line means."""
@@ -112,6 +161,11 @@ class OptionsCommand(click.Command):
         result = run(self.command, options)
         if options.run.json and rank_info().rank == 0:  # under torchrun every process comes here
             echo(json_text(_plain(result), "the result", default=str))
+        elif not options.run.quiet and rank_info().rank == 0:
+            from qat_lora.plan.next_command import next_command
+
+            if line := next_command(self.command.words, options, result):
+                echo(f"{highlight('next:', sys.stdout, bold=True)} {line}")
 
 
 class Group(click.Group):
@@ -158,6 +212,7 @@ click.version_option(qat_lora.__version__)(cli)
 @any_text()
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; errors of ours, of the usage and of the disk become one line and an exit code."""
+    bars_by_terminal()
     try:
         with disk_errors_explained():
             cli(args=arguments, prog_name="qat-lora", standalone_mode=False)
@@ -178,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _fail(message: str, exit_code: int) -> NoReturn:
     with contextlib.suppress(OSError):  # a terminal that was closed
-        echo(f"error: {' '.join(message.split())}", err=True)
+        echo(f"{highlight('error:', sys.stderr, fg='red')} {' '.join(message.split())}", err=True)
     raise SystemExit(exit_code) from None
 
 

@@ -39,8 +39,10 @@ def option(
     default: Any,
     help: str,
     *,
+    common: bool = False,
     unit: str | None = None,
     alias: str | None = None,
+    on: float | None = None,
     required: bool = False,
     without: tuple[str, ...] = (),
     below: int = INT_LIMIT,
@@ -50,15 +52,20 @@ def option(
 ) -> Any:
     """Declare a setting: its default (of a group: its class), one line of help, its unit, a second name.
 
-    A `required` one has no default. `without` are, of a group, the settings (or groups, or dotted paths) that its owner
-    does not use: they get no flag and no line in a `config.yaml`, and are refused where they are given, since a setting
-    without effect misleads. `min` and `max` of a number are allowed, `above` and `below` are not.
+    `--help` of a command with many settings shows the `common` ones. `on` is what `true` means for a number; `false` is
+    then 0. A `required` one has no default. `without` are, of a group, the settings (or groups, or dotted paths) that
+    its owner does not use: they get no flag and no line in a `config.yaml`, and are refused where they are given, since
+    a setting without effect misleads. `min` and `max` of a number are allowed, `above` and `below` are not.
     """
-    metadata: dict[str, Any] = {"help": help + " (required)" * required, "unit": unit, "alias": alias}
+    metadata: dict[str, Any] = {"help": help + " (required)" * required, "unit": unit, "alias": alias, "on": on}
     metadata |= {"required": required, "without": without, "below": below, "min": min, "above": above, "max": max}
+    metadata |= {"common": common}
     if isinstance(default, type) and dataclasses.is_dataclass(default):
         return dataclasses.field(default_factory=default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+common = functools.partial(option, common=True)
 
 
 def required(config: object, name: str) -> None:
@@ -119,6 +126,12 @@ class Leaf(typing.NamedTuple):
         """The last part of the path; unique within a command, so it serves as the flag's name."""
         return self.path[-1]
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What a flag or a word may call it."""
+        alias = self.field.metadata.get("alias")
+        return (self.name, *((alias,) if alias else ()), *OTHER_NAMES.get(self.name, ()))
+
 
 def leaves(cls: type, used: bool = True) -> Iterator[Leaf]:
     """Yield every setting that a config class uses (or leaves out), depth first, in order of declaration."""
@@ -146,6 +159,29 @@ def _fields(cls: Any) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
     return {field.name: (field, hints[field.name]) for field in dataclasses.fields(cls)}
 
 
+# What other tools and the predecessor call our settings and their values.
+OTHER_NAMES = {
+    "checkpoint": ("v2_checkpoint",), "model": ("model_id",), "out": ("output_dir", "output"), "lr": ("learning_rate",),
+    "dtype": ("forward_dtype",), "log_to": ("report_to",), "keep_checkpoints": ("save_total_limit",),
+    "epochs": ("num_train_epochs", "num_epochs"), "clip_grad_norm": ("grad_clip_norm", "max_grad_norm", "grad_clip"),
+    "eval_steps": ("eval_interval", "eval_every"), "save_steps": ("save_interval",),
+    "log_steps": ("log_interval", "log_every", "logging_steps"),
+}  # fmt: skip
+_SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+def nearest(key: str, cls: type) -> list[tuple[str, ...]]:
+    """Return the paths of the three settings whose names or aliases are nearest to a word."""
+    paths = {name: leaf.path for leaf in leaves(cls) for name in leaf.names}
+    word = key.rpartition(".")[2].replace("-", "_")
+    near = difflib.get_close_matches(word, paths, n=9, cutoff=0)
+    return list(dict.fromkeys(paths[name] for name in near))[:3]
+
+
+def _nearest(key: str, cls: type) -> str:
+    return f"the nearest: {', '.join(map('.'.join, nearest(key, cls)))}; --help-all shows all"
+
+
 def _allowed(value: Any, allowed: Sequence[str]) -> str:
     near = difflib.get_close_matches(str(value), allowed, n=1)
     return (f"did you mean {near[0]!r}? " if near else "") + "allowed: " + ", ".join(allowed)
@@ -168,14 +204,16 @@ def _coerce(value: Any, hint: Any, where: str) -> Any:
         except ConfigError as error:
             raise ConfigError(" or ".join([str(error), *words])) from None
     if origin is Literal:
+        value = value if value in args else _SHORT.get(str(value), value)
         if value not in args:
             raise ConfigError(f"{where}: {value!r} is unknown; {_allowed(value, [str(a) for a in args])}")
         return value
     if origin is tuple:
-        items = value.split(",") if isinstance(value, str) else value
+        items = value.split(",") if isinstance(value, str) else () if value is None else value
         if not isinstance(items, Sequence):
             items = [items]
-        return tuple(_coerce(v.strip() if isinstance(v, str) else v, args[0], where) for v in items if v != "")
+        items = [v.strip() if isinstance(v, str) else v for v in items]
+        return tuple(_coerce(v, args[0], where) for v in items if v != "" and items != ["none"])
     if hint is bool:
         word = str(value).lower()
         if word in ("true", "yes", "1", "false", "no", "0"):
@@ -241,8 +279,10 @@ def from_dict(cls: type[C], data: Mapping[str, Any], where: str = "", *, exact: 
     for key, value in data.items():
         at = f"{where}.{key}" if where else str(key)
         if key not in fields:
-            raise ConfigError(f"{at}: no such setting; {_allowed(key, list(fields))}")
+            raise ConfigError(f"{at}: no such setting; {_nearest(key, cls)}")
         field, hint = fields[key]
+        if field.metadata.get("on") is not None and str(value).lower() in ("true", "false"):
+            value = field.metadata["on"] if str(value).lower() == "true" else 0.0
         values[key] = _exact(value, hint, at) if exact else _coerce(value, hint, at)
         if not exact:
             _refuse_large(field, values[key], at)
@@ -266,9 +306,8 @@ def _put(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
 
 
 def _means(key: str, leaf: Leaf) -> bool:
-    """Tell whether a word names a setting: by its dotted path, its last name or its alias."""
-    plain = key.replace("-", "_")
-    return key == ".".join(leaf.path) or plain in (leaf.name, leaf.field.metadata.get("alias"))
+    """Tell whether a word names a setting: by its dotted path, its last name or another name."""
+    return key == ".".join(leaf.path) or key.replace("-", "_") in leaf.names
 
 
 def refuse_unused(cls: type, key: str) -> None:
@@ -279,12 +318,20 @@ def refuse_unused(cls: type, key: str) -> None:
 
 
 def setting_path(cls: type, key: str) -> tuple[str, ...]:
-    """Return the path of the one setting that a word means (`_means`); ConfigError: none, several, or no use for it."""
+    """Return the path of the one setting that a word means (`_means`); ConfigError: none, several, or no use for it.
+
+    A group before the name may be another than ours, since others sort the same settings differently: `train.epochs`.
+    """
     refuse_unused(cls, key)
+    group, _, name = key.rpartition(".")
     found = [leaf for leaf in leaves(cls) if _means(key, leaf)]
+    if not found and group in {leaf.path[0] for leaf in leaves(cls) if len(leaf.path) > 1}:
+        refuse_unused(cls, name)
+        named = [leaf for leaf in leaves(cls) if _means(name, leaf)]
+        found = [leaf for leaf in named if leaf.path[0] == group] or named
     if len(found) != 1:
-        names = sorted(".".join(leaf.path) for leaf in leaves(cls))
-        raise ConfigError(f"{key}: no such setting; {_allowed(key, names)}")
+        wrong = f"means {', '.join('.'.join(leaf.path) for leaf in found)}; name one in full" if found else ""
+        raise ConfigError(f"{key}: {wrong or f'no such setting; {_nearest(key, cls)}'}")
     return found[0].path
 
 
@@ -304,7 +351,8 @@ def resolve(
                 _put(tree, setting_path(cls, str(key)), value)
             elif isinstance(value, Mapping | None):
                 for name, inner in (value or {}).items():
-                    _put(tree, (key, str(name)), inner)
+                    path = (key, str(name)) if isinstance(inner, Mapping) else setting_path(cls, f"{key}.{name}")
+                    _put(tree, path, inner)
             else:
                 raise ConfigError(f"recipe {recipe}: {key} is a group of settings; expected `name: value` lines in it")
     for path, value in (flags or {}).items():

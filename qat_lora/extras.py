@@ -6,6 +6,9 @@ from typing import Any
 
 from qat_lora.errors import MissingExtraError
 
+# The extra with fsspec's driver, by the scheme of a URL.
+URL_EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3", "hf": "hub"}
+
 
 def require(module: str, extra: str) -> Any:
     """Import an optional module; MissingExtraError: this package's `extra`, which installs it, is missing."""

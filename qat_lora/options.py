@@ -9,7 +9,7 @@ from typing import Literal
 
 from qat_lora.cache.build.served import ServedConfig
 from qat_lora.cache.build.writer import Partition
-from qat_lora.config import option, required, settings
+from qat_lora.config import common, option, required, settings
 from qat_lora.data.sources import TextConfig
 from qat_lora.errors import ConfigError
 from qat_lora.evaluate.health import HealthConfig
@@ -47,9 +47,9 @@ QAT_PARTS = ("scales", "ranges", "lut", "weights", "norms", "embeddings", "head"
 class RunConfig:
     """Where and how to run; every command has of this what it uses, and refuses the rest."""
 
-    out: str | None = option(None, "output folder; the default is printed")
+    out: str | None = common(None, "output folder; the default is printed")
     overwrite: bool = option(False, "start again where an earlier run of ours is in the way")
-    device: Literal["auto", "cpu", "cuda", "mps", "tpu", "xla"] = option(
+    device: Literal["auto", "cpu", "cuda", "mps", "tpu", "xla"] = common(
         "auto", "where to compute; auto takes TPU, CUDA, MPS, CPU in this order", alias="device_type"
     )
     tpu: bool = option(False, "same as --device tpu")
@@ -74,11 +74,11 @@ TAIL_DRAWS = 8
 class CacheBuildOptions:
     """`qat-lora cache build`."""
 
-    teacher: str | None = option(None, "teacher: Hugging Face folder, Hub name, GGUF file, or a server's model")
+    teacher: str | None = common(None, "teacher: Hugging Face folder, Hub name, GGUF file, or a server's model")
     served: ServedConfig = option(ServedConfig, "a teacher behind a server")
     text: TextConfig = option(TextConfig, "the text")
-    length: int = _tokens(1024, "tokens of a row", alias="max_length", min=2)
-    top_k: int = _tokens(128, "teacher's likeliest tokens that are kept at every position", alias="topk", min=0)
+    length: int = _tokens(1024, "tokens of a row", alias="max_length", min=2, common=True)
+    top_k: int = _tokens(128, "teacher's likeliest tokens kept at every position", alias="topk", min=0, common=True)
     temperatures: tuple[float, ...] = option((1.0,), "temperatures that training may use later", unit="list")
     value_dtype: Literal["float16", "uint8"] = option(
         "float16", "how the likeliest tokens' logits are stored; uint8: half the size, mean KL about 1e-5"
@@ -93,13 +93,13 @@ class CacheBuildOptions:
     vocab_size: int | None = _tokens(
         None, "rows of the teacher's head that count, for students with less padding; default: all"
     )
-    num_rows: int | None = _rows(None, "stop after this many training rows; default: all text")
-    eval_rows: int = _rows(0, "rows kept apart as evaluation split, whole documents", min=0)
-    teacher_batch_size: int = _rows(8, "rows of a teacher forward", alias="batch_size")
+    num_rows: int | None = _rows(None, "stop after this many training rows; default: all text", common=True)
+    eval_rows: int = _rows(0, "rows kept apart as evaluation split, whole documents", min=0, common=True)
+    teacher_batch_size: int = _rows(8, "rows of a teacher forward", alias="batch_size", common=True)
     shard_rows: int | None = _rows(None, "rows of a shard; default: about 128 MB")
     device_map: DeviceMap = option("none", DEVICE_MAP_HELP)
     builder: str = option("0/1", "i/n: this is builder i of n that fill --out together, each with every n-th document")
-    dry_run: bool = option(False, "time a few batches, print hours, bytes and free disk, and write nothing")
+    dry_run: bool = common(False, "time a few batches, print hours, bytes and free disk, and write nothing")
     hub: HubConfig = option(HubConfig, "models")
     run: RunConfig = option(RunConfig, "run", without=("chips.parallel", "chips.shard_base"))
 
@@ -141,18 +141,18 @@ class AuditOptions:
 class QuantizeOptions(QuantizeConfig):
     """`qat-lora quantize`."""
 
-    model: str | None = option(None, "full-precision model: Hugging Face folder or Hub name", required=True)
-    preset: str = option("q2_0", "how weights are stored", alias="config")
+    model: str | None = common(None, "full-precision model: Hugging Face folder or Hub name", required=True)
+    preset: str = common("q2_0", "how weights are stored", alias="config")
     joint_rank: int | None = _rank(
         None, "rank of the adapter that codes are chosen together with, 0: none; default: 16 with descent"
     )
     start_method: str | None = option(None, "no longer does anything: adapter starts are qera's, in the metric")
     target: TargetConfig = option(TargetConfig, "target size")
     text: TextConfig = option(TextConfig, "calibration text")
-    kd_cache_dir: str | None = option(None, "calibrate on the rows of this KD cache instead of --dataset")
+    kd_cache_dir: str | None = common(None, "calibrate on the rows of this KD cache instead of --dataset")
     calibration_length: int = _tokens(256, "tokens of a calibration row (with --dataset)", min=2)
     start_rank: int = _rank(64, "rank up to which adapter starts are stored with the checkpoint; 0: none")
-    dry_run: bool = option(False, "print layers, bits and bytes from shapes alone, and write nothing")
+    dry_run: bool = common(False, "print layers, bits and bytes from shapes alone, and write nothing")
     hub: HubConfig = option(HubConfig, "models")
     run: RunConfig = option(RunConfig, "run", without=("chips", "dtype"))
 
@@ -175,17 +175,17 @@ class QuantizeOptions(QuantizeConfig):
 class RecoverOptions:
     """`qat-lora recover`."""
 
-    checkpoint: str | None = option(
+    checkpoint: str | None = common(
         None, "quantised student: folder made by `qat-lora quantize`, a GGUF file, a folder of GPTQ, AWQ or MLX"
     )
     model: str | None = option(None, "student where there is no --checkpoint")
     tokenizer: str | None = option(None, "folder of a GGUF student's tokenizer; default: beside it, or the teacher's")
-    learn: Literal["kd", "kd+ce", "ce", "sft"] = option(
+    learn: Literal["kd", "kd+ce", "ce", "sft"] = common(
         "kd",
         "from what: kd, kd+ce (a KD cache; ce: and its next tokens), ce (--dataset alone), sft (answers of chats)",
         alias="objective",
     )
-    kd_cache_dir: str | None = option(
+    kd_cache_dir: str | None = common(
         None, "KD cache with the teacher's logits; needed for kd and kd+ce", alias="cache_dir"
     )
     head_k: int | None = _tokens(None, HEAD_K_HELP)
@@ -207,7 +207,7 @@ class RecoverOptions:
     loop: LoopConfig = option(LoopConfig, "loop")
     preload: bool = option(False, "hold the cache in memory instead of reading rows from its files")
     verify_rows: VerifyRows = option("all", VERIFY_ROWS_HELP)
-    dry_run: bool = option(False, DRY_RUN_HELP)
+    dry_run: bool = common(False, DRY_RUN_HELP)
     hub: HubConfig = option(HubConfig, "models")
     run: RunConfig = option(RunConfig, "run")
 
@@ -222,6 +222,8 @@ class RecoverOptions:
         return "train_norms" if self.train_norms else "autocast" if self.loop.autocast else ""
 
     def __post_init__(self) -> None:
+        if self.uses_cache and self.kd_cache_dir is None and self.text.dataset is not None:
+            raise ConfigError("learn: missing; to learn from --dataset give --objective sft (chats) or ce (any text)")
         if self.uses_cache:
             required(self, "kd_cache_dir")
         else:
@@ -248,16 +250,17 @@ class RecoverOptions:
 class QatOptions(QuantizeConfig):
     """`qat-lora qat`."""
 
-    model: str | None = option(
-        None, "full-precision model, required with --from-scratch; with --checkpoint, where trained weights start"
+    model: str | None = common(
+        None,
+        "full-precision model (--from-scratch; default: the cache's teacher); with --checkpoint, where weights start",
     )
-    preset: str | None = option(None, "how weights are stored (with --from-scratch); default: q4_r32", alias="config")
+    preset: str | None = common(None, "how weights are stored (with --from-scratch); default: q4_r32", alias="config")
     calibration_rows: int = _rows(128, "rows of the cache for calibration and blocks")
-    from_scratch: bool = option(False, "quantise the full-precision --model first; without it, go on from --checkpoint")
-    checkpoint: str | None = option(None, "quantised student to go on from: folder made by `quantize` or `qat`")
-    kd_cache_dir: str | None = option(None, "KD cache with the teacher's logits", required=True, alias="cache_dir")
+    from_scratch: bool = common(False, "quantise the full-precision --model first; without it, go on from --checkpoint")
+    checkpoint: str | None = common(None, "quantised student to go on from: folder made by `quantize` or `qat`")
+    kd_cache_dir: str | None = common(None, "KD cache with the teacher's logits", required=True, alias="cache_dir")
     head_k: int | None = _tokens(None, HEAD_K_HELP)
-    train_parts: tuple[str, ...] = option(
+    train_parts: tuple[str, ...] = common(
         ("scales",), "what trains: scales, ranges, lut, weights, norms, embeddings, head", unit="list"
     )
     weight_gradient: Gradient = option(
@@ -271,7 +274,7 @@ class QatOptions(QuantizeConfig):
     loop: LoopConfig = option(LoopConfig, "loop")
     preload: bool = option(False, "hold the cache in memory instead of reading rows from its files")
     verify_rows: VerifyRows = option("all", VERIFY_ROWS_HELP)
-    dry_run: bool = option(False, DRY_RUN_HELP)
+    dry_run: bool = common(False, DRY_RUN_HELP)
     hub: HubConfig = option(HubConfig, "models")
     run: RunConfig = option(RunConfig, "run")
 
@@ -283,7 +286,6 @@ class QatOptions(QuantizeConfig):
 
     def __post_init__(self) -> None:
         if self.from_scratch:
-            required(self, "model")
             if self.checkpoint is not None:
                 raise ConfigError("checkpoint: --from-scratch makes its own start; give one of the two")
         elif self.checkpoint is None:
@@ -310,20 +312,20 @@ class QatOptions(QuantizeConfig):
 class EvalOptions:
     """`qat-lora eval`."""
 
-    teacher: str | None = option(None, "the reference: Hugging Face folder or Hub name", required=True)
-    students: tuple[str, ...] = option(
+    teacher: str | None = common(None, "the reference: Hugging Face folder or Hub name", required=True)
+    students: tuple[str, ...] = common(
         (), "what to score: model, adapter or run folders, each as NAME=FOLDER or FOLDER", alias="models"
     )
     text: TextConfig = option(TextConfig, "held-out text")
     domain: tuple[str, ...] = option((), "more texts, scored apart and together: NAME=PATH, files or folders")
-    protocol: Protocol = option(
+    protocol: Protocol = common(
         "packed", "how text becomes rows: packed as in training, sliding windows, or the papers' blocks of 2048 tokens"
     )
-    length: int = _tokens(1024, "tokens of a row (blocks2048 has its own)", min=2)
+    length: int = _tokens(1024, "tokens of a row (blocks2048 has its own)", min=2, common=True)
     stride: int | None = option(
         None, "tokens from a window to the next, with sliding; default: half of --length", unit="tokens"
     )
-    eval_rows: int = _rows(64, "rows to score of each text; 0: all", min=0)
+    eval_rows: int = _rows(64, "rows to score of each text; 0: all", min=0, common=True)
     batch_size: int = _rows(4, "rows of a forward")
     resamples: int = option(1000, "bootstrap draws for the 95 % intervals", unit="draws", min=100)
     kd_cache_dir: str | None = option(
@@ -345,8 +347,8 @@ class EvalOptions:
 class ExportOptions:
     """`qat-lora export`."""
 
-    student: str | None = option(None, "model, adapter or run folder", required=True, alias="model")
-    form: Literal["merged", "adapter", "compressed-tensors", "gguf", "gguf-merged", "gptq", "mlx", "pt"] = option(
+    student: str | None = common(None, "model, adapter or run folder", required=True, alias="model")
+    form: Literal["merged", "adapter", "compressed-tensors", "gguf", "gguf-merged", "gptq", "mlx", "pt"] = common(
         "merged",
         "merged: dense weights with codes and adapter folded in; adapter: PEFT adapter with its quantised base; "
         "compressed-tensors and gptq: packed base (vLLM, transformers), adapter beside it; gguf and mlx: base and "
@@ -374,8 +376,8 @@ class ExportOptions:
     text: TextConfig = option(TextConfig, "text to measure what rounding costs")
     length: int = _tokens(256, "tokens of a row of that text", min=2)
     eval_rows: int = _rows(16, "rows of that text")
-    scores: str | None = option(None, "folder of a `qat-lora eval` run whose scores the model card shows")
-    license: str | None = option(None, "licence that the model card names, for example apache-2.0")
+    scores: str | None = common(None, "folder of a `qat-lora eval` run whose scores the model card shows")
+    license: str | None = common(None, "licence that the model card names, for example apache-2.0")
     hub: HubConfig = option(HubConfig, "models")
     run: RunConfig = option(RunConfig, "run", without=("chips", "dtype", "seed"))
 
@@ -452,22 +454,22 @@ class SmokeOptions:
 class EstimateOptions:
     """`qat-lora estimate`."""
 
-    model: str | None = option(None, "model folder or Hub name; only its config.json is read", required=True)
-    preset: str | None = option(None, "how weights are stored; default: as the model's config says", alias="config")
+    model: str | None = common(None, "model folder or Hub name; only its config.json is read", required=True)
+    preset: str | None = common(None, "how weights are stored; default: as the model's config says", alias="config")
     keep: tuple[str, ...] = option((), "patterns of layers that stay unquantised", unit="regular expressions")
     train_scales: bool = option(False, "the quantiser's scales train too")
     train_norms: bool = option(False, "the norms train too")
     lora: LoraConfig = option(LoraConfig, "adapter")
-    length: int = _at_least_1(1024, "tokens of a row", unit="tokens", alias="max_length")
+    length: int = _at_least_1(1024, "tokens of a row", unit="tokens", alias="max_length", common=True)
     head_k: int = _tokens(128, "entries of the cached head", min=0)
-    batch_size: int = _at_least_1(4, "rows of a micro-batch on one replica", unit="rows")
+    batch_size: int = _at_least_1(4, "rows of a micro-batch on one replica", unit="rows", common=True)
     accumulation_steps: int = _at_least_1(1, "micro-batches of an optimizer step", unit="micro-batches")
     gradient_checkpointing: bool = option(False, "layers are computed again in the backward pass")
     loss_chunk_mb: int | None = _at_least_1(
         None, "logits that a device holds at once while the loss is computed; default: as it likes", unit="MiB"
     )
     max_steps: int = _at_least_1(1000, "optimizer steps, for time and cost", unit="steps")
-    devices: tuple[str, ...] = option(
+    devices: tuple[str, ...] = common(
         (), "devices to estimate time and cost for, such as v6e-1,h100; default: all that are known", alias="for"
     )
     utilisation: float = option(

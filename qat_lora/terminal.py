@@ -1,4 +1,4 @@
-"""What is printed: any text in any encoding, and no credentials.
+"""What is printed: any text in any encoding, and no credentials; colours and bars as the terminal takes them.
 
 Our lines contain "·" and "…", and file names need not be valid text at all. A terminal in ASCII or Latin-1 would raise
 on both in the middle of a healthy run, and Python's own switch (`PYTHONIOENCODING=ascii:replace`) must be set
@@ -11,9 +11,11 @@ in status lines, in printed results and in files of settings. Credentials in the
 
 import contextlib
 import io
+import os
 import re
 import sys
 from collections.abc import Iterator
+from typing import Any, TextIO
 
 import click
 
@@ -44,6 +46,25 @@ def any_text() -> Iterator[None]:
         for stream, errors in before.items():
             with contextlib.suppress(ValueError):  # closed meanwhile
                 stream.reconfigure(errors=errors or "strict")
+
+
+def highlight(text: str, stream: TextIO | None, **style: Any) -> str:
+    """Return a text in a style of click's, plain unless the stream is a terminal and NO_COLOR is not set."""
+    with contextlib.suppress(AttributeError, ValueError):  # there is no stream, or it was closed
+        if stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":  # type: ignore[union-attr]
+            return click.style(text, **style)
+    return text
+
+
+def bars_by_terminal() -> None:
+    """Let progress bars fit the terminal's width; where there is none, as in a batch job's log, let them be rare.
+
+    tqdm reads these variables when it is imported; those of the user win.
+    """
+    os.environ.setdefault("TQDM_DYNAMIC_NCOLS", "1")
+    if sys.stderr is None or not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_MININTERVAL", "30")
+        os.environ.setdefault("TQDM_MAXINTERVAL", "60")
 
 
 def echo(text: str, err: bool = False) -> None:

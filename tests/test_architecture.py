@@ -27,7 +27,7 @@ RANKS = {
     6: ("models", "train", "evaluate", "export"),
     7: ("options",),
     8: ("setup", "plan", "generate"),
-    9: ("cli", "api", "commands", "__init__"),
+    9: ("cli", "api", "commands", "layer_qat", "__init__"),
     10: ("scripts", "notebooks"),
 }
 RANK = {part: rank for rank, parts in RANKS.items() for part in parts}

@@ -12,7 +12,7 @@ import pytest
 
 from qat_lora import cli
 from qat_lora.config import leaves, save_yaml, to_dict
-from qat_lora.registry import COMMANDS
+from qat_lora.registry import COMMANDS, EXAMPLES
 
 FROZEN = Path(__file__).parent / "data" / "cli_flags.txt"
 WITHOUT_UNIT = {"seed"}
@@ -77,6 +77,53 @@ def test_help(words, capfd):
     cli.main([*words.split(), "--help"])
     out, err = capfd.readouterr()
     assert out.startswith(f"Usage: qat-lora {words}") and not err
+
+
+LONG = [
+    words for words, command in COMMANDS.items() if command.options and len([*leaves(options_of(words))]) > cli.MANY
+]
+
+
+def help_of(words: str, capfd, flag: str = "--help", width: int = 100) -> str:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("COLUMNS", str(width))
+        cli.main([*words.split(), flag])
+    return capfd.readouterr().out
+
+
+@pytest.mark.parametrize("words", LONG)
+def test_help_of_many_settings_fits_a_screen(words, capfd):
+    """The common settings in groups, with examples; all of them behind --help-all, other names included."""
+    short, whole = help_of(words, capfd), help_of(words, capfd, "--help-all")
+    assert len(short.splitlines()) <= 45 and max(map(len, short.splitlines())) <= 110
+    every = list(leaves(options_of(words)))
+    shown = set(re.findall(r"^  (--[a-z-]+)", short, re.MULTILINE))
+    assert shown == {cli._flag_name(leaf.name) for leaf in every if leaf.field.metadata["common"]}
+    assert 6 <= len(shown) <= 16 and f"--help-all shows all {len(every)} settings" in short
+    assert all(cli._flag_name(name) in whole for leaf in every for name in leaf.names)
+    assert short.count("\n  qat-lora ") >= 1 + (words != "estimate") and "\nRun:\n" in short
+
+
+def test_help_of_few_settings_shows_all(capfd):
+    assert help_of("push", capfd) == help_of("push", capfd, "--help-all")
+    assert "--private" in help_of("push", capfd) and "--help-all" not in help_of("push", capfd)
+
+
+def test_help_on_a_narrow_terminal(capfd):
+    lines = help_of("recover", capfd, width=50).splitlines()
+    assert all(len(line) <= 50 for line in lines if not line.startswith("  qat-lora")), max(lines, key=len)
+
+
+@pytest.mark.parametrize("line", [line for line in EXAMPLES.splitlines() if line])
+def test_examples_of_help_are_understood(line, resolved):
+    assert resolved(*line.split()[1:])
+
+
+def test_an_unknown_flag_shows_the_three_nearest(capfd):
+    with pytest.raises(SystemExit):
+        cli.main([*RECOVER, "--learning-rte", "1"])
+    err = capfd.readouterr().err
+    assert err.startswith("error: No such option '--learning-rte'; the nearest: --lr, --learn, --log-steps (see ")
 
 
 @pytest.mark.parametrize(("arguments", "shows"), [([], "recover"), (["cache"], "verify"), (["--version"], "0.")])

@@ -101,7 +101,7 @@ def test_values_take_the_declared_type(word, path, expected):
         ("lr=none", "train.lr: 'none' is not a finite number"),
         ("kind=c", "kind: 'c' is unknown; allowed: a, b"),
         ("on=maybe", "on: 'maybe' is not a switch; allowed: true, false"),
-        ("nmae=x", "nmae: no such setting; did you mean 'name'? allowed: "),
+        ("nmae=x", "nmae: no such setting; the nearest: name, "),
         ("train=x", "train: no such setting"),
         ("x", "'x': expected a setting as name=value, for example train.lr=3e-4"),
     ],
@@ -165,7 +165,7 @@ def test_a_name_that_two_settings_have_must_be_given_in_full():
         one: Inner = option(Inner, "one")
         two: Inner = option(Inner, "two")
 
-    with pytest.raises(ConfigError, match="lr: no such setting"):
+    with pytest.raises(ConfigError, match="lr: means one.lr, two.lr; name one in full"):
         setting_path(Two, "lr")
     assert setting_path(Two, "two.lr") == ("two", "lr")
 

@@ -27,7 +27,7 @@ PROSE = [page for page in COMMAND_PAGES if page != "benchmarks/README.md"]
 """Pages that explain; the reference of commands is generated and does not count."""
 OF_OTHERS = {
     *("--zone", "--accelerator-type", "--version", "--spot", "--worker", "--command"),  # gcloud
-    *("--nnodes", "--layers", "--help"),  # torchrun, a benchmark, every command
+    *("--nnodes", "--layers", "--help", "--help-all"),  # torchrun, a benchmark, every command
     *("--lora", "--adapter-path", "--enable-lora", "--lora-modules", "--max-logprobs"),  # llama.cpp, mlx-lm, vLLM
 }
 MOST_WORDS, MOST_TERMS = 14_000, 40

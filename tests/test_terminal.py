@@ -1,10 +1,14 @@
 """Output on terminals that know no "·" and no file names that are not text."""
 
+import contextlib
 import io
 import os
+import pty
+import re
 import shutil
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -12,7 +16,7 @@ import pytest
 from qat_lora import cli
 from qat_lora.options import RunConfig
 from qat_lora.setup.common import say
-from qat_lora.terminal import any_text
+from qat_lora.terminal import any_text, highlight
 
 LINE = "cpu · float32 · runs/gr\u00f6\u00dfe\udcff"
 
@@ -57,6 +61,64 @@ def test_a_command_on_an_ascii_terminal(monkeypatch, tiny, tmp_path):
     with pytest.raises(SystemExit) as caught:
         cli.main(["recover", "--recipe", f"{out}/none.yaml"])
     assert caught.value.code == 2
+
+
+class Terminal(io.StringIO):
+    """A stream that says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_colour_on_terminals_that_show_it(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert highlight("error:", Terminal(), fg="red") == "\x1b[31merror:\x1b[0m"
+    assert highlight("x", io.StringIO(), bold=True) == highlight("x", None, bold=True) == "x"
+    monkeypatch.setenv("TERM", "dumb")
+    assert highlight("x", Terminal(), bold=True) == "x"
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert highlight("x", Terminal(), bold=True) == "x"
+
+
+BAR = """
+import time
+from qat_lora.terminal import bars_by_terminal
+bars_by_terminal()
+from tqdm import tqdm
+for _ in tqdm(range(20), desc="a description that is long"):
+    time.sleep(0.02)
+"""
+
+
+def lines_drawn(stderr: int, **variables: str) -> subprocess.Popen:
+    environment = {**{name: value for name, value in os.environ.items() if "TQDM" not in name}, **variables}
+    return subprocess.Popen([sys.executable, "-c", BAR], stderr=stderr, env=environment)
+
+
+def test_a_bar_is_rare_in_a_file_and_the_users_variables_win(tmp_path):
+    counts = []
+    for variables in ({}, {"TQDM_MININTERVAL": "0.01"}):
+        with (tmp_path / "log").open("w+b") as file:
+            assert lines_drawn(file.fileno(), **variables).wait() == 0
+            file.seek(0)
+            counts.append(file.read().count(b"/20"))
+    assert counts[0] <= 3 and counts[1] > 8, counts
+
+
+def test_a_bar_fits_a_narrow_terminal():
+    main, side = pty.openpty()
+    termios.tcsetwinsize(side, (24, 40))
+    program = lines_drawn(side)
+    os.close(side)
+    written = b""
+    with contextlib.suppress(OSError):  # Linux says so at the end
+        while part := os.read(main, 1 << 16):
+            written += part
+    os.close(main)
+    shown = re.split(r"[\r\n]", written.decode())
+    assert program.wait() == 0 and len(shown) > 3 and max(map(len, shown)) <= 40
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from qat_lora.files.atomic import write_new
 from qat_lora.registry import COMMANDS
 from qat_lora.terminal import echo
 
-FOLDERS = {"recipes": "*.yaml", "notebooks": "*.ipynb", "scripts": "*.py"}
+FOLDERS = {"recipes": "*.*", "notebooks": "*.ipynb", "scripts": "*.py"}
 
 
 def home() -> Path:

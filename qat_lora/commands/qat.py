@@ -25,9 +25,9 @@ from qat_lora.models.load import CausalLM, load_model
 from qat_lora.options import QatOptions, QuantizeOptions, RunConfig
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.signals import stop_signals
-from qat_lora.setup.common import cached_calibration_rows, check_fits, fetch, run_name, say
+from qat_lora.setup.common import cached_calibration_rows, check_fits, fetch, run_name, say, with_teacher
 from qat_lora.setup.trainable import check_parts, chosen_preset, trained_parts
-from qat_lora.setup.training import TrainingRun, cache_training_data, complete_run, train_student
+from qat_lora.setup.training import TrainingRun, by_replicas, cache_training_data, complete_run, in_steps, train_student
 from qat_lora.setup.unfinished import Unfinished, remove_pieces
 from qat_lora.train.blockwise import BlockTraining, reconstruct, weights_and_scales
 from qat_lora.train.optim import Groups, OptimConfig
@@ -43,17 +43,18 @@ def qat(options: QatOptions, runtime: Runtime) -> Path:
         why = f"spmd over {runtime.processes} hosts cannot run qat, whose first process computes alone at the start"
         remedy = "leave --parallel out (a process a chip), or use one host"
         raise ConfigError(f"parallel: {why} and at every export; {remedy}")
-    run = options.run
+    run, options = options.run, with_teacher(options)
     start = chosen_preset(options).name if options.from_scratch else run_name(str(options.checkpoint))
-    out = Path(run.out or f"runs/v2_{start.split('_')[0]}")
+    out = Path(run.out or f"runs/v2_{start.split('_')[0]}{by_replicas(options.loop, runtime)}")
     data = cache_training_data(options)
-    for name in filter(None, (options.model, options.checkpoint)):
-        fetch(runtime, name, options.hub)
+    for name, setting in ((options.model, "model"), (options.checkpoint, "checkpoint")):
+        if name is not None:
+            fetch(runtime, name, options.hub, setting)
     full = None if options.model is None else load_model(options.model, options.hub, "float32")
     student = None if options.from_scratch else load_model(str(options.checkpoint), options.hub, "float32")
     check_fits(data.rows, next(filter(None, (student, full))))
     check_parts(options, full, student)
-    plan = TrainingRun("qat", options, data, runtime, out)
+    plan = TrainingRun("qat", in_steps(options, data, runtime), data, runtime, out)
     always = ("head_k", "train_parts", "weight_gradient", "mergeable", "mergeable_r", "blockwise", "train")
     blocks = ("calibration_rows",) if options.blockwise.blockwise_steps else ()
     settings = {

@@ -23,7 +23,15 @@ from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.signals import stop_signals
 from qat_lora.setup.common import check_fits, fetch, run_name, say, text_inputs
 from qat_lora.setup.trainable import check_scales, recovery_parts
-from qat_lora.setup.training import TrainingRun, cache_training_data, complete_run, text_training_data, train_student
+from qat_lora.setup.training import (
+    TrainingRun,
+    by_replicas,
+    cache_training_data,
+    complete_run,
+    in_steps,
+    text_training_data,
+    train_student,
+)
 from qat_lora.setup.unfinished import Unfinished, remove_pieces
 from qat_lora.train.blockwise import BLOCK_LR, BlockTraining, blocks_of, reconstruct
 from qat_lora.train.optim import Groups, OptimConfig
@@ -33,9 +41,9 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
     """Train a recovery adapter from a KD cache or a text; return the run's folder."""
     run, loop = options.run, options.loop
     student = str(options.checkpoint or options.model)
-    out = Path(run.out or f"runs/recovery_{run_name(student)}")
+    out = Path(run.out or f"runs/recovery_{run_name(student)}{by_replicas(loop, runtime)}")
     data = cache_training_data(options) if options.uses_cache else None
-    fetch(runtime, student, options.hub)
+    fetch(runtime, student, options.hub, "checkpoint" if options.checkpoint else "model")
     model = load_model(student, options.hub, run.dtype, dequantize=True)
     is_gguf = model.folder.suffix == GGUF
     if is_gguf:  # what no adapter of such a file can hold is refused before anything is trained
@@ -51,8 +59,10 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
     else:
         check_fits(data.rows, model)
         model = data.with_vocabulary(model)
+    if options.checkpoint and options.model and not options.blockwise:
+        say(run, f"--model {options.model} is not read: the student is --checkpoint {options.checkpoint}")
     check_scales(model, options.train_scales)
-    plan = TrainingRun("recover", options, data, runtime, out)
+    plan = TrainingRun("recover", in_steps(options, data, runtime), data, runtime, out)
     settings = {
         "base_sha256": checkpoint_sha256(model.folder),
         "starts_sha256": sha256_of(model.folder / STARTS) if (model.folder / STARTS).is_file() else None,

@@ -146,7 +146,8 @@ def take_eval(open_at: OpenDocuments, encode: Encode, length: int, eval_rows: in
     rows = list(itertools.islice(pack_rows(open_at(0), encode, length), eval_rows))
     rest = rows[-1].cursor["document"] + bool(rows[-1].cursor["token"]) if rows else 0
     if len(rows) < eval_rows or not any(not document.is_blank for document in open_at(rest)):
-        found = f"the text has only {len(rows)} with nothing left to train on; give more text or ask for fewer rows"
+        fix = f"give --eval-rows {len(rows) // 5} or fewer, or more text"
+        found = f"the text has only {len(rows)} with nothing left to train on; {fix}"
         raise TextError(f"eval_rows: {eval_rows} rows of {length} tokens were to be kept apart, and {found}")
     return rows, rest
 

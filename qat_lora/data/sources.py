@@ -18,9 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qat_lora.config import option
+from qat_lora.config import common, option
 from qat_lora.data.file_rows import ROW_SUFFIXES, Row, as_row, file_rows, lines_of, open_text, reading, well_formed
 from qat_lora.data.layouts import CHATS, Format, articles, layout_of, starts_with_title, text_of
+from qat_lora.data.remote_text import fetched
 from qat_lora.data.tokenize import WINDOW_CHARS, slices
 from qat_lora.errors import TextError, one_line
 from qat_lora.extras import require
@@ -63,7 +64,9 @@ class Document(NamedTuple):
 class TextConfig:
     """What text to read."""
 
-    dataset: str | None = option(None, "text: path of a file or a folder, or name of a Hugging Face dataset")
+    dataset: str | None = common(
+        None, "text: file, folder, URL (gs://, s3://, hf://) or name of a Hugging Face dataset"
+    )
     dataset_config: str | None = option(None, "configuration of the Hugging Face dataset, e.g. wikitext-103-raw-v1")
     dataset_revision: str | None = option(None, "branch, tag or commit of the Hugging Face dataset")
     split: str = option("train", "split of the Hugging Face dataset; files have none")
@@ -148,7 +151,7 @@ def _local_path(config: TextConfig) -> Path | None:
     name = config.dataset
     if not name:
         raise TextError("dataset: not given; allowed: a file, a folder or the name of a Hugging Face dataset")
-    path = Path(name).expanduser()
+    path = fetched(name) if "://" in name else Path(name).expanduser()
     if path.exists():
         return path
     like_a_path = name.startswith((".", "/", "~")) or "\\" in name or name.endswith("/") or name.count("/") > 1

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from qat_lora.config import option, settings
+from qat_lora.config import common, option, settings
 from qat_lora.errors import TextError
 from qat_lora.models.kv_cache import begin, step
 from qat_lora.runtime.base import Runtime
@@ -34,7 +34,7 @@ GRAM = 4  # tokens; of the repetition rate
 class HealthConfig:
     """Settings of the comparison by generation."""
 
-    generate: int = option(0, "prompts of the text that every model continues greedily; 0: none", unit="prompts", min=0)
+    generate: int = common(0, "prompts of the text that every model continues greedily; 0: none", unit="prompts", min=0)
     generate_tokens: int = option(256, "length of a continuation", unit="tokens", min=GRAM)
     prompt_tokens: int = option(32, "length of a prompt", unit="tokens", min=1)
 

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qat_lora.evaluate.plots import FAINT, INK, colours_of
+from qat_lora.evaluate.plots import colours_of
 from qat_lora.evaluate.report import LEGEND, notes, tables, worst_tokens
+from qat_lora.files.pictures import FAINT, INK
 
 WIDTH, HEIGHT, LEFT, FLOOR = 360, 240, 44, 205  # of the picture; where its axes are
 STYLE = f"""<style>body{{font:16px/1.5 system-ui,sans-serif;color:{INK};max-width:62rem;margin:auto;padding:0 .8rem}}

@@ -10,15 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from qat_lora.extras import pyplot
-from qat_lora.files.folders import atomic_file
+from qat_lora.files.pictures import COLOURS, FAINT, INK, drawn_to
 
-INK, FAINT = "#1f2933", "#9aa5b1"
-COLOURS = ("#0b6e99", "#d9730d", "#448361", "#9065b0", "#c14c8a", "#cb912f", "#337ea9", "#787774")
-STYLE: dict[str, Any] = {"font.size": 9, "axes.titlesize": 10, "legend.fontsize": 8, "axes.edgecolor": FAINT}
-STYLE |= {"axes.titleweight": "bold", "axes.titlelocation": "left"}
-STYLE |= dict.fromkeys(("axes.labelcolor", "text.color", "xtick.color", "ytick.color"), INK)
-STYLE |= dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False)
 COLUMNS = {2: 2, 4: 2}  # panels side by side, by how many there are; else 3
 LEAST_TOKENS = 20  # of a calibration bin that is drawn
 Panel = Callable[[Any], None]  # draws on an axis of matplotlib
@@ -47,18 +40,13 @@ def plot_report(report: Mapping[str, Any], out: Path, *more: Panel) -> None:
     if report["generation"]:
         panels.append(partial(_generation, generation=report["generation"], colours=colours))
     panels += more
-    plt = pyplot()
     columns = COLUMNS.get(len(panels), 3)
     rows = -(-len(panels) // columns)
-    with plt.rc_context(STYLE):
-        height = max(2.7, 0.36 * len(models) + 1.3)
-        figure, axes = plt.subplots(rows, columns, figsize=(4.2 * columns, height * rows), layout="constrained")
+    height = max(2.7, 0.36 * len(models) + 1.3)
+    with drawn_to(out, rows, columns, size=(4.2 * columns, height * rows)) as (figure, axes):
         figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
         for axis, draw in itertools.zip_longest(axes.flat, panels):
             draw(axis) if draw else axis.axis("off")
-        with atomic_file(out) as draft:
-            figure.savefig(draft, dpi=150)
-        plt.close(figure)
 
 
 def _finite(value: float | None) -> float:

@@ -20,7 +20,7 @@ from qat_lora.evaluate.report import markdown_table, table_rows
 from qat_lora.export.forms import FORMS, display_name
 from qat_lora.files.outputs import MARK, check_listed
 
-MODEL = "full-precision model"
+MODEL, DATASET = "full-precision model", "dataset on the Hub"
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Card:
     command: str
     usage: str  # the Python that loads it
     notes: Sequence[str] = ()
-    scores: str | None = None  # a Markdown table
+    scores: Mapping[str, Any] | None = None  # of an evaluation, by model
     license: str | None = None
 
 
@@ -46,13 +46,16 @@ def read_origin(config: Any, adapter: Path | None) -> dict[str, str]:
     plain: dict[str, Any] = quantization.to_dict() if hasattr(quantization, "to_dict") else dict(quantization)
     model, preset = _entry(plain.get("details"), "model", "unknown"), _entry(plain.get("preset"), "name", "none")
     teacher = data = "unknown"
+    dataset = None
     if cache := cache_of_run(adapter):
         try:
             fingerprint = read_manifest(cache).fingerprint
             teacher, data = display_name(fingerprint.teacher), _dataset(fingerprint.dataset)
+            dataset = _described(fingerprint.dataset)[0].get("dataset")  # a Hub dataset's; files have no name
         except (ValueError, OSError):
             pass  # the cache is gone: the card says unknown
-    return {MODEL: display_name(model), "teacher": teacher, "data of the recovery": data, "preset": preset}
+    origin = {MODEL: display_name(model), "teacher": teacher, "data of the recovery": data, "preset": preset}
+    return origin | ({DATASET: str(dataset)} if dataset else {})
 
 
 def cache_of_run(adapter: Path | None) -> str | None:
@@ -74,22 +77,30 @@ def _entry(group: Any, name: str, otherwise: str) -> str:
     return str(group.get(name, otherwise)) if isinstance(group, dict) else otherwise
 
 
+def _described(text: str) -> tuple[dict[str, Any], str]:
+    """Return a cache's description of its text as JSON, empty where it is none, and what stands behind."""
+    try:
+        found, end = json.JSONDecoder().raw_decode(text)
+    except ValueError:
+        return {}, text
+    return (found, text[end:]) if isinstance(found, dict) else ({}, text)
+
+
 def _dataset(described: str) -> str:
     """Return a cache's description of its text (JSON, then how much of it) in words."""
-    try:
-        found, end = json.JSONDecoder().raw_decode(described)
-    except ValueError:
-        return display_name(described)
+    found, more = _described(described)
     words = [f"{name} {display_name(str(value))[:40]}" for name, value in found.items() if value not in (None, "")]
-    return ", ".join(words) + ("," + described[end:] if described[end:] else "")
+    return ", ".join(words) + ("," + more if more else "") if found else display_name(described)
 
 
-def read_scores(folder: str) -> str:
-    """Return an evaluation's scores as a Markdown table; ConfigError: the folder holds none."""
+def read_scores(folder: str) -> dict[str, Any]:
+    """Return an evaluation's scores by model; ConfigError: the folder holds none."""
     file = Path(folder) / "scores.json"
     check_listed(file)
     try:
-        return markdown_table(table_rows(json.loads(file.read_text(encoding="utf-8"))))
+        scores: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        markdown_table(table_rows(scores))  # what the card shows of them is there
+        return scores
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         remedy = "give the folder of a `qat-lora eval` run"
         raise ConfigError(f"scores: {file} holds no scores ({error}); {remedy}") from None
@@ -104,9 +115,17 @@ def labelled(result: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
+def _metrics(card: Card) -> list[dict[str, Any]]:
+    """Return the scores of the card's own model as the Hub's index has them: those of its name, or of one alone."""
+    students = {name: of for name, of in (card.scores or {}).items() if name != "teacher"}
+    own = students.get(card.name) or (next(iter(students.values())) if len(students) == 1 else {})
+    names = {"ppl": "perplexity", "kl": "KL to the teacher, nats a token", "top1": "same top-1 as the teacher"}
+    return [{"type": key, "name": name, "value": own[key]} for key, name in names.items() if own.get(key) is not None]
+
+
 def model_card(card: Card) -> str:
     """Return the card as Markdown with the Hub's front matter."""
-    front = {
+    front: dict[str, Any] = {
         "license": card.license or "other",
         "library_name": FORMS[card.form].library,
         "pipeline_tag": "text-generation",
@@ -114,6 +133,13 @@ def model_card(card: Card) -> str:
     }
     if card.origin[MODEL].count("/") == 1:
         front["base_model"] = card.origin[MODEL]
+        front["base_model_relation"] = "adapter" if card.form == "adapter" else "quantized"
+    if DATASET in card.origin:
+        front["datasets"] = [card.origin[DATASET]]
+    if metrics := _metrics(card):
+        held_out = {"name": "held-out text, in Scores below", "type": "text"}
+        results = [{"task": {"type": "text-generation"}, "dataset": held_out, "metrics": metrics}]
+        front["model-index"] = [{"name": card.name, "results": results}]
     bits = "not quantised" if card.bits_per_weight is None else f"{card.bits_per_weight:.3f} (adapter included)"
     rows = {
         "form": card.form,
@@ -126,8 +152,8 @@ def model_card(card: Card) -> str:
     lines = ["---", yaml.safe_dump(front, sort_keys=False).strip(), "---", "", f"# {card.name}", ""]
     lines += ["A language model quantised and recovered with qat-lora.", "", "| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in rows.items()]
-    lines += ["", "## Use", "", "In this folder:", "", "```python", card.usage, "```", "", "## Scores", ""]
-    lines += [card.scores or "None were given with this export.", ""]
+    table = markdown_table(table_rows(card.scores)) if card.scores else "None were given with this export."
+    lines += ["", "## Use", "", "In this folder:", "", "```python", card.usage, "```", "", "## Scores", "", table, ""]
     if card.notes:
         lines += ["## What was and was not checked", "", *(f"* {note}" for note in card.notes), ""]
     lines += ["## Made by", "", "```", card.command, "```", ""]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from qat_lora.config import option, settings
+from qat_lora.config import common, option, settings
 from qat_lora.layers.quant_linear import joined_weight
 from qat_lora.runtime.precision import exact_matmul
 
@@ -25,7 +25,7 @@ from qat_lora.runtime.precision import exact_matmul
 class LoraConfig:
     """Shape of the recovery adapter."""
 
-    recovery_r: int | None = option(
+    recovery_r: int | None = common(
         None, "rank of the adapter; default: 16, or by layer as --target-size chose", unit="rank", min=1
     )
     recovery_alpha: float | None = option(

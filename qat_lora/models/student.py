@@ -86,6 +86,8 @@ def open_student(
     adapter = adapter_folder(name)
     if adapter is not None:
         name, hub = str(base_folder(adapter)), replace(hub, revision=None)
+    elif (Path(name).expanduser() / "adapters" / "adapters.safetensors").is_file():
+        raise ModelError(f"model: {name} holds an adapter that mlx-lm alone applies; give the run it was made of")
     model = load_model(name, hub, dtype, dequantize=True)
     model = with_tokenizer(model, (adapter, model.folder.parent, tokenizer))
     if adapter is not None:

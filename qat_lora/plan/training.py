@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from qat_lora.cache.read.dataset import KDCacheDataset
+from qat_lora.data.shuffle import steps_per_epoch
 from qat_lora.errors import DeviceError, ModelError
 from qat_lora.layers.calibrate.fisher import fisher_bytes
 from qat_lora.models import load as models
@@ -30,6 +31,7 @@ from qat_lora.registry import DryRun, Requirements
 from qat_lora.runtime.base import default_loss_chunk_mb
 from qat_lora.runtime.launch.select import choose, look, plan_run, runs_on_host
 from qat_lora.runtime.precision import with_dtype
+from qat_lora.setup.common import with_teacher
 from qat_lora.setup.trainable import check_parts, check_scales, chosen_preset, trained_parts
 from qat_lora.setup.training import cache_training_data
 from qat_lora.train.lr_probe import probe_steps
@@ -50,6 +52,8 @@ def plan_recover(options: RecoverOptions) -> DryRun:
     elif _is_here(student):
         student = str(resolve_model(student))
     dataset = _cache(options)
+    rows = len(dataset) if dataset else options.num_rows
+    options = replace(options, loop=options.loop.for_rows(rows, replicas))
     if not options.uses_cache and options.num_rows is None:
         assumed.append("the text is not read, so the number of its rows is not known")
     own = {name: getattr(options, name) for name in ("train_scales", "train_norms", "lora")}
@@ -59,7 +63,7 @@ def plan_recover(options: RecoverOptions) -> DryRun:
     check_scales(model, options.train_scales)
     if options.uses_cache:
         assumed += check_cache(dataset, asked, options.kd_cache_dir, model, "this command's own settings")
-    report = _report(options, shapes, asked, student, replicas, len(dataset) if dataset else options.num_rows)
+    report = _report(options, shapes, asked, student, replicas, rows)
     stored = report.pop("stored_bytes_of_quantised") + 2 * (report["parameters"] - report["quantised"])
     report |= {"stored_bytes": stored, "assumed": assumed}
     more, states = [], 0
@@ -86,8 +90,11 @@ def plan_qat(options: QatOptions) -> DryRun:
     options = with_dtype(options, device_of(options.run))[0]
     replicas = replicas_of(options.run, assumed)
     accumulation = options.loop.accumulation(replicas)
+    options = with_teacher(options)
     config, student, full = _models(options)
     dataset = _cache(options)
+    rows = len(dataset) if dataset else None
+    options = replace(options, loop=options.loop.for_rows(rows, replicas))
     name = str(options.model if options.from_scratch else options.checkpoint)
     asked = _estimate(options, name, dataset, LENGTH, accumulation)
     assumed += check_cache(dataset, asked, options.kd_cache_dir, student, "what `cache build` makes")
@@ -96,7 +103,7 @@ def plan_qat(options: QatOptions) -> DryRun:
     # There is no adapter, and rank 1 adds next to nothing; whatever trains, gradients reach every quantised weight.
     shapes = Shapes(config, student.module, groups, 1, True, formed, averaged=options.train.ema > 0)
     shown = f"{name} at {chosen_preset(options).name}" if options.from_scratch else name
-    report = _report(options, shapes, asked, shown, replicas, len(dataset) if dataset else None)
+    report = _report(options, shapes, asked, shown, replicas, rows)
     whole, blockwise = 4 * report["parameters"], options.blockwise.blockwise_steps > 0
     stored = report.pop("stored_bytes_of_quantised") + 4 * (report["parameters"] - report["quantised"])
     report |= {
@@ -202,7 +209,7 @@ def _report(
         "steps": asked.max_steps,
         "lr_probe_steps": probe,
         "tokens": asked.max_steps * step_rows * asked.length,
-        "epochs": asked.max_steps * step_rows / rows if rows else None,
+        "epochs": asked.max_steps / steps_per_epoch(rows, step_rows) if rows else None,
     }
 
 

@@ -2,21 +2,23 @@
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from qat_lora.cache.read.dataset import KDCacheDataset
+from qat_lora.cache.storage.store import read_manifest
 from qat_lora.data.packing import PackedRow, draw_rows, make_encoder, pack_rows
 from qat_lora.data.sources import TextConfig, describe_source, open_documents
-from qat_lora.errors import ConfigError, MissingExtraError
+from qat_lora.errors import ConfigError, MissingExtraError, ModelError
 from qat_lora.files.gguf_header import GGUF
 from qat_lora.layers.stacked import forget_layers, stack_layers
 from qat_lora.models.hub import HubConfig
 from qat_lora.models.llama_cpp import LlamaCppModel
 from qat_lora.models.load import FILE_SUFFIXES, CausalLM, load_tokenizer, resolve_model, tokenizer_sha256
-from qat_lora.options import QuantizeOptions, RunConfig
+from qat_lora.options import QatOptions, QuantizeOptions, RunConfig
 from qat_lora.runtime.base import Runtime
 from qat_lora.terminal import redact
 from qat_lora.types import Batch
@@ -36,11 +38,21 @@ def picture(run: RunConfig, draw: Callable[[], None]) -> None:
         say(run, f"no picture: {error}")
 
 
-def fetch(runtime: Runtime, name: str, hub: HubConfig) -> None:
-    """Let the main process download a model that is not here yet, while the others wait for the files."""
+def fetch(runtime: Runtime, name: str, hub: HubConfig, setting: str = "model") -> None:
+    """Let the main process download a model, named by `setting`, that is not here, while others wait for the files."""
     if runtime.is_main:
-        resolve_model(name, hub.revision)
+        try:
+            resolve_model(name, hub.revision)
+        except ModelError as error:
+            raise ModelError(setting + str(error).removeprefix("model")) from None
     runtime.barrier("model_download")
+
+
+def with_teacher(options: QatOptions) -> QatOptions:
+    """Return options with the cache's teacher as the model to quantise, where one is needed and none was given."""
+    if options.model is not None or not options.from_scratch:
+        return options
+    return replace(options, model=read_manifest(str(options.kd_cache_dir)).fingerprint.teacher)
 
 
 def fit_attention(model: CausalLM, runtime: Runtime) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -40,6 +40,9 @@ from qat_lora.train.metrics import plot_curve
 from qat_lora.train.optim import Groups, TrainState
 from qat_lora.train.step import PreparedObjective
 from qat_lora.types import LMHead
+
+MANY_PASSES = 20  # over the same rows, from which on a run says so
+T = TypeVar("T", RecoverOptions, QatOptions)
 
 
 @dataclass(frozen=True)
@@ -191,6 +194,24 @@ def evaluation(
     return evaluate
 
 
+def in_steps(options: T, data: TrainingData, runtime: Runtime) -> T:
+    """Return the options with the steps that their epochs mean; say where steps are many passes over few rows."""
+    loop = options.loop.for_rows(len(data.rows), runtime.replicas)
+    step_rows = loop.step_rows(runtime.replicas)
+    passes = loop.max_steps / data.rows.steps_per_epoch(step_rows)
+    if passes > MANY_PASSES and loop.epochs is None:
+        say(options.run, f"{loop.max_steps:,} steps are {passes:,.0f} passes over all rows; --epochs sets their number")
+    if len(data.rows) < step_rows:
+        masked = f"a step has {step_rows:,} rows, and only {len(data.rows):,} are there: the rest are masked"
+        say(options.run, f"{masked}; give a smaller --batch-size or --accumulation-steps")
+    return replace(options, loop=loop)
+
+
+def by_replicas(loop: LoopConfig, runtime: Runtime) -> str:
+    """Return the end of a default name for a run whose steps grow with the number of replicas: it is another run."""
+    return f"_x{runtime.replicas}" if runtime.replicas > 1 and loop.global_batch_size is None else ""
+
+
 @dataclass(frozen=True)
 class TrainingRun:
     """What all steps of a run share."""
@@ -204,8 +225,7 @@ class TrainingRun:
     @property
     def batch_rows(self) -> int:
         """Rows of an optimizer step over all replicas."""
-        loop, replicas = self.options.loop, self.runtime.replicas
-        return loop.batch_size * loop.accumulation(replicas) * replicas
+        return self.options.loop.step_rows(self.runtime.replicas)
 
     def decisive(self, keys: Sequence[str]) -> dict[str, Any]:
         """Return the settings that decide the result of any training run, and the options `keys` of this one's."""

@@ -10,13 +10,14 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 
-from qat_lora.config import option, settings
+from qat_lora.config import common, option, settings
+from qat_lora.data.shuffle import steps_per_epoch
 from qat_lora.errors import ConfigError, DivergedError, InterruptedRunError, QatLoraError, ReplicaError
 from qat_lora.runtime.base import Runtime
 from qat_lora.train.checkpoint import save_checkpoint
@@ -30,10 +31,13 @@ _count = functools.partial(option, min=1)
 class LoopConfig:
     """How long a run is, in what portions it computes, and what it keeps."""
 
-    batch_size: int = _count(4, "rows of a micro-batch on one replica", unit="rows")
-    accumulation_steps: int = _count(1, "micro-batches of an optimizer step", unit="micro-batches")
+    batch_size: int = _count(4, "rows of a micro-batch on one replica", unit="rows", common=True)
+    accumulation_steps: int = _count(1, "micro-batches of an optimizer step", unit="micro-batches", common=True)
     global_batch_size: int | None = _count(None, "rows of a step over all replicas; sets the accumulation", unit="rows")
-    max_steps: int = _count(1000, "optimizer steps", unit="steps")
+    max_steps: int = _count(1000, "optimizer steps", unit="steps", common=True)
+    epochs: float | None = common(
+        None, "passes over the training rows; default: as many as --max-steps make", unit="epochs", above=0
+    )
     log_steps: int = _count(10, "optimizer steps between fetches of the log values", unit="steps")
     eval_steps: int = _count(50, "optimizer steps between evaluations on the cache's evaluation split", unit="steps")
     save_steps: int = _count(100, "optimizer steps between checkpoints", unit="steps")
@@ -65,6 +69,20 @@ class LoopConfig:
             product = f"batch_size x replicas = {self.batch_size} x {replicas} = {rows}"
             raise ConfigError(f"global_batch_size: {self.global_batch_size} is not a multiple of {product}")
         return self.global_batch_size // rows
+
+    def step_rows(self, replicas: int) -> int:
+        """Return the rows of an optimizer step over all replicas."""
+        return self.batch_size * self.accumulation(replicas) * replicas
+
+    def for_rows(self, rows: int | None, replicas: int) -> Self:
+        """Return the loop with the steps that `epochs` means of known rows; ConfigError: `max_steps` is another."""
+        if self.epochs is None or rows is None:
+            return self
+        steps = math.ceil(self.epochs * steps_per_epoch(rows, self.step_rows(replicas)))
+        if self.max_steps not in (LoopConfig.max_steps, steps):
+            other = f"{self.epochs:g} epochs of {rows:,} rows are {steps:,} steps"
+            raise ConfigError(f"max_steps: {self.max_steps:,}, but {other}; give --max-steps or --epochs")
+        return replace(self, max_steps=steps)
 
 
 class LoopHooks(NamedTuple):

@@ -92,7 +92,9 @@ def train(
     out, start = settings.out, progress.step
     wanted = loop.log_to if runtime.is_main else ()
     trackers = [TRACKERS[name](out, start, settings.fingerprint) for name in wanted]
-    log = MetricsLog(out / METRICS, loop.max_steps, start, hidden, runtime.device, trackers)
+    log = MetricsLog(
+        out / METRICS, loop.max_steps, start, hidden, runtime.device, trackers, loop.step_rows(runtime.replicas)
+    )
     watch = CompileWatch(runtime, loop.max_recompiles, log.say)
     with stop_signals() as stopped, closing(log), closing(watch):
         run = Run(state, optimizer, runtime, hooks, settings, loop, progress, start, log, stopped)

@@ -26,10 +26,11 @@ import torch
 from tqdm.auto import tqdm
 
 from qat_lora.errors import DamagedFileError, DivergedError
-from qat_lora.extras import pyplot, require
+from qat_lora.extras import require
 from qat_lora.files.checksums import sha256_of
 from qat_lora.files.finite import json_text
-from qat_lora.files.folders import appeared, atomic_file, ours, tree, write_text
+from qat_lora.files.folders import appeared, ours, tree, write_text
+from qat_lora.files.pictures import COLOURS, INK, drawn_to
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.machine import peak_memory_bytes
 from qat_lora.train.step import Sums
@@ -96,11 +97,12 @@ class MetricsLog:
     """Collects the values of steps, appends them to the file and shows progress."""
 
     def __init__(
-        self, path: Path, steps: int, start: int, quiet: bool, device: torch.device, trackers: Sequence[Tracker] = ()
-    ) -> None:
+        self, path: Path, steps: int, start: int, quiet: bool, device: torch.device, trackers: Sequence[Tracker] = (),
+        step_rows: int = 0,  # 0: no samples/s
+    ) -> None:  # fmt: skip
         self.path = path
         self._bar = tqdm(total=steps, initial=start, desc="train", unit="step", disable=quiet)
-        self._device, self._trackers = device, trackers
+        self._device, self._trackers, self._step_rows = device, trackers, step_rows
         self._since, self._first_step = time.perf_counter(), start + 1
         self._pending: list[tuple[int, float, Sums]] = []
 
@@ -150,9 +152,11 @@ class MetricsLog:
         """Append steps at one rate of tokens, but for the first, which compiles and has its own; show the last."""
         now = time.perf_counter()
         timed = [line for line in lines if line["step"] > self._first_step] or lines
-        rate = sum(line["tokens"] for line in timed) / max(now - self._since, 1e-9)
+        seconds = max(now - self._since, 1e-9)
+        rate, samples = sum(line["tokens"] for line in timed) / seconds, self._step_rows * len(timed) / seconds
         self._since = now
-        lines = [{**line, "tokens_per_s": round(rate, 1)} for line in lines]
+        rates = {"tokens_per_s": round(rate, 1)} | ({"samples_per_s": round(samples, 2)} if self._step_rows else {})
+        lines = [{**line, **rates} for line in lines]
         append_lines(self.path, lines)
         for line in lines:
             self.track(int(line["step"]), {f"train/{name}": value for name, value in line.items() if name != "step"})
@@ -162,7 +166,7 @@ class MetricsLog:
             shown += terms if len(terms) > 1 else []  # one term alone is the loss
             losses = [f"{name.removeprefix('loss_')} {lines[-1][name]:.4f}" for name in shown]
             used = f"{peak_memory_bytes(self._device) / 2**30:.1f} GiB"
-            self._bar.set_postfix_str(", ".join([*losses, f"{rate:,.0f} tokens/s", used]))
+            self._bar.set_postfix_str(", ".join([*losses, f"{rate:,.0f} tokens/s", f"{samples:,.1f} samples/s", used]))
             self._bar.update(len(lines))
 
     def pause(self) -> None:
@@ -223,37 +227,31 @@ def append_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 def plot_curve(metrics: Path, evaluations: Path, out: Path) -> None:
-    """Draw a run as PNG: what `draw_curve` draws and, where that is another, the loss that is minimised beside it."""
-    plt, lines = pyplot(), read_metrics(metrics, "loss")
-    panels = 2 if any(line.get("kl", line["loss"]) != line["loss"] for line in lines) else 1
-    figure, axes = plt.subplots(1, panels, figsize=(3 + 4 * panels, 4), layout="constrained", squeeze=False)
-    draw_curve(axes[0, 0], metrics, evaluations)
-    if panels == 2:
-        _draw(axes[0, 1], lines, "loss", "training loss, as minimised")
-    with atomic_file(out) as draft:
-        figure.savefig(draft, dpi=120)
-    plt.close(figure)
+    """Draw a run as PNG: what `draw_curve` draws, and below it the learning rate."""
+    lines = [line for line in read_metrics(metrics, "loss") if "lr" in line]
+    with drawn_to(out, 2, size=(7, 5), height_ratios=(3, 1), sharex=True) as (_, axes):
+        draw_curve(axes[0, 0], metrics, evaluations)
+        axes[1, 0].plot([line["step"] for line in lines], [line["lr"] for line in lines], color=INK, lw=1)
+        axes[1, 0].set(ylim=(0, None), xlabel="optimizer step", ylabel="learning rate")
+        axes[1, 0].grid(alpha=0.3)
 
 
 def draw_curve(axis: Any, metrics: Path, evaluations: Path) -> None:
-    """Draw training and evaluations on a matplotlib axis, on one scale: the KL, or without a teacher the loss."""
+    """Draw training and evaluations on a matplotlib axis, on one scale: the KL, or without a teacher the loss.
+
+    Of training there are all steps, faint, and means over a fiftieth of them each.
+    """
     train, evaluated = read_metrics(metrics, "loss"), read_metrics(evaluations)
     name = "kl" if any("kl" in line for line in train) else "loss"
-    _draw(axis, [line for line in train if name in line], name, f"training {name.upper() if name == 'kl' else name}")
+    shown = {"kl": "KL", "loss": "loss", "nll": "loss"}
+    steps = np.array([(line["step"], line[name]) for line in train if name in line]).T
+    means = [part.mean(1) for part in np.array_split(steps, min(50, steps.shape[1]), 1)]
+    axis.plot(*steps, lw=0.6, alpha=0.3, color=COLOURS[0])
+    axis.plot(*np.transpose(means), label=f"training {shown[name]}", color=COLOURS[0])
     if evaluated:
         metric = next(name for name in evaluated[0] if name != "step")
-        values = [x[metric] for x in evaluated]
-        axis.plot([x["step"] for x in evaluated], values, "C1o-", ms=3, label=f"evaluation {metric.upper()}")
-    axis.set(ylim=(0, None), title="training")
-    axis.legend()
-
-
-def _draw(axis: Any, lines: Sequence[Mapping[str, Any]], name: str, label: str) -> None:
-    """Draw a number of all steps, faint, and its means over a fiftieth of them each."""
-    points = np.array([(x["step"], x[name]) for x in lines]).T
-    means = [part.mean(1) for part in np.array_split(points, min(50, len(lines)), 1)]
-    axis.plot(*points, lw=0.6, alpha=0.3, color="C0")
-    axis.plot(*np.transpose(means), color="C0", label=label)
-    axis.set(xlabel="optimizer step", ylabel="nats per token")
-    axis.set_title(label, fontsize=10)
+        points = np.array([(line["step"], line[metric]) for line in evaluated]).T
+        axis.plot(*points, "o-", ms=3, label=f"evaluation {shown[metric]}", color=COLOURS[1])
+    axis.set(ylim=(0, None), title="Training", ylabel="nats per token")
     axis.grid(alpha=0.3)
+    axis.legend()

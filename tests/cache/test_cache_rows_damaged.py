@@ -34,7 +34,10 @@ def outcome(out):
     tensors = {name: load_file(out / name / "adapter_model.safetensors") for name in ("best", "last")}
     numbers = {name: {k: v.numpy().tobytes() for k, v in held.items()} for name, held in tensors.items()}
     logs = [
-        [{k: v for k, v in json.loads(line).items() if k != "tokens_per_s"} for line in file.read_text().splitlines()]
+        [
+            {k: v for k, v in json.loads(line).items() if not k.endswith("_per_s")}
+            for line in file.read_text().splitlines()
+        ]
         for file in (out / "metrics.jsonl", out / "evaluations.jsonl")
     ]
     return numbers, logs

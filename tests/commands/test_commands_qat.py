@@ -246,7 +246,6 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_written(tiny, wide
     [
         (["checkpoint", "one of the two"], {"checkpoint": "somewhere"}),
         (["checkpoint", "--from-scratch"], {"from_scratch": False}),
-        (["model"], {"model": None}),
         *(
             ([name, "--from-scratch"], {"from_scratch": False, "checkpoint": "x", name: value})
             for name, value in {

@@ -17,7 +17,7 @@ from qat_lora.train.metrics import read_metrics
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 6
 PARTS = {
-    "scales": ["--train-parts", "scales,norms"],
+    "scales": ["--train-parts", "scales,norms", "--lr", "6e-4"],
     "weights": ["--train-parts", "scales,weights", "--lr", "1e-3"],
 }
 GUIDE = f"--batch-size 2 --accumulation-steps 2 --max-steps {STEPS} --log-steps 3 --eval-steps 100 --save-steps 100"

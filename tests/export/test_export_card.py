@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from qat_lora.errors import ConfigError, DamagedFileError, ModelError
-from qat_lora.export.card import MODEL, Card, labelled, model_card, read_origin, read_scores
+from qat_lora.export.card import DATASET, MODEL, Card, labelled, model_card, read_origin, read_scores
 from qat_lora.export.forms import FORMS, display_name
 from qat_lora.export.pair import save_adapter_copy, save_pair
 from qat_lora.files.outputs import claim
@@ -42,6 +42,35 @@ def test_sizes_are_shown_with_their_unit():
 def test_a_hub_model_is_named():
     front = yaml.safe_load(card(origin=origin("Qwen/Qwen3-0.6B")).split("---\n")[1])
     assert front["base_model"] == "Qwen/Qwen3-0.6B"
+
+
+SCORES = {
+    "teacher": {"ppl": 3.0, "kl": 0.0, "top1": 1.0, "accuracy": 0.5, "ece": 0.01},
+    "tiny": {"ppl": 3.5, "kl": 0.25, "top1": 0.75, "accuracy": 0.5, "ece": 0.01},
+    "other": {"ppl": 4.5, "kl": 0.5, "top1": 0.5, "accuracy": 0.5, "ece": 0.01},
+}
+
+
+@pytest.mark.parametrize(("form", "relation"), [("adapter", "adapter"), ("gguf", "quantized"), ("merged", "quantized")])
+def test_the_hub_reads_what_it_is_made_of_and_its_scores(form, relation):
+    """By the Hub's own reader: base model, data, and the scores of this model among several."""
+    hub = pytest.importorskip("huggingface_hub")
+    text = card(form=form, origin=origin("Qwen/Qwen3-0.6B") | {DATASET: "Salesforce/wikitext"}, scores=SCORES)
+    data = hub.ModelCard(text).data
+    assert (data.base_model, data["base_model_relation"], data.datasets) == (
+        "Qwen/Qwen3-0.6B", relation, ["Salesforce/wikitext"],
+    )  # fmt: skip
+    found = {(result.metric_type, result.metric_value) for result in data.eval_results}
+    assert found == {("ppl", 3.5), ("kl", 0.25), ("top1", 0.75)} and data.model_name == "tiny"
+    assert "| tiny" in text and "| other" in text
+
+
+def test_scores_of_nobody_in_particular_are_a_table_only():
+    strangers = {name: of for name, of in SCORES.items() if name != "tiny"}
+    assert "kl" in card(name="x", scores=strangers).split("---\n")[1]  # the one student is meant
+    strangers["third"] = strangers["other"]
+    text = card(name="x", scores=strangers)
+    assert "model-index" not in text and "| third" in text
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -21,7 +21,7 @@ from qat_lora.train.metrics import MetricsLog, read_metrics
 def lines(path):
     """Metrics without the one column that measures time."""
     found = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name != "tokens_per_s"} for line in found]
+    return [{name: value for name, value in line.items() if not name.endswith("_per_s")} for line in found]
 
 
 def outcome(out):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from qat_lora.errors import DamagedFileError, ModelError
+from qat_lora.files.pictures import COLOURS
 from qat_lora.train.metrics import EMPTY, MetricsLog, append_lines, cut_back, log_mark, plot_curve, read_metrics
 
 CPU = torch.device("cpu")
@@ -83,15 +84,22 @@ def test_cut_back_makes_no_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("kl,wide", [(None, 840), ("loss", 840), ("other", 1320)])
+@pytest.mark.parametrize("kl", [{}, {"kl": 0.4}])
 @pytest.mark.parametrize("evaluated", [True, False])
-def test_the_curve_is_a_picture_with_a_panel_for_a_loss_that_is_no_kl(tmp_path, evaluated, kl, wide):
-    pytest.importorskip("matplotlib")
-    kls = {"loss": {"kl": 0.5}, "other": {"kl": 0.4}}.get(kl, {})
-    lines = [{"step": step, "loss": 0.5, **(kls if step > 2 or kl == "loss" else {})} for step in range(1, 122)]
+def test_the_curve_is_the_kl_on_one_scale_with_the_learning_rate_below(tmp_path, evaluated, kl, monkeypatch):
+    pyplot, drawn = pytest.importorskip("matplotlib.pyplot"), []
+    close = pyplot.close
+    monkeypatch.setattr(pyplot, "close", lambda figure: drawn.append(figure) or close(figure))
+    lines = [{"step": step, "loss": 0.5, "lr": 1e-4, **(kl if step > 2 else {})} for step in range(1, 122)]
     append_lines(tmp_path / "m.jsonl", lines)
     if evaluated:
         append_lines(tmp_path / "e.jsonl", [{"step": 0, "kl": 0.3}])
     plot_curve(tmp_path / "m.jsonl", tmp_path / "e.jsonl", tmp_path / "curve.png")
     image = (tmp_path / "curve.png").read_bytes()
-    assert image[:8] == b"\x89PNG\r\n\x1a\n" and int.from_bytes(image[16:20], "big") == wide
+    assert image[:8] == b"\x89PNG\r\n\x1a\n" and int.from_bytes(image[16:20], "big") == 1050
+    above, below = drawn[0].axes
+    labels = [f"training {'KL' if kl else 'loss'}", *(["evaluation KL"] if evaluated else [])]
+    assert [text.get_text() for text in above.get_legend().get_texts()] == labels
+    assert [line.get_color() for line in above.lines] == [COLOURS[0], COLOURS[0], *([COLOURS[1]] if evaluated else [])]
+    assert above.get_xlim() == below.get_xlim() and below.get_ylabel() == "learning rate"
+    assert set(below.lines[0].get_ydata()) == {1e-4}

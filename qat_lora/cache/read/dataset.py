@@ -8,6 +8,7 @@ larger than memory, and one that changes during a run of days is an error that n
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -58,6 +59,7 @@ class KDCacheDataset(ShuffledRows):
         self.fingerprint, self._entries = self.manifest.fingerprint, self.manifest.shards(split)
         self._ends = np.cumsum([entry.rows for entry in self._entries], dtype=np.int64)
         self._optional: tuple[str, ...] = OPTIONAL
+        self._place, self._preload, self._verify_rows = path, preload, verify_rows
         self._check_every, self._served = _CHECK_EVERY[verify_rows], 0
 
         kept = self._check_files(verify, preload)
@@ -131,6 +133,22 @@ class KDCacheDataset(ShuffledRows):
                 name = self._entries[shard].shard
                 raise CacheDamaged(f"{self.path}/{name}: row {inside} has {wrong}; restore the shard from a copy")
         return batch
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """Return one row, arrays as in `rows` without their first axis; negative numbers count from the end.
+
+        So a torch DataLoader takes it as a map-style dataset, with workers too, and stacks rows to tensors.
+        """
+        row = index + len(self) if index < 0 else index
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {index} of {len(self):,}")  # ends a plain `for row in dataset`
+        return {name: array[0] for name, array in self.rows([row]).items()}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let worker processes open the cache again, without checking every byte again."""
+        again = functools.partial(type(self), verify=False, verify_rows=self._verify_rows)
+        made_of = (self._place, self._preload, self.k or None, self.split, self.temperatures)
+        return again, made_of, {"_optional": self._optional}
 
     def teacher_lm_head(self) -> LMHead:
         """Return the teacher's LM head of a cache that was built with `--hidden`, as `lm_head.read_lm_head` does."""

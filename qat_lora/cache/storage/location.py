@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from qat_lora.errors import CacheDamaged, CacheError, MissingExtraError, OutputExistsError, QatLoraError
-from qat_lora.extras import require
+from qat_lora.extras import URL_EXTRAS, require
 from qat_lora.files import atomic
 from qat_lora.terminal import redact
 
@@ -38,7 +38,6 @@ _URL = re.compile(r"[a-z][a-z0-9+.-]*(://|::)")
 _MANGLED = re.compile(r"[a-z][a-z0-9+]{1,15}:")
 _CHUNK_BYTES = 1 << 20
 _REQUEST_BYTES = 8 << 20  # of one request when an object is read piece by piece
-_EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3"}
 
 
 class LocalFolder:
@@ -122,7 +121,7 @@ class RemoteFolder:
 
     def __init__(self, url: str) -> None:
         self.url = url = url.rstrip("/")
-        extra = _EXTRAS.get(url.replace("::", "://").split("://")[0])
+        extra = URL_EXTRAS.get(url.replace("::", "://").split("://")[0])
         fsspec = require("fsspec.core", extra or "gcs")
         try:
             # No listing is remembered. "::" chains file systems; their options are each driver's own.

@@ -13,8 +13,7 @@ from qat_lora.cache.format.records import to_json
 from qat_lora.cache.read.dataset import KDCacheDataset
 from qat_lora.cache.storage.location import Place
 from qat_lora.errors import CacheError, OutputExistsError
-from qat_lora.extras import pyplot
-from qat_lora.files.folders import atomic_file
+from qat_lora.files.pictures import INK, drawn_to
 
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
 SAMPLE_ROWS = 64  # training rows, evenly spread, from which the tail mass is taken
@@ -85,27 +84,23 @@ def plot_tail_mass(path: Place, out: str | Path) -> None:
 
     CacheError: no finished cache, or one with K = 0; OutputExistsError: there is a file of that name.
     """
-    plt, out = pyplot(), Path(out)
+    out = Path(out)
     if os.path.lexists(out):
         raise OutputExistsError(f"--plot {out}: exists already and was not touched; delete it or choose another name")
     dataset = KDCacheDataset(path, verify=False)
     if not dataset.fingerprint.top_k:
         raise CacheError(f"{path}: holds hidden states instead of a head, so no mass is outside it; leave --plot out")
     _, mass = _tail_mass(dataset)
-    figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
-    edges = np.geomspace(_SMALLEST_MASS, 1, 61)
-    axis.hist(np.clip(mass, _SMALLEST_MASS, 1), bins=edges, weights=np.full(mass.size, 100 / max(1, mass.size)))
-    if mass.size:
-        for value, name, style in ((mass.mean(), "mean", "-"), (np.median(mass), "median", "--")):
-            axis.axvline(max(value, _SMALLEST_MASS), color="black", lw=0.8, ls=style, label=f"{name} {value:.2g}")
-        axis.legend()
-    axis.set(xscale="log", xlim=(_SMALLEST_MASS, 1), ylabel="% of positions")
-    axis.set_xlabel(f"probability outside the {dataset.fingerprint.top_k} stored entries (1e-6 or less: first bar)")
-    axis.set_title(f"tail mass of {Path(str(path)).name}, {mass.size:,} positions", fontsize=10)
-    axis.spines[["top", "right"]].set_visible(False)
-    with atomic_file(out) as draft:
-        figure.savefig(draft, dpi=120)
-    plt.close(figure)
+    with drawn_to(out, size=(7, 4)) as (_, axes):
+        axis, edges = axes[0, 0], np.geomspace(_SMALLEST_MASS, 1, 61)
+        axis.hist(np.clip(mass, _SMALLEST_MASS, 1), bins=edges, weights=np.full(mass.size, 100 / max(1, mass.size)))
+        if mass.size:
+            for value, name, style in ((mass.mean(), "mean", "-"), (np.median(mass), "median", "--")):
+                axis.axvline(max(value, _SMALLEST_MASS), color=INK, lw=0.8, ls=style, label=f"{name} {value:.2g}")
+            axis.legend()
+        axis.set(xscale="log", xlim=(_SMALLEST_MASS, 1), ylabel="% of positions")
+        axis.set_xlabel(f"probability outside the {dataset.fingerprint.top_k} stored entries (1e-6 or less: first bar)")
+        axis.set_title(f"tail mass of {Path(str(path)).name}, {mass.size:,} positions")
 
 
 def render(description: dict[str, Any]) -> str:

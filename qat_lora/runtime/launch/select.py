@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple, cast
 
 import torch
 
-from qat_lora.config import option
+from qat_lora.config import common, option
 from qat_lora.errors import ConfigError, DeviceError
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.collectives import group_size, whole_number
@@ -75,7 +75,7 @@ class DeviceChoice:
 class ChipsConfig:
     """How many chips, and how they are driven."""
 
-    num_chips: str | None = option(
+    num_chips: str | None = common(
         None, "chips (on a CPU: processes) of this machine to use: a number, or all; default: 1, with spmd all"
     )
     parallel: Literal["spawn", "spmd"] = option("spawn", "on XLA: a process a chip (spawn), or one over all (spmd)")
