@@ -12,7 +12,7 @@ Source: BRECQ (arXiv 2102.05426); Block-AP of EfficientQAT (arXiv 2407.11062).
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +24,12 @@ from qat_lora.layers.calibrate.blocks import Call, capture_calls, run_block
 from qat_lora.layers.calibrate.disk_offload import Zeros
 from qat_lora.layers.calibrate.finished import Work
 from qat_lora.layers.convert import block_of, linear_layers, quant_layers, scales_by_kind
-from qat_lora.models.load import CausalLM
 from qat_lora.runtime.base import Runtime
 from qat_lora.train.optim import FIRST_LR, Groups, OptimConfig, build_optimizer, set_lr
 from qat_lora.types import Batch
+
+if TYPE_CHECKING:  # options import this module, and a device is chosen before transformers loads
+    from qat_lora.models.load import CausalLM
 
 
 @settings
@@ -71,7 +73,7 @@ def blocks_of(module: nn.Module) -> str:
 
 
 def reconstruct(
-    student: CausalLM, full: CausalLM, batches: Sequence[Batch], training: BlockTraining, leave: int = 0
+    student: "CausalLM", full: "CausalLM", batches: Sequence[Batch], training: BlockTraining, leave: int = 0
 ) -> list[dict[str, float]]:
     """Train a quantised model block by block, in place, but for the last `leave` blocks; packed codes at the end.
 
@@ -147,7 +149,7 @@ def _reconstruct(
 
 
 def _record(
-    model: CausalLM, blocks: list[nn.Module], device: torch.device, batches: Sequence[Batch], training: BlockTraining
+    model: "CausalLM", blocks: list[nn.Module], device: torch.device, batches: Sequence[Batch], training: BlockTraining
 ) -> tuple[list[Tensor], list[list[Call]]]:
     """Return the hidden states that enter the first block, where they are kept, and all blocks' other arguments."""
 
