@@ -139,7 +139,8 @@ class NativeRuntime(Runtime):
         """Average the gradients over the replicas by one all-reduce of one flat float32 tensor."""
         trained = [p for p in parameters if p.requires_grad]
         if self.replicas > 1 and trained:
-            collectives.average_gradients(trained, self._mean)
+            gradients, flat = collectives.flat_gradients(trained)
+            collectives.put_back(gradients, self._mean(flat))
 
     def all_reduce_mean(self, value: torch.Tensor) -> torch.Tensor:
         """Return the mean of a tensor over the replicas by an all-reduce of gloo or NCCL."""

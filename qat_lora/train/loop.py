@@ -38,7 +38,6 @@ from qat_lora.train.compile_watch import COMPILED, OPTIMIZER_COMPILED, OPTIMIZER
 from qat_lora.train.lr_probe import choose_lr
 from qat_lora.train.metrics import EMPTY, LOGS, METRICS, TRACKERS, MetricsLog, cut_back
 from qat_lora.train.optim import (
-    AdamW,
     OptimConfig,
     TrainState,
     build_optimizer,
@@ -131,7 +130,9 @@ def train(
     return {"step": run.step, **best, "stopped_early": run.step < loop.max_steps, "resumed_from": start, **chosen}
 
 
-def _resume(state: TrainState, optimizer: AdamW, metric: str, runtime: Runtime, settings: RunSettings) -> Progress:
+def _resume(
+    state: TrainState, optimizer: torch.optim.Optimizer, metric: str, runtime: Runtime, settings: RunSettings
+) -> Progress:
     """Load the newest checkpoint, if there is one, and cut the run's files back to it; return the run's position."""
     out = settings.out
     found = checkpoints(out / "checkpoints")

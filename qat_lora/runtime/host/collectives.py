@@ -14,7 +14,7 @@ import datetime
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -83,8 +83,8 @@ def mean_form(value: torch.Tensor) -> torch.Tensor:
     return value if value.is_floating_point() else value.float()
 
 
-def average_gradients(trained: Sequence[torch.nn.Parameter], mean: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Put in the place of gradients what `mean` makes of all of them, as one flat float32 tensor.
+def flat_gradients(trained: Sequence[torch.nn.Parameter]) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Return the gradients of what trains and a flat float32 copy of them.
 
     A missing gradient becomes zero: processes have to agree on the layout even if a batch did not reach a parameter.
     """
@@ -92,7 +92,11 @@ def average_gradients(trained: Sequence[torch.nn.Parameter], mean: Callable[[tor
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     gradients = [p.grad for p in trained if p.grad is not None]
-    flat = mean(torch.cat([g.detach().float().reshape(-1) for g in gradients]))
+    return gradients, torch.cat([g.detach().float().reshape(-1) for g in gradients])
+
+
+def put_back(gradients: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
+    """Copy a flat tensor's parts into the gradients that it was made of."""
     for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
         gradient.copy_(part.view_as(gradient))
 

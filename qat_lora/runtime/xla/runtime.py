@@ -265,7 +265,8 @@ class XlaRuntime(Runtime):
         """
         trained = [p for p in parameters if p.requires_grad]
         if self.replicas > 1 and trained and self._by_gloo:
-            collectives.average_gradients(trained, self._mean)
+            gradients, flat = collectives.flat_gradients(trained)
+            collectives.put_back(gradients, self._mean(flat))
         elif self.replicas > 1 and trained:
             import torch_xla.core.xla_model as xm
 

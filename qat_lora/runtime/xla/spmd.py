@@ -76,7 +76,6 @@ class XlaSpmdRuntime(XlaRuntime):
         if not self._shard_base or self.replicas == 1:
             return
         import torch_xla
-        import torch_xla.distributed.spmd as xs
 
         ends = [getattr(module, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
         whole = {id(tensor) for end in ends if end is not None for tensor, _ in _frozen_tensors(end)}
@@ -86,7 +85,7 @@ class XlaSpmdRuntime(XlaRuntime):
             if id(tensor) in whole or tensor.ndim < 2 + is_stack or not even:
                 continue
             if torch_xla._XLAC._get_xla_sharding_spec(tensor) == "":
-                xs.mark_sharding(tensor, self._mesh, tuple(AXIS if d == even[0] else None for d in range(tensor.ndim)))
+                self._shard(tensor, tuple(AXIS if d == even[0] else None for d in range(tensor.ndim)))
 
     def layer_scan(self) -> Callable[..., Any]:
         """Return the loop over layers, each round of which gathers its own layer's frozen matrices."""
@@ -110,6 +109,12 @@ class XlaSpmdRuntime(XlaRuntime):
             return LayerScan(gather, recompute)
 
         return scan
+
+    def _shard(self, tensor: torch.Tensor, axes: tuple[str | None, ...]) -> None:
+        """Spread a tensor over the mesh; apart, for runtimes whose tensors have no data (`benchmarks/compiled`)."""
+        import torch_xla.distributed.spmd as xs
+
+        xs.mark_sharding(tensor, self._mesh, axes)
 
     def _call_by_rows(self, computation: Any, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Call a computation on each device's rows; the compiler, which cannot cut a kernel, sees one of them."""
