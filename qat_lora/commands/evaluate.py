@@ -25,6 +25,7 @@ from qat_lora.evaluate.tasks import check_tasks, run_tasks
 from qat_lora.files import outputs
 from qat_lora.files.checksums import checkpoint_sha256
 from qat_lora.files.folders import write_text
+from qat_lora.files.gguf_header import ADAPTER, GGUF
 from qat_lora.models.load import CausalLM, load_model, load_tokenizer, tokenizer_sha256
 from qat_lora.models.student import Student, open_student, stored_sizes
 from qat_lora.options import EvalOptions
@@ -124,6 +125,12 @@ def _open_students(options: EvalOptions, tokenizer: Any, shared: Path) -> dict[s
     opened, expected = {}, tokenizer_sha256(tokenizer)
     for name, folder in _named(options.students, "students", "teacher").items():
         opened[name] = open_student(folder, options.hub, options.run.dtype, shared)
+        file = opened[name].model.folder
+        if file.suffix == GGUF and (file.parent / ADAPTER).is_file():
+            say(
+                options.run,
+                f"{name} is scored without the {ADAPTER} beside it; for both, name the run that was exported",
+            )
         if tokenizer_sha256(load_tokenizer(opened[name].model.tokenizer_folder)) != expected:
             other = f"{name} has another tokenizer than the teacher"
             raise ConfigError(f"students: {other}, so KL between them means nothing")

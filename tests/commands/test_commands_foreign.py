@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import gguf
 import pytest
@@ -61,6 +62,14 @@ def test_the_adapter_brings_it_nearer_and_llama_cpp_gets_the_same_factors(tiny, 
     assert len(tensors) == len(factors)
     a = factors["base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"]
     assert torch.equal(tensors["blk.1.ffn_down.weight.lora_a"].half(), a)
+
+
+def test_a_base_that_is_scored_without_the_adapter_beside_it_says_so(tiny, done, run, tmp_path, capsys):
+    for file in (done["file"], run / "best" / "adapter.gguf"):
+        shutil.copyfile(file, tmp_path / file.name)
+    options = eval_options(tiny, {"served": tmp_path / done["file"].name}, tmp_path / "eval")
+    call("evaluate", options, run=replace(options.run, quiet=False))
+    assert "served is scored without the adapter.gguf beside it" in capsys.readouterr().out
 
 
 def test_the_run_is_used_as_any_other(done, run):
