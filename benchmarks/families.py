@@ -1,10 +1,10 @@
 """A mixture of experts and a hybrid beside a dense model: trained, quantised, recovered, each by the same commands.
 
 Claim: experts are quantised, calibrated and adapted like any other layer, and layers that carry a state too, so the
-share of the KL that recovery closes is of one size in all families. (The hybrid's figures are still missing: its
-teacher takes an hour of one core, since transformers computes its layers' states in plain PyTorch on a CPU.) Teachers are made here from text, some million
-tokens each: Qwen3 (dense), Qwen3-MoE (8 experts, two a token) and Qwen3-Next (three layers of linear attention to one
-of full attention, experts too). KL is exact, over the whole vocabulary, on files that nothing here saw.
+share of the KL that recovery closes is of one size in all families. (Figures of the hybrid are missing: transformers
+computes such layers in plain PyTorch on a CPU, and its teacher was not trained to its end.) Teachers are made here from
+text: Qwen3 (dense), Qwen3-MoE (8 experts, two a token) and Qwen3-Next (three layers of linear attention to one of full
+attention, experts too). KL is exact, over the whole vocabulary, on files that nothing here saw.
 
     python benchmarks/families.py --library DIR --trained-on LIST --held-out LIST --work DIR \
         --out benchmarks/results/families.json
