@@ -42,6 +42,7 @@ FILE = "lr_probe.json"
 HORIZON_POWER = 0.25
 SHARE, SHORTEST, LONGEST = 1 / 32, 2, 64  # steps of a trial: a share of the run's, and limits
 LEAST_TRIALS, MOST_TRIALS = 3, 9
+HIGHEST = 5  # power of 2, a rate of 0.0128: two steps learn a few rows by heart at rates that a run does not survive
 
 
 OpenSteps = Callable[[Run, OptimConfig, int, int], AbstractContextManager[Iterator[Sums]]]
@@ -99,7 +100,7 @@ def _next(start: float, losses: Mapping[int, float]) -> int | None:
         return 0
     best = _best(losses)
     ahead = 1 if losses[best] < start else -1  # what gains nothing is too high
-    missing = [power for power in (best + ahead, best - ahead) if power not in losses]
+    missing = [power for power in (best + ahead, best - ahead) if power not in losses and power <= HIGHEST]
     return missing[0] if missing and len(losses) < MOST_TRIALS else None
 
 
