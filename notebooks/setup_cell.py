@@ -4,8 +4,10 @@ import importlib.metadata
 import importlib.util
 import os
 import shutil
+import site
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -38,7 +40,7 @@ def install():
     what = f"{clone}[{','.join(wanted)}]"
     print(f"installing {what}: some minutes", flush=True)
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", *tested, "-e", what], check=True)
-    sys.path.insert(0, str(clone))  # a running kernel does not see editable installs
+    site.addsitedir(sysconfig.get_path("purelib"))  # a running kernel has read its .pth files already
     importlib.invalidate_caches()
     return [name for name, version in loaded.items() if importlib.metadata.version(name) != version]
 

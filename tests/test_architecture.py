@@ -106,8 +106,7 @@ def problems(path: str, source: str) -> list[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             dotted = f"{node.value.id}.{node.attr}"
-            # A notebook's kernel does not see what it has just installed from a clone.
-            if dotted == "torch.load" or dotted == "sys.path" and here != "notebooks":
+            if dotted in ("sys.path", "torch.load"):
                 found.append(f"{path}:{node.lineno}: {dotted}")
         if isinstance(node, ast.Compare) and here not in ("runtime", *MAY_NAME_DEVICES):
             texts = {n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)}

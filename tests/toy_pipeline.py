@@ -51,6 +51,12 @@ def quantize_options(tiny, out, cache=None, **changed):
     return replace(options, **changed)
 
 
+def cache_and_student(tiny, root):
+    """Make a cache and a student that was calibrated on it."""
+    cache = call("build_cache", cache_options(tiny, root / "cache"))
+    return cache, call("quantize", quantize_options(tiny, root / "student", cache))
+
+
 def recover_options(student, cache, out, **changed):
     options = RecoverOptions(
         checkpoint=str(student),

@@ -22,7 +22,7 @@ from qat_lora.options import RecoverOptions
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.signals import stop_signals
 from qat_lora.setup.common import check_fits, fetch, run_name, say, text_inputs
-from qat_lora.setup.trainable import check_scales, recovery_parts
+from qat_lora.setup.trainable import check_scales, check_twin, recovery_parts
 from qat_lora.setup.training import (
     TrainingRun,
     by_replicas,
@@ -76,6 +76,7 @@ def recover(options: RecoverOptions, runtime: Runtime) -> Path:
                 "leave it out"
             )
         full = load_model(str(options.model), options.hub, "stored")
+        check_twin(model, full)
         settings |= {"blockwise": True, "model_sha256": checkpoint_sha256(full.folder)}
     starts = load_starts(model.folder) if options.start == "auto" else {}
     torch.manual_seed(run.seed)

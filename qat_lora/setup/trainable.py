@@ -41,11 +41,7 @@ def check_parts(options: QatOptions, full: CausalLM | None, student: CausalLM | 
     elif not layers:
         raise ConfigError(f"checkpoint: {options.checkpoint} has no quantised layers; give --from-scratch --model")
     if full is not None and student is not None:
-        dense, quantised = dense_layers(full), quant_layers(full.module)
-        for name, layer in layers.items():
-            shape = (layer.out_features, layer.in_features)
-            if name not in dense or tuple(dense[name].weight.shape) != shape or name in quantised:
-                raise ModelError(f"model: {full.folder} has no full-precision {name} of shape {shape}, as --checkpoint")
+        check_twin(student, full)
     parts, codes = set(options.train_parts), {spec.code for spec in specs.values()}
     if "lut" in parts and "lut" not in codes:
         raise ConfigError("train_parts: lut: no layer has a look-up table; choose a preset with one, such as q4_r32")
@@ -67,6 +63,18 @@ def check_parts(options: QatOptions, full: CausalLM | None, student: CausalLM | 
         raise ConfigError(f"train_parts: the head is quantised in this model, so {instead}")
     if "head" in parts and lm_head.weight is module.get_input_embeddings().weight:
         raise ConfigError("train_parts: the head is the embedding in this model; give embeddings, which trains both")
+
+
+def check_twin(student: CausalLM, full: CausalLM) -> None:
+    """Raise ModelError where a model is not the full-precision twin of a quantised student, layer by layer."""
+    dense, quantised = dense_layers(full), quant_layers(full.module)
+    for name, layer in quant_layers(student.module).items():
+        shape = (layer.out_features, layer.in_features)
+        if name not in dense or tuple(dense[name].weight.shape) != shape or name in quantised:
+            raise ModelError(f"model: {full.folder} has no full-precision {name} of shape {shape}, as --checkpoint")
+    theirs, ours = (model.config.num_hidden_layers for model in (full, student))
+    if theirs != ours:
+        raise ModelError(f"model: {full.folder} has {theirs} decoder layers, --checkpoint {ours}; give its original")
 
 
 def check_scales(model: CausalLM, train_scales: bool) -> None:

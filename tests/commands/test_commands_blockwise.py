@@ -8,10 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
-from toy_pipeline import cache_options, call, eval_options, quantize_options, recover_options
+from toy_pipeline import cache_and_student, call, eval_options, recover_options
+from transformers import AutoModelForCausalLM
 
-from qat_lora.errors import ConfigError, InterruptedRunError
+from qat_lora.errors import ConfigError, InterruptedRunError, ModelError
 from qat_lora.layers.quant_linear import Dense, QuantLinear
+from qat_lora.models.copies import copy_tokenizer
+from qat_lora.models.load import load_model, make_qwen3
 from qat_lora.registry import COMMANDS
 from qat_lora.runtime.launch.select import ChipsConfig
 from qat_lora.runtime.launch.start import run
@@ -21,9 +24,7 @@ from qat_lora.train import blockwise, step
 @pytest.fixture(scope="module")
 def work(tiny, tmp_path_factory):
     """A cache and a quantised student."""
-    root = tmp_path_factory.mktemp("blockwise")
-    cache = call("build_cache", cache_options(tiny, root / "cache"))
-    return cache, call("quantize", quantize_options(tiny, root / "student", cache))
+    return cache_and_student(tiny, tmp_path_factory.mktemp("blockwise"))
 
 
 def options(tiny, work, out, **changed):
@@ -98,6 +99,36 @@ def test_what_it_needs_is_said(tiny, work, tmp_path):
         with pytest.raises(ConfigError, match=words):
             options(tiny, work, tmp_path / "no", **changed)
     assert not (tmp_path / "no").exists()
+
+
+def test_a_model_that_is_not_the_students_original_is_refused(tiny, work, tmp_path):
+    """Another shape, more layers, and the student itself: no claim of the folder, no traceback."""
+    narrow = make_qwen3(tmp_path / "narrow", 320, hidden=32, layers=2, heads=1, kv_heads=1, mlp=64)
+    config = load_model(str(tiny.teacher)).config
+    config.num_hidden_layers, config.layer_types = 3, ["full_attention"] * 3
+    deep = AutoModelForCausalLM.from_config(config)
+    for name, module in (("narrow", narrow.module), ("deep", deep)):
+        module.save_pretrained(tmp_path / name)
+        copy_tokenizer(tiny.teacher, tmp_path / name)
+    cases = {
+        tmp_path / "narrow": "has no full-precision",
+        tmp_path / "deep": "3 decoder layers",
+        work[1]: "has no full-",
+    }
+    for model, words in cases.items():
+        with pytest.raises(ModelError, match=words):
+            call("recover", options(tiny, work, tmp_path / "no", model=str(model)))
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize(
+    "changed", [{"run": {"dtype": "bfloat16"}}, {"loop": {"autocast": True}}], ids=["bf16", "autocast"]
+)
+def test_it_trains_in_bfloat16(changed, tiny, work, tmp_path):
+    made = options(tiny, work, tmp_path / "run")
+    made = replace(made, **{name: replace(getattr(made, name), **values) for name, values in changed.items()})
+    (block,) = json.loads((call("recover", made) / "result.json").read_text())["blocks"]
+    assert block["after"] < block["before"]
 
 
 def test_several_processes_are_refused(tiny, work, tmp_path):

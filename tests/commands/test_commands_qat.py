@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
-from toy_pipeline import cache_options, call, eval_options, part, quantize_options, recover_options
+from toy_pipeline import cache_and_student, call, eval_options, part, quantize_options, recover_options
 from transformers import AutoModelForCausalLM
 
 from qat_lora.errors import ConfigError, InterruptedRunError, ModelError, OutputExistsError
@@ -27,9 +27,7 @@ BLOCKWISE = BlockwiseConfig(blockwise_steps=40, blockwise_lr=1e-3, blockwise_sca
 @pytest.fixture(scope="module")
 def work(tiny, tmp_path_factory):
     """A cache and a quantised student."""
-    root = tmp_path_factory.mktemp("qat")
-    cache = call("build_cache", cache_options(tiny, root / "cache"))
-    return cache, call("quantize", quantize_options(tiny, root / "student", cache))
+    return cache_and_student(tiny, tmp_path_factory.mktemp("qat"))
 
 
 def options(tiny, cache, out, **changed):
