@@ -15,10 +15,6 @@ from qat_lora.files.finite import check_finite
 from qat_lora.models.load import DTYPES, cast
 
 FILE = "best.pt"
-USAGE = f"""\
-import torch
-
-state = torch.load("{FILE}", weights_only=True)  # load_state_dict of the student that it was exported from takes it"""
 
 
 def plan(job: ExportJob) -> ExportPlan:
@@ -31,4 +27,4 @@ def plan(job: ExportJob) -> ExportPlan:
         check_finite(state, f"model for {out}")
         torch.save(state, out / FILE)
 
-    return ExportPlan(write, USAGE)
+    return ExportPlan(write)
