@@ -29,7 +29,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as hf_logging
 
 from qat_lora.errors import ModelError, QatLoraError, one_line
-from qat_lora.files.checksums import SUMS, TOKENIZER, check_folder, read_object, seal, weight_files
+from qat_lora.files.checksums import (
+    LOADED,
+    SUMS,
+    TOKENIZER,
+    check_folder,
+    is_state,
+    read_object,
+    seal,
+    weight_files,
+)
 from qat_lora.files.finite import check_finite
 from qat_lora.files.gguf_header import BASE, GGUF, read_header
 from qat_lora.layers.attention import AttentionKernel, Keep, blocked_attention, tiled_or
@@ -70,7 +79,7 @@ def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str
             raise ModelError(f"model: there is no file {path}")
         return path
     is_file_name = path.suffix in FILE_SUFFIXES
-    if is_file_name and path.is_file() and path.suffix != ".safetensors":
+    if is_file_name and path.is_file() and path.suffix != ".safetensors" and not is_state(path):
         raise ModelError(f"model: {name} is a pickled file; give the Hugging Face folder beside it instead")
     if is_file_name:
         path = path.parent if path.is_file() else path.with_suffix("")
@@ -78,7 +87,7 @@ def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str
         if not (path / "config.json").is_file() and (path / "best" / "config.json").is_file():
             path = path / "best"
         if (path / BASE).is_file():
-            raise ModelError(f"model: {path} is a GGUF export, for `chat` and `generate`; give the run it was made of")
+            raise ModelError(f"model: {path} is a GGUF export, for `eval` and `chat`; give the run it was made of")
         if not (path / "config.json").is_file():
             raise ModelError(f"model: {path} has no config.json, so it is no Hugging Face model folder")
         return path
@@ -340,11 +349,14 @@ def _foreign(folder: Path, hub: HubConfig, dequantize: bool) -> tuple[Any, dict[
         settings = from_gguf.config_of(header := read_header(folder))
         config = transformers.AutoConfig.for_model(**settings)
         return config, from_gguf.dense_state(header, on_meta(config).state_dict(), settings)
-    weight_files(folder)
+    files = weight_files(folder)
     plain = read_object(folder / "config.json")
     method = packed.method_of(plain)
-    check_folder(folder)
+    check_folder(folder, (*LOADED, *(file.name for file in files)))
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=hub.trust_remote_code)
+    if is_state(files[0]):
+        state = {name: tensor for name, tensor in read_state(files[0]).items() if ".lora_" not in name}
+        return config, {name.replace(".base.", "."): tensor for name, tensor in state.items()}
     if config.is_encoder_decoder or method in (None, QUANT_METHOD):
         return config, None
     if not dequantize or method not in packed.READERS:
@@ -352,6 +364,18 @@ def _foreign(folder: Path, hub: HubConfig, dequantize: bool) -> tuple[Any, dict[
     for name in {"quantization_config", "quantization"} & set(vars(config)):
         delattr(config, name)
     return config, packed.dense_state(folder, plain)
+
+
+def read_state(file: Path) -> dict[str, Tensor]:
+    """Return the tensors of an export's state dict, no code of its run; ModelError: it holds anything else."""
+    try:
+        state = torch.load(file, weights_only=True, map_location="cpu")
+        if all(isinstance(tensor, Tensor) for tensor in state.values()):
+            return dict(state)
+        reason = "it holds more than tensors"
+    except Exception as error:  # of the archive or of what is pickled in it
+        reason = one_line(error, 120)
+    raise ModelError(f"model: {file} is no state dict that can be read ({reason}); export it again")
 
 
 def on_meta(config: Any) -> Any:
