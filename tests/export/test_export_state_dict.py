@@ -8,6 +8,7 @@ from toy_pipeline import call, export_options
 
 from qat_lora.commands.export import FORMS
 from qat_lora.errors import ModelError
+from qat_lora.export import state_dict
 from qat_lora.export.forms import usage
 from qat_lora.export.hub import files_to_upload
 from qat_lora.files.checksums import STATE
@@ -30,6 +31,7 @@ def test_the_student_comes_back_from_its_tensors(adapted, tmp_path, monkeypatch)
     wanted, tensors = logits(model), model.module.state_dict()
     monkeypatch.chdir(out)
     found = {}
+    assert state_dict.__name__.endswith(FORMS["pt"].module)
     exec(usage("pt", False), found)  # as the card says it, with weights_only=True
     assert found["state"].keys() == tensors.keys()
     assert all(torch.equal(found["state"][name], tensor) for name, tensor in tensors.items())
