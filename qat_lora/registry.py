@@ -107,20 +107,4 @@ _COMMANDS = (
         "Show what was claimed, asked and reached in one table, or run the benchmark NAME with its own arguments.",
     ),
 )
-# Shown by the `--help` of their commands.
-EXAMPLES = """
-qat-lora cache build --teacher Qwen/Qwen3-0.6B --dataset notes/ --length 512 --eval-rows 32
-qat-lora cache build --teacher Qwen/Qwen3-0.6B --dataset chats.jsonl --top-k 64 --dry-run
-qat-lora quantize --model Qwen/Qwen3-0.6B --preset q2_0 --kd-cache-dir caches/notes_L512_K128
-qat-lora quantize --model Qwen/Qwen3-0.6B --target-size 232MB --for llama.cpp --dataset notes/
-qat-lora recover --checkpoint runs/Qwen3-0.6B_q2_0 --kd-cache-dir caches/notes_L512_K128
-qat-lora recover --checkpoint runs/Qwen3-0.6B_q2_0 --objective sft --dataset chats.jsonl --epochs 3
-qat-lora qat --from-scratch --preset q4_r32 --kd-cache-dir caches/notes_L512_K128 --num-chips all
-qat-lora qat --checkpoint runs/v2_q4 --train-parts scales,norms --kd-cache-dir caches/notes_L512_K128
-qat-lora eval --teacher Qwen/Qwen3-0.6B --students runs/recovery_Qwen3-0.6B_q2_0 --dataset news.txt
-qat-lora eval --teacher Qwen/Qwen3-0.6B --students runs/Qwen3-0.6B_q2_0 --dataset notes/ --tasks arc_easy
-qat-lora export --student runs/recovery_Qwen3-0.6B_q2_0 --form gguf
-qat-lora export --student runs/recovery_Qwen3-0.6B_q2_0 --form mlx --scores runs/eval
-qat-lora estimate --model Qwen/Qwen3-0.6B --preset q2_0 --length 1024 --for v6e-1,h100
-"""
 COMMANDS = {command.words: command for command in _COMMANDS}

@@ -17,11 +17,6 @@ from qat_lora.layers.convert import lora_layers
 from qat_lora.models.engine_adapter import SCALE
 from qat_lora.models.load import DTYPES, cast
 
-USAGE = f"""\
-import torch
-
-state = torch.load("{STATE}", weights_only=True)  # load_state_dict of the student that it was exported from takes it"""
-
 
 def plan(job: ExportJob) -> ExportPlan:
     """Return what writes a student's state dict; tensors that share memory are stored once."""
@@ -36,4 +31,4 @@ def plan(job: ExportJob) -> ExportPlan:
             setattr(module.config, SCALE, layer.scaling)
         module.config.save_pretrained(out)
 
-    return ExportPlan(write, USAGE)
+    return ExportPlan(write)

@@ -20,18 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from torch import Tensor, nn
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -115,7 +106,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     """Load a folder's tokenizer; ModelError: none, or one that has no fingerprint; DamagedFileError: other files."""
     check_folder(folder, TOKENIZER)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
         found = f"{folder} has none that loads ({one_line(error, 200)})"
         raise ModelError(f"tokenizer: {found}; copy the model's tokenizer.json") from None
@@ -230,8 +221,8 @@ class CausalLM:
 
     def _attend(self, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         if self.config._attn_implementation in ("sdpa", LIBRARY):
-            AttentionInterface.register(name, around(ALL_ATTENTION_FUNCTIONS["sdpa"]))
-            AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+            transformers.AttentionInterface.register(name, around(ALL_ATTENTION_FUNCTIONS["sdpa"]))
+            transformers.AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
             self.module.set_attn_implementation(name)
 
     def norms(self) -> dict[str, nn.Parameter]:
@@ -320,7 +311,7 @@ def load_model(
         with _quiet():
             config, state = _foreign(folder, hub, dequantize)
             attention = "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else "sdpa"
-            kind = AutoModelForCausalLM if state is None else type(_on_meta(config))
+            kind = transformers.AutoModelForCausalLM if state is None else type(on_meta(config))
             module, report = kind.from_pretrained(
                 folder if state is None else None,
                 config=config,
@@ -356,13 +347,13 @@ def _foreign(folder: Path, hub: HubConfig, dequantize: bool) -> tuple[Any, dict[
         if not dequantize:
             raise ModelError(f"model: {folder} is quantised; recover it by --checkpoint, or give the unquantised model")
         settings = from_gguf.config_of(header := read_header(folder))
-        config = AutoConfig.for_model(**settings)
-        return config, from_gguf.dense_state(header, _on_meta(config).state_dict(), settings)
+        config = transformers.AutoConfig.for_model(**settings)
+        return config, from_gguf.dense_state(header, on_meta(config).state_dict(), settings)
     files = weight_files(folder)
     plain = read_object(folder / "config.json")
     method = packed.method_of(plain)
     check_folder(folder, (*LOADED, *(file.name for file in files)))
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=hub.trust_remote_code)
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=hub.trust_remote_code)
     if is_state(files[0]):
         state = {name: tensor for name, tensor in read_state(files[0]).items() if ".lora_" not in name}
         return config, {name.replace(".base.", "."): tensor for name, tensor in state.items()}
@@ -387,9 +378,10 @@ def read_state(file: Path) -> dict[str, Tensor]:
     raise ModelError(f"model: {file} is no state dict that can be read ({reason}); export it again")
 
 
-def _on_meta(config: Any) -> Any:
+def on_meta(config: Any) -> Any:
+    """Return the model of a config on the meta device: shapes without memory."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return transformers.AutoModelForCausalLM.from_config(config)
 
 
 def stored_dtype(folder: Path) -> str:
@@ -445,7 +437,7 @@ def make_tokenizer(texts: Iterable[str], vocab_size: int, out: Path) -> None:
     trained, ends = ByteLevelBPETokenizer(), [END_OF_TEXT]
     trained.train_from_iterator(texts, vocab_size, min_frequency=0, show_progress=False, special_tokens=ends)
     tokenizer = Tokenizer.from_str(trained.to_str())
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT)
+    wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=ends[0], eos_token=ends[0])
     wrapped.save_pretrained(out)
 
 
@@ -453,7 +445,7 @@ def make_qwen3(
     folder: Path, vocab_size: int, *, hidden: int, layers: int, heads: int, kv_heads: int, mlp: int, **others: int
 ) -> CausalLM:
     """Make an untrained Qwen3 model with tied embeddings; `folder` is where it will be saved."""
-    config = Qwen3Config(
+    config = transformers.Qwen3Config(
         vocab_size=vocab_size,
         hidden_size=hidden,
         num_hidden_layers=layers,
@@ -465,4 +457,4 @@ def make_qwen3(
         eos_token_id=0,
         **{"head_dim": hidden // heads, "max_position_embeddings": 1024, **others},
     )
-    return CausalLM(Qwen3ForCausalLM(config), folder)
+    return CausalLM(transformers.Qwen3ForCausalLM(config), folder)

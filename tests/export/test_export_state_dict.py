@@ -8,8 +8,9 @@ from toy_pipeline import call, export_options
 
 from qat_lora.commands.export import FORMS
 from qat_lora.errors import ModelError
+from qat_lora.export import state_dict
+from qat_lora.export.forms import usage
 from qat_lora.export.hub import files_to_upload
-from qat_lora.export.state_dict import USAGE
 from qat_lora.files.checksums import STATE
 from qat_lora.models.hub import HubConfig
 from qat_lora.models.student import open_student
@@ -30,7 +31,8 @@ def test_the_student_comes_back_from_its_tensors(adapted, tmp_path, monkeypatch)
     wanted, tensors = logits(model), model.module.state_dict()
     monkeypatch.chdir(out)
     found = {}
-    exec(USAGE, found)  # as the card says it, with weights_only=True
+    assert state_dict.__name__.endswith(FORMS["pt"].module)
+    exec(usage("pt", False), found)  # as the card says it, with weights_only=True
     assert found["state"].keys() == tensors.keys()
     assert all(torch.equal(found["state"][name], tensor) for name, tensor in tensors.items())
     assert any(name.endswith(".codes") for name in tensors) and any("lora_A" in name for name in tensors)

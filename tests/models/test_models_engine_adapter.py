@@ -13,6 +13,7 @@ from qat_lora.errors import ModelError, QatLoraError
 from qat_lora.export.forms import FORMS
 from qat_lora.files.checksums import seal
 from qat_lora.layers.convert import lora_layers
+from qat_lora.models.engine_adapter import engine_adapter
 from qat_lora.models.student import open_student
 
 IDS = torch.arange(3, 35).reshape(1, 32)
@@ -54,6 +55,7 @@ def test_without_reading_the_adapter_the_figures_would_be_the_bases(form, adapte
     """The naive opener loads the base alone, and nothing tells it that something is missing."""
     folder = exported(form)
     assert lora_layers(logits(folder)[0].model.module).keys() == lora_layers(adapted[0].module).keys()
+    assert engine_adapter(folder).name == {"mlx": "adapters.safetensors", "pt": "best.pt"}.get(form, "adapter.gguf")
     if form == "pt":
         return
     shutil.rmtree(folder / "adapters") if form == "mlx" else (folder / "adapter.gguf").unlink()
