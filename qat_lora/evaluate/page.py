@@ -69,5 +69,6 @@ def _sizes(models: Mapping[str, Mapping[str, Any]]) -> str:
         x, y = LEFT + (WIDTH - LEFT) * bits / most, FLOOR - rise * (kl - low)
         parts.append(f"<circle cx='{x:.0f}' cy='{y:.0f}' r='5' fill='{colours[name]}'/>")
         free = min(y, free - 13)  # labels of equal students stand above each other
-        text(x + 8, free + 4, f"{name[:24]} {10**kl:.3g}")
+        side, anchor = (8, "start") if x < WIDTH / 2 else (-8, "end")  # to where there is room
+        text(x + side, free + 4, f"{name[:24]} {10**kl:.3g}", anchor)
     return "".join([*parts, "</svg>"])
