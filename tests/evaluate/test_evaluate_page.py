@@ -69,7 +69,7 @@ def test_the_picture_has_a_point_for_each_student_with_both_figures(tmp_path):
         for x, y in re.findall(r"<circle cx='(\d+)' cy='(\d+)'", page):
             assert 44 <= int(x) < 360 and 15 <= int(y) <= 205
     page = html_report(sized(a=(3.0, 0.1), b=(3.0, 0.1)), "t", tmp_path / "none")
-    labels = re.findall(r"y='(\d+)' text-anchor=start>student", page)
+    labels = re.findall(r"y='(\d+)' text-anchor=end>student", page)
     assert abs(int(labels[0]) - int(labels[1])) >= 12, "two equal students' labels cover each other"
 
 
