@@ -48,8 +48,8 @@ class ObjectiveConfig:
 
     estimator: EstimatorName = option(
         "auto",
-        "distance to the teacher: ghost (tail as one bucket), renorm (head only), reverse (KL), jsd, skew or "
-        "skew_reverse (KL to a mixture), hybrid (head and draws from the tail), sampled (draws only), full (from hidden "
+        "distance to the teacher: ghost (tail as one bucket), renorm (head only), reverse (KL), jsd, skew, "
+        "skew_reverse (KL to a mixture), hybrid (head and draws from the tail), sampled (draws only), full (hidden "
         "states), auto (hybrid if it can be, else ghost)",
     )
     mixture: float | None = option(

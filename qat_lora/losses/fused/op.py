@@ -23,7 +23,7 @@ from qat_lora.losses.estimators import DenseTerm, KLTerm, Term, TopKTerm, wide_d
 from qat_lora.losses.fused.by_kernel import kernel_serves, walk_kernel
 from qat_lora.losses.fused.by_token import walk_positions
 from qat_lora.losses.fused.by_vocab import one_softmax, walk_vocabulary
-from qat_lora.losses.fused.gradients import Task, Wanted, group_terms, real_vocabulary
+from qat_lora.losses.fused.gradients import Task, Wanted, group_terms, real_vocabulary, skipped
 from qat_lora.types import LMHead, LossWalk
 
 CHUNK_BYTES = 32 * 2**20
@@ -54,9 +54,9 @@ def fused_linear_kd(
     weight and bias get a gradient only if they ask for one; it is accumulated in float32.
 
     The ids of terms are below `vocab_size`, and distinct within a top K. Where `mask_N` is False, hidden states and
-    targets may hold anything; a float mask weighs positions instead, in sums and count. `chunk_tokens` positions are projected at once, by default as many as fit `chunk_bytes`
-    of float32 logits, two to three times which exist at the peak (other walks hold as many once, in the dtype of the
-    products). `walk` is `Runtime.loss_walk`; what it does not serve goes by positions. The positions are of `rows`
+    targets may hold anything; a float mask weighs positions instead, in sums and count. `chunk_tokens` positions are
+    projected at once, by default as many as fit `chunk_bytes` of float32 logits, two to three times which exist at the
+    peak (other walks hold as many once, in the dtype of the products). `walk` is `Runtime.loss_walk`; what it does not serve goes by positions. The positions are of `rows`
     rows of text, equal in length; on XLA a chunk takes its part of each.
 
     ValueError: no terms, or shapes that do not fit each other.
@@ -102,7 +102,7 @@ class _FusedLinearKD(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         terms, dtype, vocab = call.terms, call.dtype, call.lm_head.vocab_size
         task = Task(
-            hidden_NH.to(dtype).masked_fill((call.mask_N == 0)[:, None], 0),  # even a NaN must not leak from padding
+            hidden_NH.to(dtype).masked_fill(skipped(call.mask_N)[:, None], 0),  # even a NaN must not leak from padding
             real_vocabulary(call.lm_head, dtype, wide_dtype(dtype)),
             group_terms(terms),
             [term.weight * term.temperature**2 for term in terms],
