@@ -52,7 +52,7 @@ from qat_lora.runtime.launch.start import run
 from qat_lora.train.loop import LoopConfig
 from qat_lora.train.optim import OptimConfig
 
-HEADS = ("ghost", "renorm", "hybrid")
+HEADS = ("ghost", "renorm", "hybrid", "jsd", "skew", "skew_reverse")
 ALONE = ("sampled", "full", "ce")
 SETTINGS = ("preset", "length", "rank", "batch", "steps", "lr", "scale_lr", "tail_draws", "pool", "eval_rows", "dtype")
 

@@ -12,6 +12,7 @@ student has (nearly) no mass left outside the top K that is infinity times zero.
 Gradients are with respect to z/T, the softened logits; T² and weights are the caller's (derivations: docs/numerics.md).
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -80,6 +81,46 @@ def reverse(log_p_NK: Tensor, log_rest_N: Tensor, log_t_NK: Tensor, log_m_N: Ten
     return Estimate(loss_N, weighted(p_NK, ratio_NK - loss_N[:, None]), weighted(rest_N, ratio_N - loss_N))
 
 
+def jsd(log_p_NK: Tensor, log_rest_N: Tensor, log_t_NK: Tensor, log_m_N: Tensor, share: float) -> Estimate:
+    """Generalised JSD over the K+1 outcomes: β KL(t ‖ r) + (1-β) KL(p ‖ r), r = βt + (1-β)p, β the share.
+
+    Towards β = 0 it behaves as the forward KL, towards 1 as the reverse (GKD; Agarwal et al., 2024, equation 1).
+    """
+    log_p, log_t, log_r = _mixed(log_p_NK, log_rest_N, log_t_NK, log_m_N, share)
+    parts = share * weighted(log_t.exp(), log_t - log_r) + (1 - share) * weighted(log_p.exp(), log_p - log_r)
+    return _by_slope(parts, log_p, (1 - share) * (log_p - log_r))
+
+
+def skew(log_p_NK: Tensor, log_rest_N: Tensor, log_t_NK: Tensor, log_m_N: Tensor, share: float) -> Estimate:
+    """Skew forward KL over the K+1 outcomes: KL(t ‖ αt + (1-α)p), α the share (DistiLLM; Ko et al., 2024)."""
+    log_p, log_t, log_r = _mixed(log_p_NK, log_rest_N, log_t_NK, log_m_N, share)
+    return _by_slope(weighted(log_t.exp(), log_t - log_r), log_p, (share - 1) * (log_t - log_r).exp())
+
+
+def skew_reverse(log_p_NK: Tensor, log_rest_N: Tensor, log_t_NK: Tensor, log_m_N: Tensor, share: float) -> Estimate:
+    """Skew reverse KL over the K+1 outcomes: KL(p ‖ (1-α)t + αp), α the share (same source); finite, unlike reverse."""
+    log_p, _, log_r = _mixed(log_p_NK, log_rest_N, log_t_NK, log_m_N, 1 - share)
+    ratio = log_p - log_r
+    return _by_slope(weighted(log_p.exp(), ratio), log_p, ratio - share * ratio.exp())
+
+
+def _mixed(
+    log_p_NK: Tensor, log_rest_N: Tensor, log_t_NK: Tensor, log_m_N: Tensor, share: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log p, log t and log(share · t + (1 - share) · p), each [N, K+1] with the tail last."""
+    log_p = torch.cat([log_p_NK, log_rest_N[:, None]], 1)
+    log_t = torch.cat([log_t_NK, log_m_N[:, None]], 1)
+    return log_p, log_t, log_add(log_t + math.log(share), log_p + math.log1p(-share))
+
+
+def _by_slope(parts: Tensor, log_p: Tensor, slope: Tensor) -> Estimate:
+    """Return the estimate whose loss is the sum of parts, with dL/dp but for a constant: dz = p (slope - Σ p slope)."""
+    p = log_p.exp()
+    pull = weighted(p, slope)
+    gradient = pull - p * pull.sum(1, keepdim=True)
+    return Estimate(parts.sum(1), gradient[:, :-1], gradient[:, -1])
+
+
 def topk_part(log_p_NK: Tensor, log_rest_N: Tensor, log_t_NK: Tensor, log_m_N: Tensor) -> Estimate:
     """The top K's part of the forward KL, Σ_topK t log(t/p), for use with draws from the tail (`hybrid`).
 
@@ -92,6 +133,7 @@ def topk_part(log_p_NK: Tensor, log_rest_N: Tensor, log_t_NK: Tensor, log_m_N: T
 
 
 ESTIMATORS: dict[str, Estimator] = {"ghost": ghost, "renorm": renorm, "reverse": reverse}  # by their names in settings
+MIXTURES = {"jsd": (jsd, 0.5), "skew": (skew, 0.1), "skew_reverse": (skew_reverse, 0.1)}  # with their papers' shares
 IN_KERNEL = (ghost, renorm, reverse, topk_part)  # that `fused/triton_kernel.py` has too, by the same names
 
 

@@ -45,4 +45,4 @@ def hidden_error_sum(student: Tensor, teacher: Tensor, mask: Tensor) -> tuple[Te
     student, teacher = student.masked_fill(~keep, 0), teacher.masked_fill(~keep, 0).detach().to(wide)
     scale = teacher.square().mean(-1).clamp_min(torch.finfo(torch.float32).tiny)
     loss = (student.to(wide) - teacher).square().mean(-1) / scale
-    return torch.where(mask.bool(), loss, torch.zeros_like(loss)).sum(), mask.sum(dtype=torch.float32)
+    return torch.where(mask.bool(), loss * mask, torch.zeros_like(loss)).sum(), mask.sum(dtype=torch.float32)

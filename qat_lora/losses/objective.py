@@ -31,7 +31,9 @@ from qat_lora.losses.fused.gradients import lm_head_logits, real_vocabulary
 from qat_lora.losses.fused.op import CHUNK_BYTES, LossSum, fused_linear_kd
 from qat_lora.types import Batch, LMHead, LossWalk, SparseTeacher, temperature_key
 
-EstimatorName = Literal["auto", "ghost", "renorm", "reverse", "hybrid", "sampled", "full"]
+EstimatorName = Literal[
+    "auto", "ghost", "renorm", "reverse", "jsd", "skew", "skew_reverse", "hybrid", "sampled", "full"
+]
 """`auto`: `hybrid` (better at every K, docs/numerics.md) where the cache has draws from the tail, else `ghost`."""
 OPTIONAL_ARRAYS = {"hybrid": ("tail_draw_ids",), "sampled": ("draw_ids",), "full": ("teacher_hidden",)}
 """Keys of a batch that an estimator needs beyond top K and tail mass; a cache has them on request only."""
@@ -46,13 +48,20 @@ class ObjectiveConfig:
 
     estimator: EstimatorName = option(
         "auto",
-        "distance to the teacher: ghost (tail as one bucket), renorm (head only), reverse (KL), hybrid (head and "
-        "draws from the tail), sampled (draws only), full (from hidden states), auto (hybrid if it can be, else ghost)",
+        "distance to the teacher: ghost (tail as one bucket), renorm (head only), reverse (KL), jsd, skew, "
+        "skew_reverse (KL to a mixture), hybrid (head and draws from the tail), sampled (draws only), full (hidden "
+        "states), auto (hybrid if it can be, else ghost)",
+    )
+    mixture: float | None = option(
+        None, "share of the teacher in jsd's mixture (default 0.5), of the first in the skews' (0.1)", above=0, below=1
     )
     draws: int | None = option(
         None, "with hybrid and sampled: use only the first of the cached draws; default: all", unit="draws", min=1
     )
     temperature: float = option(1.0, "softening of student and teacher; the cache must be built with it", above=0)
+    temperature_schedule: tuple[float, ...] = option(
+        (), "instead: temperatures for equal parts of the run, in turn, as 2,2,1; on XLA each compiles a graph"
+    )
     kd_weight: float = _weight(1.0, "weight of the distance to the cached teacher")
     ce_weight: float = _weight(0.0, "weight of the cross-entropy with the text's next token")
     hard_top1_weight: float = _weight(0.0, "weight of the cross-entropy with the teacher's likeliest token, at first")
@@ -72,9 +81,16 @@ class ObjectiveConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.estimator in ("hybrid", "sampled") and self.temperature != 1.0:
-            what = f"{self.temperature:g} does not go with estimator {self.estimator}, whose draws are at temperature 1"
+        if self.temperature_schedule and (self.temperature != 1.0 or min(self.temperature_schedule) <= 0):
+            what = ",".join(f"{t:g}" for t in self.temperature_schedule)
+            raise ConfigError(f"temperature_schedule: {what}; give numbers above 0, and leave --temperature out")
+        if self.estimator in ("hybrid", "sampled") and {*self.temperatures} != {1.0}:
+            given = ",".join(f"{t:g}" for t in self.temperatures)
+            what = f"{given} does not go with estimator {self.estimator}, whose draws are at temperature 1"
             raise ConfigError(f"temperature: {what}; give --temperature 1, or --estimator ghost or full")
+        if self.mixture is not None and self.estimator not in estimators.MIXTURES:
+            what = f"for estimators {', '.join(estimators.MIXTURES)} only, and it is {self.estimator}"
+            raise ConfigError(f"mixture: {what}; leave it out, or name one")
         if self.draws is not None and self.estimator not in ("hybrid", "sampled"):
             remedy = "leave it out, or name one"
             raise ConfigError(f"draws: for estimators hybrid and sampled only, and it is {self.estimator}; {remedy}")
@@ -92,7 +108,19 @@ class ObjectiveConfig:
     def cached_temperatures(self) -> tuple[float, ...]:
         """Temperatures whose normalisers are read: 1 for evaluations, and its own; the exact KL makes its own."""
         uses = self.kd_weight > 0 and self.estimator != "full"
-        return tuple(sorted({1.0, self.temperature})) if uses else (1.0,)
+        return tuple(sorted({1.0, *self.temperatures})) if uses else (1.0,)
+
+    @property
+    def temperatures(self) -> tuple[float, ...]:
+        """The temperatures of a run, in turn."""
+        return self.temperature_schedule or (self.temperature,)
+
+    def at(self, progress: float) -> "ObjectiveConfig":
+        """Return the objective at a progress of training from 0 to 1, with one temperature."""
+        if not self.temperature_schedule:
+            return self
+        turn = min(int(progress * len(self.temperatures)), len(self.temperatures) - 1)
+        return replace(self, temperature=self.temperatures[turn], temperature_schedule=())
 
     @property
     def loss_chunk_bytes(self) -> int:
@@ -141,6 +169,8 @@ def objective_loss(
 ) -> LossSum:
     """Return the objective of a micro-batch, added up over the positions that its `target_mask` keeps.
 
+    Where a batch has `weights`, positions count as much as theirs: sums are Σ w · loss, and the count Σ w.
+
     Shifted here, once: position p of a row has seen tokens 0..p and is scored on token p+1.
 
     `weights` are those of this step, as numbers or `weight_tensors`; by default those at the start. The term `anchor`
@@ -156,6 +186,8 @@ def objective_loss(
         raise CacheError(f"head_ids: {what}; {remedy}")
     hidden_NH = hidden_BLH[:, :-1].reshape(-1, hidden_BLH.shape[-1])
     mask_N = batch["target_mask"].reshape(-1)
+    if "weights" in batch:
+        mask_N = mask_N * batch["weights"].reshape(-1)
     terms: list[Term] = []
     if "kd" in names:
         terms += _kd_terms(batch, config, weights["kd"], teacher_lm_head)
@@ -163,7 +195,7 @@ def objective_loss(
         terms.append(label_term(batch["input_ids"][:, 1:].reshape(-1), weights["ce"], "ce"))
     if "hard_top1" in names:
         terms.append(label_term(batch["head_ids"][..., 0].reshape(-1), weights["hard_top1"], "hard_top1"))
-    estimator = choose_estimator(config.estimator, batch, config.temperature)
+    estimator = choose_estimator(config, batch)
     kd_is_kl = "kd" in names and estimator in ("ghost", "full") and config.temperature == 1.0
     if config.logs_kl(batch) and not kd_is_kl:
         if isinstance(kd := terms[0], DenseTerm):
@@ -189,11 +221,11 @@ def objective_loss(
     return LossSum(loss_sum, parts[0].token_count, by_name | ({"kl": by_name["kd"]} if kd_is_kl else {}))
 
 
-def choose_estimator(name: EstimatorName, arrays: Container[str], temperature: float) -> EstimatorName:
+def choose_estimator(config: ObjectiveConfig, arrays: Container[str]) -> EstimatorName:
     """Return the estimator that `auto` means for a cache with these arrays; any other name as it is."""
-    if name != "auto":
-        return name
-    return "hybrid" if "tail_draw_ids" in arrays and temperature == 1.0 else "ghost"
+    if config.estimator != "auto":
+        return config.estimator
+    return "hybrid" if "tail_draw_ids" in arrays and {*config.temperatures} == {1.0} else "ghost"
 
 
 def wanted(batch: Batch, key: str, user: str, draws: int | None = None) -> Tensor:
@@ -209,7 +241,7 @@ def wanted(batch: Batch, key: str, user: str, draws: int | None = None) -> Tenso
 
 
 def _kd_terms(batch: Batch, config: ObjectiveConfig, weight: float | Tensor, lm_head: LMHead | None) -> list[Term]:
-    estimator, temperature = choose_estimator(config.estimator, batch, config.temperature), config.temperature
+    estimator, temperature = choose_estimator(config, batch), config.temperature
     if estimator == "full":
         hidden_NH = wanted(batch, "teacher_hidden", "estimator full")
         if lm_head is None:
@@ -222,6 +254,10 @@ def _kd_terms(batch: Batch, config: ObjectiveConfig, weight: float | Tensor, lm_
     if estimator == "hybrid":
         ids_ND = wanted(batch, "tail_draw_ids", "estimator hybrid", config.draws).long()
         return estimators.hybrid_terms(teacher, ids_ND, weight)
+    if estimator in estimators.MIXTURES:
+        mixture, share = estimators.MIXTURES[estimator]
+        distance = functools.partial(mixture, share=config.mixture or share)
+        return [TopKTerm(teacher, distance, weight, "kd")]
     return [TopKTerm(teacher, estimators.ESTIMATORS[estimator], weight, "kd")]
 
 

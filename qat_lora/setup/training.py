@@ -85,10 +85,10 @@ def check_arrays(dataset: KDCacheDataset, objective: ObjectiveConfig) -> None:
         advice = "give --estimator full" if objective.topk_user.startswith("estimator") else "set it to 0"
         lack = "needs the teacher's likeliest tokens, and the KD cache was built with --top-k 0"
         raise CacheError(f"top_k: {objective.topk_user} {lack}; {advice}, or build one with --top-k 64")
-    if objective.kd_weight == 0 or choose_estimator(objective.estimator, OPTIONAL, objective.temperature) != "hybrid":
+    if objective.kd_weight == 0 or choose_estimator(objective, OPTIONAL) != "hybrid":
         dataset.leave_out_all_but([name for name in OPTIONAL if name != "tail_draw_ids"])  # refused behind --head-k
     held = {name: torch.empty(1, 1, *array.shape[2:]) for name, array in dataset.rows([0]).items()}
-    objective = replace(objective, estimator=choose_estimator(objective.estimator, held, objective.temperature))
+    objective = replace(objective, estimator=choose_estimator(objective, held))
     own = OPTIONAL_ARRAYS.get(objective.estimator, ()) if objective.kd_weight > 0 else ()
     for name in objective.optional_arrays:
         user = f"estimator {objective.estimator}" if name in own else "hidden_weight"
@@ -126,7 +126,7 @@ def prepare(
         raise ConfigError(f"loss_walk: kernel {needs}; give auto, positions or vocabulary")
     arrays = dataset.rows([0])
     if objective.kd_weight > 0:
-        name = choose_estimator(objective.estimator, arrays, objective.temperature)
+        name = choose_estimator(objective, arrays)
         objective = replace(objective, estimator=name)
     teacher_lm_head = anchor = None
     no_topk = isinstance(dataset, KDCacheDataset) and not dataset.k  # then evaluations need the teacher's output head

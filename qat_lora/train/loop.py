@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 
 from qat_lora.errors import ConfigError, QatLoraError
 from qat_lora.files.folders import restore_dir
-from qat_lora.losses.objective import weight_tensors
+from qat_lora.losses.objective import ObjectiveConfig, weight_tensors
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.host.signals import stop_signals
 from qat_lora.train.anchor import anchor_batches, anchor_micro_batch
@@ -176,7 +176,7 @@ def _steps(
     batches = runtime.feed(rows.batches(*span, per_process, accumulation, run.settings.seed, **here))
     anchors = None if anchor is None else runtime.feed(anchor_batches(anchor, *span, per_process, **here))
 
-    def gradients(weights: dict[str, Tensor]) -> tuple[Sums, QatLoraError | OSError | None]:
+    def gradients(objective: ObjectiveConfig, weights: dict[str, Tensor]) -> tuple[Sums, QatLoraError | OSError | None]:
         """Run forward and backward on a step's micro-batches; return their sums, or the error of unreadable rows."""
         sums, failed = zeros, None
         for _ in range(accumulation):
@@ -204,7 +204,8 @@ def _steps(
             done, random = run.step, random_states()
             watch.begin(done + 1)
             weights = objective.weights_at(done / max(1, loop.max_steps - 1))
-            sums, failed = gradients(weight_tensors(weights, runtime.numbers))
+            now = objective.at(done / loop.max_steps)
+            sums, failed = gradients(now, weight_tensors(weights, runtime.numbers))
             # Looked at once: a signal that comes later is for the next step. All processes stop after the same.
             run.stopping = runtime.agree(bool(run.stopped or failed))
             if run.stopping and runtime.agree(bool(failed)):

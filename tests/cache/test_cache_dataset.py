@@ -4,7 +4,10 @@ import sys
 import numpy as np
 import pytest
 
+from qat_lora.cache.format.codec import encode_rows
+from qat_lora.cache.format.records import optional_arrays
 from qat_lora.cache.read.dataset import KDCacheDataset
+from qat_lora.cache.storage.store import verify_cache
 from qat_lora.data.shuffle import global_batch, permuted
 from qat_lora.errors import CacheError, ConfigError
 
@@ -155,3 +158,19 @@ def test_reader_and_writer_need_no_torch():
     modules = "qat_lora.cache.build.writer, qat_lora.cache.read.dataset, qat_lora.cache.tools.pack"
     code = f"import sys, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+
+
+def test_weights_of_positions_are_served_and_bad_ones_refused(tmp_path, fingerprint, random_rows, write_cache):
+    fp = fingerprint(optional_arrays=optional_arrays(weights=True))
+    rows = random_rows(fp, 3)
+    given = np.linspace(0, 2, 3 * (fp.length - 1)).reshape(3, -1).astype(np.float16)
+    path = write_cache(tmp_path / "c", fp, rows | {"weights": given})
+    served = KDCacheDataset(path).rows([2, -1, 0])["weights"]
+    np.testing.assert_array_equal(served, [given[2], 0 * given[0], given[0]])
+    assert served.dtype == np.float32
+    verify_cache(path)
+    for bad in (-1.0, np.nan, 1e6):
+        with pytest.raises(CacheError, match="weights: some are negative"):
+            encode_rows(rows | {"weights": np.full(given.shape, bad)}, fp)
+    with pytest.raises(CacheError, match="weights: shape absent"):
+        encode_rows({name: array for name, array in rows.items() if name != "weights"}, fp)

@@ -34,7 +34,7 @@ def make_teacher(rng, count, vocab, k, temperature=1.0, spread=3.0):
     return logits, teacher
 
 
-def numpy_loss(name, student_row, teacher_row, k, temperature=1.0):
+def numpy_loss(name, student_row, teacher_row, k, temperature=1.0, share=None):
     """Return one position's loss from full logits, in the words of the definition; no T²."""
     log_p, log_t = log_softmax(list(student_row / temperature)), log_softmax(list(teacher_row / temperature))
     order = sorted(range(len(log_t)), key=lambda j: -log_t[j])
@@ -48,6 +48,19 @@ def numpy_loss(name, student_row, teacher_row, k, temperature=1.0):
     if name == "reverse":
         inside = math.fsum(math.exp(log_p[j]) * (log_p[j] - log_t[j]) for j in head)
         return inside + (rest_p * math.log(rest_p / rest_t) if tail else 0.0)
+    if name in ("jsd", "skew", "skew_reverse"):
+        tails = [(rest_t, rest_p)] if tail else []
+        pairs = [(math.exp(log_t[j]), math.exp(log_p[j])) for j in head] + tails
+
+        def kl(first, second):
+            return math.fsum(a * math.log(a / b) for a, b in zip(first, second, strict=True) if a > 0)
+
+        t, p = zip(*pairs, strict=True)
+        of_teacher = 1 - share if name == "skew_reverse" else share
+        mixed = [of_teacher * a + (1 - of_teacher) * b for a, b in pairs]
+        if name == "jsd":
+            return share * kl(t, mixed) + (1 - share) * kl(p, mixed)
+        return kl(t if name == "skew" else p, mixed)
     a, b = math.fsum(math.exp(log_t[j]) for j in head), math.fsum(math.exp(log_p[j]) for j in head)
     return math.fsum(math.exp(log_t[j]) / a * (log_t[j] - math.log(a) - log_p[j] + math.log(b)) for j in head)
 

@@ -1,6 +1,7 @@
 """Every estimator against its definition in plain loops, its gradient by gradcheck, and its known identities."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,6 +10,8 @@ from losses_oracle import identity_head, make_teacher, numpy_loss
 
 from qat_lora.losses.estimators import (
     ESTIMATORS,
+    MIXTURES,
+    DenseTerm,
     PointTerm,
     TopKTerm,
     hybrid_terms,
@@ -42,6 +45,77 @@ def test_value_is_the_definition(name, shape, temperature):
     pairs = zip(student, teacher_logits, strict=True)
     expected = math.fsum(numpy_loss(name, s, t, k, temperature) for s, t in pairs) * temperature**2
     assert loss.item() == pytest.approx(expected, rel=1e-11, abs=1e-12)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name,share", [("jsd", 0.5), ("jsd", 0.9), ("skew", 0.1), ("skew_reverse", 0.1)])
+def test_value_and_gradient_of_mixtures_are_the_definition(name, share, shape, temperature):
+    count, vocab, k = shape
+    rng = np.random.default_rng(count + vocab + k)
+    teacher_logits, teacher = make_teacher(rng, count, vocab, k, temperature)
+    student = teacher_logits + rng.normal(size=(count, vocab))
+    mask = torch.tensor(rng.random(count) < 0.7)
+    terms = [TopKTerm(teacher, partial(MIXTURES[name][0], share=share))]
+    loss, gradient = loss_and_gradient(student, terms, mask)
+
+    def by_definition(row, n):
+        return numpy_loss(name, row, teacher_logits[n], k, temperature, share) * temperature**2
+
+    kept = np.flatnonzero(mask)
+    expected = math.fsum(by_definition(student[n], n) for n in kept)
+    assert loss.item() == pytest.approx(expected, rel=1e-10, abs=1e-12)
+    assert not gradient[~mask].any()
+    for n in kept[:2]:  # by differences, at a top-K id, the last one and another
+        for j in {int(teacher.ids_NK[n, 0]), int(teacher.ids_NK[n, -1]), vocab // 2}:
+            step = np.zeros(vocab)
+            step[j] = 1e-5
+            slope = (by_definition(student[n] + step, n) - by_definition(student[n] - step, n)) / 2e-5
+            assert gradient[n, j].item() == pytest.approx(slope, abs=2e-8, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_mixtures_stay_finite_where_one_side_has_nothing(name):
+    """And at the end of the range: the KL forward or reverse would be infinite."""
+    log_t = torch.tensor([[0.0, -math.inf]], dtype=torch.float64)
+    teacher = SparseTeacher(torch.tensor([[0, 1]]), log_t, torch.tensor([-math.inf], dtype=torch.float64))
+    mixture, share = MIXTURES[name]
+    loss, gradient = loss_and_gradient(
+        np.array([[-900.0, 900.0, -900.0]]), [TopKTerm(teacher, partial(mixture, share=share))]
+    )
+    assert math.isfinite(loss.item()) and torch.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("walk", ["positions", "vocabulary", "kernel"])
+@pytest.mark.parametrize("name", ["ghost", "jsd", "hybrid", "full"])
+def test_weights_of_positions_multiply_sums_count_and_gradients(name, walk):
+    rng = np.random.default_rng(9)
+    hidden = torch.tensor(rng.normal(size=(7, 5)))
+    teacher_logits, teacher = make_teacher(rng, 7, 31, 4)
+    head = LMHead(torch.tensor(rng.normal(size=(31, 5))), 31)
+    weights = torch.tensor([0.0, 0.5, 1.0, 3.0, 0.0, 2.0, 0.25])
+    draws = torch.tensor(rng.integers(0, 31, size=(7, 3)))
+
+    def terms(rows):
+        sparse = SparseTeacher(*(x[rows] for x in teacher[:3]))
+        if name == "hybrid":
+            return hybrid_terms(sparse, draws[rows])
+        if name == "full":
+            return [DenseTerm(torch.tensor(teacher_logits)[rows], identity_head(31))]
+        return [TopKTerm(sparse, partial(MIXTURES[name][0], share=0.3) if name == "jsd" else ESTIMATORS[name])]
+
+    def run(rows, mask):
+        states = hidden[rows].clone().requires_grad_()
+        result = fused_linear_kd(states, head, terms(rows), mask, walk=walk)
+        return result, torch.autograd.grad(result.loss_sum, states)[0]
+
+    together, gradient = run(slice(None), weights)
+    alone = [run(slice(n, n + 1), None) for n in range(7)]
+    expected = math.fsum(w * x.loss_sum.item() for w, (x, _) in zip(weights.tolist(), alone, strict=True))
+    assert together.loss_sum.item() == pytest.approx(expected, rel=1e-12)
+    assert together.token_count.item() == weights.sum().item()
+    by_row = torch.cat([w * grad for w, (_, grad) in zip(weights, alone, strict=True)])
+    torch.testing.assert_close(gradient, by_row, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["ghost", "reverse"])

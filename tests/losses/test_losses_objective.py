@@ -339,6 +339,13 @@ def test_weights_of_a_step_are_used_as_numbers_or_tensors():
         ({"kd_weight": 0.0, "anchor_weight": 1.0}, "nothing to learn"),
         ({"anchor_samples": 0}, "anchor_samples"),
         ({"draws": 0}, "draws"),
+        ({"mixture": 0.3}, "mixture: for estimators jsd, skew, skew_reverse only"),
+        ({"estimator": "hybrid", "mixture": 0.3}, "mixture: for .* it is hybrid"),
+        ({"estimator": "jsd", "mixture": 1.0}, "mixture"),
+        ({"estimator": "jsd", "draws": 4}, "draws: for estimators hybrid and sampled only"),
+        ({"estimator": "sampled", "temperature_schedule": "2,1"}, "whose draws are at temperature 1"),
+        ({"temperature": 2.0, "temperature_schedule": "2,1"}, "leave --temperature out"),
+        ({"temperature_schedule": "2,0"}, "numbers above 0"),
         ({"draws": 4}, "draws: for estimators hybrid and sampled only"),
     ],
 )
@@ -353,5 +360,39 @@ def test_auto_is_hybrid_where_there_are_draws_from_the_tail_and_ghost_elsewhere(
         ({"tail_draw_ids"}, 1.0, "hybrid"),
         ({"tail_draw_ids"}, 2.0, "ghost"),
     ):
-        assert choose_estimator("auto", arrays, temperature) == chosen
-    assert choose_estimator("renorm", {"tail_draw_ids"}, 1.0) == "renorm"
+        assert choose_estimator(ObjectiveConfig(temperature=temperature), arrays) == chosen
+    assert choose_estimator(ObjectiveConfig("renorm"), {"tail_draw_ids"}) == "renorm"
+    assert choose_estimator(ObjectiveConfig(temperature_schedule=(0.5, 1.0)), {"tail_draw_ids"}) == "ghost"
+
+
+def test_a_schedule_steps_among_temperatures_by_progress_alone():
+    config = ObjectiveConfig("ghost", temperature_schedule=(2.0, 2.0, 1.0))
+    assert config.cached_temperatures == (1.0, 2.0)
+    steps = [config.at(step / 9) for step in range(9)]
+    assert [now.temperature for now in steps] == [2.0] * 6 + [1.0] * 3
+    assert config.at(1.0).temperature == 1.0 and not steps[0].temperature_schedule
+    assert ObjectiveConfig().at(0.5) == ObjectiveConfig()
+
+
+@pytest.mark.parametrize("name", ["jsd", "skew", "skew_reverse"])
+def test_mixtures_are_settings_and_the_share_is_theirs(name):
+    rng = np.random.default_rng(8)
+    _, batch = cached_batch(rng)
+    hidden, head = student(rng)
+    values = [objective_loss(hidden, head, batch, ObjectiveConfig(name, share)).loss_sum for share in (None, 0.1, 0.5)]
+    default = 2 if name == "jsd" else 1
+    torch.testing.assert_close(values[0], values[default])
+    assert values[1] != values[2]
+
+
+def test_weights_of_a_batch_weigh_its_positions():
+    rng = np.random.default_rng(8)
+    _, batch = cached_batch(rng)
+    hidden, head = student(rng)
+    config = ObjectiveConfig("ghost", ce_weight=0.5, hard_top1_weight=0.1)
+    mask = batch["target_mask"].float()
+    halves = [objective_loss(hidden, head, batch | {"weights": mask * w}, config) for w in (0.5, 2.0)]
+    whole = objective_loss(hidden, head, batch, config)
+    for half, factor in zip(halves, (0.5, 2.0), strict=True):
+        torch.testing.assert_close(half.loss_sum, whole.loss_sum * factor)
+        assert half.token_count == whole.token_count * factor

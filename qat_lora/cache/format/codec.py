@@ -46,6 +46,8 @@ def position_arrays(held: Contents) -> dict[str, tuple[type[np.generic], tuple[i
     arrays = {_LISTS[name]: (np.int32, (size,)) for name, size in held.id_lists.items()}
     if held.top_k:
         arrays["head_logits"] = (np.float32, (held.top_k,))
+    if held.weights:
+        arrays["weights"] = (np.float32, ())
     if held.hidden:
         arrays["teacher_hidden"] = (np.float16, (held.hidden,))
     return arrays | {name: (np.float32, ()) for name in held.sums}
@@ -151,6 +153,10 @@ def encode_rows(rows: Arrays, fingerprint: Fingerprint) -> Arrays:
         arrays |= encode_values(rows["head_logits"], held.value_dtype, max(held.temperatures))
     for name in held.id_lists:
         arrays |= pack_ids(rows[_LISTS[name]], held.vocab_size, name)
+    if held.weights:
+        if not ((rows["weights"] >= 0) & (rows["weights"] <= _FP16_LARGEST)).all():
+            raise CacheError("weights: some are negative, NaN or too large; allowed: 0 to 65,504 (float16)")
+        arrays["weights"] = rows["weights"].astype("<f2")
     if held.hidden:
         arrays["hidden"] = _half(rows["teacher_hidden"])
     arrays["row_crc32"] = row_checksums(arrays, fingerprint.arrays)
@@ -206,6 +212,8 @@ def decode_row(arrays: Arrays, fingerprint: Fingerprint, k: int, temperatures: S
     for name, key in _LISTS.items():
         if key in out:
             unpack_ids(arrays, out[key].shape[-1], out[key], name)
+    if "weights" in out:
+        np.copyto(out["weights"], arrays["weights"])
     if "teacher_hidden" in out:
         np.copyto(out["teacher_hidden"], arrays["hidden"])
     top_k = fingerprint.top_k
@@ -267,6 +275,8 @@ def promises(part: Arrays, fingerprint: Fingerprint) -> dict[str, bool]:
         kept["log_tail of 0 or less"] = all(bool((tail < _ROUNDING).all()) for tail in tails)
     if "val_range" in part:
         kept["val_range from 0 to 64"] = bool(((part["val_range"] >= 0) & (part["val_range"] <= LARGEST_RANGE)).all())
+    if held.weights:
+        kept["weights from 0 to 65,504"] = bool(((part["weights"] >= 0) & (part["weights"] < np.inf)).all())
     if held.hidden:
         kept["finite hidden states"] = bool(((part["hidden"].view("<u2") & 0x7C00) != 0x7C00).all())
     return kept

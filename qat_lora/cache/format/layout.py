@@ -66,6 +66,7 @@ class Contents(NamedTuple):
     value_dtype: str = "float16"
     tail_draws: int = 0  # tokens drawn from the tail of a position
     draws: int = 0  # tokens drawn from the whole teacher
+    weights: int = 0  # 1 where positions have weights in the loss
     hidden: int = 0  # H: width of the teacher's hidden states; 0 where none are stored
 
     @property
@@ -96,6 +97,8 @@ def array_table(held: Contents) -> tuple[ArraySpec, ...]:
     if held.top_k:
         floats, codes = ("val", "<f2", (positions, held.top_k)), ("val_range", "<f2", (positions,))
         table.append(floats if held.value_dtype == "float16" else codes)
+    if held.weights:
+        table.append(("weights", "<f2", (positions,)))
     if held.hidden:
         table.append(("hidden", "<f2", (positions, held.hidden)))
     table += [(f"{name}_lo", "<u2", (positions, entries)) for name, entries in lists if not wide]

@@ -22,13 +22,15 @@ from qat_lora.errors import CacheDamaged, CacheError, ConfigError
 
 R = TypeVar("R")
 _SEAL, _SEAL_END = '"checksum": "', '"\n}\n'
-_OPTIONAL = re.compile(r"(tail_draws|draws):([1-9][0-9]{0,5})|(hidden):([1-9][0-9]{0,6}):([0-9a-f]{64})")
-_OPTIONAL_ORDER = ("tail_draws", "draws", "hidden")
+_OPTIONAL = re.compile(r"(tail_draws|draws):([1-9][0-9]{0,5})|(weights):(1)|(hidden):([1-9][0-9]{0,6}):([0-9a-f]{64})")
+_OPTIONAL_ORDER = ("tail_draws", "draws", "weights", "hidden")
 
 
-def optional_arrays(tail_draws: int = 0, draws: int = 0, hidden: int = 0, sha256: str | None = None) -> tuple[str, ...]:
+def optional_arrays(
+    tail_draws: int = 0, draws: int = 0, hidden: int = 0, sha256: str | None = None, weights: bool = False
+) -> tuple[str, ...]:
     """Return the names by which a fingerprint says what is stored beyond the standard arrays; sha256: the LM head's."""
-    counts = {"tail_draws": tail_draws, "draws": draws}
+    counts = {"tail_draws": tail_draws, "draws": draws, "weights": int(weights)}
     names = [f"{name}:{count}" for name, count in counts.items() if count]
     return (*names, f"hidden:{hidden}:{sha256}") if hidden else tuple(names)
 
@@ -36,9 +38,13 @@ def optional_arrays(tail_draws: int = 0, draws: int = 0, hidden: int = 0, sha256
 def _parse_optional(names: tuple[str, ...]) -> dict[str, tuple[int, str | None]]:
     """Return size and hash by name; names that are unknown, repeated or out of order are refused."""
     matches = [match for match in map(_OPTIONAL.fullmatch, names) if match]
-    found: dict[str, tuple[int, str | None]] = {m[1] or m[3]: (int(m[2] or m[4]), m[5]) for m in matches}
+    found: dict[str, tuple[int, str | None]] = {
+        m[1] or m[3] or m[5]: (int(m[2] or m[4] or m[6]), m[7]) for m in matches
+    }
     if len(found) != len(names) or [*found] != [name for name in _OPTIONAL_ORDER if name in found]:
-        allowed = "tail_draws:8, draws:32, hidden:1024:<sha256 of the LM head>; a newer qat-lora may know more"
+        allowed = (
+            "tail_draws:8, draws:32, weights:1, hidden:1024:<sha256 of the LM head>; a newer qat-lora may know more"
+        )
         raise ConfigError(f"optional_arrays: {names!r} does not fit; allowed, in this order: {allowed}")
     return found
 

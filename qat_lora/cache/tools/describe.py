@@ -127,7 +127,12 @@ def render(description: dict[str, Any]) -> str:
 
 def _stored(held: dict[str, Any]) -> str:
     parts = [f"the teacher's {held['top_k']} likeliest ({held['value_dtype']})"] if held["top_k"] else []
-    words = {"tail_draws": "{} draws from the tail", "draws": "{} draws", "hidden": "its hidden state ({} wide)"}
+    words = {
+        "tail_draws": "{} draws from the tail",
+        "draws": "{} draws",
+        "weights": "weights",
+        "hidden": "its hidden state ({} wide)",
+    }
     for name, size, *_ in (text.split(":") for text in held["optional_arrays"]):
         parts.append(words[name].format(size))
     return ", ".join(parts)

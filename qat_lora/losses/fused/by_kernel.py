@@ -19,7 +19,7 @@ from torch import Tensor
 
 from qat_lora.errors import DeviceError
 from qat_lora.losses.estimators import IN_KERNEL, Estimator, topk_part, weighted
-from qat_lora.losses.fused.gradients import Group, Task, Walked, finish_logits, keep
+from qat_lora.losses.fused.gradients import Group, Task, Walked, finish_logits, keep, skipped
 
 MOST_ENTRIES = 4_096  # of the top K, and of the points of a softmax: a program holds them all at once
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -51,7 +51,7 @@ def walk_kernel(task: Task, chunk_tokens: int) -> Walked:
     if kl and all(group.temperature != 1.0 for group in task.groups):
         task = task._replace(groups=[Group(1.0, None, [], [], [], []), *task.groups])  # of no entries: for log Σ exp
     softmaxes = [_softmax(task, group) for group in task.groups]
-    kl_ids = [term.teacher.ids_NK.masked_fill(~mask_N[:, None], 0) for _, term in kl]
+    kl_ids = [term.teacher.ids_NK.masked_fill(skipped(mask_N)[:, None], 0) for _, term in kl]
     kl_raw: list[list[Tensor]] = [[] for _ in kl]
     chunk_tokens = -(-chunk_tokens // 16) * 16  # Triton compiles again where a slice is aligned to less than 16 bytes
     store_CV = task.hidden_NH.new_empty(min(chunk_tokens, count), vocab)
@@ -73,7 +73,7 @@ def walk_kernel(task: Task, chunk_tokens: int) -> Walked:
             d_bias.add_(grad_CV.sum(0, dtype=wide))
     sums: dict[int, Tensor] = {}
     for group, (loss_N, log_z_N, z_ND) in zip(task.groups, (softmax.results for softmax in softmaxes), strict=True):
-        sums |= {index: loss_N.sum() for index, _ in group.topk}
+        sums |= {index: keep(loss_N, mask_N).sum() for index, _ in group.topk}
         widths = [term.ids_ND.shape[1] for _, term in group.points]
         for (index, term), z_NE in zip(group.points, z_ND.split(widths, 1) if widths else (), strict=True):
             distance_N = weighted(term.weights_ND.float(), log_z_N[:, None] - z_NE).sum(1)
@@ -110,6 +110,8 @@ def _softmax(task: Task, group: Group) -> _Softmax:
     gradients = [term.weights_ND.float() * -task.scales[index] for index, term in group.points]
     ids_ND = torch.cat([empty.long(), *(term.ids_ND.long() for term in points)], 1)
     given = [ids_NK.long(), log_t_NK.float(), log_m_N.float(), ids_ND, torch.cat([empty, *gradients], 1).float()]
+    if mask_N.is_floating_point():  # the kernel knows rows that count and rows that do not
+        scale_N, given[4], mask_N = scale_N * mask_N, given[4] * mask_N[:, None], mask_N != 0
     given += [scale_N.float(), mask_N.view(torch.uint8)]
     results = [torch.empty_like(scale_N), torch.empty_like(scale_N), empty.new_empty(ids_ND.shape)]
     return _Softmax(estimator.__name__, group.temperature, [x.contiguous() for x in given], results)

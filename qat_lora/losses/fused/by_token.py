@@ -27,6 +27,7 @@ from qat_lora.losses.fused.gradients import (
     group_gradient,
     keep,
     lm_head_logits,
+    skipped,
     with_tensors,
 )
 from qat_lora.runtime.xla.loop import scan
@@ -175,7 +176,7 @@ def _dense_group(z_CV: Tensor, entry_z: list[Tensor], entries: Entries, group: G
     zero_C = torch.zeros_like(log_p_CV[:, 0])  # the log of the softmax's sum, since log p is normalised
     part = group_gradient(task, group, [z_CD - log_z_C1 for z_CD in entry_z], zero_C)
     ((index, term),) = group.dense
-    hidden_CH = term.hidden_NH.masked_fill(~task.mask_N[:, None], 0).to(term.lm_head.weight_VH.dtype)
+    hidden_CH = term.hidden_NH.masked_fill(skipped(task.mask_N)[:, None], 0).to(term.lm_head.weight_VH.dtype)
     z_CV = _soften(lm_head_logits(hidden_CH, term.lm_head, task.wide), term.temperature, in_place=True)
     log_t_CV = z_CV.sub_(z_CV.logsumexp(1, keepdim=True))
     t_CV = log_t_CV.exp()

@@ -48,7 +48,7 @@ class Task(NamedTuple):
     lm_head: LMHead  # of `real_vocabulary`, in the same dtype
     groups: list[Group]
     scales: list[float | Tensor]  # weight · T² of each term
-    mask_N: Tensor
+    mask_N: Tensor  # bool, or float: the positions' weights
     wanted: Wanted
 
     @property
@@ -176,7 +176,7 @@ def entry_ids(group: Group, mask_N: Tensor) -> list[Tensor]:
     ids = [] if group.ids_NK is None else [group.ids_NK]
     ids += [term.ids_ND for _, term in group.points]
     ids += [term.teacher.ids_NK for _, term in group.kl if group.ids_NK is None]
-    return [x.long().masked_fill(~mask_N[:, None], 0) for x in ids]  # where masked, an id that exists
+    return [x.long().masked_fill(skipped(mask_N)[:, None], 0) for x in ids]  # where masked, an id that exists
 
 
 def group_gradient(task: Task, group: Group, entry_z: Sequence[Tensor], *log_tails_C: Tensor) -> GroupGradient:
@@ -215,6 +215,13 @@ def group_gradient(task: Task, group: Group, entry_z: Sequence[Tensor], *log_tai
 
 
 def keep(value: Tensor, mask_C: Tensor) -> Tensor:
-    """Zero the masked rows, whatever they hold."""
+    """Zero the masked rows, whatever they hold; where the mask is one of weights, multiply the others by them."""
     mask = mask_C if value.dim() == 1 else mask_C[:, None]
+    if mask.is_floating_point():
+        mask, value = mask != 0, value * mask.to(value.dtype)
     return torch.where(mask, value, torch.zeros_like(value))
+
+
+def skipped(mask_N: Tensor) -> Tensor:
+    """Return where positions do not count."""
+    return mask_N == 0 if mask_N.is_floating_point() else ~mask_N

@@ -23,7 +23,7 @@ from qat_lora.losses.estimators import DenseTerm, KLTerm, Term, TopKTerm, wide_d
 from qat_lora.losses.fused.by_kernel import kernel_serves, walk_kernel
 from qat_lora.losses.fused.by_token import walk_positions
 from qat_lora.losses.fused.by_vocab import vocabulary_serves, walk_vocabulary
-from qat_lora.losses.fused.gradients import Task, Wanted, group_terms, real_vocabulary
+from qat_lora.losses.fused.gradients import Task, Wanted, group_terms, real_vocabulary, skipped
 from qat_lora.types import LMHead, LossWalk
 
 CHUNK_BYTES = 32 * 2**20
@@ -33,7 +33,7 @@ class LossSum(NamedTuple):
     """A loss added up over positions; divide by the global token count once, after accumulation."""
 
     loss_sum: Tensor  # 0-d float32 (float64 for float64 inputs), differentiable: Σ over terms of weight · term
-    token_count: Tensor  # 0-d float32: positions that counted
+    token_count: Tensor  # 0-d float32: positions that counted, or the sum of their weights
     terms: dict[str, Tensor]  # each term's sum by name, with T² and without weight, detached: for logging
 
 
@@ -54,10 +54,11 @@ def fused_linear_kd(
     weight and bias get a gradient only if they ask for one; it is accumulated in float32.
 
     The ids of terms are below `vocab_size`, and distinct within a top K. Where `mask_N` is False, hidden states and
-    targets may hold anything. `chunk_tokens` positions are projected at once, by default as many as fit `chunk_bytes`
-    of float32 logits, two to three times which exist at the peak (other walks hold as many once, in the dtype of the
-    products). `walk` is `Runtime.loss_walk`; what it does not serve goes by positions. The positions are of `rows`
-    rows of text, equal in length; on XLA a chunk takes its part of each.
+    targets may hold anything; a float mask weighs positions instead, in sums and count. `chunk_tokens` positions are
+    projected at once, by default as many as fit `chunk_bytes` of float32 logits, two to three times which exist at the
+    peak (other walks hold as many once, in the dtype of the products). `walk` is `Runtime.loss_walk`; what it does not
+    serve goes by positions. The positions are of `rows` rows of text, equal in length; on XLA a chunk takes its part of
+    each.
 
     ValueError: no terms, or shapes that do not fit each other.
     DeviceError: the kernel is asked for where it cannot run.
@@ -66,7 +67,6 @@ def fused_linear_kd(
     _check(hidden_NH, lm_head, terms, mask_N)
     if mask_N is None:
         mask_N = torch.ones(count, dtype=torch.bool, device=hidden_NH.device)
-    mask_N = mask_N.bool()
     if chunk_tokens is None:
         copies = 2 if any(isinstance(term, DenseTerm) for term in terms) else 1  # the teacher's logits are a chunk too
         chunk_tokens = max(1, chunk_bytes // (4 * vocab * copies))
@@ -103,7 +103,7 @@ class _FusedLinearKD(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         terms, dtype, vocab = call.terms, call.dtype, call.lm_head.vocab_size
         task = Task(
-            hidden_NH.to(dtype).masked_fill(~call.mask_N[:, None], 0),  # even a NaN must not leak from padding
+            hidden_NH.to(dtype).masked_fill(skipped(call.mask_N)[:, None], 0),  # even a NaN must not leak from padding
             real_vocabulary(call.lm_head, dtype, wide_dtype(dtype)),
             group_terms(terms),
             [term.weight * term.temperature**2 for term in terms],
