@@ -29,9 +29,7 @@ from qat_lora.files import outputs
 from qat_lora.files.checksums import seal
 from qat_lora.files.folders import atomic_dir, ours
 from qat_lora.layers.lora import LoraConfig
-from qat_lora.models.adapter import PREFIX, WEIGHTS
 from qat_lora.models.load import make_qwen3, make_tokenizer, save_model
-from qat_lora.models.student import open_student
 from qat_lora.options import CacheBuildOptions, QuantizeOptions, RecoverOptions, RunConfig, SmokeOptions
 from qat_lora.runtime.base import Runtime
 from qat_lora.setup.common import say
@@ -76,7 +74,7 @@ def smoke(options: SmokeOptions, runtime: Runtime) -> dict[str, Any]:
             stack.enter_context(outputs.lock_dir(folder))
             outputs.claim(folder, "smoke", {"started": time.time()}, options.run.overwrite)  # never a run to go on with
         bench = _Bench(options, runtime, folder)
-        for check in (_device, _data, _training, _gradient_sync, _checkpoint, _resume, _export):
+        for check in (_device, _data, _training, _gradient_sync, _checkpoint, _resume):
             name = check.__name__[1:].replace("_", " ")
             started = time.perf_counter()
             try:
@@ -203,19 +201,3 @@ def _resume(bench: _Bench) -> str:
     _require(difference <= allowed, f"trained tensors differ from the uninterrupted run's by up to {difference:.1e}")
     same = "bit for bit" if difference == 0 else f"within {difference:.0e}"
     return f"went on from step {middle}, equal to the uninterrupted run {same}"
-
-
-def _export(bench: _Bench) -> str:
-    """The adapter of the last step loads onto its base and is the one that was trained."""
-    student = open_student(str(bench.trained / "last"))
-    adapter = load_file(bench.trained / "last" / WEIGHTS)
-    trained = load_file(checkpoints(bench.trained / "checkpoints")[-1] / "trained.safetensors")
-    for name, tensor in adapter.items():
-        own = name.removeprefix(PREFIX).removesuffix(".weight")
-        _require(torch.equal(tensor, trained[own].half()), f"{name} in the adapter is not what was trained")
-        loaded = student.model.module.get_parameter(own)
-        _require(torch.equal(loaded.half(), tensor), f"{name} changed while loading")
-    ids = torch.arange(LENGTH)[None] % VOCABULARY
-    hidden = student.model.hidden(ids, torch.zeros_like(ids))
-    _require(bool(hidden.isfinite().all()), "the loaded student gives numbers that are not finite")
-    return f"adapter of {len(adapter)} tensors loads back, {student.bits_per_weight:.2f} bits per weight with it"

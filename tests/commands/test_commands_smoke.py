@@ -11,7 +11,7 @@ from qat_lora.errors import ConfigError, FailedError
 from qat_lora.options import RunConfig, SmokeOptions
 from qat_lora.runtime.native import NativeRuntime
 
-CHECKS = ["device", "data", "training", "gradient sync", "checkpoint", "resume", "export"]
+CHECKS = ["device", "data", "training", "gradient sync", "checkpoint", "resume"]
 
 
 def test_the_guides_command_ticks_every_check(capsys, monkeypatch):
@@ -44,7 +44,7 @@ def test_a_fault_is_a_cross_with_its_reason_and_exit_code_1(capsys, monkeypatch,
     assert capsys.readouterr().out == ""
 
 
-def test_a_loss_that_does_not_fall_a_changed_resume_and_a_foreign_adapter_are_found(tmp_path, monkeypatch):
+def test_a_loss_that_does_not_fall_and_a_changed_resume_are_found(tmp_path, monkeypatch):
     from safetensors.torch import load_file, save_file
 
     runtime = NativeRuntime("cpu")
@@ -67,10 +67,6 @@ def test_a_loss_that_does_not_fall_a_changed_resume_and_a_foreign_adapter_are_fo
     save_file(tensors | {name: tensors[name] + 0.01}, final)
     with pytest.raises(RuntimeError, match="differ from the uninterrupted run's by up to 1.0e-02"):
         smoke._resume(bench)
-    with pytest.raises(RuntimeError, match="is not what was trained"):
-        smoke._export(bench)
-    save_file(tensors, final)
-    assert "loads back" in smoke._export(bench)
 
 
 def test_a_folder_of_another_run_is_left_alone(tmp_path):

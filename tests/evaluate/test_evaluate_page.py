@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 from test_evaluate_report_card import FULL, REPORTS, report
 
-from qat_lora.evaluate.page import html_report
+from qat_lora.evaluate.page import WIDTH, _sizes, html_report
 
 
 class Tags(HTMLParser):
@@ -69,5 +69,16 @@ def test_the_picture_has_a_point_for_each_student_with_both_figures(tmp_path):
         for x, y in re.findall(r"<circle cx='(\d+)' cy='(\d+)'", page):
             assert 44 <= int(x) < 360 and 15 <= int(y) <= 205
     page = html_report(sized(a=(3.0, 0.1), b=(3.0, 0.1)), "t", tmp_path / "none")
-    labels = re.findall(r"y='(\d+)' text-anchor=start>student", page)
+    labels = re.findall(r"y='(\d+)' text-anchor=end>student", page)
     assert abs(int(labels[0]) - int(labels[1])) >= 12, "two equal students' labels cover each other"
+
+
+def test_labels_of_the_picture_end_inside_it():
+    """At 11 px a character takes some 6; the naive label, to the right of every point, was cut."""
+    names = ["a-student-with-a-long-name", "another-with-a-long-name"]
+    models = {name: {"bits_over_all_weights": bits, "kl": 0.01} for name, bits in zip(names, (2.2, 16.0), strict=True)}
+    labels = re.findall(r"<text x='(\d+)' y='\d+' text-anchor=(\w+)>([^<]*with[^<]*)<", _sizes(models))
+    assert len(labels) == 2
+    for x, anchor, shown in labels:
+        width = 6 * len(shown)
+        assert int(x) - width >= 0 if anchor == "end" else int(x) + width <= WIDTH, shown

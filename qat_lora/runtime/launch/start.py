@@ -26,6 +26,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from tqdm import tqdm
+
 from qat_lora import errors
 from qat_lora.errors import QatLoraError, ReplicaError, disk_errors_explained, memory_errors_explained
 from qat_lora.registry import COMMANDS, Command
@@ -180,6 +182,7 @@ def attend(board: Board, rank: int, work: Callable[[], Any]) -> None:
 
     Not by an exception through the process group's clean-up, which may itself wait for the others for ever.
     """
+    tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system, which a process that ends at once leaves
     threading.Thread(target=_watch_others, args=(board, rank), name="qat-lora-watch", daemon=True).start()
     try:
         board.finished(rank, work())

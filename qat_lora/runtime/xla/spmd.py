@@ -9,6 +9,7 @@ A loss or gradient summed over rows is a sum over all replicas' rows already; so
 division. The loss takes its chunks along the rows, so that each device has its part of every one.
 """
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ class XlaSpmdRuntime(XlaRuntime):
     """All XLA devices of a host in this process; with `shard_base`, frozen weights are spread over them."""
 
     def __init__(self, backend: str, shard_base: bool = False) -> None:
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # else XLA warns, graph by graph, that GSPMD will go
         super().__init__(backend)
         self._shard_base = shard_base
         self._mesh: Any = None
