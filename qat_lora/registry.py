@@ -84,6 +84,8 @@ _COMMANDS = (
     _command("cache export", "Write a cache's rows in a form that other tools read.", at="cache_files:export_cache"),
     _command("cache pack", "Make a cache smaller for moving it, without loss; unpack it before training from it."),
     _command("cache unpack", "Write the cache that was packed, bit for bit."),
+    _command("cache push", "Send a finished cache to the Hub as a dataset repository, private by default."),
+    _command("cache pull", "Fetch a cache from the Hub and verify every byte."),
     _command(
         "quantize", "Quantise a model and prepare its adapter start.", "QuantizeOptions", plan="quantize:plan_quantize"
     ),

@@ -16,7 +16,7 @@ from qat_lora.cache.build.served import ServedTeacher
 from qat_lora.cache.build.writer import CacheWriter, Partition
 from qat_lora.cache.format.lm_head import LMHeadFile, lm_head_file
 from qat_lora.cache.format.records import Fingerprint, optional_arrays
-from qat_lora.cache.storage.location import LocalFolder, locate
+from qat_lora.cache.storage.location import LocalFolder, RemoteFolder, locate
 from qat_lora.cache.storage.store import noted_fingerprint, read_manifest
 from qat_lora.cache.tools import overlap
 from qat_lora.cache.tools.audit import audit, check_teacher, summary
@@ -51,6 +51,8 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
     default = f"caches/{Path(str(text.dataset)).name.replace('.', '-')}_L{options.length}_K{options.top_k}"
     place = locate(run.out or default)
     out = place.path if isinstance(place, LocalFolder) else place
+    if isinstance(place, RemoteFolder):
+        place.require_create()  # before a teacher is loaded
     noted = None if run.overwrite else noted_fingerprint(place)
     teacher, tokenizer, folder, about = _open_teacher(options, runtime, noted)
     lm_head = lm_head_file(teacher.lm_head()) if options.hidden and not isinstance(teacher, ServedTeacher) else None
