@@ -1,6 +1,6 @@
 """A Hub on this machine: the requests that the real client makes for one dataset repository, over a folder of files.
 
-Every commit is a new revision, its name the number of commits. `Hub.fails(path)` may break an answer off; `asked` counts
+Every commit is a new revision, its name the number of commits. `Hub.fails(method, path)` may refuse; `asked` counts
 requests. Nothing of it knows caches.
 """
 
@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 import threading
+import uuid
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
@@ -25,18 +26,17 @@ class Hub:
         self.revisions: list[dict[str, bytes]] = [{}]
         self.asked: Counter[str] = Counter()
         self.fails = lambda method, path: False
-        self.url = ""
+        self.url, self.salt = "", uuid.uuid4().hex[:30]  # the client keeps files by the name of a commit
 
     @property
     def files(self):
         return self.revisions[-1]
 
     def at(self, revision):
-        return self.files if revision == "main" else self.revisions[int(revision, 16)]
+        return self.files if revision == "main" else self.revisions[int(revision[30:], 16)]
 
-
-def sha(number):
-    return f"{number:040x}"
+    def sha(self, number=-1):
+        return f"{self.salt}{number % len(self.revisions):010x}"
 
 
 class _Answers(BaseHTTPRequestHandler):
@@ -77,6 +77,8 @@ class _Answers(BaseHTTPRequestHandler):
             if not hub.exists:
                 hub.exists, hub.private = True, json.loads(body).get("visibility") == "private"
             return self._send({"url": f"{hub.url}/datasets/{REPO}", "name": REPO, "id": REPO}, code)
+        if path == "/api/validate-yaml":
+            return self._send({"errors": [], "warnings": []})
         if not hub.exists:
             return self._missing("RepoNotFound")
         if match := re.fullmatch(rf"/datasets/{REPO}/resolve/([^/]+)/(.+)", path):
@@ -89,7 +91,7 @@ class _Answers(BaseHTTPRequestHandler):
             files = hub.at(revision)
         except (ValueError, IndexError):
             return self._missing("RevisionNotFound")
-        commit = sha(len(hub.revisions) - 1) if revision == "main" else revision
+        commit = hub.sha() if revision == "main" else revision
         entries = [self._entry(name, data) for name, data in files.items()]
         if kind == "revision":
             siblings = [{"rfilename": name} for name in files]
@@ -108,8 +110,10 @@ class _Answers(BaseHTTPRequestHandler):
                 if line["key"] == "file":
                     files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
             hub.revisions.append(files)
-            oid = sha(len(hub.revisions) - 1)
-            return self._send({"success": True, "commitOid": oid, "commitUrl": f"{hub.url}/datasets/{REPO}/commit/{oid}"})
+            oid = hub.sha()
+            return self._send(
+                {"success": True, "commitOid": oid, "commitUrl": f"{hub.url}/datasets/{REPO}/commit/{oid}"}
+            )
         return self._missing("EntryNotFound")
 
     def _entry(self, name, data):
@@ -121,8 +125,12 @@ class _Answers(BaseHTTPRequestHandler):
             data = self.hub.at(revision)[name]
         except KeyError:
             return self._missing("EntryNotFound")
-        number = len(self.hub.revisions) - 1 if revision == "main" else int(revision, 16)
-        headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": sha(number), "Accept-Ranges": "bytes"}
+        commit = self.hub.sha() if revision == "main" else revision
+        headers = {
+            "ETag": f'"{hashlib.sha256(data).hexdigest()}"',
+            "X-Repo-Commit": commit,
+            "Accept-Ranges": "bytes",
+        }
         if match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or ""):
             start, end = int(match[1]), int(match[2] or len(data) - 1)
             headers["Content-Range"] = f"bytes {start}-{end}/{len(data)}"
