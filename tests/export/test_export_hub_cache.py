@@ -146,9 +146,9 @@ def test_another_revision_leaves_nothing_behind(hub, tmp_path):
         pull_cache(REPO, tmp_path / "d")
     hub.fails = lambda method, path: False
     _cache(tmp_path / "short", rows=3, first=20)
-    hub.revisions.append(_files(tmp_path / "short"))
+    hub.revisions.append(_files(tmp_path / "short") | {"README.md": b"shorter"})
     pull_cache(REPO, tmp_path / "d")
-    assert _files(tmp_path / "d") == _files(tmp_path / "short")
+    assert _files(tmp_path / "d") == hub.files
 
 
 @pytest.mark.parametrize(
