@@ -22,7 +22,7 @@ from qat_lora.cache.tools import overlap
 from qat_lora.cache.tools.audit import audit, check_teacher, summary
 from qat_lora.cache.tools.audit import table_rows as audit_rows
 from qat_lora.data.packing import PackedRow, make_encoder, pack_rows, share, take_eval
-from qat_lora.data.sources import TextConfig, describe_source, open_documents
+from qat_lora.data.sources import OwnText, TextConfig, describe_source, open_documents, own_text
 from qat_lora.errors import ConfigError, InterruptedRunError, OvertakenError
 from qat_lora.evaluate.report import save_json, text_table
 from qat_lora.files import outputs
@@ -56,13 +56,18 @@ def build_cache(options: CacheBuildOptions, runtime: Runtime) -> Any:
     noted = None if run.overwrite else noted_fingerprint(place)
     teacher, tokenizer, folder, about = _open_teacher(options, runtime, noted)
     lm_head = lm_head_file(teacher.lm_head()) if options.hidden and not isinstance(teacher, ServedTeacher) else None
-    fingerprint = _fingerprint(options, about, lm_head)
+    old_way = noted is not None and noted.packing.endswith(f"; dealt out to {part.builders} builders")
+    own = None if old_way else own_text(text, *part)
+    fingerprint = _fingerprint(options, about, lm_head, own)
     encode = make_encoder(tokenizer)
     say(run, f"{runtime.description} · {run.dtype} · cache in {out}")
     documents = partial(open_documents, text)
     evaluation, first = take_eval(documents, encode, options.length, options.eval_rows)
     evaluation = [] if part.builder else evaluation
-    rest = share(documents, first, part.builder, part.builders)
+    rest = partial(own.open, text, first) if own else share(documents, first, part.builder, part.builders)
+    if part.builders > 1:
+        way = f"{len(own.mine)} of {len(own.pieces)} {own.kind}" if own else f"every {part.builders}th document of all"
+        say(run, f"builder {part} reads {way}")
     max_rows = options.num_rows and part.of(options.num_rows)
     batch_rows = 1 if isinstance(teacher, LlamaCppModel) else options.teacher_batch_size  # it computes them one by one
     device = runtime.device if isinstance(teacher, CausalLM) else "cpu"
@@ -161,15 +166,20 @@ def _open_teacher(
     return teacher, tokenizer, folder, about
 
 
-def _fingerprint(options: CacheBuildOptions, about: dict[str, Any], lm_head: LMHeadFile | None) -> Fingerprint:
+def _fingerprint(
+    options: CacheBuildOptions, about: dict[str, Any], lm_head: LMHeadFile | None, own: OwnText | None
+) -> Fingerprint:
     """Return what the cache is to hold; `about` are the fields of teacher and tokenizer."""
     run, builders = options.run, Partition.parse(options.builder).builders
     packing = "documents with bos and eos; attention and positions restart at each"
+    dealt = f"; {own.kind} dealt out to" if own else "; dealt out to"  # another way is another order of rows
+    packing += f"{dealt} {builders} builders" if builders > 1 else ""
     hidden = (lm_head.width, lm_head.sha256) if lm_head else ()
     return Fingerprint(
         **about,
-        dataset=describe_source(options.text) + (f" first {options.num_rows} rows" if options.num_rows else ""),
-        packing=packing + (f"; dealt out to {builders} builders" if builders > 1 else ""),
+        dataset=describe_source(options.text, own is not None)
+        + (f" first {options.num_rows} rows" if options.num_rows else ""),
+        packing=packing,
         length=options.length,
         top_k=options.top_k,
         temperatures=tuple(sorted(set(options.temperatures))),

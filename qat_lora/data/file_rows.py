@@ -34,16 +34,19 @@ class Row(NamedTuple):
 
     name: str
     load: Callable[[], dict[str, Any]]
+    share: float = 0.0  # of what is read, up to the end of this row, from 0 to 1; 0 where nobody counted
 
 
-def file_rows(name: str, path: Path) -> Iterator[Row]:
-    """Yield the rows of a .jsonl (or JSON lines in a .json), .json or .parquet file; blank lines are no rows.
+def file_rows(name: str, path: Path, group: int | None = None) -> Iterator[Row]:
+    """Yield the rows of a .jsonl (or JSON lines in a .json), .json or .parquet file, or of one row group of the last.
+
+    Blank lines are no rows.
 
     TextError: not JSON or Parquet, no permission, a row of more than `ROW_CHARS`; MissingExtraError: no pyarrow.
     """
     with reading(name):
         if path.suffix.lower() == ".parquet":
-            yield from _parquet_rows(name, path)
+            yield from _parquet_rows(name, path, group)
             return
         with open_text(path) as file:
             if path.suffix.lower() == ".json" and file.read(4096).lstrip().startswith("["):
@@ -51,27 +54,41 @@ def file_rows(name: str, path: Path) -> Iterator[Row]:
                 for i, row in enumerate(_members(file, name)):
                     yield Row(f"{name}[{i}]", partial(as_row, row, f"{name}[{i}]"))
                 return
+        done, size = 0, max(1, path.stat().st_size)
         for number, line in enumerate(lines_of(name, path), 1):
+            done += len(line.encode())
             if line.strip():
-                yield Row(f"{name}:{number}", partial(_parse_row, line, f"{name}:{number}"))
+                yield Row(f"{name}:{number}", partial(_parse_row, line, f"{name}:{number}"), min(1.0, done / size))
 
 
-def _parquet_rows(name: str, path: Path) -> Iterator[Row]:
+def _parquet_rows(name: str, path: Path, group: int | None) -> Iterator[Row]:
     arrow, parquet = require("pyarrow", "hub"), require("pyarrow.parquet", "hub")
     try:
         with parquet.ParquetFile(path, buffer_size=_READ_CHARS) as table:
-            meta = table.metadata
-            size = sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups))
-            at_once = max(1, min(1024, _PARQUET_BYTES * meta.num_rows // max(size, 1)))
-            i = itertools.count()
-            for batch in table.iter_batches(at_once):
+            counts = [table.metadata.row_group(i).num_rows for i in range(table.num_row_groups)]
+            groups = [*range(len(counts))] if group is None else [group]
+            first, total = sum(counts[: group or 0]), sum(counts[i] for i in groups)
+            size = sum(table.metadata.row_group(i).total_byte_size for i in groups)
+            at_once, done = max(1, min(1024, _PARQUET_BYTES * total // max(size, 1))), itertools.count(1)
+            for batch in table.iter_batches(at_once, row_groups=groups):
                 fields = batch.schema.names
                 columns = [_column(batch.column(j), f"{name}: field {field!r}") for j, field in enumerate(fields)]
                 for values in zip(*columns, strict=True):
-                    where = f"{name}[{next(i)}]"
-                    yield Row(where, partial(as_row, dict(zip(fields, values, strict=True)), where))
+                    i = next(done)
+                    where = f"{name}[{first + i - 1}]"
+                    yield Row(where, partial(as_row, dict(zip(fields, values, strict=True)), where), i / total)
     except arrow.ArrowException as error:
         raise TextError(f"dataset: {name} is not a Parquet file: {one_line(error)}") from None
+
+
+def group_bytes(name: str, path: Path) -> list[int]:
+    """Return the bytes of a Parquet file's row groups, of which only its end is read; TextError if it is none."""
+    arrow, parquet = require("pyarrow", "hub"), require("pyarrow.parquet", "hub")
+    try:
+        meta = parquet.read_metadata(path)
+    except arrow.ArrowException as error:
+        raise TextError(f"dataset: {name} is not a Parquet file: {one_line(error)}") from None
+    return [meta.row_group(i).total_byte_size for i in range(meta.num_row_groups)]
 
 
 def _column(column: Any, where: str) -> list[Any]:

@@ -41,7 +41,7 @@ class PackedRow(NamedTuple):
     input_ids: np.ndarray  # int32 [L]
     loss_mask: np.ndarray  # uint8 [L], 1 where token i counts as the target of position i - 1
     doc_starts: np.ndarray  # bool [L], True where a document begins, and always at 0
-    cursor: dict[str, int]  # of the next row: index of its first document, offset of its first token in that
+    cursor: dict[str, Any]  # of the next row: index of its first document, offset of its first token in that
 
 
 def make_encoder(tokenizer: Any) -> Encode:
@@ -96,7 +96,8 @@ def pack_rows(
                 if filled == length:
                     ended = following is _END and done == len(ids)
                     document_at, token_at = (index + 1, 0) if ended else (index, passed + done)
-                    yield row._replace(cursor={"document": document_at, "token": token_at})
+                    share = {"share": round(document.share, 6)} if document.share else {}
+                    yield row._replace(cursor={"document": document_at, "token": token_at, **share})
                     row, filled = empty_row(length), 0
             passed += len(ids)
         if skip and skip >= passed:

@@ -10,6 +10,7 @@ saved. Its generic loaders would first copy local text into its cache and make e
 """
 
 import hashlib
+import heapq
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +20,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from qat_lora.config import common, option
-from qat_lora.data.file_rows import ROW_SUFFIXES, Row, as_row, file_rows, lines_of, open_text, reading, well_formed
+from qat_lora.data.file_rows import (
+    ROW_SUFFIXES,
+    Row,
+    as_row,
+    file_rows,
+    group_bytes,
+    lines_of,
+    open_text,
+    reading,
+    well_formed,
+)
 from qat_lora.data.layouts import CHATS, Format, articles, layout_of, starts_with_title, text_of
 from qat_lora.data.remote_text import fetched
 from qat_lora.data.tokenize import WINDOW_CHARS, slices
@@ -49,6 +60,7 @@ class Document(NamedTuple):
     text: str | TextFile | None
     messages: list[dict[str, str]] | None
     name: str  # where it comes from, for people
+    share: float = 0.0  # of its file, or of a builder's own text, up to its end; 0 where nobody counted
 
     @property
     def is_blank(self) -> bool:
@@ -104,7 +116,7 @@ def open_documents(config: TextConfig, start: int = 0) -> Iterator[Document]:
     else:
         each = itertools.starmap(partial(_file_loads, config), _files(path, config))
         loads = itertools.islice(itertools.chain.from_iterable(each), start, None)
-    documents, seen = (load() for load in loads), list[Document]()
+    documents, seen = (load()._replace(share=0.0) for load in loads), list[Document]()
     if start:
         return documents
     for document in documents:  # to the first with something in it, so that an empty source is refused at once
@@ -114,11 +126,81 @@ def open_documents(config: TextConfig, start: int = 0) -> Iterator[Document]:
     raise TextError(f"dataset: {config.dataset} is empty: {len(seen)} documents, all blank; give some text")
 
 
-def describe_source(config: TextConfig) -> str:
+class Piece(NamedTuple):
+    """What a builder can read without the rest: a file, or one row group of a Parquet file."""
+
+    name: str
+    path: Path
+    group: int | None
+    bytes: int
+
+
+class OwnText(NamedTuple):
+    """The text in pieces, in its order, and which of them are this builder's."""
+
+    kind: str  # of the pieces: "files" or "row groups"
+    pieces: list[Piece]
+    mine: list[int]
+
+    def open(self, config: TextConfig, first: int, start: int) -> Iterator[Document]:
+        """Return this builder's documents from number `start` on, without the `first` documents of the whole text."""
+        left, skipped = first, [0] * len(self.pieces)
+        for number, (name, path, group, _) in enumerate(self.pieces):
+            if left:
+                skipped[number] = sum(1 for _ in itertools.islice(_file_loads(config, name, path, group), left))
+                left -= skipped[number]
+
+        def loads() -> Iterator[Callable[[], Document]]:
+            before, total = 0, max(1, sum(self.pieces[number].bytes for number in self.mine))
+            for number in self.mine:
+                name, path, group, size = self.pieces[number]
+                for load in itertools.islice(_file_loads(config, name, path, group), skipped[number], None):
+                    yield partial(_of_whole, load, before / total, size / total)
+                before += size
+
+        return (load() for load in itertools.islice(loads(), start, None))
+
+
+def _of_whole(load: _Load, before: float, part: float) -> Document:
+    document = load()
+    return document._replace(share=min(1.0, before + part * document.share))
+
+
+def own_text(config: TextConfig, builder: int, builders: int) -> OwnText | None:
+    """Deal files, or row groups where there are fewer files than builders, out by size: largest first, to the least.
+
+    None where there are fewer of both, where lines join to articles across row groups, and for a Hub dataset.
+    """
+    path = _local_path(config)
+    if builders == 1 or path is None or _is_saved_dataset(path):
+        return None
+    pieces = [Piece(name, file, None, file.stat().st_size) for name, file in _files(path, config)]
+    kind = "files"
+    if len(pieces) < builders:
+        kind, whole, pieces = "row groups", pieces, []
+        for piece in whole:
+            if piece.path.suffix.lower() == ".parquet":
+                if _joins_lines(file_rows(piece.name, piece.path), config):
+                    return None
+                pieces += [piece._replace(group=i, bytes=size) for i, size in enumerate(group_bytes(*piece[:2]))]
+            else:
+                pieces.append(piece)
+    if len(pieces) < builders:
+        return None
+    loads, mine = [(0, number) for number in range(builders)], []
+    for number in sorted(range(len(pieces)), key=lambda number: -pieces[number].bytes):
+        load, owner = heapq.heappop(loads)
+        heapq.heappush(loads, (load + pieces[number].bytes, owner))
+        mine += [number] if owner == builder else []
+    return OwnText(kind, pieces, sorted(mine))
+
+
+def describe_source(config: TextConfig, ends_only: bool = False) -> str:
     """Return what the text is, as canonical JSON: equal text, equal description, wherever it lies.
 
-    Local text counts by relative paths, sizes and content (sha256), a hub dataset by name, configuration, split
-    and revision: without `dataset_revision` a change on the hub goes unnoticed. Raises as `open_documents` does.
+    Local text counts by relative paths, sizes and content (sha256; with `ends_only` of each file's first and last 512
+    bytes, since of many builders none shall read everything), a hub dataset by name, configuration, split and
+    revision: without `dataset_revision` a change on the hub goes unnoticed. Raises as `open_documents` does.
     """
     layout = {"format": config.format, "text_field": config.text_field}
     path = _local_path(config)
@@ -132,15 +214,22 @@ def describe_source(config: TextConfig) -> str:
         files = [(file.relative_to(path).as_posix(), file) for file in found]
         described = {"kind": "saved dataset", "split": config.split, **_digest(files)}
     else:
-        described = {"kind": "files", **_digest(_files(path, config))}
+        kind = "files by their ends" if ends_only else "files"
+        described = {"kind": kind, **_digest(_files(path, config), ends_only)}
     return json.dumps(described | layout, sort_keys=True)
 
 
-def _digest(files: list[tuple[str, Path]]) -> dict[str, Any]:
+def _digest(files: list[tuple[str, Path]], ends_only: bool = False) -> dict[str, Any]:
     total, digest = 0, hashlib.sha256()
     for name, path in files:
-        with reading(name), path.open("rb") as file:
-            content, size = hashlib.file_digest(file, "sha256").digest(), path.stat().st_size
+        size = path.stat().st_size
+        with reading(name), path.open("rb", buffering=0) as file:
+            if ends_only:
+                head = file.read(512)
+                file.seek(max(0, size - 512))
+                content = hashlib.sha256(head + file.read(512)).digest()
+            else:
+                content = hashlib.file_digest(file, "sha256").digest()
         digest.update(f"{name}\0{size}\0".encode(errors="surrogateescape") + content)
         total += size
     return {"files": len(files), "bytes": total, "sha256": digest.hexdigest()}
@@ -217,10 +306,10 @@ def _listed_files(folder: Path, files_from: str) -> list[tuple[str, Path]]:
     return [(name, folder / name) for name in names]
 
 
-def _file_loads(config: TextConfig, name: str, path: Path) -> Iterator[_Load]:
+def _file_loads(config: TextConfig, name: str, path: Path, group: int | None = None) -> Iterator[_Load]:
     name = well_formed(name)
     if path.suffix.lower() in ROW_SUFFIXES:
-        return _row_loads(name, lambda _: file_rows(name, path), config)
+        return _row_loads(name, lambda _: file_rows(name, path, group), config)
     if config.format in CHATS:
         raise TextError(f"format: {config.format} needs rows ({', '.join(ROW_SUFFIXES)}), and {name} is plain text")
     if config.format == "wikitext" or (config.format == "auto" and starts_with_title(TextFile(name, path))):
@@ -274,19 +363,23 @@ def _dataset_loads(dataset: Any, config: TextConfig, start: int) -> Iterator[_Lo
 
 def _row_loads(name: str, rows: Callable[[int], Iterator[Row]], config: TextConfig, start: int = 0) -> Iterator[_Load]:
     """Return the documents from `start` on: the rows from a number on, or the articles of which they are the lines."""
-    wikitext = config.format == "wikitext"
-    if config.format == "auto":  # the first row that is not blank tells
-        found = (_row_document(row, config) for row in rows(0))
-        first = next((document for document in found if not document.is_blank), None)
-        wikitext = first is not None and first.text is not None and starts_with_title(first.parts())
-    if not wikitext:
+    if not _joins_lines(rows(0), config):
         return (partial(_row_document, row, config) for row in rows(start))
     lines = (line for row in rows(0) for line in text_of(row, config.text_field).removesuffix("\n").split("\n"))
     return itertools.islice(_article_loads(name, lines), start, None)
 
 
+def _joins_lines(rows: Iterator[Row], config: TextConfig) -> bool:
+    """Tell whether rows are lines of articles; with format `auto` the first row that is not blank tells."""
+    if config.format != "auto":
+        return config.format == "wikitext"
+    found = (_row_document(row, config) for row in rows)
+    first = next((document for document in found if not document.is_blank), None)
+    return first is not None and first.text is not None and starts_with_title(first.parts())
+
+
 def _row_document(row: Row, config: TextConfig) -> Document:
     layout = layout_of(row) if config.format == "auto" else config.format
     if layout in CHATS:
-        return Document(None, CHATS[layout](row.load(), row.name), row.name)
-    return Document(text_of(row, config.text_field), None, row.name)
+        return Document(None, CHATS[layout](row.load(), row.name), row.name, row.share)
+    return Document(text_of(row, config.text_field), None, row.name, row.share)
