@@ -26,6 +26,7 @@ import re
 import shutil
 import stat
 from collections.abc import Iterable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -37,6 +38,7 @@ from qat_lora.terminal import redact
 _URL = re.compile(r"[a-z][a-z0-9+.-]*(://|::)")
 _MANGLED = re.compile(r"[a-z][a-z0-9+]{1,15}:")
 _CHUNK_BYTES = 1 << 20
+_TIMES = ("updated", "LastModified", "uploaded_at", "created", "mtime")  # of an object, by drivers
 _REQUEST_BYTES = 8 << 20  # of one request when an object is read piece by piece
 
 
@@ -58,6 +60,10 @@ class LocalFolder:
     def names(self) -> list[str]:
         """Return the names in the folder, sorted; none if there is no folder."""
         return sorted(os.listdir(self.path)) if self.path.is_dir() else []
+
+    def times(self) -> dict[str, float]:
+        """Return when each file was written, in seconds since 1970."""
+        return {entry.name: entry.stat(follow_symlinks=False).st_mtime for entry in os.scandir(self.path)}
 
     def has(self, name: str) -> bool:
         """Return whether there is something of that name, be it a dead link."""
@@ -149,6 +155,19 @@ class RemoteFolder:
             found = (path.rstrip("/").rsplit("/", 1)[-1] for path in self._fs.ls(self._root, detail=False))
             return sorted(name for name in found if name)
         return []
+
+    def times(self) -> dict[str, float]:
+        """See `LocalFolder`; CacheError where the driver tells no times."""
+        found = {}
+        with self._reading(""):
+            for info in self._fs.ls(self._root, detail=True):
+                told = next((info[key] for key in _TIMES if info.get(key)), None)
+                told = datetime.fromisoformat(told) if isinstance(told, str) else told
+                if told is None:
+                    raise CacheError(f"{self}: its driver tells no times, so no finish can be forecast")
+                name = info["name"].rstrip("/").rsplit("/", 1)[-1]
+                found[name] = told.timestamp() if isinstance(told, datetime) else float(told)
+        return found
 
     def has(self, name: str) -> bool:
         """See `LocalFolder`."""
