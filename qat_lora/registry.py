@@ -86,6 +86,7 @@ _COMMANDS = (
     _command("cache unpack", "Write the cache that was packed, bit for bit."),
     _command("cache push", "Send a finished cache to the Hub as a dataset repository, private by default."),
     _command("cache pull", "Fetch a cache from the Hub and verify every byte."),
+    _command("fleet", "Print the manifest by which a scheduler runs n builders of one cache."),
     _command(
         "quantize", "Quantise a model and prepare its adapter start.", "QuantizeOptions", plan="quantize:plan_quantize"
     ),

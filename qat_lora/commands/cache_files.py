@@ -42,9 +42,13 @@ def verify(path: str, quiet: bool, as_json: bool) -> None:
 def info(path: str, tokenizer: str | None, plot: str | None, as_json: bool) -> None:
     """Show what is in a cache: sizes, origin, the mass that the head misses, a few rows."""
     from qat_lora.cache.storage.store import read_manifest
+    from qat_lora.cache.tools import progress
     from qat_lora.cache.tools.describe import describe, plot_tail_mass, render
     from qat_lora.files.finite import json_text
 
+    if progress.unfinished(path):
+        found = progress.progress(path)
+        return echo(json_text(found, path) if as_json else f"{path}: {progress.render(found)}")
     decode = None
     if tokenizer is not None:
         from qat_lora.models.load import load_tokenizer, tokenizer_sha256

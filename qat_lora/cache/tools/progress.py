@@ -21,6 +21,12 @@ from qat_lora.errors import CacheError
 _SHOWN = 8
 
 
+def unfinished(path: Place) -> bool:
+    """Tell whether builders have begun there and not ended."""
+    place = locate(path)
+    return not place.has(fmt.MANIFEST) and bool(committed(place, "train"))
+
+
 def progress(path: Place, now: float | None = None) -> dict[str, Any]:
     """Return shards done and expected (None where unknown) by builder, shards an hour, and the forecast finish.
 
